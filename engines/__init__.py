@@ -1,4 +1,4 @@
-"""The ranks' side: models, plans, programs, messages between ranks."""
+"""The code that runs on ranks: models, plans, programs, messages between ranks."""
 
 import sys
 

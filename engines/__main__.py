@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-if sys.argv[1:2] == ["predict"]:  # torch reads it as it is loaded; see `keep_memory_tight`
+if sys.argv[1:2] == ["predict"]:  # torch reads this when it is imported; see `keep_memory_tight`
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 from engines.command import main

@@ -1,6 +1,7 @@
-"""The commands, each on every rank. Exit code 0: done and right; 1: ran, but wrong; 2: cannot be run as asked.
+"""The commands, each run on every rank. Exit codes: 0: success; 1: it ran, with a wrong result; 2: invalid request.
 
-What reads images or files imports that itself: a machine that only checks its GPU has torch and mpi4py, no more.
+Commands that read images or files import their modules themselves: a machine that only checks its GPU needs nothing but
+torch and mpi4py.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from engines.layout import check_fits
 
 __all__ = ["main"]
 
-# How torch says it, which is no error of a kind of its own on a CPU.
+# PyTorch's messages: on a CPU, memory that runs out has no exception type of its own.
 _NO_MEMORY = re.compile(r"can't allocate memory|not enough memory|out of memory|bad_alloc", re.IGNORECASE)
 _ASKED = re.compile(r"tried to allocate (\d+) bytes")
 
@@ -42,7 +43,7 @@ Command = Callable[[World, Sequence[str]], bool]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one command on this rank; rank 0 prints one line of JSON, or one line of what is wrong."""
+    """Run one command on this rank; rank 0 prints one line of JSON, or a one-line error."""
     name, rest = _split(arguments)
     if name == "gpu-check":
         from engines.bench.gpu_check import run_gpu_checks
@@ -60,16 +61,16 @@ def main(arguments: Sequence[str]) -> int:
 
     world = MpiWorld()
     if world.rank:
-        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 (one voice, whatever is printed by the user's model too)
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 (only rank 0 prints, whatever the user's model prints)
     try:
         world.exit_process(0 if _run_command(name, world, rest) else 1)
-    except (PlanError, TraceError, ImageError, CheckpointError) as error:  # the same on every rank
+    except (PlanError, TraceError, ImageError, CheckpointError) as error:  # raised on every rank alike
         _print_error(world, f"{type(error).__name__}: {error}")
         world.exit_process(2)
-    except StoppedError as stopped:  # on every rank too; the code is what a shell says of a process that a signal ended
+    except StoppedError as stopped:  # raised on every rank; the exit code is a shell's code for the signal
         _print_error(world, str(stopped))
         world.exit_process(128 + stopped.number)
-    except RankError as error:  # on one rank; the others are released by it
+    except RankError as error:  # raised on one rank; `abort` releases the others
         if not isinstance(error, ReleasedError):
             print(f"rank {world.rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         world.abort()
@@ -77,7 +78,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _run_command(name: str, world: World, arguments: Sequence[str]) -> bool:
-    """Whether all was right. Raises PlanError on an unknown command, and RankError where memory runs out."""
+    """Run a command, and return whether its result is right.
+
+    Raises PlanError if the command is unknown, and RankError if memory runs out.
+    """
     if name not in _COMMANDS:
         commands = ", ".join([*_COMMANDS, "table", "published", "gpu-check"])
         raise PlanError(f"Unknown command {name[:80]!r}. Commands: {commands}.")
@@ -94,7 +98,7 @@ def _run_command(name: str, world: World, arguments: Sequence[str]) -> bool:
 
 
 def _split(arguments: Sequence[str]) -> tuple[str, Sequence[str]]:
-    """`bench step --x` -> (`bench step`, [`--x`])."""
+    """Split `bench step --x` into `bench step` and [`--x`]."""
     words = 2 if arguments[:1] == ["bench"] else 1
     return " ".join(arguments[:words]), arguments[words:]
 
@@ -110,14 +114,14 @@ def _print(world: World, line: dict[str, object]) -> None:
 
 
 def _train(world: World, arguments: Sequence[str]) -> bool:
-    """Epochs over images, with checkpoints."""
+    """Train for some epochs on images, with checkpoints."""
     from engines.train_command import run_train
 
     return run_train(world, arguments)
 
 
 def _predict(world: World, arguments: Sequence[str]) -> bool:
-    """A region of a picture, tile after tile."""
+    """Predict a region of a picture, tile after tile."""
     from engines.inference.command import predict
 
     _print(world, predict(world, arguments))
@@ -125,7 +129,7 @@ def _predict(world: World, arguments: Sequence[str]) -> bool:
 
 
 def _verify(world: World, arguments: Sequence[str]) -> bool:
-    """Ranks against one process, three optimiser steps."""
+    """Compare ranks to one process over three optimiser steps."""
     flags = options.make_parser("Compare a plan on the ranks with the plain model in one process.")
     chosen = flags.parse_args([*_get_default_flags("float64", arguments), *arguments])
     model, recipe = options.make_recipe(chosen, world.size, world)
@@ -140,7 +144,7 @@ def _get_default_flags(precision: str, arguments: Sequence[str]) -> list[str]:
 
 
 def _run_bench_step(world: World, arguments: Sequence[str]) -> bool:
-    """Images per second of the ranks and of one process, interleaved."""
+    """Measure images per second on the ranks and in one process, interleaved."""
     flags = options.make_parser("Time training steps of a plan on the ranks, and of the plain model in one process.")
     flags.add_argument("--iterations", type=options.parse_positive, default=5)
     flags.add_argument(
@@ -155,7 +159,7 @@ def _run_bench_step(world: World, arguments: Sequence[str]) -> bool:
 
 
 def _run_bench_overlap(world: World, arguments: Sequence[str]) -> bool:
-    """The gradients' sums, or halos, with and without overlap, interleaved."""
+    """Measure the gradient all-reduce, or the halo exchange, with and without overlap, interleaved."""
     flags = options.make_parser(
         "Measure how much of the gradients' sums over ranks, or of halos, hides behind computing."
     )
@@ -169,7 +173,7 @@ def _run_bench_overlap(world: World, arguments: Sequence[str]) -> bool:
 
 
 def _run_bench_compiled(world: World, arguments: Sequence[str]) -> bool:
-    """Steps with and without compiled segments, interleaved."""
+    """Measure steps with and without compiled segments, interleaved."""
     flags = options.make_parser("Time training steps with segments as PyTorch runs them, and compiled.")
     flags.add_argument("--iterations", type=options.parse_positive, default=5)
     chosen = flags.parse_args(arguments)
@@ -179,7 +183,7 @@ def _run_bench_compiled(world: World, arguments: Sequence[str]) -> bool:
 
 
 def _run_bench_memory(world: World, arguments: Sequence[str]) -> bool:
-    """Peak bytes of each rank, and of one process with the whole image."""
+    """Measure the peak memory of each rank, and of one process with the whole image."""
     flags = options.make_parser("Measure the peak memory of a training step on each rank, and in one process.")
     chosen = flags.parse_args(arguments)
     _, recipe = options.make_recipe(chosen, world.size, world)
@@ -188,7 +192,7 @@ def _run_bench_memory(world: World, arguments: Sequence[str]) -> bool:
 
 
 def _run_bench_halo(world: World, arguments: Sequence[str]) -> bool:
-    """A halo exchange, there and back, beside the same by hand."""
+    """Compare a halo exchange, forward and backward, to the same exchange written by hand."""
     chosen = options.make_halo_parser().parse_args(arguments)
     case = options.make_halo_case(chosen)
     line = bench_halo(world, case, chosen.warmup, chosen.iterations, chosen.with_compute, chosen.validate)
@@ -197,7 +201,7 @@ def _run_bench_halo(world: World, arguments: Sequence[str]) -> bool:
 
 
 def _run_bench_bubble(world: World, arguments: Sequence[str]) -> bool:
-    """The idle share of a schedule, measured and by formula."""
+    """Measure the idle share of a schedule, and compute it by formula."""
     flags = options.make_parser("Measure how long ranks stand idle in a schedule of equal stages, beside the formula.")
     flags.add_argument(
         "--stage-seconds", type=options.parse_seconds, default=0.02, help="how long a stage takes forward"
@@ -211,7 +215,7 @@ def _run_bench_bubble(world: World, arguments: Sequence[str]) -> bool:
 
 
 def _run_bench_streaming(world: World, arguments: Sequence[str]) -> bool:
-    """Tiles in turn within a bound of memory."""
+    """Compute tiles one after another within a bound of memory."""
     if world.size > 1:
         raise PlanError(f"Tiles in turn are one process's work, but there are {world.size}. Start 1.")
     from engines.bench.streaming import bench_streaming
@@ -221,7 +225,7 @@ def _run_bench_streaming(world: World, arguments: Sequence[str]) -> bool:
 
 
 def _run_bench_largest(world: World, arguments: Sequence[str]) -> bool:
-    """The largest image that trains within a bound of memory."""
+    """Find the largest image that trains within a bound of memory."""
     if world.size > 1:
         raise PlanError(f"The largest image is looked for by one process, but there are {world.size}. Start 1.")
     from engines.bench.largest import bench_largest
@@ -231,7 +235,7 @@ def _run_bench_largest(world: World, arguments: Sequence[str]) -> bool:
 
 
 def _run_bench_throughput(world: World, arguments: Sequence[str]) -> bool:
-    """Images per second, in the lines that the field's synthetic benchmarks print."""
+    """Measure images per second, printed in the format of the field's synthetic benchmarks."""
     chosen = make_throughput_parser().parse_args(arguments)
     recipe = make_throughput_recipe(chosen, world.size, world)
     line = bench_throughput(
@@ -242,7 +246,7 @@ def _run_bench_throughput(world: World, arguments: Sequence[str]) -> bool:
 
 
 def _run_bench_allreduce(world: World, arguments: Sequence[str]) -> bool:
-    """Sums over all ranks: ours, MPI's own, and gloo's."""
+    """Compare all-reduces over all ranks: ours, MPI's own, and gloo's."""
     chosen = make_allreduce_parser().parse_args(arguments)
     for line in bench_allreduce(world, chosen.max_bytes, chosen.iterations):
         _print(world, line)
@@ -250,7 +254,7 @@ def _run_bench_allreduce(world: World, arguments: Sequence[str]) -> bool:
 
 
 def _run_bench_overhead(world: World, arguments: Sequence[str]) -> bool:
-    """What an instruction costs beside its kernels."""
+    """Measure the cost of an instruction besides its kernels."""
     flags = options.FlagParser(description="Measure what an instruction of a program costs beside its kernels.")
     flags.add_argument("--iterations", type=options.parse_positive, default=7)
     chosen = flags.parse_args(arguments)
@@ -261,7 +265,7 @@ def _run_bench_overhead(world: World, arguments: Sequence[str]) -> bool:
 
 
 def _run_bench_read(world: World, arguments: Sequence[str]) -> bool:
-    """A picture's pixels on the ranks and in one process."""
+    """Read a picture's pixels on the ranks and in one process."""
     from engines.bench.read import bench_read, make_read_parser
 
     chosen = make_read_parser().parse_args(arguments)
@@ -271,7 +275,7 @@ def _run_bench_read(world: World, arguments: Sequence[str]) -> bool:
 
 
 def _run_bench_asynchronous(world: World, arguments: Sequence[str]) -> bool:
-    """Replicas that do not wait for each other: one line for each mode."""
+    """Train asynchronous replicas, and print one line for each mode."""
     from engines.bench import asynchronous
 
     chosen = asynchronous.make_parser().parse_args(arguments)

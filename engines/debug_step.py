@@ -1,4 +1,4 @@
-"""A training step that a rank takes as far as it is told, and what can be seen of it there in between."""
+"""A training step that a rank runs up to a requested instruction, and views of the rank's values in between."""
 
 from __future__ import annotations
 
@@ -23,13 +23,16 @@ from engines.training import RankTraining, StepReport
 __all__ = ["MessageEffect", "RankStepper", "StepState", "ViewRequest", "ViewResult"]
 
 _WATCHED_BYTES = 1 << 26
-"""Messages that are larger together are carried, but no copies of what they did are kept."""
+"""Larger exchanges are carried out without copies of their effects."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepState:
-    """Where a rank is, and what it holds: `activation_bytes` by name (what autograd keeps between is not among them),
-    `weight_bytes` with gradients and buffers, and all memory of its process. `told` once the step is done.
+    """A rank's position in its step, its losses, and the memory in use.
+
+    `activation_bytes` counts the named values (not the tensors that autograd saves between them), `weight_bytes` the
+    weights with gradients and buffers, and `process_bytes` all memory of the process. `told` holds the report and
+    statistics once the step is done.
     """
 
     position: int
@@ -42,9 +45,9 @@ class StepState:
 
 @dataclass(frozen=True, slots=True)
 class ViewRequest:
-    """One value of a micro-batch, or its gradient, of which one channel of one image is shown.
+    """A request to view one channel of one image of a micro-batch's value, or of its gradient.
 
-    `axes` are its spatial ones, counted from the end, or None. No side is to have more than `bound_px` pixels.
+    `axes` are the spatial axes, counted from the end, or None. `bound_px` is the largest height or width of the view.
     """
 
     name: str
@@ -58,7 +61,10 @@ class ViewRequest:
 
 @dataclass(frozen=True, slots=True)
 class ViewResult:
-    """(h, w), float64: means of `block_px` x `block_px` pixels. The tensor has `shape`, and so many `channels`."""
+    """A view: (h, w), float64, means of `block_px` x `block_px` pixels.
+
+    `shape` is that of the whole tensor, and `channels` the number of its channels.
+    """
 
     pixels: Tensor
     block_px: int
@@ -68,7 +74,7 @@ class ViewResult:
 
 @dataclass(frozen=True, slots=True)
 class MessageEffect:
-    """What one message did where it arrived; each (h, w), or nothing where there was nothing or it is not kept."""
+    """The effect of one received message: (h, w) each, or None where there were no pixels or none were kept."""
 
     move: Move
     before: Tensor | None
@@ -77,7 +83,7 @@ class MessageEffect:
 
 
 class RankStepper:
-    """One step of a rank's training, begun; the number tells it from those before."""
+    """One step of a rank's training, already started. `number` distinguishes it from earlier steps."""
 
     def __init__(self, training: RankTraining, inputs: Inputs, images: int, number: str) -> None:
         self.training, self.inputs, self.images, self.number = training, inputs, images, number
@@ -86,12 +92,12 @@ class RankStepper:
         training.start(inputs)
 
     def advance(self, target: int) -> StepState:
-        """Do what is left of the first `target` instructions, then help messages along until all have; collective.
+        """Run instructions up to number `target`, then progress messages until all ranks have done so. Collective.
 
-        The last exchange is watched: `landed` tells what arrived.
+        If the last of them is an exchange, its received messages are recorded.
         """
         worker, start_s = self.training.worker, time.perf_counter()
-        use_threads(self.training.threads)  # of this thread, which need not be the one that began
+        use_threads(self.training.threads)  # per thread, and this one may differ from the one that started the step
         if worker.position < target:
             self._landings = []
         while worker.position < target:
@@ -99,14 +105,15 @@ class RankStepper:
                 self._advance_recording()
             else:
                 self.training.advance()
-        # A large message leaves only while its sender looks, and this one may have nothing else to do.
+        # Some transports progress a large message only while its sender polls: without this a receiver could block,
+        # since this rank may have nothing more to run before the barrier.
         worker.flush_sends()
         worker.world.barrier()
         self.seconds += time.perf_counter() - start_s
         return self.standing
 
     def _advance_recording(self) -> None:
-        """One instruction, and what arrives by it."""
+        """Run one instruction, and record the messages that it receives."""
         worker = self.training.worker
         exchange = get_received_exchange(worker.program.steps[worker.position].instruction)
         if exchange is None or exchange.compute_bytes((*exchange.sends, *exchange.receives)) > _WATCHED_BYTES:
@@ -120,7 +127,7 @@ class RankStepper:
 
     @property
     def standing(self) -> StepState:
-        """Where it is now."""
+        """The current state of the step."""
         worker = self.training.worker
         lanes = (tensor for lane in worker.micro_batch_states.values() for tensor in lane.tensors)
         grads = (weight.grad for weight in worker.weights.values() if weight.grad is not None)
@@ -136,11 +143,11 @@ class RankStepper:
 
     @property
     def done(self) -> bool:
-        """Whether the weights have moved; all ranks come to this together."""
+        """Whether the step is complete, and the weights updated; all ranks complete it together."""
         return self.training.worker.done
 
     def get_tensor(self, name: str | None, micro_batch: int, gradient: bool) -> Tensor | None:
-        """This rank's part of a value, or of its gradient so far; None where there is none now."""
+        """Return this rank's part of a value, or of its gradient so far; None if there is none at present."""
         if name is None:
             return None
         try:
@@ -151,7 +158,7 @@ class RankStepper:
         return None if chosen is None else chosen.detach()
 
     def view(self, look: ViewRequest | None) -> tuple[ViewResult | None, list[MessageEffect]]:
-        """What is asked for, small enough to be drawn, and what the last exchange brought."""
+        """Return the requested view, reduced in size, and the effects of the last exchange."""
         return (
             (None, [])
             if look is None
@@ -171,19 +178,19 @@ class RankStepper:
         )
 
     def drop(self) -> None:
-        """Free what was computed. Weights, buffers and what random numbers follow from are as before the step."""
+        """Free all values of the step. Weights, buffers and the random seed are as before the step."""
         self._landings = []
         self.training.worker.restart({})
 
 
 def _count_bytes(tensors: Iterable[Tensor]) -> int:
-    """Of all memory that these hold, each piece once."""
+    """Return the memory of the tensors' storages, each counted once."""
     storages = {each.data_ptr(): each.nbytes() for each in (tensor.untyped_storage() for tensor in tensors)}
     return sum(storages.values())
 
 
 def _to_planes(tensor: Tensor, axes: tuple[int, int] | None) -> Tensor:
-    """(images, channels, h, w) of any tensor: without pixels, a row for each image."""
+    """Reshape any tensor to (images, channels, h, w); without pixels, to one row per image."""
     if axes is None:
         return tensor.reshape(1, 1, max(1, tensor.shape[0]) if tensor.dim() > 1 else 1, -1)
     moved = tensor.movedim(axes, (-2, -1))
@@ -203,7 +210,8 @@ def _reduce_plane(plane: Tensor, block_px: int) -> Tensor:
 
 
 def _make_effect(landing: ReceivedMessage, look: ViewRequest) -> MessageEffect:
-    """The pixels of one channel, if there are some of that image, at full size in a strip, in part in a large piece."""
+    """Cut the pixels of one channel from a received message, at most `bound_px` rows and columns, at full resolution.
+    """
 
     def cut_plane(tensor: Tensor | None) -> Tensor | None:
         if tensor is None:

@@ -1,4 +1,4 @@
-"""The log of a training: a record for each epoch, as CSV, JSON or lines of JSON, and as TensorBoard's scalars."""
+"""The log of a training: a record for each epoch, as CSV, JSON or JSON lines, and as TensorBoard scalars."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ _FORMS: dict[str, tuple[Callable[[Iterable[Record]], str], Callable[[str], list[
 
 
 class EpochLog:
-    """Adds records to a file whose ending (.csv, .json or .jsonl) says how; those of earlier trainings stay.
+    """A log file whose suffix (.csv, .json or .jsonl) chooses its format. Records of earlier trainings are kept.
 
-    The file is always whole: it is written beside itself and then renamed. Where TensorBoard is installed, the same
-    numbers go to the folder `NAME.tensorboard` beside it. Raises PlanError where the file cannot be written, or holds
-    something else.
+    The file is always complete: it is written to a temporary file, which is then renamed. If TensorBoard is installed,
+    the same numbers go to the folder `NAME.tensorboard` next to it. Raises PlanError if the file cannot be written, or
+    is not a log.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -81,7 +81,7 @@ class EpochLog:
         self._board = _make_summary_writer(self.path.with_suffix(".tensorboard"))
 
     def add(self, record: Record) -> None:
-        """One more. Where it cannot be written any more (a full disk), that is said, and the training goes on."""
+        """Add a record. If it cannot be written (a full disk), a warning is issued and the training continues."""
         self.records.append(record)
         try:
             self._save()
@@ -105,7 +105,7 @@ class EpochLog:
             beside.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Nothing follows."""
+        """Close the TensorBoard writer."""
         if self._board is not None:
             self._board.close()
 
@@ -117,7 +117,7 @@ class EpochLog:
 
 
 def _make_summary_writer(folder: Path) -> Any:
-    """A writer of scalars, or None where TensorBoard is not installed."""
+    """Make a TensorBoard writer, or return None if TensorBoard is not installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:

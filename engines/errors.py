@@ -1,4 +1,4 @@
-"""The errors a user can meet. Each says what is wrong, with the numbers, and how to mend it."""
+"""The errors that a user can meet. Each message says what is wrong, with the numbers, and how to correct it."""
 
 from __future__ import annotations
 
@@ -25,10 +25,13 @@ _MACHINERY = tuple(f"{os.sep}{package}{os.sep}" for package in ("IPython", "ipyk
 
 
 class Mpi4dlError(Exception):
-    """Whatever this package raises on purpose."""
+    """The base class of all errors that this package raises on purpose."""
 
     def _render_traceback_(self) -> list[str]:
-        """What a notebook shows: the user's own lines, the message, its notes. All is in `__traceback__` still."""
+        """Return the text for a notebook: the user's own lines, the message and its notes.
+
+        `__traceback__` stays complete.
+        """
         frames = [each for each in traceback.extract_tb(self.__traceback__) if _is_user_code(each.filename)]
         name = type(self).__name__
         return ["".join(traceback.format_list(frames)), f"{name}: {self}", *getattr(self, "__notes__", ())]
@@ -47,15 +50,15 @@ class TraceError(Mpi4dlError):
 
 
 class ImageError(Mpi4dlError, ValueError):
-    """An image, or the labels that go with it, are not what the plan was made for."""
+    """An image, or its labels, does not match what the plan was made for."""
 
 
 class CheckpointError(Mpi4dlError, ValueError):
-    """A checkpoint cannot be written, is damaged, or is of another training. What was there before still is."""
+    """A checkpoint cannot be written, is damaged, or belongs to another training. Earlier files are unchanged."""
 
 
 class DamagedError(CheckpointError):
-    """What lies in a checkpoint is not what was written, or is no checkpoint's; `why` says what is wrong with it."""
+    """The contents of a checkpoint differ from what was written, or are no checkpoint; `why` gives the reason."""
 
     def __init__(self, message: str, why: str = "") -> None:
         super().__init__(message)
@@ -63,13 +66,13 @@ class DamagedError(CheckpointError):
 
 
 class UnreadableError(CheckpointError):
-    """A checkpoint cannot be read now: for want of memory, file handles or permission. It may be whole."""
+    """A checkpoint cannot be read at present, for lack of memory, file handles or permission. It may be intact."""
 
 
 class RankError(Mpi4dlError, RuntimeError):
     """Work failed on a rank.
 
-    `rank` is the first rank that failed by itself and `remote_traceback` its traceback as text.
+    `rank` is the first rank that failed by itself, and `remote_traceback` its traceback as text.
     """
 
     def __init__(self, message: str, rank: int | None = None, remote_traceback: str = "") -> None:
@@ -79,20 +82,20 @@ class RankError(Mpi4dlError, RuntimeError):
 
 
 class ReleasedError(RankError):
-    """A rank stopped waiting because another one has failed: that one knows why."""
+    """A rank stopped waiting because another rank has failed; the cause is that rank's error."""
 
 
 class LossError(RankError):
-    """The loss is not a finite number; no weight was changed."""
+    """The loss is not finite; no weight was changed."""
 
     @classmethod
     def of(cls, loss: float, micro_batch: int, micro_batches: int, cause: str) -> LossError:
-        """What is said of the loss of one of the micro-batches of a step, and of its cause."""
+        """Make the error for the loss of one of a step's micro-batches, and its cause."""
         which = f" of micro-batch {micro_batch} (of {micro_batches})" if micro_batches > 1 else ""
         return cls(f"The loss{which} is {loss}. {_UNCHANGED} {cause}")
 
     def with_cause(self, cause: str) -> LossError:
-        """The same error with another cause, which more ranks have found."""
+        """Return the same error with another cause, found by more ranks."""
         head, _, _ = str(self).partition(_UNCHANGED)
         found = LossError(f"{head}{_UNCHANGED} {cause}", self.rank, self.remote_traceback)
         for note in getattr(self, "__notes__", ()):

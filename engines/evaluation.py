@@ -1,7 +1,7 @@
-"""How good a model is on images that it is not trained on: in evaluation mode, nothing in it changes.
+"""Evaluation of a model on held-out images, in evaluation mode: nothing in the model changes.
 
-Ranks predict under the training's own plan, each from its own pixels. Whoever drives them, or one of them, gets the
-whole predictions of a step, but none of what they were made from, and judges them image by image.
+Ranks predict under the training's own plan, each from its own pixels. The caller (the notebook, or rank 0) receives the
+whole predictions of a step, but not the images, and evaluates them image by image.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ _INPUTS = ("images", "labels")
 
 @dataclass(frozen=True)
 class PredictedBatch:
-    """What a rank tells of a step: its parts of the predictions, and rank 0 all labels.
+    """One rank's result of a prediction step: its parts of the predictions, and on rank 0 all labels.
 
-    `bad`, the same on every rank, says why which images cannot be read; then there is nothing else.
+    `bad`, the same on every rank, maps each image that cannot be read to the reason. If it has any, there are no
+    predictions and no labels.
     """
 
     parts: Prediction
@@ -53,20 +54,20 @@ class PredictedBatch:
 
 
 PredictImages = Callable[[Sequence[int]], tuple[Mapping[int, str], Sequence[PredictedBatch]]]
-"""What has a step's images predicted: which of them are bad, and the answers of all ranks where they are judged."""
+"""Predicts the images of a step: returns the bad images and, where they are evaluated, the results of all ranks."""
 
 
 class _LabelsOnly:
-    """Cuts nothing of the labels of a step, and leaves its images out."""
+    """An input cutter that keeps a step's labels whole and drops its images."""
 
     def cut(self, inputs: State) -> dict[int, dict[str, Tensor]]:
         return {0: {"labels": inputs["labels"]}}
 
 
 class RankEvaluation:
-    """One rank of a training, that predicts `images` with the weights as they are; collective.
+    """One rank of an evaluation: it predicts `images` with the training's current weights. Collective.
 
-    `recipe` is that of the prediction; `labels` what a step has of them.
+    `recipe` is that of the prediction; `labels` is the spec of a step's labels.
     """
 
     def __init__(
@@ -78,12 +79,12 @@ class RankEvaluation:
         self.labels = None if world.rank else ShardReader(_LabelsOnly(), images, self.specs, ignored)
 
     def begin(self) -> None:
-        """Follow the training: what it has now is what predicts."""
+        """Take over the training's current weights for the predictions."""
         self.prediction = RankPredictor(self.world, self.recipe, self.training.held)
         self.own = ShardReader(self.prediction, self.images, self.specs)
 
     def predict(self, numbers: Sequence[int]) -> PredictedBatch:
-        """A step on the images with these numbers."""
+        """Predict one step, of the images with these numbers."""
         step = [(number, None) for number in numbers]
         bad: dict[int, str] = {}
         read = {part: self._read(part, step, bad) for part in (self.own, self.labels) if part is not None}
@@ -108,9 +109,9 @@ class RankEvaluation:
 
 @dataclass(frozen=True)
 class HeldOutSet:
-    """Images beside the training's, and all that is needed to judge a state of its model on them.
+    """Held-out images, with all that is needed to evaluate a state of the training's model on them.
 
-    A bad image ends the training or is left out, as `on_bad_image` says. Raises ImageError where there are none.
+    A bad image ends the training or is left out, as `on_bad_image` says. Raises ImageError if there are no images.
     """
 
     model: nn.Module
@@ -125,9 +126,10 @@ class HeldOutSet:
 
     @cached_property
     def forward(self) -> Recipe:
-        """What ranks must know to predict under the plan; the weights they have.
+        """The recipe to predict under the plan, without weights: the ranks have them.
 
-        Raises TraceError or PlanError, and ImageError where the last images would be judged beside copies of one.
+        Raises TraceError or PlanError, and ImageError if copies of an image that fill the last step would change its
+        results.
         """
         plan, images = self.recipe.plan, self.recipe.graph.inputs["images"]
         shape = (images.shape[0] * plan.parts, *images.shape[1:])
@@ -142,13 +144,13 @@ class HeldOutSet:
 
     @cached_property
     def programs(self) -> Sequence[Program]:
-        """What each rank does for a step's predictions."""
+        """The program of each rank for a step's predictions."""
         return compile_plan(self.forward.graph, self.forward.plan)
 
     def compute_scores(self, ask: PredictImages, ranks: Callable[[], Sequence[Mapping[str, State]]]) -> Scores | None:
-        """Of the model as the ranks have it now; None where `ask` gives no answers.
+        """Compute the scores of the ranks' current model; None if `ask` returns no predictions.
 
-        `ranks` tells their tensors, where the loss has some. Raises ImageError.
+        `ranks` returns the ranks' tensors, which are needed if the loss has some. Raises ImageError.
         """
         bad: dict[int, str] = {}
         steps = list(self._score_steps(ask, bad, self._make_loss(ranks)))
@@ -162,20 +164,20 @@ class HeldOutSet:
 
     @cached_property
     def _weights(self) -> ImageWeights:
-        """How much each image counts in the mean loss."""
+        """The weight of each image in the mean loss."""
         graph, plan = self.recipe.graph, self.recipe.plan
 
         def trace_images(images: int) -> ModelGraph:
             specs = (replace(graph.inputs[name], shape=(images, *graph.inputs[name].shape[1:])) for name in _INPUTS)
             return trace(model, judge, *specs, plan.precision, choose_autocast_type(self.recipe.device))
 
-        model, judge = copy.deepcopy(self.model).eval(), self.loss  # a batch norm in training may refuse one image
+        model, judge = copy.deepcopy(self.model).eval(), self.loss  # batch norm may reject one image in training
         return ImageWeights.of(trace_images)
 
     def _score_steps(
         self, ask: PredictImages, bad: dict[int, str], loss: Loss
     ) -> Iterator[tuple[list[tuple[float, float]], Counts]]:
-        """Step by step each image's loss and weight, and what is right; nothing where `ask` gives no answers."""
+        """Yield each step's (loss, weight) by image, and its counts; both empty if `ask` returns no predictions."""
         graph, judged = self.forward.graph, has_accuracy(self.recipe.graph)
         owned = dict(self.recipe.state)
         if isinstance(loss, nn.Module):
@@ -196,7 +198,7 @@ class HeldOutSet:
             yield found, count_predictions(whole, labels) if judged else Counts()
 
     def _predict_steps(self, ask: PredictImages, bad: dict[int, str]) -> Iterator[tuple[int, Sequence[PredictedBatch]]]:
-        """All images in order, as many at once as a step has; the last ones are followed by one of them again."""
+        """Yield the predictions of all images in order, step by step. Copies of the last image fill the last step."""
         size = self.forward.step_specs["images"].shape[0]
         waiting = list(range(len(self.images)))
         while waiting:
@@ -205,6 +207,7 @@ class HeldOutSet:
             if found and self.on_bad_image == "raise":
                 raise ImageError(next(iter(found.values())))
             bad.update(found)
+            # A step with a bad image has no predictions: the same step is tried again without that image.
             waiting = [number for number in waiting if number not in found] if found else waiting[size:]
             if not found:
                 yield len(members), answers
@@ -219,7 +222,7 @@ class HeldOutSet:
 
 
 def collect_state_dict(recipe: Recipe, ranks: Sequence[Mapping[str, State]], owner: str = "model") -> dict[str, Tensor]:
-    """What the ranks have (as `RankTraining.tensors` says), for `load_state_dict` of the model or of the `loss`."""
+    """Collect the ranks' tensors (from `RankTraining.copy_tensors`) into a state dict of the model or the `loss`."""
     names = recipe.names.get(owner, StateNames())
     found = {
         name: tensor
@@ -230,9 +233,9 @@ def collect_state_dict(recipe: Recipe, ranks: Sequence[Mapping[str, State]], own
 
 
 def evaluate_on_ranks(world: World, training: RankTraining, held_out: HeldOutSet, evaluation: RankEvaluation) -> Scores:
-    """The scores of a training as it is now, on every rank; collective. Rank 0 judges.
+    """Compute the scores of a training's current state, on every rank; rank 0 evaluates the predictions. Collective.
 
-    Raises ImageError, on every rank, where an image cannot be read.
+    Raises ImageError, on every rank, if an image cannot be read.
     """
 
     def predict_images(numbers: Sequence[int]) -> tuple[Mapping[int, str], Sequence[PredictedBatch]]:

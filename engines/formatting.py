@@ -1,4 +1,4 @@
-"""Numbers as a person says them: as many digits as mean something, with a unit."""
+"""Formatting of numbers for people: significant digits, with a unit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ __all__ = ["format_bytes", "format_number", "format_percent", "format_seconds"]
 
 
 def format_bytes(count: int) -> str:
-    """
+    """Format a number of bytes with a binary unit.
+
     >>> format_bytes(12), format_bytes(3072)
     ('12 bytes', '3.0 KB')
     """
@@ -21,7 +22,7 @@ def format_bytes(count: int) -> str:
 
 
 def format_number(value: float, digits: int = 3) -> str:
-    """So many digits, those behind the point too.
+    """Format a number to `digits` significant digits, or all its integer digits, with thousands separators.
 
     >>> format_number(2359.8), format_number(128.04), format_number(29.01), format_number(1.2), format_number(0.0456)
     ('2,360', '128', '29.0', '1.20', '0.0456')
@@ -31,7 +32,8 @@ def format_number(value: float, digits: int = 3) -> str:
 
 
 def format_seconds(seconds: float, digits: int = 3) -> str:
-    """
+    """Format a duration with `digits` significant digits, in s, ms or µs.
+
     >>> format_seconds(12.3), format_seconds(0.01234), format_seconds(0.0000051, 2), format_seconds(0)
     ('12.3 s', '12.3 ms', '5.1 µs', '0 s')
     """
@@ -41,7 +43,7 @@ def format_seconds(seconds: float, digits: int = 3) -> str:
 
 
 def format_percent(share: float) -> str:
-    """A part of a whole; what is little is not called nothing.
+    """Format a fraction as a percentage; a small positive one is not rounded to 0%.
 
     >>> format_percent(0.304), format_percent(0.001), format_percent(0.0), format_percent(1.0)
     ('30%', 'under 1%', '0%', '100%')

@@ -1,4 +1,4 @@
-"""A few facts as a table in HTML, which a notebook shows for a value: plain text, legible in light and dark."""
+"""A table of facts in HTML for display in notebooks: plain text, legible in light and dark themes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LEFT = 'style="text-align: left"'
 
 
 def format_html_table(caption: str, facts: Mapping[str, object]) -> str:
-    """One row for each fact, its name and what it is.
+    """Format one row for each fact, with its name and its value.
 
     >>> format_html_table("Cluster", {"ranks": "< 5"})[-24:]
     '&lt; 5</td></tr></table>'

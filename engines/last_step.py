@@ -1,7 +1,7 @@
-"""The last step of an epoch, where fewer images are left than a step takes.
+"""The last step of an epoch, if fewer images are left than a step takes.
 
-It has as many micro-batches as every other step, each with fewer images, and each image counts as much as the others of
-its step. So it is the step that a training made for that many images would do, and the loss is the mean over them.
+It has as many micro-batches as every other step, each with fewer images, and each of its images has equal weight. So it
+is the step of a training made for that many images, and the loss is the mean over them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _WAY_OUT = "Leave them out in each epoch (drop_last=True, --drop-last)"
 
 
 def compute_smallest_step(plan: Plan) -> int:
-    """The images of a step whose micro-batches have one image for each rank that shares them.
+    """Return the images of a step whose micro-batches have one image for each rank that shares them.
 
     >>> compute_smallest_step(Plan(parts=2, data_parallel=3, local_dp=2))
     12
@@ -30,9 +30,10 @@ def compute_smallest_step(plan: Plan) -> int:
 
 
 def count_left_over(total: int, recipe: Recipe, steps: int | None, drop_last: bool) -> int:
-    """How many of `total` images make a smaller step at the end of each epoch of at most `steps` steps; 0 for none.
+    """Return the images of `total` that form a smaller step at the end of each epoch; 0 for none.
 
-    Raises PlanError where the plan cannot divide them.
+    An epoch has at most `steps` steps (None: no limit), and no smaller step if `drop_last` is set.
+    Raises PlanError if the plan cannot divide them.
     """
     full, rest = divmod(total, count_step_images(recipe))
     if drop_last or not full or (steps is not None and steps <= full):
@@ -42,7 +43,7 @@ def count_left_over(total: int, recipe: Recipe, steps: int | None, drop_last: bo
 
 
 def check_divides(images: int, recipe: Recipe) -> None:
-    """Raises PlanError where a step of so many images cannot be cut into the plan's micro-batches."""
+    """Raise PlanError if a step of `images` images cannot be divided into the plan's micro-batches."""
     plan, unit = recipe.plan, compute_smallest_step(recipe.plan)
     if images % unit:
         names = ("parts", "accumulate", "times", "data_parallel", "local_dp")
@@ -56,13 +57,14 @@ def check_divides(images: int, recipe: Recipe) -> None:
 
 
 def make_smaller_recipe(recipe: Recipe, traces: TraceCache, images: int) -> Recipe:
-    """What ranks must know to do steps of `images` images beside the full ones: no weights, since they hold them.
+    """Make the recipe for steps of `images` images besides the full ones, without the weights: the ranks hold them.
 
-    `traces` are those of the model that the recipe is made of. Raises PlanError where the plan cannot divide the
-    images, and TraceError where the model or its loss does not take so few.
+    `traces` are those of the recipe's model. Raises PlanError if the plan cannot divide the images, and TraceError if
+    the model or its loss does not accept so few.
     """
     check_divides(images, recipe)
-    # Each rank must hold the weights that it has: the stages are those of the full step.
+    # Each rank holds the weights of its stages already. An automatic balance could move layers between stages for
+    # fewer images, so the stages of the full step are fixed as layer counts.
     found, plan = find_layers(recipe.graph), recipe.plan
     stages = cut_stages(found, plan)
     counts = tuple(sum(layer.nodes.start in stage for layer in found) for stage in stages)

@@ -1,4 +1,4 @@
-"""Who does what: which rank holds which tile of which stage, in which replica and direction."""
+"""The layout: which rank holds which tile of which stage, in which replica and direction."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from engines.spatial.tiles import Grid
 
 __all__ = ["Layout", "Pipeline", "Role", "StageRanks", "check_fits", "compute_threads"]
 
-_COUNTED = 256  # ranks of a plan that does not fit, stage by stage
+_COUNTED = 256  # most ranks of a plan that an error lists stage by stage
 
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What a rank is: part `tile` of stage `stage`, of one replica and direction (1: mirrored).
+    """A rank's role: part `tile` of stage `stage`, in one replica and direction (1: mirrored).
 
-    Tiles are numbered row by row; where ranks share a stage's images, `tile` numbers their shares.
+    Tiles are numbered row by row. If ranks share a stage's images, `tile` is the number of the share.
     """
 
     stage: int
@@ -30,7 +30,10 @@ class Role:
 
 @dataclass(frozen=True, slots=True)
 class StageRanks:
-    """The ranks of one stage, in tile order. `shares`: in how many parts they split the images of a micro-batch."""
+    """The ranks of one stage, in tile order.
+
+    `shares` is the number of parts into which they split a micro-batch's images.
+    """
 
     grid: Grid
     ranks: tuple[int, ...]
@@ -39,7 +42,7 @@ class StageRanks:
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """A copy of the model: the ranks of its stages."""
+    """One copy of the model: the ranks of its stages."""
 
     replica: int
     direction: int
@@ -48,7 +51,9 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Layout:
-    """All copies of the model. Ranks go by replica, in stage order, tiles row by row; a mirrored copy backwards.
+    """All copies of the model.
+
+    Ranks are ordered by replica, then stage, then tile row by row; mirrored copies in reverse.
 
     >>> Layout.of(Plan(split_size=2, spatial_size=1)).roles[4]
     (Role(stage=1, tile=0, direction=0, replica=0),)
@@ -61,7 +66,7 @@ class Layout:
     @classmethod
     @lru_cache(maxsize=16)
     def of(cls, plan: Plan) -> Layout:
-        """The layout that a plan asks for."""
+        """Return the layout of a plan."""
         size, directions = plan.replica_ranks, range(1 + plan.bidirectional)
         stages = _make_stages(plan)
         return cls(
@@ -79,12 +84,12 @@ class Layout:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """The number of ranks."""
         return len(self.roles)
 
     @cached_property
     def directions(self) -> int:
-        """In how many directions the model is laid over the ranks of a replica."""
+        """The number of directions in which copies of the model run through the ranks of a replica."""
         return len({pipe.direction for pipe in self.pipes})
 
     @cached_property
@@ -98,7 +103,7 @@ class Layout:
         return tuple(tuple(found[rank]) for rank in sorted(found))
 
     def describe_rank(self, rank: int) -> str:
-        """What a rank is, to be read.
+        """Describe a rank's roles in words.
 
         >>> Layout.of(Plan(split_size=2, spatial_size=1)).describe_rank(2)
         'stage 0, tile 2'
@@ -111,7 +116,7 @@ class Layout:
         )
 
     def find_ranks(self, stages: Iterable[int]) -> tuple[int, ...]:
-        """All ranks that hold one of these stages in any copy of the model, ascending."""
+        """Return all ranks that hold one of these stages in any copy of the model, ascending."""
         key = tuple(stages)
         if key not in self._groups:
             found = {rank for stage in key for pipe in self.pipes for rank in pipe.stages[stage].ranks}
@@ -123,12 +128,15 @@ class Layout:
         return {}
 
     def get_pipeline(self, role: Role) -> Pipeline:
-        """The copy of the model that a role is of."""
+        """Return the copy of the model to which a role belongs."""
         return self.pipes[role.replica * self.directions + role.direction]
 
 
 def _make_stages(plan: Plan) -> list[StageRanks]:
-    """The stages of one replica, going forward; behind the spatial ones they are dealt out in turns."""
+    """Make the stages of one replica in forward order.
+
+    The stages after the spatial ones are dealt out to the ranks in turn, so that stages per rank are interleaved.
+    """
     found, first = [], 0
     for grid in plan.grids[: plan.spatial_size]:
         found.append(StageRanks(grid, tuple(range(first, first + grid.tiles))))
@@ -147,11 +155,11 @@ def _place_stage(stage: StageRanks, size: int, replica: int, direction: int) -> 
 
 
 def compute_threads(plan: Plan, rank: int, cores: int, here: int | None = None) -> int:
-    """The cores of a host shared among ranks that work at once: those of a stage, or all where batches come in parts.
+    """Return a rank's threads: the host's cores shared by the ranks that compute at the same time.
 
-    Where the host has only some of the ranks, it is at most so many that are `here`. One that works while the others
-    wait leaves a core to them, if that is not half of what it has: all of a kernel's threads wait for one that has to
-    share its core with whoever looks for messages.
+    These are the ranks of a stage, or all ranks if a step has several micro-batches. If only `here` of the ranks are on
+    the host, at most that many share its cores. A rank that computes alone while others wait leaves one core to them if
+    it has more than two: all threads of a kernel wait for the one that shares its core with a polling rank.
 
     >>> compute_threads(Plan(split_size=1, num_spatial_parts=64**2), rank=0, cores=2)
     1
@@ -169,7 +177,7 @@ def compute_threads(plan: Plan, rank: int, cores: int, here: int | None = None) 
 
 
 def check_fits(plan: Plan, engines: int) -> None:
-    """Raises PlanError where a plan does not need exactly `engines` ranks."""
+    """Raise PlanError unless a plan needs exactly `engines` ranks."""
     if plan.ranks != engines:
         times = f", {plan.data_parallel} times" if plan.data_parallel > 1 else ""
         raise PlanError(
@@ -179,7 +187,7 @@ def check_fits(plan: Plan, engines: int) -> None:
 
 
 def _format_rank_counts(plan: Plan) -> str:
-    """`4 + 1 `; nothing of so many that nobody would read it."""
+    """Format the ranks of each stage as `4 + 1 `; an empty string if there are too many to read."""
     if plan.ranks > _COUNTED:
         return ""
     counts = {stage.ranks: len(stage.ranks) for stage in Layout.of(plan).stages}

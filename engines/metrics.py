@@ -1,4 +1,4 @@
-"""How good predictions are, counted class by class, so that what ranks, steps and images count adds up."""
+"""The quality of predictions, counted class by class, so that the counts of ranks, steps and images add up."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ __all__ = ["Counts", "Scores", "count_predictions", "sum_counts"]
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Of each class: how many were predicted `right`, were `predicted` at all, and are `true`; of images or `pixels`.
+    """Counts per class: how many predictions are `right`, were `predicted`, and how many labels are `true`.
+
+    They count images, or pixels if `pixels` is set.
 
     >>> both = Counts((2, 1), (3, 2), (3, 2)) + Counts((1, 0), (1, 0), (1, 0))
     >>> both.right, round(both.accuracy, 3), both.dice
@@ -35,14 +37,14 @@ class Counts:
 
     @property
     def accuracy(self) -> float | None:
-        """The share that is right; None where nothing was judged."""
+        """The fraction of correct predictions; None if nothing was counted."""
         return sum(self.right) / judged if (judged := sum(self.true)) else None
 
     @property
     def dice(self) -> float | None:
-        """2 right / (predicted + true), the mean over the classes that occur; of two classes, of the second alone.
+        """2 right / (predicted + true), averaged over the classes that occur; of two classes, that of the second alone.
 
-        (Dice, 1945, "Measures of the amount of ecologic association between species".) None where no class occurs.
+        (Dice, 1945, "Measures of the amount of ecologic association between species".) None if no class occurs.
         """
         first = 1 if len(self.true) == 2 else 0
         sums = zip(self.right[first:], self.predicted[first:], self.true[first:], strict=True)
@@ -52,10 +54,11 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Of images that are not trained on: their loss, and what is right. `bad` says which were left out, and why.
+    """The loss and the counts on held-out images. `bad` says which images were left out, and why.
 
-    The loss is the mean over images, each weighted by what its own loss divides by: labels that are not ignored, class
-    weights. So a loss that has this form is that of all images in one batch. Of any other loss it is the plain mean.
+    The loss is the mean over images, each weighted by the denominator of its own loss: labels that are not ignored,
+    class weights. For a loss of this form it equals the loss of all images in one batch. For any other loss it is the
+    plain mean.
     """
 
     loss: float
@@ -64,15 +67,15 @@ class Scores:
 
 
 def sum_counts(counts: Iterable[Counts]) -> Counts:
-    """All of them together."""
+    """Return the sum of all counts."""
     return reduce(Counts.__add__, counts, Counts())
 
 
 def count_predictions(scores: Tensor, labels: Tensor) -> Counts:
-    """Of (N, C, ...) scores for labels (N, ...) or (N, 1, ...), whole numbers or not.
+    """Count (N, C, ...) scores against labels (N, ...) or (N, 1, ...), integers or not.
 
-    Of one score alone it counts whether it is above 0. What has a label that is no class is not judged, and nothing is
-    where the shapes do not belong together.
+    A single score (C = 1) predicts class 1 if it is above 0. Labels that are no class are not counted, and nothing is
+    counted if the shapes do not match.
     """
     if scores.dim() < 2:
         return Counts()

@@ -1,4 +1,4 @@
-"""The flags that name a model: a short name, or any importable callable, and what it is called with."""
+"""The flags that choose a model: a short name, or any importable callable, and the arguments to call it with."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _MODEL_ARGS = (
     "JSON: an object of keywords, or a list of arguments; "
     'an object {"PACKAGE.MODULE:CALLABLE": its arguments} in it is what that call returns'
 )
-_DEPTH, _CELLS, _FILTERS = 110, 18, 416  # the predecessor's ResNet and AmoebaNet
+_DEPTH, _CELLS, _FILTERS = 110, 18, 416  # defaults: the predecessor's ResNet and AmoebaNet
 
 Named = tuple[str, dict[str, Any]]
-"""PACKAGE.MODULE:CALLABLE, and its keywords, in JSON as `--model-args` has them."""
+"""PACKAGE.MODULE:CALLABLE, and its keywords, in the JSON form of `--model-args`."""
 
 
 def add_model_flags(flags: argparse.ArgumentParser) -> None:
-    """The flags that `build_model` reads."""
+    """Add the flags that `build_model` reads."""
     flags.add_argument(
         "--model",
         default="engines.models:resnet110_v2",
@@ -50,9 +50,9 @@ def add_model_flags(flags: argparse.ArgumentParser) -> None:
 
 
 def build_model(options: argparse.Namespace) -> nn.Module:
-    """Import the callable and call it, weights drawn from the seed.
+    """Import the callable and call it, with weights drawn from the seed.
 
-    Raises TraceError where that fails, PlanError where the flags do not name a model.
+    Raises TraceError if that fails, and PlanError if the flags do not name a model.
     """
     torch.manual_seed(options.seed)
     path, known = _SHORT[options.model](options) if options.model in _SHORT else _resolve_callable(options)
@@ -64,7 +64,7 @@ def build_model(options: argparse.Namespace) -> nn.Module:
 
 
 def _resolve_callable(options: argparse.Namespace) -> Named:
-    """A callable gets what it has parameters for."""
+    """Return the path of a callable, and the flags' values for which it has parameters."""
     ours = ":" not in options.model and options.model in models.__all__
     path = f"{models.__name__}:{options.model}" if ours else options.model
     layers = options.num_layers
@@ -79,7 +79,10 @@ def _resolve_callable(options: argparse.Namespace) -> Named:
 
 
 def _resolve_resnet(options: argparse.Namespace) -> Named:
-    """v2 where there is one of that depth, as the predecessor's benchmarks have it, else v1."""
+    """Choose v2 if it exists at that depth, as in the predecessor's benchmarks, else v1.
+
+    Raises PlanError if neither does.
+    """
     depth = _DEPTH if options.num_layers is None else options.num_layers
     version = next((name for name, step in (("v2", 9), ("v1", 6)) if depth > step and depth % step == 2), None)
     if version is None:
@@ -110,7 +113,7 @@ def _resolve_unet(options: argparse.Namespace) -> Named:
 
 
 def _resolve_resnet50(options: argparse.Namespace) -> Named:
-    """Of whichever stock package is installed."""
+    """Choose the ResNet-50 of MONAI or transformers, whichever is installed. Raises PlanError if neither is."""
     if find_spec("monai"):
         stem = {"spatial_dims": 2, "n_input_channels": 3, "conv1_t_stride": 2}
         return "monai.networks.nets:resnet50", {**stem, "num_classes": options.num_classes}
@@ -139,7 +142,8 @@ def _parse_model_args(text: str) -> Any:
 
 
 def _build_values(value: Any) -> Any:
-    """JSON in which an object with the one key `PACKAGE.MODULE:CALLABLE` is what that call returns: a config, say."""
+    """Replace each JSON object with the single key `PACKAGE.MODULE:CALLABLE` by the result of that call: a config, say.
+    """
     if isinstance(value, list):
         return [_build_values(item) for item in value]
     if not isinstance(value, dict):

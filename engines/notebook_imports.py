@@ -1,4 +1,4 @@
-"""Has a rank's process import what the notebook would: its search path, and modules that it has reloaded."""
+"""Synchronises imports of a rank's process with the notebook's: the search path, and modules that it has reloaded."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from engines.start import SAFE, order_search_path
 __all__ = ["NotebookImports", "SourceVersion", "make_import_error", "sync_imports"]
 
 SourceVersion = tuple[int, int]
-"""Of a source file: when it was changed, in ns, and its length."""
+"""Of a source file: its modification time in ns, and its length."""
 
 
 @dataclass(frozen=True)
 class NotebookImports:
-    """The notebook's `paths` for modules, all absolute, and the versions of modules that it has `reloaded`.
+    """The notebook's search `paths`, all absolute, and the source versions of the modules that it has `reloaded`.
 
-    The files of `changed` modules are not what the notebook has loaded any more.
+    `changed` are modules whose files differ from what the notebook has loaded.
     """
 
     paths: tuple[str, ...]
@@ -38,7 +38,10 @@ _CHANGED = (
 
 
 class _ImportBlocker(MetaPathFinder):
-    """Asked first of all finders, it refuses to import what would not be the notebook's code: by name, why."""
+    """The first finder on `sys.meta_path`, which blocks imports of code that differs from the notebook's.
+
+    It maps the names of blocked modules to the reasons.
+    """
 
     def __init__(self) -> None:
         self.changed: Mapping[str, str] = {}
@@ -46,7 +49,7 @@ class _ImportBlocker(MetaPathFinder):
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
         why = self.failed.get(name) or self.changed.get(name)
-        if why and target is None:  # else it is loaded again, on purpose
+        if why and target is None:  # with a target this is an intended `importlib.reload`
             raise ImportError(why, name=name)
 
 
@@ -56,12 +59,12 @@ _paths: list[tuple[str, ...]] = []
 
 
 def sync_imports(told: NotebookImports) -> None:
-    """From now on what was told last holds. A module that cannot be loaded again is refused to whoever needs it."""
+    """Apply the notebook's latest imports. A module whose reload fails is blocked for code that imports it."""
     if _paths != [told.paths]:
         _paths[:] = [told.paths]
         sys.path[:] = order_search_path(told.paths)
         importlib.invalidate_caches()
-        if os.environ.get(SAFE) == "rank":  # set for the start alone, and not for the programs that users start
+        if os.environ.get(SAFE) == "rank":  # needed at start only: programs that users start must not inherit it
             del os.environ[SAFE]
     if _refuser not in sys.meta_path:
         sys.meta_path.insert(0, _refuser)
@@ -84,7 +87,7 @@ def _reload_module(name: str) -> None:
 
 
 def make_import_error(error: ImportError) -> PlanError:
-    """What is said where ranks cannot import a module that they need for what they were sent."""
+    """Make the error for a module that ranks need for what they received, but cannot import."""
     why = str(error)
     return PlanError(
         f"The ranks cannot import {error.name or 'a module'}, which they need for what they were sent: {why}. They "

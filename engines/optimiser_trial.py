@@ -1,6 +1,6 @@
-"""Whether the optimiser that a user's function makes does on ranks what it does in one process, tried beforehand.
+"""Check in advance that the optimiser that a user's function makes does the same on ranks as in one process.
 
-All is tried on the model's real shapes. Steps are tried on a few small weights only, in float64.
+The optimiser is made with the model's real shapes. Steps are tried on a few small weights only, in float64.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from engines.program.update import Scheduler
 __all__ = ["check_groups", "check_on_ranks", "check_scheduler", "count_states", "find_frozen"]
 
 _STEPS = 3
-_OF_EACH_GROUP = 2  # weights with which steps are tried, of each rank and group: with two of them norms differ
-_LARGEST = 1 << 20  # elements of a weight with which steps are tried
-_COUNTED = 1 << 22  # elements of all weights on which states are counted
-_FAR = 1e-3  # of the way that a weight has gone: far more than rounding in float32
+_OF_EACH_GROUP = 2  # weights per rank and group with which steps are tried: a norm over two differs from that of one
+_LARGEST = 1 << 20  # most elements of a weight with which steps are tried
+_COUNTED = 1 << 22  # most elements of all weights together on which optimiser states are counted
+_FAR = 1e-3  # tolerance relative to a weight's displacement: far more than rounding in float32
 
 
 def find_frozen(function: Optimiser, specs: Sequence[ParameterSpec]) -> frozenset[str]:
-    """The parameters that a function freezes as it makes the optimiser, by the ranks' names.
+    """Return the ranks' names of the parameters that a function freezes when it makes the optimiser.
 
-    Raises PlanError where it makes none that can train the model: see `make_optimiser`; or one that wants a closure;
-    and where the function gives a parameter a hook of its gradient.
+    Raises PlanError if the function makes no optimiser that can train the model (see `make_optimiser`), if the
+    optimiser needs a closure, or if the function gives a parameter a gradient hook.
     """
     if not specs:
         return frozenset()
@@ -54,10 +54,10 @@ def find_frozen(function: Optimiser, specs: Sequence[ParameterSpec]) -> frozense
 
 
 def check_groups(function: Optimiser, specs: Sequence[ParameterSpec], own: Mapping[str, nn.Parameter]) -> None:
-    """Raises PlanError where the function groups the user's own parameters otherwise than equal ones on a rank.
+    """Raise PlanError if the function groups the user's own parameters differently from equal ones on a rank.
 
-    `own` are those of the user's model and loss, by the ranks' names. A function that looks for parameters by identity
-    (`id(p) in ids`) finds them there alone; on ranks all would silently be in the other group.
+    `own` maps the ranks' names to the parameters of the user's model and loss. A function that finds parameters by
+    identity (`id(p) in ids`) finds only the user's own; on ranks all would silently be in the other group.
     """
     given = {spec.name: spec.make_placeholder() for spec in specs}
     mine = {spec.name: own[spec.key] for spec in specs}
@@ -78,14 +78,15 @@ def check_groups(function: Optimiser, specs: Sequence[ParameterSpec], own: Mappi
 
 
 def _find_groups(function: Optimiser, named: Mapping[str, Tensor]) -> dict[str, int]:
-    """The number of each parameter's group; -1 where it is in none."""
+    """Return the number of each parameter's group; -1 if it is in none."""
     made = make_optimiser(function, named)
     numbers = {id(weight): number for number, group in enumerate(made.param_groups) for weight in group["params"]}
     return {name: numbers.get(id(weight), -1) for name, weight in named.items()}
 
 
 def check_scheduler(scheduler: Scheduler, made: torch.optim.Optimizer) -> None:
-    """Raises PlanError where `scheduler` makes of an optimiser what cannot be stepped once after each update."""
+    """Raise PlanError unless `scheduler` makes a scheduler of the optimiser that can be stepped once after each update.
+    """
     try:
         paced: Any = scheduler(made)
     except Exception as error:
@@ -104,14 +105,14 @@ def check_scheduler(scheduler: Scheduler, made: torch.optim.Optimizer) -> None:
 
 @dataclass(frozen=True)
 class _OptimiserTrial:
-    """A function of the user's, the model's parameters, and their values at the start."""
+    """A trial of a user's function: the function, the model's parameters, and their initial values."""
 
     function: Optimiser
     specs: Sequence[ParameterSpec]
     state: Mapping[str, Tensor]
 
     def collect_options(self, held: Collection[str]) -> dict[str, Mapping[str, Any]]:
-        """The options of the group of each weight in `held`, made as a rank with these weights makes it."""
+        """Return the group options of each weight in `held`, in the optimiser of a rank that holds these weights."""
         weights = {
             spec.key: nn.Parameter(self.state[spec.key].detach().to(spec.dtype), requires_grad=True)
             for spec in self.specs
@@ -125,7 +126,7 @@ class _OptimiserTrial:
         }
 
     def run_steps(self, held: Collection[str]) -> dict[str, tuple[Tensor, Tensor]]:
-        """Where the weights in `held` are before and after some steps down random gradients, the same in each trial."""
+        """Return the weights in `held` before and after some steps along random gradients, the same in each trial."""
         specs = [replace(spec, dtype=torch.float64) if spec.dtype.is_floating_point else spec for spec in self.specs]
         moved = [(number, spec) for number, spec in enumerate(specs) if spec.key in held]
         weights = {spec.key: nn.Parameter(_make_random(spec, number, 1.0)) for number, spec in moved}
@@ -141,7 +142,7 @@ class _OptimiserTrial:
     def choose_sample(
         self, holdings: Iterable[Collection[str]], options: Mapping[str, Mapping[str, Any]]
     ) -> frozenset[str]:
-        """Some weights that all ranks and all groups have a part of: of each the smallest."""
+        """Choose the smallest weights of each group on each rank, so that every rank and every group is represented."""
         small = sorted((spec for spec in self.specs if _count_elements(spec) <= _LARGEST), key=_count_elements)
         chosen: set[str] = set()
         for held in holdings:
@@ -160,11 +161,11 @@ def check_on_ranks(
     holdings: Sequence[Collection[str]],
     must_step: bool = True,
 ) -> None:
-    """Make and step the optimiser as each rank would, and hold that against one process.
+    """Make and step the optimiser as each rank would, and compare it to one process.
 
-    `holdings` are the weights that each rank trains. Raises PlanError where a weight has other options on a rank
-    than in one process, where the weights' steps depend on each other across ranks, or are drawn at random.
-    `must_step`: whether an optimiser that cannot step on this machine is wrong; one for GPUs only may not.
+    `holdings` are the weights that each rank trains. Raises PlanError if a weight has other options on a rank than in
+    one process, if the weights' steps depend on each other across ranks, or if they are random.
+    `must_step`: whether an optimiser that cannot step on this machine is an error. It is not for one that needs a GPU.
     """
     if not specs:
         return  # a model without weights trains nothing
@@ -182,6 +183,7 @@ def check_on_ranks(
             if must_step:
                 raise
             return
+        # Repeat the trial first: a random optimiser would otherwise be reported as one that couples weights.
         if len(holdings) > 1 and _find_differing(together, trial.run_steps(few)):
             raise PlanError(
                 "The optimiser moves a weight otherwise when it steps again from the same start: it draws random "
@@ -198,10 +200,10 @@ def check_on_ranks(
 
 
 def count_states(function: Optimiser, specs: Sequence[ParameterSpec]) -> int:
-    """How many numbers the optimiser keeps for each weight after a step, rounded: momentum 1, Adam 2.
+    """Return how many numbers the optimiser keeps per weight element after a step, rounded: momentum 1, Adam 2.
 
-    It is counted on weights of the model's shapes, of about four million elements together. Raises PlanError where
-    the optimiser cannot be made or cannot step.
+    They are counted on weights of the model's shapes, of about four million elements together. Raises PlanError if the
+    optimiser cannot be made or cannot step.
     """
     frozen, weights, left = find_frozen(function, specs), {}, _COUNTED
     for spec in sorted(specs, key=_count_elements, reverse=True):
@@ -246,7 +248,7 @@ def _step(made: torch.optim.Optimizer) -> None:
 def _find_differing(
     one: Mapping[str, tuple[Tensor, Tensor]], other: Mapping[str, tuple[Tensor, Tensor]]
 ) -> frozenset[str]:
-    """The weights of `other` that have gone another way than those of `one`; what has diverged in both is the same."""
+    """Return the weights of `other` that have moved differently from those of `one`. Equal nans count as equal."""
 
     def is_far(start: Tensor, end: Tensor, expected: Tensor) -> bool:
         if torch.allclose(end, expected, rtol=0, atol=0, equal_nan=True):

@@ -1,7 +1,7 @@
-"""The optimiser that a user's function makes. A rank gives it all parameters of the model, and keeps those it holds.
+"""The optimiser that a user's function makes. A rank passes all parameters of the model to it, and keeps its own.
 
-So names, positions and shapes mean on a rank what they mean in one process. For a parameter that lies elsewhere a
-stand-in is given: of the same shape and type, but without memory of its own.
+So names, positions and shapes mean the same on a rank as in one process. A parameter that another rank holds is
+replaced by a placeholder of the same shape and type, without memory of its own.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 Optimiser = Callable[[Any], torch.optim.Optimizer]
-"""From parameters to their optimiser; from (name, parameter) pairs where its first argument is called NAMED."""
+"""Makes the optimiser of parameters, or of (name, parameter) pairs if its first argument is called NAMED."""
 
 NAMED = "named_parameters"
 
@@ -40,7 +40,7 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """One parameter of the plain model or of its loss: its name there, its name on ranks (`key`), and what it is."""
+    """One parameter of the plain model or its loss: its name there, its name on ranks (`key`), its shape and type."""
 
     name: str
     key: str
@@ -49,7 +49,7 @@ class ParameterSpec:
     requires_grad: bool
 
     def make_placeholder(self, device: torch.device | str = "cpu") -> nn.Parameter:
-        """A parameter of this shape, all of whose elements are one zero in memory."""
+        """Make a parameter of this shape, all of whose elements share one zero in memory."""
         zero = torch.zeros((), dtype=self.dtype, device=device)
         return nn.Parameter(zero.expand(self.shape), requires_grad=self.requires_grad)
 
@@ -57,10 +57,10 @@ class ParameterSpec:
 def collect_parameter_specs(
     model: nn.Module, loss: object, held_in: torch.dtype, used: Collection[str] = ()
 ) -> tuple[ParameterSpec, ...]:
-    """All parameters, frozen ones too, in the order of `named_parameters()`: the model's, then the loss's.
+    """Collect all parameters, frozen ones too, in the order of `named_parameters()`: the model's, then the loss's.
 
-    Floating ones are of type `held_in`; `used` are the ranks' names of those that the traced graph reads. Raises
-    PlanError where the loss reads a parameter of the model.
+    Floating-point parameters have type `held_in`. `used` holds the ranks' names of the parameters that the traced graph
+    reads. Raises PlanError if the loss reads a parameter of the model.
     """
     found: dict[int, ParameterSpec] = {}
     for prefix, owner in zip(OWNERS.values(), (model, loss), strict=True):
@@ -79,7 +79,10 @@ def collect_parameter_specs(
 
 
 def collect_user_parameters(model: nn.Module, loss: object) -> dict[str, nn.Parameter]:
-    """The user's own parameters of model and loss by the ranks' names; a shared one has all of its names."""
+    """Collect the user's own parameters of model and loss by the ranks' names.
+
+    A shared one is listed under all its names.
+    """
     return {
         prefix + name: weight
         for prefix, owner in zip(OWNERS.values(), (model, loss), strict=True)
@@ -89,10 +92,11 @@ def collect_user_parameters(model: nn.Module, loss: object) -> dict[str, nn.Para
 
 
 def make_optimiser(function: Optimiser, named: Mapping[str, Tensor]) -> torch.optim.Optimizer:
-    """The optimiser that a user's function makes of all parameters of a model, `named` in the model's order.
+    """Make the optimiser with a user's function, from all parameters of a model, `named` in the model's order.
 
-    The function freezes a parameter with `requires_grad_(False)`. Raises PlanError where it fails, where the
-    optimiser has a parameter that was not given, and where one that requires gradients is in none of its groups.
+    The function freezes a parameter with `requires_grad_(False)`. Raises PlanError if the function fails, if the
+    optimiser has a parameter that was not passed in, or if a parameter that requires gradients is in none of its
+    groups.
     """
     frozen = [name for name, weight in named.items() if not weight.requires_grad]
     made = _call_function(function, named)
@@ -113,9 +117,10 @@ def make_optimiser(function: Optimiser, named: Mapping[str, Tensor]) -> torch.op
 def make_on_rank(
     function: Optimiser, specs: Sequence[ParameterSpec], weights: Mapping[str, Tensor]
 ) -> torch.optim.Optimizer:
-    """The optimiser of a rank that holds `weights` (by the ranks' names), with every group of the whole model's one.
+    """Make the optimiser of a rank that holds `weights` (by the ranks' names), with all groups of the whole model's.
 
-    Groups without a weight of this rank are empty. Raises PlanError as `make_optimiser` does.
+    Groups without a weight of this rank are empty. Raises PlanError as `make_optimiser` does, and if the function
+    freezes one of `weights`.
     """
     device = next((weight.device for weight in weights.values()), torch.device("cpu"))
     named = {spec.name: weights[spec.key] if spec.key in weights else spec.make_placeholder(device) for spec in specs}
@@ -130,7 +135,7 @@ def make_on_rank(
 
 
 def format_names(names: Sequence[str]) -> str:
-    """The first names, and how many more there are."""
+    """Format the first names, and the number of the others."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
 
@@ -152,7 +157,7 @@ def _call_function(function: Optimiser, named: Mapping[str, Tensor]) -> Any:
 
 
 def _suggest_fix(error: Exception) -> str:
-    """What helps a function that takes parameters apart as if they were pairs."""
+    """Return advice for a function that unpacks parameters as if they were pairs."""
     if "unpack" not in str(error):
         return ""
     return f". It is given (name, parameter) pairs if its first argument is called {NAMED}."
@@ -161,7 +166,7 @@ def _suggest_fix(error: Exception) -> str:
 def _needs_names(function: Optimiser) -> bool:
     try:
         arguments = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # some callables written in C have none
+    except (TypeError, ValueError):  # some callables written in C have no signature
         return False
     return next(iter(arguments), None) == NAMED
 
@@ -185,7 +190,7 @@ def _check_groups(made: torch.optim.Optimizer, named: Mapping[str, Tensor]) -> N
 
 
 def _keep_only(made: torch.optim.Optimizer, kept: Collection[int]) -> None:
-    """Take out of the optimiser all parameters but those with these ids; its groups stay, in their order."""
+    """Remove all parameters but those with these ids from the optimiser; its groups stay, in their order."""
     for group in made.param_groups:
         mine = [id(weight) in kept for weight in group["params"]]
         for key in group.keys() & {"params", "param_names"}:

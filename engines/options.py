@@ -1,4 +1,4 @@
-"""The command line's flags, in the predecessor's names, and what they mean: a model, a plan, an image size."""
+"""The command line's flags, with the predecessor's names, and their meaning: a model, a plan, an image size."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 _SIDE = re.compile(r"\d{1,9}", re.ASCII)
-_SEEDS = range(-(1 << 63), 1 << 63)  # that torch takes
+_SEEDS = range(-(1 << 63), 1 << 63)  # the seeds that torch accepts
 _OPTIMISERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": partial(torch.optim.SGD, momentum=0.9),
     "adam": torch.optim.Adam,
@@ -51,13 +51,14 @@ _OPTIMISERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 class FlagParser(argparse.ArgumentParser):
-    """Says what is wrong as every other part does: in one sentence, raised rather than printed."""
+    """An argument parser that raises PlanError with one sentence, as the rest of the project does, instead of printing.
+    """
 
     def error(self, message: str) -> Any:
         raise PlanError(f"{message[0].upper()}{message[1:].rstrip('.')}. See --help.")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Of `--model=--` Python's own parser makes an empty list, up to its version 3.12."""
+        """Parse the flags, and reject `--model=--`, of which argparse up to Python 3.12 makes an empty list."""
         found = super().parse_args(args, namespace)
         for action in self._actions:
             if action.nargs is None and getattr(found, action.dest, None) == []:
@@ -66,7 +67,7 @@ class FlagParser(argparse.ArgumentParser):
 
 
 def make_parser(description: str) -> argparse.ArgumentParser:
-    """The flags that all commands share."""
+    """Make a parser of the flags that all commands share."""
     flags = FlagParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add_model_flags(flags)
     flags.add_argument("--image-size", default="512", help="pixels: one number, or HEIGHTxWIDTH")
@@ -81,7 +82,7 @@ def make_parser(description: str) -> argparse.ArgumentParser:
 
 
 def make_halo_parser() -> argparse.ArgumentParser:
-    """The flags of the halo benchmark, in the predecessor's names."""
+    """Make a parser of the halo benchmark's flags, with the predecessor's names."""
     flags = FlagParser(
         description="Time a halo exchange, there and back, against the same by hand in mpi4py.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -100,7 +101,7 @@ def make_halo_parser() -> argparse.ArgumentParser:
 
 
 def make_halo_case(options: argparse.Namespace) -> HaloCase:
-    """What the flags of the halo benchmark ask for. Raises PlanError."""
+    """Make the case that the flags of the halo benchmark describe. Raises PlanError."""
     wanted = Plan(
         split_size=1,
         num_spatial_parts=options.num_spatial_parts,
@@ -135,33 +136,33 @@ _ALIASES = {"local_dp": ("--local-DP",), "halo_d2": ("--halo-D2",)}
 
 
 def parse_positive(text: str) -> int:
-    """A whole number of at least 1."""
+    """Parse an integer of at least 1."""
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1.")
     return int(text)
 
 
 def parse_seconds(text: str) -> float:
-    """Seconds, 0 or more."""
+    """Parse a number of seconds, 0 or more."""
     if not 0 <= (found := float(text)) < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds, 0 or more.")
     return found
 
 
 def parse_seed(text: str) -> int:
-    """A whole number of 64 bits."""
+    """Parse a 64-bit integer."""
     if (found := int(text)) not in _SEEDS:
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of 64 bits.")
     return found
 
 
 def make_plan(options: argparse.Namespace) -> Plan:
-    """The plan that the flags ask for. Raises PlanError."""
+    """Make the plan that the flags describe. Raises PlanError."""
     return Plan(**{field.name: getattr(options, field.name) for field in fields(Plan)})
 
 
 def parse_image_size(text: str) -> tuple[int, int]:
-    """`512` or `512x768` as (height, width) in pixels."""
+    """Parse `512` or `512x768` as (height, width) in pixels. Raises PlanError."""
     parts = text.lower().split("x")
     if len(parts) > 2 or not all(map(_SIDE.fullmatch, parts)) or not all(map(int, parts)):
         raise PlanError(f"--image-size {text[:80]!r} must be one number of pixels, or HEIGHTxWIDTH such as 512x768.")
@@ -169,19 +170,20 @@ def parse_image_size(text: str) -> tuple[int, int]:
 
 
 def get_image_shape(options: argparse.Namespace) -> tuple[int, int, int, int]:
-    """(N, C, H, W) of a batch. Raises PlanError."""
+    """Return the shape (N, C, H, W) of a batch. Raises PlanError."""
     return (options.batch_size, 3, *parse_image_size(options.image_size))
 
 
 def choose_optimiser(options: argparse.Namespace) -> Optimiser:
-    """Parameters -> the optimiser that the flags ask for."""
+    """Return the function from parameters to the optimiser that the flags choose."""
     return partial(_OPTIMISERS[options.optimiser], lr=options.learning_rate)
 
 
 def make_recipe(options: argparse.Namespace, ranks: int, world: World | None = None) -> tuple[nn.Module, Recipe]:
-    """The model, and what every rank has to know; checked against the number of ranks.
+    """Make the model and its recipe, and check the plan against the number of ranks.
 
-    Where all ranks of a `world` ask for it, one of them traces the model for all: that takes seconds of a core.
+    If all ranks of a `world` call this, rank 0 traces the model for all: a trace takes seconds of a core. Collective
+    then.
     """
     wanted = make_plan(options)
     check_fits(wanted, ranks)

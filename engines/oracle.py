@@ -1,4 +1,4 @@
-"""The oracle: one process, the plain model, the whole image. Whatever ranks compute is held against it."""
+"""The reference training: one process with the plain model and whole images, to which ranks are compared."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ __all__ = ["Comparison", "ReferenceTraining", "TrainingRecord", "compare", "trai
 
 @dataclass(frozen=True)
 class TrainingRecord:
-    """What a training did: each step's losses by micro-batch and its gradients, weights and buffers at the end.
+    """The results of a training: losses by micro-batch and gradients of each step, and the final weights and buffers.
 
-    `whole`: the loss is that of the whole batch, the same for each micro-batch; ranks know the summands of a mean.
-    Tensors go by the plain model's names; those of a loss that is a module as `plain_name` says.
+    `whole`: the loss is that of the whole batch, the same for each micro-batch; ranks hold the summands of a mean.
+    Tensors have the plain model's names; those of a loss that is a module have the names that `to_user_name` gives.
     """
 
     losses: tuple[Mapping[int, float], ...]
@@ -36,7 +36,7 @@ class TrainingRecord:
     buffers: Mapping[str, Tensor]
     whole: bool = False
     resting: frozenset[str] = frozenset()
-    """The weights whose learning rate was 0 in every step, where this is known."""
+    """The weights whose learning rate was 0 in every step, if this is recorded."""
 
     @property
     def mean_losses(self) -> tuple[float, ...]:
@@ -44,7 +44,7 @@ class TrainingRecord:
         return tuple(sum(losses.values()) / len(losses) for losses in self.losses)
 
     def restrict_to(self, other: TrainingRecord) -> TrainingRecord:
-        """Of this record what the other one has as well: the same losses, gradients, weights and buffers."""
+        """Return this record with only the losses, gradients, weights and buffers that `other` has too."""
         pairs = zip(self.gradients, other.gradients, strict=True)
         losses = zip(self.losses, other.losses, strict=True)
         return TrainingRecord(
@@ -61,12 +61,13 @@ def _select_common(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> 
 
 
 class ReferenceTraining:
-    """A copy of the plain model, trained as anyone would in one process. The model given is not changed.
+    """The ordinary training of a copy of the plain model in one process. The model that is passed in is not changed.
 
-    With a `seed` it draws the random numbers that ranks draw with that seed. Where `dtype` is a half one, weights are
-    float32 and the model runs under `torch.autocast`; the loss of float16 is scaled by `torch.amp.GradScaler`.
-    `whole_loss`: the model sees one micro-batch after another, the loss the answers to all of them at once, and all
-    activations are kept until then. Otherwise the loss of a step is the mean of the micro-batches' own.
+    With a `seed` the model draws the random numbers that ranks draw with that seed. If `dtype` is a half precision,
+    weights are float32 and the model runs under `torch.autocast`; the loss of float16 is scaled by
+    `torch.amp.GradScaler`.
+    `whole_loss`: the model computes one micro-batch after another, and the loss is computed from the outputs of all of
+    them at once; all activations are kept until then. Otherwise a step's loss is the mean of the micro-batches' losses.
     """
 
     def __init__(
@@ -76,7 +77,8 @@ class ReferenceTraining:
     ) -> None:  # fmt: skip
         self.device, self.whole_loss = device or torch.device("cpu"), whole_loss and micro_batches > 1
         self.seed, self.micro_batches, self.rules = seed, micro_batches, rules or UpdateRules()
-        self.begun = micro_batches  # ranks count steps from 1
+        # Ranks seed micro-batch `number` of a step with `steps * micro_batches + number`, and count steps from 1.
+        self.begun = micro_batches
         self.precision, self.dtype = dtype, torch.promote_types(dtype, torch.float32)
         self.model = copy.deepcopy(model).to(self.device, self.dtype)
         self.loss = copy.deepcopy(loss).to(self.device, self.dtype) if isinstance(loss, nn.Module) else loss
@@ -86,18 +88,21 @@ class ReferenceTraining:
         self.optimiser = made if self.trained else None
         self.scheduler = self.rules.scheduler(self.optimiser) if self.rules.scheduler and self.optimiser else None
         first = self.rules.loss_scale or SCALE
-        self.rates: list[list[float]] = []  # of each group in each update
+        self.rates: list[list[float]] = []  # the learning rate of each group in each update
         self.scaler = torch.amp.GradScaler(self.device.type, init_scale=first, enabled=dtype is torch.float16)
 
     @classmethod
     def of(cls, model: nn.Module, loss: Loss, recipe: Recipe, seed: int | None = None) -> ReferenceTraining:
-        """Trained as a recipe says, on the device that its first rank would choose."""
+        """Make the training that a recipe describes, on the device that its first rank would choose."""
         dtype, device = getattr(torch, recipe.plan.precision), choose_device(recipe.device, rank=0)
         count = recipe.plan.micro_batches
         return cls(model, loss, recipe.optimiser, dtype, seed, count, recipe.rules, device, recipe.has_whole_loss)
 
     def step(self, batch: Mapping[str, Tensor]) -> float:
-        """One training step, its micro-batches one after another; the loss before it, or the mean of their losses."""
+        """Run one training step, micro-batch after micro-batch.
+
+        Returns the loss before the update: the mean over the micro-batches.
+        """
         for weight in self.weights.values():
             weight.grad = None
         self.losses = []
@@ -122,7 +127,7 @@ class ReferenceTraining:
             self.scaler.scale(value / self.micro_batches).backward()
 
     def _add_whole(self, micro_batches: Sequence[Tensor], labels: Tensor) -> None:
-        """The gradient of the loss of the whole batch."""
+        """Compute the gradient of the loss of the whole batch."""
         answers = []
         for images in micro_batches:
             with self._make_rng_mode(), self._make_autocast(images):
@@ -149,12 +154,13 @@ class ReferenceTraining:
         before = self.scaler.get_scale()
         self.scaler.step(optimiser)
         self.scaler.update()
+        # GradScaler lowers its scale when it skips a step with non-finite gradients: the scheduler must not step then.
         if self.scheduler and self.scaler.get_scale() >= before:
             self.scheduler.step()
 
     @property
     def resting(self) -> frozenset[str]:
-        """The weights of groups whose learning rate was 0 in every update."""
+        """The weights of parameter groups whose learning rate was 0 in every update."""
         groups = self.optimiser.param_groups if self.optimiser else []
         still = (group for number, group in enumerate(groups) if not any(rates[number] for rates in self.rates))
         ids = {id(weight) for group in still for weight in group["params"]}
@@ -162,12 +168,12 @@ class ReferenceTraining:
 
     @property
     def weights(self) -> dict[str, nn.Parameter]:
-        """Of the model and of its loss, by name."""
+        """The parameters of the model and of its loss, by name."""
         return {to_user_name(prefix + name): p for prefix, it in self._modules for name, p in it.named_parameters()}
 
     @property
     def buffers(self) -> dict[str, Tensor]:
-        """Of both as well."""
+        """The buffers of the model and of its loss, by name."""
         return {to_user_name(prefix + name): b for prefix, it in self._modules for name, b in it.named_buffers()}
 
     @property
@@ -177,7 +183,7 @@ class ReferenceTraining:
 
     @property
     def gradients(self) -> dict[str, Tensor]:
-        """Copies of the last step's, by name."""
+        """Copies of the last step's gradients, by name."""
         return {name: p.grad.clone() for name, p in self.weights.items() if p.grad is not None}
 
 
@@ -186,9 +192,10 @@ def train_reference(
     seed: int | None = None, micro_batches: int = 1, rules: UpdateRules | None = None, whole_loss: bool = False,
     begin: Callable[[ReferenceTraining], None] = lambda process: None,
 ) -> TrainingRecord:  # fmt: skip
-    """What one process does with these batches, each of that many micro-batches; `whole_loss` as in `OneProcess`.
+    """Train on these batches in one process, and record the results.
 
-    `begin` may change it at the start.
+    Each batch has `micro_batches` micro-batches; `whole_loss` is that of `ReferenceTraining`. `begin` may change the
+    training before its first step.
     """
     alone = ReferenceTraining(model, loss, optimiser, dtype, seed, micro_batches, rules, whole_loss=whole_loss)
     begin(alone)
@@ -203,7 +210,10 @@ def train_reference(
 
 @dataclass(frozen=True)
 class Comparison:
-    """Relative errors against the oracle: norms over whole vectors. `worst_parameter` has the largest of its own."""
+    """Relative errors against the reference, as norms over whole vectors.
+
+    `worst_parameter` is the parameter with the largest relative error of its gradient.
+    """
 
     loss_rel: float
     grad_rel: float
@@ -214,13 +224,13 @@ class Comparison:
 
     @property
     def worst(self) -> float:
-        """The largest of all."""
+        """The largest of the four errors."""
         return max(self.loss_rel, self.grad_rel, self.buffers_rel, self.params_rel)
 
     def is_within(self, times: float, usual: Comparison) -> bool:
-        """Whether every error is at most so many times the usual one.
+        """Return whether every error is at most `times` times the usual one.
 
-        The loss is one number, which may be right by chance: it is held against the worst of the usual ones.
+        The loss is a single number, which may be right by chance: it is compared to the worst of the usual errors.
         """
         names = ("grad_rel", "buffers_rel", "params_rel")
         far = any(getattr(self, name) > times * getattr(usual, name) for name in names)
@@ -228,9 +238,12 @@ class Comparison:
 
 
 def compare(oracle: TrainingRecord, ranks: Sequence[TrainingRecord]) -> Comparison:
-    """Hold each rank's record against the oracle's; every copy of a weight counts, and what no rank has is wrong."""
+    """Compare each rank's record to the reference's.
+
+    Every copy of a weight counts; a value that no rank has is an error.
+    """
     losses = _pair_losses(oracle, ranks)
-    sizes = [_compute_squares(theirs) for theirs in oracle.gradients]  # once, and not for each rank and weight
+    sizes = [_compute_squares(theirs) for theirs in oracle.gradients]  # computed once for all ranks
     steps = [
         _SquaredNorms(_compute_differences(mine, theirs), size)
         for rank in ranks
@@ -257,7 +270,7 @@ def compare(oracle: TrainingRecord, ranks: Sequence[TrainingRecord]) -> Comparis
 
 
 def _pair_losses(oracle: TrainingRecord, ranks: Sequence[TrainingRecord]) -> list[tuple[float, float]]:
-    """Each loss that a rank knows beside the oracle's: micro-batch by micro-batch, or the mean where that is whole."""
+    """Pair the ranks' losses with the reference's: by micro-batch, or by step if the loss is of the whole batch."""
     if not oracle.whole:
         return [
             (loss, theirs[number])
@@ -274,18 +287,21 @@ def _pair_losses(oracle: TrainingRecord, ranks: Sequence[TrainingRecord]) -> lis
 
 @dataclass(frozen=True)
 class _SquaredNorms:
-    """Squared norms by name: of some tensors' differences to the oracle's, and of all that the oracle has."""
+    """Squared norms by name: of some tensors' differences to the reference, and of all tensors of the reference."""
 
     differences: Mapping[str, float]
     sizes: Mapping[str, float]
 
     @property
     def whole(self) -> float:
-        """|mine - theirs| / |theirs| over all tensors that are mine, as one vector."""
+        """|mine - theirs| / |theirs| over all tensors in `differences`, as one vector."""
         return _compute_relative(sum(self.differences.values()), sum(self.sizes[name] for name in self.differences))
 
     def compute_by_name(self) -> Iterator[tuple[float, str]]:
-        """The same for one after another; where it is zero but for rounding, against the size of all."""
+        """Yield the relative error of each tensor.
+
+        A reference that is zero up to rounding is replaced by the norm of all.
+        """
         whole = sum(self.sizes.values())
         for name, difference in self.differences.items():
             own = self.sizes[name]
@@ -309,15 +325,15 @@ def _compute_square(tensor: Tensor) -> float:
 
 
 def _compute_relative(difference: float, size: float) -> float:
-    """Of two squared norms."""
+    """Return the relative error from two squared norms."""
     return _replace_nan(math.sqrt(difference) / max(math.sqrt(size), 1e-300)) if difference else 0.0
 
 
 def _replace_nan(error: float) -> float:
-    """What is not a number is infinitely wrong: `max` would drop it."""
+    """Return inf for an error that is not finite: `max` could drop a nan."""
     return error if math.isfinite(error) else math.inf
 
 
 def to_plain_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A rank's tensors by the names that a Record has."""
+    """Rename a rank's tensors to the names that a TrainingRecord uses."""
     return {to_user_name(name): tensor for name, tensor in tensors.items()}

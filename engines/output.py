@@ -1,4 +1,4 @@
-"""What ranks print, warn and log: whole lines, no more of them than a page can take, and whose they are."""
+"""Output of ranks: lines that they print, warn and log, limited to what a page can take, and sent to the right rank."""
 
 from __future__ import annotations
 
@@ -14,21 +14,23 @@ from typing import Any, TextIO
 
 __all__ = ["LineBuffer", "OutputLine", "RankStream", "RateLimiter", "redirect_streams"]
 
-_AT_ONCE, _PER_S = 20_000, 5_000  # characters that may come at once, and each second from then on
-_EACH, _LONGEST = 100, 4_000  # characters that a line counts for beside its own, and those of it that are shown
-_SAY_S = 1.0  # what was left out is said this often
+_AT_ONCE, _PER_S = 20_000, 5_000  # characters that may come in a burst, and per second after it
+_EACH, _LONGEST = 100, 4_000  # characters that each line costs besides its own, and the most that are shown of it
+_SAY_S = 1.0  # seconds between two notes on dropped lines
 
 
 @dataclass(frozen=True, slots=True)
 class OutputLine:
-    """`stream` is `stdout` or `stderr`."""
+    """One line of output. `stream` is `stdout` or `stderr`."""
 
     stream: str
     text: str
 
 
 class RateLimiter:
-    """Lets a burst of lines pass, some more each second, and counts those that it does not; `times` as many.
+    """A token bucket for lines: it allows a burst, then a rate per second, and counts dropped lines.
+
+    `times` multiplies the burst and the rate.
 
     >>> meter = RateLimiter(clock=lambda: 0.0)
     >>> sum(meter.allow("0123456789") for _ in range(1_000)), meter.report_dropped()
@@ -41,11 +43,11 @@ class RateLimiter:
         self._said_s = float("-inf")
 
     def allow(self, text: str) -> bool:
-        """Whether there is room for one more line."""
+        """Return whether there is room for one more line, and count the line."""
         now_s = self._clock()
         self._room = min(self._most, self._room + (now_s - self._at_s) * self._per_s)
         self._at_s, cost = now_s, len(text) + _EACH
-        # After a flood it waits for some room, or each second line would be a note.
+        # Hysteresis: after a flood, wait until half of the room is free. Otherwise every second line would be a note.
         self._is_full = cost > self._room or (self._is_full and 2 * self._room < self._most)
         passes = not self._is_full
         self._room -= passes * cost
@@ -53,9 +55,9 @@ class RateLimiter:
         return passes
 
     def report_dropped(self, at_once: bool = False) -> str:
-        """How many have not passed since that was last said, in words; empty where all have.
+        """Return a note on the lines dropped since the last note; empty if there are none.
 
-        Just after it was said it is empty, too, unless `at_once`.
+        The note is also empty within a second after the last one, unless `at_once`.
         """
         if not at_once and self._clock() - self._said_s < _SAY_S:
             return ""
@@ -66,10 +68,10 @@ class RateLimiter:
 
 
 class LineBuffer:
-    """What one rank prints. `emit` is given each line once it is whole, and what is left of one when `end` is called.
+    """The output of one rank. `emit` receives each complete line, and an incomplete one when `end` is called.
 
-    `flush` has what was emitted go on its way at once. Of what would be too much the lines are counted, and that is
-    said with the next line that passes.
+    `flush` sends the emitted lines at once. Lines above the rate limit are counted, and reported with the next line
+    that passes.
     """
 
     def __init__(self, emit: Callable[[OutputLine], None], flush: Callable[[], None] = lambda: None) -> None:
@@ -78,18 +80,18 @@ class LineBuffer:
         self.emitted = 0
 
     def write(self, stream: str, text: str) -> None:
-        """Any part of a text. A carriage return begins its line anew, as a progress bar does."""
+        """Write any part of a text. A carriage return restarts its line, as in a progress bar."""
         with self._lock:
             *lines, begun = (self._begun[stream] + text).split("\n")
             for line in lines:
                 self._end_line(stream, line)
             anew = begun.rfind("\r", 0, -1) + 1
-            # A line without an end must not grow for ever: of what comes behind its beginning only the length is kept.
+            # A line without an end must not grow without bound: only its start is kept, and the length of the rest.
             self._more[stream] = (0 if anew else self._more[stream]) + max(0, len(begun) - anew - _LONGEST)
             self._begun[stream] = begun[anew : anew + _LONGEST]
 
     def end(self) -> None:
-        """Emit lines that have no end."""
+        """Emit the incomplete lines."""
         with self._lock:
             for stream, begun in self._begun.items():
                 self._begun[stream] = ""
@@ -104,7 +106,7 @@ class LineBuffer:
         self._emit_line(stream, text, 0 if anew else more)
 
     def _emit_line(self, stream: str, text: str, more: int) -> None:
-        """A whole line, of which `more` characters were not kept."""
+        """Emit a whole line, of which `more` characters were not kept."""
         if more := more + max(0, len(text) - _LONGEST):
             text = f"{text[:_LONGEST]} ... ({more:,} characters more)"
         if self._meter.allow(text):
@@ -121,41 +123,41 @@ class LineBuffer:
 
 
 class RankStream(io.TextIOBase):
-    """Stands for `sys.stdout` or `sys.stderr`: what ranks write goes to their outputs, all else where it went before.
+    """A replacement of `sys.stdout` or `sys.stderr`: ranks write to their LineBuffers, other threads to the old stream.
 
-    `whose()` is the output of the rank that this thread is, or None.
+    `whose()` returns the output of the rank that runs in this thread, or None.
     """
 
     def __init__(self, name: str, before: TextIO, whose: Callable[[], LineBuffer | None]) -> None:
         self._name, self._before, self._whose = name, before, whose
 
     def write(self, text: str) -> int:
-        """A rank's part of a text, or anybody's."""
+        """Write a part of a text to the rank's output, or to the old stream."""
         if (output := self._whose()) is None:
             return self._before.write(text)
         output.write(self._name, text)
         return len(text)
 
     def writable(self) -> bool:
-        """It is."""
+        """Return True."""
         return True
 
     def flush(self) -> None:
-        """What is written goes on its way."""
+        """Flush the rank's output, or the old stream."""
         output = self._whose()
         (self._before if output is None else output).flush()
 
     def isatty(self) -> bool:
-        """As the one that it stands for, but a rank's output is no terminal."""
+        """Return whether the old stream is a terminal; False for a rank's output."""
         return self._whose() is None and self._before.isatty()
 
     def fileno(self) -> int:
-        """Of the one that it stands for."""
+        """Return the descriptor of the old stream."""
         return self._before.fileno()
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
-        """Of the one that it stands for."""
+        """The encoding of the old stream."""
         return self._before.encoding
 
     def __getattr__(self, name: str) -> Any:
@@ -163,7 +165,7 @@ class RankStream(io.TextIOBase):
 
 
 class _StreamRedirection:
-    """Of the process: as long as anybody uses it."""
+    """The redirection of the process's streams, in place while it has users."""
 
     def __init__(self) -> None:
         self.lock, self.users = RLock(), 0
@@ -184,7 +186,7 @@ class _StreamRedirection:
             self.users -= 1
             if not self.users:
                 for name, before, mine in self.streams:
-                    if getattr(sys, name) is mine:  # else somebody has put another one there
+                    if getattr(sys, name) is mine:  # otherwise another redirection has replaced it
                         setattr(sys, name, before)
                 _redirect_handlers((mine, before) for _, before, mine in self.streams)
                 self.streams.clear()
@@ -195,7 +197,7 @@ _diversion = _StreamRedirection()
 
 @contextmanager
 def redirect_streams(whose: Callable[[], LineBuffer | None]) -> Iterator[None]:
-    """Within it what threads that are ranks write goes to their outputs; handlers of logs that write there, too."""
+    """Within the context, redirect the streams, and log handlers on them, to the outputs of threads that are ranks."""
     _diversion.begin(whose)
     try:
         yield
@@ -204,7 +206,7 @@ def redirect_streams(whose: Callable[[], LineBuffer | None]) -> Iterator[None]:
 
 
 def _redirect_handlers(instead: Iterable[tuple[Any, Any]]) -> None:
-    """Handlers keep the stream that there was when they were made."""
+    """Replace the streams of log handlers, which keep the stream that was current when they were made."""
     instead = list(instead)
     for logger in (logging.root, *list(logging.root.manager.loggerDict.values())):
         for handler in getattr(logger, "handlers", ()):  # a name between two loggers has none

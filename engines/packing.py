@@ -1,4 +1,4 @@
-"""Values made into bytes for ranks: functions and classes by name where ranks can import them, else as they are."""
+"""Pickling for ranks: functions and classes by name if ranks can import them, otherwise by value."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 __all__ = ["pack"]
 
-_registry = RLock()  # cloudpickle has one list of modules, for all threads
+_registry = RLock()  # cloudpickle's list of modules is shared by all threads
 
 
 class _Pickler(cloudpickle.Pickler):
@@ -26,7 +26,7 @@ class _Pickler(cloudpickle.Pickler):
         self.modules = modules
 
     def reducer_override(self, obj: Any) -> Any:
-        # A tile that is a view takes the storage of its whole image along, to every rank: send a copy.
+        # Pickling a view would send the storage of its whole image to every rank: send a copy of the tile.
         if type(obj) is Tensor and not obj.requires_grad and _is_part(obj):
             return obj.clone().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         if isinstance(obj, FunctionType | type):
@@ -41,9 +41,9 @@ def _is_part(tensor: Tensor) -> bool:
 
 
 def pack(value: Any, by_value: Collection[str] = (), modules: set[str] | None = None) -> bytes:
-    """Pickled, functions and classes of a notebook's cells included, and those of the modules `by_value`.
+    """Pickle a value, by value for functions and classes of notebook cells and of the modules `by_value`.
 
-    `modules` gets the names of those whose functions and classes, or which themselves, are in it.
+    The names of modules in the value, and of the modules of its functions and classes, are added to `modules`.
     """
     with io.BytesIO() as file, _pickle_by_value(by_value):
         _Pickler(file, set() if modules is None else modules).dump(value)
@@ -52,7 +52,7 @@ def pack(value: Any, by_value: Collection[str] = (), modules: set[str] | None = 
 
 @contextmanager
 def _pickle_by_value(by_value: Collection[str]) -> Iterator[None]:
-    """Within it cloudpickle sends what these modules hold, and not its name."""
+    """Within the context, cloudpickle sends the contents of these modules instead of their names."""
     if not by_value:
         yield
         return

@@ -1,4 +1,4 @@
-"""The user's choices: how a model, an image and a batch are spread over ranks."""
+"""The user's choices: how a model, an image and a batch are distributed over ranks."""
 
 from __future__ import annotations
 
@@ -17,49 +17,53 @@ SCHEDULES = ("fill_drain", "1f1b", "interleaved", "zero_bubble", "gems")
 PRECISIONS = ("float32", "float64", "bfloat16", "float16")
 HALF = ("bfloat16", "float16")
 MOST, MOST_TILES = 1 << 20, 1 << 32
-"""Of stages, replicas and micro-batches, and of tiles: more of them would only be counted for ever."""
+"""Upper bounds: of the counts of stages, replicas and micro-batches, and of the tiles of a stage. They bound loops."""
 _GRID = re.compile(r"([1-9]\d{0,8})x([1-9]\d{0,8})", re.ASCII)
 SLICE_METHODS = "square, vertical, horizontal, or a grid such as 2x3"
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Plan:
-    """What runs where. Frozen, and checked when it is made; a change makes a new value.
+    """A plan: what is computed on which rank. It is frozen, and checked when it is made.
 
-    `split_size` stages, of which the first `spatial_size` are cut into `num_spatial_parts` tiles each
-    by `slice_method`: `square`, `vertical` (strips along the width), `horizontal`, or a grid such as
-    `2x3` (rows x columns). Both take one value, or one per spatial stage.
+    `split_size` stages, of which the first `spatial_size` are cut into `num_spatial_parts` tiles each by
+    `slice_method`: `square`, `vertical` (strips along the width), `horizontal`, or a grid such as `2x3` (rows x
+    columns). `num_spatial_parts` and `slice_method` take one value, or one per spatial stage.
     `balance` is `auto` or the number of layers in each stage.
-    `halo_d2` exchanges halos once per `fused_layers` layers (`auto`: as many as are cheapest) instead of before each
-    windowed operator; where tiles overlap then, both ranks compute.
-    `overlap_halos` computes what needs no halo while the halo travels, and the borders when it is here. That is for
-    slow links: on one machine messages take the cores that compute, and work in pieces costs more than it hides.
-    `precision` is the type that weights and activations are held in. With `bfloat16` or `float16` activations are cast
-    as `torch.autocast` would; images, weights, gradients, optimiser and buffers stay float32 (`held_in`), and the loss
-    of `float16` is scaled.
-    `sync_batchnorm=False`: batch norm normalises each tile by itself, without a message, which is not what one process
-    does. Its running statistics are then the means of what ranks count by themselves, taken at the update. With
-    `halo_d2`, pixels that two ranks compute are normalised by each with its own statistics. Other norms stay exact.
+    `halo_d2` exchanges halos once per `fused_layers` layers (`auto`: the cheapest number) instead of before each
+    windowed operator; where tiles overlap, both ranks compute the overlap.
+    `overlap_halos` computes the interior, which needs no halo, during the halo exchange, and the borders after it. It
+    is meant for slow links: on one machine messages occupy the cores that compute, and computing in pieces costs more
+    than the overlap saves.
+    `precision` is the type of weights and activations. With `bfloat16` or `float16` activations are cast as
+    `torch.autocast` would; images, weights, gradients, optimiser and buffers stay float32 (`held_in`), and the loss of
+    `float16` is scaled.
+    `sync_batchnorm=False`: batch norm normalises each tile by itself, without a message; the result differs from that
+    of one process. Its running statistics are then the means of the ranks' own statistics, taken at the update. With
+    `halo_d2`, each of two ranks that compute the same pixels normalises them with its own statistics. Other norms stay
+    exact.
 
-    `parts` micro-batches make a batch. Batch norm normalises each micro-batch by itself, as GPipe does, so a step of
-    several micro-batches or replicas is not that of one process on the whole batch where a model has batch norm; it is
-    that of one process that takes the micro-batches one after another, with which `verify` compares.
-    `schedule` is the order of micro-batches: `fill_drain` (GPipe), `1f1b`, `interleaved` (with
-    `stages_per_rank` stages behind the spatial ones on each rank), `zero_bubble`, or `gems`.
-    `bidirectional` runs `times` pairs of batches through two copies of the model in mirrored rank order (GEMS);
-    `data_parallel` replicas of all that have batches of their own; `accumulate` batches one after another add up. A
-    training step is all these `batches`, and its loss that of all their images in one batch, where the loss is a sum or
-    a mean over the batch, whatever labels the mean counts (`ignore_index`, class weights, masks). Of any other loss,
-    such as Dice over the batch, it is the mean of the micro-batches' own losses, and a training says so.
-    `local_dp` ranks share the images of each micro-batch in every stage behind the spatial ones.
-    `checkpoint_activations` keeps what arrives from other ranks, and computes the rest again for backward.
-    `offload_activations` lays what is kept for backward into a file without a name, where temporary ones are (TMPDIR):
-    a GPU's activations lie on the host meanwhile, and a host's on its disk, as far as memory is short.
-    `compile_segments` has `torch.compile` make fewer, larger kernels of what lies between two communications. The first
-    steps compile, for up to minutes; the last bits differ, and `zero_bubble` computes a compiled segment's weights'
-    gradients with its inputs'. For GPUs: on the cores that were measured it takes longer.
+    A batch has `parts` micro-batches. Batch norm normalises each micro-batch by itself, as GPipe does. For a model with
+    batch norm, a step of several micro-batches or replicas therefore differs from one process on the whole batch; it
+    equals one process that takes the micro-batches one after another, to which `verify` compares it.
+    `schedule` is the order of micro-batches: `fill_drain` (GPipe), `1f1b`, `interleaved` (with `stages_per_rank` stages
+    on each rank after the spatial stages), `zero_bubble`, or `gems`.
+    `bidirectional` runs `times` pairs of batches through two copies of the model in mirrored rank order (GEMS).
+    `data_parallel` is the number of replicas, which have batches of their own. `accumulate` is the number of
+    consecutive batches whose gradients are accumulated. A training step takes all these `batches`. Its loss is that of
+    all their images in one batch if the loss is a sum or a mean over the batch, whatever labels the mean counts
+    (`ignore_index`, class weights, masks). For any other loss, such as Dice over the batch, it is the mean of the
+    micro-batches' own losses, and a training reports this.
+    `local_dp` ranks share the images of each micro-batch in every stage after the spatial stages.
+    `checkpoint_activations` keeps only what arrives from other ranks, and recomputes the rest for backward.
+    `offload_activations` stores what is kept for backward in an anonymous temporary file (in TMPDIR): as far as memory
+    is short, a GPU's activations are moved to the host, and a host's to its disk.
+    `compile_segments` uses `torch.compile` to make fewer, larger kernels of the operators between two communications.
+    The first steps compile, for up to minutes; the last bits of the results differ, and `zero_bubble` computes a
+    compiled segment's weight gradients together with its input gradients. It is meant for GPUs: on the CPU cores that
+    were measured it is slower.
 
-    Raises PlanError, with the numbers and the mend.
+    Raises PlanError with the numbers and a remedy.
 
     >>> Plan(split_size=2, spatial_size=1, num_spatial_parts=4).ranks
     5
@@ -127,28 +131,28 @@ class Plan:
 
     @property
     def replica_ranks(self) -> int:
-        """Ranks of one replica."""
+        """The number of ranks of one replica."""
         behind = (self.split_size - self.spatial_size) // self.stages_per_rank
         return sum(grid.tiles for grid in self.grids[: self.spatial_size]) + behind * self.local_dp
 
     @property
     def ranks(self) -> int:
-        """Ranks that the plan needs."""
+        """The number of ranks that the plan needs."""
         return self.data_parallel * self.replica_ranks
 
     @property
     def replica_batches(self) -> int:
-        """Batches that one replica takes in a training step."""
+        """The number of batches that one replica takes in a training step."""
         return self.accumulate * (2 * self.times if self.bidirectional else 1)
 
     @property
     def batches(self) -> int:
-        """Batches of a training step."""
+        """The number of batches of a training step."""
         return self.data_parallel * self.replica_batches
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of a training step.
+        """The number of micro-batches of a training step.
 
         >>> Plan(parts=4, bidirectional=True, times=2, data_parallel=3).micro_batches
         48
@@ -157,7 +161,7 @@ class Plan:
 
     @property
     def summary(self) -> str:
-        """One line: the grid of each stage, and how often they stand side by side.
+        """One line: the grid of each stage, the number of micro-batches, directions, replicas and ranks.
 
         >>> Plan(split_size=2, spatial_size=1).summary
         '2 stages: 2x2 tiles -> 1 rank; 5 ranks'
@@ -174,7 +178,7 @@ class Plan:
 
     @property
     def chosen(self) -> dict[str, Any]:
-        """The knobs that are not at their defaults.
+        """The fields that are not at their defaults.
 
         >>> Plan(split_size=2, parts=4).chosen
         {'parts': 4}
@@ -192,7 +196,9 @@ class Plan:
 
 
 def make_grid(method: str, tiles: int | None) -> Grid:
-    """The grid that a slice method gives for a number of tiles (None: 4, or what the grid itself says).
+    """Return the grid that a slice method makes of a number of tiles (None: 4, or the number that the grid itself has).
+
+    Raises PlanError if the method is unknown, or does not fit the number of tiles.
 
     >>> make_grid("vertical", 3)
     Grid(rows=1, cols=3)
@@ -226,7 +232,7 @@ def _make_square(count: int) -> Grid:
 
 
 def _make_near_square(count: int) -> Grid:
-    """The grid of `count` tiles whose sides are closest.
+    """Return the grid of `count` tiles whose sides are closest.
 
     >>> str(_make_near_square(6)), str(_make_near_square(5))
     ('2x3', '1x5')
@@ -236,7 +242,10 @@ def _make_near_square(count: int) -> Grid:
 
 
 def _expand_per_stage(name: str, value: Any, stages: int) -> tuple[Any, ...]:
-    """One value for each spatial stage, from one for all or a tuple."""
+    """Return one value for each spatial stage, from a single value or a tuple.
+
+    Raises PlanError if the lengths differ.
+    """
     if not isinstance(value, tuple):
         return (value,) * stages
     if len(value) != stages:
@@ -248,7 +257,7 @@ def _expand_per_stage(name: str, value: Any, stages: int) -> tuple[Any, ...]:
 
 
 def _check_counts(plan: Plan) -> None:
-    """Whole numbers, each at least 1 (`spatial_size`: 0), and no more than any machine could have."""
+    """Raise PlanError unless every count is an integer from 1 (`spatial_size`: 0) to its upper bound."""
     names = ["split_size", "spatial_size", "num_spatial_parts", "parts", "times", "local_dp", "data_parallel"]
     names += ["accumulate", "stages_per_rank"]
     names += [] if plan.fused_layers == "auto" else ["fused_layers"]
@@ -290,7 +299,7 @@ def _check_balance(balance: str | tuple[int, ...], stages: int) -> None:
 
 
 def _check_order(plan: Plan) -> None:
-    """Raises PlanError where knobs of the order of work contradict each other."""
+    """Raise PlanError if fields that set the order of work contradict each other."""
     behind = plan.split_size - plan.spatial_size
     if plan.times > 1 and not plan.bidirectional:
         raise PlanError(

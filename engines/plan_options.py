@@ -1,4 +1,5 @@
-"""The knobs of a plan as people meet them: what each means, as text and back, and which one an error is about."""
+"""A plan's fields in user interfaces: their meaning, their values as text and back, and the field that an error names.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ WRITTEN: Mapping[str, tuple[str, ...]] = {
     "balance": ("auto",),
     "fused_layers": ("auto",),
 }
-"""The knobs that take a word, a number or several of them, with what may be proposed."""
+"""The fields that take a word, a number or several of them, with values to propose."""
 
 _NAMES = "|".join(field.name for field in fields(Plan))
 _SET = re.compile(rf"\b({_NAMES})=")
@@ -66,7 +67,9 @@ _NAMED = re.compile(rf"\b({'|'.join(name for name in _NAMES.split('|') if '_' in
 
 
 def find_plan_options(text: str) -> tuple[str, ...]:
-    """The knobs that a message names, in order: as `name=value` first, then by a name that is no English word.
+    """Return the fields that a message names, in order: first those in `name=value`, then names that contain `_`.
+
+    A name without `_` alone could be an English word.
 
     >>> find_plan_options("A batch of 3 images has parts=2. Use other parts, many times, or data_parallel.")
     ('parts', 'data_parallel')
@@ -75,10 +78,10 @@ def find_plan_options(text: str) -> tuple[str, ...]:
 
 
 def find_plan_option(text: str, touched: str = "") -> str:
-    """The knob beside which a message belongs, empty where it names none.
+    """Return the field next to which to show a message; empty if the message names none.
 
-    That is the one that was `touched` last, if the message names it: it has made a good plan a bad one. Otherwise it
-    is the first one: messages begin with the knob that has to change, and go on to how.
+    This is the field that was `touched` last, if the message names it, since it turned a valid plan into an invalid
+    one. Otherwise it is the first: messages begin with the field that has to change.
 
     >>> text = "spatial_size=3 asks for more spatial stages than the split_size=2 stages there are."
     >>> find_plan_option(text), find_plan_option(text, touched="split_size"), find_plan_option(text, touched="parts")
@@ -89,7 +92,7 @@ def find_plan_option(text: str, touched: str = "") -> str:
 
 
 def parse_value(text: str) -> Any:
-    """`4` is a number, `4,2` a tuple, anything else a word.
+    """Parse `4` as a number, `4,2` as a tuple, and anything else as a word.
 
     >>> parse_value("4"), parse_value("4, 2"), parse_value("auto"), parse_value("2x3,square")
     (4, (4, 2), 'auto', ('2x3', 'square'))
@@ -100,7 +103,7 @@ def parse_value(text: str) -> Any:
 
 
 def format_value(value: Any) -> str:
-    """What `value_of` reads back; nothing for None.
+    """Format a value so that `parse_value` restores it; None becomes an empty string.
 
     >>> format_value((4, 2)), format_value((4,)), format_value(None)
     ('4, 2', '4,', '')

@@ -1,4 +1,4 @@
-"""The command `published`: the field's published results beside what the simulator says of them. It needs no ranks."""
+"""The command `published`: published results of the field compared to the simulator's. It needs no ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["format_outcomes", "run_published"]
 
 
 def run_published(arguments: Sequence[str]) -> int:
-    """One line of JSON a row, and a table. The exit code is 0, or 2 where a row cannot be simulated."""
+    """Print one line of JSON per row, and a table. The exit code is 0, or 2 if a row cannot be simulated."""
     flags = options.FlagParser(
         "published", description="Simulate published results; machines and assumptions are data."
     )
@@ -39,7 +39,7 @@ def run_published(arguments: Sequence[str]) -> int:
 
 
 def format_outcomes(outcomes: Sequence[ReplayOutcome]) -> str:
-    """Simulated beside published, and the range over each row's variants that fit the machine."""
+    """Format simulated and published values, and the range over each row's variants that fit the machine."""
     lines = [f"{'row':24}{'published':>12}{'simulated':>12}{'ratio':>8}  {'range':20}{'peak GiB':>9}  unit"]
     for each in outcomes:
         fitting = [value for _, value, fits in each.varied if fits]

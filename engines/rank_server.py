@@ -1,4 +1,4 @@
-"""What a rank does for the notebook: runs functions, keeps trainings between them, tells failures as data."""
+"""A rank's server for the notebook: it runs functions, keeps trainings between calls, and returns failures as data."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ __all__ = [
 ]
 
 SPOKEN = "\x1espoken "
-"""What a line begins with that carries one of a rank's: the rest is JSON."""
+"""The prefix of a line that carries a line of a rank's output; the rest is JSON."""
 
 _OURS = Path(__file__).parent
 
-# How MPI names what a rank sees when another one has failed.
+# MPI's error classes on a rank when another rank has failed.
 _BY_OTHERS = re.compile("MPI_ERR_(REVOKED|PROC_FAILED)")
 
 
 class RankServer:
-    """One rank's state between two calls: its end of the world; trainings, courses and predictions by name.
+    """One rank's state between two calls: its world, and trainings, train loops and predictions by name.
 
-    On its `board` it writes where it is.
+    The server writes on `board` what the rank is doing.
     """
 
     def __init__(self, world: World, board: StatusBoard | None = None) -> None:
@@ -69,7 +69,7 @@ class RankServer:
         self.walk: RankStepper | None = None
 
     def abort_debug_step(self) -> None:
-        """Give up the step that is walked, if any: messages under way must not meet those of other work. Collective."""
+        """Abort the debug step, if any: its pending messages must not match those of other work. Collective."""
         if self.walk is None or self.walk.done:
             self.walk = None
         else:
@@ -77,25 +77,25 @@ class RankServer:
             self.recover()
 
     def recover(self) -> None:
-        """Bring the ranks together again, without old messages; a step that was walked is given up. Collective."""
+        """Reconnect the ranks, without old messages; a debug step is aborted. Collective."""
         walk, self.walk = self.walk, None
         self.world.recover()
         if walk is not None:
-            walk.drop()  # not before: messages under way still lie in its memory
+            walk.drop()  # only after `recover`: until then pending messages still use the step's buffers
 
 
 def allow_during_step(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a function that ranks may be called with in the middle of a step that is walked: it sends no messages."""
-    function.while_walking = True  # type: ignore[attr-defined]
+    """Mark a function that ranks may run in the middle of a debug step: it sends no messages."""
+    function.allow_during_step = True  # type: ignore[attr-defined]
     return function
 
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception as plain data. `released` says that it only follows from another rank's failure.
+    """An exception as plain data. `released`: it is only the consequence of another rank's failure.
 
-    `links` are the exceptions that led to it, oldest first, each with its (file, line, function) frames. `where` is
-    what the rank was doing.
+    `links` are the chained exceptions, oldest first, each with its (file, line, function) frames. `where` is the rank's
+    status when it failed.
     """
 
     kind: str
@@ -106,13 +106,13 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException, where: object = "") -> Failure:
-        """Only what can travel: the exception itself may be of a type that the notebook does not know."""
+        """Make the failure from an exception, without the exception itself: the notebook may not know its type."""
         chain = list(_iterate_chain(error))
         links = tuple((_format_title(link), tuple(_select_frames(link))) for link in reversed(chain))
         return cls(type(error).__name__, str(error), any(map(_is_consequence, chain)), links, str(where or ""))
 
     def format_traceback(self) -> str:
-        """As Python writes it. Made where it is shown: only the notebook knows the text of its cells."""
+        """Format the traceback as Python does. Only the notebook can: it alone has the source of its cells."""
         parts = (
             "".join(traceback.format_list([traceback.FrameSummary(*f) for f in frames])) + title
             for title, frames in self.links
@@ -122,7 +122,8 @@ class Failure:
 
 @dataclass(frozen=True)
 class Reply:
-    """What a rank says to a call: the function's value, or why there is none; and how many `lines` it has printed."""
+    """A rank's reply to a call: the function's value or failure, and the number of `lines` that the rank has printed.
+    """
 
     value: Any = None
     failure: Failure | None = None
@@ -140,7 +141,7 @@ def _format_title(error: BaseException) -> str:
 
 
 def _select_frames(error: BaseException) -> Iterator[tuple[str, int, str]]:
-    """The user's own frames, or ours where there are none, and the last one, where it happened."""
+    """Yield the user's own frames, or ours if there are none, and always the last frame."""
     frames = traceback.StackSummary.extract(traceback.walk_tb(error.__traceback__), lookup_lines=False)
     known = [frame for frame in frames if "site-packages" not in frame.filename and frame.filename != __file__]
     users = [frame for frame in known if not Path(frame.filename).is_relative_to(_OURS)]
@@ -150,15 +151,16 @@ def _select_frames(error: BaseException) -> Iterator[tuple[str, int, str]]:
 
 
 def _is_consequence(error: BaseException) -> bool:
-    """Whether a rank failed only because another one did, or because it was told to stop."""
+    """Return whether an exception only follows from another rank's failure or from an interrupt."""
     return isinstance(error, ReleasedError | KeyboardInterrupt) or bool(_BY_OTHERS.search(str(error)))
 
 
 def execute(host: RankServer, common: bytes, own: bytes, followed: NotebookImports | None = None) -> bytes:
-    """Call `function(host, *args, *own)`, where `common` is `(function, args)`, to a pickled Answer.
+    """Call `function(host, *args, *own)`, where `common` is the pickled `(function, args)`, and return a pickled Reply.
 
-    If that fails the other ranks are released first, so that none waits for this one. A step that is walked is given
-    up, unless the function says that it may go on (`while_walking`). `followed`: what to do like the notebook before.
+    If the function fails, the world is aborted first, so that no other rank waits for this one. A debug step is
+    aborted, unless the function is marked with `allow_during_step`. `followed`: imports of the notebook to repeat
+    first.
     """
     output = host.board.output
     before = output.emitted if output else 0
@@ -184,7 +186,7 @@ def _unpack_call(common: bytes, own: bytes) -> tuple[Callable[..., Any], tuple[A
 
 
 def _pack_reply(host: RankServer, value: Any, before: int, failure: Failure | None = None) -> bytes:
-    """A pickled Answer, once all is emitted that was printed; `before` as many lines had been."""
+    """Return a pickled Reply, after all printed lines have been emitted; `before` is their number before the call."""
     if (output := host.board.output) is None:
         return pack(Reply(value, failure))
     output.end()
@@ -198,13 +200,13 @@ def _abort_and_reply(host: RankServer, error: BaseException, before: int) -> byt
 
 @allow_during_step
 def recover(host: RankServer) -> None:
-    """Be ready for new work after a failure; collective. Trainings stay, on the same world, made fresh."""
+    """Recover for new work after a failure. Trainings stay, on the same world with a new communicator. Collective."""
     host.recover()
 
 
 @allow_during_step
 def recover_and_reset(host: RankServer) -> None:
-    """As `recover`, where there are fewer ranks than before: what was made for all of them is given up."""
+    """Recover with fewer ranks than before: everything that was made for all of them is discarded. Collective."""
     host.recover()
     for held in (host.trainings, host.courses, host.predictions):
         held.clear()
@@ -216,20 +218,21 @@ def _get_server() -> RankServer:
 
     host = RankServer(MpiWorld(), StatusBoard.from_environment())
     host.board.output = _redirect_output()
-    # MPI's own end waits for all ranks, and those may wait for this one: it ends at once, so that they are told.
+    # MPI_Finalize waits for all ranks, and those may wait for this one. The process exits without it, so that MPI
+    # reports to the others that this rank has failed.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     atexit.register(_exit_at_once, os.getpid())
     return host
 
 
 def _exit_at_once(rank_pid: int) -> None:
-    """Leave the interpreter without MPI's end; a process that the rank has forked ends as it likes."""
+    """Exit without MPI_Finalize; processes that the rank has forked exit as usual."""
     if os.getpid() == rank_pid:
         os._exit(1)
 
 
 def _redirect_output() -> LineBuffer:
-    """From here on whatever this process prints goes to the notebook, line by line, and from threads, too."""
+    """Redirect all output of this process, from any thread, to the notebook, line by line."""
     way = sys.stdout
 
     def emit(line: OutputLine) -> None:
@@ -241,23 +244,23 @@ def _redirect_output() -> LineBuffer:
 
 
 def join() -> tuple[int, int, int]:
-    """(rank, size, pid) of this MPI process, once all have come; collective."""
+    """Return (rank, size, pid) of this MPI process, after all ranks have started. Collective."""
     world = _get_server().world
     return world.rank, world.size, os.getpid()
 
 
 def run(common: bytes, own: bytes, followed: NotebookImports) -> bytes:
-    """`execute` on this MPI process. SIGINT stops it, once."""
+    """Call `execute` on this MPI process; the first SIGINT interrupts it."""
     host = _get_server()
     before = host.board.output.emitted if host.board.output else 0
-    torch.set_grad_enabled(True)  # an interrupt just as `no_grad` began or ended leaves it off, and nothing is trained
+    torch.set_grad_enabled(True)  # an interrupt on entry to or exit from `no_grad` can leave gradients disabled
     signal.signal(signal.SIGINT, _stop_once)
     try:
         return execute(host, common, own, followed)
-    except KeyboardInterrupt as error:  # held back in MPI, it came while that call's failure was being told
+    except KeyboardInterrupt as error:  # deferred by an MPI call, and raised while `execute` packed its failure
         return _abort_and_reply(host, error, before)
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # or the answer could be lost; until the next message
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # until the next call: an interrupt could lose the reply
 
 
 def _stop_once(number: int, frame: FrameType | None) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Opens files that strangers may have made: regular ones only, inside a folder, and text only up to a size."""
+"""Open files from untrusted sources: regular files only, inside a folder, and text only up to a size."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ from typing import BinaryIO
 
 __all__ = ["TEXT_BYTES", "NotRegularError", "is_within", "open_regular", "read_bounded"]
 
-TEXT_BYTES = 1 << 28  # of tables, lists and JSON: ten times a table of a million lines
+TEXT_BYTES = 1 << 28  # most bytes of a table, list or JSON file: ten times a table of a million lines
 
 
 class NotRegularError(OSError):
-    """A pipe, which would be waited for, or a device, which may never end."""
+    """The path is no regular file: a pipe would block the reader, and a device may never end."""
 
 
 def is_within(path: str | Path, folder: str | Path) -> bool:
-    """Whether a path, links followed, lies in a folder, links followed."""
+    """Return whether a path is inside a folder, after links are resolved in both."""
     return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
 
 
 def open_regular(path: str | Path) -> BinaryIO:
-    """Open a file for reading. Raises OSError, and NotRegularError where it is a pipe, a socket or a device."""
+    """Open a file for reading. Raises OSError, and NotRegularError for a pipe, a socket or a device."""
     return open(path, "rb", opener=_open_descriptor)
 
 
 def _open_descriptor(path: str, flags: int) -> int:
+    # O_NONBLOCK: opening a pipe must not wait for a writer. The open handle is checked, not the path, which may change.
     handle = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
     mode = os.fstat(handle).st_mode
     if not stat.S_ISREG(mode):
@@ -39,10 +40,10 @@ def _open_descriptor(path: str, flags: int) -> int:
 
 
 def read_bounded(path: str | Path, most_bytes: int = TEXT_BYTES) -> bytes:
-    """Read a file of text whole. Raises OSError, also where it is no regular file or larger than `most_bytes`."""
+    """Read a text file whole. Raises OSError, also if it is no regular file or larger than `most_bytes`."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        found = file.read(most_bytes + 1) if size <= most_bytes else b""  # it may grow meanwhile
+        found = file.read(most_bytes + 1) if size <= most_bytes else b""  # one byte more, since the file may grow
     if max(size, len(found)) > most_bytes:
         raise OSError(errno.EFBIG, f"it is larger than {most_bytes:,} bytes", str(path))
     return found

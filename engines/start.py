@@ -1,7 +1,7 @@
-"""Runs a module as the program of a rank: `python -P .../engines/start.py MODULE ARGUMENTS`.
+"""Run a module as the program of a rank: `python -P .../engines/start.py MODULE ARGUMENTS`.
 
-`python -m MODULE` looks into the working folder first, and a file there may be called `random.py`. Here the standard
-library comes first, then the working folder and the folder of this package, then what is installed.
+`python -m MODULE` searches the working folder first, where a file may be called `random.py`. Here the search path is
+the standard library, then the working folder and the folder of this package, then installed packages.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pathlib import Path
 __all__ = ["SAFE", "make_command", "order_search_path"]
 
 SAFE = "PYTHONSAFEPATH"
-"""With this variable set Python does not look into the working folder. The processes that a rank starts inherit it."""
+"""If this variable is set, Python does not search the working folder. The processes that a rank starts inherit it."""
 
 _HOME = str(Path(__file__).parents[1])
 
 
 def make_command(module: str, *arguments: str) -> list[str]:
-    """What starts a module so.
+    """Return the command that starts a module in this way.
 
     >>> make_command("engines.supervisor", "ls")[-2:]
     ['engines.supervisor', 'ls']
@@ -31,7 +31,7 @@ def make_command(module: str, *arguments: str) -> list[str]:
 
 
 def order_search_path(paths: Iterable[str]) -> list[str]:
-    """The folders of the standard library, then the others in their order, each once, that of this package among them.
+    """Return the standard library's folders, then the others in order, each once, and this package's folder.
 
     >>> ordered = order_search_path(["", "lib", *sys.path])
     >>> ordered.index("") > ordered.index(sysconfig.get_path("stdlib"))
@@ -49,7 +49,7 @@ def _is_standard(path: str) -> bool:
 
 
 def _main(module: str, *arguments: str) -> None:
-    # Only with its own folder before what is installed is this package the one that the notebook has, not another copy.
+    # This package's folder before the installed packages, so that ranks use the notebook's copy and no other.
     sys.path[:] = order_search_path(
         [*filter(_is_standard, sys.path), *_get_pythonpath(), str(Path.cwd()), _HOME, *sys.path]
     )
@@ -59,7 +59,7 @@ def _main(module: str, *arguments: str) -> None:
 
 
 def _get_pythonpath() -> list[str]:
-    """The folders of PYTHONPATH, which Python has put first."""
+    """Return the folders of PYTHONPATH, which Python has put first."""
     return [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]  # noqa: PTH100
 
 

@@ -1,4 +1,4 @@
-"""Where a rank is: written in memory that outlives it, so that others can tell when it can't any more."""
+"""The status board of a rank: its current work, written to memory that outlives it, so that others can report it."""
 
 from __future__ import annotations
 
@@ -18,15 +18,18 @@ if TYPE_CHECKING:
 __all__ = ["BOARD", "RankStatus", "StatusBoard", "get_status_board", "report_working", "set_status_board"]
 
 BOARD = "MPI4DL_NB_BOARD"
-"""The environment variable that names the open file which a rank's process writes on."""
+"""The environment variable with the descriptor of the open file on which a rank's process writes its status."""
 
-_HEAD = Struct("<dqHB")  # since when, which step, length of the text, whether it waits
+_HEAD = Struct("<dqHB")  # start time, step number, length of the text, whether the rank waits
 _SIZE = 512
 
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """What a rank does, and since when, by its host's `time.monotonic()`. `waits`: for a message. `step` 0 is none."""
+    """What a rank is doing, since when by its host's `time.monotonic()`, and whether it waits for a message.
+
+    `step` is 0 outside of training steps.
+    """
 
     text: str
     since_s: float
@@ -38,9 +41,9 @@ class RankStatus:
 
 
 class StatusBoard:
-    """What one rank writes of itself, and another process or thread may read at any time.
+    """The status of one rank, written by the rank and readable by other processes and threads at any time.
 
-    `output` takes what the rank prints, where that is known by the thread.
+    `output` collects what the rank prints, if output is assigned by thread.
 
     >>> board = StatusBoard()
     >>> board.read() is None
@@ -57,42 +60,43 @@ class StatusBoard:
 
     @classmethod
     def from_file(cls, file: int) -> StatusBoard:
-        """On an open file, which is made large enough."""
+        """Map an open file, which is extended if it is too small."""
         if os.fstat(file).st_size < _SIZE:
             os.truncate(file, _SIZE)
         return cls(mmap.mmap(file, _SIZE))
 
     @classmethod
     def from_environment(cls) -> StatusBoard:
-        """On the file that whoever started this process reads, if there is one."""
+        """Map the file that the parent process has opened, or make a board in memory if there is none."""
         file = os.environ.get(BOARD)
         return cls() if file is None else cls.from_file(int(file))
 
     def report(self, text: bytes, step: int = 0) -> None:
-        """From now on the rank does this; nothing, where the text is empty."""
+        """Set the rank's current work; an empty text means that it is idle."""
         text = text[: _SIZE - _HEAD.size]
         self._length, self._step = len(text), step
         self._memory[_HEAD.size : _HEAD.size + len(text)] = text
+        # The header last, so that a reader never combines the new length with the old text.
         _HEAD.pack_into(self._memory, 0, time.monotonic(), step, len(text), False)
 
     def report_waiting(self, waits: bool) -> None:
-        """From now on it waits for a message, or does so no more."""
+        """Set whether the rank waits for a message."""
         _HEAD.pack_into(self._memory, 0, time.monotonic(), self._step, self._length, waits)
 
     @property
     def since_s(self) -> float:
-        """Since when the rank is where it is, be it that it does nothing."""
+        """The time of the last change of status, including that to idle."""
         return float(_HEAD.unpack_from(self._memory, 0)[0])
 
     def read(self) -> RankStatus | None:
-        """None where the rank does nothing."""
+        """Return the status, or None if the rank is idle."""
         since_s, step, length, waits = _HEAD.unpack_from(self._memory, 0)
         text = bytes(self._memory[_HEAD.size : _HEAD.size + length]).decode(errors="replace")
         return RankStatus(text, since_s, step, bool(waits)) if length else None
 
 
 class _ThreadBoard(threading.local):
-    """Ranks may be threads: each has a board of its own, and so has a thread that reads images."""
+    """The board of each thread: ranks may be threads, and a thread that reads images has its own."""
 
     def __init__(self) -> None:
         self.board = StatusBoard()
@@ -102,18 +106,18 @@ _here = _ThreadBoard()
 
 
 def get_status_board() -> StatusBoard:
-    """The board of the rank that this thread is."""
+    """Return the board of the rank that runs in this thread."""
     return _here.board
 
 
 def set_status_board(board: StatusBoard) -> None:
-    """From now on this thread is the rank with that board."""
+    """Make `board` the status board of this thread."""
     _here.board = board
 
 
 @contextmanager
 def report_working(board: StatusBoard, text: str) -> Iterator[None]:
-    """Within it this thread writes on `board`; first that it does `text`, in the end that it does nothing."""
+    """Within the context, make `board` this thread's board, with status `text`; afterwards report the rank as idle."""
     set_status_board(board)
     board.report(text.encode())
     try:

@@ -1,9 +1,9 @@
-"""Starts a rank's process, watches it, and tells what becomes of it: `python -m engines.supervisor COMMAND ...`.
+"""The supervisor process, which starts and monitors a rank: `python -m engines.supervisor COMMAND ...`.
 
-It is what MPI takes for the rank. When the rank has ended, or does not go on, it writes a line that says what the rank
-itself can't say any more; mpiexec carries it to the notebook, from whatever host. It then ends as the rank did, and by
-a signal where the rank left with a code, which MPI would not notice. Without the one that has started it (mpiexec, or
-its daemon on another host) it ends the rank: none is left behind.
+MPI takes the supervisor for the rank. When the rank has ended, or stalls, the supervisor writes a line with what the
+rank itself can no longer report; mpiexec forwards the line to the notebook, from any host. The supervisor then exits as
+the rank did, but with a signal if the rank exited with an error code, which MPI would not notice. If the supervisor's
+parent (mpiexec, or its daemon on another host) is gone, it kills the rank, so that no process is left over.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from engines.status_board import BOARD, RankStatus, StatusBoard
 __all__ = ["MARK", "RANK_NAMES", "main", "set_parent_death_signal"]
 
 MARK = "\x1empi4dl_nb "
-"""What a line begins with that tells of a rank: the rest is JSON."""
+"""The prefix of a line with a rank's event; the rest is JSON."""
 
 RANK_NAMES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
-"""Where MPIs write which rank a process is."""
+"""The environment variables in which MPI libraries pass a process its rank."""
 
-_LOOK_S, _REST_S = 0.5, 1.0  # it is looked after this often; so long in one place, and it does not go on
-_BEAT_S = 1.0  # the guard of a rank that has work is heard this often: one that is silent watches no more
+_LOOK_S, _REST_S = 0.5, 1.0  # seconds between two checks, and without progress until the rank counts as stalled
+_BEAT_S = 1.0  # seconds between heartbeats while the rank has work: without them the supervisor counts as stopped
 _STOPPED = "T"
-_PR_SET_PDEATHSIG = 1  # of Linux
-# Loaded before a child is forked, which must not load anything.
+_PR_SET_PDEATHSIG = 1  # a constant of Linux's prctl
+# Loaded here, because a forked child must not load a library before exec.
 _LINUX = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 class _Supervisor:
-    """Has a rank's process as its child. `told` is what was last told of a rank that does not go on."""
+    """The parent of a rank's process. `told` is the last stall that was reported."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self.rank = next((int(os.environ[name]) for name in RANK_NAMES if name in os.environ), 0)
@@ -54,11 +54,11 @@ class _Supervisor:
                 command, pass_fds=[file.fileno()], env={**os.environ, BOARD: str(file.fileno())},
                 preexec_fn=set_parent_death_signal,  # noqa: PLW1509 (there are no threads here)
             )  # fmt: skip
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever means the rank sends it there
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # SIGINT for the rank is sent to the rank's own process
         signal.signal(signal.SIGTERM, lambda number, frame: self.process.terminate())
 
     def watch(self) -> int:
-        """Its exit code, negative where a signal has ended it, once it has ended."""
+        """Wait for the rank to end, and return its exit code, negative if a signal has ended it."""
         while True:
             with suppress(subprocess.TimeoutExpired):
                 return self.process.wait(_LOOK_S)
@@ -67,13 +67,14 @@ class _Supervisor:
             self._report_progress()
 
     def _report_progress(self) -> None:
-        """Tell once of a rank that does not go on, even where it has nothing to do, and once that it does.
+        """Report a stall once, even of an idle rank, and once that the rank continues.
 
-        Whoever has given it something to do knows that it should. As long as it was not told that the rank has nothing
-        to do, the guard says from time to time that it still watches.
+        The receiver decides whether a stalled rank should have progressed. The supervisor sends heartbeats, except
+        after it has reported an idle rank as stalled.
         """
         now, state = self.board.read(), _get_process_state(self.process.pid)
         rests = time.monotonic() - self.board.since_s >= _REST_S
+        # A stopped process (SIGSTOP) is reported at once, any other stall only after `_REST_S`.
         found = (now, state == _STOPPED) if rests or state == _STOPPED else None
         if found != self.told:
             self.told = found
@@ -82,7 +83,7 @@ class _Supervisor:
             self._write({"rank": self.rank, "event": "watches"})
 
     def report_event(self, event: str, **facts: object) -> None:
-        """A line of its own, in one piece, whatever ranks write at the same time."""
+        """Write an event with the rank's status, as one line that other output cannot split."""
         now, for_s = self.board.read(), round(time.monotonic() - self.board.since_s, 3)
         place = {"text": now.text, "step": now.step, "waits": now.waits} if now else {"text": ""}
         self._write({"rank": self.rank, "event": event, **place, "for_s": for_s, **facts})
@@ -93,13 +94,14 @@ class _Supervisor:
 
 
 def set_parent_death_signal() -> None:
-    """Done by a child before it begins: should the one that has started it be killed, it ends too."""
+    """Make the kernel kill this process when its parent dies (Linux only); a child runs this before exec."""
     if _LINUX:
         _LINUX.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _get_process_state(pid: int) -> str:
-    """A letter, as in ps: R computes, S sleeps, D waits for a file, T is stopped; none where the system doesn't say."""
+    """Return the state letter of a process as in ps: R runs, S sleeps, D waits for I/O, T is stopped; empty if unknown.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
@@ -107,9 +109,9 @@ def _get_process_state(pid: int) -> str:
 
 
 def _exit_like(code: int) -> None:
-    """End as the rank did: MPI notices a process that a signal has ended, and not one that left with a code."""
+    """Exit as the rank did, but with a signal for any failure: MPI does not notice a process that exits with a code."""
     if code:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the rank may have left a core already
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no second core dump: the rank may have written one
         number = -code if code < 0 else signal.SIGKILL
         if number != signal.SIGKILL:
             signal.signal(number, signal.SIG_DFL)

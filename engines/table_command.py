@@ -1,4 +1,4 @@
-"""The command `table`: a table of images from what other tools leave behind. It needs no ranks."""
+"""The command `table`: make a table of images from other tools' files. It needs no ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["run_table"]
 
 
 def run_table(arguments: Sequence[str]) -> int:
-    """Write a table, and say how many images it has. The exit code is 0, or 2 where it cannot be made."""
+    """Write a table, and print its number of images. The exit code is 0, or 2 if the table cannot be made."""
     try:
         chosen = _make_parser().parse_args(arguments)
         count = chosen.make(chosen)

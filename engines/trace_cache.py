@@ -1,4 +1,4 @@
-"""A model's graph as a plan needs it: traced for one micro-batch, and kept for the next plan that needs the same."""
+"""A cache of traces: a model's graph for one micro-batch of a plan, shared by all plans that need the same graph."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class TraceCache:
-    """One model under many plans: `image_shape` is (N, C, H, W) of a batch, `labels` are as for `prepare`.
+    """The traces of one model under many plans.
 
-    Plans with micro-batches of one shape and precision share a trace, whatever they do with it; a trace takes seconds.
-    Where a step has several micro-batches the graph's loss is changed so that their mean is that of the whole batch.
-    Raises ImageError for an `image_shape` or `labels` that are none, and TraceError for modules that cannot be traced.
+    `image_shape` is (N, C, H, W) of a batch, `labels` are as for `prepare`.
+    Plans whose micro-batches have the same shape and precision share a trace; a trace takes seconds. If a step has
+    several micro-batches, the graph's loss is changed so that the mean over them is the loss of the whole batch.
+    Raises ImageError for an invalid `image_shape` or `labels`, and TraceError for modules that cannot be traced.
     """
 
     model: nn.Module
@@ -49,7 +50,7 @@ class TraceCache:
         object.__setattr__(self, "labels", _resolve_labels(self.labels))
 
     def with_batch(self, images: int) -> TraceCache:
-        """The same model on batches of so many images; what is traced is kept together."""
+        """Return a cache for the same model with batches of `images` images; both share their traces."""
         labels = self.labels
         if labels and labels.shape:
             count = labels.shape[0] * images // self.image_shape[0]
@@ -57,13 +58,16 @@ class TraceCache:
         return replace(self, image_shape=(images, *self.image_shape[1:]), labels=labels)
 
     def has_graph(self, plan: Plan) -> bool:
-        """Whether `graph` answers at once. Raises PlanError where the batch cannot be cut as the plan says."""
+        """Return whether `get_graph` needs no new trace.
+
+        Raises PlanError if the batch cannot be cut as the plan says.
+        """
         return self._make_key(plan) in self._graphs
 
     def get_graph(self, plan: Plan) -> ModelGraph:
-        """What `plan` is compiled from, with the share of a rank where ranks share micro-batches.
+        """Return the graph that `plan` is compiled from, with the share of one rank if ranks share micro-batches.
 
-        Raises PlanError, or TraceError where the model cannot be traced.
+        Raises PlanError, or TraceError if the model cannot be traced.
         """
         key = self._make_key(plan)
         if key not in self._graphs:
@@ -72,7 +76,10 @@ class TraceCache:
         return self._graphs[key] if plan.micro_batches == 1 else self._get_whole_loss_graph(key, plan)
 
     def _get_whole_loss_graph(self, key: Hashable, plan: Plan) -> ModelGraph:
-        """The graph for several micro-batches; how many they are matters only to sums, which are multiplied by that."""
+        """Return the graph for several micro-batches.
+
+        Their number matters only to losses that are sums, which are multiplied by it.
+        """
         for known in ((key, None), (key, plan.micro_batches)):
             if known in self._wholes:
                 return self._wholes[known]
@@ -87,7 +94,10 @@ class TraceCache:
 
     @cached_property
     def _traceable(self) -> nn.Module:
-        """The model as it is traced. Raises TraceError where it changes while it runs, which a trace would not do."""
+        """The model in the form that is traced.
+
+        Raises TraceError if its forward has side effects, which a trace would lose.
+        """
         found = make_traceable(self.model)
         check_side_effects(found, TensorSpec(tuple(self.image_shape), "float32"))
         return found
@@ -103,19 +113,22 @@ class TraceCache:
         return replace(whole, share=self._trace(plan, get_shard_spec(images, plan), get_shard_spec(answers, plan)))
 
     def _get_specs(self, plan: Plan) -> tuple[TensorSpec, TensorSpec]:
-        """Of the images and of the labels of a micro-batch."""
+        """Return the specs of a micro-batch's images and labels."""
         images = self._get_image_spec(plan)
         return images, get_micro_batch_spec("labels", self.labels, plan) if self.labels else _make_label_spec(
             self._traceable, images
         )
 
     def _trace_doubled(self, plan: Plan) -> ModelGraph:
-        """The trace of a micro-batch of twice as many images."""
+        """Trace a micro-batch of twice as many images."""
         twice = (replace(spec, shape=(2 * spec.shape[0], *spec.shape[1:])) for spec in self._get_specs(plan))
         return self._trace(plan, *twice)
 
     def _trace(self, plan: Plan, images: TensorSpec, answers: TensorSpec) -> ModelGraph:
-        """A share of a micro-batch is traced as a micro-batch of that size is."""
+        """Trace the model for these specs.
+
+        A share of a micro-batch uses the same trace as a micro-batch of its size.
+        """
         key = images, answers, plan.precision
         if key not in self._traces:
             made = trace(self._traceable, self.loss, images, answers, plan.precision, choose_autocast_type(self.device))
@@ -124,7 +137,7 @@ class TraceCache:
 
 
 def get_micro_batch_spec(name: str, batch: TensorSpec, plan: Plan) -> TensorSpec:
-    """One of the `parts` of a batch. Raises PlanError where it cannot be cut into so many."""
+    """Return the spec of one of the `parts` of a batch. Raises PlanError if the batch cannot be divided into them."""
     if not batch.shape and plan.micro_batches * plan.local_dp > 1:
         raise PlanError(
             f"{name} of shape () cannot be cut into the {plan.micro_batches} micro-batches of a step, or shared by "
@@ -140,7 +153,10 @@ def get_micro_batch_spec(name: str, batch: TensorSpec, plan: Plan) -> TensorSpec
 
 
 def get_shard_spec(micro_batch: TensorSpec, plan: Plan) -> TensorSpec:
-    """What one of `local_dp` ranks has of a micro-batch. Raises PlanError where they cannot share it evenly."""
+    """Return the spec of one rank's share of a micro-batch.
+
+    Raises PlanError if `local_dp` ranks cannot share it evenly.
+    """
     count = micro_batch.shape[0]
     if count % plan.local_dp:
         raise PlanError(
@@ -151,13 +167,13 @@ def get_shard_spec(micro_batch: TensorSpec, plan: Plan) -> TensorSpec:
 
 
 def _resolve_labels(labels: object) -> TensorSpec | None:
-    """The shape and type of an example tensor, or those that are given. Raises ImageError for anything else."""
+    """Return the spec of an example tensor, or the given spec. Raises ImageError for anything else."""
     if labels is None:
         return None
     if isinstance(labels, Tensor):
         return make_tensor_spec(labels)
     if isinstance(labels, TensorSpec) and isinstance(dtype := getattr(torch, labels.dtype, None), torch.dtype):
-        return TensorSpec(tuple(labels.shape), str(dtype).removeprefix("torch."))  # "float" is called float32 elsewhere
+        return TensorSpec(tuple(labels.shape), str(dtype).removeprefix("torch."))  # "float" becomes float32
     raise ImageError(
         f"labels={labels!r} must be an example tensor of the labels of one batch, such as "
         "torch.zeros(4, 1, 32, 32), or its TensorSpec(shape, dtype), with a type such as 'float32'."
@@ -165,6 +181,6 @@ def _resolve_labels(labels: object) -> TensorSpec | None:
 
 
 def _make_label_spec(model: nn.Module, images: TensorSpec) -> TensorSpec:
-    """Class numbers for whatever the model answers: one for each row of its output, or for each pixel."""
+    """Return the spec of class numbers for the model's output: one for each of its rows, or for each pixel."""
     shape = infer_output_spec(model, images).shape
     return TensorSpec((*shape[:1], *shape[2:]), "int64")

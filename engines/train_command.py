@@ -1,4 +1,4 @@
-"""The command `train`: a training on images, told as it goes."""
+"""The command `train`: train on images, and print the progress."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = ["run_train"]
 
 
 def run_train(world: World, arguments: Sequence[str]) -> bool:
-    """Train as the flags say; every rank does the same, and what is printed is one rank's to show."""
+    """Train as the flags say. Every rank does the same; only the output of rank 0 is shown."""
     chosen = train_options.make_train_parser().parse_args(arguments)
     feeding = LoaderOptions(chosen.seed, chosen.max_steps, chosen.num_workers, chosen.on_bad_image, chosen.drop_last)
     model, recipe = options.make_recipe(chosen, world.size, world)
@@ -64,12 +64,12 @@ def run_train(world: World, arguments: Sequence[str]) -> bool:
 
 
 def _make_recipe_maker(world: World, recipe: Recipe, traces: TraceCache) -> Callable[[int], Recipe]:
-    """What makes the recipe of a step of fewer images; one rank traces the model for all. Collective."""
+    """Return a collective function that makes the recipe of a smaller step; rank 0 traces the model for all."""
     return lambda images: run_on_first(world, lambda: make_smaller_recipe(recipe, traces, images))
 
 
 def _make_evaluate(world: World, training: RankTraining, held_out: HeldOutSet) -> Callable[[], Scores]:
-    """What judges the training after each epoch."""
+    """Return the function that evaluates the training after each epoch."""
     labels = training.recipe.step_specs["labels"]
     evaluation = RankEvaluation(world, training, held_out.forward, labels, held_out.images)
     return partial(evaluate_on_ranks, world, training, held_out, evaluation)
@@ -77,7 +77,7 @@ def _make_evaluate(world: World, training: RankTraining, held_out: HeldOutSet) -
 
 @contextmanager
 def _manage_checkpoints(course: RankTrainLoop, chosen: argparse.Namespace) -> Iterator[CheckpointManager | None]:
-    """What saves the training as the flags say, and when this process is asked to end; None where nothing does."""
+    """Yield the manager that saves the training as the flags say, and on a signal; None if nothing is to be saved."""
     if chosen.save is None:
         yield None
         return
@@ -88,7 +88,7 @@ def _manage_checkpoints(course: RankTrainLoop, chosen: argparse.Namespace) -> It
 
 
 def _resume(course: RankTrainLoop, chosen: argparse.Namespace) -> int:
-    """Go on as the flags say; how many epochs are done already. Raises CheckpointError, ImageError."""
+    """Resume as the flags say, and return the number of epochs already done. Raises CheckpointError or ImageError."""
     path = course.world.all_gather(
         run_on_all(course.world, partial(train_options.find_resume_path, chosen), PlanError)
     )[0]
@@ -107,7 +107,7 @@ def _resume(course: RankTrainLoop, chosen: argparse.Namespace) -> int:
 def _run_and_print(
     course: CollectiveTrainLoop, epochs: int, verbose: bool, log: EpochLog | None, kept: CheckpointManager | None
 ) -> None:
-    """Go through the training, and print it in the predecessor's words; the last line is JSON."""
+    """Run the training, and print it in the predecessor's format; the last line is JSON."""
     steps: list[StepResult] = []
     last: EpochResult | None = None
     for event in run(course, epochs):

@@ -1,4 +1,4 @@
-"""A training from images to weights, step by step, on every rank."""
+"""The training loop on every rank, step by step: from images to weights."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class RankStepStats:
-    """What one rank knows of a step: the losses of some micro-batches, and what its predictions are worth."""
+    """One rank's statistics of a step: the losses of its micro-batches, and the counts of its predictions."""
 
     images: int
     seconds: float
@@ -53,11 +53,11 @@ class RankStepStats:
 
 
 class RankTrainLoop:
-    """One rank on its way through images; `specs` are those of a step. A failure ends the workers of its feed.
+    """One rank's training loop over images; `specs` are those of a step. A failure stops the loader's worker threads.
 
-    After a step, `training` and `feed.state()` are what a checkpoint needs; before the first, `feed.resume(state)`
-    goes on from there. `report` is of the last step. Smaller steps at the end of an epoch need a training that was made
-    ready for them (`RankTraining.add_size`). Raises ImageError where there are too few images for one step.
+    After a step, a checkpoint needs `training` and `feed.get_state()`; before the first step, `feed.resume(state)`
+    resumes from there. `report` is that of the last step. Smaller steps at the end of an epoch need a training that is
+    prepared for them (`RankTraining.add_size`). Raises ImageError if there are too few images for one step.
     """
 
     def __init__(
@@ -75,16 +75,17 @@ class RankTrainLoop:
         self.report: StepReport | None = None
 
     def step(self) -> RankStepStats | NotReady | None:
-        """One training step; None where the epoch is over, and the next one is begun. Collective.
+        """Run one training step; return None at the end of an epoch, after which the next one begins. Collective.
 
-        Unready, and nothing done, where the next step is a smaller one for which the training is not ready.
-        Raises ImageError, on every rank, where an image cannot be read; LossError where the loss is not a number.
+        Returns NotReady, and does nothing, if the next step is a smaller one for which the training is not prepared.
+        Raises ImageError, on every rank, if an image cannot be read, and LossError if the loss is not finite.
         """
         try:
             get_status_board().report(b"reads the images of the next step")
             served = self.feed.load_next()
             if served is None or isinstance(served, NotReady):
                 return served
+            # `advance` only after the step: a checkpoint after a failed step resumes with the same images.
             self.report, heard = run_step(self.training, served.parts, served.images)
             self.feed.advance()
         except BaseException:
@@ -94,11 +95,11 @@ class RankTrainLoop:
 
     @property
     def updates(self) -> int:
-        """How often this rank has changed its weights."""
+        """The number of updates of this rank's weights so far."""
         return self.training.updates
 
     def close(self) -> None:
-        """End the workers."""
+        """Stop the loader's worker threads."""
         self.feed.close()
 
     def __enter__(self) -> RankTrainLoop:
@@ -109,7 +110,7 @@ class RankTrainLoop:
 
 
 def run_step(training: RankTraining, parts: Inputs, images: int) -> tuple[StepReport, RankStepStats]:
-    """One training step on this rank's parts of the inputs."""
+    """Run one training step on this rank's parts of the inputs."""
     start_s = time.perf_counter()
     training.step(parts, images)
     return collect_stats(training, parts, images, time.perf_counter() - start_s)
@@ -118,7 +119,7 @@ def run_step(training: RankTraining, parts: Inputs, images: int) -> tuple[StepRe
 def collect_stats(
     training: RankTraining, parts: Inputs, images: int, seconds: float
 ) -> tuple[StepReport, RankStepStats]:
-    """What this rank tells of a step that is done, and what it knows of it."""
+    """Return this rank's report and statistics of a completed step."""
     judged = parts.items() if has_accuracy(training.graph) else ()
     counts = sum_counts(
         _count_micro_batch(training, number, part["labels"]) for number, part in judged if "labels" in part
@@ -127,7 +128,10 @@ def collect_stats(
 
 
 def _count_micro_batch(training: RankTraining, micro_batch: int, labels: Tensor) -> Counts:
-    """Of this rank's predictions for a micro-batch, as the step has left them; what ranks share is counted once."""
+    """Count this rank's predictions for a micro-batch, as the step has left them.
+
+    Predictions that several ranks hold are counted on one of them.
+    """
     way = training.program.get_direction_program(micro_batch)
     feed = way.input_shards["labels"]
     own = feed.axes is not None or (feed.tile is not None and feed.tile.images is not None)
@@ -138,7 +142,7 @@ def _count_micro_batch(training: RankTraining, micro_batch: int, labels: Tensor)
 
 
 def merge_stats(ranks: Sequence[RankStepStats]) -> StepResult:
-    """A step, from what all ranks know of it."""
+    """Merge the statistics of all ranks into the result of a step."""
     losses = {number: loss for heard in ranks for number, loss in heard.losses.items()}
     seconds, wait_s = max(heard.seconds for heard in ranks), max(heard.wait_s for heard in ranks)
     first, counts = ranks[0], sum_counts(heard.counts for heard in ranks)
@@ -150,23 +154,23 @@ def merge_stats(ranks: Sequence[RankStepStats]) -> StepResult:
 
 
 class TrainLoop(Protocol):
-    """A training as whoever drives it sees it: from a rank, or from a notebook."""
+    """The interface of a training loop, for a rank and for the notebook."""
 
     @property
     def bad(self) -> Sequence[str]:
-        """Of each image that was left out so far, which one it is and why."""
+        """For each image that was left out so far, which one it is and why."""
 
     def step(self) -> StepResult | None:
-        """The next step; None where the epoch is over."""
+        """Run the next step; return None at the end of an epoch."""
 
     def evaluate(self) -> Scores | None:
-        """How good the model is now on images that it is not trained on; None where there are none."""
+        """Evaluate the current model on held-out images; return None if there are none."""
 
 
 class CollectiveTrainLoop:
-    """The course of all ranks, seen from one of them; every rank does the same. `evaluate` as in `Course`.
+    """The train loops of all ranks, which every rank runs alike. `evaluate` is that of `TrainLoop`.
 
-    `smaller` makes the recipe of a step of fewer images, where an epoch ends with one.
+    `smaller` makes the recipe of a step of fewer images, for an epoch that ends with one.
     """
 
     def __init__(
@@ -179,11 +183,11 @@ class CollectiveTrainLoop:
 
     @property
     def bad(self) -> Sequence[str]:
-        """As every rank knows."""
+        """The images that were left out, the same on every rank."""
         return self.course.feed.bad
 
     def step(self) -> StepResult | None:
-        """Told to every rank."""
+        """Run the next step, and return its result on every rank."""
         heard = self.course.step()
         if isinstance(heard, NotReady) and self.smaller:
             self.course.training.add_size(self.smaller(heard.images))
@@ -194,11 +198,10 @@ class CollectiveTrainLoop:
 def run(
     course: TrainLoop, epochs: int = 1, begun: Sequence[StepResult] = (), is_over: bool = False
 ) -> Iterator[SkippedImage | StepResult | EpochResult]:
-    """Each step when it is done, before it the bad images that it left out, and each epoch behind its steps.
+    """Yield each completed step, the bad images that it left out before it, and each epoch after its steps.
 
-    An epoch that has begun already counts as one; `begun` are its steps that are to be told with it, and `is_over`
-    where these are all. Whoever goes through this may save the training between two of
-    them, or leave.
+    An epoch that has already begun counts as one. `begun` are its steps to include in the epoch's result, and `is_over`
+    says that they are all of its steps. Between two results the caller may save the training, or stop.
     """
     said, judged = len(course.bad), set[str]()
     for number in range(epochs):

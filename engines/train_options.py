@@ -21,14 +21,14 @@ from engines.images.tables import table_images
 
 __all__ = ["describe_ineffective", "find_resume_path", "make_dataset", "make_datasets", "make_train_parser"]
 
-_SYNTHETIC_STEPS = 10  # of an epoch
+_SYNTHETIC_STEPS = 10  # steps in an epoch of synthetic images
 _CROP = "crop"
 
 Size = tuple[int, int]
 
 
 def make_train_parser() -> argparse.ArgumentParser:
-    """The flags of `train`."""
+    """Make the parser of the flags of `train`."""
     flags = options.make_parser("Train a model on the ranks, and say how fast, with which loss and accuracy.")
     flags.set_defaults(model="resnet", batch_size=32, image_size="32", names=None, test=False)
     flags.add_argument("--num-epochs", type=options.parse_positive, default=1)
@@ -98,7 +98,10 @@ def _parse_numbers(text: str) -> tuple[int, ...]:
 
 
 def find_resume_path(chosen: argparse.Namespace) -> Path | None:
-    """The checkpoint, or folder of them, to go on from; None to begin. Raises PlanError, or CheckpointError."""
+    """Return the checkpoint, or folder of checkpoints, to resume from; None to start afresh.
+
+    Raises PlanError or CheckpointError.
+    """
     if chosen.resume != "":
         return chosen.resume and Path(chosen.resume)
     if not chosen.save:
@@ -107,7 +110,7 @@ def find_resume_path(chosen: argparse.Namespace) -> Path | None:
 
 
 def describe_ineffective(chosen: argparse.Namespace) -> Iterator[str]:
-    """What is to be said of each flag that was given and changes nothing here."""
+    """Yield a note on each flag that was given and has no effect here."""
     if chosen.enable_master_comm_opt:
         yield (
             "--enable-master-comm-opt has no effect: in the predecessor it updated the two copies of GEMS in turn, to "
@@ -116,14 +119,14 @@ def describe_ineffective(chosen: argparse.Namespace) -> Iterator[str]:
 
 
 def make_datasets(chosen: argparse.Namespace, images_per_step: int) -> tuple[LabelledImages, LabelledImages | None]:
-    """The images to train on, augmented, and those to judge by, if any. Raises PlanError, or ImageError."""
+    """Make the training images, augmented, and the held-out images, if any. Raises PlanError or ImageError."""
     if chosen.validate_path and chosen.held_out is not None:
         raise PlanError("--validate-path and --held-out both say which images are judged by. Give one of them.")
     images, others = make_dataset(chosen, images_per_step), None
     crops = _CROP in chosen.augment
     judged = {**vars(chosen), "augment": (), "fit": "crop" if crops else chosen.fit}
     if chosen.validate_path:
-        judged |= {"datapath": chosen.validate_path, "names": getattr(images, "draw_names", None), "test": True}
+        judged |= {"datapath": chosen.validate_path, "names": getattr(images, "names", None), "test": True}
         others = make_dataset(argparse.Namespace(**judged), images_per_step)
     elif chosen.held_out is not None:
         _, others = split_by_slide(
@@ -140,7 +143,7 @@ def make_datasets(chosen: argparse.Namespace, images_per_step: int) -> tuple[Lab
 
 
 def make_dataset(chosen: argparse.Namespace, images_per_step: int) -> LabelledImages:
-    """The images that the flags ask for. Raises PlanError where there is no such application, or ImageError."""
+    """Make the images that the flags choose. Raises PlanError if the application is unknown, or ImageError."""
     make = _APPLICATIONS.get(chosen.app)
     if make is None:
         raise PlanError(f"--app {chosen.app!r} is unknown. Choose one of {', '.join(_APPLICATIONS)}.")

@@ -71,18 +71,19 @@ __all__ = [
     "trace_model",
 ]
 
-_RECENT = 5  # the losses of so many steps are remembered, to tell whether they grew
+_RECENT = 5  # number of past losses that are kept, to find out whether they grew
 
 sgd: Optimiser = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that a rank must know: plain data, so that a model defined in a notebook cell needs no file.
+    """Everything that a rank needs in order to train, as plain data: a model defined in a notebook cell needs no file.
 
-    `state` holds the weights and buffers that the rank needs, by the graph's names. The user's own
-    entries and kernels come along in `additions`. `loss_scale` is what float16 begins with. `names` are those of the
-    plain model's `state_dict()`, and of the loss's. `parameters` are what `optimiser` is made of: all of both.
+    `state` maps the graph's names to the weights and buffers that the rank needs. `additions` holds the operators and
+    kernels that the user has registered. `loss_scale` is the initial loss scale of float16. `names` holds the names in
+    the plain model's `state_dict()`, and in the loss's. `parameters` describes all parameters of the model and of the
+    loss, from which `optimiser` makes the optimiser.
     """
 
     graph: ModelGraph
@@ -99,13 +100,16 @@ class Recipe:
     parameters: Sequence[ParameterSpec] = ()
 
     def make_optimiser(self, weights: Mapping[str, Tensor]) -> torch.optim.Optimizer | None:
-        """What moves a rank's `weights` (by the graph's names); None where the loss has a gradient for none of them."""
+        """Return the optimiser of a rank's `weights` (by the graph's names).
+
+        Returns None if none of these weights receives a gradient from the loss.
+        """
         trained = {name: weight for name, weight in weights.items() if name in self.graph.trainable}
         return make_on_rank(self.optimiser, self.parameters, trained) if trained else None
 
     @property
     def step_specs(self) -> dict[str, TensorSpec]:
-        """What a training step is given: the images and labels of all its micro-batches."""
+        """The inputs of a training step: the images and labels of all its micro-batches."""
         count = self.plan.micro_batches
         return {
             name: replace(spec, shape=(count * spec.shape[0], *spec.shape[1:])) if spec.shape else spec
@@ -114,24 +118,24 @@ class Recipe:
 
     @property
     def has_whole_loss(self) -> bool:
-        """Whether micro-batches add up to the loss of the whole batch, which the mean of their own losses is not."""
+        """Whether micro-batches add up to the whole batch's loss, where that is not the mean of their own losses."""
         return self.graph.whole is not None and self.graph.whole.differs
 
     @property
     def draws(self) -> int | None:
-        """The seed, where the model draws random numbers."""
+        """The random seed if the model draws random numbers, else None."""
         return self.seed if has_random_ops(self.graph) else None
 
     @property
     def rules(self) -> UpdateRules:
-        """What happens at an update beside the optimiser's step."""
+        """The rules of an update besides the optimiser step: gradient clipping, scheduler and loss scaling."""
         scaled = self.plan.precision == "float16"
         return UpdateRules(self.clip_norm, self.scheduler, self.loss_scale if scaled else None)
 
     def restrict_to_rank(self, program: Program) -> Recipe:
-        """Only what one rank has to be sent; what no rank changes is with rank 0.
+        """Return the part of the recipe that one rank needs. Tensors that no rank changes go to rank 0 only.
 
-        Raises TraceError where a weight has no values.
+        Raises TraceError if a weight has no values.
         """
         if absent := [name for name in (*program.weights, *program.buffers) if self.state[name].is_meta]:
             raise TraceError(
@@ -156,18 +160,19 @@ def prepare(
     scheduler: Scheduler | None = None,
     graph: ModelGraph | None = None,
 ) -> Recipe:
-    """Trace and check everything that can be checked before a rank is touched.
+    """Trace the model, and check everything that can be checked before a rank is used.
 
-    `image_shape` is (N, C, H, W). Without `loss` it is cross-entropy, without `labels` they are class
-    numbers: (N,) for a classifier, (N, H, W) where the model answers for each pixel. `labels` is an example tensor of
-    those of a batch, whose values do not matter, or its TensorSpec.
-    What the model draws follows from `torch.manual_seed`.
-    `optimiser` makes an optimiser of all parameters of the model and of its loss, in the order of `named_parameters()`:
-    of a list of them, or of (name, parameter) pairs where its first argument is called `named_parameters`. One that it
-    leaves out it must freeze, by `requires_grad_(False)`.
-    `clip_norm` bounds the norm of all gradients of the model together, as `torch.nn.utils.clip_grad_norm_` does;
-    `scheduler` is a function of the optimiser, such as `partial(torch.optim.lr_scheduler.StepLR, step_size=10)`, and
-    steps once after each update. `graph` is what `traced` has found before. Raises TraceError, PlanError or ImageError.
+    `image_shape` is (N, C, H, W). `loss` defaults to cross-entropy. `labels` defaults to class numbers: (N,) for a
+    classifier, (N, H, W) if the model predicts each pixel. `labels` is an example tensor of the labels of a batch,
+    whose values do not matter, or its TensorSpec.
+    The model's random numbers follow from `torch.manual_seed`.
+    `optimiser` makes an optimiser of all parameters of the model and of its loss, in the order of `named_parameters()`.
+    It receives a list of them, or a list of (name, parameter) pairs if its first argument is called `named_parameters`.
+    It must freeze each parameter that it leaves out, with `requires_grad_(False)`.
+    `clip_norm` bounds the norm of all gradients of the model together, as `torch.nn.utils.clip_grad_norm_` does.
+    `scheduler` is a function of the optimiser, such as `partial(torch.optim.lr_scheduler.StepLR, step_size=10)`; the
+    scheduler steps once after each update. `graph` is the result of an earlier `trace_model`.
+    Raises TraceError, PlanError or ImageError.
     """
     loss = loss or nn.CrossEntropyLoss()
     graph = graph or trace_model(model, plan, image_shape, loss, labels, device)
@@ -195,7 +200,7 @@ def prepare(
 
 
 def freeze_weights(graph: ModelGraph, frozen: frozenset[str]) -> ModelGraph:
-    """The graph, and that of a share of its images, with some weights frozen."""
+    """Return the graph, and the graph of a share of its images, with the weights in `frozen` not trainable."""
     if not frozen & graph.trainable:
         return graph
     share = graph.share and freeze_weights(graph.share, frozen)
@@ -203,9 +208,9 @@ def freeze_weights(graph: ModelGraph, frozen: frozenset[str]) -> ModelGraph:
 
 
 def describe_precision_change(model: nn.Module, loss: object, plan: Plan) -> str:
-    """What the plan's precision changes of weights and buffers that are in another one than PyTorch's usual float32.
+    """Describe how the plan's precision changes weights and buffers that are not in PyTorch's default float32.
 
-    Nothing where it keeps them.
+    Returns an empty string if it changes none of them.
     """
     owners = [owner for owner in (model, loss) if isinstance(owner, nn.Module)]
     named = [pair for owner in owners for pair in (*owner.named_parameters(), *owner.named_buffers())]
@@ -225,9 +230,9 @@ def trace_model(
     model: nn.Module, plan: Plan, image_shape: Sequence[int], loss: Loss, labels: TensorSpec | Tensor | None = None,
     device: str = "auto",
 ) -> ModelGraph:  # fmt: skip
-    """The graph of one micro-batch under a plan, and of one rank's share of it where ranks share it; as `prepare`.
+    """Trace the graph of one micro-batch under a plan, and of one rank's share of it if ranks share micro-batches.
 
-    Of the plan it depends on `parts`, `local_dp` and `precision` alone.
+    The arguments are those of `prepare`. Of the plan the graph depends on `parts`, `local_dp` and `precision` alone.
     """
     return TraceCache(model, image_shape, loss, labels, device).get_graph(plan)
 
@@ -244,9 +249,9 @@ def collect_state(model: nn.Module, loss: Loss | None, graph: ModelGraph) -> dic
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one rank tells of one training step: the `losses` of micro-batches that it has, and what it did.
+    """The report of one rank on one training step: the `losses` of its micro-batches, and the events of its timeline.
 
-    `memory_bytes` it holds at its end: of a GPU its tensors, otherwise all of its process.
+    `memory_bytes` is the memory in use at the end of the step: the tensors on a GPU, otherwise the whole process.
     """
 
     losses: Mapping[int, float]
@@ -256,7 +261,7 @@ class StepReport:
 
 @dataclass(frozen=True)
 class _StepSetup:
-    """What does the steps of one number of images."""
+    """The graph, worker and label counter for steps of one batch size."""
 
     graph: ModelGraph
     worker: Worker
@@ -304,9 +309,10 @@ class RankTraining:
         return _StepSetup(recipe.graph, worker, counting)
 
     def add_size(self, recipe: Recipe) -> None:
-        """Be ready for steps of fewer images, of which `engines.last_step.make_smaller_recipe` has made the recipe.
+        """Prepare for steps of fewer images, with a recipe from `engines.last_step.make_smaller_recipe`.
 
-        Weights, optimiser and buffers are those of all steps. Raises PlanError where the rank would hold others.
+        All step sizes share the weights, optimiser and buffers. Raises PlanError if the rank would hold different
+        weights.
         """
         images = count_step_images(recipe)
         if images in self.sizes:
@@ -317,14 +323,14 @@ class RankTraining:
                 f"With {images} images in a step in place of {self.images}, rank {self.world.rank} would hold other "
                 "weights, for the model then has other layers. Leave the last images of an epoch out: drop_last=True."
             )
-        # The optimiser is the one of the full steps, which `follow` hands over.
+        # No optimiser: `use_size` hands over that of the full steps, with its state (`Worker.resume_from`).
         self.sizes[images] = self._make_setup(recipe, program, None, UpdateRules())
 
     def use_size(self, images: int) -> None:
-        """Take the program for steps of so many images. Raises PlanError where the rank is not ready for them."""
+        """Switch to the program for steps of `images` images. Raises PlanError if the rank is not prepared for them."""
         found = self._get_setup(images)
         if found.worker is not self.worker:
-            self.worker.restart({})  # its micro-batches are not kept in memory meanwhile
+            self.worker.restart({})  # frees the micro-batches of the other size
             found.worker.resume_from(self.worker)
             self.graph, self.program = found.graph, found.worker.program
             self.worker, self.counting = found.worker, found.counting
@@ -336,10 +342,13 @@ class RankTraining:
         return self.sizes[images]
 
     def _prepare_offloading(self) -> Callable[..., MicroBatchState]:
-        """What makes lanes whose activations lie in a file of this rank's own. Raises RankError where there is none."""
+        """Return a factory of micro-batch states whose activations are offloaded to a file of this rank.
+
+        Raises RankError if there can be no such file.
+        """
         stays = [*self.weights.values(), *self.buffers.values()]
         return partial(
-            EagerOffloadingMicroBatch, shelf=Offloader(OffloadStore(), stays, reads_files=self.device.type == "cpu")
+            EagerOffloadingMicroBatch, offloader=Offloader(OffloadStore(), stays, reads_files=self.device.type == "cpu")
         )
 
     def _copy_tensor(self, name: str) -> Tensor:
@@ -349,9 +358,10 @@ class RankTraining:
         return nn.Parameter(self._copy_tensor(name), requires_grad=name in self.graph.trainable)
 
     def step(self, inputs: Inputs, images: int | None = None) -> StepReport:
-        """One training step on this rank's parts of the inputs, of `images` images on all ranks (None: a full step).
+        """Run one training step on this rank's parts of the inputs.
 
-        Raises LossError where the loss is not a number; no weight has changed then.
+        `images` is the number of images on all ranks (None: a full step). Raises LossError if the loss is not finite;
+        no weight has changed then.
         """
         self.start(inputs, images)
         while not self.worker.done:
@@ -359,27 +369,31 @@ class RankTraining:
         return self.report
 
     def advance(self) -> None:
-        """One instruction of the step that was started. Raises LossError where the loss is not a number."""
+        """Run one instruction of the step that was started. Raises LossError if the loss is not finite."""
         self.worker.step()
         self._check_loss()
 
     @property
     def report(self) -> StepReport:
-        """What is told of the step, as far as it has come."""
+        """The report on the current step, up to the last instruction that has run."""
         return StepReport(self.worker.losses, tuple(self.worker.events), get_used_bytes(self.device))
 
     def abort_step(self) -> None:
-        """Forget the step that has failed, if one has; `updates` tells whether it has come to the weights."""
+        """Discard a step that has failed, if there is one.
+
+        `updates` shows whether it had reached the update of the weights.
+        """
         if not self.worker.done:
             self.worker.restart({})
 
     @property
     def updates(self) -> int:
-        """How often the weights have changed."""
+        """The number of updates of the weights so far."""
         return self.worker.steps - 1
 
     def start(self, inputs: Inputs, images: int | None = None) -> None:
-        """Go to the start of a step of `images` images (None: a full one), gradients forgotten; collective."""
+        """Go to the start of a step of `images` images (None: a full step), and discard the gradients. Collective."""
+        # Before `use_size`, which may replace the worker that still holds the last step's loss.
         self._record_loss()
         self.use_size(images or self.images)
         use_threads(self.threads)
@@ -399,31 +413,34 @@ class RankTraining:
 
     def _check_loss(self) -> None:
         step = self.program.steps[self.worker.position - 1]
-        made = getattr(step.instruction, "get_output_tiles", ()) if step.phase is Phase.FORWARD else ()
+        made = getattr(step.instruction, "outputs", ()) if step.phase is Phase.FORWARD else ()
+        # Checked right after the instruction that computes the loss, so before any update: no weight has changed yet.
         if self.graph.loss in made and not math.isfinite(loss := self.worker.losses[step.micro_batch]):
             cause = said_causes({self.program.rank: self.find_causes(step.micro_batch)})
             raise LossError.of(loss, step.micro_batch, self.program.micro_batches, cause)
 
     def find_causes(self, micro_batch: int | None = None) -> list[NonFiniteCause]:
-        """What this rank finds that makes a loss not a number: of one micro-batch, or of all that it has."""
+        """Return the causes of a non-finite loss that this rank finds, in one micro-batch or (None) in all of its own.
+        """
         return find_causes(self.graph, self.worker, self.counting, tuple(self.recent), micro_batch)
 
     def cut(self, inputs: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
-        """This rank's parts of the whole inputs of a step, of as many images as there are."""
+        """Return this rank's parts of a step's whole inputs, for any number of images that the rank is prepared for."""
         return cut_inputs(self._get_setup(len(inputs["images"])).worker.program, inputs)
 
     @property
     def held(self) -> dict[str, Tensor]:
-        """All that this rank has of the model and its loss, by the graph's names: the tensors themselves."""
+        """All tensors of the model and its loss that this rank holds, by the graph's names: not copies."""
         return {**self.kept, **self.weights, **self.buffers}
 
     @property
     def own_buffers(self) -> dict[str, Tensor]:
-        """The buffers without the constants that the model makes while it runs."""
+        """The buffers, without the constants that the model creates in its forward pass."""
         return {name: buffer for name, buffer in self.buffers.items() if name not in self.graph.constants}
 
     def copy_tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Copies of the rank's weights, gradients and buffers, and on rank 0 of what is kept, on the host."""
+        """Copy the rank's weights, gradients and buffers to the host, and on rank 0 the tensors that the graph ignores.
+        """
         grads = {name: weight.grad for name, weight in self.weights.items() if weight.grad is not None}
         groups: dict[str, Any] = {
             "weights": self.weights, "gradients": grads, "buffers": self.own_buffers, "kept": self.kept,
@@ -435,23 +452,23 @@ class RankTraining:
 
 
 def count_step_images(recipe: Recipe) -> int:
-    """The images that all ranks together take in one step."""
+    """Return the number of images in one step, over all ranks."""
     return recipe.step_specs["images"].shape[0]
 
 
 def _get_held(program: Program) -> tuple[object, ...]:
-    """What a rank's programs for steps of different numbers of images must have in common."""
+    """Return what a rank's programs must have in common, whatever the number of images in a step."""
     return program.weights, program.buffers, tuple(program.select_instructions(SumGradients))
 
 
 def copy_state_tensor(tensor: Tensor, spec: TensorSpec, device: torch.device) -> Tensor:
-    """A copy of a weight or buffer on a rank's device, in the type of the graph and the memory format of ranks."""
+    """Copy a weight or buffer to a rank's device, in the graph's type and the ranks' memory format."""
     dtype, layout = getattr(torch, spec.dtype), choose_memory_format(tensor.dim())
     return tensor.detach().to(device=device, dtype=dtype, copy=True, memory_format=layout)
 
 
 def cut_inputs(program: Program, inputs: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
-    """The parts of the whole inputs of a step that a rank's program is fed with, by micro-batch."""
+    """Return the parts of a step's whole inputs that a rank's program reads, by micro-batch."""
     return {
         number: {name: _cut_part(inputs[name], feed, number, program.micro_batches) for name, feed in feeds.items()}
         for number, feeds in program.feeds.items()
@@ -459,7 +476,7 @@ def cut_inputs(program: Program, inputs: Mapping[str, Tensor]) -> dict[int, dict
 
 
 def _cut_part(whole: Tensor, feed: ShardSpec, number: int, micro_batches: int) -> Tensor:
-    """A micro-batch's images, and of these the pixels that the feed says."""
+    """Return a micro-batch's images, or the share of its images and pixels that `feed` names."""
     part = whole.chunk(micro_batches)[number] if micro_batches > 1 else whole
     if feed.tile is not None and feed.tile.images is not None:
         part = part.narrow(0, feed.tile.images.start, len(feed.tile.images))

@@ -1,4 +1,4 @@
-"""What is told of a training: of each step, of each epoch, and of all of it."""
+"""The events of a training: results of each step and each epoch, skipped images and recoveries; and its summary."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["EpochResult", "Recovered", "SkippedImage", "StepResult", "TrainingEv
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What is told of one step: `counts` of its predictions, made before the weights changed.
+    """The result of one step. `counts` are of its predictions, made before the weights changed.
 
-    `seconds` it took to compute, and `wait_s` it waited for its images.
+    `seconds` is the time to compute the step, and `wait_s` the time the ranks waited for its images.
     """
 
     epoch: int
@@ -28,12 +28,12 @@ class StepResult:
 
     @property
     def images_per_s(self) -> float:
-        """Reading the images is not counted."""
+        """Images per second, without the time to read them."""
         return self.images / self.seconds
 
     @property
     def accuracy(self) -> float | None:
-        """The share that is right; None where the model does not tell classes."""
+        """The fraction of correct predictions; None if the model does not predict classes."""
         return self.counts.accuracy
 
 
@@ -46,7 +46,7 @@ class SkippedImage:
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """Something has gone wrong, and all goes on: with `steps` steps done, and `epochs` epochs."""
+    """A recovery: after a failure the training continues, with `steps` steps and `epochs` epochs done."""
 
     text: str
     steps: int
@@ -55,10 +55,10 @@ class Recovered:
 
 @dataclass(frozen=True, slots=True)
 class EpochResult:
-    """What is told of an epoch, or of what was left of one.
+    """The result of an epoch, or of the rest of one.
 
-    `loss` is the mean over its images; `left_out` images are known to be bad; `held_out` is of images that are not
-    trained on.
+    `loss` is the mean over its images. `left_out` is the number of images known to be bad. `held_out` holds the scores
+    on held-out images.
     """
 
     epoch: int
@@ -73,7 +73,7 @@ class EpochResult:
 
     @classmethod
     def of(cls, steps: Sequence[StepResult], left_out: int = 0, held_out: Scores | None = None) -> EpochResult:
-        """Of its steps."""
+        """Merge the results of an epoch's steps."""
         seconds, wait_s, images = (
             sum(getattr(step, name) for step in steps) for name in ("seconds", "wait_s", "images")
         )
@@ -83,17 +83,17 @@ class EpochResult:
 
     @property
     def images_per_s(self) -> float:
-        """Waiting for images included."""
+        """Images per second, including the time to wait for them."""
         return self.images / (self.seconds + self.wait_s)
 
     @property
     def data_wait(self) -> float:
-        """The share of the time in which the ranks waited for images."""
+        """The fraction of the time in which the ranks waited for images."""
         return self.wait_s / (self.seconds + self.wait_s)
 
     @property
     def record(self) -> dict[str, float | int | None]:
-        """All of it as plain numbers; None where there is none."""
+        """The result as plain numbers; None for values that do not exist."""
         return {
             "epoch": self.epoch,
             "steps": self.steps,
@@ -109,7 +109,7 @@ class EpochResult:
         }
 
     def __str__(self) -> str:
-        """One line."""
+        """Format the result as one line."""
         record = self.record
         worth = ("accuracy", "dice", "held_out_loss", "held_out_accuracy", "held_out_dice")
         parts = [f"{name.replace('_', ' ')} {record[name]:.4f}" for name in worth if record[name] is not None]
@@ -119,7 +119,7 @@ class EpochResult:
 
 
 TrainingEvent = SkippedImage | StepResult | EpochResult | Recovered
-"""What whoever watches a training is told, as it happens."""
+"""An event of a training, passed on as it happens."""
 
 
 def _make_score_record(prefix: str, loss: float | None, counts: Counts) -> dict[str, float | None]:
@@ -128,7 +128,7 @@ def _make_score_record(prefix: str, loss: float | None, counts: Counts) -> dict[
 
 
 def summarise(told: Sequence[StepResult], last: EpochResult) -> dict[str, object]:
-    """A training as one line: loss, accuracy and so on are those of its last epoch."""
+    """Summarise a training in one record: loss, accuracy and so on are those of its last epoch."""
     speeds = [step.images_per_s for step in told]
     record = last.record
     known = ("data_wait", "dice", "held_out_loss", "held_out_accuracy", "held_out_dice")

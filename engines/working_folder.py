@@ -1,4 +1,4 @@
-"""The folder that this process works in, where relative paths begin: it may have been deleted meanwhile."""
+"""The process's working folder, to which relative paths refer; it may have been deleted."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["describe_working_folder", "is_deleted", "make_absolute"]
 
 
 def is_deleted() -> bool:
-    """Whether it is gone."""
+    """Return whether the working folder was deleted."""
     try:
         Path.cwd()
     except FileNotFoundError:
@@ -18,12 +18,12 @@ def is_deleted() -> bool:
 
 
 def describe_working_folder() -> str:
-    """Where a relative path was looked for, in words."""
+    """Describe the folder to which relative paths refer."""
     return "a folder that was deleted: os.chdir to another one" if is_deleted() else str(Path.cwd())
 
 
 def make_absolute(path: str | PathLike[str]) -> Path:
-    """The path from the root; as it is where it begins in a folder that was deleted, so that it leads nowhere.
+    """Return the absolute path; unchanged if the working folder was deleted, so that a relative path leads nowhere.
 
     >>> make_absolute("/a/b").as_posix(), make_absolute("b") == Path.cwd() / "b"
     ('/a/b', True)

@@ -1,7 +1,7 @@
-"""`python -m mpi4dl_nb -n 5 verify ...`: a command of the engines on so many ranks of this machine.
+"""`python -m mpi4dl_nb -n 5 verify ...`: run a command of the engines on several ranks of this machine.
 
-It is `mpiexec -n 5 python -m mpi4py -m engines verify ...`, with what this machine's MPI has to be told before. Of what
-runs so nothing is left behind, whatever ends it.
+This is `mpiexec -n 5 python -m mpi4py -m engines verify ...` with the options and environment that this machine's MPI
+needs. However the command ends, it leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
-    """Becomes the launcher; where there is none, or ranks cannot start here, exits with code 2."""
+    """Replace this process by the launcher. Exits with code 2 if there is none, or if ranks cannot start here."""
     flags = FlagParser(prog="python -m mpi4dl_nb", description=__doc__.splitlines()[0])
     flags.add_argument(
         "-n", type=parse_positive, default=1, dest="ranks", metavar="RANKS", help="how many (default: 1)"

@@ -1,4 +1,4 @@
-"""Work beside the notebook: what takes seconds keeps no page waiting, and what is asked for last is what counts."""
+"""Background work of a notebook: slow work does not block the page, and only the latest request counts."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ IsAsked = Callable[[], bool]
 
 
 class LatestOnly:
-    """Does one thing at a time in a thread; a newer one takes the place of an older one, which ends when it looks.
+    """Runs the latest request in a thread. A newer one replaces the older one, which ends at its next `is_asked()`.
 
-    Python does not end before the threads do: torch aborts the process where it is cut off in the middle.
+    The threads are no daemons, so Python waits for them at exit: torch aborts the process if it is cut off.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class LatestOnly:
         self._asked = self._done = 0
 
     def submit(self, work: Callable[[IsAsked], None]) -> None:
-        """`work(is_asked)` in a thread; it is to look at `is_asked()` before it shows anything, and now and then."""
+        """Run `work(is_asked)` in a thread. It must check `is_asked()` before it shows anything, and now and then."""
         number = self.cancel()
 
         def run() -> None:
@@ -36,25 +36,25 @@ class LatestOnly:
         Thread(target=run, name="mpi4dl_nb later").start()
 
     def cancel(self) -> int:
-        """What is under way is not asked for any more; the number of what comes next."""
+        """Cancel the pending request, and return the number of the next one."""
         with self._changed:
             self._asked += 1
             return self._asked
 
     def mark_done(self) -> None:
-        """Nothing is asked for: who waits need not wait."""
+        """Discard the pending request and release all waiters."""
         with self._changed:
             self._done = self.cancel()
             self._changed.notify_all()
 
     def pause(self, seconds: float, is_asked: IsAsked) -> bool:
-        """Wait so long, unless something newer is asked for; whether it was not."""
+        """Sleep for `seconds`, or until a newer request replaces this one. Return whether this one is still current."""
         end_s = time.monotonic() + seconds
         while is_asked() and (left_s := end_s - time.monotonic()) > 0:
             time.sleep(min(0.02, left_s))
         return is_asked()
 
     def wait(self, within_s: float) -> bool:
-        """Until all that is asked for is done; whether it was in time."""
+        """Wait until all requests are done. Return whether that was within `within_s` seconds."""
         with self._changed:
             return self._changed.wait_for(lambda: self._done >= self._asked, within_s)

@@ -1,4 +1,4 @@
-"""A batch as a step takes it, or in words what is wrong with it."""
+"""Convert a batch to what a step takes, or raise an error that explains what is wrong."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["prepare_batch"]
 
 
 def prepare_batch(recipe: Recipe, images: Any, labels: Any) -> dict[str, Tensor]:
-    """Images and labels as tensors of the recipe's types.
+    """Return images and labels as tensors of the recipe's dtypes.
 
-    Raises ImageError for another shape, fractions in place of numbers or the reverse, or a label that the loss has no
-    class for.
+    Raises ImageError for a wrong shape, for floats in place of integers or the reverse, or for a label beyond the
+    classes of the loss.
     """
     given = {"images": images, "labels": labels}
     whole = {name: _to_tensor(name, each, recipe) for name, each in given.items()}
@@ -49,7 +49,7 @@ def _to_tensor(name: str, given: Any, recipe: Recipe) -> Tensor:
 
 
 def _check_classes(recipe: Recipe, labels: Tensor) -> None:
-    """Class numbers beyond those of the loss would fail in a rank."""
+    """Raise ImageError for class indices beyond those of the loss, which would fail on a rank."""
     for numbers in find_label_specs(recipe.graph):
         wrong = numbers.find_invalid(labels)
         if wrong.numel():

@@ -1,4 +1,4 @@
-"""How many images batches have, as far as that is known before the first step."""
+"""The numbers of images in batches, as far as they are known before the first step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Batch = tuple[Any, Any]
 
 
 def check_batches(data: object, name: str = "data") -> None:
-    """Raises PlanError where `data` cannot be gone through, such as a function that makes batches."""
+    """Raise PlanError if `data` cannot be iterated over, such as a function that makes batches."""
     if hasattr(type(data), "__iter__") or hasattr(type(data), "__getitem__"):
         return
     kind = f"{name} is {getattr(data, '__name__', type(data).__name__)!r}, a {type(data).__name__}"
@@ -26,7 +26,7 @@ def check_batches(data: object, name: str = "data") -> None:
 
 
 def count_images(batch: Any) -> int:
-    """The images of a batch. Raises ImageError where it is not a pair of images and labels."""
+    """Return the number of images in a batch. Raises ImageError if it is not a pair of images and labels."""
     try:
         images, _ = batch
         return len(images)
@@ -37,9 +37,10 @@ def count_images(batch: Any) -> int:
 
 
 def find_batch_sizes(data: Iterable[Batch], full: int) -> Sequence[int] | None:
-    """The images of each batch of an epoch, of a list or a DataLoader; None where only drawing them tells.
+    """Return the numbers of images in the batches of an epoch; None if they are known only once drawn.
 
-    `full` is what a step takes. Raises ImageError where the batches of a list have another size.
+    Known are the sizes of a list, and those of a DataLoader of batch size `full`, the number of images in a step.
+    Raises ImageError if a later batch of a list has a wrong size.
     """
     if isinstance(data, list | tuple):
         return _find_list_sizes(data, full)
@@ -49,7 +50,7 @@ def find_batch_sizes(data: Iterable[Batch], full: int) -> Sequence[int] | None:
 def _find_list_sizes(data: Sequence[Batch], full: int) -> Sequence[int] | None:
     counts = [count_images(batch) for batch in data]
     if not counts or counts[0] != full:
-        return None  # the first step says what is wrong
+        return None  # the first step raises the error
     wrong = next((number for number, count in enumerate(counts) if not 0 < count <= full), None)
     if wrong is not None:
         raise ImageError(
@@ -60,7 +61,7 @@ def _find_list_sizes(data: Sequence[Batch], full: int) -> Sequence[int] | None:
 
 
 def _find_loader_sizes(data: DataLoader) -> Sequence[int] | None:
-    """Of one that takes so many samples of a dataset as they come."""
+    """Return the batch sizes of a DataLoader with a fixed batch size; None if its length is unknown."""
     if isinstance(data.dataset, IterableDataset):
         return None
     try:
@@ -71,7 +72,7 @@ def _find_loader_sizes(data: DataLoader) -> Sequence[int] | None:
 
 
 class CachedBatches:
-    """The batches of an iterator, as often as they are asked for: each is drawn when it is needed, and then kept."""
+    """Repeatable batches of an iterator: each batch is drawn when it is first needed, and then kept."""
 
     def __init__(self, drawn: Iterator[Batch]) -> None:
         self._drawn, self._kept = drawn, list[Batch]()
@@ -84,9 +85,9 @@ class CachedBatches:
 
 
 def make_repeatable(data: Iterable[Batch], epochs: int, steps: int | None, on_failure: str) -> Iterable[Batch]:
-    """Batches that can be gone through as `fit` will: those of an iterator are kept only where they are needed again.
+    """Return batches that `fit` can iterate over as it needs: an iterator's are kept only if they are needed again.
 
-    Raises PlanError where an iterator that goes on from epoch to epoch (`steps`) would have to go back to a checkpoint.
+    Raises PlanError if an iterator that continues from epoch to epoch (`steps`) would have to return to a checkpoint.
     """
     if not isinstance(data, Iterator):
         return data

@@ -1,8 +1,8 @@
-"""`python -m mpi4dl_nb.bench_monitor`: what a monitor costs a training, as a ratio of speeds.
+"""`python -m mpi4dl_nb.bench_monitor`: the cost of a monitor for a training, as a ratio of speeds.
 
-The same training runs with and without one in turns, on a real cluster; the last line printed is JSON. There is no
-page here: what is drawn and told is computed, and not sent. Where other work shares the machine the ratio is noisy;
-`drawing_share` and `telling_share`, which are counted and not compared, are not: they bound what is lost.
+The same training runs alternately with and without a monitor on a real cluster; the last line printed is JSON. There is
+no web page: what a monitor draws and reports is computed, but not sent. If other work shares the machine, the ratio is
+noisy; `drawing_share` and `telling_share` are counted rather than compared, so they are not, and they bound the loss.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["main"]
 
 
 class StepTimer:
-    """Takes the time from the first step's end to the last one's, of a training with a monitor or without."""
+    """Callback that measures the time from the first step's end to the last one's, with or without a monitor."""
 
     def __init__(self, monitor: Monitor | None) -> None:
         self.monitor = monitor
@@ -37,12 +37,12 @@ class StepTimer:
         self.stops = False
 
     def begin(self, training: Training, total: int | None) -> None:
-        """As a monitor hears it."""
+        """Forward the call to the monitor."""
         if self.monitor:
             self.monitor.begin(training, total)
 
     def heard(self, event: SkippedImage | StepResult | EpochResult) -> None:
-        """The end of a step, too."""
+        """Forward the event to the monitor, and record the end of a step."""
         start_s = time.perf_counter()
         if self.monitor:
             self.monitor.heard(event)
@@ -51,29 +51,29 @@ class StepTimer:
             self.ends_s.append(time.perf_counter())
 
     def end(self, outcome: History | BaseException) -> None:
-        """As a monitor hears it; before, what the thread that draws has computed is read."""
+        """Read the processor time of the drawing thread, then forward the call to the monitor."""
         if self.monitor:
             self.drawing_s = _get_thread_cpu_s(self.monitor.thread_id)
             self.monitor.end(outcome)
 
     @property
     def steps_per_s(self) -> float:
-        """Without the first step, which prepares."""
+        """Steps per second without the first step, which includes the setup."""
         return (len(self.ends_s) - 1) / self.seconds
 
     @property
     def seconds(self) -> float:
-        """From the first step's end to the last one's."""
+        """Seconds from the end of the first step to that of the last one."""
         return self.ends_s[-1] - self.ends_s[0]
 
 
 def _get_thread_cpu_s(thread: int | None) -> float:
-    """Processor time of one thread of this process so far."""
+    """Return the processor time of one thread of this process so far, in seconds."""
     return sum(each.user_time + each.system_time for each in psutil.Process().threads() if each.id == thread)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, and print one line."""
+    """Run the measurement and print one line of JSON as the last one."""
     chosen = _parse_options(arguments)
     plan = Plan(split_size=2, spatial_size=1, num_spatial_parts=chosen.tiles, slice_method="vertical")
     size = (chosen.size, chosen.size)
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         training = Training(resnet20_v1(), plan, cluster, (chosen.batch_size, 3, *size))
         images = SyntheticImages(chosen.steps * chosen.batch_size, size, 10)
         runs: dict[bool, list[StepTimer]] = {False: [], True: []}
-        for pair in range(chosen.pairs + 1):  # the first one warms up
+        for pair in range(chosen.pairs + 1):  # the first pair is a warm-up
             for watched in (False, True) if pair % 2 else (True, False):
                 timed = StepTimer(Monitor() if watched else None)
                 training.fit(images, steps=chosen.steps, progress=False, go_on=False, monitor=timed)
@@ -93,9 +93,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _summarise(plan: Plan, steps: int, runs: dict[bool, list[StepTimer]]) -> dict[str, object]:
-    """Medians; `ratio` is that of pairs of neighbours, `spread` half of the distance between their quartiles.
+    """Return medians; `ratio` is the median over adjacent pairs, `spread` half of its interquartile range.
 
-    `drawing_share` is of the processor time of all cores, `telling_share` of the time of the thread that runs `fit`.
+    `drawing_share` is a share of the processor time of all cores, `telling_share` one of the time of the thread that
+    runs `fit`.
     """
     speeds = {watched: [timed.steps_per_s for timed in all_of_them] for watched, all_of_them in runs.items()}
     seconds = sum(timed.seconds for timed in runs[True])

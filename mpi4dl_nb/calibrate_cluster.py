@@ -1,4 +1,4 @@
-"""A cluster's ranks measured from the notebook: a bar shows how far they are, and what is too noisy is refused."""
+"""Calibrate the ranks of a cluster from the notebook, with a progress bar; results that are too noisy are refused."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ __all__ = ["calibrate_cluster"]
 def calibrate_cluster(
     cluster: Cluster, quick: bool = False, accept_noise: bool = False, progress: bool = True
 ) -> Machine:
-    """The ranks measured, a second time where the first one was noisy: the better one of the two.
+    """Measure the ranks, a second time if the first measurement is noisy, and return the less noisy one.
 
-    Raises PlanError where that is of no use either, unless `accept_noise`; RankError where the ranks are lost.
+    Raises PlanError if both are useless, unless `accept_noise`, and RankError if the ranks are lost.
     """
     rehearsal = CalibrationRecipes.of(cluster.n)
     machine = _measure(cluster, rehearsal, quick, progress)
@@ -47,13 +47,13 @@ def calibrate_cluster(
 
 
 def _measure(cluster: Cluster, rehearsal: CalibrationRecipes, quick: bool, progress: bool) -> Machine:
-    """A part after the other; an interrupt ends it between two of them, at the latest."""
+    """Measure part by part; an interrupt takes effect between two parts at the latest."""
     cluster.call(Calibration.start, rehearsal, quick)
     parts = Calibration.count_parts(cluster.n, quick)
     try:
         for _ in tqdm(range(parts), desc="measuring this machine", unit=" parts", disable=not progress, leave=False):
             found = cluster.call(Calibration.run_next_part)[0]
     finally:
-        with suppress(RankError):  # whoever ends it early has an error of its own
+        with suppress(RankError):  # an early end has an error of its own
             cluster.call(Calibration.discard)
     return found

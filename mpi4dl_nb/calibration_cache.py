@@ -1,7 +1,7 @@
-"""The machine as it was calibrated before, so that no notebook has to wait for that again.
+"""Cache of calibrations, so that no notebook has to repeat one.
 
-Where no file is named, a calibration lies with other things that can be made again (in XDG_CACHE_HOME or `~/.cache`;
-MPI4DL_NB_MACHINES names another folder), for as many ranks of a kind on as many cores of this host.
+Without a file name, calibrations are stored in the cache folder (XDG_CACHE_HOME or `~/.cache`; MPI4DL_NB_MACHINES
+overrides it), by backend, number of ranks, number of cores, torch version and host.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from engines.regular_file import read_bounded
 
 __all__ = ["CalibrationCache"]
 
-_MOST_BYTES = 1 << 22  # a calibration has a hundredth of it
-_READ_AS = 3  # counted up when what was measured is read in another way, so that it is measured again
+_MOST_BYTES = 1 << 22  # a calibration takes a hundredth of it
+_READ_AS = 3  # format version: increased when measurements are interpreted differently, which invalidates older files
 
 
 @dataclass(frozen=True)
 class CalibrationCache:
-    """One file; a `usual` one, for which nobody has asked, fails silently: then the machine is measured."""
+    """One file. A default (`usual`) one, which nobody named, fails silently: the machine is then measured."""
 
     path: Path
     usual: bool = False
 
     @classmethod
     def of(cls, n: int, backend: str, hosts: str = "") -> CalibrationCache:
-        """Where `n` ranks are remembered, on this host or on those that are named."""
+        """Return the default file for `n` ranks on this host, or on the given hosts."""
         caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111 (there may be no home)
         folder = Path(os.environ.get("MPI4DL_NB_MACHINES") or Path(caches, "mpi4dl_nb_machines"))
         where = sha256((hosts or socket.gethostname()).encode()).hexdigest()[:12]
@@ -44,7 +44,7 @@ class CalibrationCache:
         return cls(folder / f"{kind}-{where}-{_READ_AS}.json", usual=True)
 
     def read(self) -> Machine | None:
-        """None where there is none. Raises PlanError where the file holds something else."""
+        """Return the stored machine; None if there is none. Raises PlanError if a named file holds something else."""
         if not self.path.exists():
             return None
         try:
@@ -61,7 +61,7 @@ class CalibrationCache:
         return None
 
     def write(self, machine: Machine) -> None:
-        """Store it in place of what is there. A quick or noisy one is not stored: it would be believed from then on."""
+        """Replace the file. A quick or noisy calibration is not stored: later notebooks would rely on it."""
         if machine.quick or not machine.noise.is_good:
             return
         with suppress(*(OSError,) * self.usual):

@@ -1,4 +1,4 @@
-"""The ranks, as the notebook holds them: start them, call functions on all of them, restart and stop them."""
+"""A cluster of ranks in the notebook: start the ranks, call functions on all of them, restart and stop them."""
 
 from __future__ import annotations
 
@@ -45,32 +45,32 @@ _SAID = {
     "in_turn": "in_turn: one thread of this process for all ranks, one after another",
 }
 HELP = "Call heal() on the cluster; what its ranks held is lost, but for checkpoints."
-_PATIENCE_S = 10.0  # the next call after a failure waits this long for ranks that have not come back
+_PATIENCE_S = 10.0  # time that the next call after a failure waits for ranks that have not returned
 
 
 class Cluster:
-    """`n` ranks that run functions together.
+    """A group of `n` ranks that run functions together.
 
-    `backend="mpi"` starts them as MPI processes, `"loopback"` as threads of this process: at once and without
-    MPI, but slower at work. `"in_turn"` has one thread for all of them, in which a rank goes on where another one
-    waits: with a plan of `offload_activations` that one has its activations in memory, and the others theirs in a file.
-    (Code that looks again and again for a message, rather than wait for it, gets none so.)
-    `"auto"` takes MPI where this machine has one, and memory for so many processes, else threads;
-    `cluster.backend` tells which. After a failure the ranks are ready for the next call, unless one has died: then
-    `dead` says so, and `heal()` helps.
+    `backend="mpi"` starts the ranks as MPI processes, and `"loopback"` as threads of this process: at once and without
+    MPI, but slower at work. `"in_turn"` uses one thread for all ranks and switches to another rank whenever one waits;
+    with a plan of `offload_activations`, the running rank has its activations in memory, and the others have theirs in
+    a file. (Code that polls for a message, rather than waits for it, never receives one this way.) `"auto"` uses MPI if
+    this machine has one and enough memory for the processes, else threads; `cluster.backend` names the choice. After a
+    failure, the ranks are ready for the next call, unless one has died: then `dead` says so, and `heal()` helps.
 
-    Ranks that wait for one that does not go on for `hang_after_s` seconds are released, and it is ended (None: they
-    wait for ever). Where no rank waits for another, work may take as long as it likes: the stop button ends it.
+    If ranks wait for a rank that makes no progress for `hang_after_s` seconds, they are released, and that rank is
+    ended (None: they wait for ever). While no rank waits for another, work may take any time: the stop button ends it.
 
-    `hosts` are reached by ssh, without a password: `["node1", "node2:3"]`, with slots or without, a dict of slots by
-    name, or a hostfile. Inside a Slurm or PBS job they are the job's. All have this Python in the same place and the
-    folder that this one works in; files that ranks read, and checkpoints, lie where all hosts see them. A host that
-    does not answer for some seconds is told of, with its ranks; `heal()` goes on without it.
+    `hosts` are reached by ssh, without a password: `["node1", "node2:3"]`, with or without slots, a dict of slots by
+    name, or a hostfile. Inside a Slurm or PBS job they default to the hosts of the job. All hosts need this Python in
+    the same place and the current working folder; files that ranks read, and checkpoints, must be on storage that all
+    hosts share. A host that does not answer for some seconds is reported with its ranks; `heal()` continues without it.
 
-    What ranks print, warn and log is shown while they work, `[rank 1]` before each line, up to about a hundred lines a
-    second; `output=False` shows none. Ranks import what the notebook does, from its `sys.path`; where a module's file
-    has changed since they did, they are sent its functions as the notebook has them. A cluster that nobody holds any
-    more ends; so does an older one, of a notebook, that no name leads to, although `Out` may still have it.
+    Output, warnings and logs of the ranks are shown while they work, with `[rank 1]` before each line, up to about a
+    hundred lines a second; `output=False` shows none. Ranks import the notebook's modules from its `sys.path`; if the
+    file of a module has changed since they imported it, they are sent its functions as the notebook has them. A cluster
+    ends when no reference to it is left; so does an older cluster of a notebook that no name refers to, although `Out`
+    may still hold it.
 
     >>> with Cluster(2, backend="loopback") as cluster:
     ...     cluster.call(lambda host, text: f"{text} {host.world.rank} of {host.world.size}", "rank")
@@ -93,11 +93,11 @@ class Cluster:
         self.dead, self._dead_rank = "", 0
         self._ranks: Ranks | None = None
         self._held: OwnedRanks | None = None
-        self.kept_by = ""  # the name that keeps it, as far as that was told
+        self.kept_by = ""  # name of the variable that keeps the cluster alive, once it has been reported
         self._shown = OutputPrinter(output)
         self._last: RemoteCall | None = None
         self.machine: Machine | None = None
-        self._turn = RLock()  # two calls at once, from a widget's thread and a cell, would mix their messages
+        self._turn = RLock()  # concurrent calls, from a widget's thread and a cell, would mix their messages
 
     @property
     def is_one_process(self) -> bool:
@@ -109,10 +109,10 @@ class Cluster:
         return {"mpi": compute_threads_per_rank(self.n), "loopback": 1, "in_turn": count_cores()}[self.backend]
 
     def start(self) -> Cluster:
-        """Start the ranks and wait for them. Raises RankError if they do not come, with what they said."""
+        """Start the ranks and wait until they are ready. Raises RankError, with their output, if they do not start."""
         if self._ranks is None:
             if get_running_clusters():
-                gc.collect()  # a training holds itself: it, and its cluster, would be there for long after their end
+                gc.collect()  # a Training is part of a reference cycle: only a collection ends its old cluster
             self._ranks, self._last, self.dead = self._launch(), None, ""
             self._held = OwnedRanks(self, self._ranks)
             watch_notebook()
@@ -122,29 +122,29 @@ class Cluster:
         return MpiRanks(self.n, self.hosts) if self.hosts else _BACKENDS[self.backend](self.n)
 
     def stop(self) -> None:
-        """End the ranks, and with them all that they hold."""
+        """End the ranks. All state that they hold is lost."""
         held, self._held, self._ranks = self._held, None, None
         if held is not None:
             held.end()
 
     def end_later(self) -> None:
-        """As `stop`, but what takes time is done meanwhile."""
+        """End the ranks as `stop` does, but in a background thread."""
         held, self._held, self._ranks = self._held, None, None
         if held is not None:
             held.end_later()
 
     def restart(self) -> Cluster:
-        """Stop, and start afresh. What the ranks held is lost."""
+        """Stop the ranks and start new ones. All state that they held is lost."""
         self.stop()
         return self.start()
 
     def heal(self, fewer: bool = False) -> Cluster:
-        """Be ready for work again after a failure. Where all ranks live and answer they go on, with what they hold.
+        """Make the cluster ready again after a failure. If all ranks are alive and answer, they keep their state.
 
-        Where some have died, or can't be brought together again, all are started anew; or those that live go on without
-        the dead, which takes no time (`fewer`): `n` is less then. Either way what ranks held is lost, and
-        `training.load(...)` brings it back from a checkpoint. Of several hosts those that do not answer are left out;
-        their ranks go to the others, or away (`fewer`). Raises RankError.
+        If some ranks have died, or cannot be synchronised again, all are restarted; with `fewer`, the living ranks
+        continue without the dead ones, which takes no time, and `n` becomes smaller. Either way the state of the ranks
+        is lost, and `training.load(...)` restores it from a checkpoint. Hosts that do not answer are left out; their
+        ranks move to the other hosts, or are dropped (`fewer`). Raises RankError.
         """
         with self._turn:
             if self._ranks and (cut := self._ranks.find_lost_hosts()):
@@ -163,7 +163,7 @@ class Cluster:
         return self
 
     def _drop_hosts(self, cut: Collection[str], fewer: bool) -> None:
-        """Hosts that do not answer. Raises RankError where none is left, PlanError where ranks don't fit the others."""
+        """Drop hosts that do not answer. Raises RankError if none is left, PlanError if ranks do not fit the others."""
         left = self.hosts.exclude(cut)
         n = self.n - fewer * sum(isinstance(each, HostLost) for each in self._ranks.find_lost_ranks().values())
         left.assign_ranks(n)
@@ -179,7 +179,10 @@ class Cluster:
         self._resync(recover_and_reset)
 
     def resize(self, n: int) -> Cluster:
-        """Be `n` ranks, and started. Where there are others, or one has died, all end first: what they held is lost."""
+        """Change the cluster to `n` started ranks.
+
+        If `n` changes or a rank has died, all ranks end first, and their state is lost.
+        """
         _check_count(n)
         with self._turn:
             if n != self.n or self.dead or (self._ranks and self._ranks.find_lost_ranks()):
@@ -196,10 +199,10 @@ class Cluster:
     def call(
         self, function: Callable[..., Any], *args: Any, per_rank: Sequence[tuple[Any, ...]] | None = None
     ) -> list[Any]:
-        """`function(host, *args, *per_rank[rank])` on every rank at once; the values in rank order.
+        """Run `function(host, *args, *per_rank[rank])` on every rank at once and return the results in rank order.
 
-        `host` is the rank's own `engines.rank_server.RankServer`. Functions may come from a cell. If a rank fails, the
-        others stop waiting, and its error is raised within a second, with `rank` and `remote_traceback`.
+        `host` is the rank's own `engines.rank_server.RankServer`. Functions may be defined in a cell. If a rank fails,
+        the other ranks stop waiting, and its error is raised within a second, with `rank` and `remote_traceback`.
         """
         parts = [()] * self.n if per_rank is None else list(per_rank)
         if len(parts) != self.n:
@@ -223,7 +226,7 @@ class Cluster:
 
     @contextmanager
     def hurried(self, is_late: Callable[[], bool]) -> Iterator[None]:
-        """Within it a call of this thread is given up, by GivenUp, as soon as `is_late()` says that time is up."""
+        """Within this context, abandon a call of this thread with CallInterrupted as soon as `is_late()` is true."""
         self._hurry, before = (get_ident(), is_late), self._hurry
         try:
             yield
@@ -231,7 +234,7 @@ class Cluster:
             self._hurry = before
 
     def _is_late(self) -> bool:
-        """Whether the time of this thread's call is over."""
+        """Whether the time limit of the current thread's call has passed."""
         thread, is_late = self._hurry
         return thread == get_ident() and is_late()
 
@@ -243,18 +246,20 @@ class Cluster:
         accept_noise: bool = False,
         progress: bool = True,
     ) -> Machine:
-        """How fast these ranks compute and send: measured once, in about a minute, and remembered (`again`: anew).
+        """Measure how fast the ranks compute and send.
 
-        It is their processors that are measured, in processor time, and not GPUs.
+        The measurement takes about a minute and is remembered (`again`: measure again). It measures the ranks' CPUs, in
+        processor time, not GPUs.
 
-        `store` is a file: what was stored there for as many ranks is read, otherwise it is written. Without one it is
-        remembered for other notebooks all the same. `quick` measures for a quarter of a minute, for a first look, where
-        nothing better is known; False asks for more than such a look, and None takes one that is there.
-        Where other programs take the cores meanwhile, or repetitions differ by much (`Machine.noise`), it is measured
-        a second time; if that is no better, a warning says so and the machine serves this cluster, but is not
-        remembered, or it is refused where forecasts would mislead. `accept_noise` takes the first one as it is, without
-        a word. It can be interrupted. Raises RankError, and PlanError where it is refused, the file holds something
-        else, or ranks take turns: how they would work at once is unknown.
+        `store` is a file: a calibration stored there for as many ranks is read, otherwise the file is written. Without
+        `store`, the calibration is still remembered for other notebooks. `quick` measures for a quarter of a minute,
+        for a first look, if nothing better is known; False requires more than a quick calibration, and None accepts one
+        that exists. If other programs use the cores meanwhile, or repetitions differ by much (`Machine.noise`), the
+        measurement is repeated once. If the second one is no better, a warning says so, and the machine serves this
+        cluster but is not remembered, or it is refused if forecasts would mislead. `accept_noise` takes the first
+        measurement as it is, without a warning. A calibration can be interrupted. Raises RankError, and PlanError if
+        the measurement is refused, if the file holds something else, or if the ranks take turns, because their speed
+        when working at once is unknown.
         """
         if self.backend == "in_turn":
             raise PlanError(
@@ -272,24 +277,25 @@ class Cluster:
         return self.machine
 
     def _is_calibrated(self, quick: bool | None) -> bool:
-        """Whether it is for so many ranks, and not by a quick look where more is asked for."""
+        """Whether the calibration is for the current number of ranks and, if `quick` is False, not a quick one."""
         known = self.machine is not None and self.machine.ranks == self.n
         return known and not (quick is False and self.machine.quick)
 
     def _make_ready(self) -> None:
-        """Be ready for a call; after a failure, bring the ranks together again. Raises RankError."""
+        """Prepare for a call; after a failure, synchronise the ranks again. Raises RankError."""
         if self._ranks is None:
             raise RankError("The cluster is not started. Call start(), or use `with Cluster(...) as cluster:`.")
         self._check_alive()
         if self._last is None or self._last.clean:
             return
+        # Ranks may still run a call that has failed: the next one must not start before all of them have returned.
         if not self._last.release(_PATIENCE_S):
             rank = min(self._last.waiting.values())
             self._mark_dead(RankError(f"Rank {rank}: it has not come back within {_PATIENCE_S:.0f} s.", rank))
         self._resync(recover)
 
     def _resync(self, function: Callable[..., None]) -> None:
-        """A call that brings the ranks together again."""
+        """Run a function on all ranks that synchronises them again."""
         self._last = RemoteCall(self._ranks, self._shown.show)
         self._last.run(pack((function, ())), [pack(())] * self.n, _PATIENCE_S)
         if not self._last.clean:
@@ -298,7 +304,7 @@ class Cluster:
             self._mark_dead(RankError(f"The ranks do not find together again. {error}", error.rank))
 
     def _check_alive(self, error: Mpi4dlError | None = None) -> None:
-        """Raises RankError where ranks have died: of which `error` tells more, if it is known."""
+        """Raise RankError if ranks have died; `error`, if given, describes the failure in more detail."""
         if self.dead:
             raise RankError(self.dead, self._dead_rank)
         if lost := self._ranks.find_lost_ranks():
@@ -306,7 +312,7 @@ class Cluster:
             self._mark_dead(error or RankError(f"Rank {rank}: {lost[rank]}", rank))
 
     def _mark_dead(self, error: Mpi4dlError) -> NoReturn:
-        """It can't go on as it is, and says why until it is healed."""
+        """Mark the cluster as unusable until it is healed, and raise an error with the reason."""
         self.dead, self._dead_rank = f"{str(error).rstrip('.')}. {HELP}", error.rank
         told = RankError(self.dead, error.rank)
         for note in getattr(error, "__notes__", ()):
@@ -315,7 +321,7 @@ class Cluster:
 
     @property
     def state(self) -> str:
-        """In words: not started, ready, or why it is of no use any more."""
+        """State in words: not started, ready, or why the cluster is unusable."""
         return "not started" if self._ranks is None else self.dead or "ready"
 
     def __repr__(self) -> str:

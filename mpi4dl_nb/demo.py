@@ -1,7 +1,7 @@
-"""`python -m mpi4dl_nb.demo`: the main job, from cluster to figures, on a real pathology picture.
+"""`python -m mpi4dl_nb.demo`: the main use case, from cluster to figures, on a real pathology picture.
 
-ResNet-110 v2 learns, on 2 x 2 tiles and one layer stage, which crops of a stained tissue hold more
-stain (DAB) than most; then its gradients are held against one process.
+ResNet-110 v2 learns, on 2 x 2 tiles and one layer stage, which crops of a stained tissue have more stain (DAB) than
+most; then its gradients are compared with those of one process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Train, verify, draw; the last line printed is JSON."""
+    """Train, verify and draw; the last line printed is JSON."""
     chosen = _parse_options(arguments)
     picture = open_image(immunohistochemistry())
     batches = list(StainCrops(picture, chosen.crop_px, count=16, seed=0).iterate_batches(chosen.batch_size))
@@ -74,12 +74,12 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _average_by_epoch(losses: Sequence[float], steps: int) -> list[float]:
-    """The mean loss of each epoch."""
+    """Return the mean loss of each epoch."""
     return [statistics.fmean(losses[start : start + steps]) for start in range(0, len(losses), steps)]
 
 
 def _measure_rates(training: Training, batches: Sequence[Batch], rounds: int = 3) -> tuple[float, float]:
-    """Images per second of the ranks and of one process with all cores, interleaved; medians."""
+    """Return the median images per second of the ranks and of one process with all cores, measured interleaved."""
     torch.set_num_threads(count_cores())
     alone = ReferenceTraining(training.model, training.loss, training.recipe.optimiser)
     images, labels = batches[0]

@@ -1,4 +1,4 @@
-"""What a training, and its last step, show of themselves in a notebook."""
+"""What a training and its last step display in a notebook."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["StepTimeline", "describe_training"]
 
 @dataclass(frozen=True)
 class StepTimeline(Timeline):
-    """The events of a step that was run by a plan; in a notebook it is its chart."""
+    """Events of a step that was run under a plan; a notebook displays them as a chart."""
 
     plan: Plan
 
@@ -32,7 +32,7 @@ class StepTimeline(Timeline):
 
 
 def describe_training(training: Training) -> dict[str, object]:
-    """The model and the plan, how far it has come, and the memory of the ranks."""
+    """Return the model and the plan of a training, its progress, and the memory of the ranks."""
     found = {
         "Model": type(training.model).__name__,
         "Images of a step": " × ".join(map(str, training.recipe.step_specs["images"].shape)),

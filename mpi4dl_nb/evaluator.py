@@ -1,4 +1,4 @@
-"""Held-out images that the ranks of a training read and predict, judged by the notebook."""
+"""Evaluation on held-out images: the ranks read and predict them, and the notebook computes the scores."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Evaluator"]
 
 
 class Evaluator:
-    """Judges a training as it is now. Raises ImageError, TraceError or PlanError before any rank is touched."""
+    """Evaluates a training as it is now. Raises ImageError, TraceError or PlanError before any rank is called."""
 
     def __init__(self, training: Training, images: LabelledImages, on_bad_image: str) -> None:
         check_classes(images, training.recipe.graph)
@@ -33,14 +33,14 @@ class Evaluator:
         self.begin()
 
     def begin(self) -> None:
-        """Have the ranks make ready for it, anew where they have forgotten, or where the plan is another now."""
+        """Prepare the ranks, again if they have lost the evaluation or if the plan has changed."""
         if self.held_out.recipe is not self.training.recipe:
             self.held_out = replace(self.held_out, recipe=self.training.recipe)
         training, labels = self.training, self.training.recipe.step_specs["labels"]
         training.cluster.call(_begin, training.name, self.name, self.held_out.forward, labels, self._images)
 
     def compute_scores(self, tensors: Callable[[], Sequence[Mapping[str, object]]]) -> Scores | None:
-        """Of all images; `tensors` tells what the ranks have, where the loss has some."""
+        """Return the scores over all images; `tensors` returns the ranks' tensors, for a loss that has some."""
         self.training.cluster.call(_use_current_weights, self.name)
         return self.held_out.compute_scores(self._request_predictions, tensors)
 
@@ -49,7 +49,7 @@ class Evaluator:
         return answers[0].bad, answers
 
     def close(self) -> None:
-        """Free what the ranks hold for it. Where ranks have died, it is gone already."""
+        """Free what the ranks hold for the evaluation. If ranks have died, it is gone already."""
         with suppress(RankError):
             self.training.cluster.call(_end, self.name)
 

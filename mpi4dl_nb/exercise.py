@@ -1,4 +1,4 @@
-"""The end of a tutorial: an answer of the reader's, held against what this machine computes."""
+"""Exercises at the end of a tutorial: compare a reader's answer with what this machine computes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["grade_answer"]
 
 
 def grade_answer(answer: Any, truth: Callable[[], Any], hint: str) -> str:
-    """What to say to an answer. `truth` is computed once there is one; a float is right within 5 %.
+    """Return the reply to an answer. `truth` is computed only once there is one; a float is right within 5 %.
 
     >>> grade_answer(None, lambda: 5, "Count the ranks of both stages.")
     'Put your answer into the cell above, then run this one.'

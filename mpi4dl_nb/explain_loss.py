@@ -1,4 +1,4 @@
-"""Says why a loss is not a number: the rank that has the loss knows that, and all ranks together know the cause."""
+"""Explain a non-finite loss: the rank with the loss detects it, and all ranks together find the cause."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["explain_loss"]
 
 @contextmanager
 def explain_loss(cluster: Cluster, name: str) -> Iterator[None]:
-    """A LossError within it is raised with what the ranks of the training `name` find in images, labels and weights."""
+    """Raise a LossError from this context with the causes that the ranks find in images, labels and weights."""
     try:
         yield
     except LossError as error:

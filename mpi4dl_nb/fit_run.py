@@ -1,4 +1,4 @@
-"""`Training.fit`: a training that a notebook drives, watched, saved, and healed where that is wanted."""
+"""The loop of `Training.fit`: run the steps, notify callbacks, save checkpoints and recover from failures."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 
 __all__ = ["CheckpointOptions", "FitCallback", "History", "fit"]
 
-_LAST_S = 0.4  # after an interrupt the step under way has this long to come to its end
+_LAST_S = 0.4  # time that the current step may still take after an interrupt
 
 
 @dataclass(frozen=True)
 class History:
-    """What `fit` saw: the loss of each step, images per second over all of them, and each epoch.
+    """Result of `fit`: the loss of each step, images per second over all steps, and the results of each epoch.
 
-    `left_out` says of each bad image that was left out which one it was, and why. `stopped` is whether a monitor's
-    button has ended it early, `saved` the last checkpoint.
+    `left_out` names each skipped bad image, with the reason. `stopped` is true if a monitor's button ended the training
+    early. `saved` is the path of the last checkpoint.
     """
 
     losses: tuple[float, ...]
@@ -51,32 +51,32 @@ class History:
 
 
 class FitCallback(Protocol):
-    """Is told how a `fit` goes. The ranks wait meanwhile: what takes time is for another thread."""
+    """Callback of `fit`. The ranks are idle during its calls, so slow work belongs in another thread."""
 
     def begin(self, training: Training, total: int | None) -> None:
-        """It begins, with so many steps to do."""
+        """Called before the first step, with the number of steps to do (None: unknown)."""
 
     def heard(self, event: TrainingEvent) -> None:
-        """What has just happened; of a step, `training.reports` tell more."""
+        """Called after each event; after a step, `training.reports` holds the reports of the ranks."""
 
     @property
     def stops(self) -> bool:
-        """Whether it is to end now."""
+        """Whether the training should stop now."""
 
     def end(self, outcome: History | BaseException) -> None:
-        """It is over."""
+        """Called at the end, with the history or the exception that ended the training."""
 
 
 @dataclass(frozen=True)
 class CheckpointOptions:
-    """Checkpoints go into `folder` after every `every` steps, or after each epoch; the last `keep` stay."""
+    """Where and when to save: into `folder` after every `every` steps (None: each epoch), keeping the last `keep`."""
 
     folder: str | PathLike[str] | None
     every: int | None
     keep: int
 
     def make_checkpoint_manager(self, training: Training, asked: Callable[[], int]) -> CheckpointManager | None:
-        """What saves a training; None where there is no folder. Raises CheckpointError if it cannot be written to."""
+        """Return the manager that saves a training, or None. Raises CheckpointError if the folder is not writable."""
         if self.folder is None:
             return None
         check_writable(make_absolute(self.folder))
@@ -92,11 +92,12 @@ def fit(
     watchers: Sequence[FitCallback],
     healing: FailureRecovery | None = None,
 ) -> History:
-    """Go through a course, until its end or until a watcher stops it; the watchers are told all of it.
+    """Run a train loop until its end or until a callback stops it, and notify the callbacks of every event.
 
-    An interrupt ends it between two steps, saved if it is saved at all. A step that takes long is given up, and what
-    was before it is saved; a second interrupt does that at once. If it is saved, SIGTERM and SIGUSR1 do the same, by
-    which batch systems announce that time is over, and then end this process as they would have without a training.
+    An interrupt ends the training between two steps, and it is saved if there is a checkpoint folder. A step that takes
+    too long is abandoned, and the state before it is saved; a second interrupt does that at once. With a checkpoint
+    folder, SIGTERM and SIGUSR1, by which batch systems announce the end of a job, do the same and then end this process
+    as they would have without a training.
     """
     with ExitStack() as stack:
         asked = stack.enter_context(Interrupts(SIGNALS if saving.folder else (signal.SIGINT,), obeyed=True))
@@ -114,7 +115,7 @@ def fit(
 
 @dataclass
 class _FitRun:
-    """A fit under way: what it has seen becomes a History."""
+    """State of a running fit, from which its History is made."""
 
     course: BatchLoop | ImageLoop
     epochs: int
@@ -132,7 +133,7 @@ class _FitRun:
     start_s: float = field(default_factory=time.perf_counter)
 
     def run_to_end(self) -> None:
-        """To the end."""
+        """Run until the training ends or stops, resuming after each failure that was recovered."""
         if self.healing:
             self.healing.record_checkpoint(self._mark, self.keeper.save_now())
         mark = self._mark
@@ -140,7 +141,7 @@ class _FitRun:
             mark = self.healing.mark
 
     def _run_from(self, mark: FitPosition) -> bool:
-        """Go on from there; whether that came to an end, and not to a failure that is healed now."""
+        """Run from a position. Return True at the end of the training, False if a failure was recovered from."""
         try:
             for event in self._iterate_events(mark):
                 self._handle_event(event)
@@ -160,11 +161,11 @@ class _FitRun:
         except KeyboardInterrupt:
             if not self.asked():
                 raise
-        self._stop()  # not told together with how the step was given up
+        self._stop()  # outside of the `except`: the exception must not chain to the one that abandoned the step
         return True
 
     def _stop(self) -> None:
-        """The end was asked for. Raises StoppedError, saved, or KeyboardInterrupt where nothing is to be saved."""
+        """End the training on request. Raises StoppedError if it was saved, else KeyboardInterrupt."""
         if self.keeper and is_whole(self.course.training):
             self.keeper.save_after_step()
         if self.keeper and self.keeper.path:
@@ -176,9 +177,11 @@ class _FitRun:
         return f"The last checkpoint is {self.keeper.path}: go on from there."
 
     def _iterate_events(self, mark: FitPosition) -> Iterator[TrainingEvent]:
-        """All that is left. Only what the ranks do for it is given up when time is up, and no checkpoint."""
+        """Iterate over the remaining events. An overdue interrupt abandons calls to the ranks, but no checkpoint."""
         cluster, events = self.course.training.cluster, self._make_events(mark)
         while True:
+            # Only drawing the next event may be abandoned. The consumer saves checkpoints outside of this block, where
+            # a late interrupt must not cut a half-written one off.
             with cluster.hurried(lambda: self.asked.is_overdue(_LAST_S)):
                 event = next(events, None)
             if event is None:
@@ -202,6 +205,7 @@ class _FitRun:
                 self.begun.clear()
             case Recovered():
                 mark = self.healing.mark
+                # The steps after the checkpoint will be repeated: drop their records, or they would appear twice.
                 del self.losses[mark.steps :], self.ended[mark.epochs :]
                 self.begun[:] = mark.begun
         for watcher in self.watchers:
@@ -209,7 +213,7 @@ class _FitRun:
         self.stopped = any(watcher.stops for watcher in self.watchers)
 
     def _save_or_stop(self, event: TrainingEvent) -> None:
-        """Save if it is time. Raises StoppedError, saved, or KeyboardInterrupt, if the training is to end."""
+        """Save if it is time. Raises StoppedError if an end was requested and it was saved, else KeyboardInterrupt."""
         keeper = self.keeper
         if keeper and isinstance(event, StepResult):
             keeper.save_after_step()
@@ -229,7 +233,7 @@ class _FitRun:
 
     @contextmanager
     def notify_callbacks(self) -> Iterator[None]:
-        """Tell the watchers of the beginning, and whatever happens of the end."""
+        """Notify the callbacks of the beginning and, however the training ends, of its end."""
         outcome: BaseException | None = None
         total = self.course.count_steps(self.epochs)
         for watcher in self.watchers:
@@ -245,7 +249,7 @@ class _FitRun:
 
     @property
     def history(self) -> History:
-        """Of all so far."""
+        """The history up to now."""
         rate = self.images / (time.perf_counter() - self.start_s)
         saved = self.keeper and self.keeper.path
         return History(tuple(self.losses), rate, tuple(self.ended), tuple(self.course.bad), self.stopped, saved)

@@ -1,4 +1,4 @@
-"""Ranks that wait for each other and do not go on: who hangs, who waits for it, where, and since when."""
+"""Detection of hangs: ranks that wait for each other without progress, where, and since when."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Hang", "find_hang"]
 
 @dataclass(frozen=True)
 class Hang:
-    """`rank` is the one that others wait for, as far as that can be told; `words` tell of all."""
+    """A hang. `rank` is the one that the others wait for, as far as can be determined; `words` describes all ranks."""
 
     rank: int
     words: str
@@ -22,12 +22,13 @@ class Hang:
 def find_hang(
     working: Collection[int], still: Mapping[int, StalledRank], after_s: float, began_s: float
 ) -> Hang | None:
-    """Whether the ranks that have work hang: none goes on for so long, and one waits, was stopped, is idle or silent.
+    """Return the hang of the working ranks, or None.
 
-    What was before `began_s` (by `time.monotonic()`) does not count: what is known of ranks may be half a second old.
-    A rank that computes for long is no hang as long as nobody waits for it, nor are those that wait while another one
-    goes on. One that has work but is idle has not received it, or its answer does not arrive; of one that is silent
-    nobody knows any more whether it goes on.
+    The ranks hang if none has made progress for `after_s` seconds, and one waits, was stopped, is idle or silent. Time
+    before `began_s` (of `time.monotonic()`) does not count, because reports of ranks may be half a second old. A rank
+    that computes for long is no hang as long as no rank waits for it, nor are waiting ranks while another one makes
+    progress. A rank with work that is idle has not received it, or its reply does not arrive. Of a silent rank, it is
+    unknown whether it makes progress.
     """
     if time.monotonic() - began_s < after_s:
         return None
@@ -38,6 +39,8 @@ def find_hang(
         or not any(each.at.waits or each.stopped or each.idle or each.silent for each in stuck.values())
     ):
         return None
+    # The likely cause comes first: a rank stopped by a signal, then a silent one, then one that computes; ranks that
+    # wait are consequences.
     order = sorted(
         stuck, key=lambda rank: (not stuck[rank].stopped, not stuck[rank].silent, stuck[rank].at.waits, rank)
     )

@@ -1,4 +1,4 @@
-"""What can be seen of a step that is walked: asked of all ranks at once, and put together here."""
+"""What can be seen of a debugged step: requested from all ranks at once, and assembled here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mpi4dl_nb.step_events import RankEvent, RankPanel, StepEvent, StepView, Tra
 __all__ = ["BOUND_PX", "SHOWN", "StepInspector"]
 
 BOUND_PX = 160
-"""No side of what is sent to be drawn is longer."""
+"""Maximum side, in pixels, of the images that ranks send to be drawn."""
 
 SHOWN = ("made", "activation", "gradient")
 INPUT = "images"
@@ -26,14 +26,14 @@ INPUT = "images"
 
 @dataclass(frozen=True)
 class _ViewTarget:
-    """What a rank is to show: of one micro-batch, the value or its gradient; nothing where there is no `extent`."""
+    """What a rank shows: a value of one micro-batch or its gradient, or nothing if there is no `extent`."""
 
     extent: Shard | None
     gradient: bool = False
     micro_batch: int = 0
 
     def make_request(self, channel: int, image: int, bound_px: int) -> ViewRequest | None:
-        """As the rank is asked for it, in its own numbers of images."""
+        """Return the request to the rank, with the image index relative to the rank's own images."""
         extent = self.extent
         if extent is None:
             return None
@@ -41,13 +41,13 @@ class _ViewTarget:
         return ViewRequest(extent.name, self.micro_batch, self.gradient, extent.axes, mine, channel, bound_px)
 
     def make_panel(self, rank: RankEvent, seen: ViewResult | None) -> RankPanel:
-        """What came of it."""
+        """Return the panel for the rank's reply."""
         return RankPanel(
             rank.rank, self.extent, self.gradient, seen, "" if seen is not None else self._explain_missing(rank)
         )
 
     def _explain_missing(self, rank: RankEvent) -> str:
-        """Why there is nothing to be seen."""
+        """Return the reason why there is nothing to show."""
         if rank.did is None:
             return "nothing has come to it yet"
         if self.extent is not None:
@@ -57,7 +57,7 @@ class _ViewTarget:
 
 @dataclass(frozen=True)
 class StepInspector:
-    """Looks at a step: `steps` are what each rank does in it, `ask(what, per_rank)` calls that of its walk on all."""
+    """Inspects a step: `steps` are each rank's instructions, `ask(what, per_rank)` calls its stepper on all ranks."""
 
     extents: ShardIndex
     steps: Sequence[Sequence[StepLabel]]
@@ -65,11 +65,11 @@ class StepInspector:
     ask: Callable[[str, Sequence[tuple[Any, ...]]], list[Any]]
 
     def make_view(self, event: StepEvent, show: str, channel: int, image: int, bound_px: int) -> StepView:
-        """See `mpi4dl_nb.step_debugger.Stepping.view`; `event` is where the step is."""
+        """See `mpi4dl_nb.step_debugger.StepDebugger.view`; `event` is the current position of the step."""
         if show not in SHOWN:
             raise PlanError(f"show={show!r} is unknown. Choose one of {', '.join(SHOWN)}.")
         asked = [self._choose_target(rank, show) for rank in event.ranks]
-        answers = self.ask("look", [(each.make_request(channel, image, bound_px),) for each in asked])
+        answers = self.ask("view", [(each.make_request(channel, image, bound_px),) for each in asked])
         panels = tuple(
             each.make_panel(rank, seen) for rank, each, (seen, _) in zip(event.ranks, asked, answers, strict=True)
         )
@@ -86,7 +86,7 @@ class StepInspector:
         return _ViewTarget(self.extents.find_step_shard(rank.rank, did), gradient, did.work.micro_batch)
 
     def _choose_input(self, rank: int) -> _ViewTarget:
-        """Of a rank that has done nothing yet, the images that it begins with."""
+        """Return the input images of a rank that has executed nothing yet."""
         first: PipelineAction | None = next((place.work for place in self.steps[rank] if place.work), None)
         if first is None:
             return _ViewTarget(None)
@@ -94,26 +94,27 @@ class StepInspector:
         return _ViewTarget(extent, False, first.micro_batch)
 
     def assemble_tensor(self, name: str, gradient: bool, micro_batch: int) -> Tensor:
-        """See `mpi4dl_nb.step_debugger.Stepping.tensor`."""
+        """See `mpi4dl_nb.step_debugger.StepDebugger.tensor`."""
         found = list(self.extents.find_shards(micro_batch, name))
         asked = {rank: extent.name for rank, extent in found}
-        tensors = self.ask("tensor", [(asked.get(rank), micro_batch, gradient) for rank in range(len(self.steps))])
+        tensors = self.ask("get_tensor", [(asked.get(rank), micro_batch, gradient) for rank in range(len(self.steps))])
         there = [(extent, tensors[rank]) for rank, extent in found if tensors[rank] is not None]
         what = "the gradient of " * gradient + repr(name)
+        # A gradient may be partial: ranks that have not contributed yet count as zero. A value must be complete.
         if not there or (not gradient and len(there) < len(found)):
             raise PlanError(
                 f"Not all ranks hold {what} of micro-batch {micro_batch} now: it is not made yet, is gone "
                 "already, or is never kept, being used up where it is made. Go on, or restart; layers keep their ends."
             )
         if found[0][1].axes is None and found[0][1].images is None and not gradient:
-            return there[0][1]  # all hold the same
+            return there[0][1]  # replicated: every rank holds the same
         return assemble_shards(there, adds=gradient)
 
 
 def _match_effects(
     event: StepEvent, landed: Sequence[Sequence[MessageEffect]]
 ) -> Iterator[tuple[Transfer, MessageEffect]]:
-    """What each message of the last instructions did where it arrived."""
+    """Iterate over the messages of the last instructions, with the effect of each on the rank that received it."""
     for transfer in event.transfers:
         found = [each for each in landed[transfer.target] if each.move == transfer.move]
         yield transfer, found[0] if found else MessageEffect(transfer.move, None, None, None)

@@ -1,7 +1,4 @@
-"""What a `fit` goes through: batches that the notebook sends, or images that ranks read.
-
-A course can go on from a `place` where it has been. `is_over` where its last step found that the epoch has ended.
-"""
+"""Train loops of a `fit`: over batches that the notebook sends, or over images that the ranks read."""
 
 from __future__ import annotations
 
@@ -46,16 +43,16 @@ Evaluate = Callable[[], Scores | None]
 
 
 def is_images(data: object) -> bool:
-    """Whether ranks can read it by themselves, image by image."""
+    """Return whether ranks can read `data` by themselves, image by image."""
     return all(hasattr(data, name) for name in ("classes", "__len__", "name", "shape", "part", "label", "mask"))
 
 
 class BatchLoop:
-    """Goes through batches, as often as it is asked to, in epochs of at most `limit`. `evaluate` as in `Course`.
+    """Train loop over batches, in epochs of at most `limit` steps. `evaluate` as in `engines.train_loop.TrainLoop`.
 
-    A batch of fewer images than a step takes is left out (`drop_last`), or trained with a program of its own. One that
-    comes before any full one is an error: whoever gives batches of another size than the plan's has not meant that.
-    Raises ImageError or PlanError where sizes that are known beforehand do not fit.
+    A batch with fewer images than a step takes is left out (`drop_last`), or trained by a program of its own size. Such
+    a batch before any full one is an error: batches of another size than the plan's are then not intended. Raises
+    ImageError or PlanError if sizes that are known beforehand do not fit.
     """
 
     bad: Sequence[str] = ()
@@ -78,7 +75,7 @@ class BatchLoop:
         self._seek((0, 0))
 
     def _prepare_sizes(self) -> None:
-        """Have ranks know the sizes that will come."""
+        """Prepare the ranks for the step sizes that will come."""
         for count in {} if self.drop_last or not self.known else dict.fromkeys(self.known[: self.limit]):
             self.training.make_ready(count)
 
@@ -91,34 +88,34 @@ class BatchLoop:
 
     @property
     def place(self) -> tuple[int, int]:
-        """The epoch, and how many of its batches are done."""
+        """The current epoch, and the number of its batches that are done."""
         return self.epoch, self.number
 
     def resume(self, place: tuple[int, int]) -> None:
-        """Go on from a place it has been at. Further back the batches must come in the same order again."""
-        self._prepare_sizes()  # for ranks that were started anew
+        """Resume from an earlier or the current position. To go back, the batches must come in the same order again."""
+        self._prepare_sizes()  # restarted ranks have lost their programs for smaller steps
         if place != self.place:
             self._seek(place)
 
     def _seek(self, place: tuple[int, int]) -> None:
         self.epoch, self.number = place
-        # What gives each batch once goes on where it is.
+        # An iterator cannot be rewound: it continues where it is.
         self.batches = self._kept or islice(self._skip_dropped(self.data), self.number, None)
-        self._batch: Batch | None = None  # the one that is worked on
+        self._batch: Batch | None = None  # the current batch, kept for a retry until its step succeeds
 
     @property
     def steps(self) -> int | None:
-        """Of one epoch, as far as that is known."""
+        """The number of steps of one epoch; None if unknown."""
         kept = [count for count in self.known or () if count == self.full or not self.drop_last]
         known = len(kept) if self.known else len(self.data) if isinstance(self.data, Sized) else self.limit
         return known if known is None or self.limit is None else min(known, self.limit)
 
     def count_steps(self, epochs: int) -> int | None:
-        """The steps of so many epochs, as far as that is known."""
+        """Return the number of steps of `epochs` epochs; None if unknown."""
         return None if self.steps is None else epochs * self.steps
 
     def step(self) -> StepResult | None:
-        """One step on the next batch; waiting for it is waiting for data."""
+        """Run one step on the next batch, and count the time until that batch is there as waiting for data."""
         start_s = time.perf_counter()
         if self._batch is None and self.number != self.limit:
             self._batch = next(self.batches, None)
@@ -147,17 +144,17 @@ class BatchLoop:
         self.is_over = True
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there are no resources to release."""
 
 
 # ---- images that the ranks read
 
 
 class ImageLoop:
-    """Has every rank read its own part of `images`, step by step. `evaluate` as in `Course`.
+    """Train loop in which every rank reads its own part of `images`. `evaluate` as in `engines.train_loop.TrainLoop`.
 
-    It begins where `state` says, and with the next epoch where that is the end of one. After each step `place`, and the
-    training's `feed_state`, say where the next begins.
+    The loop starts at the position `state`, or with the next epoch if `state` is the end of one. After each step,
+    `place` and the training's `feed_state` hold the position of the next step.
     """
 
     def __init__(
@@ -176,10 +173,10 @@ class ImageLoop:
         self.steps = min(whole, feeding.steps or whole)
         self.is_over = False
         self._begin(state, anew=True)
-        self.done = self.place["step"]  # of the epoch that has begun
+        self.done = self.place["step"]  # steps already done of a resumed epoch
 
     def resume(self, place: Mapping[str, Any]) -> None:
-        """Have the ranks read from there on."""
+        """Let the ranks read from an earlier position on."""
         self._begin(place, anew=False)
 
     def _begin(self, place: Mapping[str, Any] | None, anew: bool) -> None:
@@ -191,14 +188,14 @@ class ImageLoop:
         self.updates, self.place = told[0]
 
     def count_steps(self, epochs: int) -> int:
-        """The steps of so many epochs, of which the first may have begun."""
+        """Return the number of steps left in `epochs` epochs, the first of which may have started."""
         return epochs * self.steps - self.done
 
     def step(self) -> StepResult | None:
-        """One step on all ranks."""
+        """Run one step on all ranks."""
         with explain_loss(self.training.cluster, self.training.name):
             answers = self.training.cluster.call(_run_step, self.training.name, self.training.steps)
-        if isinstance(answers[0].heard, NotReady):  # bad images were left out, and so fewer are left over
+        if isinstance(answers[0].heard, NotReady):  # bad images were skipped: the last step is smaller
             self.training.make_ready(answers[0].heard.images)
             return self.step()
         self.bad = (*self._known, *(text for text in answers[0].bad if text not in self._known))
@@ -212,7 +209,7 @@ class ImageLoop:
         return merge_stats(heard)
 
     def close(self) -> None:
-        """Have the ranks' workers end. Where ranks have died, theirs have too."""
+        """End the loader workers on the ranks. If ranks have died, their workers have ended too."""
         with suppress(RankError):
             updates = self.training.cluster.call(end_rank_loop, self.training.name)
             if set(updates) != {self.updates}:
@@ -224,7 +221,7 @@ class ImageLoop:
 
 
 def check_classes(images: LabelledImages, graph: ModelGraph) -> None:
-    """Raises ImageError where the loss takes the labels for class numbers, and there are more classes than it knows."""
+    """Raise ImageError if the loss takes labels as class indices and there are more classes than the loss has."""
     check_ignored(images, find_ignored_label(graph))
     few = min((numbers.classes for numbers in find_label_specs(graph)), default=images.classes)
     if few < images.classes:
@@ -237,9 +234,9 @@ def check_classes(images: LabelledImages, graph: ModelGraph) -> None:
 def choose_resume_state(
     state: Mapping[str, Any] | None, images: LabelledImages, seed: int | None
 ) -> Mapping[str, Any] | None:
-    """Where a training goes on: in the middle of an epoch, or with the next one; None where it begins anew.
+    """Return the position to resume from, in an epoch or at the start of the next; None to start from scratch.
 
-    Raises ImageError where an epoch of other images, or of another seed, has not come to its end.
+    Raises ImageError if an unfinished epoch used other images or another seed.
     """
     if state is None or (state["images"] == len(images) and seed in (None, state["seed"])):
         return state
@@ -252,9 +249,9 @@ def choose_resume_state(
 
 
 def get_rank_training(host: RankServer, name: str, steps: int | None = None) -> RankTraining:
-    """The training of that name on a rank. Raises PlanError where there is none, or where it is not `steps` steps old.
+    """Return a rank's training by name. Raises PlanError if there is none, or if it has not done exactly `steps` steps.
 
-    Ranks that fail while they change their weights may have changed some.
+    If a step fails during the update, some ranks may have changed their weights and others not.
     """
     if name not in host.trainings:
         raise PlanError(
@@ -272,7 +269,7 @@ def get_rank_training(host: RankServer, name: str, steps: int | None = None) -> 
 
 @dataclass(frozen=True)
 class _StepReply:
-    """What a rank says of a step: `heard` is None where the epoch is over, Unready where nothing was done."""
+    """Reply of a rank to a step: `heard` is None at the end of an epoch, and NotReady if no step was run."""
 
     heard: RankStepStats | NotReady | None
     report: StepReport | None
@@ -290,7 +287,7 @@ def _begin(
     state: Mapping[str, Any] | None,
     anew: bool,
 ) -> tuple[int, Mapping[str, Any]]:
-    """How often the ranks have changed their weights, and where the images go on."""
+    """Start a loader on a rank; return the number of updates done, and the position in the images."""
     end_rank_loop(host, name)
     course = host.courses[name] = RankTrainLoop(host.world, get_rank_training(host, name), specs, images, feeding)
     if state is not None:
@@ -306,7 +303,7 @@ def _run_step(host: RankServer, name: str, steps: int) -> _StepReply:
 
 
 def end_rank_loop(host: RankServer, name: str) -> int:
-    """End the workers of a training, if it has any; how often it has changed its weights."""
+    """End the loader workers of a training, if it has any, and return its number of updates."""
     if (course := host.courses.pop(name, None)) is not None:
         course.close()
     return course.updates if course else 0

@@ -1,7 +1,7 @@
-"""Ends clusters that a notebook cannot reach any more, although IPython keeps what cells have returned (`Out`, `_`).
+"""End clusters that a notebook can no longer reach, although IPython keeps what cells returned (`Out`, `_`).
 
-Where a cell that starts a cluster is run again, the new one takes the name of the old one. That ends then, unless
-another name leads to it, such as that of a training.
+If a cell that starts a cluster is run again, the new cluster takes the variable of the old one. The old cluster is then
+ended, unless another name refers to it, such as that of a training.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from mpi4dl_nb.user_modules import is_user_module
 
 __all__ = ["find_holder_name", "watch_notebook"]
 
-_KEPT = re.compile(r"_+(i+|\d+|i\d+|ih|oh|dh)?|In|Out")  # names under which IPython keeps what cells had and returned
-_MOST = 20_000  # objects: what is held by more is taken to be in use
+_KEPT = re.compile(r"_+(i+|\d+|i\d+|ih|oh|dh)?|In|Out")  # names under which IPython keeps inputs and results of cells
+_MOST = 20_000  # objects visited: what takes more is considered to be in use
 THREAD = "a thread"
 
 
 def watch_notebook() -> None:
-    """From now on look after each cell, where this process is a notebook's."""
+    """Check for unreachable clusters after each cell from now on, if this process is a notebook's."""
     shell = _get_shell()
     if shell is not None and _end_unreachable not in shell.events.callbacks["post_run_cell"]:
         shell.events.register("post_run_cell", _end_unreachable)
@@ -36,7 +36,7 @@ def _get_shell() -> Any:
 
 
 def _end_unreachable(*result: object) -> None:
-    """End those that no name leads to, but the newest. Say once of a name that keeps one."""
+    """End all clusters but the newest that no name refers to. Report once which name keeps a cluster alive."""
     shell, running = _get_shell(), get_running_clusters()
     for cluster in running[:-1]:
         name = find_holder_name(cluster, shell.user_ns, (shell, *_get_caches(shell.user_ns)), shell.user_ns_hidden)
@@ -58,10 +58,11 @@ def _get_caches(names: Mapping[str, Any]) -> Iterator[object]:
 def find_holder_name(
     thing: object, names: Mapping[str, Any], aside: Collection[object] = (), hidden: Collection[str] = ()
 ) -> str:
-    """The first name, of those that users give, that leads to it by whatever holds it; empty where none does.
+    """Return the first of the user's names from which `thing` is reachable; empty if there is none.
 
-    A module of the user's that holds it counts by the module's name, whether the notebook has that name or not.
-    `THREAD` where a function at work in another thread has it. The objects `aside`, and `hidden` names, do not count.
+    A user's module counts by the module's name, whether the notebook has that name or not. The result is `THREAD` if a
+    function that runs in another thread refers to it. References through the objects `aside` and the names `hidden` are
+    ignored.
 
     >>> thing = {"kept": []}
     >>> (
@@ -79,6 +80,8 @@ def find_holder_name(
         elif isinstance(module, ModuleType):
             modules.append(vars(module))
     seen = {id(each) for each in (thing, names, given, at_work, *aside, *modules)}
+    # Breadth-first search backwards along references, from `thing` towards a named object. The namespaces that must not
+    # count (IPython's caches, other modules) are marked as seen beforehand, which cuts these paths off.
     edge = [thing]
     while edge and len(seen) < _MOST:
         for each in edge:
@@ -91,7 +94,7 @@ def find_holder_name(
 
 
 def _find_referrers(things: list[object], seen: set[int]) -> list[object]:
-    """What refers to things, but for what is on the way here and what was seen."""
+    """Return what refers to `things`, except for objects of this search itself and those seen before."""
     found = [
         each
         for each in gc.get_referrers(*things)
@@ -109,7 +112,7 @@ def _is_same(one: object, other: object) -> bool:
 
 
 def _get_thread_locals() -> set[int]:
-    """What the functions have that other threads are in."""
+    """Return the ids of the local variables of all functions running in other threads."""
     found: set[int] = set()
     for thread, top in sys._current_frames().items():
         frame: FrameType | None = top if thread != get_ident() else None

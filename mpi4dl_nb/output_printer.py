@@ -1,4 +1,4 @@
-"""Shows what ranks have printed, in the cell or the terminal that they work for, with the rank before each line."""
+"""Print the output of ranks in the cell or terminal that started their work, with the rank before each line."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from engines.output import OutputLine, RateLimiter
 __all__ = ["OutputPrinter"]
 
 
-_RANKS = 4  # as many as print much at once are shown, and something of all
+_RANKS = 4  # rate limit: that of 4 ranks with much output
 
 
 class OutputPrinter:
-    """Prints lines of ranks while they work; of all together no more than a page can take, and none where it is off."""
+    """Prints lines of ranks while they work: no more in total than a page can take, and none if `on` is false."""
 
     def __init__(self, on: bool) -> None:
         self.on, self._meter = on, RateLimiter(_RANKS)
 
     def show(self, lines: Iterable[tuple[int, OutputLine]]) -> None:
-        """Lines and their ranks. Where nothing can be printed they are lost: work goes on."""
+        """Print lines with their ranks. If printing fails, the lines are dropped, and work continues."""
         passed = [(line.stream, self._format_line(rank, line)) for rank, line in lines if self.on]
         for stream, texts in groupby(passed, key=lambda each: each[0]):
             if text := "".join(text for _, text in texts):
                 with suppress(OSError, ValueError):
-                    # Not `print`, which would write into the middle of a progress bar.
+                    # Not `print`, which would write into a progress bar.
                     tqdm.write(text, file=getattr(sys, stream), end="")
 
     def _format_line(self, rank: int, line: OutputLine) -> str:

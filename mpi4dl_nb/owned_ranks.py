@@ -1,4 +1,4 @@
-"""The ranks of this process: they end with the cluster that nobody holds any more, or with the process."""
+"""The ranks that this process owns: they end when their cluster is no longer referenced, or with the process."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ __all__ = ["OwnedRanks", "count_alive_ranks", "get_running_clusters"]
 
 
 class OwnedRanks:
-    """The ranks of a cluster, which is itself held weakly: once it is gone a thread ends them.
+    """The ranks of a cluster. The cluster itself is referenced weakly: once it is collected, a thread ends the ranks.
 
-    A copy of this process, as data loaders make them, has copies of these objects: it ends nothing.
+    A fork of this process, as data loaders make it, has copies of these objects, which never end the ranks.
     """
 
     def __init__(self, cluster: Cluster, ranks: Ranks) -> None:
         self.ranks, self._process, self._ends = ranks, os.getpid(), False
         self.cluster = weakref.ref(cluster)
         self._finalizer = weakref.finalize(cluster, self.end_later)
-        self._finalizer.atexit = False  # `_end_all` does it then
+        self._finalizer.atexit = False  # `_end_all` ends them at exit
         with _lock:
             _held[id(self)] = self
 
     def end(self) -> None:
-        """Return when they have ended."""
+        """End the ranks and wait until they have ended."""
         self._finalizer.detach()
         if os.getpid() != self._process:
             return
@@ -44,14 +44,14 @@ class OwnedRanks:
                 _held.pop(id(self), None)
 
     def end_later(self) -> None:
-        """End them meanwhile. Memory may be collected in any thread, and none of them can wait."""
+        """End the ranks in a thread: objects may be collected in any thread, and none of these can wait."""
         if os.getpid() == self._process:
-            with suppress(RuntimeError):  # no thread can begin where Python itself ends
+            with suppress(RuntimeError):  # no thread can start during interpreter shutdown
                 Thread(target=self.end, name="mpi4dl_nb ending").start()
 
     @property
     def alive(self) -> int:
-        """How many of them are."""
+        """The number of living ranks."""
         return self.ranks.count() - (0 if self._ends else len(self.ranks.find_lost_ranks()))
 
 
@@ -62,15 +62,15 @@ _held: dict[int, OwnedRanks] = {}
 @atexit.register
 def _end_all() -> None:
     for held in list(_held.values()):
-        with suppress(Exception):  # or the others would stay
+        with suppress(Exception):  # an error must not keep the other clusters alive
             held.end()
 
 
 def count_alive_ranks() -> int:
-    """How many ranks of this process are alive, of all its clusters, those that are just ending among them."""
+    """Return the number of living ranks in all clusters of this process, including those that are just ending."""
     return sum(held.alive for held in list(_held.values()))
 
 
 def get_running_clusters() -> list[Cluster]:
-    """Those that have ranks, in the order in which they were started."""
+    """Return the clusters that have ranks, in the order in which they were started."""
     return [cluster for held in list(_held.values()) if (cluster := held.cluster()) is not None]

@@ -1,4 +1,4 @@
-"""Plans tried on the ranks of a cluster: some steps of random images, in turns, timed, and their bytes counted."""
+"""Measure plans on the ranks of a cluster: some interleaved, timed steps on random images, and their peak memory."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ if TYPE_CHECKING:
 __all__ = ["Measurement", "PlanTrial", "ProgressCallback", "ignore_progress", "run_interleaved"]
 
 ProgressCallback = Callable[[int, int], None]
-"""Told what is done, of how much."""
+"""Called with the amount done and the total."""
 
 
 def ignore_progress(done: int, of: int) -> None:
-    """Nobody is told."""
+    """Do nothing."""
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Seconds of each step that counts, and bytes of tensors by rank."""
+    """Seconds of each timed step, and peak bytes of tensors by rank."""
 
     seconds: tuple[float, ...]
     peak_bytes: tuple[int, ...]
 
     @property
     def median_s(self) -> float:
-        """Of a step."""
+        """Median time of a step, in seconds."""
         return statistics.median(self.seconds)
 
 
 @dataclass
 class PlanTrial:
-    """One plan under trial; `failure` says why it ended, if it did."""
+    """Measurement of one plan in progress; `failure` is the reason if it failed."""
 
     cluster: Cluster
     recipe: Callable[[], Recipe]
@@ -58,12 +58,14 @@ class PlanTrial:
 
     @property
     def measured(self) -> Measurement | None:
-        """None where it failed."""
+        """The measurement; None if it failed."""
         return None if self.failure else Measurement(tuple(self._seconds), self.peak_bytes)
 
     def run_turn(self, last: bool = False) -> None:
-        """Two training steps on all ranks: the first brings back into caches what others have pushed out, the second
-        counts. The first turn makes the training, the `last` one counts bytes instead.
+        """Run two training steps on all ranks and time the second one.
+
+        The first step refills the caches that other plans have evicted. The first turn creates the training; the `last`
+        one counts bytes instead.
         """
         if self.failure:
             return
@@ -88,9 +90,9 @@ class PlanTrial:
 def run_interleaved(
     trials: Sequence[PlanTrial], steps: int, seen: ProgressCallback = ignore_progress, count_bytes: bool = True
 ) -> None:
-    """A turn of each, again and again, so that all meet the same disturbances; in the end nothing is left of them.
+    """Run the trials in turns, so that all meet the same disturbances, and free them on the ranks in the end.
 
-    Each takes `steps` turns that are timed, and one that counts bytes.
+    Each trial takes `steps` timed turns, and one that counts bytes.
     """
     rounds = steps + count_bytes
     try:
@@ -106,7 +108,7 @@ def run_interleaved(
 def _drop_trial(trial: PlanTrial) -> None:
     try:
         trial.cluster.call(_drop, trial.name)
-    except Mpi4dlError as error:  # ranks that are lost hold nothing
+    except Mpi4dlError as error:  # lost ranks hold nothing to free
         trial.failure = trial.failure or str(error)
 
 
@@ -125,9 +127,9 @@ def _time_step(host: RankServer, name: str, inputs: Inputs) -> float:
 
 
 def _measure_bytes(host: RankServer, name: str, inputs: Inputs) -> int:
-    """Of tensors, at the fullest moment of a step of a training that is made anew, so that all of it is counted.
+    """Return the peak bytes of tensors in a step of a newly created training, so that all of them are counted.
 
-    As PyTorch runs segments: inside a compiled function nothing can be counted.
+    Segments are not compiled here: allocations inside a compiled function cannot be counted.
     """
     made = host.trainings.pop(name).recipe
     recipe = replace(made, plan=replace(made.plan, compile_segments=False))

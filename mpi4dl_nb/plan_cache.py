@@ -1,4 +1,4 @@
-"""A model under one plan after another: what has been found of it once is not found again."""
+"""Cache of compiled plans for one model, so that nothing is computed twice."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from mpi4dl_nb.cluster import Cluster
 
 __all__ = ["ClusterFit", "CompiledPlan", "PlanCache", "describe_cluster_fit", "pause_gc"]
 
-KEPT = 24  # plans; a program of a large model is some megabytes
+KEPT = 24  # plans; the programs of a large model take some megabytes
 
 
 @dataclass(frozen=True)
 class CompiledPlan:
-    """A plan that fits the model: the program of each rank, and what the rank has to carry.
+    """A plan that fits the model, with the program and the load of each rank.
 
-    `forecast` is of a step on the `machine`, None where there is none that it could be predicted for.
+    `forecast` is that of a step on `machine`; None if there is no machine to predict for.
     """
 
     plan: Plan
@@ -43,28 +43,28 @@ class CompiledPlan:
 
     @property
     def untimed(self) -> CompiledPlan:
-        """Without the times on any machine."""
+        """The same without times on any machine."""
         bare = (replace(load, busy_s=None, wait_s=None) for load in self.loads)
         return replace(self, loads=tuple(bare), machine=None, forecast=None)
 
     def is_counted(self, machine: Machine | None) -> bool:
-        """Whether memory is known, and the time on this machine, if there is one."""
+        """Return whether memory is known, and the time on this machine, if there is one."""
         return self.is_weighed and self.machine is machine
 
 
 class PlanCache:
-    """Compiles plans for one model; the last ones stay known."""
+    """Compiles plans for one model and caches the most recent ones."""
 
     def __init__(self, traces: TraceCache) -> None:
         self.traces = traces
         self._found: dict[Plan, CompiledPlan] = {}
 
     def is_quick(self, plan: Plan) -> bool:
-        """Whether no trace is needed, which takes seconds. Raises PlanError where the batch does not fit the plan."""
+        """Return whether the plan needs no trace, which takes seconds. Raises PlanError if the batch does not fit."""
         return self.traces.has_graph(plan)
 
     def get_compiled(self, plan: Plan) -> CompiledPlan:
-        """Raises PlanError or TraceError where the plan does not fit the model."""
+        """Return the compiled plan. Raises PlanError or TraceError if the plan does not fit the model."""
         found = self._found.pop(plan, None) or self._compile(plan)
         self._keep(found)
         return found
@@ -72,9 +72,9 @@ class PlanCache:
     def predict_costs(
         self, plan: Plan, machine: Machine | None = None, is_asked: Callable[[], bool] = lambda: True
     ) -> CompiledPlan | None:
-        """With the memory of each rank, and its time on a machine; None where that is not asked for any more.
+        """Return the plan with each rank's memory, and its time on a machine; None once `is_asked()` is false.
 
-        Raises TraceError or PlanError where it cannot be counted; memory that could be is known then.
+        Raises TraceError or PlanError if the costs cannot be computed; memory that was computed before is kept.
         """
         found = self.get_compiled(plan)
         if found.is_counted(machine):
@@ -102,7 +102,7 @@ class PlanCache:
 
 
 def _with_machine_times(found: CompiledPlan, machine: Machine | None) -> CompiledPlan:
-    """With the times on a machine in the place of those on another."""
+    """Replace the times by those on `machine`."""
     if machine is None:
         return found.untimed
     made = forecast(found.graph, found.plan, machine)
@@ -111,7 +111,7 @@ def _with_machine_times(found: CompiledPlan, machine: Machine | None) -> Compile
 
 @contextmanager
 def pause_gc() -> Iterator[None]:
-    """Python looks for garbage later: it would in the midst of compiling, and that takes longer than compiling does."""
+    """Disable garbage collection within this context: during compilation it would take longer than compiling itself."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -123,7 +123,7 @@ def pause_gc() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ClusterFit:
-    """How the ranks that a plan needs compare to those of a cluster: in words, and what a button can do about it."""
+    """How the ranks that a plan needs compare with those of a cluster, as text and as a button that can fix it."""
 
     text: str
     button: str
@@ -131,10 +131,10 @@ class ClusterFit:
 
 
 def describe_cluster_fit(needed: int | None, cluster: Cluster | None) -> ClusterFit:
-    """`needed` is None where no plan works yet.
+    """Compare the needed ranks with the cluster's. `needed` is None if no plan works yet.
 
     >>> describe_cluster_fit(6, None)
-    Standing(text='6 ranks needed, none running.', button='Start 6 ranks', helps=True)
+    ClusterFit(text='6 ranks needed, none running.', button='Start 6 ranks', helps=True)
     >>> describe_cluster_fit(6, Cluster(5, backend="loopback").start()).button
     'Resize to 6 ranks'
     """

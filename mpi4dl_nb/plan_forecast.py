@@ -1,4 +1,4 @@
-"""What a plan will cost, before a cluster is started."""
+"""Forecast of a plan's cost, before a cluster is started."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def forecast(
     loss: Loss | None = None,
     optimiser: Optimiser = sgd,
 ) -> Forecast:
-    """A training step under a plan on a machine, which need not be here: its time, its timeline, each rank's memory.
+    """Predict a training step under a plan on a machine, which may be elsewhere: time, timeline, memory of each rank.
 
-    `image_shape` is (N, C, H, W) of a batch. `machine` is what `cluster.calibrate()` has measured, or the name of one
-    that is known, such as "Summit". Raises PlanError, TraceError or ImageError.
+    `image_shape` is (N, C, H, W) of one batch. `machine` is the result of `cluster.calibrate()`, or the name of a known
+    machine, such as "Summit". Raises PlanError, TraceError or ImageError.
 
     >>> from engines.models import resnet20_v1
     >>> from mpi4dl_nb import Plan, forecast

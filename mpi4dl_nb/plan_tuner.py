@@ -1,4 +1,4 @@
-"""Finds the plan for a model, an image and a cluster: all plans are predicted, the best of them measured for real."""
+"""Find the best plan for a model, an image size and a cluster: predict all plans, then measure the best of them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan, what it is predicted to cost, and what it was measured to cost, or why it could not be."""
+    """A plan with its predicted cost and, if it was measured, its measured cost or the reason for its failure."""
 
     forecast: Forecast
     measured: Measurement | None = None
@@ -54,34 +54,35 @@ class Candidate:
 
     @property
     def predicted_images_per_s(self) -> float:
-        """By simulation."""
+        """Images per second by simulation."""
         return self.forecast.images_per_s
 
     @property
     def images_per_s(self) -> float | None:
-        """As measured, None where it was not."""
+        """Images per second as measured; None if not measured."""
         return self.forecast.images / self.measured.median_s if self.measured else None
 
     @property
     def predicted_bytes(self) -> int:
-        """Of the fullest rank."""
+        """Predicted peak memory of the fullest rank, in bytes."""
         return self.forecast.peak_bytes
 
     @property
     def peak_bytes(self) -> int | None:
-        """Of the fullest rank as measured, None where it was not."""
+        """Measured peak memory of the fullest rank, in bytes; None if not measured."""
         return max(self.measured.peak_bytes) if self.measured else None
 
     def compute_pace(self, neutral_batch: int | None) -> float:
-        """Images per second that count, as measured; 0 where nothing was."""
+        """Return the measured throughput in images per second, as limited by `neutral_batch`; 0 if not measured."""
         return compute_throughput(self.forecast.images, self.measured.median_s, neutral_batch) if self.measured else 0.0
 
 
 @dataclass(frozen=True)
 class TuningResult:
-    """All candidates, best first: the measured ones by what was measured, behind them the others by prediction.
+    """All candidates, best first: the measured ones by their measurements, then the others by their predictions.
 
-    `refused` are plans that cannot run, and why; `explanation` says what was predicted of each kind of parallelism.
+    `refused` holds the plans that cannot run, with the reasons. `explanation` describes the prediction for each kind of
+    parallelism.
     """
 
     candidates: tuple[Candidate, ...]
@@ -91,7 +92,7 @@ class TuningResult:
 
     @property
     def best(self) -> Candidate:
-        """The first one."""
+        """The best candidate."""
         return self.candidates[0]
 
     @property
@@ -111,7 +112,7 @@ class TuningResult:
 
 @dataclass(frozen=True)
 class PlanSearchResult:
-    """All plans that fit, the fastest first, why these, and those that cannot run."""
+    """All plans that fit, fastest first, with an explanation, and the plans that cannot run."""
 
     candidates: tuple[Candidate, ...]
     explanation: Explanation
@@ -120,7 +121,7 @@ class PlanSearchResult:
 
 @dataclass
 class PlanTuner:
-    """A model and images whose plans are looked for, on a cluster; graphs are traced once for each micro-batch."""
+    """Searches plans for a model and images on a cluster. Graphs are traced once per micro-batch size."""
 
     model: nn.Module
     image_shape: Sequence[int]
@@ -132,7 +133,7 @@ class PlanTuner:
     _graphs: dict[tuple[int, int, str], ModelGraph] = field(default_factory=dict)
 
     def get_graph(self, plan: Plan) -> ModelGraph:
-        """The traced micro-batch of a plan."""
+        """Return the traced graph of one micro-batch of a plan."""
         key = plan.parts, plan.local_dp, plan.precision
         if key not in self._graphs:
             loss = self.loss or nn.CrossEntropyLoss()
@@ -142,10 +143,10 @@ class PlanTuner:
     def find(
         self, rank_bytes: int | None = None, seen: ProgressCallback = ignore_progress, neutral_batch: int | None = None
     ) -> PlanSearchResult:
-        """All plans for the cluster's ranks, predicted.
+        """Predict all plans for the ranks of the cluster.
 
-        `rank_bytes`: what a rank may use, an equal share of the machine's memory if it is None. `neutral_batch`: as in
-        `tune`. Raises PlanError where no plan can run.
+        `rank_bytes` is the memory that a rank may use; None: an equal share of the machine's memory. `neutral_batch`:
+        as in `tune`. Raises PlanError if no plan can run.
         """
         if neutral_batch is not None and neutral_batch < 1:
             raise PlanError(
@@ -168,7 +169,7 @@ class PlanTuner:
         seen: ProgressCallback = ignore_progress,
         count_bytes: bool = True,
     ) -> list[Candidate]:
-        """The same ones, trained for some steps on the ranks. A plan that fails is told with its failure."""
+        """Measure candidates by training some steps on the ranks. A plan that fails is returned with its failure."""
         trials = [PlanTrial(self.cluster, self._make_recipe_factory(each.plan)) for each in candidates]
         run_interleaved(trials, steps, seen, count_bytes)
         return [
@@ -197,15 +198,15 @@ def tune(
     progress: bool = True,
     neutral_batch: int | None = None,
 ) -> TuningResult:
-    """The plan that trains most images per second on all ranks of the cluster.
+    """Find the plan that trains most images per second on all ranks of the cluster.
 
-    Every plan that makes sense for them is predicted on the machine as calibrated; of those that fit into `rank_bytes`
-    of each rank (None: its share of the machine's memory), the `top` ones are trained for `steps` steps of random
-    images, in turns. Where updates of more than `neutral_batch` images would cost accuracy, what counts is the time for
-    so many: a plan whose step has more gains nothing by it, one with fewer takes several steps for an update.
-    The rest as in `Training`. `.plan` is the best, and `.explanation` says in words what was predicted of each kind of
-    parallelism; the result shows itself as a table, with these words.
-    Raises PlanError where no plan can run or fits, TraceError, or RankError where the ranks are lost.
+    Every plan that makes sense for the ranks is predicted on the machine as calibrated. Of those that fit into
+    `rank_bytes` per rank (None: its share of the machine's memory), the `top` best are trained, interleaved, for
+    `steps` steps on random images. If updates of more than `neutral_batch` images would cost accuracy, plans are
+    compared by the time for that many images: a plan with more images per step gains nothing by it, and one with fewer
+    takes several steps per update. The other arguments are those of `Training`. `.plan` of the result is the best plan,
+    and `.explanation` describes the prediction for each kind of parallelism; a notebook shows the result as a table
+    with this text. Raises PlanError if no plan can run or fits, TraceError, or RankError if the ranks are lost.
 
     >>> from engines.models import resnet20_v1
     >>> from mpi4dl_nb import Cluster, tune
@@ -229,7 +230,7 @@ def tune(
 
 @contextmanager
 def make_progress_bar(unit: str, progress: bool = True) -> Iterator[ProgressCallback]:
-    """A bar of how far it is, which is gone in the end."""
+    """Show a progress bar while the context is open, and yield its callback."""
     with tqdm(unit=f" {unit}", disable=not progress, leave=False) as shown:
 
         def report_progress(done: int, of: int) -> None:
@@ -240,7 +241,7 @@ def make_progress_bar(unit: str, progress: bool = True) -> Iterator[ProgressCall
 
 
 def sort_candidates(candidates: Iterable[Candidate], neutral_batch: int | None = None) -> tuple[Candidate, ...]:
-    """The measured ones by what was measured, then the others by prediction; those that failed last."""
+    """Sort candidates: the measured ones by measurement, then the others by prediction, and those that failed last."""
 
     def get_sort_key(each: Candidate) -> tuple[bool, float, float]:
         return bool(each.failure), -each.compute_pace(neutral_batch), -each.forecast.compute_throughput(neutral_batch)
@@ -249,7 +250,7 @@ def sort_candidates(candidates: Iterable[Candidate], neutral_batch: int | None =
 
 
 def count_optimiser_states(optimiser: Optimiser, model: nn.Module, loss: object = None) -> int:
-    """How many numbers an optimiser keeps for each weight of a model and its loss after a step. Raises PlanError.
+    """Return the count of numbers that an optimiser keeps per weight of a model and its loss. Raises PlanError.
 
     >>> count_optimiser_states(sgd, nn.Conv2d(3, 8, 3))
     1
@@ -258,6 +259,6 @@ def count_optimiser_states(optimiser: Optimiser, model: nn.Module, loss: object 
 
 
 def replace_measured(candidates: Iterable[Candidate], measured: Iterable[Candidate]) -> list[Candidate]:
-    """The candidates, with those in the place of others whose plans were measured (again)."""
+    """Replace those candidates whose plans were measured (again)."""
     by_plan = {each.plan: each for each in measured}
     return [by_plan.get(each.plan, each) for each in candidates]

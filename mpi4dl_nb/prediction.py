@@ -1,4 +1,4 @@
-"""What a training says of images: batches under its own plan, pictures of any size tile after tile."""
+"""Prediction with a training's weights: batches under its own plan, pictures of any size tile by tile."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ if TYPE_CHECKING:
 
 __all__ = ["drop", "is_batch", "predict_batch", "predict_picture"]
 
-ARRAY_BYTES = 1 << 29  # a prediction that is larger goes to a file
+ARRAY_BYTES = 1 << 29  # a larger prediction must be written to a file
 
 
 def is_batch(source: Any) -> bool:
-    """Whether these are images as a training step takes them: (N, C, H, W)."""
+    """Return whether `source` is images as a training step takes them: (N, C, H, W)."""
     return isinstance(source, Tensor | np.ndarray) and source.ndim == 4
 
 
 def predict_batch(training: Training, images: Any, held: Callable[[RankServer, str], RankTraining]) -> Tensor:
-    """`model.eval()(images)` with the weights as they are now; `held` finds the training on a rank."""
+    """Return `model.eval()(images)` with the current weights; `held` returns the training on a rank."""
     images = torch.as_tensor(images).detach()
     batch = training.recipe.graph.inputs["images"].shape
     if images.shape[1] != batch[1] or not images.numel():
@@ -66,6 +66,7 @@ def predict_batch(training: Training, images: Any, held: Callable[[RankServer, s
     training.cluster.call(_prepare, training.name, held, recipe)
     found = []
     for part in images.to(getattr(torch, training.plan.held_in)).split(count):
+        # Programs have a fixed batch size: fill the last part up with repeated images, and drop their predictions.
         filled = part[torch.arange(count) % len(part)]
         parts = [(cut_inputs(program, {"images": filled}),) for program in programs]
         told = training.cluster.call(_predict, training.name, per_rank=parts)
@@ -77,7 +78,7 @@ def predict_picture(
     training: Training, source: Source, held: Callable[[RankServer, str], RankTraining], to: str | PathLike[str] | None,
     region: Sequence[int] | None, level: int, kind: str, memory_mb: int, progress: bool,
 ) -> TiledPrediction:  # fmt: skip
-    """A region of a picture, tile after tile, on all ranks of the training."""
+    """Predict a region of a picture tile by tile on all ranks of the training."""
     check_kind(kind)
     where = make_absolute(source) if isinstance(source, str | PathLike) else source
     asked = make_padded_region(open_image(where), region, level)
@@ -97,7 +98,7 @@ def predict_picture(
 
 
 def _check_small(recipe: Recipe, ask: PredictionRequest) -> None:
-    """Raises PlanError where an answer for each pixel is more than an array should hold."""
+    """Raise PlanError if a per-pixel prediction is larger than an array should be."""
     spec = recipe.graph.specs[recipe.graph.prediction]
     if len(spec.shape) < 4:
         return

@@ -1,4 +1,4 @@
-"""What is known of a `fit` while it runs: gathered step by step, shown from time to time."""
+"""State of a running `fit`: recorded step by step, and displayed from time to time."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ __all__ = ["Progress", "ProgressRecorder", "RefreshRate"]
 
 @dataclass(frozen=True)
 class Progress:
-    """A `fit` as it is now: what all its steps told so far, and the `reports` of the ranks on the last one.
+    """Snapshot of a `fit`: the results of all steps so far, and the `reports` of the ranks on the last one.
 
-    `speeds` are images per second of each step, waiting for images included. `in_epoch` is the epoch under way, and
-    `ends` after how many steps each of `epochs` was over. `one_process`: all ranks are threads of one, and share its
-    memory.
+    `speeds` are images per second of each step, including the wait for images. `ends` holds the number of steps after
+    which each of `epochs` ended. `one_process`: all ranks are threads of one process and share its memory.
     """
 
     plan: Plan
@@ -43,7 +42,7 @@ class Progress:
 
 @dataclass
 class ProgressRecorder:
-    """Gathers what becomes a Progress: told by one thread, asked by another."""
+    """Records events and returns Progress snapshots. Thread-safe: one thread records while another one reads."""
 
     plan: Plan
     one_process: bool = False
@@ -59,10 +58,10 @@ class ProgressRecorder:
 
     def __post_init__(self) -> None:
         self._start_s = self._now_s = time.perf_counter()
-        self._first_s = 0.0  # when the first step was over
+        self._first_s = 0.0  # end of the first step
 
     def add(self, event: TrainingEvent, reports: Sequence[StepReport]) -> None:
-        """One event more. What lies between an epoch and the next step is no time of that step."""
+        """Record an event. The time between an epoch's end and the next step does not count for that step."""
         before_s, now_s = self._now_s, time.perf_counter()
         with self._lock:
             self._now_s = now_s
@@ -81,7 +80,7 @@ class ProgressRecorder:
                     del self.losses[steps:], self.speeds[steps:], self.epochs[epochs:], self.ends[epochs:]
 
     def get_progress(self, state: str, running: bool) -> Progress:
-        """All of it, as it is now."""
+        """Return a snapshot of the current state."""
         with self._lock:
             return Progress(
                 self.plan, state, running, self.total, tuple(self.losses), tuple(self.speeds), self.last,
@@ -90,7 +89,7 @@ class ProgressRecorder:
             )  # fmt: skip
 
     def _estimate_left_s(self) -> float | None:
-        """By what steps took so far, the judging between epochs included; the first one, which prepares, is not."""
+        """Estimate the remaining seconds from all steps but the first, which includes the setup; evaluations count."""
         done = len(self.losses)
         if self.total is None or done < 2:
             return None
@@ -98,9 +97,9 @@ class ProgressRecorder:
 
 
 class RefreshRate:
-    """When to draw again: once in `every_s` at most, and so seldom that it takes no more than a `share` of all cores.
+    """Limits redrawing to once in `every_s` seconds, and to a `share` of the processor time of all cores.
 
-    Ranks on this machine have the rest.
+    The rest is left to the ranks on this machine.
     """
 
     def __init__(self, share: float, every_s: float = 1.0) -> None:
@@ -109,7 +108,7 @@ class RefreshRate:
 
     @contextmanager
     def begin_refresh(self) -> Iterator[bool]:
-        """Whether it is time. What this thread computes within it is what drawing costs."""
+        """Yield whether to draw now, and measure the processor time of this thread as the cost of drawing."""
         start_s = time.thread_time()
         due = time.perf_counter() >= self._due_s
         yield due

@@ -1,4 +1,4 @@
-"""A bar that shows how a `fit` goes."""
+"""The progress bar of `fit`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["ProgressBar"]
 
 
 class ProgressBar:
-    """A bar that shows loss and images per second, and a line for each epoch; not `shown`, it tells of bad images."""
+    """Callback that shows loss and images per second, and a line per epoch; not `shown`, only bad images."""
 
     stops = False
 
@@ -25,11 +25,11 @@ class ProgressBar:
         self.shown, self.images = shown, 0
 
     def begin(self, training: Training, total: int | None) -> None:
-        """An empty bar."""
+        """Show an empty bar."""
         self.bar, self.start_s = tqdm(total=total, unit="step", disable=not self.shown), time.perf_counter()
 
     def heard(self, event: TrainingEvent) -> None:
-        """One step more, or a line."""
+        """Advance the bar by a step, or print a line."""
         match event:
             case SkippedImage():
                 tqdm.write(f"Left out from now on: {event.text}")
@@ -46,5 +46,5 @@ class ProgressBar:
                 tqdm.write(str(event))
 
     def end(self, outcome: History | BaseException) -> None:
-        """It stays as it is."""
+        """Close the bar, which stays visible."""
         self.bar.close()

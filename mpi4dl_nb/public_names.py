@@ -1,4 +1,4 @@
-"""What completion offers of our objects: short lists of names."""
+"""Names that completion offers for the public objects."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ __all__ = ["get_public_names"]
 
 
 def get_public_names(thing: object) -> list[str]:
-    """Without what is not for users."""
+    """Return the sorted names of an object without private ones."""
     return sorted(name for name in object.__dir__(thing) if not name.startswith("_"))

@@ -1,4 +1,4 @@
-"""What a `fit` does about a failure: the cluster is healed, and the training goes on from where it was whole."""
+"""Recovery of a `fit` after failures: heal the cluster, and resume the training from its last consistent state."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 __all__ = ["FAILURE_POLICIES", "FailureRecovery", "FitPosition", "choose_plan", "is_whole"]
 
 FAILURE_POLICIES = ("raise", "heal", "shrink")
-"""What to do where ranks fail: tell; start dead ones anew; or go on without them."""
+"""Policies for failed ranks: raise the error, restart dead ranks, or continue without them."""
 
-_TRIES = 3  # ranks that fail while they are healed
-_FAILURES = 3  # without a step more than before
+_TRIES = 3  # attempts, if ranks fail again during recovery
+_FAILURES = 3  # failures without a further completed step
 
 
 @dataclass(frozen=True)
 class FitPosition:
-    """How far a `fit` has come: `steps` and `epochs` that are done, `begun` are the steps of the epoch under way.
+    """Position of a `fit`: the numbers of `steps` and `epochs` done, and the steps of the current epoch (`begun`).
 
-    `place` is where its course is; `is_over`: at the end of an epoch that is not told yet.
+    `place` is the position of its train loop. `is_over`: at the end of an epoch that has not been reported yet.
     """
 
     steps: int
@@ -45,25 +45,25 @@ class FitPosition:
 
 
 class FailureRecovery:
-    """Heals a training that is saved by `keeper`; `renew` makes anew what else the ranks hold for it.
+    """Recovers a training that saves checkpoints; `renew` restores what else the ranks hold for it.
 
-    `fewer`: without the ranks that have died. `mark` is where it goes on.
+    `fewer`: continue without the ranks that have died. `mark` is the position to resume from.
     """
 
     def __init__(self, training: Training, fewer: bool, renew: Callable[[], None]) -> None:
         self.training, self.fewer, self.renew = training, fewer, renew
         self.mark = FitPosition(0, 0, (), None, is_over=False)
-        self._saved: list[tuple[FitPosition, Path]] = []  # the newest last
-        self._passed_over: list[str] = []  # of the last healing: checkpoints that are damaged, and why
-        self._failed: list[tuple[int, int | None]] = []  # steps done and rank, of failures without a step more since
+        self._saved: list[tuple[FitPosition, Path]] = []  # newest last
+        self._passed_over: list[str] = []  # damaged checkpoints that the last recovery skipped, with the reasons
+        self._failed: list[tuple[int, int | None]] = []  # (steps done, rank) of failures since the last step
 
     def record_checkpoint(self, mark: FitPosition, path: Path) -> None:
-        """There is a checkpoint of it."""
+        """Record the checkpoint of a position."""
         there = [each for each in self._saved if each[1].exists() and each[1] != path]
         self._saved = [*there, (mark, path)]
 
     def heal(self, error: RankError, course: BatchLoop | ImageLoop, now: FitPosition) -> Recovered:
-        """All ranks hold the training again, and the course goes on. Raises the error where that can't help."""
+        """Restore the training on all ranks and reposition its loop. Raises the error if recovery cannot help."""
         start_s = time.perf_counter()
         self._check_repeated(error)
         self._passed_over.clear()
@@ -81,7 +81,7 @@ class FailureRecovery:
         return Recovered(" ".join([text, *self._passed_over]), self.mark.steps, self.mark.epochs)
 
     def _check_repeated(self, error: RankError) -> None:
-        """A loss that is not a number comes again, and so does what comes again and again in the same place."""
+        """Raise the error if it would recur: a non-finite loss, or a repeated failure in the same place."""
         if type(error) is not RankError:
             raise error
         here = self.training.steps, error.rank
@@ -98,6 +98,8 @@ class FailureRecovery:
         training = self.training
         cluster = training.cluster.heal(self.fewer)
         self.mark = now
+        # The ranks keep their state if none died and none was caught within an update. Otherwise weights are lost or
+        # inconsistent between ranks, and only a checkpoint has them whole.
         if not is_whole(training):
             plan = training.plan if cluster.n == training.plan.ranks else choose_plan(training, cluster.n)
             self._load(plan)
@@ -106,7 +108,7 @@ class FailureRecovery:
         self.renew()
 
     def _load(self, plan: Plan) -> None:
-        """Go back to the newest checkpoint that is whole. Raises DamagedError where none is, others as they are."""
+        """Load the newest undamaged checkpoint. Raises DamagedError if there is none; other errors are passed on."""
         wrong: list[DamagedError] = []
         for mark, path in reversed(self._saved):
             try:
@@ -123,7 +125,7 @@ class FailureRecovery:
 
 
 def is_whole(training: Training) -> bool:
-    """Whether all ranks hold a training, and have changed its weights as often as the notebook knows of."""
+    """Return whether all ranks hold the training, with exactly as many updates as the notebook has counted."""
     return set(training.cluster.call(_get_updates, training.name)) == {training.steps}
 
 
@@ -132,9 +134,9 @@ def _get_updates(host: RankServer, name: str) -> int | None:
 
 
 def choose_plan(training: Training, ranks: int) -> Plan:
-    """The plan for so many ranks that is predicted to be the fastest of those that compute the same as the training's.
+    """Return the plan for `ranks` ranks that is predicted to be fastest among those that compute the same as now.
 
-    These are as many batches and micro-batches. Raises PlanError where there is none.
+    Such plans have the same numbers of batches and micro-batches. Raises PlanError if there is none.
     """
     now, batch = training.plan, training.recipe.graph.inputs["images"].shape[0] * training.plan.parts
     kept = ("precision", "checkpoint_activations", "offload_activations", "compile_segments", "sync_batchnorm")

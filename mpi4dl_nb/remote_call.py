@@ -1,4 +1,4 @@
-"""One function under way on all ranks: who has answered, who has failed, and the error that tells it."""
+"""One function call on all ranks: collects the replies, detects failures and hangs, and builds the error."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from mpi4dl_nb.launch.guard_reports import RankExit, StalledRank
 
 __all__ = ["CallInterrupted", "Ranks", "RemoteCall"]
 
-_LOOK_S = 0.02  # a death is looked for this often; an answer is noticed at once
-_STOP_S = 0.8  # an interrupt waits this long for ranks to come back, so that they are ready again when it is told
-_END_S = 2.0  # for those that were ended to be gone
-_GRACE_S = 0.35  # after a failure the other ranks come back by themselves in this time, or are told to
+_LOOK_S = 0.02  # poll interval for deaths; a reply is noticed at once
+_STOP_S = 0.8  # time for ranks to return after an interrupt, so that they are ready when it is raised
+_END_S = 2.0  # time for killed ranks to be gone
+_GRACE_S = 0.35  # time for the other ranks to return by themselves after a failure, before they are interrupted
 
-_HEARD_S = 1.0  # what ranks have printed may come so much later than their answers
+_HEARD_S = 1.0  # output of ranks may arrive this much later than their replies
 
 _DEATH = Failure("Death", "its process has ended")
 _SILENCE = Failure("Silence", "it does not answer any more, and the others could not go on without it")
@@ -46,60 +46,60 @@ _TYPED = {
 
 
 class Ranks(Protocol):
-    """`n` ranks at work, by MPI or not."""
+    """A group of `n` running ranks, over MPI or not."""
 
     def count(self) -> int:
-        """How many ranks there are, the lost ones among them."""
+        """Return the number of ranks, including lost ones."""
 
     def submit(self, rank: int, common: bytes, own: bytes) -> Future[bytes]:
         """Start `engines.rank_server.execute` on one rank."""
 
     def interrupt(self) -> None:
-        """Make every rank that is at work stop, as far as it can be made to."""
+        """Interrupt every rank that is working, if possible."""
 
     def kill(self, ranks: Iterable[int]) -> None:
-        """End ranks that can't be made to stop."""
+        """Kill ranks that cannot be interrupted."""
 
     def find_lost_ranks(self) -> Mapping[int, RankExit]:
-        """The ranks that have died, and how, in the order in which they did."""
+        """Return the dead ranks and how they ended, in the order in which they died."""
 
     def find_lost_hosts(self) -> frozenset[str]:
-        """The hosts that do not answer any more: their ranks are lost, and the others can't go on by themselves."""
+        """Return the hosts that do not answer: their ranks are lost, and the others cannot continue by themselves."""
 
     def find_stalled_ranks(self) -> Mapping[int, StalledRank]:
-        """The ranks that have not gone on for a while."""
+        """Return the ranks that have made no progress for a while."""
 
     def pack(self, values: Sequence[Any]) -> list[bytes]:
-        """As bytes for the ranks, which have the same code then. Raises TypeError, AttributeError, PicklingError."""
+        """Pickle values for ranks, which then use the same code. Raises TypeError, AttributeError, PicklingError."""
 
     def capture_output(self) -> AbstractContextManager[None]:
-        """Within it what ranks print is kept for `said`."""
+        """Within this context, store the output of the ranks for `read_output`."""
 
     def read_output(self) -> list[tuple[int, OutputLine]]:
-        """What ranks have printed since this was last asked."""
+        """Return the output of the ranks since the last call."""
 
     def has_pending_output(self, rank: int, lines: int) -> bool:
-        """Whether some of so many lines that a rank has printed in its last call are still on their way."""
+        """Return whether some of the `lines` lines that a rank printed in its last call have not arrived yet."""
 
     def exclude_ranks(self, ranks: Iterable[int]) -> None:
-        """Go on without ranks that have died: the others are numbered anew, in their order."""
+        """Continue without dead ranks: the others are renumbered, in order."""
 
     def stop(self) -> None:
-        """End them all."""
+        """End all ranks."""
 
 
 Show = Callable[[list[tuple[int, OutputLine]]], None]
 
 
 class CallInterrupted(KeyboardInterrupt):
-    """What was under way did not come to its end in the time that was left after an interrupt."""
+    """The call was abandoned because it did not end within the time left after an interrupt."""
 
 
 class RemoteCall:
-    """The answers that have come, in the order in which they came, and the futures of the ranks at work.
+    """A call on all ranks, with the replies in order of arrival and the futures of the ranks that still work.
 
-    Ranks that all stand still for `hang_after_s`, one of them waiting, hang; `is_late()` tells whether time is up.
-    `show` is given what they print meanwhile.
+    The call hangs if all working ranks stall for `hang_after_s` and one of them waits. `is_late()` is true once its
+    time limit has passed. `show` receives the output of the ranks.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class RemoteCall:
         self.waiting: dict[Future[bytes], int] = {}
 
     def run(self, common: bytes, parts: Sequence[bytes], within_s: float = float("inf")) -> None:
-        """Run it, until all have answered, or one has failed and the others have had time to come back."""
+        """Run the call until all ranks have replied, or until one has failed and the others have had time to return."""
         with self._ranks.capture_output():
             try:
                 for rank, part in enumerate(parts):
@@ -122,6 +122,7 @@ class RemoteCall:
                 self._collect(within_s, until_failure=True)
                 if self.failures:
                     self.release(_GRACE_S)
+                # A hang is released like a failure; ranks that do not even react to the interrupt are killed.
                 if self.hang and not self.release(_GRACE_S):
                     self._end_waiting()
                 self._show_output()
@@ -129,10 +130,10 @@ class RemoteCall:
                 self.release(_STOP_S, at_once=True)
                 raise
             finally:
-                self._is_late = _is_never_late  # it may hold whoever asked, as long as the call is kept
+                self._is_late = _is_never_late  # drop the caller's closure: this object is kept until the next call
 
     def _show_output(self) -> None:
-        """Show the last of what was printed."""
+        """Show the remaining output: wait for lines that the replies announce, but no longer than `_HEARD_S`."""
         deadline = time.monotonic() + _HEARD_S
         self._show(self._ranks.read_output())
         while any(self._ranks.has_pending_output(rank, answer.lines) for rank, answer in self.answers.items()):
@@ -142,9 +143,9 @@ class RemoteCall:
             self._show(self._ranks.read_output())
 
     def release(self, within_s: float, at_once: bool = False) -> bool:
-        """Whether all ranks have come back, after some time by themselves and some when they were told to.
+        """Return whether all ranks have returned, some of them by themselves and some after an interrupt.
 
-        An interrupt meanwhile ends those that have not.
+        A further KeyboardInterrupt kills the ranks that have not returned.
         """
         try:
             if not at_once:
@@ -167,6 +168,8 @@ class RemoteCall:
         while self.waiting and time.monotonic() < deadline and not (until_failure and (self.failures or self.hang)):
             wait(self.waiting, _LOOK_S, FIRST_COMPLETED)
             self._show(self._ranks.read_output())
+            # Sort by the order of deaths: survivors fail because of the first death, so their replies must not come
+            # before it.
             lost = self._ranks.find_lost_ranks()
             over = [each for each, rank in self.waiting.items() if each.done() or rank in lost]
             for future in sorted(over, key=lambda each: _get_death_order(lost, self.waiting[each])):
@@ -181,21 +184,21 @@ class RemoteCall:
 
     @property
     def failures(self) -> dict[int, Failure]:
-        """By rank."""
+        """The failures by rank."""
         return {rank: answer.failure for rank, answer in self.answers.items() if answer.failure}
 
     @property
     def clean(self) -> bool:
-        """Whether the ranks are ready for the next call: none was told to stop, whether it heard of that or not."""
+        """Whether the ranks are ready for the next call: all have replied, and none has failed or been interrupted."""
         return not self.waiting and not self.failures and not self._interrupted
 
     def make_error(self) -> Mpi4dlError:
-        """What went wrong, on the rank where it began."""
+        """Build the error of the first rank that failed."""
         if self.hang:
             return RankError(self.hang.words, self.hang.rank)
         failures = self.failures
         own = [rank for rank, failure in failures.items() if not failure.released]
-        if not own and (lost := self._ranks.find_lost_ranks()):  # it had answered before
+        if not own and (lost := self._ranks.find_lost_ranks()):  # a rank died after its reply
             rank = next(iter(lost))
             return _make_error(rank, replace(_DEATH, message=str(lost[rank])), "")
         if self.waiting and not own:
@@ -216,7 +219,7 @@ def _is_never_late() -> bool:
 
 
 def _get_death_order(lost: Mapping[int, RankExit], rank: int) -> int:
-    """Of several ranks that are over at once the first to die is the cause."""
+    """Return the sort key of a rank: the first to die is the cause if several ranks end at once."""
     return list(lost).index(rank) if rank in lost else len(lost)
 
 
@@ -228,7 +231,7 @@ def _read(future: Future[bytes], lost: bool) -> Reply:
 
 
 def _describe_failure(failure: Failure) -> str:
-    """All that is told of a rank that was not the first to fail."""
+    """Describe the failure of a rank that was not the first to fail."""
     where = f" in {failure.where}" if failure.where else ""
     return f"was released{where}." if failure.released else f"failed too{where}: {failure.kind}: {failure.message}"
 

@@ -1,4 +1,4 @@
-"""What the ranks of a cluster do for a `Training`, which they keep by its name."""
+"""Functions that run on the ranks for a `Training`, which each rank stores by name."""
 
 from __future__ import annotations
 

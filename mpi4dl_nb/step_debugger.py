@@ -1,4 +1,4 @@
-"""A training step, walked instruction by instruction on the ranks that train: `training.stepping(images, labels)`."""
+"""Debug a training step instruction by instruction on the ranks: `training.stepping(images, labels)`."""
 
 from __future__ import annotations
 
@@ -35,15 +35,18 @@ __all__ = ["StepDebugger"]
 
 
 class StepDebugger:
-    """One training step of a batch, taken a little at a time; also an iterator of events, one instruction of every rank
-    after another. Nothing of the training changes before the update, which all ranks do together: it ends the step, and
-    counts as one of `training.step`, with the same loss and weights.
+    """Debugger that executes one training step on a batch piece by piece.
 
-    Each of `instruction`, `layer`, `micro_batch` and `phase` goes on by one such unit: of every rank, as far as it can
-    without others doing more; of `rank` 2, together with all that it waits for; or of the rank that is `"next"`.
+    The debugger is also an iterator of events, one per instruction of every rank. The training does not change before
+    the update, which all ranks do together. The update ends the step, which counts as one of `training.step` and has
+    the same loss and weights.
 
-    Other work on the cluster in between gives the step up, `restart` begins it anew. Raises ImageError as
-    `training.step` does, RankError and LossError where a rank fails: nothing has changed then.
+    `instruction`, `layer`, `micro_batch` and `phase` each advance by one such unit: on every rank, as far as possible
+    without any rank doing more than its unit; on one `rank` such as 2, together with everything that it waits for; or
+    on the rank that is `"next"`.
+
+    Other work on the cluster in between abandons the step; `restart` begins it again. Raises ImageError as
+    `training.step` does, and RankError and LossError if a rank fails: nothing has changed then.
     """
 
     def __init__(self, training: Training, whole: Mapping[str, Tensor]) -> None:
@@ -56,7 +59,7 @@ class StepDebugger:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """The order of work of the step."""
+        """The pipeline schedule of the step."""
         return make_schedule(self._compiler)
 
     @cached_property
@@ -82,31 +85,33 @@ class StepDebugger:
         standings = begin(_begin, self.training.name, self.images, self.number, per_rank=parts)
         self._update_event(tuple(0 for _ in parts), 0, standings)
 
-    # ---- going on
+    # ---- executing
 
     def instruction(self, rank: int | str | None = None) -> StepEvent:
-        """One instruction."""
+        """Execute one instruction."""
         return self.go("instruction", rank)
 
     def layer(self, rank: int | str | None = None) -> StepEvent:
-        """To the end of the layer that is worked on, or of the next one."""
+        """Execute up to the end of the current layer, or of the next one."""
         return self.go("layer", rank)
 
     def micro_batch(self, rank: int | str | None = None) -> StepEvent:
-        """To the end of a micro-batch's pass through a stage, forward or back."""
+        """Execute up to the end of a micro-batch's forward or backward pass through a stage."""
         return self.go("micro-batch", rank)
 
     def phase(self, rank: int | str | None = None) -> StepEvent:
-        """To the end of what goes forward, or back, or of the update."""
+        """Execute up to the end of the forward pass, the backward pass or the update."""
         return self.go("phase", rank)
 
     def go(self, unit: str, rank: int | str | None = None) -> StepEvent:
-        """Go on by a unit: `instruction`, `layer`, `micro-batch` or `phase`. Raises PlanError at the step's end."""
+        """Execute one unit: `instruction`, `layer`, `micro-batch` or `phase`. Raises PlanError at the step's end."""
         if unit not in UNITS:
             raise PlanError(f"unit={unit!r} is unknown. Choose one of {', '.join(UNITS)}.")
         self._check_open()
         now = self.event.places
         ends = [find_block_end(each, at, unit) for each, at in zip(self.steps, now, strict=True)]
+        # All ranks: each stops at the end of its own unit, or where it would need a rank to go beyond its unit. One
+        # rank: the others execute only the instructions that it depends on.
         if rank is None:
             return self._advance(self.order.advance_within(now, ends))
         chosen = self._resolve_rank(rank)
@@ -125,10 +130,10 @@ class StepDebugger:
         self, layer: str | None = None, rank: int | None = None, kind: str | None = None, phase: str | None = None,
         micro_batch: int | None = None,
     ) -> StepEvent:  # fmt: skip
-        """Go on until an instruction has been done that is of all that is given, or to the end of the step.
+        """Execute until an instruction that meets all given conditions is done, or to the end of the step.
 
         `layer` is the name of a layer or of a module in it, `kind` one of compute, halo, stage, all-reduce and update,
-        `phase` forward, backward or update. Raises PlanError where no instruction of the whole step is.
+        `phase` forward, backward or update. Raises PlanError if no instruction of the whole step meets them.
         """
         self._check_open()
 
@@ -159,22 +164,22 @@ class StepDebugger:
             raise PlanError(f"No instruction of the step is of {told}. The first layers are {some}.")
 
     def finish(self) -> float:
-        """The rest of the step at full speed; the loss, as of `training.step`."""
+        """Execute the rest of the step at full speed and return its loss, as `training.step` does."""
         if not self.done:
             self._check_open()
             self._advance(self.order.ends)
         return self.loss
 
     def restart(self) -> StepEvent:
-        """Go back to the beginning. Where the step was done already, this is the next one, with the same batch."""
+        """Restart the step. If it was already done, this is the next step, with the same batch."""
         self._begin()
         return self.event
 
     def close(self) -> None:
-        """Give the step up, if it is not done. Nothing has changed then."""
+        """Abandon the step if it is not done. Nothing has changed then."""
         open_still, self.number = bool(self.number) and not self.done, ""
         if open_still:
-            with suppress(RankError):  # where ranks have died, the step has too
+            with suppress(RankError):  # if ranks have died, the step is abandoned anyway
                 self.training.cluster.call(_do_nothing)
 
     def __enter__(self) -> StepDebugger:
@@ -193,7 +198,7 @@ class StepDebugger:
 
     @property
     def done(self) -> bool:
-        """Whether the step is complete, and the weights have moved."""
+        """Whether the step is complete and the weights are updated."""
         return self.event.done
 
     @property
@@ -202,26 +207,26 @@ class StepDebugger:
         found = (place.layer for steps in self.steps for place in steps if place.layer)
         return tuple(dict.fromkeys(found))
 
-    # ---- looking
+    # ---- inspecting
 
     def view(self, channel: int = 0, image: int = 0, show: str = "made", bound_px: int = BOUND_PX) -> StepView:
-        """One channel of one image of what each rank worked on last, and what its last messages did.
+        """Return one channel of one image of each rank's last value, and the effects of its last messages.
 
-        `show` is the `activation` or the `gradient` of that, or what was `made`: gradients in backward. A rank that has
-        done nothing yet shows its part of the images. No side of what ranks send has more than `bound_px` pixels:
-        means are taken.
+        `show` selects the `activation`, the `gradient`, or whichever was `made` last: gradients in the backward pass. A
+        rank that has done nothing yet shows its part of the images. Ranks send at most `bound_px` pixels per side:
+        larger values are averaged down.
         """
         return self._inspector.make_view(self.event, show, channel, image, bound_px)
 
     def tensor(self, name: str, gradient: bool = False, micro_batch: int = 0) -> Tensor:
-        """A whole value of a micro-batch, put together from all ranks, or its gradient as far as it has gathered.
+        """Return a whole value of a micro-batch, assembled from all ranks, or its gradient as accumulated so far.
 
-        `name` is a module's, or a value's such as `images`. Raises PlanError where no rank holds it now: going forward
-        what was made and is still needed is there, going back what has not been consumed.
+        `name` is that of a module, or of a value such as `images`. Raises PlanError if no rank holds the value now: in
+        the forward pass, values that are still needed exist; in the backward pass, those that are not yet consumed.
         """
         return self._inspector.assemble_tensor(name, gradient, micro_batch)
 
-    # ---- how
+    # ---- implementation
 
     def _check_open(self) -> None:
         if self.done:
@@ -240,7 +245,7 @@ class StepDebugger:
         return self.event
 
     def _call(self, what: str, per_rank: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Have all ranks do something with the step under way. Whatever goes wrong, it is given up."""
+        """Call a method of the step on all ranks. Any error abandons the step."""
         try:
             answers = self.training.cluster.call(_call_stepper, self.number, what, per_rank=per_rank)
         except BaseException:
@@ -252,7 +257,7 @@ class StepDebugger:
         return [answer for (answer,) in answers]
 
     def _count(self, standings: Sequence[StepState]) -> None:
-        """The step is one of the training's."""
+        """Count the finished step as a step of the training."""
         self.training.heard([standing.told[0] for standing in standings])
         self.loss = merge_stats([standing.told[1] for standing in standings]).loss
 
@@ -297,10 +302,10 @@ def _begin(host: RankServer, name: str, images: int, number: str, inputs: Inputs
 
 @allow_during_step
 def _call_stepper(host: RankServer, number: str, what: str, *args: Any) -> tuple[Any] | None:
-    """What the walk of that number says; None where it was given up."""
+    """Call a method of the stepper with that number; return None if that step was abandoned."""
     walk = host.walk
     return (getattr(walk, what)(*args),) if walk is not None and walk.number == number else None
 
 
 def _do_nothing(host: RankServer) -> None:
-    """Nothing to do: being called at all ends the walk."""
+    """Do nothing: any call that is not allowed during a step abandons the step."""

@@ -1,4 +1,4 @@
-"""What is told of a step that is walked: where all ranks are, what has just moved, and what can be seen there."""
+"""Data of a debugged step: the positions of all ranks, the last transfers, and the values to be drawn."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Pixels that have just moved from one rank to another; `back`: their gradients, to be added at home."""
+    """Pixels just sent from one rank to another. `back`: they are gradients, to be added on the rank that owns them."""
 
     name: str
     purpose: str
@@ -49,10 +49,10 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class RankEvent:
-    """Where one rank is: what it `did` last, what is `next` and for whom it has to wait before.
+    """Position of one rank: what it `did` last, what is `next`, and the ranks that it waits for before.
 
-    `moved`: it was its turn. `time` is where it is in the schedule, in its units. Bytes are those of
-    `engines.debug_step.StepState`.
+    `moved`: the rank executed an instruction. `time` is its position in the schedule, in the schedule's units. Bytes
+    are those of `engines.debug_step.StepState`.
     """
 
     rank: int
@@ -69,7 +69,7 @@ class RankEvent:
 
 @dataclass(frozen=True, slots=True)
 class StepEvent:
-    """All ranks after they went on: `number` times since the step began. `loss` is the mean of those known so far."""
+    """All ranks after advance `number` of the step. `loss` is the mean of the losses known so far."""
 
     number: int
     ranks: tuple[RankEvent, ...]
@@ -81,7 +81,7 @@ class StepEvent:
 
 @dataclass(frozen=True, slots=True)
 class RankPanel:
-    """What a rank shows: `seen` of `extent`, or why there is nothing."""
+    """The part of a value that a rank shows: `seen` of `extent`, or the reason why there is nothing."""
 
     rank: int
     extent: Shard | None
@@ -92,23 +92,23 @@ class RankPanel:
 
 @dataclass(frozen=True)
 class PanelGroup:
-    """Ranks that show parts of one value: they share a scale of colours, from `low` to `high`."""
+    """Ranks that show parts of one value. They share a colour scale from `low` to `high`."""
 
     panels: tuple[RankPanel, ...]
 
     @property
     def name(self) -> str:
-        """Of the value."""
+        """The name of the value."""
         return self.panels[0].extent.title
 
     @property
     def gradient(self) -> bool:
-        """Whether it is the value's gradient."""
+        """Whether the panels show the value's gradient."""
         return self.panels[0].gradient
 
     @cached_property
     def span(self) -> tuple[float, float]:
-        """The least and the greatest number of all ranks; of gradients as far from zero on both sides."""
+        """The minimum and maximum over all ranks; for gradients symmetric about zero."""
         pixels = [panel.seen.pixels for panel in self.panels if panel.seen.pixels.numel()]
         low, high = (min(float(p.min()) for p in pixels), max(float(p.max()) for p in pixels)) if pixels else (0.0, 0.0)
         most = max(-low, high)
@@ -117,7 +117,7 @@ class PanelGroup:
 
 @dataclass(frozen=True)
 class StepView:
-    """A channel of one image on all ranks, and what the last messages did: made to be drawn."""
+    """One channel of one image on all ranks, and the effects of the last messages, to be drawn."""
 
     event: StepEvent
     panels: tuple[RankPanel, ...]
@@ -128,32 +128,33 @@ class StepView:
 
     @cached_property
     def groups(self) -> tuple[PanelGroup, ...]:
-        """The panels that show something, by value and stage."""
+        """The panels that show something, grouped by value and stage."""
         found: dict[tuple[str, bool, int], list[RankPanel]] = {}
         for panel in self.panels:
             if panel.seen is not None:
                 did = self.event.ranks[panel.rank].did
-                stage = did.work.stage if did is not None else -1  # the images, before anything was done
+                stage = did.work.stage if did is not None else -1  # the input images, before the first instruction
                 found.setdefault((panel.extent.name, panel.gradient, stage), []).append(panel)
         return tuple(PanelGroup(tuple(panels)) for panels in found.values())
 
     @property
     def last_channel(self) -> int:
-        """Of the value that has most of them."""
+        """The last channel of the value with the most channels."""
         return max((panel.seen.channels for panel in self.panels if panel.seen is not None), default=1) - 1
 
     @property
     def last_image(self) -> int:
-        """Of a micro-batch."""
+        """The last image of a micro-batch."""
         shown = (panel.extent for panel in self.panels if panel.seen is not None)
         return max((extent.shape[0] for extent in shown if extent.axes), default=1) - 1
 
 
 def find_transfers(rank: int, did: StepLabel) -> Iterator[Transfer]:
-    """What has arrived at a rank by its last instruction."""
+    """Iterate over the transfers that a rank received in its last instruction."""
     exchange = get_received_exchange(did.step.instruction)
     if exchange is not None:
         forward = did.step.phase is Phase.FORWARD
+        # In the backward pass an exchange runs in reverse: gradients arrive along the moves that the rank sent forward.
         for move in exchange.receives if forward else exchange.sends:
             source = move.source if forward else move.target
             size = exchange.compute_bytes([move])
@@ -161,13 +162,13 @@ def find_transfers(rank: int, did: StepLabel) -> Iterator[Transfer]:
 
 
 def make_schedule(compiler: Compiler) -> Schedule:
-    """The order of work of all replicas, one lane for each rank."""
+    """Return the schedule of all replicas, with one lane per rank."""
     plan, one = compiler.plan, compiler.schedule
     return Schedule(one.name, tuple(_make_lane(one, plan, rank) for rank in range(plan.ranks)))
 
 
 def _make_lane(one: Schedule, plan: Plan, rank: int) -> tuple[Slot, ...]:
-    """A rank's; micro-batches of its replica follow those of the replica before."""
+    """Return the lane of one rank; its replica's micro-batches are numbered after those of the replicas before."""
     replica, lane = divmod(rank, plan.replica_ranks)
     first = replica * plan.replica_batches * plan.parts
     return tuple(
@@ -176,7 +177,7 @@ def _make_lane(one: Schedule, plan: Plan, rank: int) -> tuple[Slot, ...]:
 
 
 def compute_schedule_time(lane: Sequence[Slot], steps: Sequence[StepLabel], done: int) -> float:
-    """Where a rank is in its lane, in units of the schedule: inside of a slot by the share of its instructions."""
+    """Return a rank's position in its lane, in schedule units; in a slot, by the fraction of instructions done."""
     if not done:
         return 0.0
     work = steps[done - 1].work

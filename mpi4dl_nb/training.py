@@ -1,4 +1,4 @@
-"""The notebook's handle on a training that runs on a cluster's ranks."""
+"""The notebook's handle on a training that runs on the ranks of a cluster."""
 
 from __future__ import annotations
 
@@ -73,26 +73,27 @@ __all__ = ["History", "Training"]
 
 
 class Training:
-    """A model, trained on a cluster by a plan.
+    """Distributed training of a model on a cluster under a plan.
 
-    `image_shape` is (N, C, H, W) of a batch; a step takes `plan.batches` of them as one tensor.
-    `loss(prediction, labels)` is cross-entropy unless given. A step's loss is that of the whole batch where the loss is
-    a sum or a mean over it, whatever labels the mean counts (`ignore_index`, class weights, masks). Of any other loss,
-    such as Dice over the batch, a step with several micro-batches computes the mean of their own losses, and a warning
-    says so. Labels are class numbers, (N,) or (N, H, W), unless `labels` is an example tensor of those of a batch, such
-    as `torch.zeros(4, 1, 32, 32)` (only its shape and type matter), or a `TensorSpec(shape, dtype)`. The model
-    itself is only read: its weights are the first ones, and `state_dict()` gives the trained ones. `clip_norm`
-    bounds the norm of all gradients together; `scheduler` makes of an optimiser what steps once after each update, such
-    as `partial(torch.optim.lr_scheduler.StepLR, step_size=10)`.
+    `image_shape` is (N, C, H, W) of one batch; a step takes `plan.batches` batches as one tensor. `loss(prediction,
+    labels)` defaults to cross-entropy. If the loss is a sum or a mean over the batch, whatever labels the mean counts
+    (`ignore_index`, class weights, masks), the loss of a step is that of the whole batch. For any other loss, such as
+    Dice over the batch, a step with several micro-batches computes the mean of the losses of the micro-batches, and a
+    warning says so. Labels are class indices, (N,) or (N, H, W), unless `labels` is an example tensor of one batch of
+    labels, such as `torch.zeros(4, 1, 32, 32)` (only its shape and dtype are used), or a `TensorSpec(shape, dtype)`.
+    The model is only read: its weights are the initial ones, and `state_dict()` returns the trained ones. `clip_norm`
+    bounds the norm of all gradients together. `scheduler` is a function of the optimiser that returns a scheduler,
+    which steps once after each update, such as `partial(torch.optim.lr_scheduler.StepLR, step_size=10)`.
 
-    `optimiser` is a function of parameters, such as `partial(torch.optim.Adam, lr=1e-3)`. It is given all parameters
-    of the model (and of a loss that is a module), in their order; or, if its first argument is called
-    `named_parameters`, (name, parameter) pairs, as `model.named_parameters()` has them. So it can form groups by name,
-    position or shape, and means on every rank what it means in one process. It must use the parameters that it is
-    given. One that is in no group must be frozen with `requires_grad_(False)`, in the function or in the model.
+    `optimiser` is a function of the parameters that returns an optimiser, such as `partial(torch.optim.Adam, lr=1e-3)`.
+    The function gets all parameters of the model (and of the loss if it is a module), in order; if its first argument
+    is called `named_parameters`, it gets (name, parameter) pairs as from `model.named_parameters()`. The function can
+    therefore form groups by name, position or shape, and the groups mean the same on every rank as in one process. It
+    must use the parameters that it gets. A parameter in no group must be frozen with `requires_grad_(False)`, in the
+    function or in the model.
 
-    Warns where the plan's precision changes that of the model (`model.double()`).
-    Raises PlanError, TraceError or ImageError before any rank is touched.
+    Warns if the plan's precision differs from that of the model (`model.double()`). Raises PlanError, TraceError or
+    ImageError before any rank is changed.
 
     >>> import torch
     >>> from engines.models import resnet20_v1
@@ -135,8 +136,8 @@ class Training:
         self.steps = 0
         self.predicted: TiledPrediction | None = None
         self.reports: list[StepReport] = []
-        self.monitor: FitCallback | None = None  # what shows `fit` as it goes
-        self.feed_state: Mapping[str, Any] | None = None  # where `fit` goes on in the images
+        self.monitor: FitCallback | None = None  # default callback of `fit`, which displays its progress
+        self.feed_state: Mapping[str, Any] | None = None  # position in the images from which `fit` resumes
         self._create()
 
     def _create(self) -> None:
@@ -145,19 +146,19 @@ class Training:
         self.cluster.call(remote_functions.create, self.name, per_rank=own)
 
     def step(self, images: Any, labels: Any) -> float:
-        """One training step on a batch; the loss before it.
+        """Run one training step on a batch and return the loss before the update.
 
-        `images` is (N, C, H, W), `labels` what the loss takes; each rank is sent its own pixels only.
-        Raises ImageError for a wrong shape or label, LossError for a loss that is not finite, with the cause, and
-        RankError where a rank fails; no weight has changed then, unless it failed while it changed them, of which the
-        next step tells.
+        `images` is (N, C, H, W), and `labels` is what the loss takes; each rank receives only its own pixels. Raises
+        ImageError for a wrong shape or label, LossError with its cause if the loss is not finite, and RankError if a
+        rank fails. No weight has changed then, unless the rank failed during the update: in that case the next step
+        raises an error that says so.
         """
         return merge_stats(self.take(images, labels)).loss
 
     def take(self, images: Any, labels: Any, count: int | None = None) -> list[RankStepStats]:
-        """One training step on a batch, as `step` does; what each rank knows of it.
+        """Run one training step on a batch, as `step` does, and return the statistics of each rank.
 
-        `count` images are fewer than usual: the ranks were made ready for them.
+        `count` is the number of images if it is smaller than usual; `make_ready` must have prepared the ranks for it.
         """
         recipe, programs = self._sizes[count or count_step_images(self.recipe)]
         whole = prepare_batch(recipe, images, labels)
@@ -170,16 +171,16 @@ class Training:
         return [heard for _, heard in answers]
 
     def stepping(self, images: Any, labels: Any) -> StepDebugger:
-        """One training step on a batch, walked: `for event in training.stepping(images, labels): ...`.
+        """Return a debugger for one training step on a batch: `for event in training.stepping(images, labels): ...`.
 
         See `mpi4dl_nb.step_debugger.StepDebugger`. Raises ImageError for a wrong shape or label.
         """
         return StepDebugger(self, self._prepare_batch(images, labels))
 
     def make_ready(self, images: int) -> None:
-        """Have the ranks made ready for steps of fewer images, as the last one of an epoch may be.
+        """Prepare the ranks for steps of fewer images, such as the last step of an epoch.
 
-        Raises PlanError or TraceError, before any rank is asked, where the plan or the model cannot take so few.
+        Raises PlanError or TraceError, before any rank is called, if the plan or the model cannot take so few images.
         """
         if images not in self._sizes:
             recipe = make_smaller_recipe(self.recipe, self.traces, images)
@@ -189,11 +190,11 @@ class Training:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The numbers of images in a step that the ranks are ready for."""
+        """The numbers of images per step that the ranks are prepared for."""
         return tuple(self._sizes)
 
     def heard(self, reports: list[StepReport]) -> None:
-        """A step is done, of which the ranks tell this."""
+        """Record a completed step and the reports of its ranks."""
         self.reports, self.steps = reports, self.steps + 1
 
     def fit(
@@ -216,42 +217,46 @@ class Training:
         on_failure: str = "raise",
         drop_last: bool = False,
     ) -> History:
-        """Train for `epochs` epochs, with a bar that shows loss and images per second, and a line for each epoch.
+        """Train for `epochs` epochs, showing a progress bar with loss and images per second, and one line per epoch.
 
-        Or with a `Monitor()`, which shows more, and has a button that ends it when the step under way is done.
+        `monitor=Monitor()` replaces the bar by a richer display, with a button that stops after the current step.
 
-        `data` is batches of images and labels, or images that each rank reads by itself, its own pixels only, such
-        as a folder of pictures: these go in an order that follows from `seed` (0) alone, read ahead by `workers`
-        threads of each rank; a bad image ends the training, or is left out (`on_bad_image="skip"`). An epoch has at
-        most `steps` steps. Batches are drawn one by one. A generator may be endless with `steps`: each epoch goes on
-        where the last one has ended. Without `steps` several epochs keep its batches, to go through them again.
+        `data` is batches of images and labels, or images that each rank reads by itself, its own pixels only, such as a
+        folder of pictures. Such images are shuffled by `seed` (0) alone and prefetched by `workers` threads on each
+        rank; a bad image ends the training, or is left out (`on_bad_image="skip"`). An epoch has at most `steps` steps.
+        Batches are drawn one at a time. With `steps`, a generator may be endless: each epoch continues where the
+        previous one ended. Without `steps`, the batches of an iterator are kept if there are several epochs, so that
+        they can be repeated.
 
         As with `torch.utils.data.DataLoader`, images that do not fill the last step of an epoch are trained in a
-        smaller one, unless `drop_last=True`, which leaves smaller batches out, and has images wait for another epoch.
-        The smaller step has as many micro-batches as every other, with fewer images each; its loss is the mean over
-        its images, and optimiser and scheduler step as always. A plan that cannot divide the images is refused before
-        the first step, as far as they are counted then (images, lists, a DataLoader); where bad images were left out,
-        as many are trained as it can divide. A smaller batch that comes before any full one is an error.
+        smaller step, unless `drop_last=True`: then smaller batches are left out, and left-over images wait for another
+        epoch. The smaller step has as many micro-batches as the others, with fewer images each; its loss is the mean
+        over its images, and the optimiser and scheduler step as always. If the plan cannot divide the left-over images,
+        this is refused before the first step, provided that their number is known then (images, lists, a DataLoader).
+        If bad images were left out, as many of the remaining images are trained as the plan can divide. A smaller batch
+        before any full one is an error.
 
-        After a break it goes on where it was, in the middle of an epoch too, unless
-        `go_on=False`. `epochs` are those still to come, the rest of one that has begun among them: where 2 of 60 are
-        done and the third has begun, 58 are left. A checkpoint of an epoch's last step goes on with the next epoch.
+        After an interruption, `fit` resumes where it stopped, also in the middle of an epoch, unless `go_on=False`.
+        `epochs` counts the epochs still to come, including the rest of a started one: if 2 of 60 are done and the third
+        has started, 58 are left. A checkpoint of an epoch's last step resumes with the next epoch.
 
-        An interrupt ends it when the step under way is done, or given up where that takes long; what it has learned is
-        kept. A second one gives it up at once.
+        An interrupt (SIGINT) stops the training after the current step, or abandons that step if it takes long;
+        completed steps are kept. A second interrupt abandons the step at once.
 
-        `held_out` images are judged after each epoch. `log` is a .csv, .json or .jsonl file, which gets a record for
-        each epoch; where TensorBoard is installed, so does the folder `NAME.tensorboard`.
+        `held_out` images are evaluated after each epoch. `log` is a .csv, .json or .jsonl file, which gets one record
+        per epoch; if TensorBoard is installed, the folder `NAME.tensorboard` gets the same records.
 
-        Checkpoints go into the folder `save` after every `save_every` steps, or after each epoch, of which the last
-        `keep` stay; an interrupt is then raised as StoppedError, once all is saved. SIGTERM and SIGUSR1, by which batch
-        systems announce an end, are then heard too: it is saved, and the process ends as they ask.
+        Checkpoints are written to the folder `save` after every `save_every` steps, or after each epoch; the last
+        `keep` remain. An interrupt is then raised as StoppedError once everything is saved. SIGTERM and SIGUSR1, by
+        which batch systems announce the end of a job, are handled then too: the training is saved, and the process ends
+        as the signal demands.
 
-        Where a rank fails, dies or hangs, `on_failure="heal"` starts dead ones anew and goes on by itself, from the
-        last checkpoint if what they held is lost; `"shrink"` goes on without them, under the fastest plan for those
-        that are left which computes the same. From a checkpoint batches must come in the same order again. What fails
-        twice on the same rank in the same step is raised, and so is the third failure without a step more than before.
-        Raises ImageError, on all ranks, where an image cannot be read, LossError, RankError or PlanError.
+        If a rank fails, dies or hangs, `on_failure="heal"` restarts the dead ranks and resumes by itself, from the last
+        checkpoint if the state of the ranks is lost; `"shrink"` continues without the dead ranks, under the fastest
+        plan for the remaining ones that computes the same. To resume from a checkpoint, batches must come in the same
+        order again. A failure that occurs twice on the same rank in the same step is raised, and so is the third
+        failure without a further completed step. Raises ImageError, on all ranks, if an image cannot be read,
+        LossError, RankError or PlanError.
         """
         if isinstance(epochs, bool) or not isinstance(epochs, Integral) or epochs < 0:
             raise PlanError(f"epochs={epochs!r} must be a whole number of epochs still to come.")
@@ -288,13 +293,14 @@ class Training:
     def verify(
         self, data: Iterable[Batch] | None = None, seed: int = 0, precision: str = "float64"
     ) -> dict[str, object]:
-        """Three optimiser steps from the model's own weights, ranks against one process in float64.
+        """Compare three optimiser steps on the ranks, from the model's initial weights, with one process in float64.
 
-        On random batches, or those of `data`. In another `precision` than float64 ranks may be as far off as such a
-        process, four times. This training itself is not touched. `ok` wants every loss, gradient, weight and buffer to
-        agree to 1e-10 of its own size, or as closely as one process agrees with itself after its weights and images
-        have changed by one unit in the last place; `why` then names what differs, and the reason. It is False, too,
-        where a weight does not move although its gradient and its learning rate are not zero.
+        The steps use random batches, or the batches of `data`. In a `precision` other than float64, the ranks may
+        deviate four times as far as one process in that precision. This training itself is not changed. `ok` requires
+        every loss, gradient, weight and buffer to agree to 1e-10 of its own size, or as closely as one process agrees
+        with itself after its weights and images have changed by one unit in the last place; otherwise `why` names what
+        differs, and the reason. `ok` is also False if a weight does not move although its gradient and its learning
+        rate are not zero.
         """
         start_s = time.perf_counter()
         if data is not None:
@@ -319,18 +325,18 @@ class Training:
         self, source: Any, to: str | Path | None = None, region: Sequence[int] | None = None, level: int = 0,
         kind: str = "classes", memory_mb: int = 1000, progress: bool = True,
     ) -> Any:  # fmt: skip
-        """What the model says with the weights as they are now, in evaluation mode.
+        """Predict with the current weights, in evaluation mode.
 
-        Of a batch (N, C, H, W), of any N: the tensor `model.eval()(batch)`, computed under the plan.
+        For a batch (N, C, H, W), of any N: return the tensor `model.eval()(batch)`, computed under the plan.
 
-        Of a picture of any size (a path, an (H, W, C) array, ...) or a `region` (y0, x0, height, width) of one `level`
-        of it: tile after tile on all ranks, none of which takes more than `memory_mb` megabytes. A pixel's byte x is
-        (x / 255 - 0.5) / 0.5 for the model, as for images that ranks read in training. `kind` is `classes`,
-        `probabilities` or `scores`. Where the model answers for each pixel it is an array (H, W) or (H, W, K), or the
-        path of the pyramidal TIFF `to`, of the model's own size (some make sides even); otherwise a class, or a tensor
-        (K,). `predicted` has its costs.
+        For a picture of any size (a path, an (H, W, C) array, ...) or a `region` (y0, x0, height, width) of one `level`
+        of it: predict tile by tile on all ranks, none of which uses more than `memory_mb` megabytes. A pixel's byte x
+        is passed to the model as (x / 255 - 0.5) / 0.5, as for images that ranks read in training. `kind` is `classes`,
+        `probabilities` or `scores`. If the model predicts per pixel, the result is an array (H, W) or (H, W, K), or the
+        path of the pyramidal TIFF `to`, in the size of the model's output (some models make sides even); otherwise it
+        is a class, or a tensor (K,). `predicted` holds its costs.
 
-        Raises ImageError, PlanError or TraceError, before any rank is touched where that is possible.
+        Raises ImageError, PlanError or TraceError, before any rank is called if that is possible.
         """
         if is_batch(source):
             return predict_batch(self, source, get_rank_training)
@@ -338,54 +344,55 @@ class Training:
         return self.predicted.answer
 
     def forecast(self) -> Forecast:
-        """What a step should cost on this cluster, predicted from the programs; it is calibrated first, once.
+        """Predict the cost of a step on this cluster from the compiled programs. Calibrates the cluster first, once.
 
-        Its `timeline` can be drawn beside that of a step: `show_timeline(measured, plan, forecast.timeline)`.
+        Its `timeline` can be drawn next to that of a step: `show_timeline(measured, plan, forecast.timeline)`.
         """
         states = count_states(self.recipe.optimiser, self.recipe.parameters)
         return forecast(self.recipe.graph, self.plan, self.cluster.calibrate(), states)
 
     def memory(self, rank: int | None = None) -> Drawing:
-        """What each rank holds in a step by kind, predicted; and when that is most on one (None: the fullest) `rank`.
+        """Draw the predicted memory of each rank in a step by kind, and its peak on one `rank` (None: the fullest).
 
-        A rank's limit is drawn where the cluster was calibrated. Raises PlanError where there is no such rank.
+        The limit of a rank is drawn if the cluster was calibrated. Raises PlanError if there is no such rank.
         """
         states, machine = count_states(self.recipe.optimiser, self.recipe.parameters), self.cluster.machine
         return show_memory(self.plan, self.recipe.graph, machine=machine, rank=rank, optimiser_states=states)
 
     def timeline(self) -> StepTimeline:
-        """What each rank did when in the last step, shown as a chart. Raises PlanError before the first one."""
+        """Return what each rank did when in the last step, shown as a chart. Raises PlanError before the first step."""
         if not self.reports:
             raise PlanError("timeline() shows the last step, but none was run yet. Call step() or fit() first.")
         return StepTimeline(Timeline.of(report.events for report in self.reports).events, self.plan)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The trained weights and buffers by the plain model's names, for `model.load_state_dict`."""
+        """Return the trained weights and buffers by the names of the plain model, for `model.load_state_dict`."""
         return collect_state_dict(self.recipe, self.cluster.call(remote_functions.get_tensors, self.name, self.steps))
 
     def loss_state_dict(self) -> dict[str, Tensor]:
-        """Those of a loss that is a module, for `loss.load_state_dict`; empty where it has none."""
+        """Return the state of a loss that is a module, for `loss.load_state_dict`; empty if it has none."""
         return collect_state_dict(
             self.recipe, self.cluster.call(remote_functions.get_tensors, self.name, self.steps), "loss"
         )
 
     def save(self, folder: str | PathLike[str], keep: int = KEEP) -> Path:
-        """Write a checkpoint into `folder`, of which it keeps the last `keep`; where it is.
+        """Write a checkpoint into `folder`, which keeps the last `keep` checkpoints, and return its path.
 
-        The weights are in `model.safetensors` there, for `model.load_state_dict(safetensors.torch.load_file(...))`.
-        Raises CheckpointError; the training can go on then, and the checkpoints before are as they were.
+        The weights are stored in its `model.safetensors`, for
+        `model.load_state_dict(safetensors.torch.load_file(...))`. Raises CheckpointError; the training can continue
+        then, and earlier checkpoints are unchanged.
         """
         folder = make_absolute(folder)
         return self.cluster.call(remote_functions.save, self.name, folder, self.feed_state, keep, self.steps)[0]
 
     def load(self, path: str | PathLike[str], plan: Plan | None = None) -> int:
-        """Go on from a checkpoint, or the newest whole one of a folder, saved under any plan; the steps it had done.
+        """Resume from a checkpoint, or from the newest whole one in a folder, and return its number of steps.
 
-        Of newer ones in the folder that are damaged a warning tells. Where memory, file handles or permission are
-        wanting, that is raised (UnreadableError), and no older one is taken.
-        `fit` goes on where it was in its images. So does a training that ranks have lost, since one has died: after
-        `cluster.heal()`, or after `cluster.heal(fewer=True)` under another `plan` that has as many ranks as are left.
-        Raises CheckpointError before any rank has changed, and PlanError.
+        The checkpoint may have been saved under any plan. Warns of newer checkpoints in the folder that are damaged.
+        Raises UnreadableError if memory, file handles or permissions are lacking; no older checkpoint is used then.
+        `fit` resumes at the stored position in its images. If the ranks have lost the training because one died, it is
+        created again: after `cluster.heal()`, or after `cluster.heal(fewer=True)` under another `plan` with as many
+        ranks as are left. Raises CheckpointError before any rank has changed, and PlanError.
         """
         plan = plan or self.plan
         check_fits(plan, self.cluster.n)
@@ -401,7 +408,7 @@ class Training:
         return found.step
 
     def close(self) -> None:
-        """Free the ranks' memory."""
+        """Free the memory that the ranks hold for this training."""
         self.cluster.call(drop, self.name)
         self.cluster.call(remote_functions.drop, self.name)
 

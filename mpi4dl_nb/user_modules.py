@@ -1,8 +1,8 @@
-"""The user's modules: which of them ranks can import by name, and which must be sent as the notebook has them.
+"""The user's modules: which of them ranks can import by name, and which must be sent by value.
 
-A rank imports a module's file as it is when it first needs it, and keeps that. The notebook may have loaded the file
-before it was changed, or loaded it again since (`importlib.reload`, `%autoreload`), or set a constant of it. Where the
-two can differ the functions and classes of the module are sent by value.
+A rank imports a module's file in its state at the first import, and keeps that module. The notebook may have loaded the
+file before it changed, reloaded it since (`importlib.reload`, `%autoreload`), or set one of its constants. If the two
+can differ, the functions and classes of the module are sent by value.
 """
 
 from __future__ import annotations
@@ -34,16 +34,17 @@ from engines.packing import pack
 __all__ = ["UserModules", "is_user_module"]
 
 _OURS = ("engines", "mpi4dl_nb")
-_HASHED, _MOST = 1, 0xFFFFFFFF  # of compiled files: a flag of those that tell no time; their numbers have 32 bits
-_ANOTHER: SourceVersion = (0, 0)  # than any file has
+_HASHED, _MOST = 1, 0xFFFFFFFF  # of .pyc files: the flag of those without a time; fields have 32 bits
+_ANOTHER: SourceVersion = (0, 0)  # differs from the version of every file
 
 
 @dataclass
 class _UserModule:
-    """A module of the user's as the notebook holds it. `spec` is another object after a reload.
+    """A user's module as the notebook holds it. `spec` is a different object after a reload.
 
-    `version` is of the file that it was loaded from, None: unknown. `current`: the file has not changed since.
-    `constants` are what the file gives names that it assigns once, at its top: the notebook may have set them since.
+    `version` identifies the source that the module was loaded from (None: unknown). `current`: the file has not changed
+    since. `constants` are the values that the file assigns to names exactly once, at top level; the notebook may have
+    set them since.
     """
 
     module: ModuleType
@@ -63,7 +64,7 @@ class _UserModule:
 
     @property
     def is_as_its_file(self) -> bool:
-        """Whether ranks that import the file have what the notebook has."""
+        """Whether ranks that import the file get the same as the notebook has."""
         now = vars(self.module)
         return self.current and all(
             type(now.get(name)) is type(value) and now[name] == value for name, value in self.constants.items()
@@ -71,9 +72,9 @@ class _UserModule:
 
 
 class UserModules:
-    """Packs what one set of ranks is sent, and tells what they shall `follow`.
+    """Pickles the calls for one group of ranks, and holds what the ranks must `follow`.
 
-    `_held` are the versions of modules that these ranks may have imported.
+    `_held` holds the versions of the modules that these ranks may have imported.
     """
 
     def __init__(self) -> None:
@@ -85,7 +86,7 @@ class UserModules:
 
     @property
     def follow(self) -> NotebookImports:
-        """What ranks shall do like the notebook, as of the last `pack`."""
+        """What ranks must apply to match the notebook, as of the last `pack`: search path, reloads, changed files."""
         reloaded = {
             name: known.version
             for name, known in self._known.items()
@@ -95,7 +96,7 @@ class UserModules:
         return NotebookImports(tuple(_get_search_path()), reloaded, changed)
 
     def pack(self, values: Iterable[Any]) -> list[bytes]:
-        """Raises PlanError where a module must be sent by value and cannot be, with its name."""
+        """Pickle the values. Raises PlanError, with the name, if a module must be sent by value and cannot be."""
         self._refresh()
         by_value = self._find_by_value()
         used: set[str] = set()
@@ -117,7 +118,7 @@ class UserModules:
         return packed
 
     def _refresh(self) -> None:
-        """Take in modules that are new, and those that have been loaded again or whose files have changed."""
+        """Record new modules, and update those that were reloaded or whose files have changed."""
         new = sys.modules.keys() - self._seen
         self._seen |= new
         for name in new:
@@ -126,7 +127,7 @@ class UserModules:
         for name, known in self._known.items():
             module, version = sys.modules.get(name, known.module), _get_version(known.file)
             spec = getattr(module, "__spec__", None)
-            if spec is not None and spec is not known.spec:  # they would be equal
+            if spec is not None and spec is not known.spec:  # both compare equal
                 self._known[name] = _UserModule.of(module, reloaded=True)
             elif version != known.version and version is not None and _find_autoreload_ns(name) == version[0]:
                 known.version, known.reloaded, known.constants = version, True, {}
@@ -134,7 +135,7 @@ class UserModules:
                 known.current = known.version is not None and known.version == version
 
     def _find_by_value(self) -> set[str]:
-        """The modules that differ, or may, and those that use them."""
+        """Return the modules that differ, or may differ, and those that use them."""
         found = {
             name
             for name, known in self._known.items()
@@ -142,9 +143,11 @@ class UserModules:
             and (
                 not known.is_as_its_file
                 or self._held.get(name, known.version) != known.version
-                or name.partition(".")[0] in sys.stdlib_module_names  # by that name ranks import Python's own
+                or name.partition(".")[0] in sys.stdlib_module_names  # shadowed by the standard library
             )
         }
+        # A module that holds a function of a changed module must be sent too: imported on a rank, it would refer to the
+        # rank's own version. Repeat until no module is added.
         while more := {
             name for name in self._known.keys() - found if name in sys.modules and found & self._find_used(name)
         }:
@@ -155,7 +158,7 @@ class UserModules:
         return self._known.keys() & set(_find_owners(vars(self._known[name].module).values()))
 
     def _find_dependencies(self, name: str) -> set[str]:
-        """All modules that a rank imports with this one."""
+        """Return all modules that a rank imports together with this one."""
         found, new = {name}, {name}
         while new:
             new = {each for some in new for each in self._find_used(some)} - found
@@ -174,14 +177,14 @@ class UserModules:
 
 
 def _get_search_path() -> Iterator[str]:
-    """The folders that Python looks in. In the one that it works in, where that was deleted, there is nothing."""
+    """Iterate over Python's search path. If the working folder was deleted, its entry is skipped: nothing is there."""
     for path in sys.path:
         with suppress(FileNotFoundError):
             yield os.path.abspath(path)  # noqa: PTH100 (keeps links)
 
 
 def _find_owners(values: Iterable[object]) -> Iterator[str]:
-    """The modules that things come from."""
+    """Iterate over the modules in which `values` are defined."""
     for value in list(values):
         if isinstance(value, partial):
             value = value.func
@@ -194,9 +197,9 @@ def _find_owners(values: Iterable[object]) -> Iterator[str]:
 
 
 def is_user_module(name: str, module: object) -> bool:
-    """Whether it was loaded from a file that is neither Python's, nor installed, nor this package's."""
+    """Return whether a module was loaded from a file outside of Python, installed packages and this package."""
     spec = getattr(module, "__spec__", None)
-    origin = getattr(spec, "find_mask_origin", None)
+    origin = getattr(spec, "origin", None)
     if not isinstance(module, ModuleType) or not isinstance(origin, str) or not origin.endswith(".py"):
         return False
     if name == "__main__" or name.partition(".")[0] in _OURS:
@@ -207,7 +210,7 @@ def is_user_module(name: str, module: object) -> bool:
 @cache
 def _get_install_folders() -> tuple[str, ...]:
     folders = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), site.getusersitepackages()}
-    # A .pth file may have added those of another environment.
+    # A .pth file may have added the folders of another environment.
     others = {folder for folder in sys.path if Path(folder).name in ("site-packages", "dist-packages")}
     return tuple(folder + os.sep for folder in folders | others | set(site.getsitepackages()))
 
@@ -225,10 +228,10 @@ def _get_version(file: str) -> SourceVersion | None:
 
 
 def _find_loaded_version(file: str, reloaded: bool) -> SourceVersion | None:
-    """Of a file that a module was loaded from before it was first looked at; None where it may have changed since.
+    """Return the version of the file that a module was loaded from; None if the file may have changed since.
 
-    Where no compiled file tells, one that is older than this process is taken to be the same, and so is one that was
-    loaded again, since the last look.
+    Without a compiled file to compare with, a file older than this process is taken to be unchanged, and so is a module
+    that was reloaded since the last check.
     """
     version, compiled = _get_version(file), _read_compiled_version(file)
     if version is None:
@@ -239,7 +242,7 @@ def _find_loaded_version(file: str, reloaded: bool) -> SourceVersion | None:
 
 
 def _read_compiled_version(file: str) -> SourceVersion | None:
-    """Of the source that Python's compiled file was made from, in seconds; None where there is none that says it."""
+    """Return the (mtime in s, size) of the source of Python's compiled file; None if there is none that holds them."""
     if sys.dont_write_bytecode:
         return None
     try:
@@ -251,7 +254,7 @@ def _read_compiled_version(file: str) -> SourceVersion | None:
 
 
 def _parse_constants(file: str) -> dict[str, object]:
-    """Names that a file's top gives a number, a text or the like, and that nothing else in the file is seen to set."""
+    """Return the literal values of the names that a file assigns at top level and nowhere else in the file."""
     try:
         tree = ast.parse(Path(file).read_bytes())
     except (OSError, ValueError, SyntaxError):
@@ -269,7 +272,7 @@ def _parse_constants(file: str) -> dict[str, object]:
 
 
 def _find_autoreload_ns(name: str) -> int | None:
-    """When the file was changed that IPython's %autoreload has put into a module last, in ns; None where it has not."""
+    """Return the mtime, in ns, of the file that IPython's %autoreload last loaded into a module; None if it has not."""
     if "IPython.extensions.autoreload" not in sys.modules or (shell := sys.modules["IPython"].get_ipython()) is None:
         return None
     reloader = getattr(shell.magics_manager.registry.get("AutoreloadMagics"), "_reloader", None)

@@ -44,8 +44,8 @@ def slicer() -> Answers:
     picture = np.tile(immunohistochemistry(), (copies, copies, 1))
     made = Slicer(picture, TILES, resnet20_v1())
     for number in range(8):
-        yield "layer", lambda number=number: setattr(made.layer, "get_value", (number * 4 + 1) % made.layer.most)
-        yield "tile", lambda number=number: setattr(made.tile, "get_value", (number + 1) % 4)
+        yield "layer", lambda number=number: setattr(made.layer, "value", (number * 4 + 1) % made.layer.most)
+        yield "tile", lambda number=number: setattr(made.tile, "value", (number + 1) % 4)
     for _ in range(3):
         yield "zoom", made.zoom_in
     for _ in range(6):

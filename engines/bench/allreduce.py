@@ -1,9 +1,9 @@
-"""Milliseconds of a sum over all ranks: ours, as gradients are summed, beside raw `MPI_Allreduce` and gloo.
+"""Milliseconds of an all-reduce over all ranks: ours, as for gradients, against raw `MPI_Allreduce` and gloo.
 
-Measured in turn in each iteration, in an order that changes (who comes after whom finds another cache), each after
-a barrier; a sum takes as long as its slowest rank. Told are medians over the iterations. `ratio_to_mpi` is
-raw_mpi_ms / ours_ms: 1 is as fast as MPI's own, more is faster. `spread` is the distance of the quartiles of ours,
-divided by its median.
+Each iteration measures all of them, in a changing order (the predecessor determines the state of the caches), each
+after a barrier. An all-reduce takes as long as its slowest rank. The results are medians over the iterations.
+`ratio_to_mpi` is raw_mpi_ms / ours_ms: 1 is as fast as MPI's own, more is faster. `spread` is the interquartile range
+of ours, divided by its median.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Sum = Callable[[Tensor], object]
 
 
 def list_sizes(max_bytes: int) -> list[int]:
-    """4 bytes and its multiples by 4, to `max_bytes`.
+    """Return 4 bytes and its multiples by powers of 4, up to `max_bytes`.
 
     >>> list_sizes(100)
     [4, 16, 64]
@@ -44,7 +44,7 @@ def list_sizes(max_bytes: int) -> list[int]:
 
 
 def bench_allreduce(world: MpiWorld, max_bytes: int, iterations: int) -> Iterator[dict[str, object]]:
-    """One line for each size; the same lines on every rank."""
+    """Yield one line for each size; the same lines on every rank."""
     from engines.comm.raw_mpi import RawAllReduce
 
     torch.set_num_threads(1)
@@ -59,7 +59,7 @@ def bench_allreduce(world: MpiWorld, max_bytes: int, iterations: int) -> Iterato
 
 
 def _time_sums(world: MpiWorld, tensor: Tensor, sums: Mapping[str, Sum], iterations: int) -> dict[str, list[float]]:
-    """Seconds of this rank, by name. What is summed is zero: it stays what it is, however often."""
+    """Return the seconds of this rank, by name. The tensor is zero, so that repeated sums leave it unchanged."""
     times: dict[str, list[float]] = {name: [] for name in sums}
     for index in range(_WARMUP + iterations):
         for name in Random(index).sample(sorted(sums), len(sums)):

@@ -1,4 +1,4 @@
-"""Replicas that do not wait for each other on a small real task: losses, staleness, images per second. For study."""
+"""Study asynchronous replicas on a small real task: losses, staleness, images per second."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ONLY = {"max_staleness": "server", "staleness_aware": "server", "average_every"
 
 
 def expand_modes(mode: str, **chosen: object) -> list[Asynchrony]:
-    """What is to be studied: one mode, or `all`, each with those of the choices that concern it. Raises PlanError."""
+    """Return the studies for one mode, or for `all`, each with the options that apply to its mode. Raises PlanError."""
     if mode != "all":
         return [Asynchrony(mode=mode, **chosen)]
     return [
@@ -42,14 +42,14 @@ def expand_modes(mode: str, **chosen: object) -> list[Asynchrony]:
 def make_crops_recipe(
     size_px: int = 32, batch_size: int = 8, plan: Plan = _ALONE, learning_rate: float = 0.005
 ) -> Recipe:
-    """ResNet-20 v1 that is to tell which crops of a stained tissue are browner than most."""
+    """Return a recipe for ResNet-20 v1 that classifies which crops of a stained tissue are browner than most."""
     torch.manual_seed(0)
     model, sgd = resnet20_v1(num_classes=2), partial(torch.optim.SGD, lr=learning_rate, momentum=0.9)
     return prepare(model, plan, (batch_size, 3, size_px, size_px), optimiser=sgd)
 
 
 def make_crops_feed(recipe: Recipe, seed: int = 0, count: int = 512) -> Feed:
-    """Batches of `count` crops of the tissue, again and again from the first."""
+    """Return a feed that cycles through batches of `count` crops of the tissue."""
     images = recipe.step_specs["images"]
     batch, _, height, width = images.shape
     if height != width:
@@ -66,9 +66,9 @@ def make_crops_feed(recipe: Recipe, seed: int = 0, count: int = 512) -> Feed:
 
 
 def bench_asynchronous(world: World, studies: Sequence[Asynchrony], recipe: Recipe | None = None) -> list[ReplicaStudy]:
-    """One training from the same first weights for each of the `studies`, on the same crops. Collective.
+    """Train once for each of the `studies`, from the same initial weights and on the same crops. Collective.
 
-    Raises PlanError where the ranks are too few for one of them.
+    Raises PlanError if there are too few ranks for one of them.
     """
     recipe = recipe or run_on_first(world, make_crops_recipe)
     for study in studies:
@@ -78,7 +78,7 @@ def bench_asynchronous(world: World, studies: Sequence[Asynchrony], recipe: Reci
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The flags of the command."""
+    """Return the parser of the command's flags."""
     flags = options.make_parser("Train replicas that do not wait for each other, and replicas that do. For study.")
     flags.set_defaults(
         model="engines.models:resnet20_v1", num_classes=2, image_size="32", batch_size=8, learning_rate=0.005,
@@ -99,7 +99,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _parse_slow(text: str) -> dict[int, float]:
-    """`2:0.1,0:0.3` -> {2: 0.1, 0: 0.3}."""
+    """Parse `2:0.1,0:0.3` to {2: 0.1, 0: 0.3}."""
     try:
         pairs = [part.split(":") for part in text.split(",")]
         return {int(replica): float(seconds) for replica, seconds in pairs}
@@ -109,7 +109,7 @@ def _parse_slow(text: str) -> dict[int, float]:
 
 
 def parse_studies(chosen: argparse.Namespace, ranks: int) -> list[Asynchrony]:
-    """The studies that the flags ask for, which must need exactly so many ranks. Raises PlanError."""
+    """Return the studies that the flags describe. Raises PlanError unless they need exactly `ranks` ranks."""
     names = ("replicas", "steps", "max_staleness", "staleness_aware", "average_every", "slow")
     studies = expand_modes(chosen.mode, **{name: getattr(chosen, name) for name in names})
     plan = options.make_plan(chosen)

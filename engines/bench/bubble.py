@@ -1,7 +1,7 @@
-"""How much of a schedule's time ranks stand idle, measured on stages of one fixed duration, beside the formula.
+"""Measure the idle share of a schedule's time on stages of one fixed duration, next to the formula.
 
-The programs, messages and waits are those of any training; only the work of a stage is replaced by a sleep, so that
-stages are equal and more ranks than cores do not matter.
+Programs, messages and waits are those of any training. Only the computation of a stage is replaced by a sleep, so that
+all stages are equal and it does not matter if there are more ranks than cores.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PIXELS, _CHANNELS, _STEPS = 12, 3, 3
 
 
 class _DelayedBackward(torch.autograd.Function):
-    """A tensor as it is, whose gradient takes its time."""
+    """Identity whose backward pass sleeps for `seconds`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
@@ -43,7 +43,7 @@ class _DelayedBackward(torch.autograd.Function):
 
 
 class _DelayedSegment:
-    """A segment that takes `seconds` forward, and as long again for its inputs' gradient and for its weights'."""
+    """A segment that sleeps `seconds` forward, and as long again for its inputs' gradient and for its weights'."""
 
     def __init__(self, segment: Any, seconds: float) -> None:
         self.segment, self.seconds = segment, seconds
@@ -60,10 +60,10 @@ class _DelayedSegment:
 
 
 def bench_bubble(world: World, plan: Plan, stage_s: float) -> dict[str, object]:
-    """Idle share of a step, the median of several, and the formula's; the same line on every rank.
+    """Return the idle share of a step (median of several) and the formula's; the same line on every rank.
 
-    A stage takes `stage_s` forward and twice that back. `against_layers` is how much faster the step is than
-    plain layer parallelism with as many micro-batches, one after another: a schedule's share of work over 1 / ranks.
+    A stage takes `stage_s` seconds forward and twice that backward. `against_layers` is the speed-up over plain layer
+    parallelism with as many micro-batches, one after another: a schedule's share of work over 1 / ranks.
     """
     worker, inputs = _make_worker(world, plan, stage_s)
     shares = [_run_step(world, worker, inputs).idle for _ in range(_STEPS + 1)][1:]
@@ -96,7 +96,10 @@ def _make_recipe(plan: Plan) -> Recipe:
 
 
 def _make_worker(world: World, plan: Plan, stage_s: float) -> tuple[Worker, dict[int, dict[str, Tensor]]]:
-    """A worker whose stages take their time, with the gradient of the image as every other stage has one."""
+    """Return a worker with delayed stages, and its inputs.
+
+    The image has a gradient, as the input of every other stage has, so that all stages cost the same.
+    """
     recipe = _make_recipe(plan)
     program = Compiler(recipe.graph, plan, input_gradient=True).compile_rank(world.rank)
     dtype = getattr(torch, plan.precision)

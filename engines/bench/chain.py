@@ -1,4 +1,4 @@
-"""A network as long and as wide as one likes, for studies of growth: alike layers, one behind the other."""
+"""A network of any depth and width, made of equal layers in sequence, to study scaling."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ __all__ = ["chain"]
 
 
 def chain(num_layers: int = 20, num_filters: int = 16, *, num_classes: int = 10) -> nn.Sequential:
-    """A stem that halves the image twice, so many 3 x 3 convolutions with batch norm and ReLU, and a classifier.
+    """Return a network of a stem, `num_layers` 3 x 3 convolutions with batch norm and ReLU, and a classifier.
 
-    Plain PyTorch: (N, 3, H, W) -> (N, num_classes).
+    The stem divides the image's sides by 4. Plain PyTorch: (N, 3, H, W) -> (N, num_classes).
 
     >>> sum(isinstance(layer, nn.Conv2d) for layer in chain(5))
     6

@@ -1,4 +1,4 @@
-"""Whether compiled segments pay: the same training as PyTorch runs it, and with `compile_segments`."""
+"""Benchmark compiled segments: the same training in eager mode and with `compile_segments`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["bench_compiled"]
 
 
 def bench_compiled(world: World, recipe: Recipe, iterations: int, seed: int) -> dict[str, object]:
-    """Medians over interleaved steps; the same line on every rank.
+    """Return medians over interleaved steps; the same line on every rank.
 
-    `ratio` is how many times as fast steps are with compiled segments. `first_s` is what the first one takes, which
-    compiles, or finds on the disk what an earlier process has compiled. `spread` is (largest - smallest) / median of
-    the seconds of compiled steps.
+    `ratio` is the speed-up by compiled segments. `first_s` is the duration in seconds of the first compiled step, which
+    compiles, or loads from disk what an earlier process has compiled. `spread` is (largest - smallest) / median of the
+    durations of compiled steps.
     """
     both = [
         RankTraining(world, replace(recipe, plan=replace(recipe.plan, compile_segments=compiles)))

@@ -1,4 +1,4 @@
-"""The flags of the benchmarks of throughput and of sums over ranks."""
+"""Flags of the throughput and all-reduce benchmarks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MAX_BYTES = 1 << 28
 
 
 def make_throughput_parser() -> argparse.ArgumentParser:
-    """The flags of `bench throughput`, in the names of the field's synthetic benchmarks."""
+    """Return the parser of `bench throughput`, with the flag names of common synthetic benchmarks."""
     flags = options.make_parser("Time training steps on random images, each rank a replica of the whole model.")
     flags.set_defaults(
         model="resnet50", image_size="224", num_classes=1000, batch_size=32, split_size=1, spatial_size=0
@@ -27,7 +27,7 @@ def make_throughput_parser() -> argparse.ArgumentParser:
 
 
 def make_throughput_recipe(chosen: argparse.Namespace, ranks: int, world: World | None = None) -> Recipe:
-    """What every rank has to know. As many replicas as the ranks make, unless the flags say. Raises PlanError."""
+    """Return the recipe, with as many replicas as the ranks allow unless the flags set it. Raises PlanError."""
     if chosen.data_parallel is None:
         chosen.data_parallel = 1
         chosen.data_parallel = max(1, ranks // options.make_plan(chosen).ranks)
@@ -35,7 +35,7 @@ def make_throughput_recipe(chosen: argparse.Namespace, ranks: int, world: World 
 
 
 def make_allreduce_parser() -> argparse.ArgumentParser:
-    """The flags of `bench allreduce`."""
+    """Return the parser of `bench allreduce`."""
     flags = options.FlagParser(
         description="Time sums over all ranks against raw MPI_Allreduce and gloo.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,

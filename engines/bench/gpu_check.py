@@ -1,6 +1,7 @@
-"""What a machine with a GPU has to show: exactness on it, several ranks on one device, speed, and how large images get.
+"""Check a machine with a GPU: exactness, several ranks on one device, speed, and the largest images.
 
-Needs torch, mpi4py and an `mpiexec` only (tiles in turn: greenlet, too). Where there is no GPU it says so, and ends.
+Needs only torch, mpi4py and an `mpiexec` (streamed tiles also need greenlet). Without a GPU it prints a message and
+ends.
 """
 
 from __future__ import annotations
@@ -98,11 +99,14 @@ CHECKS: Mapping[str, tuple[int, Sequence[str]]] = {
     **{f"largest image, AmoebaNet-D 214, {way}": (1, (*LARGE, *AMOEBANET, "--way", way, *ONE_RANK))
        for way in ("plain", "again")},
 }  # fmt: skip
-"""By name: on how many ranks, and which command. Of speed, `of_limit` / `ratio` is the share of convolutions."""
+"""Number of ranks and command by name. In speed checks, `of_limit` / `ratio` is the share of convolutions."""
 
 
 def run_gpu_checks(arguments: Sequence[str] = ()) -> int:
-    """Run the checks on this machine's GPU, each told when it is done, then all as JSON; 0 if all are well."""
+    """Run the checks on this machine's GPU; return 0 if all succeed.
+
+    Print the result of each check when it is done, then all results as JSON.
+    """
     flags = options.FlagParser("gpu-check", description=__doc__.splitlines()[0])
     flags.add_argument("--only", default="", help="those whose names begin so")
     flags.add_argument("--timeout", type=options.parse_positive, default=900, help="seconds for each")
@@ -130,7 +134,7 @@ def _run_check(name: str, timeout_s: float) -> dict[str, object]:
     if name == "link":
         return run_in_subprocess(
             "engines.bench.gpu_check:print_link_speeds", []
-        )  # whose memory is free again for the others
+        )  # in a process, which frees its memory for the other checks
     ranks, command = CHECKS[name]
     if "in-turn" in command and not find_spec("greenlet"):
         return {"skipped": "tiles in turn need greenlet"}
@@ -138,12 +142,12 @@ def _run_check(name: str, timeout_s: float) -> dict[str, object]:
 
 
 def print_link_speeds(_: Sequence[str]) -> None:
-    """Prints `link_speeds` of this machine's first GPU."""
+    """Print `measure_link_speeds` of this machine's first GPU."""
     print(json.dumps(measure_link_speeds(torch.device("cuda", 0))))
 
 
 def measure_link_speeds(device: torch.device) -> dict[str, object]:
-    """Bytes per second between a device and pinned memory of its host, both ways: what staged halos cannot exceed."""
+    """Return the bytes per second between a device and pinned host memory, both ways: the bound of staged halos."""
     there = torch.zeros(LINK_BYTES, dtype=torch.uint8, device=device)
     here = torch.zeros(LINK_BYTES, dtype=torch.uint8, pin_memory=has_own_memory(device))
     return {
@@ -174,7 +178,7 @@ def _run_command(ranks: int, arguments: Sequence[str], timeout_s: float) -> dict
 
 
 def find_cause(stderr: str) -> str:
-    """The last lines that the ranks wrote before mpiexec wrote its own notices, which begin with a row of dashes.
+    """Return the ranks' last lines before mpiexec's own notices, which begin with a row of dashes.
 
     >>> find_cause("Traceback ...\\nValueError: eps must be positive\\n------\\nprterun has exited ...\\n\\0")
     'Traceback ...\\nValueError: eps must be positive'
@@ -185,7 +189,7 @@ def find_cause(stderr: str) -> str:
 
 
 def launch(ranks: int, arguments: Sequence[str], timeout_s: float = 600) -> subprocess.CompletedProcess[str]:
-    """`mpiexec -n RANKS python -m mpi4py ARGUMENTS`, with what Open MPI must be told before it starts."""
+    """Run `mpiexec -n RANKS python -m mpi4py ARGUMENTS`, with the environment that Open MPI needs."""
     beside = Path(sys.prefix) / "bin" / "mpiexec"
     mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec") or "mpiexec"
     environment = {**os.environ, "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
@@ -198,7 +202,7 @@ def launch(ranks: int, arguments: Sequence[str], timeout_s: float = 600) -> subp
         try:
             told = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
-            process.terminate()  # it ends its ranks
+            process.terminate()  # mpiexec then ends its ranks
             with suppress(subprocess.TimeoutExpired):
                 process.communicate(timeout=_ENDING_S)
             process.kill()

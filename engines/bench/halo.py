@@ -1,17 +1,17 @@
-"""Milliseconds and bytes of a halo exchange, there and back, against the same by hand in mpi4py.
+"""Milliseconds and bytes of a halo exchange, forward and backward, against a manual one in mpi4py.
 
-The exchange is the one that the compiler makes for a convolution, run by its `Carrier` as in a training.
-Measured in turn in each iteration, in an order drawn anew each time, every time between two barriers:
+The exchange is the one that the compiler makes for a convolution, run by its `ExchangeRunner` as in a training. Each
+iteration measures all variants, in a random order, each between two barriers:
 
-- `ms`: the exchange, of a tile that lies where its window will be, as a ReLU before a convolution leaves it (the
-  fill around the image is written when that memory is made, which is not counted here, nor by hand);
-- `copied_ms`: of a tile that does not, as anything else leaves it: all its pixels are copied into a new window;
-- `by_hand_ms`: the borders copied into contiguous buffers, `RawMessages`, and the buffers copied (back: added) to
-  where they belong, in memory that never changes: no window is made, no pixel of the tile itself is moved;
+- `ms`: the exchange of a tile that was allocated inside its window, as a ReLU before a convolution leaves it (the fill
+  around the image is written when that memory is allocated, which is not timed here, nor in the manual exchange);
+- `copied_ms`: of a tile that was not, as other operators leave it: all its pixels are copied into a new window;
+- `by_hand_ms`: the borders are copied into contiguous buffers, sent by `RawMessages`, and copied (backward: added) to
+  their places in fixed memory: no window is allocated, no pixel of the tile itself is moved;
 - `messages_ms`: the `RawMessages` alone, with the same bytes to the same peers, corners included.
 
-`ratio` is ms / by_hand_ms, `ratio_copied` copied_ms / by_hand_ms, `ratio_messages_only` ms / messages_ms, each
-of the sums over the ranks. `spread` is the distance of the quartiles of `ms`, divided by its median.
+`ratio` is ms / by_hand_ms, `ratio_copied` copied_ms / by_hand_ms, `ratio_messages_only` ms / messages_ms, each of the
+sums over the ranks. `spread` is the interquartile range of `ms`, divided by its median.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Times = Mapping[str, Sequence[float]]
 def bench_halo(
     world: MpiWorld, case: HaloCase, warmup: int, iterations: int, with_compute: bool = False, validate: bool = False
 ) -> dict[str, object]:
-    """One line of what was measured; the same on every rank. Raises PlanError."""
+    """Return one line of measurements, the same on every rank. Raises PlanError."""
     from engines.bench.manual_exchange import ManualExchange
 
     own = make_halo_setup(case, world)
@@ -51,11 +51,11 @@ def bench_halo(
     works = _make_works(own, ManualExchange(world, own.exchange, own.device), with_compute)
     times: dict[str, list[float]] = {name: [] for name in works}
     for index in range(warmup + iterations):
-        for name in random.Random(index).sample(sorted(works), len(works)):  # what came before warms caches
+        for name in random.Random(index).sample(sorted(works), len(works)):  # the predecessor warms the caches
             work = works[name]()
             world.comm.Barrier()
             times[name].append(_time_work(work, own.device))
-            world.comm.Barrier()  # a rank that is done must not take the core of one that is not
+            world.comm.Barrier()  # what a finished rank does next must not take cores from the others
     told = {name: seconds[warmup:] for name, seconds in times.items()}
     traffic = own.exchange.compute_bytes(own.exchange.sends), len(own.exchange.sends)
     return {**checked, **_make_line(case, world.all_gather((told, *traffic)))}
@@ -64,7 +64,7 @@ def bench_halo(
 def _make_works(
     own: HaloSetup, by_hand: ManualExchange, with_compute: bool
 ) -> dict[str, Callable[[], Callable[[], object]]]:
-    """What is measured, by name: each prepares itself, and returns what is to be timed."""
+    """Return the variants by name: each is a function that prepares a run and returns the function to be timed."""
     carrier, exchange = own.carrier, own.exchange
     pixels = make_pattern(exchange, exchange.own, own.device)
     grad = torch.ones_like(carrier.forward(pixels)[0])
@@ -90,7 +90,7 @@ def _make_works(
 
 
 def _make_convolution_works(own: HaloSetup, pixels: Tensor) -> dict[str, Callable[[], Callable[[], object]]]:
-    """The convolution of the window, forward and backward."""
+    """Return the variants that run the convolution of the window, forward and backward."""
     window = own.carrier.forward(pixels)[0].requires_grad_()
     made: list[Tensor] = []
 
@@ -132,7 +132,7 @@ def _make_line(case: HaloCase, ranks: Sequence[tuple[Times, int, int]]) -> dict[
 
 
 def _make_direction_line(way: str, ranks: Sequence[Times]) -> dict[str, object]:
-    """What all ranks measured going one way, each list in rank order."""
+    """Return the measurements of one direction, each list in rank order."""
     names = [name.split(".")[1] for name in ranks[0] if name.startswith(way)]
     line: dict[str, object] = {
         name: [round(statistics.median(times[f"{way}.{name}"]) * 1e3, 4) for times in ranks] for name in names

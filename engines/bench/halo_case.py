@@ -1,4 +1,4 @@
-"""What a halo benchmark exchanges: the exchange that the compiler makes for one convolution."""
+"""The halo exchange that a halo benchmark runs: the one that the compiler makes for one convolution."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["HaloCase", "HaloSetup", "make_halo_setup"]
 
 @dataclass(frozen=True, kw_only=True)
 class HaloCase:
-    """An image of (N, C, H, W) on the plan's tiles, of which a convolution of 2 * `halo_px` + 1 reads."""
+    """An image of (N, C, H, W) on the plan's tiles, read by a convolution with a kernel of 2 * `halo_px` + 1."""
 
     plan: Plan
     image_shape: tuple[int, int, int, int]
@@ -33,7 +33,7 @@ class HaloCase:
     device: str = "auto"
 
     def check(self, ranks: int) -> None:
-        """Raises PlanError where there is nothing to exchange, or not as many ranks as tiles."""
+        """Raise PlanError if there is nothing to exchange, or if ranks and tiles differ in number."""
         check_fits(self.plan, ranks)
         if ranks == 1:
             raise PlanError("One tile has nobody to borrow from. Use num_spatial_parts=2 or more.")
@@ -47,7 +47,7 @@ class HaloCase:
 
 @dataclass(frozen=True)
 class HaloSetup:
-    """What one rank does: the exchange, and the convolution (with its weights) that reads the window."""
+    """One rank's part: the exchange, and the convolution (with its weights) that reads the window."""
 
     exchange: Exchange
     convolution: Segment
@@ -56,7 +56,7 @@ class HaloSetup:
 
 
 def make_halo_setup(case: HaloCase, world: World) -> HaloSetup:
-    """The exchange and the convolution of this rank, from the compiler. Raises PlanError."""
+    """Return the exchange and the convolution of this rank, as compiled. Raises PlanError."""
     case.check(world.size)
     kernel_px = 2 * case.halo_px + 1
     model = nn.Conv2d(case.image_shape[1], case.out_channels, kernel_px, padding=case.halo_px)

@@ -1,7 +1,7 @@
-"""Whether an exchange is right: its window against the whole image, and its way back against the adjoint.
+"""Check a halo exchange: its window against the whole image, and its backward pass against the adjoint.
 
-Pixels and gradients are whole numbers made from their coordinates, so any rank knows the whole image without
-holding it, nothing is rounded, and equality is exact.
+Pixels and gradients are integers computed from their coordinates. So any rank can compute any part of the image without
+holding it, nothing is rounded, and comparisons are exact.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _STEPS, _VALUES = (17, 31, 7919, 104_729), 1021  # primes: neighbouring pixels, 
 
 
 def make_pattern(exchange: Exchange, tile: Tile, device: torch.device, salt: int = 0) -> Tensor:
-    """The pixels of `tile`, which may reach outside the image: (N, C, h, w), whole numbers within 510 of 0."""
+    """Return the pixels of `tile`, which may exceed the image: (N, C, h, w), integers from -510 to 510."""
     places = [range(exchange.shape[0]), range(exchange.shape[1])]
     places += [range(span.start, span.stop) for span in (tile.rows, tile.cols)]
     total = torch.tensor(salt * 127)
@@ -34,11 +34,12 @@ def make_pattern(exchange: Exchange, tile: Tile, device: torch.device, salt: int
 
 
 def is_valid_exchange(world: World, exchange: Exchange, carrier: ExchangeRunner, device: torch.device) -> bool:
-    """Whether every rank got its window and its gradient to the bit, and <Fx, y> = <x, F*y>; collective."""
+    """Check that every window and gradient is bitwise right, and that <Fx, y> = <x, F*y>; collective."""
     pixels = make_pattern(exchange, exchange.own, device)
     grad = make_pattern(exchange, exchange.window, device, salt=1 + world.rank)
     windows = world.all_gather(exchange.window)
     copied = carrier.forward(pixels)[0]
+    # Both paths of the forward pass: a tile that is copied into a new window, and one allocated inside its window.
     made_in_place = (
         carrier.forward(carrier.allocate_source().copy_(pixels))[0] if carrier.can_allocate_source else copied
     )
@@ -60,7 +61,7 @@ def _is_valid_on_all(reports: Sequence[tuple[bool, float, float]]) -> bool:
 
 
 def _make_expected_window(exchange: Exchange, device: torch.device) -> Tensor:
-    """The window cut out of the whole image, with the fill around it."""
+    """Return the window cut out of the whole image, with the fill value around the image."""
     inside = exchange.window & Tile.whole(*exchange.shape[-2:])
     window = make_pattern(exchange, exchange.window, device).fill_(exchange.fill)
     window[..., *inside.to_slices(exchange.window)] = make_pattern(exchange, inside, device)
@@ -68,7 +69,7 @@ def _make_expected_window(exchange: Exchange, device: torch.device) -> Tensor:
 
 
 def _compute_expected_gradient(exchange: Exchange, windows: Mapping[int, Tile], device: torch.device) -> Tensor:
-    """The gradients of this rank's pixels, from all windows that show them."""
+    """Return the gradients of this rank's pixels, summed over all windows that contain them."""
     home = torch.zeros_like(make_pattern(exchange, exchange.own, device))
     for rank, window in windows.items():
         if seen := window & exchange.own:
@@ -77,5 +78,5 @@ def _compute_expected_gradient(exchange: Exchange, windows: Mapping[int, Tile], 
 
 
 def _compute_dot(one: Tensor, other: Tensor) -> float:
-    """Exact: the terms are whole numbers, and sums stay below 2 ** 53."""
+    """Return the dot product. It is exact: the terms are integers, and sums stay below 2 ** 53."""
     return (one.double() * other.double()).sum().item()

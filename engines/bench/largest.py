@@ -1,7 +1,7 @@
-"""The largest square image that one process trains within a bound of memory, in one of several ways.
+"""Find the largest square image that one process trains within a memory limit, by one of several methods.
 
-Each size is tried in a process of its own: two training steps, since the second one has the optimiser's state, too. The
-bound is the kernel's (`RLIMIT_DATA`, Linux), or on a GPU that of its allocator: what goes beyond it fails.
+Each size is tried in a process of its own, for two training steps, since only the second one has the optimiser's state.
+The kernel enforces the limit (`RLIMIT_DATA`, Linux), or on a GPU the allocator: allocations beyond it fail.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _UNCUT = {"split_size": 1, "spatial_size": 0, "num_spatial_parts": None, "slice_
 
 Batch = Mapping[str, Tensor]
 Trained = Callable[[], object]
-"""Trains one step."""
+"""Function that trains one step."""
 
 
 def _make_plain_step(model: nn.Module, recipe: Recipe, batch: Batch) -> Trained:
@@ -60,7 +60,7 @@ def _make_streamed_step(_: nn.Module, recipe: Recipe, batch: Batch) -> Trained:
 
 @dataclass(frozen=True)
 class _TrainingMethod:
-    """How an image is trained: `begun` makes what does a step, `knobs` stand in place of the plan's."""
+    """A training method: `make_step` returns a function that trains one step; `knobs` replace options of the plan."""
 
     says: str
     make_step: Callable[[nn.Module, Recipe, Batch], Trained]
@@ -82,7 +82,7 @@ _WAYS = {
 
 
 def make_largest_parser() -> ArgumentParser:
-    """The flags of a step, the way, and the bound."""
+    """Return the parser: the flags of a step, the method, and the limit."""
     flags = options.make_parser("Find the largest square image that one process trains within a bound of memory.")
     flags.add_argument("--way", choices=list(_WAYS), default="plain", help="; ".join(w.says for w in _WAYS.values()))
     flags.add_argument(
@@ -94,9 +94,9 @@ def make_largest_parser() -> ArgumentParser:
 
 
 def bench_largest(arguments: Sequence[str]) -> dict[str, object]:
-    """One line: images of `largest_px` a side train, of `next_px` do not, and why (None: it was not tried).
+    """Return one line: images of side `largest_px` train, those of `next_px` fail, and why (None: it was not tried).
 
-    The first size is that of `--image-size`. Raises PlanError where none of them trains, or TraceError.
+    The first size is that of `--image-size`. Raises PlanError if no size trains, or TraceError.
     """
     chosen = make_largest_parser().parse_args(list(arguments))
     first, *others = set(options.parse_image_size(chosen.image_size))
@@ -121,7 +121,10 @@ def bench_largest(arguments: Sequence[str]) -> dict[str, object]:
 
 
 def _try_size(arguments: Sequence[str]) -> Mapping[str, Any]:
-    """What a process of its own says of a size; libraries that get no memory may end it by a signal."""
+    """Return the measurements or the failure of one size, tried in a process of its own.
+
+    A library that gets no memory may end that process by a signal.
+    """
     try:
         return run_in_subprocess("engines.bench.largest:train_within_limit", arguments, count_cores())
     except SubprocessExitError as error:
@@ -131,7 +134,7 @@ def _try_size(arguments: Sequence[str]) -> Mapping[str, Any]:
 
 
 def _check(chosen: Namespace) -> None:
-    """Raises PlanError or TraceError where that is known without a try."""
+    """Raise PlanError or TraceError for errors that are known without a trial."""
     if chosen.most_px < chosen.step_px:
         raise PlanError(f"--most-px {chosen.most_px} is less than one step of {chosen.step_px} px (--step-px).")
     if chosen.way == "in-turn":
@@ -142,15 +145,15 @@ def _check(chosen: Namespace) -> None:
 
 
 def _make_recipe(chosen: Namespace) -> tuple[nn.Module, Recipe]:
-    """The model, and what its way makes of the flags."""
+    """Return the model, and the recipe for the flags with the method's options."""
     told = Namespace(**{**vars(chosen), **_WAYS[chosen.way].knobs})
     return options.make_recipe(told, options.make_plan(told).ranks if chosen.way == "in-turn" else 1)
 
 
 def search_largest(fits: Callable[[int], bool], first: int, step: int, most: int) -> tuple[int, int | None]:
-    """The largest multiple of `step` up to `most` that fits, 0 if none does, and the smallest that does not, if any.
+    """Return the largest multiple of `step` up to `most` that fits (0 if none), and the smallest that does not, if any.
 
-    Sizes are doubled from `first` on until one does not fit, then halved between.
+    Sizes are doubled from `first` until one does not fit, then bisected.
 
     >>> search_largest(lambda size: size <= 700, first=512, step=64, most=4096)
     (640, 704)
@@ -172,7 +175,7 @@ def search_largest(fits: Callable[[int], bool], first: int, step: int, most: int
 
 
 def train_within_limit(arguments: Sequence[str]) -> None:
-    """Train some steps within the bound, in this process; prints `peak_bytes` and `step_s`, or the `failure`."""
+    """Train some steps in this process within the limit; print `peak_bytes` and `step_s`, or `failure`, as JSON."""
     chosen = make_largest_parser().parse_args(list(arguments))
     device = choose_device(chosen.device, rank=0)
     keep_memory_tight(True, KEPT_BYTES)
@@ -202,7 +205,7 @@ def _measure_steps(device: torch.device, begun: Callable[[], Trained]) -> dict[s
 
 
 def _warm_up(device: torch.device) -> None:
-    """What libraries take once is there before the bound: threads, and a GPU's context."""
+    """Allocate what libraries allocate once, threads and a GPU's context, before the limit applies."""
     torch.set_num_threads(count_cores())
     layer = nn.Conv2d(4, 4, 3).to(device)
     layer(torch.zeros(1, 4, 64, 64, device=device)).sum().backward()

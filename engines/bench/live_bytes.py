@@ -1,8 +1,7 @@
-"""Bytes of the tensors that live in one rank, counted while it works: what a prediction of memory can be held against.
+"""Count the bytes of live tensors on one rank while it runs, for comparison with memory predictions.
 
-The kernel's account of a process (`engines/bench/memory.py`) has the allocator's gaps and all libraries in it, and of
-ranks that are threads there is none. Here each new piece of tensor memory is noted, and struck off when its last
-tensor is gone.
+The kernel's figures for a process (`engines/bench/memory.py`) include the allocator's gaps and all libraries, and do
+not exist for ranks that are threads. Here each new tensor storage is counted until its last tensor is freed.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ __all__ = ["LiveBytes"]
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts what operators of this thread make while it is entered, and what of it is let go of, at any time.
+    """Counts the live bytes (`now`, `peak`) of tensors that operators of this thread create within the context.
 
     >>> import torch
     >>> with LiveBytes() as live:
@@ -35,7 +34,7 @@ class LiveBytes(TorchDispatchMode):
         self._known: set[int] = set()
 
     def reset_peak(self) -> None:
-        """The peak counts from now on."""
+        """Start a new peak from the current bytes."""
         self.peak = self.now
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""A halo exchange as one would write it by hand with torch and mpi4py, for one convolution on fixed memory."""
+"""A halo exchange written by hand with torch and mpi4py, for one convolution on fixed memory."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class _StripBuffer:
 
     @property
     def message(self) -> Message:
-        """The buffer as a row of memory."""
+        """The message with the buffer as one row of memory."""
         return Message(self.peer, _TAG, self.buffer.permute(0, 2, 3, 1).reshape(-1))
 
 
 class ManualExchange:
-    """The window and its gradient, once for all; borders are copied out of them and into them."""
+    """A window and its gradient, allocated once; borders are copied from and to them."""
 
     def __init__(self, world: MpiWorld, exchange: Exchange, device: torch.device) -> None:
         shape = exchange.compute_shape(exchange.window)
@@ -71,12 +71,12 @@ class ManualExchange:
         ]
 
     def prepare(self, pixels: Tensor) -> Callable[[], None]:
-        """With a fresh tile in the middle of the window, what is to be timed."""
+        """Copy a fresh tile into the middle of the window; return the function to be timed."""
         self.tile.copy_(pixels)
         return self.forward
 
     def forward(self) -> None:
-        """Borders to the neighbours, theirs into the window."""
+        """Send borders to the neighbours and copy theirs into the window."""
         for strip in self.lent:
             strip.buffer.copy_(strip.pixels)
         self.messages_there()
@@ -84,7 +84,7 @@ class ManualExchange:
             strip.pixels.copy_(strip.buffer)
 
     def backward(self) -> None:
-        """Gradients of borrowed borders to their owners, who add them."""
+        """Send the gradients of borrowed borders to their owners, which add them."""
         for strip in self.borrowed:
             strip.buffer.copy_(strip.grad)
         self.messages_back()
@@ -93,6 +93,6 @@ class ManualExchange:
 
 
 def _make_cpu_buffer(like: Tensor) -> Tensor:
-    """What MPI reads and writes; pinned where a GPU copies to it."""
+    """Return a buffer that MPI reads and writes, pinned if a GPU copies to it."""
     buffer = torch.empty(like.shape, dtype=like.dtype, memory_format=torch.channels_last)
     return buffer.pin_memory() if like.is_cuda else buffer

@@ -1,6 +1,6 @@
-"""Peak memory of a training step: each rank's, and that of one process with the whole image.
+"""Peak memory of a training step: of each rank, and of one process with the whole image.
 
-Read from the kernel's own account of the process (Linux), after everything is imported and traced.
+Read from the kernel's figures for the process (Linux), after everything is imported and traced.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from engines.training import RankTraining, Recipe
 
 __all__ = ["STEPS", "bench_memory", "measure_host_peak_bytes", "measure_one_process", "measure_peak_bytes"]
 
-STEPS = 2  # gradients and the optimiser's state are there from the second one on
+STEPS = 2  # gradients and the optimiser's state exist from the second step on
 
 
 def bench_memory(world: World, recipe: Recipe, arguments: Sequence[str], seed: int) -> dict[str, object]:
-    """Bytes beyond what the process had before: `peak_bytes` of each rank, in rank order, and of one process.
+    """Return bytes beyond the memory before the steps: `peak_bytes` of each rank, in rank order, and of one process.
 
-    `share` is the largest peak of a rank, as a part of one process's; `even_share` that of a rank that holds one
+    `share` is the largest peak of a rank relative to that of one process; `even_share` that of a rank that holds one
     tile's part of everything.
     """
     peaks = world.all_gather(_measure_rank(world, recipe, seed))
-    trim_memory()  # one process with the whole image has to fit now
+    trim_memory()  # make room for the one process with the whole image
     world.barrier()
     whole = world.all_gather(
         run_in_subprocess("engines.bench.memory:measure_one_process", arguments) if world.rank == 0 else None
@@ -63,13 +63,13 @@ def _measure_rank(world: World, recipe: Recipe, seed: int) -> int:
 
 
 def _make_rank_inputs(world: World, recipe: Recipe, seed: int) -> Inputs:
-    """This rank's parts of random batches; the whole batches are gone when it returns."""
+    """Return copies of this rank's parts of random batches, so that the whole batches are freed."""
     cut = RankTraining(world, recipe).cut(make_batches(recipe, seed, steps=1)[0])
     return {number: {name: part.clone() for name, part in parts.items()} for number, parts in cut.items()}
 
 
 def measure_one_process(arguments: Sequence[str]) -> None:
-    """Measure one process with the plain model; prints its peak in bytes as JSON."""
+    """Measure one process with the plain model; print its peak in bytes as JSON."""
     from engines import options
 
     chosen = options.make_parser("").parse_args(list(arguments))
@@ -86,15 +86,15 @@ def measure_one_process(arguments: Sequence[str]) -> None:
 
 
 def measure_peak_bytes(device: torch.device, work: Callable[[], object]) -> int:
-    """The most memory in use while `work` runs, beyond what was before: the process's, or a device's own."""
+    """Return the peak bytes while `work` runs, beyond those before: of the process, or of a device's own memory."""
     if has_own_memory(device):
         return measure_device_peak(device, work)
     return measure_host_peak_bytes(work)
 
 
 def measure_host_peak_bytes(work: Callable[[], object]) -> int:
-    """The most bytes of host memory in use while `work` runs, beyond what the process had before."""
+    """Return the peak host memory in bytes while `work` runs, beyond that of the process before."""
     before = read_process_bytes("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts from now
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak (VmHWM)
     work()
     return read_process_bytes("VmHWM") - before

@@ -1,4 +1,4 @@
-"""A bound of memory that is kept: the kernel's, or a GPU's allocator's."""
+"""Enforce a memory limit, by the kernel or by a GPU's allocator."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ __all__ = ["KEPT_BYTES", "MIB", "limit_memory"]
 
 MIB = 1 << 20
 KEPT_BYTES = 4 * MIB
-"""Of smaller blocks memory is best kept: most tensors of a tile are, and fresh pages take long."""
+"""Freed blocks below this size are better kept: most tensors of a tile are smaller, and fresh pages are slow."""
 
 
 @contextmanager
 def limit_memory(device: torch.device, size_bytes: int) -> Iterator[None]:
-    """While it lasts, this process gets so many bytes beyond what it has, or of a GPU in all: an allocation fails then.
+    """Within the context, allocations beyond `size_bytes` fail.
 
-    Of the host's memory it is `RLIMIT_DATA` (Linux): files that are mapped do not count.
+    On the host the limit counts from the memory that the process has already (`RLIMIT_DATA`, Linux: mapped files do not
+    count). On a GPU it covers everything, and it stays in force afterwards.
     """
     if has_own_memory(device):
         limit_device_memory(device, size_bytes)

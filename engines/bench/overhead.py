@@ -1,4 +1,4 @@
-"""What an instruction of a program costs beside its kernels: segments that do next to nothing, on one rank."""
+"""Overhead of a program's instruction beyond its kernels, measured with tiny segments on one rank."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["bench_overhead"]
 
 
 def bench_overhead(times: int) -> dict[str, object]:
-    """Medians over `times` measurements, each of them a median: microseconds of one thread.
+    """Return medians over `times` measurements, each a median itself, in microseconds of one thread.
 
-    `instruction_us` is what is left of an instruction (forward or back) when its one kernel call and that of its
-    gradient are taken off, which are `call_us` and `back_call_us`. `spread` is (largest - smallest) / median.
+    `instruction_us` is the time of an instruction (forward or backward) minus that of its one kernel call and the
+    call's gradient, which are `call_us` and `back_call_us`. `spread` is (largest - smallest) / median.
     """
     torch.set_num_threads(1)
     found = [measure_overheads() for _ in range(times)]

@@ -1,4 +1,4 @@
-"""How much traffic hides behind computing, gradients' sums or halos: the same training without and with overlap."""
+"""Communication hidden behind computation, all-reduces or halos: the same training without and with overlap."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ _BYTES_PER_MBIT = 1e6 / 8
 def bench_overlap(
     world: World, recipe: Recipe, iterations: int, seed: int, link_mbit_per_s: int | None = None, halos: bool = False
 ) -> dict[str, object]:
-    """Medians over interleaved steps, after one of each to warm up; the same line on every rank.
+    """Return medians over interleaved steps, after one warm-up step each; the same line on every rank.
 
-    Of sums, `blocking_s` is what they take where each begins when backward is over; `exposed_s` where they begin as
-    soon as they can, in instructions of their own and between others. `halos`: of a step's halos, there and back,
-    what they take where each is waited for at once, and what is left in their instructions where tiles' interiors are
-    computed meanwhile (`overlap_halos`). Both are means over ranks, and `hidden` is the difference as a part of the
-    former; it holds waiting for a rank that comes later, too. `messages` and `bytes` are what rank 0 sends of halos,
-    of which exchanges it has some in halves (`split`) and some not (`whole`); `buckets` are its messages of sums.
+    For gradient all-reduces, `blocking_s` is their duration if each starts after the backward pass; `exposed_s` if they
+    start as soon as possible: the time spent in their own instructions and in progressing them between others. `halos`:
+    for a step's halos, forward and backward, the duration if each exchange blocks, and the time that remains in their
+    instructions if tiles' interiors are computed meanwhile (`overlap_halos`). Both are means over ranks, and include
+    waiting for a rank that is late. `hidden` is 1 - exposed_s / blocking_s. `messages` and `bytes` are what rank 0
+    sends for halos; its exchanges are counted as split in halves (`split`) or not (`whole`). `buckets` is the number of
+    its gradient buckets.
 
-    Between ranks on one machine a message is copying, by the cores that compute, and there is little to hide.
-    `link_mbit_per_s` lets messages take the time of a link between machines besides.
+    Between ranks on one machine a message is a copy by the cores that compute, so that there is little to hide.
+    `link_mbit_per_s` adds the transfer time of a link between machines.
     """
     world = ThrottledWorld(world, link_mbit_per_s * _BYTES_PER_MBIT) if link_mbit_per_s else world
     both = [_make_training(world, recipe, overlap, halos) for overlap in (False, True)]
@@ -68,7 +69,7 @@ def _count_buckets(training: RankTraining) -> dict[str, int]:
 
 
 def _count_halos(training: RankTraining) -> dict[str, int]:
-    """What a step's halos are, and how many exchanges were split for a rank to compute meanwhile."""
+    """Return the halo traffic of a step, and how many exchanges were split to overlap them with computation."""
     sent = count_traffic(training.program).get("halo", Traffic(0, 0))
     halves = sum(isinstance(item, ExchangeHalf) for item in training.program.forward)
     whole = sum(isinstance(item, Exchange) and item.purpose == "halo" for item in training.program.forward)
@@ -76,7 +77,7 @@ def _count_halos(training: RankTraining) -> dict[str, int]:
 
 
 def _sum_halo_seconds(training: RankTraining) -> float:
-    """Seconds of the last step in instructions that move halos: to pack, post, wait and unpack."""
+    """Return the seconds of the last step in halo instructions: pack, post, wait and unpack."""
     return sum(event.end_s - event.start_s for event in training.worker.events if event.kind == "halo")
 
 
@@ -85,7 +86,7 @@ def _collect_sum_names(training: RankTraining) -> set[str]:
 
 
 def _sum_reduce_seconds(training: RankTraining) -> float:
-    """Seconds of the last step that summing gradients took: to pack, start, help along, wait and unpack."""
+    """Return the seconds of the last step in gradient all-reduces: pack, start, progress, wait and unpack."""
     names = _collect_sum_names(training)
     return training.worker.helping_s + sum(
         event.end_s - event.start_s for event in training.worker.events if event.name in names

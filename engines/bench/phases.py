@@ -1,4 +1,4 @@
-"""Where the time of steps went: what each rank did, from its own events."""
+"""Breakdown of the time of steps by phase, from each rank's own events."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _KINDS = {"all-reduce": "sums", "update": "update"}
 
 
 def sum_by_phase(events: Iterable[TimelineEvent]) -> Counter[str]:
-    """Seconds of one rank by phase: its work going forward and back, messages and sums without their waiting."""
+    """Return the seconds of one rank by phase; waiting is counted apart from the phases in which it occurs."""
     found = Counter[str]()
     for event in events:
         found[_get_phase(event)] += event.busy_s
@@ -30,7 +30,7 @@ def _get_phase(event: TimelineEvent) -> str:
 
 
 def compute_shares(ranks: Sequence[Counter[str]]) -> dict[str, float]:
-    """The part of each phase in all ranks' time.
+    """Return the share of each phase in the time of all ranks.
 
     >>> compute_shares([Counter(forward=1.0, waiting=1.0), Counter(forward=2.0)])["forward"]
     0.75

@@ -1,4 +1,4 @@
-"""Reading a picture on several ranks: each its own tile, and together the pixels of one read."""
+"""Read a picture on several ranks, each its own tile, and compare the pixels with one read of the whole."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from engines.spatial.tiles import Tile
 
 __all__ = ["bench_read", "make_read_parser"]
 
-ALLOWED_BYTES = 64 << 20  # beyond a rank's share of the picture: what a reader needs to work with
+ALLOWED_BYTES = 64 << 20  # allowed beyond a rank's part of the picture: a reader's working memory
 Box = tuple[int, int, int, int]
 
 
 def make_read_parser() -> argparse.ArgumentParser:
-    """The flags of `bench read`."""
+    """Return the parser of `bench read`."""
     flags = options.FlagParser(
         description="Read a picture on the ranks, each its own tile, and in one process; compare pixels and memory.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -36,10 +36,10 @@ def make_read_parser() -> argparse.ArgumentParser:
 
 
 def bench_read(world: World, path: str, method: str = "square", halo_px: int = 0, level: int = 0) -> dict[str, object]:
-    """One entry per rank in `bytes_read`, `peak_bytes` (beyond what the process had before) and `seconds`.
+    """Return a line with one entry per rank in `bytes_read`, `peak_bytes` (beyond the memory before) and `seconds`.
 
-    `ok`: the ranks have exactly the pixels that rank 0 then reads at once, and no rank's peak is beyond its part
-    of the picture by more than `ALLOWED_BYTES`. Raises ImageError, or PlanError where the grid does not fit.
+    `ok`: the ranks have exactly the pixels that rank 0 then reads at once, and no rank's peak exceeds the largest part
+    of the picture by more than `ALLOWED_BYTES`. Raises ImageError, or PlanError if the grid does not fit.
     """
     if halo_px < 0:
         raise PlanError(f"halo_px={halo_px}: a halo has 0 pixels or more.")
@@ -68,7 +68,7 @@ def bench_read(world: World, path: str, method: str = "square", halo_px: int = 0
 
 
 def _compute_box(picture: Picture, method: str, halo_px: int, level: int, ranks: int, rank: int) -> Box:
-    """First row, first column, height and width of what one rank reads."""
+    """Return the first row, first column, height and width of what one rank reads."""
     (grid,) = Plan(split_size=1, spatial_size=1, num_spatial_parts=ranks, slice_method=method).grids
     return _extend_box(grid.cut(*picture.shape(level))[rank], halo_px)
 
@@ -79,7 +79,7 @@ def _extend_box(tile: Tile, halo_px: int) -> Box:
 
 
 def _read_in_one_process(path: str, level: int, boxes: tuple[Box, ...], digests: tuple[str, ...]) -> dict[str, object]:
-    """What one process finds that reads the level at once."""
+    """Return the results of one process that reads the level at once."""
     same: list[bool] = []
     picture = open_image(path)
     rows, cols = picture.shape(level)

@@ -1,4 +1,4 @@
-"""How much of a step is convolutions and products alone: what no organisation of the work can save."""
+"""Share of convolutions and matrix products in a step: a lower bound for its duration."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch.profiler import profile, supported_activities
 __all__ = ["measure_arithmetic_share"]
 
 _KERNELS = ("conv", "addmm", "aten::mm", "aten::bmm", "matmul")
-"""Parts of the names of what the profiler calls an operator, on all devices."""
+"""Parts of the profiler's operator names, on all devices."""
 
 
 def measure_arithmetic_share(step: Callable[[], object]) -> float:
-    """The part of the time in operators that goes into the kernels of convolutions and products, forward and back.
+    """Return the share of operator time in convolutions and matrix products, forward and backward, in one step.
 
-    Of a device's own time where it has one, else of the processor's; one step that is not timed otherwise.
+    Device time if there is any, else CPU time. The profiled step is not timed otherwise.
     """
     with profile(activities=supported_activities()) as seen:
         step()

@@ -1,7 +1,13 @@
-"""Whether ranks differ from one process by rounding or by a fault.
+"""Decide whether ranks differ from one process by rounding or by a fault.
 
-They are held against one process whose weights and images change by an ulp, a unit in the last place. Where the model
-itself computes in a lower precision, each of its results there changes by an ulp of that precision as well.
+The reference is one process whose weights and images change by an ulp, a unit in the last place. If the model itself
+computes in a lower precision, each of its results there changes by an ulp of that precision as well.
+
+    oracle      one process as it is
+    nears       the same with random changes by an ulp: how far rounding may spread
+    noise       gradient elements that are zero in theory, and only rounding in fact
+    mirrored    one process whose noise has the opposite sign: optimisers that divide by a gradient's size
+                (Adam) move such a weight a full step in a random direction
 """
 
 from __future__ import annotations
@@ -22,20 +28,20 @@ from engines.oracle import ReferenceTraining, TrainingRecord
 __all__ = ["EXACT", "Begin", "Key", "RoundingCheck", "TensorDifference", "collect_quantities"]
 
 TIMES = 64
-"""Ranks add in another order than one process: they may be so many times as far off as an ulp's change is."""
+"""Ranks add in another order than one process: their error may be this multiple of the effect of an ulp's change."""
 
-EXACT = 1e-10  # of a tensor's own size: whoever is within it needs no other proof
-_RUNS = 4  # of one process after changes by an ulp, where a first one does not explain all
-_ABOVE_NOISE = 1e3  # times its noise: a gradient that is larger is not zero in theory
+EXACT = 1e-10  # relative to a tensor's own size: an error within it needs no other explanation
+_RUNS = 4  # runs of one process with changes by an ulp, if the first one does not explain all
+_ABOVE_NOISE = 1e3  # a gradient larger than this multiple of its noise is not zero in theory
 Begin = Callable[[ReferenceTraining], None]
 Key = tuple[str, int, str]
-"""What (loss, gradient, change of the weight, buffer), of which step (0: after all of them), and its name."""
+"""Kind (loss, gradient, change of the weight, buffer), step (0: after all of them), and name of a quantity."""
 
 _MOVED = "change of the weight"
 
 
 def collect_quantities(record: TrainingRecord, start: Mapping[str, Tensor]) -> dict[Key, Tensor]:
-    """All that a record has, in float64; of weights how far they are from where they were at the `start`."""
+    """Return all quantities of a record in float64; for weights, their change since the `start`."""
     moved = {name: weight.detach().double() - start[name].double() for name, weight in record.weights.items()}
     found = _collect_losses(record)
     for step, gradients in enumerate(record.gradients, start=1):
@@ -46,7 +52,7 @@ def collect_quantities(record: TrainingRecord, start: Mapping[str, Tensor]) -> d
 
 
 def _collect_losses(record: TrainingRecord) -> dict[Key, Tensor]:
-    """By micro-batch, or the mean over all where the loss is that of the whole batch."""
+    """Return the losses by micro-batch, or their mean if the loss is that of the whole batch."""
     if record.whole:
         found = {("loss", step, "of the batch"): loss for step, loss in enumerate(record.mean_losses, start=1)}
     else:
@@ -61,7 +67,7 @@ def _collect_losses(record: TrainingRecord) -> dict[Key, Tensor]:
 def _collect_by_rank(
     ranks: Sequence[TrainingRecord], start: Mapping[str, Tensor], whole: bool
 ) -> list[dict[Key, Tensor]]:
-    """What each rank has. The losses of ranks that know summands of a whole batch's loss are one more entry."""
+    """Return each rank's quantities. A whole batch's loss, combined from its parts on ranks, is one more."""
     if not whole:
         return [collect_quantities(rank, start) for rank in ranks]
     count = len(ranks[0].losses)
@@ -72,9 +78,9 @@ def _collect_by_rank(
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """What is further off than it may be: `rel` of a size; `usual` is what an ulp's change makes, of the same.
+    """A tensor whose error `rel` is too large; `usual` is the effect of an ulp's change. Both are relative.
 
-    The size is the tensor's own, or, where that `is_zero`, that of all tensors of its kind in its step.
+    They are relative to the tensor's own size, or, if that `is_zero`, to that of all tensors of its kind in its step.
     """
 
     key: Key
@@ -85,11 +91,11 @@ class TensorDifference:
 
 @dataclass(frozen=True)
 class RoundingCheck:
-    """What one process did (`record`), and what it does after a change that should mean nothing.
+    """The results of one process (`record`), and its results after changes that should be irrelevant.
 
-    `run(begin, meanwhile, change)` trains one process again: `begin` is called with it before its first step, within
-    `meanwhile`, on batches that went through `change`. `eps` is the relative rounding of its least precise operator,
-    `start` are its weights before the first step. `ranks` are the records that are held against it.
+    `run(begin, meanwhile, change)` trains one process again: `begin` is called with the process before its first step,
+    within `meanwhile`, on batches transformed by `change`. `eps` is the machine epsilon of its least precise operator,
+    `start` are its weights before the first step. `ranks` are the records that are compared with it.
     """
 
     record: TrainingRecord
@@ -99,15 +105,15 @@ class RoundingCheck:
     ranks: Sequence[TrainingRecord] = ()
 
     nears: list[Mapping[Key, Tensor]] = field(default_factory=list)
-    """After weights and images have changed by an ulp, each time at random."""
+    """Quantities after weights and images have changed by an ulp, at random each time."""
 
     @cached_property
     def oracle(self) -> Mapping[Key, Tensor]:
-        """What one process did."""
+        """Quantities of the unchanged process."""
         return collect_quantities(self.record, self.start)
 
     def ensure_nears(self, times: int) -> None:
-        """Have so many `nears`."""
+        """Run until there are `times` `nears`."""
         for seed in range(3 * len(self.nears), 3 * times, 3):
             meanwhile = UlpNoiseMode(seed) if self.eps > DOUBLE else nullcontext()
             begin, change = partial(nudge_weights, seed=seed + 1), partial(nudge_images, seed=seed + 2)
@@ -115,7 +121,7 @@ class RoundingCheck:
 
     @cached_property
     def mirrored(self) -> Mapping[Key, Tensor]:
-        """With each gradient turned round that is zero but for rounding, so that its weight goes the other way."""
+        """Quantities after negating each gradient that is only rounding, so that its weight moves the other way."""
         return (
             collect_quantities(self.run(self._reverse_noise, nullcontext(), lambda batch: batch), self.start)
             if self.noise
@@ -124,12 +130,14 @@ class RoundingCheck:
 
     @cached_property
     def noise(self) -> dict[str, Tensor]:
-        """By weight: where its gradient is zero in theory, and rounding in fact, in some step."""
+        """Masks by weight of the elements whose gradient, in some step, is zero in theory and rounding in fact."""
         self.ensure_nears(1)
         found: dict[str, Tensor] = {}
         for (what, step, name), gradient in self.oracle.items():
             if what == "gradient" and gradient.numel():
                 other = self.nears[0][what, step, name]
+                # Two bounds: small compared with the effect of an ulp's change, and small compared with the step's
+                # largest gradient. A gradient that is exactly 0 in both runs is a real zero, not noise.
                 usual = (gradient - other).square().mean().sqrt()
                 bound = torch.minimum(_ABOVE_NOISE * usual, self._largest[step] * max(1e-9, self._slack))
                 mask = (gradient.abs() <= bound) & ((gradient != 0) | (other != 0))
@@ -143,7 +151,7 @@ class RoundingCheck:
 
     @cached_property
     def _strays(self) -> dict[Key, Tensor]:
-        """By gradient: what a rank has where one process has exactly 0, as small as the rounding of the whole step."""
+        """By gradient: a rank's value where one process has exactly 0, if within the rounding of the whole step."""
         self.ensure_nears(1)
         found: dict[Key, Tensor] = {}
         for key, gradient in self.oracle.items():
@@ -156,9 +164,13 @@ class RoundingCheck:
         return found
 
     def find_differences(self) -> list[TensorDifference]:
-        """What is further off than rounding takes it, the furthest first. One process runs again only if it must."""
+        """Return the tensors whose error exceeds rounding, the furthest beyond the usual first.
+
+        One process runs again only if necessary.
+        """
         records = self._records
         found = self._find_beyond(records, self._is_exact)
+        # From cheap to expensive: without a run, one perturbed run, the mirrored run, then `_RUNS` perturbed runs.
         for times in (1, _RUNS):
             if found:
                 self.ensure_nears(times)
@@ -168,11 +180,11 @@ class RoundingCheck:
         return sorted(found.values(), key=lambda each: -each.rel / max(each.usual, 1e-16))
 
     def find_inexact(self) -> list[Key]:
-        """What only rounding explains."""
+        """Return the keys whose error only rounding explains."""
         return list(self._find_beyond(self._records, self._is_exact))
 
     def is_noise(self, key: Key) -> bool:
-        """Whether all of a weight's gradient is zero in theory, or of a gradient."""
+        """Return whether `key` is a gradient that is zero in theory in all elements, or the change of its weight."""
         return key[2] in self.noise and key[0] in ("gradient", _MOVED) and bool(self.noise[key[2]].all())
 
     def _find_beyond(
@@ -201,23 +213,24 @@ class RoundingCheck:
     def _is_like_mirrored(self, key: Key, off: Tensor) -> bool:
         may = TIMES * _compute_norm(self._select_real(key, self.mirrored[key] - self.oracle[key]))
         if key[0] in ("loss", "gradient"):
-            # Where noise goes instead may move a norm's statistics far, but a loss that follows it is chaotic:
-            # such a reference must not excuse a fault.
+            # Reversed noise may move a norm's statistics far, but a loss that depends on it is chaotic: such a
+            # reference must not excuse a fault.
             may = min(may, max(1e-6, self._slack) * _compute_norm(self.oracle[key]))
         return self._is_usual(key, off, [*self.nears, self.mirrored], may)
 
     def _is_usual(self, key: Key, off: Tensor, others: Sequence[Mapping[Key, Tensor]], may: float) -> bool:
-        """`may` is what the real elements may be off in any case: those whose gradient is not zero in theory.
+        """Return whether the error `off` is within rounding; real elements may be off by `may` in any case.
 
-        The rest of a weight may move as far as it does in one process, and in its `others`.
+        Real elements are those whose gradient is not zero in theory. The other elements of a weight may move as far as
+        they do in one process and in its `others`.
         """
         usual = [near[key] - self.oracle[key] for near in self.nears]
         own, spread = (
             _compute_norm(self._select_real(key, self.oracle[key])),
             max(_compute_norm(self._select_real(key, each)) for each in usual),
         )
-        # A chaotic reference must not excuse a fault, so that no more than a millionth of the tensor is allowed. One
-        # that is itself rounding (a running mean that is zero in theory) has no size to take that of.
+        # A chaotic reference must not excuse a fault, so that no more than a millionth of the tensor's size is allowed.
+        # A tensor that is itself rounding (a running mean that is zero in theory) has no size to compare with.
         least = self._compute_floor(key)
         ulps = min(TIMES * spread, least if own <= least else max(1e-6, self._slack) * own)
         stored = self._estimate_storage_error(key, lambda tensor: self._select_real(key, tensor))
@@ -234,7 +247,7 @@ class RoundingCheck:
         )
 
     def _estimate_storage_error(self, key: Key, part: Callable[[Tensor], Tensor]) -> float:
-        """What it costs that a weight is rounded in each step: more than a small change of it is exact to."""
+        """Return the error from rounding a weight in each step, which may exceed the precision of a small change."""
         if key[0] != _MOVED:
             return 0.0
         return 2 * DOUBLE * len(self.record.losses) * _compute_norm(part(self.record.weights[key[2]].detach().double()))
@@ -248,7 +261,7 @@ class RoundingCheck:
 
     @property
     def _slack(self) -> float:
-        """Of a model that computes in a lower precision: what its chaos may cost, relative to a tensor's size."""
+        """Allowed effect of chaos in a model that computes in a lower precision, relative to a tensor's size."""
         return min(0.3, 1e4 * self.eps) if self.eps > DOUBLE else 0.0
 
     @cached_property
@@ -269,7 +282,7 @@ class RoundingCheck:
         return {kind: square**0.5 for kind, square in squares.items()}
 
     def _compute_floor(self, key: Key) -> float:
-        """The rounding of all tensors of a kind in a step: what one that is zero in theory may be off in any case."""
+        """Return the rounding of all tensors of a kind in a step: the allowed error of one that is zero in theory."""
         return 500 * self.eps * self._sizes[key[:2]]
 
     def _reverse_noise(self, process: ReferenceTraining) -> None:
@@ -281,7 +294,7 @@ class RoundingCheck:
                 gradient = process.weights[name].grad
                 if gradient is not None:
                     gradient[mask] *= -1
-                    # An exact 0 has no other way: it becomes what ranks have in its place.
+                    # An exact 0 has no opposite: it becomes the ranks' value in its place.
                     gradient += self._strays["gradient", step, name].to(gradient)
 
         if process.optimiser is not None:

@@ -1,5 +1,6 @@
-"""Seconds per training step: the plan on its ranks against the plain model in one process with all cores, and against
-the convolutions and products alone, which nobody can save.
+"""Seconds per training step: the plan on its ranks against the plain model in one process with all cores.
+
+A second comparison is the time of convolutions and matrix products alone, a lower bound for any implementation.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ __all__ = ["bench_step"]
 def bench_step(
     world: World, recipe: Recipe, model: nn.Module, iterations: int, seed: int, in_turns: bool = False
 ) -> dict[str, object]:
-    """Medians over `iterations` interleaved steps, after one of each to warm up; the same line on every rank.
+    """Return medians over `iterations` interleaved steps, after one warm-up step each; the same line on every rank.
 
-    `in_turns`: memory that is free is given back after each step, so that ranks and process need not fit together; both
-    then pay for fresh pages in every step. `spread` is (largest - smallest) / median of the ranks' seconds per step,
-    `phases` where the time of all ranks went, `of_limit` how close they are to the kernels of convolutions and products
-    alone, run as in one process with all cores: 1 is as fast.
+    `in_turns`: return free memory to the system after each step, so that the ranks and the one process need not fit
+    together; both then pay for fresh pages in every step. `spread` is (largest - smallest) / median of the ranks'
+    seconds per step, `phases` the shares of all ranks' time, and `of_limit` the speed relative to the convolutions and
+    matrix products alone, run as in one process with all cores: 1 is as fast.
     """
     training = RankTraining(world, recipe)
     batch = make_batches(recipe, seed, steps=1)[0]
@@ -46,7 +47,7 @@ def bench_step(
         ranks_s.append(_time_work(lambda: (training.step(own), wait_for_device(training.device), world.barrier())))
         spent += sum_by_phase(training.report.events if number else ())
         if in_turns:
-            training.start({})  # the last step is let go of
+            training.start({})  # release the tensors of the last step
             trim_memory()
             world.barrier()
         if alone:

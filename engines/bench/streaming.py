@@ -1,8 +1,8 @@
-"""Tiles in turn within a bound of memory, against one process with the whole image and no bound.
+"""Streamed tiles within a memory limit, against one process with the whole image and no limit.
 
-Both train the same steps in processes of their own, one after the other. `needs` is how many times the bound the plain
-training takes, `time_ratio` how many times as long a step is in turn, `grad_rel` how far the last gradients lie apart.
-The bound is the kernel's (`RLIMIT_DATA`, Linux): an allocation beyond it fails.
+Both train the same steps in processes of their own, one after the other. `needs` is the plain training's peak divided
+by the limit, `time_ratio` the duration of a streamed step divided by that of a plain step, and `grad_rel` the relative
+distance of the last gradients. The kernel enforces the limit (`RLIMIT_DATA`, Linux): an allocation beyond it fails.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["bench_streaming", "make_streaming_parser", "train_plain", "train_str
 
 
 def make_streaming_parser() -> ArgumentParser:
-    """The flags of a step, and the bound."""
+    """Return the parser: the flags of a step, and the limit."""
     from engines import options
 
     flags = options.make_parser(
@@ -50,15 +50,16 @@ def make_streaming_parser() -> ArgumentParser:
 
 
 def bench_streaming(arguments: Sequence[str]) -> dict[str, object]:
-    """One line of what was measured. Raises PlanError, and RankError where the bound is too small."""
+    """Return one line of measurements. Raises PlanError, and RankError if the limit is too small."""
     from engines import options
 
     chosen = make_streaming_parser().parse_args(list(arguments))
     check_streamable(options.make_plan(chosen))
     with tempfile.TemporaryDirectory() as folder:
         ways = {name: Path(folder, name) for name in ("streamed", "alone")}
+        functions = {"streamed": train_streamed.__name__, "alone": train_plain.__name__}
         lines = {
-            name: run_in_subprocess(f"engines.bench.streaming:{name}", [str(path), *arguments], count_cores())
+            name: run_in_subprocess(f"{__name__}:{functions[name]}", [str(path), *arguments], count_cores())
             for name, path in ways.items()
         }
         ours, theirs = (load_file(path) for path in ways.values())
@@ -77,7 +78,7 @@ def bench_streaming(arguments: Sequence[str]) -> dict[str, object]:
 
 
 def train_streamed(arguments: Sequence[str]) -> None:
-    """Train in turn within the bound; gradients into the file that is named first, a line of JSON for the rest."""
+    """Train tile by tile within the limit; write the gradients to the first argument, and print a line of JSON."""
     from engines import options
 
     path, chosen = _parse_arguments(arguments)
@@ -98,7 +99,7 @@ def train_streamed(arguments: Sequence[str]) -> None:
 
 
 def train_plain(arguments: Sequence[str]) -> None:
-    """The same with the plain model and the whole image."""
+    """Train the plain model on the whole image, with the same arguments and results as `train_streamed`."""
     from engines import options
 
     path, chosen = _parse_arguments(arguments)
@@ -116,7 +117,7 @@ def _parse_arguments(arguments: Sequence[str]) -> tuple[Path, Namespace]:
 
 
 def _measure_steps(step: Callable[[], object], iterations: int) -> dict[str, float]:
-    """The peak of all steps, and the median of those behind the first."""
+    """Return the peak of all steps, and the median and spread of the durations after the first."""
     seconds: list[float] = []
 
     def run_steps() -> None:
@@ -135,6 +136,6 @@ def _make_contiguous(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _compute_distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    """The distance of all gradients together, as a part of their norm."""
+    """Return the norm of the difference of all gradients, relative to the norm of `theirs`."""
     flat = [torch.cat([tensors[name].double().flatten() for name in sorted(ours)]) for tensors in (ours, theirs)]
     return float((flat[0] - flat[1]).norm() / flat[1].norm())

@@ -1,4 +1,4 @@
-"""Work in a process of its own, which knows nothing of MPI: what it prints last is its answer, as JSON."""
+"""Run a function in a process of its own without MPI; the last line that it prints is its result as JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["SubprocessExitError", "run_in_subprocess"]
 
 
 class SubprocessExitError(RankError):
-    """The process did not end well: by `code`, negative where a signal ended it."""
+    """The process failed with exit status `code`, negative if a signal ended it."""
 
     def __init__(self, text: str, code: int) -> None:
         super().__init__(text)
@@ -24,12 +24,13 @@ class SubprocessExitError(RankError):
 
 
 def run_in_subprocess(function: str, arguments: Sequence[str], threads: int | None = None) -> Any:
-    """Call `PACKAGE.MODULE:FUNCTION` with a list of texts there. `threads`: how many torch has (None: as here).
+    """Call `PACKAGE.MODULE:FUNCTION` with a list of strings in a new process and return its result.
 
-    Raises EndedError where it fails. It ends with this process.
+    `threads` is the number of threads of torch (None: unchanged). The process ends when this one does. Raises
+    SubprocessExitError if it fails.
     """
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_", "PRTE_"))}
-    environment |= {"THP_MEM_ALLOC_ENABLE": "1"}  # tensors lie in huge pages: memory that is fresh costs little time
+    environment |= {"THP_MEM_ALLOC_ENABLE": "1"}  # huge pages make fresh memory cheap
     environment |= {"OMP_NUM_THREADS": str(threads)} if threads else {}
     module, _, name = function.partition(":")
     code = f"import sys; from {module} import {name}; {name}(sys.argv[1:])"

@@ -1,7 +1,7 @@
-"""Images per second, told in the lines that the field's synthetic benchmarks print.
+"""Images per second, printed in the format of common synthetic benchmarks.
 
-One iteration is a number of steps on the same random images, from the moment when all ranks are there until the
-last one is done. `+-` is 1.96 standard deviations over the iterations.
+One iteration is a number of steps on the same random images, from a barrier of all ranks until the last rank is done.
+`+-` is 1.96 standard deviations over the iterations.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["bench_throughput"]
 def bench_throughput(
     world: World, recipe: Recipe, model: str, warmup: int, iterations: int, steps: int, seed: int
 ) -> dict[str, object]:
-    """Print as it goes; the same line on every rank: images per second of one device and of all."""
+    """Print results as they arrive; return images per second per device and in total, the same on every rank."""
     training = RankTraining(world, recipe)
     device = "GPU" if has_own_memory(training.device) else "CPU"
     whole = make_batches(recipe, seed, steps=1)[0]
@@ -54,7 +54,7 @@ def bench_throughput(
 
 
 def _time_steps(world: World, training: RankTraining, own: Inputs, steps: int) -> float:
-    """Of so many steps, on the slowest rank."""
+    """Return the seconds of `steps` steps on the slowest rank."""
     world.barrier()
     start_s = time.perf_counter()
     for _ in range(steps):

@@ -1,4 +1,4 @@
-"""Several trainings step by step in turn, so that what slows a machine down for a while slows all of them down."""
+"""Time several trainings with interleaved steps, so that a temporary slowdown of the machine affects all of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ def time_interleaved(
     times: int,
     after: Callable[[int], object] = lambda number: None,
 ) -> list[list[float]]:
-    """Seconds of each step of each training, until all ranks have done it; `after` each, its training's number."""
+    """Return the seconds of each step of each training, measured until all ranks have completed it.
+
+    `after` is called after each step with the number of its training.
+    """
     seconds: list[list[float]] = [[] for _ in trainings]
     for _ in range(times):
         for number, training in enumerate(trainings):

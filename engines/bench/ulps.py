@@ -1,4 +1,4 @@
-"""Changes by an ulp, a unit in the last place, of weights, of images and of what is computed in a lower precision."""
+"""Perturb weights, images and low-precision results by an ulp, a unit in the last place."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from engines.oracle import ReferenceTraining
 __all__ = ["DOUBLE", "UlpNoiseMode", "find_lowest_precision", "nudge_images", "nudge_weights"]
 
 DOUBLE = torch.finfo(torch.float64).eps
-"""The relative rounding of float64."""
+"""Machine epsilon of float64."""
 
 
 def find_lowest_precision(graph: ModelGraph) -> tuple[float, str]:
-    """The relative rounding of a graph's least precise operator, and where it is in the user's model."""
+    """Return the machine epsilon of a graph's least precise operator, and the operator's place in the user's model."""
     found = [
         (torch.finfo(getattr(torch, node.spec.dtype)).eps, f"{node.spec.dtype} ({node.where})")
         for node in graph.nodes
@@ -30,13 +30,13 @@ def find_lowest_precision(graph: ModelGraph) -> tuple[float, str]:
 
 
 def nudge_images(batch: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
-    """The batch with each number of its images changed by an ulp. Labels may have bounds, and stay."""
+    """Return the batch with every element of its images changed by an ulp. Labels, which may have bounds, stay."""
     random = torch.Generator().manual_seed(seed)
     return {name: _nudge(t, random) if name == "images" and t.is_floating_point() else t for name, t in batch.items()}
 
 
 def nudge_weights(process: ReferenceTraining, seed: int) -> None:
-    """Change each number of the weights of a process by an ulp."""
+    """Change every element of the weights of a process by an ulp."""
     random = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in process.weights.values():
@@ -51,14 +51,14 @@ def _nudge(tensor: Tensor, random: torch.Generator) -> Tensor:
 
 
 class UlpNoiseMode(TorchDispatchMode):
-    """Changes by an ulp whatever is computed in a lower precision than float64, forward and backward."""
+    """Changes every result computed in a lower precision than float64 by an ulp, forward and backward."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
         self.random = torch.Generator().manual_seed(seed)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Called by torch for each operator. What is written in place, or is a view, was changed before."""
+        """Run an operator and perturb its results, except views and in-place results, which were perturbed before."""
         out = func(*args, **(kwargs or {}))
         fresh = not any(result.alias_info for result in func._schema.returns)
         return tree_map_only(Tensor, self._add_noise, out) if fresh else out

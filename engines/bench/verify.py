@@ -1,4 +1,4 @@
-"""Run a plan on the ranks and the plain model in one process, and say how far apart they are."""
+"""Train a plan on the ranks and the plain model in one process, and measure how much they differ."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ STEPS = 3
 TOLERANCE = {"float64": 1e-10, "float32": 1e-3}
 """Relative errors against one process in float64, over all tensors together.
 
-A single ReLU on the other side of zero may cost that of float32.
+A single ReLU on the other side of zero may use up that of float32.
 """
 
 TIMES = 4
-"""Beyond that, ranks may be so many times as far from one process in float64 as one process in their precision is."""
+"""Beyond TOLERANCE, the error of the ranks may be this multiple of the error of one process in the same precision."""
 
 
 _INCOMPLETE = "Some losses or gradients are on ranks only, in one process only, or not finite."
 
 
 def make_batches(recipe: Recipe, seed: int, steps: int = STEPS, classes: int | None = None) -> list[dict[str, Tensor]]:
-    """Whole random batches, the same for a seed on every rank."""
+    """Return whole random batches, identical on every rank for the same seed."""
     random = torch.Generator().manual_seed(seed)
     classes = classes or find_class_count(recipe.graph)
     return [
@@ -64,7 +64,7 @@ def _sample_tensor(spec: TensorSpec, classes: int, random: torch.Generator) -> T
 
 
 def record_rank_run(training: RankTraining, parts: Iterable[Inputs]) -> TrainingRecord:
-    """Train on this rank's parts of some batches, and write down what was done."""
+    """Train on this rank's parts of some batches and record the results."""
     losses, gradients = [], []
     for part in parts:
         report = training.step(part)
@@ -77,12 +77,12 @@ def record_rank_run(training: RankTraining, parts: Iterable[Inputs]) -> Training
 
 
 def with_small_loss_scale(recipe: Recipe) -> Recipe:
-    """The recipe with a loss scale so small that float16 skips no step."""
+    """Return the recipe with a loss scale so small that float16 skips no step."""
     return replace(recipe, loss_scale=2.0**8)
 
 
 def verify(world: World, recipe: Recipe, model: nn.Module, loss: Loss, seed: int) -> dict[str, object]:
-    """Three optimiser steps on random images, ranks against one process; the same answer on every rank."""
+    """Compare three optimiser steps on random images between ranks and one process; the same result on every rank."""
     start_s, recipe = time.perf_counter(), with_small_loss_scale(recipe)
     whole = make_batches(recipe, seed)
     training = RankTraining(world, recipe)
@@ -101,12 +101,12 @@ def compare_records(
     whole: Sequence[Mapping[str, Tensor]],
     records: Sequence[TrainingRecord],
 ) -> dict[str, object]:
-    """How far the ranks' records of the batches `whole` are from one process in float64, as a line of JSON.
+    """Compare the ranks' records of the batches `whole` with one process in float64; return a line of JSON data.
 
-    `ok` in float64 where every loss, gradient, weight and buffer is, by itself, within TOLERANCE of its own size, or
-    as near as rounding allows (`Rounding`); in other precisions where every error is within TOLERANCE over all of
-    them, or TIMES that of `one_process` in the same precision. Never where a weight stays as it is although its
-    gradient is not zero and its learning rate not 0. `why` says what is not plain equality.
+    `ok` in float64: every loss, gradient, weight and buffer is, by itself, within TOLERANCE of its own size, or as near
+    as rounding allows (`RoundingCheck`). `ok` in other precisions: every error is within TOLERANCE over all tensors, or
+    within TIMES that of `one_process` in the same precision. `ok` is never true if a weight stays unchanged although
+    its gradient is not zero and its learning rate not 0. `why` explains any deviation.
     """
 
     def run_plain_model(
@@ -147,13 +147,13 @@ def compare_records(
 
 @dataclass
 class _UpdateWatcher:
-    """Where the weights of one process were at its start, and which of them had a gradient before an update."""
+    """The initial weights of one process, and the names of weights that had a non-zero gradient before an update."""
 
     start: dict[str, Tensor] = field(default_factory=dict)
     pushed: set[str] = field(default_factory=set)
 
     def watch_updates(self, process: ReferenceTraining) -> None:
-        """Watch it. Gradients are looked at before the optimiser's step, which may forget them."""
+        """Record the weights and, before each optimiser step, the gradients: the step may clear them."""
         self.start |= {name: weight.detach().clone() for name, weight in process.weights.items()}
 
         def record_gradients(*_: object) -> None:
@@ -164,10 +164,10 @@ class _UpdateWatcher:
             process.optimiser.register_step_pre_hook(record_gradients)
 
     def find_unmoved(self, record: TrainingRecord, rounding: RoundingCheck) -> list[str]:
-        """The weights that stay as they were although their gradient is not zero in theory, nor their rate 0."""
+        """Return the weights that stay unchanged although neither their gradient is zero in theory nor their rate 0."""
         still = [
             name
             for name, weight in record.weights.items()
             if name in self.pushed - record.resting and torch.equal(weight, self.start[name])
         ]
-        return [name for name in still if not rounding.is_noise(("gradient", 0, name))]  # asked last: it takes a run
+        return [name for name in still if not rounding.is_noise(("gradient", 0, name))]  # last, because it takes a run

@@ -1,4 +1,4 @@
-"""What `verify` says in words: which tensors differ, by how much, and why that is rounding or a fault."""
+"""Texts of `verify`: which tensors differ, by how much, and whether that is rounding or a fault."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["describe_fault", "describe_rounding", "describe_unmoved"]
 
 
 def describe_fault(far: Sequence[TensorDifference]) -> list[str]:
-    """Of the furthest: by how much, and what rounding makes."""
+    """Describe the tensor that differs most: by how much, and how much rounding explains."""
     first = far[0]
     others = f" So are {len(far) - 1} other tensors." if len(far) > 1 else ""
     return [
@@ -25,7 +25,7 @@ def describe_fault(far: Sequence[TensorDifference]) -> list[str]:
 
 
 def describe_rounding(rounding: RoundingCheck, where: str) -> list[str]:
-    """Why ranks are right although some tensors differ by more than EXACT; nothing where none does."""
+    """Explain why ranks are right although some tensors differ by more than EXACT; empty if none does."""
     inexact = rounding.find_inexact()
     noise = sorted({key[2] for key in inexact if rounding.is_noise(key)})
     others = [key for key in inexact if not rounding.is_noise(key)]
@@ -48,7 +48,7 @@ def describe_rounding(rounding: RoundingCheck, where: str) -> list[str]:
 
 
 def describe_unmoved(names: Sequence[str]) -> str:
-    """Of weights that the optimiser leaves as they are."""
+    """Describe the weights that the optimiser leaves unchanged."""
     return (
         f"The optimiser does not move {format_names(names)}, on ranks and in one process, although the gradient is not "
         "zero and the learning rate not 0: nothing is learned there. Look at the function that makes the optimiser."

@@ -1,11 +1,11 @@
-"""A training on disk: safetensors and JSON, never a pickle; written whole or not at all.
+"""Save and load a training: safetensors and JSON, never a pickle; a checkpoint is written completely or not at all.
 
     FOLDER/00007-step-350/
-        model.safetensors       the model's state_dict(), under its own names; tied weights under each of theirs
-        loss.safetensors        the loss's, where it has one
+        model.safetensors       state_dict() of the model under its own names; tied weights once per name
+        loss.safetensors        state_dict() of the loss, if it has one
         training.safetensors    the optimiser's tensors, "model.WEIGHT/KEY" and "loss.WEIGHT/KEY"
-        checkpoint.json         everything else: format, version, step, seed, plan, precision, the model's fingerprint,
-                                the files' sums, the optimiser by weight, scheduler, loss scale, feed
+        checkpoint.json         the rest: format, version, step, seed, plan, precision, the model's fingerprint,
+                                checksums of the files, optimiser state by weight, scheduler, loss scale, feed
 
-Which ranks held what when it was saved is nowhere in it, so it is loaded under any plan.
+A checkpoint does not record which rank held which tensor, so that it can be loaded under any plan.
 """

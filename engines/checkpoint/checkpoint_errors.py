@@ -1,6 +1,6 @@
-"""Why a checkpoint cannot be read or written: what lies there is damaged, or the machine cannot reach it now.
+"""Errors of reading or writing a checkpoint: the checkpoint is damaged, or the machine cannot access it now.
 
-Want of memory, of file handles or of permission says nothing of the files: they may be whole.
+A lack of memory, file handles or permissions says nothing about the files: they may be intact.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _NO_MEMORY = re.compile(r"allocate memory|not enough memory|out of memory", re.I
 
 
 def find_errno(error: BaseException) -> int | None:
-    """The number of the system's error behind this one; None where it is of what was read.
+    """Return the errno of the operating-system error behind `error`; None if the error concerns the file's contents.
 
-    Libraries tell some of these as text only.
+    Libraries report some errors of the system only as text.
 
     >>> find_errno(RuntimeError("unable to open file: Too many open files (24)")) == errno.EMFILE
     True
@@ -56,7 +56,7 @@ def find_errno(error: BaseException) -> int | None:
 
 
 def describe_remedy(number: int) -> str:
-    """What helps against an error of the system's, as a sentence.
+    """Return a sentence that says what helps against an error of the system.
 
     >>> describe_remedy(errno.EMFILE)
     'Close what else is open, or allow more open files (ulimit -n), and try again.'
@@ -65,12 +65,12 @@ def describe_remedy(number: int) -> str:
 
 
 def make_damaged_error(path: Path, why: str) -> DamagedError:
-    """What is said of a checkpoint that is not as it was written."""
+    """Return the error for a checkpoint that is not as it was written."""
     return DamagedError(f"{path}: this checkpoint is damaged: {why}. Load another one of {path.parent}.", why)
 
 
 def make_read_error(path: Path, what: str, error: BaseException) -> CheckpointError:
-    """The error to raise where reading `what` of the checkpoint at `path` has raised another one."""
+    """Return the error to raise if reading `what` of the checkpoint at `path` has raised `error`."""
     number = find_errno(error)
     said = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
     if number is None:

@@ -1,4 +1,4 @@
-"""A checkpoint on the disk, as it is read: nothing in it is trusted before it is checked."""
+"""Read a checkpoint from disk. Its contents are untrusted until they have been checked."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from engines.regular_file import open_regular
 __all__ = ["STATE", "Checkpoint", "get_tensor_file"]
 
 STATE = "training.safetensors"
-"""The file of the optimiser's tensors."""
+"""Name of the file with the optimiser's tensors."""
 
 _CHUNK_BYTES = 1 << 22
 _LARGE_BYTES = 1 << 30
@@ -40,7 +40,7 @@ _WRONG = (
 
 
 def get_tensor_file(owner: str) -> str:
-    """The file with the `state_dict()` of the model, or of the loss."""
+    """Return the name of the file with the `state_dict()` of `owner`: "model" or "loss"."""
     return f"{owner}.safetensors"
 
 
@@ -49,9 +49,9 @@ _FILES = (*map(get_tensor_file, OWNERS), STATE)
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One checkpoint: `manifest` is its JSON, checked to be whole and of a format that is known.
+    """One checkpoint on disk. `manifest` is its JSON, complete and of a supported format.
 
-    `passed_over` says of each newer one of its folder what is wrong with it.
+    `passed_over` holds one message for each newer, damaged checkpoint of the same folder that was skipped.
     """
 
     path: Path
@@ -60,19 +60,20 @@ class Checkpoint:
 
     @classmethod
     def from_path(cls, path: Path) -> Checkpoint:
-        """The checkpoint that is there, of which `checkpoint.json` alone is read. Raises CheckpointError."""
+        """Return the checkpoint at `path`. Only `checkpoint.json` is read. Raises CheckpointError."""
         return cls(path, read_manifest(path))
 
     @classmethod
     def open(
         cls, path: Path, hold: Callable[[Checkpoint], object] | None = None, only: Collection[str] | None = None
     ) -> Checkpoint:
-        """The checkpoint that is there, or the newest whole one of a folder of them; every byte of it is read.
+        """Return the checkpoint at `path`, or the newest intact one if `path` is a folder of checkpoints.
 
-        Of its files `only` these are looked at: others may be missing where nobody needs them. `hold` compares a
-        checkpoint with what it is for: that is asked before gigabytes are read.
-        Raises DamagedError where it, or every one of the folder, is damaged; UnreadableError where memory, file
-        handles or permission are wanting, which says nothing of the files; and CheckpointError.
+        Every byte of its files is read and compared with the checksums. With `only`, the other files are neither read
+        nor required to exist. `hold` checks whether a checkpoint fits its purpose. For a large checkpoint, `hold` is
+        called before gigabytes are read. Raises DamagedError if the checkpoint, or every checkpoint of the folder, is
+        damaged; UnreadableError if memory, file handles or permissions are lacking, which says nothing about the files;
+        and CheckpointError.
         """
         found = find_checkpoints(path)
         wrong: list[DamagedError] = []
@@ -83,6 +84,8 @@ class Checkpoint:
                 checkpoint = cls(each, read_manifest(each), tuple(map(_describe_passed_over, found, wrong)))
                 checkpoint.check_files(hold, only)
                 return checkpoint
+            # Only damage leads to the next older checkpoint. A checkpoint that does not fit, or that cannot be read
+            # now, raises: falling back from it would silently discard newer work.
             except DamagedError as error:
                 wrong.append(error)
         if len(wrong) == 1:
@@ -91,23 +94,23 @@ class Checkpoint:
         raise DamagedError(f"{path}: none of its {len(found)} checkpoints is whole.{listed}")
 
     def warn_of_passed_over(self, stacklevel: int) -> None:
-        """Warn of each newer checkpoint that is damaged: the training goes on from further back than expected."""
+        """Warn of each newer, damaged checkpoint: the training resumes from an earlier step than expected."""
         for text in self.passed_over:
             warnings.warn(text, stacklevel=stacklevel + 1)
 
     @property
     def step(self) -> int:
-        """How many steps the training had done."""
+        """Number of steps that the training had completed."""
         return int(self.manifest["step"])
 
     @property
     def feed(self) -> Any:
-        """What the feed said of itself."""
+        """State of the feed as it was saved, or None."""
         return self.manifest.get("feed")
 
     @cached_property
     def weight_states(self) -> dict[str, WeightState]:
-        """The optimiser's state of each weight that it moved."""
+        """The optimiser's state by weight, for every weight that the optimiser updates."""
         with self.translate_errors():
             stored = self.manifest["optimiser"] or {"options": [], "weights": {}}
             return {name: _parse_weight_state(stored["options"], each) for name, each in stored["weights"].items()}
@@ -115,7 +118,10 @@ class Checkpoint:
     def check_files(
         self, hold: Callable[[Checkpoint], object] | None = None, only: Collection[str] | None = None
     ) -> None:
-        """Read every file once, as in `open`. Raises DamagedError where one is missing, cut short or changed."""
+        """Read every file once; the arguments are those of `open`.
+
+        Raises DamagedError if a file is missing, truncated or changed, and what `hold` raises.
+        """
         sums: dict[str, int] = {}
         size = 0
         for name, told in self.manifest["files"].items():
@@ -128,6 +134,8 @@ class Checkpoint:
                 size += self._check_size(file, int(told["bytes"]))
         if other := sums.keys() - set(_FILES):
             raise make_damaged_error(self.path, f"{min(other)!r} is no file of a checkpoint")
+        # Cheap checks come first: names and sizes above, then whether the checkpoint fits. The checksums read every
+        # byte.
         if hold and size > _LARGE_BYTES:
             hold(self)
         for name, crc32 in sums.items():
@@ -141,7 +149,7 @@ class Checkpoint:
         if not stat.S_ISREG(found.st_mode):
             raise make_damaged_error(
                 self.path, f"{file.name} is no regular file"
-            )  # a pipe, say, which would be waited for
+            )  # reading a pipe, for example, would block
         if found.st_size != size:
             raise make_damaged_error(self.path, f"{file.name} has {found.st_size:,} bytes instead of {size:,}")
         return size
@@ -155,25 +163,25 @@ class Checkpoint:
             raise make_damaged_error(self.path, f"the contents of {file.name} are not those that were written")
 
     def read_shapes(self, file: str) -> dict[str, tuple[tuple[int, ...], str]]:
-        """The shape of each tensor of a file, and its type in the format's words."""
+        """Return the shape and the format's dtype code of each tensor in `file`."""
         with self._open_file(file) as opened:
             parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (it is no dict)
             return {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in parts.items()}
 
     def read_tensors(self, file: str, names: Mapping[str, str]) -> dict[str, Tensor]:
-        """Some tensors of a file, by the names that `names` gives to each."""
+        """Read tensors of `file`. `names` maps the key of each result to the tensor's name in the file."""
         if not names:
             return {}
         with self._open_file(file) as opened:
             return {wanted: opened.get_tensor(name) for wanted, name in names.items()}
 
     def read_tensor(self, file: str, name: str) -> Tensor:
-        """One tensor of a file."""
+        """Read one tensor of `file`."""
         return self.read_tensors(file, {name: name})[name]
 
     @contextmanager
     def _open_file(self, file: str) -> Iterator[Any]:
-        """A file that `check_files` has seen, as the library reads it."""
+        """Open a file listed in the manifest with safetensors, after its header size is checked."""
         if file not in self.manifest["files"]:
             raise make_damaged_error(self.path, f"{file} is not among the files that it lists")
         with self.translate_errors():
@@ -183,7 +191,9 @@ class Checkpoint:
                 raise make_damaged_error(self.path, f"the header of {file} would have {size:,} bytes")
             try:
                 opened = safe_open(self.path / file, "pt")
-            except FileNotFoundError as error:  # the library says so of every file that it cannot open
+            except FileNotFoundError as error:  # the library raises this for every file that it cannot open
+                # If this plain open fails too, it raises the true error. Otherwise the cause is taken to be a lack of
+                # file handles.
                 open_regular(self.path / file).close()
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE)) from error
             with opened:
@@ -191,7 +201,7 @@ class Checkpoint:
 
     @contextmanager
     def translate_errors(self) -> Iterator[None]:
-        """Within it, whatever is not as it should be is a CheckpointError, unless it is an error of ours already."""
+        """Convert any error within the context to a CheckpointError, except errors of this package."""
         try:
             yield
         except Mpi4dlError:
@@ -205,7 +215,7 @@ def _describe_passed_over(path: Path, error: DamagedError) -> str:
 
 
 def _parse_weight_state(options: Any, each: Any) -> WeightState:
-    """Raises TypeError, LookupError or ValueError where it is none."""
+    """Return the state of one weight. Raises TypeError, LookupError or ValueError if `each` is malformed."""
     number = each["options"]
     if not isinstance(options, list) or isinstance(number, bool) or not 0 <= number < len(options):
         raise IndexError(f"there are no options {str(number)[:20]}")

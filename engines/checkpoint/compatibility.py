@@ -1,4 +1,4 @@
-"""Whether a checkpoint is one of this model, loss, optimiser and scheduler: asked before anything is changed."""
+"""Check that a checkpoint fits the model, loss, optimiser and scheduler, before anything is changed."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from engines.training import Recipe
 __all__ = ["check_fits_recipe", "check_optimiser_state", "check_shapes", "read_scheduler_state"]
 
 _SHOWN = 3
-_SMALL = 1024  # elements that are read to be looked at
+_SMALL = 1024  # tensors with up to this many elements are read and their values checked
 
 Outline = tuple[tuple[int, ...], torch.dtype]
 Outlines = Mapping[str, Outline]
 
 
 def check_fits_recipe(checkpoint: Checkpoint, recipe: Recipe) -> None:
-    """Hold all but the numbers of it against what is to be trained. Raises CheckpointError."""
+    """Check everything but the values of large tensors against what is to be trained. Raises CheckpointError."""
     graph = {**recipe.graph.weights, **recipe.graph.buffers}
     for owner, names in recipe.names.items():
         held = {name: (graph[said].shape, getattr(torch, graph[said].dtype)) for name, said in names.held.items()}
@@ -46,7 +46,7 @@ def check_fits_recipe(checkpoint: Checkpoint, recipe: Recipe) -> None:
 
 
 def check_shapes(checkpoint: Checkpoint, owner: str, ours: Outlines) -> None:
-    """Hold the tensors of the model, or of the loss, against ours. Raises CheckpointError where they are others."""
+    """Compare the tensors of the model or the loss with `ours`. Raises CheckpointError if they do not match."""
     file = get_tensor_file(owner)
     if file not in checkpoint.manifest["files"]:
         raise CheckpointError(f"{checkpoint.path}: it has no {file}. It is of a training whose {owner} had no weights.")
@@ -74,7 +74,7 @@ def check_shapes(checkpoint: Checkpoint, owner: str, ours: Outlines) -> None:
 
 
 def _is_compatible(mine: Outline, theirs: Outline) -> bool:
-    """Of one shape; types may differ, but numbers that have fractions are none that have not."""
+    """Return whether the shapes are equal and both dtypes are floating, or neither is. Dtypes may differ."""
     return mine[0] == theirs[0] and mine[1].is_floating_point == theirs[1].is_floating_point
 
 
@@ -107,7 +107,7 @@ def _check_trained_weights(checkpoint: Checkpoint, trained: Collection[str]) -> 
 
 
 def _check_optimisation(checkpoint: Checkpoint, recipe: Recipe, trains: bool) -> None:
-    """The kinds of optimiser and scheduler, and whether they could go on from their state."""
+    """Compare the classes of optimiser and scheduler, then check that both can continue from their saved state."""
     given = {spec.name: spec.make_placeholder() for spec in recipe.parameters}
     optimiser = make_optimiser(recipe.optimiser, given) if trains else None
     paced = recipe.scheduler(optimiser) if recipe.scheduler and optimiser else None
@@ -134,9 +134,10 @@ def _check_optimisation(checkpoint: Checkpoint, recipe: Recipe, trains: bool) ->
 def check_optimiser_state(
     checkpoint: Checkpoint, optimiser: torch.optim.Optimizer, names: Mapping[int, str]
 ) -> dict[str, Any]:
-    """Whether a fresh optimiser, of weights with these `names` by their ids, could go on from what it has kept.
+    """Check that a fresh optimiser can continue from the saved state; return what `load_state_dict` would take.
 
-    What `load_state_dict` would take, with tensors without memory. Raises CheckpointError.
+    `names` maps the ids of the optimiser's weights to their names. Tensors of more than 1024 elements in the result are
+    on the meta device. Raises CheckpointError.
     """
     shapes = checkpoint.read_shapes(STATE)
 
@@ -154,7 +155,7 @@ def check_optimiser_state(
 
 
 def read_scheduler_state(checkpoint: Checkpoint, groups: int) -> dict[str, Any]:
-    """What `load_state_dict` of a scheduler takes, which paces so many groups of weights. Raises CheckpointError."""
+    """Return the argument of `scheduler.load_state_dict` for `groups` groups of weights. Raises CheckpointError."""
     with checkpoint.translate_errors():
         state = decode_value(checkpoint.manifest["scheduler"]["state"])
         if not isinstance(state, dict):

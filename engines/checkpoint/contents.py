@@ -1,4 +1,4 @@
-"""What a checkpoint is made of, and which rank gives which part of it."""
+"""The contents of a checkpoint, and which rank contributes which tensor."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from engines.training import RankTraining, Recipe
 
 __all__ = ["CheckpointContents", "RankMetadata", "RankState", "compute_fingerprint"]
 
-_JSON_BYTES = 1 << 16  # of a manifest, beside a few hundred for each weight
+_JSON_BYTES = 1 << 16  # of a manifest, besides a few hundred for each weight
 _BYTES_PER_WEIGHT = 1 << 9
 
 
 @dataclass(frozen=True)
 class RankMetadata:
-    """What one rank tells the others that it has: no tensors, only their shapes and types."""
+    """What one rank reports to the others about its state: shapes and dtypes, but no tensors."""
 
     specs: Mapping[str, TensorSpec]
     states: Mapping[str, WeightState]
@@ -41,14 +41,14 @@ class RankMetadata:
 
 @dataclass(frozen=True)
 class RankState:
-    """The tensors that one rank could give to a checkpoint, by name, and what it tells of them."""
+    """The tensors that one rank can contribute to a checkpoint, by name, and their metadata (`part`)."""
 
     tensors: Mapping[str, Tensor]
     part: RankMetadata
 
     @classmethod
     def of(cls, training: RankTraining) -> RankState:
-        """Of this rank. Raises CheckpointError where something cannot be written."""
+        """Return the state of this rank. Raises CheckpointError if something cannot be written."""
         descent = training.worker.optimiser_step
         tensors = {**training.kept, **training.weights, **training.own_buffers}
         states: dict[str, WeightState] = {}
@@ -69,14 +69,14 @@ class RankState:
 
 @dataclass(frozen=True)
 class CheckpointContents:
-    """Of a checkpoint. `files`: of each file, its tensors' names -> the ranks' names of them."""
+    """The contents of a checkpoint. `files` maps each file to {name in the file: name on the ranks}."""
 
     parts: Sequence[RankMetadata]
     files: Mapping[str, Mapping[str, str]]
 
     @classmethod
     def of(cls, recipe: Recipe, parts: Sequence[RankMetadata]) -> CheckpointContents:
-        """The same on every rank that has all parts. Raises CheckpointError where they do not belong together."""
+        """Return the contents, equal on all ranks given equal `parts`. Raises CheckpointError if steps differ."""
         if len(steps := {part.steps for part in parts}) > 1:
             raise CheckpointError(
                 f"Ranks were stopped while they changed their weights, after {min(steps) - 1} to {max(steps) - 1} "
@@ -93,14 +93,14 @@ class CheckpointContents:
         return cls(parts, {file: unsorted._sort_widest_first(file) for file in files})
 
     def _sort_widest_first(self, file: str) -> Mapping[str, str]:
-        """The order in which every tensor lies at a multiple of its elements' size, as the format asks for."""
+        """Order by decreasing element size: the format requires each tensor aligned to its element size."""
         specs, held = self.get_specs(file), self.files[file]
         widths = {name: getattr(torch, spec.dtype).itemsize for name, spec in specs.items()}
         return {name: held[name] for name in sorted(held, key=lambda name: -widths[name])}
 
     @property
     def states(self) -> dict[str, WeightState]:
-        """The optimiser's state of every weight: that of the first rank that moves it, as of all others."""
+        """The optimiser's state of every weight, taken from the first rank that updates it; all such ranks agree."""
         found: dict[str, WeightState] = {}
         for part in self.parts:
             found |= {name: state for name, state in part.states.items() if name not in found}
@@ -108,22 +108,22 @@ class CheckpointContents:
 
     @property
     def source_ranks(self) -> dict[str, int]:
-        """The first rank that has each tensor."""
+        """The first rank that holds each tensor."""
         return {name: rank for rank in reversed(range(len(self.parts))) for name in self.parts[rank].specs}
 
     def get_specs(self, file: str) -> dict[str, TensorSpec]:
-        """The tensors of a file."""
+        """Return the specs of the tensors of a file."""
         givers = self.source_ranks
         return {name: self.parts[givers[held]].specs[held] for name, held in self.files[file].items()}
 
     def iterate_tensors(self, file: str) -> Iterator[tuple[str, TensorSpec, int]]:
-        """Of each tensor of a file, in its order: the ranks' name of it, what it is, and who gives it."""
+        """Yield, for each tensor of a file in its order: its name on the ranks, its spec, and its source rank."""
         givers, specs = self.source_ranks, self.get_specs(file)
         return ((held, specs[name], givers[held]) for name, held in self.files[file].items())
 
     @property
     def bytes(self) -> int:
-        """What must be free on the disk, a little more than it takes."""
+        """Free disk space in bytes that the checkpoint needs, slightly overestimated."""
         counted = len(self.states)
         return (
             sum(count_file_bytes(self.get_specs(file)) for file in self.files)
@@ -132,7 +132,7 @@ class CheckpointContents:
         )
 
     def make_manifest(self, training: RankTraining, written: Mapping[str, Any], feed: Any) -> dict[str, Any]:
-        """All that is not a tensor; `written` is told of the files."""
+        """Return everything that is not a tensor. `written` holds the size and checksum of each file."""
         worker, plan = training.worker, training.recipe.plan
         descent = worker.optimiser_step
         optimiser = next((part.optimiser for part in self.parts if part.optimiser), None)
@@ -156,13 +156,13 @@ class CheckpointContents:
 
 
 def compute_fingerprint(model: Mapping[str, TensorSpec]) -> str:
-    """Of a model's names, shapes and types: two that differ in one of them have different ones."""
+    """Return a hash of a model's names, shapes and dtypes; models that differ in one of them have different hashes."""
     told = [[name, list(spec.shape), spec.dtype] for name, spec in sorted(model.items())]
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()
 
 
 def _deduplicate_options(states: Mapping[str, WeightState]) -> dict[str, Any]:
-    """Options that many weights share are written once."""
+    """Store options that many weights share only once."""
     options: list[Mapping[str, Any]] = []
     weights = {}
     for name, state in states.items():

@@ -1,12 +1,13 @@
-"""Whether a training could go on from the state of an optimiser and a scheduler: a step is tried, without memory.
+"""Check by a trial step without memory that training can continue from the state of an optimiser and a scheduler.
 
-Weights on PyTorch's meta device have shapes and types, but no memory. So have their gradients, and what an optimiser
-keeps of them; what is a number for each weight, such as how often it has moved, stays one.
+Weights on PyTorch's meta device have shapes and dtypes, but no memory. The same holds for their gradients and for the
+optimiser's state. Scalar state, such as the step count of a weight, keeps its value.
 
-    the optimiser as it is made      a step fails: it cannot be tried so, and only sizes are looked at
-    with the options that were read  a step fails: so would every step of the training
-                                     what it keeps of each weight now is what must have been read
-    and with the state               a step fails: so would every step of the training
+    trial step of                       if the step fails
+    1. the optimiser as it was made     a trial is impossible: only sizes are checked
+    2. ... with the saved options       every step of the training would fail, too
+                                        (afterwards: its state shows what must have been saved)
+    3. ... and with the saved state     every step of the training would fail, too
 """
 
 from __future__ import annotations
@@ -31,15 +32,17 @@ _OWN = "torch.optim"
 
 
 def check_optimiser_step(optimiser: torch.optim.Optimizer, made: Mapping[str, Any], names: Mapping[int, str]) -> None:
-    """Compare what `state_dict_of` has made with what a fresh `optimiser` keeps, and try a step from it.
+    """Compare `made` with the state that a fresh `optimiser` builds, and try a step from it.
 
-    `names` go by the weights' ids. Raises ValueError where a training would accept it and then fail in every step.
+    `made` is the result of `make_optimiser_state`; `names` maps ids of weights to names. Raises ValueError if
+    `load_state_dict` would accept the state but every step would fail.
     """
     weights = [weight for group in optimiser.param_groups for weight in group["params"]]
     kept = {index: (weights[index], names[id(weights[index])], held) for index, held in made["state"].items()}
     for weight, name, held in kept.values():
         for key, value in held.items():
             _check_size(value, weight, f"{name}/{key}")
+    # Each trial uses its own copy, because a step changes the optimiser's state and its options.
     if not _can_step(lambda: _copy_to_meta(optimiser).step()):
         return
     after = _copy_to_meta(optimiser, made)
@@ -58,15 +61,16 @@ def check_optimiser_step(optimiser: torch.optim.Optimizer, made: Mapping[str, An
 def check_scheduler_step(
     optimiser: torch.optim.Optimizer, made: Mapping[str, Any], scheduler: Scheduler, state: dict[str, Any], steps: int
 ) -> None:
-    """Compare a scheduler's state with that of a fresh one, and try a step from it; `steps` the training has made.
+    """Compare a scheduler's `state` with that of a fresh one, and try a step from it.
 
-    Raises ValueError as `check_moves`. That a scheduler has come to its end (`total_steps`) it says by itself.
+    `steps` is the number of steps that the training has made. Raises ValueError as `check_optimiser_step`. The end of a
+    schedule (`total_steps`) is not an error here: the scheduler itself reports it.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a scheduler that steps without its optimiser
+        warnings.simplefilter("ignore")  # the scheduler warns when it steps without its optimiser
         fresh: Any = scheduler(_copy_to_meta(optimiser))
         check_scheduler_state(state, fresh)
-        done, first = state.get("last_epoch", 0), getattr(fresh, "last_epoch", 0)  # those that are chained have none
+        done, first = state.get("last_epoch", 0), getattr(fresh, "last_epoch", 0)  # chained schedulers have none
         if not isinstance(done, int) or not 0 <= done <= first + steps:
             raise ValueError(f"{get_class_name(fresh)} has made {str(done)[:20]} steps, and the training {steps}")
         if not _can_step(fresh.step):
@@ -77,6 +81,7 @@ def check_scheduler_step(
         paced.load_state_dict(copy.deepcopy(state))
         try:
             paced.step()
+        # Schedulers raise ValueError themselves when their schedule has ended: a valid state.
         except ValueError:
             return
         except Exception as error:
@@ -88,7 +93,9 @@ def check_scheduler_step(
 
 
 def _copy_to_meta(optimiser: torch.optim.Optimizer, made: Mapping[str, Any] | None = None) -> torch.optim.Optimizer:
-    """A copy of it on the meta device, with the options of `made`; every weight has a gradient."""
+    """Return a copy of `optimiser` on the meta device, with the options of `made`; trainable weights have gradients."""
+    # Entries of `memo` replace tensors during the deep copy: no weight and no large state tensor is ever copied.
+    # Zero-dimensional state keeps its value, because steps read it.
     memo: dict[int, Any] = {}
     for group in optimiser.param_groups:
         for weight in group["params"]:
@@ -106,14 +113,14 @@ def _copy_to_meta(optimiser: torch.optim.Optimizer, made: Mapping[str, Any] | No
 
 
 def _set_options(optimiser: torch.optim.Optimizer, made: Mapping[str, Any]) -> None:
-    """But for those by which kernels are chosen, of which some are of GPUs alone: the numbers are the same."""
+    """Copy the options of `made`, except those that choose kernels: some are for GPUs only; results are equal."""
     for group, said in zip(optimiser.param_groups, made["param_groups"], strict=True):
         group.update({key: copy.deepcopy(said[key]) for key in said.keys() - {"params", "param_names"}})
         group.update(dict.fromkeys(group.keys() & {"fused", "foreach"}, False))
 
 
 def _can_step(step: Callable[[], object]) -> bool:
-    """Whether it can be done at all without memory: many an optimiser of others looks at its numbers."""
+    """Return whether the step works without memory. Many third-party optimisers read values, which fails."""
     try:
         step()
     except Exception:
@@ -129,7 +136,7 @@ def _try_step(step: Callable[[], object], what: str) -> None:
 
 
 def _convert_like(value: Any, usual: Any) -> Any:
-    """Where, and of the type that, the optimiser itself would have it: kernels take nothing else."""
+    """Move `value` to the device and dtype that the optimiser itself uses: kernels take nothing else."""
     if not isinstance(value, Tensor):
         return value
     if isinstance(usual, Tensor):
@@ -138,14 +145,14 @@ def _convert_like(value: Any, usual: Any) -> Any:
 
 
 def _check_size(value: Any, weight: Tensor, where: str) -> None:
-    """The largest that optimisers keep is a square of one of the weight's sides."""
+    """Check that `value` is no larger than optimisers' largest state: the weight, or the square of one of its sides."""
     most = max(weight.numel(), *(side**2 for side in weight.shape), 1)
     if isinstance(value, Tensor) and value.numel() > most:
         raise ValueError(f"{where} has the shape {tuple(value.shape)}, and its weight {tuple(weight.shape)}")
 
 
 def _check_weight_values(held: Mapping[str, Any], usual: Mapping[str, Any], name: str, is_own: bool) -> None:
-    """What is kept of one weight. An optimiser of others may keep some of it from a later step on only."""
+    """Check the state of one weight. A third-party optimiser may create some of it in a later step only."""
     for key, value in held.items():
         where = f"{name}/{key}"
         if key in usual:
@@ -173,7 +180,7 @@ def _get_number_class(tensor: Tensor) -> tuple[bool, bool]:
 
 
 def _to_float(value: Any) -> float:
-    """NaN where it is none."""
+    """Return `value` as a float, NaN if it is not a real number."""
     if isinstance(value, Tensor):
         return float(value) if value.numel() == 1 and not value.is_meta and not value.is_complex() else math.nan
     return value if isinstance(value, int | float) else math.nan

@@ -1,10 +1,11 @@
-"""A folder of checkpoints: which is the newest, how one comes to be there whole or not at all, which are kept.
+"""A folder of checkpoints: find the newest one, publish a new one atomically, and remove old ones.
 
     FOLDER/00007-step-350/       a checkpoint; the one with the highest first number is the newest
     FOLDER/00008-step-400/
-    FOLDER/.partial-00009/       being written, or left by a training that was killed: no checkpoint, removed next time
+    FOLDER/.partial-00009/       a draft: being written, or left by a training that was killed; the next save removes it
 
-A checkpoint is written under its partial name, forced to the disk, and then renamed: one operation of the file system.
+A checkpoint is written under its partial name, flushed to disk, and then renamed, which the file system does
+atomically.
 """
 
 from __future__ import annotations
@@ -45,13 +46,13 @@ _PARTIAL = ".partial-"
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Those of a folder, the oldest first."""
+    """Return the checkpoints of a folder, the oldest first."""
     found = [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
     return [path for _, path in sorted(found) if path.is_dir()]
 
 
 def find_checkpoints(path: Path) -> list[Path]:
-    """The checkpoint that `path` is, or those that it holds, the newest first. Raises CheckpointError."""
+    """Return `[path]` if it is a checkpoint, else the checkpoints in it, the newest first. Raises CheckpointError."""
     try:
         if not stat.S_ISDIR(path.stat().st_mode):
             raise NotADirectoryError
@@ -65,14 +66,14 @@ def find_checkpoints(path: Path) -> list[Path]:
     except OSError as error:
         raise make_read_error(path, "the list of its checkpoints", error) from error
     if not found and _NAME.fullmatch(path.name):
-        return [path]  # one that has lost what says of it that it is one
+        return [path]  # a checkpoint by its name, but without its manifest
     if not found:
         raise CheckpointError(f"{path}: there is no checkpoint in this folder.")
     return found[::-1]
 
 
 def _is_present(path: Path) -> bool:
-    """Whether something is there, of whatever kind. Raises OSError where that can't be told."""
+    """Return whether `path` exists, of whatever type. Raises OSError if that cannot be determined."""
     try:
         path.lstat()
     except (FileNotFoundError, NotADirectoryError):
@@ -81,15 +82,16 @@ def _is_present(path: Path) -> bool:
 
 
 def is_outside_link(path: Path) -> bool:
-    """Whether a checkpoint of a folder is a link that leads out of it, to what was not given."""
+    """Return whether a checkpoint is a symbolic link that leads out of its folder."""
     return path.is_symlink() and not path.resolve().is_relative_to(path.parent.resolve())
 
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Made if need be, and ours alone: another training's half-written checkpoint must not be taken for a leftover.
+    """Create the folder if necessary and hold an exclusive lock on it.
 
-    The system lets go of the lock when the process ends, in whatever way. Raises CheckpointError, OSError.
+    Without the lock, another training's draft could be taken for a leftover and removed. The system releases the lock
+    when the process ends, however it ends. Raises CheckpointError, OSError.
     """
     folder.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder, os.O_RDONLY)
@@ -101,7 +103,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
                 f"{folder}: another training is saving into this folder. Give each training a folder of its own."
             ) from error
         except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):  # a file system without locks
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):  # file systems without locks go unlocked
                 raise
         yield
     finally:
@@ -109,7 +111,8 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 
 def create_draft(folder: Path) -> Path:
-    """An empty folder to write the next checkpoint into; what was left by killed trainings is removed."""
+    """Create an empty folder for the next checkpoint, after removing the drafts of killed trainings."""
+    # Safe only under `lock_folder`: no other process is writing any of these.
     for path in folder.glob(f"{_PARTIAL}*"):
         shutil.rmtree(path)
     made = folder / f"{_PARTIAL}{_find_next_number(folder):05}"
@@ -122,19 +125,19 @@ def _find_next_number(folder: Path) -> int:
 
 
 def check_space(folder: Path, needed_bytes: int) -> None:
-    """Raises CheckpointError where the disk has less than that."""
+    """Raise CheckpointError if the disk has fewer than `needed_bytes` free."""
     if (free := get_free_bytes(folder)) < needed_bytes:
         raise make_space_error(folder, needed_bytes, free)
 
 
 def get_free_bytes(folder: Path) -> int:
-    """Of the disk that a folder is on, or will be."""
+    """Return the free bytes of the disk that `folder` is on, or will be on."""
     there = next(path for path in (make_absolute(folder), *make_absolute(folder).parents) if path.exists())
     return shutil.disk_usage(there).free
 
 
 def make_space_error(folder: Path, needed_bytes: int, free: int, said: str = "") -> CheckpointError:
-    """What is said where a checkpoint does not fit."""
+    """Return the error for a checkpoint that does not fit on the disk."""
     return CheckpointError(
         f"{folder}: a checkpoint needs {needed_bytes:,} bytes, but there are {free:,} free{said and f' ({said})'}. The "
         "checkpoints that are there are as they were, and the training can go on. Free some space, keep fewer, or save "
@@ -143,7 +146,9 @@ def make_space_error(folder: Path, needed_bytes: int, free: int, said: str = "")
 
 
 def publish_draft(written: Path, step: int) -> Path:
-    """Rename a draft, whose files are forced to the disk already, to the checkpoint that it is."""
+    """Rename a draft, whose files are on disk already, to its final name and return that."""
+    # Order matters: the draft's directory entries must be on disk before the rename, so that a crash never leaves a
+    # published checkpoint with missing files. The second flush makes the rename itself durable.
     flush_to_disk(written)
     whole = written.with_name(f"{written.name.removeprefix(_PARTIAL)}-step-{step}")
     written.rename(whole)
@@ -152,7 +157,7 @@ def publish_draft(written: Path, step: int) -> Path:
 
 
 def flush_to_disk(path: Path) -> None:
-    """Wait until a file, or the list of a folder's files, is on the disk."""
+    """Block until a file, or a folder's directory entries, are on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -161,7 +166,10 @@ def flush_to_disk(path: Path) -> None:
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Remove all but the last `keep`, as far as they can be. One that is half removed is a leftover, no checkpoint."""
+    """Remove all but the last `keep` checkpoints, as far as possible.
+
+    Each one is renamed to a draft first, so that a partly removed checkpoint counts as a leftover.
+    """
     for path in list_checkpoints(folder)[:-keep]:
         gone = path.with_name(f"{_PARTIAL}old-{path.name}")
         with suppress(OSError):

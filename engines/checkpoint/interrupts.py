@@ -1,4 +1,4 @@
-"""A training that is asked to end by a signal: it ends where it can be saved."""
+"""Signals that ask a training to end: the training stops at the next point where it can be saved."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from engines.errors import Mpi4dlError
 __all__ = ["SIGNALS", "Interrupts", "StoppedError"]
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""`mpiexec` hands only the last one on: told to end by the others, it ends the ranks at once."""
+"""`mpiexec` forwards only the last one to the ranks. On the other two it terminates the ranks at once."""
 
 
 class StoppedError(Mpi4dlError):
-    """A training has ended because it was asked to, by signal `number`; where it is saved is said."""
+    """A training stopped on request by signal `number`; the message says where the training was saved."""
 
     def __init__(self, message: str, number: int) -> None:
         super().__init__(message)
@@ -27,10 +27,11 @@ class StoppedError(Mpi4dlError):
 
 
 class Interrupts:
-    """Within it, the first signal is only noted: calling it tells which one, 0 for none. The next one is not held back.
+    """Context in which the first signal is only recorded. Calling the object returns its number, or 0.
 
-    Only the main thread of a process hears of signals: elsewhere nothing is noted. `obeyed`: on leaving, a signal that
-    is not for this work alone, as SIGINT is, but for the whole process, is sent to it again, so that it ends.
+    A second signal is not held back: the first one restores the previous handlers. Python delivers signals to the main
+    thread only, so that elsewhere nothing is recorded. `obeyed`: on exit, raise the recorded signal again so that the
+    process ends, unless it is SIGINT, which concerns this work only.
     """
 
     def __init__(self, signals: Sequence[signal.Signals] = SIGNALS, obeyed: bool = False) -> None:
@@ -43,7 +44,7 @@ class Interrupts:
         return self._number
 
     def is_overdue(self, within_s: float) -> bool:
-        """Whether a signal has come longer ago than that."""
+        """Return whether a signal arrived more than `within_s` seconds ago."""
         return bool(self._number) and time.monotonic() - self._since_s > within_s
 
     def __enter__(self) -> Interrupts:
@@ -54,12 +55,12 @@ class Interrupts:
         self._restore_handlers()
         if self._obeyed and self._number not in (0, signal.SIGINT):
             if error is not None:
-                print(error, file=sys.stderr, flush=True)  # nobody else will: most signals end the process at once
+                print(error, file=sys.stderr, flush=True)  # the signal ends the process without a traceback
             signal.raise_signal(self._number)
 
     def _restore_handlers(self) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: it was not Python's
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not installed from Python
 
     def _record_signal(self, number: int, frame: FrameType | None) -> None:
         self._number, self._since_s = number, time.monotonic()

@@ -1,4 +1,4 @@
-"""What optimisers and schedulers keep beside large tensors, as JSON and back."""
+"""Convert the state of optimisers and schedulers, except large tensors, to JSON and back."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from engines.errors import CheckpointError
 
 __all__ = ["check_like", "check_scheduler_state", "decode_value", "encode_value", "is_finite"]
 
-_KIND = "python"  # the key that marks what JSON itself has no word for
-_MOST = 1024  # elements of a tensor that is written as text
+_KIND = "python"  # key that marks a value of a type that JSON lacks
+_MOST = 1024  # most elements of a tensor that is written as text
 
 
 def encode_value(value: Any, where: str) -> Any:
-    """Numbers, texts, lists and dicts as they are; tuples, Counters, other dicts and small tensors marked.
+    """Return `value` as JSON data: tuples, Counters, other dicts and small tensors are marked with their type.
 
-    `where` says what it is, for the CheckpointError that is raised for anything else.
+    Numbers, strings, lists and dicts with string keys stay as they are. Raises CheckpointError for anything else;
+    `where` names the value in its message.
 
     >>> decode_value(encode_value({"betas": (0.9, 0.999), "milestones": Counter({3: 1})}, "Adam"))
     {'betas': (0.9, 0.999), 'milestones': Counter({3: 1})}
@@ -58,7 +59,7 @@ def _encode_dict(value: dict[Any, Any], where: str) -> dict[str, Any]:
 
 
 def decode_value(value: Any) -> Any:
-    """What `to_json` was given. Raises ValueError or TypeError for what it never writes."""
+    """Return the value that `encode_value` was given. Raises ValueError or TypeError for what it never writes."""
     match value:
         case list():
             return [decode_value(item) for item in value]
@@ -93,8 +94,8 @@ def _parse_dtype_name(name: str) -> torch.dtype:
 def check_scheduler_state(found: dict[str, Any], owner: Any) -> None:
     """Compare a scheduler's state in a checkpoint with that of a fresh one, the `owner`. Raises ValueError.
 
-    A name that only the checkpoint has may be one that the scheduler sets later. It must not be that of a method, or
-    of the optimiser, which `load_state_dict` would replace by it.
+    A name that only the checkpoint has may be one that the scheduler sets later. It must not be the name of a method or
+    of the optimiser, because `load_state_dict` would overwrite that attribute.
     """
     fresh, kind = owner.state_dict(), type(owner).__name__
     for name in found.keys() - fresh.keys():
@@ -104,10 +105,10 @@ def check_scheduler_state(found: dict[str, Any], owner: Any) -> None:
 
 
 def check_like(found: Any, fresh: Any, where: str) -> None:
-    """Compare a value of a checkpoint with the one of a fresh optimiser or scheduler: the same names, similar types.
+    """Check that a saved value has the names and the kinds of types of a value in a fresh optimiser or scheduler.
 
-    A fresh None may have become a number or a text, and a switch (a bool) may have been None, its default.
-    Raises ValueError: a value of another type would be accepted and then fail in every step.
+    A fresh None may have become a number or a string, and a switch (a bool) may have been None, its default. Raises
+    ValueError: a value of another type would be accepted and then fail in every step.
     """
     if isinstance(found, dict) and isinstance(fresh, dict) and all(isinstance(key, str) for key in fresh):
         if unknown := [key for key in found if key not in fresh]:
@@ -125,13 +126,13 @@ def check_like(found: Any, fresh: Any, where: str) -> None:
         for index, value in enumerate(found):
             check_like(value, fresh[min(index, len(fresh) - 1)], f"{where}[{index}]")
     elif isinstance(found, dict) and fresh:
-        for key, value in found.items():  # by number, such as milestones
+        for key, value in found.items():  # keys are numbers, as in milestones
             check_like(key, next(iter(fresh)), f"a key of {where}")
             check_like(value, next(iter(fresh.values())), f"{where}[{key}]")
 
 
 def is_finite(number: Any) -> bool:
-    """Whether a number, or a tensor of one element, is neither infinite nor NaN nor beyond all floats.
+    """Return whether a number, or each element of a tensor, is finite and fits a float. Meta tensors count as finite.
 
     >>> is_finite(3), is_finite(torch.tensor(0.5)), is_finite(float("nan")), is_finite(10**400)
     (True, True, False, False)
@@ -145,7 +146,10 @@ def is_finite(number: Any) -> bool:
 
 
 def _get_kind(value: Any) -> str:
-    """Numbers may be integers, floats, bools or tensors of one element; lists may be tuples."""
+    """Return the kind of a value.
+
+    Integers, floats, bools and one-element tensors are all numbers; tuples are lists.
+    """
     match value:
         case bool() | int() | float() | Tensor():
             return "number" if not isinstance(value, Tensor) or value.numel() == 1 else "tensor"

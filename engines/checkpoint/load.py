@@ -1,4 +1,4 @@
-"""Ranks load a training together: each reads what it holds, and nothing is changed until all of them could."""
+"""Load a training collectively: each rank reads what it holds, and nothing changes until all ranks have succeeded."""
 
 from __future__ import annotations
 
@@ -24,21 +24,23 @@ __all__ = ["load", "open_checkpoint"]
 
 
 def open_checkpoint(path: Path, recipe: Recipe) -> Checkpoint:
-    """The checkpoint at `path`, or the newest whole one of that folder, read once in full. Raises CheckpointError."""
-    with torch.random.fork_rng(devices=[]):  # an optimiser is made, by whatever function
+    """Open and verify the checkpoint at `path`, or the newest intact one of that folder. Raises CheckpointError."""
+    with torch.random.fork_rng(devices=[]):  # the user's function that makes the optimiser may draw random numbers
         checkpoint = Checkpoint.open(path, partial(check_fits_recipe, recipe=recipe))
         check_fits_recipe(checkpoint, recipe)
     return checkpoint
 
 
 def load(training: RankTraining, path: Path) -> Checkpoint:
-    """Go on from the checkpoint at `path`, or the newest whole one of that folder; collective, between steps.
+    """Resume from the checkpoint at `path`, or the newest intact one of that folder. Collective, between steps.
 
-    It may have been saved under any other plan. Every rank reads the file by itself. Weights keep the types that this
-    plan has; the loss scale is that of the checkpoint, where both have one.
-    Raises CheckpointError on every rank; then nothing has changed on any.
+    The checkpoint may have been saved under any other plan. Every rank reads the files itself. Weights keep the dtypes
+    of this plan; the loss scale is that of the checkpoint, if both use one. Raises CheckpointError on every rank. The
+    training is then unchanged on all ranks.
     """
     world = training.worker.world
+    # Rank 0 chooses and verifies the checkpoint for all: ranks that chose for themselves could pick different ones.
+    # Each rank then stages its state, and nothing is applied before `run_on_all` has shown that no rank failed.
     first = run_on_all(world, lambda: None if world.rank else open_checkpoint(path, training.recipe), CheckpointError)
     found, passed_over = world.all_gather(first and (first.path, first.passed_over))[0]
     staged = run_on_all(world, partial(_stage_state, training, found), CheckpointError)
@@ -48,7 +50,7 @@ def load(training: RankTraining, path: Path) -> Checkpoint:
 
 @dataclass(frozen=True)
 class _StagedState:
-    """All that a rank has read, ready to be taken over: what is left to do cannot fail."""
+    """All that a rank has read, ready to be applied: nothing that remains to be done can fail."""
 
     checkpoint: Checkpoint
     tensors: Mapping[str, Tensor]
@@ -69,7 +71,7 @@ def _stage_state(training: RankTraining, path: Path) -> _StagedState:
 
 
 def _read_tensors(checkpoint: Checkpoint, training: RankTraining) -> dict[str, Tensor]:
-    """This rank's weights and buffers."""
+    """Return this rank's weights and buffers."""
     found: dict[str, Tensor] = {}
     own = {**training.weights, **training.buffers, **training.kept}
     for owner, names in training.recipe.names.items():
@@ -83,7 +85,7 @@ def _read_tensors(checkpoint: Checkpoint, training: RankTraining) -> dict[str, T
 
 
 def _restore_optimiser(checkpoint: Checkpoint, training: RankTraining) -> OptimiserStep:
-    """A fresh optimiser and scheduler, in the state that they were in."""
+    """Return a fresh optimiser and scheduler with the saved state."""
     optimiser = training.recipe.make_optimiser(training.weights)
     descent = OptimiserStep(training.weights, optimiser, training.recipe.rules)
     if optimiser:

@@ -1,4 +1,4 @@
-"""Saves a training as it goes."""
+"""Save a training periodically while it runs."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ __all__ = ["CheckpointManager", "make_rank_manager"]
 
 
 class CheckpointManager:
-    """Has a training saved after every `every` steps, or after each epoch where that is None.
+    """Saves a training after every `every` steps, or after each epoch if `every` is None.
 
-    `save()` saves it, `step()` tells how many steps are done, `asked()` which signal asks it to end, 0 for none.
-    `tell` is given what went wrong where training goes on all the same.
+    `save()` writes a checkpoint, `step()` returns the number of completed steps, and `asked()` the signal that requests
+    the end, or 0. `tell` receives the message of an error after which training continues.
     """
 
     def __init__(
@@ -32,10 +32,13 @@ class CheckpointManager:
     ) -> None:  # fmt: skip
         self.save, self.step, self.every, self.asked, self.tell = save, step, every, asked, tell
         self.saved_step = step()
-        self.path: Path | None = None  # of the last one
+        self.path: Path | None = None  # of the last checkpoint
 
     def save_after_step(self) -> None:
-        """Save if it is time; of a full disk it tells, and training goes on. Raises StoppedError if asked to end."""
+        """Save if a checkpoint is due. Raises StoppedError, after saving, if a signal has requested the end.
+
+        If a periodic checkpoint cannot be written (for example, the disk is full), report the error and continue.
+        """
         if number := self.asked():
             path = self.save_now()
             name = signal.Signals(number).name
@@ -46,17 +49,17 @@ class CheckpointManager:
             self._try()
 
     def save_after_epoch(self) -> None:
-        """Save, unless it is done every so many steps."""
+        """Save, unless checkpoints are written by step."""
         if not self.every:
             self._try()
 
     def save_at_end(self) -> None:
-        """Save the end of the training, unless that is done. Raises CheckpointError."""
+        """Save the final state, unless it is saved already. Raises CheckpointError."""
         if self.saved_step != self.step():
             self.save_now()
 
     def save_now(self) -> Path:
-        """Save, whatever the time. Raises CheckpointError."""
+        """Save unconditionally. Raises CheckpointError."""
         self.path = self.save()
         self.saved_step = self.step()
         return self.path
@@ -72,9 +75,10 @@ def make_rank_manager(
     training: RankTraining, folder: Path, state: Callable[[], Any], every: int | None = None, keep: int = KEEP,
     asked: Callable[[], int] = lambda: 0,
 ) -> CheckpointManager:  # fmt: skip
-    """One that all ranks make together and call together; `state()` tells where the feed is, `asked()` of this rank.
+    """Return a manager for all ranks. Collective, as are the calls of its methods.
 
-    Raises CheckpointError, on every rank, where the folder cannot be written to.
+    `state()` returns the feed's state, and `asked()` the signal that this rank has received, or 0. Raises
+    CheckpointError, on every rank, if the folder is not writable.
     """
     world = training.worker.world
     run_on_all(world, lambda: None if world.rank else check_writable(folder), CheckpointError)
@@ -82,6 +86,8 @@ def make_rank_manager(
         save=lambda: save(training, folder, state(), keep),
         step=lambda: training.worker.steps - 1,
         every=every,
+        # A signal may reach some ranks only, or ranks in different steps. All ranks agree on it, because saving is
+        # collective: a rank that stopped alone would block the others.
         asked=lambda: max(world.all_gather(asked())),
         tell=partial(print, file=sys.stderr, flush=True) if world.rank == 0 else lambda text: None,
     )

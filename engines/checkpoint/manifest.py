@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: `checkpoint.json`, sealed with a sum, and read as what anyone may have written."""
+"""`checkpoint.json`, the manifest of a checkpoint: protected by a checksum, and validated as untrusted input."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ __all__ = ["FORMAT", "MOST_STEPS", "read_manifest", "serialise_manifest"]
 
 FORMAT = 1
 MOST_STEPS = 1 << 53
-"""More than any training makes, and still exact as a float."""
+"""More steps than any training makes, and still exact as a float."""
 
 _SEAL = "crc32"
-_BYTES = 1 << 24  # of 60,000 weights; JSON takes up to 25 times as much memory
-_LARGEST_SCALE = 2.0**127  # a loss in float32 is multiplied by it
+_BYTES = 1 << 24  # enough for 60,000 weights; parsed JSON takes up to 25 times as much memory
+_LARGEST_SCALE = 2.0**127  # the scale must fit float32, because the loss is multiplied by it
 
 
 def serialise_manifest(manifest: Mapping[str, Any]) -> str:
-    """The manifest as text, with a sum of itself. Raises CheckpointError where it is larger than what is read."""
+    """Return the manifest as text, with its checksum. Raises CheckpointError if it exceeds the size that is read."""
     text = json.dumps({**manifest, _SEAL: _compute_checksum(manifest)}, indent=1, allow_nan=False)
     if len(text) > _BYTES:
         raise CheckpointError(
@@ -42,7 +42,10 @@ def _compute_checksum(manifest: Mapping[str, Any]) -> int:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Of the checkpoint at `path`. Raises DamagedError, UnreadableError, or CheckpointError for another format."""
+    """Return the manifest of the checkpoint at `path`.
+
+    Raises DamagedError, UnreadableError, or CheckpointError for another format.
+    """
     if (path / MANIFEST).is_symlink():
         raise make_damaged_error(path, f"{MANIFEST} is no regular file of its own, but a link")
     try:
@@ -54,6 +57,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise make_damaged_error(path, f"{MANIFEST} is no JSON ({error})") from error
     if not isinstance(read, dict) or not isinstance(read.get("format"), int):
         raise make_damaged_error(path, f"{MANIFEST} is not that of a checkpoint of this package")
+    # Before the checksum is checked: a file of another format must be reported as such, not as damaged.
     if read["format"] != FORMAT:
         raise CheckpointError(
             f"{path}: this checkpoint has format {str(read['format'])[:20]} (written by version "

@@ -1,4 +1,4 @@
-"""Ranks save their training together: one of them writes, each tensor comes from the first rank that has it."""
+"""Save a training collectively: rank 0 writes, and each tensor comes from the first rank that holds it."""
 
 from __future__ import annotations
 
@@ -22,15 +22,14 @@ from engines.training import RankTraining
 __all__ = ["KEEP", "save"]
 
 KEEP = 3
-_GIVEN = (1 << 23) - 2  # a tag that no program has
+_GIVEN = (1 << 23) - 2  # a tag that no program uses
 
 
 def save(training: RankTraining, folder: Path, feed: Any = None, keep: int = KEEP) -> Path:
-    """Write a checkpoint into `folder`, of which it keeps the last `keep`; where it is. Collective, between steps.
+    """Write a checkpoint into `folder` and return its path; the last `keep` are kept. Collective, between steps.
 
-    `feed` is what `Feed.state` tells, or None; `load` gives it back. Rank 0 writes, and holds one tensor of another
-    rank at a time.
-    Raises CheckpointError on every rank; the training, and the checkpoints that are there, are as they were.
+    `feed` is the result of `Feed.state`, or None; `load` returns it. Rank 0 writes, and holds one tensor of another
+    rank at a time. Raises CheckpointError on every rank. The training and the existing checkpoints are then unchanged.
     """
     world = training.worker.world
     share = run_on_all(world, partial(_collect_rank_state, training, feed, keep), CheckpointError)
@@ -53,7 +52,7 @@ def save(training: RankTraining, folder: Path, feed: Any = None, keep: int = KEE
 
 
 def _collect_rank_state(training: RankTraining, feed: Any, keep: int) -> RankState:
-    """This rank's, checked. Raises CheckpointError."""
+    """Return this rank's state, checked. Raises CheckpointError."""
     if keep < 1:
         raise CheckpointError(f"keep={keep} must be at least 1: the last checkpoint is always kept.")
     try:
@@ -68,11 +67,12 @@ def _collect_rank_state(training: RankTraining, feed: Any, keep: int) -> RankSta
 def _write_file(
     world: World, writer: CheckpointWriter | None, file: str, contents: CheckpointContents, share: RankState
 ) -> None:
-    """One file: its tensors come to the writer one after another."""
+    """Write one file: its tensors are sent to rank 0 one after another."""
     if writer:
         writer.begin(file, contents.get_specs(file))
     for held, spec, giver in contents.iterate_tensors(file):
         get_status_board().report(f"saves {held}".encode())
+        # All ranks iterate in the same order. So one tag suffices, and sends and receives match.
         given = _send_to_rank0(world, share.tensors.get(held), spec, giver)
         if writer:
             writer.add(given)
@@ -81,7 +81,7 @@ def _write_file(
 
 
 def _send_to_rank0(world: World, own: Tensor | None, spec: TensorSpec, giver: int) -> Tensor | None:
-    """A tensor of rank `giver`, contiguous, on the host of rank 0."""
+    """Return, on rank 0, the tensor of rank `giver`, contiguous in host memory."""
     if world.rank not in (0, giver):
         return None
     if world.rank == giver:

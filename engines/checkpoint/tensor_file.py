@@ -1,7 +1,7 @@
-"""A safetensors file, written tensor by tensor: whoever writes it never holds more than one of them.
+"""Write a safetensors file tensor by tensor, so that the writer holds at most one of them in memory.
 
-The library itself writes from a dict that holds all. Layout: https://github.com/huggingface/safetensors#format,
-that is 8 bytes with the header's length, the header as JSON, and the tensors' bytes one after another.
+The library itself writes from a dict that holds all tensors. Layout: https://github.com/huggingface/safetensors#format:
+8 bytes with the header's length, the header as JSON, and the tensors' bytes one after another.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from engines.layer.graph import TensorSpec
 __all__ = ["HEADER_BYTES", "TensorFile", "count_file_bytes", "get_tensor_spec", "parse_dtype"]
 
 HEADER_BYTES = 1 << 24
-"""The most that is read: of some 150,000 tensors."""
+"""Largest header that is read: enough for about 150,000 tensors."""
 
 _CODES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
@@ -31,7 +31,7 @@ _CODES = {
 
 
 def get_tensor_spec(tensor: Tensor, where: str) -> TensorSpec:
-    """Its shape and type. Raises CheckpointError where the format has no such type."""
+    """Return a tensor's shape and dtype. Raises CheckpointError if the format cannot represent the tensor."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in _CODES or tensor.layout is not torch.strided:
         raise CheckpointError(f"{where} is a {dtype} tensor ({tensor.layout}), which safetensors files do not hold.")
@@ -39,7 +39,7 @@ def get_tensor_spec(tensor: Tensor, where: str) -> TensorSpec:
 
 
 def parse_dtype(code: str) -> torch.dtype:
-    """The type that the format's word stands for. Raises ValueError for one that is not written here.
+    """Return the dtype for a code of the format. Raises ValueError for a code that is never written here.
 
     >>> parse_dtype("F32")
     torch.float32
@@ -69,12 +69,15 @@ def _make_header(specs: Mapping[str, TensorSpec]) -> bytes:
 
 
 def count_file_bytes(specs: Mapping[str, TensorSpec]) -> int:
-    """The size of the file that has these tensors."""
+    """Return the size in bytes of a file with these tensors."""
     return len(_make_header(specs)) + sum(map(_count_bytes, specs.values()))
 
 
 class TensorFile:
-    """A file under way; tensors come in the order of `specs`. `bytes` and `crc32` are of what was written."""
+    """A safetensors file being written; `bytes` and `crc32` cover everything written so far.
+
+    Tensors must be added in the order of `specs`.
+    """
 
     def __init__(self, path: Path, specs: Mapping[str, TensorSpec]) -> None:
         self._file = path.open("xb")
@@ -82,7 +85,7 @@ class TensorFile:
         self._write(_make_header(specs))
 
     def add(self, tensor: Tensor) -> None:
-        """The next tensor, on the host and contiguous."""
+        """Append the next tensor, which must be contiguous and in host memory."""
         self._write(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
 
     def _write(self, data: bytes | memoryview) -> None:
@@ -91,7 +94,7 @@ class TensorFile:
         self.crc32 = zlib.crc32(data, self.crc32)
 
     def close(self, complete: bool = True) -> None:
-        """Where it is complete, once it is on the disk."""
+        """Close the file. If `complete`, flush it to disk first."""
         try:
             if complete:
                 self._file.flush()

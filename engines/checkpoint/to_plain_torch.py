@@ -1,4 +1,4 @@
-"""A checkpoint in plain PyTorch, one process, no ranks: the optimiser goes on where they left off.
+"""Load a checkpoint into plain PyTorch in one process: the optimiser continues where the ranks stopped.
 
 model.load_state_dict(safetensors.torch.load_file(checkpoint / "model.safetensors"))
 optimiser.load_state_dict(optimiser_state(checkpoint, model, optimiser))
@@ -27,10 +27,10 @@ __all__ = ["optimiser_state", "scheduler_state"]
 def optimiser_state(
     path: str | Path, model: nn.Module, optimiser: torch.optim.Optimizer, loss: nn.Module | None = None
 ) -> dict[str, Any]:
-    """For `optimiser.load_state_dict`, where `optimiser` moves weights of `model` (and of `loss`), in whatever order.
+    """Return the argument of `optimiser.load_state_dict`; the optimiser may list its weights in any order.
 
-    `path` is a checkpoint or a folder of them, of which it takes the newest whole one; it warns of newer ones that are
-    damaged. Raises CheckpointError.
+    `optimiser` updates weights of `model` (and of `loss`). `path` is a checkpoint or a folder of checkpoints. Of a
+    folder the newest intact one is read, with a warning for each newer one that is damaged. Raises CheckpointError.
 
     >>> import tempfile, torch
     >>> from engines.models import resnet20_v1
@@ -65,7 +65,9 @@ def optimiser_state(
 
 
 def scheduler_state(path: str | Path) -> dict[str, Any] | None:
-    """For `scheduler.load_state_dict`; None where there was none. `path` and errors are those of `optimiser_state`.
+    """Return the argument of `scheduler.load_state_dict`, or None if the training had no scheduler.
+
+    `path`, warnings and errors are those of `optimiser_state`.
 
     >>> import tempfile
     >>> from functools import partial
@@ -81,7 +83,7 @@ def scheduler_state(path: str | Path) -> dict[str, Any] | None:
     >>> scheduler_state(folder)["last_epoch"]
     1
     """
-    checkpoint = Checkpoint.open(Path(path))  # whole, so that it is the one that `optimiser_state` takes
+    checkpoint = Checkpoint.open(Path(path))  # all files are checked, so that this is the one `optimiser_state` reads
     checkpoint.warn_of_passed_over(stacklevel=2)
     with checkpoint.translate_errors():
         stored = checkpoint.manifest["scheduler"]

@@ -1,6 +1,6 @@
-"""The state of an optimiser, weight by weight and by the weights' names: no matter which rank moves which weight.
+"""The state of an optimiser by weight name, independent of which rank updates which weight.
 
-`torch.optim` numbers the weights in the order in which it was given them, and every rank is given others.
+`torch.optim` numbers the weights in the order in which it received them, and every rank has other weights.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ __all__ = ["WeightState", "collect_weight_states", "get_class_name", "make_optim
 
 @dataclass(frozen=True)
 class WeightState:
-    """Of one weight: what the optimiser's group says (`options`, such as lr), what it keeps, and in which tensors.
+    """The optimiser's state of one weight: `options` of its group (such as lr), `values` and keys of `tensors`.
 
-    `options` and `values` are JSON.
+    `options` and `values` are JSON data.
     """
 
     options: Mapping[str, Any]
@@ -31,16 +31,17 @@ class WeightState:
 
 
 def get_class_name(made: object) -> str:
-    """An optimiser's, or a scheduler's, class by name."""
+    """Return the class name of an optimiser or a scheduler."""
     return type(made).__name__
 
 
 def collect_weight_states(
     optimiser: torch.optim.Optimizer, names: Mapping[int, str]
 ) -> tuple[dict[str, WeightState], dict[str, Tensor]]:
-    """The state of each weight by name, and its tensors as `weight's name/key`. `names` go by the weights' ids.
+    """Return the state of each weight by name, and the tensors by `WEIGHT/KEY`. `names` maps ids of weights to names.
 
-    Raises CheckpointError where the optimiser keeps what is of no single weight, or no number or tensor.
+    Raises CheckpointError if the optimiser keeps state that belongs to no single weight, or that is no number or
+    tensor.
     """
     kind = get_class_name(optimiser)
     if strange := [key for key in optimiser.state if id(key) not in names]:
@@ -66,10 +67,10 @@ def make_optimiser_state(
     states: Mapping[str, WeightState],
     tensor: Callable[[str], Tensor],
 ) -> dict[str, Any]:
-    """What `optimiser.load_state_dict` takes, for those weights that this optimiser moves and `states` has.
+    """Return the argument of `optimiser.load_state_dict`, for the optimiser's weights that `states` contains.
 
-    `tensor` reads one by its name; one on the meta device stays there. Raises CheckpointError where weights of one
-    group have had several options.
+    `tensor` reads a tensor by its name; a tensor on the meta device stays there. Raises CheckpointError if weights of
+    one group had different options.
     """
     made = optimiser.state_dict()
     for group, packed in zip(optimiser.param_groups, made["param_groups"], strict=True):
@@ -99,10 +100,10 @@ def _read_weight_state(
 ) -> dict[str, Any]:
     kept = {key: decode_value(value) for key, value in state.values.items()}
     for key in state.tensors:
-        read = tensor(f"{name}/{key}")  # memory of the file, which others may write over
+        read = tensor(f"{name}/{key}")  # mapped from the file, which others may overwrite
         if read.is_meta:
             kept[key] = read
             continue
-        like = weight if read.shape == weight.shape else read  # in memory as the weight is, or steps would be slower
+        like = weight if read.shape == weight.shape else read  # the weight's memory layout: others slow down steps
         kept[key] = torch.empty_like(like, dtype=read.dtype, device="cpu", requires_grad=False).copy_(read)
     return kept

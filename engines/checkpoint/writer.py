@@ -1,4 +1,4 @@
-"""Writes one checkpoint: all of its files, or nothing."""
+"""Write one checkpoint: all of its files, or nothing."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from engines.layer.graph import TensorSpec
 
 __all__ = ["CheckpointWriter", "check_writable"]
 
-_PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO)  # nothing that another folder would mend
+_PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO)  # another folder would not help
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class CheckpointWriter:
-    """A checkpoint under way in `folder`, of `needed_bytes`. Raises CheckpointError where there is no room for it.
+    """A checkpoint being written into `folder`. Raises CheckpointError if `needed_bytes` are not free.
 
-    What goes wrong in `begin` and `add` is raised by `finish`: the ranks that give tensors do not wait for an answer.
+    Errors in `begin` and `add` are kept and raised by `finish`, because the ranks that send tensors wait for no reply.
     """
 
     def __init__(self, folder: Path, needed_bytes: int) -> None:
@@ -59,18 +59,18 @@ class CheckpointWriter:
             raise
 
     def begin(self, name: str, specs: Mapping[str, TensorSpec]) -> None:
-        """The next file."""
+        """Start the next file."""
         self._try(lambda: self._open_file(name, specs))
 
     def _open_file(self, name: str, specs: Mapping[str, TensorSpec]) -> None:
         self._file = TensorFile(self._path / name, specs)
 
     def add(self, tensor: Tensor) -> None:
-        """The next tensor of the file."""
+        """Append the next tensor to the file."""
         self._try(lambda: self._file.add(tensor))
 
     def end(self, name: str) -> None:
-        """The file is complete."""
+        """Complete the file."""
         self._try(lambda: self._close_file(name))
 
     def _close_file(self, name: str) -> None:
@@ -78,6 +78,8 @@ class CheckpointWriter:
         self.written[name] = {"bytes": self._file.bytes, "crc32": self._file.crc32}
 
     def _try(self, work: Callable[[], None]) -> None:
+        # After an error, later calls do nothing, but the caller goes on receiving: a rank whose tensor nobody received
+        # would block in its send.
         if self._failure is None:
             try:
                 work()
@@ -85,7 +87,7 @@ class CheckpointWriter:
                 self._failure = error
 
     def finish(self, manifest: Mapping[str, Any], keep: int) -> Path:
-        """The checkpoint, on the disk; of the older ones, so many are kept. Raises CheckpointError."""
+        """Publish the checkpoint on disk and remove all but the last `keep`. Raises CheckpointError."""
         try:
             if self._failure:
                 raise self._failure
@@ -102,9 +104,9 @@ class CheckpointWriter:
             raise self._make_error(error) from error
 
     def discard(self) -> None:
-        """Leave nothing behind, whether it is finished or not."""
+        """Remove unfinished files and release the lock. A finished checkpoint stays."""
         if self._file:
-            with suppress(OSError):  # what is still in the buffer finds no room either
+            with suppress(OSError):  # closing flushes the buffer, which fails again on a full disk
                 self._file.close(complete=False)
         if self._path:
             shutil.rmtree(self._path, ignore_errors=True)
@@ -122,5 +124,5 @@ class CheckpointWriter:
 
 
 def check_writable(folder: Path) -> None:
-    """Make the folder and another one in it, before hours of training depend on that. Raises CheckpointError."""
+    """Try to create `folder` and a draft in it, before hours of training depend on that. Raises CheckpointError."""
     CheckpointWriter(folder, needed_bytes=1).discard()

@@ -1,9 +1,13 @@
-"""The sum over ranks, from messages alone: the same on every transport, and the same bits on every rank.
+"""All-reduce from point-to-point messages: the same on every transport, and the same bits on every rank.
 
-Short tensors: everyone sends everything to everyone. Long ones: each rank sums one chunk and sends it round
-(reduce-scatter, then all-gather; Thakur, Rabenseifner and Gropp, 2005, section 4). Very long ones piece by piece: while
-one piece is added up, the next one travels and the last one goes round.
-Terms are added in rank order, so that copies of a weight can never drift apart.
+Short tensors: every rank sends its tensor to all others. Long ones: each rank sums one chunk and sends the sum to the
+others (reduce-scatter, then all-gather; Thakur, Rabenseifner and Gropp, 2005, section 4). Very long ones are processed
+in pieces: while one piece is added up, the next one is received and the sum of the previous one is distributed. Terms
+are added in rank order, so that replicas of a weight can never diverge.
+
+  piece 0:  gather | add | all-gather sums
+  piece 1:  gather   ....| add | all-gather sums
+  piece 2:               gather   | add | all-gather sums
 """
 
 from __future__ import annotations
@@ -23,26 +27,26 @@ from engines.comm.world import Message, Pending, World
 
 __all__ = ["AllReduceRequest", "all_reduce"]
 
-_PARTS, _SUMS = 0, 1  # tags; those of programs begin at 2
+_PARTS, _SUMS = 0, 1  # tags; programs use tags from 2 on
 
 
 class _BufferPool(threading.local):
-    """Memory that long sums have received into, to be used again: fresh pages cost more than the messages do.
+    """Receive buffers of long sums, kept for reuse: faulting in fresh pages takes longer than the messages do.
 
-    Each rank that is a thread has its own.
+    Thread-local, so that each rank that is a thread has its own.
     """
 
     def __init__(self) -> None:
         self.tensors: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
 
     def take(self, like: Tensor) -> Tensor:
-        """A flat tensor of at least that size, whatever is in it."""
+        """Return a flat tensor of at least that size, with arbitrary content."""
         there = self.tensors[like.dtype, like.device]
         found = next((index for index, tensor in enumerate(there) if tensor.numel() >= like.numel()), None)
         return torch.empty_like(like) if found is None else there.pop(found)
 
     def release(self, tensors: Sequence[Tensor]) -> None:
-        """Nothing reads or writes these any more."""
+        """Return tensors that nothing reads or writes any more."""
         for tensor in tensors:
             self.tensors[tensor.dtype, tensor.device].append(tensor)
 
@@ -52,9 +56,9 @@ _spare = _BufferPool()
 
 @dataclass(frozen=True, slots=True)
 class _AllReducePiece:
-    """`terms` of every rank, in rank order, whose sum becomes `own`.
+    """The `terms` of all ranks, in rank order, whose sum becomes `own`.
 
-    `gather` starts the messages that bring them, `pass_on` those that take a long tensor's sums round.
+    `gather` starts the messages that bring the terms, `pass_on` those that distribute the sums of a long tensor.
     """
 
     own: Tensor
@@ -64,10 +68,10 @@ class _AllReducePiece:
 
 
 class AllReduceRequest:
-    """The sum of `tensor` over the ranks in `group`, which lies in `tensor` when it is done.
+    """A non-blocking all-reduce of `tensor` over the ranks in `group`, in place.
 
-    `begin` starts it. One that is begun `again` and again keeps its messages, and the memory they come to. Two
-    sums that some ranks begin in another order than others need `tag`s (even) of their own.
+    `begin` starts it. With `again`, it can be started repeatedly and keeps its messages and buffers. Sums that ranks
+    may start in different orders need different (even) tags.
     """
 
     def __init__(self, world: World, tensor: Tensor, group: Sequence[int], tag: int = 0, again: bool = False) -> None:
@@ -82,7 +86,7 @@ class AllReduceRequest:
         self.round: Pending | None = None
 
     def _cut_pieces(self) -> list[list[Tensor]]:
-        """For each piece what each rank of the group sums of it: its own part if it is long, all if it is short."""
+        """Return, per piece, what each rank of the group sums: its own part of a long tensor, all of a short one."""
         if not self.long:
             return [[self.flat] * len(self.group)]
         count = count_pieces(self.flat.nbytes)
@@ -90,7 +94,7 @@ class AllReduceRequest:
         return [list(parts) for parts in zip(*chunks, strict=True)]
 
     def _allocate_terms(self, cuts: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-        """Memory for the others' terms of as many pieces as travel at once."""
+        """Allocate memory for the other ranks' terms, of as many pieces as are in flight at once."""
         own = max((cut[self.mine] for cut in cuts), key=Tensor.numel)
         made = _spare.take if self.long and not self.again else torch.empty_like
         return [[made(own) for _ in self.group[1:]] for _ in cuts[:AHEAD]]
@@ -103,7 +107,7 @@ class AllReduceRequest:
         return _AllReducePiece(own, terms, self._make_exchange(_PARTS, cut, terms), pass_on)
 
     def _make_exchange(self, tag: int, sent: Sequence[Tensor], received: Sequence[Tensor]) -> Callable[[], Pending]:
-        """To start what gets each rank of the group its tensor of `sent`, and fills its own of `received`."""
+        """Return a function that starts the sends of `sent` and the receives of `received`, one tensor per rank."""
         tag += self.tag
         sends, receives = (
             [Message(peer, tag, each) for peer, each in self._select_peers(own)] for own in (sent, received)
@@ -121,39 +125,42 @@ class AllReduceRequest:
         return self
 
     def wait(self) -> None:
-        """Return when it is done. Raises RankError if a rank fails meanwhile."""
+        """Return when the sum is complete. Raises RankError if a rank fails meanwhile."""
         while self.round is not None:
             self.round.wait()
             self.round = next(self.rounds, None)
 
     def is_completed(self) -> bool:
-        """Go on as far as messages have come; whether that is the end."""
+        """Advance as far as messages have arrived, and return whether the sum is complete."""
         while self.round is not None and self.round.is_completed():
             self.round = next(self.rounds, None)
         return self.round is None
 
     def _run_rounds(self) -> Iterator[Pending]:
-        """Add the parts up, and pass long sums round; what has to be complete before it can go on."""
+        """Yield each communication that must complete before the next step of the sum can run."""
         arriving = [piece.gather() for piece in self.pieces[:AHEAD]]
         going_round = []
         for index, piece in enumerate(self.pieces):
             yield arriving[index]
             _add(piece.terms, piece.own)
             going_round += [piece.pass_on()] if piece.pass_on else []
+            # Every AHEAD-th piece uses the same buffers: this piece's terms are added up, so piece index + AHEAD may be
+            # received.
             arriving += [coming.gather() for coming in self.pieces[index + AHEAD : index + AHEAD + 1]]
         if self.long and not self.again:
             _spare.release([tensor for lent in self.lent for tensor in lent])
+        # Last, so that the distribution of all sums overlaps with the pieces above.
         yield from going_round
 
 
 def _cut(flat: Tensor, count: int) -> list[Tensor]:
-    """Into parts that differ by at most one element."""
+    """Cut into parts that differ in length by at most one element."""
     cuts = [flat.numel() * index // count for index in range(count + 1)]
     return [flat[start:stop] for start, stop in pairwise(cuts)]
 
 
 def _add(terms: Sequence[Tensor], out: Tensor) -> None:
-    """The sum of the terms, from the first to the last, into `out`, which is one of them; the others are used up."""
+    """Add the terms, from first to last, into `out`, which is one of them; the other terms are overwritten."""
     if len(terms) == 1:
         return
     first, *between, last = terms
@@ -163,5 +170,5 @@ def _add(terms: Sequence[Tensor], out: Tensor) -> None:
 
 
 def all_reduce(world: World, tensor: Tensor, group: Sequence[int], tag: int = 0) -> AllReduceRequest:
-    """Start to replace `tensor` (contiguous) by its sum over the ranks in `group`; collective over them, in order."""
+    """Start an all-reduce of `tensor` (contiguous) over the ranks in `group`; collective, in the same order."""
     return AllReduceRequest(world, tensor, group, tag).begin()

@@ -1,4 +1,4 @@
-"""What this process may use of its machine: a container, or a job, has less of it than the system tells."""
+"""The cores and memory that this process may use: a container or a job has less than the machine reports."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _QUOTA = (("", ("cpu.max",)), ("cpu", ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
 
 
 def count_cores(groups: Path = _GROUPS, own: Path = _OWN) -> int:
-    """The cores that this process may use: whole ones of what its group is allowed."""
+    """Return the number of whole cores that this process may use, by its affinity and its control group's quota."""
     here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quotas = (max(1, quota // period) for quota, period in _read_limits(_QUOTA, groups, own, 2))
     return min([here, *quotas])
 
 
 def get_memory_bytes(groups: Path = _GROUPS, own: Path = _OWN) -> int:
-    """The memory of this machine, or of the group that this process is in."""
+    """Return the memory in bytes of this machine, or of this process's control group if that is less."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([machine, *(limit for (limit,) in _read_limits(_MEMORY, groups, own, 1))])
 
@@ -30,20 +30,20 @@ def get_memory_bytes(groups: Path = _GROUPS, own: Path = _OWN) -> int:
 def _read_limits(
     kinds: Sequence[tuple[str, Sequence[str]]], groups: Path, own: Path, count: int
 ) -> Iterator[tuple[int, ...]]:
-    """So many numbers of this process's group, and of each one that it lies in, as far as they are limits."""
+    """Yield the limits, of `count` numbers each, of this process's control group and of all groups above it."""
     for controller, names in kinds:
         top = groups / controller
         place = top / _find_group(controller, _read_text(own))
         for folder in (place, *place.parents):
             told = " ".join(_read_text(folder / name) for name in names).split()
-            if len(told) == count and all(map(str.isdecimal, told)):  # not where it is "max", or -1
+            if len(told) == count and all(map(str.isdecimal, told)):  # skips "max" and -1: no limit
                 yield tuple(map(int, told))
             if folder == top:
                 break
 
 
 def _find_group(controller: str, told: str) -> str:
-    """Where a controller has this process, from its top on.
+    """Return the path of this process's group under a controller, relative to the controller's root.
 
     >>> _find_group("memory", "4:memory:/jobs/7\\n0::/other"), _find_group("", "4:memory:/jobs/7\\n0::/other")
     ('jobs/7', 'other')
@@ -53,7 +53,7 @@ def _find_group(controller: str, told: str) -> str:
 
 
 def _read_text(path: Path) -> str:
-    """What a file says, where there is one."""
+    """Return the text of a file, or "" if it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:

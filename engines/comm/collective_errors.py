@@ -1,4 +1,4 @@
-"""Work that may fail on one rank only, or that one rank does for all."""
+"""Collective calls of work that may fail on one rank only, or that one rank does for all."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Made = TypeVar("Made")
 
 
 def run_on_all(world: World, work: Callable[[], Made], kind: type[Mpi4dlError] = ImageError) -> Made:
-    """What `work` makes on this rank; collective. Where it fails on one rank, every rank raises its error of that kind.
+    """Return what `work` makes on this rank; collective. If it fails on one rank, every rank raises its error.
 
-    What the system says of files (OSError) becomes one. Of the others the cause is that they were released, so that
-    the rank that is named is the one where it happened.
+    The error has type `kind`; OSError is converted. On the ranks that did not fail, the error's cause is a
+    ReleasedError, so that the error reported is attributed to the rank where it happened.
     """
     made, failure = None, ""
     try:
@@ -31,7 +31,7 @@ def run_on_all(world: World, work: Callable[[], Made], kind: type[Mpi4dlError] =
 
 
 def run_on_first(world: World, work: Callable[[], Made]) -> Made:
-    """What `work` makes on rank 0, on every rank; collective. Where it fails there, every rank raises its error."""
+    """Return on every rank what `work` makes on rank 0; collective. If it fails there, every rank raises its error."""
     made: Made | None = None
     failure: Mpi4dlError | None = None
     if world.rank == 0:
@@ -43,15 +43,15 @@ def run_on_first(world: World, work: Callable[[], Made]) -> Made:
     if isinstance(found, Mpi4dlError):
         if failure:
             raise failure
-        raise copy(found) from make_released_error()  # ranks in threads are given the same one
+        raise copy(found) from make_released_error()  # ranks in threads share the exception object
     return found  # type: ignore[no-any-return]
 
 
 def all_gather_or_raise(world: World, value: Any, failure: Exception | None) -> list[Any]:
-    """The values of all ranks; collective. `failure` is what this rank is going to raise, once all know of it.
+    """Return the values of all ranks; collective. `failure` is the error that this rank is about to raise, if any.
 
-    The others may know, and have failed of it, before this rank has all of their values. Then it raises that, and not
-    that it was released.
+    The other ranks may receive the failure and fail themselves before this rank has all of their values. This rank then
+    raises `failure`, not the resulting ReleasedError.
     """
     try:
         return world.all_gather(value)
@@ -59,9 +59,9 @@ def all_gather_or_raise(world: World, value: Any, failure: Exception | None) -> 
         if failure is None:
             raise
         failure.__suppress_context__ = True
-        raise failure  # noqa: B904  (it keeps the cause that it has)
+        raise failure  # noqa: B904  (it keeps its own cause)
 
 
 def make_released_error() -> ReleasedError:
-    """The cause of an error that this rank raises because another rank has failed."""
+    """Return the cause of an error that this rank raises because another rank has failed."""
     return ReleasedError("released: another rank has failed")

@@ -1,4 +1,4 @@
-"""Whether this MPI reads and writes the memory of NVIDIA's GPUs itself."""
+"""Detects whether this MPI reads and writes the memory of NVIDIA GPUs itself (CUDA-aware MPI)."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _CUDA = 0  # MPIX_GPU_SUPPORT_CUDA, from MPICH's mpi.h
 
 @cache
 def is_cuda_aware() -> bool:
-    """What the library says of itself as it was started: Open MPI and MPICH have a function for it, others none.
+    """Return what the running MPI library reports: Open MPI and MPICH have a function for this, others none.
 
-    One that does not say so gets messages on the host.
+    An MPI that does not report support gets its messages in host memory.
     """
     return any(_has_cuda_support(library) for library in _find_mpi_libraries())
 
 
 def _find_mpi_libraries() -> list[ctypes.CDLL]:
-    """The MPI that mpi4py has loaded, where the system tells its file."""
+    """Return the MPI library that mpi4py has loaded, if the system lists the files mapped into this process."""
     lines = _MAPS.read_text().splitlines() if _MAPS.exists() and MPI.Is_initialized() else []
     files = {line.split(maxsplit=5)[-1] for line in lines if re.search(r"/libmpi[^/]*\.so[.\d]*$", line)}
     return [ctypes.CDLL(file) for file in sorted(files)]

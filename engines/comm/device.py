@@ -1,4 +1,4 @@
-"""A rank's share of its machine: the one place that chooses a device, its threads, and how tensors lie in memory."""
+"""A rank's share of its machine: the only place that chooses a device, its threads, and tensors' memory format."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 
-# How MPIs tell a process its number among those of its host, and how many these are: Open MPI, MPICH.
+# Environment variables for a process's number on its host, and for the number of these: Open MPI, MPICH.
 _RANK_HERE = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
 _RANKS_HERE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 _STATUS = Path("/proc/self/status")
@@ -47,10 +47,10 @@ _MMAP_THRESHOLD, _MMAP_MAX = -3, -4  # of `mallopt`, from glibc's malloc.h
 
 
 def choose_device(wish: str, rank: int) -> torch.device:
-    """`auto`: the GPUs of this host in turn, the CPU where there is none; else what `wish` names.
+    """Return the device named by `wish`; `auto` is one of this host's GPUs, or the CPU if there is none.
 
-    In turn goes the number that the process has among those of its host, where MPI tells it, and not its rank.
-    Raises PlanError where the wish cannot be fulfilled.
+    GPUs are assigned round-robin by the process's number on its host where MPI gives it, else by its rank. Raises
+    PlanError if the wish cannot be met.
     """
     if wish == "auto":
         wish = "cuda" if torch.cuda.is_available() else "cpu"
@@ -73,7 +73,7 @@ def choose_device(wish: str, rank: int) -> torch.device:
 
 
 def count_local_ranks(n: int) -> int:
-    """How many of `n` ranks are on this host, where MPI tells it."""
+    """Return how many of `n` ranks run on this host; `n` if MPI does not say."""
     return max(1, min(n, _read_env_int(_RANKS_HERE, n)))
 
 
@@ -82,7 +82,7 @@ def _read_env_int(names: Sequence[str], otherwise: int) -> int:
 
 
 def choose_autocast_type(wish: str) -> str:
-    """The type of device whose rules for half precision hold: the one wished for, if it is here to be asked."""
+    """Return the device type whose half-precision rules apply: the one wished for if it is present, else `cpu`."""
     try:
         return choose_device(wish, 0).type
     except PlanError:
@@ -90,19 +90,19 @@ def choose_autocast_type(wish: str) -> str:
 
 
 def has_own_memory(device: torch.device) -> bool:
-    """Whether its tensors lie elsewhere than the host's: copies from there want pinned memory."""
+    """Return whether the device's memory is separate from the host's; asynchronous copies need pinned memory."""
     return device.type == "cuda"
 
 
 def get_gpu_id(device: torch.device) -> str:
-    """Which of all machines' GPUs it is, nothing where it is none: the same for all ranks that share one."""
+    """Return an identifier of a GPU, unique over all machines and equal for ranks that share it; "" for the CPU."""
     if not has_own_memory(device):
         return ""
     return f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
 
 
 def measure_device_peak(device: torch.device, work: Callable[[], object]) -> int:
-    """The most bytes that tensors of this process take on a device with memory of its own while `work` runs."""
+    """Return the peak bytes that this process's tensors add on a device with memory of its own while `work` runs."""
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     work()
@@ -110,27 +110,27 @@ def measure_device_peak(device: torch.device, work: Callable[[], object]) -> int
 
 
 def limit_device_memory(device: torch.device, size_bytes: int) -> None:
-    """From now on this process gets no more than so many bytes of a device with memory of its own."""
+    """Limit this process to so many bytes of a device with memory of its own."""
     whole_bytes = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, size_bytes / whole_bytes), device)
 
 
 def get_used_bytes(device: torch.device) -> int:
-    """What this rank holds now: of a GPU the tensors there, otherwise all memory of its process."""
+    """Return the bytes this rank uses now: on a GPU its tensors there, else all memory of its process."""
     if has_own_memory(device):
         return torch.cuda.memory_allocated(device)
     if _STATUS.exists():
         return read_process_bytes("VmRSS")
-    import psutil  # where the kernel has no such file: a machine that only checks its GPU need not have it
+    import psutil  # imported only without /proc: a machine that only checks its GPU need not have it
 
     return int(psutil.Process().memory_info().rss)
 
 
 def keep_memory_tight(tight: bool, above_bytes: int = 1 << 20) -> None:
-    """Whether blocks of so many bytes go back to the system as soon as they are free, where the C library can (glibc).
+    """Set whether freed blocks of at least `above_bytes` return to the system at once, where the C library can (glibc).
 
-    Otherwise it keeps what is free for later, and what a process holds is more than its tensors by as much again.
-    Huge pages (`THP_MEM_ALLOC_ENABLE=1`) make up for the time that fresh pages take.
+    Otherwise glibc keeps freed memory for reuse, and a process may hold twice as much as its tensors. Huge pages
+    (`THP_MEM_ALLOC_ENABLE=1`) make up for the time that fresh pages take.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
@@ -142,34 +142,35 @@ def keep_memory_tight(tight: bool, above_bytes: int = 1 << 20) -> None:
 
 
 def read_process_bytes(field: str) -> int:
-    """The kernel's account of this process (Linux): `VmRSS` is what memory it has now, `VmHWM` the most it ever had."""
+    """Return a memory figure of this process from the kernel (Linux): `VmRSS` is the current size, `VmHWM` the peak."""
     lines = _STATUS.read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
 def share_process(threads: int = 1) -> None:
-    """This thread is one rank of several in its process: its kernels have so many, whatever it asks for later.
+    """Mark this thread as one rank of several in its process, and fix the number of threads of its kernels.
 
-    More than one only where no other rank is at work: where several threads of a process run kernels of several threads
-    each, convolutions were seen to end the process with a division by zero (torch 2.13, 4 ranks on 4 cores).
+    `use_threads` has no effect afterwards. More than one thread is safe only while no other rank computes: with several
+    threads of a process running multi-threaded kernels, convolutions were seen to end the process with a division by
+    zero (torch 2.13, 4 ranks on 4 cores).
     """
     torch.set_num_threads(threads)
     _own.shares = True
 
 
 def use_threads(count: int) -> None:
-    """So many for the kernels of this thread, unless it shares its process with other ranks."""
+    """Set the number of threads for the kernels of this thread, unless it shares its process with other ranks."""
     if not getattr(_own, "shares", False):
         torch.set_num_threads(count)
 
 
 def compute_threads_per_rank(n: int) -> int:
-    """The cores of this machine, shared out among `n` ranks."""
+    """Return the cores of this machine divided among `n` ranks, at least 1."""
     return max(1, count_cores() // n)
 
 
 def trim_memory() -> None:
-    """Return the pages that this process has freed to the system, where its C library can (glibc)."""
+    """Return freed pages of this process to the system, where its C library can (glibc)."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -177,10 +178,10 @@ def trim_memory() -> None:
 
 
 def choose_thread_count(plan: Plan, rank: int) -> int:
-    """A rank's share of the cores of this host."""
+    """Return a rank's share of the cores of this host."""
     return layout.compute_threads(plan, rank, count_cores(), count_local_ranks(plan.ranks))
 
 
 def choose_memory_format(dimensions: int) -> torch.memory_format:
-    """Images lie with their channels last: convolutions are faster so, on the CPU as on tensor cores."""
+    """Return channels-last for images (4 dimensions): convolutions are faster, on the CPU as on tensor cores."""
     return torch.channels_last if dimensions == 4 else torch.contiguous_format

@@ -1,4 +1,4 @@
-"""torch.distributed's own sum over the same ranks: what else a user could have."""
+"""torch.distributed's all-reduce over the same ranks, for comparison."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class GlooAllReduce:
 
 @contextmanager
 def connect_gloo(world: World) -> Iterator[GlooAllReduce | None]:
-    """Gloo among the ranks of a world while it lasts, None where it cannot be had; collective.
+    """Connect the ranks of a world by gloo within the context, or yield None if that is not available; collective.
 
-    Rank 0 listens, and its address reaches the others through the world.
+    Rank 0 listens; the world's messages carry its address to the others.
     """
     if not all(world.all_gather(dist.is_available() and dist.is_gloo_available())):
         yield None

@@ -1,4 +1,4 @@
-"""All ranks in one process, one thread each: for tests, and where there is no MPI."""
+"""All ranks in one process, one thread each: for tests, and for machines without MPI."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ _Route = tuple[int, int, int]
 """Source, target and tag."""
 
 _MessageKey = tuple[_Route, int]
-"""Of one letter: its number on its route."""
+"""Identifies one message: its route, and its number on that route."""
 
 
 class Mailbox:
-    """Letters between ranks: of one route, the first that is asked for is the first that was sent, as in MPI.
+    """Messages between ranks. On one route they match receives in the order in which both are posted, as in MPI.
 
-    Whoever waits for which one first does not matter.
+    Messages and receives are numbered per route when they are posted. Which receive is waited for first is therefore
+    irrelevant.
     """
 
     def __init__(self, size: int) -> None:
@@ -50,7 +51,7 @@ class Mailbox:
             self.arrived.notify_all()
 
     def reserve(self, route: _Route) -> _MessageKey:
-        """The place where the next letter of a route will lie."""
+        """Return the key of the next message to be received on a route."""
         with self.arrived:
             self.wanted[route] += 1
             return route, self.wanted[route] - 1
@@ -61,7 +62,7 @@ class Mailbox:
             return self.letters.pop(place)
 
     def wait_for_message(self, place: _MessageKey) -> None:
-        """Return when it is there; whoever asked for it is the only one who fetches it."""
+        """Return when the message is there; only the caller that reserved it fetches it."""
         with self.arrived:
             if place not in self.letters:
                 with measure_wait():
@@ -83,7 +84,7 @@ class Mailbox:
             self.arrived.notify_all()
 
     def recover(self, rank: int) -> None:
-        """Throw away old letters once every rank is here."""
+        """Discard old messages once every rank is here. Raises RankError if not all ranks arrive in time."""
         try:
             self.all_here.wait(timeout=_RECOVERY_S)
         except threading.BrokenBarrierError as error:
@@ -99,7 +100,7 @@ class Mailbox:
 
 
 class _PendingReceive:
-    """Letters still to be fetched into their tensors."""
+    """Messages still to be copied into their tensors."""
 
     def __init__(self, fetches: Sequence[Callable[[], None]], arrived: Sequence[Callable[[], bool]]) -> None:
         self.fetches, self.arrived = fetches, arrived
@@ -110,6 +111,7 @@ class _PendingReceive:
         self.fetches = self.arrived = ()
 
     def is_completed(self) -> bool:
+        # All or none: the fetches of one request then cannot block.
         if not all(waiting() for waiting in self.arrived):
             return False
         self.wait()
@@ -117,42 +119,43 @@ class _PendingReceive:
 
 
 class LoopbackWorld:
-    """One rank's end of the mail."""
+    """One rank's view of the mailbox."""
 
     def __init__(self, rank: int, size: int, mail: Mailbox) -> None:
         self.rank, self.size = rank, size
         self._mail = mail
 
     def can_access(self, device: torch.device) -> bool:
-        """Whether messages may lie in the memory of a device: ranks of one process see all of it."""
+        """Return whether messages may be in a device's memory: always, as ranks of one process share all of it."""
         return True
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Start messages."""
         for message in sends:
+            # A copy: the send is complete at once and the sender may overwrite its tensor.
             self._mail.post((self.rank, message.peer, message.tag), message.tensor.clone())
         places = [self._mail.reserve((message.peer, self.rank, message.tag)) for message in receives]
         fetches = [partial(self._fetch_into, m.tensor, place) for m, place in zip(receives, places, strict=True)]
         return _PendingReceive(fetches, [partial(self._mail.has, place) for place in places])
 
     def prepare(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], Pending]:
-        """Messages to be started again and again."""
+        """Return a function that starts the same messages each time."""
         return partial(self.exchange, sends, receives)
 
     def collectives(self, device: torch.device) -> None:
-        """None: there are messages alone."""
+        """Return None: there are only messages."""
 
     def _fetch_into(self, tensor: Tensor, place: _MessageKey) -> None:
         _copy(tensor, self._mail.fetch(place))
 
     def all_gather(self, value: Any) -> list[Any]:
-        """The values of all ranks."""
+        """Return the values of all ranks."""
         for peer in range(self.size):
             self._mail.post((self.rank, peer, _GATHER), value)
         return [self._mail.fetch(self._mail.reserve((peer, self.rank, _GATHER))) for peer in range(self.size)]
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, on rank 0."""
+        """Return the values of all ranks on rank 0, [] elsewhere."""
         return self.all_gather(value)[: None if self.rank == 0 else 0]
 
     def barrier(self) -> None:
@@ -164,7 +167,7 @@ class LoopbackWorld:
         self._mail.abort()
 
     def recover(self) -> None:
-        """Throw away old letters once every rank is here."""
+        """Discard old messages once every rank is here."""
         self._mail.recover(self.rank)
 
 
@@ -175,13 +178,13 @@ def _copy(into: Tensor, letter: Tensor) -> None:
 
 
 def make_loopback_worlds(size: int) -> list[LoopbackWorld]:
-    """The ends of `size` ranks that reach each other."""
+    """Return the worlds of `size` ranks that reach each other."""
     mail = Mailbox(size)
     return [LoopbackWorld(rank, size, mail) for rank in range(size)]
 
 
 def run_ranks(size: int, work: Callable[[LoopbackWorld], Any]) -> list[Any]:
-    """Run `work(world)` on `size` ranks at once; their results in rank order, or the first failure."""
+    """Run `work(world)` on `size` ranks concurrently; return results in rank order, or raise the first failure."""
     worlds = make_loopback_worlds(size)
 
     def run_rank(world: LoopbackWorld) -> Any:
@@ -195,6 +198,7 @@ def run_ranks(size: int, work: Callable[[LoopbackWorld], Any]) -> list[Any]:
     with ThreadPoolExecutor(size) as pool:
         futures = [pool.submit(run_rank, world) for world in worlds]
     errors = [error for future in futures if (error := future.exception())]
+    # ReleasedErrors only follow from another rank's error, which is the one to raise.
     causes = [error for error in errors if not isinstance(error, ReleasedError)]
     for error in causes or errors:
         raise error

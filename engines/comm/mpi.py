@@ -1,4 +1,4 @@
-"""Ranks as MPI processes, by mpi4py. Waits poll, so that a failed rank is noticed and none waits for it."""
+"""Ranks as MPI processes, by mpi4py. Waits poll, so that a failed rank is noticed and no rank waits for it for ever."""
 
 from __future__ import annotations
 
@@ -26,25 +26,26 @@ from engines.errors import RankError, ReleasedError
 
 __all__ = ["MpiWorld"]
 
-# A rank that waits looks this often before it lets others run, and this often more before it sleeps, each time for a
-# part of the time that it has waited: where ranks share cores, the one that is waited for needs the core, and each look
-# holds up all threads of its kernels.
+# How a waiting rank polls: _EAGER times at once, up to _YIELDING times with a yield of the core in between, then with
+# sleeps of _PART of the time waited so far, at most _REST_S. Where ranks share cores, the rank that is waited for needs
+# the core, and each poll holds up all threads of its kernels.
 _EAGER, _YIELDING, _NAP_S, _REST_S, _PART = 2, 100, 5e-5, 2e-3, 1 / 16
-_HERE = value_messages.VALUE - 1  # a tag that no program has
+_HERE = value_messages.VALUE - 1  # a tag that no program uses
 _BY_OTHERS = (MPI.ERR_REVOKED, MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING)
-# Open MPI knows Revoke and Shrink only where mpiexec was told `--with-ft ulfm`, of which this tells; without it Revoke
-# does nothing and Shrink never returns. Other MPIs are not believed: none was seen to survive the death of a rank.
+# Open MPI supports Revoke and Shrink only if mpiexec was started with `--with-ft ulfm`, which sets this variable;
+# without it Revoke does nothing and Shrink never returns. Other MPIs are not trusted: none was seen to survive the
+# death of a rank.
 _FT = "OMPI_MCA_mpi_ft_enable"
 _ULFM = MPI.get_vendor()[0] == "Open MPI" and os.environ.get(_FT) in ("1", "true")
-# Requests under way, of which nobody asks any more, and what MPI reads and writes meanwhile.
+# Requests in flight that nothing waits for any more, and the buffers that MPI still reads and writes for them.
 _left: dict[int, tuple[Sequence[MPI.Request], Sequence[Tensor]]] = {}
 _numbers = count()
-# Messages are words of an element's size: MPI moves them and does not add.
+# Messages are sent as words of an element's size: MPI moves data but never does arithmetic on it.
 _WORDS = {1: MPI.BYTE, 2: MPI.INT16_T, 4: MPI.INT32_T, 8: MPI.INT64_T, 16: MPI.C_DOUBLE_COMPLEX}
 
 
 def _is_complete(request: MPI.Request) -> bool:
-    """Whether MPI uses its memory no more."""
+    """Return whether MPI no longer uses the request's memory."""
     try:
         return MPI.Is_finalized() or request.Test()
     except MPI.Exception:
@@ -52,16 +53,19 @@ def _is_complete(request: MPI.Request) -> bool:
 
 
 def _free_abandoned() -> None:
-    """Let go of those that have ended. Others may do so meanwhile, where memory is collected."""
+    """Free the abandoned requests that have completed.
+
+    Iterates over a copy: garbage collection may add requests (`_Requests.__del__`) or another thread remove them.
+    """
     for number, (requests, _) in list(_left.items()):
         if all(map(_is_complete, requests)):
             _left.pop(number, None)
 
 
 class _Requests:
-    """MPI requests; results that passed through the host are copied back to their device at the end.
+    """MPI requests in flight. Results staged through the host are copied to their device on completion.
 
-    `buffers` are what MPI reads and writes meanwhile.
+    `buffers` are the tensors that MPI reads and writes until then.
     """
 
     def __init__(
@@ -74,7 +78,7 @@ class _Requests:
         self.requests, self.staged, self.world, self.buffers = list(requests), staged, world, buffers
 
     def __del__(self) -> None:
-        """After a failure nobody waits for what is under way: its memory stays as long as MPI may use it."""
+        """After a failure nothing waits for these requests: keep their buffers for as long as MPI may use them."""
         if not all(map(_is_complete, self.requests)):
             _left[next(_numbers)] = self.requests, self.buffers
 
@@ -90,6 +94,7 @@ class _Requests:
         while not MPI.Request.Testall(self.requests):
             looks += 1
             if looks > _YIELDING:
+                # Polling alone would never end if a peer has died: persistent requests do not report it.
                 self.world.check()
                 time.sleep(min(max(nap_s, (time.perf_counter() - began_s) * _PART), _REST_S))
             elif looks > _EAGER:
@@ -109,7 +114,7 @@ class _Requests:
 
 
 class _PersistentRequests:
-    """Messages between the same tensors again and again: MPI's persistent requests, made on the first call."""
+    """Messages between the same tensors, started repeatedly: MPI persistent requests, created on the first call."""
 
     def __init__(self, world: MpiWorld, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         self.world, self.sends, self.receives = world, sends, receives
@@ -131,14 +136,14 @@ class _PersistentRequests:
         self.comm, self.pending = comm, _Requests(requests, [], self.world, buffers)
 
     def __del__(self) -> None:
-        """What is under way after a failure is not freed: MPI ends the program where such a send fails in the end."""
+        """Free completed requests only: MPI ends the program if a request freed after a failure fails later."""
         for request in self.pending.requests:
             if request and not MPI.Is_finalized() and _is_complete(request):
                 request.Free()
 
 
 class MpiWorld:
-    """A communicator. After a failure `recover` makes a fresh one. `with world:` turns MPI's errors into ours."""
+    """A communicator, replaced by `recover` after a failure. `with world:` converts MPI's errors to the project's."""
 
     def __init__(self, comm: MPI.Intracomm | None = None) -> None:
         self._set_comm((comm or MPI.COMM_WORLD).Dup())
@@ -153,7 +158,7 @@ class MpiWorld:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """MPI's errors as ours; whoever sees that another rank has failed tells the rest."""
+        """Convert MPI errors to RankError or ReleasedError, and abort the communicator so that no other rank waits."""
         if not isinstance(error, MPI.Exception):
             return
         released = self._has_peer_failed(error)
@@ -164,22 +169,22 @@ class MpiWorld:
         raise RankError(f"MPI failed ({said})") from error
 
     def _has_peer_failed(self, error: MPI.Exception) -> bool:
-        """Of several requests MPI says only that one has failed; the communicator knows why."""
+        """Return whether another rank caused the error: for several requests MPI reports only that one has failed."""
         if not _ULFM:
             return False
         return error.Get_error_class() in _BY_OTHERS or self.comm.Is_revoked() or self.comm.Get_failed().size > 0
 
     def check(self) -> None:
-        """Raises ReleasedError where a rank has failed: requests that MPI starts again and again do not tell."""
+        """Raise ReleasedError if the communicator was revoked: persistent requests do not report failed ranks."""
         if self.comm.Is_revoked():
             raise ReleasedError("released: another rank has failed")
 
     def can_access(self, device: torch.device) -> bool:
-        """Whether messages may lie in the memory of a device: the host's always, a GPU's where this MPI says so."""
+        """Return whether messages may be in a device's memory: the host's always, a GPU's if this MPI is CUDA-aware."""
         return not has_own_memory(device) or is_cuda_aware()
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> _Requests:
-        """Start messages. Tensors that MPI does not reach pass through the host."""
+        """Start messages. Tensors that MPI cannot access are staged through the host."""
         incoming = [(message, self._stage_tensor(message.tensor)) for message in receives]
         outgoing = [(message, self._stage_tensor(message.tensor, filled=True)) for message in sends]
         _wait_for_streams([host for _, host in (*incoming, *outgoing)])
@@ -190,36 +195,37 @@ class MpiWorld:
         return _Requests(requests, staged, self, [host for _, host in (*incoming, *outgoing)])
 
     def prepare(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], Pending]:
-        """Messages to be started again and again: those that MPI reaches by the same requests."""
+        """Return a function that starts the same messages each time, persistent ones if MPI accesses all tensors."""
         all_reached = all(self.can_access(message.tensor.device) for message in (*sends, *receives))
         return _PersistentRequests(self, sends, receives) if all_reached else partial(self.exchange, sends, receives)
 
     def collectives(self, device: torch.device) -> Collectives | None:
-        """NCCL where each rank has a GPU of its own; collective."""
+        """Return NCCL's collectives if each rank has a GPU of its own, else None; collective."""
         if device not in self._collectives:
             self._collectives[device] = make_collectives(self, device, self._check_alive)
         return self._collectives[device]
 
     def _check_alive(self) -> None:
-        """Raises ReleasedError where a rank has failed, also if nothing of MPI's is waited for, which would tell."""
+        """Raise ReleasedError if a rank has failed, even while no MPI request is waited for that would report it."""
         with self:
+            # Only a call on the communicator makes MPI report a failure; the result of the probe does not matter.
             self.comm.Iprobe(MPI.ANY_SOURCE, value_messages.VALUE)
         self.check()
 
     def _stage_tensor(self, tensor: Tensor, filled: bool = False) -> Tensor:
-        """The tensor itself where MPI reaches it, else a host buffer for it, `filled` with its content."""
+        """Return the tensor itself if MPI can access it, else a host buffer for it, `filled` with its content."""
         if self.can_access(tensor.device):
             return tensor
         return tensor.cpu() if filled else torch.empty_like(tensor, device="cpu")
 
     def all_gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, pickled."""
+        """Return the values of all ranks, pickled."""
         _free_abandoned()
         self.barrier()
         return value_messages.all_gather(self, value, self._check_whole)
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks on rank 0, pickled, one after another."""
+        """Return the values of all ranks on rank 0, pickled and received one after another; [] on other ranks."""
         self.barrier()
         if self.rank == 0:
             return [value, *(value_messages.receive(self, peer, self._check_whole) for peer in range(1, self.size))]
@@ -227,16 +233,17 @@ class MpiWorld:
         return []
 
     def _check_whole(self) -> None:
-        """Raises ReleasedError where a rank has failed: what came without an error may then have no sense in it."""
+        """Raise ReleasedError if a rank has failed: a message received without an error may then be invalid."""
         self.check()
         if _ULFM and self.comm.Get_failed().size:
             self.abort()
             raise ReleasedError("released: another rank has died")
 
     def barrier(self) -> None:
-        """Return when every rank is here; sleeps meanwhile. Then those that slept wait for each other to awake.
+        """Return when every rank is here. Ranks sleep while they wait; a second barrier then aligns their wake-up.
 
-        A dissemination barrier (Hensgen, Finkel and Manber, 1988): after each round every rank knows of twice as many.
+        A dissemination barrier (Hensgen, Finkel and Manber, 1988): each round doubles the number of ranks that a rank
+        knows to be here.
         """
         nothing = torch.empty(0)
         for nap_s in (_REST_S, _NAP_S):
@@ -247,27 +254,28 @@ class MpiWorld:
                 step *= 2
 
     def exit_process(self, code: int) -> NoReturn:
-        """End this process in order, whatever the code; collective. (An exit by exception would abort the job.)"""
+        """Finalise MPI and end this process with any code; collective. (An exit by exception would abort the job.)"""
         sys.stdout.flush()
         sys.stderr.flush()
         MPI.Finalize()
         os._exit(code)
 
     def abort(self) -> None:
-        """Revoke the communicator (ULFM), so that no rank waits for this one. (Without it they await an interrupt.)"""
+        """Revoke the communicator (ULFM) so that no rank waits for this one. (Without ULFM only an interrupt helps.)"""
         if _ULFM:
             self.comm.Revoke()
 
     def recover(self) -> None:
-        """A fresh communicator of the ranks that live. (The revoked one cannot be freed: that is collective.)
+        """Make a new communicator of the surviving ranks. (The revoked one cannot be freed: that is collective.)
 
-        Raises RankError where this MPI has no ULFM: there only new processes help.
+        Raises RankError if this MPI has no ULFM: there only new processes help.
         """
         if not _ULFM:
             raise RankError(
                 f"{' '.join(map(str, MPI.get_vendor()))} was started without fault tolerance (ULFM): after a failure "
                 "all ranks must be started again. Call heal() on the cluster."
             )
+        # Before Shrink: NCCL kernels that wait for the failed rank would block the GPU for ever.
         for ended in filter(None, self._collectives.values()):
             ended.abort()
         with measure_wait():
@@ -276,13 +284,13 @@ class MpiWorld:
 
 
 def _wait_for_streams(buffers: Sequence[Tensor]) -> None:
-    """MPI reads and writes outside of torch's streams: what these are to do with the buffers is done before."""
+    """Wait until the CUDA streams have finished with the buffers: MPI reads and writes outside of torch's streams."""
     for device in {buffer.device for buffer in buffers}:
         wait_for_stream(device)
 
 
 def _make_buffer(tensor: Tensor) -> list[Any]:
-    """The memory of a tensor as MPI takes it; asking the tensor itself (by DLPack) costs ten times as much."""
+    """Return a tensor's memory as MPI takes it; passing the tensor itself (by DLPack) costs ten times as much."""
     if not tensor.is_contiguous():
         raise RankError(f"a message of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous")
     memory = MPI.memory.fromaddress(tensor.data_ptr(), tensor.nbytes)

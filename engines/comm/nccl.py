@@ -1,8 +1,11 @@
-"""Sums among ranks that each have a GPU of their own, by NCCL: from one GPU's memory into another's.
+"""All-reduce by NCCL between ranks that each have a GPU of their own: directly from GPU memory to GPU memory.
 
-NCCL's kernels wait on the GPU for those of the other ranks. Were two sums started in one order here and in the other
-there, GPUs could wait for each other for ever (NCCL user guide, "Using multiple NCCL communicators concurrently").
-Programs begin sums as gradients come, each rank in an order of its own: one that comes before its turn is held.
+NCCL's kernels wait on the GPU for those of the other ranks. If two sums were started in different orders on different
+ranks, GPUs could deadlock (NCCL user guide, "Using multiple NCCL communicators concurrently"). Programs request sums as
+gradients become available, each rank in its own order; a sum requested before its turn is therefore held back.
+
+  rank 0 requests  A B C       all ranks start  A B C
+  rank 1 requests  B C A       (B and C are held until A is requested)
 """
 
 from __future__ import annotations
@@ -28,16 +31,16 @@ __all__ = ["Collectives", "NcclAllReduce", "OrderedStarter", "make_collectives"]
 
 _NAP_S = 5e-5
 _SWITCH = "MPI4DL_NB_NCCL"
-_ENDLESS = timedelta(days=365)  # a rank that waits for another one asks whether it lives, not what time it is
+_ENDLESS = timedelta(days=365)  # waits check whether the other ranks are alive; they have no time limit
 
 Group = Any
-"""A process group of torch.distributed, of whichever library."""
+"""A process group of torch.distributed, of any backend."""
 
 
 class Collectives:
-    """What NCCL adds up among, until a rank fails. `check` raises RankError where one has.
+    """NCCL process groups, valid until a rank fails; `check` raises RankError if one has failed.
 
-    `made` makes a group of torch.distributed: of a store, this rank's number in the group, and its size.
+    `made` makes a process group from a store, this rank's number in the group, and the group's size.
     """
 
     def __init__(self, world: World, check: Callable[[], None], made: Callable[..., Group]) -> None:
@@ -45,12 +48,12 @@ class Collectives:
         self._groups: dict[tuple[int, ...], Group] = {}
 
     def connect_group(self, ranks: Sequence[int], device: torch.device) -> Group:
-        """These ranks, connected; collective over them. Raises RankError where that cannot be."""
+        """Return the process group of these ranks; collective over them. Raises RankError if connecting fails."""
         if (key := tuple(ranks)) not in self._groups:
             part = SubGroup(self._world, key)
             try:
                 found = self._made(make_tcp_store(part), part.rank, part.size)
-                found.allreduce([torch.zeros(1, device=device)]).wait()  # the first sum connects, which takes long
+                found.allreduce([torch.zeros(1, device=device)]).wait()  # the first sum connects, which is slow
             except RuntimeError as error:
                 raise RankError(
                     f"NCCL cannot connect the GPUs of ranks {', '.join(map(str, key))}: {error}. NCCL_DEBUG=INFO "
@@ -60,17 +63,17 @@ class Collectives:
         return self._groups[key]
 
     def abort(self) -> None:
-        """Stop what is under way: kernels that wait for a rank that has failed would wait for ever."""
+        """Abort the sums in flight: kernels that wait for a failed rank would otherwise wait for ever."""
         for group in self._groups.values():
             group.abort()
 
 
 def make_collectives(world: World, device: torch.device, check: Callable[[], None]) -> Collectives | None:
-    """NCCL where it is here and each rank has a GPU of its own, None elsewhere; collective."""
+    """Return NCCL's collectives if it is available and each rank has a GPU of its own, else None; collective."""
     gpus = world.all_gather(_get_nccl_gpu(device))
     if not all(gpus) or len(set(gpus)) < world.size:
         return None
-    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # a rank sees by `check` who has failed
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # `check` detects failed ranks
     return Collectives(world, check, _make_nccl_group)
 
 
@@ -81,20 +84,20 @@ def _make_nccl_group(store: dist.Store, rank: int, size: int) -> Group:
 
 
 def _get_nccl_gpu(device: torch.device) -> str:
-    """Which GPU of all machines it is, nothing where NCCL cannot be had or `MPI4DL_NB_NCCL=0` forbids it."""
+    """Return the GPU's identifier; "" if NCCL is not available or `MPI4DL_NB_NCCL=0` disables it."""
     can_be_had = dist.is_available() and dist.is_nccl_available() and os.environ.get(_SWITCH) != "0"
     return get_gpu_id(device) if can_be_had else ""
 
 
 class OrderedStarter:
-    """Starts what is begun in the order of its numbers, 0 to `count`, whichever it is begun in; again and again."""
+    """Starts requests in the cyclic order of their numbers, 0 to `count` - 1, whatever order they are made in."""
 
     def __init__(self, count: int) -> None:
         self._count, self._next = count, 0
         self._held: dict[int, Callable[[], None]] = {}
 
     def begin(self, number: int, start: Callable[[], None]) -> None:
-        """Start it and those that it has held up, or hold it."""
+        """Start the request if it is its turn, and then all held requests that follow; otherwise hold it."""
         self._held[number] = start
         while self._next in self._held:
             self._held.pop(self._next)()
@@ -102,9 +105,9 @@ class OrderedStarter:
 
 
 class NcclAllReduce:
-    """The sum of `tensor` over a group's ranks, which lies in it when it is done; begun in every step, as a `Total`.
+    """The all-reduce of `tensor` over a group's ranks, in place; started in every step, as an `AllReduceRequest`.
 
-    It is this `number` of the sums that its rank takes part in.
+    `number` is its place in the order of all sums of its rank.
     """
 
     def __init__(
@@ -124,13 +127,14 @@ class NcclAllReduce:
         self.work = self.group.allreduce([self.tensor])
 
     def is_completed(self) -> bool:
-        """Whether it is complete; returns at once."""
+        """Return at once whether the sum is complete."""
         return self.work is not None and self.work.is_completed()
 
     def wait(self) -> None:
-        """Return when it is done. Raises RankError if a rank fails meanwhile."""
+        """Return when the sum is complete. Raises RankError if a rank fails meanwhile."""
         if not self.is_completed():
             with measure_wait():
+                # `work.wait` would block without noticing a failed rank; a held sum has no work object yet.
                 while not self.is_completed():
                     self.check()
                     time.sleep(_NAP_S)

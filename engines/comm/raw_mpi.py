@@ -1,4 +1,4 @@
-"""The least that messages cost in mpi4py: what the project's own exchange is measured against."""
+"""The lowest cost of messages in mpi4py, as the baseline for the project's own exchange."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["RawAllReduce", "RawMessages"]
 
 
 class RawMessages:
-    """Persistent `Isend` and `Irecv` of host buffers, `Startall`, `Waitall`: no polling, nobody told of a failure."""
+    """Persistent sends and receives of host buffers, `Startall`, `Waitall`: no polling, no detection of failures."""
 
     def __init__(self, world: MpiWorld, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         comm = world.comm

@@ -1,4 +1,4 @@
-"""Where the ranks of a world find each other for what does not travel by its messages: torch.distributed's own."""
+"""The rendezvous of a world's ranks for torch.distributed's backends."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from engines.comm.world import World
 __all__ = ["PATIENCE", "make_tcp_store"]
 
 PATIENCE = timedelta(seconds=60)
-"""For the others to come."""
+"""How long to wait for the other ranks."""
 
 
 def make_tcp_store(world: World) -> dist.TCPStore:
-    """A store on rank 0, as each rank sees it; collective. Its address reaches the others through the world."""
+    """Return this rank's client of a TCP store on rank 0; collective. The world's messages carry its address."""
     hosts = world.all_gather(socket.gethostname())
     host = "127.0.0.1" if len(set(hosts)) == 1 else hosts[0]
     own = None
     if world.rank == 0:
+        # Port 0: the system chooses a free one. Rank 0 must not wait for the others here, as they still need the port.
         own = dist.TCPStore(host, 0, world.size, is_master=True, wait_for_workers=False, timeout=PATIENCE)
     port = world.all_gather(own and own.port)[0]
     return own or dist.TCPStore(host, port, world.size, is_master=False, wait_for_workers=False, timeout=PATIENCE)

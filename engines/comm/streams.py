@@ -1,9 +1,14 @@
-"""The order of what a device is told: marks in it, and copies to and from its host beside what it computes.
+"""CUDA streams and events: copies between a device and its host that overlap with computation.
 
-A GPU has three streams here: what it computes, what of halos, activations and gradients leaves it, and what arrives.
-What leaves waits for what was computed before, what is computed after an arrival waits for that; nothing else waits.
-(The few numbers of a sum in the midst of a pass are copied where they are computed.) Where memory is the host's there
-is one order only: that of the program.
+A GPU has three streams here: one computes, one copies outgoing halos, activations and gradients to the host, one copies
+what arrives. The send stream waits for what was computed before; computation after an arrival waits for the arrival;
+nothing else waits. (The few numbers of a sum within a pass are copied on the compute stream.) On the CPU there is only
+program order.
+
+  compute  ---A---.--------B---------------.---C--->    C reads the arrival; B waits for neither copy
+                  v wait_stream            ^ wait_stream
+  send            copy of A out -> event   |
+  receive                          copy in '
 """
 
 from __future__ import annotations
@@ -22,17 +27,17 @@ __all__ = ["DeviceEvent", "copy_to_device", "record_event", "use_send_stream", "
 
 
 class DeviceEvent(Protocol):
-    """A place in what a device was told to do."""
+    """A point in the sequence of operations enqueued on a device."""
 
     def query(self) -> bool:
-        """Whether the device has come as far; returns at once."""
+        """Return at once whether the device has passed the event."""
 
     def synchronize(self) -> None:
-        """Return when it has."""
+        """Return when the device has passed the event."""
 
 
 class _CompletedEvent:
-    """Where nothing is only told: all has been done."""
+    """The event of a device that runs synchronously: always passed."""
 
     def query(self) -> bool:
         return True
@@ -45,51 +50,58 @@ _PASSED = _CompletedEvent()
 
 
 def wait_for_device(device: torch.device) -> None:
-    """Return when the device has done all that it was told."""
+    """Return when the device has finished all that was enqueued."""
     if has_own_memory(device):
         torch.cuda.synchronize(device)
 
 
 def wait_for_stream(device: torch.device) -> None:
-    """Return when the device has computed what this thread told it, and its memory may be read."""
+    """Return when the device has finished this thread's current stream, so that its results may be read."""
     if has_own_memory(device):
         torch.cuda.current_stream(device).synchronize()
 
 
 def record_event(device: torch.device, memory: torch.device) -> DeviceEvent:
-    """Behind all that this thread has told the device so far: once passed, what it copied to `memory` may be read.
+    """Record an event on this thread's stream: once passed, what was copied to `memory` before may be read.
 
-    What lies on the device itself comes in order by whoever reads it there.
+    If `memory` is the device itself, no event is needed: its readers there are enqueued in order.
     """
     return torch.cuda.current_stream(device).record_event() if memory != device else _PASSED
 
 
 @contextmanager
 def use_send_stream(device: torch.device, memory: torch.device, read: Sequence[Tensor]) -> Iterator[None]:
-    """What is told within it, copies of what is `read` to `memory`, goes beside what is computed from here on.
+    """Enqueue the operations of the context, copies of `read` to `memory`, on the send stream.
 
-    What was told before comes first, and so do the reads of what arrived before: whoever waits for a mark made within
-    may have new messages arrive where those did. Nothing may be written to what is read any more.
+    They overlap with what is computed afterwards. All that was enqueued on the compute stream before runs first,
+    including reads of earlier arrivals: once an event recorded within the context has passed, new messages may be
+    received into that memory. The tensors `read` must not be written to any more.
     """
     if memory == device:
         yield
         return
+    # Work enqueued before may still write to `read`, or read the buffers of earlier arrivals: the send stream waits for
+    # it.
     computing, (there, _) = torch.cuda.current_stream(device), _get_copy_streams(device)
     there.wait_stream(computing)
     with torch.cuda.stream(there):
         yield
     for tensor in read:
-        tensor.record_stream(there)  # its memory is not given to others before it has been read
+        tensor.record_stream(there)  # the allocator must not reuse its memory before the copy
 
 
 def copy_to_device(arrived: Sequence[Tensor], device: torch.device, memory: torch.device) -> Sequence[Tensor]:
-    """What has arrived in `memory` on the device, which computes on meanwhile, and with it behind that."""
+    """Copy arrived tensors to the device on the receive stream; computation enqueued later waits for them."""
     if memory == device:
         return arrived
     computing, (_, here) = torch.cuda.current_stream(device), _get_copy_streams(device)
     with torch.cuda.stream(here):
+        # No wait for the compute stream first: the transport has filled the host buffers, and the results are new
+        # tensors.
         found = [tensor.to(device, non_blocking=True, copy=True) for tensor in arrived]
     computing.wait_stream(here)
+    # Allocated on the receive stream but read on the compute stream: without this, the allocator could give the memory
+    # to the next arrival while a kernel still reads it.
     for tensor in found:
         tensor.record_stream(computing)
     return found
@@ -97,5 +109,5 @@ def copy_to_device(arrived: Sequence[Tensor], device: torch.device, memory: torc
 
 @cache
 def _get_copy_streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    """For what leaves, and for what arrives: a link carries both at once."""
+    """Return the streams of outgoing and incoming copies: separate, as a link transfers both ways at once."""
     return torch.cuda.Stream(device), torch.cuda.Stream(device)

@@ -1,4 +1,4 @@
-"""Some ranks of a world as a world of their own."""
+"""A subset of a world's ranks as a world of its own."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["SubGroup"]
 
 
 class SubGroup:
-    """The `ranks` of a world, numbered from 0 in their order, as one of them sees it.
+    """The `ranks` of a world, numbered from 0 in that order, as seen by one of them.
 
-    Messages keep their tags: whoever speaks to one of these ranks outside of the sub-world, meanwhile, must not be
-    one of them. A failure is everyone's: it releases all ranks of the whole world.
+    Messages keep their tags: messages of the whole world to the same ranks at the same time must use different ones. A
+    failure releases all ranks of the whole world.
 
-    Raises PlanError on a rank that is not among them.
+    Raises PlanError on a rank that is not among `ranks`.
     """
 
     def __init__(self, world: World, ranks: Sequence[int]) -> None:
@@ -31,11 +31,11 @@ class SubGroup:
         self.rank, self.size = self.ranks.index(world.rank), len(self.ranks)
 
     def _to_world_ranks(self, messages: Sequence[Message]) -> list[Message]:
-        """The same messages with the whole world's numbers."""
+        """Return the messages with peers numbered as in the whole world."""
         return [replace(message, peer=self.ranks[message.peer]) for message in messages]
 
     def can_access(self, device: torch.device) -> bool:
-        """Whether messages may lie in the memory of a device."""
+        """Return whether messages may be in a device's memory."""
         return self.world.can_access(device)
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
@@ -43,28 +43,28 @@ class SubGroup:
         return self.world.exchange(self._to_world_ranks(sends), self._to_world_ranks(receives))
 
     def prepare(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], Pending]:
-        """Messages to be started again and again."""
+        """Return a function that starts the same messages each time."""
         return self.world.prepare(self._to_world_ranks(sends), self._to_world_ranks(receives))
 
     def collectives(self, device: torch.device) -> None:
-        """None: whether each rank has a GPU of its own is known of the whole world."""
+        """Return None: whether each rank has a GPU of its own is determined for the whole world only."""
 
     def all_gather(self, value: Any) -> list[Any]:
-        """The values of all its ranks, pickled."""
+        """Return the values of all ranks of the group, pickled."""
         return value_messages.all_gather(self, value)
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all its ranks, on its rank 0."""
+        """Return the values of all ranks of the group on its rank 0, [] elsewhere."""
         return self.all_gather(value)[: None if self.rank == 0 else 0]
 
     def barrier(self) -> None:
-        """Return when all its ranks are here."""
+        """Return when all ranks of the group are here."""
         self.all_gather(None)
 
     def abort(self) -> None:
-        """Tell all ranks of the whole world to stop waiting."""
+        """Release all ranks of the whole world that wait."""
         self.world.abort()
 
     def recover(self) -> None:
-        """Be ready again after a failure; collective over the whole world."""
+        """Prepare for new work after a failure; collective over the whole world."""
         self.world.recover()

@@ -1,4 +1,4 @@
-"""A world whose messages take the time of a slower link: what ranks on one machine see as if they were on several."""
+"""A world with the message times of a slower link: ranks on one machine behave as if they were on several."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ __all__ = ["ThrottledWorld"]
 
 
 class ThrottledWorld:
-    """Ranks of one host behind links of `bytes_per_s` each, as behind network cards that work by themselves.
+    """Ranks of one host connected by links of `bytes_per_s` each, as by network cards that transfer on their own.
 
-    A rank's messages arrive one after another, and each passes from when it was sent or the link is free, whether
-    this rank looks or not. A message that says when it was sent goes with it: of one host, ranks have one clock.
+    A rank's messages arrive one after another. The transfer of each starts when it was sent or when the link is free,
+    whichever is later, and does not depend on polling. A second message carries the time of sending; ranks of one host
+    share a clock.
     """
 
     def __init__(self, world: World, bytes_per_s: float) -> None:
@@ -37,11 +38,11 @@ class ThrottledWorld:
         return _DelayedMessages(self.world.exchange(both, arriving), self, count_bytes, stamps)
 
     def prepare(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], Pending]:
-        """Messages to be started again and again."""
+        """Return a function that starts the same messages each time."""
         return partial(self.exchange, sends, receives)
 
     def __getattr__(self, name: str) -> object:
-        """What is no message passes by: values, rests, failures."""
+        """Delegate all but messages to the underlying world: values, barriers, failures."""
         return getattr(self.world, name)
 
 
@@ -50,22 +51,23 @@ def _make_stamp() -> Tensor:
 
 
 class _DelayedMessages:
-    """Messages that are complete when their bytes have passed the link."""
+    """Messages that are complete once their bytes have passed the link."""
 
     def __init__(self, pending: Pending, world: ThrottledWorld, count_bytes: int, stamps: Sequence[Tensor]) -> None:
         self.pending, self.world, self.count_bytes, self.stamps = pending, world, count_bytes, stamps
         self.end_s: float | None = None
 
     def _compute_end(self) -> float:
-        """When they have passed, once they are here."""
+        """Return the time at which they have passed the link; call only once they have arrived."""
         if self.end_s is None:
+            # The stamps arrive with the messages, so they may be read only now.
             sent_s = max((stamp.item() for stamp in self.stamps), default=0.0)
             self.end_s = max(sent_s, self.world.free_s) + self.count_bytes / self.world.bytes_per_s
             self.world.free_s = max(self.world.free_s, self.end_s) if self.stamps else self.world.free_s
         return self.end_s
 
     def wait(self) -> None:
-        """Sleeps meanwhile."""
+        """Return when the messages are complete; sleeps meanwhile."""
         self.pending.wait()
         with measure_wait():
             time.sleep(max(0.0, self._compute_end() - time.perf_counter()))

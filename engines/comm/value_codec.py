@@ -1,4 +1,4 @@
-"""Values as bytes that are known to be whole before they are read: undefined bytes, unpickled, could run anything."""
+"""Python values as bytes with a checksum: unpickling incomplete or undefined bytes could run arbitrary code."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from engines.errors import ReleasedError
 
 __all__ = ["pack_value", "unpack_value"]
 
-_HEAD = Struct("<QI?")  # length and checksum of what follows, and whether it is JSON
-_SEED = 1  # of checksums: nothing but zeros is no value
+_HEAD = Struct("<QI?")  # length and checksum of the body, and whether it is JSON
+_SEED = 1  # of checksums, so that all zeros are not a valid value
 _PLAIN = (type(None), bool, int, float, str)
 
 
 def pack_value(value: Any) -> bytearray:
-    """The value behind its length and checksum: JSON where that is enough, as of what ranks agree on, else pickled."""
+    """Return the value after its length and checksum: as JSON if it is a plain value, else pickled."""
     is_plain = type(value) in _PLAIN
     body = json.dumps(value).encode() if is_plain else pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
     return bytearray(_HEAD.pack(len(body), zlib.crc32(body, _SEED), is_plain)) + body
 
 
 def unpack_value(sealed: bytes | bytearray | memoryview) -> Any:
-    """The value. Raises ReleasedError where these are not the bytes that were sent: a failure has cut them short.
+    """Return the value. Raises ReleasedError if the bytes are not those that were sent: a failure has cut them short.
 
     >>> unpack_value(pack_value("no space left")), unpack_value(pack_value({"rank": 1}))
     ('no space left', {'rank': 1})

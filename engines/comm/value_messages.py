@@ -1,7 +1,7 @@
-"""Python values as messages: sealed, behind their length.
+"""Python values as messages: the length first, then the packed value.
 
-MPI has calls for this, but they wait inside of MPI: where a communicator was revoked just as such a call began, one in
-about two hundred waited for ever. Messages are waited for by those who look whether a rank has failed.
+MPI's own calls for this block inside MPI: if the communicator was revoked just as such a call began, about one in two
+hundred waited for ever. Waits for messages poll, and check whether a rank has failed.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from engines.comm.world import Message, Pending, World
 __all__ = ["VALUE", "all_gather", "receive", "send"]
 
 VALUE = (1 << 23) - 1
-"""A tag that no program has."""
+"""A tag that no program uses."""
 
 
 def all_gather(world: World, value: Any, check: Callable[[], None] = lambda: None) -> list[Any]:
-    """The values of all ranks, in rank order, on every rank; collective."""
+    """Return the values of all ranks, in rank order, on every rank; collective."""
     sealed = pack_value(value)
     under_way = [send(world, peer, sealed) for peer in range(world.size) if peer != world.rank]
     found = [unpack_value(sealed) if peer == world.rank else receive(world, peer, check) for peer in range(world.size)]
@@ -31,16 +31,17 @@ def all_gather(world: World, value: Any, check: Callable[[], None] = lambda: Non
 
 
 def send(world: World, peer: int, sealed: bytearray) -> Pending:
-    """Start to send what `seal` has made of a value."""
+    """Start to send a value packed by `pack_value`."""
     parts = torch.tensor([len(sealed)]), torch.frombuffer(sealed, dtype=torch.uint8)
     return world.exchange([Message(peer, VALUE, part) for part in parts], [])
 
 
 def receive(world: World, peer: int, check: Callable[[], None] = lambda: None) -> Any:
-    """The next value of a rank. `check` raises where what has come may have no sense in it."""
+    """Return the next value of a rank. `check` raises if what has arrived may be invalid."""
     length = torch.zeros(1, dtype=torch.int64)
     world.exchange([], [Message(peer, VALUE, length)]).wait()
     check()
+    # `check` comes first: after a failure the length may be garbage.
     sealed = torch.empty(int(length), dtype=torch.uint8)
     world.exchange([], [Message(peer, VALUE, sealed)]).wait()
     check()

@@ -1,4 +1,4 @@
-"""How long this thread has been held up: it had nothing to do until a message came."""
+"""How long this thread has been blocked, with nothing to do until a message arrived."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["get_wait_cpu_s", "get_wait_s", "measure_suspension", "measure_wait"]
 
 
 class _WaitClock(threading.local):
-    """Each rank that is a thread has its own, and so has a thread that reads images."""
+    """Thread-local, so that each rank that is a thread has its own, and so has a thread that reads images."""
 
     seconds = 0.0
     processor_s = 0.0
@@ -24,7 +24,7 @@ _held = _WaitClock()
 
 @contextmanager
 def measure_wait() -> Iterator[None]:
-    """What passes within it is waiting. Only for where nothing had come yet: messages that are there cost nothing.
+    """Count the time within the context as waiting. Use only if nothing has arrived yet: arrived messages cost nothing.
 
     >>> before_s = get_wait_s()
     >>> with measure_wait():
@@ -44,7 +44,7 @@ def measure_wait() -> Iterator[None]:
 
 @contextmanager
 def measure_suspension() -> Iterator[None]:
-    """As `waited`, where other ranks use this thread meanwhile: what they write of themselves is none of this one's."""
+    """As `measure_wait`, while other ranks use this thread: what they record is not added to this rank's times."""
     board, start_s, processor_s = get_status_board(), time.perf_counter(), _held.processor_s
     held_s = _held.seconds
     board.report_waiting(True)
@@ -57,10 +57,10 @@ def measure_suspension() -> Iterator[None]:
 
 
 def get_wait_s() -> float:
-    """Of this thread, since it began: the travel of a message that it waits for is part of it."""
+    """Return the seconds that this thread has waited since it began, transfer of the awaited messages included."""
     return _held.seconds
 
 
 def get_wait_cpu_s() -> float:
-    """The processor's time of this thread that went into waiting: looking, and fetching what came in the end."""
+    """Return the CPU seconds that this thread spent waiting: polling, and fetching what arrived."""
     return _held.processor_s

@@ -1,4 +1,4 @@
-"""What a worker asks of a transport: messages between ranks that do not block, and waits that end."""
+"""The interface of a transport: non-blocking messages between ranks, and waits that end if a rank fails."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Message", "Pending", "World"]
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """`tensor` (contiguous) goes to, or comes from, rank `peer` under `tag`."""
+    """`tensor` (contiguous) is sent to, or received from, rank `peer` under `tag`."""
 
     peer: int
     tag: int
@@ -25,50 +25,50 @@ class Message:
 
 
 class Pending(Protocol):
-    """Communication under way."""
+    """Communication in flight."""
 
     def wait(self) -> None:
-        """Return when it is complete. Raises RankError if a rank fails meanwhile, rather than wait for it."""
+        """Return when it is complete. Raises RankError if a rank fails meanwhile, instead of waiting for ever."""
 
     def is_completed(self) -> bool:
-        """Whether it is complete; returns at once. Raises RankError if a rank has failed."""
+        """Return at once whether it is complete. Raises RankError if a rank has failed."""
 
 
 class World(Protocol):
-    """All ranks of one cluster, as one of them sees it."""
+    """All ranks of one cluster, as seen by one of them."""
 
     rank: int
     size: int
 
     def can_access(self, device: torch.device) -> bool:
-        """Whether messages may lie in the memory of a device; where they may not, they pass through the host."""
+        """Return whether messages may be in a device's memory; if not, they are staged through the host."""
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        """Start messages; tensors may not be touched before `wait` returns."""
+        """Start messages; the tensors must not be touched before `wait` returns."""
 
     def prepare(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], Pending]:
-        """Messages between the same tensors each time that the result is called; nothing starts yet.
+        """Return a function that starts messages between the same tensors each time it is called; nothing starts yet.
 
-        They are not started again before `wait` has returned.
+        The messages must not be started again before `wait` has returned.
         """
 
     def collectives(self, device: torch.device) -> Collectives | None:
-        """What adds up tensors of a device without messages, None where nothing does; collective.
+        """Return what all-reduces tensors of a device without messages, or None; collective.
 
-        The same one each time, until a rank has failed.
+        Returns the same object each time, until a rank has failed.
         """
 
     def all_gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, in rank order, on every rank; collective."""
+        """Return the values of all ranks, in rank order, on every rank; collective."""
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, in rank order, on rank 0, nothing elsewhere: large ones need be held once only."""
+        """Return the values of all ranks, in rank order, on rank 0, and [] elsewhere: large values are kept once."""
 
     def barrier(self) -> None:
-        """Return when every rank is here; those that wait take no processor time to speak of."""
+        """Return when every rank is here; waiting takes hardly any processor time."""
 
     def abort(self) -> None:
-        """Tell all other ranks to stop waiting: this one has failed."""
+        """Abort the communicator so that no other rank waits for this one."""
 
     def recover(self) -> None:
-        """Be ready for new work after a failure; collective."""
+        """Prepare for new work after a failure; collective."""

@@ -1,4 +1,4 @@
-"""Tables made from what other tools leave behind: folders of masks, and boxes in the format of Pascal VOC."""
+"""Tables made from annotations of other tools: folders of masks, and boxes in Pascal VOC format."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["write_boxes_table", "write_masks_table"]
 def write_masks_table(images: Path, masks: Path, table: Path) -> int:
     """Write a table of the pictures in a folder, whose masks have the same names in another folder.
 
-    Gives back how many there are. Raises ImageError where there is none, or one has no mask or several.
+    Returns the number of pictures. Raises ImageError if there are none, or if one has no mask or several.
     """
     of_masks = _require_pictures(masks)
     found = {path.stem: path for path in of_masks}
@@ -39,13 +39,13 @@ def write_masks_table(images: Path, masks: Path, table: Path) -> int:
 
 
 def write_boxes_table(folder: Path, chosen: str, table: Path, crop_px: int = 96, most: int | None = None) -> int:
-    """Write a table of square crops around the boxes of a folder in Pascal VOC's format, labelled as the boxes are.
+    """Write a table of square crops around the boxes of a folder in Pascal VOC format, with the boxes' labels.
 
-    `chosen` is the list of images, such as `train`: `ImageSets/Main/train.txt`. Boxes are in `Annotations/`, pictures
-    in `JPEGImages/`. A crop has `crop_px` x `crop_px` pixels about the middle of its box, at the edges white beyond
-    them; its slide is its picture. `most` is how many boxes of one class are taken of one picture, the first ones.
+    `chosen` is the list of images, such as `train` for `ImageSets/Main/train.txt`. Boxes are in `Annotations/`,
+    pictures in `JPEGImages/`. A crop has `crop_px` x `crop_px` pixels around the centre of its box, white beyond the
+    picture's edges; its slide is its picture. `most` limits the boxes per class and picture to the first ones.
     (Everingham et al., 2010, "The Pascal Visual Object Classes (VOC) Challenge", IJCV 88.)
-    Gives back how many there are. Raises ImageError, which names the file, where one is missing or damaged.
+    Returns the number of crops. Raises ImageError, naming the file, if one is missing or damaged.
     """
     files = {path.stem: path for path in _require_pictures(folder / "JPEGImages")}
     listed = folder / "ImageSets" / "Main" / f"{chosen}.txt"
@@ -72,7 +72,7 @@ def _require_pictures(folder: Path) -> list[Path]:
 
 
 Box = tuple[str, int, int]
-"""Its class, and the row and column of its middle."""
+"""The class of a box, and the row and column of its centre."""
 
 
 def _read(path: Path, folder: Path, most_bytes: int) -> bytes:
@@ -95,7 +95,7 @@ def _read_boxes(path: Path, folder: Path) -> Iterator[Box]:
 
 def _compute_middle(box: Element, axis: str) -> int:
     low, high = (float(box.findtext(f"bndbox/{axis}{end}", "")) for end in ("min", "max"))
-    return int(low - 1 + high) // 2  # VOC counts pixels from 1, and the last one is part of the box
+    return int(low - 1 + high) // 2  # VOC counts pixels from 1 and includes the last one
 
 
 def _limit_per_class(boxes: Iterator[Box], most: int | None) -> Iterator[Box]:

@@ -1,4 +1,4 @@
-"""Pictures that lie in memory: NumPy arrays and torch tensors."""
+"""Pictures in memory: NumPy arrays and torch tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["ArrayPicture", "composite_on_white", "convert_array", "convert_tenso
 
 
 class ArrayPicture(PictureReader):
-    """A picture that lies in memory, (H, W, 3)."""
+    """A picture in memory, (H, W, 3)."""
 
     def __init__(self, name: str, pixels: Pixels) -> None:
         super().__init__(name, [Level(*pixels.shape[:2])])
@@ -25,7 +25,7 @@ class ArrayPicture(PictureReader):
 
 
 def composite_on_white(rgba: Pixels) -> Pixels:
-    """(H, W, 4) -> (H, W, 3): what is transparent, laid on white."""
+    """Composite transparent pixels on white: (H, W, 4) -> (H, W, 3)."""
     image = Image.fromarray(rgba)
     if image.getextrema()[3] != (255, 255):
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
@@ -33,7 +33,7 @@ def composite_on_white(rgba: Pixels) -> Pixels:
 
 
 def convert_tensor(tensor: torch.Tensor) -> Pixels:
-    """(C, H, W) -> (H, W, 3). Raises ImageError where the tensor is no picture."""
+    """Convert a tensor to pixels: (C, H, W) -> (H, W, 3). Raises ImageError if the tensor is no picture."""
     if tensor.dim() != 3:
         raise ImageError(f"The tensor has shape {tuple(tensor.shape)}, but a picture is (C, H, W).")
     plain = tensor.detach().cpu()
@@ -42,7 +42,10 @@ def convert_tensor(tensor: torch.Tensor) -> Pixels:
 
 
 def convert_array(array: NDArray[np.generic], what: str) -> Pixels:
-    """(H, W), (H, W, 1), (H, W, 3) or (H, W, 4) -> (H, W, 3). Raises ImageError where `what` is no picture."""
+    """Convert an array to pixels: (H, W), (H, W, 1), (H, W, 3) or (H, W, 4) -> (H, W, 3).
+
+    Raises ImageError if it is no picture; `what` names the array in the message.
+    """
     pixels = _to_bytes(array[..., None] if array.ndim == 2 else array, what)
     if pixels.ndim != 3 or pixels.shape[2] not in (1, 3, 4) or not pixels.size:
         raise ImageError(

@@ -1,4 +1,4 @@
-"""Images as they might have been: mirrored, turned, cropped and coloured otherwise, all tiles of an image alike."""
+"""Augmentation by mirroring, rotation, cropping and colour changes, consistent across all tiles of an image."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["KINDS", "Augmented"]
 KINDS = ("flip", "rotate", "stain", "brightness", "contrast")
 
 _CPU = torch.device("cpu")
-_DRAWS = 13  # random numbers of an image: 2 of its place, 3 of its symmetry, 6 of its stains, 2 of its light
+_DRAWS = 13  # random numbers per image: 2 for the crop, 3 for the symmetry, 6 for the stains, 2 for the light
 
 
 @dataclass(frozen=True, slots=True)
 class _GeometricTransform:
-    """How an image of `size` comes from another: a rectangle of it from `corner`, transposed, then mirrored."""
+    """The map from a source to an image of `size`: crop a rectangle at `corner`, transpose it, then mirror it."""
 
     size: tuple[int, int]
     corner: tuple[int, int]
@@ -32,7 +32,7 @@ class _GeometricTransform:
     mirrored: tuple[bool, bool] = (False, False)
 
     def find_source_tile(self, tile: Tile) -> Tile:
-        """The pixels of the other image that become those of a tile."""
+        """Return the tile of the source that a tile of the image is made from."""
         rows, cols = (
             Span(size - span.stop, size - span.start) if mirrored else span
             for size, span, mirrored in zip(self.size, (tile.rows, tile.cols), self.mirrored, strict=True)
@@ -41,19 +41,19 @@ class _GeometricTransform:
         return Tile(*(Span(at + span.start, at + span.stop) for at, span in zip(self.corner, spans, strict=True)))
 
     def __call__(self, pixels: Tensor) -> Tensor:
-        """(..., h, w) of the source of a tile -> those of the tile."""
+        """Transform the pixels of a source tile, (..., h, w), into those of the tile."""
         turned = pixels.transpose(-2, -1) if self.transposed else pixels
         return turned.flip([axis - 2 for axis in (0, 1) if self.mirrored[axis]]).contiguous()
 
 
 class Augmented:
-    """Other images, augmented in these `kinds` from each image's draw; without a draw they are as they are.
+    """Images augmented by these `kinds`, as determined by each image's draw; unchanged without a draw.
 
-    `flip` mirrors, `rotate` turns by quarters (by halves where an image is not square), both with equal chances.
-    `stain` changes the amounts of haematoxylin, eosin and DAB by up to the share `stain`, and adds up to that optical
-    density of each. `brightness` and `contrast` change by up to the share `light`. With a `size` = (height, width),
-    each image is a random rectangle of that size of the other; without a draw, its middle.
-    Masks move with their images. Raises ImageError where a kind is unknown.
+    `flip` mirrors; `rotate` rotates by quarter turns (by half turns if a turned crop does not fit); each case has equal
+    probability. `stain` changes the amounts of haematoxylin, eosin and DAB by up to the fraction `stain`, and adds up
+    to that optical density of each. `brightness` and `contrast` change by up to the fraction `light`. With `size` =
+    (height, width), an image is a random crop of that size; without a draw, the centre crop.
+    Masks are transformed with their images. Raises ImageError if a kind is unknown or a fraction invalid.
 
     >>> from engines.images.synthetic import SyntheticImages
     >>> from mpi4dl_nb import Augmented
@@ -80,47 +80,50 @@ class Augmented:
 
     @property
     def classes(self) -> int:
-        """How many classes there are."""
+        """Number of classes."""
         return self.images.classes
 
     @property
     def ignore(self) -> Sequence[int]:
-        """The numbers of masks that are no class."""
+        """The numbers in masks that stand for no class."""
         return getattr(self.images, "ignore", ())
 
     def __len__(self) -> int:
         return len(self.images)
 
     def name(self, index: int) -> str:
-        """As the other image's."""
+        """Return the name of the original image."""
         return self.images.name(index)
 
     def slide(self, index: int) -> str:
-        """As the other image's."""
+        """Return the slide of the original image."""
         return self.images.slide(index)
 
     def label(self, index: int) -> int:
-        """As the other image's."""
+        """Return the class of the original image."""
         return self.images.label(index)
 
     def shape(self, index: int) -> tuple[int, int]:
-        """Height and width in pixels."""
+        """Return height and width in pixels."""
         return self.size or self.images.shape(index)
 
     def part(self, index: int, tile: Tile, draw: int | None = None) -> Tensor:
-        """(3, h, w). Raises ImageError where the image is too small for the crop, or cannot be read."""
+        """Return the augmented pixels of a tile, (3, h, w).
+
+        Raises ImageError if the image is too small for the crop, or cannot be read.
+        """
         numbers = _sample_numbers(draw)
         pose = self._make_transform(index, numbers)
         pixels = pose(self.images.part(index, pose.find_source_tile(tile), draw))
         return pixels if numbers is None else self._jitter_colours(pixels, numbers[5:])
 
     def mask(self, index: int, tile: Tile, draw: int | None = None) -> Tensor:
-        """(h, w): of the same pixels."""
+        """Return the classes of the same pixels, (h, w)."""
         pose = self._make_transform(index, _sample_numbers(draw))
         return pose(self.images.mask(index, pose.find_source_tile(tile), draw))
 
     def check(self) -> None:
-        """Raises ImageError where an image is too small for the crop; only headers are read for it, where they do."""
+        """Raise ImageError if an image is too small for the crop; only headers are read, where they suffice."""
         for index in range(len(self) if self.size else 0):
             self._make_transform(index, None)
 
@@ -137,14 +140,15 @@ class Augmented:
         fits = size[1] <= whole[0] and size[0] <= whole[1]
         transposed = "rotate" in self.kinds and fits and numbers[2] < 0.5
         mirrored = ("flip" in self.kinds or "rotate" in self.kinds) and numbers[3] < 0.5
-        # A turn is a transposition and one mirror, or two mirrors; any other symmetry is a flip.
+        # The symmetries of a square are a transposition and two mirrors, each on or off. Rotations are those with an
+        # even number of them, so without "flip" the second mirror follows from the other two.
         other = numbers[4] < 0.5 if "flip" in self.kinds else mirrored != transposed
         taken = size[::-1] if transposed else size
         corner = [int(number * (there - here + 1)) for number, there, here in zip(numbers, whole, taken, strict=False)]
         return _GeometricTransform(size, (corner[0], corner[1]), transposed, (mirrored, other))
 
     def _jitter_colours(self, pixels: Tensor, numbers: Sequence[float]) -> Tensor:
-        """(3, h, w) -> (3, h, w); each pixel follows from itself alone."""
+        """Change the colours of (3, h, w) pixels; each result depends only on its own pixel, so tiles agree."""
         moved = [2 * number - 1 for number in numbers]
         if "stain" in self.kinds:
             image = pixels.add(1).mul(127.5).round().byte().numpy()
@@ -158,7 +162,7 @@ class Augmented:
 
 
 def _sample_numbers(draw: int | None) -> list[float] | None:
-    """Of [0, 1); None where nothing is drawn."""
+    """Return the random numbers of a draw, in [0, 1), or None without a draw."""
     if draw is None:
         return None
     numbers: list[float] = sample_uniform(draw, 0, [(_DRAWS, 0, _DRAWS)], _CPU).tolist()

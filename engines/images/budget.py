@@ -1,4 +1,4 @@
-"""How much memory one read may take: asked before it is taken, since a header says whatever somebody put into it."""
+"""Limit on the memory of one read, checked before allocation, since a file's header cannot be trusted."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from engines.formatting import format_bytes
 
 __all__ = ["check_budget"]
 
-ANY_FILE_BYTES = 2 << 30  # whatever the file's size: a mask of 30,000 x 30,000 px, which packs into a thousandth
-PER_BYTE = 128  # of the file: photographs of the highest compression take a hundred times their bytes
-SMALL_BYTES = 64 << 20  # not worth asking what is free
+ANY_FILE_BYTES = 2 << 30  # for a file of any size: a mask of 30,000 x 30,000 px compresses to a thousandth
+PER_BYTE = 128  # per byte of the file: highly compressed photographs take a hundred times their bytes
+SMALL_BYTES = 64 << 20  # smaller reads are not checked
 
 
 def check_budget(path: Path, wanted_bytes: int, what: str, mend: str) -> None:
-    """Raises ImageError where a read would take more memory than is right for a file of this size, or than is there.
+    """Raise ImageError if a read would take too much memory for a file of this size, or for the free memory.
 
-    Right are 2 GB, or 128 times the file's bytes where these are more; and never more than half of the memory that is
-    free, since other ranks read at the same time. `what` says what takes it, and `mend` how it could take less.
+    The limit is 2 GB or 128 times the file's bytes, whichever is more, but never more than half of the free memory,
+    since other ranks read at the same time. In the message, `what` says what takes the memory, and `mend` how to avoid
+    it.
     """
     if wanted_bytes <= SMALL_BYTES:
         return
@@ -36,7 +37,7 @@ def check_budget(path: Path, wanted_bytes: int, what: str, mend: str) -> None:
 
 
 def _get_free_bytes() -> int:
-    """Of the machine, or all that the group of this process may have, where that is less."""
-    import psutil  # a machine that only checks its GPU need not have it
+    """Return the free memory of the host, or the limit of this process's cgroup if that is less."""
+    import psutil  # imported here: a host that only checks its GPU need not have it
 
     return min(int(psutil.virtual_memory().available), get_memory_bytes())

@@ -1,7 +1,7 @@
-"""CIFAR-10 (Krizhevsky, 2009, "Learning Multiple Layers of Features from Tiny Images") from files that are there.
+"""CIFAR-10 (Krizhevsky, 2009, "Learning Multiple Layers of Features from Tiny Images") from local files.
 
-Nothing is downloaded. Both of its forms are read: records of bytes, and Python's pickles, which could run any code
-if they were read as pickles usually are.
+Nothing is downloaded. Both distributed forms are supported: binary records and Python pickles. A restricted unpickler
+reads the latter, since an ordinary one could run any code.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ _FORMS = {
     False: (("cifar-10-batches-bin", "data_batch_*.bin"), ("cifar-10-batches-py", "data_batch_[0-9]")),
     True: (("cifar-10-batches-bin", "test_batch.bin"), ("cifar-10-batches-py", "test_batch")),
 }
-"""Folder and files, of the images to train on and of those to test with."""
+"""Folders and file patterns of the training images (False) and the test images (True)."""
 
 Bytes = NDArray[np.uint8]
 
 
 def load_cifar_images(folder: Path, size: tuple[int, int], test: bool = False) -> LabelledImages:
-    """The images of CIFAR-10 in a folder, or in the folder inside that its archives make, scaled to `size`.
+    """Return the training images of CIFAR-10, or with `test` its test images, scaled to `size` = (height, width).
 
-    They are those to train on, or with `test` those that are to be held out. A folder that has a folder of pictures
-    for each class will do as well. Raises ImageError where there is neither, or a file is damaged.
+    `folder` contains the files, or the folder that the archives unpack to. A folder with one folder of pictures per
+    class is also accepted. Raises ImageError if it is neither, or a file is damaged.
     """
     for inside, pattern in _FORMS[test]:
         files = sorted(folder.glob(pattern)) or sorted((folder / inside).glob(pattern))
@@ -61,7 +61,7 @@ def load_cifar_images(folder: Path, size: tuple[int, int], test: bool = False) -
 
 
 class CifarImages(SingleLabelImages):
-    """Batches of (N, 3072) bytes, red before green before blue, with (N,) classes, scaled to `size` when read."""
+    """Batches of (N, 3072) bytes, all red before all green before all blue, with (N,) classes; scaled when read."""
 
     classes = _CLASSES
 
@@ -74,15 +74,15 @@ class CifarImages(SingleLabelImages):
         return len(self.places)
 
     def name(self, index: int) -> str:
-        """Which batch and image of it, both from 0."""
+        """Return a name with the indices of the batch and of the image in it, both from 0."""
         return "CIFAR-10, batch {}, image {}".format(*self.places[index])
 
     def shape(self, index: int) -> tuple[int, int]:
-        """Height and width in pixels."""
+        """Return height and width in pixels."""
         return self.size
 
     def part(self, index: int, tile: Tile, draw: int | None = None) -> Tensor:
-        """(3, h, w), float32 from -1 to 1."""
+        """Return the pixels of a tile: (3, h, w), float32 from -1 to 1."""
         batch, row = self.places[index]
         pixels = self.batches[batch][0][row].reshape(3, _SIDE, _SIDE).transpose(1, 2, 0)
         whole = Tile.whole(_SIDE, _SIDE)
@@ -91,13 +91,13 @@ class CifarImages(SingleLabelImages):
         )
 
     def label(self, index: int) -> int:
-        """The class that its file says."""
+        """Return the class of an image."""
         batch, row = self.places[index]
         return int(self.batches[batch][1][row])
 
 
 def _read(path: Path) -> tuple[Bytes, Bytes]:
-    """(N, 3072) pixels and (N,) classes of one file."""
+    """Return the (N, 3072) pixels and (N,) classes of one file."""
     with translate_errors(path):
         pixels, labels = _read_records(path) if path.suffix == ".bin" else _read_pickle(path)
     if not len(labels) or labels.max() >= _CLASSES:
@@ -106,7 +106,7 @@ def _read(path: Path) -> tuple[Bytes, Bytes]:
 
 
 def _read_records(path: Path) -> tuple[Bytes, Bytes]:
-    """One byte of class and 3072 of pixels each, left in the file until they are read."""
+    """Return a binary file's records, each of one class byte and 3072 pixel bytes; the pixels are memory-mapped."""
     size = path.stat().st_size
     if not size or size % (1 + _PIXELS):
         raise _make_damaged_error(path, f"its {size} bytes are not records of {1 + _PIXELS}")
@@ -127,7 +127,7 @@ def _read_pickle(path: Path) -> tuple[Bytes, Bytes]:
         labels = np.asarray(labels, np.uint8)
     except ImageError:
         raise
-    except Exception as error:  # a damaged pickle fails in any way
+    except Exception as error:  # a damaged pickle may raise anything
         raise _make_damaged_error(path, f"{type(error).__name__}: {error}") from error
     if pixels.dtype != np.uint8 or pixels.shape != (len(labels), _PIXELS):
         raise _make_damaged_error(
@@ -137,7 +137,7 @@ def _read_pickle(path: Path) -> tuple[Bytes, Bytes]:
 
 
 def _check_memo_indices(data: bytes) -> None:
-    """Raises UnpicklingError where a pickle speaks of more objects or bytes than it has: room is made for them."""
+    """Raise UnpicklingError if a memo index of a pickle exceeds its size: the unpickler would allocate that memory."""
     if not data:
         raise EOFError("it is empty")
     try:
@@ -153,18 +153,18 @@ def _make_damaged_error(path: Path, reason: str) -> ImageError:
 
 
 def _encode_latin1(text: str, encoding: str) -> bytes:
-    """As older pickles write bytes."""
+    """Return bytes from the latin-1 text that older pickle protocols store for them."""
     if encoding != "latin1":
         raise ValueError(f"bytes written as {encoding}")
     return text.encode("latin1")
 
 
 class _NdarrayStub:
-    """Stands for NumPy's class in a pickle, which may name it, but not call it: it makes room for any shape."""
+    """Stand-in for `numpy.ndarray`, which a pickle may name but not call: it would allocate memory for any shape."""
 
 
 def _make_empty_array(kind: object, shape: object, _dtype: object) -> NDArray[Any]:
-    """What NumPy's pickles begin with, and fill later from bytes that are there."""
+    """Return the empty array that NumPy's pickles start from; its state is set later from bytes in the file."""
     if kind is not _NdarrayStub or shape != (0,):
         raise ValueError(f"an array that begins with shape {shape}")
     return np.empty(0, np.uint8)
@@ -177,18 +177,18 @@ _MADE: dict[tuple[str, str], Callable[..., Any]] = {
     ("numpy._core.numeric", "_frombuffer"): np.empty(1).__reduce_ex__(5)[0],  # type: ignore[dict-item]
     ("_codecs", "encode"): _encode_latin1,
 }
-"""What an array is made of, in every version of Python's pickles."""
+"""The only globals that are allowed: those that arrays consist of, in every version of the pickle protocol."""
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes numbers, bytes, texts, lists, mappings and arrays; nothing else is looked up, imported or called."""
+    """Unpickler of numbers, bytes, texts, lists, mappings and arrays; nothing else is looked up, imported or called."""
 
     def __init__(self, path: Path, data: bytes) -> None:
-        super().__init__(BytesIO(data), encoding="bytes")  # which, unlike a file, makes no room for more than there is
+        super().__init__(BytesIO(data), encoding="bytes")  # unlike a file, BytesIO never allocates more than it has
         self.name = path
 
     def find_class(self, module: str, name: str) -> Any:
-        """Raises ImageError where the file wants anything but an array."""
+        """Return an allowed global. Raises ImageError if the file refers to any other."""
         made = _MADE.get((module.replace("numpy.core", "numpy._core"), name))
         if made is None:
             raise ImageError(

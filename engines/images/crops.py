@@ -1,4 +1,4 @@
-"""A small real task: is a crop of a stained tissue browner than most?"""
+"""A small classification task on real data: is a crop of stained tissue browner than the median crop?"""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from engines.images.stains import compute_dab
 
 __all__ = ["StainCrops"]
 
-MOST_PX = 1 << 26  # all of it is held, and its stains as well
+MOST_PX = 1 << 26  # of the picture, which is held in memory together with its stains
 
 
 class StainCrops:
-    """`count` random square crops; the label is 1 where the mean DAB is above the median over the crops.
+    """`count` random square crops of a picture, with label 1 where the mean DAB is above the median over the crops.
 
-    So half of the labels are 1, and the task needs nothing but the picture. The same arguments give the same
-    crops. `corners` is (count, 2): the first row and column of each crop; `labels` is (count,), int64.
+    Half of the labels are therefore 1, and the task needs only the picture. The same arguments give the same crops.
+    `corners` is (count, 2): the first row and column of each crop; `labels` is (count,), int64.
 
-    Raises ImageError where the picture is smaller than a crop, or too large to be held.
+    Raises ImageError if the picture is smaller than a crop or too large for memory, or if `count` is less than 2.
     """
 
     def __init__(self, image: Source, size_px: int = 128, count: int = 256, seed: int = 0) -> None:
@@ -55,10 +55,10 @@ class StainCrops:
         return len(self.corners)
 
     def iterate_batches(self, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Images (N, 3, size_px, size_px), float32, and labels (N,), in order; all of `batch_size`.
+        """Yield images (N, 3, size_px, size_px), float32, and labels (N,), in order, with N = `batch_size`.
 
-        Each channel has mean 0 and deviation 1 over the whole picture. Crops left over are left out.
-        Raises ImageError where there are fewer crops than one batch.
+        Each channel has mean 0 and deviation 1 over the whole picture. An incomplete last batch is dropped.
+        Raises ImageError if there are fewer crops than one batch.
         """
         if not 1 <= batch_size <= len(self):
             raise ImageError(f"batch_size={batch_size}, but there are {len(self)} crops: use 1 to {len(self)}.")
@@ -69,7 +69,7 @@ class StainCrops:
     def _normalise_crops(self, corners: NDArray[np.int64]) -> Tensor:
         crops = np.stack([self._crop(self._pixels, corner) for corner in corners]).astype(np.float32)
         mean, deviation = self._pixels.mean((0, 1)), self._pixels.std((0, 1))
-        normalised = (crops - mean) / np.maximum(deviation, 1.0)  # one grey level: a flat channel stays 0
+        normalised = (crops - mean) / np.maximum(deviation, 1.0)  # at least 1: a flat channel becomes 0
         return torch.from_numpy(normalised.astype(np.float32)).permute(0, 3, 1, 2).contiguous()
 
     def _crop(self, array: NDArray[Any], corner: NDArray[np.int64]) -> NDArray[Any]:
@@ -78,6 +78,6 @@ class StainCrops:
 
 
 def _sample_corners(shape: tuple[int, int], size_px: int, count: int, seed: int) -> NDArray[np.int64]:
-    """(count, 2): the first row and column of each crop."""
+    """Return the first row and column of each crop: (count, 2)."""
     random = np.random.default_rng(seed)
     return random.integers(0, [side - size_px + 1 for side in shape], size=(count, 2))

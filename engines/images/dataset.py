@@ -1,4 +1,4 @@
-"""Images with a class each, read part by part: what a training goes through."""
+"""The interface of data sets for training: labelled images that are read in tiles."""
 
 from __future__ import annotations
 
@@ -18,66 +18,67 @@ __all__ = ["LabelledImages", "SingleLabelImages", "shuffle_indices", "to_network
 
 
 class LabelledImages(Protocol):
-    """Of one size, but for those that crops are taken from. The same on every rank, whichever parts a rank reads.
+    """A data set of labelled images. It is the same on every rank, whichever tiles a rank reads.
 
-    `draw` is the number that everything random in the augmentation of an image follows from, and nothing else:
-    the parts of an image that ranks read with one number belong together. None is the image as it is.
+    All images have one size, except in sets that random crops are taken from. `draw` is the random number that alone
+    determines the augmentation of an image: tiles read with the same draw, on any ranks, belong to the same augmented
+    image. None means no augmentation.
     """
 
     @property
     def classes(self) -> int:
-        """How many classes there are."""
+        """Number of classes."""
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return the number of images."""
 
     def name(self, index: int) -> str:
-        """For messages: which image that is, such as its path."""
+        """Return the name of an image for messages, such as its path."""
 
     def slide(self, index: int) -> str:
-        """What it was taken from, by any name: images of one slide resemble each other."""
+        """Return a name of the specimen that an image was taken from: images of one slide resemble each other."""
 
     def shape(self, index: int) -> tuple[int, int]:
-        """Height and width in pixels of one image."""
+        """Return height and width in pixels of one image."""
 
     def part(self, index: int, tile: Tile, draw: int | None = None) -> Tensor:
-        """(3, h, w), float32 from -1 to 1: the pixels of `tile` of one image.
+        """Return the pixels of `tile` of one image: (3, h, w), float32 from -1 to 1.
 
-        Raises ImageError where the image cannot be read.
+        Raises ImageError if the image cannot be read.
         """
 
     def label(self, index: int) -> int:
-        """The class of one image, from 0 to `classes` - 1."""
+        """Return the class of one image, from 0 to `classes` - 1."""
 
     def mask(self, index: int, tile: Tile, draw: int | None = None) -> Tensor:
-        """(h, w), int64: the class of each pixel of `tile` of one image.
+        """Return the class of each pixel of `tile` of one image: (h, w), int64.
 
-        Raises ImageError where the mask cannot be read.
+        Raises ImageError if the mask cannot be read.
         """
 
 
 class SingleLabelImages(ABC):
-    """For images without masks: each pixel of an image has the class of the image, and each is a slide of its own."""
+    """Base class for images without masks: each pixel has the class of its image, and each image is its own slide."""
 
     @abstractmethod
     def name(self, index: int) -> str:
-        """Which image that is."""
+        """Return the name of an image for messages."""
 
     def slide(self, index: int) -> str:
-        """Its name."""
+        """Return the name of the image as that of its slide."""
         return self.name(index)
 
     @abstractmethod
     def label(self, index: int) -> int:
-        """The class of one image."""
+        """Return the class of one image."""
 
     def mask(self, index: int, tile: Tile, draw: int | None = None) -> Tensor:
-        """(h, w), int64."""
+        """Return the image's class for each pixel of a tile: (h, w), int64."""
         return torch.full(tile.shape, self.label(index))
 
 
 def shuffle_indices(count: int, seed: int, epoch: int) -> Sequence[int]:
-    """The images of one epoch, shuffled by the seed; nothing else changes the order.
+    """Return the shuffled image indices of one epoch; they depend only on count, seed and epoch.
 
     >>> shuffle_indices(5, seed=0, epoch=0) == shuffle_indices(5, seed=0, epoch=0)
     True
@@ -88,6 +89,6 @@ def shuffle_indices(count: int, seed: int, epoch: int) -> Sequence[int]:
 
 
 def to_network_input(pixels: Pixels) -> Tensor:
-    """(h, w, 3) bytes -> (3, h, w): mean and deviation 0.5, as the predecessor has them."""
-    part = np.array(pixels.transpose(2, 0, 1), order="C")  # of its own, and writable
+    """Normalise bytes with mean and deviation 0.5, as in the predecessor: (h, w, 3) -> (3, h, w), float32."""
+    part = np.array(pixels.transpose(2, 0, 1), order="C")  # a writable copy, which torch requires
     return torch.from_numpy(part).float().div_(255).sub_(0.5).div_(0.5)

@@ -1,4 +1,4 @@
-"""Files that can only be decoded whole: what came of them is kept for a while, and shared in this process."""
+"""Cache of files that can only be decoded whole; their pixels are shared within the process."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from engines.images.files import translate_errors
 
 __all__ = ["DecodeCache"]
 
-KEPT_BYTES = 1 << 26  # of decoded files that nobody holds any more
+KEPT_BYTES = 1 << 26  # of decoded files that the cache keeps alive by itself
 
 
 class DecodeCache:
-    """What `decode(path, page)` gives: arrays that are in use, and the last ones up to `KEPT_BYTES`."""
+    """Cache of the arrays that `decode(path, page)` returns: all that are in use, and the last up to `KEPT_BYTES`."""
 
     def __init__(self, decode: Callable[[Path, int], NDArray[Any]]) -> None:
         self._decode, self._lock = decode, threading.Lock()
@@ -27,7 +27,10 @@ class DecodeCache:
         self._kept: OrderedDict[tuple[object, ...], NDArray[Any]] = OrderedDict()
 
     def get_pixels(self, path: Path, page: int = 0) -> NDArray[Any]:
-        """The array of a page of a file as it is now, shared: not to be written to. Raises ImageError."""
+        """Return the shared, read-only array of a page of a file in its current state.
+
+        Raises ImageError if the file cannot be read.
+        """
         with translate_errors(path):
             state = path.stat()
         key = (path, page, state.st_mtime_ns, state.st_size, state.st_ino)

@@ -1,4 +1,4 @@
-"""A picture as a notebook shows it: what it is, and a small image of it."""
+"""Display of a picture in a notebook: its properties and a thumbnail."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LONGEST_PX = 240
 
 
 def describe_picture(picture: Picture) -> dict[str, str]:
-    """Its size, levels and resolution, in words."""
+    """Return the size, levels and resolution of a picture as text."""
     sizes = [f"{level.height} rows × {level.width} columns" for level in picture.levels]
     facts = {"Size in px": sizes[0]}
     if len(sizes) > 1:
@@ -31,7 +31,7 @@ def describe_picture(picture: Picture) -> dict[str, str]:
 
 
 def make_picture_html(picture: Picture) -> str:
-    """Those facts as a table, and the picture itself, small. Raises ImageError where it cannot be read."""
+    """Return HTML of the picture's properties and a thumbnail. Raises ImageError if the picture cannot be read."""
     buffer = io.BytesIO()
     Image.fromarray(picture.thumbnail(LONGEST_PX)).save(buffer, "png")
     data = base64.b64encode(buffer.getvalue()).decode()

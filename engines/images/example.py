@@ -1,4 +1,4 @@
-"""One image in a file, with what is known of it."""
+"""One image in a file, with its annotations."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from engines.spatial.tiles import Span, Tile
 
 __all__ = ["Example"]
 
-_LARGEST = 64  # times as large as its picture, with white around, may a region be
+_LARGEST = 64  # the most that a region, with white around the picture, may be larger than the picture
 
 Shape = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One image: a file, or the `region` of it, in pixels of `level`.
+    """One image: a file, or a `region` of it in pixels of `level`, with its class and mask.
 
-    `slide` names what it was taken from: images of one slide resemble each other.
+    `slide` names the specimen that it was taken from: images of one slide resemble each other.
     """
 
     path: Path
@@ -35,17 +35,17 @@ class Example:
 
     @property
     def name(self) -> str:
-        """The path, and the region and level where they are not the whole."""
+        """The path, with the region and level unless they are the whole of level 0."""
         at = f"[{_format_span(self.region.rows)}, {_format_span(self.region.cols)}]" if self.region else ""
         return f"{self.path}{at}" + (f" of level {self.level}" if self.level else "")
 
     @property
     def shape(self) -> Shape:
-        """Height and width in pixels. Raises ImageError, which names the file, where it cannot be read."""
+        """Height and width in pixels. Raises ImageError, naming the file, if it cannot be read."""
         return self.region.shape if self.region else read_shape(self.path, self.level)
 
     def open_picture(self) -> Picture:
-        """Its pixels. Raises ImageError, which names the file, where it cannot be read or has no such region."""
+        """Open the image. Raises ImageError, naming the file, if it cannot be read or has no such region."""
         picture = open_cached(self.path)
         tile = self.region or (Tile.whole(*picture.shape(self.level)) if self.level else None)
         if tile is None:
@@ -54,9 +54,9 @@ class Example:
         return crop_picture(picture, tile.rows.start, tile.cols.start, *tile.shape, self.level)
 
     def find_mask_origin(self, mask: Shape, source: Shape) -> tuple[int, int]:
-        """The pixel of a mask of this shape that lies over the first of the image, which has the shape `source`.
+        """Return the pixel of a mask of shape `mask` at the first pixel of the image, which has shape `source`.
 
-        A mask is of the region, or of the whole picture. Raises ImageError where it is of neither.
+        A mask covers the region or the whole picture. Raises ImageError if its shape is that of neither.
         """
         if mask == source:
             return 0, 0
@@ -70,16 +70,16 @@ class Example:
         )
 
     def check(self) -> None:
-        """Raises ImageError where it can be known, without its pixels, that it cannot be read as it is described."""
+        """Raise ImageError if the image or its mask is found unreadable without reading pixels."""
         whole = read_shape(self.path, self.level)
         if self.region and not self.region & Tile.whole(*whole):
-            self.open_picture()  # says so
+            self.open_picture()  # raises the error for a region outside of the picture
         self._check_size(whole)
         if self.mask:
             self.find_mask_origin(read_mask_shape(self.mask), self.shape)
 
     def _check_size(self, whole: Shape) -> None:
-        """One digit too many, and the white around a picture would take all memory."""
+        """Raise ImageError if the region is far too large: with one digit too many, its white would fill the memory."""
         if self.region and self.region.pixels > _LARGEST * whole[0] * whole[1]:
             raise ImageError(
                 f"The region of {self.region.shape[0]} x {self.region.shape[1]} px in {self.path} is more than "

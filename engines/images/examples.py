@@ -1,4 +1,4 @@
-"""Images in files with what is known of them: class, mask, region, slide."""
+"""Data set of images in files with their annotations: class, mask, region, slide."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from engines.spatial.tiles import Span, Tile
 __all__ = ["FITS", "ExampleImages"]
 
 FITS = ("scale", "crop")
-"""How images come to be of one size: scaled, whatever their proportions; or their middle, with white around."""
+"""How images are brought to one size: scaled regardless of aspect ratio, or cropped in the centre and padded white."""
 
-_TOLD = 5  # bad images, before the others are only counted
+_TOLD = 5  # bad images that an error lists; further ones are only counted
 
 
 class ExampleImages(SingleLabelImages):
-    """Examples whose classes have these names, brought to `size` = (height, width) as `fit` says (see `FITS`).
+    """Examples with the class names `names`, brought to `size` = (height, width) as `fit` says (see `FITS`).
 
-    Each is read when it is asked for, and of it only the pixels that are. Without a `size` each image has its own,
-    for crops. `mask_classes`, `threshold` and `ignore` are those of the masks (see `Mask`), where there are any.
+    Images are read lazily, and only the requested pixels. Without `size` each image keeps its own, for random crops.
+    `mask_classes`, `threshold` and `ignore` apply to the masks, if there are any (see `MaskFile`).
     """
 
     def __init__(
@@ -51,26 +51,29 @@ class ExampleImages(SingleLabelImages):
 
     @property
     def classes(self) -> int:
-        """Of the masks, where there are any; otherwise of the labels, whether or not an image has them."""
+        """Number of classes: of the masks if there are any, else of the labels, whether or not an image has them."""
         return self.mask_classes or len(self.names)
 
     def __len__(self) -> int:
         return len(self.examples)
 
     def name(self, index: int) -> str:
-        """Path, region and level."""
+        """Return path, region and level."""
         return self.examples[index].name
 
     def slide(self, index: int) -> str:
-        """The slide that is known, or else the file."""
+        """Return the slide of an image if given, or else its path."""
         return self.examples[index].slide or str(self.examples[index].path)
 
     def shape(self, index: int) -> tuple[int, int]:
-        """Height and width in pixels."""
+        """Return height and width in pixels."""
         return self.size or self.examples[index].shape
 
     def part(self, index: int, tile: Tile, draw: int | None = None) -> Tensor:
-        """(3, h, w), float32 from -1 to 1. Raises ImageError, which names the file, where it cannot be read."""
+        """Return the pixels of a tile: (3, h, w), float32 from -1 to 1.
+
+        Raises ImageError, naming the file, if it cannot be read.
+        """
         picture = self.examples[index].open_picture()
 
         def read(tile: Tile) -> Pixels:
@@ -83,7 +86,7 @@ class ExampleImages(SingleLabelImages):
         return to_network_input(read(Tile(_shift_span(tile.rows, by[0]), _shift_span(tile.cols, by[1]))))
 
     def label(self, index: int) -> int:
-        """Its class. Raises ImageError where it has masks only."""
+        """Return the class of an image. Raises ImageError if it has only a mask."""
         label = self.examples[index].label
         if label is None:
             raise ImageError(
@@ -93,9 +96,10 @@ class ExampleImages(SingleLabelImages):
         return label
 
     def mask(self, index: int, tile: Tile, draw: int | None = None) -> Tensor:
-        """(h, w), int64: of its mask, or its class everywhere. `IGNORED` outside of the mask, and of ignored numbers.
+        """Return the classes of a tile, (h, w), int64: those of the mask, or without a mask the image's class.
 
-        Raises ImageError, which names the file, where the mask cannot be read, has another size or no classes.
+        Pixels outside of the image, and those of ignored numbers, are `IGNORED`. Raises ImageError, naming the file,
+        if the mask cannot be read, has a wrong size, or holds numbers that are no classes.
         """
         example = self.examples[index]
         if example.mask is None:
@@ -110,13 +114,13 @@ class ExampleImages(SingleLabelImages):
         return torch.from_numpy(_read_classes(mask, *places))
 
     def _map_to_mask(self, source: int, size: int, span: Span, margin: int, origin: int) -> Classes:
-        """The rows or columns of the mask for those of a tile; -1 outside of the image."""
+        """Return the mask's rows (or columns) for those of a tile; -1 outside of the image."""
         scales = self.size and self.fit == "scale"
         places = find_nearest_pixels(source, size, span) if scales else np.arange(span.start, span.stop) + margin
         return np.where((places >= 0) & (places < source), places + origin, -1)
 
     def check(self) -> None:
-        """Raises ImageError, which names them, where it can be known without their pixels that some cannot be read."""
+        """Raise ImageError, naming the images, if some are found unreadable without reading their pixels."""
         bad = []
         for example in self.examples:
             try:
@@ -128,11 +132,11 @@ class ExampleImages(SingleLabelImages):
             raise ImageError("\n".join(bad[:_TOLD]) + more)
 
     def split(self, held_out: float = 0.2, seed: int = 0) -> tuple[Subset, Subset]:
-        """(those to train on, those held out), by slide: see `parted`."""
+        """Split into (training images, held-out images) by slide: see `split_by_slide`."""
         return split_by_slide(self, held_out, seed)
 
     def _compute_margins(self, source: tuple[int, int]) -> tuple[int, int]:
-        """Rows and columns of the source before the first that is used; below 0 where it is too small."""
+        """Return the source's rows and columns before the centre crop; negative if the source is smaller."""
         if self.size is None:
             return 0, 0
         return (source[0] - self.size[0]) // 2, (source[1] - self.size[1]) // 2
@@ -143,7 +147,7 @@ def _shift_span(span: Span, by: int) -> Span:
 
 
 def _read_classes(mask: MaskFile, rows: Classes, cols: Classes) -> Classes:
-    """(h, w): the classes at these rows and columns, which ascend and may lie outside."""
+    """Return the classes, (h, w), at ascending rows and columns; `IGNORED` where they are outside of the mask."""
     classes = np.full((len(rows), len(cols)), IGNORED)
     inside = [(places >= 0) & (places < size) for places, size in zip((rows, cols), mask.shape, strict=True)]
     rows, cols = rows[inside[0]], cols[inside[1]]

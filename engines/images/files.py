@@ -1,4 +1,4 @@
-"""Files that pictures are read from: each process opens them for itself, and one way to say what is wrong."""
+"""Base class of readers of picture files, which every process opens itself, and their error messages."""
 
 from __future__ import annotations
 
@@ -27,17 +27,16 @@ __all__ = [
 ]
 
 MEND = "Copy or export it again."
-PIXELS_PER_BYTE = 4096  # no compression does better, but that of blank fax pages
+PIXELS_PER_BYTE = 4096  # no compression exceeds this, except for blank fax pages
 
 Handle = TypeVar("Handle")
 
 
 class FileReader(PictureReader, Generic[Handle]):
-    """A picture in a file that is read bit by bit, through a handle that `_open` makes.
+    """A picture in a file that is read in parts through a handle, which `_open` returns.
 
-    Pickled, it is its path and what is known of it: the copy opens the file where it is first read, so each rank
-    has a handle of its own. Any number of threads may read through one handle. Raises ImageError where the file
-    cannot be read.
+    A pickled reader contains its path and metadata: the copy opens the file on its first read, so that each rank has
+    its own handle. Any number of threads may read through one handle. Raises ImageError if the file cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -48,9 +47,9 @@ class FileReader(PictureReader, Generic[Handle]):
 
     @property
     def handle(self) -> Handle:
-        """The open file, opened again if need be. Raises ImageError where it is not what it was."""
+        """The open file, reopened after unpickling, `close` or a fork. Raises ImageError if its levels have changed."""
         with self._lock:
-            forked = self._process != os.getpid()  # two processes would move one place in the file
+            forked = self._process != os.getpid()  # a handle inherited by fork shares its file position with the parent
             if self._handle is None or forked:
                 handle = self._open()
                 if tuple(self._get_levels(handle)) != self.levels:
@@ -59,7 +58,7 @@ class FileReader(PictureReader, Generic[Handle]):
             return self._handle
 
     def close(self) -> None:
-        """Let go of the file; the next read opens it again."""
+        """Release the handle; the next read opens the file again."""
         with self._lock:
             self._handle = None
 
@@ -71,29 +70,32 @@ class FileReader(PictureReader, Generic[Handle]):
 
     @abstractmethod
     def _open(self) -> Handle:
-        """Open the file at `path`. Raises ImageError."""
+        """Open the file at `path`. Raises ImageError if that fails."""
 
     @abstractmethod
     def _get_levels(self, handle: Handle) -> Sequence[Level]:
-        """What the file says of its levels, finest first."""
+        """Return the levels in the file, finest first."""
 
     @abstractmethod
     def _get_microns(self, handle: Handle) -> float | None:
-        """What it says of the size of a pixel of level 0."""
+        """Return the micrometres per pixel of level 0, or None if the file does not give them."""
 
 
 def make_damaged_error(path: Path, reason: object) -> ImageError:
-    """The error for a file that does not hold what its header says."""
+    """Build the error for a file whose content contradicts its header."""
     return ImageError(f"{path} is damaged: {reason}. {MEND}")
 
 
 def make_changed_error(path: Path) -> ImageError:
-    """The error for a file that is another one than when it was opened."""
+    """Build the error for a file that has changed since it was opened."""
     return ImageError(f"{path} has changed since it was opened. Open it again.")
 
 
 def check_size(path: Path, rows: int, cols: int, pixels_per_byte: int = PIXELS_PER_BYTE) -> None:
-    """A damaged header can ask for more memory than there is, and the system would end the process."""
+    """Raise ImageError if a file is too small for rows * cols pixels.
+
+    A damaged header could otherwise ask for more memory than there is, and the system would kill the process.
+    """
     there = path.stat().st_size
     if rows * cols > there * pixels_per_byte:
         raise make_damaged_error(path, f"it says that it holds {rows} x {cols} pixels, but it has only {there} bytes")
@@ -101,9 +103,9 @@ def check_size(path: Path, rows: int, cols: int, pixels_per_byte: int = PIXELS_P
 
 @contextmanager
 def translate_errors(path: Path) -> Iterator[None]:
-    """Whatever a decoder raises over a file becomes an ImageError that names the file and the reason.
+    """Translate any exception of a decoder into an ImageError that names the file and the reason.
 
-    A decoder that is fed with damaged bytes raises anything at all, so anything is damage here: keep the body small.
+    A decoder may raise anything for damaged bytes, so every other exception is reported as damage: keep the body small.
     """
     try:
         yield
@@ -124,6 +126,6 @@ def translate_errors(path: Path) -> Iterator[None]:
 
 
 def read_head(path: Path, count: int) -> bytes:
-    """The first bytes of a file. Raises ImageError where it is missing, a folder, no file at all, or not ours."""
+    """Return the first `count` bytes of a file. Raises ImageError if it is missing, no regular file, or unreadable."""
     with translate_errors(path), open_regular(path) as file:
         return file.read(count)

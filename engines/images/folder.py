@@ -1,4 +1,4 @@
-"""A folder of pictures, with a folder in it for each class."""
+"""Data set of a folder that contains one folder of pictures per class."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from engines.working_folder import describe_working_folder
 
 __all__ = ["folder_images", "list_pictures"]
 
-_ZARR = ".zarr"  # a folder that is a picture
+_ZARR = ".zarr"  # a folder that is itself a picture
 
 ENDINGS = (
     ".png", ".jpg", ".jpeg", ".tif", ".tiff", ".btf",
     ".svs", ".ndpi", ".scn", ".mrxs", ".bif", ".svslide", ".dcm", ".czi", _ZARR,
 )  # fmt: skip
-"""Of the files that are taken for pictures."""
+"""The endings of files that are treated as pictures."""
 
 _WAY = "Put the pictures of each class into a folder of its own: CLASS/PICTURE.png or CLASS/SLIDE/PICTURE.png."
 
 _OF_SYSTEMS = ("__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "lost+found")
-"""Folders that archives, network drives and systems leave beside the user's."""
+"""Folders that archives, network drives and operating systems create."""
 
 
 def folder_images(
@@ -33,12 +33,12 @@ def folder_images(
     fit: str = "scale",
     names: tuple[str, ...] | None = None,
 ) -> ExampleImages:
-    """The pictures in `folder/CLASS/` and `folder/CLASS/SLIDE/`, classes and files in the order of their names.
+    """Return the pictures in `folder/CLASS/` and `folder/CLASS/SLIDE/`, with classes and files sorted by name.
 
-    Folders of one name SLIDE hold parts of one slide, in whichever class they are; a picture that lies in no such
-    folder is a slide of its own. `names` are the classes of other images that these go with, such as those that a
-    model was trained on. Hidden files and folders (`.name`, `._name` of a Mac) and those that systems add, such as
-    `__MACOSX`, are passed over. Raises ImageError, which names them, where folders have no picture.
+    Folders with the same name SLIDE hold parts of one slide, whatever their class; a picture in no such folder is a
+    slide of its own. `names` are the classes of a related set of images, such as those that a model was trained on.
+    Hidden files and folders (`.name`, `._name` of a Mac) and those that systems add, such as `__MACOSX`, are ignored.
+    Raises ImageError, naming the folders, if some have no pictures or are no classes in `names`.
 
     >>> import tempfile
     >>> from pathlib import Path
@@ -82,13 +82,13 @@ def _list_folders(folder: Path) -> list[Path]:
 
 
 def _list_class_pictures(folder: Path) -> list[tuple[Path, str]]:
-    """Each with the name of its slide."""
+    """Return the pictures of a class, each with the name of its slide."""
     alone = [(path, str(path)) for path in list_pictures(folder)]
     return alone + [(path, slide.name) for slide in _list_folders(folder) for path in list_pictures(slide)]
 
 
 def list_pictures(folder: Path) -> list[Path]:
-    """The files in a folder whose names end as those of pictures do, in order; hidden ones are none."""
+    """Return the sorted files in a folder that have a picture's ending and are not hidden."""
     return sorted(
         path
         for path in _list_visible(folder)
@@ -97,5 +97,5 @@ def list_pictures(folder: Path) -> list[Path]:
 
 
 def _list_visible(folder: Path) -> Iterator[Path]:
-    """What lies in a folder, except what a user does not see or has not put there."""
+    """Return the entries of a folder, without hidden ones and those that systems add."""
     return (path for path in folder.iterdir() if not path.name.startswith(".") and path.name not in _OF_SYSTEMS)

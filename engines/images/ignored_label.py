@@ -1,4 +1,4 @@
-"""Pixels without a class: which label stands for them, by the loss that is trained with."""
+"""The label of pixels without a class, as determined by the training loss."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from engines.loss.label_spec import find_label_specs, find_unchanged_labels
 __all__ = ["IGNORED", "check_ignored", "find_ignored_label"]
 
 IGNORED = -100
-"""The label of a pixel outside of a mask, or of an ignored number, until it meets a loss: PyTorch's `ignore_index`."""
+"""The internal label of pixels outside of a mask or with an ignored number: PyTorch's default `ignore_index`."""
 
 
 def find_ignored_label(graph: ModelGraph) -> int | None:
-    """The label that a traced loss leaves out; None where there is none, or where there are several.
+    """Return the label that a traced loss ignores; None if there is none, or several.
 
-    It is the `ignore_index` of a cross-entropy or negative log-likelihood of the labels themselves, or else a number
-    that is no class and that the loss compares its labels with; `labels >= 0` leaves out `IGNORED`.
+    It is the `ignore_index` of a cross-entropy or negative log-likelihood of the labels themselves, or a number that is
+    no class and that the loss compares its labels with; `labels >= 0` ignores `IGNORED`.
     """
     found = set(_collect_ignored_labels(graph))
     return found.pop() if len(found) == 1 else None
 
 
 def check_ignored(images: LabelledImages, label: int | None) -> None:
-    """Raises ImageError where masks have ignored numbers (`ignore=`), and the loss knows no such label."""
+    """Raise ImageError if masks have ignored numbers (`ignore=`) but the loss has no ignored label."""
     if getattr(images, "ignore", ()) and label is None:
         raise ImageError(f"The masks have pixels without a class, ignore={images.ignore}. {NOT_LEFT_OUT}")
 
@@ -51,7 +51,7 @@ def _collect_ignored_labels(graph: ModelGraph) -> Iterator[int | None]:
 
 
 def _get_compared_label(operator: str, other: object) -> int | None:
-    """The label that a comparison with a number tells from the others; of an order, whether it tells `IGNORED`."""
+    """Return the label that a comparison with a number singles out; for an inequality, `IGNORED` or None."""
     if not isinstance(other, int | float):
         return None
     if operator in ("eq", "ne"):

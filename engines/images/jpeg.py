@@ -1,4 +1,4 @@
-"""The size that compressed data say they have: a decoder believes it, so it is looked at first."""
+"""The image size in the headers of compressed data. Decoders trust it, so it is checked before decoding."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import struct
 
 __all__ = ["MOST_SCANS", "count_jpeg_scans", "read_jpeg_2000_size", "read_jpeg_size"]
 
-MOST_SCANS = 32  # of a progressive picture: programs write about 10, and a decoder visits each block in each scan
-_MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")  # that ends a scan: not a stuffed 0, a restart, or padding
+MOST_SCANS = 32  # of a progressive picture: programs write about 10, and a decoder visits every block in every scan
+_MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")  # a marker that ends a scan: no stuffed 0, restart or padding
 _SCAN, _END = 0xDA, 0xD9
 
 
 def read_jpeg_size(data: bytes) -> tuple[int, int] | None:
-    """Rows and columns that the frame header of JPEG data speaks of (ITU T.81, B.2.2); None where there is none."""
+    """Return rows and columns from the frame header of JPEG data (ITU T.81, B.2.2), or None if there is none."""
     at = 2
     while at + 9 <= len(data) and data[at] == 0xFF:
         marker, (length,) = data[at + 1], struct.unpack_from(">H", data, at + 2)
@@ -25,7 +25,7 @@ def read_jpeg_size(data: bytes) -> tuple[int, int] | None:
 
 
 def count_jpeg_scans(data: bytes) -> int:
-    """How many scans JPEG data hold (B.2.3), counted no further than `MOST_SCANS` + 1."""
+    """Count the scans of JPEG data (ITU T.81, B.2.3), at most up to `MOST_SCANS` + 1."""
     at, scans = 2, 0
     while scans <= MOST_SCANS and (found := _MARKER.search(data, at)) and found.end() + 2 <= len(data):
         marker, at = data[found.end() - 1], found.end()
@@ -38,7 +38,7 @@ def count_jpeg_scans(data: bytes) -> int:
 
 
 def read_jpeg_2000_size(data: bytes) -> tuple[int, int] | None:
-    """The same, of a JPEG 2000 code stream (ITU T.800, A.5.1), which may lie in a file of boxes."""
+    """Return rows and columns of a JPEG 2000 code stream (ITU T.800, A.5.1), with or without enclosing boxes."""
     at = data.find(b"\xff\x4f\xff\x51")
     if at < 0 or at + 24 > len(data):
         return None

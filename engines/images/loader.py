@@ -1,4 +1,4 @@
-"""The images of each step of a training, in the seed's order: read ahead of time, by each rank its own pixels only."""
+"""Data loading for training: each rank prefetches only its own pixels of each step, in an order given by the seed."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from engines.status_board import get_status_board
 
 __all__ = ["LoadedBatch", "LoaderOptions", "NotReady", "RankLoader", "SamplerState", "describe_read_error"]
 
-_AHEAD = 2  # steps that are read while one is computed
+_AHEAD = 2  # steps that are prefetched while one is computed
 _ON_BAD = ("raise", "skip")
 _NAMED = 5  # bad images that an error names
 
 
 @dataclass(frozen=True)
 class LoaderOptions:
-    """How a training is fed.
+    """Options of data loading.
 
-    Epochs of at most `steps` steps go in the order of `seed`. `workers` threads of each rank read ahead, 0: the
-    training itself reads. A bad image ends the training (`on_bad_image="raise"`), or is left out ("skip").
-    The images that do not fill the last step of an epoch make a smaller step, or wait for another epoch (`drop_last`).
-    Raises PlanError.
+    `seed` gives the order of the images; an epoch has at most `steps` steps. `workers` is the number of prefetching
+    threads per rank; with 0 the training thread reads. A bad image ends the training (`on_bad_image="raise"`) or is
+    skipped ("skip"). The images left over at the end of an epoch form a smaller step, or are dropped (`drop_last`).
+    Raises PlanError if a value is invalid.
     """
 
     seed: int = 0
@@ -57,14 +57,14 @@ class LoaderOptions:
 
 @dataclass(frozen=True)
 class NotReady:
-    """The next step has so many `images`, for which the rank is not ready yet."""
+    """The result of `load_next` if the rank is not yet prepared for a step of `images` images."""
 
     images: int
 
 
 @dataclass(frozen=True)
 class LoadedBatch:
-    """This rank's parts of the step at a place, of `images` images, and how long it waited for them."""
+    """This rank's shard of the step at `place`, which has `images` images, and the time waited for it in seconds."""
 
     place: SamplerState
     parts: Inputs
@@ -74,7 +74,7 @@ class LoadedBatch:
 
 @dataclass(frozen=True, slots=True)
 class _BadImage:
-    """Why an image cannot be read. What is `odd` is a failure of the program, and not skipped."""
+    """Why an image cannot be read. An `odd` failure is a bug rather than a bad file, and is never skipped."""
 
     text: str
     odd: bool = False
@@ -82,7 +82,7 @@ class _BadImage:
 
 @dataclass
 class _ReadResult:
-    """What has been read of a step, and which images cannot be."""
+    """The pieces that were read for a step, and the images that cannot be read."""
 
     pieces: dict[ReadRequest, Tensor] = field(default_factory=dict)
     bad: dict[int, _BadImage] = field(default_factory=dict)
@@ -90,15 +90,15 @@ class _ReadResult:
 
 
 class RankLoader:
-    """Serves the steps of a training, `count` images each, to one rank; every rank has one, and they agree.
+    """Loads one rank's shards of the steps of a training, `count` images each; every rank has its own loader.
 
-    The order follows from seed and epoch alone, and the draw of an image's augmentation from seed, epoch and image:
-    not from plan, ranks or workers. A step takes the next `count` images that are not left out; those that are left
-    over at the end of an epoch make a smaller step, of a multiple of `unit` images, unless `feeding.drop_last` lets
-    them wait for another epoch. An image that is found bad when its step needs it is left out by all ranks, then and in
-    all later epochs, as if it were not in the order.
+    The order depends only on seed and epoch, and an image's augmentation draw only on seed, epoch and image: neither
+    depends on plan, ranks or workers. A step takes the next `count` images that are not skipped. The images left over
+    at the end of an epoch form a smaller step, of a multiple of `unit` images, unless `feeding.drop_last` is set. An
+    image that turns out to be bad when its step needs it is skipped by all ranks, in this epoch and all later ones, as
+    if it were not in the order.
 
-    `is_ready` says whether the rank can take a step of so many images.
+    `is_ready(images)` returns whether the rank can run a step of that many images.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class RankLoader:
         self.order = Sampler(len(own.images), count, self.feeding.steps, self.feeding.drop_last, unit)
         self.place = SamplerState(self.feeding.seed)
         self._next = self.place
-        self.bad: list[str] = []  # of each image that was found bad and left out, which one it is and why
+        self.bad: list[str] = []  # for each skipped image, its name and the reason
         self._reading: dict[ReadRequest, Future[Tensor]] = {}
         workers = self.feeding.workers
         begin = partial(_begin_worker, get_status_board().output)
@@ -118,16 +118,17 @@ class RankLoader:
         if (total := len(own.images)) < count:
             raise ImageError(f"There are {total} images, but a step takes {count}. Use smaller batches, or add images.")
 
-    # ---- where it is
+    # ---- state
 
     def get_state(self) -> dict[str, Any]:
-        """Plain JSON: where the training goes on, once the last step that was served is done."""
+        """Return, as plain JSON, where the training continues after the last step that `advance` marked as done."""
         return self.place.to_dict(len(self.own.images))
 
     def resume(self, state: Mapping[str, Any], anew: bool = False) -> None:
-        """Go on from there: the same images, draws and order as without the break. Raises ImageError.
+        """Continue from `state` with the same images, draws and order as without the interruption.
 
-        `anew`: whoever begins here has heard of no step of the epoch; where none is left of it the next one begins.
+        With `anew`, an epoch with no step left is skipped: a caller that starts here would get an empty epoch.
+        Raises ImageError if the number of images differs.
         """
         if state["images"] != len(self.own.images):
             raise ImageError(
@@ -138,25 +139,28 @@ class RankLoader:
         self.place = self.order.skip_finished_epoch(place) if anew else place
 
     def advance(self) -> None:
-        """The step that was served is done."""
+        """Mark the loaded step as done. Until then, `get_state` still refers to it, so that a restart repeats it."""
         self.place = self._next
 
     # ---- steps
 
     def load_next(self) -> LoadedBatch | NotReady | None:
-        """This rank's parts of the next step; None where the epoch is over, and then the next one is begun. Collective.
+        """Return this rank's shard of the next step, or None at the end of an epoch, after moving to the next one.
 
-        Unready where the step is a smaller one, for which ranks have to be made ready: then it can be asked for again.
-        Raises ImageError, on every rank, where an image cannot be read, or where too few are left for one step.
+        Returns NotReady for a smaller step that the ranks must be prepared for first; the call can then be repeated.
+        Collective. Raises ImageError, on every rank, if an image cannot be read or too few are left for one step.
         """
         start_s = time.perf_counter()
         waited_s = 0.0
         while (step := self.order.get_samples(self.place)) is not None:
             if not self.is_ready(len(step)):
                 return NotReady(len(step))
+            # All ranks exchange their bad images before any of them uses the step. Every rank then raises, or skips the
+            # same images and tries again, so that the ranks never disagree on the images of a step.
             read = self._read(step, self.order.get_next_state(self.place))
             waited_s += time.perf_counter() - start_s
             found = all_gather_or_raise(self.world, read.bad, self._make_error(read.bad, read))
+            # Reversed: where several ranks found an image bad, all of them keep the text of the lowest rank.
             bad = {index: why for rank in reversed(found) for index, why in rank.items()}
             if not bad:
                 self._next = self.order.get_next_state(self.place)
@@ -192,7 +196,7 @@ class RankLoader:
         return read
 
     def _take(self, piece: ReadRequest, read: _ReadResult) -> None:
-        """One piece into what is read. Of an image that is known to be bad nothing more is read."""
+        """Read one piece into `read`. Pieces of an image that is already known to be bad are not read."""
         if piece.index in read.bad:
             return
         try:
@@ -203,7 +207,10 @@ class RankLoader:
             read.bad[piece.index] = _BadImage(describe_read_error(self.own.images.name(piece.index), error, odd), odd)
 
     def _prefetch(self, wanted: Sequence[ReadRequest], then: SamplerState) -> None:
-        """Have workers read the step and the next ones; what was begun and is not needed any more is given up."""
+        """Submit the pieces of the step and the next ones to the workers; cancel pieces that are no longer needed.
+
+        Pieces become obsolete when a bad image is skipped, which shifts all later steps.
+        """
         coming = (step for step, _ in zip(self.order.iterate_steps(then), range(_AHEAD), strict=False))
         known = (step for step in coming if self.is_ready(len(step)))
         pieces = dict.fromkeys([*wanted, *(piece for step in known for piece in self.own.make_read_requests(step))])
@@ -214,7 +221,10 @@ class RankLoader:
                 self._reading[piece] = self._pool.submit(self.own.fetch, piece)
 
     def _make_error(self, bad: Mapping[int, _BadImage], read: _ReadResult) -> ImageError | None:
-        """What is to be raised where these images are bad. The rank that is named is one that has read the image."""
+        """Return the error to raise for bad images, or None if they are skipped.
+
+        Only a rank that read the image itself has the original exception as the error's cause.
+        """
         if not bad:
             return None
         first = next((index for index, why in bad.items() if why.odd), min(bad))
@@ -225,7 +235,7 @@ class RankLoader:
         return failure
 
     def close(self) -> None:
-        """End the workers; those that read finish their piece first."""
+        """Shut down the workers; pieces that are being read are finished first."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
         self._reading.clear()
@@ -238,13 +248,13 @@ class RankLoader:
 
 
 def _begin_worker(output: LineBuffer | None) -> None:
-    """What a worker prints is its rank's."""
-    torch.set_num_threads(1)  # or each would start as many threads as the training has
+    """Initialise a worker thread; its output is that of its rank."""
+    torch.set_num_threads(1)  # otherwise each worker would start as many threads as the training
     get_status_board().output = output
 
 
 def describe_read_error(name: str, error: Exception, odd: bool = False) -> str:
-    """Why an image cannot be read, with its name once."""
+    """Return why an image cannot be read; its name is prepended unless the error already contains it."""
     text = str(error) or type(error).__name__
     text = f"{type(error).__name__}: {text}" if odd else text
     return text if name in text else f"{name}: {text}"

@@ -1,4 +1,4 @@
-"""Masks: the class of each pixel, read rectangle by rectangle."""
+"""Reader of masks, which give the class of each pixel, by rectangles."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ __all__ = ["Classes", "Ignore", "MaskFile", "parse_ignored_numbers", "read_mask_
 Classes = NDArray[np.int64]
 
 Ignore = int | Iterable[int] | None
-"""The numbers of a mask that are no class, such as 255 for void: one, several or none."""
+"""The numbers in a mask that are no class, such as 255 for void: one, several or none."""
 
-_NEARLY_GREY = 16  # by so much may the channels of a grey mask differ, where it was saved as a coloured JPEG
+_NEARLY_GREY = 16  # the most that channels of a grey mask may differ after it was saved as a colour JPEG
 
 _open_mask: FileCache[RawImage] = FileCache(open_raw_image)
 
 
 class MaskFile:
-    """A mask in a picture file (grey, or of a palette), or an (H, W) array in a `.npy` file.
+    """A mask in a picture file (grey or with a palette), or an (H, W) array in a `.npy` file.
 
-    The numbers that the file stores are the classes, from 0 to `classes` - 1: neither a palette's colours nor black and
-    white exchanged nor transparency change them. Those in `ignore` become `IGNORED`. With a `threshold`, whatever is
-    above it is class 1 and the rest class 0: so a mask can be a JPEG, whose numbers are not quite those that were
-    saved. Of a file with 1, 2 or 4 bits for a pixel, it is held against these spread over 0 ... 255.
-    Raises ImageError, which names the file, where it cannot be read.
+    The stored numbers are the classes, from 0 to `classes` - 1; palette colours, white-is-zero and transparency do not
+    change them. Numbers in `ignore` become `IGNORED`. With a `threshold`, numbers above it are class 1 and all others
+    class 0, so that a mask can be a JPEG, which does not preserve numbers exactly. Numbers of 1, 2 or 4 bits are spread
+    over 0 ... 255 before the comparison with the threshold.
+    Raises ImageError, naming the file, if it cannot be read, or has a palette of colours and a threshold.
     """
 
     def __init__(self, path: Path, classes: int, threshold: int | None = None, ignore: Ignore = None) -> None:
@@ -55,12 +55,12 @@ class MaskFile:
         return self._source.shape
 
     def read(self, tile: Tile) -> Classes:
-        """(h, w): raises ImageError, which names file and pixel, where a number is no class."""
+        """Return the classes of a tile, (h, w). Raises ImageError, naming file and pixel, if a number is no class."""
         found = self._select_channel(self._source.read(tile), tile)
         ignored = np.isin(found, self.ignore)
         if self.threshold is not None:
             found = np.where(np.isnan(found), found, self._scale_shades(found) > self.threshold)
-        valid = (found >= 0) & (found < self.classes) & (found == np.floor(found))  # of NaN nothing is true
+        valid = (found >= 0) & (found < self.classes) & (found == np.floor(found))  # every comparison with NaN is false
         if not (valid | ignored).all():
             row, col = np.argwhere(~(valid | ignored))[0]
             raise ImageError(
@@ -75,7 +75,7 @@ class MaskFile:
         return found.astype(np.int64) * (255 // ((1 << bits) - 1)) if bits in (1, 2, 4) else found
 
     def _select_channel(self, found: NDArray[Any], tile: Tile) -> NDArray[Any]:
-        """(h, w, channels) -> (h, w). Raises ImageError where no channel alone says what the class is."""
+        """Select the channel of classes: (h, w, channels) -> (h, w). Raises ImageError if that is ambiguous."""
         alpha = self._source.alpha
         if alpha is not None:
             self._check_opaque(found[..., alpha], tile)
@@ -101,7 +101,10 @@ class MaskFile:
             )
 
     def _check_grey(self, found: NDArray[Any], tile: Tile) -> None:
-        """Colours have no order. With a threshold they may differ a little, or be on one side of it all three."""
+        """Raise ImageError unless the three channels are equal.
+
+        With a threshold, they may also differ by up to `_NEARLY_GREY`, or be all three on the same side of it.
+        """
         low, high = found.min(2), found.max(2)
         odd = low != high
         if self.threshold is not None:
@@ -117,7 +120,7 @@ class MaskFile:
 
 
 def parse_ignored_numbers(ignore: Ignore) -> tuple[int, ...]:
-    """The numbers as a tuple. Raises ImageError where they are no whole numbers.
+    """Return the ignored numbers as a tuple. Raises ImageError if they are not integers.
 
     >>> parse_ignored_numbers(None), parse_ignored_numbers(255), parse_ignored_numbers([254, 255])
     ((), (255,), (254, 255))
@@ -130,7 +133,7 @@ def parse_ignored_numbers(ignore: Ignore) -> tuple[int, ...]:
 
 
 def read_mask_shape(path: Path) -> tuple[int, int]:
-    """Height and width in pixels. Raises ImageError, which names the file, where it is no mask."""
+    """Return a mask's height and width in pixels. Raises ImageError, naming the file, if it is no mask."""
     return _open_mask(path).shape
 
 

@@ -1,4 +1,4 @@
-"""What the XML in an OME-TIFF file says of its first picture (OME data model, Pixels)."""
+"""Parser of the OME-XML of an OME-TIFF file for its first picture (OME data model, Pixels)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MICRONS = {"µm": 1.0, "μm": 1.0, "um": 1.0, "nm": 1e-3, "mm": 1e3, "cm": 1e4,
 
 @dataclass(frozen=True)
 class OmeImage:
-    """`planes` pages from `first_page` on hold one picture, at `microns_per_px` (None: not known)."""
+    """A picture in `planes` pages from `first_page` on, with `microns_per_px` micrometres per pixel (None: unknown)."""
 
     planes: int
     first_page: int
@@ -25,7 +25,7 @@ class OmeImage:
 
     @classmethod
     def parse(cls, path: Path, text: str) -> OmeImage:
-        """Raises ImageError where the file holds a stack, or channels that are no colours."""
+        """Parse OME-XML. Raises ImageError if it is damaged, or describes a stack or channels that are no colours."""
         try:
             found = find_attributes(text, "Pixels", ("Channel", "TiffData"))
             pixels = found["Pixels"]
@@ -46,7 +46,7 @@ class OmeImage:
 
 
 def _parse_microns(attributes: dict[str, str]) -> float | None:
-    """The mean of a pixel's two sides."""
+    """Return the mean of a pixel's two sides in micrometres, or None if it is not given."""
     sides = []
     for axis in "XY":
         unit = _MICRONS.get(attributes.get(f"PhysicalSize{axis}Unit", "µm"))

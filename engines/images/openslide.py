@@ -1,4 +1,4 @@
-"""Whole slides of many makers through OpenSlide, and anything that is read as OpenSlide is."""
+"""Readers of whole slides of many vendors through OpenSlide, and of any object with OpenSlide's interface."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from engines.images.picture_reader import Level, PictureReader, Pixels
 
 __all__ = ["OpenSlidePicture", "SlideLike", "SlideLikePicture", "detect", "has_openslide", "make_openslide_error"]
 
-BLOCK_PX = 1024  # the side of what is read at once: OpenSlide's pixels are gone before the next ones come
-BLENDED_PX = 256  # the same, of a level whose pixels are no whole numbers of level 0's
+BLOCK_PX = 1024  # side of a block read at once; OpenSlide's copy of it is released before the next one is read
+BLENDED_PX = 256  # the same, for a level whose downsample factor is not an integer
 WSI = "pip install 'mpi4dl_nb[wsi]'"
 
 Box = tuple[int, int, int, int]
@@ -29,7 +29,7 @@ Box = tuple[int, int, int, int]
 
 @runtime_checkable
 class SlideLike(Protocol):
-    """What OpenSlide, TiffSlide and others have in common. Sizes are (width, height), locations (x, y)."""
+    """The common interface of OpenSlide, TiffSlide and others. Sizes are (width, height), locations (x, y)."""
 
     @property
     def level_dimensions(self) -> Sequence[tuple[int, int]]:
@@ -37,24 +37,24 @@ class SlideLike(Protocol):
 
     @property
     def level_downsamples(self) -> Sequence[float]:
-        """Pixels of level 0 in one of each level."""
+        """The downsample factor of each level: pixels of level 0 per pixel of the level."""
 
     def read_region(self, location: tuple[int, int], level: int, size: tuple[int, int]) -> Any:
-        """An image of `size` pixels of a level, whose first pixel is at `location` in pixels of level 0."""
+        """Return an image of `size` pixels of a level, whose first pixel is at `location` in pixels of level 0."""
 
 
 def has_openslide() -> bool:
-    """Whether the extra `wsi` is there."""
+    """Return whether the extra `wsi` is installed."""
     return find_spec("openslide") is not None
 
 
 def make_openslide_error(path: Path) -> ImageError:
-    """The error for a slide where the extra is not installed."""
+    """Build the error for a slide if the extra `wsi` is not installed."""
     return ImageError(f"{path} is a whole slide, which OpenSlide reads: {WSI}, or save it as a tiled TIFF file.")
 
 
 def detect(path: Path) -> str | None:
-    """The maker that OpenSlide knows the file by; None where it knows none, or is not installed."""
+    """Return the vendor that OpenSlide detects for a file; None if it detects none or is not installed."""
     if not has_openslide():
         return None
     import openslide
@@ -65,7 +65,7 @@ def detect(path: Path) -> str | None:
 
 
 class OpenSlidePicture(FileReader[Any]):
-    """A slide in a file. Raises ImageError where OpenSlide cannot open it, or is not installed."""
+    """A slide in a file. Raises ImageError if OpenSlide cannot open it or is not installed."""
 
     def _open(self) -> Any:
         if not has_openslide():
@@ -87,12 +87,12 @@ class OpenSlidePicture(FileReader[Any]):
             with translate_errors(self.path):
                 _read(handle, self.levels[level], level, out, (y0, x0))
         except ImageError:
-            self.close()  # OpenSlide keeps a handle that failed once in failure
+            self.close()  # an OpenSlide handle that failed once fails for ever
             raise
 
 
 class SlideLikePicture(PictureReader):
-    """An object that the caller has opened. It is sent to other ranks as it is, if it can be."""
+    """A slide object that the caller has opened. To reach other ranks, the object itself is pickled, if possible."""
 
     def __init__(self, slide: SlideLike, name: str = "slide") -> None:
         super().__init__(name, _read_levels(slide, name), _read_microns(slide))
@@ -105,7 +105,7 @@ class SlideLikePicture(PictureReader):
     def __getstate__(self) -> dict[str, Any]:
         try:
             return self.__dict__ | {"_lock": None, "_slide": cloudpickle.dumps(self._slide)}
-        except Exception as error:  # whatever its parts raise
+        except Exception as error:  # pickling a foreign object may raise anything
             kind = type(self._slide).__name__
             raise ImageError(f"An open {kind} cannot be sent to another rank ({error}). Give its path.") from error
 
@@ -124,7 +124,7 @@ def _read_levels(slide: SlideLike, name: str) -> list[Level]:
 
 
 def _read_microns(slide: SlideLike) -> float | None:
-    """The mean of a pixel's two sides."""
+    """Return the mean of a pixel's two sides in micrometres, or None if it is not given."""
     properties = getattr(slide, "properties", {})
     try:
         sides = [float(properties[f"openslide.mpp-{axis}"]) for axis in "xy"]
@@ -134,13 +134,13 @@ def _read_microns(slide: SlideLike) -> float | None:
 
 
 def _read(slide: SlideLike, shape: Level, level: int, out: Pixels, corner: tuple[int, int]) -> None:
-    """Put a rectangle of a level, whose first pixel is `corner` = (row, column), into `out`.
+    """Fill `out` with the rectangle of a level whose first pixel is `corner` = (row, column).
 
-    OpenSlide takes the location in pixels of level 0. Where a level's pixels are n of them, row y begins at y * n,
-    exactly. Elsewhere (32914 rows become 8228, and the factor is 4.0001) most rows begin between two, and
-    OpenSlide blends neighbours by what is left over, so that pixels would depend on where a read began. So such a
-    level is read in blocks of a fixed grid, each from the nearest location: every read then gives the same pixels,
-    not more than half a pixel of level 0 from their place.
+    OpenSlide takes the location in pixels of level 0. With an integer downsample factor n, row y starts exactly at
+    y * n. With any other (32914 rows become 8228: the factor is 4.0001), most rows start between two rows of level 0,
+    and OpenSlide interpolates by the remainder, so that pixels would depend on where a read starts. Such a level is
+    therefore read in blocks of a fixed grid, each from the nearest location: every read returns the same pixels, at
+    most half a pixel of level 0 from their true position.
     """
     (y0, x0), (height_px, width_px) = corner, out.shape[:2]
     box = (y0, x0, height_px, width_px)
@@ -156,7 +156,7 @@ def _read(slide: SlideLike, shape: Level, level: int, out: Pixels, corner: tuple
 
 
 def _split_blocks(box: Box, side_px: int, whole: Level | None = None) -> Iterator[Box]:
-    """The blocks of a fixed grid that meet a rectangle: their parts inside it, or all of each that is in `whole`."""
+    """Yield the blocks of a fixed grid that intersect a rectangle, clipped to it, or to the level `whole` if given."""
     y0, x0, height_px, width_px = box
     above, before, below, behind = (0, 0, *whole.shape) if whole else (y0, x0, y0 + height_px, x0 + width_px)
     for row in range(y0 - y0 % side_px, y0 + height_px, side_px):

@@ -1,4 +1,4 @@
-"""Pictures: whatever the user has (a file, an array, a tensor), read rectangle by rectangle."""
+"""Pictures from files, arrays, tensors or open slides, with one interface for reading rectangles."""
 
 from __future__ import annotations
 
@@ -32,56 +32,57 @@ __all__ = ["Level", "Picture", "Pixels", "Source", "open_image"]
 
 @runtime_checkable
 class Picture(Protocol):
-    """Something that can be cut into tiles without being read whole, at one resolution or several (levels).
+    """A picture that can be read in tiles without being loaded whole, at one or more resolutions (levels).
 
     Level 0 is the finest. Rows and columns are always in pixels of the level that is read.
     """
 
     @property
     def name(self) -> str:
-        """For titles and messages."""
+        """The name for titles and messages."""
 
     @property
     def levels(self) -> Sequence[Level]:
-        """Height, width and downsample factor of each, finest first."""
+        """Height, width and downsample factor of each level, finest first."""
 
     @property
     def microns_per_px(self) -> float | None:
-        """Of level 0; of another one times `levels[level].downsample`. None where it is not known."""
+        """Micrometres per pixel of level 0 (times `levels[level].downsample` for another level); None if unknown."""
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of its own pixels that it has handed out in this process."""
+        """Bytes of the picture's own pixels that were read in this process."""
 
     def shape(self, level: int = 0) -> tuple[int, int]:
-        """Height and width in pixels of one level."""
+        """Return height and width in pixels of one level."""
 
     def read(self, y0: int, x0: int, height_px: int, width_px: int, level: int = 0) -> Pixels:
-        """The rectangle whose first pixel is row `y0`, column `x0`: a fresh (height_px, width_px, 3) array.
+        """Return the rectangle whose first pixel is row `y0`, column `x0`, as a new (height_px, width_px, 3) array.
 
-        What lies outside of the picture is white. Raises ImageError where a side is less than 1.
+        Pixels outside of the picture are white. Raises ImageError if a side is less than 1.
         """
 
     def thumbnail(self, longest_px: int) -> Pixels:
-        """The whole picture, shrunk until neither side is longer than `longest_px`, from the level that fits."""
+        """Return the whole picture, shrunk until neither side is longer than `longest_px`, from the best level."""
 
 
 Source = str | PathLike[str] | NDArray[np.generic] | torch.Tensor | Picture | SlideLike
 
 _PNG, _JPEG = b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"
-_TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # the last two of files beyond 4 GB
-_NO_TIFF = (".mrxs", ".vms", ".vmu", ".dcm", ".czi")  # slides that are no TIFF files in disguise
+_TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # the last two are BigTIFF, for files beyond 4 GB
+_NO_TIFF = (".mrxs", ".vms", ".vmu", ".dcm", ".czi")  # slides that are not TIFF files internally
 
 
 def open_image(source: Source) -> Picture:
-    """The picture in a file, a NumPy array (H, W, C), a tensor (C, H, W), or an open slide.
+    """Open the picture in a file, a NumPy array (H, W, C), a tensor (C, H, W), or an open slide.
 
     Files are PNG, JPEG, TIFF (OME-TIFF, pyramids), Zarr and, with the extra `wsi`, whatever OpenSlide reads; they are
-    known by what is in them, not by their names. Each process opens a file for itself and reads what it is asked
-    for. Grey becomes three equal channels, and what is transparent is laid on white. Numbers are uint8, or floats
-    from 0 to 1. An object with OpenSlide's `read_region`, `level_dimensions` and `level_downsamples` is taken as
-    it is. Raises ImageError, which names the file and the reason, also where a file that can only be decoded whole
-    (PNG, JPEG, TIFF in one strip) would take more memory than 2 GB or 128 times its bytes, or half of what is free.
+    recognised by their content, not their names (except `.mrxs`). Each process opens a file itself and reads only the
+    requested pixels. Grey becomes three equal channels, and transparent pixels are composited on white. Numbers are
+    uint8, or floats from 0 to 1. An object with OpenSlide's `read_region`, `level_dimensions` and `level_downsamples`
+    is used directly. Raises ImageError, naming the file and the reason, if there is no readable picture, or if a file
+    that can only be decoded whole (PNG, JPEG, TIFF in one strip) would take more memory than the larger of 2 GB and 128
+    times its bytes, or than half of the free memory.
 
     >>> import numpy as np
     >>> from mpi4dl_nb import open_image
@@ -109,7 +110,7 @@ def _open_file(path: Path) -> Picture:
         if is_zarr(path):
             return ZarrPicture(path)
     head, ending = read_head(path, 8), path.suffix.lower()
-    if ending == ".mrxs":  # its slide lies in a folder beside it; the file itself is a small JPEG picture
+    if ending == ".mrxs":  # the slide is in a folder next to the file, which is itself a small JPEG picture
         return _open_slide(path, head)
     if head.startswith(_TIFF):
         return _open_tiff(path)
@@ -121,7 +122,7 @@ def _open_file(path: Path) -> Picture:
 def _open_tiff(path: Path) -> Picture:
     maker = detect_vendor(path)
     if maker == "svs":
-        check_segments(path)  # before OpenSlide sees it, which makes room for whatever a damaged header asks
+        check_segments(path)  # before OpenSlide opens it, which allocates whatever a damaged header asks for
     if maker and not (has_openslide() and detect(path) in (None, "generic-tiff")):
         return OpenSlidePicture(path)
     page = find_whole_page(path)

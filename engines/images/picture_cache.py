@@ -1,4 +1,4 @@
-"""The last pictures that this process has opened, since a table may have thousands of regions of one slide."""
+"""LRU cache of open pictures. A table may name thousands of regions of one slide."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ __all__ = ["FileCache", "open_cached", "read_shape"]
 
 Kind = TypeVar("Kind")
 
-_ORIENTATION = 0x0112  # of EXIF; from 5 on, rows are columns
-_KEPT = 4  # OpenSlide keeps up to 32 MB of decoded pixels for each
+_ORIENTATION = 0x0112  # EXIF tag; values from 5 on swap rows and columns
+_KEPT = 4  # open files; OpenSlide caches up to 32 MB of decoded pixels for each
 
 
 class FileCache(Generic[Kind]):
-    """Files that `open_file` has opened, as long as they do not change; those that it decodes whole are not kept."""
+    """LRU cache of the files that `open_file` opened, while they are unchanged; fully decoded files are not kept."""
 
     def __init__(self, open_file: Callable[[Path], Kind]) -> None:
         self._lock, self._open = threading.Lock(), open_file
         self._files: OrderedDict[tuple[object, ...], Kind] = OrderedDict()
 
     def __call__(self, path: Path) -> Kind:
-        """The file at a path. Raises ImageError, which names it, where it cannot be read."""
+        """Return the open file at a path. Raises ImageError, naming the file, if it cannot be read."""
         with translate_errors(path):
             state = path.stat()
         key = (make_absolute(path), state.st_mtime_ns, state.st_size)
@@ -51,15 +51,15 @@ open_cached: FileCache[Picture] = FileCache(open_image)
 
 
 def read_shape(path: Path, level: int = 0) -> tuple[int, int]:
-    """Height and width in pixels of one level of a picture; of a PNG or JPEG file, its header says it.
+    """Return height and width in pixels of one level of a picture; for PNG and JPEG only the header is read.
 
-    Raises ImageError, which names the file, where it cannot be read or has no such level.
+    Raises ImageError, naming the file, if it cannot be read or has no such level.
     """
     try:
         with open_regular(path) as file, allow_any_size(), Image.open(file, formats=("PNG", "JPEG")) as image:
             shape = image.size[::-1]
             turned = image.getexif().get(_ORIENTATION, 1) > 4
-    except Exception:  # a damaged header fails in any way; and whoever reads the picture has the words for it
+    except Exception:  # a damaged header may raise anything; opening the picture raises the proper error
         return open_cached(path).shape(level)
     if level:
         return open_cached(path).shape(level)

@@ -1,4 +1,4 @@
-"""What all readers share: levels, rectangles that may reach outside, and an account of what was read."""
+"""Base class of picture readers: levels, rectangles that may extend beyond the picture, and a count of bytes read."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ __all__ = ["WHITE", "DecodeBlock", "Level", "PictureReader", "Pixels", "split_ro
 Pixels = NDArray[np.uint8]
 """(H, W, 3), red, green, blue."""
 
-BAND_BYTES = 1 << 24  # of memory beside the pixels that were asked for
-WHITE = 255  # outside of the picture: the paper that transparent pixels are laid on too
+BAND_BYTES = 1 << 24  # of temporary memory in addition to the requested pixels
+WHITE = 255  # the value outside of the picture, and behind transparent pixels
 
 
 @dataclass(frozen=True)
 class Level:
-    """One resolution of a picture: its size in pixels, and how many pixels of level 0 one of its pixels spans."""
+    """One resolution of a picture: its size in pixels, and its downsample factor relative to level 0 (per side)."""
 
     height: int
     width: int
@@ -41,7 +41,7 @@ class Level:
 
 @dataclass(frozen=True)
 class DecodeBlock:
-    """What is decoded at once, and how long that takes: as long as decoding so many pixels."""
+    """The smallest unit of decoding, and its cost, as the number of pixels that take equally long to decode."""
 
     rows: int = 1
     cols: int = 1
@@ -49,14 +49,14 @@ class DecodeBlock:
 
 
 class ByteCounter:
-    """Bytes counted by any number of threads. A copy of it in another process begins with 0."""
+    """A thread-safe counter of bytes. A pickled copy starts at 0."""
 
     def __init__(self) -> None:
         self.count = 0
         self._lock = threading.Lock()
 
     def add(self, count: int) -> None:
-        """Count these too."""
+        """Add to the count."""
         with self._lock:
             self.count += count
 
@@ -65,10 +65,10 @@ class ByteCounter:
 
 
 class PictureReader(ABC):
-    """A picture that hands out rectangles; a subclass has to say only what lies in one that is wholly inside.
+    """A picture that is read by rectangles; a subclass implements only the reading of rectangles inside a level.
 
-    Reads may come from several threads at once. Pickled, a reader of a file is its path: the file is opened again
-    where the copy is first read, so every rank has a handle of its own.
+    Several threads may read at once. A pickled reader of a file contains only its path: the copy opens the file again
+    on its first read, so that every rank has its own handle.
     """
 
     def __init__(self, name: str, levels: Sequence[Level], microns_per_px: float | None = None) -> None:
@@ -77,11 +77,11 @@ class PictureReader(ABC):
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of the picture's own pixels that `read` has handed out so far, white beyond its edges not counted."""
+        """Bytes of the picture's own pixels that `read` has returned so far, without white beyond its edges."""
         return self._tally.count
 
     def shape(self, level: int = 0) -> tuple[int, int]:
-        """Height and width in pixels of one level. Raises ImageError where there is no such level."""
+        """Return height and width in pixels of one level. Raises ImageError if there is no such level."""
         if level not in range(len(self.levels)):
             raise ImageError(
                 f"{getattr(self, 'path', self.name)} has no level {level}: its levels are 0 to {len(self.levels) - 1} "
@@ -90,9 +90,10 @@ class PictureReader(ABC):
         return self.levels[level].shape
 
     def read(self, y0: int, x0: int, height_px: int, width_px: int, level: int = 0) -> Pixels:
-        """A fresh (height_px, width_px, 3) rectangle of one level, in pixels of that level; white outside.
+        """Return a new (height_px, width_px, 3) array of a rectangle of one level, in pixels of that level.
 
-        Raises ImageError where it has no pixels, or the file cannot be read.
+        Pixels outside of the picture are white. Raises ImageError if the rectangle has no pixels, or the file cannot
+        be read.
         """
         (rows, cols), box = self.shape(level), _normalise_box(self.name, (y0, x0, height_px, width_px))
         y0, x0, height_px, width_px = box
@@ -106,11 +107,11 @@ class PictureReader(ABC):
         return found
 
     def get_decode_block(self, level: int) -> DecodeBlock:
-        """What of a level is decoded at once, where that is more than the pixels that are asked for."""
+        """Return the unit of decoding of a level; by default single pixels, if only requested pixels are decoded."""
         return DecodeBlock()
 
     def thumbnail(self, longest_px: int) -> Pixels:
-        """The whole picture, shrunk until neither side is longer than `longest_px`; see `thumbnails.shrunk`."""
+        """Return the picture shrunk until neither side is longer than `longest_px`; see `make_thumbnail`."""
         return make_thumbnail(self, longest_px)
 
     def __repr__(self) -> str:
@@ -121,14 +122,15 @@ class PictureReader(ABC):
 
     @abstractmethod
     def _fill(self, out: Pixels, y0: int, x0: int, level: int) -> None:
-        """Put a rectangle into `out`, (h, w, 3), all white: its first pixel is (y0, x0), and it lies inside the level.
+        """Fill `out`, (h, w, 3), initially white, with the rectangle at (y0, x0), which is inside the level.
 
-        It is as large as what was asked for: whoever needs memory besides takes it piece by piece, see `bands`.
+        `out` may be as large as the whole picture: an implementation that needs temporary memory works in bands, see
+        `split_row_bands`.
         """
 
 
 def split_row_bands(start: int, stop: int, row_bytes: int, step: int = 1) -> Iterator[tuple[int, int]]:
-    """Rows `start` to `stop` in parts of about `BAND_BYTES`, cut at multiples of `step` (the rows of a tile).
+    """Split rows `start` to `stop` into bands of about `BAND_BYTES`, cut at multiples of `step` (the rows of a tile).
 
     >>> list(split_row_bands(5, 40, row_bytes=BAND_BYTES // 20, step=8))
     [(5, 16), (16, 32), (32, 40)]

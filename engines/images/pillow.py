@@ -1,4 +1,4 @@
-"""PNG and JPEG files, and TIFF files of rare kinds, through Pillow: decoded whole, once."""
+"""Reader of PNG and JPEG files, and of rare kinds of TIFF, through Pillow: each file is decoded whole, once."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ FORMATS = ("PNG", "JPEG", "TIFF")
 _GREY, _COLOUR = ("1", "L"), ("P", "RGB", "YCbCr")
 _WITH_ALPHA = ("LA", "La", "PA", "RGBA", "RGBa")
 _EXTRA_SAMPLES = 338
-ORIENTATION = 0x0112  # of EXIF
+ORIENTATION = 0x0112  # EXIF tag
 TILED = "Save it as a TIFF file in tiles, which is read tile by tile (such as `vips copy IN OUT.tif[tile,pyramid]`)."
 _HOLDS = {"CMYK": "printing inks", "F": "floating-point numbers", "I": "integers of more than 8 bits"}
 
 
 class PillowPicture(PictureReader):
-    """A file that can only be decoded whole. Its pixels are kept, and shared with whoever opens it again.
+    """A file that can only be decoded whole. Its pixels are cached and shared by all readers of the file.
 
-    `page` is the number of the page of a TIFF file that is the picture. Raises ImageError, which names the file and
-    the reason, where it is damaged or of a kind that is not taken.
+    `page` is the index of the TIFF page that holds the picture. Raises ImageError, naming the file and the reason, if
+    the file is damaged or of an unsupported kind.
     """
 
     def __init__(self, path: Path, page: int = 0) -> None:
@@ -61,14 +61,14 @@ class PillowPicture(PictureReader):
         out[:] = pixels[y0 : y0 + out.shape[0], x0 : x0 + out.shape[1]]
 
 
-_SETTINGS = threading.Lock()  # Pillow's limit and Python's warnings are settings of the whole process
+_SETTINGS = threading.Lock()  # Pillow's limit and Python's warning filters are process-wide
 
 
 @contextmanager
 def allow_any_size() -> Iterator[None]:
-    """Pillow takes a picture of 180 million pixels for an attack; ours are meant to be large.
+    """Disable Pillow's size limit and warnings: it takes 180 million pixels for an attack, but ours may be large.
 
-    What it warns of (an EXIF block that is damaged, a short read) either ends in an error or takes nothing away.
+    What Pillow warns of (a damaged EXIF block, a short read) either leads to an error or loses no pixels.
     """
     with _SETTINGS, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -91,8 +91,8 @@ def _decode(path: Path, page: int) -> Pixels:
                 check_decoding(path, image, data, 3)
                 image.getexif()
                 if image.format == "TIFF":
-                    image.load()  # only now are its tags looked at, and warned of
-            return _to_pixels(image)  # not while other threads wait
+                    image.load()  # Pillow inspects the tags, and warns, only now
+            return _to_pixels(image)  # outside of the lock, so that other threads do not wait
     except ImageError as error:
         if isinstance(error.__cause__, UnidentifiedImageError):
             raise ImageError(
@@ -102,9 +102,9 @@ def _decode(path: Path, page: int) -> Pixels:
 
 
 def read_whole_file(path: Path) -> bytes:
-    """Its bytes: a decoder that is given these, unlike a file, makes no room for more than there is.
+    """Return a file's bytes. From these, unlike from a file, a decoder never allocates more than there are.
 
-    Raises ImageError where they are more than may be read at once.
+    Raises ImageError if the file is larger than may be read at once.
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -113,10 +113,10 @@ def read_whole_file(path: Path) -> bytes:
 
 
 def check_decoding(path: Path, image: Image.Image, data: bytes, result_bytes: int) -> None:
-    """Raises ImageError where decoding an image to `result_bytes` a pixel is not worth what it takes.
+    """Raise ImageError if decoding an image to `result_bytes` per pixel would take too much time or memory.
 
-    Pillow holds a byte for each pixel of grey and four for each of colours, libjpeg six more where scans refine each
-    other, and libtiff a strip or a tile, which may be everything.
+    Pillow holds one byte per grey pixel and four per colour pixel; libjpeg six more for progressive files; libtiff a
+    strip or a tile, which may be the whole image.
     """
     rows, cols = image.height, image.width
     check_size(path, rows, cols, _get_pixels_per_byte(image))
@@ -124,16 +124,16 @@ def check_decoding(path: Path, image: Image.Image, data: bytes, result_bytes: in
         raise ImageError(f"{path} has more than {scans - 1} scans, where a JPEG picture has about 10. Save it again.")
     held = 1 if image.mode in ("1", "L", "P") else 4
     more = {"TIFF": held, "JPEG": 6 if image.info.get("progressive") else 0}.get(str(image.format), 0)
-    # A PNG is decoded by whoever asks whether it is turned, so that it counts as if it were.
+    # `getexif` would decode a PNG, so a PNG always counts as if it had to be turned.
     turned = held if image.format == "PNG" or image.getexif().get(ORIENTATION, 1) != 1 else 0
     wanted = len(data) + rows * cols * (held + more + turned + result_bytes)
     check_budget(path, wanted, f"its {rows} x {cols} px can only be decoded all at once", TILED)
 
 
 def _get_pixels_per_byte(image: Image.Image) -> int:
-    """As many as a format can pack into a byte of its file, where that is less than what any can.
+    """Return the most pixels that a format can store per byte of file, at most the general `PIXELS_PER_BYTE`.
 
-    JPEG has a bit or more for each block of 8 x 8 (T.81, F.1.2), and deflate packs 258 bytes into 2 bits (RFC 1951).
+    JPEG needs at least a bit per block of 8 x 8 (T.81, F.1.2); deflate packs 258 bytes into 2 bits (RFC 1951).
     """
     if image.format == "JPEG":
         return 8 * 64
@@ -142,7 +142,10 @@ def _get_pixels_per_byte(image: Image.Image) -> int:
 
 
 def _check_mode(path: Path, image: Image.Image) -> None:
-    """Pillow drops the lower half of a 16-bit colour picture without a word; its decoder's name tells."""
+    """Raise ImageError for an unsupported mode.
+
+    Pillow silently drops the low bytes of 16-bit colours; only the raw mode of its decoder shows this.
+    """
     stored = str([part[3] for part in image.tile])
     if ";16" in stored or image.mode.startswith("I;16"):
         raise ImageError(
@@ -165,7 +168,7 @@ def _to_pixels(image: Image.Image) -> Pixels:
 
 
 def map_row_bands(image: Image.Image, read: Callable[[Image.Image], NDArray[Any]]) -> NDArray[Any]:
-    """What `read` makes of an image, band by band: of a large one, a second copy is half of the memory."""
+    """Return the array that `read` makes of an image, converted band by band to avoid a second copy of the whole."""
     found = None
     for top, bottom in split_row_bands(0, image.height, 4 * image.width):
         band = read(image.crop((0, top, image.width, bottom)))
@@ -178,7 +181,10 @@ def map_row_bands(image: Image.Image, read: Callable[[Image.Image], NDArray[Any]
 
 
 def _has_alpha(image: Image.Image) -> bool:
-    """Of a TIFF file without ExtraSamples, Pillow takes a fourth channel for alpha, which the file does not say."""
+    """Return whether an image has transparency.
+
+    Pillow takes any fourth channel of a TIFF file for alpha, but only the file's ExtraSamples tag makes it that.
+    """
     if isinstance(image, TiffImageFile):
         return image.mode in _WITH_ALPHA and bool({1, 2} & set(image.tag_v2.get(_EXTRA_SAMPLES, ())))
     return image.mode in _WITH_ALPHA or "transparency" in image.info

@@ -1,8 +1,8 @@
-"""The numbers that a file stores for its pixels, as they are: what a mask is read from.
+"""Readers of the unmodified numbers that a file stores for its pixels, as needed for masks.
 
-A picture's numbers mean light, so a reader of pictures inverts them where white is 0, looks them up in a palette, lays
-what is transparent on white and stretches few bits to 0 ... 255. Here nothing of that is done. Only the place of a
-pixel follows the file: where it says that it is turned (EXIF, TIFF's Orientation), it is set upright, as pictures are.
+A picture's numbers mean light, so a picture reader inverts them if white is 0, looks them up in a palette, composites
+transparency on white and stretches few bits to 0 ... 255. The readers here do none of that. Only the position of pixels
+is changed: an image with an orientation (EXIF, TIFF's Orientation) is turned upright, as pictures are.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ _SAVE = "Save it as a grey PNG or TIFF file, or as an (H, W) array in a .npy fil
 
 
 class RawImage(Protocol):
-    """A file of numbers, with one channel or more.
+    """A file of numbers, with one or more channels.
 
-    `bits` says how many a number has; where they are fewer than 8, shades would be spread over 0 ... 255. `alpha` is
-    the channel of transparency, if there is one. `is_indexed` where numbers are places in a palette of colours.
+    `bits` is the number of bits of a number; as shades, fewer than 8 would be spread over 0 ... 255. `alpha` is the
+    index of the alpha channel, if any. `is_indexed` is true if the numbers are indices into a palette of colours.
     """
 
     shape: tuple[int, int]
@@ -56,13 +56,13 @@ class RawImage(Protocol):
     is_indexed: bool
 
     def read(self, tile: Tile) -> Numbers:
-        """(h, w, channels) of the file's own type. Raises ImageError, which names the file."""
+        """Return (h, w, channels) in the file's own dtype. Raises ImageError, naming the file, if it cannot be read."""
 
 
 def open_raw_image(path: Path) -> RawImage:
-    """The numbers in a PNG, JPEG, TIFF or `.npy` file, known by what is in it.
+    """Open a PNG, JPEG, TIFF or `.npy` file, recognised by its content (or the ending `.npy`), for its raw numbers.
 
-    Only its header is read at first. Raises ImageError, which names the file, where its numbers cannot be had.
+    No pixels are decoded yet. Raises ImageError, naming the file, if its numbers cannot be obtained.
     """
     with translate_errors(path):
         if is_zarr(path):
@@ -78,7 +78,7 @@ def open_raw_image(path: Path) -> RawImage:
 
 
 class _RawNpy:
-    """An (H, W) array in a `.npy` file, mapped into memory."""
+    """A memory-mapped (H, W) array in a `.npy` file."""
 
     alpha: int | None = None
     is_indexed = False
@@ -96,7 +96,7 @@ class _RawNpy:
 
 
 class _RawPillow:
-    """A PNG or JPEG file. Pillow gives the stored numbers, but spreads 2 and 4 bits of grey over 0 ... 255."""
+    """A PNG or JPEG file. Pillow returns the stored numbers, but spreads 2 and 4 bits of grey over 0 ... 255."""
 
     def __init__(self, path: Path) -> None:
         self.path = make_absolute(path)
@@ -118,7 +118,7 @@ class _RawPillow:
 
 
 class _RawTiff:
-    """A TIFF file, of which the tiles or strips are decoded that a rectangle touches."""
+    """A TIFF file; only the tiles or strips that intersect a rectangle are decoded."""
 
     def __init__(self, path: Path) -> None:
         self.path = make_absolute(path)
@@ -159,7 +159,7 @@ def _cut(values: Numbers, tile: Tile) -> Numbers:
 
 
 def _apply_orientation(values: Numbers, orientation: int) -> Numbers:
-    """(H, W, ...) of a file whose first row and column are elsewhere (TIFF 6.0, p. 36, Orientation)."""
+    """Turn (H, W, ...) values upright by the file's Orientation (TIFF 6.0, p. 36)."""
     turned = values.swapaxes(0, 1) if orientation in (5, 6, 7, 8) else values
     rows, cols = orientation in (3, 4, 7, 8), orientation in (2, 3, 6, 7)
     return turned[:: -1 if rows else 1, :: -1 if cols else 1]
@@ -173,7 +173,7 @@ def _open_bytes(data: bytes) -> Image.Image:
 
 
 def _read_png_bits(path: Path) -> int:
-    """Bits of a channel, by the first chunk of the file (PNG, 11.2.2)."""
+    """Return the bits per channel from the header chunk of the file (PNG, 11.2.2)."""
     with path.open("rb") as file:
         (bits,) = struct.unpack(">B", file.read(25)[24:])
     return int(bits)
@@ -195,12 +195,12 @@ def _has_colours(image: Image.Image) -> bool:
 
 
 def _is_grey_ramp(palette: NDArray[np.integer[Any]]) -> bool:
-    """Whether a palette, (3, N), gives each index the grey of the same number, so that an index is a shade."""
+    """Return whether a palette, (3, N), maps each index to the grey of the same number, so that indices are shades."""
     return bool((palette == np.arange(palette.shape[1])).all())
 
 
 def _decode(path: Path, _page: int) -> Numbers:
-    """(H, W, channels) of a PNG or JPEG file, upright."""
+    """Decode a PNG or JPEG file to (H, W, channels), upright."""
     with translate_errors(path):
         data = read_whole_file(path)
         with allow_any_size():
@@ -214,7 +214,7 @@ def _decode(path: Path, _page: int) -> Numbers:
 
 
 def _check_decoding(path: Path, image: Image.Image, data: bytes) -> None:
-    """Before anything is asked of the image that Pillow would decode it for, such as whether it is turned."""
+    """Check the cost of decoding before any access that makes Pillow decode the image, such as `getexif`."""
     bytes_per_pixel = np.dtype(np.int32).itemsize if image.mode == "I" else len(image.getbands())
     check_decoding(path, image, data, bytes_per_pixel)
 

@@ -1,4 +1,4 @@
-"""A rectangle of a picture, as a picture."""
+"""A rectangle of a picture, with the interface of a picture."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ __all__ = ["RegionPicture", "crop_picture"]
 
 
 class RegionPicture(PictureReader):
-    """Pixel (0, 0) is row `y0`, column `x0` of one level of another picture, which goes on being what is read.
+    """A view of a rectangle of one level of another picture; pixel (0, 0) is its row `y0`, column `x0`.
 
-    It has this one level; a thumbnail is made from the coarser levels of the picture, where it has them.
+    The view has one level; its thumbnail is made from the picture's coarser levels, if there are any.
     """
 
     def __init__(self, picture: Picture, y0: int, x0: int, height_px: int, width_px: int, level: int) -> None:
@@ -23,7 +23,7 @@ class RegionPicture(PictureReader):
         self.picture, self.box, self.level = picture, (y0, x0, height_px, width_px), level
 
     def thumbnail(self, longest_px: int) -> Pixels:
-        """The whole region, shrunk."""
+        """Return the whole region, shrunk until neither side is longer than `longest_px`."""
         return make_thumbnail(self.picture, longest_px, self.box, self.level)
 
     def _fill(self, out: Pixels, y0: int, x0: int, level: int) -> None:
@@ -34,9 +34,9 @@ class RegionPicture(PictureReader):
 
 
 def crop_picture(picture: Picture, y0: int, x0: int, height_px: int, width_px: int, level: int = 0) -> Picture:
-    """The rectangle of one level, in pixels of that level, as a picture; what lies outside of it is white.
+    """Return a rectangle of one level, in pixels of that level, as a picture; pixels outside of `picture` are white.
 
-    Raises ImageError where it has no pixels, or none in common with the picture.
+    Raises ImageError if the rectangle has no pixels, or none in common with the picture.
     """
     rows, cols = picture.shape(level)
     if min(height_px, width_px) < 1:

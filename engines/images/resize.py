@@ -1,8 +1,8 @@
-"""Pictures brought to another size part by part: each part has, to the bit, the pixels of the whole brought there.
+"""Tile-wise resizing of pictures: each tile is bit-identical to the same tile of the resized whole picture.
 
-Only what a part needs is read. Pictures follow the rule of Pillow's bilinear filter, which averages where it shrinks:
-weights in fixed point, columns before rows, bytes in between. Pillow itself cannot do this for a part: it takes the
-borders of a part in single precision, and whether columns or rows come first depends on its size.
+Only the source pixels that a tile needs are read. The filter is Pillow's bilinear one, which averages when shrinking:
+fixed-point weights, columns before rows, rounding to bytes in between. Pillow itself cannot resize a tile this way: it
+handles the borders of a box in single precision, and the order of columns and rows depends on the box's size.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from engines.spatial.tiles import Span, Tile
 
 __all__ = ["find_nearest_pixels", "resize_tile"]
 
-_BITS = 22  # of a weight, after the point: with 8 of a pixel, a sum fits into 31
+_BITS = 22  # fractional bits of a weight: with the 8 bits of a pixel, a sum fits into the 31 bits of an int32
 
 Size = tuple[int, int]
 Whole = NDArray[np.int64]
 
 
 def resize_tile(read: Callable[[Tile], Pixels], source: Size, target: Size, tile: Tile) -> Pixels:
-    """(h, w, 3): the pixels of `tile` of a picture of `source` = (height, width), brought to `target`.
+    """Return the pixels of `tile`, (h, w, 3), of a picture of `source` = (height, width) resized to `target`.
 
-    `read` gives the pixels of a tile of the source, (H, W, 3).
+    `read` returns the pixels of a tile of the source, (H, W, 3).
     """
     if source == target:
         return read(tile)
@@ -39,7 +39,7 @@ def resize_tile(read: Callable[[Tile], Pixels], source: Size, target: Size, tile
 
 
 def find_nearest_pixels(source: int, target: int, span: Span) -> Whole:
-    """The nearest of `source` pixels for each of `span` of `target` pixels, along one axis.
+    """Return the index of the nearest of `source` pixels for each pixel of `span` among `target`, along one axis.
 
     >>> find_nearest_pixels(source=6, target=3, span=Span(1, 3)).tolist()
     [3, 5]
@@ -48,9 +48,9 @@ def find_nearest_pixels(source: int, target: int, span: Span) -> Whole:
 
 
 def _compute_taps(source: int, target: int, span: Span) -> tuple[Whole, NDArray[np.int32]]:
-    """For each pixel of `span`: of which source pixels it is the sum, and their weights; both (pixels, taps).
+    """Return the source pixels that each pixel of `span` is a sum of, and their weights; both (pixels, taps).
 
-    The same operations in the same order as `precompute_coeffs` and `normalize_coeffs_8bpc` of Pillow's Resample.c.
+    The operations and their order are those of `precompute_coeffs` and `normalize_coeffs_8bpc` in Pillow's Resample.c.
     """
     scale = source / target
     support = max(scale, 1.0)
@@ -60,7 +60,8 @@ def _compute_taps(source: int, target: int, span: Span) -> tuple[Whole, NDArray[
     place = first + np.arange(int((stop - first).max()))
     weights = np.maximum(1.0 - np.abs((place - centre + 0.5) * (1.0 / support)), 0.0)
     weights[place >= stop] = 0.0
-    weights /= np.cumsum(weights, axis=1)[:, -1:]  # one after the other, as Pillow adds them
+    weights /= np.cumsum(weights, axis=1)[:, -1:]  # cumsum adds sequentially, as Pillow does; sum would add pairwise
+    # Taps beyond `stop` have weight 0; their index is clipped so that a tile does not read pixels that it ignores.
     return np.minimum(place, stop - 1), (0.5 + weights * (1 << _BITS)).astype(np.int32)
 
 
@@ -69,9 +70,9 @@ def _compute_span(places: Whole) -> Span:
 
 
 def _apply_taps(pixels: Pixels, places: Whole, weights: NDArray[np.int32], axis: int) -> Pixels:
-    """The weighted sum of the pixels at these places along an axis, rounded to bytes."""
+    """Return the weighted sum of the pixels at `places` along an axis, rounded to bytes."""
     shape = [-1 if each == axis else 1 for each in range(3)]
-    total: NDArray[np.int32] = np.array(1 << (_BITS - 1), np.int32)
+    total: NDArray[np.int32] = np.array(1 << (_BITS - 1), np.int32)  # one half, so that the shift below rounds
     for place, weight in zip((places - places.min()).T, weights.T, strict=True):
         total = total + np.take(pixels, place, axis) * weight.reshape(shape)
     return (total >> _BITS).astype(np.uint8)

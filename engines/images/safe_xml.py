@@ -1,4 +1,4 @@
-"""XML that somebody else wrote: elements and text, and nothing that defines more of it."""
+"""Parsing of untrusted XML: elements and text only; document types, which could define entities, are refused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from xml.parsers import expat
 
 __all__ = ["XML_BYTES", "find_attributes", "parse_xml"]
 
-XML_BYTES = 1 << 25  # of a text that is parsed to a tree, which takes some ten times as much
+XML_BYTES = 1 << 25  # of a text that is parsed to a tree, which takes about ten times as much memory
 
 Attributes = dict[str, str]
 
@@ -25,7 +25,7 @@ class _NoDoctypeBuilder(ET.TreeBuilder):
 
 
 def parse_xml(text: str | bytes) -> ET.Element:
-    """The root element. Raises ET.ParseError, and ValueError at a document type: no picture's XML needs one.
+    """Return the root element. Raises ET.ParseError, and ValueError for a document type, which no picture's XML needs.
 
     >>> parse_xml("<a><b>1</b></a>").findtext("b")
     '1'
@@ -34,10 +34,10 @@ def parse_xml(text: str | bytes) -> ET.Element:
 
 
 def find_attributes(text: str | bytes, outer: str, inner: Sequence[str]) -> dict[str, Attributes]:
-    """Attributes of the first element `outer`, and of the first of each name in `inner` that lies right in it.
+    """Return the attributes of the first element `outer`, and of its first direct child of each name in `inner`.
 
-    Names are without their namespaces. No tree is made, and nothing is read behind them: what they are in may have
-    megabytes of other things. Raises expat.ExpatError, and ValueError at a document type.
+    Names are given without namespaces. No tree is built, and parsing stops after these elements, since the document may
+    have megabytes of other content. Raises expat.ExpatError, and ValueError for a document type.
 
     >>> find_attributes("<a><n:b c='1'><d e='2'/><d e='3'/></n:b><b/></a>", "b", ["d", "f"])
     {'b': {'c': '1'}, 'd': {'e': '2'}}
@@ -71,4 +71,4 @@ def find_attributes(text: str | bytes, outer: str, inner: Sequence[str]) -> dict
 
 
 class _ParsingDoneError(Exception):
-    """What was looked for is found."""
+    """Raised to stop the parser once all wanted elements are found."""

@@ -1,4 +1,4 @@
-"""Which images each step of a training takes: it follows from the seed, whatever the plan, ranks or workers."""
+"""Sampler of the images of each training step; it depends only on the seed, not on plan, ranks or workers."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from engines.spatial.rng import compute_step_seed
 __all__ = ["Sample", "Sampler", "SamplerState"]
 
 Sample = tuple[int, int | None]
-"""The number of an image, and its draw."""
+"""The index of an image and the draw of its augmentation."""
 
 _MOST = 1 << 53
 
 
 @dataclass(frozen=True, slots=True)
 class SamplerState:
-    """Where a training is in its images: after `step` steps of an epoch, at `position` in the epoch's order.
+    """The position of a training in its images: after `step` steps of an epoch, at `position` in the epoch's order.
 
-    `skipped` are the images that are left out, by number, in the order in which they were found.
+    `skipped` are the indices of the images that are left out, in the order in which they were found.
     """
 
     seed: int
@@ -31,7 +31,7 @@ class SamplerState:
     skipped: tuple[int, ...] = ()
 
     def to_dict(self, images: int) -> dict[str, Any]:
-        """As plain JSON, of a training on so many images.
+        """Return the state as plain JSON, for a training on a given number of images.
 
         >>> SamplerState.of(SamplerState(seed=3, epoch=1, step=2, position=4).to_dict(images=9)).step
         2
@@ -40,7 +40,7 @@ class SamplerState:
 
     @classmethod
     def of(cls, state: Any) -> SamplerState:
-        """What `state` has told. Raises ValueError or TypeError where it is something else."""
+        """Return the state from the result of `to_dict`. Raises ValueError or TypeError if it is invalid."""
         if not isinstance(state, dict) or not isinstance(state.get("skipped"), list):
             raise TypeError("where the training is in its images is no dict with a list of those that are left out")
         numbers = [state.get(name) for name in ("images", "seed", "epoch", "step", "position")]
@@ -56,18 +56,18 @@ class SamplerState:
 
     @property
     def next_epoch(self) -> SamplerState:
-        """The beginning of the next one."""
+        """The state at the beginning of the next epoch, with the same skipped images."""
         return SamplerState(self.seed, self.epoch + 1, skipped=self.skipped)
 
 
 class Sampler:
     """Steps of `count` images out of `total`, in epochs of at most `steps` steps.
 
-    The images that are left over make a smaller step at the end of an epoch, of a multiple of `unit` images; with
-    `drop_last` they wait for another epoch. The first step of an epoch is always full.
+    The images left over at the end of an epoch form a smaller step, of a multiple of `unit` images; with `drop_last`
+    they are dropped until the next epoch. The first step of an epoch is always full.
 
     >>> order, start = Sampler(total=5, count=2), SamplerState(seed=0)
-    >>> [index for index, _ in order.get_samples(start)] == list(in_order(5, 0, 0))[:2]
+    >>> [index for index, _ in order.get_samples(start)] == list(shuffle_indices(5, 0, 0))[:2]
     True
     >>> last = order.get_next_state(order.get_next_state(start))
     >>> len(order.get_samples(last)), order.get_samples(order.get_next_state(last))
@@ -84,9 +84,9 @@ class Sampler:
         self._made: tuple[tuple[int, int], Sequence[int]] | None = None
 
     def get_samples(self, place: SamplerState) -> list[Sample] | None:
-        """The images of the step at a place, each with its draw; None where the epoch has no further one.
+        """Return the images of the step at `place`, each with its draw, or None if the epoch has no further step.
 
-        An image's draw follows from seed, epoch and image.
+        An image's draw depends only on seed, epoch and image.
         """
         if (self.steps is not None and place.step >= self.steps) or not (good := self._find_readable(place)):
             return None
@@ -94,15 +94,15 @@ class Sampler:
         return [(index, compute_step_seed(seed, 1 + index)) for _, index in good]
 
     def get_next_state(self, place: SamplerState) -> SamplerState:
-        """The place behind the step at a place."""
+        """Return the state after the step at `place`."""
         return replace(place, step=place.step + 1, position=self._find_readable(place)[-1][0] + 1)
 
     def skip_finished_epoch(self, place: SamplerState) -> SamplerState:
-        """The place itself; where no step of its epoch is left, the beginning of the next one."""
+        """Return `place`, or the beginning of the next epoch if its epoch has no step left."""
         return place.next_epoch if place.step and self.get_samples(place) is None else place
 
     def iterate_steps(self, place: SamplerState) -> Iterator[list[Sample]]:
-        """The steps from a place on, epoch after epoch, as far as anyone knows now."""
+        """Yield the steps from `place` on, epoch after epoch, with the bad images known so far skipped."""
         while True:
             step = self.get_samples(place)
             if step is None and not place.step:
@@ -114,7 +114,7 @@ class Sampler:
                 place = self.get_next_state(place)
 
     def _find_readable(self, place: SamplerState) -> list[tuple[int, int]]:
-        """(position, image) of those of the next step; none where too few are left that can be read."""
+        """Return the (position, image) pairs of the next step; empty if too few readable images are left."""
         key = place.seed, place.epoch
         if self._made is None or self._made[0] != key:
             self._made = key, shuffle_indices(self.total, *key)

@@ -1,4 +1,4 @@
-"""Real pictures that come with the packages we need anyway: nothing is downloaded."""
+"""Sample pictures that are included in required packages, so that nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["immunohistochemistry"]
 
 
 def immunohistochemistry() -> Pixels:
-    """(512, 512, 3): colonic glands; the protein FHL2 is stained brown (DAB), the rest blue (haematoxylin).
+    """Return the (512, 512, 3) pixels of stained colonic glands.
 
-    From the Center for Microscopy and Molecular Imaging (CMMI), no known copyright restrictions; the file
-    lies inside scikit-image's wheel.
+    The protein FHL2 is stained brown (DAB), the rest blue (haematoxylin). From the Center for Microscopy and Molecular
+    Imaging (CMMI), no known copyright restrictions; the file is in scikit-image's wheel.
     """
     pixels: Pixels = skimage.data.immunohistochemistry()
     return pixels

@@ -1,4 +1,4 @@
-"""What one rank reads of the images of a step: its own pixels, and nothing else."""
+"""Reading of one rank's shard of the images of a step: only its own pixels."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ from engines.spatial.tiles import Span, Tile
 
 __all__ = ["ReadRequest", "ShardReader"]
 
-_AXES = (0, -2, -1)  # of images, rows and columns
+_AXES = (0, -2, -1)  # axes of images, rows and columns
 
 
 @dataclass(frozen=True, slots=True)
 class ReadRequest:
-    """What is read at once: of the `images` or `labels` of one image the pixels of `tile`, or its one label."""
+    """One unit of reading for the input `name`, "images" or "labels".
+
+    It is the pixels of `tile` of one image or its mask, or, if `tile` is None, the one label of the image.
+    """
 
     name: str
     index: int
@@ -34,9 +37,9 @@ class ReadRequest:
 
 @dataclass(frozen=True)
 class _MicroBatchShard:
-    """Of the images or the labels of a micro-batch: which places of the step, and which pixels of each image.
+    """A rank's shard of the images or labels of a micro-batch: positions in the step, and pixels of each image.
 
-    `rows` and `cols` are pixels of the images, in order; what has no pixels has none of them.
+    `rows` and `cols` are ascending pixel indices of the images; both are empty for labels per image.
     """
 
     shape: Sequence[int]
@@ -46,33 +49,33 @@ class _MicroBatchShard:
 
     @property
     def tile(self) -> Tile | None:
-        """The smallest that holds its pixels; None where it has none."""
+        """The smallest tile that contains the shard's pixels; None for labels per image."""
         if not len(self.rows):
             return None
         return Tile(*(Span(int(px[0]), int(px[-1]) + 1) for px in (self.rows, self.cols)))
 
     def make_read_requests(self, name: str, step: Sequence[Sample]) -> list[ReadRequest]:
-        """One for each image, in the order of its places."""
+        """Return one request per image, in the order of `places`."""
         tile = self.tile
         drawn = [step[place] for place in self.places]
         return [ReadRequest(name, index, tile, draw if tile else None) for index, draw in drawn]
 
 
 class InputCutter(Protocol):
-    """Something that knows which part of the whole inputs of a step is a rank's."""
+    """An object that cuts a rank's shard out of the whole inputs of a step."""
 
     def cut(self, inputs: Mapping[str, Tensor]) -> Inputs:
-        """By micro-batch and name, of a step of as many images as there are."""
+        """Return this rank's shard by micro-batch and name; the step has as many images as `inputs`."""
 
 
 class ShardReader:
-    """This rank's part of the steps of a training, whose whole inputs are as `specs` say; a step may have fewer images.
+    """Reads this rank's shard of the steps of a training; `specs` describe the whole inputs of a full step.
 
-    Which images and pixels that is, is asked of the training itself: places are cut as pixels are, so that there is
-    one rule for who gets what. Where the model answers for each pixel, its labels are the masks of the images, of
-    which a rank reads its own part too. Where it answers for fewer pixels than an image has, each answer is for the
-    pixel in its middle. Pixels without a class get the label `ignored`, which the loss leaves out (None: it has none).
-    Raises ImageError where masks have ignored numbers and the loss has no such label.
+    The training itself determines the shard: `cut` is applied to tensors of indices instead of pixels, so that a single
+    rule distributes the data. If the model predicts per pixel, the labels are the images' masks, of which a rank also
+    reads only its shard. If it predicts at a lower resolution, each prediction belongs to the pixel in its middle.
+    Pixels without a class get the label `ignored`, which the loss ignores (None: the loss has no such label).
+    Raises ImageError if masks have ignored numbers and the loss has no such label.
     """
 
     def __init__(
@@ -91,7 +94,7 @@ class ShardReader:
         self.get_shards(specs["images"].shape[0])
 
     def get_shards(self, count: int) -> dict[int, dict[str, _MicroBatchShard]]:
-        """By micro-batch and name: this rank's part of a step of `count` images."""
+        """Return this rank's shard of a step of `count` images, by micro-batch and name; cached per `count`."""
         if count not in self._parts:
             specs = {
                 name: _with_batch_size(spec, count, self.specs["images"].shape[0]) for name, spec in self.specs.items()
@@ -104,20 +107,23 @@ class ShardReader:
         return self._parts[count]
 
     def read(self, step: Sequence[int], draws: Sequence[int] | None = None) -> Inputs:
-        """The parts of the images with these numbers, each augmented from its draw.
+        """Return this rank's shard of the images with these indices, each augmented by its draw.
 
-        Raises ImageError where one cannot be read.
+        Raises ImageError if one cannot be read.
         """
         return self.assemble(list(zip(step, draws or [None] * len(step), strict=True)), self.fetch)
 
     def make_read_requests(self, step: Sequence[Sample]) -> Iterator[ReadRequest]:
-        """All that is to be read for a step."""
+        """Yield everything that is to be read for a step."""
         for parts in self.get_shards(len(step)).values():
             for name, part in parts.items():
                 yield from part.make_read_requests(name, step)
 
     def fetch(self, piece: ReadRequest) -> Tensor:
-        """Read a piece: (3, h, w) or (h, w) or (). Several threads may do so. Raises ImageError."""
+        """Read one piece: (3, h, w), (h, w) or (). Thread-safe.
+
+        Raises ImageError if it cannot be read, or the image has another size than the training.
+        """
         if piece.tile is None:
             return torch.tensor(self.images.label(piece.index))
         if (shape := self.images.shape(piece.index)) != self.size:
@@ -130,7 +136,7 @@ class ShardReader:
         return self._with_ignored(self.images.mask(piece.index, piece.tile, piece.draw), piece.index)
 
     def _with_ignored(self, labels: Tensor, index: int) -> Tensor:
-        """The labels of pixels, with that of the loss for those that have no class."""
+        """Replace `IGNORED` in per-pixel labels by the label that the loss ignores."""
         without = labels == IGNORED
         if self.ignored == IGNORED or not without.any():
             return labels
@@ -139,7 +145,7 @@ class ShardReader:
         return labels.masked_fill(without, self.ignored)
 
     def assemble(self, step: Sequence[Sample], read: Callable[[ReadRequest], Tensor]) -> Inputs:
-        """The parts of a step, whose pieces are what `read` says."""
+        """Return this rank's shard of a step from the pieces that `read` returns."""
         return {
             number: {
                 name: self._assemble_input(name, part, part.make_read_requests(name, step), read)
@@ -158,17 +164,17 @@ class ShardReader:
 
 
 def _with_batch_size(spec: TensorSpec, count: int, full: int) -> TensorSpec:
-    """The spec of a step of `full` images, for `count` of them."""
+    """Return the spec of a step of `full` images, changed to `count` images."""
     return replace(spec, shape=(spec.shape[0] * count // full, *spec.shape[1:])) if spec.shape else spec
 
 
 def _can_hold(dtype: torch.dtype, label: int) -> bool:
-    """Whether labels of a type can be this one: uint8 would make 156 of -100."""
+    """Return whether a dtype can represent a label: in uint8, -100 would become 156."""
     return dtype.is_floating_point or torch.iinfo(dtype).min <= label <= torch.iinfo(dtype).max
 
 
 def _expand_labels(found: Tensor, part: _MicroBatchShard) -> Tensor:
-    """(N,) classes, or (N, h, w) of all pixels, as the labels of a part have them."""
+    """Bring labels, (N,) or (N, h, w), to the shape of a shard: select its rows and columns, and broadcast."""
     if len(part.rows):
         found = found[:, part.rows - part.rows[0]][:, :, part.cols - part.cols[0]]
     ones = [1] * (len(part.shape) - found.dim())
@@ -176,7 +182,10 @@ def _expand_labels(found: Tensor, part: _MicroBatchShard) -> Tensor:
 
 
 def _make_index_inputs(specs: Mapping[str, TensorSpec], axis: int) -> dict[str, Tensor]:
-    """Whole inputs that hold each entry's place along one axis of the images, without memory of their own."""
+    """Return whole inputs whose entries are their own indices along one axis of the images.
+
+    They are expanded views, so that inputs of any size take no memory.
+    """
     images, labels = specs["images"].shape, specs["labels"].shape
     of_labels = 0 if len(labels) < 3 else axis
     return {
@@ -186,7 +195,10 @@ def _make_index_inputs(specs: Mapping[str, TensorSpec], axis: int) -> dict[str, 
 
 
 def _make_axis_index(shape: Sequence[int], axis: int, size: int) -> Tensor:
-    """The middles of the entries, in places of an axis that has `size`: 0, 1, 2 ... where there are as many."""
+    """Return the index of the pixel in the middle of each entry along `axis`, for an image axis of `size` pixels.
+
+    The indices are 0, 1, 2 ... if the axis has `size` entries.
+    """
     view = [1] * len(shape)
     view[axis] = shape[axis]
     middles = (2 * torch.arange(shape[axis]) + 1) * size // (2 * shape[axis])

@@ -1,4 +1,4 @@
-"""Which images are held out: by slide, so that no slide is both learned from and judged by."""
+"""Split into training and held-out images by slide, so that no slide is used for both training and evaluation."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ __all__ = ["split_indices"]
 def split_indices(
     slides: Sequence[str], labels: Sequence[Hashable] | None = None, held_out: float = 0.2, seed: int = 0
 ) -> tuple[list[int], list[int]]:
-    """The numbers of the images to train on, and of those to judge by: about a `held_out` share of the slides.
+    """Return the indices of the training images and of the held-out images; about a `held_out` share of the slides.
 
-    Image i is of slide `slides[i]` and class `labels[i]`. All images of a slide go to one side. Of the slides that
-    have the same classes the same share is held out, and at least one where there are two. The same slides, labels
-    and seed give the same sides, in whichever order they come. Raises ImageError where a side would be empty.
+    Image i belongs to slide `slides[i]` and class `labels[i]`. All images of a slide are on the same side. The split is
+    stratified: the same share of the slides with the same set of classes is held out, at least one of two or more. The
+    same slides, labels and seed give the same sides, in any order of the images. Raises ImageError if a side would be
+    empty.
 
     >>> split_indices(["a", "a", "b", "c"], held_out=0.3)
     ([0, 1, 2], [3])

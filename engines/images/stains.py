@@ -1,4 +1,4 @@
-"""How much of a stain lies at each pixel, and pictures as if they had been stained a little otherwise."""
+"""Stain amounts per pixel, and augmentation of the staining."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from engines.images.picture import Pixels
 __all__ = ["compute_dab", "restain"]
 
 _DAB = 2
-_STEPS = 1 << 12  # per unit of optical density; a byte is never off by more than a thirtieth before it is rounded
+_STEPS = 1 << 12  # per unit of optical density; before rounding, a byte is off by at most a thirtieth
 _DENSITY = (-_STEPS * np.log((np.arange(256) + 1) / 256)).astype(np.float32)
-"""The optical density that each byte stands for, in steps, with 1 added so that black has one too."""
+"""The optical density of each byte value, in steps; 1 is added to the value so that black has a finite density."""
 _BYTE = np.rint(256 * np.exp(-np.arange(6 * _STEPS) / _STEPS) - 1).clip(0, 255).astype(np.uint8)
-"""And back."""
+"""The byte value of each optical density in steps: the inverse of `_DENSITY`."""
 
 
 def compute_dab(image: Pixels) -> NDArray[np.float64]:
-    """(H, W, 3) -> (H, W): the optical density of DAB (brown), by colour deconvolution.
+    """Return the optical density of DAB (brown) by colour deconvolution: (H, W, 3) -> (H, W); 0 is no stain.
 
-    0 is none. Ruifrok and Johnston's method and stain colours, as scikit-image has them.
+    Ruifrok and Johnston's method and stain colours, as implemented in scikit-image.
     """
     stains: NDArray[np.float64] = rgb2hed(image)
     return stains[..., _DAB]
 
 
 def restain(image: NDArray[np.uint8], factors: Sequence[float], added: Sequence[float]) -> NDArray[np.uint8]:
-    """(3, H, W) -> (3, H, W): with so many times as much haematoxylin, eosin and DAB, and so much density more of each.
+    """Scale the amounts of haematoxylin, eosin and DAB by `factors` and add the densities `added`: (3, H, W) -> same.
 
     (Tellez et al., 2018, "Whole-slide mitosis detection in H&E breast histology using PHH3 as a reference to train
-    distilled stain-invariant convolutional networks", IEEE TMI 37: section III-C.) A pixel follows from itself alone,
-    to the bit: sums are written out and functions looked up, since libraries compute both a little differently at the
-    borders of an array.
+    distilled stain-invariant convolutional networks", IEEE TMI 37: section III-C.) Each result depends bit for bit only
+    on its own pixel: sums are written out and functions tabulated, since library routines round slightly differently at
+    the borders of an array.
     """
     mix = np.asarray(hed_from_rgb @ np.diag(factors) @ rgb_from_hed, np.float32)
     more = np.asarray(_STEPS * np.asarray(added) @ rgb_from_hed, np.float32)

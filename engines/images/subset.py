@@ -1,4 +1,4 @@
-"""Some of the images of a set, and how a set is parted into those to train on and those to judge by."""
+"""Subsets of a data set, and its split into training and held-out images."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["Subset", "split_by_slide"]
 
 
 class Subset:
-    """The images with these `numbers`, in that order: images like others.
+    """The data set of the images with the indices `numbers`, in that order.
 
-    Raises ImageError where a number is not one of theirs.
+    Raises ImageError if an index is out of range.
     """
 
     def __init__(self, images: LabelledImages, numbers: Sequence[int]) -> None:
@@ -28,41 +28,41 @@ class Subset:
 
     @property
     def ignore(self) -> Sequence[int]:
-        """The numbers of masks that are no class."""
+        """The numbers in masks that stand for no class."""
         return getattr(self.images, "ignore", ())
 
     def __len__(self) -> int:
         return len(self.numbers)
 
     def name(self, index: int) -> str:
-        """As it is called in the set."""
+        """Return the name of an image in the full set."""
         return self.images.name(self.numbers[index])
 
     def slide(self, index: int) -> str:
-        """What it was taken from."""
+        """Return the slide of an image."""
         return self.images.slide(self.numbers[index])
 
     def shape(self, index: int) -> tuple[int, int]:
-        """Height and width in pixels."""
+        """Return height and width in pixels."""
         return self.images.shape(self.numbers[index])
 
     def part(self, index: int, tile: Tile, draw: int | None = None) -> Tensor:
-        """(3, h, w)."""
+        """Return the pixels of a tile, (3, h, w)."""
         return self.images.part(self.numbers[index], tile, draw)
 
     def label(self, index: int) -> int:
-        """Its class."""
+        """Return the class of an image."""
         return self.images.label(self.numbers[index])
 
     def mask(self, index: int, tile: Tile, draw: int | None = None) -> Tensor:
-        """(h, w)."""
+        """Return the classes of a tile, (h, w)."""
         return self.images.mask(self.numbers[index], tile, draw)
 
 
 def split_by_slide(images: LabelledImages, share: float, seed: int = 0) -> tuple[Subset, Subset]:
-    """(those to train on, those held out): about `share` of all slides, drawn by the seed. See `split`.
+    """Split into (training images, held-out images), with about `share` of the slides held out; see `split_indices`.
 
-    Raises ImageError where one of the two would be empty.
+    Raises ImageError if one of the two would be empty.
     """
     everyone = range(len(images))
     slides, labels = [images.slide(index) for index in everyone], [_get_label(images, index) for index in everyone]
@@ -71,7 +71,7 @@ def split_by_slide(images: LabelledImages, share: float, seed: int = 0) -> tuple
 
 
 def _get_label(images: LabelledImages, index: int) -> int | None:
-    """None where an image has a mask only."""
+    """Return the label of an image, or None if it has only a mask."""
     try:
         return images.label(index)
     except ImageError:

@@ -1,4 +1,4 @@
-"""Random images that nobody has to hold: each pixel follows from the seed, the image's number and its place."""
+"""Random images that need no storage: each pixel is a function of the seed, the image's index and its position."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _CPU = torch.device("cpu")
 
 
 class SyntheticImages(SingleLabelImages):
-    """`count` images of `size` = (height, width) pixels, uniformly random, with random classes of images and of pixels.
+    """`count` uniformly random images of `size` = (height, width) pixels, with random classes of images and pixels.
 
     >>> from engines.spatial.tiles import Span
     >>> images = SyntheticImages(count=2, size=(4, 6), classes=10)
-    >>> whole = images.part(1, Tile.render_whole(4, 6))
+    >>> whole = images.part(1, Tile.whole(4, 6))
     >>> torch.equal(images.part(1, Tile(Span(1, 3), Span(2, 6))), whole[:, 1:3, 2:6])
     True
     """
@@ -33,27 +33,27 @@ class SyntheticImages(SingleLabelImages):
         return self.count
 
     def name(self, index: int) -> str:
-        """Its number."""
+        """Return a name that contains the image's index."""
         return f"random image {index}"
 
     def shape(self, index: int) -> tuple[int, int]:
-        """Height and width in pixels."""
+        """Return height and width in pixels."""
         return self.size
 
     def part(self, index: int, tile: Tile, draw: int | None = None) -> Tensor:
-        """(3, h, w), float32 from -1 to 1; only these pixels are drawn."""
+        """Return the pixels of a tile, (3, h, w), float32 from -1 to 1; only these are generated."""
         return self._sample_uniform(3 * index, 3, tile).mul_(2).sub_(1).float()
 
     def label(self, index: int) -> int:
-        """Its class."""
+        """Return the class of an image."""
         return math.floor(sample_uniform(self.seed, 3 * index + 1, [], _CPU).item() * self.classes)
 
     def mask(self, index: int, tile: Tile, draw: int | None = None) -> Tensor:
-        """(h, w), int64; only these pixels are drawn."""
+        """Return the classes of the pixels of a tile, (h, w), int64; only these are generated."""
         return self._sample_uniform(3 * index + 2, 1, tile)[0].mul_(self.classes).long()
 
     def _sample_uniform(self, number: int, channels: int, tile: Tile) -> Tensor:
-        """(channels, h, w), float64 of [0, 1)."""
+        """Return uniform samples for a tile, (channels, h, w), float64 in [0, 1)."""
         spans = zip(self.size, (tile.rows, tile.cols), strict=True)
         place = [(channels, 0, channels), *((size, span.start, span.stop) for size, span in spans)]
         return sample_uniform(self.seed, number, place, _CPU)

@@ -1,4 +1,4 @@
-"""Tables of images: CSV files with a line for each image."""
+"""Tables of images: CSV files with one line per image."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from engines.working_folder import describe_working_folder
 __all__ = ["COLUMNS", "table_images", "write_table"]
 
 COLUMNS = ("path", "label", "mask", "region", "level", "slide")
-"""Of a table, as `table_images` explains them."""
+"""The columns of a table; see `table_images`."""
 
 _MOST_CLASSES, _FURTHEST_PX = 99_999, 1 << 31
-_TOLD = 5  # lines of a table, before the others are only counted
+_TOLD = 5  # faulty lines that an error lists; further ones are only counted
 
 
 def table_images(
@@ -38,35 +38,35 @@ def table_images(
     within: str | PathLike[str] | None = None,
     ignore: Ignore = None,
 ) -> ExampleImages:
-    """The images of a table: a CSV file with a line for each, and these columns, in any order.
+    """Return the images of a table: a CSV file with one line per image and these columns, in any order.
 
-    - `path`: the picture's file, from the table's folder on. This one is needed, and `label` or `mask` or both.
-    - `label`: the image's class, a name or a whole number from 0.
-    - `mask`: a file of class numbers by pixel (grey or palette PNG, TIFF, `.npy`), as large as the region or as the
-      whole level. Its numbers are taken as the file stores them.
-    - `region`: `y0 x0 height width` in pixels of the level; none is the whole. What sticks out of the picture is white.
-    - `level`: of the pyramid; 0, where nothing is said, is the finest.
-    - `slide`: what images that resemble each other have in common, such as the patient: `split` keeps it on one side.
+    - `path`: the picture's file, relative to the table's folder. Required, together with `label` or `mask` or both.
+    - `label`: the image's class, a name or a non-negative integer.
+    - `mask`: a file with a class number per pixel (grey or palette PNG, TIFF, `.npy`), as large as the region or the
+      whole level. Its numbers are used as the file stores them.
+    - `region`: `y0 x0 height width` in pixels of the level; the whole picture by default. Pixels outside are white.
+    - `level`: of the pyramid; the default, 0, is the finest.
+    - `slide`: what similar images have in common, such as the patient: `split` keeps images of a slide together.
 
-    `size` is (height, width) in pixels that all images are brought to as `fit` says (None: as they are); for these and
-    `threshold` see `ExampleImages`.
+    `size` is the (height, width) in pixels that all images are scaled or cropped to, as `fit` says (None: unchanged);
+    see `ExampleImages` for these and `threshold`.
 
-    Labels that are all whole numbers from 0 are the classes. Otherwise they are names, and the classes are `names`,
-    such as those of the table that a model was trained on, or else the names in their order. Masks have as many
-    `classes` as is said, or two with a `threshold`. Pixels of a number in `ignore`, such as 255 for void, have no
-    class: their label is the `ignore_index` of the loss (PyTorch's default is -100), so that it leaves them out. A loss
-    that leaves no label out is refused.
-    A table may come from anybody: its files must lie `within` a folder, links followed, which is its own unless given.
-    Raises ImageError, which names the table, its lines and what is wrong with them, where a file is missing or a line
-    cannot be understood; and unless `check` is off, so that bad images can be left out later, where a file is no
-    picture, or has no such region, or its mask another size.
+    If all labels are non-negative integers, they are the class numbers. Otherwise they are names, and the classes are
+    `names`, such as those of the table that a model was trained on, or else the sorted labels. Masks have `classes`
+    classes, or two with a `threshold`. Pixels whose number is in `ignore`, such as 255 for void, have no class: their
+    label is the `ignore_index` of the loss (PyTorch's default is -100). A loss that ignores no label is refused.
+    A table may come from an untrusted source: after following links, its files must be inside the folder `within`,
+    by default the table's own.
+    Raises ImageError, naming the table, its lines and the reasons, if a file is missing or a line is invalid. Unless
+    `check` is off (so that bad images can be skipped later), also if a file is no picture, has no such region, or has
+    a mask of another size.
 
     >>> import tempfile
     >>> from pathlib import Path
     >>> from PIL import Image
     >>> from mpi4dl_nb import table_images
     >>> folder = Path(tempfile.mkdtemp())
-    >>> Image.read_new("RGB", (40, 30)).save(folder / "a.png")
+    >>> Image.new("RGB", (40, 30)).save(folder / "a.png")
     >>> lines = "path,label,region", "a.png,tumour,0 8 24 32"
     >>> size_bytes = (folder / "regions.csv").write_text("\\n".join(lines))
     >>> images = table_images(folder / "regions.csv", size=(24, 32), names=("benign", "tumour"))
@@ -99,9 +99,9 @@ def table_images(
 def write_table(
     table: str | PathLike[str], rows: Iterable[Sequence[object]], columns: Sequence[str] = COLUMNS[:2]
 ) -> int:
-    """Write a table of these columns, and say how many lines it has; paths become relative to it.
+    """Write a table with these columns and return its number of rows; paths become relative to the table's folder.
 
-    Raises ImageError where it cannot be written.
+    Raises ImageError if the file cannot be written.
     """
     table = Path(table)
     lines = [[_format_cell(value, table.parent) for value in row] for row in rows]
@@ -119,17 +119,17 @@ def _format_cell(value: object, folder: Path) -> object:
 
 @dataclass
 class _TableErrors:
-    """What is wrong with the lines of a table: told together, so that it is mended at once."""
+    """The errors found in the lines of a table, reported together so that the user can fix them all at once."""
 
     table: Path
     told: list[str] = field(default_factory=list)
 
     def add(self, line: int, text: str) -> None:
-        """One more."""
+        """Add the error of one line."""
         self.told.append(f"line {line}: {text.rstrip('.')}")
 
     def raise_if_any(self) -> None:
-        """Raises ImageError where there are any."""
+        """Raise ImageError if there are any errors."""
         if self.told:
             more = f"; and {len(self.told) - _TOLD} more lines" if len(self.told) > _TOLD else ""
             raise ImageError(f"{self.table}, {'; '.join(self.told[:_TOLD])}{more}. Mend or remove them.")
@@ -141,13 +141,13 @@ class _TableRow:
     cells: dict[str, str]
 
     def get(self, column: str) -> str:
-        """Its text; empty where the table has no such column."""
+        """Return the text of a cell; empty if the table has no such column."""
         return self.cells.get(column, "")
 
 
 @dataclass(frozen=True)
 class _ParsedRow:
-    """An example whose label is still a text."""
+    """An example whose label is not yet a class number."""
 
     line: int
     example: Example
@@ -155,7 +155,7 @@ class _ParsedRow:
 
 
 def _read_rows(table: Path) -> Iterator[_TableRow]:
-    """Raises ImageError where there is no table, or its first line is no header."""
+    """Yield the rows of a table. Raises ImageError if there is no table or its first line is no header."""
     try:
         with StringIO(read_bounded(table).decode("utf-8-sig"), newline="") as file:
             reader = csv.reader(file, strict=True)
@@ -195,13 +195,13 @@ def _check_header(table: Path, header: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class _FileScope:
-    """Where paths of a table begin, and the real folder that their files may not lie outside of."""
+    """The folder that a table's paths are relative to, and the real folder that its files must be inside."""
 
     folder: Path
     within: Path
 
     def resolve_file(self, name: str, what: str) -> Path:
-        """Raises ValueError where there is none, or none that the table may name."""
+        """Return the path of a file. Raises ValueError if it does not exist, or the table may not refer to it."""
         if not name:
             raise ValueError("it has no path")
         path = self.folder / name
@@ -215,7 +215,7 @@ class _FileScope:
 
 
 def _parse_row(row: _TableRow, place: _FileScope, troubles: _TableErrors) -> _ParsedRow | None:
-    """None where something is wrong, which is added to the troubles."""
+    """Parse a row; on an error, add it to `troubles` and return None."""
     try:
         label = row.get("label")
         if not label and ("label" in row.cells or not row.get("mask")):
@@ -260,7 +260,7 @@ def _parse_numbers(text: str, what: str, count: int) -> list[int]:
 
 
 def _make_class_names(table: Path, labels: set[str]) -> list[str]:
-    """Of the classes, in order."""
+    """Return the class names, in order: the sorted labels, or "0" to the highest if all labels are numbers."""
     if not all(label.isascii() and label.isdigit() for label in labels):
         return sorted(labels)
     if labels and len(longest := max(labels, key=len)) > len(str(_MOST_CLASSES)):

@@ -1,4 +1,4 @@
-"""A large picture made small: from the level that fits, in bands, so that it never lies in memory as a whole."""
+"""Thumbnails of large pictures, made from the best level in bands, so that the whole picture is never in memory."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ if TYPE_CHECKING:
 
 __all__ = ["make_thumbnail"]
 
-BAND_PX = 1 << 24  # in memory at a time
-MOST_PX = 1 << 29  # of a level: a larger one is sampled, since reading all of it takes minutes
-SAMPLES, SAMPLE_PX = 64, 16  # along the longer side, and the side of each
-MOST_DECODED_PX = 1 << 32  # for one thumbnail: ten seconds and less
-FEWEST = 4  # samples along the longer side, whatever each of them takes
+BAND_PX = 1 << 24  # pixels in memory at a time
+MOST_PX = 1 << 29  # pixels of a level: a larger one is sampled, since reading all of it takes minutes
+SAMPLES, SAMPLE_PX = 64, 16  # squares along the longer side, and the side of each
+MOST_DECODED_PX = 1 << 32  # pixels decoded for one thumbnail, which takes at most ten seconds
+FEWEST = 4  # squares along the longer side, whatever their cost
 
 Box = tuple[int, int, int, int]
 """First row, first column, height and width."""
 
 
 def make_thumbnail(picture: Picture, longest_px: int, box: Box | None = None, level: int = 0) -> Pixels:
-    """A rectangle of one level (all of it: None), shrunk by averaging until no side is longer than `longest_px`.
+    """Return a rectangle of one level (None: all of it), shrunk by averaging until no side exceeds `longest_px`.
 
-    It is read from the coarsest level that has as many pixels as are asked for. Where even that level is larger
-    than 2**29 pixels (a slide without a pyramid), or would take as long, because its tiles are huge or tiny, squares of
-    it are looked at, and the result is coarse. Never enlarged. Raises ImageError where `longest_px` is less than 1.
+    It is read from the coarsest level that has enough pixels. If even on that level it is larger than 2**29 pixels (a
+    slide without a pyramid), or would take as long because its tiles are huge or tiny, only a grid of squares is read,
+    and the result is coarse. It is never enlarged. Raises ImageError if `longest_px` is less than 1.
     """
     if longest_px < 1:
         raise ImageError(f"A thumbnail of {picture.name} cannot have sides of {longest_px} px: use 1 or more.")
@@ -50,7 +50,7 @@ def make_thumbnail(picture: Picture, longest_px: int, box: Box | None = None, le
 
 
 def _choose_level(picture: Picture, sides: tuple[int, int], level: int, size: tuple[int, int]) -> int:
-    """The coarsest level on which the rectangle has at least `size` pixels."""
+    """Return the coarsest level on which the rectangle has at least `size` pixels."""
     fits = level
     for number, other in enumerate(picture.levels):
         ratios = [there / here for there, here in zip(other.shape, picture.shape(level), strict=True)]
@@ -61,28 +61,28 @@ def _choose_level(picture: Picture, sides: tuple[int, int], level: int, size: tu
 
 
 def _get_decode_block(picture: Picture, level: int) -> DecodeBlock:
-    """What is decoded at once; of somebody's own picture that is not known."""
-    from engines.images.picture_reader import DecodeBlock, PictureReader  # which imports this file
+    """Return the unit of decoding; for a user's own kind of picture it is unknown, and single pixels are assumed."""
+    from engines.images.picture_reader import DecodeBlock, PictureReader  # here, since that module imports this one
 
     return picture.get_decode_block(level) if isinstance(picture, PictureReader) else DecodeBlock()
 
 
 def _estimate_decoded_px(picture: Picture, level: int, sides: tuple[float, float]) -> float:
-    """How much is decoded to read a rectangle in bands, which cut through tiles."""
+    """Estimate the pixels decoded to read a rectangle in bands, whose edges cut through tiles."""
     segment, (height, width) = _get_decode_block(picture, level), sides
     bands = max(1.0, height * width / BAND_PX)
     return bands * (height / bands / segment.rows + 1) * (width / segment.cols + 1) * segment.cost_px
 
 
 def _choose_sample_count(picture: Picture, level: int) -> int:
-    """How many squares along the longer side are worth what is decoded for them."""
+    """Return how many squares along the longer side `MOST_DECODED_PX` allows."""
     segment = _get_decode_block(picture, level)
     each = math.ceil(SAMPLE_PX / segment.rows) * math.ceil(SAMPLE_PX / segment.cols) * segment.cost_px
     return min(SAMPLES, max(FEWEST, math.isqrt(MOST_DECODED_PX // each)))
 
 
 def _shrink_in_bands(picture: Picture, edges: tuple[float, ...], level: int, size: tuple[int, int]) -> Pixels:
-    """The rectangle between four edges, which need not be whole numbers, averaged to `size`."""
+    """Average the rectangle between four edges, which need not be integers, to `size`."""
     top, left, bottom, right = edges
     x0, x1 = math.floor(left), math.ceil(right)
     per_row = (bottom - top) / size[0]
@@ -99,7 +99,7 @@ def _shrink_in_bands(picture: Picture, edges: tuple[float, ...], level: int, siz
 
 
 def _shrink_by_sampling(picture: Picture, edges: tuple[float, ...], level: int, size: tuple[int, int]) -> Pixels:
-    """The mean colours of squares in a grid, each drawn as large as its cell."""
+    """Fill each cell of a grid with the mean colour of a square in its centre."""
     top, left, bottom, right = edges
     cell = max(bottom - top, right - left) / min(_choose_sample_count(picture, level), *size)
     rows, cols = max(1, round((bottom - top) / cell)), max(1, round((right - left) / cell))

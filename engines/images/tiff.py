@@ -1,4 +1,4 @@
-"""TIFF, BigTIFF and OME-TIFF, pyramids included, through tifffile's parser and imagecodecs' decoders."""
+"""Reader of TIFF, BigTIFF and OME-TIFF, including pyramids, with tifffile's parser and imagecodecs' decoders."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["TiffPicture", "check_segments", "detect_vendor", "find_whole_page"]
 _VENDORS = ("svs", "ndpi", "scn", "bif", "philips")
 
 _Planes = tuple[TiffPageReader, ...]
-"""One page with all channels, or one for each."""
+"""The pages of one level: one with all channels, or one per channel."""
 
 
 @dataclass
@@ -33,13 +33,13 @@ class _TiffHandle:
 
 
 def detect_vendor(path: Path) -> str | None:
-    """The maker of a slide in a TIFF file, which OpenSlide knows best; None for files of no maker's own kind."""
+    """Return the vendor of a slide in a TIFF file, which OpenSlide reads best; None for a file of no vendor format."""
     with translate_errors(path), TiffFile(path) as file:
         return next((name for name in _VENDORS if getattr(file, f"is_{name}")), None)
 
 
 def check_segments(path: Path) -> None:
-    """Raises ImageError where tiles that a TIFF file lists do not lie in it: it was cut off, or is damaged."""
+    """Raise ImageError if tiles that a TIFF file lists are not in it, because it is truncated or damaged."""
     with translate_errors(path), TiffFile(path) as file:
         for page in list_pages(path, file):
             if page.is_tiled:
@@ -47,9 +47,9 @@ def check_segments(path: Path) -> None:
 
 
 def find_whole_page(path: Path) -> int | None:
-    """The number of the page that has to be decoded whole; None where `TiffPicture` reads the file.
+    """Return the index of the page that has to be decoded whole, or None if `TiffPicture` can read the file.
 
-    Raises ImageError where it is no TIFF, or damaged, or holds something else than one 8-bit picture.
+    Raises ImageError if the file is no TIFF, is damaged, or holds anything but one 8-bit picture.
     """
     with translate_errors(path), TiffFile(path) as file:
         layout = find_picture(path, file)
@@ -68,10 +68,10 @@ def find_whole_page(path: Path) -> int | None:
 
 
 class TiffPicture(FileReader[_TiffHandle]):
-    """The picture of a TIFF file (see `find_picture`), with its levels, from SubIFDs or from other pages.
+    """The picture of a TIFF file (see `find_picture`), with the levels in its SubIFDs or other pages.
 
-    A read decodes the tiles or strips that it touches; of what is not compressed it reads the bytes that it wants.
-    Raises ImageError where a file holds a stack of several pictures.
+    A read decodes only the tiles or strips that it intersects; of uncompressed data it reads only the wanted bytes.
+    Raises ImageError if a file holds a stack of several pictures.
     """
 
     def _open(self) -> _TiffHandle:
@@ -92,7 +92,7 @@ class TiffPicture(FileReader[_TiffHandle]):
         return handle.microns
 
     def get_decode_block(self, level: int) -> DecodeBlock:
-        """A tile or a strip, of what is compressed."""
+        """Return the unit of decoding of a level: a tile or strip, or single pixels if it is uncompressed."""
         return self.handle.levels[level][0].decode_block
 
     def _fill(self, out: Pixels, y0: int, x0: int, level: int) -> None:
@@ -111,13 +111,13 @@ class TiffPicture(FileReader[_TiffHandle]):
 
 
 def _read_levels(path: Path, file: TiffFile) -> tuple[tuple[_Planes, ...], float | None]:
-    """The pages of each level, finest first, and the size of a pixel in micrometres."""
+    """Return the pages of each level, finest first, and the size of a pixel in micrometres."""
     layout = find_picture(path, file)
     check_picture(path, layout)
     base = layout.base
     if not all(map(is_plain, base)):
         raise make_changed_error(path)
-    named = [list_sub_pages(path, page) for page in base]  # level by level, those that each channel's page has
+    named = [list_sub_pages(path, page) for page in base]  # one list of levels for each channel's page
     coarser = [group for group in zip(*named, strict=False) if group] or [(page,) for page in layout.others]
     chosen = [tuple(TiffPageReader(path, page) for page in base)]
     for group in sorted(coarser, key=lambda group: -group[0].imagewidth):
@@ -127,9 +127,9 @@ def _read_levels(path: Path, file: TiffFile) -> tuple[tuple[_Planes, ...], float
 
 
 def _is_reduced_copy(page: TiffPage, base: TiffPage) -> bool:
-    """Whether a page is the base made smaller: the same colours, and sides in the same ratio but for rounding.
+    """Return whether a page is a reduced copy of the base: the same channels, and the same aspect ratio up to rounding.
 
-    Labels and photographs of the whole glass, which slides carry along, have other sides.
+    The label and macro images that slides contain have other aspect ratios.
     """
     alike = is_plain(page) and not page.is_mask and page.samplesperpixel == base.samplesperpixel
     if not alike or page.imagewidth >= base.imagewidth:

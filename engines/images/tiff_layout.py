@@ -1,7 +1,7 @@
-"""Which pages of a TIFF file are its picture, and what of that is refused whichever reader would decode it.
+"""The pages of a TIFF file that make up its picture, and checks that apply whichever reader decodes them.
 
-A file says of each page what it is (NewSubfileType, TIFF 6.0, p. 36): 1 is a reduced copy of another page, and 4 a
-transparency mask for another page. The first page may be either, so that the picture is the first page that is neither.
+NewSubfileType (TIFF 6.0, p. 36) gives the kind of each page: 1 is a reduced copy of another page, 4 a transparency mask
+for another page. The first page may be either, so the picture is the first page that is neither.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from engines.images.tiff_page import DECODED, find_alpha_channel
 
 __all__ = ["TiffLayout", "check_picture", "find_picture", "list_pages", "list_sub_pages"]
 
-MOST_PAGES = 64  # that are looked at: a pyramid has ten, and a time series thousands
-MOST_SUB_PAGES = 16  # of each: one for each halving
-MOST_TAGS = 1000  # of a page: makers of microscopes add dozens
-TEXT_BYTES = 1 << 26  # of a description: what a large screen writes into it is a tenth of that
-_TEXTS = (270, 700)  # what the picture is, by the maker's words or OME-XML; and Adobe's XMP
-WIDEST_UM = 50.0  # of a pixel: a resolution as of a screen or printer (72 ... 300 dots per inch) is no measure
-_MICRONS = {2: 25_400.0, 3: 10_000.0}  # in an inch, in a centimetre
-_BY_PILLOW = (2, 3, 4, 6, 32771, 34925)  # compressions: of a fax, old JPEG, none in words of 16 bits, LZMA
+MOST_PAGES = 64  # pages that are inspected: a pyramid has about ten, a time series thousands
+MOST_SUB_PAGES = 16  # SubIFDs per page: one for each halving
+MOST_TAGS = 1000  # tags per page: microscope vendors add dozens
+TEXT_BYTES = 1 << 26  # of a description: a large high-content screen writes a tenth of that
+_TEXTS = (270, 700)  # ImageDescription (vendor text or OME-XML) and Adobe XMP
+WIDEST_UM = 50.0  # of a pixel: above that, a resolution is that of a screen or printer (72 ... 300 dots per inch)
+_MICRONS = {2: 25_400.0, 3: 10_000.0}  # micrometres per inch and per centimetre
+_BY_PILLOW = (2, 3, 4, 6, 32771, 34925)  # compressions: fax, old JPEG, uncompressed 16-bit words, LZMA
 _WHITE_IS_ZERO, _GREY, _RGB, _PALETTE, _YCBCR = 0, 1, 2, 3, 6
 _NO_COLOURS = {
     4: "a transparency mask for another picture",
@@ -44,9 +44,9 @@ _OTHER_NUMBERS = {2: "signed integers", 3: "floating-point numbers", 5: "complex
 
 @dataclass(frozen=True)
 class TiffLayout:
-    """The picture's pages at full size (`base`: one, or one for each channel), and pages that may be smaller copies.
+    """The picture's full-size pages (`base`: one, or one per channel), and other pages that may be reduced copies.
 
-    `number` is the place of the first among the pages of the file; None where it is a SubIFD, a page within a page.
+    `number` is the index of the first base page in the file, or None if that page is a SubIFD, a page within a page.
     """
 
     base: tuple[TiffPage, ...]
@@ -57,7 +57,7 @@ class TiffLayout:
 
 
 def find_picture(path: Path, file: TiffFile) -> TiffLayout:
-    """Raises ImageError where the file is damaged, or holds several pictures or a stack."""
+    """Return the layout of a TIFF file. Raises ImageError if it is damaged, or holds several pictures or a stack."""
     pages = list_pages(path, file)
     if file.is_ome:
         ome = OmeImage.parse(path, file.ome_metadata or "")
@@ -78,7 +78,7 @@ def find_picture(path: Path, file: TiffFile) -> TiffLayout:
 
 
 def check_picture(path: Path, layout: TiffLayout) -> None:
-    """Raises ImageError where the pages hold something else than 8-bit grey or colours, or cannot be decoded."""
+    """Raise ImageError if the pages hold anything but 8-bit grey or colours, or cannot be decoded."""
     page = layout.base[0]
     _check_depth(path, page)
     if page.imagedepth != 1:
@@ -92,7 +92,10 @@ def check_picture(path: Path, layout: TiffLayout) -> None:
 
 
 def list_pages(path: Path, file: TiffFile) -> list[TiffPage]:
-    """The first pages, if all are there: one that was cut off is left out by the parser without a word."""
+    """Return the first `MOST_PAGES` pages. Raises ImageError if the page list is truncated.
+
+    tifffile silently omits pages after a truncation, so the offset that follows its last page must be 0.
+    """
     file.filehandle.seek(file.pages.next_page_offset or 0)
     if any(file.filehandle.read(file.tiff.offsetsize)):
         raise make_damaged_error(path, f"its list of pages breaks off after page {len(file.pages)}")
@@ -103,12 +106,15 @@ def list_pages(path: Path, file: TiffFile) -> list[TiffPage]:
 
 
 def list_sub_pages(path: Path, page: TiffPage) -> list[TiffPage]:
-    """The pages that a page names as its own (SubIFDs)."""
+    """Return the SubIFDs of a page."""
     return _collect_pages(path, page.pages, MOST_SUB_PAGES) if page.subifds else []
 
 
 def _collect_pages(path: Path, pages: Iterable[object], most: int) -> list[TiffPage]:
-    """Each is looked at before the next one is parsed: thousands of them may be one, with all the tags there can be."""
+    """Return up to `most` pages, checking each before the next is parsed.
+
+    A crafted file may list the same page thousands of times, with as many tags as a page can have.
+    """
     found = []
     for page in islice(pages, most):
         if isinstance(page, TiffPage):
@@ -118,9 +124,9 @@ def _collect_pages(path: Path, pages: Iterable[object], most: int) -> list[TiffP
 
 
 def _find_full_size(path: Path, pages: Sequence[TiffPage]) -> list[TiffPage]:
-    """The pages that are neither a smaller copy nor a mask; if all of them are, the largest copy, or else the first."""
+    """Return the pages that are neither a reduced copy nor a mask, or else the largest copy, or else the first page."""
     inner = (each for page in pages for each in list_sub_pages(path, page))
-    for group in (pages, inner):  # camera files have the preview as their page, and the picture within it
+    for group in (pages, inner):  # camera files store the preview as the page and the picture as its SubIFD
         if found := [page for page in group if not page.is_reduced and not page.is_mask]:
             return found
     copies = [page for page in pages if not page.is_mask]
@@ -150,14 +156,17 @@ def _count_pixels(page: TiffPage) -> int:
 
 
 def _has_more_planes(file: TiffFile, first: TiffPage) -> bool:
-    """Whether ImageJ or tifffile says that more planes follow the first page's pixels, without pages of their own."""
+    """Return whether, by ImageJ's or tifffile's metadata, further planes without pages follow the first page's data."""
     shaped = file.shaped_metadata or ()
     values = max((math.prod(each.get("shape", ())) for each in shaped[:1]), default=0)
     return (file.imagej_metadata or {}).get("images", 1) > 1 or values > first.size
 
 
 def _check_tags(path: Path, page: TiffPage) -> None:
-    """A tag of more values than the file has bytes: the parser leaves it out, but libtiff makes room for them."""
+    """Raise ImageError if a page has too many tags, or a tag more values than the file has bytes.
+
+    tifffile skips such a tag, but libtiff allocates memory for all its values.
+    """
     handle, form = page.parent.filehandle, page.parent.tiff
     handle.seek(page.offset)
     (count,) = struct.unpack(form.tagnoformat, handle.read(form.tagnosize))
@@ -173,7 +182,10 @@ def _check_tags(path: Path, page: TiffPage) -> None:
 
 
 def _check_depth(path: Path, page: TiffPage) -> None:
-    """More than 8 bits of an integer can be scaled to 8 in many ways, and none is right for all."""
+    """Raise ImageError unless the samples are unsigned integers of up to 8 bits.
+
+    No single way of scaling deeper samples to 8 bits is right for all pictures.
+    """
     bits = page.bitspersample if isinstance(page.bitspersample, int) else max(page.bitspersample)
     scale = (
         "Scale it to 0 ... 255 first, "
@@ -194,7 +206,7 @@ def _check_channels(path: Path, layout: TiffLayout) -> None:
         raise ImageError(f"{path} holds {kind}. Convert it to 8-bit RGB or grey and save it again.")
     colours = 3 if photometric in (_RGB, _YCBCR) else 1
     extra = samples - colours
-    # Of an RGB page the first three are the colours, whatever else was measured. In OME all channels are equals.
+    # The first three samples of an RGB page are its colours; further ones are ignored. In OME all channels are equal.
     ignorable = photometric == _RGB and not layout.is_ome
     if extra < 0 or (extra > 0 and not ignorable and not (extra == 1 and find_alpha_channel(page) == colours)):
         raise ImageError(
@@ -211,7 +223,7 @@ def _get_name(names: type, number: int) -> str:
 
 
 def _read_resolution(page: TiffPage) -> float | None:
-    """Micrometres per pixel, where a microscope rather than a printer wrote it."""
+    """Return the micrometres per pixel; None if the resolution is missing or looks like that of a screen or printer."""
     unit, (pixels, units) = page.tags.valueof(296, 2), page.tags.valueof(282, (0, 1))
     if unit not in _MICRONS or not pixels or not units:
         return None

@@ -1,4 +1,4 @@
-"""One page of a TIFF file, read segment by segment: only the tiles or strips that a rectangle touches are decoded."""
+"""Reader of one TIFF page by segments: only the tiles or strips that intersect a rectangle are decoded."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ __all__ = ["DECODED", "TiffPageReader", "check_segment_size", "find_alpha_channe
 PLAIN, JPEG = 1, 7
 JPEG_2000 = (33005, 34712)
 DECODED = (PLAIN, 5, JPEG, 8, 32773, 32946, 50000, *JPEG_2000)  # none, LZW, JPEG, deflate, PackBits, Zstandard
-MOST_BYTES = 1 << 26  # of one decoded segment; of larger ones, decoding the whole picture once is no worse
+MOST_BYTES = 1 << 26  # of one decoded segment; with larger ones, decoding the whole picture once is no worse
 LARGE_TILE_PX = 1 << 20
-TILE_PX = 1 << 14  # are decoded in the time that it takes to find a tile
+TILE_PX = 1 << 14  # pixels that take as long to decode as a tile takes to find
 _GREY, _RGB, _YCBCR = 1, 2, 6
 _MULTIPLIED, _ALPHA = 1, 2
 
 
 def is_plain(page: TiffPage) -> bool:
-    """Whether a page is 8-bit grey or colour, the right way up, in segments that are worth decoding one by one.
+    """Return whether a page is 8-bit grey or colour, upright, and in segments small enough to decode one by one.
 
-    Fax pages, palettes, turned photographs and the like are none; nor are more than 8 bits, which nobody reads.
+    Fax pages, palettes, rotated photographs and the like are not; nor are more than 8 bits, which no reader supports.
     """
     colours = (_GREY, _RGB, _YCBCR) if page.compression in (JPEG, *JPEG_2000) else (_GREY, _RGB)
     grey = page.photometric == _GREY
@@ -47,14 +47,14 @@ def is_plain(page: TiffPage) -> bool:
 
 
 def find_alpha_channel(page: TiffPage) -> int | None:
-    """The channel that the file calls transparency (ExtraSamples 1 or 2: TIFF 6.0, p. 31); None where there is none."""
+    """Return the index of the alpha channel (ExtraSamples 1 or 2: TIFF 6.0, p. 31), or None if there is none."""
     extras = [int(each) for each in page.extrasamples]
     first = int(page.samplesperpixel) - len(extras)
     return next((first + place for place, each in enumerate(extras) if each in (_MULTIPLIED, _ALPHA)), None)
 
 
 def check_segment_size(path: Path, page: TiffPage) -> None:
-    """Raises ImageError where a tile is far larger than the picture: nobody writes such, but a decoder obeys."""
+    """Raise ImageError if a tile is far larger than the picture: no program writes that, but a decoder would obey."""
     (rows, cols), (height, width) = _get_segment_shape(page), (int(page.imagelength), int(page.imagewidth))
     if rows * cols > max(LARGE_TILE_PX, 4 * height * width):
         raise make_damaged_error(path, f"its tiles have {rows} x {cols} px, and all of it has {height} x {width}")
@@ -66,16 +66,17 @@ def _count_segment_bytes(page: TiffPage) -> int:
 
 
 def _get_segment_shape(page: TiffPage) -> tuple[int, int]:
-    """Rows and columns of a tile, or of a strip."""
+    """Return the rows and columns of a tile or strip."""
     if page.is_tiled:
         return int(page.tilelength), int(page.tilewidth)
     return min(int(page.rowsperstrip), int(page.imagelength)), int(page.imagewidth)
 
 
 def to_rgb(pixels: NDArray[np.uint8], alpha: int) -> Pixels:
-    """(H, W, 1 to 4) -> (H, W, 3): grey or colours, with a last channel more where it says what is transparent.
+    """Convert grey or colours, with or without an extra last channel, to RGB on white: (H, W, 1 to 4) -> (H, W, 3).
 
-    `alpha` is what TIFF's ExtraSamples says of it: 1 where colours were multiplied by it already.
+    `alpha` is TIFF's ExtraSamples value of the extra channel: 1 for premultiplied alpha, 2 for alpha; it is dropped
+    for any other value.
     """
     last = pixels.shape[2] - 1
     if last in (0, 1):
@@ -89,10 +90,10 @@ def to_rgb(pixels: NDArray[np.uint8], alpha: int) -> Pixels:
 
 
 class TiffPageReader:
-    """Where each segment of a page lies in the file, and how to decode it. Read by any number of threads.
+    """Reader of a page's segments: their offsets in the file and their decoder. Any number of threads may use it.
 
-    It reads the stored numbers, of the type `dtype`; whether they are shades, colours or classes is for others to say.
-    Raises ImageError where the segments that the header speaks of are not in the file.
+    It returns the stored numbers as `dtype`, whether they are shades, colours or classes.
+    Raises ImageError if segments that the header lists are not in the file.
     """
 
     def __init__(self, path: Path, page: TiffPage) -> None:
@@ -121,12 +122,12 @@ class TiffPageReader:
 
     @property
     def segment_rows(self) -> int:
-        """Rows of a tile, or of a strip."""
+        """Rows of a tile or strip."""
         return self._segment[0]
 
     @property
     def decode_block(self) -> DecodeBlock:
-        """What is decoded at once."""
+        """The unit of decoding and its cost."""
         if self._stored_plainly:
             return DecodeBlock()
         return DecodeBlock(*self._segment, max(TILE_PX, self._segment[0] * self._segment[1]))
@@ -137,12 +138,15 @@ class TiffPageReader:
 
     @property
     def _grid(self) -> tuple[int, int]:
-        """Segments along a column and along a row."""
+        """Number of segments vertically and horizontally."""
         rows, cols = (-(-side // part) for side, part in zip(self.shape, self._segment, strict=True))
         return rows, cols
 
     def _check_segments(self, file_bytes: int) -> None:
-        """A file that was cut off lacks its last segments: better known now than in the middle of a training."""
+        """Raise ImageError if segments are missing.
+
+        A truncated file lacks its last segments, which should fail here and not in the middle of a training.
+        """
         expected = self._grid[0] * self._grid[1] * self._planes
         if not len(self._offsets) == len(self._counts) == expected:
             told = f"{expected} segments are needed, but it lists {len(self._offsets)} of {len(self._counts)} lengths"
@@ -155,7 +159,10 @@ class TiffPageReader:
             raise make_damaged_error(self.path, f"a segment of {self._counts.max()} bytes cannot lie in {size}")
 
     def fill(self, fd: int, out: NDArray[Any], y0: int, x0: int) -> None:
-        """Put a rectangle that lies inside into `out`, (h, w, channels), except where segments were left out."""
+        """Fill `out`, (h, w, channels), with the rectangle at (y0, x0), which must be inside the page.
+
+        Pixels of empty segments (of 0 bytes) are left as they are.
+        """
         height_px, width_px = out.shape[:2]
         for plane, row, col in self._find_segments(y0, x0, height_px, width_px):
             index = (plane * self._grid[0] + row) * self._grid[1] + col
@@ -179,7 +186,7 @@ class TiffPageReader:
                     yield plane, row, col
 
     def _read_rows(self, fd: int, index: int, rows: slice, cols: slice) -> NDArray[Any]:
-        """Of a segment that is not compressed, only the bytes that are wanted."""
+        """Read only the wanted bytes of an uncompressed segment."""
         deep, wide = self.channels // self._planes, self._segment[1]
         found = np.empty((rows.stop - rows.start, cols.stop - cols.start, deep), self.dtype)
         for number, row in enumerate(range(rows.start, rows.stop)):
@@ -197,7 +204,10 @@ class TiffPageReader:
         return np.asarray(pixels[0], self.dtype)
 
     def _check_inner_size(self, data: bytes, index: int) -> None:
-        """JPEG data have a size of their own, which the decoder would believe: up to 65535 x 65535."""
+        """Raise ImageError if the size in a JPEG or JPEG 2000 segment's own header is too large.
+
+        The decoder would trust that size, up to 65535 x 65535 for JPEG.
+        """
         size = None
         if self._compression == JPEG:
             size = read_jpeg_size(data)

@@ -1,4 +1,4 @@
-"""Zarr arrays, and OME-Zarr groups with their levels."""
+"""Reader of Zarr arrays, and of OME-Zarr groups with their levels."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ __all__ = ["ZarrPicture", "is_zarr"]
 
 _FILES = ("zarr.json", ".zarray", ".zgroup")
 _IMPLIED = "tczyx"  # the axes of OME-NGFF 0.1 and 0.2, which do not name them
-_MOST_LEVELS = 32  # of a picture, each half as large; and of folders, each in the other
-_CHUNK_PX = 1 << 18  # are decoded in the time that it takes to find a chunk
+_MOST_LEVELS = 32  # of a picture, each half as large; also the most nested folders
+_CHUNK_PX = 1 << 18  # pixels that take as long to decode as a chunk takes to find
 _MICRONS = {"micrometer": 1.0, "nanometer": 1e-3, "millimeter": 1e3}
 
 
 def is_zarr(folder: Path) -> bool:
-    """Whether a folder is a Zarr array or group."""
+    """Return whether a folder is a Zarr array or group."""
     return any((folder / name).is_file() for name in _FILES)
 
 
@@ -38,10 +38,10 @@ class _ZarrHandle:
 
 
 class ZarrPicture(FileReader[_ZarrHandle]):
-    """A Zarr array (H, W), (H, W, C) or (C, H, W) of bytes, or an OME-Zarr group of them; read chunk by chunk.
+    """A Zarr array (H, W), (H, W, C) or (C, H, W) of uint8, or an OME-Zarr group of such arrays; read by chunks.
 
-    Axes of a group are known by their names: those of time and depth are left out where they have one entry.
-    Raises ImageError where it is none of these, or the extra is not installed.
+    The axes of a group are identified by name; other axes, such as time and depth, must have one entry.
+    Raises ImageError if it is none of these, or the extra `zarr` is not installed.
     """
 
     def _open(self) -> _ZarrHandle:
@@ -67,7 +67,7 @@ class ZarrPicture(FileReader[_ZarrHandle]):
         return handle.microns
 
     def get_decode_block(self, level: int) -> DecodeBlock:
-        """A chunk."""
+        """Return the chunk of a level as the unit of decoding."""
         handle = self.handle
         sides = [handle.arrays[level].chunks[handle.axes.index(axis)] for axis in "yx"]
         return DecodeBlock(*sides, max(_CHUNK_PX, sides[0] * sides[1]))
@@ -75,7 +75,7 @@ class ZarrPicture(FileReader[_ZarrHandle]):
     def _fill(self, out: Pixels, y0: int, x0: int, level: int) -> None:
         handle = self.handle
         array, (height_px, width_px) = handle.arrays[level], out.shape[:2]
-        kept = [axis for axis in handle.axes if axis in "yxc"]  # the others have one entry, which is taken
+        kept = [axis for axis in handle.axes if axis in "yxc"]  # the others have one entry, which is selected
         order = [kept.index(axis) for axis in "yxc" if axis in kept]
         chunk_rows = array.chunks[handle.axes.index("y")]
         for top, bottom in split_row_bands(y0, y0 + height_px, 3 * width_px, chunk_rows):
@@ -90,7 +90,7 @@ class ZarrPicture(FileReader[_ZarrHandle]):
 
 
 def _read_multiscale(path: Path, group: Any) -> tuple[list[Any], str, float | None]:
-    """Levels, axes and micrometres per pixel, by the OME-NGFF metadata of versions 0.4 and 0.5."""
+    """Return the levels, axes and micrometres per pixel from the OME-NGFF metadata (0.4, 0.5; axes also 0.1, 0.2)."""
     attributes: Mapping[str, Any] = group.attrs
     scales = attributes.get("ome", attributes).get("multiscales")
     if not scales:
@@ -109,7 +109,7 @@ def _read_multiscale(path: Path, group: Any) -> tuple[list[Any], str, float | No
 
 
 def _check_path(path: Path, name: object) -> None:
-    """Every group on the way to a level is of this store."""
+    """Check the metadata of every group on the path to a level, so that none is a link out of the store."""
     parts = str(name).strip("/").split("/")
     if len(parts) > _MOST_LEVELS:
         raise make_damaged_error(path, f"a level lies {len(parts):,} folders deep")
@@ -122,7 +122,7 @@ def _list_names(path: Path) -> list[str]:
 
 
 def _read_microns(dataset: Mapping[str, Any], axes: Sequence[Any]) -> float | None:
-    """The mean of a pixel's two sides."""
+    """Return the mean of a pixel's two sides in micrometres, or None if it is not given."""
     scale = next((each["scale"] for each in dataset.get("coordinateTransformations", ()) if "scale" in each), None)
     if scale is None or not all(isinstance(axis, dict) for axis in axes):
         return None
@@ -135,7 +135,7 @@ def _read_microns(dataset: Mapping[str, Any], axes: Sequence[Any]) -> float | No
 
 
 def _parse_axes(axes: Sequence[Any]) -> str:
-    """One letter for each axis: t, c, z, y or x by its type and name, and "?" for what is none of these."""
+    """Return one letter per axis by its type and name: t, c, z, y or x, or "?" for any other."""
     known = {"time": "t", "channel": "c"}
     plain = [axis if isinstance(axis, Mapping) else {"name": axis} for axis in axes]
     names = [known.get(str(axis.get("type") or axis["name"]), str(axis["name"]).lower()) for axis in plain]
@@ -143,14 +143,14 @@ def _parse_axes(axes: Sequence[Any]) -> str:
 
 
 def _read_axes(array: Any) -> str | None:
-    """The axes that an array alone names, by Zarr 3 or by xarray; None where it does not, or not as we know them."""
+    """Return the axes that an array names by Zarr 3 or xarray, or None if there are none or unknown ones."""
     names = getattr(array.metadata, "dimension_names", None) or array.attrs.get("_ARRAY_DIMENSIONS") or ()
     letters = _parse_axes(names)
     return letters if letters and "?" not in letters else None
 
 
 def _resolve_axes(path: Path, arrays: Sequence[Any], axes: str | None) -> str:
-    """The axes of all levels, one letter each. Raises ImageError where they are no picture's."""
+    """Return the axes of all levels, one letter each. Raises ImageError if they are not those of a picture."""
     shape = arrays[0].shape
     letters = axes or _guess_axes(shape)
     if letters is None or any(letters.count(axis) != 1 for axis in "yx") or letters.count("c") > 1:
@@ -176,7 +176,7 @@ def _resolve_axes(path: Path, arrays: Sequence[Any], axes: str | None) -> str:
 
 
 def _guess_axes(shape: Sequence[int]) -> str | None:
-    """The axes of an array that does not name them."""
+    """Return the axes of an array that does not name them, or None if it is not 2D or 3D."""
     if len(shape) == 2:
         return "yx"
     if len(shape) != 3:

@@ -1,4 +1,4 @@
-"""Chunks of a Zarr array that are elsewhere, or unpack to more than memory holds: noticed before they are unpacked."""
+"""Checks of Zarr chunks before they are unpacked: they must be inside the store and unpack to their declared size."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from engines.regular_file import is_within, open_regular
 __all__ = ["check_array", "check_metadata", "check_stored"]
 
 METADATA = ("zarr.json", ".zarray", ".zgroup", ".zattrs", ".zmetadata")
-"""What describes a group or an array in a folder."""
+"""The files that describe a group or array in a folder."""
 
-METADATA_BYTES = 1 << 24  # which JSON of lists in lists makes twenty times as much of
+METADATA_BYTES = 1 << 24  # parsed, JSON of nested lists takes twenty times as much memory
 _LARGEST_BYTES = 1 << 30  # a chunk is unpacked whole, on every rank that reads a pixel of it
-_SMALLEST_PX, _MOST_SMALL = 1 << 10, 1 << 16  # of chunks, and how many smaller ones there may be
-_MOST_IN_SHARD = 1 << 20  # whose places are read at once
+_SMALLEST_PX, _MOST_SMALL = 1 << 10, 1 << 16  # pixels of a small chunk, and how many such chunks are allowed
+_MOST_IN_SHARD = 1 << 20  # chunks per shard, whose index is read at once
 _SLACK_BYTES = 1 << 16
 _NO_CHUNK = (1 << 64) - 1
 
@@ -34,7 +34,7 @@ ChunkIndex = tuple[int, ...]
 
 
 def check_metadata(path: Path, within: str = "") -> None:
-    """Raises ImageError where what describes a store, or a group or array `within`, is no file of its own, or huge."""
+    """Raise ImageError if a metadata file of a store, or of its group or array `within`, is huge or leads out of it."""
     for name in METADATA:
         file = Path(path, within, name)
         if os.path.lexists(file) and (size := _get_file_size(path, file)) > METADATA_BYTES:
@@ -43,7 +43,7 @@ def check_metadata(path: Path, within: str = "") -> None:
 
 
 def _get_file_size(path: Path, file: Path) -> int:
-    """The size of a store's file. Raises ImageError where a link leads out of the store, or to a pipe or a device."""
+    """Return the size of a store's file. Raises ImageError for a link out of the store, a pipe or a device."""
     name = os.path.relpath(file, path)
     if not is_within(file, path):
         raise ImageError(f"{path} is no store of its own: a link leads out of it, at {name}. Copy the store whole.")
@@ -54,7 +54,7 @@ def _get_file_size(path: Path, file: Path) -> int:
 
 
 def check_array(path: Path, array: Any) -> None:
-    """Raises ImageError where an array says that its chunks are too large to be read, or too many, or oddly packed."""
+    """Raise ImageError if an array declares chunks that are too large or too many, or have unsupported codecs."""
     sides, pixels = " x ".join(map(str, array.chunks)), math.prod(array.chunks)
     size = pixels * array.dtype.itemsize
     if size > _LARGEST_BYTES:
@@ -77,10 +77,11 @@ def check_array(path: Path, array: Any) -> None:
 
 
 def check_stored(path: Path, array: Any, wanted: Wanted) -> bool:
-    """Whether anything is stored of the part that is `wanted`: what is not is blank.
+    """Return whether any chunk of the `wanted` part is stored; missing chunks are blank.
 
-    Stored, a chunk is about as large as unpacked at most. How much it unpacks to is told by what packed it, or tried
-    out. For stores in folders. Raises ImageError where a chunk is elsewhere, or unpacks to more than is said.
+    A stored chunk is hardly larger than its unpacked size. The unpacked size is taken from the compressor's header, or
+    measured by a trial. Only stores in folders are checked; for others the result is True.
+    Raises ImageError if a chunk is outside of the store, or unpacks to more than declared.
     """
     root = getattr(array.store_path.store, "root", None)
     if root is None:
@@ -90,7 +91,7 @@ def check_stored(path: Path, array: Any, wanted: Wanted) -> bool:
     most = math.prod(sides) * array.dtype.itemsize
     for place in product(*map(_find_chunks, wanted, array.shape, sides)):
         file = Path(root, array.store_path.path, array.metadata.encode_chunk_key(place))
-        if not os.path.lexists(file):  # it is blank
+        if not os.path.lexists(file):  # a blank chunk
             continue
         found = True
         size = _get_file_size(path, file)
@@ -103,7 +104,7 @@ def check_stored(path: Path, array: Any, wanted: Wanted) -> bool:
 
 
 def _check_unpacked(path: Path, array: Any, file: Path, stored: BinaryIO, start: int, length: int) -> None:
-    """One chunk, which may be a part of a file."""
+    """Check the unpacked size of one chunk, which may be a part of a file."""
     most = math.prod(array.chunks) * array.dtype.itemsize
 
     def read(offset: int, count: int) -> bytes:
@@ -120,12 +121,12 @@ def _make_bomb_error(path: Path, file: Path, holds: int, most: int) -> ImageErro
 
 
 def _find_chunks(part: slice | int, size: int, side: int) -> range:
-    """Which chunks along an axis a part of it lies in."""
+    """Return the indices of the chunks along one axis that a part of it intersects."""
     start, stop = (part, part + 1) if isinstance(part, int) else part.indices(size)[:2]
     return range(start // side, -(-stop // side))
 
 
-# ---- shards: files with several chunks, and an index of where each of them lies
+# ---- shards: files with several chunks and an index of their offsets
 
 
 def _get_shard_grid(array: Any) -> ChunkIndex:
@@ -135,7 +136,7 @@ def _get_shard_grid(array: Any) -> ChunkIndex:
 def _locate_chunks(
     path: Path, array: Any, file: Path, stored: BinaryIO, size: int, place: ChunkIndex, wanted: Wanted
 ) -> Iterator[tuple[int, int]]:
-    """Where the wanted chunks of a file begin, and how long they are."""
+    """Yield the offset and length in bytes of each wanted chunk in a file."""
     if not array.shards:
         yield 0, size
         return
@@ -150,7 +151,7 @@ def _locate_chunks(
 
 
 def _read_shard_index(path: Path, array: Any, file: Path, stored: BinaryIO, size: int) -> Any:
-    """(..., 2): the first byte of each chunk in a shard, and how many there are (Zarr 3, sharding codec)."""
+    """Return the offset and length in bytes of each chunk in a shard, (..., 2) (Zarr 3, sharding codec)."""
     codec = next(each for each in array.metadata.to_dict()["codecs"] if each["name"] == "sharding_indexed")
     told, count = codec["configuration"], math.prod(_get_shard_grid(array))
     names = [each["name"] for each in told["index_codecs"]]
@@ -164,7 +165,7 @@ def _read_shard_index(path: Path, array: Any, file: Path, stored: BinaryIO, size
 
 
 def _find_inner_chunks(part: slice | int, size: int, shard: int, chunk: int, place: int) -> range:
-    """Which chunks of one shard a part lies in."""
+    """Return the indices of the chunks of one shard that a part intersects along one axis."""
     start, stop = (part, part + 1) if isinstance(part, int) else part.indices(size)[:2]
     first, last = max(start, place * shard), min(stop, (place + 1) * shard)
     return range((first - place * shard) // chunk, -(-(last - place * shard) // chunk))

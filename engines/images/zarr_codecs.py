@@ -1,7 +1,7 @@
-"""How the chunks of a Zarr array are packed: which codecs are taken, and how much a chunk holds, before it is unpacked.
+"""Codecs of Zarr chunks: which ones are supported, and how large a chunk is unpacked, determined before unpacking it.
 
-One codec packs, at most: of several in turn, each could make a thousand times as much of what the one before has made.
-And none runs code, as numcodecs' `pickle` does.
+At most one compressor is allowed: each of several in turn could expand the output of the one before a thousandfold.
+No codec that runs code is allowed, such as numcodecs' `pickle`.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ __all__ = ["check_codecs", "estimate_unpacked_bytes", "find_compressor"]
 
 _PACKERS = ("zstd", "blosc", "lz4", "gzip", "zlib")
 _OTHERS = ("bytes", "endian", "transpose", "shuffle", "crc32", "crc32c", "adler32", "fletcher32", "sharding_indexed")
-_LARGE_BYTES = 1 << 29  # what a chunk of deflate may hold before it is tried out
-_DEFLATED = 1032  # times as much at most (RFC 1951: 258 bytes in 2 bits)
-_PARTS = 64  # of gzip, one after another in one chunk: nobody writes more than one
+_LARGE_BYTES = 1 << 29  # a deflate chunk that could unpack to more than this is measured by a trial
+_DEFLATED = 1032  # the highest compression ratio of deflate (RFC 1951: 258 bytes in 2 bits)
+_PARTS = 64  # concatenated gzip members in one chunk: programs write only one
 _ZSTD = b"\x28\xb5\x2f\xfd"
 
 Read = Callable[[int, int], bytes]
-"""Bytes of a chunk: from where, and how many."""
+"""(offset, count) -> bytes of a chunk."""
 
 
 def check_codecs(path: Path, array: Any) -> None:
-    """Raises ImageError where an array is packed in a way that is not taken."""
+    """Raise ImageError if an array has unsupported codecs or more than one compressor."""
     names = list(_list_codec_names(array))
     if unknown := sorted({name for name in names if name not in (*_PACKERS, *_OTHERS)}):
         raise ImageError(
@@ -40,12 +40,12 @@ def check_codecs(path: Path, array: Any) -> None:
 
 
 def find_compressor(array: Any) -> str | None:
-    """The codec that makes an array's chunks smaller; None where none does."""
+    """Return the compressor of an array's chunks, or None if they are not compressed."""
     return next((name for name in _list_codec_names(array) if name in _PACKERS), None)
 
 
 def _list_codec_names(array: Any) -> Iterator[str]:
-    """Of all codecs of its chunks, those within shards too, but not of the index of a shard."""
+    """Yield the names of all codecs of an array's chunks, including those inside shards, but not a shard's index."""
     told = array.metadata.to_dict()
     yield from _flatten_codec_names((*(told.get("filters") or ()), *(told.get("codecs") or ()), told.get("compressor")))
 
@@ -60,7 +60,7 @@ def _flatten_codec_names(codecs: Iterable[object]) -> Iterator[str]:
 
 
 def estimate_unpacked_bytes(codec: str | None, size: int, read: Read, most: int) -> int:
-    """How many bytes a chunk of `size` unpacks to, as far as that need be known: whether there are more than `most`."""
+    """Estimate how many bytes a chunk of `size` bytes unpacks to, well enough to tell if that exceeds `most`."""
     if codec is None:
         return size
     head = read(0, 18)
@@ -77,7 +77,7 @@ def estimate_unpacked_bytes(codec: str | None, size: int, read: Read, most: int)
 
 
 def _read_zstd_size(head: bytes) -> int | None:
-    """How many bytes a Zstandard frame says that it holds (RFC 8878, 3.1.1); None if it doesn't say, 0 for others.
+    """Return the content size in a Zstandard frame header (RFC 8878, 3.1.1), None if absent, 0 for other data.
 
     >>> _read_zstd_size(b"(\\xb5/\\xfd" + bytes([0b1110_0000]) + (1 << 40).to_bytes(8, "little")) == 1 << 40
     True
@@ -95,23 +95,23 @@ def _read_zstd_size(head: bytes) -> int | None:
 
 
 def _measure_zstd(data: bytes, most: int) -> int:
-    """Of a frame that was written before its size was known: it is unpacked into so much room and no more."""
+    """Measure a Zstandard frame without content size by unpacking it into a buffer of `most` bytes."""
     try:
         return len(imagecodecs.zstd_decode(data, out=most))
     except imagecodecs.ZstdError as error:
-        return most + 1 if "too small" in str(error) else 0  # others are for the reader to tell
+        return most + 1 if "too small" in str(error) else 0  # the reader raises other errors itself
 
 
 def _measure_inflated(data: bytes, most: int) -> int:
-    """By unpacking it piece by piece, none of which is kept."""
+    """Measure deflate data by unpacking them in pieces, none of which is kept."""
     count, left = 0, data
     for _ in range(_PARTS):
-        engine = zlib.decompressobj(wbits=47)  # gzip or zlib, whichever it is
+        engine = zlib.decompressobj(wbits=47)  # 32 + 15: detects gzip or zlib headers
         while not engine.eof and count <= most:
             try:
                 piece = engine.decompress(left, 1 << 24)
             except zlib.error:
-                return count  # which the reader will tell
+                return count  # the reader raises the error itself
             count, left = count + len(piece), engine.unconsumed_tail
             if not piece and not left:
                 return count

@@ -1,4 +1,4 @@
-"""`predict`: a region of a picture, tile after tile, on all ranks."""
+"""The command `predict`: predict a region of a picture tile by tile, on all ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _NUMBER = re.compile(r"-?\d{1,15}", re.ASCII)
 
 
 def make_predict_parser() -> argparse.ArgumentParser:
-    """The flags of `predict`."""
+    """Return the parser of the flags of `predict`."""
     flags = options.FlagParser(
         description="Classify or segment a region of a picture of any size, tile after tile, in bounded memory.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -56,7 +56,7 @@ def make_predict_parser() -> argparse.ArgumentParser:
 
 
 def predict(world: World, arguments: Sequence[str]) -> dict[str, object]:
-    """What the flags ask for; one line of JSON, the same on every rank.
+    """Run the prediction that the flags describe; return its line of JSON, the same on every rank.
 
     Raises ImageError, PlanError, TraceError or CheckpointError.
     """
@@ -83,7 +83,7 @@ def _parse_box(text: str | None) -> tuple[int, ...] | None:
 
 
 def _make_sink(path: str | None, region: PaddedRegion, kind: str, shape: Shape, dtype: np.dtype[Any]) -> TileSink:
-    """The file that a prediction for each pixel goes to. Raises ImageError where none is named."""
+    """Return the file sink of a prediction for each pixel. Raises ImageError if no file is named."""
     if path is None:
         raise ImageError(
             f"The model answers for each of {shape[0]} x {shape[1]} px. Say which file that is to go to, "
@@ -93,7 +93,7 @@ def _make_sink(path: str | None, region: PaddedRegion, kind: str, shape: Shape, 
 
 
 def make_line(swept: TiledPrediction, ask: PredictionRequest) -> dict[str, object]:
-    """A prediction as one line."""
+    """Return a prediction as one line of JSON data."""
     height, width = ask.region.picture_px
     answer = swept.answer.tolist() if hasattr(swept.answer, "tolist") else swept.answer
     return {

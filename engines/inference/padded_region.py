@@ -1,4 +1,4 @@
-"""A rectangle of a picture as what a model takes for its whole image: read window by window."""
+"""A rectangle of a picture that serves as a model's whole input image, read window by window."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST_SIDE_PX, _MOST_PX = 1 << 24, 1 << 40
 
 @dataclass(frozen=True)
 class PaddedRegion:
-    """All of `picture`; `size_px` is what is computed: with white below and at the right, if the model needs that."""
+    """All of `picture`, with white below and at the right up to `size_px` (height, width) if the model needs that."""
 
     picture: Picture
     size_px: tuple[int, int]
@@ -32,21 +32,21 @@ class PaddedRegion:
         return self.picture.shape()
 
     def pad_to_multiple(self, px: int) -> PaddedRegion:
-        """The same, both sides of what is computed being multiples of `px`."""
+        """Return the region padded to multiples of `px` on both sides."""
         height, width = (-(-side // px) * px for side in self.picture_px)
         return replace(self, size_px=(height, width))
 
     def read_tile(self, tile: Tile, dtype: torch.dtype) -> Tensor:
-        """(1, 3, h, w), from -1 to 1: the pixels of `tile`. Raises ImageError where they cannot be read."""
+        """Return the pixels of `tile` as (1, 3, h, w), from -1 to 1. Raises ImageError if they cannot be read."""
         pixels = self.picture.read(tile.rows.start, tile.cols.start, *tile.shape)
         part = to_network_input(pixels)
         return part[None].to(dtype, memory_format=torch.channels_last)
 
 
 def make_padded_region(picture: Picture, box: Sequence[int] | None = None, level: int = 0) -> PaddedRegion:
-    """The rectangle (y0, x0, height, width) of a level, in pixels of that level, white outside; None is all of it.
+    """Return the rectangle (y0, x0, height, width) in pixels of `level`, white outside the picture; None: all of it.
 
-    Raises ImageError where it has no pixels, or none in common with the picture, or more than any slide.
+    Raises ImageError if the rectangle is empty, does not overlap the picture, or is larger than any slide.
     """
     rows, cols = picture.shape(level)
     if box is not None and (len(box) != 4 or not all(isinstance(px, int) for px in box)):

@@ -1,4 +1,4 @@
-"""How much memory a turn takes: its program is run on the meta device, where tensors have sizes but no memory."""
+"""Estimate the memory of a pass by running its program on the meta device, where tensors have sizes but no memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["estimate_pass_bytes"]
 
 
 class _MetaMemoryMode(TorchDispatchMode):
-    """Counts the bytes of the tensors that are alive, and the most that there ever were."""
+    """Counts the bytes of live tensors, and their peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,9 +30,10 @@ class _MetaMemoryMode(TorchDispatchMode):
         self.holders: dict[int, int] = {}
 
     def count(self, tensor: Tensor) -> Tensor:
-        """Hold this tensor's memory until nobody does."""
+        """Count this tensor's storage until the last tensor that shares it is freed."""
         storage = tensor.untyped_storage()
         memory, size = storage._cdata, storage.nbytes()
+        # Views share one storage: count it once, and until its last tensor is gone.
         if memory not in self.holders:
             self.now += size
             self.most = max(self.most, self.now)
@@ -59,17 +60,19 @@ class _MetaMemoryMode(TorchDispatchMode):
 
 
 def _estimate_workspace(x: Tensor, weight: Tensor, *made: Tensor) -> int:
-    """What a convolution takes beside its tensors. In float64 ATen unfolds every window of one image (`im2col`)."""
+    """Return a convolution's workspace in bytes. In float64 ATen unfolds every window of one image (`im2col`)."""
     if x.dtype is torch.float64:
+        # im2col has one column for each output pixel, or, in a transposed convolution, whose output is larger, one for
+        # each input pixel.
         unfolded = made[0] if made and made[0].shape[-1] <= x.shape[-1] else x
         return math.prod(weight.shape[1:]) * math.prod(unfolded.shape[2:]) * x.element_size()
     return 0
 
 
 def estimate_pass_bytes(turn: TilePass, graph: ModelGraph, sums: Mapping[str, TensorSpec]) -> int:
-    """The most bytes of tensors that one turn holds at once, weights and the image's pixels as bytes not counted.
+    """Return the peak bytes of tensors in one pass, without the weights and the image's pixels as bytes.
 
-    `sums` are those that are known by then. Raises NotImplementedError where a kernel has no meta function.
+    `sums` are the sums known at that time. Raises NotImplementedError if a kernel has no meta function.
     """
     device = torch.device("meta")
     weights = {name: _make_empty(graph.weights[name]) for name in turn.program.weights}

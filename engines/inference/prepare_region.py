@@ -1,4 +1,4 @@
-"""What ranks must know to predict a region of a picture tile after tile."""
+"""Prepare the recipe with which ranks predict a region of a picture tile by tile."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ _MULTIPLES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 def prepare_region(
     model: nn.Module, region: PaddedRegion, precision: str = "float32", device: str = "auto"
 ) -> tuple[Recipe, PaddedRegion]:
-    """The model at the region's size; the region is padded where the model takes only multiples of some power of two.
+    """Return the recipe of the model at the region's size, and the region, padded if the model needs that.
 
-    Raises TraceError where it takes none of them.
+    Some models take only multiples of a power of two: powers up to 256 are tried. Raises the TraceError for the
+    unpadded size if the model takes none of them.
     """
     plan = Plan(split_size=1, spatial_size=0, precision=precision)
     refusals: list[TraceError] = []
@@ -42,7 +43,7 @@ def prepare_region(
 
 @contextmanager
 def _hide_trace_log() -> Iterator[None]:
-    """torch writes what it cannot trace to stderr, beside raising it."""
+    """Suppress torch's log on stderr: torch logs what it cannot trace, besides raising the error."""
     told = logging.getLogger("torch._subclasses.fake_tensor")
     before, told.disabled = told.disabled, True
     try:

@@ -1,7 +1,8 @@
-"""A prediction as a tiled TIFF with all its resolutions, written in bounded memory; there is never half a file.
+"""Write a prediction as a tiled, pyramidal TIFF in bounded memory; the file appears completely or not at all.
 
-Tiles lie uncompressed in a scratch file beside it until all are there, for a TIFF wants them in order. The scratch file
-has no name, so that nothing is left of it whatever happens, and its room is taken before the first tile is computed.
+A TIFF needs its tiles in order. So tiles are kept uncompressed in a scratch file in the same folder until all have
+arrived. The scratch file has no name, so that it vanishes whatever happens, and its space is reserved before the first
+tile is computed.
 """
 
 from __future__ import annotations
@@ -27,19 +28,20 @@ __all__ = ["PyramidSink", "make_pyramid"]
 
 Halve = Callable[[NDArray[Any]], NDArray[Any]]
 
-TILE_PX, GROUP_PX = 256, 4096  # a tile of the file, and how much of a row of tiles is read at once
-SMALLEST_PX = 512  # the coarsest level has no longer side
+TILE_PX, GROUP_PX = 256, 4096  # side of a tile of the file; width of a row of tiles that is read at once
+SMALLEST_PX = 512  # longest side of the coarsest level
 
 
 class _ScratchArray:
-    """An (H, W, C) array in a file without a name."""
+    """An (H, W, C) array in an unnamed temporary file."""
 
     def __init__(self, folder: Path, shape: Shape, dtype: np.dtype[Any]) -> None:
         self.shape, self.dtype = shape, dtype
         self.pixel_bytes = shape[2] * dtype.itemsize
-        self.file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (it lives as long as this)
+        self.file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (the file lives as long as this object)
         count = shape[0] * shape[1] * self.pixel_bytes
         try:
+            # Reserve the space now: a full disk must be noticed before the prediction is computed.
             os.posix_fallocate(self.file.fileno(), 0, count)
         except OSError as error:
             self.file.close()
@@ -63,7 +65,10 @@ class _ScratchArray:
 
 
 def _write_all(file: int, data: bytes, place: int) -> None:
-    """Where a disk fills up, the first write may be short; the next one says why."""
+    """Write all of `data` at the offset `place`.
+
+    On a disk that fills up, the first write may be short; the next one raises the error.
+    """
     view = memoryview(data)
     while view:
         done = os.pwrite(file, view, place)
@@ -71,10 +76,10 @@ def _write_all(file: int, data: bytes, place: int) -> None:
 
 
 class PyramidSink:
-    """Tiles of an image of `shape`, which become the TIFF file at `path`.
+    """Sink that collects tiles of an image of `shape` and writes them as the TIFF file at `path`.
 
-    `microns_per_px` is written where it is known. `mixes`: coarser levels are means of 2 x 2 pixels; else, for numbers
-    of classes, one of the four. Raises OSError where there is no room, or the folder may not be written to.
+    `microns_per_px` is written if known. With `mixes`, pixels of coarser levels are means of 2 x 2 pixels; otherwise,
+    for class numbers, one of the four. Raises OSError if space is lacking or the folder is not writable.
     """
 
     def __init__(
@@ -87,11 +92,11 @@ class PyramidSink:
         self.raw = _ScratchArray(path.parent, shape, dtype)
 
     def put(self, tile: Tile, pixels: NDArray[Any]) -> None:
-        """At its place in the scratch file."""
+        """Write a tile into the scratch file."""
         self.raw.write(tile, pixels)
 
     def finish(self) -> str:
-        """Write the file under another name, and give it its own when it is whole; the path."""
+        """Write the file under a temporary name, rename it when it is complete, and return its path."""
         handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.", suffix=".part")
         os.close(handle)
         try:
@@ -105,7 +110,7 @@ class PyramidSink:
         return str(self.path)
 
     def close(self) -> None:
-        """Give the scratch file's room back."""
+        """Close the scratch file, which frees its space."""
         self.raw.file.close()
 
     def _write_file(self, name: str) -> None:
@@ -141,7 +146,7 @@ class PyramidSink:
 
 
 def make_pyramid(path: Path, region: PaddedRegion, kind: str, shape: Shape, dtype: np.dtype[Any]) -> PyramidSink:
-    """The file at `path` for a prediction of a region."""
+    """Return the sink that writes the prediction of a region to `path`."""
     known = region.picture.microns_per_px
     scaled = None if known is None else known * region.picture_px[0] / shape[0]
     return PyramidSink(path, shape, dtype, scaled, mixes=kind != "classes")
@@ -152,7 +157,7 @@ def _drop_single_channel(shape: Shape) -> tuple[int, ...]:
 
 
 def _count_halvings(height: int, width: int) -> int:
-    """How often an image is halved.
+    """Return how often an image is halved.
 
     >>> _count_halvings(1024, 4000), _count_halvings(512, 512)
     (3, 0)
@@ -165,12 +170,12 @@ def _count_halvings(height: int, width: int) -> int:
 
 def _split_blocks(shape: Shape, rows_px: int, cols_px: int) -> Iterator[Tile]:
     for y0, x0 in product(range(0, shape[0], rows_px), range(0, shape[1], cols_px)):
-        get_status_board().report(b"writes a pyramid")  # one rank does, the others wait for it
+        get_status_board().report(b"writes a pyramid")  # heartbeat: the other ranks wait meanwhile
         yield Tile(Span(y0, min(y0 + rows_px, shape[0])), Span(x0, min(x0 + cols_px, shape[1])))
 
 
 def _read_tiles(raw: _ScratchArray) -> Iterator[NDArray[Any]]:
-    """The tiles of the file in its order; those at the edges are filled up with zeros."""
+    """Yield the tiles of the file in its order; tiles at the edges are padded with zeros."""
     for block in _split_blocks(raw.shape, TILE_PX, GROUP_PX):
         pixels = raw.read(block)
         for x0 in range(0, pixels.shape[1], TILE_PX):
@@ -193,12 +198,12 @@ def _write_halved(raw: _ScratchArray, folder: Path, halve: Halve) -> _ScratchArr
 
 
 def _pick_nearest(pixels: NDArray[Any]) -> NDArray[Any]:
-    """Every other pixel: between class 1 and class 3 lies no class 2."""
+    """Return every other pixel: a mean of classes 1 and 3 would be class 2."""
     return pixels[::2, ::2]
 
 
 def _compute_mean(pixels: NDArray[Any]) -> NDArray[Any]:
-    """Means of 2 x 2; a last odd row or column counts twice."""
+    """Return means of 2 x 2 pixels; a last odd row or column is repeated."""
     height, width = pixels.shape[:2]
     even = np.pad(pixels, ((0, height % 2), (0, width % 2), (0, 0)), mode="edge").astype(np.float32)
     mean = (even[::2, ::2] + even[1::2, ::2] + even[::2, 1::2] + even[1::2, 1::2]) / 4
@@ -206,7 +211,7 @@ def _compute_mean(pixels: NDArray[Any]) -> NDArray[Any]:
 
 
 def _set_default_mode(name: str) -> None:
-    """A temporary file is private; its successor has the rights that any new file has."""
+    """Give the file the mode of any new file: temporary files are private."""
     mask = os.umask(0)
     os.umask(mask)
     Path(name).chmod(0o666 & ~mask)

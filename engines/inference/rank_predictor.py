@@ -1,4 +1,4 @@
-"""Prediction by all ranks together, under the plan of a training: its forward pass, in evaluation mode."""
+"""Predict on all ranks together under the plan of a training: its forward pass, in evaluation mode."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ from engines.training import Recipe, collect_state, copy_state_tensor, cut_input
 __all__ = ["Prediction", "RankPredictor", "fetch_tensors", "join_predictions", "prepare_prediction"]
 
 Prediction = Mapping[int, Tensor]
-"""A rank's parts of the predictions, by micro-batch, on the host."""
+"""A rank's parts of the predictions, by micro-batch, in host memory."""
 
 
 def prepare_prediction(model: nn.Module, plan: Plan, image_shape: Sequence[int], device: str = "auto") -> Recipe:
-    """What ranks must know to compute `model.eval()(images)`; `image_shape` is (N, C, H, W) of one batch of the plan.
+    """Return the recipe by which ranks compute `model.eval()(images)`.
 
-    The model is only read. Raises TraceError or PlanError where it cannot be run so.
+    `image_shape` is (N, C, H, W) of one batch of the plan. The model is not changed. Raises TraceError or PlanError if
+    the model cannot run under the plan.
     """
     images = get_micro_batch_spec("images", TensorSpec(tuple(image_shape), plan.held_in), plan)
     graph = trace_inference(model, images, plan.precision, choose_autocast_type(device))
@@ -49,10 +50,10 @@ def prepare_prediction(model: nn.Module, plan: Plan, image_shape: Sequence[int],
 
 
 class RankPredictor:
-    """One rank's weights and worker, going forward only; collective.
+    """One rank's weights and worker for forward passes; collective.
 
-    Weights are those `held` by the ranks of a training (by the graph's names); what a rank lacks of them it gets from
-    others, as it is now. Without `held` they are copies of the recipe's.
+    The weights are those `held` by the ranks of a training (by the graph's names). A rank receives those that it lacks
+    from other ranks, at their current values. Without `held`, the weights are copies of the recipe's.
     """
 
     def __init__(self, world: World, recipe: Recipe, held: Mapping[str, Tensor] | None = None) -> None:
@@ -78,11 +79,14 @@ class RankPredictor:
         return {**(self.held or {}), **own}
 
     def cut(self, inputs: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
-        """This rank's parts of the whole inputs of a step."""
+        """Return this rank's parts of the whole inputs of a step."""
         return cut_inputs(self.program, inputs)
 
     def predict(self, inputs: Inputs) -> Prediction:
-        """This rank's parts of the predictions for its parts of the images; what all tiles have is told by one."""
+        """Return this rank's parts of the predictions for its parts of the images.
+
+        A prediction that all tiles share is returned by one rank only.
+        """
         use_threads(self.threads)
         placed = {
             number: {
@@ -102,21 +106,22 @@ class RankPredictor:
 
 
 def fetch_tensors(world: World, held: Mapping[str, Tensor], wanted: Iterable[str]) -> dict[str, Tensor]:
-    """What a rank wants of tensors that it does not hold, from the first rank that does; collective.
+    """Return the `wanted` tensors that this rank does not hold, each from the first rank that holds it; collective.
 
-    Raises PlanError, on every rank, where no rank holds it.
+    Raises PlanError, on every rank, if no rank holds a tensor.
     """
     told = world.all_gather(([name for name in wanted if name not in held], tuple(held)))
     asked = dict.fromkeys(name for lacking, _ in told for name in lacking)
     owner = {name: rank for rank, (_, names) in reversed(list(enumerate(told))) for name in names}
     if missing := [name for name in asked if name not in owner]:
         raise PlanError(f"No rank holds {missing[0]}, which the prediction reads. Make the training anew.")
+    # Every tensor that any rank lacks is sent once, by the lowest rank that holds it, in one collective.
     offers = world.all_gather({name: held[name].detach().cpu() for name in asked if owner[name] == world.rank})
     return {name: offers[owner[name]][name] for name in told[world.rank][0]}
 
 
 def join_predictions(programs: Sequence[Program], parts: Sequence[Prediction], spec: TensorSpec) -> Tensor:
-    """The whole prediction for a step's images, of what all ranks have told; `spec` is that of one micro-batch."""
+    """Assemble the prediction for a step's images from all ranks' `parts`; `spec` is that of one micro-batch."""
     count = programs[0].micro_batches
     shape = (count * spec.shape[0], *spec.shape[1:])
     whole = torch.empty(shape, dtype=next(tensor.dtype for own in parts for tensor in own.values()))
@@ -128,7 +133,7 @@ def join_predictions(programs: Sequence[Program], parts: Sequence[Prediction], s
 
 
 def _get_view(chunk: Tensor, feed: ShardSpec | None) -> Tensor:
-    """The part of a micro-batch's prediction that a rank has."""
+    """Return the part of a micro-batch's prediction that a rank holds, as a view."""
     if feed is not None and feed.tile is not None and feed.tile.images is not None:
         chunk = chunk.narrow(0, feed.tile.images.start, len(feed.tile.images))
     if feed is not None and feed.tile is not None and feed.axes is not None:

@@ -1,4 +1,4 @@
-"""Into how many tiles an image is cut so that each fits into a bound of memory."""
+"""Choose the number of tiles so that each fits within a memory bound."""
 
 from __future__ import annotations
 
@@ -16,24 +16,26 @@ from engines.spatial.tiles import Grid
 __all__ = ["AT_WORK_BYTES", "LOOSE", "choose_grid", "fit_tiles", "iterate_passes", "make_tile_grid"]
 
 LOOSE = 1.15
-"""What a turn takes of the system, as a multiple of what its tensors hold (see `keep_memory_tight`): for the kernels'
-own needs. Measured with U-Nets and ResNets: 1.0 to 1.13."""
+"""Memory that the process takes for a pass, as a multiple of its tensors' memory (see `keep_memory_tight`).
+
+The difference is what kernels need themselves. Measured with U-Nets and ResNets: 1.0 to 1.13.
+"""
 
 _SIDES = tuple(round(128 * 2 ** (step / 4)) for step in range(29))  # to 16384 px
 
 
 _CLASS_BYTES, _SCORE_BYTES = 8, 8
-"""Of a pixel of the answer, beside the scores themselves: its class, and a probability or a copy of each score."""
+"""Bytes per output pixel besides the scores: the class, and for each score a probability or a copy."""
 
 _READ_BYTES = 40
-"""Of a pixel as it is read: bytes as the file and as the picture have them, and numbers before and after scaling."""
+"""Bytes per pixel being read: bytes as in the file and in the picture, and numbers before and after scaling."""
 
 AT_WORK_BYTES = 40 * 10**6
-"""What libraries take as soon as they compute (oneDNN's kernels, buffers of messages)."""
+"""Bytes that libraries take as soon as they compute (oneDNN's kernels, message buffers)."""
 
 
 def make_tile_grid(size_px: tuple[int, int], side_px: int) -> Grid:
-    """Tiles of nearly one size, none with a side longer than `side_px`.
+    """Return a grid of tiles of nearly equal size, none with a side longer than `side_px`.
 
     >>> str(make_tile_grid((3000, 1000), 1024))
     '3x1'
@@ -42,7 +44,7 @@ def make_tile_grid(size_px: tuple[int, int], side_px: int) -> Grid:
 
 
 def iterate_passes(turns: TilePasses) -> Iterator[tuple[dict[str, TensorSpec], TilePass]]:
-    """The walks over an image, in order: the sums that are known by then, and what the middle tile does."""
+    """Yield each pass over an image, in order: the sums known before it, and the pass of the middle tile."""
     known: dict[str, TensorSpec] = {}
     middle = turns.grid.rows // 2 * turns.grid.cols + turns.grid.cols // 2
     while True:
@@ -54,21 +56,22 @@ def iterate_passes(turns: TilePasses) -> Iterator[tuple[dict[str, TensorSpec], T
 
 
 def fit_tiles(graph: ModelGraph, ranks: int, bound_bytes: int) -> TilePasses:
-    """As few tiles as may be, each of which takes at most `bound_bytes`, but not fewer than there are ranks.
+    """Return the fewest tiles that each take at most `bound_bytes`; at least one per rank if the image is large enough.
 
-    Raises PlanError where even the smallest tiles take more, TraceError where the model cannot be computed so.
+    Raises PlanError if even the smallest tiles take more, TraceError if the model cannot be computed in tiles.
     """
     size_px = graph.inputs["images"].shape[2:]
     sides = [side for side in _SIDES if side < max(size_px)] + [max(size_px)]
     sides = [side for side in sides if make_tile_grid(size_px, side).tiles >= ranks] or sides[:1]
     best, low, high = None, 0, len(sides)
     refusal: PlanError | TraceError | None = None
+    # Bisect for the largest side that fits. Memory grows with the side, so that all smaller sides fit too.
     while low < high:
         middle = (low + high) // 2
         try:
             turns = TilePasses(graph, make_tile_grid(size_px, sides[middle]))
             fits = (taken := _estimate_peak_bytes(turns, graph)) <= bound_bytes
-        except PlanError as error:  # so small that a late layer has fewer pixels than there are tiles
+        except PlanError as error:  # a late layer has fewer pixels than there are tiles: try larger tiles
             refusal, turns, fits, taken = error, None, True, 0
         if fits:
             best, low = turns or best, middle + 1
@@ -85,9 +88,9 @@ def fit_tiles(graph: ModelGraph, ranks: int, bound_bytes: int) -> TilePasses:
 
 
 def choose_grid(world: World, graph: ModelGraph, bound_bytes: int, side_px: int | None = None) -> Grid:
-    """The tiles of all ranks, of which none may have more than `bound_bytes` in all; rank 0 chooses them; collective.
+    """Choose, on rank 0, the grid of tiles for all ranks so that none exceeds `bound_bytes` in total; collective.
 
-    Raises PlanError, TraceError as `fitted` does, on every rank.
+    Raises PlanError or TraceError as `fit_tiles` does, on every rank.
     """
     taken = max(world.all_gather(read_process_bytes("VmRSS")))
     return run_on_first(world, lambda: _choose_grid(graph, world.size, bound_bytes, taken, side_px))
@@ -106,7 +109,7 @@ def _choose_grid(graph: ModelGraph, ranks: int, bound_bytes: int, taken_bytes: i
 
 
 def _estimate_peak_bytes(turns: TilePasses, graph: ModelGraph) -> int:
-    """What the walk that takes most takes, the answer for its tile and the pixels as they are read included."""
+    """Return the bytes of the most expensive pass, including its tile's output and the pixels as they are read."""
     most = 0
     for known, turn in iterate_passes(turns):
         taken = estimate_pass_bytes(turn, graph, known)

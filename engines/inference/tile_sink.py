@@ -1,4 +1,4 @@
-"""Where the tiles of a prediction go, in any order: memory, for what is small, or a file (see `pyramid_sink.py`)."""
+"""Sinks for the tiles of a prediction, in any order: memory, for small ones, or a file (see `pyramid_sink.py`)."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ from engines.spatial.tiles import Tile
 __all__ = ["ArraySink", "MakeSink", "Shape", "TileSink"]
 
 Shape = tuple[int, int, int]
-"""Height, width and numbers for each pixel."""
+"""Height, width, and channels per pixel."""
 
 
 class TileSink(Protocol):
-    """Takes every tile once. Raises OSError where it cannot."""
+    """Sink that receives every tile once. Its methods raise OSError if they fail."""
 
     def put(self, tile: Tile, pixels: NDArray[Any]) -> None:
-        """(h, w, C), at its place."""
+        """Store the (h, w, C) `pixels` of `tile`."""
 
     def finish(self) -> Any:
-        """All tiles are there; what is answered."""
+        """Complete the output after all tiles, and return the result."""
 
     def close(self) -> None:
-        """Leave nothing unfinished behind; after `finish` there is nothing to do."""
+        """Discard what is unfinished; a no-op after `finish`."""
 
 
 MakeSink = Callable[[Shape, np.dtype[Any]], TileSink]
 
 
 class ArraySink:
-    """The whole prediction as an (H, W, C) array, or (H, W) of classes."""
+    """Sink that holds the whole prediction as an (H, W, C) array, or (H, W) if C is 1."""
 
     def __init__(self, shape: Shape, dtype: np.dtype[Any]) -> None:
         self.whole = np.zeros(shape, dtype)
 
     def put(self, tile: Tile, pixels: NDArray[Any]) -> None:
-        """At its place."""
+        """Copy the tile into the array."""
         self.whole[tile.rows.start : tile.rows.stop, tile.cols.start : tile.cols.stop] = pixels
 
     def finish(self) -> NDArray[Any]:
-        """The array."""
+        """Return the array."""
         return self.whole[..., 0] if self.whole.shape[2] == 1 else self.whole
 
     def close(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""

@@ -1,4 +1,4 @@
-"""The tiles of a prediction on their way to rank 0, which puts them where they belong."""
+"""Collect the tiles of a prediction on rank 0, which puts them in place."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ _TAG = 2
 
 
 class TileStitcher:
-    """Takes one tile of each rank at a time; collective. `spec` is the whole prediction, `feed` a tile's part of it.
+    """Collects one tile of each rank at a time on rank 0; collective.
 
-    Raises TraceError where it is not a score for each class and pixel, ImageError where the sink cannot be made.
+    `spec` describes the whole prediction, `feed` a tile's part of it. Raises TraceError if the prediction is not a
+    score for each class and pixel, ImageError if the sink cannot be made.
     """
 
     def __init__(
@@ -47,27 +48,31 @@ class TileStitcher:
             )
         self.world, self.grid, self.size_px = world, grid, spec.shape[-2:]
         sides = zip(region.picture_px, self.size_px, region.size_px, strict=True)
-        self.out_px = tuple(-(-asked * out // padded) for asked, out, padded in sides)  # what was padded is left out
+        self.out_px = tuple(-(-asked * out // padded) for asked, out, padded in sides)  # without the padding
         self.channels = get_output_channels(kind, spec.shape[1])
         self.dtype = get_output_dtype(kind, spec.shape[1], spec.dtype)
-        self.late = ""  # what went wrong with tiles while other ranks were at work again: told with the next
+        self.late = ""  # first error of the sink, raised by `check`
         height, width = self.out_px
         shape = height, width, self.channels
         self.sink = run_on_all(world, lambda: sink(shape, self.dtype) if world.rank == 0 else None)
 
     def check(self) -> None:
-        """Raises OSError where tiles could not be put."""
+        """Raise OSError if tiles could not be written."""
         if self.late:
             raise OSError(self.late)
 
     def add(self, first: int, own: NDArray[Any] | None) -> None:
-        """The tiles from number `first` on, one of each rank; (h, w, C), None where there are no more."""
+        """Send this rank's tile to rank 0, which puts one tile of each rank, from number `first` on.
+
+        `own` is (h, w, C), or None if this rank has no tile left.
+        """
         if self.world.rank:
             if own is not None:
                 sent = torch.from_numpy(own.view(np.uint8).reshape(-1))
                 self.world.exchange([Message(0, _TAG, sent)], []).wait()
             return
         for rank in range(min(self.world.size, self.grid.tiles - first)):
+            # In rank order, so that rank 0 holds a single received tile at a time.
             tile = self.grid.get_tile(first + rank, *self.size_px)
             self._put(tile, self._receive(rank, tile) if rank or own is None else own)
 
@@ -79,6 +84,8 @@ class TileStitcher:
 
     def _put(self, tile: Tile, pixels: NDArray[Any]) -> None:
         inside = tile & Tile.whole(*self.out_px)
+        # An error must not be raised here: other ranks are computing the next round, and rank 0 would leave their sends
+        # without receives. `check` raises it within the next collective.
         if inside and not self.late and self.sink is not None:
             try:
                 self.sink.put(inside, pixels[inside.to_slices(tile)])
@@ -86,11 +93,11 @@ class TileStitcher:
                 self.late = str(error)
 
     def finish(self) -> Any:
-        """What the sink answers, on rank 0. Raises OSError where it cannot."""
+        """Return the sink's result on rank 0. Raises OSError if the sink fails."""
         self.check()
         return self.sink.finish() if self.sink is not None else None
 
     def close(self) -> None:
-        """Leave nothing unfinished behind."""
+        """Close the sink; nothing unfinished is left."""
         if self.sink is not None:
             self.sink.close()

@@ -1,8 +1,11 @@
-"""An image larger than all ranks together, predicted tile after tile: the ranks take tiles in turn.
+"""Predict an image larger than the memory of all ranks together, tile by tile: the ranks share the tiles.
 
-In each round every rank computes one tile. Where tiles of the prediction are made they go to rank 0
-(`tile_stitcher.py`), which writes them while the others go on; nobody is further ahead than one round, so nothing piles
-up.
+In each round every rank computes one tile. In the last pass over the image, the tiles of the prediction are sent to
+rank 0 (`tile_stitcher.py`), which writes them while the other ranks go on. Ranks synchronise in every round, so that no
+queue of tiles builds up.
+
+    pass 1 .. n - 1     sums over the image (global pools, norms): per tile, then per rank, then all-reduced
+    pass n              the prediction: per tile, or once on every rank if the sums suffice
 """
 
 from __future__ import annotations
@@ -45,9 +48,9 @@ __all__ = ["PredictionRequest", "TiledPrediction", "TiledPredictor"]
 
 @dataclass(frozen=True)
 class PredictionRequest:
-    """What is wanted: of each pixel its class, probabilities or scores (`kind`), within `memory_bytes` on any rank.
+    """What to predict for each pixel (`kind`: classes, probabilities or scores), within `memory_bytes` on any rank.
 
-    `side_px` makes tiles of that size, whatever memory they take.
+    `side_px` fixes the tiles' side, whatever memory they take.
     """
 
     region: PaddedRegion
@@ -58,10 +61,10 @@ class PredictionRequest:
 
 @dataclass(frozen=True)
 class TiledPrediction:
-    """A prediction: `answer` is what the sink answers, or what is told where the model answers for the whole image.
+    """A prediction: `answer` is the sink's result, or that for the whole image if the model has no output per pixel.
 
-    `overhead` is how many pixels were read for each that was asked for, in each of `walks` over the image that read
-    any; `peak_bytes` the most memory that each rank's process has ever had.
+    `overhead` is the number of pixels read per pixel of the region, in each of the passes (`walks`) that read the
+    image; `peak_bytes` is the peak memory of each rank's process.
     """
 
     answer: Any
@@ -77,8 +80,8 @@ class TiledPrediction:
 class TiledPredictor:
     """One rank's part of a prediction; every method is collective.
 
-    Weights are those `held` by the ranks of a training, or else the recipe's. Raises PlanError or TraceError where the
-    model cannot be computed tile after tile within the bound, ImageError where the sink cannot be made.
+    The weights are those `held` by the ranks of a training, or else the recipe's. Raises PlanError or TraceError if the
+    model cannot be computed tile by tile within the bound, ImageError if the sink cannot be made.
     """
 
     def __init__(
@@ -104,7 +107,7 @@ class TiledPredictor:
         self.start_s = time.perf_counter()
 
     def _choose_tiles(self, sink: MakeSink) -> None:
-        """Choose the tiles, and make what takes those of the prediction."""
+        """Choose the tiles, and make the stitcher if the prediction consists of tiles."""
         world, ask = self.world, self.ask
         self.turns = TilePasses(self.graph, choose_grid(world, self.graph, ask.memory_bytes, ask.side_px))
         self.walks = [turn for _, turn in iterate_passes(self.turns)]
@@ -113,7 +116,7 @@ class TiledPredictor:
             self.mosaic = TileStitcher(world, self.turns.grid, spec, feed, ask.region, ask.kind, sink)
 
     def _collect_state(self, recipe: Recipe, held: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
-        """All weights and buffers: every rank computes all layers."""
+        """Return all weights and buffers: every rank computes all layers."""
         names = (*self.graph.weights, *self.graph.buffers)
         learnt = [name for name in names if name not in self.graph.constants]
         there = (
@@ -125,7 +128,7 @@ class TiledPredictor:
 
     @property
     def rounds(self) -> int:
-        """How many there are in all; the last walk of a classifier is one by itself."""
+        """Total number of rounds; the last pass of a classifier is a single round."""
         return sum(map(self._count_rounds, self.walks))
 
     def _count_rounds(self, walk: TilePass) -> int:
@@ -133,11 +136,14 @@ class TiledPredictor:
 
     @property
     def done(self) -> bool:
-        """Whether every round is."""
+        """Whether all rounds are done."""
         return self.walk == len(self.walks)
 
     def step(self) -> None:
-        """One round. Raises ImageError, on every rank, where one cannot read its tile, or rank 0 cannot write."""
+        """Compute one round.
+
+        Raises ImageError, on every rank, if any rank cannot read its tile or rank 0 cannot write.
+        """
         first, walk = self.round * self.world.size, self.walks[self.walk]
         made = run_on_all(self.world, partial(self._compute_tile, first + self.world.rank if walk.window else 0))
         if walk.prediction is not None and self.mosaic:
@@ -147,7 +153,7 @@ class TiledPredictor:
             self._end_pass(walk)
 
     def _compute_tile(self, number: int) -> NDArray[Any] | None:
-        """Compute one tile: its part of the prediction, where this walk makes it. Sums are kept."""
+        """Compute one tile and add its sums; return its part of the prediction if the pass makes one."""
         if self.mosaic:
             self.mosaic.check()
         if number >= self.turns.grid.tiles:
@@ -178,8 +184,10 @@ class TiledPredictor:
         return inputs
 
     def _end_pass(self, walk: TilePass) -> None:
-        """What was summed over tiles is summed over ranks."""
+        """All-reduce the sums that each rank has accumulated over its tiles."""
         for each in walk.sums:
+            # With more ranks than tiles, a rank has no sum of its own. It contributes zeros: the all-reduce is
+            # collective.
             empty = torch.zeros(each.spec.shape, dtype=getattr(torch, each.spec.dtype), device=self.device)
             total = self._partial.pop(each.target, empty).clone()
             all_reduce(self.world, total, tuple(range(self.world.size))).wait()
@@ -187,7 +195,7 @@ class TiledPredictor:
         self.walk, self.round = self.walk + 1, 0
 
     def finish(self) -> TiledPrediction:
-        """The prediction; on rank 0 with the sink's answer. Raises ImageError, on every rank, where it cannot write."""
+        """Return the prediction; only rank 0 has the sink's result. Raises ImageError on every rank if it fails."""
         answer = run_on_all(self.world, lambda: self.mosaic.finish() if self.mosaic else self.answer)
         seconds, region_px = time.perf_counter() - self.start_s, self.ask.region.size_px
         asked_px = math.prod(region_px) * sum(walk.window is not None for walk in self.walks)
@@ -200,13 +208,13 @@ class TiledPredictor:
         )
 
     def close(self) -> None:
-        """Leave nothing unfinished behind."""
+        """Close the sink and restore the allocator's settings."""
         keep_memory_tight(False)
         if self.mosaic:
             self.mosaic.close()
 
     def run(self, hear: Callable[[], object] = lambda: None) -> TiledPrediction:
-        """Every round; `hear` is called after each."""
+        """Compute all rounds and return the prediction; `hear` is called after each round."""
         try:
             while not self.done:
                 self.step()

@@ -1,4 +1,4 @@
-"""Trained weights for a plain model: a safetensors file of its own names, or a checkpoint."""
+"""Load trained weights into a plain model from a safetensors file with its own names, or from a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _SHOWN = 3
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
-    """Give a model the weights and buffers of a file, of a checkpoint, or of the newest whole one in a folder of them.
+    """Load a model's weights and buffers from a file, a checkpoint, or the newest intact one in a folder of them.
 
-    Raises CheckpointError where they cannot be read, or are those of another model; the model is as it was then.
+    Raises CheckpointError if they cannot be read or belong to another model; the model is then unchanged.
     """
     file = path
     if path.is_dir():

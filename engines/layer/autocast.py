@@ -1,4 +1,4 @@
-"""Half precision as data: the casts that `torch.autocast` would do become operators of the traced graph."""
+"""Mixed precision as data: the casts of `torch.autocast` become operators of the traced graph."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TO = torch.ops.aten._to_copy.default
 
 
 class _CastRecorder(TorchDispatchMode):
-    """The casts among floating types while an operator runs: tensor -> the type that it is cast to."""
+    """Records casts between floating types while an operator runs: id of the tensor -> the type that it is cast to."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,26 +36,26 @@ class _CastRecorder(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class _OperatorRun:
-    """One operator run once on tensors without memory."""
+    """One run of an operator on tensors without memory."""
 
     made: Any
     casts: dict[int, torch.dtype]
 
     @property
     def types(self) -> list[torch.dtype]:
-        """Of what it made."""
+        """Types of the tensors that the operator returns."""
         return [tensor.dtype for tensor in _iterate_tensors(self.made)]
 
 
 def insert_casts(module: fx.GraphModule, precision: torch.dtype | None, device: str) -> fx.GraphModule:
-    """An exported graph, changed so that without autocast it computes as with it: casts are nodes.
+    """Insert the casts of autocast as nodes, so that the graph needs no autocast, and return the module.
 
-    `precision` is that of `torch.autocast` around the whole graph, None where there is none. Regions of the model's own
-    (see `engines.layer.inline`) stand over it.
+    `precision` is that of `torch.autocast` around the whole graph, None if there is none. The model's own autocast
+    regions (see `engines.layer.inline`) override it.
 
-    Which operators run in which type is PyTorch's own table: each node is run without memory under autocast of
-    that `device` type, and what it casts is written down. `val` of every node is as it then is. A model that asks
-    for the type of a tensor while it is traced is told float32.
+    PyTorch's own table decides which operators run in which type: each node runs without memory under autocast of that
+    `device` type, and its casts are recorded. `val` of every node is updated. A model that reads the type of a tensor
+    while it is traced sees float32.
     """
     if precision is None and not any(_has_own_autocast(node, device) for node in module.graph.nodes):
         return module
@@ -75,7 +75,7 @@ class _Caster:
     values: dict[fx.Node, Any] = field(default_factory=dict)
 
     def visit(self, node: fx.Node) -> None:
-        """Find the node's value, and put casts before it where it needs them."""
+        """Compute the node's value, and insert casts before it if it needs them."""
         if node.op in ("placeholder", "get_attr"):
             self.values[node] = self._make_fake_like(self._get_tensor(node))
         elif node.op == "call_function" and not is_check(node):
@@ -100,10 +100,11 @@ class _Caster:
         self.values[node] = self._run(node).made
 
     def _find_casts(self, node: fx.Node) -> dict[fx.Node, torch.dtype]:
-        """Which arguments are cast to which type.
+        """Return the arguments to cast, and the type of each.
 
-        Those that autocast casts; where it casts inside the operator, or asks for another type of result, all
-        arguments are cast to the widest of these types. What an operator casts by itself stays its own affair.
+        These are the casts of autocast to arguments. If autocast casts inside the operator, or changes the type of its
+        result, all arguments are cast to the widest of these types. Casts that the operator does without autocast stay
+        inside it.
         """
         floating = [item for item in node.all_input_nodes if _is_floating(self.values[item])]
         if (written := node.meta.get(WRITTEN)) is not None:
@@ -123,7 +124,7 @@ class _Caster:
         return {item: widest for item in floating if self.values[item].dtype != widest}
 
     def _get_precision(self, node: fx.Node) -> torch.dtype | None:
-        """What the operator is cast to, where it may be."""
+        """Return the type that autocast casts to at this node; None if there is no autocast."""
         if AUTOCAST in node.meta and node.meta[AUTOCAST][0] == self.device:
             _, precision, casts = node.meta[AUTOCAST]
             return precision if casts else None
@@ -136,7 +137,7 @@ class _Caster:
         return _OperatorRun(made, seen.casts)
 
     def _try_run(self, node: fx.Node) -> _OperatorRun | None:
-        """None where the operator refuses arguments of several types."""
+        """Run the node; return None if the operator refuses arguments of several types."""
         try:
             return self._run(node)
         except (RuntimeError, ValueError):
@@ -148,7 +149,7 @@ class _Caster:
         return self.values[item] if isinstance(item, fx.Node) else item
 
     def _insert_cast(self, node: fx.Node, argument: fx.Node, dtype: torch.dtype) -> fx.Node:
-        """A cast right before `node`, as the same line of the same module."""
+        """Insert a cast right before `node`, with the node's module and source line."""
         with self.module.graph.inserting_before(node):
             cast = self.module.graph.call_function(_TO, (argument,), {"dtype": dtype})
         cast.meta = {key: node.meta[key] for key in ("nn_module_stack", "stack_trace", *MARKS) if key in node.meta}
@@ -161,7 +162,7 @@ def _is_floating(value: Any) -> bool:
 
 
 def _has_own_autocast(node: fx.Node, device: str) -> bool:
-    """Whether a node stands in the model's own region of autocast."""
+    """Return whether a node is in an autocast region of the model itself."""
     kind, _, casts = node.meta.get(AUTOCAST, ("", None, False))
     return bool(casts) and kind == device
 

@@ -1,4 +1,4 @@
-"""The buffers that a model changes while it runs: ranks change them at the update, one process in each forward pass."""
+"""Buffers that a model changes in forward: ranks change them at the update, one process in each forward pass."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _MOVING = {"aten.batch_norm.default": "training", "aten.instance_norm.default": 
 
 
 def check_buffer_reads(graph: ModelGraph, micro_batches: int) -> None:
-    """Raises an error where something reads a buffer that the model changes, other than to change it.
+    """Raise an error if an operator reads a buffer that another operator of the model changes.
 
-    What reads it behind the change would have the value before (TraceError); what reads it before the change has it
-    right, but where a step has several micro-batches: from the second on it would be that of the first (PlanError).
+    A read after the change would see the value before it (TraceError). A read before the change is right, unless a step
+    has several micro-batches: from the second on it would see the value of the first (PlanError).
     """
     changers = {name: node for node in graph.nodes for name in find_updated_buffers(graph, node)}
     behind: set[str] = set()
@@ -42,12 +42,12 @@ def check_buffer_reads(graph: ModelGraph, micro_batches: int) -> None:
 
 
 def is_batch_dependent(graph: ModelGraph) -> bool:
-    """Whether what the model says of an image depends on those beside it: a batch norm without running statistics."""
+    """Return whether predictions depend on the rest of the batch: a batch norm without running statistics."""
     return any(node.operator == "aten.batch_norm.default" and node.arguments["training"] for node in graph.nodes)
 
 
 def find_updated_buffers(graph: ModelGraph, node: Node) -> Iterator[str]:
-    """The buffers that a node changes."""
+    """Yield the names of the buffers that a node changes."""
     arguments = node.arguments
     if node.operator == "aten.add_.Tensor" and arguments["self"].name in graph.buffers:
         yield arguments["self"].name

@@ -1,7 +1,7 @@
-"""What a model asks of tensors while it is traced: numbers that follow from shapes are answered, others are refused.
+"""Constant propagation while a model is traced: numbers that follow from shapes are available, all others are refused.
 
-`torch.arange(2, x.dim()).tolist()` has one answer whatever the images are. So tensors that are made of no image and
-no weight are computed on the side, and who asks for their numbers gets them.
+`torch.arange(2, x.dim()).tolist()` has the same result for all images. Tensors that depend on no image and no weight
+are therefore also computed with real numbers, and reads of their numbers return these.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from engines.layer.source_location import find_current_line
 __all__ = ["ConstantPropagationMode", "disable_tracing"]
 
 LIMIT = 1 << 16
-"""Numbers of a tensor that is computed on the side."""
+"""Maximum number of elements of a tensor that is computed with real numbers."""
 
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 
@@ -33,7 +33,7 @@ _ASKS = {
     for name in ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__",
                  "numpy", "__array__", "is_nonzero", "equal", "allclose")
 } | {torch.equal: "equal", torch.allclose: "allclose", torch.is_nonzero: "is_nonzero"}  # fmt: skip
-"""Functions that answer with numbers of a tensor rather than with a tensor."""
+"""Functions that return numbers of a tensor rather than a tensor."""
 
 _HOOKS = {getattr(Tensor, name) for name in ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")}
 
@@ -42,13 +42,13 @@ _MAKES = {
     for name in ("tensor", "as_tensor", "asarray", "from_numpy", "scalar_tensor", "arange", "range", "linspace",
                  "logspace", "zeros", "ones", "full", "eye", "tril_indices", "triu_indices")
 }  # fmt: skip
-"""Functions that make a tensor of numbers that are given."""
+"""Functions that create a tensor from given numbers."""
 
 _BY_SHAPE = {
     *(getattr(torch, name) for name in ("zeros_like", "ones_like", "full_like")),
     *(getattr(Tensor, name) for name in ("new_zeros", "new_ones", "new_full", "new_tensor", "numel")),
 }
-"""Functions that look at a tensor's shape and type only."""
+"""Functions that read only a tensor's shape and type."""
 
 _DRAWS = ("rand", "dropout", "bernoulli", "normal", "multinomial", "poisson", "uniform", "exponential", "cauchy",
           "geometric", "rrelu", "empty")  # fmt: skip
@@ -56,7 +56,7 @@ _DRAWS = ("rand", "dropout", "bernoulli", "normal", "multinomial", "poisson", "u
 
 @dataclass(frozen=True)
 class _ConstantValue:
-    """The numbers of a tensor, and the buffers that they follow from."""
+    """The known numbers of a tensor, and the buffers that they depend on."""
 
     numbers: Tensor
     buffers: frozenset[str] = frozenset()
@@ -64,10 +64,10 @@ class _ConstantValue:
 
 @dataclass
 class ConstantPropagationMode(TorchFunctionMode):
-    """Watches the functions that a model calls while it is traced.
+    """Intercepts the torch functions that a model calls while it is traced.
 
-    `held` are the tensors with numbers behind its buffers, by name. `decided` says of each buffer whose numbers were
-    asked for where that was; `unanswered` where numbers were asked for that are not known.
+    `held` are the real tensors of its buffers, by name. `decided` maps each buffer whose numbers were read to the
+    source line of the first read; `unanswered` describes the last read of numbers that are not known.
     """
 
     held: Mapping[str, Tensor] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class ConstantPropagationMode(TorchFunctionMode):
         self._inference = torch.is_inference_mode_enabled()
 
     def add_buffers(self, twins: Mapping[str, Tensor]) -> None:
-        """The module's own buffers, by name, as they are while it is traced."""
+        """Record the numbers of the module's buffers; `twins` are the buffers by name, as they are during the trace."""
         for name, twin in twins.items():
             real = self.held.get(name)
             if real is not None and not real.is_meta and real.numel() <= LIMIT:
@@ -89,10 +89,10 @@ class ConstantPropagationMode(TorchFunctionMode):
                 self._known[twin] = _ConstantValue(numbers, frozenset({name}))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Called by torch for each of its functions."""
+        """Intercept one torch function. Called by torch."""
         kwargs = kwargs or {}
         if func == _DATA:
-            return args[0].detach()  # which torch.export cannot follow otherwise
+            return args[0].detach()  # torch.export cannot trace `.data`
         self._refuse(func)
         if func in _ASKS:
             return self._evaluate_request(func, args, kwargs)
@@ -113,7 +113,7 @@ class ConstantPropagationMode(TorchFunctionMode):
                 "with. Use torch.no_grad()."
             )
 
-    # ---- numbers that are asked for
+    # ---- reads of numbers
 
     def _evaluate_request(self, func: Any, args: Any, kwargs: Any) -> Any:
         known = [self._find_constant(each) for each in _iterate_tensors((args, kwargs))]
@@ -132,14 +132,14 @@ class ConstantPropagationMode(TorchFunctionMode):
             raise self.make_error() from error
 
     def make_error(self) -> TraceError:
-        """The error for numbers that are not known."""
+        """Return the error for a read of numbers that are not known."""
         return TraceError(
             f"{self.unanswered}, which follow from images, labels or trained weights: while a model is traced nothing "
             "is known of these but their shapes. Its forward and its loss may take no decision from the values of a "
             "tensor; choose with torch.where, or compute with the tensor itself."
         )
 
-    # ---- numbers that are known
+    # ---- known numbers
 
     def _find_constant(self, tensor: Tensor) -> _ConstantValue | None:
         found = self._known.get(tensor)
@@ -149,13 +149,13 @@ class ConstantPropagationMode(TorchFunctionMode):
         return found  # type: ignore[no-any-return]
 
     def _propagate(self, func: Any, args: Any, kwargs: Any, made: Any) -> None:
-        """Compute on the side what was made of what is known; forget what was written with what is not."""
+        """Compute the result's numbers if all inputs are known; forget tensors written with unknown numbers."""
         given = list(_iterate_tensors((args, kwargs)))
         by_shape = func in _BY_SHAPE
         if (by_shape or all(self._find_constant(each) for each in given)) and self._can_propagate(func, given, made):
             try:
                 numbers = self._evaluate(func, args, kwargs)
-            except Exception:  # what cannot be computed so is not known
+            except Exception:  # numbers that cannot be computed are not known
                 self._forget(given)
             else:
                 self._store_constants(made, numbers, frozenset() if by_shape else self._collect_buffers(given))
@@ -177,7 +177,7 @@ class ConstantPropagationMode(TorchFunctionMode):
                 self._known[tensor] = _ConstantValue(real, buffers)
 
     def _forget(self, written: list[Tensor]) -> None:
-        """What lies in the memory of a tensor that was written is not known any more."""
+        """Forget the numbers of all tensors that share storage with a written tensor."""
         for tensor in written:
             found = self._known.get(tensor)
             if found is None:
@@ -188,7 +188,7 @@ class ConstantPropagationMode(TorchFunctionMode):
                     del self._known[each]
 
     def _evaluate(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The function of the known numbers; of a tensor whose shape alone counts, of zeros."""
+        """Return the function of the known numbers; a tensor of which only the shape matters is replaced by zeros."""
         with disable_tracing():
             given, named = _map_tensors((args, {**kwargs}), self._get_numbers)
             if "device" in named:
@@ -202,13 +202,13 @@ class ConstantPropagationMode(TorchFunctionMode):
 
 @contextmanager
 def disable_tracing() -> Iterator[None]:
-    """While it lasts torch computes with numbers, and nothing is traced."""
+    """Within the context, torch computes with real numbers, and nothing is traced."""
     with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
         yield
 
 
 def _is_opaque(tensor: Tensor) -> bool:
-    """Whether a tensor with memory is none whose numbers may be taken as they are."""
+    """Return whether a tensor's numbers cannot be read directly: a subclass, on meta, too large or with a gradient."""
     return type(tensor) is not Tensor or tensor.is_meta or tensor.numel() > LIMIT or tensor.requires_grad
 
 
@@ -217,7 +217,7 @@ def _get_name(func: Any) -> str:
 
 
 def _is_mutating(func: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function changes its first argument, or one that is called `out`."""
+    """Return whether a function changes its first argument or its `out` argument."""
     name = _get_name(func)
     in_place = name.endswith("_") and not name.endswith("__")
     return in_place or name == "__setitem__" or name.startswith("__i") or kwargs.get("out") is not None

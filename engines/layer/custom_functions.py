@@ -1,7 +1,7 @@
-"""Functions with a gradient of their own (`torch.autograd.Function`): a trace has their forward operators only.
+"""Checks of `torch.autograd.Function`: a trace has only the operators of its forward.
 
-Ranks find the gradient of these operators by themselves. Where a function's own backward does the same, as that of
-memory-efficient activations does, nothing is lost; where it does not, it is refused.
+Ranks derive the gradient of these operators themselves. A function whose own backward computes the same gradient, such
+as that of memory-efficient activations, is accepted; any other is refused.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from engines.layer.source_location import find_current_line
 __all__ = ["check_custom_functions"]
 
 _LIMIT = 1 << 18
-"""Numbers of a tensor that a function is tried with; of larger ones rows and columns are left out."""
+"""Maximum number of elements of a trial tensor; larger ones are cropped along rows and columns."""
 
 _FEW_PX = 8
 
 
 class _NullContext:
-    """Stands for the context of a function whose backward is not asked: it forgets all that it is told."""
+    """Replaces the context of a function whose backward is not called: it ignores every call."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_, **__: None
@@ -36,15 +36,18 @@ class _NullContext:
 
 @contextmanager
 def check_custom_functions() -> Iterator[None]:
-    """While it lasts this thread calls no function whose backward is not that of its forward. Raises TraceError."""
+    """Within the context, check each function that this thread calls.
+
+    Raises TraceError for a function whose backward does not compute the gradient of its forward.
+    """
     own, thread = torch.autograd.Function.__dict__.get("apply"), threading.get_ident()
     tried: list[Any] = []
-    plain = inspect.getattr_static(torch.autograd.Function, "apply")  # of torch 2.14 it is not a Python function
+    plain = inspect.getattr_static(torch.autograd.Function, "apply")  # not a Python function in torch 2.14
 
     def apply(cls: Any, *arguments: Any, **keywords: Any) -> Any:
         ours = cls.__module__.startswith(("torch.", "engines."))
         if threading.get_ident() == thread and not ours and cls not in tried:
-            tried.append(cls)  # it calls itself here
+            tried.append(cls)  # `_check` calls `apply` again
             _check(cls, arguments)
             tried.remove(cls)
         return plain.__get__(None, cls)(*arguments, **keywords)
@@ -77,7 +80,7 @@ def _format_error(cls: Any, why: str) -> str:
 
 
 def _has_same_gradients(cls: Any, arguments: tuple[Any, ...]) -> bool:
-    """Whether backward finds the gradients of forward, for random numbers of about the same shapes."""
+    """Return whether backward computes the gradients of forward, for random numbers of similar shapes."""
     with disable_tracing(), torch.enable_grad():
         random = torch.Generator().manual_seed(0)
         given = [_make_trial_argument(each, random) for each in arguments]
@@ -102,11 +105,11 @@ def _make_trial_argument(argument: Any, random: torch.Generator) -> Any:
 
 
 def _compute_gradients(run: Callable[..., Any], given: list[Any]) -> list[Tensor | None]:
-    """Of what a function makes, weighted at random, by its arguments; behind them what it makes."""
+    """Return the gradients of randomly weighted results by the arguments, followed by the results."""
     leaves = [
         each.clone().requires_grad_(each.is_floating_point()) if isinstance(each, Tensor) else each for each in given
     ]
-    made = run(*(leaf * 1 if isinstance(leaf, Tensor) else leaf for leaf in leaves))  # it may write to them
+    made = run(*(leaf * 1 if isinstance(leaf, Tensor) else leaf for leaf in leaves))  # copies: `run` may write to them
     results = [each for each in (made if isinstance(made, tuple | list) else [made]) if isinstance(each, Tensor)]
     random = torch.Generator().manual_seed(1)
     weighted = [(each * torch.randn(each.shape, generator=random, dtype=torch.float64)).sum() for each in results]

@@ -1,4 +1,4 @@
-"""What PyTorch says of its own graphs while it traces a model stays away from the user's screen."""
+"""Context managers for a trace: they hide PyTorch's messages about its own graphs, and watch a model's forward."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ _LOGGERS = ("torch.export", "torch._export", "torch.fx", "torch._dynamo", "torch
 
 
 class TraceAbortedError(Exception):
-    """A trace that an `error` of the model has ended. PyTorch prints the graph so far of errors that it can mark."""
+    """Wraps the model's `error` that ended a trace.
+
+    PyTorch prints the partial graph of errors on which it can set `partial_fx_graph`; this class ignores it.
+    """
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -31,7 +34,7 @@ class TraceAbortedError(Exception):
 
 @contextmanager
 def watch_forward(module: nn.Module, asked: ConstantPropagationMode) -> Iterator[None]:
-    """While a module's forward runs: `asked` answers what it asks of tensors. Its errors come as StoppedError."""
+    """Within the context, `asked` answers forward's reads of tensor values. Errors become TraceAbortedErrors."""
     asked.add_buffers(dict(module.named_buffers(remove_duplicate=False)))
     try:
         with asked, check_custom_functions():
@@ -42,7 +45,7 @@ def watch_forward(module: nn.Module, asked: ConstantPropagationMode) -> Iterator
 
 @contextmanager
 def silence_exporter() -> Iterator[None]:
-    """While it lasts PyTorch's exporter logs and warns nothing; what the model itself warns is seen."""
+    """Within the context, PyTorch's exporter logs and warns nothing; warnings of the model itself still appear."""
     loggers = [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith(_LOGGERS)]
     talking = [logger for logger in loggers if not logger.disabled]
     for logger in talking:

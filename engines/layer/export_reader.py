@@ -1,4 +1,4 @@
-"""Reads what `torch.export` made of a model into our own data."""
+"""Reads the output of `torch.export` into a `ModelGraph`."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _CHECKS = ("_guards_fn", "_assert_tensor_metadata", "_assert_scalar", "sym_const
 
 
 class ExportReader:
-    """Reads an exported module without in-place operators into our own data.
+    """Reads an exported module without in-place operators into a `ModelGraph`.
 
-    `first_names` maps every name of a weight or buffer to the first one of the same tensor. `has_loss`: the first
+    `first_names` maps every name of a weight or buffer to the first name of the same tensor. `has_loss`: the first
     output is the loss.
     """
 
     def __init__(self, module: fx.GraphModule, first_names: Mapping[str, str], has_loss: bool = True) -> None:
         self.module, self.first_names, self.has_loss = module, first_names, has_loss
-        self.names: dict[str, str] = {}  # fx name -> the value that the name stands for
+        self.names: dict[str, str] = {}  # fx name -> name of the value
         self.nodes: list[Node] = []
         self.inputs: dict[str, TensorSpec] = {}
         self.owned: dict[str, Tensor] = {}
@@ -75,7 +75,7 @@ class ExportReader:
         return graph
 
     def _label_loss_nodes(self, answers: Sequence[str]) -> Iterator[Node]:
-        """What follows the last answer, and is in no module, is the loss."""
+        """Yield the nodes; those after the last output that are in no module are labelled as the loss."""
         made = [index for index, node in enumerate(self.nodes) if node.name in answers]
         if not made:
             raise TraceError("The model answers with its own input: there is nothing to compute.")
@@ -83,7 +83,7 @@ class ExportReader:
             yield replace(node, module="loss") if index > made[-1] and not node.module else node
 
     def _order_nodes(self) -> Iterator[fx.Node]:
-        """Each `getitem` right behind the operator whose outputs it picks."""
+        """Yield the nodes, each `getitem` right after the operator whose outputs it picks."""
         for node in self.module.graph.nodes:
             if node.target is not operator.getitem:
                 yield node
@@ -125,14 +125,14 @@ class ExportReader:
         )
 
     def _is_same(self, node: fx.Node, arguments: Mapping[str, Any]) -> bool:
-        """Whether a node makes nothing new: a constant's own copy in each step, which nobody writes to."""
+        """Return whether a node only copies or detaches a constant, to which no operator writes."""
         name = str(node.target)
         return name == "aten.lift_fresh_copy.default" or (
             name == "aten.detach.default" and arguments["self"].name in self.constants
         )
 
     def _get_arguments(self, node: fx.Node) -> dict[str, Any]:
-        """By name, in the schema's order, with defaults filled in."""
+        """Return the arguments by name, in the schema's order, with defaults filled in."""
         if not isinstance(node.target, torch._ops.OpOverload):
             return {str(position): self._to_refs(value) for position, value in enumerate(node.args)}
         given = {schema.name: value for schema, value in zip(node.target._schema.arguments, node.args, strict=False)}
@@ -144,38 +144,38 @@ class ExportReader:
 
 
 def is_check(node: fx.Node) -> bool:
-    """Whether a node only makes sure of something."""
+    """Return whether a node is only a check."""
     return any(check in str(node.target) for check in _CHECKS)
 
 
 def make_tensor_spec(value: Tensor) -> TensorSpec:
-    """Shape and type of a tensor. Raises TraceError where the shape follows from values."""
+    """Return the shape and type of a tensor. Raises TraceError if the shape depends on values."""
     if any(not isinstance(size, int) for size in value.shape):
         raise TraceError(_BY_VALUE.format("The answer is"))
     return TensorSpec(tuple(int(size) for size in value.shape), str(value.dtype).removeprefix("torch."))
 
 
 def make_constant_name(tensor: Tensor) -> str:
-    """The name of a tensor that the model makes or finds while it runs: the same for the same numbers."""
+    """Return the name of a tensor that forward creates or finds: the same for the same numbers."""
     numbers = tensor.detach().cpu().contiguous()
     told = f"{tuple(numbers.shape)} {numbers.dtype} ".encode() + numbers.view(-1).view(torch.uint8).numpy().tobytes()
     return f"constant.{hashlib.sha256(told).hexdigest()[:16]}"
 
 
 def _check_shape(node: fx.Node) -> None:
-    """Raises TraceError where a shape is not known."""
+    """Raise TraceError if the node's shape is not known."""
     made = node.meta["val"]
     if isinstance(made, Tensor) and any(not isinstance(size, int) for size in made.shape):
         raise TraceError(_BY_VALUE.format(f"{node.target} in {describe_location(node)} makes"))
 
 
 def _is_counter_update(node: fx.Node) -> bool:
-    """Whether an operator counts up a buffer, which it answers with."""
+    """Return whether an operator increments a buffer, which is also its result."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def _get_operator_name(node: fx.Node) -> str:
-    """Its name; only operators of ATen's kind have one."""
+    """Return the operator's name. Raises TraceError for anything but a registered operator or `getitem`."""
     if node.target is operator.getitem:
         return "getitem"
     if not isinstance(node.target, torch._ops.OpOverload):

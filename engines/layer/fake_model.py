@@ -1,4 +1,4 @@
-"""A module's twin without memory: the same names, shapes and classes, its tensors fake ones on the CPU."""
+"""Copies of a module without memory: the same names, shapes and classes, with fake tensors on the CPU."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["make_fake_copy", "make_fake_tensor"]
 
 
 def make_fake_copy(module: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) -> nn.Module:
-    """A copy whose weights and buffers have no memory; those of floating type have `dtype`.
+    """Return a copy whose weights and buffers have no memory; those of floating type have `dtype`.
 
-    They are replaced before they would be copied. Other tensors that the module keeps are copied with their numbers.
+    They are replaced before `deepcopy` would copy them. Other tensors of the module are copied with their numbers.
     """
     memo: dict[int, Any] = {}
     with mode:
@@ -30,6 +30,6 @@ def _make_fake_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def make_fake_tensor(mode: FakeTensorMode, shape: tuple[int, ...], dtype: str) -> Tensor:
-    """A tensor without memory."""
+    """Return a tensor without memory."""
     with mode:
         return torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")

@@ -1,8 +1,8 @@
-"""Floating-point operations of one operator, multiply and add counted as two.
+"""Floating-point operations of one operator; a multiply-add counts as two.
 
-PyTorch itself is the table: the operator runs once without memory, and what reaches ATen is counted by the formulas of
-`torch.utils.flop_counter`, which know convolutions, matrix products and attention. Whoever registers a formula there
-for an operator of his own has it counted here, too.
+PyTorch itself is the table: the operator runs once without memory, and the ATen operators that it calls are counted by
+the formulas of `torch.utils.flop_counter`, which cover convolutions, matrix products and attention. A formula that a
+user registers there for a custom operator is used here, too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _KNOWN: dict[str, int] = {}
 
 
 class FlopCount(TorchDispatchMode):
-    """Adds up in `total` the FLOPs of all that runs in it, on tensors of any device; 0 where no formula is known.
+    """Adds up in `total` the FLOPs of all operators that run within it, on any device; 0 for those without a formula.
 
     >>> with FlopCount() as count:
     ...     product = torch.empty(8, 64, 64, device="meta") @ torch.empty(8, 64, 64, device="meta")
@@ -36,7 +36,7 @@ class FlopCount(TorchDispatchMode):
         self.total = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Called by torch for each of ATen's operators."""
+        """Run and count one ATen operator. Called by torch."""
         kwargs = kwargs or {}
         made = func(*args, **kwargs)
         packet = getattr(func, "_overloadpacket", func)
@@ -48,7 +48,7 @@ class FlopCount(TorchDispatchMode):
 
 
 def count_flops(node: fx.Node) -> int:
-    """Forward FLOPs of a traced operator, from the shapes alone: one per output element where there is no formula."""
+    """Return the forward FLOPs of a traced operator from its shapes: one per output element if there is no formula."""
     value = node.meta.get("val")
     if not isinstance(value, Tensor):
         return 0
@@ -60,12 +60,12 @@ def count_flops(node: fx.Node) -> int:
 
 
 def resolve_flops(operator: str, counted: int, out: Sequence[int]) -> int:
-    """What was `counted` of an operator or kernel; where nothing was, one for each output element, and 0 for a cast."""
+    """Return `counted`; if it is 0, return one FLOP per output element, and 0 for a cast."""
     return counted or (0 if "_to_copy" in operator else math.prod(out))
 
 
 class _TensorMeta:
-    """The shape and type of a tensor, told by its text."""
+    """The shape and type of a tensor; its text serves in cache keys."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.shape, self.dtype = tuple(map(int, tensor.shape)), tensor.dtype
@@ -74,26 +74,26 @@ class _TensorMeta:
         return f"{self.dtype}{self.shape}"
 
     def to_meta(self) -> Tensor:
-        """Such a tensor without memory."""
+        """Return such a tensor without memory."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
 
 def _to_meta_argument(item: Any) -> Any:
-    """The arguments of a node with what tensors look like in their place; nothing is made but on the meta device."""
+    """Replace a node by the metadata of its tensors, and a device by the meta device."""
     if isinstance(item, fx.Node):
         return tree_map(lambda part: _TensorMeta(part) if isinstance(part, Tensor) else part, item.meta.get("val"))
     return torch.device("meta") if isinstance(item, torch.device) else item
 
 
 def _count_operator(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """0 for what reads no tensor, and for what cannot run without memory."""
+    """Return the operator's FLOPs; 0 if it reads no tensor or cannot run without memory."""
     if not any(isinstance(item, _TensorMeta) for item in tree_leaves((args, kwargs))):
         return 0
     args, kwargs = tree_map(lambda item: item.to_meta() if isinstance(item, _TensorMeta) else item, (args, kwargs))
     try:
         with torch.no_grad(), FlopCount() as count:
             target(*args, **kwargs)
-    except Exception:  # whatever an operator misses there, a count is no reason to refuse it
+    except Exception:  # an operator that fails on the meta device is not refused for want of a count
         return 0
     return count.total
 
@@ -107,7 +107,7 @@ def _count_attention(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> int:
 
 
 def _count_trilinear(one: Tensor, two: Tensor, three: Tensor, *expanded_and_summed: Sequence[int]) -> int:
-    """Two products and a sum for each element of the three, laid over each other."""
+    """Count two products and a sum for each element of the three tensors, broadcast against each other."""
     shapes = []
     for tensor, new_axes in zip((one, two, three), expanded_and_summed, strict=False):
         for axis in new_axes:
@@ -125,4 +125,4 @@ _OURS: dict[Any, Callable[..., int]] = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _count_attention,
     torch.ops.aten._trilinear: _count_trilinear,
 }
-"""Products of which PyTorch's registry knows nothing."""
+"""Formulas for products that PyTorch's registry lacks."""

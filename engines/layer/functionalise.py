@@ -1,8 +1,9 @@
-"""Writing in place made plain: the same graph without an operator that changes a tensor.
+"""Rewrite in-place operators: the same graph without operators that mutate a tensor.
 
-A value is followed through its views. A write makes a new value of the written view, and from it one of the memory
-that the view lies in; whoever looks at that memory later, by whatever view, reads it anew (view replay, as PyTorch's
-own functionalisation has it). Gradients are those of autograd, which rewrites its graph in the same way.
+Each value is tracked through its views. A write creates a new value of the written view and, from it, a new value of
+the storage that the view shares. Later reads of that storage, through any view, are replayed from the new value (view
+replay, as in PyTorch's own functionalisation). Gradients are those of autograd, which rewrites its graph in the same
+way.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from engines.layer.views import find_storages, invert_view, is_idle_dropout, is_
 __all__ = ["WRITTEN", "functionalise", "remove_dead_nodes"]
 
 WRITTEN = "written"
-"""The mark of what became of a write: the node whose type the result has, whatever it is computed from."""
+"""Key in `node.meta` of the result of a write: the node whose type the result keeps, whatever it is computed from."""
 
 _MADE, _VIEW = "made_here", "view"
 _ATEN = torch.ops.aten
 
-_RENAMED = {  # in-place operators whose out-of-place form has another name
+_RENAMED = {  # in-place operators whose out-of-place form has a different name
     "bernoulli_.float": "bernoulli.p",
     "bernoulli_.Tensor": "bernoulli.Tensor",
     "normal_.default": "normal_functional.default",
@@ -43,9 +44,9 @@ _RENAMED = {  # in-place operators whose out-of-place form has another name
 
 @dataclass
 class _Memory:
-    """What some aliases look at; its `base` is the alias that is no view. `outlives`: it is still there after a step.
+    """A storage that aliases share. `outlives` is set if the storage persists after a step.
 
-    `version` counts its writes, of which `writer` was the last.
+    `version` counts the writes to the storage, and `writer` is the last of them.
     """
 
     outlives: bool
@@ -55,7 +56,7 @@ class _Memory:
 
 @dataclass
 class _Alias:
-    """One look at a memory: all of it, or `view` of what `parent` looks at; `value` is what it saw at a `version`."""
+    """A view of a `memory`: all of it, or `view` of `parent`. `value` holds its contents as of `version`."""
 
     memory: _Memory
     parent: _Alias | None
@@ -65,15 +66,16 @@ class _Alias:
 
     @property
     def base(self) -> _Alias:
-        """All of the memory."""
+        """The alias of the whole storage."""
         return self.parent.base if self.parent else self
 
 
 def functionalise(module: fx.GraphModule, owned: Collection[str]) -> fx.GraphModule:
-    """The module without in-place operators, but for those that count up a buffer; `owned` are weights and buffers.
+    """Replace the in-place operators of a module, except those that increment a buffer, and return the module.
 
-    Raises TraceError where something is read that was changed through what may be a view of it or a copy, where a
-    tensor with a gradient is written under `torch.no_grad()`, and where one is written that outlives a step.
+    `owned` are the names of weights and buffers. Raises TraceError if a node reads a value that was changed through
+    what may be a view or a copy of it, if a tensor with a gradient is written under `torch.no_grad()`, or if a tensor
+    that outlives the step is written.
     """
     walk = _Functionaliser(module, owned)
     for node in list(module.graph.nodes):
@@ -82,7 +84,7 @@ def functionalise(module: fx.GraphModule, owned: Collection[str]) -> fx.GraphMod
 
 
 def remove_dead_nodes(module: fx.GraphModule) -> fx.GraphModule:
-    """The module without what nobody reads any more: views that were written, checks of sizes at run time."""
+    """Erase nodes without readers, such as written views and size checks at run time, and return the module."""
     for node in reversed(list(module.graph.nodes)):
         if not node.users and _is_dead(node):
             module.graph.erase_node(node)
@@ -90,7 +92,7 @@ def remove_dead_nodes(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _is_dead(node: fx.Node) -> bool:
-    """Whether a node that nobody reads is only in the way. (What draws random numbers is not.)"""
+    """Return whether a node without readers can be erased. (`rand_like` and `randn_like` draw, and stay.)"""
     if node.op != "call_function" or _find_mutated_argument(node):
         return False
     name = str(node.target)
@@ -101,7 +103,7 @@ def _is_dead(node: fx.Node) -> bool:
 
 
 class _Functionaliser:
-    """Walks a graph from the front and changes it."""
+    """Walks a graph from the front and rewrites it."""
 
     def __init__(self, module: fx.GraphModule, owned: Collection[str]) -> None:
         self.module, self.graph, self.owned = module, module.graph, owned
@@ -112,7 +114,7 @@ class _Functionaliser:
         self.mode = next(filter(None, modes), None) or FakeTensorMode(allow_non_fake_inputs=True)
 
     def visit(self, node: fx.Node) -> None:
-        """Have the node read values as they are by now, and become out-of-place if it writes."""
+        """Redirect the node's inputs to their current values, and make the node out-of-place if it writes."""
         written = _find_mutated_argument(node)
         for argument in node.all_input_nodes:
             alias = self.aliases[argument]
@@ -120,13 +122,13 @@ class _Functionaliser:
                 node.replace_input_with(argument, self._get_current_value(alias, node))
         if written is not None:
             self._write(node, self.aliases[written])
-        elif node not in self.aliases:  # of several values each is known since they were made
+        elif node not in self.aliases:  # a `getitem` was tracked with the operator whose outputs it picks
             for made in (node, *(user for user in node.users if user.target is operator.getitem)):
                 self._track_value(made, node)
         self._track_gradient(node)
 
     def _track_value(self, made: fx.Node, node: fx.Node) -> None:
-        """What `node` makes, itself or one of several values, is a view of what the node reads, or new."""
+        """Record `made`, which is `node` or one of its outputs, as a view of an input of `node` or as a new storage."""
         viewed = None if node.target is _ATEN.lift_fresh_copy.default else self._find_viewed_input(made, node)
         if viewed is not None:
             self._add_view(made, self.aliases[viewed])
@@ -144,7 +146,7 @@ class _Functionaliser:
         self.aliases[node] = _Alias(of.memory, of, node, node, of.version)
 
     def _track_gradient(self, node: fx.Node) -> None:
-        """Note whether a gradient leads back through the node. (Images have none in a training.)"""
+        """Record whether a gradient flows back through the node. (Images have none in training.)"""
         if node.op == "get_attr":
             carries = _get_attribute(self.module, node).requires_grad
         elif node.op != "call_function" or is_no_grad(node) or str(node.target) in WITHOUT_GRADIENT:
@@ -155,7 +157,7 @@ class _Functionaliser:
             self.carrying.add(node)
 
     def _get_current_value(self, alias: _Alias, reader: fx.Node) -> fx.Node:
-        """What an alias sees by now: made anew before `reader` if its memory was written since."""
+        """Return the alias's current value, replaying its view before `reader` if the storage was written since."""
         if alias.version != alias.memory.version:
             if alias.parent is None or not is_replayable(alias.view):
                 raise _make_stale_read_error(reader, alias.memory.writer)
@@ -165,7 +167,7 @@ class _Functionaliser:
         return alias.value
 
     def _set_value(self, alias: _Alias, value: fx.Node) -> None:
-        """From now on the alias sees `value`."""
+        """Set the alias's value as of the current version."""
         alias.value, alias.version = value, alias.memory.version
         self.aliases[value], self.memories[value] = alias, self.memories[alias.view]
 
@@ -191,7 +193,10 @@ class _Functionaliser:
         self.graph.erase_node(node)
 
     def _count_up_buffer(self, node: fx.Node, alias: _Alias) -> None:
-        """A buffer may only count: other changes would not be those of one process in its order."""
+        """Keep an increment of a buffer in place.
+
+        Raises TraceError for any other write: its result would not be that of one process in its order.
+        """
         base, target = alias.base, str(alias.base.view.target)
         counts = node.target is _ATEN.add_.Tensor and isinstance(node.args[1], int)
         if not counts or alias.parent is not None or target not in self.owned:
@@ -204,7 +209,7 @@ class _Functionaliser:
         self.aliases[node] = alias
 
     def _write_inplace_view(self, node: fx.Node, alias: _Alias) -> None:
-        """`unsqueeze_` and the like: whoever says the old name means the new shape."""
+        """Rewrite `unsqueeze_` and similar operators: from now on, the old name refers to the new shape."""
         node.target = _find_functional_target(node)
         self._add_view(node, alias)
         renamed = self.aliases[node]
@@ -212,7 +217,9 @@ class _Functionaliser:
             self.aliases[name] = renamed
 
     def _propagate_write(self, node: fx.Node, alias: _Alias, made: fx.Node) -> None:
-        """The written alias sees `made` now, and its memory holds it, as far as that can be known."""
+        """Set `made` as the written alias's value, and propagate it to the storage as far as possible."""
+        # From the written view up to the base. If a view has no inverse, the walk ends early: the aliases above keep
+        # their old version, and a later read of them raises TraceError instead of returning stale values.
         path, part = [(alias, made)], made
         while alias.parent is not None:
             whole = self._find_parent_value(alias, node)
@@ -224,12 +231,12 @@ class _Functionaliser:
             alias, part = alias.parent, back
             path.append((alias, part))
         memory = alias.memory
-        memory.version, memory.writer = memory.version + 1, made
+        memory.version, memory.writer = memory.version + 1, made  # before `_set_value`, which records the new version
         for each, value in path:
             self._set_value(each, value)
 
     def _find_parent_value(self, alias: _Alias, node: fx.Node) -> fx.Node | None:
-        """What a written view is a view of; None where that is not known, or not with its gradient."""
+        """Return the current value that a written view is a view of; None if it, or its gradient, is not known."""
         if is_no_grad(alias.view) and not is_no_grad(node):
             return None
         try:
@@ -250,7 +257,7 @@ class _Functionaliser:
         return made if made.meta["val"].dtype == kind else make(_ATEN._to_copy.default, made, dtype=kind)
 
     def _make_copy(self, node: fx.Node, value: fx.Node, source: fx.Node) -> fx.Node:
-        """`source` in the type and shape of `value`."""
+        """Return `source` in the type and shape of `value`."""
         make, like, made = partial(self._make, node, node), value.meta["val"], source
         if made.meta["val"].dtype != like.dtype:
             made = make(_ATEN._to_copy.default, made, dtype=like.dtype)
@@ -259,7 +266,7 @@ class _Functionaliser:
         return made if made is not source else make(_ATEN.alias.default, made)
 
     def _make(self, reader: fx.Node, origin: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """An operator before `reader`, which stands where `origin` stands in the user's code."""
+        """Insert an operator before `reader`, with the source location of `origin`."""
         with self.graph.inserting_before(reader):
             made = self.graph.call_function(target, args, kwargs)
         live = fx.node.map_aggregate(
@@ -287,7 +294,7 @@ def _can_carry_gradient(node: fx.Node) -> bool:
 
 
 def _find_mutated_argument(node: fx.Node) -> fx.Node | None:
-    """What an in-place operator writes to."""
+    """Return the argument that an in-place operator writes to, or None."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return None
     for place, schema in enumerate(node.target._schema.arguments):
@@ -299,7 +306,7 @@ def _find_mutated_argument(node: fx.Node) -> fx.Node | None:
 
 
 def _find_functional_target(node: fx.Node) -> Any:
-    """`relu_` -> `relu`. Raises TraceError where there is none."""
+    """Return the out-of-place form of an operator: `relu_` -> `relu`. Raises TraceError if there is none."""
     if (name := str(node.target).removeprefix("aten.")) in _RENAMED:
         packet, overload = _RENAMED[name].split(".")
         return getattr(getattr(_ATEN, packet), overload)
@@ -313,7 +320,7 @@ def _find_functional_target(node: fx.Node) -> Any:
 
 
 def _get_positional_arguments(node: fx.Node) -> list[Any]:
-    """The arguments by position, defaults too: `bernoulli_` has one for what `bernoulli.p` must be told."""
+    """Return the arguments by position, with defaults: `bernoulli.p` requires one that `bernoulli_` defaults."""
     left_out = node.target._schema.arguments[len(node.args) :]  # type: ignore[union-attr]
     return [*node.args, *(each.default_value for each in left_out if not each.kwarg_only)]
 

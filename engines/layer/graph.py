@@ -1,4 +1,4 @@
-"""A model as data: its operators, their shapes and costs, and where the user wrote them."""
+"""A traced model as data: its operators, their shapes and costs, and their places in the user's source."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 MODEL, LOSS = "model.", "loss."
-"""What the names of the model's own weights and buffers begin with, and those of a loss that is a module."""
+"""Prefixes of the names of weights and buffers: of the model's own, and of a loss that is a module."""
 
 WITHOUT_GRADIENT = frozenset(
     f"aten.{name}.default"
@@ -33,7 +33,7 @@ WITHOUT_GRADIENT = frozenset(
         "new_empty", "new_zeros", "new_ones", "new_full",
     )
 )  # fmt: skip
-"""Operators whose result does not lead back to their arguments."""
+"""Operators through which no gradient flows to their arguments."""
 
 _ITEM_BYTES = {
     "complex128": 16, "complex64": 8, "float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2,
@@ -43,14 +43,14 @@ _ITEM_BYTES = {
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """The value called `name`: an input, a weight, a buffer or what a node makes."""
+    """A reference to the value called `name`: an input, a weight, a buffer or the output of a node."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Shape and type of a tensor of the whole image."""
+    """Shape and data type of a tensor at whole-image size."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -62,28 +62,28 @@ class TensorSpec:
 
     @property
     def bytes(self) -> int:
-        """Size in memory."""
+        """Size in bytes."""
         return self.numel * _ITEM_BYTES.get(self.dtype, 1)
 
     @property
     def sums(self) -> TensorSpec:
-        """The same in the type that its sums are computed in: float32 for half precision."""
+        """The same spec in the type that its sums are computed in: float32 for half precision, otherwise unchanged."""
         return replace(self, dtype="float32") if self.is_floating and self.bytes == 2 * self.numel else self
 
     @property
     def is_floating(self) -> bool:
-        """Whether it can carry a gradient."""
+        """Whether the type is floating or complex, so that the tensor can carry a gradient."""
         return self.dtype.startswith(("float", "bfloat", "complex"))
 
 
 @dataclass(frozen=True)
 class Node:
-    """One ATen operator, without side effects on its inputs.
+    """One ATen operator without side effects on its inputs.
 
-    `arguments` are in the order of the operator's schema, defaults filled in, with `Ref`s where tensors
-    go; `spec` is None where several tensors come out. `module` is the dotted path of the user's module,
-    `source` the user's line, `flops` multiply-adds counted as two. One that is not `graded` stands under
-    `torch.no_grad()`: no gradient leads back through it.
+    `arguments` follow the operator's schema, with defaults filled in and `Ref`s in place of tensors. `spec` is None if
+    the operator has several outputs. `module` is the dotted path of the user's module and `source` the user's line.
+    `flops` counts a multiply-add as two. A node that is not `graded` was traced under `torch.no_grad()`: no gradient
+    flows back through it.
     """
 
     name: str
@@ -97,21 +97,21 @@ class Node:
 
     @cached_property
     def reads(self) -> tuple[str, ...]:
-        """Names of the values that it reads, in order."""
+        """Names of the values that the node reads, in order."""
         return tuple(find_ref_names(self.arguments))
 
     @property
     def where(self) -> str:
-        """Module and line, for messages."""
+        """Module and source line, for messages."""
         return f"{self.module or 'the model itself'}, {self.source or 'source unknown'}"
 
 
 @dataclass(frozen=True, slots=True)
 class BatchTotal:
-    """A number (or a few) that follows from the labels of all micro-batches of a step, known before the first one.
+    """A small tensor computed from the labels of all micro-batches of a step, before the first of them runs.
 
-    The micro-batches' values of `source` are added, and divided by the number of micro-batches `degree` times: 0 for
-    a sum over the whole batch, 1 for the mean over its micro-batches. The loss reads the result as `name`.
+    The values of `source` are summed over the micro-batches and divided `degree` times by their number: 0 gives the sum
+    over the whole batch, 1 the mean over its micro-batches. The loss reads the result as `name`.
     """
 
     name: str
@@ -122,12 +122,12 @@ class BatchTotal:
 
 @dataclass(frozen=True)
 class BatchLoss:
-    """How the losses of micro-batches, averaged, become the loss of the whole batch.
+    """How the average of the micro-batches' losses becomes the loss of the whole batch.
 
-    `nodes` compute the sources of `totals` from the labels of one micro-batch. `scaled`: sums over the batch were
-    multiplied by the number of micro-batches. `unknown` says in words why the loss has no such form; then each
-    micro-batch has a loss of its own, and nothing was changed. `weighed_by` is the source by which the losses of
-    several batches are weighted in their mean: "" where all count alike, None where no such source is known.
+    `nodes` compute the sources of `totals` from the labels of one micro-batch. `scaled` is set if sums over the batch
+    were multiplied by the number of micro-batches. `unknown` explains why the loss has no such form; the graph is then
+    unchanged, and each micro-batch has its own loss. `weighed_by` is the source that weights the losses of several
+    batches in their mean: "" for equal weights, None if no such source is known.
     """
 
     nodes: tuple[Node, ...] = ()
@@ -138,25 +138,25 @@ class BatchLoss:
 
     @property
     def differs(self) -> bool:
-        """Whether the graph computes another loss for a micro-batch than the loss function does."""
+        """Whether the graph computes a different loss for a micro-batch than the loss function does."""
         return bool(self.totals) or self.scaled
 
     @cached_property
     def reads(self) -> frozenset[str]:
-        """What `nodes` read and do not compute: the labels, and buffers such as class weights."""
+        """Names that `nodes` read but do not compute: the labels, and buffers such as class weights."""
         return frozenset(name for node in self.nodes for name in node.reads) - {node.name for node in self.nodes}
 
 
 @dataclass(frozen=True)
 class ModelGraph:
-    """A model with its loss, or alone (`loss` is None), traced at whole-image size.
+    """A model traced at whole-image size, with its loss or alone (`loss` is None).
 
-    `inputs` are `images` and, for a loss, `labels`; `weights` the parameters, `trainable` the names of those with a
-    gradient from the loss; `buffers` everything else that the model owns, and its `constants`: tensors that it makes or
-    finds while it runs, with their numbers. `answers` name the tensors that the
-    model answers with, and `loss` the loss.
-    `chains` are the modules that only run their children one after another. `share` is the same model with fewer
-    images, where several ranks share those of a micro-batch. `whole` is set where a step has several micro-batches.
+    `inputs` are `images` and, with a loss, `labels`. `weights` are the parameters, and `trainable` the names of those
+    that receive a gradient from the loss. `buffers` are all other tensors of the model, including its `constants`:
+    tensors that forward creates or finds, with their values. `answers` name the tensors that the model returns, and
+    `loss` the loss. `chains` are the modules that only run their children one after another. `share` is the same model
+    with fewer images, for ranks that share the images of a micro-batch. `whole` is set if a step has several
+    micro-batches.
     """
 
     inputs: Mapping[str, TensorSpec]
@@ -173,29 +173,29 @@ class ModelGraph:
 
     @property
     def totals(self) -> tuple[BatchTotal, ...]:
-        """What the loss reads of the labels of all micro-batches."""
+        """Totals over the labels of all micro-batches that the loss reads."""
         return self.whole.totals if self.whole else ()
 
     @property
     def prediction(self) -> str:
-        """The first answer; most models have no other."""
+        """Name of the first output; most models have no other."""
         return self.answers[0]
 
     @cached_property
     def specs(self) -> Mapping[str, TensorSpec]:
-        """The shape of every value by name."""
+        """Spec of every value by name."""
         made = {node.name: node.spec for node in self.nodes if node.spec is not None}
         totals = {total.name: total.spec for total in self.totals}
         return {**self.inputs, **self.weights, **self.buffers, **totals, **made}
 
     @cached_property
     def matrices(self) -> frozenset[str]:
-        """The weights of more than one dimension: those of convolutions and products, not of norms or biases."""
+        """Names of the weights with more than one dimension: of convolutions and products, not of norms or biases."""
         return frozenset(name for name, spec in self.weights.items() if len(spec.shape) > 1)
 
     @property
     def flops(self) -> int:
-        """Of one forward pass over one batch."""
+        """FLOPs of one forward pass over one batch."""
         return sum(node.flops for node in self.nodes)
 
     @property
@@ -205,12 +205,12 @@ class ModelGraph:
 
     @property
     def activation_bytes(self) -> int:
-        """Bytes of everything that the operators make in one forward pass."""
+        """Bytes of all operator outputs of one forward pass."""
         return sum(node.spec.bytes for node in self.nodes if node.spec is not None)
 
 
 def to_user_name(name: str) -> str:
-    """The name that a weight or buffer has in the user's model; of the loss, what no module's name looks like.
+    """Return a weight's or buffer's name in the user's model; for the loss, a name that no module can have.
 
     >>> to_user_name("model.stem.weight"), to_user_name("loss.weight")
     ('stem.weight', 'loss: weight')
@@ -219,7 +219,7 @@ def to_user_name(name: str) -> str:
 
 
 def find_gradient_targets(loss: str, nodes: Sequence[Node]) -> set[str]:
-    """The names of all values that a gradient of `loss` reaches, backwards through `nodes`."""
+    """Return the names of all values that a gradient of `loss` reaches, walking `nodes` backwards."""
     reached = {loss}
     for node in reversed(nodes):
         floating = node.spec is None or node.spec.is_floating
@@ -229,7 +229,7 @@ def find_gradient_targets(loss: str, nodes: Sequence[Node]) -> set[str]:
 
 
 def find_ref_names(value: Any) -> Iterator[str]:
-    """The names of all `Ref`s in nested arguments.
+    """Yield the names of all `Ref`s in nested arguments.
 
     >>> list(find_ref_names(([Ref("x"), 3], {"bias": Ref("b")})))
     ['x', 'b']

@@ -1,7 +1,7 @@
-"""Nested graphs put in place: `torch.no_grad()` and local `torch.autocast` become marks of the operators within.
+"""Nested graphs are inlined: `torch.no_grad()` and local `torch.autocast` become marks of the operators within.
 
-`torch.export` makes a graph of its own of each such region. A mark is an entry of a node's `meta`, and stays with
-what is made of the node later.
+`torch.export` makes a nested graph of each such region. A mark is an entry of a node's `meta`, and is copied to the
+nodes that are made from that node.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from engines.layer.source_location import describe_location
 __all__ = ["AUTOCAST", "MARKS", "UNGRADED", "inline_subgraphs", "insert_detaches", "is_no_grad"]
 
 UNGRADED, AUTOCAST = "without_gradient", "autocast"
-"""Marks: the operator records no gradient; the (device type, precision, whether it casts) of a region of autocast."""
+"""Marks: the operator records no gradient; the (device type, precision, whether it casts) of an autocast region."""
 
 MARKS = (UNGRADED, AUTOCAST)
 
@@ -29,12 +29,12 @@ _DETACH = torch.ops.aten.detach.default
 
 
 def is_no_grad(node: fx.Node) -> bool:
-    """Whether an operator stands under `torch.no_grad()`."""
+    """Return whether an operator was traced under `torch.no_grad()`."""
     return bool(node.meta.get(UNGRADED))
 
 
 def inline_subgraphs(module: fx.GraphModule) -> fx.GraphModule:
-    """The same module without nested graphs. Raises TraceError for a kind of nested graph that has no meaning here."""
+    """Inline all nested graphs and return the module. Raises TraceError for an unknown kind of nested graph."""
     for node in list(module.graph.nodes):
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             _replace_outputs(node, _inline_subgraph(module, module, node, {}))
@@ -45,7 +45,7 @@ def inline_subgraphs(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _inline_subgraph(top: fx.GraphModule, owner: torch.nn.Module, node: fx.Node, around: dict[str, Any]) -> list[Any]:
-    """Put the operators of a nested graph, which `owner` has, before `node`; its results."""
+    """Insert the operators of a nested graph, an attribute of `owner`, before `node`; return its results."""
     inner, arguments, marks = _unpack_subgraph(owner, node)
     made: dict[fx.Node, Any] = {}
     given = iter(arguments)
@@ -70,7 +70,7 @@ def _inline_subgraph(top: fx.GraphModule, owner: torch.nn.Module, node: fx.Node,
 
 
 def _unpack_subgraph(owner: torch.nn.Module, node: fx.Node) -> tuple[fx.GraphModule, Sequence[Any], dict[str, Any]]:
-    """A nested graph, what it is given, and the marks of what is in it."""
+    """Return a nested graph, its arguments, and the marks of its operators."""
     if node.target is _GRAD:
         graded, inner, *arguments = node.args
         marks: dict[str, Any] = {UNGRADED: not graded}
@@ -99,14 +99,14 @@ def _is_graph(owner: torch.nn.Module, node: fx.Node) -> bool:
 
 
 def _copy_attribute(top: fx.GraphModule, inner: fx.GraphModule, each: fx.Node, copied: fx.Node) -> None:
-    """What a nested graph has of its own, the whole module has from now on."""
+    """Copy an attribute of a nested graph to the top module."""
     if each.op == "get_attr":
         copied.target = f"of_{copied.name}"
         setattr(top, copied.target, _get_attribute(inner, each))
 
 
 def _replace_outputs(node: fx.Node, results: Sequence[Any]) -> None:
-    """Whoever picks a result of the nested graph gets the result itself."""
+    """Replace each node that picks a result of the nested graph by the result itself."""
     for pick in list(node.users):
         pick.replace_all_uses_with(results[pick.args[1]])
         pick.graph.erase_node(pick)
@@ -114,9 +114,9 @@ def _replace_outputs(node: fx.Node, results: Sequence[Any]) -> None:
 
 
 def insert_detaches(module: fx.GraphModule) -> fx.GraphModule:
-    """The same, with a `detach` of each value that comes into a region without gradients: no gradient leads back there.
+    """Insert a `detach` of each value that enters a region without gradients, and return the module.
 
-    Weights are read as they are, and their operators record nothing.
+    Weights are read directly, since the region's operators record nothing.
     """
     away: dict[fx.Node, fx.Node] = {}
     for node in list(module.graph.nodes):

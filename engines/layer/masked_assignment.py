@@ -1,4 +1,4 @@
-"""Assignments where a mask says so: `y[y < 0] = 0` becomes a choice between two values at each place."""
+"""Assignments by a boolean mask: `y[y < 0] = 0` becomes a `torch.where` at each position."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _ATEN = torch.ops.aten
 
 
 def make_masked_where(make: Make, node: fx.Node, value: fx.Node) -> fx.Node | None:
-    """What `value` becomes by an `index_put_` with one boolean mask; None where that is no choice place by place.
+    """Return `value` after an `index_put_` with one boolean mask, as a `torch.where`; None if that is not possible.
 
-    It is one where all masked places get the same number, the same vector along the axes behind the mask, or the
-    values of another tensor at the same places (`y[mask] = z[mask]`).
+    It is possible if all masked positions get the same number, the same vector along the axes after the mask, or the
+    values of another tensor at the same positions (`y[mask] = z[mask]`).
     """
     if node.target is not _ATEN.index_put_.default or _is_accumulating(node):
         return None
@@ -39,7 +39,7 @@ def _is_accumulating(node: fx.Node) -> bool:
 
 
 def _find_masked_source(new: fx.Node, indices: object, value: fx.Node) -> fx.Node | None:
-    """The tensor of which `new` is the masked part, if the mask is the same."""
+    """Return the tensor of which `new` is the masked part, if the mask is the same."""
     if new.target is not _ATEN.index.Tensor or not _is_same(new.args[1], indices):
         return None
     source = new.args[0]
@@ -48,18 +48,18 @@ def _find_masked_source(new: fx.Node, indices: object, value: fx.Node) -> fx.Nod
 
 
 def _is_same(one: object, other: object) -> bool:
-    """Whether two arguments are equal whatever the images are: `y < 0` may be computed once for each side."""
+    """Return whether two arguments are equal for all images: `y < 0` may be computed once for each side."""
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return len(one) == len(other) and all(map(_is_same, one, other))
     if not (isinstance(one, fx.Node) and isinstance(other, fx.Node)) or one is other:
         return type(one) is type(other) and one == other
     is_computed = one.op == other.op == "call_function" and one.target is other.target
-    is_drawn = torch.Tag.nondeterministic_seeded in getattr(one.target, "draw_tile_labels", ())
+    is_drawn = torch.Tag.nondeterministic_seeded in getattr(one.target, "tags", ())
     return is_computed and not is_drawn and _is_same(one.args, other.args) and one.kwargs == other.kwargs
 
 
 def _make_broadcastable(make: Make, new: fx.Node, behind: int) -> fx.Node | None:
-    """`new`, where it is the same for all places that the mask has."""
+    """Return `new` so that it broadcasts over all masked positions; None if it differs between them."""
     found = new.meta["val"]
     if not isinstance(found, Tensor) or any(not isinstance(size, int) for size in found.shape):
         return None

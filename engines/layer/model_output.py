@@ -1,6 +1,6 @@
-"""What a model may answer with, and which of it is the prediction.
+"""The supported outputs of a model, and which part of them is the prediction.
 
-Stock models answer with a tensor, or with a tuple, a list, a mapping or a dataclass of tensors.
+Stock models return a tensor, or a tuple, a list, a mapping or a dataclass of tensors.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ __all__ = ["collect_tensors", "get_prediction", "merge_outputs"]
 
 
 def get_prediction(answer: Any) -> Any:
-    """What the loss is given of a model's answer: its `logits` if it names any, or else its only tensor.
+    """Return the part of a model's output that the loss receives: its `logits` if present, or else its only tensor.
 
-    An answer of several tensors without such a name is given as it is, to a loss that takes it so.
+    An output of several tensors without that name is returned unchanged, for a loss that accepts it.
     """
     named = answer if isinstance(answer, Mapping) else vars(answer) if is_dataclass(answer) else _get_fields(answer)
     if named.get("logits") is not None:
@@ -30,12 +30,12 @@ def get_prediction(answer: Any) -> Any:
 
 
 def _get_fields(answer: Any) -> Mapping[str, Any]:
-    """Of a named tuple."""
+    """Return the fields of a named tuple; empty for other types."""
     return answer._asdict() if hasattr(answer, "_asdict") else {}
 
 
 def collect_tensors(answer: Any) -> dict[str, Tensor]:
-    """The tensors in a model's answer by their place in it, in its order. Raises TraceError where it hides any."""
+    """Return the tensors in a model's output by their place in it, in order. Raises TraceError for other types."""
     return dict(_iterate_tensors(answer, ()))
 
 
@@ -59,7 +59,7 @@ def _iterate_tensors(value: Any, place: tuple[str, ...]) -> Iterator[tuple[str, 
 
 
 def merge_outputs(answers: Sequence[Any]) -> Any:
-    """One answer out of those to several micro-batches: each of its tensors has the images of all of them."""
+    """Concatenate the outputs for several micro-batches: each tensor then has the images of all of them."""
     first = answers[0]
     if isinstance(first, Tensor):
         return torch.cat(list(answers))

@@ -1,4 +1,4 @@
-"""Where a traced operator comes from: the user's module, and the user's line."""
+"""The origin of a traced operator: the user's module and the user's line."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _OURS = ("/torch/", str(Path(__file__).parent))
 
 
 def get_module_path(node: fx.Node) -> str:
-    """The dotted path of the user's module; empty for the model itself."""
+    """Return the dotted path of the user's module; empty for the model itself."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     path = str(stack[-1][0]) if stack else ""
     return path if path.startswith("loss") else f"{path}.".removeprefix(MODEL).rstrip(".")
 
 
 def find_source_line(node: fx.Node) -> str:
-    """File, line and text of the deepest frame that is the user's; empty where it is not known."""
+    """Return file, line and text of the deepest frame in the user's code; empty if unknown."""
     lines = (node.meta.get("stack_trace") or "").strip().splitlines()
     heads = [
         (head.strip(), text.strip()) for head, text in itertools.pairwise(lines) if head.strip().startswith("File ")
@@ -33,12 +33,12 @@ def find_source_line(node: fx.Node) -> str:
 
 
 def describe_location(node: fx.Node) -> str:
-    """Module and line, for messages."""
+    """Return module and line, for messages."""
     return f"{get_module_path(node) or 'the model itself'}, {find_source_line(node) or 'source unknown'}"
 
 
 def find_current_line() -> str:
-    """The same of the code that runs now, for whoever is called by it while it is traced."""
+    """Return file, line and text of the deepest frame of the running code that is the user's."""
     frame, found = sys._getframe(1), []
     while frame is not None:
         found.append((f'"{frame.f_code.co_filename}", line {frame.f_lineno}', frame))

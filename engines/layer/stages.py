@@ -1,8 +1,8 @@
-"""A model as layers, cut into stages of consecutive layers.
+"""A model as layers, grouped into stages of consecutive layers.
 
-A layer is one convolution or matrix product with what follows it, or a whole block of them where a cut
-inside would have to carry more tensors than a cut at its ends (a residual block, a cell). So layers are
-found from the graph, whatever the modules are called.
+A layer is one convolution or matrix product with the operators after it. It is a whole block if a cut inside the block
+would carry more tensors than a cut at its ends (a residual block, a cell). Layers are found from the graph, whatever
+the names of the modules.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from engines.spatial.tiles import Span
 __all__ = ["Layer", "cut_stages", "find_layers"]
 
 FLOPS_PER_ELEMENT = 40
-"""How many FLOPs take as long as an element written and read again; about so on CPUs and GPUs alike. The same in
-every precision: a plan has the same stages in all of them."""
+"""FLOPs that take as long as writing and reading one element, roughly so on CPUs and GPUs alike. The value is the same
+in every precision, so that a plan has the same stages in all of them.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Consecutive nodes. `name` is the module of its first weighted operator, `elements` what its operators make."""
+    """Consecutive nodes. `name` is the module of the first weighted operator; `elements` counts the output elements."""
 
     name: str
     nodes: Span
@@ -35,12 +36,12 @@ class Layer:
 
     @property
     def cost(self) -> int:
-        """Time, in FLOPs: what is computed, and what has to be moved for it (Williams et al., 2009, the roofline)."""
+        """Time in FLOPs: computation plus memory traffic (the roofline of Williams et al., 2009)."""
         return self.flops + FLOPS_PER_ELEMENT * self.elements
 
 
 def find_layers(graph: ModelGraph) -> tuple[Layer, ...]:
-    """The model's layers, in order. What belongs to the loss goes with the last layer."""
+    """Return the model's layers, in order. The nodes of the loss belong to the last layer."""
     weighted = [_is_weighted(graph, node) for node in graph.nodes]
     parts = list(_LayerFinder(graph, weighted).find_parts())
     starts = [*(part.start for part in parts), len(graph.nodes)]
@@ -56,10 +57,10 @@ def find_layers(graph: ModelGraph) -> tuple[Layer, ...]:
 
 
 def cut_stages(found: Sequence[Layer], plan: Plan) -> tuple[Span, ...]:
-    """The nodes of each stage, of the layers `found`, by `plan.balance`.
+    """Return the nodes of each stage, for the layers `found` and `plan.balance`.
 
-    `auto` makes the largest cost per rank of any stage as small as it can be.
-    Raises PlanError where there are fewer layers than stages, or the balance does not add up.
+    `auto` minimises the largest cost per rank of any stage. Raises PlanError if there are fewer layers than stages, or
+    if the balance does not add up to the number of layers.
     """
     if plan.split_size > len(found):
         raise PlanError(
@@ -79,11 +80,13 @@ def cut_stages(found: Sequence[Layer], plan: Plan) -> tuple[Span, ...]:
 
 
 def _find_balance(found: Sequence[Layer], plan: Plan) -> tuple[int, ...]:
-    """Split a row of costs so that the dearest part is cheapest, by dynamic programming over the prefixes."""
+    """Partition the layers so that the most expensive stage is cheapest, by dynamic programming over the prefixes."""
     tiles = [grid.tiles if stage < plan.spatial_size else plan.local_dp for stage, grid in enumerate(plan.grids)]
     total = [0]
     for layer in found:
         total.append(total[-1] + layer.cost)
+    # best[end]: the first `end` layers in the stages so far, as (largest cost per rank, layers of each stage). Ranges
+    # start at the stage number, so that no stage is empty.
     best = {end: (total[end] / tiles[0], (end,)) for end in range(1, len(found) + 1)}
     for stage in range(1, len(tiles)):
         best = {
@@ -107,22 +110,22 @@ class _NodeRange:
 
 
 class _LayerFinder:
-    """Where the graph may be cut: module by module, from the outside in."""
+    """Finds where the graph may be cut: module by module, from the outermost inwards."""
 
     def __init__(self, graph: ModelGraph, weighted: Sequence[bool]) -> None:
         self.graph, self.weighted = graph, weighted
         self.paths = [tuple(node.module.split(".")) if node.module else () for node in graph.nodes]
 
     def find_parts(self) -> Iterator[_NodeRange]:
-        """The parts between two cuts, in order; the loss is behind the last."""
+        """Return the parts between two cuts, in order; the nodes of the loss follow the last part."""
         last = max(index for index, node in enumerate(self.graph.nodes) if node.name in self.graph.answers)
         return self._split_module(_NodeRange(0, 1 + last, ""), depth=0, wraps_all=True)
 
     def _split_module(self, whole: _NodeRange, depth: int, wraps_all: bool) -> Iterator[_NodeRange]:
-        """The parts of a module, unless a cut inside carries more than one at its ends.
+        """Yield the parts of a module, or the whole module if a cut inside carries more tensors than one at its ends.
 
-        `wraps_all`: it holds every weight of the model, as the model itself does, and is opened like it. So is one
-        that does most of the work: the inner levels of a U-Net whose modules lie in each other.
+        `wraps_all` is set if the module holds every weight of the model, as the model itself does. Such a module is
+        always split, as are chains and modules with most of the FLOPs: the inner levels of a U-Net with nested modules.
         """
         parts = list(self._group_children(whole, depth))
         within = max(self.alive[whole.start], self.alive[whole.stop])
@@ -141,7 +144,7 @@ class _LayerFinder:
         return 2 * sum(node.flops for node in self.graph.nodes[part.start : part.stop]) > self.graph.flops
 
     def _group_children(self, whole: _NodeRange, depth: int) -> Iterator[_NodeRange]:
-        """Runs of nodes of one child module; what the module itself does stands alone, node by node."""
+        """Yield the runs of nodes of each child module; each node of the module itself is a part of its own."""
 
         def get_child(index: int) -> str | int:
             path = self.paths[index]
@@ -153,11 +156,12 @@ class _LayerFinder:
 
     @cached_property
     def alive(self) -> list[int]:
-        """How many tensors a cut before each position would have to carry."""
+        """Number of tensors that a cut before each position carries."""
         made = {node.name: index for index, node in enumerate(self.graph.nodes)}
         last = {"images": 0}
         for index, node in enumerate(self.graph.nodes):
             last.update({name: index for name in node.reads if name in made or name == "images"})
+        # Differences: a value is carried by every cut after its producer, up to the one before its last reader.
         change = [0] * (len(self.graph.nodes) + 2)
         for name, use in last.items():
             change[made.get(name, -1) + 1] += 1

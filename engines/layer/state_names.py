@@ -1,4 +1,4 @@
-"""How a module's own `state_dict()` calls its tensors, and what the ranks call them."""
+"""The names of tensors in a module's own `state_dict()`, and their names on the ranks."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from engines.layer.trace import LOSS, find_first_names
 __all__ = ["OWNERS", "StateNames", "collect_state_names"]
 
 OWNERS = {"model": MODEL, "loss": LOSS}
-"""Whose tensors there are, and what their names begin with on the ranks."""
+"""The owners of tensors, and the prefixes of their names on the ranks."""
 
 
 @dataclass(frozen=True)
 class StateNames:
     """The names of a module's `state_dict()`, in its order.
 
-    `held`: its name -> the name on the ranks; several lead to one tensor where weights are tied. `kept` are the
-    tensors that the graph has no use for, by its name: no rank changes them. As in PyTorch, buffers that were
-    registered with `persistent=False` are none of its state.
+    `held` maps a state name to the name on the ranks; several map to one tensor if weights are tied. `kept` are the
+    tensors that the graph does not use, by state name: no rank changes them. As in PyTorch, buffers registered with
+    `persistent=False` are not part of the state.
     """
 
     names: tuple[str, ...] = ()
@@ -30,12 +30,12 @@ class StateNames:
     kept: Mapping[str, Tensor] = field(default_factory=dict)
 
     def drop_unused_tensors(self) -> StateNames:
-        """The same, to be sent to ranks that have no need of them."""
+        """Return a copy without `kept`, to be sent to ranks, which do not need those tensors."""
         return replace(self, kept={})
 
 
 def collect_state_names(model: nn.Module, loss: object, used: Collection[str]) -> dict[str, StateNames]:
-    """Of the model and, if it is a module, of the loss; `used` are the names that the graph's nodes read."""
+    """Return the names of the model and, if it is a module, of the loss; `used` are the names that graph nodes read."""
     first = find_first_names(model, loss)
     return {
         owner: _collect_names(module, OWNERS[owner], first, used)

@@ -1,6 +1,6 @@
-"""Trace any `nn.Module`, with a loss or without, at full image size and without memory, into a `ModelGraph`.
+"""Trace any `nn.Module`, with or without a loss, at full image size and without memory, into a `ModelGraph`.
 
-The model is exported by `torch.export` on fake tensors, never run, and never changed.
+`torch.export` exports the model on fake tensors. The model itself is never run and never changed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from engines.plan import HALF
 __all__ = ["LOSS", "MODEL", "find_first_names", "infer_output_spec", "to_user_name", "trace", "trace_inference"]
 
 _BY_VALUES = ("GuardOnDataDependent", "DataDependent", "UserError", "PendingUnbacked")
-"""Beginnings of the names of PyTorch's errors for numbers that are not known while it traces."""
+"""Prefixes of the names of PyTorch's errors for values that are unknown while it traces."""
 
 _ONE_AT_A_TIME = threading.Lock()  # torch.export keeps global state; ranks may be threads
 
@@ -64,7 +64,7 @@ class _ModelWithLoss(nn.Module):
 
 
 class _EvalModel(nn.Module):
-    """The model in evaluation mode: no dropout, batch norm by its running statistics."""
+    """A model in evaluation mode: no dropout, and batch norm with its running statistics."""
 
     def __init__(self, model: nn.Module, asked: ConstantPropagationMode) -> None:
         super().__init__()
@@ -85,11 +85,11 @@ def trace(
     precision: str = "",
     device: str = "cpu",
 ) -> ModelGraph:
-    """The graph of `loss(model(images), labels)`, a scalar.
+    """Return the graph of `loss(model(images), labels)`, a scalar.
 
-    `images` is (N, C, H, W) of one micro-batch at whole-image size; the model is traced in its precision and
-    in the mode (train or eval) that it is in. If `precision` is a half one, the graph has the casts that
-    `torch.autocast` does on that type of `device`. Raises TraceError where `torch.export` cannot follow the model.
+    `images` is (N, C, H, W), one micro-batch at whole-image size. The model is traced in the type of `images` and in
+    its current mode (train or eval). If `precision` is a half precision, the graph has the casts that `torch.autocast`
+    does on that type of `device`. Raises TraceError if `torch.export` cannot trace the model.
     """
     mode, dtype = FakeTensorMode(allow_non_fake_inputs=True), getattr(torch, images.dtype)
     with _translate_errors(model, images):
@@ -101,9 +101,9 @@ def trace(
 
 
 def trace_inference(model: nn.Module, images: TensorSpec, precision: str = "", device: str = "cpu") -> ModelGraph:
-    """The graph of `model.eval()(images)`, for prediction: it has no loss, and nothing in it is trained.
+    """Return the graph of `model.eval()(images)` for prediction, without a loss and without trainable weights.
 
-    The rest is as in `trace`; the model itself stays in the mode that it is in.
+    Otherwise like `trace`; the model itself keeps its mode.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with _translate_errors(model, images):
@@ -132,7 +132,7 @@ def _export(
 
 
 def _collect_buffers(*owners: object) -> dict[str, Tensor]:
-    """The buffers of a model and its loss, by the names that they have while they are traced."""
+    """Return the buffers of a model and its loss, by their names in the trace."""
     return {
         prefix + name: buffer
         for prefix, owner in zip((MODEL, LOSS), owners, strict=False)
@@ -142,7 +142,7 @@ def _collect_buffers(*owners: object) -> dict[str, Tensor]:
 
 
 def _check_decisions(asked: ConstantPropagationMode, graph: ModelGraph) -> None:
-    """Raises TraceError where a decision was taken by the numbers of a buffer that changes from step to step."""
+    """Raise TraceError if a decision depended on the numbers of a buffer that changes from step to step."""
     changing = {name for node in graph.nodes for name in find_updated_buffers(graph, node)}
     for name, place in asked.decided.items():
         if name in changing:
@@ -153,7 +153,7 @@ def _check_decisions(asked: ConstantPropagationMode, graph: ModelGraph) -> None:
 
 
 def find_first_names(*owners: object) -> dict[str, str]:
-    """Every name of the weights and buffers of a model, and of its loss if given -> the first one of that tensor."""
+    """Map every name of a weight or buffer of a model, and of its loss if given, to the first name of that tensor."""
     names: dict[str, str] = {}
     for prefix, owner in zip((MODEL, LOSS), owners, strict=False):
         if isinstance(owner, nn.Module):
@@ -165,7 +165,10 @@ def find_first_names(*owners: object) -> dict[str, str]:
 
 
 def infer_output_spec(model: nn.Module, images: TensorSpec) -> TensorSpec:
-    """The (first) tensor that the model answers with to images of that shape, found without running it on real ones."""
+    """Return the spec of the (first) tensor that the model returns for such images, without running it on real ones.
+
+    Raises TraceError if the model cannot run, returns no tensor or replaces a buffer.
+    """
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     asked = ConstantPropagationMode(_collect_buffers(model))
     with _translate_errors(model, images, asked):
@@ -186,9 +189,9 @@ def infer_output_spec(model: nn.Module, images: TensorSpec) -> TensorSpec:
 def _translate_errors(
     model: nn.Module, images: TensorSpec, asked: ConstantPropagationMode | None = None
 ) -> Iterator[None]:
-    """Errors become TraceErrors; what PyTorch says of its own graphs is not shown."""
+    """Convert errors to TraceErrors, and suppress PyTorch's messages about its own graphs."""
     try:
-        # A compiled model is traced as it was written: its kernels would read memory that fake tensors do not have.
+        # A compiled model is traced as written: its kernels would read memory that fake tensors do not have.
         with _ONE_AT_A_TIME, silence_exporter(), torch.compiler.set_stance("force_eager"):
             yield
     except TraceError:
@@ -221,7 +224,7 @@ def _format_trace_error(model: nn.Module, images: TensorSpec, error: Exception) 
 def _format_loss_error(
     model: nn.Module, images: Tensor, answers: Mapping[str, Tensor], labels: Tensor, error: Exception
 ) -> str:
-    """What is said of a loss that fails: most often the labels are others than it was traced with."""
+    """Return the message for a failing loss; most often the labels differ from those that it was traced with."""
     first = next(iter(answers.values()), None)
     reason = f"{type(error).__name__}: {_get_first_line(error)}"
     answer = "" if first is None else f" The model answers with {tuple(first.shape)}, {first.dtype}."

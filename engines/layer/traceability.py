@@ -1,7 +1,7 @@
-"""What a model keeps beside its weights: what is refused before it is traced, and what a trace would get wrong.
+"""Checks before tracing: models that cannot be traced, and those that a trace would get wrong.
 
-A trace is made once and then runs in every step. So it has what a Python attribute says when it is made, and whatever
-the model writes into its attributes or puts in a weight's place while it runs is not done again.
+A trace is made once and runs in every step. It contains the values that Python attributes had when it was made. Writes
+to attributes, and replacements of weights, are not repeated.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from engines.layer.graph import TensorSpec
 __all__ = ["CUMULATIVE", "check_modules", "check_side_effects", "has_hooks", "make_traceable"]
 
 CUMULATIVE = float("inf")
-"""The momentum by which a trace names a batch norm whose statistics are the mean over all batches (momentum=None)."""
+"""Momentum that marks, in a trace, a batch norm whose statistics are the mean over all batches (momentum=None)."""
 
 
 def check_modules(model: nn.Module, loss: Any = None) -> None:
-    """Raises TraceError for modules that cannot be traced: compiled by torch.jit, or lazy ones without shapes yet.
+    """Raise TraceError for modules that cannot be traced: compiled by torch.jit, or lazy ones without shapes yet.
 
-    And for hooks of gradients, which a trace does not see.
+    Gradient hooks are refused too, since a trace does not contain them.
     """
     for what, owner in (("model", model), ("loss", loss)):
         if isinstance(owner, torch.jit.ScriptFunction):
@@ -60,7 +60,7 @@ def _describe_scripted(what: str, owner: object) -> str:
 
 
 def _find_hooked(owner: object) -> Iterator[str]:
-    """The parameters whose gradients have hooks, and the modules that have backward hooks."""
+    """Yield the parameters with gradient hooks, and the modules with backward hooks."""
     if isinstance(owner, nn.Module):
         yield from (f"The parameter {name}" for name, weight in owner.named_parameters() if has_hooks(weight))
         for name, module in owner.named_modules():
@@ -69,7 +69,7 @@ def _find_hooked(owner: object) -> Iterator[str]:
 
 
 def has_hooks(weight: Tensor) -> bool:
-    """Whether something is called with the gradient of a weight."""
+    """Return whether a hook is called with the gradient of a weight."""
     return bool(weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None))
 
 
@@ -80,9 +80,9 @@ def _iterate_tensors(owner: object) -> Iterator[tuple[str, Tensor]]:
 
 
 def make_traceable(model: nn.Module) -> nn.Module:
-    """The model itself, or where a batch norm reads its counter (momentum=None) a copy that names that CUMULATIVE.
+    """Return the model, or a copy with momentum CUMULATIVE where a batch norm reads its counter (momentum=None).
 
-    The copy has the same weights and buffers.
+    The copy shares the weights and buffers.
     """
     if not any(map(_is_cumulative, model.modules())):
         return model
@@ -102,11 +102,11 @@ def _copy_sharing_tensors(model: nn.Module) -> nn.Module:
 
 
 def check_side_effects(model: nn.Module, images: TensorSpec) -> None:
-    """Raises TraceError where a run of the model changes numbers in its attributes, replaces a weight or buffer, or
-    draws from Python's or NumPy's random generator.
+    """Raise TraceError if a run of the model has side effects that a trace does not repeat.
 
-    It runs twice, without memory, as a copy: what only a first run sets, such as a size that is remembered, is right.
-    A model that cannot run so says why when it is traced.
+    These are changes of numbers in attributes, replaced weights or buffers, and draws from Python's or NumPy's random
+    generator. A copy without memory runs twice: numbers that only the first run sets, such as a remembered size, are
+    accepted, but flags are not. A model that cannot run is skipped: tracing it reports the error.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
@@ -146,7 +146,7 @@ def check_side_effects(model: nn.Module, images: TensorSpec) -> None:
 
 
 def _find_generators_used(run: Callable[[], object]) -> set[str]:
-    """Which of the process's random generators other than torch's a run draws from; they are set back after it."""
+    """Return which random generators other than torch's a run draws from, and restore their states."""
     python, arrays = random.getstate(), np.random.get_state()  # noqa: NPY002 (the one that users may draw from)
     run()
     after = np.random.get_state()  # noqa: NPY002
@@ -159,12 +159,12 @@ def _find_generators_used(run: Callable[[], object]) -> set[str]:
 
 
 def _get_storages(model: nn.Module) -> dict[str, torch.UntypedStorage]:
-    """Where each weight and buffer lies."""
+    """Return the storage of each weight and buffer."""
     return {name: tensor.untyped_storage() for name, tensor in _iterate_tensors(model)}
 
 
 def _iterate_numbers(model: nn.Module) -> Iterator[tuple[str, float]]:
-    """The numbers in the attributes of all modules."""
+    """Yield the numbers in the attributes of all modules."""
     for prefix, module in model.named_modules():
         for name, value in vars(module).items():
             if isinstance(value, int | float):

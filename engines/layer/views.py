@@ -1,4 +1,4 @@
-"""Views: values that lie in the memory of others, and what a write through one does to these."""
+"""Views: values that share the storage of others, and how a write through a view changes these."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, fx
 __all__ = ["Make", "find_storages", "invert_view", "is_idle_dropout", "is_inplace_view", "is_replayable"]
 
 Make = Callable[..., fx.Node]
-"""`make(target, *arguments)` appends an operator to the graph."""
+"""`make(target, *arguments)` appends an operator to the graph and returns its node."""
 
 _ATEN = torch.ops.aten
 
@@ -22,10 +22,10 @@ _RENAMES = {f"aten.{name}_.default" for name in ("squeeze", "unsqueeze", "transp
 
 
 def find_storages(module: fx.GraphModule) -> dict[fx.Node, frozenset[int]]:
-    """Of each node of a traced graph the memory in which its value lies, or in which its several values lie.
+    """Map each node of a traced graph to the storages of its value or values.
 
-    Two nodes have the same memory exactly where one is a view of the other. It must be asked for before the graph is
-    changed, since what takes a node's place later has memory of its own.
+    Two nodes share a storage exactly if they are views of the same memory. The map must be made before the graph is
+    changed, since replacements of a node have storages of their own.
     """
     return {node: frozenset(_iterate_storages(node)) for node in module.graph.nodes}
 
@@ -38,35 +38,35 @@ def _iterate_storages(node: fx.Node) -> Iterator[int]:
 
 
 def is_idle_dropout(node: fx.Node) -> bool:
-    """Whether a node is a dropout that drops nothing: it answers with its input itself, which a trace does not show."""
+    """Return whether a node is a dropout that drops nothing: it returns its input itself, unseen in a trace."""
     if "dropout" not in str(node.target):
         return False
     return not (_get_argument(node, "train") and _get_argument(node, "p"))
 
 
 def is_inplace_view(node: fx.Node) -> bool:
-    """Whether an operator gives its argument another shape in place: `unsqueeze_` and the like."""
+    """Return whether an operator changes the shape of its argument in place, as `unsqueeze_` does."""
     return str(node.target) in _RENAMES
 
 
 def is_replayable(node: fx.Node) -> bool:
-    """Whether a node is a view in every memory format, so that what is read through it later can be read anew."""
+    """Return whether a node is a view in every memory format, so that it can be replayed on new contents."""
     name = str(node.target)
     return name in _BACK or name in ("aten.detach.default", "aten.expand.default")
 
 
 def invert_view(make: Make, view: fx.Node, base: fx.Node, part: fx.Node) -> fx.Node | None:
-    """What the memory of a view's argument holds once the view holds `part`.
+    """Return the contents of a view's argument after the view was set to `part`; None if they are not known.
 
-    `base` is what the memory held. None where that is not known: nothing leads from a copy, a detached value or an
-    expanded one to where it came from; and through one of several views (`chunk`, `unbind`) autograd lets nobody write.
+    `base` holds the contents before. A copy, a detached value or an expanded one has no inverse, and autograd forbids
+    writes through one of several views (`chunk`, `unbind`).
     """
     back = _BACK.get(str(view.target))
     return back(make, view, base, part) if back else None
 
 
 def _get_argument(node: fx.Node, name: str) -> Any:
-    """An argument of an operator by its schema's name."""
+    """Return an operator's argument by the name in its schema."""
     schema = node.target._schema.arguments  # type: ignore[union-attr]
     place = next(index for index, each in enumerate(schema) if each.name == name)
     given = node.kwargs.get(name, schema[place].default_value)

@@ -1,1 +1,1 @@
-"""What a traced loss says of itself: how micro-batches add up to a batch, and which numbers are classes."""
+"""Analysis of a traced loss: how micro-batch losses combine to the batch loss, and which labels are class numbers."""

@@ -1,7 +1,7 @@
-"""Follows the batch through a traced loss: which values are sums or means over it, and what they are divided by.
+"""Propagation of the batch dimension through a traced loss: which values are sums or means, and their denominators.
 
-Only operators that are known to keep images apart are followed; whatever else meets the batch is unknown. Where a
-number that decides may be the size of the batch, a second trace with twice as many images tells.
+Only operators that are known to keep images separate have a rule. Any other operator that reads batch-dependent values
+makes the result unknown. A second trace with twice as many images (the twin) shows which numbers are the batch size.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ __all__ = ["CLASS_LOSSES", "LossAnalysis", "Rule"]
 CLASS_LOSSES = ("cross_entropy_loss", "nll_loss_nd")
 
 Rule = Callable[["LossAnalysis", Node], BatchAggregation | None]
-"""The share of what a node makes; None where it is unknown."""
+"""Return the aggregation of a node's output, or None if it is unknown."""
 
 
 @dataclass
 class LossAnalysis:
-    """The share of each value of a loss in the whole batch's. `twin` traces the same with twice as many images.
+    """The aggregation of every value of a loss. `twin` traces the same loss with twice as many images.
 
-    `totals` are known sums that are taken over all micro-batches, and `wanted` those that would have to be. `ratios`
-    are the nodes that divide by what the labels count, and `scaled` pairs (reader, value) of sums that join means.
-    `rules` are those of operators by name, "*" that of any operator that works element by element.
+    `totals` are the known sums that are taken over all micro-batches, and `wanted` those that the loss needs so.
+    `ratios` are the nodes that divide by a count of the labels. `scaled` holds (reader, value) pairs of sums that are
+    added to means. `rules` maps operator names to their rules; "*" is the rule of any pointwise operator.
     """
 
     graph: ModelGraph
@@ -46,12 +46,12 @@ class LossAnalysis:
 
     @cached_property
     def nodes(self) -> Mapping[str, Node]:
-        """By name."""
+        """The graph's nodes by name."""
         return {node.name: node for node in self.graph.nodes}
 
     @cached_property
     def _twin(self) -> ModelGraph | None:
-        """The trace of twice as many images; None where they cannot be traced."""
+        """The trace with twice as many images, or None if it cannot be traced."""
         try:
             return self.twin()
         except TraceError:
@@ -59,7 +59,7 @@ class LossAnalysis:
 
     @cached_property
     def _twins(self) -> Mapping[str, Node]:
-        """The same nodes for twice as many images; none where the model or the loss does other things for them."""
+        """The twin's nodes by name; empty if the twin's sequence of operators differs."""
         twin = self._twin
         if twin is None or [(n.name, n.operator) for n in twin.nodes] != [
             (n.name, n.operator) for n in self.graph.nodes
@@ -68,10 +68,11 @@ class LossAnalysis:
         return {node.name: node for node in twin.nodes}
 
     def analyse(self) -> BatchAggregation:
-        """The share of the loss itself."""
+        """Return the aggregation of the loss itself."""
         for node in self._find_loss_nodes():
             self._found[node.name] = self._check_with_twin(node, self._compute_aggregation(node))
         found = self.get_aggregation(self.graph.loss or "")
+        # The twin costs a second trace. It is consulted here only if a rule has already computed it (cached_property).
         if "_twins" in self.__dict__ and not self._is_batch_first():
             found = BatchAggregation(AggregationKind.ROWS)
         if found.kind is AggregationKind.ROWS or (found.kind is AggregationKind.SUM and found.degree not in (0, 1)):
@@ -79,12 +80,12 @@ class LossAnalysis:
         return found
 
     def _is_batch_first(self) -> bool:
-        """Whether the images of the answers that the loss reads lie along their first axis, as the twin has it."""
+        """Return whether axis 0 is the image axis of every model output that the loss reads, according to the twin."""
         read = {name for node in self._find_loss_nodes() for name in node.reads}.intersection(self.graph.answers)
         return all(find_batch_axis(self.nodes[name].spec, self._twins[name].spec) == 0 for name in read if self._twins)
 
     def _find_loss_nodes(self) -> list[Node]:
-        """The nodes of the loss, behind the model's answers, in order."""
+        """Return the nodes between the model's outputs and the loss, in order."""
         asked, found = {self.graph.loss}, []
         for node in reversed(self.graph.nodes):
             if node.name in asked and node.name not in self.graph.answers:
@@ -93,7 +94,7 @@ class LossAnalysis:
         return found[::-1]
 
     def get_aggregation(self, name: str) -> BatchAggregation:
-        """Of a value, an input, a weight or a buffer."""
+        """Return the aggregation of a node's output, an input, a weight or a buffer."""
         if name in self.totals:
             return BatchAggregation(AggregationKind.SAME, derived=True)
         if name in self._found:
@@ -107,7 +108,11 @@ class LossAnalysis:
         return BatchAggregation(AggregationKind.UNKNOWN)
 
     def _get_parameter_aggregation(self, name: str) -> BatchAggregation:
-        """A weight or buffer is the same for each micro-batch; a constant that the loss makes may hold its size."""
+        """Return the aggregation of a weight, buffer or constant.
+
+        Weights and buffers are the same for every micro-batch. A constant that the loss creates may contain the batch
+        size: it is unknown if it differs in the twin.
+        """
         mine = self.graph.constants.get(name)
         theirs = self._twin.constants.get(name) if mine is not None and self._twin else None
         if mine is not None and (theirs is None or mine.shape != theirs.shape or (mine != theirs).any()):
@@ -115,7 +120,7 @@ class LossAnalysis:
         return replace(CONSTANT, known=name not in self.graph.trainable)
 
     def _check_with_twin(self, node: Node, found: BatchAggregation) -> BatchAggregation:
-        """What the twin contradicts is unknown; it is asked only if it is there already."""
+        """Return `found`, or unknown if the twin contradicts it. The twin is used only if it is already traced."""
         if found.kind is AggregationKind.ROWS and node.spec and "_twins" in self.__dict__:
             twin = self._twins.get(node.name)
             if twin is None or find_batch_axis(node.spec, twin.spec) != found.axis:
@@ -129,12 +134,13 @@ class LossAnalysis:
     def _compute_aggregation(self, node: Node) -> BatchAggregation:
         name = node.operator.removeprefix("aten.").split(".")[0]
         shares = {ref: self.get_aggregation(ref) for ref in node.reads}
-        drawn = find_sample_number(self.graph, node) is not None  # each micro-batch draws other numbers
+        drawn = find_sample_number(self.graph, node) is not None  # each micro-batch draws different random numbers
         if drawn or any(each.kind is AggregationKind.UNKNOWN for each in shares.values()):
             return self._mark_unknown(node)
         rule = self.rules.get(name) or (self.rules["*"] if is_pointwise(node.operator) else None)
         if rule:
             return rule(self, node) or self._mark_unknown(node)
+        # Without a rule, any function of batch-independent values is batch-independent itself.
         plain = [self.resolve_total(ref) for ref in node.reads]
         if all(each.kind is AggregationKind.SAME and each.degree == 0 for each in plain) and self.is_batch_independent(
             node
@@ -142,10 +148,13 @@ class LossAnalysis:
             return CONSTANT.combine(*plain)
         return self._mark_unknown(node)
 
-    # ---- what operands are
+    # ---- operands
 
     def resolve_total(self, name: str) -> BatchAggregation:
-        """A value for whoever needs it whole: of a known sum, the total over all micro-batches."""
+        """Return the aggregation of a value that is needed for the whole batch.
+
+        A known sum is added to `wanted` and counts as its total over all micro-batches.
+        """
         found = self.get_aggregation(name)
         if found.kind is AggregationKind.SUM and found.known:
             self.wanted.add(name)
@@ -153,16 +162,19 @@ class LossAnalysis:
         return found
 
     def is_batch_independent(self, node: Node) -> bool:
-        """Whether nothing in a node's arguments depends on the number of images."""
+        """Return whether neither a node's arguments nor its output shape depend on the number of images."""
         return self.has_constant_arguments(node) and self._twins[node.name].spec == node.spec
 
     def has_constant_arguments(self, node: Node) -> bool:
-        """The same of its arguments alone, without the shape of the result."""
+        """Return whether a node's arguments do not depend on the number of images; its output shape may."""
         twin = self._twins.get(node.name)
         return twin is not None and repr(twin.arguments) == repr(node.arguments)
 
     def get_number_aggregation(self, node: Node, argument: str) -> BatchAggregation | None:
-        """The share of a number among the arguments: it may be the size of the batch, or divide by it."""
+        """Return the aggregation of a numeric argument, which may be proportional to the batch size or its inverse.
+
+        None if it is no plain number, or changes with the batch size in any other way.
+        """
         mine = node.arguments.get(argument)
         if mine is None or isinstance(mine, bool):
             return CONSTANT
@@ -172,24 +184,26 @@ class LossAnalysis:
         if mine == theirs:
             return CONSTANT
         if theirs == 2 * mine and mine % self.graph.inputs["images"].shape[0]:
-            return None  # it doubles by chance, as log(2) to log(4)
+            return None  # doubled by coincidence, as log(2) to log(4)
+        # A number proportional to the images is M times as large for the whole batch, hence degree -1.
         return {2 * mine: replace(CONSTANT, degree=-1), mine / 2: replace(CONSTANT, degree=1)}.get(theirs)
 
     def get_operand_aggregation(self, node: Node, argument: str) -> BatchAggregation | None:
-        """The share of a tensor or a number among the arguments."""
+        """Return the aggregation of an argument that is a tensor or a number."""
         value = node.arguments.get(argument)
         return (
             self.get_aggregation(value.name) if isinstance(value, Ref) else self.get_number_aggregation(node, argument)
         )
 
     def get_spec(self, ref: Any) -> TensorSpec:
-        """Shape and type of a value."""
+        """Return the shape and dtype of a value."""
         return self.graph.specs[ref.name]
 
     def find_axis_from_end(self, shares: Mapping[str, BatchAggregation]) -> int | None:
-        """The axis of the images, counted from the end, if all operands have them there.
+        """Return the image axis counted from the end (as broadcasting does), if it is the same for all operands.
 
-        None, too, where another operand has an entry for each image of a micro-batch, and so none for those of a batch.
+        None also if an operand that is the same for all micro-batches has more than one entry along that axis: it
+        would not broadcast against the whole batch.
         """
         specs = self.graph.specs
         ends = {
@@ -206,11 +220,11 @@ class LossAnalysis:
         return None if any(len(shape) >= -end and shape[end] != 1 for shape in others) else end
 
     def find_aligned_axis(self, node: Node, shares: Mapping[str, BatchAggregation]) -> int | None:
-        """Where the images of the result lie if `end` knows that."""
+        """Return the image axis of a node's output under broadcasting, or None (see `find_axis_from_end`)."""
         end = self.find_axis_from_end(shares)
         return None if end is None or node.spec is None else end + len(node.spec.shape)
 
     def find_node_axis(self, node: Node) -> int | None:
-        """Where the images of what a node makes lie, as the twin has it."""
+        """Return the image axis of a node's output according to the twin, or None."""
         twin = self._twins.get(node.name)
         return find_batch_axis(node.spec, twin.spec) if twin else None

@@ -1,4 +1,4 @@
-"""Rules of arithmetic on the shares of a batch: sums, means, products and losses. None: the result is unknown."""
+"""Aggregation rules of arithmetic operators: sums, means, products and losses. A rule returns None for unknown."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LINEAR = ("neg", "negative", "to", "type_as", "_to_copy", "alias", "clone", "co
 
 
 def _propagate_pointwise(a: LossAnalysis, node: Node) -> BatchAggregation | None:
-    """Any function of each element by itself."""
+    """Return the aggregation of any pointwise function."""
     shares = {name: a.resolve_total(name) for name in node.reads}
     if not all(each.is_plain for each in shares.values()) or not a.has_constant_arguments(node):
         return None
@@ -40,14 +40,14 @@ def _propagate_pointwise(a: LossAnalysis, node: Node) -> BatchAggregation | None
 
 
 def _propagate_linear(a: LossAnalysis, node: Node) -> BatchAggregation | None:
-    """What changes the sign or the type, but not into whole numbers."""
+    """Return the aggregation of a change of sign or dtype; a conversion from floats to integers is pointwise only."""
     found, before = a.get_aggregation(node.reads[0]), a.graph.specs.get(node.reads[0])
     rounds = node.spec and before and before.is_floating and not node.spec.is_floating
     return _propagate_pointwise(a, node) if rounds else found
 
 
 def _propagate_product(a: LossAnalysis, node: Node) -> BatchAggregation | None:
-    """A product or a quotient: degrees add up or are taken away, and only one operand may be a sum."""
+    """Return the aggregation of a product or quotient: degrees add up or are subtracted; one operand may be a sum."""
     divides = node.operator.removeprefix("aten.").startswith(("div", "true_divide"))
     if node.arguments.get("rounding_mode"):
         return _propagate_pointwise(a, node)
@@ -55,6 +55,7 @@ def _propagate_product(a: LossAnalysis, node: Node) -> BatchAggregation | None:
     if one is None or two is None:
         return None
     one, two = _resolve_factors(a, node, one, two, divides)
+    # sum_i(x_i) * c = sum_i(x_i * c) holds only for a factor c that is the same for all micro-batches.
     if AggregationKind.SUM in (one.kind, two.kind) and (one.kind, two.kind).count(AggregationKind.SAME) != 1:
         return None
     if divides and two.kind is AggregationKind.SUM:
@@ -75,7 +76,10 @@ def _propagate_product(a: LossAnalysis, node: Node) -> BatchAggregation | None:
 def _resolve_factors(
     a: LossAnalysis, node: Node, one: BatchAggregation, two: BatchAggregation, divides: bool
 ) -> tuple[BatchAggregation, BatchAggregation]:
-    """Of a known sum its total, where what it is combined with is no mere number."""
+    """Replace known sums by their totals where linearity does not cover them.
+
+    A denominator is always replaced. A factor is replaced unless the other one is a constant.
+    """
 
     def resolve_operand(argument: str, own: BatchAggregation) -> BatchAggregation:
         ref = node.arguments[argument]
@@ -91,13 +95,13 @@ def _resolve_factors(
 
 
 def _find_denominator(a: LossAnalysis, node: Node) -> str:
-    """The total that a quotient divides by, "?" where it is not a total itself."""
+    """Return the name of the total that a quotient divides by, or "?" if its denominator is not itself a total."""
     ref = node.arguments["other"]
     return ref.name if isinstance(ref, Ref) and (ref.name in a.totals or ref.name in a.wanted) else "?"
 
 
 def _propagate_addition(a: LossAnalysis, node: Node) -> BatchAggregation | None:
-    """A sum or a difference of two operands of the same kind; sums over the batch may join means of it."""
+    """Return the aggregation of a sum or difference; sums over the batch may be added to means over it."""
     one, two = a.get_operand_aggregation(node, "self"), a.get_operand_aggregation(node, "other")
     if one is None or two is None or a.get_number_aggregation(node, "alpha") != CONSTANT:
         return None
@@ -113,7 +117,10 @@ def _propagate_addition(a: LossAnalysis, node: Node) -> BatchAggregation | None:
 
 
 def _merge_into_mean(a: LossAnalysis, node: Node, operands: Mapping[str, BatchAggregation]) -> BatchAggregation | None:
-    """Sums, means and constants become one mean over the micro-batches."""
+    """Return one mean over the micro-batches for operands of degree 0 and 1.
+
+    Sums (degree 0) are recorded in `scaled`: the rewritten graph multiplies them by M, which makes them means.
+    """
     for argument, each in operands.items():
         ref = node.arguments[argument]
         if each.degree not in (0, 1) or (each.degree == 0 and not isinstance(ref, Ref)):
@@ -125,7 +132,7 @@ def _merge_into_mean(a: LossAnalysis, node: Node, operands: Mapping[str, BatchAg
 
 
 def _propagate_reduction(a: LossAnalysis, node: Node) -> BatchAggregation | None:
-    """A sum or a mean, over the batch or over other dimensions."""
+    """Return the aggregation of a sum or mean, over the batch or over other dimensions."""
     ref, mean = node.arguments["self"], ".mean." in node.operator
     found, spec = a.get_aggregation(ref.name), a.get_spec(ref)
     if found.kind is not AggregationKind.ROWS:
@@ -140,7 +147,10 @@ def _propagate_reduction(a: LossAnalysis, node: Node) -> BatchAggregation | None
 
 
 def _propagate_class_loss(a: LossAnalysis, node: Node) -> BatchAggregation | None:
-    """Cross-entropy or its second half; of a mean over class numbers the labels decide what it divides by."""
+    """Return the aggregation of a cross-entropy or NLL loss.
+
+    The denominator of a mean over class numbers depends on the labels: the node is added to `ratios`.
+    """
     given = node.arguments
     scores, labels = a.get_aggregation(given["self"].name), a.resolve_total(given["target"].name)
     weight = a.resolve_total(given["weight"].name) if isinstance(given["weight"], Ref) else CONSTANT
@@ -162,7 +172,7 @@ def _propagate_class_loss(a: LossAnalysis, node: Node) -> BatchAggregation | Non
 
 
 def _propagate_element_loss(a: LossAnalysis, node: Node) -> BatchAggregation | None:
-    """A loss of each element, of which a mean divides by their number."""
+    """Return the aggregation of an element-wise loss, whose mean divides by the number of elements."""
     shares = {name: a.resolve_total(name) for name in node.reads}
     if not all(each.is_plain for each in shares.values()):
         return None
@@ -177,7 +187,7 @@ def _propagate_element_loss(a: LossAnalysis, node: Node) -> BatchAggregation | N
 
 
 def _to_sum(share: BatchAggregation) -> BatchAggregation:
-    """What is the same for all M micro-batches is the sum over them, divided by M once more."""
+    """Express a value that is the same for all M micro-batches as the sum over them, divided by M once more."""
     return (
         replace(share, kind=AggregationKind.SUM, degree=share.degree + 1)
         if share.kind is AggregationKind.SAME

@@ -1,4 +1,4 @@
-"""What a value that the loss computes for one micro-batch is of the same value for the whole batch."""
+"""How the values that a loss computes for each micro-batch combine to the value for the whole batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = [
 
 
 class AggregationKind(Enum):
-    """How the values of all micro-batches make that of the whole batch."""
+    """How the values of all micro-batches combine to that of the whole batch."""
 
     ROWS = "concatenated"
     SUM = "added"
@@ -32,11 +32,11 @@ class AggregationKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class BatchAggregation:
-    """A value of one of M micro-batches. Joined as `kind` says, and divided by M `degree` times, they are the whole.
+    """How a value of M micro-batches aggregates: whole = combine(values by `kind`) / M ** `degree`.
 
-    So a sum has degree 0 and a mean over the batch degree 1. `axis` is that of the images, from the front. `known`:
-    it follows from the labels and from what is not trained, without other micro-batches. `derived`: it follows from a
-    total over all micro-batches. `over` are the denominators of a loss: "" where a mean divides by a constant.
+    A sum over the batch has degree 0, a mean degree 1. `axis` is the image axis, counted from the front. `known`: the
+    value depends only on the labels and untrained tensors, not on other micro-batches. `derived`: it depends on a
+    total over all micro-batches. `over` are the denominators of a loss; "" stands for a mean over a constant count.
     """
 
     kind: AggregationKind
@@ -48,11 +48,14 @@ class BatchAggregation:
 
     @property
     def is_plain(self) -> bool:
-        """Whether a function of it, linear or not, is the same function of the whole."""
+        """Whether any pointwise function, linear or not, may be applied to each micro-batch separately."""
         return self.kind in (AggregationKind.ROWS, AggregationKind.SAME) and self.degree == 0
 
     def combine(self, *others: BatchAggregation, **changes: object) -> BatchAggregation:
-        """What is computed from it and `others`: known if all are, derived if any is, over all their denominators."""
+        """Return the aggregation of a value computed from this one and `others`.
+
+        It is known if all are, derived if any is, and has the denominators of all. `changes` replace fields.
+        """
         every = (self, *others)
         return replace(
             self, known=all(each.known for each in every), derived=any(each.derived for each in every),
@@ -64,7 +67,7 @@ CONSTANT = BatchAggregation(AggregationKind.SAME, known=True)
 
 
 def find_batch_axis(one: TensorSpec | None, two: TensorSpec | None) -> int | None:
-    """The axis along which a micro-batch of twice as many images has twice as many entries, if it is the only one.
+    """Return the axis whose size doubles with the number of images, or None unless it is the only axis that differs.
 
     >>> find_batch_axis(TensorSpec((3, 2, 8), "float32"), TensorSpec((3, 4, 8), "float32"))
     1
@@ -76,7 +79,7 @@ def find_batch_axis(one: TensorSpec | None, two: TensorSpec | None) -> int | Non
 
 
 def is_batch_axis_kept(before: TensorSpec, axis: int, after: TensorSpec, new_axis: int) -> bool:
-    """Whether a view keeps the images of micro-batches apart: as many entries lie before their axis as did.
+    """Return whether a view keeps images separate: the element count before their axis is unchanged.
 
     >>> is_batch_axis_kept(TensorSpec((2, 3, 8), "float32"), 0, TensorSpec((16, 3), "float32"), 0)
     True
@@ -85,11 +88,11 @@ def is_batch_axis_kept(before: TensorSpec, axis: int, after: TensorSpec, new_axi
 
 
 def compute_reduced_axis(axis: int, dims: Iterable[int], keepdim: bool) -> int:
-    """Where the images lie when the dimensions `dims` (from the front) are gone."""
+    """Return the image axis after a reduction over `dims` (counted from the front)."""
     return axis if keepdim else axis - sum(dim < axis for dim in dims)
 
 
 def normalise_dims(given: Any, count: int) -> tuple[int, ...]:
-    """The dimensions among `count` that an argument names, from the front."""
+    """Return the dimensions that an argument names as non-negative numbers, for a tensor of `count` dimensions."""
     listed: Iterable[int] = [given] if isinstance(given, int) else given or ()
     return tuple(dim % count for dim in listed) if count else ()

@@ -1,4 +1,4 @@
-"""The ranks of the last stage count in the labels of a step what the loss of the whole batch divides by."""
+"""All-reduce of the loss denominators: the ranks of the last stage count the labels of all micro-batches of a step."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ __all__ = ["LabelCounter"]
 
 
 class LabelCounter:
-    """What one rank knows of the labels of all micro-batches: `values` by name, which the loss reads.
+    """The totals over the labels of all micro-batches, on one rank: `values` by name, which the loss reads.
 
-    They are ready when `count` has come back, the same on every rank of the last stage. `program` is that of the rank
-    in the training; `owned` are its weights and buffers. `sharers` ranks have a part each of a micro-batch's labels.
+    They are valid once `count` has returned, and equal on every rank of the last stage. `program` is the rank's
+    training program; `owned` are its weights and buffers. `sharers` is the number of ranks that each hold a shard of
+    a micro-batch's labels.
     """
 
     def __init__(
@@ -47,9 +48,13 @@ class LabelCounter:
             self.worker.step_labels = [b"counts the labels of the whole batch"] * len(own.steps)
 
     def count(self, instruction: CountLabels, labels: Mapping[int, Tensor]) -> int:
-        """Of this rank's `labels`, by micro-batch; the bytes that were sent. Collective over the last stage's ranks."""
+        """Update `values` from this rank's `labels`, by micro-batch, and return the bytes sent.
+
+        Collective over the ranks of the last stage.
+        """
         worker, group = self.worker, instruction.group
         worker.run({number: {"labels": labels[number]} for number in worker.program.directions})
+        # All totals travel in one float64 vector, so that a step needs a single all-reduce.
         sums = torch.cat([self._sum(total.source) for total in self.totals])
         sent_bytes = sum(event.bytes for event in worker.events)
         worker.restart({})
@@ -64,7 +69,10 @@ class LabelCounter:
         return sent_bytes
 
     def _sum(self, source: str) -> Tensor:
-        """(n,), float64, over this rank's own micro-batches; what several ranks hold, the first of them tells."""
+        """Return the sum over this rank's micro-batches, (n,), float64.
+
+        Only the rank that seeds the loss of a micro-batch contributes, so that the all-reduce counts each one once.
+        """
         worker = self.worker
         found = [
             worker.peek(source, number).detach().double().cpu().flatten()

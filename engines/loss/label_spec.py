@@ -1,4 +1,4 @@
-"""Which numbers the labels may be, as the traced loss has it: class numbers, or whatever a loss takes."""
+"""Which values the labels may have according to the traced loss: class numbers, or anything else."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ _REGRESSIONS = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "poisson_
 
 @dataclass(frozen=True, slots=True)
 class LabelSpec:
-    """A loss that takes the labels as they are for numbers of so many classes, but for the one that it ignores."""
+    """A use of the labels as class numbers from 0 to `classes` - 1, except for the label `ignored`, if any."""
 
     classes: int
     ignored: int | None = None
 
     def find_invalid(self, labels: Tensor) -> Tensor:
-        """Those of the labels that this loss cannot take."""
+        """Return the labels that this loss does not accept."""
         beyond = (labels < 0) | (labels >= self.classes)
         return labels[beyond if self.ignored is None else beyond & (labels != self.ignored)]
 
     def get_counted_mask(self, labels: Tensor) -> Tensor:
-        """Whether each label counts."""
+        """Return a mask of the labels that are not ignored."""
         return labels != self.ignored
 
 
 def find_label_specs(graph: ModelGraph) -> tuple[LabelSpec, ...]:
-    """Every use of the labels as class numbers in the loss; none where it takes them for something else.
+    """Return every distinct use of the labels as class numbers in the loss; empty if there is none.
 
-    Labels that were computed with before, such as `torch.where(labels == 255, 0, labels)`, are the loss's own matter.
+    Labels that the loss changes first, such as `torch.where(labels == 255, 0, labels)`, are not followed.
     """
     return tuple(dict.fromkeys(_iterate_label_specs(graph)))
 
@@ -57,7 +57,7 @@ def _iterate_label_specs(graph: ModelGraph) -> Iterator[LabelSpec]:
 
 
 def find_unchanged_labels(graph: ModelGraph) -> set[str]:
-    """The labels, and all that is the same numbers in another shape or type."""
+    """Return the names of the labels and of all values that only change their shape or dtype."""
     found = {"labels"}
     for node in graph.nodes:
         if _get_operator_name(node) in _PASSING and node.reads and node.reads[0] in found:
@@ -75,13 +75,13 @@ def _get_ref_name(node: Node, argument: str) -> str | None:
 
 
 def has_accuracy(graph: ModelGraph) -> bool:
-    """Whether predictions can be right or wrong: not where the labels are amounts, such as counts or distances."""
+    """Return whether accuracy is defined: it is not for a regression loss without class labels."""
     amounts = any(_get_operator_name(node) in _REGRESSIONS for node in graph.nodes)
     return bool(find_label_specs(graph)) or not amounts
 
 
 def find_class_count(graph: ModelGraph) -> int:
-    """From how many classes random labels may be drawn."""
+    """Return the number of classes that random labels may be drawn from."""
     known = [numbers.classes for numbers in find_label_specs(graph)]
     shape = graph.specs[graph.prediction].shape
     return min(known) if known else max(2, shape[1] if len(shape) > 1 else 2)

@@ -1,4 +1,4 @@
-"""What the loss of a training step is, in words: that of the whole batch, or a mean of its micro-batches' own."""
+"""Description of the loss of a training step: that of the whole batch, or a mean over the micro-batches' losses."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ WHOLE_BATCH = "of the whole batch"
 
 
 def describe_step_loss(graph: ModelGraph, plan: Plan) -> str:
-    """A line for the description of a training."""
+    """Return a phrase that says what the loss of a step is, for the description of a training."""
     if plan.micro_batches == 1 or graph.whole is None or not graph.whole.unknown:
         return WHOLE_BATCH
     return f"mean of the losses of {plan.micro_batches} micro-batches, each computed by itself"
 
 
 def warn_of_mean(graph: ModelGraph, plan: Plan, stacklevel: int) -> None:
-    """Warn where a loss is computed for each micro-batch by itself, which one process with the whole batch does not."""
+    """Warn if the loss is computed for each micro-batch separately, and so may differ from that of the whole batch."""
     if describe_step_loss(graph, plan) == WHOLE_BATCH:
         return
     knobs = ("parts", "accumulate", "data_parallel", "times", "bidirectional")

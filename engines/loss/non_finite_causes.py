@@ -1,4 +1,4 @@
-"""Why a loss is not a number: what a rank finds in its labels, images, weights and earlier losses."""
+"""Diagnosis of a non-finite loss from a rank's labels, images, weights and earlier losses."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["NonFiniteCause", "find_causes", "format_causes"]
 
 LABELS, IMAGES, WEIGHTS, GROWTH, ELSE = range(5)
 
-_GROWN = 10  # a loss that is so many times the smallest before it has grown
+_GROWN = 10  # a loss counts as grown if it exceeds the smallest recent one by this factor
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class NonFiniteCause:
-    """Something that makes losses infinite or undefined, in words. A lower `level` explains those above it.
+    """A cause of infinite or undefined losses, in words. A cause of a lower `level` explains those of higher levels.
 
-    `finders`: so many ranks must find the same, as each sees only its part of the labels.
+    `finders` is the number of ranks that must find it, since each rank has only a shard of the labels.
     """
 
     level: int
@@ -32,7 +32,7 @@ class NonFiniteCause:
 
 
 def format_causes(found: Mapping[int, Sequence[NonFiniteCause]]) -> str:
-    """The causes that explain the others, with the ranks that found them; empty where there are none."""
+    """Return the causes of the lowest level with the ranks that found them, or "" if there are none."""
     finders: dict[NonFiniteCause, list[int]] = {}
     for rank, causes in sorted(found.items()):
         for cause in causes:
@@ -50,9 +50,9 @@ def _format_ranks(ranks: Sequence[int]) -> str:
 def find_causes(
     graph: ModelGraph, worker: Worker, counting: LabelCounter, recent: Sequence[float], micro_batch: int | None = None
 ) -> list[NonFiniteCause]:
-    """What this rank finds, of all its micro-batches or of the one whose loss is not a number.
+    """Return the causes that this rank finds in all its micro-batches, or in the one whose loss is not finite.
 
-    `recent` are the losses of the last steps, the newest last, where this rank knows them.
+    `recent` are the losses of the last steps, the newest last; empty if this rank does not have them.
     """
     found = [*_find_zero_totals(graph, counting), *_find_bad_inputs(worker, micro_batch), *_find_bad_weights(worker)]
     if not counting.totals:
@@ -63,9 +63,10 @@ def find_causes(
 
 
 def _find_zero_totals(graph: ModelGraph, counting: LabelCounter) -> Iterator[NonFiniteCause]:
-    """What the loss of the whole batch divides by is 0; a micro-batch without labels does no harm then.
+    """Yield a cause if the denominator of the whole batch's loss is 0; a micro-batch without labels is harmless then.
 
-    Other totals may be 0, such as a count that the loss keeps from 0, or that of a class which is absent.
+    Only totals that are divided by are checked. Others may be 0, such as a count that the loss clamps, or the count of
+    an absent class.
     """
     divisors = {node.arguments["other"] for node in graph.nodes if node.operator == "aten.div.Tensor"}
     if counting.worker and any(not value.any() for name, value in counting.values.items() if Ref(name) in divisors):
@@ -79,7 +80,7 @@ def _find_zero_totals(graph: ModelGraph, counting: LabelCounter) -> Iterator[Non
 def _find_uncounted_labels(
     graph: ModelGraph, worker: Worker, sharers: int, micro_batch: int | None
 ) -> Iterator[NonFiniteCause]:
-    """A mean over none of the labels of a micro-batch, of which `sharers` ranks have a part each."""
+    """Yield a cause for each micro-batch whose labels are all ignored; `sharers` ranks each hold a shard of them."""
     for number, lane in worker.micro_batch_states.items():
         if lane.inputs.get("labels") is None or micro_batch not in (None, number):
             continue
@@ -97,7 +98,7 @@ def _find_uncounted_labels(
 def _find_bad_inputs(worker: Worker, micro_batch: int | None) -> Iterator[NonFiniteCause]:
     for number, lane in worker.micro_batch_states.items():
         for name, tensor in lane.inputs.items():
-            gone = tensor is None  # tiles in turn give up what they need no more
+            gone = tensor is None  # sequential tiles release inputs that they no longer need
             bad = 0 if gone or micro_batch not in (None, number) else _count_non_finite(lane.fetch(tensor))
             if bad:
                 where = LABELS if name == "labels" else IMAGES

@@ -1,4 +1,4 @@
-"""Rules of operators that arrange the shares of a batch anew, or work on each image by itself. None: unknown."""
+"""Aggregation rules of operators that reshape values or process each image separately. None: the result is unknown."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _PARTS = ("split", "split_with_sizes", "chunk", "unbind")
 
 
 def _propagate_view(a: LossAnalysis, node: Node) -> BatchAggregation | None:
-    """A view: the images stay apart where as many entries lie before them as did."""
+    """Return the aggregation of a view: images stay separate if the element count before their axis is unchanged."""
     ref = node.arguments["self"]
     found = a.get_aggregation(ref.name)
     if found.kind is not AggregationKind.ROWS:
@@ -43,7 +43,7 @@ def _propagate_view(a: LossAnalysis, node: Node) -> BatchAggregation | None:
 
 
 def _propagate_permute(a: LossAnalysis, node: Node) -> BatchAggregation | None:
-    """Dimensions in another order, or a part along one that is not that of the batch."""
+    """Return the aggregation of a permutation of dimensions, or of a slice along a dimension other than the batch's."""
     ref = node.arguments["self"]
     found = a.get_aggregation(ref.name)
     if found.kind is not AggregationKind.ROWS:
@@ -56,7 +56,7 @@ def _propagate_permute(a: LossAnalysis, node: Node) -> BatchAggregation | None:
 
 
 def _propagate_expand(a: LossAnalysis, node: Node) -> BatchAggregation | None:
-    """The same for each image, where the shape of the result holds the batch."""
+    """Return the aggregation of a broadcast or fill whose output shape may contain the batch size."""
     ref = node.arguments.get("self")
     found = (
         a.get_aggregation(ref.name) if isinstance(ref, Ref) and not node.operator.startswith("aten.new_") else CONSTANT
@@ -72,7 +72,7 @@ def _propagate_expand(a: LossAnalysis, node: Node) -> BatchAggregation | None:
 
 
 def _propagate_along_dims(a: LossAnalysis, node: Node) -> BatchAggregation | None:
-    """An operator along dimensions that are not that of the batch."""
+    """Return the aggregation of an operator along dimensions other than the batch's."""
     ref = node.arguments["self"]
     found = a.resolve_total(ref.name)
     if found.kind is AggregationKind.SAME:
@@ -88,7 +88,7 @@ def _propagate_along_dims(a: LossAnalysis, node: Node) -> BatchAggregation | Non
 
 
 def _propagate_per_image(a: LossAnalysis, node: Node) -> BatchAggregation | None:
-    """An operator that treats each entry of the first dimension by itself, that of the batch."""
+    """Return the aggregation of an operator that processes each entry of the first dimension, the batch, separately."""
     shares = [a.resolve_total(name) for name in node.reads]
     if not all(each.is_plain and each.axis == 0 for each in shares):
         return None
@@ -102,7 +102,7 @@ def _propagate_per_image(a: LossAnalysis, node: Node) -> BatchAggregation | None
 
 
 def _propagate_index(a: LossAnalysis, node: Node) -> BatchAggregation | None:
-    """Entries of a constant, such as a weight for each class, by numbers that belong to images."""
+    """Return the aggregation of indexing a constant, such as class weights, with per-image indices."""
     table, indices = a.resolve_total(node.arguments["self"].name), node.arguments["indices"]
     shares = [a.resolve_total(name) for name in find_ref_names(indices)]
     if not all(each.is_plain for each in (table, *shares)) or table.kind is not AggregationKind.SAME:
@@ -114,7 +114,7 @@ def _propagate_index(a: LossAnalysis, node: Node) -> BatchAggregation | None:
 
 
 def _propagate_concat(a: LossAnalysis, node: Node) -> BatchAggregation | None:
-    """Values side by side, along another dimension than that of the batch."""
+    """Return the aggregation of a concatenation or stack along a dimension other than the batch's."""
     found = [a.get_aggregation(name) for name in node.reads]
     first = found[0]
     if any((each.kind, each.degree, each.axis) != (first.kind, first.degree, first.axis) for each in found):
@@ -131,7 +131,7 @@ def _propagate_concat(a: LossAnalysis, node: Node) -> BatchAggregation | None:
 
 
 def _propagate_split(a: LossAnalysis, node: Node) -> BatchAggregation | None:
-    """Several tensors out of one; each is asked for by `getitem`."""
+    """Return the aggregation of a split into several tensors, each of which `getitem` reads."""
     ref = node.arguments["self"]
     found, dim = a.get_aggregation(ref.name), node.arguments.get("dim", 0)
     apart = found.kind is not AggregationKind.ROWS or dim % len(a.get_spec(ref).shape) != found.axis

@@ -1,4 +1,4 @@
-"""How much each image counts in the mean loss of many, so that it is the loss of all of them in one batch."""
+"""Weights of images in a mean loss, so that the mean equals the loss of all images in one batch."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ __all__ = ["ImageWeights", "compute_mean_loss"]
 
 @dataclass(frozen=True)
 class ImageWeights:
-    """What the loss of one image divides by, from its labels: `nodes` compute `source` of the labels of one image.
+    """The denominator of the loss of one image: `nodes` compute `source` from its labels.
 
-    Where the loss divides by nothing of the kind, or is no such mean, all images count alike.
+    All images have the same weight if the loss has no denominator that depends on the labels, or is no such mean.
     """
 
     nodes: Sequence[Node] = ()
@@ -29,12 +29,12 @@ class ImageWeights:
 
     @classmethod
     def of(cls, trace: Callable[[int], ModelGraph]) -> ImageWeights:
-        """Of the loss that `trace` traces for so many images."""
+        """Return the weights for the loss that `trace(images)` traces for a given number of images."""
         whole = with_whole_loss(trace(1), lambda: trace(2), 1).whole
         return cls(whole.nodes, whole.weighed_by or "") if whole else cls()
 
     def compute_weight(self, labels: Tensor, owned: Mapping[str, Tensor]) -> float:
-        """Of one image with `labels` (1, ...); `owned` are the buffers of the loss by the graph's names."""
+        """Return the weight of one image with `labels` (1, ...); `owned` are the loss's buffers by graph name."""
         if not self.source:
             return 1.0
         values: dict[str, Any] = {**owned, "labels": labels, "@device": torch.device("cpu")}
@@ -59,7 +59,7 @@ def _resolve_refs(value: Any, values: Mapping[str, Any]) -> Any:
 
 
 def compute_mean_loss(losses: Sequence[float], weights: Sequence[float]) -> float:
-    """The mean of the losses of images; what has no weight has no loss either, but nan.
+    """Return the weighted mean of the losses of images. Losses of weight 0, which are NaN, are skipped.
 
     >>> compute_mean_loss([2.0, float("nan"), 5.0], [3.0, 0.0, 1.0])
     2.75

@@ -1,8 +1,8 @@
-"""The loss of the whole batch, from micro-batches: numerator and denominator are two sums over all of them.
+"""The loss of the whole batch from micro-batches: numerator and denominator are sums over all micro-batches.
 
-A mean over labels that are not ignored, or that is weighted by class, divides by what the labels say. The mean of such
-means over micro-batches is not that of the whole batch. So what a loss divides by is taken from the labels of all
-micro-batches before the first one is computed, and each micro-batch divides its own sum by that.
+The denominator of a mean over labels that are not ignored, or of a class-weighted mean, depends on the labels. The mean
+of such means over micro-batches is not the mean over the whole batch. The denominator is therefore computed from the
+labels of all micro-batches before the first one runs, and each micro-batch divides its own sum by it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from engines.loss.batch_aggregation import AggregationKind, BatchAggregation
 __all__ = ["COUNTED", "analyse_loss", "with_whole_loss"]
 
 COUNTED = "loss.counted.default"
-"""What a mean over class numbers divides by: the entries that are not ignored, each times the weight of its class."""
+"""Operator that computes the denominator of a mean over class numbers: the sum of the class weights of all labels that
+are not ignored."""
 
-_ROUNDS = 8  # a loss may need totals of what needs totals itself; each round finds some more
+_ROUNDS = 8  # totals may depend on other totals: each round of the analysis finds the next ones
 
 
 def analyse_loss(graph: ModelGraph, twin: Callable[[], ModelGraph]) -> LossAnalysis | str:
-    """How the loss of a micro-batch adds up to that of the whole batch, or in words what is not known to."""
+    """Return how the loss of a micro-batch aggregates to that of the whole batch, or a text that names the obstacle."""
     totals: frozenset[str] = frozenset()
     for _ in range(_ROUNDS):
         found = LossAnalysis(graph, twin, {**arithmetic_rules.RULES, **shape_rules.RULES}, totals)
@@ -40,10 +41,10 @@ def analyse_loss(graph: ModelGraph, twin: Callable[[], ModelGraph]) -> LossAnaly
 
 
 def with_whole_loss(graph: ModelGraph, twin: Callable[[], ModelGraph], micro_batches: int) -> ModelGraph:
-    """The graph, and its share, with a loss of which the mean over the micro-batches is that of the whole batch.
+    """Return the graph, and its share, with a loss whose mean over the micro-batches is that of the whole batch.
 
-    `twin` traces the same with twice as many images, where that is needed to tell a batch from other sizes. Where the
-    loss has no such form, or has it already, nothing is changed but what `whole` says.
+    `twin` traces the same model with twice as many images; it is called only to distinguish the batch size from other
+    sizes. If the loss has no such form, or has it already, only the graph's `whole` changes.
     """
     found = analyse_loss(graph, twin)
     if isinstance(found, str):
@@ -54,14 +55,14 @@ def with_whole_loss(graph: ModelGraph, twin: Callable[[], ModelGraph], micro_bat
 
 
 class _LossRewrite:
-    """What is changed in a graph, and alike in that of a share of its images."""
+    """The rewrite of the loss, which applies equally to a graph and to the graph of a share of its images."""
 
     def __init__(self, found: LossAnalysis, micro_batches: int) -> None:
         self.found, self.count = found, micro_batches
         self.loss = found.get_aggregation(found.graph.loss or "")
 
     def make_whole_loss(self, graph: ModelGraph) -> BatchLoss:
-        """What is said of it; the label nodes are those of this graph."""
+        """Return the description of the rewritten loss, with the label nodes of `graph`."""
         nodes = {node.name: node for node in graph.nodes}
         counted = {source: nodes[name] for name, source in sorted(self.sources.items())}
         totals = [BatchTotal(_name_total(source), source, node.spec, 1) for source, node in counted.items()]
@@ -73,18 +74,18 @@ class _LossRewrite:
 
     @cached_property
     def sources(self) -> dict[str, str]:
-        """Of each mean that divides by what the labels count, the name of that count: one for all that count alike."""
+        """The count that each label-dependent mean divides by, by node name. Means of the same key share a count."""
         first: dict[str, str] = {}
         nodes = self.found.nodes
         return {name: first.setdefault(_make_key(nodes[name]), f"{name}.counted") for name in sorted(self.found.ratios)}
 
     @property
     def scales(self) -> bool:
-        """Whether sums over the batch are multiplied by the number of micro-batches."""
+        """Whether any sum over the batch is multiplied by the number of micro-batches."""
         return bool(self.found.scaled) or _is_sum(self.loss)
 
     def _find_denominator(self) -> str | None:
-        """The one source by which all terms of the loss are divided."""
+        """Return the one source that all terms of the loss are divided by: "" for a constant, None if there is none."""
         over = self.loss.over or frozenset({""})
         (first, *others) = over
         if others or first == "?":
@@ -93,11 +94,11 @@ class _LossRewrite:
         return by_key.get(first, first)
 
     def apply(self, graph: ModelGraph) -> ModelGraph:
-        """The changed graph, without what is not read any more."""
+        """Return the rewritten graph, without loss nodes that nothing reads any more."""
         renamed = {name: Ref(_name_total(name)) for name in self.found.totals}
         cone = {node.name for node in self.found._find_loss_nodes()}
         nodes: list[Node] = []
-        for node in graph.nodes:
+        for node in graph.nodes:  # only the loss reads totals: the model's own nodes keep their operands
             own = _replace_reads(node, renamed) if node.name in cone else node
             nodes += self._rewrite_node(own)
         loss = graph.loss
@@ -108,7 +109,7 @@ class _LossRewrite:
         return replace(graph, nodes=tuple(kept), loss=loss, whole=self.make_whole_loss(graph))
 
     def _rewrite_node(self, node: Node) -> Iterable[Node]:
-        """The node, or the few that stand in its place."""
+        """Yield the node, or the nodes that replace it: a mean over labels becomes (sum of the losses) / (total)."""
         sums = {Ref(name): name for reader, name in self.found.scaled if reader == node.name}
         for name in sorted(sums.values()):
             yield self._make_scaled_sum(self.found.graph, name, f"{node.name}.{name}")
@@ -123,7 +124,7 @@ class _LossRewrite:
         yield replace(node, operator="aten.div.Tensor", arguments=quotient, flops=0)
 
     def _make_scaled_sum(self, graph: ModelGraph, name: str, out: str = "") -> Node:
-        """A sum over the batch, times the number of micro-batches: their mean is then the sum over all."""
+        """Return a node that multiplies a sum over the batch by M, so that the mean of M such sums is the whole sum."""
         like = next(node for node in graph.nodes if node.name == name)
         arguments = {"self": Ref(name), "other": self.count}
         return replace(like, name=out or f"{name}.whole", operator="aten.mul.Scalar", arguments=arguments, flops=0)
@@ -138,19 +139,19 @@ def _name_total(name: str) -> str:
 
 
 def _make_key(node: Node) -> str:
-    """As the analysis names the denominators of such a node."""
+    """Return the key of a class loss's denominator, as `_propagate_class_loss` puts it into `over`."""
     return repr([node.arguments[name] for name in ("target", "weight", "ignore_index")])
 
 
 def _make_count_node(node: Node, source: str) -> Node:
-    """What a cross-entropy's mean divides by, as a node of its own."""
+    """Return a node that computes the denominator of a cross-entropy's mean."""
     arguments = {name: node.arguments[name] for name in ("target", "weight", "ignore_index")}
     spec = TensorSpec((), "float64")
     return replace(node, name=source, operator=COUNTED, arguments=arguments, spec=spec, flops=0)
 
 
 def _replace_reads(node: Node, renamed: Mapping[str, Ref]) -> Node:
-    """The node with other values in the place of some that it reads."""
+    """Return the node with some of the values that it reads replaced by others."""
     if renamed.keys().isdisjoint(node.reads):
         return node
     return replace(node, arguments={name: _replace_refs(value, renamed) for name, value in node.arguments.items()})
@@ -167,7 +168,7 @@ def _replace_refs(value: Any, renamed: Mapping[str, Ref]) -> Any:
 
 
 def _find_ancestors(wanted: Iterable[str], nodes: Iterable[Node]) -> list[Node]:
-    """The nodes that the wanted ones follow from, in their order."""
+    """Return the wanted nodes and all nodes that they depend on, in order."""
     made = {node.name: node for node in nodes}
     asked, reached = list(wanted), set[str]()
     while asked:
@@ -179,7 +180,7 @@ def _find_ancestors(wanted: Iterable[str], nodes: Iterable[Node]) -> list[Node]:
 
 
 def _drop_unused(nodes: Iterable[Node], ends: Iterable[str | None], among: set[str]) -> list[Node]:
-    """Without those of `among` that nothing reads any more."""
+    """Return the nodes without those of `among` that nothing reads any more."""
     read, kept = set(ends), []
     for node in reversed(list(nodes)):
         if node.name in read or node.name not in among:

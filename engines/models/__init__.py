@@ -1,4 +1,4 @@
-"""The benchmark models as plain PyTorch, written once. Nothing here knows of parallelism."""
+"""The benchmark models as plain PyTorch modules, without any code for parallelism."""
 
 from __future__ import annotations
 

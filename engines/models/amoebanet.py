@@ -1,10 +1,10 @@
-"""AmoebaNet-D: cells found by evolution, stacked as GPipe and MPI4DL stack them.
+"""AmoebaNet-D: cells found by evolution, stacked as in GPipe and MPI4DL.
 
 Cells: Real et al., Regularized Evolution for Image Classifier Architecture Search, arXiv:1802.01548.
-Stack and sizes: Huang et al., GPipe, arXiv:1811.06965, Table 1 (the parameter counts are a test).
-Where reproductions differ, the authors' TensorFlow code decides: no ReLU on the image, max-pools that take
+Stack and sizes: Huang et al., GPipe, arXiv:1811.06965, Table 1 (a test checks the parameter counts).
+Where reproductions differ, this follows the authors' TensorFlow code: no ReLU on the image, max-pools that take
 the maximum, a ReLU before the head, and `NORMAL.concat`, which torchgpipe found to differ from the paper's.
-Left out, as in MPI4DL: the auxiliary head, drop-path and dropout.
+Omitted, as in MPI4DL: the auxiliary head, drop-path and dropout.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import Tensor, nn
 __all__ = ["amoebanetd"]
 
 State = tuple[Tensor, Tensor]
-"""What flows between cells: x, the last cell's output, and skip, the output of the cell before it."""
+"""The tensors passed between cells: x, the last cell's output, and skip, the output of the cell before that."""
 
 
 def amoebanetd(num_layers: int, num_filters: int, *, num_classes: int = 10) -> AmoebaNetD:
-    """AmoebaNet-D (L, D) of arXiv:1811.06965, Table 1: (N, 3, H, W) images -> (N, num_classes) logits.
+    """Return AmoebaNet-D (L, D) of arXiv:1811.06965, Table 1: (N, 3, H, W) images -> (N, num_classes) logits.
 
-    `num_layers` normal cells in three equal groups; `num_filters` sets the width (a cell of the first
-    group works on that many channels). Children: `stem`, `blocks` (all cells, flat), `head`.
+    `num_layers` is the number of normal cells, in three equal groups; `num_filters` sets the width (the number of
+    channels inside a cell of the first group). Children: `stem`, `blocks` (all cells, flat), `head`.
     Raises ValueError unless num_layers is a multiple of 3 and num_filters at least 8.
     """
     if num_layers < 3 or num_layers % 3:
@@ -43,7 +43,7 @@ def amoebanetd(num_layers: int, num_filters: int, *, num_classes: int = 10) -> A
 
 
 class AmoebaNetD(nn.Module):
-    """(N, 3, H, W) images -> (N, num_classes) logits. The stem and four of the cells halve H and W."""
+    """AmoebaNet-D: (N, 3, H, W) images -> (N, num_classes) logits. The stem and four of the cells halve H and W."""
 
     def __init__(self, num_layers: int, num_filters: int, num_classes: int) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class AmoebaNetD(nn.Module):
 
 
 def stack_cells(channels: int, repeats: int) -> tuple[list[Cell], int]:
-    """All cells in order, and the channels after the last: 2 reductions, then 3 groups with 2 between."""
+    """Return all cells in order and the channels after the last: 2 reductions, then 3 groups separated by 2 more."""
     group = [NORMAL] * repeats
     cells, x_channels, skip_channels, skip_is_larger = [], channels, channels, False
     for genotype in (REDUCTION, REDUCTION, *group, REDUCTION, *group, REDUCTION, *group):
@@ -75,9 +75,9 @@ def stack_cells(channels: int, repeats: int) -> tuple[list[Cell], int]:
 
 
 class Cell(nn.Module):
-    """((N, x, H, W), (N, skip, h, w)) -> ((N, channels * len(concat), H', W'), (N, x, H, W)).
+    """A cell: ((N, x, H, W), (N, skip, h, w)) -> ((N, channels * len(concat), H', W'), (N, x, H, W)).
 
-    H' = ceil(H / genotype.stride). The skip is (H, W) too, or twice that where `skip_is_larger`.
+    H' = ceil(H / genotype.stride), and likewise W'. The skip has size (H, W), or twice that if `skip_is_larger`.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Cell(nn.Module):
 
 
 class Sum(nn.Module):
-    """(N, C, H, W) twice -> (N, C, H', W'): left(a) + right(b)."""
+    """left(a) + right(b), for a and b of (N, C, H, W) -> (N, C, H', W')."""
 
     def __init__(self, left: nn.Module, right: nn.Module) -> None:
         super().__init__()
@@ -115,9 +115,9 @@ class Sum(nn.Module):
 
 
 class FactorizedReduction(nn.Module):
-    """(N, channels, H, W) -> (N, out, ceil(H / 2), ceil(W / 2)), `out` even.
+    """Downsampling by 2: (N, channels, H, W) -> (N, out, ceil(H / 2), ceil(W / 2)), for even `out`.
 
-    Half of the channels see the even rows and columns, the other half the odd ones.
+    Half of the output channels read the even rows and columns, the other half the odd ones.
     """
 
     def __init__(self, channels: int, out: int) -> None:
@@ -136,17 +136,20 @@ class FactorizedReduction(nn.Module):
 def make_relu_conv_norm(
     channels: int, out: int, kernel: tuple[int, int] = (1, 1), stride: tuple[int, int] = (1, 1)
 ) -> nn.Sequential:
-    """(N, channels, H, W) -> (N, out, ceil(H / stride), ceil(W / stride)), for odd kernels."""
+    """Return ReLU, convolution and batch norm for odd kernels.
+
+    (N, channels, H, W) -> (N, out, ceil(H / stride), ceil(W / stride)).
+    """
     padding = (kernel[0] // 2, kernel[1] // 2)
     conv = nn.Conv2d(channels, out, kernel, stride, padding, bias=False)
     return nn.Sequential(nn.ReLU(), conv, nn.BatchNorm2d(out))
 
 
-# The operations: (channels, stride) -> (N, C, H, W) to (N, C, ceil(H / stride), ceil(W / stride)).
+# The operations: (channels, stride) -> a module from (N, C, H, W) to (N, C, ceil(H / stride), ceil(W / stride)).
 
 
 def identity(channels: int, stride: int) -> nn.Module:
-    """Nothing, or the cheapest thing that halves the image."""
+    """Return the identity, or a factorized reduction for stride 2."""
     return nn.Identity() if stride == 1 else FactorizedReduction(channels, channels)
 
 
@@ -163,7 +166,7 @@ def conv_1x7_7x1(channels: int, stride: int) -> nn.Module:
 
 
 def make_bottleneck(channels: int, *convolutions: tuple[tuple[int, int], tuple[int, int]]) -> nn.Sequential:
-    """(kernel, stride) convolutions on a quarter of the channels, between two of 1x1."""
+    """Return (kernel, stride) convolutions on a quarter of the channels, between two 1x1 convolutions."""
     inner = channels // 4
     middle = (make_relu_conv_norm(inner, inner, kernel, stride) for kernel, stride in convolutions)
     return nn.Sequential(make_relu_conv_norm(channels, inner), *middle, make_relu_conv_norm(inner, channels))
@@ -178,25 +181,25 @@ def max_pool_3x3(_channels: int, stride: int) -> nn.Module:
 
 
 def max_pool_2x2(_channels: int, stride: int) -> nn.Module:
-    # Rounding up keeps the last row of an odd image, as every other operation here does.
+    # ceil_mode keeps the last row of an image with an odd number of rows, as all other operations here do.
     return nn.MaxPool2d(2, stride, ceil_mode=True)
 
 
 @dataclass(frozen=True, slots=True)
 class CellOperation:
-    """One operation and the state it reads: 0 is x, 1 is skip, 2 to 6 are the sums in order."""
+    """An operation and the index of the state that it reads: 0 is x, 1 is skip, 2 to 6 are the sums in order."""
 
     reads: int
     operation: Callable[[int, int], nn.Module]
 
     def make(self, channels: int, cell_stride: int) -> nn.Module:
-        """The operation as a module; only the cell's two inputs have still to be made smaller."""
+        """Return the operation as a module; only operations on the cell's two inputs have the cell's stride."""
         return self.operation(channels, cell_stride if self.reads < 2 else 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Genotype:
-    """Five sums of two steps each, and the states whose channels make up the cell's output."""
+    """Five sums of two operations each, and the states that are concatenated to the cell's output."""
 
     stride: int
     sums: tuple[tuple[CellOperation, CellOperation], ...]

@@ -1,8 +1,8 @@
-"""ResNet v1 and v2 in the CIFAR design: three stages of equal length, for images of any size.
+"""ResNet v1 and v2 in the CIFAR design: three stages with equal numbers of blocks, for images of any size.
 
 v1: He et al., Deep Residual Learning for Image Recognition, arXiv:1512.03385, section 4.2.
 v2: He et al., Identity Mappings in Deep Residual Networks, arXiv:1603.05027, section 4.
-Widths, strides and shortcuts are those of the Keras CIFAR-10 example, which MPI4DL benchmarks too.
+Widths, strides and shortcuts are those of the Keras CIFAR-10 example, which MPI4DL also benchmarks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ STEM_CHANNELS = 16
 
 @dataclass(frozen=True, slots=True)
 class ResNetStage:
-    """Blocks of one width: channels inside and after a block, and the stride of the stage's first block."""
+    """Blocks of one width: channels inside and after a block, and the stride of the first block."""
 
     inner: int
     out: int
@@ -32,7 +32,7 @@ V2_STAGES = (ResNetStage(16, 64, 1), ResNetStage(64, 128, 2), ResNetStage(128, 2
 
 
 class Residual(nn.Module):
-    """(N, C, H, W) -> (N, C', H', W'): after(branch(x) + shortcut(x))."""
+    """A residual block, after(branch(x) + shortcut(x)): (N, C, H, W) -> (N, C', H', W')."""
 
     def __init__(self, branch: nn.Module, shortcut: nn.Module, after: nn.Module) -> None:
         super().__init__()
@@ -46,21 +46,21 @@ class Residual(nn.Module):
 
 
 BlockMaker = Callable[[int, ResNetStage, int], Residual]
-"""(channels in, the stage, stride) -> a block."""
+"""(input channels, stage, stride) -> a block."""
 
 
 def resnet20_v1(*, num_classes: int = 10) -> nn.Sequential:
-    """(N, 3, H, W) images -> (N, num_classes) logits: the smallest of arXiv:1512.03385, section 4.2."""
+    """Return the smallest ResNet of arXiv:1512.03385, section 4.2: (N, 3, H, W) images -> (N, num_classes) logits."""
     return resnet_v1(20, num_classes=num_classes)
 
 
 def resnet110_v2(*, num_classes: int = 10) -> nn.Sequential:
-    """(N, 3, H, W) images -> (N, num_classes) logits: MPI4DL's benchmark, 36 pre-activation bottlenecks."""
+    """Return MPI4DL's benchmark model of 36 pre-activation bottlenecks: (N, 3, H, W) -> (N, num_classes) logits."""
     return resnet_v2(110, num_classes=num_classes)
 
 
 def resnet_v1(depth: int, *, num_classes: int = 10) -> nn.Sequential:
-    """ResNet v1 of `depth` = 6n+2 layers: (N, 3, H, W) images -> (N, num_classes) logits.
+    """Return ResNet v1 of `depth` = 6n+2 layers: (N, 3, H, W) images -> (N, num_classes) logits.
 
     Children: `stem`, `blocks` (3n basic blocks, flat), `head`. Source: arXiv:1512.03385, section 4.2.
     Raises ValueError for any other depth.
@@ -73,7 +73,7 @@ def resnet_v1(depth: int, *, num_classes: int = 10) -> nn.Sequential:
 
 
 def resnet_v2(depth: int, *, num_classes: int = 10) -> nn.Sequential:
-    """ResNet v2 of `depth` = 9n+2 layers: (N, 3, H, W) images -> (N, num_classes) logits.
+    """Return ResNet v2 of `depth` = 9n+2 layers: (N, 3, H, W) images -> (N, num_classes) logits.
 
     Children: `stem`, `blocks` (3n pre-activation bottlenecks, flat), `head`. Source: arXiv:1603.05027,
     section 4. Raises ValueError for any other depth.
@@ -87,7 +87,7 @@ def resnet_v2(depth: int, *, num_classes: int = 10) -> nn.Sequential:
 
 
 def count_blocks_per_stage(version: str, depth: int, layers_per_n: int) -> int:
-    """The n of a depth `layers_per_n` * n + 2: stem, n blocks in each of three stages, linear layer.
+    """Return n for a depth of `layers_per_n` * n + 2: stem, n blocks in each of three stages, linear layer.
 
     >>> count_blocks_per_stage("v2", 110, layers_per_n=9)
     12
@@ -103,13 +103,13 @@ def count_blocks_per_stage(version: str, depth: int, layers_per_n: int) -> int:
 
 
 def assemble(blocks: nn.Module, head: nn.Module) -> nn.Sequential:
-    """The whole model, under the names that people see in their traces."""
+    """Return the whole model, with the child names `stem`, `blocks` and `head` that traces show."""
     stem = nn.Sequential(make_convolution(3, STEM_CHANNELS, kernel=3), *make_norm_relu(STEM_CHANNELS))
     return nn.Sequential(OrderedDict(stem=stem, blocks=blocks, head=head))
 
 
 def stack_blocks(block: BlockMaker, stages: tuple[ResNetStage, ...], repeats: int) -> Iterator[Residual]:
-    """The blocks of all stages in order, `repeats` to a stage; only the first of a stage strides."""
+    """Yield the blocks of all stages in order, `repeats` per stage; only the first block has the stage's stride."""
     channels = STEM_CHANNELS
     for stage in stages:
         for stride in (stage.stride, *[1] * (repeats - 1)):
@@ -118,7 +118,7 @@ def stack_blocks(block: BlockMaker, stages: tuple[ResNetStage, ...], repeats: in
 
 
 def make_basic_block(channels: int, stage: ResNetStage, stride: int) -> Residual:
-    """v1: (N, channels, H, W) -> (N, stage.out, ceil(H / stride), ceil(W / stride))."""
+    """Return a v1 block: (N, channels, H, W) -> (N, stage.out, ceil(H / stride), ceil(W / stride))."""
     branch = nn.Sequential(
         make_convolution(channels, stage.inner, kernel=3, stride=stride),
         *make_norm_relu(stage.inner),
@@ -129,11 +129,11 @@ def make_basic_block(channels: int, stage: ResNetStage, stride: int) -> Residual
 
 
 def make_bottleneck(channels: int, stage: ResNetStage, stride: int) -> Residual:
-    """v2: (N, channels, H, W) -> (N, stage.out, ceil(H / stride), ceil(W / stride)).
+    """Return a v2 block: (N, channels, H, W) -> (N, stage.out, ceil(H / stride), ceil(W / stride)).
 
-    Normalises and activates before each convolution, and so leaves the shortcut path clear.
+    Normalisation and activation precede each convolution, so that the shortcut path has neither.
     """
-    # Only the first block reads the stem's channels, and the stem has activated them already.
+    # Only the first block reads the stem's output, which the stem has already normalised and activated.
     before = [] if channels == STEM_CHANNELS else make_norm_relu(channels)
     branch = nn.Sequential(
         *before,
@@ -147,24 +147,27 @@ def make_bottleneck(channels: int, stage: ResNetStage, stride: int) -> Residual:
 
 
 def make_shortcut(channels: int, out: int, stride: int) -> nn.Module:
-    """The identity where the shapes allow it, else a 1x1 projection (option B of arXiv:1512.03385)."""
+    """Return the identity if the channels are equal, else a 1x1 projection (option B of arXiv:1512.03385)."""
     return nn.Identity() if channels == out else make_convolution(channels, out, kernel=1, stride=stride)
 
 
 def make_convolution(channels: int, out: int, kernel: int, stride: int = 1) -> nn.Conv2d:
-    """(N, channels, H, W) -> (N, out, ceil(H / stride), ceil(W / stride)); He-initialised, odd kernels."""
-    # No bias, not even on the projections, which no batch norm follows directly: in v1 the branch adds
-    # its own beta to every channel, and in v2 each reader subtracts the channel's mean.
+    """Return a He-initialised convolution without bias, for odd kernels.
+
+    (N, channels, H, W) -> (N, out, ceil(H / stride), ceil(W / stride)).
+    """
+    # Even the projections have no bias, although no batch norm follows them directly: in v1 the branch's batch norm
+    # adds its beta to every channel, and in v2 each reader subtracts the channel's mean.
     conv = nn.Conv2d(channels, out, kernel, stride, padding=kernel // 2, bias=False)
     nn.init.kaiming_normal_(conv.weight, nonlinearity="relu")
     return conv
 
 
 def make_norm_relu(channels: int) -> list[nn.Module]:
-    """(N, channels, H, W) -> the same shape."""
+    """Return batch norm and ReLU for (N, channels, H, W)."""
     return [nn.BatchNorm2d(channels), nn.ReLU()]
 
 
 def make_classifier(channels: int, num_classes: int) -> nn.Sequential:
-    """(N, channels, H, W) -> (N, num_classes)."""
+    """Return global average pooling and a linear layer: (N, channels, H, W) -> (N, num_classes)."""
     return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, num_classes))

@@ -1,4 +1,4 @@
-"""A plain U-Net: a class for every pixel."""
+"""A plain U-Net for the segmentation of images: one class per pixel."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ __all__ = ["UNet"]
 
 
 class UNet(nn.Module):
-    """Contracting and expanding path with skips between equal sizes.
+    """U-Net: a contracting and an expanding path with skip connections between equal sizes.
 
     Ronneberger, Fischer and Brox, 2015 (arXiv:1505.04597), figure 1, with padded convolutions and batch norm.
-    `width` channels at full size, doubled at each of `depth` halvings.
+    It has `width` channels at full size, doubled at each of `depth` halvings.
 
     (N, 3, H, W) -> (N, num_classes, H, W); H and W must be divisible by 2 ** depth.
     """
@@ -29,7 +29,7 @@ class UNet(nn.Module):
         self.head = nn.Conv2d(width, num_classes, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, 3, H, W) -> (N, num_classes, H, W)."""
+        """Return logits per pixel: (N, 3, H, W) -> (N, num_classes, H, W)."""
         skips: list[Tensor] = []
         for level, block in enumerate(self.down):
             x = block(self.pool(x) if level else x)

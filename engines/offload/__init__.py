@@ -1,1 +1,1 @@
-"""What is kept for backward lies in a file meanwhile: of tiles in turn, and of a plan with `offload_activations`."""
+"""Offloading to a file of what backward needs: for tiles computed in turn, and for plans with `offload_activations`."""

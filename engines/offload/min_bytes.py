@@ -1,4 +1,4 @@
-"""What is too small to be put away."""
+"""The size from which on a tensor is offloaded."""
 
 from __future__ import annotations
 

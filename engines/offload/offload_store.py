@@ -1,4 +1,4 @@
-"""A file that holds the contents of tensors which nobody needs for a while."""
+"""A file that holds the contents of offloaded tensors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _IN_MEMORY = ("tmpfs", "ramfs")
 
 @dataclass(frozen=True)
 class _FileRegion:
-    """Some bytes of the file, which begin at `start` of a chunk of it that is mapped as a whole, at `offset`."""
+    """A region of the file, from `start` in a chunk that is mapped as a whole from `offset` of the file."""
 
     chunk: mmap.mmap
     offset: int
@@ -33,11 +33,11 @@ class _FileRegion:
 
 
 class OffloadStore:
-    """Contents of storages in a file without a name: it is gone when the process is, however that ends.
+    """Contents of storages in an unnamed file, which disappears with the process however that ends.
 
-    What is put there can be read and changed where it lies, through the system's cache of the file, whose pages it
-    takes for other things when memory is short. `folder`: where it lies (None: where temporary files do, on a disk).
-    A place that no tensor uses any more is used again.
+    The contents can be read and modified in place, through the operating system's page cache of the file; the system
+    evicts these pages when memory is short. `folder` is where the file is (None: where temporary files are, on a disk).
+    Regions that no tensor uses any more are reused.
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
@@ -48,34 +48,35 @@ class OffloadStore:
             raise RankError(f"Nothing can be stored in {self.folder}: {error}. Choose another folder.") from error
         weakref.finalize(self, self._file.close).atexit = False
         self._free: dict[int, list[_FileRegion]] = defaultdict(list)
-        self._rest: _FileRegion | None = None  # of the last chunk, from where on it is free
+        self._rest: _FileRegion | None = None  # the free end of the last chunk
         self._used: weakref.WeakValueDictionary[int, np.ndarray] = weakref.WeakValueDictionary()
         self._mapped_bytes = self.end_bytes = self.written_bytes = 0
 
     def put(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
-        """A storage on the host with the same content, whose memory is the file. Raises RankError where it is full."""
+        """Return a host storage with the same content, backed by the file. Raises RankError if the disk is full."""
         size = storage.nbytes()
         place = self._free[size].pop() if self._free[size] else self._allocate(size)
         there = np.frombuffer(place.chunk, np.uint8, size, place.start)
+        # The region is free again once the last tensor on it is gone: torch keeps the array `there` alive until then.
         weakref.finalize(there, self._free[size].append, place).atexit = False
         copy = torch.frombuffer(there, dtype=torch.uint8)
-        copy.copy_(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))  # by several threads
+        copy.copy_(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))  # multi-threaded
         self.written_bytes += size
         self._used[copy.data_ptr()] = there
         return copy.untyped_storage()
 
     def has_storage(self, storage: torch.UntypedStorage) -> bool:
-        """Whether its memory is the file."""
+        """Return whether the storage is backed by the file."""
         return storage.data_ptr() in self._used
 
     def close(self) -> None:
-        """Give the disk's space back, as soon as no tensor lies there."""
+        """Return the disk space, as soon as no tensor uses it."""
         self._file.close()
         self._free.clear()
         self._rest = None
 
     def _allocate(self, size: int) -> _FileRegion:
-        """A place that the disk has given: one that it has not would end the process when it is written."""
+        """Return a region reserved on the disk: writing to a mapped page without disk space would end the process."""
         needed = -(-size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
         try:
             if self._rest is None or self._rest.start + needed > len(self._rest.chunk):
@@ -89,7 +90,7 @@ class OffloadStore:
         return place
 
     def _map_chunk(self, size: int) -> _FileRegion:
-        """So many bytes more of the file, which the disk has not given yet."""
+        """Extend the file by `size` bytes and map them, without reserving disk space."""
         os.ftruncate(self._file.fileno(), self._mapped_bytes + size)
         chunk = mmap.mmap(self._file.fileno(), size, offset=self._mapped_bytes)
         place = _FileRegion(chunk, self._mapped_bytes, 0)
@@ -106,7 +107,7 @@ class OffloadStore:
 
 
 def _reserve(file: int, start: int, size: int) -> None:
-    """Have the disk give so many bytes. Raises OSError where it can't."""
+    """Reserve `size` bytes on the disk. Raises OSError if that fails."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(file, start, size)
     else:  # macOS
@@ -114,10 +115,10 @@ def _reserve(file: int, start: int, size: int) -> None:
 
 
 def find_disk_folder() -> Path:
-    """Where large temporary files may lie: on some systems the usual folder is itself in memory."""
+    """Return a folder for large temporary files: on some systems the usual one is itself in memory."""
     usual, other = Path(tempfile.gettempdir()).resolve(), Path("/var/tmp")
     try:
-        import psutil  # not on every machine that has ranks
+        import psutil  # not installed on every machine with ranks
     except ImportError:
         return usual
     mounts = {Path(part.mountpoint): part.fstype for part in psutil.disk_partitions(all=True)}

@@ -1,7 +1,7 @@
-"""What is held while something else computes: the tensors stay, their memory is a file's.
+"""Offloads tensors while other work computes: the tensors stay, and their memory becomes that of a file.
 
-A tensor keeps its shape, its strides and its place in autograd's graph; so nothing that runs has to know. Small
-tensors stay where they are.
+A tensor keeps its shape, its strides and its place in autograd's graph, so no other code is affected. Small tensors
+stay in memory.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ __all__ = ["Offloader"]
 
 
 class Offloader:
-    """The tensors of one tile or rank; those of `stays` never leave.
+    """Offloads the tensors of one tile or rank, except those of `stays`.
 
-    A processor computes with what lies in the file where it is. For a device that cannot (`reads_files=False`) it is
-    brought back when an instruction uses it.
+    The CPU computes directly on memory that a file backs. For a device that cannot (`reads_files=False`), a tensor is
+    copied back when an instruction uses it.
     """
 
     def __init__(self, store: OffloadStore, stays: Iterable[Tensor] = (), reads_files: bool = True) -> None:
@@ -33,11 +33,12 @@ class Offloader:
         self._away = WeakTensorKeyDictionary()
 
     def fetch(self, tensors: Iterable[Tensor]) -> None:
-        """They are needed until the present instruction is done."""
+        """Make tensors available until the current instruction ends."""
         back: dict[tuple[object, ...], Tensor] = {}
         for tensor in tensors:
             stored = self._away.pop(tensor, None)
             if stored is not None:
+                # Tensors that were views of the same memory must share it again.
                 place = stored.data_ptr(), stored.size(), stored.stride()
                 if place not in back:
                     back[place] = stored.to(tensor.device, copy=True)
@@ -45,11 +46,14 @@ class Offloader:
             self._used.add(tensor.untyped_storage()._cdata)
 
     def end_instruction(self) -> None:
-        """The present instruction has ended."""
+        """Mark the end of the current instruction."""
         self._used.clear()
 
     def offload(self, touched: Iterable[Tensor]) -> None:
-        """All of these; what is in use, the next time. What shares memory comes together, or it is shared no longer."""
+        """Offload these tensors; those in use are offloaded by the next call.
+
+        Tensors that share memory must come in one call, or they no longer share it afterwards.
+        """
         stored: dict[int, torch.UntypedStorage] = {}
         tensors, self._later = [*self._later, *touched], []
         for tensor in tensors:
@@ -62,6 +66,7 @@ class Offloader:
                 or self.store.has_storage(storage)
             ):
                 continue
+            # Kernels may hold addresses of memory in use; such a tensor is moved by the next call.
             if key in self._used:
                 self._later.append(tensor)
             else:
@@ -77,18 +82,18 @@ class Offloader:
         else:
             self._away[tensor] = there
             strides = tensor.stride()
-            tensor.data = tensor.new_empty(()).expand(tensor.size())  # its memory goes before there is any other
+            tensor.data = tensor.new_empty(()).expand(tensor.size())  # free the old memory before allocating anew
             tensor.data = _make_storageless(tensor, strides)
 
     def clear(self) -> None:
-        """Nothing is needed any more."""
+        """Forget all tensors."""
         self._used.clear()
         self._later.clear()
         self._away.clear()
 
 
 def _make_storageless(tensor: Tensor, strides: Sequence[int]) -> Tensor:
-    """One of the same shape and those strides, by which autograd lays gradients out, with no memory."""
+    """Return a tensor without memory, of the same shape and those strides, by which autograd lays out gradients."""
     hollow = torch.empty_strided(tensor.size(), strides, dtype=tensor.dtype, device=tensor.device)
     hollow.untyped_storage().resize_(0)
     return hollow

@@ -1,4 +1,4 @@
-"""A micro-batch whose values are away while others compute."""
+"""Micro-batches whose values are offloaded while they are idle."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["EagerOffloadingMicroBatch", "OffloadingMicroBatch"]
 
 @dataclass
 class OffloadingMicroBatch(MicroBatchState):
-    """A lane that brings back what an instruction reads, and knows what autograd keeps of each segment."""
+    """A micro-batch that fetches what an instruction reads, and records what autograd saves for each segment."""
 
     offloader: Offloader = field(kw_only=True)
     _saved: dict[str, list[Tensor]] = field(default_factory=dict)
@@ -27,10 +27,10 @@ class OffloadingMicroBatch(MicroBatchState):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._begun = list(self.inputs)
-        self.inputs = dict.fromkeys(self.inputs)  # their names alone: what has been read may go  # type: ignore[arg-type]
+        self.inputs = dict.fromkeys(self.inputs)  # names only, so that inputs can be freed  # type: ignore[arg-type]
 
     def run_instruction(self, instruction: ModelInstruction, phase: Phase) -> int:
-        """Walk one instruction with all that it reads in memory; the bytes that were sent."""
+        """Run one instruction with all that it reads in memory; return the bytes sent."""
         if phase is Phase.FORWARD:
             self.offloader.fetch(self._get_read_values(instruction))
         else:
@@ -45,17 +45,19 @@ class OffloadingMicroBatch(MicroBatchState):
             self._touched[instruction.name] = instruction
 
     def _take_saved(self, name: str, phase: Phase) -> Sequence[Tensor]:
-        """What autograd keeps of a segment; of one whose weights' gradients come later it keeps it until then."""
+        """Return what autograd saved for a segment, and release it unless the weights' gradients follow later."""
         return self._saved.get(name, ()) if phase is Phase.INPUTS else self._saved.pop(name, ())
 
     def collect_touched(self) -> Iterator[Tensor]:
-        """What instructions have made or added to since this was asked last, as far as it lives.
+        """Yield what instructions have made or added to since the last call, as far as it is still alive.
 
-        Of what outlives the step only the prediction is large; the rest stays where it is: others read that, too.
+        Of the values that outlive the step only the prediction is large; the others are not offloaded, since other code
+        reads them too.
         """
         if self._going_back is not None:
-            self.offloader.fetch(self._get_gradients(self._going_back))  # one may have been begun since
+            self.offloader.fetch(self._get_gradients(self._going_back))  # one may have been created since
         lasting = self.direction_program.kept_to_end - {self.direction_program.prediction}
+        # By storage, not by tensor: views of a value that stays must stay, too.
         kept = {self.leaves[name].untyped_storage()._cdata for name in lasting & self.leaves.keys()}
         names = [*self._begun, *(name for each in self._touched.values() for name in _get_value_names(each))]
         saved = [tensor for name in self._touched for tensor in self._saved.get(name, ())]
@@ -66,7 +68,7 @@ class OffloadingMicroBatch(MicroBatchState):
                 yield tensor
 
     def _get_tensors(self, names: Iterable[str]) -> Iterator[Tensor]:
-        """Values and their gradients."""
+        """Yield values and their gradients."""
         for name in names:
             for tensors in (self.values, self.leaves):
                 if name in tensors:
@@ -75,11 +77,11 @@ class OffloadingMicroBatch(MicroBatchState):
                 yield self.leaves[name].grad
 
     def offload(self) -> None:
-        """Others compute meanwhile: what it has made and added to goes into the file, but for what is in use."""
+        """Offload what the micro-batch has made or added to since the last call, except what is in use."""
         self.offloader.offload(self.collect_touched())
 
     def fetch(self, tensor: Tensor) -> Tensor:
-        """The same tensor, brought back to where it is computed with."""
+        """Return the tensor, moved back to the device it is computed on."""
         self.offloader.fetch([tensor])
         return tensor
 
@@ -87,27 +89,28 @@ class OffloadingMicroBatch(MicroBatchState):
         if not (segment.differentiable and self.runtime.keeps_graphs):
             return super()._compute(segment)
         saved: list[Tensor] = []
+        # The hooks see every tensor that autograd saves, including intermediate results without a name.
         with saved_tensors_hooks(lambda tensor: _record_saved(saved, tensor), lambda tensor: tensor):
             sent = super()._compute(segment)
         self._saved[segment.name] = saved
         return sent
 
     def _get_read_values(self, instruction: ModelInstruction) -> Iterator[Tensor]:
-        """What an instruction reads going forward."""
+        """Return the values that an instruction reads in the forward pass."""
         names = instruction.inputs if isinstance(instruction, Compute) else (instruction.source,)
         return (self.values[name] for name in names if name in self.values)
 
     def _get_gradients(self, instruction: ModelInstruction) -> Iterator[Tensor]:
-        """The gradients that an instruction reads or adds to."""
+        """Return the gradients that an instruction reads or adds to."""
         leaves = (self.leaves.get(name) for name in _get_value_names(instruction))
         return (leaf.grad for leaf in leaves if leaf is not None and leaf.grad is not None)
 
 
 @dataclass
 class EagerOffloadingMicroBatch(OffloadingMicroBatch):
-    """A lane of an ordinary training: what an instruction has made on its way forward is put away as soon as it ends.
+    """A micro-batch of ordinary training that offloads what a forward instruction makes as soon as it ends.
 
-    What messages travel through is no part of a lane, so that nothing is moved while it is sent.
+    Message buffers do not belong to a micro-batch, so nothing is moved while it is being sent.
     """
 
     def __post_init__(self) -> None:
@@ -115,13 +118,13 @@ class EagerOffloadingMicroBatch(OffloadingMicroBatch):
         super().__post_init__()
 
     def run_instruction(self, instruction: ModelInstruction, phase: Phase) -> int:
-        """Walk one instruction; the bytes that were sent."""
+        """Run one instruction; return the bytes sent."""
         sent = super().run_instruction(instruction, phase)
         self.offloader.offload(self.collect_touched() if phase is Phase.FORWARD else self._get_reread(instruction))
         return sent
 
     def _get_reread(self, instruction: ModelInstruction) -> Iterator[Tensor]:
-        """What came back for a backward, and will be read by another one."""
+        """Yield what was fetched for a backward instruction and will be read by another one."""
         yield from self._saved.get(instruction.name, ())
         names = instruction.inputs if isinstance(instruction, Compute) else ()
         yield from (
@@ -136,7 +139,7 @@ class EagerOffloadingMicroBatch(OffloadingMicroBatch):
 
 
 def _get_value_names(instruction: ModelInstruction) -> tuple[str, ...]:
-    """The values that an instruction reads and makes."""
+    """Return the names of the values that an instruction reads and makes."""
     match instruction:
         case Compute():
             return (*instruction.inputs, *instruction.outputs)
@@ -146,11 +149,15 @@ def _get_value_names(instruction: ModelInstruction) -> tuple[str, ...]:
 
 
 def _copy_if_view(part: Tensor) -> Tensor:
-    """Pixels that a caller gave, in a tensor of our own, which may be moved; nothing but these is moved."""
+    """Return the caller's pixels in a tensor of their own memory, so that moving it moves nothing else."""
     return part.detach() if part.untyped_storage().nbytes() == part.nbytes else part.clone()
 
 
 def _record_saved(saved: list[Tensor], tensor: Tensor) -> Tensor:
-    """What autograd keeps instead: an output that its own graph keeps would never be let go of without a backward."""
+    """Record the tensor that autograd saves, and return an alias for autograd to keep in its place.
+
+    If autograd kept an output itself, the output's graph would refer to the output: a cycle that only a backward pass
+    frees.
+    """
     saved.append(tensor.data)
     return saved[-1]

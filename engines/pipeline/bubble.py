@@ -1,4 +1,4 @@
-"""How much of the ranks' time a schedule leaves idle, by formula."""
+"""The pipeline bubble by formula: the fraction of the ranks' time that a schedule leaves idle."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ __all__ = ["compute_bubble_share", "compute_plan_bubble"]
 def compute_bubble_share(
     name: str, stages: int, micro_batches: int, stages_per_rank: int = 1, batches: int = 2
 ) -> float:
-    """The idle part of all ranks' time, 0 to 1, where a backward takes as long as two forwards.
+    """Return the idle fraction of all ranks' time, 0 to 1, if a backward takes as long as two forwards.
 
-    The stages lie on p = `stages` / `stages_per_rank` ranks, each takes m = `micro_batches` of every batch, and
-    v = `stages_per_rank`. A rank works 3 v m units for a batch, and idles
+    The stages are on p = `stages` / `stages_per_rank` ranks, each of which takes m = `micro_batches` of every batch,
+    and v = `stages_per_rank`. A rank works 3 v m units for a batch, and idles
 
-    - `fill_drain`, `1f1b`, `interleaved`: 3 (p - 1), so that the share is (p - 1) / (v m + p - 1): Huang et al. 2019
-      (GPipe), section 2.3; Narayanan et al. 2021, section 2.2, where it is put in relation to the work alone;
-    - `zero_bubble`: p - 1 where m >= p: Qi et al. 2023, section 2.1, a third of 1F1B's; with fewer micro-batches,
-      p - m more, as the backward way is longer than the work;
-    - `gems`: (p - 1)(2 n + 1) in n = `batches`, which come from both ends in turns. For many batches of one
-      micro-batch the share tends to (p - 1) / (p + 1/2), as Li and Hoefler 2021 (Chimera) have it. Plain
-      layer parallelism, which is `fill_drain` with one micro-batch, idles (p - 1) / p.
+    - `fill_drain`, `1f1b`, `interleaved`: 3 (p - 1), so that the fraction is (p - 1) / (v m + p - 1): Huang et al. 2019
+      (GPipe), section 2.3; Narayanan et al. 2021, section 2.2, where the bubble is relative to the work alone;
+    - `zero_bubble`: p - 1 if m >= p: Qi et al. 2023, section 2.1, a third of 1F1B's; with fewer micro-batches p - m
+      more, as the way back is then longer than the work;
+    - `gems`: (p - 1)(2 n + 1) in n = `batches`, which alternate between both ends. For many batches of one micro-batch
+      the fraction tends to (p - 1) / (p + 1/2), as given by Li and Hoefler 2021 (Chimera). Plain layer parallelism,
+      which is `fill_drain` with one micro-batch, idles (p - 1) / p.
 
-    Only the share of `gems` depends on `batches`. The formulas are exact for v = 1, and otherwise where m is a
-    multiple of p; for other m they are a lower bound. Raises PlanError where there is no formula.
+    Only the fraction of `gems` depends on `batches`. The formulas are exact for v = 1, and for other v if m is a
+    multiple of p; for other m they are a lower bound. Raises PlanError if there is no formula.
 
     >>> (
     ...     compute_bubble_share("1f1b", stages=4, micro_batches=9),
@@ -47,10 +47,10 @@ def compute_bubble_share(
 
 
 def compute_plan_bubble(plan: Plan) -> float | None:
-    """The idle share of a plan's schedule if all its stages took the same time; None where there is no formula.
+    """Return the idle fraction of a plan's schedule if all its stages took the same time; None if there is no formula.
 
-    There is none for two directions, but for `gems`, nor for several batches one after another, nor where only some
-    stages are interleaved.
+    There is no formula for two directions (except `gems`), for several batches in a row, or for plans in which only
+    some stages are interleaved.
 
     >>> compute_plan_bubble(Plan(split_size=4, spatial_size=0, parts=9, schedule="1f1b"))
     0.25

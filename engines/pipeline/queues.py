@@ -1,4 +1,4 @@
-"""In which order the micro-batches of a direction take their turns, and what each of them waits for."""
+"""The order in which the micro-batches of a direction are processed, and what each of them waits for."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from engines.pipeline.work import Batch
 __all__ = ["QueuedMicroBatch", "Stages", "make_queues"]
 
 Stages = Sequence[Sequence[int]]
-"""The stages of one direction: of each, the ranks that work on it together."""
+"""The stages of one direction, each with the ranks that work on it together."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueuedMicroBatch:
-    """One micro-batch in the queue of its direction. Places are counted along that queue.
+    """One micro-batch in the queue of its direction. `batch` and `group` are ranges of positions in that queue.
 
-    A rank of several stages takes a whole group through one of them before it takes any of it through the next.
-    `earlier` is, for each direction, how many micro-batches are in the batches before this one's.
+    A rank with several stages takes a whole group through one stage before it takes any of it through the next.
+    `earlier` is, for each direction, the number of micro-batches in the batches before this one's.
     """
 
     micro_batch: int
@@ -29,7 +29,7 @@ class QueuedMicroBatch:
 
 
 def make_queues(placement: Sequence[Stages], batches: Sequence[Batch]) -> list[list[QueuedMicroBatch]]:
-    """For each direction its micro-batches, in the order of the batches.
+    """Return the micro-batches of each direction, in the order of the batches.
 
     >>> [[turn.group for turn in queue] for queue in make_queues([[(0,), (1,), (0,), (1,)]], [Batch(0, (5, 6, 7))])]
     [[range(0, 2), range(0, 2), range(2, 3)]]
@@ -37,6 +37,7 @@ def make_queues(placement: Sequence[Stages], batches: Sequence[Batch]) -> list[l
     sizes = [_compute_group_size(stages) for stages in placement]
     found: list[list[QueuedMicroBatch]] = [[] for _ in placement]
     for batch in batches:
+        # Counted in the order of `batches`, so it also covers the batches of the other directions.
         earlier = tuple(len(queue) for queue in found)
         found[batch.direction] += _queue_batch(batch, sizes[batch.direction], earlier)
     return found
@@ -51,9 +52,9 @@ def _queue_batch(batch: Batch, size: int, earlier: tuple[int, ...]) -> Iterator[
 
 
 def _compute_group_size(stages: Stages) -> int:
-    """As many micro-batches as there are stages from one stage of a rank to its next: they come back just in time.
+    """Return the least number of stages from one stage of a rank to its next: the group then returns just in time.
 
-    So does Megatron group them (Narayanan et al. 2021, section 2.2.2).
+    Megatron groups micro-batches in the same way (Narayanan et al. 2021, section 2.2.2).
 
     >>> _compute_group_size([(0, 1), (2,), (3,), (2,), (3,)])
     2

@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: in which order each rank takes micro-batches through its stages.
+"""Pipeline schedules as data: the order in which each rank takes micro-batches through its stages.
 
 One simulation makes all of them (`engines/pipeline/simulation.py`); a schedule is only its rule.
 """
@@ -22,29 +22,29 @@ RULES = {
     "zero_bubble": ScheduleRule(limited=True, splits=True),
     "gems": ScheduleRule(drains=True, alone=True),
 }
-"""By name. Interleaved is 1F1B on ranks that have several stages: the placement makes the difference."""
+"""Schedule rules by name. Interleaved is 1F1B on ranks with several stages; only the placement differs."""
 
 
 def make_schedule(name: str, placement: Sequence[Stages], batches: Sequence[Batch]) -> Schedule:
-    """The order of work of one training step.
+    """Return the schedule of one training step.
 
-    `placement[direction][stage]` are the ranks, of 0 to R - 1, that work on a stage together. A forward takes one
-    unit of time, a backward two (in `zero_bubble` one, and the weights' gradient one). Two ranks see the work that
-    they share in the same order, so ranks that keep to their orders never wait for ever. A stage begins a batch only
-    when it is done with the last one of the same direction, and always goes back in the order in which it went
-    forward: every schedule adds up the gradients in the same order.
+    `placement[direction][stage]` are the ranks, of 0 to R - 1, that work on a stage together. A forward takes one unit
+    of time, a backward two (in `zero_bubble` one, and the weights' gradient one). Two ranks have their common actions
+    in the same order, so ranks that follow their orders never deadlock. A stage begins a batch only when it has
+    finished the previous one of the same direction, and runs backwards in the order of the forwards: every schedule
+    accumulates the gradients in the same order.
 
-    - `fill_drain`: all micro-batches forward, then all back (Huang et al. 2019, GPipe, section 2.3; there the last goes
-      back first, which takes the same time).
-    - `1f1b`: a stage goes back as soon as it can, and holds no more micro-batches than there are stages from it to
-      the last (Narayanan et al. 2021, Efficient Large-Scale Language Model Training, section 2.2.1).
-    - `interleaved`: the same with several stages on a rank (there, section 2.2.2; here ranks start fewer forwards
-      before the first backward, for the same bubble).
+    - `fill_drain`: all micro-batches forward, then all backward (Huang et al. 2019, GPipe, section 2.3; there the last
+      one goes backward first, which takes the same time).
+    - `1f1b`: a stage starts a backward as soon as it can, and holds at most as many micro-batches as there are stages
+      from it to the last (Narayanan et al. 2021, Efficient Large-Scale Language Model Training, section 2.2.1).
+    - `interleaved`: the same with several stages per rank (ibid., section 2.2.2; here ranks start fewer forwards before
+      the first backward, for the same bubble).
     - `zero_bubble`: ZB-H1 (Qi et al. 2023, Zero Bubble Pipeline Parallelism, section 2.1).
-    - `gems`: a batch follows the last one, which came the other way, rank by rank, so that a rank holds activations
-      of one batch only (Jain et al. 2020, GEMS).
+    - `gems`: a batch follows the previous one, of the opposite direction, rank by rank, so that a rank holds
+      activations of one batch only (Jain et al. 2020, GEMS).
 
-    Raises PlanError where the name is unknown, or placement and batches do not make sense.
+    Raises PlanError if the name is unknown, or placement or batches are invalid.
 
     >>> print(make_schedule("1f1b", [[(0,), (1,)]], [Batch(0, (0, 1, 2))]).picture())
     F0 F1 .  .  B0 B0 F2 B1 B1 .  B2 B2
@@ -62,7 +62,7 @@ def make_schedule(name: str, placement: Sequence[Stages], batches: Sequence[Batc
 
 
 def check_name(name: str) -> None:
-    """Raises PlanError where no schedule is called so."""
+    """Raise PlanError if there is no schedule of that name."""
     if name not in RULES:
         raise PlanError(f"schedule={name!r} is unknown. Choose one of {', '.join(RULES)}.")
 

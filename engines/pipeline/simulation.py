@@ -1,4 +1,4 @@
-"""The simulation that makes schedules: work starts as soon as it may and all its ranks are free."""
+"""The simulation that makes schedules: an action starts as soon as its inputs are ready and all its ranks are free."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ WHOLE, SPLIT = {FORWARD: 1, BACKWARD: 2}, {FORWARD: 1, BACKWARD: 1, WEIGHTS: 1}
 
 @dataclass(frozen=True, slots=True)
 class ScheduleRule:
-    """What tells one schedule from another.
+    """What distinguishes one schedule from another.
 
-    `drains`: a stage goes back only when it has the whole batch forward.
-    `limited`: a rank holds at most as many forwards of a direction as there are stages from its first one on.
-    `splits`: the gradient of the weights is work by itself, and waits until there is nothing else to do.
-    `alone`: a rank begins a batch only when it is done with all earlier ones, of whatever direction.
+    - `drains`: a stage starts backward only when the whole batch has passed forward.
+    - `limited`: per direction, a rank holds at most as many forwards as there are stages from its first one to the
+      last.
+    - `splits`: the gradient of the weights is an action of its own, done when there is nothing else to do.
+    - `alone`: a rank begins a batch only when it has finished all earlier ones, of any direction.
     """
 
     drains: bool = False
@@ -33,13 +34,13 @@ class ScheduleRule:
 
     @property
     def units(self) -> dict[ActionKind, int]:
-        """How long each kind of work takes, in units of one forward."""
+        """The duration of each kind of action, in units of one forward."""
         return SPLIT if self.splits else WHOLE
 
 
 @dataclass(eq=False)
 class _RankQuota:
-    """What one rank does in one direction: its stages, and how many forwards it may hold."""
+    """One rank's stages in one direction, and how many forwards it may hold."""
 
     limit: int
     posts: list[_StageState] = field(default_factory=list)
@@ -47,7 +48,7 @@ class _RankQuota:
 
 @dataclass(eq=False)
 class _StageState:
-    """One stage of one direction, and how many micro-batches its ranks have started and done, by kind."""
+    """One stage of one direction, and how many micro-batches its ranks have started and finished, by kind."""
 
     rule: ScheduleRule
     direction: int
@@ -57,7 +58,7 @@ class _StageState:
     queue: Sequence[QueuedMicroBatch]
     before: _StageState | None = None
     behind: _StageState | None = None
-    beside: list[_StageState] = field(default_factory=list)  # those of any direction that share a rank, itself included
+    beside: list[_StageState] = field(default_factory=list)  # stages that share a rank, any direction, itself too
     shares: list[_RankQuota] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -66,13 +67,16 @@ class _StageState:
         self.last = list(self.rule.units)[-1]
 
     def compute_priority(self, kind: ActionKind) -> tuple[int, ...]:
-        """Least first. Forwards are, for all later stages wait for them; the limit makes them alternate."""
+        """Return a sort key; the least starts first.
+
+        Forwards come first, since all later stages wait for them; the limit makes forwards and backwards alternate.
+        """
         turn = self.queue[self.started[kind]]
         depth = self.stage if kind is FORWARD else self.stages - 1 - self.stage
         return KINDS.index(kind), turn.group.start, depth, self.started[kind], self.direction
 
     def is_ready(self, kind: ActionKind) -> bool:
-        """Whether the next micro-batch has all that it waits for, but for free ranks."""
+        """Return whether the next micro-batch has all its inputs; free ranks are not considered."""
         place = self.started[kind]
         if place == len(self.queue):
             return False
@@ -85,26 +89,31 @@ class _StageState:
         return fed and self._can_begin(self.queue[place]) and self._is_next(self.queue[place]) and self._has_room()
 
     def start(self, kind: ActionKind, now: int) -> Slot:
-        """Begin the next micro-batch."""
+        """Start the next micro-batch."""
         work = PipelineAction(kind, self.direction, self.stage, self.queue[self.started[kind]].micro_batch)
         self.started[kind] += 1
         return Slot(work, now, now + self.rule.units[kind])
 
     def _can_begin(self, turn: QueuedMicroBatch) -> bool:
-        """Whether the batches before are finished."""
+        """Return whether the batches before are finished."""
         watched = self.beside if self.rule.alone else (self,)
+        # `last` is the kind that ends a micro-batch here: WEIGHTS where the rule splits it off, else BACKWARD.
         return all(post.done[post.last] >= turn.earlier[post.direction] for post in watched)
 
     def _is_next(self, turn: QueuedMicroBatch) -> bool:
-        """Whether the ranks' other stages have taken all that comes before it: group by group, each in stage order."""
+        """Return whether its ranks' other stages have started all that comes first: by group, in stage order."""
         return all(
+            # earlier stages: this group included; later stages: all groups before it
             post.started[FORWARD] >= (turn.group.stop if post.stage < self.stage else turn.group.start)
             for post in self.beside
             if post.direction == self.direction and post is not self
         )
 
     def _has_room(self) -> bool:
-        """Weights' gradients are put off until a rank holds as much as the first one may, not longer."""
+        """Return whether the ranks may hold one more forward.
+
+        Weights' gradients are deferred until a rank holds as much as the first rank may, and no longer.
+        """
         if not self.rule.limited:
             return True
         return all(
@@ -120,7 +129,7 @@ def _count_held(posts: Iterable[_StageState], until: ActionKind) -> int:
 def _make_stages(
     rule: ScheduleRule, direction: int, stages: Stages, queue: Sequence[QueuedMicroBatch]
 ) -> list[_StageState]:
-    """The posts of one direction, joined to each other."""
+    """Return the stages of one direction, linked to each other."""
     count = len(stages)
     line = [_StageState(rule, direction, stage, count, tuple(ranks), queue) for stage, ranks in enumerate(stages)]
     shares: dict[int, _RankQuota] = {}
@@ -136,13 +145,13 @@ def _make_stages(
 def simulate(
     rule: ScheduleRule, placement: Sequence[Stages], queues: Sequence[Sequence[QueuedMicroBatch]]
 ) -> tuple[tuple[Slot, ...], ...]:
-    """The slots of each rank, in order of time.
+    """Return the slots of each rank, in order of time.
 
-    No rank waits for ever. Of the forwards that are left, take the first in the order of batches, groups and
-    stages: what it needs is done, and only the limit can hold it up. A rank of k stages before this one, which lie
-    at least a group's size g apart, may hold k g forwards, and one more for each stage from here to the last. If it
-    is full, then with a micro-batch of this very stage that is further on; the same holds where that one is held
-    up, and so on to the last stage, where a micro-batch goes back.
+    No rank waits for ever. Consider, of the forwards left, the first in the order of batches, groups and stages: its
+    inputs are ready, so only the limit can block it. A rank with k stages before this one, which are at least a group's
+    size g apart, may hold k g forwards, and one more for each stage from here to the last. If it is full, it therefore
+    holds a micro-batch of this very stage that has gone on to a later one. The same holds if that micro-batch is
+    blocked, and so on to the last stage, where a micro-batch goes backward.
     """
     lines = [_make_stages(rule, direction, stages, queues[direction]) for direction, stages in enumerate(placement)]
     posts = [post for line in lines for post in line]
@@ -152,6 +161,7 @@ def simulate(
     running: list[tuple[_StageState, Slot]] = []
     now = 0
     while started := _start(posts, lanes, now) + running:
+        # Advance to the next time at which an action ends: only then can others become ready.
         now = min(slot.stop for _, slot in started)
         running = [(post, slot) for post, slot in started if slot.stop > now]
         for post, slot in started:
@@ -160,7 +170,7 @@ def simulate(
 
 
 def _start(posts: Iterable[_StageState], lanes: Sequence[list[Slot]], now: int) -> list[tuple[_StageState, Slot]]:
-    """Start what may start, most urgent first."""
+    """Start the actions that can start, by priority."""
     idle = {rank for rank, lane in enumerate(lanes) if not lane or lane[-1].stop <= now}
     able = [post for post in posts if idle.issuperset(post.ranks)]
     found = [
@@ -168,6 +178,7 @@ def _start(posts: Iterable[_StageState], lanes: Sequence[list[Slot]], now: int) 
     ]
     started = []
     for _, post, kind in sorted(found, key=itemgetter(0)):
+        # An action of higher priority may have taken one of the ranks.
         if idle.issuperset(post.ranks):
             idle.difference_update(post.ranks)
             slot = post.start(kind, now)

@@ -1,4 +1,4 @@
-"""What a schedule is made of: one micro-batch through one stage, one way, and when it is done."""
+"""The elements of a schedule: one micro-batch through one stage, forward or backward, and its time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["ActionKind", "Batch", "PipelineAction", "Schedule", "Slot"]
 
 
 class ActionKind(Enum):
-    """Which way. Where there is WEIGHTS, BACKWARD is the gradient of the stage's inputs alone."""
+    """The pass. In schedules with WEIGHTS, BACKWARD computes the gradient of the stage's inputs only."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -21,7 +21,7 @@ class ActionKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PipelineAction:
-    """One micro-batch through one stage, one way; done by all ranks of the stage together."""
+    """One micro-batch through one stage in one pass, done by all ranks of the stage together."""
 
     kind: ActionKind
     direction: int
@@ -31,7 +31,7 @@ class PipelineAction:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Work and its time, half-open, in units of one forward."""
+    """An action and its time interval, half-open, in units of one forward."""
 
     work: PipelineAction
     start: int
@@ -40,7 +40,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Micro-batches that go through one direction before the next batch of that direction begins.
+    """Micro-batches that pass one direction before the next batch of that direction begins.
 
     The numbers are unique over the step.
     """
@@ -51,7 +51,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Who does what when: for each rank, what it does, in order of time."""
+    """The actions of each rank, in order of time."""
 
     name: str
     lanes: tuple[tuple[Slot, ...], ...]
@@ -68,21 +68,21 @@ class Schedule:
 
     @property
     def idle_share(self) -> float:
-        """The part of all ranks' time in which nothing is done, 0 to 1; 0 where there is no work."""
+        """The idle fraction of all ranks' time, 0 to 1; 0 if there is no work."""
         return _compute_idle_share(self.lanes, self.length)
 
     def compute_idle_share(self, rank: int) -> float:
-        """The part of the schedule's length in which a rank does nothing, 0 to 1."""
+        """Return the idle fraction of one rank's time, 0 to 1."""
         return _compute_idle_share([self.lanes[rank]], self.length)
 
     def get_actions(self, rank: int) -> tuple[PipelineAction, ...]:
-        """What a rank does, first to last."""
+        """Return a rank's actions, first to last."""
         return tuple(slot.work for slot in self.lanes[rank])
 
     def count_in_flight(self, rank: int) -> int:
-        """The most forwards that a rank has begun and not yet done all gradients of.
+        """Return the largest number of forwards that a rank has begun and whose gradients are not all done.
 
-        Micro-batches, where the rank has one stage; each of several stages counts for itself.
+        These are micro-batches if the rank has one stage; with several stages each counts separately.
         """
         last = (
             ActionKind.WEIGHTS
@@ -93,10 +93,10 @@ class Schedule:
         return max(accumulate((steps.get(work.kind, 0) for work in self.get_actions(rank)), initial=0))
 
     def format_table(self) -> str:
-        """One line for each rank, one column for each unit of time.
+        """Return a table with one line per rank and one column per unit of time.
 
-        `F0` is the forward of micro-batch 0, `B0` its backward, `W0` its weights' gradient, `.` idle; other
-        directions than the first are in small letters. `F0/2` names the stage too, where a rank has several.
+        `F0` is the forward of micro-batch 0, `B0` its backward, `W0` its weights' gradient, `.` idle. Directions other
+        than the first are in lower case. `F0/2` also names the stage, if a rank has several.
         """
         rows = [self._make_cells(lane) for lane in self.lanes]
         width = max((len(cell) for row in rows for cell in row), default=1)
@@ -109,7 +109,7 @@ class Schedule:
         return any(len({direction for direction, _ in found}) < len(found) for found in places)
 
     def format_action(self, work: PipelineAction) -> str:
-        """`F0`, `b3` or `W1/2`, as in the picture."""
+        """Return `F0`, `b3` or `W1/2`, as in the table."""
         letter = work.kind.value.lower() if work.direction else work.kind.value
         return f"{letter}{work.micro_batch}" + f"/{work.stage}" * self.is_interleaved
 

@@ -1,4 +1,4 @@
-"""What a rank does in a step of its program: it works, sends, waits for a message, or takes part in a sum."""
+"""The actions of a rank in a simulated step: compute, send, wait for a message, or join an all-reduce."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ __all__ = ["Action", "ComputeWork", "CopyMessage", "JoinAllReduce", "PostSend", 
 
 @dataclass(frozen=True, slots=True)
 class ComputeWork:
-    """The rank computes for so long, if nobody else is at work.
+    """Computation that takes `seconds` if no other rank is busy.
 
-    With all cores at work it is `crowded` times as long.
+    With all cores busy it takes `crowded` times as long.
 
     >>> ComputeWork(1.0, 2.0) + ComputeWork(3.0, 1.0)
-    Work(seconds=4.0, crowded=1.25)
+    ComputeWork(seconds=4.0, crowded=1.25)
     """
 
     seconds: float
     crowded: float = 1.0
 
     def __add__(self, other: ComputeWork) -> ComputeWork:
-        """One behind the other."""
+        """Return the work of both in sequence."""
         seconds = self.seconds + other.seconds
         together = self.seconds * self.crowded + other.seconds * other.crowded
         return ComputeWork(seconds, together / seconds) if seconds else self
 
     def scale(self, factor: float) -> ComputeWork:
-        """As much of the same."""
+        """Return the work multiplied by `factor`."""
         return ComputeWork(self.seconds * factor, self.crowded)
 
     def with_minimum(self, seconds: float) -> ComputeWork:
-        """No shorter."""
+        """Return the work, extended to at least `seconds`."""
         return self if self.seconds >= seconds else ComputeWork(seconds, self.crowded)
 
 
 @dataclass(frozen=True, slots=True)
 class PostSend:
-    """A message leaves; nobody here waits for it. `route` is (source, target, tag, how many went there before)."""
+    """Post a non-blocking send. `route` is (source, target, tag, number of earlier messages on these three)."""
 
     route: tuple[int, int, int, int]
     bytes: int
@@ -53,7 +53,7 @@ class WaitMessage:
 
 @dataclass(frozen=True, slots=True)
 class CopyMessage:
-    """Copy a message that has come, where no link has brought it."""
+    """Copy a received message, where no link has carried it."""
 
     route: tuple[int, int, int, int]
     bytes: int
@@ -61,9 +61,9 @@ class CopyMessage:
 
 @dataclass(frozen=True, slots=True)
 class JoinAllReduce:
-    """Take part in a sum of so many bytes, which begins when the last of `group` has come.
+    """Join an all-reduce of `bytes`, which starts when the last rank of `group` has joined.
 
-    `behind`: it goes on behind the work of its ranks, so that what they wait for has the links first.
+    `behind`: it runs in the background of its ranks' work, and messages that ranks wait for have priority on the links.
     """
 
     name: Hashable
@@ -74,7 +74,7 @@ class JoinAllReduce:
 
 @dataclass(frozen=True, slots=True)
 class WaitAllReduce:
-    """Wait until a sum is complete that this rank has taken part in."""
+    """Wait until an all-reduce that this rank has joined is complete."""
 
     name: Hashable
     group: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""How long a sum over ranks takes on a machine of nodes: from each rank to all others, or in two levels."""
+"""The cost of an all-reduce on a machine of nodes, by direct sends between all ranks or in two levels."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["AllReduceCost", "count_members", "estimate_all_reduce"]
 
 @dataclass(frozen=True, slots=True)
 class AllReduceCost:
-    """A sum takes its ranks and the links of their nodes for `carried_s`, and is complete `latency_s` later.
+    """An all-reduce occupies its ranks and the links of their nodes for `carried_s`, and is complete `latency_s` later.
 
-    `crosses`: whether it leaves a node. Where ranks share the cores of one host, nothing carries it but these: then
-    each rank's core is busy with it for `fetched_s`, and nothing else.
+    `crosses` says whether it leaves a node. Where ranks share the cores of one host, the cores themselves carry it:
+    each rank's core is then busy for `fetched_s`, and no link is used.
     """
 
     carried_s: float
@@ -29,13 +29,13 @@ class AllReduceCost:
 
     @property
     def seconds(self) -> float:
-        """Of a sum that has everything for itself."""
+        """The seconds of an all-reduce on an otherwise idle machine."""
         return self.carried_s + self.latency_s + self.fetched_s
 
 
 @lru_cache(maxsize=1024)
 def count_members(group: tuple[int, ...], node_ranks: int | None) -> tuple[int, ...]:
-    """How many ranks of a group are on each node that has any, in no order.
+    """Return how many ranks of a group are on each node with at least one, in ascending order.
 
     >>> count_members((0, 1, 5, 6), node_ranks=4)
     (2, 2)
@@ -44,14 +44,14 @@ def count_members(group: tuple[int, ...], node_ranks: int | None) -> tuple[int, 
 
 
 def estimate_all_reduce(machine: Machine, members: Sequence[int], count_bytes: int) -> AllReduceCost:
-    """The cost of the sum of so many bytes over ranks that have a term each, so many `members` on each node.
+    """Return the cost of an all-reduce of `count_bytes` over `members` ranks on each node.
 
-    `direct`: each rank sends to each other one, in two rounds where that is less
-    (`engines/comm/all_reduce_sizes.py`), and the ranks of a node share its link.
-    `two_level`: the ranks of a node sum, then the nodes, each rank its part of the numbers, then the node's ranks
-    share what they know; within a level by halves of the numbers, or, where less, of all of them (Thakur, Rabenseifner
-    and Gropp, 2005, Optimization of collective communication operations in MPICH, sections 4.1 to 4.4). Long sums go
-    through the levels in pieces, so that the slower one alone counts.
+    `direct`: each rank sends to each other rank, in two rounds where that is less (`engines/comm/all_reduce_sizes.py`),
+    and the ranks of a node share its link.
+    `two_level`: an all-reduce within each node, then between the nodes, where each rank handles a part of the numbers,
+    and then an all-gather within each node. Within a level it works by recursive halving or, where less, on all numbers
+    at once (Thakur, Rabenseifner and Gropp, 2005, Optimization of collective communication operations in MPICH,
+    sections 4.1 to 4.4). Long all-reduces pass the levels in pieces, so that only the slower level counts.
     """
     travels = _estimate_direct if machine.sums == "direct" else _estimate_two_level
     cost = travels(machine, members, count_bytes)
@@ -84,7 +84,7 @@ def _estimate_direct(machine: Machine, members: Sequence[int], count_bytes: int)
 
 
 def _estimate_tree(link: Link, ends: int, count_bytes: int, sharing: int) -> AllReduceCost:
-    """Over so many ends of links, by halves. `sharing`: how many ranks of each would send at once if all took part."""
+    """Return the cost over `ends` link ends, by recursive halving; `sharing` ranks of each end could send at once."""
     if ends < 2:
         return AllReduceCost(0.0, 0.0, False)
     rounds = math.ceil(math.log2(ends))

@@ -1,4 +1,4 @@
-"""Measures the machine that the ranks run on: kernels, overheads, messages, and what sharing the cores costs."""
+"""Calibration of the machine that the ranks run on: kernels, overheads, messages, and the cost of sharing cores."""
 
 from __future__ import annotations
 
@@ -64,10 +64,11 @@ _LARGE_BYTES, _BLOCKS = 1 << 22, 24
 
 @dataclass(frozen=True)
 class _RepeatCounts:
-    """How often rank 0 measures by itself on one core, and on all; all ranks do at once; and all train `steps` steps.
+    """The number of repetitions of each measurement.
 
-    Three times are the least that show a spread. Of several images, only convolutions of at most `most_operations` are
-    measured.
+    Rank 0 measures `alone` times on one core and `spread` times on all cores, all ranks measure `crowded` times at
+    once, and all ranks train for `rehearsals` rounds of `steps` steps. Three repetitions are the fewest that give a
+    spread. Convolutions of several images are measured only up to `most_operations`.
     """
 
     alone: int
@@ -85,12 +86,12 @@ _QUICK = _RepeatCounts(alone=3, spread=1, crowded=1, rehearsals=1, steps=3, most
 def calibrate(
     world: World, name: str = "this machine", rehearsal: CalibrationRecipes | None = None, quick: bool = False
 ) -> Machine:
-    """The machine as these ranks see it, the same on all of them; collective. It takes about a minute.
+    """Measure the machine and return it, the same on all ranks; collective. The full calibration takes about a minute.
 
-    Kernels are timed on rank 0 while the others sleep, and on all ranks at once; then these train a small network
-    together: `rehearsal` is `Rehearsal.of(world.size)`, where it was traced elsewhere. `quick`: in a quarter of a
-    minute, with few repetitions and without large convolutions of several images. How far it can be believed, its
-    `noise` says.
+    Kernels are timed on rank 0 while the other ranks sleep, and then on all ranks at once. After that, all ranks train
+    a small network together: `rehearsal` is `CalibrationRecipes.of(world.size)`, if it was traced elsewhere. `quick`
+    takes a quarter of a minute, with few repetitions and without large convolutions of several images. The machine's
+    `noise` tells how reliable the measurement is.
     """
     calibration = Calibration(world, name, rehearsal, quick)
     while calibration.machine is None:
@@ -99,9 +100,9 @@ def calibrate(
 
 
 class Calibration:
-    """`calibrate`, a part at a time: between two of them it can be given up, and whoever waits is told how far it is.
+    """`calibrate` in parts: between two parts the calibration can be abandoned, and its progress can be reported.
 
-    After the last of its `parts` it has the `machine`.
+    After the last of its parts `machine` is set.
     """
 
     def __init__(
@@ -116,28 +117,29 @@ class Calibration:
 
     @staticmethod
     def count_parts(ranks: int, quick: bool = False) -> int:
-        """How many there are."""
+        """Return the number of parts of a calibration."""
         effort = _QUICK if quick else _FULL
         return effort.alone + effort.spread + (effort.crowded if ranks > 1 else 0) + effort.rehearsals + 3
 
     @classmethod
     def start(cls, host: RankServer, rehearsal: CalibrationRecipes, quick: bool) -> None:
-        """Keep a new one for the calls that follow, which do a part each and then `end` it."""
+        """Store a new calibration in `host` for the calls of `run_next_part` and `discard` that follow."""
         host.calibration = cls(host.world, rehearsal=rehearsal, quick=quick)
 
     @staticmethod
     def run_next_part(host: RankServer) -> Machine | None:
-        """Its next part."""
+        """Run the next part of the stored calibration."""
         return host.calibration and host.calibration.run_part()
 
     @staticmethod
     def discard(host: RankServer) -> None:
-        """Keep it no longer."""
+        """Remove the stored calibration."""
         host.calibration = None
 
     def run_part(self) -> Machine | None:
-        """The next one; collective. The machine, if it was the last."""
+        """Run the next part and return the machine if it was the last one; collective."""
         before = torch.get_num_threads()
+        # The parts time single threads. The thread count is restored between them, where other calls may run.
         torch.set_num_threads(1)
         try:
             next(self._rest, None)
@@ -191,14 +193,15 @@ class Calibration:
     def _time_on_rank0(
         self, turns: int, samples: KernelTimer, how: Callable[[Callable[[], None]], None]
     ) -> Generator[None, None, list[KernelTimes]]:
-        """The samples of rank 0, timed while all others sleep."""
+        """Return the samples of rank 0, timed while all other ranks sleep in a barrier."""
         for _ in range(turns):
             _run_on_rank0(self.world, lambda: how(samples.run_round))
             yield
         return samples.timed
 
     def _measure_slice(self) -> float:
-        """How long a rank computes at a time, if others want its core too; and what other programs take is noted."""
+        """Return the seconds of a rank's time slice when others want its core, and record the share of other programs.
+        """
         spin, slices = _measure_spin(self.world)
         self._spins.append(compute_foreign_share(self.world.all_gather(spin), count_cores()))
         found = [length_s for own in self.world.all_gather(slices) for length_s in own]
@@ -206,7 +209,7 @@ class Calibration:
 
 
 def _run_on_rank0(world: World, work: Callable[[], Any]) -> Any:
-    """On rank 0, while all others sleep."""
+    """Run `work` on rank 0 between two barriers, in which all other ranks sleep."""
     world.barrier()
     found = work() if world.rank == 0 else None
     world.barrier()
@@ -214,7 +217,7 @@ def _run_on_rank0(world: World, work: Callable[[], Any]) -> Any:
 
 
 def _measure_rank() -> dict[str, Any]:
-    """What a rank tells of itself alone, by the names that a machine has for it."""
+    """Return the numbers that one rank measures alone, by the names of the machine's fields."""
     return {
         **measure_overheads(),
         "weight_s": _measure_weight_seconds(),
@@ -226,7 +229,7 @@ def _measure_rank() -> dict[str, Any]:
 
 
 def _run_on_all_cores(work: Callable[[], None]) -> None:
-    """Each kernel shared out among all cores."""
+    """Run `work` with each kernel split over all cores."""
     use_threads(count_cores())
     try:
         work()
@@ -235,19 +238,20 @@ def _run_on_all_cores(work: Callable[[], None]) -> None:
 
 
 def _measure_copy_rate() -> float:
-    """Into fresh memory, as messages are packed, of what no cache holds."""
+    """Return the bytes per second of copies into new memory, as messages are packed, of data that no cache holds."""
     blocks = torch.rand(_BLOCKS, _LARGE_BYTES // 16)
     return blocks.nbytes / measure_median_seconds(lambda: [block.clone() for block in blocks])
 
 
 def _measure_spin(world: World) -> tuple[Spin, list[float]]:
-    """What this rank was given of a core while all ranks asked for one, and for how long at a time."""
+    """Return the CPU time of this rank while all ranks spin, and the lengths of its time slices in seconds."""
     world.barrier()
     spent_s = time.thread_time()
     start_s = now_s = began_s = time.perf_counter()
     slices = []
     while now_s - start_s < _SLICES_S:
         before_s, now_s = now_s, time.perf_counter()
+        # A gap between two reads of the clock means that the operating system had given the core to another thread.
         if now_s - before_s > _GAP_S:
             slices.append(before_s - began_s)
             began_s = now_s
@@ -255,14 +259,14 @@ def _measure_spin(world: World) -> tuple[Spin, list[float]]:
 
 
 def measure_overheads() -> dict[str, float]:
-    """`call_s`, `back_call_s` and `instruction_s` of this rank, as `Machine` has them."""
+    """Return `call_s`, `back_call_s` and `instruction_s` of this rank, as in `Machine`."""
     call_s, back_call_s = _measure_call_seconds()
     instruction_s = _measure_instruction_seconds(call_s, back_call_s)
     return {"call_s": call_s, "back_call_s": back_call_s, "instruction_s": instruction_s}
 
 
 def _measure_call_seconds() -> tuple[float, float]:
-    """Of a kernel call beside its work, forward and back."""
+    """Return the seconds of a kernel call in addition to its work, forward and backward."""
     calls = 50
     x = torch.zeros(1, 4, 2, 2)
 
@@ -278,7 +282,10 @@ def _measure_call_seconds() -> tuple[float, float]:
 
 
 def _measure_instruction_seconds(call_s: float, back_call_s: float) -> float:
-    """Of one instruction beside its kernels: a program of many that do next to nothing, forward and back."""
+    """Return the seconds of one instruction in addition to its kernels.
+
+    The measured program has many instructions that do next to nothing, forward and backward.
+    """
     weight = torch.ones(1, requires_grad=True)
     segments = [
         Compute(f"s{i}", (LocalOp(f"v{i + 1}", "aten.mul.Tensor", (Ref(f"v{i}"), Ref("w"))),), (f"v{i}",),
@@ -324,9 +331,10 @@ def _measure_statistic_seconds() -> float:
 
 
 def _measure_messages(world: World) -> tuple[float, float]:
-    """Latency, and bytes in a second, of messages to a neighbour and back while all ranks send.
+    """Return latency in seconds and bytes per second of messages to the neighbours while all ranks send.
 
-    Latency is the least that was seen: that whoever sleeps goes on later is no message's, but `resume_s`.
+    The latency is the smallest measured: the delayed resumption of a sleeping rank is part of `resume_s`, not of a
+    message.
     """
     if world.size == 1:
         return 0.0, float("inf")
@@ -337,9 +345,9 @@ def _measure_messages(world: World) -> tuple[float, float]:
 
 
 def _measure_ring_seconds(world: World, count_bytes: int, blocks: int) -> list[float]:
-    """Each time, of a message to the right and one from the left, between so many blocks in turn.
+    """Return the seconds of each exchange with the right and the left neighbour, cycling through `blocks` buffers.
 
-    Large values lie in no cache.
+    Large buffers are then in no cache.
     """
     right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
     out, into = (torch.zeros(blocks, count_bytes, dtype=torch.uint8) for _ in range(2))

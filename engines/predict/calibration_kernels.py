@@ -1,4 +1,4 @@
-"""The kernels that a calibration times: those of common networks' layers, in tiles and whole."""
+"""The kernels that a calibration times: those of the layers of common networks, in tiles and whole."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from engines.spatial.kernels import get_kernel
 __all__ = ["KernelCall", "LayerSize", "make_calls"]
 
 KernelCall = tuple[str, tuple[Any, ...]]
-"""A kernel's name, and its arguments."""
+"""A kernel's name and its arguments."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSize:
-    """Channels, and pixels along a side, of the values of a layer."""
+    """The channels of a layer's values, and their pixels along a side."""
 
     channels: int
     side_px: int
@@ -29,7 +29,7 @@ class LayerSize:
 
 @dataclass(frozen=True, slots=True)
 class ConvolutionSpec:
-    """A convolution over so many images, of as many pixels along a side; `groups` and `bias` as in PyTorch."""
+    """A convolution over `images` images of `side_px` pixels along a side; `groups` and `bias` as in PyTorch."""
 
     read: int
     made: int
@@ -41,7 +41,7 @@ class ConvolutionSpec:
 
     @property
     def operations(self) -> int:
-        """Multiplications and additions of a forward pass."""
+        """The multiplications and additions of a forward pass."""
         return 2 * self.images * self.side_px**2 * self.made * self.read // self.groups * self.kernel_px**2
 
 
@@ -52,7 +52,7 @@ _THREE_BY_THREE = {
     128: ((4, 4), (8, 1), (16, 2), (16, 4), (28, 1), (32, 4), (64, 1)),
     256: ((2, 4), (4, 4), (8, 1), (8, 2), (8, 4), (14, 1), (16, 4), (32, 1)),
     512: ((2, 4), (4, 1), (4, 4), (8, 1), (8, 2), (8, 4), (14, 1), (16, 4)),
-}  # pixels along a side, and images, by width
+}  # (pixels along a side, images) by width
 
 _CONVOLUTIONS = (
     ConvolutionSpec(3, 16, 3, 128),
@@ -76,17 +76,16 @@ _CONVOLUTIONS = (
     ConvolutionSpec(16, 3, 1, 256, bias=True),
     ConvolutionSpec(64, 4, 1, 64, bias=True),
 )
-"""From the first layers of a network to its last ones, in tiles and whole, of one image and of several.
+"""Convolutions from the first to the last layers of networks, in tiles and whole, of one and of several images.
 
-PyTorch computes a small image that is alone in another way, which can be three times as fast, and shares several out
-among cores more evenly. The last ones have a bias, which makes forward up to twice as long.
-"""
+PyTorch uses another algorithm for a small single image, which can be three times as fast, and splits several images
+over cores more evenly. The last entries have a bias, which makes forward up to twice as slow."""
 
 
 def make_calls(sizes: Sequence[LayerSize], most_operations: float = math.inf) -> list[KernelCall]:
-    """As networks of these sizes ask for them, of all classes, and all convolutions.
+    """Return the calls of all kernel classes at these layer sizes, and all convolutions.
 
-    Those of several images only up to so many operations.
+    Convolutions of several images are included only up to `most_operations`.
     """
     convolutions = [
         _make_convolution(each) for each in _CONVOLUTIONS if each.images == 1 or each.operations <= most_operations
@@ -103,14 +102,14 @@ def _make_convolution(filters: ConvolutionSpec) -> KernelCall:
 
 
 def _make_transposed(channels: int, side: int) -> KernelCall:
-    """One that doubles the pixels along each side; of two images, see `_CONVOLUTIONS`."""
+    """Return a transposed convolution that doubles the pixels along each side, of two images: see `_CONVOLUTIONS`."""
     x, weight = _make_values(2, channels, side, side), _make_weight(channels, max(1, channels // 2), 2)
     bias = torch.zeros(weight.shape[1], requires_grad=True)
     return "tile.conv_transpose", (x, weight, bias, [2, 2], [1, 1], 1, (0, 0, 0, 0))
 
 
 def _make_size_calls(size: LayerSize) -> Iterator[KernelCall]:
-    """What a network of that size is made of, beside its convolutions."""
+    """Yield the kernel calls of a network's layer of that size, except plain convolutions."""
     channels, side = size.channels, size.side_px
     x = _make_values(1, channels, side, side)
     gain, offset = torch.ones(channels, requires_grad=True), torch.zeros(channels, requires_grad=True)

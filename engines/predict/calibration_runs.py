@@ -1,4 +1,5 @@
-"""A small network trained on all ranks, whole and in tiles: what sharing the cores costs, and what instructions do."""
+"""Trains a small network on all ranks, whole and in tiles: measures instruction overheads and the cost of shared cores.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +47,10 @@ _OVERHEADS = {"compute": "instruction_s", "halo": "exchange_s", "all-reduce": "s
 
 @dataclass(frozen=True)
 class CalibrationRecipes:
-    """One network three times: in a strip for each rank, where every layer has a halo and a sum; in replicas of small
-    images; and in stages, whose ranks take turns with all cores: of images that are worth it.
+    """One network in three layouts.
+
+    `strips`: one strip for each rank, so that every layer has a halo and an all-reduce. `small`: replicas of small
+    images. `turns`: stages, whose ranks use all cores in turn, with images that are large enough for that.
     """
 
     strips: Recipe
@@ -56,7 +59,7 @@ class CalibrationRecipes:
 
     @classmethod
     def of(cls, ranks: int) -> CalibrationRecipes:
-        """For so many ranks."""
+        """Return the recipes for a number of ranks."""
         strips = Plan(split_size=1, spatial_size=1, num_spatial_parts=ranks, slice_method="horizontal")
         replicas = Plan(split_size=1, spatial_size=0, data_parallel=ranks)
         stages = max(count for count in range(1, _MOST_STAGES + 1) if ranks % count == 0)
@@ -69,7 +72,7 @@ class CalibrationRecipes:
 
     @property
     def acts(self) -> tuple[tuple[Recipe, bool], ...]:
-        """In this order they are played: each on one core for a rank, or on all that the plan gives it."""
+        """The recipes in the order of their runs, each with whether a rank uses all cores that the plan gives it."""
         return (self.strips, False), (self.small, False), (self.turns, True)
 
 
@@ -86,10 +89,10 @@ def _build_network() -> nn.Module:
 
 @dataclass(frozen=True, slots=True)
 class CalibrationTimes:
-    """Medians over steps: seconds of a step (of the slowest rank), and of each rank the processor's time from one of
-    its instructions to the next, without looking for messages that had not come.
+    """Medians over steps: seconds of a step on the slowest rank, and the CPU time of each instruction of each rank.
 
-    `jitter`: by which part of it that time is another one in the next step. `spread`: as `Noise` has it, of steps.
+    The CPU time runs from one instruction to the next, without polling for messages that had not arrived. `jitter`: by
+    which fraction this time differs from step to step. `spread`: that of the step times, as in `Noise`.
     """
 
     step_s: float
@@ -102,23 +105,23 @@ _UNSEEN = CalibrationTimes(0.0, ())
 
 
 class CalibrationRuns:
-    """Some steps of each, a `turn` at a time; collective."""
+    """Runs the three recipes, some steps of each in every round; collective."""
 
     def __init__(self, world: World, rehearsal: CalibrationRecipes, steps: int = STEPS) -> None:
         self._acts, self._steps = [_CalibrationRun(world, *each) for each in rehearsal.acts], steps
 
     def run_round(self) -> None:
-        """So many steps more of each."""
+        """Run `steps` more steps of each recipe."""
         for act in self._acts:
             act.run_steps(self._steps)
 
     def gather_times(self) -> list[CalibrationTimes]:
-        """What was found, the same on all ranks."""
+        """Return the times of each recipe, the same on all ranks."""
         return [act.gather_times() for act in self._acts]
 
 
 class _CalibrationRun:
-    """One training of a rehearsal, on this rank."""
+    """The training of one calibration recipe on this rank."""
 
     def __init__(self, world: World, recipe: Recipe, all_cores: bool) -> None:
         self.world, self.training = world, RankTraining(world, recipe)
@@ -130,7 +133,7 @@ class _CalibrationRun:
         self.apart: list[float] = []
 
     def run_steps(self, steps: int) -> None:
-        """So many steps; the first ones bring back into caches what others have pushed out."""
+        """Run and record `steps` steps, after warm-up steps that refill the caches which other recipes have evicted."""
         found = [self._run_step() for _ in range(_WARM_UP + steps)][_WARM_UP:]
         self.steps += [step_s for step_s, _ in found]
         self.spent += [spent_s for _, spent_s in found]
@@ -144,7 +147,7 @@ class _CalibrationRun:
         return time.perf_counter() - start_s, spent_s
 
     def gather_times(self) -> CalibrationTimes:
-        """By all ranks; collective."""
+        """Return the times gathered from all ranks; collective."""
         own = (
             statistics.median(self.steps),
             _compute_medians(self.spent),
@@ -156,7 +159,7 @@ class _CalibrationRun:
 
 
 def _measure_instructions(training: RankTraining) -> Iterator[float]:
-    """In each instruction of the step."""
+    """Yield the CPU time in seconds of each instruction of the step, without polling."""
     before_s = time.thread_time() - get_wait_cpu_s()
     while not training.worker.done:
         training.advance()
@@ -170,23 +173,28 @@ def _compute_medians(steps: Sequence[Sequence[float]]) -> tuple[float, ...]:
 
 
 def _compute_difference(one_s: Sequence[float], other_s: Sequence[float]) -> float:
-    """How far the instructions of a step are from those of the next one; of an exponential law that is its mean."""
+    """Return the relative difference of the instruction times of two steps.
+
+    For an exponential distribution the expectation of this difference is the mean of the distribution.
+    """
     return min(1.0, sum(abs(one - other) for one, other in zip(one_s, other_s, strict=True)) / sum(other_s))
 
 
 def fit_machine(machine: Machine, rehearsal: CalibrationRecipes, seen: Sequence[CalibrationTimes]) -> Machine:
-    """The machine whose ranks would have taken as long.
+    """Return the machine with the parameters that reproduce the measured times.
 
-    What instructions take by themselves is seen where images are small; then what tiles compute longer since they wait
-    for each other, how long waiting goes on after its end where others have all cores, and last what a kernel of
-    several threads takes longer than its part. One rank alone has nobody to wait for.
+    The overheads of instructions come from the run with small images. The tiled run then gives the additional computing
+    time of tiles that wait for each other, and the delay with which a wait ends where others occupy all cores. Last,
+    the run in stages gives the cost of a kernel of several threads beyond its parallel part. A single rank never waits,
+    so its jitter is not fitted.
     """
     tiled, few, turns = played = [RunComparison(*act, each) for act, each in zip(rehearsal.acts, seen, strict=True)]
+    # The order of the fits matters: each parameter explains what those fitted before it leave unexplained.
     bare = replace(machine, cold_copies=0.0, **dict.fromkeys(_OVERHEADS.values(), 0.0))
     over = _reduce_to_medians(tiled.compute_overheads_s(bare)) | {
         "instruction_s": _reduce_to_medians(few.compute_overheads_s(bare))["instruction_s"]
     }
-    over["instruction_s"] = max(over["instruction_s"], machine.instruction_s)  # where kernels were faster than alone
+    over["instruction_s"] = max(over["instruction_s"], machine.instruction_s)  # where kernels ran faster than alone
     machine = replace(bare, **over)
     machine = _fit_update_s(replace(machine, cold_copies=tiled.fit_cold_copies(machine)), played[:-1])
     if len(tiled.programs) > 1:
@@ -197,19 +205,19 @@ def fit_machine(machine: Machine, rehearsal: CalibrationRecipes, seen: Sequence[
 
 
 def _reduce_to_medians(over: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """The median of each number, where it was seen."""
+    """Return the median of each number that was measured, at least 0."""
     return {name: max(0.0, statistics.median(found)) for name, found in over.items() if found}
 
 
 def _fit_update_s(machine: Machine, played: Sequence[RunComparison]) -> Machine:
-    """With updates that take as long as they did, whatever their weights and running statistics do not explain."""
+    """Return the machine with the `update_s` that the costs of weights and running statistics leave unexplained."""
     taken_s = sum(each.get_measured_s("update") for each in played)
     known_s = sum(each.estimate_total_s(machine, "update") for each in played)
     return replace(machine, update_s=max(0.0, (taken_s - known_s) / sum(len(each.programs) for each in played)))
 
 
 def _bisect(most: float, is_too_little: Callable[[float], bool]) -> float:
-    """The number between 0 and `most` up to which it is too little."""
+    """Return the number between 0 and `most` up to which `is_too_little` holds, after 15 bisections."""
     low, high = 0.0, most
     for _ in range(15):
         middle = (low + high) / 2
@@ -219,7 +227,7 @@ def _bisect(most: float, is_too_little: Callable[[float], bool]) -> float:
 
 @dataclass
 class RunComparison:
-    """A rehearsal as a machine would run it, and as it was `seen`."""
+    """The programs of one calibration recipe, to compare their predicted times with the measured times (`seen`)."""
 
     recipe: Recipe
     all_cores: bool = False
@@ -231,7 +239,7 @@ class RunComparison:
         self.tallies = [build_tally(program, graph) for program in self.programs]
 
     def estimate_work_s(self, machine: Machine) -> list[list[float]]:
-        """What each rank computes in each step of its program while all of them are at work."""
+        """Return the predicted seconds of computation of each step of each rank while all ranks are busy."""
         prices, ranks = CostModel(machine), zip(self.programs, self.tallies, strict=True)
         slow = partial(machine.compute_slowdown, len(self.programs))
         return [
@@ -240,11 +248,11 @@ class RunComparison:
         ]
 
     def estimate_total_s(self, machine: Machine, kind: str) -> float:
-        """That of one kind of instructions, of all ranks."""
+        """Return the predicted seconds of all instructions of a kind, summed over the ranks."""
         return self._sum_kind(self.estimate_work_s(machine), kind)
 
     def get_measured_s(self, kind: str) -> float:
-        """The same, as it was seen."""
+        """Return the measured seconds of all instructions of a kind, summed over the ranks."""
         return self._sum_kind(self.seen.spent_s, kind)
 
     def _sum_kind(self, seconds: Sequence[Sequence[float]], kind: str) -> float:
@@ -256,7 +264,7 @@ class RunComparison:
         )
 
     def compute_overheads_s(self, bare: Machine) -> dict[str, list[float]]:
-        """What instructions took beyond their kernels and copies, by the name that a machine has for it."""
+        """Return the measured minus the predicted seconds of the instructions, by the names of the machine's fields."""
         found: dict[str, list[float]] = {name: [] for name in _OVERHEADS.values()}
         for program, works_s, spent_s in zip(self.programs, self.estimate_work_s(bare), self.seen.spent_s, strict=True):
             for step, work_s, taken_s in zip(program.steps, works_s, spent_s, strict=True):
@@ -265,18 +273,22 @@ class RunComparison:
         return found
 
     def fit_cold_copies(self, machine: Machine) -> float:
-        """How often ranks that waited must have copied what they worked on next, if that took as long as it did."""
+        """Return the `cold_copies` with which the predicted time of computation equals the measured time, at least 0.
+        """
         warm_s, cold_s = (self.estimate_total_s(replace(machine, cold_copies=times), "compute") for times in (0.0, 1.0))
         return max(0.0, self.get_measured_s("compute") - warm_s) / (cold_s - warm_s) if cold_s > warm_s else 0.0
 
     def fit_parameter(self, machine: Machine, name: str) -> Machine:
-        """The machine with so much of `name` that a step takes as long as it did, as far as that explains it."""
+        """Return the machine with the value of `name` at which a simulated step takes the measured time.
+
+        The value is bounded by the measured step time divided by the number of convolutions.
+        """
         most_s, step_s = self.seen.step_s / len(_WIDTHS) / _DEPTH, self.seen.step_s
         found_s = _bisect(most_s, lambda each_s: self.simulate_seconds(replace(machine, **{name: each_s})) < step_s)
         return replace(machine, **{name: found_s})
 
     def simulate_seconds(self, machine: Machine) -> float:
-        """Of a step of all ranks."""
+        """Return the simulated seconds of a step of all ranks."""
         plan, cores = self.recipe.plan, machine.cores if self.all_cores else None
         threads = [compute_threads(plan, program.rank, cores or 1, machine.node_ranks) for program in self.programs]
         return simulate(self.programs, self.tallies, machine, threads).seconds

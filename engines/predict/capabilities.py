@@ -1,4 +1,5 @@
-"""What parallelism can do at which image size: which kinds fit into a machine's memory, and how fast they are."""
+"""Compares the kinds of parallelism over image sizes: which kinds fit into a machine's memory, and how fast they are.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +24,12 @@ __all__ = ["SIZES_PX", "Capabilities", "capabilities"]
 
 SIZES_PX = (256, 512, 1024, 2048, 4096, 8192, 16384)
 EACH = 6
-"""Plans of each kind that are looked at."""
+"""The number of plans of each kind that are considered."""
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """An explanation for each size of square images, of batches of `batch`; `rank_bytes` is what a rank may use."""
+    """One explanation for each size of square images, in batches of `batch`; a rank may use `rank_bytes`."""
 
     model: str
     machine: str
@@ -39,11 +40,11 @@ class Capabilities:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Those of which there is a plan."""
+        """The kinds of which there is a plan."""
         return tuple(kind for kind in KINDS if any(each.get_verdict(kind) for each in self.by_size.values()))
 
     def get_verdict(self, kind: str, size_px: int) -> Verdict | None:
-        """What became of a kind at a size."""
+        """Return the verdict of a kind at a size."""
         return self.by_size[size_px].get_verdict(kind)
 
 
@@ -60,11 +61,11 @@ def capabilities(
     rank_bytes: int | None = None,
     seen: Callable[[int, int], None] = lambda done, of: None,
 ) -> Capabilities:
-    """The best plan of each kind for all ranks, at each size of image, by forecasts from the model itself.
+    """Return the best plan of each kind for all ranks at each image size, by forecasts of the model itself.
 
-    Of each kind some plans are looked at, evenly taken from all that are searched, or those that are `asked` for.
-    `rank_bytes`: what a rank may use, the machine's if it is None. `seen(done, of)` is called after each plan.
-    `machine` may be a name. Raises PlanError where there is no plan or no size.
+    Of each kind some plans are considered, evenly sampled from all that are searched, or else the plans `asked`.
+    `rank_bytes` is the memory that a rank may use (None: that of the machine). `seen(done, of)` is called after each
+    plan. `machine` may be a name. Raises PlanError if there is no plan or no size.
 
     >>> from engines.models import resnet20_v1
     >>> from mpi4dl_nb import capabilities
@@ -87,9 +88,9 @@ def capabilities(
 
 
 def select_plans(ranks: int, batch: int, each: int = EACH) -> Iterator[Plan]:
-    """At most `each` plans of every kind, from those with the smallest replicas to those with the largest.
+    """Yield at most `each` plans of every kind, from those with the smallest replicas to those with the largest.
 
-    >>> [kind_of(plan) for plan in select_plans(2, 1, each=1)]
+    >>> [classify_plan(plan) for plan in select_plans(2, 1, each=1)]
     ['data', 'layer', 'bidirectional', 'spatial']
     """
     by_kind: dict[str, list[Plan]] = {kind: [] for kind in KINDS}

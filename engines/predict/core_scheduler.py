@@ -1,4 +1,4 @@
-"""Who computes when: ranks with processors of their own here, those that share cores in `run_queue.py`."""
+"""Schedules computation on cores: ranks with their own processors here, ranks that share cores in `run_queue.py`."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ __all__ = ["CoreScheduler", "DedicatedCores", "SharedCores"]
 
 
 class CoreScheduler(Protocol):
-    """Work under way. Times never go back."""
+    """The computation in progress. Times never decrease."""
 
     def start(self, rank: int, work: ComputeWork, now: float) -> None:
-        """A rank begins some work."""
+        """Start work on a rank."""
 
     def is_saturated(self, rank: int) -> bool:
-        """Whether others have all that a rank could go on with."""
+        """Return whether other ranks occupy all cores on which the rank could continue."""
 
     def find_next_end(self) -> float:
-        """When the next work is done, if no other begins before."""
+        """Return when the next work is done, if no other work starts before."""
 
     def advance_to(self, now: float) -> Sequence[int]:
-        """Go on to `now`; the ranks whose work is done."""
+        """Advance the time to `now` and return the ranks whose work is done."""
 
 
 class DedicatedCores:
-    """Every rank has its own."""
+    """Every rank has its own processor."""
 
     def __init__(self) -> None:
         self._ends: list[tuple[float, int]] = []
@@ -54,7 +54,7 @@ class DedicatedCores:
 
 
 class SharedCores:
-    """The ranks of each node share its cores. `threads` are those of each rank."""
+    """The ranks of each node share its cores. `threads` holds the thread count of each rank."""
 
     def __init__(self, machine: Machine, threads: Mapping[int, int]) -> None:
         self.machine = machine

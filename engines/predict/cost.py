@@ -1,4 +1,4 @@
-"""Seconds of each step of a rank's program on a machine, and what it waits for: all that a simulation needs."""
+"""Costs of each step of a rank's program on a machine: the actions, with their seconds and waits, for the simulator."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ from engines.spatial.moves import Move
 
 __all__ = ["CostModel", "build_step_actions", "count_work", "estimate_segment_work"]
 
-_CACHE_BYTES = 1 << 24  # of one core's work no cache is larger
+_CACHE_BYTES = 1 << 24  # no cache of one core is larger
 
 
 def build_step_actions(
     program: Program, tally: RankTally, machine: Machine | CostModel, threads: int, again: bool, away: bool = False
 ) -> list[tuple[Action, ...]]:
-    """What the rank does in each step of its program, in order.
+    """Return the actions of the rank in each step of its program, in order.
 
-    `again`: segments are computed again for backward; `away`: what is kept for it is put away, as fast as memory takes
-    it, or from a device to its host and back.
+    `again`: segments are recomputed for backward. `away`: saved activations are offloaded, at the rate of memory, or
+    from a device to its host and back.
     """
     return list(_ActionBuilder(program, tally, CostModel.from_machine(machine), threads, again, away).build_steps())
 
 
 class CostModel:
-    """What segments and sums take on a machine; those that are alike are asked for once."""
+    """The costs of segments and all-reduces on a machine, cached for those that are alike."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
@@ -61,18 +61,18 @@ class CostModel:
 
     @classmethod
     def from_machine(cls, machine: Machine | CostModel) -> CostModel:
-        """Those of a machine that nobody has asked for prices yet, or those that are known already."""
+        """Return a new cost model of a machine, or the argument itself if it is a cost model, with its cache."""
         return machine if isinstance(machine, CostModel) else cls(machine)
 
     def get_segment_work(self, segment: SegmentTally, threads: int, phase: Phase, again: bool) -> ComputeWork:
-        """As `segment_work`."""
+        """Return the cached result of `estimate_segment_work`."""
         key = segment.ops, segment.moves, segment.late, threads, phase, again
         if key not in self._known:
             self._known[key] = estimate_segment_work(segment, self.machine, threads, phase, again)
         return self._known[key]
 
     def get_all_reduce_cost(self, group: tuple[int, ...], count_bytes: int) -> AllReduceCost:
-        """As `sum_cost`, for the ranks of a group."""
+        """Return the cached result of `estimate_all_reduce` for the ranks of a group."""
         members = count_members(group, self.machine.node_ranks if self.machine.between else None)
         if (members, count_bytes) not in self._sums:
             self._sums[members, count_bytes] = estimate_all_reduce(self.machine, members, count_bytes)
@@ -82,7 +82,7 @@ class CostModel:
 def estimate_segment_work(
     segment: SegmentTally, machine: Machine, threads: int, phase: Phase, again: bool = False
 ) -> ComputeWork:
-    """One thread's, or some threads', work on a segment walked one way."""
+    """Return the work of one phase of a segment on one or several threads."""
     if phase is Phase.FORWARD:
         forward = sum((_estimate_forward(op, machine, threads) for op in segment.ops), ComputeWork(0.0))
         return forward.with_minimum(machine.least_s * len(segment.ops))
@@ -98,7 +98,7 @@ def estimate_segment_work(
 
 
 def count_work(op: OpTally) -> tuple[int, tuple[float, ...]]:
-    """Units of work going forward, and the size that their speed depends on: see `Speed`."""
+    """Return the units of work of a call in forward, and the size that its speed depends on: see `Speed`."""
     if op.kind not in BY_ARITHMETIC:
         return op.bytes, (op.bytes,)
     dot, filters, *images = op.shape or (1, 1)
@@ -111,20 +111,21 @@ def _estimate_forward(op: OpTally, machine: Machine, threads: int) -> ComputeWor
 
 
 def _estimate_gradient_move(size: int, machine: Machine, threads: int) -> ComputeWork:
-    """A gradient is added to another one, or copied."""
+    """Return the work of adding a gradient to another one, or of copying it."""
     return _estimate_kernel(machine, machine.call_s, threads, "pointwise", size, (size,))
 
 
 def _estimate_backward(op: OpTally, machine: Machine, threads: int, phase: Phase) -> ComputeWork:
-    """All of a call's gradients, or its inputs' or weights' alone."""
+    """Return the work of all gradients of a call, or of those of its inputs or weights alone."""
     if not op.gradients:
         return ComputeWork(0.0)
     amount, at = count_work(op)
     part = 0.0 if phase is Phase.WEIGHTS else 1.0
     if op.kind in BY_ARITHMETIC:
         inputs, weights = machine.estimate_gradient_parts(op.kind, at)
-        both = op.gradients > 1  # else the weights' alone, as in a first layer
+        both = op.gradients > 1  # else only the weights need gradients, as in a first layer
         parts = {Phase.INPUTS: inputs * both, Phase.WEIGHTS: weights}
+        # `inputs` and `weights` are fractions of a backward that computes both, which counts as two forward passes.
         part = 2 * parts.get(phase, 1.0 if both else weights)
     return (
         _estimate_kernel(machine, machine.back_call_s, threads, op.kind, amount * part, at, back=True)
@@ -165,7 +166,7 @@ class _ActionBuilder:
             yield actions
 
     def _get_overhead_s(self, step: Step) -> float:
-        """What the instruction takes by itself, whatever its size."""
+        """Return the seconds that the instruction takes regardless of its size."""
         machine = self.machine
         match step.instruction:
             case Exchange():
@@ -175,11 +176,12 @@ class _ActionBuilder:
         return machine.instruction_s
 
     def _build_actions(self, step: Step, waited: bool) -> Iterable[Action]:
-        """`waited`: the rank did so just before."""
+        """Yield the actions of a step; `waited` says whether the rank waited in the step before."""
         match step.instruction:
             case Compute() as segment:
                 tally = self._get_direction_tally(step).segments[segment.name]
                 work = self.prices.get_segment_work(tally, self.threads, step.phase, self.again)
+                # After a wait the caches are cold: the segment's data, up to the size of a cache, is charged as copies.
                 if waited and work.seconds:
                     yield self._estimate_copy(
                         self.machine.cold_copies * min(_CACHE_BYTES, sum(op.bytes for op in tally.ops))
@@ -191,7 +193,7 @@ class _ActionBuilder:
                     )
             case Exchange() as exchange:
                 yield from self._build_exchange(exchange, step)
-            case CountLabels() as counting:  # what it computes is nothing beside a convolution
+            case CountLabels() as counting:  # its own computation is negligible beside a convolution
                 for each in counting.program.select_instructions(AllReduce):
                     yield from self._build_all_reduce(each.group, each.bytes)
                 yield from self._build_all_reduce(counting.group, counting.bytes)
@@ -211,16 +213,17 @@ class _ActionBuilder:
         )
 
     def _estimate_offload(self, count_bytes: float, phase: Phase) -> ComputeWork:
-        """What is kept for backward is put away, and comes back where it cannot be read where it lies."""
+        """Return the work of offloading saved activations, or of loading those that cannot be read in place."""
         host_per_s = self.machine.host_per_s
         if host_per_s is None:
             return self._estimate_copy(count_bytes if phase is Phase.FORWARD else 0)
         return ComputeWork(count_bytes / min(host_per_s, self.machine.copy_per_s))
 
     def _build_exchange(self, exchange: Exchange, step: Step) -> Iterator[Action]:
-        """Pack, send, wait for what is expected, unpack, where that is needed; so with the rank's own pixels.
+        """Yield the actions of an exchange: pack, send, wait for each message, and unpack.
 
-        On a host whose cores the ranks share, whoever waits for a message fetches it, when it has the time for that.
+        Packing and unpacking are charged only for bytes that are copied, among them the rank's own pixels. On a host
+        whose cores the ranks share, the receiver copies each message.
         """
         forward = step.phase is Phase.FORWARD
         sends, receives = exchange.sends, exchange.receives
@@ -229,6 +232,7 @@ class _ActionBuilder:
         tag = exchange.tag + (not forward)
         packed, unpacked = count_staged_bytes(exchange, forward)
         yield self._estimate_copy(packed)
+        # All sends are posted before the first wait; otherwise two ranks that exchange halos would wait for each other.
         for move in sends:
             yield PostSend(self._make_route(self.sent, (move.source, move.target, tag)), exchange.compute_bytes([move]))
         for move in receives:
@@ -241,7 +245,8 @@ class _ActionBuilder:
         yield self._estimate_copy(unpacked + own)
 
     def _can_skip_copy(self, exchange: Exchange, step: Step) -> bool:
-        """Whether a rank's own pixels lie in the window already, or their gradients may stay in the window's."""
+        """Return whether the rank's own pixels are already in the window, or their gradients may stay in the window's.
+        """
         if step.phase is Phase.FORWARD:
             return exchange.target in self._get_direction_tally(step).roomy
         return (
@@ -259,10 +264,11 @@ class _ActionBuilder:
         return (*place, counts[place] - 1)
 
     def _build_all_reduce(self, group: tuple[int, ...], count_bytes: int) -> Iterator[Action]:
-        """Messages and additions; no rank goes on before all have come."""
+        """Yield the actions of a blocking all-reduce: no rank continues before all have joined."""
         if len(group) < 2:
             return
         self.sums[group] += 1
+        # All-reduces of one group are matched by their order, which is the same on all ranks of the group.
         name = ("sum", group, self.sums[group])
         yield JoinAllReduce(name, group, count_bytes)
         yield WaitAllReduce(name, group)

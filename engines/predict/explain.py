@@ -1,4 +1,4 @@
-"""Why a search chose what it chose: the best plan of each kind of parallelism, in words and with its numbers."""
+"""Explains the result of a search: the best plan of each kind of parallelism, in words and numbers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from engines.predict.time_breakdown import compute_time_shares
 
 __all__ = ["Explanation", "Verdict", "explain", "explain_forecasts"]
 
-WORTH_SAYING = 0.05  # of a step's time
+WORTH_SAYING = 0.05  # fraction of a step's time
 
 
 class BoundedPlan(Protocol):
-    """A plan that was not simulated: at most so many images per second, and at least so many bytes."""
+    """A plan that was not simulated, with an upper bound on images per second and a lower bound on bytes."""
 
     @property
     def plan(self) -> Plan: ...
@@ -35,10 +35,10 @@ class BoundedPlan(Protocol):
 
 @dataclass(frozen=True)
 class Verdict:
-    """The best plan of a kind; where none fits it is the one that needs least, where none can run `reason` says why.
+    """The best plan of a kind; if none fits, the plan that needs least; if none can run, the `reason`.
 
-    Where none was simulated it is None, and `bound` is what is known of the best without. `looked_at` is how many there
-    were, `share` its images per second as a part of the best plan's of all that fit.
+    If none was simulated, `best` is None, and `bound` is the best plan by its bounds. `looked_at` is the number of
+    plans, `share` the images per second relative to the best plan of all kinds that fits.
     """
 
     kind: str
@@ -51,7 +51,7 @@ class Verdict:
 
     @property
     def plan(self) -> Plan | None:
-        """That of the best, simulated or not."""
+        """The best plan, simulated or not."""
         found = self.best or self.bound
         return found.plan if found else None
 
@@ -68,7 +68,8 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Explanation:
-    """One verdict for each kind that was looked at. `rank_bytes` is what a rank may use, None where any is right."""
+    """The verdicts of all kinds that were considered. `rank_bytes` is the memory that a rank may use (None: unlimited).
+    """
 
     ranks: int
     verdicts: tuple[Verdict, ...]
@@ -76,18 +77,18 @@ class Explanation:
 
     @property
     def best(self) -> Verdict | None:
-        """That of the kind which is fastest and fits; None where none does."""
+        """The verdict of the fastest kind that fits, or None."""
         return max(
             (each for each in self.verdicts if each.fits and each.best), key=lambda each: each.share, default=None
         )
 
     def get_verdict(self, kind: str) -> Verdict | None:
-        """That of a kind, None where no plan of it was looked at."""
+        """Return the verdict of a kind, or None if no plan of the kind was considered."""
         return next((each for each in self.verdicts if each.kind == kind), None)
 
     @property
     def sentences(self) -> tuple[str, ...]:
-        """The best first, then the other kinds: the faster before the slower, then what does not fit."""
+        """One sentence for each kind: the best first, then the faster before the slower, then those that do not fit."""
         chosen = self.best
         others = sorted((each for each in self.verdicts if each is not chosen), key=_get_sort_key)
         first = [self._describe_best(chosen.kind, chosen.best)] if chosen and chosen.best else []
@@ -95,7 +96,7 @@ class Explanation:
 
     @property
     def words(self) -> str:
-        """All sentences."""
+        """All sentences, joined."""
         return " ".join(self.sentences)
 
     def __str__(self) -> str:
@@ -125,19 +126,19 @@ class Explanation:
         return f"{verdict.title}{plan} reaches {share} of that: {numbers}."
 
     def _format_numbers(self, found: Forecast) -> str:
-        """Speed, memory, and what else than computing takes time."""
+        """Return the speed, the memory, and the largest losses beside computing."""
         images = f"{found.images:,} image{'s'[: found.images > 1]}"
         more = f"{self._format_memory(found)}{_format_losses(found)}"
         return f"{format_number(found.images_per_s)} images/s in steps of {images}, {more}"
 
     def _format_memory(self, found: Forecast | BoundedPlan) -> str:
-        """`3.1 GB of 16.0 GB`, of the fullest rank."""
+        """Return `3.1 GB of 16.0 GB`, for the fullest rank."""
         limit = f" of {format_bytes(self.rank_bytes)}" if self.rank_bytes else ""
         return f"{format_bytes(found.peak_bytes)}{limit}"
 
 
 def explain(found: SearchResult, rank_bytes: int | None = None) -> Explanation:
-    """What a search has found, kind by kind; `rank_bytes` as it was given to it."""
+    """Explain the result of a search, kind by kind; `rank_bytes` as in the search."""
     return explain_forecasts((*found.fitting, *found.too_large), found.refused, rank_bytes, found.bounded)
 
 
@@ -147,7 +148,7 @@ def explain_forecasts(
     rank_bytes: int | None = None,
     bounded: Sequence[BoundedPlan] = (),
 ) -> Explanation:
-    """The same of any forecasts, of plans that were refused with a reason, and of those that were not simulated."""
+    """Explain forecasts, refused plans with their reasons, and bounded plans, kind by kind."""
     found, bounds, reasons = (
         _group_by_kind((each.plan, each) for each in forecasts),
         _group_by_kind((each.plan, each) for each in bounded),
@@ -162,7 +163,7 @@ def explain_forecasts(
 
 
 def _group_by_kind(pairs: Iterable[tuple[Plan, Any]]) -> defaultdict[str, list[Any]]:
-    """What belongs to plans, by their kinds."""
+    """Return the items of (plan, item) pairs, grouped by the kind of the plan."""
     found: defaultdict[str, list[Any]] = defaultdict(list)
     for plan, item in pairs:
         found[classify_plan(plan)].append(item)
@@ -173,7 +174,7 @@ def _make_verdict(
     kind: str, found: Sequence[Forecast], bounds: Sequence[BoundedPlan], why: Sequence[str], rank_bytes: int | None,
     fastest: float,
 ) -> Verdict:  # fmt: skip
-    """Of a kind, whose plans were simulated, or bounded, or refused."""
+    """Return the verdict of a kind from its simulated, bounded and refused plans."""
     count = len(found) + len(bounds) + len(why)
     if fitting := [each for each in found if _can_fit(each, rank_bytes)]:
         best = max(fitting, key=lambda each: each.images_per_s)
@@ -195,7 +196,7 @@ def _get_sort_key(verdict: Verdict) -> tuple[bool, bool, float]:
 
 
 def _format_losses(found: Forecast) -> str:
-    """On what else than computing much time goes, the most first."""
+    """Return the kinds of time other than computing that take a large fraction, the largest first."""
     parts = {kind: share for kind, share in compute_time_shares(found.timeline).items() if kind != "compute"}
     large = sorted((kind for kind, share in parts.items() if share >= WORTH_SAYING), key=lambda kind: -parts[kind])
     told = [f"{format_percent(parts[kind])} {kind if 'waiting' in kind else f'on {kind}'}" for kind in large]

@@ -1,4 +1,4 @@
-"""What a plan will cost, before a rank starts: seconds, a timeline and bytes, from the programs that would run."""
+"""Predicts the cost of a plan before a rank starts: seconds, a timeline and bytes, from the programs that would run."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ __all__ = ["Forecast", "compute_throughput", "count_copies", "forecast"]
 
 @dataclass(frozen=True)
 class Forecast:
-    """One training step under a plan on a machine. `images` are those of a step.
+    """The forecast of one training step under a plan on a machine. `images` is the number of images in a step.
 
-    Replicas do the same at the same time, so `timeline` and `memory` are of those ranks that were simulated: the first
-    ones of the plan, at least one replica's.
+    All replicas do the same at the same time, so `timeline` and `memory` cover only the simulated ranks: the first
+    ranks of the plan, at least one replica.
     """
 
     plan: Plan
@@ -34,39 +34,40 @@ class Forecast:
 
     @property
     def ranks(self) -> int:
-        """Of the plan, simulated or not."""
+        """The number of ranks of the plan, simulated or not."""
         return self.plan.ranks
 
     @property
     def simulated(self) -> Plan:
-        """The plan of those ranks that were simulated: for figures of `timeline`."""
+        """The plan of the simulated ranks only, for figures of `timeline`."""
         return replace(self.plan, data_parallel=len(self.memory) // self.plan.replica_ranks)
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """The seconds of a step."""
         return self.timeline.seconds
 
     @property
     def images_per_s(self) -> float:
-        """As training would go on."""
+        """The throughput of training with such steps."""
         return self.images / self.seconds
 
     @property
     def peak_bytes(self) -> int:
-        """Of the fullest rank."""
+        """The peak bytes of the fullest rank."""
         return max(memory.peak_bytes for memory in self.memory)
 
     def compute_throughput(self, neutral_batch: int | None = None) -> float:
-        """As the function."""
+        """Return the images per second, as the function `compute_throughput`."""
         return compute_throughput(self.images, self.seconds, neutral_batch)
 
 
 def compute_throughput(images: int, seconds: float, neutral_batch: int | None = None) -> float:
-    """Images per second of steps of so many images, as far as they count.
+    """Return the images per second of steps of `images` images, as far as the images count.
 
-    Where updates of `neutral_batch` images leave the accuracy as it is, and larger ones do not, the images beyond it
-    do not count: neither those of a step that is larger, nor those by which the last of some steps is.
+    If updates of `neutral_batch` images leave the accuracy unchanged, and larger updates do not, images beyond that
+    number do not count: neither those of a larger step, nor those by which the last of several steps exceeds the
+    number.
 
     >>> (
     ...     compute_throughput(8, 2.0),
@@ -83,12 +84,12 @@ def compute_throughput(images: int, seconds: float, neutral_batch: int | None = 
 def forecast(
     graph: ModelGraph, plan: Plan, machine: Machine | CostModel, optimiser_states: int = 1, copies: int | None = None
 ) -> Forecast:
-    """The cost of a step of the traced micro-batch's model.
+    """Return the forecast of a step of the traced micro-batch's model.
 
     One replica is compiled and counted, and as many `copies` of it are simulated as the machine can tell apart (see
-    `copies_of`; a number that is given is taken instead). `Prices` are a machine whose prices are kept for more plans.
-    `optimiser_states` as in `rank_memory`; that halos may overlap with computing is left out of account.
-    Raises PlanError or TraceError where the plan does not fit the model.
+    `count_copies`), unless `copies` is given. A `CostModel` is a machine whose costs are cached for further plans.
+    `optimiser_states` as in `predict_rank_memory`. Overlap of halos with computation is ignored.
+    Raises PlanError or TraceError if the plan does not fit the model.
     """
     prices = CostModel.from_machine(machine)
     machine, copies = prices.machine, copies or count_copies(plan, prices.machine)
@@ -106,12 +107,13 @@ def forecast(
 
 
 def count_copies(plan: Plan, machine: Machine) -> int:
-    """How many replicas have to be simulated for all ranks' times to be known.
+    """Return how many replicas must be simulated so that the times of all ranks are known.
 
-    One, where each rank has its own device and replicas lie alike on the nodes: each within one, or each on whole ones.
-    Otherwise so many that together they fill whole nodes, behind which it begins again; where the last ones of all do
-    not fill theirs they are taken to wait for its link as long as the others, which is at most too long. Where all
-    ranks share the cores of one host, all of them.
+    One replica is enough if each rank has its own device and all replicas are placed alike on the nodes: each within
+    one node, or each on whole nodes. Otherwise the smallest number of replicas that fill whole nodes, after which the
+    placement repeats. If the last replicas do not fill their nodes, they are assumed to wait for the link as long as
+    the others, which at most overestimates the time. If all ranks share the cores of one host, all replicas are
+    simulated.
 
     >>> from engines.predict.machine import Link
     >>> machine = Machine("nodes of 6", "an example", {}, node_ranks=6, between=Link(1e-6, 1e10))

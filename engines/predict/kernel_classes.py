@@ -1,4 +1,4 @@
-"""Classes of kernels that run alike: how fast one of a class is says how fast the others are."""
+"""Classes of kernels with similar behaviour: the speed of one kernel of a class predicts the speed of the others."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ CLASSES = (
     "moments", "norm", "whole_norm", "pool", "transcendental", "loss", "pointwise", "pad", "copy",
 )  # fmt: skip
 """Convolutions (plain and transposed) and matrix products are bound by arithmetic, the others by memory, or by a
-processor's exponentials. A `norm` is given its `moments`, a `whole_norm` finds them itself. A `pad` may cut as well,
-and a `loss` of labels is several kernels."""
+processor's exponentials. A `norm` receives its `moments`, a `whole_norm` computes them. A `pad` may also crop, and a
+`loss` of labels is several kernels."""
 
 BY_ARITHMETIC = ("convolution", "transposed", "product")
 
@@ -32,7 +32,7 @@ _BEGINNINGS = {
 
 
 def classify_kernel(kernel: str, flops: int = 0) -> str:
-    """The class of a kernel by its name; what is not known is a product if it has counted `flops`, else pointwise.
+    """Return the class of a kernel by its name; an unknown one is a product if it has `flops`, else pointwise.
 
     >>> (
     ...     classify_kernel("aten.conv2d.default"),
@@ -49,10 +49,9 @@ def classify_kernel(kernel: str, flops: int = 0) -> str:
 
 
 def get_convolution_shape(kernel: str, shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """What the speed of a convolution depends on: the length of its dot products, how many filters share them, and
-    how many images there are.
+    """Return the length of a convolution's dot products, its filters and its images, on which its speed depends.
 
-    Of a transposed one, those of the convolution that it turns around.
+    For a transposed convolution, these are those of the convolution that it transposes. Other kernels give ().
 
     >>> get_convolution_shape("aten.conv2d.default", [(1, 16, 32, 32), (64, 16, 3, 3)])
     (144, 64, 1)

@@ -1,8 +1,8 @@
-"""What a local kernel makes, and what autograd keeps of it for backward: found by running it once, without memory.
+"""Finds the results of a kernel and the tensors that autograd saves, by running the kernel once on the meta device.
 
-PyTorch itself is the table: a kernel runs on the meta device, and what it saves is listened to
-(`torch.autograd.graph.saved_tensors_hooks`). So what an operator keeps (a convolution its input, a ReLU its result, a
-sum nothing, a max pool its places) is never a second, hand-written truth. Each kernel and shape is asked once.
+There is no hand-written table: the kernel runs on the meta device, and hooks record the tensors that it saves
+(`torch.autograd.graph.saved_tensors_hooks`): a convolution saves its input, a ReLU its result, a sum nothing, a max
+pool its indices. Each kernel and shape is run once.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from engines.spatial.kernels import get_kernel
 
 __all__ = ["KernelEffect", "KernelOutput", "LocalTensor", "find_local_tensors", "infer_effect"]
 
-_TOO_LARGE = 1 << 28  # bytes of what a kernel reads that can only run for real
+_TOO_LARGE = 1 << 28  # bytes of arguments, up to which a kernel without a meta implementation is run on the CPU
 
 
 @dataclass(frozen=True, slots=True)
 class LocalTensor:
-    """A tensor of one rank: its shape and type, how it lies in memory, and whether backward comes to it."""
+    """The description of a tensor of one rank: shape and type, strides, and whether it needs a gradient."""
 
     spec: TensorSpec
     strides: tuple[int, ...]
@@ -39,19 +39,19 @@ class LocalTensor:
 
     @classmethod
     def of(cls, spec: TensorSpec, needs_gradient: bool) -> LocalTensor:
-        """A tensor of its own, as ranks hold them."""
+        """Return the description of a newly allocated tensor in the memory format that the ranks use."""
         layout = choose_memory_format(len(spec.shape))
         twin = torch.empty(spec.shape, device="meta", memory_format=layout)
         return cls(spec, twin.stride(), needs_gradient and spec.is_floating)
 
     def detach(self) -> LocalTensor:
-        """The leaf that is made of it between two segments."""
+        """Return the description of the leaf that a segment boundary makes of the tensor."""
         return replace(self, needs_gradient=self.needs_gradient and self.spec.is_floating)
 
 
 @dataclass(frozen=True, slots=True)
 class KernelOutput:
-    """A tensor that a kernel makes. `shares` is the place of the argument whose memory it is a view of, if any."""
+    """A tensor that a kernel returns. `shares` is the index of the argument whose memory it is a view of, or None."""
 
     local: LocalTensor
     bytes: int
@@ -60,12 +60,12 @@ class KernelOutput:
 
 @dataclass(frozen=True, slots=True)
 class KernelEffect:
-    """What one call does. Arguments that are tensors are numbered in the order in which they stand.
+    """The effect of one kernel call. Tensor arguments are numbered in order of appearance.
 
-    `made` are the results (`several`: a tuple of them), `saves` the numbers of the arguments kept for backward,
-    `saves_made` those of the results, and `saves_bytes` what is kept beside them. `passes` are the arguments whose
-    gradient is that of the result itself, rather than memory of its own. `back_bytes` are in use for a while in
-    backward, beside the gradients that it gives. `flops` are those that PyTorch has a formula for, going forward.
+    `made` are the results (`several`: the kernel returns a tuple). `saves` are the indices of the arguments saved for
+    backward, `saves_made` those of the saved results, and `saves_bytes` the bytes saved in addition. `passes` are the
+    arguments whose gradient is the result's gradient itself, without memory of its own. `back_bytes` are temporary
+    memory in backward, in addition to the gradients. `flops` counts the forward pass, by PyTorch's formulas.
     """
 
     made: tuple[KernelOutput, ...]
@@ -82,9 +82,9 @@ _KNOWN: dict[str, KernelEffect] = {}
 
 
 def infer_effect(name: str, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> KernelEffect:
-    """The effect of a kernel on arguments in which `Local`s stand for tensors.
+    """Return the effect of a kernel on arguments with `LocalTensor` objects in place of tensors.
 
-    Raises TraceError where a kernel runs neither without memory nor on tensors of this size.
+    Raises TraceError if the kernel has no meta implementation and its arguments are too large to run it on the CPU.
     """
     key = f"{name}{arguments}{keywords}"
     if key not in _KNOWN:
@@ -123,6 +123,7 @@ def _run_kernel(name: str, arguments: Sequence[Any], keywords: Mapping[str, Any]
         result = get_kernel(name)(*args, **kwargs)
     several = isinstance(result, list | tuple)
     results = [item for item in (result if several else [result]) if isinstance(item, Tensor)]
+    # Reversed, so that the first of several tensors with the same storage wins.
     places = {_get_storage_id(tensor): index for index, tensor in reversed(list(enumerate(tensors)))}
     own = {_get_storage_id(tensor): index for index, tensor in reversed(list(enumerate(results)))}
     kept = {_get_storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in saved}
@@ -141,7 +142,7 @@ def _run_kernel(name: str, arguments: Sequence[Any], keywords: Mapping[str, Any]
 
 
 def _infer_backward(results: Sequence[Tensor], tensors: Sequence[Tensor]) -> tuple[frozenset[int], int]:
-    """The arguments whose gradient takes no memory of its own, and what backward takes for a while beside those."""
+    """Return the arguments whose gradient has no memory of its own, and the temporary bytes of backward."""
     roots = [tensor for tensor in results if tensor.requires_grad]
     leaves = [index for index, tensor in enumerate(tensors) if tensor.requires_grad]
     if not roots or not leaves:
@@ -151,7 +152,7 @@ def _infer_backward(results: Sequence[Tensor], tensors: Sequence[Tensor]) -> tup
         with LiveBytes() as live, _MetaKernelMode():
             found = torch.autograd.grad(roots, [tensors[index] for index in leaves], given, allow_unused=True)
     except (NotImplementedError, RuntimeError):
-        return frozenset(), 0  # then each is counted as memory of its own
+        return frozenset(), 0  # each gradient then counts as memory of its own
     shared = {_get_storage_id(grad) for grad in given}
     pairs = list(zip(leaves, found, strict=True))
     passes = frozenset(index for index, grad in pairs if grad is None or _get_storage_id(grad) in shared)
@@ -160,7 +161,7 @@ def _infer_backward(results: Sequence[Tensor], tensors: Sequence[Tensor]) -> tup
 
 
 class _MetaKernelMode(TorchDispatchMode):
-    """Operators of which PyTorch knows no meta kernel, though it could."""
+    """Supplies operators for which PyTorch has no meta implementation."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.batch_norm_update_stats.default and args[0].is_meta:
@@ -178,7 +179,7 @@ def _map_nested(value: Any, put: Callable[[Any], Any]) -> Any:
 
 
 def find_local_tensors(value: Any) -> Iterator[LocalTensor]:
-    """Those in nested arguments, in order."""
+    """Yield the tensor descriptions in nested arguments, in order."""
     if isinstance(value, LocalTensor):
         yield value
     elif isinstance(value, list | tuple):

@@ -1,10 +1,11 @@
-"""Kernels timed as training runs them: one behind the other as layers are, forward and then back, all results kept.
+"""Times kernels in the order of training: all forward, layer by layer, then all backward, with all results kept.
 
-So each meets the caches and the memory as a layer does: going forward its input has just been made, and its weights lay
-idle; going back its gradient has just come, and what was kept lay idle. Timed again and again by itself, a small
-convolution takes two thirds of that, and a large value, made in memory that was given back, up to eight times as long.
-What is counted is the processor's time of this thread: on a machine where other programs run too, the clock on the wall
-would time them as well. Of several runs it is the median.
+Each kernel thus meets caches and memory in the same state as in a layer: in forward its input was just written and its
+weights are cold; in backward its gradient was just written and the saved tensors are cold. If timed repeatedly in
+isolation, a small convolution takes two thirds of that time, and a large value, allocated in memory that was freed
+before, up to eight times as long.
+The clock counts the CPU time of this thread, since on a machine with other programs the wall clock would include those.
+The result is the median of several runs.
 """
 
 from __future__ import annotations
@@ -42,14 +43,15 @@ __all__ = [
     "measure_seconds",
 ]
 
-TURNS = 9  # at moments seconds apart: a shared machine is now faster, now slower
+TURNS = 9  # seconds apart, because the speed of a shared machine varies
 
 
 @dataclass
 class KernelTimes:
-    """The seconds that one kernel call took, each time.
+    """The seconds of each run of one kernel call.
 
-    `inputs` and `weights`: those of backward whose gradients were computed apart, where they were.
+    `inputs` and `weights`: the times of backward for the gradients of the inputs and of the weights separately, if
+    measured.
     """
 
     forward: list[float] = field(default_factory=list)
@@ -67,10 +69,10 @@ class KernelTimes:
 
 
 class KernelTimer:
-    """Calls of kernels, timed with one thread or as many as are set, a `turn` at a time.
+    """Times calls of kernels round by round, with one thread or as many as are set.
 
-    By the clock of one thread, which knows nothing of others that work for it, or another one. The first ones, the
-    share `late` of all, come last. `apart`: the gradients of inputs and of weights are computed apart, too.
+    The default clock counts the CPU time of the calling thread only. The first calls, the fraction `late` of all, are
+    timed last. `apart`: the gradients of inputs and of weights are also timed separately.
     """
 
     def __init__(
@@ -86,17 +88,17 @@ class KernelTimer:
         self._order = [*self._samples[middle:], *self._samples[:middle]]
 
     def run_round(self) -> None:
-        """Time each of them once more."""
+        """Time each call once more."""
         _time_kernels(self._order, self._apart)
 
     @property
     def timed(self) -> list[KernelTimes]:
-        """What was found so far."""
+        """The times measured so far."""
         return [each.timed for each in self._samples]
 
 
 def build_op_tallies(calls: Sequence[KernelCall]) -> list[OpTally]:
-    """What each of the calls computes."""
+    """Return the tally of each call."""
     return [build_op_tally(name, _to_local_tensors(arguments)) for name, arguments in calls]
 
 
@@ -109,10 +111,11 @@ def compute_speeds(
     back_call_s: float,
     cores: int,
 ) -> dict[str, tuple[Speed, ...]]:
-    """The speeds of calls (`ops`) that one rank timed alone, on one core and on all, and then all ranks at once.
+    """Return the speeds of the calls `ops` by kernel class, without the overhead of a call.
 
-    Without what calls take. Fewer ranks than cores crowd each other less than as many would: a neighbour counts as
-    much as any other.
+    Rank 0 timed the calls alone on one core (`alone`) and on all cores (`spread`); `crowded` are the times of all ranks
+    at once. If there are fewer ranks than cores, the slowdown is extrapolated to all cores: each neighbour counts the
+    same.
     """
     found: dict[str, list[Speed]] = defaultdict(list)
     more = max(1.0, (cores - 1) / max(1, len(crowded) - 1))
@@ -122,12 +125,12 @@ def compute_speeds(
 
 
 def measure_median_seconds(work: Callable[[], object], times: int = 5) -> float:
-    """Of some runs."""
+    """Return the median CPU time in seconds of some runs of `work`."""
     return statistics.median(measure_seconds(work, times, time.thread_time))
 
 
 def measure_seconds(work: Callable[[], object], times: int, clock: Callable[[], float]) -> list[float]:
-    """Of each run, after one that does not count."""
+    """Return the seconds of each run of `work`, after one warm-up run that does not count."""
     work()
     found = []
     for _ in range(times):
@@ -147,7 +150,7 @@ def _compute_speed(
     more: float,
 ) -> Speed:
     amount, at = count_work(op)
-    back_amount = amount * (2 if op.kind in BY_ARITHMETIC else 1)  # the gradients of values, and of weights
+    back_amount = amount * (2 if op.kind in BY_ARITHMETIC else 1)  # gradients of the inputs, and of the weights
     own_s, own_back_s = _subtract_overhead(alone.forward_s, call_s), _subtract_overhead(alone.back_s, back_call_s)
     shared_s = _subtract_overhead(spread.forward_s, call_s) + _subtract_overhead(spread.back_s, back_call_s)
     slower = [(each.forward_s + each.back_s) / (alone.forward_s + alone.back_s) for each in crowded]
@@ -167,12 +170,13 @@ def _compute_part(seconds: Sequence[float], whole_s: float, call_s: float) -> fl
 
 
 def _subtract_overhead(seconds: float, overhead_s: float) -> float:
-    """Of what was timed at least a tenth is left."""
+    """Return the seconds without the overhead, but at least a tenth of the measured time."""
     return max(0.1 * seconds, seconds - overhead_s)
 
 
 def _time_kernels(samples: Sequence[_TimedKernel], in_parts: bool) -> None:
-    """As layers of a network: all forward and then all back, for all gradients, and then once for each part of them."""
+    """Time the kernels like the layers of a network: all forward, all backward, then the separate gradients if wanted.
+    """
     results = [sample.time_forward() for sample in samples]
     layers = list(zip(samples, results, strict=True))[::-1]
     apart = [
@@ -188,7 +192,7 @@ def _time_kernels(samples: Sequence[_TimedKernel], in_parts: bool) -> None:
 
 @dataclass
 class _TimedKernel:
-    """A kernel's call, its input first among what it has gradients of, and what it took."""
+    """A kernel call and its times; the first of its leaves is its input."""
 
     call: KernelCall
     clock: Callable[[], float]
@@ -198,7 +202,7 @@ class _TimedKernel:
         self.leaves = [item for item in tree_leaves(self.call[1]) if isinstance(item, Tensor) and item.requires_grad]
 
     def time_forward(self) -> Tensor:
-        """Its result, timed, of an input that was touched just before."""
+        """Time the call and return its result; the input is read just before, so that it is in the cache."""
         name, arguments = self.call
         self._report_working()
         self.leaves[0].detach().sum()
@@ -209,24 +213,24 @@ class _TimedKernel:
         return result
 
     def time_backward(self, leaves: Sequence[Tensor], result: Tensor) -> float:
-        """Seconds until these leaves have their gradients."""
+        """Return the seconds until the leaves have their gradients."""
         self._report_working()
         grad = torch.ones_like(result)
         start_s = self.clock()
         found = torch.autograd.grad(result, leaves, grad, retain_graph=True)
         for part in found:
             if part.untyped_storage().nbytes() > part.nbytes:
-                part.clone()  # as whoever reads it next has to
+                part.clone()  # as the next reader of the gradient has to
         return self.clock() - start_s
 
     @staticmethod
     def _report_working() -> None:
-        """Others wait for this, and none hangs."""
+        """Report progress, so that ranks that wait for this one are not taken to hang."""
         get_status_board().report(b"measures how fast it computes")
 
 
 def _to_local_tensors(arguments: Any) -> Any:
-    """The arguments with what tensors look like in their place."""
+    """Return the arguments with each tensor replaced by its description."""
     if isinstance(arguments, Tensor):
         spec = TensorSpec(tuple(arguments.shape), str(arguments.dtype).removeprefix("torch."))
         return LocalTensor(spec, tuple(arguments.stride()), arguments.requires_grad)

@@ -1,4 +1,4 @@
-"""A model's layers in outline: what a rank does in each of them for the whole image, or for a quarter of it."""
+"""Tallies of a model's layers on one rank, for the whole image or for a quarter of it."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ QUARTER = Plan(split_size=1, spatial_size=1, slice_method="2x2")
 
 @dataclass(frozen=True)
 class LayerTally:
-    """One layer on one rank that has the `part` of the image.
+    """One layer on one rank that has the fraction `part` of the image.
 
-    `ops` are its kernel calls, `fixed` those whose size does not depend on the part; `sums` the bytes of its sums over
-    the ranks of a stage, and `exchanges` how often it borrows pixels, forward. Of its `instructions` some `go_back`.
-    `kept_bytes` wait for backward; `moments_bytes` are what its running statistics are told of a micro-batch.
+    `ops` are its kernel calls, and `fixed` marks those whose size does not depend on `part`. `sums` are the bytes of
+    its all-reduces over the ranks of a stage, and `exchanges` is the number of its halo exchanges in forward. Of its
+    `instructions`, `goes_back` are differentiable. `kept_bytes` are saved for backward, and `moments_bytes` are the
+    moments of a micro-batch for the running statistics.
     """
 
     part: float
@@ -42,7 +43,7 @@ class LayerTally:
     moments_bytes: int = 0
 
     def scale_ops(self, part: float, images: bool = False) -> tuple[OpTally, ...]:
-        """The calls for another part of the image, or of the images."""
+        """Return the calls for another fraction of the image, or of the images of a batch."""
         pairs = zip(self.ops, self.fixed, strict=True)
         return tuple(
             _scale_op(op, part if images and fixed else 1.0 if fixed else part / self.part, part if images else 1.0)
@@ -51,7 +52,7 @@ class LayerTally:
 
 
 def _scale_op(op: OpTally, by: float, images: float) -> OpTally:
-    """So much of a call, on a part of its images."""
+    """Return a call scaled by `by`, with the fraction `images` of its images."""
     if by == images == 1:
         return op
     shape = (*op.shape[:2], *(max(1, int(count * images)) for count in op.shape[2:]))
@@ -59,9 +60,9 @@ def _scale_op(op: OpTally, by: float, images: float) -> OpTally:
 
 
 def build_layer_tallies(graph: ModelGraph, layers: Sequence[Layer], plan: Plan) -> tuple[LayerTally, ...]:
-    """The model's layers as rank 0 of `WHOLE` or of `QUARTER` has them; layers that are alike are one object.
+    """Return the tallies of the model's layers on rank 0 of `WHOLE` or `QUARTER`; equal layers share one object.
 
-    Raises PlanError or TraceError where the plan does not fit the model.
+    Raises PlanError or TraceError if the plan does not fit the model.
     """
     known: dict[LayerTally, LayerTally] = {}
     return tuple(known.setdefault(each, each) for each in _LayerTallyBuilder(graph, layers, plan).build())
@@ -69,7 +70,7 @@ def build_layer_tallies(graph: ModelGraph, layers: Sequence[Layer], plan: Plan) 
 
 @dataclass
 class _LayerItems:
-    """What belongs to one layer."""
+    """The instructions that belong to one layer."""
 
     items: list[ModelInstruction] = field(default_factory=list)
     moments_bytes: int = 0
@@ -103,7 +104,11 @@ class _LayerTallyBuilder:
         return self.layer_of.get(name, self.layer_of.get(name.split(".", maxsplit=1)[0], otherwise))
 
     def _choose_layer(self, item: ModelInstruction, before: int) -> int:
-        """Of a segment the layer of what it makes; a communication is for what follows, in its layer or the next."""
+        """Return the layer of an instruction.
+
+        A segment belongs to the layer of its results. A communication serves what follows: it belongs to the layer of
+        its source, or to the current layer if that is later.
+        """
         if isinstance(item, Compute):
             return max(self._find_layer(op.out, before) for op in item.ops)
         return max(before, self._find_layer(item.source, before))

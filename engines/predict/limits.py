@@ -1,4 +1,4 @@
-"""How large an image may be under a plan before a rank's memory is full."""
+"""Finds the largest image that fits into the memory of every rank under a plan."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ __all__ = ["Limit", "largest_image"]
 MOST_PX = 1 << 17
 START_PX = 512
 PATIENCE = 8
-"""Sizes that are guessed; then the middle is tried."""
+"""The number of guesses by extrapolation before the search bisects."""
 
 
 @dataclass(frozen=True)
 class Limit:
-    """The largest square image that fits: `size_px` a side (0: none does), with which the fullest rank holds `bytes`.
+    """The largest square image that fits: `size_px` a side (0: none), at which the fullest rank holds `bytes`.
 
-    With images that are `step_px` larger it would hold `next_bytes`, more than the `rank_bytes` that it may use;
-    None where no larger ones were tried.
+    With sides larger by `step_px` that rank would hold `next_bytes`, more than the `rank_bytes` that it may use.
+    `next_bytes` is None if no larger image was tried.
     """
 
     plan: Plan
@@ -55,11 +55,11 @@ def largest_image(
     optimiser_states: int = 1,
     most_px: int = MOST_PX,
 ) -> Limit:
-    """The largest square image of which batches of `batch` fit into every rank, in steps of `step_px`, to `most_px`.
+    """Return the largest square image of which batches of `batch` fit into every rank.
 
-    `rank_bytes`: what a rank may use, the machine's (it may be a name) if it is None. Nothing runs: memory is counted
-    from the programs.
-    Raises PlanError where no limit is known, or where the plan does not fit the model at any size; or TraceError.
+    The side is a multiple of `step_px`, up to `most_px`. `rank_bytes` is the memory that a rank may use; None means
+    that of the machine, which may be given by name. Nothing is run: memory is counted from the programs.
+    Raises PlanError if no limit is known, or if the plan does not fit the model at any size; or TraceError.
 
     >>> from engines.models import resnet20_v1
     >>> from mpi4dl_nb import Plan, largest_image
@@ -77,6 +77,8 @@ def largest_image(
     weighing = _SizeProbe(Sizes.of(model, loss), plan, (batch, channels), step_px, optimiser_states)
     while True:
         low, high = _search_size(weighing, limit, most_px // step_px)
+        # The search measures only the ranks that were fullest before. If another rank is fuller here, search again with
+        # it.
         held = weighing.compute_full_peak(low) if low else 0
         if held <= limit:
             break
@@ -85,9 +87,9 @@ def largest_image(
 
 
 def _search_size(weighing: _SizeProbe, limit: int, most: int) -> tuple[int, int]:
-    """The largest size that fits, and the next one, in steps; what is too small to be cut counts as fitting.
+    """Return the largest size that fits and the next larger one, in steps.
 
-    Raises the PlanError of the last size where all are refused.
+    Sizes that are too small to be cut count as fitting. Raises the last PlanError if all sizes are refused.
     """
     low, high, guess = 0, most + 1, max(1, START_PX // weighing.step_px)
     refused: PlanError | None = None
@@ -108,7 +110,7 @@ def _search_size(weighing: _SizeProbe, limit: int, most: int) -> tuple[int, int]
 
 
 def _guess_size(known: Mapping[int, int], limit: int) -> int:
-    """Where the limit should be, if memory grows with the pixels: from the two sizes that are nearest to it.
+    """Return the size at the limit by extrapolation, if memory grows with the pixels, from the two nearest sizes.
 
     >>> _guess_size({4: 116, 8: 164}, limit=200), _guess_size({}, limit=5)
     (10, 0)
@@ -124,7 +126,10 @@ def _guess_size(known: Mapping[int, int], limit: int) -> int:
 
 @dataclass
 class _SizeProbe:
-    """Bytes at a size, counted in steps, of the ranks that were the fullest so far: at other sizes these are, too."""
+    """Measures the bytes at a size, in steps, of the ranks that were the fullest so far.
+
+    At other sizes these ranks are usually the fullest, too.
+    """
 
     sizes: Sizes
     plan: Plan
@@ -135,7 +140,7 @@ class _SizeProbe:
     known: dict[int, int] = field(default_factory=dict)
 
     def compute_peak(self, count: int) -> int:
-        """Raises PlanError where images of this size cannot be cut."""
+        """Return the peak bytes at a size. Raises PlanError if images of this size cannot be cut."""
         if not self.ranks:
             return self.compute_full_peak(count)
         if count not in self.known:
@@ -143,7 +148,7 @@ class _SizeProbe:
         return self.known[count]
 
     def compute_full_peak(self, count: int) -> int:
-        """The same of all ranks; whose memory is largest is weighed from now on, too."""
+        """Return the peak bytes over all ranks, and add the fullest rank to those measured from now on."""
         held = self._compute_rank_peaks(count, range(self.plan.replica_ranks))
         fullest = max(held, key=lambda rank: held[rank])
         if fullest not in self.ranks:

@@ -1,4 +1,4 @@
-"""The links between nodes, and who has to wait for them."""
+"""The links between nodes, and the order of messages and all-reduces on them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ __all__ = ["BackgroundAllReduce", "LinkQueues"]
 
 @dataclass
 class BackgroundAllReduce:
-    """A sum of gradients on its way, from when it was begun: complete at `end_s`, if nothing comes in between.
+    """A gradient all-reduce in progress, complete at `end_s` if no other traffic delays it.
 
-    `seen_s` is how long others had used each of its links by then, `given_s` how much later it ends for them.
+    `seen_s` is how long each of its links had been used by other traffic at its start, and `given_s` the delay already
+    reported.
     """
 
     end_s: float
@@ -25,12 +26,13 @@ class BackgroundAllReduce:
 
 @dataclass
 class LinkQueues:
-    """Each node has one link, for both ways at once; a message between nodes takes the sender's and the receiver's.
+    """The links of all nodes.
 
-    A link carries messages one after another, in the order in which they come to it; the next link has the
-    beginning of a message as soon as it leaves the first. Within a node they do not hinder each other.
-    Sums for which ranks wait are in that order too. Gradients' sums, which go on behind backward, let all others pass;
-    among themselves they are in order, also on the ranks that take part: each does one at a time.
+    Each node has one full-duplex link. A message between nodes uses the sender's and the receiver's link. A link
+    carries messages one after another, in order of arrival, and forwards the beginning of a message at once. Messages
+    within a node do not delay each other.
+    Blocking all-reduces are in the same order. Gradient all-reduces, which overlap with backward, yield to all other
+    traffic. Among themselves they run in order, one at a time on each link and each rank.
     """
 
     machine: Machine
@@ -39,17 +41,18 @@ class LinkQueues:
     sums_free_s: dict[tuple[str, int], float] = field(default_factory=lambda: defaultdict(float))
 
     def find_link(self, source: int, target: int) -> Link | None:
-        """What carries a message to another node; None within one."""
+        """Return the link for a message to another node, or None within a node."""
         if self.machine.between is None or self.machine.get_node(source) == self.machine.get_node(target):
             return None
         return self.machine.between
 
     def schedule_message(self, rank: int, way: str, seconds: float, now: float) -> float:
-        """When the link of a rank's node begins to carry what takes it for so long. `way`: `out` or `in`."""
+        """Return when the link of a rank's node starts a message of `seconds`. `way` is `out` or `in`."""
         return self._reserve([(self.machine.get_node(rank), way)], seconds, now)
 
     def schedule_all_reduce(self, ranks: Iterable[int], seconds: float, now: float) -> float:
-        """When the last of the links of these ranks' nodes begins to carry a sum; each begins as soon as it is free."""
+        """Return when the last link of these ranks' nodes starts an all-reduce; each link starts as soon as it is free.
+        """
         return self._reserve(self._list_link_ends(ranks), seconds, now)
 
     def _list_link_ends(self, ranks: Iterable[int]) -> list[tuple[int, str]]:
@@ -66,15 +69,18 @@ class LinkQueues:
     def schedule_background(
         self, ranks: Sequence[int], carried_s: float, crosses: bool, now: float
     ) -> BackgroundAllReduce:
-        """Begin a sum of gradients behind the earlier ones of its ranks, and of its links where it `crosses` nodes."""
+        """Start a gradient all-reduce after the earlier ones of its ranks and, if it `crosses` nodes, of its links."""
         places = self._list_link_ends(ranks) if crosses else []
         keys = [("rank", rank) for rank in ranks] + [("node", node) for node, way in places if way == "out"]
         end_s = max(now, *(self.sums_free_s[key] for key in keys)) + carried_s
         self.sums_free_s.update(dict.fromkeys(keys, end_s))
+        # `free_s` stays as it is: a background all-reduce never delays foreground traffic, and `update_delay` adds the
+        # delay that it suffers itself.
         return BackgroundAllReduce(end_s, {place: self.used_s[place] for place in places})
 
     def update_delay(self, passing: BackgroundAllReduce) -> float:
-        """For how long it was held up since it was asked last."""
+        """Return the seconds by which it was delayed since the last call."""
         held_s = max((self.used_s[place] - seen for place, seen in passing.seen_s.items()), default=0.0)
+        # Only foreground traffic counts in `used_s`; the link with the most of it determines the delay.
         more, passing.given_s = held_s - passing.given_s, held_s
         return more

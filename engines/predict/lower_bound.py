@@ -1,4 +1,4 @@
-"""What a plan takes at least, in time and memory: found from the model's layers, before any plan is compiled."""
+"""Lower bounds on the time and memory of a plan, computed from the model's layers before any plan is compiled."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ from engines.program.instructions import Phase
 __all__ = ["BoundCalculator", "PlanBound"]
 
 _SURE = 0.97
-"""Of the time: a corner of the image, of which all tiles are taken for parts, borrows up to so much at its edges."""
+"""Safety factor on the time: the corner tile, which stands for all tiles, borrows up to this much at the image's edges.
+"""
 
 
 @dataclass(frozen=True)
 class PlanBound:
-    """A step of a plan takes `seconds` or more, and its fullest rank holds `peak_bytes` or more; `images` of a step."""
+    """Lower bounds of a plan: `seconds` of a step, and `peak_bytes` of its fullest rank. A step has `images` images."""
 
     plan: Plan
     seconds: float
@@ -36,23 +37,23 @@ class PlanBound:
 
     @property
     def images_per_s(self) -> float:
-        """At most."""
+        """The upper bound on images per second."""
         return self.images / self.seconds if self.seconds else math.inf
 
 
 class BoundCalculator:
-    """Bounds for many plans of one model on one machine: what they share is found once."""
+    """Computes the bounds of many plans of one model on one machine, and caches what the plans share."""
 
     def __init__(self, graph_of: Callable[[Plan], ModelGraph], prices: CostModel, optimiser_states: int) -> None:
-        if prices.machine.least_s:  # of layers one by one that is no bound of a segment of several
+        if prices.machine.least_s:  # no lower bound for a segment of several layers
             prices = CostModel(replace(prices.machine, least_s=0.0))
         self.graph_of, self.prices, self.states = graph_of, prices, optimiser_states
         self._models: dict[int, _ModelCost] = {}
 
     def compute_bound(self, plan: Plan) -> PlanBound:
-        """The bound of a plan.
+        """Return the bound of a plan.
 
-        Raises PlanError or TraceError where the plan's model cannot be traced, or not be cut into its stages.
+        Raises PlanError or TraceError if the plan's model cannot be traced, or cannot be cut into its stages.
         """
         graph = self.graph_of(plan)
         if id(graph) not in self._models:
@@ -62,7 +63,7 @@ class BoundCalculator:
 
 @dataclass
 class _ModelCost:
-    """A traced micro-batch: its layers in outline, and what they take on parts of the image."""
+    """A traced micro-batch: tallies of its layers, and their times on parts of the image."""
 
     graph: ModelGraph
     prices: CostModel
@@ -79,7 +80,7 @@ class _ModelCost:
 
     @cached_property
     def quarter(self) -> tuple[LayerTally, ...]:
-        """Nothing is known of the tiles of an image that is too small for four."""
+        """The tallies for a quarter of the image; empty ones if the image is too small for four tiles."""
         try:
             return build_layer_tallies(self.graph, self.layers, QUARTER)
         except (PlanError, TraceError):
@@ -87,7 +88,8 @@ class _ModelCost:
 
     @cached_property
     def owned(self) -> list[tuple[int, int]]:
-        """The bytes of each layer's weights and buffers, and of the trained ones; they count where first read."""
+        """The bytes of each layer's weights and buffers, and of the trained ones; shared ones count where first read.
+        """
         specs, seen, found = {**self.graph.weights, **self.graph.buffers}, set[str](), []
         for layer in self.layers:
             nodes = self.graph.nodes[layer.nodes.start : layer.nodes.stop]
@@ -98,7 +100,7 @@ class _ModelCost:
         return found
 
     def get_stage_layers(self, plan: Plan) -> tuple[range, ...]:
-        """The layers of each stage."""
+        """Return the layers of each stage."""
         key = plan.balance, plan.split_size, plan.local_dp, *(grid.tiles for grid in plan.grids)
         if key not in self._cuts:
             starts = [layer.nodes.start for layer in self.layers]
@@ -109,7 +111,7 @@ class _ModelCost:
     def get_layer_seconds(
         self, outline: LayerTally, part: float, images: bool, phase: Phase, threads: int, again: bool
     ) -> float:
-        """A layer on another part of the image, or of the images, one way."""
+        """Return the seconds of one phase of a layer on the fraction `part` of the image (`images`: of the batch)."""
         key = id(outline), part, images, phase, threads, again
         if key not in self._seconds:
             ops = outline.scale_ops(part, images)
@@ -123,9 +125,12 @@ class _ModelCost:
 
 @dataclass(frozen=True, slots=True)
 class _StageCost:
-    """What a stage takes: seconds of a micro-batch forward and back, `behind_s` of them until the stage before has its
-    gradients, and those of a rank's cores; bytes kept of it, of weights and buffers, of the trained ones, and of what
-    its running statistics are told of it."""
+    """The cost of a stage for one micro-batch.
+
+    Seconds of a micro-batch forward and backward; `behind_s` is the part of backward until the previous stage has its
+    gradients; `core_s` are the seconds of a rank's cores. Bytes of the saved activations, of the weights and buffers,
+    of the trained weights, and of the moments for the running statistics.
+    """
 
     forward_s: float
     back_s: float
@@ -138,7 +143,7 @@ class _StageCost:
 
 
 class _PlanCost:
-    """One plan's stages and ranks."""
+    """The stages and ranks of one plan."""
 
     def __init__(self, model: _ModelCost, plan: Plan, states: int) -> None:
         self.model, self.plan, self.states = model, plan, states
@@ -186,19 +191,21 @@ class _PlanCost:
         )
 
     def _compute_communication_seconds(self, mine: list[LayerTally], ranks: tuple[int, ...], tiled: bool) -> float:
-        """Of the sums and exchanges within a stage, at which all its ranks wait for each other, one way."""
+        """Return the seconds per phase of the all-reduces and exchanges within a stage, at which all its ranks wait."""
         if len(ranks) == 1:
             return 0.0
         sums = [size for each in mine for size in each.sums] if self.plan.sync_batchnorm else []
+        # With fused halos the number of exchanges differs, so none is counted: the result must remain a lower bound.
         exchanges = sum(each.exchanges for each in mine) if tiled and not self.plan.halo_d2 else 0
         return exchanges * self.machine.latency_s + sum(
             self.prices.get_all_reduce_cost(ranks, size).seconds for size in sums
         )
 
     def _compute_rank_seconds(self, held: tuple[int, ...]) -> float:
-        """A rank's own work; before it what its first stage waits for, behind it the way back to the first stage.
+        """Return the seconds of a rank's own work, plus the fill before it and the drain after it.
 
-        For which the gradients of weights need not wait, where they are computed apart.
+        The fill is the forward pass up to the rank's first stage, and the drain is the backward pass to the first
+        stage. The drain does not wait for the gradients of weights if these are computed separately.
         """
         stages, times = [self.stages[stage] for stage in held], self._times
         forward_s, back_s = sum(times * each.forward_s for each in stages), sum(times * each.back_s for each in stages)
@@ -206,16 +213,18 @@ class _PlanCost:
         behind_s = min(sum(other.behind_s for other in self.stages[:stage]) for stage in held)
         behind_s += sum(times * each.behind_s for each in stages)
         gradients_s = sum(self._get_gradient_cost(stage).carried_s for stage in held)
+        # The gradients' all-reduce may overlap with all other work of the rank, so only the larger of the two counts:
+        #   own forward, then the larger of own backward and backward through the own and all earlier stages
         own_s = max(gradients_s, forward_s + max(back_s, behind_s))
         return before_s + own_s + sum(map(self._get_statistics_seconds, held))
 
     @property
     def _times(self) -> float:
-        """How many micro-batches each stage has in a step, in each direction."""
+        """The number of micro-batches that each stage processes in a step, in each direction."""
         return self.plan.replica_batches * self.plan.parts / self.layout.directions
 
     def _compute_core_seconds(self) -> float:
-        """All work on cores that ranks share, if none disturbs another."""
+        """Return the seconds of all work on shared cores, under ideal use of all cores."""
         if not self.machine.cores:
             return 0.0
         nodes = -(-self.plan.ranks // self.machine.node_ranks) if self.machine.node_ranks else 1
@@ -232,7 +241,7 @@ class _PlanCost:
         )
 
     def _get_statistics_seconds(self, stage: int) -> float:
-        """Until the copies of the model have told each other their running statistics."""
+        """Return the seconds in which the replicas of the model exchange their running statistics."""
         size, group = self.stages[stage].moments_bytes, self.layout.find_ranks([stage])
         if not size or len(self.layout.pipes) == 1:
             return 0.0
@@ -243,7 +252,8 @@ class _PlanCost:
         return fetched_s + 5 * sum(self.stages[stage].trained_bytes for stage in held) / self.machine.copy_per_s
 
     def _compute_rank_bytes(self, held: tuple[int, ...]) -> int:
-        """Weights, the optimiser's state, and the activations of micro-batches on their way, when they are most."""
+        """Return the bytes of weights, optimiser state, and the activations of the micro-batches in flight at the peak.
+        """
         mine = [self.stages[stage] for stage in held]
         owned = sum(stage.owned_bytes + self.states * stage.trained_bytes for stage in mine)
         return owned + max(self._count_in_flight(stage) * self.stages[stage].kept_bytes for stage in held)

@@ -1,4 +1,4 @@
-"""A machine as numbers: how fast one of its ranks computes, and how messages between them travel."""
+"""The numbers that describe a machine: how fast one of its ranks computes, and how messages between ranks travel."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ from engines.predict.noise import Noise
 __all__ = ["SUMS", "Link", "Machine", "Speed"]
 
 SUMS = ("direct", "two_level")
-"""How a sum over ranks travels: from each rank to all others, as our transport does, or within the nodes and then
-between them, as NCCL and MVAPICH2 do."""
+"""Algorithms for an all-reduce. `direct`: each rank sends to all others, as our transport does. `two_level`: within the
+nodes first and then between them, as NCCL and MVAPICH2 do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """What was seen at one size: units of work in a second, going forward and back.
+    """The throughput measured at one size: units of work per second, forward and backward.
 
-    Of convolutions and products the unit is a FLOP and `at` (length of a dot product, filters, outputs per filter, and
-    images where it has any); of all others it is a byte read or written going forward, and `at` (bytes,). Backward is
-    counted in units of forward, and `inputs` and `weights` are the parts of its time that each of the two takes whose
-    gradients are computed apart.
-    Of a machine known from its data sheet alone, these are what is never exceeded, `at` is empty, and `half` are the
-    sizes, along each axis of `at`, each of which would by itself make it half as fast. With all cores at work it takes
-    `crowded` times as long: caches and the way to memory are shared. Shared out among all cores it takes `spread` times
-    as long as on one (0: as little as can be).
+    For convolutions and matrix products the unit is a FLOP, and `at` holds the length of a dot product, the number of
+    filters, the outputs per filter and, where there are several, the images. For all other kernels the unit is a byte
+    read or written in the forward pass, and `at` is (bytes,). Backward work is counted in the units of the forward
+    pass. `inputs` and `weights` are the fractions of the backward time that the gradients of the inputs and of the
+    weights take when the two are computed separately.
+    For a machine known only from its data sheet, the rates are upper bounds, `at` is empty, and `half` holds one size
+    for each axis of `at`: the size that would by itself halve the rate. With all cores busy the work takes `crowded`
+    times as long, because caches and memory bandwidth are shared. Split over all cores the work takes `spread` times as
+    long as on one core (0: the least possible).
     """
 
     at: tuple[float, ...]
@@ -43,7 +44,7 @@ class Speed:
     weights: float = 0.5
 
     def compute_rate(self, at: Sequence[float], back: bool) -> float:
-        """Units in a second of work of a size, as far as `half` says how they depend on it.
+        """Return the units per second for work of the size `at`, as far as `half` gives the dependence on the size.
 
         >>> Speed((), 12.0, 6.0, half=(10.0, 20.0)).compute_rate((20.0, 40.0), back=False)
         6.0
@@ -54,7 +55,7 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What carries messages: n bytes take `latency_s` + n / `bytes_per_s`, where they have the link for themselves."""
+    """A link that carries messages: n bytes take `latency_s` + n / `bytes_per_s` seconds on an otherwise idle link."""
 
     latency_s: float
     bytes_per_s: float
@@ -62,27 +63,30 @@ class Link:
 
 @dataclass(frozen=True)
 class Machine:
-    """One rank's part of a machine, and its neighbours.
+    """One rank's part of a machine, and the links to the other ranks.
 
-    `speeds` are samples by class of kernels, of one thread with nobody else at work. A kernel call takes `call_s`
-    beside its work, `back_call_s` in backward, and an instruction of a program `instruction_s` (an exchange
-    `exchange_s`, if that is more, a sum over ranks `sum_s`, where these are known); an update
-    takes `update_s`, and `weight_s` for each weight and `statistic_s` for each running statistic of a micro-batch. No
-    segment is done in less than `least_s` for each of its kernels, in which a device's host starts the next one.
-    `copy_per_s` are bytes copied within a rank, `host_per_s` those between a device and its host (None: it is its own
-    host, and computes with what lies in a file where it is). A message takes `latency_s` and travels at `bytes_per_s`.
-    Ranks are numbered node by node, `node_ranks` on each (None: all on one), and what goes to another node takes the
-    link `between`; `sums` is one of `SUMS`, and each of their messages takes `message_s` more.
-    The ranks of a node share its `cores` (None: each has its own device) in turns of `slice_s`; what is longer with
-    all of them busy, its `Speed` says. A rank that waited finds its caches cold: what its next segment reads and
-    writes, as far as it could be in a cache, takes as long as to copy it `cold_copies` times first. Where others have
-    all cores when that comes for which it waited, it is `resume_s` before it asks for one of them; and whoever waits
-    looks for so long on its core, before that takes over what others have to do.
-    A kernel of several threads takes `thread_s` for each of them but the first, beside what its `Speed` says: to share
-    out, and to end together. Work is longer or shorter at random: of its time the share `jitter` is drawn each time by
-    an exponential law, so that those who wait for several ranks wait for the slowest.
-    `memory_bytes` are a node's where ranks share its cores, else a device's. `ranks`: how many there were when it was
-    measured, with how much `noise`, and whether by few repetitions (`quick`).
+    `speeds` are samples by kernel class, for one thread with no other work on the machine. All times are in seconds. A
+    kernel call takes `call_s` in addition to its work, `back_call_s` in backward. An instruction of a program takes
+    `instruction_s` (an exchange `exchange_s`, if that is larger, and an all-reduce `sum_s`, if that is known). An
+    update takes `update_s`, plus `weight_s` for each weight and `statistic_s` for each running statistic of a
+    micro-batch. No segment takes less than `least_s` for each of its kernels: the time in which a device's host
+    launches the next kernel.
+    `copy_per_s` is the rate of copies within a rank in bytes per second, `host_per_s` that between a device and its
+    host (None: the rank is its own host and computes in place on data that is in a file). A message takes `latency_s`
+    and travels at `bytes_per_s`.
+    Ranks are numbered node by node, `node_ranks` on each node (None: all on one). Messages to another node take the
+    link `between`. `sums` is one of `SUMS`, and each message of an all-reduce takes an additional `message_s`.
+    The ranks of a node share its `cores` (None: each rank has its own device) in time slices of `slice_s`. `Speed`
+    holds the slowdown with all cores busy. A rank that has waited finds its caches cold: what its next segment reads
+    and writes, up to the size of a cache, takes as long as copying it `cold_copies` times first. If other ranks occupy
+    all cores when the event that a rank waits for occurs, the rank requests a core only `resume_s` later. A waiting
+    rank also polls on its core for `resume_s` before that core takes over the work of others.
+    A kernel of several threads takes `thread_s` for each thread but the first, in addition to what its `Speed` gives,
+    for distributing the work and for joining. The duration of work varies at random: the fraction `jitter` of it is
+    drawn each time from an exponential distribution, so that a rank that waits for several others waits for the
+    slowest.
+    `memory_bytes` is the memory of a node where ranks share its cores, else of a device. `ranks` is the number of ranks
+    during the measurement, `noise` the noise of the measurement, and `quick` says whether it used few repetitions.
     """
 
     name: str
@@ -117,15 +121,15 @@ class Machine:
     quick: bool = False
 
     def get_node(self, rank: int) -> int:
-        """On which node a rank is."""
+        """Return the node of a rank."""
         return rank // self.node_ranks if self.node_ranks else 0
 
     def needs_core_copy(self, source: int, target: int) -> bool:
-        """Whether the receiver's core carries a message between them: where ranks share the cores of one host."""
+        """Return whether the receiver's core copies a message: ranks that share the cores of one host."""
         return self.cores is not None and self.get_node(source) == self.get_node(target)
 
     def get_rank_bytes(self, ranks: int) -> int | None:
-        """The memory that each of so many ranks may use, if it is known.
+        """Return the memory in bytes that each of `ranks` ranks may use, or None if it is unknown.
 
         >>> Machine("shared", "an example", {}, cores=2, memory_bytes=8000).get_rank_bytes(4)
         2000
@@ -135,23 +139,26 @@ class Machine:
         return self.memory_bytes // min(ranks, self.node_ranks or ranks)
 
     def estimate_seconds(self, kind: str, amount: float, at: Sequence[float], back: bool = False) -> float:
-        """One thread's time for so many units of a class of kernels. Raises PlanError where no such class was seen."""
+        """Return the seconds that one thread takes for `amount` units of a kernel class.
+
+        Raises PlanError if the machine has no samples of the class.
+        """
         if not amount:
             return 0.0
         samples = self._get_samples(kind)
         return amount / _interpolate_samples(samples, at, [sample.compute_rate(at, back) for sample in samples])
 
     def estimate_crowding(self, kind: str, at: Sequence[float]) -> float:
-        """How many times as long work of that class and size takes with all cores at work."""
+        """Return the slowdown of work of that class and size when all cores are busy."""
         if not self.cores or not self.speeds.get(kind):
             return 1.0
         samples = self.speeds[kind]
         return max(1.0, _interpolate_samples(samples, at, [sample.crowded for sample in samples]))
 
     def estimate_gradient_parts(self, kind: str, at: Sequence[float]) -> tuple[float, float]:
-        """The parts of backward's time that the gradients of inputs alone take, and those of weights alone.
+        """Return the fractions of the backward time for the gradients of the inputs alone, and of the weights alone.
 
-        Raises PlanError as `seconds`.
+        Raises PlanError if the machine has no samples of the class.
         """
         samples = self._get_samples(kind)
         return (
@@ -160,17 +167,18 @@ class Machine:
         )
 
     def estimate_spread(self, kind: str, at: Sequence[float]) -> float:
-        """How many times as long work of that class and size takes on all cores together as on one."""
+        """Return the time of work of that class and size on all cores together, relative to one core."""
         if not self.cores or not self.speeds.get(kind):
             return 0.0
         samples, least = self.speeds[kind], 1 / self.cores
         return _interpolate_samples(samples, at, [max(least, sample.spread) for sample in samples])
 
     def compute_threaded_seconds(self, seconds: float, threads: int, spread: float = 0.0) -> float:
-        """What a kernel of one thread takes with several: each does its part, and they wait for each other.
+        """Return the time with several threads of a kernel that takes `seconds` with one.
 
-        A part of it is nobody's (Amdahl, 1967), which its `spread` over all cores tells: all of it, where a kernel is
-        so small that it is left to one thread. What is shared out takes `thread_s` more, however small it is.
+        The serial fraction (Amdahl, 1967) follows from `spread`, the relative time on all cores; a kernel that is too
+        small to be split is entirely serial. The parallel part takes `thread_s` more for each additional thread,
+        however small the part is.
 
         >>> machine = Machine("two cores", "an example", {}, cores=2, thread_s=0.5)
         >>> (
@@ -188,7 +196,7 @@ class Machine:
         return seconds * (alone + (1 - alone) / count) + (1 - alone) * (count - 1) * self.thread_s
 
     def compute_slowdown(self, busy: int, crowded: float = 1.0) -> float:
-        """How much longer work takes while so many cores are busy; with all of them, `crowded` times.
+        """Return the slowdown of work while `busy` cores are busy; with all of them busy it is `crowded`.
 
         >>> machine = Machine("three cores", "an example", {}, cores=3)
         >>> (
@@ -203,7 +211,7 @@ class Machine:
         return 1 + (crowded - 1) * min(1.0, (busy - 1) / max(1, self.cores - 1))
 
     def to_json(self) -> str:
-        """As text, to be kept in a file."""
+        """Return the machine as JSON text, to be stored in a file."""
         return json.dumps(asdict(self), indent=1)
 
     def _get_samples(self, kind: str) -> tuple[Speed, ...]:
@@ -214,7 +222,10 @@ class Machine:
 
     @classmethod
     def from_json(cls, text: str) -> Machine:
-        """What `to_json` has written. Raises PlanError where it is something else, or would overflow later."""
+        """Return the machine that `to_json` wrote.
+
+        Raises PlanError if the text is anything else, or has numbers that would overflow later.
+        """
         try:
             fields = json.loads(text)
             check_machine(fields)

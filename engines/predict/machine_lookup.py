@@ -1,4 +1,4 @@
-"""What a study is given: a machine, or the name of one that is known."""
+"""Resolves the machine argument of a study: a machine, or the name of a known one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["resolve_machine"]
 
 
 def resolve_machine(asked: Machine | str) -> Machine:
-    """The machine itself. Raises PlanError for a name that is not known, with those that are.
+    """Return the machine. Raises PlanError, listing the known names, for an unknown name.
 
     >>> resolve_machine("Summit").name
     'Summit'

@@ -1,6 +1,6 @@
-"""The numbers that a machine may have: beyond these forecasts would overflow, or take for ever.
+"""The valid ranges of a machine's numbers; beyond these, forecasts would overflow or take for ever.
 
-They are wide: from a byte in a thousand seconds to more than all computers of the world do together.
+The ranges are wide: from one byte in a thousand seconds to more than all computers of the world together.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ __all__ = ["check_machine", "find_missing_speeds"]
 
 Check = Callable[[str, Any], None]
 
-_SHOWN = 24  # characters of what is wrong
+_SHOWN = 24  # characters of a wrong value that are shown
 
 
 def _make_number_check(least: float, most: float, endless: bool = False) -> Check:
-    """An integer or a float of that range; `endless` may be infinite, too."""
+    """Return a check for an integer or float in that range; with `endless` infinity is allowed, too."""
 
     def check(name: str, value: Any) -> None:
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -141,9 +141,9 @@ _CHECKS: dict[str, Check] = {
 
 
 def check_machine(fields: Any) -> None:
-    """Compare what `Machine.to_json` should have written with what a machine can have.
+    """Check the fields that `Machine.to_json` should have written against the valid ranges.
 
-    Raises ValueError or TypeError, which name the field and the number.
+    Raises ValueError or TypeError, naming the field and the value.
 
     >>> check_machine({"name": "toy", "source": "by hand", "speeds": {}, "latency_s": 10**400})
     Traceback (most recent call last):
@@ -154,5 +154,5 @@ def check_machine(fields: Any) -> None:
 
 
 def find_missing_speeds(speeds: Mapping[str, Any]) -> Iterator[str]:
-    """The classes of kernels that a machine has no speed for."""
+    """Yield the kernel classes for which a machine has no speed."""
     return (kind for kind in CLASSES if not speeds.get(kind))

@@ -1,7 +1,7 @@
-"""Machines that can be asked about without having them: nodes, links and processors as their makers describe them.
+"""Machines that are known by name: nodes, links and processors as described by their makers.
 
-What is assumed of all: messages reach the nominal bandwidth of their links, and `SMALL_S` is what a message takes
-beside its bytes. A node's ranks are its devices, or the processes that its cores are dealt out to.
+Assumptions for all: messages reach the nominal bandwidth of their links, and a message takes `SMALL_S` in addition. A
+node's ranks are its devices, or processes that share its cores evenly.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ __all__ = ["MACHINES", "get_machine"]
 GB = 10**9
 GIB = 1 << 30
 SMALL_S = 5e-6
-"""Small messages between GPUs, or processes, take some microseconds. Assumed: 40 times as much makes the steps of
-`amoebanet/8192` (engines/predict/published.py) a third longer, and moves its ratio from 1.21 to 1.25."""
+"""The latency of a small message between GPUs or processes, assumed to be some microseconds. With 40 times as much, the
+steps of `amoebanet/8192` (engines/predict/published.py) take a third longer, and its ratio moves from 1.21 to 1.25."""
 
 V100 = Processor(
     "V100 SXM2 16 GB", "NVIDIA V100 data sheet (2020): 15.7 TFLOP/s in single precision, 900 GB/s, 16 GB.",
@@ -87,7 +87,7 @@ FRONTERA = NodeSpec(
 )  # fmt: skip
 
 _HALF = {V100: 125e12, V100_PCIE: 112e12, A100: 312e12, H100: 989.4e12, H200: 989.4e12}
-"""Peak FLOP/s of the tensor cores in half precision, dense: the same data sheets."""
+"""Peak FLOP/s of the tensor cores in half precision, dense, from the same data sheets."""
 
 _BUILT = (
     (SUMMIT, V100), (LASSEN, V100), (PITZER, V100_PCIE), (DGX_A100, A100), (DGX_H100, H100), (DGX_H200, H200),
@@ -96,7 +96,7 @@ _BUILT = (
 
 
 def get_machine(name: str) -> Machine:
-    """A machine that is known by name. Raises PlanError, which names them all.
+    """Return a machine by name. Raises PlanError, listing all names, if there is no such machine.
 
     >>> get_machine("Summit").node_ranks
     6
@@ -109,7 +109,7 @@ def get_machine(name: str) -> Machine:
 
 
 def _build_machines() -> dict[str, Machine]:
-    """Each as frameworks compute single precision, and GPUs in half precision too."""
+    """Return each machine in single precision, and the GPU machines in half precision too."""
     found = {node.name: make_machine(node, processor) for node, processor in _BUILT}
     for node, processor in _BUILT:
         if processor in _HALF:
@@ -120,4 +120,4 @@ def _build_machines() -> dict[str, Machine]:
 
 
 MACHINES = _build_machines()
-"""By name; their `source` says where each number is from."""
+"""The machines by name; `source` says where each number is from."""

@@ -1,4 +1,4 @@
-"""A rank's program walked through its memory: held and let go as by `engines/program/micro_batch.py`."""
+"""Simulates the memory of a rank's program, with tensors held and released as in `engines/program/micro_batch.py`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ __all__ = ["simulate_memory"]
 def simulate_memory(
     program: Program, tally: RankTally, plan: Plan, states: int, ledger: MemoryTracker | None = None
 ) -> tuple[MemoryTracker, list[int]]:
-    """The account (`ledger`, or a new one) of a training step after the first; the bytes held after each step of it."""
+    """Return the memory tracker after a training step, and the bytes held after each step of the program.
+
+    The training step is not the first one, so buffers that persist are allocated. The tracker is `ledger`, or a new
+    one.
+    """
     ledger = ledger or MemoryTracker()
     _hold_persistent(ledger, program, tally, states)
     walkers = {
@@ -31,6 +35,7 @@ def simulate_memory(
     leaving: list[Hashable] = []
     for index, step in enumerate(program.steps):
         ledger.step = index
+        # The buffer of a send-only exchange is freed one instruction later: the send is still in progress until then.
         left, leaving = leaving, []
         if isinstance(step.instruction, SumGradients):
             weights.sum_bucket(step.instruction, begins=step.phase is not Phase.UPDATE)
@@ -45,7 +50,7 @@ def simulate_memory(
 
 
 def _hold_persistent(ledger: MemoryTracker, program: Program, tally: RankTally, states: int) -> None:
-    """What is there from the first step to the last."""
+    """Hold the memory that exists throughout the training step."""
     trained = sum(tally.weights[name] for name in tally.trained)
     owned = sum(tally.weights.values()) + sum(tally.buffers.values())
     ledger.hold("owned", {"weights": owned, "optimiser": states * trained})
@@ -60,14 +65,14 @@ def _hold_persistent(ledger: MemoryTracker, program: Program, tally: RankTally, 
 
 @dataclass
 class _WeightGradients:
-    """Gradients of weights: there from the first backward that adds to them."""
+    """The gradients of weights, each held from the first backward that adds to it."""
 
     tally: RankTally
     ledger: MemoryTracker
     there: set[str] = field(default_factory=set)
 
     def add_segment(self, instruction: Instruction, phase: Phase, way: DirectionTally) -> None:
-        """A step has gone back through a segment."""
+        """Hold the gradients of a segment's weights after its backward."""
         segment = way.segments.get(instruction.name)
         if segment is None or (phase is Phase.INPUTS and segment.late):
             return
@@ -77,7 +82,11 @@ class _WeightGradients:
                 self.ledger.hold(("gradient", name), {"gradients": size})
 
     def sum_bucket(self, bucket: SumGradients, begins: bool) -> None:
-        """Begun, it adds up a copy of the gradients, whose memory is kept; in the end that takes their place."""
+        """Update the tracker for a bucket's all-reduce.
+
+        At its beginning the bucket copies the gradients into memory that it keeps. At its end that memory replaces the
+        gradients.
+        """
         if not begins:
             for name in self.there.intersection(bucket.weights):
                 self.there.remove(name)
@@ -86,7 +95,7 @@ class _WeightGradients:
 
 @dataclass
 class _MicroBatchMemory:
-    """One micro-batch: which values are still to be read going forward, and which leaves and graphs backward needs."""
+    """The memory of one micro-batch: the values still to be read in forward, and the leaves and graphs for backward."""
 
     number: int
     way: DirectionProgram
@@ -105,7 +114,7 @@ class _MicroBatchMemory:
         return self.plan.checkpoint_activations
 
     def run_step(self, step: Step) -> list[Hashable]:
-        """Walk one instruction; what leaves, and is looked after no earlier than behind the next instruction."""
+        """Run one instruction and return the keys of send buffers that are released after the next instruction."""
         item, forward = step.instruction, step.phase is Phase.FORWARD
         self.leaving = []
         match item:
@@ -123,19 +132,20 @@ class _MicroBatchMemory:
         self._hold_block((self.number, key), activations=size, halos=borrowed)
 
     def _hold_block(self, key: Hashable, **kinds: int) -> None:
-        """Hold a block that backward asks for; where it is put away, no longer than the step that makes it."""
+        """Hold a block that backward needs; an offloaded block is in memory only during the step that makes it."""
         away = self.plan.offload_activations and sum(kinds.values()) >= LEAST_BYTES
         if away and key not in self.away:
             self.away[key] = sum(kinds.values())
             self.ledger.add_transient(**kinds)
+        # An offloaded block is held with no bytes, so that hold and release stay paired.
         self.ledger.hold(key, {} if away else kinds)
 
     def _get_offloaded_bytes(self, key: str) -> int:
-        """Of a block that comes back for a segment's backward."""
+        """Return the bytes of an offloaded block that is loaded again for a segment's backward."""
         return self.away.get((self.number, key), 0)
 
     def _count_offloaded_inputs(self, item: Compute) -> int:
-        """Bytes of the inputs of a segment that come back for it."""
+        """Return the bytes of the offloaded inputs that are loaded again for a segment."""
         return sum(
             self._get_offloaded_bytes(key) for key in {self.tally.lies_in.get(name, name) for name in item.inputs}
         )
@@ -151,6 +161,8 @@ class _MicroBatchMemory:
             self.ledger.release((self.number, self.tally.lies_in[name]))
 
     def _release(self, item: Compute | Exchange | AllReduce, names: tuple[str, ...]) -> None:
+        # A value leaves `values` after its last reader in forward. Its leaf stays if backward needs it: for a gradient,
+        # or to recompute a segment from its inputs.
         asked_for = item.differentiable and not isinstance(item, Compute)
         for name in names:
             if self.way.reads[name][-1] == item.name and name not in self.way.kept_to_end:
@@ -183,12 +195,15 @@ class _MicroBatchMemory:
         if phase is Phase.WEIGHTS and not (segment.late and item.name in self.graphs):
             return
         again = sum(segment.fresh.values()) + self._count_offloaded_inputs(item) if self.checkpoints else 0
+        # With checkpointing, the recomputed activations count here; without it, the offloaded ones that are loaded
+        # again.
         back = sum(map(self._get_offloaded_bytes, segment.keeps)) if item.name in self.graphs else 0
         self.ledger.add_transient(passing=again + back + segment.back_inside)
         self.ledger.add_transient(passing=segment.inside if self.checkpoints else 0)
         if phase is not Phase.WEIGHTS:
             for name, size in segment.grads.items():
                 self._hold_gradient(name, size)
+        # The gradients of weights follow in the WEIGHTS phase: the graph and the output leaves must live until then.
         if phase is Phase.INPUTS and segment.late:
             self.graphs.add(item.name)
             return
@@ -205,7 +220,7 @@ class _MicroBatchMemory:
             self.ledger.hold((self.number, self.grads[name]), {"passing": size})
 
     def _release_leaf(self, name: str) -> None:
-        """A leaf and its gradient have served."""
+        """Release a leaf and its gradient after their last use."""
         if name not in self.way.kept_to_end:
             self._drop(self.leaves, name)
         if name in self.grads:
@@ -219,12 +234,16 @@ class _MicroBatchMemory:
             self._release(item, (item.source,))
 
     def _hold_messages(self, item: Exchange, forward: bool) -> None:
-        """Where a rank only sends, or only receives, nobody waits for what it sends."""
+        """Count the message buffers of an exchange.
+
+        If a rank only sends or only receives, its send is not waited for in this instruction, and its buffer is held
+        longer.
+        """
         if is_persistent(item):
             return
         self.ledger.add_transient(messages=sum(count_staged_bytes(item, forward)))
         if (item.sends and not item.receives) if forward else (item.receives and not item.sends):
-            # What leaves from tensor to tensor is held there; going back that is a gradient which is of no other use.
+            # The source tensor of a send is held; in backward it is a gradient without other use.
             size = count_staged_bytes(item, forward)[0] if forward else item.compute_bytes(item.receives)
             self.leaving.append((self.number, item.name, forward))
             self.ledger.hold(self.leaving[-1], {"messages": size})

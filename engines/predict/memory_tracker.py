@@ -1,4 +1,4 @@
-"""Memory as an account: what is held, how often, and how much that is."""
+"""Tracks memory: the blocks that are held, how often, and their bytes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["GradientTracker", "MemoryTracker"]
 
 
 class MemoryTracker:
-    """Blocks of memory by key, each counted once for as long as anyone holds it; `now` is their bytes by kind.
+    """Reference-counted memory blocks by key, each counted once while it is held; `now` are the bytes by kind.
 
     >>> ledger = MemoryTracker()
-    >>> ledger.add_process("x", {"activations": 8}), ledger.add_process("x"), ledger.release("x"), ledger.total
+    >>> ledger.hold("x", {"activations": 8}), ledger.hold("x"), ledger.release("x"), ledger.total
     (None, None, None, 8)
     >>> ledger.release("x"), ledger.total, ledger.peak
     (None, 0, 8)
@@ -28,14 +28,14 @@ class MemoryTracker:
         self._held: dict[Hashable, tuple[int, Mapping[str, int]]] = {}
 
     def hold(self, key: Hashable, parts: Mapping[str, int] | None = None) -> None:
-        """One more holds the block; `parts` are its bytes by kind, where it is new."""
+        """Add one reference to a block; `parts` are its bytes by kind, used if the block is new."""
         count, there = self._held.get(key, (0, parts or {}))
         self._held[key] = count + 1, there
         if not count:
             self._add(there, 1)
 
     def release(self, key: Hashable) -> None:
-        """One less holds it; the last one frees it."""
+        """Remove one reference; the last one frees the block."""
         count, parts = self._held.pop(key)
         if count > 1:
             self._held[key] = count - 1, parts
@@ -44,11 +44,11 @@ class MemoryTracker:
 
     @property
     def held(self) -> dict[Hashable, Mapping[str, int]]:
-        """The bytes by kind of each block that is there now."""
+        """The bytes by kind of each block that is held now."""
         return {key: parts for key, (_, parts) in self._held.items()}
 
     def add_transient(self, **kinds: int) -> None:
-        """So much more is in use for a moment."""
+        """Count bytes that are in use for a moment only: they can raise the peak, but are not held."""
         if self.total + sum(kinds.values()) > self.peak:
             self.peak = self.total + sum(kinds.values())
             self.at_peak = dict(self.now + Counter(kinds))
@@ -64,10 +64,10 @@ class MemoryTracker:
 
 @dataclass
 class GradientTracker:
-    """Gradients on their way back through a segment; `arrived` are the values that have one, its outputs to begin with.
+    """The gradients during backward through a segment; `arrived` are the values that have one, initially the outputs.
 
-    Those of the outputs are held by others. `parts` are values whose gradient is a part of that of a larger value.
-    `moved` are the bytes read and written where they are added up.
+    The gradients of the outputs are held by the caller. `parts` are values whose gradient is a part of that of a larger
+    value. `moved` are the bytes read and written by additions of gradients.
     """
 
     ledger: MemoryTracker
@@ -79,7 +79,7 @@ class GradientTracker:
     count: int = 0
 
     def add(self, name: str, size: int, passed_from: Sequence[str]) -> None:
-        """A value gets a gradient, in memory of its own or in that of a result's; it is added to what is there."""
+        """Add a gradient to a value: in new memory, or in the memory of a result's gradient that is passed on."""
         self.count += 1
         given = next((self.lies_in.get(each, f"given:{each}") for each in passed_from if each in self.arrived), None)
         key = given or f"new:{self.count}"
@@ -87,16 +87,18 @@ class GradientTracker:
         there = self.lies_in.get(name)
         if there is not None:
             self.moved.append(3 * size)
+        # A second gradient: autograd adds in place if the first one has memory of its own, so the new block is freed.
+        # If both are passed on, `hold_passed` counts the memory of the sum.
         if there is not None and (given or not there.startswith("given:")):
             self.ledger.release(key)
             return
-        if there is not None:  # the sum is new memory, where what was there belongs to somebody else
+        if there is not None:  # the first one is another value's memory: the sum needs memory of its own
             self.ledger.release(there)
         self.lies_in[name], self.sizes[name] = key, size
         self.arrived.add(name)
 
     def release(self, names: Sequence[str]) -> None:
-        """These have served."""
+        """Release the gradients of these values after their use."""
         for name in names:
             if name in self.lies_in:
                 self.ledger.release(self.lies_in.pop(name))
@@ -104,10 +106,10 @@ class GradientTracker:
 
     @property
     def passed(self) -> list[str]:
-        """The values whose gradient is a result's, and belongs to somebody else."""
+        """The values whose gradient is that of an output of the segment, and not memory of their own."""
         return [name for name, key in self.lies_in.items() if key.startswith("given:")]
 
     def hold_passed(self) -> None:
-        """The segment's inputs and weights keep theirs: each has memory of its own then."""
+        """Hold a copy of each passed gradient: a segment's inputs and weights keep theirs, in memory of their own."""
         for name in self.passed:
             self.ledger.hold(f"own:{name}", {"gradient": self.sizes[name]})

@@ -1,4 +1,5 @@
-"""How far a calibration can be believed: what it saw of others on the cores, and how far its own repetitions differ."""
+"""The reliability of a calibration: the share of other programs on the cores, and the spread of repeated measurements.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +11,14 @@ from dataclasses import dataclass
 __all__ = ["Noise", "Spin", "compute_foreign_share", "compute_spread"]
 
 MOST_ELSEWHERE, MOST_SPREAD = 0.2, 0.5
-"""What is still good. Beyond, forecasts tell of the others' work rather than of the machine."""
+"""The limits of a good calibration. Beyond, forecasts reflect other programs rather than the machine."""
 
-_USELESS = 2.5  # times as much
+_USELESS = 2.5  # multiple of the limits
 
 
 @dataclass(frozen=True, slots=True)
 class Spin:
-    """One rank asked for a core all the time: on which host and in which process, for how long, what it was given."""
+    """A rank that requested a core all the time: host, process, wall time, and the CPU time that it received."""
 
     host: str
     process: int
@@ -27,8 +28,10 @@ class Spin:
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """`elsewhere`: the share of the cores that other programs took while the ranks wanted all of them. `spread`: by
-    which part of it the same measurement differs from time to time, as the middle half of them does.
+    """The noise of a calibration.
+
+    `elsewhere`: the fraction of the cores that other programs took while the ranks requested all of them. `spread`: the
+    relative interquartile range of repeated measurements.
     """
 
     elsewhere: float = 0.0
@@ -36,17 +39,17 @@ class Noise:
 
     @property
     def level(self) -> float:
-        """1 is the most that is still good."""
+        """The noise relative to the limits; a good calibration has at most 1."""
         return max(self.elsewhere / MOST_ELSEWHERE, self.spread / MOST_SPREAD)
 
     @property
     def is_good(self) -> bool:
-        """Whether a calibration with it can be remembered."""
+        """Whether a calibration with this noise may be stored."""
         return self.level <= 1
 
     @property
     def is_useless(self) -> bool:
-        """Whether forecasts by it would mislead."""
+        """Whether forecasts from such a calibration would mislead."""
         return self.level > _USELESS
 
     def __str__(self) -> str:
@@ -57,10 +60,10 @@ class Noise:
 
 
 def compute_foreign_share(seen: Sequence[Spin], cores: int) -> float:
-    """The share of its cores that others took, of the host where that was most.
+    """Return the fraction of the cores that other programs took, on the host where it was largest.
 
-    All ranks of a host ask for a core at once, threads of one process for one together: what they are not given,
-    somebody else has.
+    All ranks of a host request a core at once; the threads of one process share one request. CPU time that the ranks do
+    not receive goes to other programs.
 
     >>> compute_foreign_share(
     ...     [Spin("here", 1, 1.0, 0.5), Spin("here", 2, 1.0, 0.5), Spin("here", 3, 1.0, 0.5)], cores=2
@@ -78,9 +81,9 @@ def compute_foreign_share(seen: Sequence[Spin], cores: int) -> float:
 
 
 def compute_spread(timings: Iterable[Sequence[float]]) -> float:
-    """How far the middle half of the repetitions of a timing lie apart, relative to their median; the median of all.
+    """Return the median over timings of the interquartile range of the repetitions relative to their median.
 
-    0 where nothing was timed often enough to tell.
+    0 if no timing has enough repetitions.
 
     >>> compute_spread([[1.0, 2.0, 2.0, 2.0, 3.0], [4.0, 5.0, 5.0, 6.0]])
     0.05

@@ -1,4 +1,4 @@
-"""The kinds of parallelism: which one a plan is of, and what plans are called."""
+"""The kinds of parallelism: classifies plans, and describes them in words."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ WORDS = {
     "spatial": "spatial parallelism",
     "hybrid": "a hybrid of tiles and stages",
 }
-"""What each is called in a sentence."""
+"""The name of each kind in a sentence."""
 
 
 def classify_plan(plan: Plan) -> str:
-    """What the ranks of one replica share: nothing (`data`), the layers, the micro-batches, both ways, or the image.
+    """Return the kind of a plan: what the ranks of one replica split.
 
-    `hybrid` is the image in the first stages and something else behind them. Replicas make no other kind of it.
+    They split nothing (`data`), the layers, the micro-batches, both directions, or the image. `hybrid` splits the image
+    in the first stages and something else in the later stages. Replicas do not change the kind.
 
     >>> (
     ...     classify_plan(Plan(split_size=1, spatial_size=0, data_parallel=4)),
@@ -43,7 +44,7 @@ def classify_plan(plan: Plan) -> str:
 
 
 def describe_plan(plan: Plan) -> str:
-    """A plan in a few words, unlike any other that is searched for the same ranks.
+    """Return a short description of a plan, unique among the plans that are searched for the same ranks.
 
     >>> (
     ...     describe_plan(Plan(split_size=2, spatial_size=1)),
@@ -67,5 +68,5 @@ def describe_plan(plan: Plan) -> str:
 
 
 def format_grids(plan: Plan) -> str:
-    """The grids of the spatial stages; a dash where there is none."""
+    """Return the grids of the spatial stages, or a dash if there are none."""
     return " ".join(str(grid) for grid in plan.grids[: plan.spatial_size]) or "–"

@@ -1,4 +1,4 @@
-"""The fullest moment of a rank's training step: which instruction it is, and what each layer keeps then."""
+"""The memory peak of a rank's training step: the instruction at the peak, and the memory of each layer at that time."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ Kinds = Mapping[str, int]
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """When a rank holds most: in step `step` of its program, which is `place`, counted from 0.
+    """The memory peak of a rank, in step `step` of its program (from 0), which is at `place`.
 
-    `layers` are bytes by kind of each of the user's layers, in the model's order; `rest` of what is of no layer: images
-    and labels, and the memory of messages. All together are the peak.
+    `layers` are bytes by kind of each layer of the user's model, in the model's order. `rest` belongs to no layer:
+    images, labels, and message buffers. Together they are the peak.
     """
 
     rank: int
@@ -42,7 +42,7 @@ class PeakMemory:
 
     @property
     def bytes(self) -> int:
-        """The peak."""
+        """The bytes at the peak."""
         return sum(self.rest.values()) + sum(sum(kinds.values()) for kinds in self.layers.values())
 
     @property
@@ -51,13 +51,13 @@ class PeakMemory:
         return f"instruction {self.step + 1} of {self.steps}, {self.place.text}"
 
     def get_largest_layers(self, count: int) -> list[tuple[str, Kinds]]:
-        """The layers that hold most, the largest first."""
+        """Return the `count` layers that hold most, the largest first."""
         return sorted(self.layers.items(), key=lambda item: -sum(item[1].values()))[:count]
 
 
 @dataclass(frozen=True)
 class PlanMemory:
-    """Bytes of each rank in a training step. All replicas hold the same, so it is the ranks of the first one."""
+    """The bytes of each rank in a training step. All replicas are alike, so `ranks` are those of the first replica."""
 
     plan: Plan
     graph: ModelGraph
@@ -72,18 +72,18 @@ class PlanMemory:
 
     @property
     def peak_bytes(self) -> int:
-        """Of the fullest rank."""
+        """The peak bytes of the fullest rank."""
         return self.ranks[self.fullest].peak_bytes
 
     def find_peak(self, rank: int) -> PeakMemory:
-        """The fullest one of a rank."""
+        """Return the memory peak of a rank."""
         return _find_peak(self.programs[rank], self.graph, self.plan, self.optimiser_states, self.ranks[rank])
 
 
 def predict_plan_memory(graph: ModelGraph, plan: Plan, optimiser_states: int = 1) -> PlanMemory:
-    """What the ranks of a plan need; `optimiser_states` as in `rank_memory`.
+    """Return the memory of the ranks of a plan; `optimiser_states` as in `predict_rank_memory`.
 
-    Raises PlanError or TraceError where the plan does not fit the model.
+    Raises PlanError or TraceError if the plan does not fit the model.
     """
     plan = replace(plan, overlap_halos=False)
     compiler = Compiler(graph, plan)
@@ -110,7 +110,7 @@ def _find_peak(program: Program, graph: ModelGraph, plan: Plan, states: int, mem
 
 
 class _PeakTracker(MemoryTracker):
-    """An account that remembers what is held when its peak, which is known, is reached: `blocks`, and `passing`."""
+    """A memory tracker that records the held `blocks` and the `passing` bytes when the known peak is reached."""
 
     def __init__(self, peak_bytes: int) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class _PeakTracker(MemoryTracker):
 
 @dataclass
 class _LayerAssignment:
-    """Which layer each block of a rank's account belongs to; None where it is of no layer."""
+    """Maps each block of a rank's memory to its layer, or to None if it belongs to no layer."""
 
     graph: ModelGraph
     program: Program
@@ -149,7 +149,7 @@ class _LayerAssignment:
             self._assign_values(place, nodes)
 
     def _assign_values(self, place: StepLabel, nodes: Mapping[str, str]) -> None:
-        """What an instruction makes is of the layer of the node that it is made for, or else of its own."""
+        """Assign each result of an instruction to the layer of its node, or else to the layer of the instruction."""
         item = place.step.instruction
         self.values.setdefault(f"window:{item.name}", place.layer)
         if target := getattr(item, "target", ""):
@@ -160,7 +160,7 @@ class _LayerAssignment:
             self.values[op.out] = layer
 
     def split_block(self, key: Hashable, kinds: Kinds) -> Iterator[tuple[str | None, Kinds]]:
-        """The parts of a block by layer."""
+        """Yield the parts of a block by layer."""
         match key:
             case "owned":
                 yield from self._split_weights()

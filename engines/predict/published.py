@@ -1,12 +1,12 @@
-"""The field's published results as rows: each claim, where it is said, and what had to be assumed to simulate it.
+"""Published results of the field as rows: each claim, its source, and the assumptions needed to simulate it.
 
-What is assumed of all rows. The papers themselves were not at hand: the claims are those of the talk and abstracts
-named as sources, and configurations that these don't give are chosen by one rule, before any simulation. The model is
-the one that is named, or else the one of the system's benchmarks. A replica has the fewest GPUs, a power of two, on
-which all that is compared fits 16 GB by our count of tensors; batches are as large as fit, at most two images a
-direction. Plans are simulated as our programs carry them out, exact halos and batch norm over all tiles among them,
-where the systems normalise each tile by itself. Arithmetic is float32, images are in memory when a step begins, and
-no running statistics travel.
+Assumptions of all rows: the papers themselves were not available; the claims are those of the talk and the abstracts
+named as sources. Configurations that these do not give are chosen by one rule, before any simulation. The model is the
+one named, or else that of the system's benchmarks. A replica has the fewest GPUs, a power of two, on which everything
+compared fits into 16 GB by our count of tensors. Batches are as large as fits, with at most two images per direction.
+Plans are simulated as our programs run them, with exact halos and batch norm over all tiles, whereas the systems
+normalise each tile separately. Arithmetic is float32, images are in memory when a step begins, and running statistics
+are not communicated.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ _SLOW_LINKS = {"between": Link(SMALL_S, 2.5e9)}
 
 
 def _with_one_replica(run: StudyRun) -> StudyRun:
-    """One replica of it."""
+    """Return the run with one replica."""
     return replace(run, plan=replace(run.plan, data_parallel=1))
 
 
@@ -171,4 +171,4 @@ PUBLISHED: tuple[PublishedResult, ...] = (
         ),
     ),
 )  # fmt: skip
-"""In the order of the talk."""
+"""The rows in the order of the talk."""

@@ -1,4 +1,4 @@
-"""Published results simulated: what a claim is made of, and the forecasts that stand beside it."""
+"""Replays published results in the simulator: the description of a claim, and the forecasts to compare it with."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ __all__ = [
 ]
 
 NEAR = 0.2
-"""Simulated and published agree where they differ by at most so much."""
+"""The largest relative difference at which a simulated and a published number agree."""
 
 
 @dataclass(frozen=True)
 class ModelReference:
-    """PACKAGE.MODULE:CALLABLE that returns a plain module, and its keywords."""
+    """PACKAGE.MODULE:CALLABLE that returns a plain module, and its keyword arguments."""
 
     path: str
     keywords: Mapping[str, Any] = field(hash=False, default_factory=dict)
@@ -41,7 +41,7 @@ class ModelReference:
 
 @dataclass(frozen=True)
 class StudyRun:
-    """A plan, `images` in a batch of it, of (3, image_px, image_px), on a machine known by name."""
+    """A plan with `images` images in a batch, of the shape (3, image_px, image_px), on a machine known by name."""
 
     model: ModelReference
     image_px: int
@@ -52,9 +52,9 @@ class StudyRun:
 
 @dataclass(frozen=True)
 class RunVariant:
-    """The same row with something else in it, said in `words`; None: as in the row.
+    """A variation of a row, described in `words`; None means as in the row.
 
-    `changes` are fields of the machine that are others, for both runs.
+    `changes` are fields of the machine that differ, for both runs.
     """
 
     words: str
@@ -65,10 +65,10 @@ class RunVariant:
 
 @dataclass(frozen=True)
 class PublishedResult:
-    """A published number, the `run` that it is of, and what that run is compared `against`.
+    """A published number, the `run` that it describes, and the run `against` which that is compared.
 
-    `measure` names how the number comes from the two, `assumed` says what its source does not. `variants` show how
-    much hangs on that. `why`: the reason where the two disagree, as far as a variant has shown it.
+    `measure` names how the number follows from the two. `assumed` lists what the source does not state, and `variants`
+    show how sensitive the number is to that. `why` is the reason for a disagreement, as far as a variant has shown it.
     """
 
     name: str
@@ -85,7 +85,8 @@ class PublishedResult:
 
 @dataclass(frozen=True)
 class RunResult:
-    """What is kept of a forecast: of the time of all ranks the parts in which they work, handle messages and wait."""
+    """The summary of a forecast: the fractions of the time of all ranks in which they work, handle messages and wait.
+    """
 
     images_per_s: float
     ranks: int
@@ -96,7 +97,7 @@ class RunResult:
 
     @classmethod
     def of(cls, found: Forecast) -> RunResult:
-        """Means over the ranks that were simulated."""
+        """Return the summary, with means over the simulated ranks."""
         uses = found.timeline.time_shares.values()
         sums = ([use.work for use in uses], [use.communication for use in uses], [use.waiting for use in uses])
         return cls(found.images_per_s, found.ranks, found.peak_bytes, *(sum(parts) / len(parts) for parts in sums))
@@ -108,12 +109,12 @@ MEASURES: Mapping[str, Callable[[RunResult, RunResult], float]] = {
     "s per epoch": lambda run, _: 1_281_167 / run.images_per_s,
     "images/s": lambda run, _: run.images_per_s,
 }
-"""From a forecast, and the one that it is compared with. An epoch is of ImageNet-1k."""
+"""Functions of a run and the run that it is compared with. An epoch is that of ImageNet-1k."""
 
 
 @dataclass(frozen=True)
 class ReplayOutcome:
-    """What was simulated of a row, with its variants in their order; the forecasts are of the row itself."""
+    """The simulated numbers of a row, with its variants in order; `run` and `against` belong to the row itself."""
 
     row: PublishedResult
     simulated: float
@@ -124,22 +125,22 @@ class ReplayOutcome:
 
     @property
     def ratio(self) -> float:
-        """Simulated by published."""
+        """Simulated divided by published."""
         return self.simulated / self.row.published
 
     @property
     def agrees(self) -> bool:
-        """Within `NEAR`."""
+        """Whether the ratio differs from 1 by at most `NEAR`."""
         return abs(self.ratio - 1) <= NEAR
 
     @property
     def peak_bytes(self) -> int:
-        """Of the fullest rank of both runs."""
+        """The peak bytes of the fullest rank of both runs."""
         return max(self.run.peak_bytes, self.against.peak_bytes)
 
     @property
     def line(self) -> dict[str, Any]:
-        """As data, to be printed as JSON."""
+        """The outcome as data, to be printed as JSON."""
         row = self.row
         return {
             "row": row.name, "claim": row.claim, "published": row.published, "simulated": round(self.simulated, 3),
@@ -160,14 +161,14 @@ class ReplayOutcome:
 
 
 class PublishedReplay:
-    """Simulates rows; models are traced once, and a run that several rows share is simulated once."""
+    """Simulates rows. Models are traced once, and a run that several rows share is simulated once."""
 
     def __init__(self) -> None:
         self._traces: dict[tuple[ModelReference, int, int], TraceCache] = {}
         self._known: dict[tuple[StudyRun, str], RunResult] = {}
 
     def simulate_result(self, row: PublishedResult) -> ReplayOutcome:
-        """Raises PlanError where a model's package is not installed."""
+        """Simulate a row and its variants. Raises PlanError if a model's package is not installed."""
         run, against = self._forecast_pair(row, RunVariant("as it is"))
         varied = []
         for variant in row.variants:
@@ -184,7 +185,7 @@ class PublishedReplay:
         return found, self.forecast_run(against, variant.changes) if against else found
 
     def forecast_run(self, run: StudyRun, changes: Mapping[str, Any] | None = None) -> RunResult:
-        """Of one run, on its machine or on one that is changed so."""
+        """Return the summary of one run, on its machine with `changes` applied."""
         key = run, repr(sorted((changes or {}).items()))
         if key not in self._known:
             asked = replace(get_machine(run.machine), **(changes or {}))
@@ -204,9 +205,9 @@ def _get_memory_bytes(run: StudyRun) -> int:
 
 
 def build_meta_model(model: ModelReference) -> nn.Module:
-    """The model without memory, whose batch norms keep no running statistics.
+    """Return the model on the meta device, with batch norms that keep no running statistics.
 
-    The published systems keep those of each replica by itself, without a message. Raises PlanError where the model's
+    The published systems keep the running statistics of each replica without messages. Raises PlanError if the model's
     package is not installed.
     """
     path, _, name = model.path.partition(":")

@@ -1,4 +1,4 @@
-"""What each rank has to carry under a plan: weights, activations kept for backward, what it sends, and its time."""
+"""The load of each rank under a plan: weights, activations saved for backward, messages sent, and time."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ __all__ = ["RankLoad", "count_load", "count_loads", "with_memory", "with_time"]
 
 @dataclass(frozen=True, slots=True)
 class RankLoad:
-    """One rank's. `weight_bytes` are of its weights and buffers, `sent` of a training step, forward and back.
+    """The load of one rank.
 
-    `kept_bytes` are the activations that wait for backward at the fullest moment of the step, borrowed pixels among
-    them, and `peak_bytes` all tensors at that moment. `busy_s` are seconds of its own work in a step, `wait_s` the rest
-    of the step. None until they have been counted, or predicted.
+    `weight_bytes` are those of its weights and buffers, and `sent` is the traffic of a training step, forward and
+    backward. `kept_bytes` are the activations saved for backward at the peak of the step, halos included, and
+    `peak_bytes` all tensors at that time. `busy_s` are the seconds of its own work in a step, and `wait_s` the rest of
+    the step. Fields are None until they are counted or predicted.
     """
 
     weight_bytes: int
@@ -33,14 +34,14 @@ class RankLoad:
 
 
 def count_load(program: Program, graph: ModelGraph) -> RankLoad:
-    """What is counted at once: the weights and the messages of a rank's program."""
+    """Return what is cheap to count: the weights and messages of a rank's program."""
     owned = {**graph.weights, **graph.buffers}
     weights = sum(owned[name].bytes for name in (*program.weights, *program.buffers))
     return RankLoad(weights, sum(count_traffic(program).values(), start=Traffic(0, 0)))
 
 
 def with_memory(load: RankLoad, program: Program, graph: ModelGraph, plan: Plan) -> RankLoad:
-    """What takes a moment: the program walked through its memory. Raises TraceError as `rank_memory` does."""
+    """Return the load with its memory, which takes a moment. Raises TraceError as `predict_rank_memory` does."""
     memory = predict_rank_memory(program, graph, plan)
     return replace(
         load, kept_bytes=memory.at_peak["activations"] + memory.at_peak["halos"], peak_bytes=memory.peak_bytes
@@ -48,7 +49,10 @@ def with_memory(load: RankLoad, program: Program, graph: ModelGraph, plan: Plan)
 
 
 def with_time(loads: Sequence[RankLoad], found: Forecast) -> list[RankLoad]:
-    """All ranks' loads with their times, to two digits: no forecast is better. Other replicas do as those simulated."""
+    """Return the loads of all ranks with times, rounded to two digits, since no forecast is more precise.
+
+    Ranks that were not simulated have the times of the simulated ones.
+    """
     uses, seconds = found.timeline.time_shares, found.seconds
     made = []
     for rank, load in enumerate(loads):
@@ -67,5 +71,5 @@ def _round_seconds(seconds: float) -> float:
 
 
 def count_loads(programs: Sequence[Program], graph: ModelGraph, plan: Plan) -> list[RankLoad]:
-    """All that is known of each rank, in rank order."""
+    """Return the loads of all ranks, with memory, in rank order."""
     return [with_memory(count_load(program, graph), program, graph, plan) for program in programs]

@@ -1,4 +1,5 @@
-"""Bytes of one rank before anything runs: its program walked, each tensor held until its last use."""
+"""Predicts the bytes of one rank before anything runs: simulates its program, with tensors held until their last use.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +17,16 @@ from engines.program.program import Program
 __all__ = ["KINDS", "RankMemory", "predict_rank_memory", "predict_tallied_memory"]
 
 KINDS = ("weights", "gradients", "optimiser", "inputs", "activations", "halos", "passing", "messages")
-"""`activations` are kept for backward, `halos` the borrowed part of them; `passing` is what a step of the program makes
-and lets go of, and gradients on their way back; `messages` the memory that messages and sums travel through."""
+"""`activations` are saved for backward, `halos` are their received parts. `passing` is the temporary memory of a
+program step, and gradients in backward. `messages` is the memory of message and all-reduce buffers."""
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Tensors of one rank at the fullest moment of a training step, after the first: `at_peak` bytes by kind.
+    """The tensors of one rank at the peak of a training step that is not the first: `at_peak` are bytes by kind.
 
-    `peak_step` is that moment: the position in `program.steps`. `after` are the bytes that are held after each step.
-    Buffers count as weights.
+    `peak_step` is the index of the peak in `program.steps`, and `after` are the bytes held after each step. Buffers
+    count as weights.
     """
 
     rank: int
@@ -35,15 +36,16 @@ class RankMemory:
 
     @property
     def peak_bytes(self) -> int:
-        """All kinds together."""
+        """The peak bytes of all kinds together."""
         return sum(self.at_peak.values())
 
 
 def predict_rank_memory(program: Program, graph: ModelGraph, plan: Plan, optimiser_states: int = 1) -> RankMemory:
-    """What the rank of `program` needs for a training step.
+    """Return the memory that the rank of `program` needs for a training step.
 
     `optimiser_states` is how many numbers the optimiser keeps for each weight: momentum 1, Adam 2. Halos that overlap
-    with the interior are counted as those that do not. Raises TraceError where a kernel cannot be asked what it makes.
+    with the interior are counted like those that do not. Raises TraceError if the effect of a kernel cannot be
+    inferred.
     """
     if plan.overlap_halos:
         program = Compiler(graph, replace(plan, overlap_halos=False)).compile_rank(program.rank)
@@ -51,7 +53,7 @@ def predict_rank_memory(program: Program, graph: ModelGraph, plan: Plan, optimis
 
 
 def predict_tallied_memory(program: Program, tally: RankTally, plan: Plan, optimiser_states: int = 1) -> RankMemory:
-    """The same, where its program is counted already."""
+    """Return the same for a program that has been tallied already."""
     ledger, after = simulate_memory(program, tally, plan, optimiser_states)
     return RankMemory(
         program.rank, {kind: ledger.at_peak.get(kind, 0) for kind in KINDS}, ledger.peak_step, tuple(after)

@@ -1,4 +1,4 @@
-"""Counts what a rank's program does: shapes, bytes and FLOPs of every kernel call, from the program alone."""
+"""Counts a rank's program: shapes, bytes and FLOPs of every kernel call, from the program alone."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["build_tally"]
 
 
 def build_tally(program: Program, graph: ModelGraph) -> RankTally:
-    """What the rank of this program does in a training step.
+    """Return the tally of a training step of the program's rank.
 
-    Raises TraceError where a kernel cannot be asked what it makes.
+    Raises TraceError if the effect of a kernel cannot be inferred.
     """
     ways = {
         direction: _DirectionCounter(way, graph).build_tally() for direction, way in program.direction_programs.items()
@@ -32,7 +32,7 @@ def build_tally(program: Program, graph: ModelGraph) -> RankTally:
 
 @dataclass
 class _DirectionCounter(DirectionValues):
-    """One direction of a rank; `halo_bytes` are borrowed."""
+    """The counter of one direction of a rank; `halo_bytes` are the received parts of windows."""
 
     halo_bytes: dict[str, int] = field(default_factory=dict)
 
@@ -62,7 +62,7 @@ class _DirectionCounter(DirectionValues):
                 shape[axis] = size
         part = TensorSpec(tuple(shape), spec.dtype)
         self.add_value(name, LocalTensor.of(part, False), False, f"input:{name}")
-        self.bytes[f"input:{name}"] = 0  # it is counted as what the rank is fed with
+        self.bytes[f"input:{name}"] = 0  # counted in `inputs` instead
         return part.bytes
 
     def _add_window(self, exchange: Exchange) -> None:

@@ -1,7 +1,7 @@
-"""Ranks that share the cores of a host, as an operating system lets them: in turns, a slice of time each.
+"""Schedules ranks that share the cores of a host like an operating system: in turns of one time slice.
 
-Ranks that come to a sum after each layer wait for the last of them, and three short pieces of work on two cores take as
-long as four: with evenly divided cores (processor sharing) they would take three quarters of that.
+Ranks that join an all-reduce after each layer wait for the last of them. Three short pieces of work on two cores then
+take as long as four; with evenly divided cores (processor sharing) they would take three quarters of that.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from engines.predict.machine import Machine
 __all__ = ["RunQueue"]
 
 _NOTHING_S = 1e-12
-_ROUNDING = 4 * sys.float_info.epsilon  # of the time that it is: less than that a clock can't go on by
-_TURNS = 2000  # that work takes at most: where it lasts for seconds, slices are longer than the machine's
+_ROUNDING = 4 * sys.float_info.epsilon  # relative to the current time: a smaller step would not advance the clock
+_TURNS = 2000  # most slices of one piece of work; slices of long work are longer than the machine's
 
 
 @dataclass(eq=False, slots=True)
 class _ThreadTask:
-    """One thread of a rank's work; `slice_s` is left of its turn."""
+    """One thread of a rank's work; `slice_s` is the rest of its time slice in seconds."""
 
     rank: int
     left_s: float
@@ -34,7 +34,7 @@ class _ThreadTask:
 
 @dataclass(eq=False, slots=True)
 class _SharedCore:
-    """Who computes, who waits for that, and who has just ended and may go on; until when it leaves others' alone."""
+    """A core: the running task, the queue, the task that just ended, and the time until which the core only polls."""
 
     running: _ThreadTask | None = None
     queue: deque[_ThreadTask] = field(default_factory=deque)
@@ -51,18 +51,19 @@ class _SharedCore:
 
     @property
     def turn_s(self) -> float:
-        """Until whoever runs has to leave, if others want the core."""
+        """The seconds of work until the running task must yield the core if others are queued, or else until it ends.
+        """
         if self.running is None:
             return math.inf
         return min(self.running.left_s, self.running.slice_s) if self.queue else self.running.left_s
 
 
 class RunQueue:
-    """Threads that have work wait for a core, each of which has a queue; whoever's slice is over goes to its end.
+    """Run queues of the cores of one host: a task whose time slice is over moves to the end of its core's queue.
 
-    A rank that goes on with other work at once keeps its cores; one that has waited comes back to where it was, or to
-    a core that nobody uses. Such a core takes over what waits for another one, but not before `Machine.resume_s`: so
-    long whoever was there looks for messages. `threads` are those of each rank.
+    A rank that continues with other work at once keeps its cores. A rank that has waited returns to its previous core,
+    or to an idle core. An idle core takes over work queued at another core, but only after `Machine.resume_s`, in which
+    its last rank polls for messages. `threads` holds the thread count of each rank.
     """
 
     def __init__(self, machine: Machine, threads: Mapping[int, int]) -> None:
@@ -73,7 +74,7 @@ class RunQueue:
         self._now = 0.0
 
     def start(self, rank: int, work: ComputeWork, now: float) -> None:
-        """Each of the rank's threads has so much work."""
+        """Give each of the rank's threads this work."""
         self._advance(now)
         count = self._left[rank] = min(self.threads[rank], len(self.cores))
         places = []
@@ -90,12 +91,14 @@ class RunQueue:
         self._places[rank] = places
 
     def is_saturated(self, rank: int) -> bool:
-        """Whether other ranks have work for all cores."""
+        """Return whether other ranks have work for all cores."""
         return len(set().union(*(core.ranks for core in self.cores)) - {rank}) >= len(self.cores)
 
     def find_next_end(self) -> float:
-        """When the next work or slice is over, or a core takes over what waits for another one."""
+        """Return when the next work or time slice ends, or an idle core takes over queued work."""
         for core in self.cores:
+            # The rank of an ended task could have called `start` since `advance_to`, and would have kept the core. It
+            # has not, so it waits: it polls for `resume_s`, and queued tasks may run.
             if core.ended:
                 core.ended, core.looks_until_s = None, self._now + self.machine.resume_s
             if core.running is None and core.queue:
@@ -109,7 +112,7 @@ class RunQueue:
         return then
 
     def advance_to(self, now: float) -> Sequence[int]:
-        """Go on to `now`; the ranks whose work is done."""
+        """Advance the time to `now` and return the ranks whose work is done."""
         self._advance(now)
         found = []
         for core in self.cores:
@@ -128,19 +131,21 @@ class RunQueue:
         return found
 
     def _choose_core(self, known: _SharedCore | None, used: Sequence[_SharedCore]) -> _SharedCore:
-        """Where a thread goes on: on the core that it is `known` to, unless that is in use and another one is free."""
+        """Return the core for a thread: the `known` core, unless that is in use and another core is free."""
 
         def get_penalty(core: _SharedCore) -> tuple[bool, bool, int]:
+            # The rank's own core counts as free while it polls there; other cores only after their polling time.
             free = not core.load and (core is known or core.looks_until_s <= self._now)
             return not free, core is not known, core.load
 
         if known is not None and not known.load:
-            return known  # none would be better
+            return known  # no core would be better
         taken = set(map(id, used))
         return min((core for core in self.cores if id(core) not in taken), key=get_penalty)
 
     def _take_over(self, core: _SharedCore) -> float:
-        """Begin with what has waited longest in the longest queue, if the core has nothing; or when it will do that."""
+        """Start the oldest task of the longest queue if the core is idle; return when it can do so later, or infinity.
+        """
         if core.running:
             return math.inf
         other = max(self.cores, key=lambda each: len(each.queue))
@@ -162,7 +167,8 @@ class RunQueue:
 
     @property
     def _busy(self) -> int:
-        """Ranks share what lies behind their caches; of a rank's threads `Machine.threaded` tells."""
+        """The number of ranks (not threads) that run: ranks compete for memory; `Speed.spread` covers a rank's threads.
+        """
         return len({core.running.rank for core in self.cores if core.running})
 
     def _advance(self, now: float) -> None:

@@ -1,4 +1,4 @@
-"""Scaling studies: how much faster more ranks are, and where their time goes."""
+"""Scaling studies: the speedup of more ranks, and where their time goes."""
 
 from __future__ import annotations
 
@@ -25,35 +25,35 @@ STEP_PX = 32
 
 @dataclass(frozen=True)
 class ScalingPoint:
-    """One number of ranks: its forecast, and the images (N, C, H, W) of a batch of one replica."""
+    """One number of ranks: its forecast, and the shape (N, C, H, W) of a batch of one replica."""
 
     forecast: Forecast
     image_shape: tuple[int, ...]
 
     @property
     def ranks(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
         return self.forecast.plan.ranks
 
     @property
     def images_per_s(self) -> float:
-        """As predicted."""
+        """The predicted images per second."""
         return self.forecast.images_per_s
 
     @property
     def pixels_per_s(self) -> float:
-        """Of images: these can be compared where images grow."""
+        """The predicted pixels per second, which remain comparable when the images grow."""
         return self.images_per_s * math.prod(self.image_shape[2:])
 
     @property
     def shares(self) -> Mapping[str, float]:
-        """Where the time goes, by `engines.predict.time_breakdown.SHARES`."""
+        """The fractions of the time, by `engines.predict.time_breakdown.SHARES`."""
         return compute_time_shares(self.forecast.timeline)
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """A study: points by rising number of ranks. `how` is `strong` or `weak`."""
+    """A scaling study: points by increasing number of ranks. `how` is `strong` or `weak`."""
 
     model: str
     machine: str
@@ -62,17 +62,17 @@ class Scaling:
 
     @property
     def images_grow(self) -> bool:
-        """Whether it is pixels per second that are compared."""
+        """Whether the image size differs between points, so that pixels per second are compared."""
         return len({point.image_shape[2:] for point in self.points}) > 1
 
     def compute_ideal(self, point: ScalingPoint) -> float:
-        """Images per second if every rank did as much as those of the first point."""
+        """Return the images per second if every rank were as fast as those of the first point."""
         first = self.points[0]
         per_rank = first.pixels_per_s / first.ranks
         return per_rank * point.ranks / math.prod(point.image_shape[2:])
 
     def compute_efficiency(self, point: ScalingPoint) -> float:
-        """What each rank does, as a part of what those of the first point do."""
+        """Return the throughput per rank relative to that of the first point."""
         return point.images_per_s / self.compute_ideal(point)
 
 
@@ -86,12 +86,12 @@ def scaling(
     loss: Loss | None = None,
     optimiser_states: int = 1,
 ) -> Scaling:
-    """Forecasts of a model under plans of more and more ranks, or of one plan in as many replicas as fill `ranks`.
+    """Return forecasts of a model under plans of more and more ranks, or of one plan in replicas that fill `ranks`.
 
-    `strong`: all share one step's images, whose shape `image_shape` is: (N, C, H, W). `weak`: what each rank has to do
-    stays. Every replica has a batch of that shape; and where replicas themselves get more ranks, their images get
-    larger, so that a rank has as many pixels as under the first plan (sides in multiples of 32 px).
-    `machine` may be a name. Raises PlanError where images, plans and ranks do not fit each other, or TraceError.
+    `strong`: all ranks share the images of one step, whose shape is `image_shape`, (N, C, H, W). `weak`: the work of
+    each rank is constant. Every replica has a batch of that shape; where a replica itself has more ranks, its images
+    grow, so that a rank has as many pixels as under the first plan (sides in multiples of 32 px).
+    `machine` may be a name. Raises PlanError if images, plans and ranks do not fit each other, or TraceError.
 
     >>> from engines.models import resnet20_v1
     >>> from mpi4dl_nb import Plan, scaling

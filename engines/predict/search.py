@@ -1,4 +1,4 @@
-"""All plans that make sense for some ranks: which there are, and which of them are fast and fit."""
+"""Search over all reasonable plans for a number of ranks: enumerates the plans and finds the fast ones that fit."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ __all__ = ["SearchResult", "generate_plans", "search"]
 
 
 _MANY = 12
-"""From so many ranks of a replica on, tiles may be in two stages."""
+"""From this number of ranks in a replica on, tiles may span two stages."""
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The plans that can run, the fastest first; those that cannot, and why; those that need more than there is.
+    """The result of a search: `fitting` plans, the fastest first; `refused` plans with the reason; `too_large` plans.
 
-    `bounded` were not simulated, for it is known without that they do not fit, or are no faster than the best ones:
-    whether they can run at all was not looked at.
+    `bounded` plans were not simulated, because their bounds show that they do not fit or are no faster than the best
+    plans. Whether these can run at all was not checked.
     """
 
     fitting: tuple[Forecast, ...]
@@ -46,16 +46,15 @@ def search(
     best: int | None = None,
     neutral_batch: int | None = None,
 ) -> SearchResult:
-    """The forecasts of all plans (or those `asked` for) for exactly `ranks` ranks, by predicted images per second.
+    """Return the forecasts of all plans (or those in `asked`) for exactly `ranks` ranks, the fastest first.
 
-    With a `neutral_batch`, the number of images in an update beyond which accuracy suffers, they are ordered by the
-    time for so many images: see `pace`.
-
-    `batch` is the number of images of a batch, `graph_of` the traced micro-batch of a plan, `rank_bytes` what a rank
-    may use (None: any); a plan that does not fit is taken with `checkpoint_activations`, if it fits so.
-    `seen(done, of)` is called after each plan. Where only so many of the `best` are asked for,
-    others are left alone as soon as it is known that they are none of these (see `Bound`).
-    Raises PlanError where no plan can run, with the reasons of some.
+    They are ordered by predicted images per second. With a `neutral_batch`, the number of images in an update beyond
+    which accuracy suffers, the order is that of `compute_throughput`.
+    `batch` is the number of images in a batch, `graph_of` returns the traced micro-batch of a plan, and `rank_bytes` is
+    the memory that a rank may use (None: unlimited). A plan that does not fit is replaced by the same plan with
+    `checkpoint_activations`, if that needs less memory. `seen(done, of)` is called after each plan. With `best`, only
+    that many best plans are wanted, and others are skipped once their bounds exclude them (see `PlanBound`).
+    Raises PlanError if no plan can run, with some of the reasons.
     """
     asked = list(generate_plans(ranks, batch)) if asked is None else asked
     looking = _PlanSearch(
@@ -75,7 +74,7 @@ def search(
 
 @dataclass
 class _PlanSearch:
-    """What has been found out so far; `seen` is told how many plans are done."""
+    """The state of a search; `seen` is called with the number of plans that are done."""
 
     graph_of: Callable[[Plan], ModelGraph]
     prices: CostModel
@@ -89,7 +88,7 @@ class _PlanSearch:
     bounded: list[PlanBound] = field(default_factory=list)
 
     def evaluate_plan(self, plan: Plan) -> None:
-        """Simulate a plan, and where it does not fit, the same with activations that are computed again."""
+        """Simulate a plan and, if it does not fit, the same plan with activation checkpointing."""
         try:
             found = self._forecast_plan(plan)
             if not self._can_fit(found) and not plan.checkpoint_activations:
@@ -104,8 +103,8 @@ class _PlanSearch:
         return forecast(self.graph_of(plan), plan, self.prices, self.states)
 
     def search_best(self, best: int, asked: Sequence[Plan]) -> None:
-        """Simulate plans until it is known which are the best, those first that may be fastest."""
-        rates: list[float] = []  # of the best so far, the least first
+        """Simulate plans until the `best` fastest are certain, in order of decreasing upper bounds."""
+        rates: list[float] = []  # of the best plans so far, ascending
         for bound in sorted(self._compute_bounds(asked), key=lambda each: -each.images_per_s):
             is_slower = len(rates) == best and bound.images_per_s < rates[0]
             if is_slower or not self._can_fit(bound):
@@ -142,7 +141,7 @@ class _PlanSearch:
         self.seen(len(self.fitting) + len(self.too_large) + len(self.refused) + len(self.bounded))
 
     def describe_failure(self, ranks: int) -> str:
-        """Why no plan was found."""
+        """Return the message that says why no plan was found."""
         if self.too_large or self.bounded:
             least = min([*(each.peak_bytes for each in self.too_large), *(each.peak_bytes for each in self.bounded)])
             return (
@@ -154,16 +153,16 @@ class _PlanSearch:
 
 
 def _with_checkpointing(plan: Plan) -> Plan:
-    """The same with less memory, for more time."""
+    """Return the plan with activation checkpointing: less memory, more time."""
     return replace(plan, checkpoint_activations=True)
 
 
 def generate_plans(ranks: int, batch: int) -> Iterator[Plan]:
-    """Every plan for exactly `ranks` ranks that is worth a look, each once.
+    """Yield every plan for exactly `ranks` ranks that is worth considering, each once.
 
-    Left out: grids whose tiles are thinner than they need be, but for strips; several spatial stages, but for two of
-    different grids on 12 ranks of a replica or more; more stages on a rank than two; micro-batches of a number that is
-    no power of two; and precision, which changes what is computed, and checkpoints, for which `search` sees.
+    Left out: grids with thinner tiles than necessary, except strips; several spatial stages, except two of different
+    grids from 12 ranks of a replica on; more than two stages on a rank; numbers of micro-batches that are not powers of
+    two; precision, which changes the result of the computation; and checkpointing, which `search` adds.
 
     >>> for plan in generate_plans(2, batch=1):
     ...     print(plan.summary)
@@ -188,13 +187,13 @@ def generate_plans(ranks: int, batch: int) -> Iterator[Plan]:
 
 
 def _list_grids(tiles: int) -> tuple[str, ...]:
-    """Strips both ways, and the grid closest to a square."""
+    """Return the grid closest to a square, and the strips in both directions."""
     side = max(rows for rows in range(1, int(tiles**0.5) + 1) if tiles % rows == 0)
     return tuple(dict.fromkeys((f"{side}x{tiles // side}", f"1x{tiles}", f"{tiles}x1")))
 
 
 def _generate_tiled(ranks: int, replicas: int) -> Iterator[Plan]:
-    """Tiles from the image to the loss."""
+    """Yield plans with tiles from the image to the loss."""
     if ranks > 1:
         for fused in (False, True):
             for grid in _list_grids(ranks):
@@ -205,7 +204,7 @@ def _generate_tiled(ranks: int, replicas: int) -> Iterator[Plan]:
 
 
 def _generate_mixed(ranks: int, replicas: int, batch: int) -> Iterator[Plan]:
-    """Tiles first, then stages, or ranks that share the images."""
+    """Yield plans with tiles first, and then stages, or ranks that share the images."""
     for tiles in range(2, ranks):
         behind = ranks - tiles
         for grid in _list_grids(tiles):
@@ -220,7 +219,7 @@ def _generate_mixed(ranks: int, replicas: int, batch: int) -> Iterator[Plan]:
 
 
 def _generate_narrowing(ranks: int, replicas: int, batch: int) -> Iterator[Plan]:
-    """Where there are many ranks, tiles in two stages, in the second a half or a quarter of them; stages behind."""
+    """Yield plans for many ranks: tiles in two stages, the second with a half or a quarter of them, and then stages."""
     for second in (2**power for power in range(1, ranks.bit_length())) if ranks >= _MANY else ():
         for first in (2 * second, 4 * second):
             behind = ranks - first - second
@@ -234,7 +233,8 @@ def _generate_narrowing(ranks: int, replicas: int, batch: int) -> Iterator[Plan]
 
 
 def _generate_layered(ranks: int, replicas: int, batch: int) -> Iterator[Plan]:
-    """Stages from the image to the loss, in every order of work; one stage is data parallelism alone."""
+    """Yield plans with stages from the image to the loss, in every schedule; a single stage is pure data parallelism.
+    """
     if ranks == 1:
         yield Plan(split_size=1, spatial_size=0, data_parallel=replicas)
         return
@@ -250,5 +250,5 @@ def _generate_layered(ranks: int, replicas: int, batch: int) -> Iterator[Plan]:
 
 
 def _generate_parts(batch: int) -> Iterator[int]:
-    """Powers of two that divide a batch, up to eight micro-batches."""
+    """Yield the powers of two up to eight that divide a batch: the possible numbers of micro-batches."""
     return (parts for parts in (1, 2, 4, 8) if batch % parts == 0)

@@ -1,4 +1,4 @@
-"""Counts what one segment of a rank does with memory and arithmetic, call by call, forward and back."""
+"""Counts the memory and arithmetic of one segment of a rank, call by call, forward and backward."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ Abstract = LocalTensor | tuple[LocalTensor, ...]
 
 @dataclass
 class DirectionValues:
-    """One direction of a rank, walked forward: how each value looks, and where it lies."""
+    """One direction of a rank, walked forward: the description of each value, and the key of the memory that holds it.
+    """
 
     way: DirectionProgram
     graph: ModelGraph
@@ -36,31 +37,31 @@ class DirectionValues:
 
     @cached_property
     def rooms(self) -> dict[str, Exchange]:
-        """The values that may be made in the middle of their window: those that one exchange alone reads."""
+        """The values that may be written into the middle of their window: those that exactly one exchange reads."""
         exchanges = [item for item in self.way.forward if isinstance(item, Exchange) and item.axes is not None]
         return {e.source: e for e in exchanges if e.window_covers_own and len(self.way.reads[e.source]) == 1}
 
     def find_owned(self, name: str) -> LocalTensor | None:
-        """A weight or buffer, if it is one."""
+        """Return the description of a weight, buffer or total, or None if the name is none of these."""
         totals = {total.name: total.spec for total in self.graph.totals}
         spec = self.graph.weights.get(name) or self.graph.buffers.get(name) or totals.get(name)
         return None if spec is None else LocalTensor.of(spec, name in self.graph.trainable)
 
     def add_value(self, name: str, local: LocalTensor, needs_gradient: bool, key: str) -> None:
-        """From here on the rank has this value."""
+        """Register a value that the rank holds from here on, in the memory block `key`."""
         self.values[name] = LocalTensor(local.spec, local.strides, needs_gradient and local.spec.is_floating)
         self.lies_in[name] = key
         self.bytes.setdefault(key, local.spec.bytes)
 
 
 def get_window_key(exchange: Exchange) -> str:
-    """Where the window of an exchange lies."""
+    """Return the memory key of the window of an exchange."""
     return f"window:{exchange.name}"
 
 
 @dataclass(frozen=True, slots=True)
 class _SegmentCall:
-    """One kernel call in a segment: the names of its tensors, in order, and of what it makes."""
+    """One kernel call in a segment: the names of its tensor arguments, in order, and of its results."""
 
     op: LocalOp
     effect: KernelEffect
@@ -70,18 +71,18 @@ class _SegmentCall:
 
     @property
     def leads_back(self) -> bool:
-        """Whether backward comes through it."""
+        """Whether backward passes through the call."""
         return any(made.local.needs_gradient for made in self.effect.made)
 
     @property
     def is_arithmetic(self) -> bool:
-        """Whether arithmetic bounds it, rather than memory."""
+        """Whether the call is bound by arithmetic rather than by memory."""
         return classify_kernel(self.op.kernel, self.effect.flops) in BY_ARITHMETIC
 
 
 @dataclass
 class SegmentCounter:
-    """One segment: its calls in order, and where all that they make lies."""
+    """The counter of one segment: its calls in order, and the memory key of each result."""
 
     segment: Compute
     way: DirectionValues
@@ -92,11 +93,11 @@ class SegmentCounter:
 
     @cached_property
     def over(self) -> frozenset[str]:
-        """The values that lie where what they are made of lay."""
+        """The values that overwrite the memory of their argument."""
         return find_in_place(self.segment)
 
     def build_tally(self) -> SegmentTally:
-        """The count, once; its outputs are then the rank's values."""
+        """Return the tally of the segment and register its outputs as values of the rank; to be called once."""
         for name in self.segment.inputs:
             self._enter(name, self.way.values[name], self.way.lies_in[name])
         inside, calls = MemoryTracker(), []
@@ -111,18 +112,20 @@ class SegmentCounter:
         trains = {name: size for name, size in gradients.sizes.items() if name in self.way.graph.weights}
         grads = {name: size for name, size in gradients.sizes.items() if name not in trains}
         matrices = [name for name in trains if len(self.way.graph.weights[name].shape) > 1]
-        fresh = (2 * trains[name] for name in matrices)  # a gradient is laid as its weight is, or added to the last one
+        fresh = (2 * trains[name] for name in matrices)  # copied to the weight's layout, or added
         moves = (*gradients.moved, *self._count_join_bytes(grads, gradients.passed), *fresh)
         kept = {key: size for key, size in self.fresh.items() if key in keeps or key in self._get_output_keys()}
         ops = tuple(_make_op_tally(call.op.kernel, call.effect, call.locals) for call in calls)
         return SegmentTally(ops, keeps, kept, inside.peak, back, grads, trains, bool(matrices), moves)
 
     def _count_join_bytes(self, grads: Mapping[str, int], passed: Collection[str]) -> Iterator[int]:
-        """The bytes moved to add gradients of inputs to those that they have from what reads them later on.
+        """Yield the bytes moved to add gradients of inputs to those from the value's later readers.
 
-        One that was `passed` on is copied if it is the first.
+        The first gradient of a value is copied if it was `passed` on, because it is then the memory of another
+        gradient.
         """
         for name, size in grads.items():
+            # Backward visits the readers in reverse, so the last reader's gradient arrives first and needs no addition.
             if self.way.way.reads[name][-1] != self.segment.name:
                 yield 3 * size
             elif name in passed:
@@ -135,7 +138,7 @@ class SegmentCounter:
         return {self.keys[part] for name in self.segment.outputs for part in self.names[name]}
 
     def _publish_outputs(self) -> None:
-        """The outputs become values of the rank."""
+        """Register the outputs as values of the rank."""
         for name in self.segment.outputs:
             (part,) = self.names[name]
             local, key = self.scope[name], self.keys[part]
@@ -167,7 +170,7 @@ class SegmentCounter:
         yield call
 
     def _resolve_arguments(self, value: Any, read: list[str]) -> Any:
-        """The arguments with what the tensors look like in the place of their names."""
+        """Return the arguments with each tensor name replaced by the tensor's description."""
         if isinstance(value, list | tuple):
             return [self._resolve_arguments(item, read) for item in value]
         if isinstance(value, dict):
@@ -187,7 +190,7 @@ class SegmentCounter:
         return self.scope[whole][int(index[:-1])]  # type: ignore[index]
 
     def _add_results(self, call: _SegmentCall) -> None:
-        """Enter the results, where they lie, and how large new memory is."""
+        """Register the results of a call, their memory keys, and the sizes of newly allocated memory."""
         made = tuple(each.local for each in call.effect.made)
         self.scope[call.op.out] = made if call.effect.several else made[0]
         self.names[call.op.out] = call.makes
@@ -196,11 +199,14 @@ class SegmentCounter:
             if each.shares is None:
                 self.fresh[name] = each.bytes
         if call.op.out in self.way.rooms and find_out_kernel(self.segment, call.op, self.way.rooms) is not None:
+            # The kernel writes its result into the middle of the window, so the block that is allocated is the whole
+            # window.
             exchange = self.way.rooms[call.op.out]
             key = get_window_key(exchange)
             self.fresh.pop(call.op.out, None)
             self.keys[call.op.out] = key
             self.fresh[key] = TensorSpec(exchange.compute_shape(exchange.window), exchange.dtype).bytes
+        # In-place: the result lives in the memory of the call's first argument, and nothing new is allocated.
         elif call.op.out in self.over:
             self.fresh.pop(call.op.out, None)
             self.keys[call.op.out] = self.keys[call.reads[0]]
@@ -208,17 +214,18 @@ class SegmentCounter:
             self.fresh[f"{call.op.out}:saved"] = call.effect.saves_bytes
 
     def _get_saved_keys(self, call: _SegmentCall) -> list[str]:
-        """The keys of what autograd keeps of a call."""
+        """Return the keys of the memory that autograd saves for a call, without weights, which are held anyway."""
         found = {self.keys[call.reads[index]] for index in call.effect.saves}
         found |= {self.keys[call.makes[index]] for index in call.effect.saves_made}
         found |= {f"{call.op.out}:saved"} if call.effect.saves_bytes else set()
         return sorted(key for key in found if not key.startswith("weight:"))
 
     def _count_backward(self, calls: Sequence[_SegmentCall]) -> tuple[int, GradientTracker]:
-        """What backward takes beyond what it finds, and the gradients that it leaves."""
+        """Return the peak bytes of backward beyond the memory at its start, and the gradients that remain."""
         ledger = MemoryTracker()
         for key in (*self._get_output_keys(), *(key for call in calls for key in self._get_saved_keys(call))):
             ledger.hold(key, {"kept": self.fresh.get(key, 0)})
+        # At the start of backward the outputs and the saved tensors are held; only memory beyond these counts.
         start = ledger.peak = ledger.total
         grads = GradientTracker(ledger, {part for name in self.segment.outputs for part in self.names[name]})
         for call in reversed(calls):
@@ -229,6 +236,7 @@ class SegmentCounter:
                         passes = index in call.effect.passes
                         grads.add(name, local.spec.bytes, call.makes if passes else ())
                         grads.parts.update({name} if passes and local.spec.bytes < whole else ())
+                # A convolution or product needs a contiguous gradient: a part of a larger gradient is copied first.
                 copied = (
                     whole
                     if classify_kernel(call.op.kernel, call.effect.flops) in BY_ARITHMETIC
@@ -244,7 +252,7 @@ class SegmentCounter:
 
 
 def build_op_tally(kernel: str, arguments: Sequence[Any], keywords: Mapping[str, Any] | None = None) -> OpTally:
-    """One call by itself, on arguments in which `Local`s stand for tensors."""
+    """Return the tally of a single call, with `LocalTensor` objects in place of the tensor arguments."""
     return _make_op_tally(
         kernel, infer_effect(kernel, arguments, keywords or {}), tuple(find_local_tensors((arguments, keywords or {})))
     )

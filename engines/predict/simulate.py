@@ -1,4 +1,4 @@
-"""Runs the programs of all ranks against a machine, event by event: the same programs that the ranks run."""
+"""Discrete-event simulation of the programs of all ranks on a machine. The simulated programs are those that run."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ def simulate(
     copies: int = 1,
     away: bool = False,
 ) -> Timeline:
-    """The timeline of a training step as the machine would do it, all ranks beginning at once.
+    """Return the timeline of a training step on the machine, with all ranks starting at the same time.
 
-    A rank does its steps in order; messages leave without being waited for, and whoever reads one waits for it; a sum
-    is complete when all have come. `threads` are those of each rank, `again` says that segments are computed again for
-    backward, `away` that what is kept for it is put away. How messages and sums share the links between nodes:
-    `engines/predict/links.py`.
-    The programs may be those of the first replica alone, of which so many `copies` are simulated, one behind the
-    other. Ranks that are not simulated do as those do: a sum waits for those of its ranks that are here, but takes as
-    long as for all of them. Raises PlanError where ranks would wait for ever.
+    A rank runs its steps in order. Sends do not block; a rank that reads a message waits for it. An all-reduce
+    completes once every rank of its group has joined. `threads` holds the thread count of each rank. `again`: segments
+    are recomputed for backward. `away`: the saved activations are offloaded. `engines/predict/links.py` describes how
+    messages and all-reduces share the links between nodes.
+    The programs may be those of the first replica alone; then `copies` consecutive replicas are simulated. Ranks that
+    are not simulated behave like the simulated ones: an all-reduce waits only for its simulated ranks, but takes as
+    long as for all of them. Raises PlanError if ranks would wait for ever.
     """
     prices = CostModel.from_machine(machine)
     ranks = [
@@ -74,7 +74,10 @@ def _count_sent_bytes(step: Step) -> int:
 
 @dataclass
 class _RankState:
-    """One rank's place in its program, or in that of the rank of the first replica which is `shift` before it."""
+    """The position of one rank in its program.
+
+    In a further replica, the program is that of the rank of the first replica whose number is smaller by `shift`.
+    """
 
     program: Program
     actions: Sequence[tuple[Action, ...]]
@@ -90,14 +93,14 @@ class _RankState:
 
     def __post_init__(self) -> None:
         self.rank = self.program.rank + self.shift
-        self.random = Random(self.rank)  # the same in each simulation
+        self.random = Random(self.rank)  # seeded by rank, so that repeated simulations agree
 
     @property
     def done(self) -> bool:
         return self.step == len(self.actions)
 
     def resume(self, now: float) -> None:
-        """Waiting, if it waited, is over."""
+        """End the wait of the rank, if it was waiting, and add it to the waiting time of the step."""
         if self.waits_from_s is not None:
             self.waited_s += now - self.waits_from_s
             self.waits_from_s = None
@@ -112,7 +115,8 @@ class _RankState:
 
 @dataclass
 class _AllReduceState:
-    """A sum over ranks, of which some are `here`: how many have come, when it is complete, and who waits for that."""
+    """An all-reduce in progress: its simulated ranks (`here`), how many have joined, completion, and the waiting ranks.
+    """
 
     cost: AllReduceCost
     here: Sequence[int]
@@ -128,7 +132,7 @@ Route = tuple[int, int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class _MessageArrival:
-    """What comes to the link of its receiver's node."""
+    """Event: a message reaches the link of its receiver's node."""
 
     route: Route
     link: Link
@@ -137,13 +141,14 @@ class _MessageArrival:
 
 @dataclass(frozen=True, slots=True)
 class _DelayedRank:
-    """A rank that has waited long enough for others to leave it a core."""
+    """Event: a rank resumes after the delay `resume_s`, which it incurred because others had all cores."""
 
     rank: int
 
 
 class _Simulation:
-    """Ranks that can go on do so; then time passes to the next end of work, arrival or sum."""
+    """The event loop: advances every rank that can run, then moves time to the next end of work, arrival or all-reduce.
+    """
 
     def __init__(
         self, lanes: Sequence[_RankState], processors: CoreScheduler, prices: CostModel, replica_ranks: int
@@ -161,12 +166,14 @@ class _Simulation:
 
     def run(self) -> Timeline:
         while True:
+            # Run all ready ranks before time advances: their sends and joins may schedule earlier events.
             while self.ready:
                 self._advance_rank(self.lanes[self.ready.popleft()])
             then = min(self.processors.find_next_end(), self.later[0][0] if self.later else math.inf)
             if then == math.inf:
                 break
             self.now = max(self.now, then)
+            # The cores advance first, so that the events at `now` see the state of the cores at that time.
             self.ready.extend(self.processors.advance_to(self.now))
             while self.later and self.later[0][0] <= self.now:
                 self._handle_event(heapq.heappop(self.later)[2])
@@ -174,11 +181,11 @@ class _Simulation:
         return Timeline.of(lane.events for lane in self.lanes.values())
 
     def _schedule(self, then: float, what: int | _DelayedRank | _MessageArrival | _AllReduceState) -> None:
-        self.count += 1  # what happens at the same time does so in the order in which it was foreseen
+        self.count += 1  # ties in time are broken by the order of scheduling, which keeps the simulation deterministic
         heapq.heappush(self.later, (then, self.count, what))
 
     def _handle_event(self, what: int | _DelayedRank | _MessageArrival | _AllReduceState) -> None:
-        """A rank goes on, a message comes to its second link, or a sum is complete if nothing has held it up."""
+        """Resume a rank, pass a message on to its second link, or complete an all-reduce that has not been delayed."""
         if isinstance(what, _MessageArrival):
             seconds = what.bytes / what.link.bytes_per_s
             start_s = self.links.schedule_message(what.route[1], "in", seconds, self.now)
@@ -187,18 +194,21 @@ class _Simulation:
             self._end_all_reduce(what)
         elif isinstance(what, _DelayedRank):
             self.ready.append(what.rank)
+        # A rank whose wait is over resumes late if other ranks occupy all cores: an event of type int becomes a
+        # `_DelayedRank`, which is not delayed again.
         elif self.machine.resume_s and self.processors.is_saturated(what):
             self._schedule(self.now + self.machine.resume_s, _DelayedRank(what))
         else:
             self.ready.append(what)
 
     def _advance_rank(self, lane: _RankState) -> None:
-        """Do what can be done now, until the rank works or waits."""
+        """Run the actions of a rank until it computes or waits."""
         lane.resume(self.now)
         while not lane.done:
             actions = lane.actions[lane.step]
             while lane.action < len(actions):
                 action = actions[lane.action]
+                # Advance first: an action that blocks is complete by the time the rank resumes, and must not run again.
                 lane.action += 1
                 if not self._run_action(lane, action):
                     lane.waits_from_s = None if isinstance(action, ComputeWork | CopyMessage) else self.now
@@ -206,7 +216,7 @@ class _Simulation:
             lane.end_step(self.now)
 
     def _run_action(self, lane: _RankState, action: Action) -> bool:
-        """Whether the rank can go on at once; otherwise it will be told when."""
+        """Run one action and return whether the rank can continue at once; otherwise an event resumes it."""
         match action:
             case ComputeWork():
                 return self._start_work(lane, action)
@@ -242,9 +252,13 @@ class _Simulation:
     def _post_send(self, route: Route, count: int) -> None:
         link = self.links.find_link(route[0], route[1])
         if link is None:
+            # The receiver's core copies the bytes (`CopyMessage`) where ranks share a host; then only the latency
+            # counts here.
             travels = 0 if self.machine.needs_core_copy(route[0], route[1]) else count
             self._record_arrival(route, self.now + (self.machine.latency_s + travels / self.machine.bytes_per_s))
         else:
+            # Cut-through: the second link sees the beginning of the message as soon as the first link starts to send
+            # it.
             start_s = self.links.schedule_message(route[0], "out", count / link.bytes_per_s, self.now)
             self._schedule(start_s, _MessageArrival(route, link, count))
 
@@ -255,11 +269,16 @@ class _Simulation:
             self.arrived[route] = then
 
     def _get_all_reduce(self, lane: _RankState, action: JoinAllReduce | WaitAllReduce) -> _AllReduceState:
-        """Within a replica each copy has its own; over all replicas there is one."""
+        """Return the state of an all-reduce, creating it for the first rank that joins.
+
+        A group within one replica has one state for each copy; a group over all replicas has one state.
+        """
         own = len(action.group) <= self.replica_ranks and max(action.group) < self.replica_ranks
         name = (lane.copy if own else 0, action.name)
         if isinstance(action, JoinAllReduce) and name not in self.sums:
             group = tuple(rank + lane.shift for rank in action.group) if own else action.group
+            # Ranks that are not simulated never join, so completion depends on the simulated prefix of the sorted group
+            # alone.
             here = group if own else group[: bisect_left(group, len(self.lanes))]
             self.sums[name] = _AllReduceState(self.prices.get_all_reduce_cost(group, action.bytes), here, action.behind)
         return self.sums[name]
@@ -277,6 +296,7 @@ class _Simulation:
             self._schedule(start_s + cost.carried_s + cost.latency_s, total)
 
     def _end_all_reduce(self, total: _AllReduceState) -> None:
+        # Foreground traffic that used the links in the meantime has delayed a background all-reduce: check again later.
         more_s = self.links.update_delay(total.passing) if total.passing else 0.0
         if more_s > 0:
             self._schedule(self.now + more_s, total)

@@ -1,4 +1,4 @@
-"""One model at images of many sizes: each traced once."""
+"""One model at images of many sizes, each traced once."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["Sizes"]
 
 @dataclass(frozen=True)
 class Sizes:
-    """A model with its loss (cross-entropy if it is None), and what studies call it: its class, if nothing is said.
+    """A model with its loss (None: cross-entropy), and its title in studies (by default its class).
 
-    Where studies are given the same one, what was traced for one of them is not traced again, which takes seconds.
+    Studies that share one object share its traces, each of which takes seconds.
 
     >>> from engines.models import resnet20_v1
     >>> from mpi4dl_nb import Plan, Sizes, forecast
@@ -34,7 +34,10 @@ class Sizes:
     _traces: dict[tuple[int, ...], TraceCache] = field(default_factory=dict, repr=False, compare=False)
 
     def graph(self, plan: Plan, image_shape: Sequence[int]) -> ModelGraph:
-        """What a plan is compiled from, of batches (N, C, H, W). Raises PlanError, TraceError or ImageError."""
+        """Return the graph from which a plan is compiled, for batches (N, C, H, W).
+
+        Raises PlanError, TraceError or ImageError.
+        """
         shape = tuple(image_shape)
         if shape not in self._traces:
             self._traces[shape] = TraceCache(self.model, shape, self.loss or nn.CrossEntropyLoss())
@@ -42,11 +45,11 @@ class Sizes:
 
     @classmethod
     def of(cls, model: nn.Module | Sizes, loss: Loss | None = None) -> Sizes:
-        """What was traced before stays known where it is given again."""
+        """Return the model as `Sizes`; an object that is one already is returned with its traces."""
         return model if isinstance(model, Sizes) else cls(model, loss)
 
     @property
     def name(self) -> str:
-        """What figures call it."""
+        """The name of the model in figures."""
         usual = "this model" if type(self.model) is nn.Sequential else type(self.model).__name__
         return self.title or usual

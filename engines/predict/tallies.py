@@ -1,4 +1,4 @@
-"""What a rank's program does with memory and arithmetic, counted before anything runs: plain data."""
+"""Tallies of the memory and arithmetic of a rank's program, counted before anything runs: plain data."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ __all__ = ["DirectionTally", "OpTally", "RankTally", "SegmentTally"]
 
 @dataclass(frozen=True, slots=True)
 class OpTally:
-    """One kernel call of a rank, going forward: arithmetic, and bytes read and written.
+    """One kernel call of a rank in forward: its FLOPs, and the bytes that it reads and writes.
 
-    `kind` is its class (`engines/predict/kernel_classes.py`); `shape` what its speed depends on beside its size: of a
-    convolution the length of its dot products, its filters, and the images. `gradients` is to how many of its arguments
-    a gradient goes back; a weight's counts.
+    `kind` is its class (`engines/predict/kernel_classes.py`). `shape` holds what its speed depends on in addition to
+    its size: for a convolution the length of its dot products, its filters, and the images. `gradients` is the number
+    of its arguments that receive a gradient, weights included.
     """
 
     kernel: str
@@ -27,13 +27,13 @@ class OpTally:
 
 @dataclass(frozen=True)
 class SegmentTally:
-    """A segment of one rank.
+    """The tally of one segment of a rank.
 
-    Memory goes by key, since several values may lie in the same. `keeps` is what autograd holds from forward to
-    backward, `fresh` the bytes of what the segment makes of that and of its outputs, and `inside` the most bytes beyond
-    what was there before that are in use while it runs forward; `back_inside` likewise in backward, beyond what that
-    finds. It adds to gradients: `grads` are their bytes by value, `trains` by weight; `moves` are the bytes that each
-    addition or copy of a gradient reads and writes. `late`: the weights' may be computed apart.
+    Memory is identified by key, since several values may share a block. `keeps` are the keys that autograd saves from
+    forward to backward, and `fresh` the bytes of those and of the outputs that the segment allocates. `inside` is the
+    peak of forward beyond the memory held before it, and `back_inside` the peak of backward likewise. `grads` are the
+    bytes of gradients by value, `trains` by weight, and `moves` the bytes that each addition or copy of a gradient
+    reads and writes. `late`: the gradients of the weights may be computed separately.
     """
 
     ops: tuple[OpTally, ...]
@@ -49,10 +49,10 @@ class SegmentTally:
 
 @dataclass(frozen=True)
 class DirectionTally:
-    """One direction of a rank: for each value where it lies and whether it has a gradient; its segments by name.
+    """One direction of a rank: the memory key of each value, the values that need a gradient, and the segments by name.
 
-    `bytes` is by key, `halo_bytes` the part of it that was borrowed, `inputs` the bytes of what the rank is fed with.
-    `roomy` are the windows in whose middle their source is made, so that it is not copied.
+    `bytes` is by key, `halo_bytes` the received part of it, and `inputs` the bytes of the rank's inputs. `roomy` are
+    the windows whose own pixels are computed in place, so that they are not copied.
     """
 
     lies_in: Mapping[str, str]
@@ -66,7 +66,7 @@ class DirectionTally:
 
 @dataclass(frozen=True)
 class RankTally:
-    """All that is counted of one rank: its directions, and the bytes of what it owns."""
+    """The complete tally of one rank: its directions, and the bytes of the weights and buffers that it owns."""
 
     ways: Mapping[int, DirectionTally]
     weights: Mapping[str, int]

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: computing, handling messages and sums, and waiting for either."""
+"""The breakdown of a step's time: computing, handling messages and all-reduces, and waiting for either."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from engines.program.timeline import WORK, Timeline
 __all__ = ["SHARES", "compute_time_shares"]
 
 SHARES = ("compute", "messages", "waiting for messages", "sums", "waiting for sums")
-"""`compute` has updates in it; `messages` are halos and what goes from stage to stage, packed and unpacked; `sums` are
-those of gradients, norms and statistics. Waiting has the travel in it, and the others' delay."""
+"""`compute` includes updates. `messages` are halos and transfers between stages, packed and unpacked. `sums` are
+all-reduces of gradients, norms and statistics. Waiting includes the travel time and the delay of other ranks."""
 
 
 def compute_time_shares(timeline: Timeline) -> Mapping[str, float]:
-    """Parts of all ranks' time, by `SHARES`; together 1."""
+    """Return the fractions of all ranks' time, by `SHARES`; they add up to 1."""
     found = dict.fromkeys(SHARES, 0.0)
     for event in timeline.events:
         kind = "compute" if event.kind in WORK else "sums" if event.kind == "all-reduce" else "messages"
@@ -22,5 +22,5 @@ def compute_time_shares(timeline: Timeline) -> Mapping[str, float]:
         found[f"waiting for {'sums' if kind == 'sums' else 'messages'}"] += event.wait_s
     whole = len(timeline.ranks) * timeline.seconds
     parts = {kind: seconds / whole for kind, seconds in found.items()}
-    parts["waiting for messages"] += max(0.0, 1 - sum(parts.values()))  # between instructions, or done before others
+    parts["waiting for messages"] += max(0.0, 1 - sum(parts.values()))  # between instructions, or after the rank's end
     return parts

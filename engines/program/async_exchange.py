@@ -1,6 +1,9 @@
-"""An exchange in two halves: what it needs of others travels while this rank computes.
+"""An exchange in two halves: messages travel while this rank computes what does not depend on them.
 
-Of the window only strips are made, which the border of a tile's outputs reads; nothing else of it is ever copied.
+Only strips of the window are made, the ones that the border of a tile's outputs reads; the rest of the window is never
+copied.
+
+  start: pack, post messages | interior of the outputs | wait: fill strips | border of the outputs
 """
 
 from __future__ import annotations
@@ -26,9 +29,9 @@ __all__ = ["AsyncExchangeRunner", "StartedExchange", "make_async_runners"]
 
 @dataclass(frozen=True, slots=True)
 class StartedExchange:
-    """An exchange that has begun: its messages, and of these the parcels that are `expected`.
+    """An exchange in flight: its messages, and the buffers that are `expected` to be filled.
 
-    `strips` are to be filled, or going back hold the gradients that are added at the end.
+    `strips` are the strips to fill; in the backward pass, the gradients of strips, to be added at the end.
     """
 
     pending: Pending
@@ -37,7 +40,7 @@ class StartedExchange:
 
 
 class AsyncExchangeRunner(ExchangeRunner):
-    """Both halves of an exchange on one rank, there and back: of its window it makes the strips `tiles`."""
+    """Runs both halves of an exchange on one rank, forward and backward; `tiles` are the strips of its window."""
 
     def __init__(
         self, tiles: Sequence[Tile], exchange: Exchange, world: World, device: torch.device, outbox: SendQueue,
@@ -52,6 +55,7 @@ class AsyncExchangeRunner(ExchangeRunner):
             for number, (tile, part) in enumerate(own)
             if part
         ]
+        # Strips may overlap, so one message can fill parts of several strips.
         arrivals = product(enumerate(exchange.receives), enumerate(self.tiles))
         self._arrivals = [
             (parcel, number, make_index(exchange, part, move.tile), make_index(exchange, part, tile))
@@ -60,17 +64,18 @@ class AsyncExchangeRunner(ExchangeRunner):
         ]
 
     def start_forward(self, source: Tensor | None) -> tuple[StartedExchange, int]:
-        """Messages are posted and what is here already is in its place; the bytes that this rank sends."""
+        """Post the messages and copy this rank's own pixels into the strips; return the bytes that this rank sends."""
         with torch.no_grad():
             route = self._get_message_set()
             pending = self.outbox.start_after(self._pack(route.sent, source), route.start_forward)
+            # After the sends have started: everything below overlaps with their transfer.
             strips = [self._make_strip(number) for number in range(len(self.tiles))]
             for number, here, there in self._shared:
                 strips[number][there].copy_(source[here])
         return StartedExchange(pending, route.received, strips), self._sent[0]
 
     def wait_forward(self, begun: StartedExchange) -> Sequence[Tensor]:
-        """The strips, when all has arrived."""
+        """Wait for the messages and return the completed strips."""
         with torch.no_grad():
             self._finish(begun.pending, begun.expected)
             pixels = copy_to_device([parcel.pixels for parcel in begun.expected], self.device, self._where)
@@ -80,9 +85,13 @@ class AsyncExchangeRunner(ExchangeRunner):
         return begun.strips
 
     def start_backward(self, grads: Sequence[Tensor | None]) -> tuple[StartedExchange, int]:
-        """Gradients of borrowed pixels leave; the bytes that this rank sends. A pixel may lie in several strips."""
+        """Send the gradients of received pixels to their owners; return the bytes that this rank sends.
+
+        A pixel may be in several strips, so the gradients are summed per message first.
+        """
         with torch.no_grad():
             route = self._get_message_set()
+            # Summed on the device, where the gradients are, then copied into the message once.
             sums = [torch.zeros_like(parcel.pixels, device=self.device) for parcel in route.received]
             for parcel, number, arrived, there in self._arrivals:
                 if grads[number] is not None:
@@ -91,7 +100,7 @@ class AsyncExchangeRunner(ExchangeRunner):
         return StartedExchange(pending, route.sent, grads), self._sent[1]
 
     def wait_backward(self, begun: StartedExchange, source: Tensor | None) -> None:
-        """What came home, and what never left, is added to the gradient of `source` (None where that is not asked)."""
+        """Wait, and add all gradients to that of `source` (unless it is None): received ones and the rank's own."""
         with torch.no_grad():
             self._finish(begun.pending, begun.expected)
             if source is None:
@@ -104,7 +113,7 @@ class AsyncExchangeRunner(ExchangeRunner):
             self._unpack(self.exchange.sends, begun.expected, source.grad, adds=True)
 
     def _make_strip(self, number: int) -> Tensor:
-        """Memory for a strip, with the fill where it lies outside the image."""
+        """Allocate a strip and write the fill where it extends beyond the image."""
         strip = self._allocate(self.tiles[number])
         for index in self._frames[number]:
             strip[index].fill_(self.exchange.fill)
@@ -114,7 +123,7 @@ class AsyncExchangeRunner(ExchangeRunner):
 def make_async_runners(
     forward: Iterable[ModelInstruction], world: World, device: torch.device, outbox: SendQueue
 ) -> dict[str, AsyncExchangeRunner]:
-    """The exchanges of a program that are done in halves, made ready, by name."""
+    """Make a runner for each exchange of a program that is run in halves, by name."""
     found = {item.exchange: [tile for _, tile in item.strips] for item in forward if isinstance(item, ExchangeHalf)}
     return make_exchange_runners(
         found, world, device, outbox, lambda exchange, *rest: AsyncExchangeRunner(found[exchange], exchange, *rest)

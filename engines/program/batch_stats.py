@@ -1,4 +1,4 @@
-"""What batch norms counted in each micro-batch, known to every rank that keeps their running statistics."""
+"""The moments that batch norms counted per micro-batch, shared with every rank that keeps the running statistics."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ class BatchStats:
         self._shared: dict[str, Tensor] = {}
 
     def reduce(self, share: ReduceBatchStats, world: World) -> int:
-        """Tell the ranks of other copies of the model, and be told; the bytes sent."""
+        """All-reduce the moments over the ranks of all replicas and directions; return the bytes sent."""
         rows = []
         for name in share.moments:
             like = next(iter(self._get_own(name).values()))
             row = like.new_zeros((self.micro_batches, like.numel()))
+            # Every row is non-zero on exactly one contributor, so the sum is a gather that keeps the bits of each row.
             for number in share.own_micro_batches:
                 row[number] = self._get_own(name)[number].flatten()
             rows.append(row)
@@ -39,11 +40,11 @@ class BatchStats:
         return under_way.sent_bytes
 
     def _get_own(self, name: str) -> dict[int, Tensor]:
-        """Those that this rank has worked on, by micro-batch."""
+        """Return the moments that this rank counted, by micro-batch."""
         return {number: lane.leaves[name].detach() for number, lane in self.lanes.items() if name in lane.leaves}
 
     def __call__(self, name: str) -> list[Tensor]:
-        """Those of one batch norm, for each micro-batch of the step."""
+        """Return the moments of one batch norm, for each micro-batch of the step."""
         own = self._get_own(name)
         if name not in self._shared:
             return list(own.values())

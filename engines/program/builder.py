@@ -1,4 +1,4 @@
-"""Writes one rank's forward pass: the operator table says what each operator needs, this makes it instructions."""
+"""Builds one rank's forward pass: from what the operator table says of each operator, it emits instructions."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ __all__ = ["POINT", "Builder", "HaloRead", "ValueLayout"]
 MovesByRank = Mapping[int, tuple[Move, ...]]
 
 POINT = Tile.whole(1, 1)
-"""What a rank holds of a value that has no pixels."""
+"""The tile that stands for a value without pixels."""
 
 
 @dataclass(frozen=True, slots=True)
 class HaloRead:
-    """A node's one window that needs an exchange: how it is read, and what all ranks want, in their order."""
+    """A node's only window that needs an exchange: how it is read, and the tile that each rank needs, in rank order."""
 
     read: WindowRead
     wanted: tuple[Tile, ...]
@@ -36,15 +36,16 @@ class HaloRead:
 
     @property
     def rules(self) -> tuple[SpanRule, SpanRule]:
-        """Of rows and of columns."""
+        """The span rules of rows and of columns."""
         return self.read.rows, self.read.cols
 
 
 @dataclass
 class Builder(ValueLayouts):
-    """Collects the instructions of tile `tile` of one stage, in graph order.
+    """Collects the instructions for tile `tile` of one stage, in graph order.
 
-    Tags count up from `tag`, which is even; every rank of the stage counts the same exchanges, so equal tags meet.
+    Tags are even and count up from `tag`. Every rank of the stage emits the same sequence of exchanges and therefore
+    assigns the same tag to each.
     """
 
     instructions: list[ModelInstruction] = field(default_factory=list)
@@ -63,17 +64,17 @@ class Builder(ValueLayouts):
 
     @property
     def local_stats_ranks(self) -> tuple[int, ...]:
-        """The ranks of the stage, where each has batch norm's statistics of its own tile."""
+        """The ranks of the stage if each keeps batch norm's statistics of its own tile, else ()."""
         return () if self.sync_batchnorm or len(self.stage.ranks) == 1 else self.stage.ranks
 
     def begin_node(self, node: Node) -> None:
-        """What follows belongs to this node."""
+        """Attribute all instructions emitted from here on to this node."""
         self._module, self._node, self._graded = node.module, node.name, node.graded
         self._flops[node.name] = node.flops
         self._before = self.tag, list(self._open), [len(made) for made in self._growing_state]
 
     def undo_node(self) -> None:
-        """Take back what was begun for the present node."""
+        """Roll back everything emitted since `begin_node`."""
         self.tag, self._open, counts = self._before[0], list(self._before[1]), self._before[2]
         for made, count in zip(self._growing_state, counts, strict=True):
             if isinstance(made, dict):
@@ -84,23 +85,25 @@ class Builder(ValueLayouts):
 
     @property
     def _growing_state(self) -> tuple[list[Any] | dict[Any, Any], ...]:
-        """What only grows while nodes are lowered."""
+        """The collections that only grow while nodes are lowered; `undo_node` truncates them."""
         return self.instructions, self.reads, self.statistics, self.values, self._windows
 
     @property
     def single_halo_read(self) -> HaloRead | None:
-        """What the present node has read by a window and an exchange; None where that is not all it needs of others."""
+        """The current node's window if one exchange for one window is all that it needs of other ranks, else None."""
         instructions, reads, statistics, _, windows = (
             list(made)[count:] for made, count in zip(self._growing_state, self._before[2], strict=True)
         )
         sums = statistics or any(isinstance(item, AllReduce) for item in instructions)
+        # One window, fetched by one exchange (each exchange adds 2 to the tag), and no all-reduce: only then can the
+        # node be split into an interior and strips.
         if sums or (len(reads), len(windows), self.tag - self._before[0]) != (1, 1, 2):
             return None
         return HaloRead(reads[0], *windows[0][1:])
 
     @contextmanager
     def restrict_node(self, source: Ref, out: str | None = None, outputs: Tile | None = None) -> Iterator[None]:
-        """While it lasts the present node reads `source`, which has all it needs; it makes `outputs` only, as `out`."""
+        """While active, the current node reads `source`, which holds all it needs, and computes `outputs`, as `out`."""
         node, wide = self._node, self.extended
         self._from = source
         if out is not None and outputs is not None:
@@ -119,7 +122,7 @@ class Builder(ValueLayouts):
         axes: tuple[int, int] | None = None,
         **keywords: Any,
     ) -> Ref:
-        """Run a kernel on what this rank holds; `like` is the spec of the result for the whole image."""
+        """Add a kernel that runs on this rank's part of its arguments; `like` is the spec of the whole result."""
         op = LocalOp(out, kernel, arguments, keywords, self._module, self._graded)
         self._open.append(op)
         may_carry = self._graded and like.is_floating and kernel not in WITHOUT_GRADIENT
@@ -132,7 +135,7 @@ class Builder(ValueLayouts):
         return name in self.graph.trainable or (name in self.values and self.values[name].differentiable)
 
     def all_reduce(self, ref: Ref) -> Ref:
-        """The sum of a value over the ranks of the stage."""
+        """Return the sum of a value over the ranks of the stage."""
         if len(self.stage.ranks) == 1:
             return ref
         value = self.get_value(ref)
@@ -147,7 +150,7 @@ class Builder(ValueLayouts):
     def read_window(
         self, ref: Ref, out_px: tuple[int, int], rows: SpanRule, cols: SpanRule, fill: float = 0.0
     ) -> Window:
-        """What this rank's part of an `out_px` image reads of a tiled value, borrowed where it lacks it."""
+        """Return the window of a tiled value that this rank's part of an `out_px` image reads, exchanged if needed."""
         self.reads.append(WindowRead(self._node, ref.name, rows, cols, fill))
         key = ("window", self._node, ref.name)
         wanted = self.memo.get_or_compute(key, (self.get_output_tiles(out_px), rows, cols), _compute_windows)
@@ -155,23 +158,30 @@ class Builder(ValueLayouts):
         return Window(found.name, self.get_held_tiles(found)[self.rank], wanted[self.rank], fill)
 
     def _fetch_window(self, ref: Ref, wanted: Mapping[int, Tile], fill: float) -> Ref:
-        """A value that holds the pixels wanted: `ref` itself, or what comes of an exchange."""
+        """Return a value that holds the pixels wanted: `ref` itself, or the result of an exchange."""
         if self._from is not None:
             return self._from
         given = self.get_value(ref).size_px, self.get_held_tiles(ref), wanted
         if not self.memo.get_or_compute(("lacks", self._node, ref.name), given, _needs_exchange):
             return ref
+        # Fused halos: all nodes of the group that read this value share one wider window.
         if shared := self.extended.get_fetched(self._node, ref.name):
             wanted, fill = shared, 0.0
+        # Two reads of the same window share one exchange. The key holds the tiles of all ranks, not only of this one,
+        # so that every rank decides alike and the tags stay in step.
         key = (ref.name, tuple(wanted.values()), fill)
         if key not in self._windows:
             self._windows[key] = self.exchange(self.crop_to_own(ref), wanted, fill)
         return self._windows[key]
 
     def exchange(self, ref: Ref, wanted: Mapping[int, Tile], fill: float) -> Ref:
-        """A value that holds the pixels `wanted`, by an exchange with all ranks of the stage: `ref` where it does."""
+        """Return a value that holds the pixels `wanted`, by an exchange within the stage if one is needed.
+
+        Raises TraceError for tiles in turn, between which no pixels travel.
+        """
         if self.in_turn and self.extended.groups:
             raise TraceError(f"{self._node} reads all pixels of {ref.name} at once, which no tile has by itself.")
+        # The tag advances on every rank, even one that sends and receives nothing here.
         self.tag += 2
         value, target = self.get_value(ref), f"{ref.name}.window{self.tag}"
         owned = self.get_tiles(value.size_px)
@@ -181,10 +191,11 @@ class Builder(ValueLayouts):
         return Ref(name)
 
     def all_gather(self, ref: Ref) -> Ref:
-        """All of a tiled value, on every rank of the stage: its window is the whole image.
+        """Return the whole of a tiled value on every rank of the stage: an exchange whose window is the whole image.
 
-        Backward, what each rank found of the gradient goes home and is added there. It takes the memory of the
-        undivided value on each rank, and what is computed of it is computed on each: for results of few pixels.
+        In the backward pass each rank's gradient is sent to the owners of the pixels and added there. Each rank needs
+        the memory of the undivided value, and repeats all computation that follows from it; use it for values of few
+        pixels.
         """
         target = f"{ref.name}.whole"
         if self.is_tiled(ref) and target not in self.values:
@@ -195,14 +206,14 @@ class Builder(ValueLayouts):
         return Ref(target) if self.is_tiled(ref) else ref
 
     def crop_to_own(self, ref: Ref) -> Ref:
-        """The pixels of a tiled value that this rank owns; all of a value that is not tiled."""
+        """Return the pixels of a tiled value that this rank owns; a value that is not tiled is returned whole."""
         if not self.is_tiled(ref):
             return ref
         own = self.get_tiles(self.get_value(ref).size_px)[self.rank]
         return self.pad_window(Window(ref.name, self.get_held_tiles(ref)[self.rank], own, 0.0))
 
     def align_to_output(self, ref: Ref) -> Ref:
-        """The pixels of a tiled value that lie where the present node's result does; all of one that is not tiled."""
+        """Return the pixels of a tiled value at the positions of the node's result; other values are returned whole."""
         if not self.is_tiled(ref):
             return ref
         return self.pad_window(self.read_window(ref, self.get_value(ref).size_px, Shift(0), Shift(0)))
@@ -211,7 +222,12 @@ class Builder(ValueLayouts):
         self, value: ValueLayout, purpose: str, name: str, target: str, tag: int,
         owned: Mapping[int, Tile], wanted: Mapping[int, Tile], fill: float = 0.0,
     ) -> str:  # fmt: skip
-        """Fill each rank's `wanted` tile; the name under which this rank has its own, if it had to borrow for it."""
+        """Add the exchange that fills each rank's `wanted` tile, and return the name of what this rank then holds.
+
+        The name is `target` if the rank receives anything, else the name of `value`.
+        """
+        # Computed once for all ranks of the stage: every rank must derive the same moves, in the same order, so that
+        # sends and receives match.
         whole = Tile.whole(*value.size_px) if value.axes else POINT
         sent, received = self.memo.get_or_compute(
             ("transfer", purpose, tag), (owned, wanted, whole), _compute_transfers
@@ -232,7 +248,7 @@ class Builder(ValueLayouts):
         return target if receives else value.name
 
     def pad_window(self, window: Window) -> Ref:
-        """The window as one tensor of just what is wanted, with what lies outside the image filled in."""
+        """Return the window as one tensor of exactly the pixels wanted, with the fill outside the image."""
         if not any(window.margins):
             return Ref(window.name)
         value = self.values[window.name]
@@ -243,14 +259,14 @@ class Builder(ValueLayouts):
         )  # fmt: skip
 
     def flush(self, interior: bool = False) -> None:
-        """End the open segment: a communication follows."""
+        """Close the open segment, before a communication."""
         if self._open:
             name = f"segment{len(self.instructions)}{'.interior' * interior}"
             self.instructions.append(Compute(name, tuple(self._open), (), (), False, interior))
             self._open = []
 
     def finish(self, kept: Iterable[str]) -> list[ModelInstruction]:
-        """All instructions, each segment with its inputs and outputs; `kept` values stay to the end."""
+        """Return all instructions, each segment with its inputs and outputs; `kept` values are outputs in any case."""
         self.flush()
         return resolve_segment_io(self.instructions, self.values, kept)
 
@@ -260,7 +276,7 @@ def _compute_windows(outputs: Mapping[int, Tile], rows: SpanRule, cols: SpanRule
 
 
 def _needs_exchange(size_px: tuple[int, int], held: Mapping[int, Tile], wanted: Mapping[int, Tile]) -> bool:
-    """Whether a rank lacks some of what it wants of an image."""
+    """Return whether any rank lacks some of the pixels it wants inside the image."""
     whole = Tile.whole(*size_px)
     return not all((tile & whole).is_inside(held[rank]) for rank, tile in wanted.items())
 
@@ -268,7 +284,7 @@ def _needs_exchange(size_px: tuple[int, int], held: Mapping[int, Tile], wanted: 
 def _compute_transfers(
     owned: Mapping[int, Tile], wanted: Mapping[int, Tile], whole: Tile
 ) -> tuple[MovesByRank, MovesByRank]:
-    """What each rank sends to others, and what each receives."""
+    """Return what each rank sends to others, and what each receives."""
     sends: dict[int, list[Move]] = defaultdict(list)
     receives: dict[int, list[Move]] = defaultdict(list)
     for move in compute_moves(owned, {rank: tile & whole for rank, tile in wanted.items()}):

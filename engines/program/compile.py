@@ -1,4 +1,4 @@
-"""From a traced model, a plan and a rank to that rank's program."""
+"""Compiles a traced model and a plan into the program of each rank."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ __all__ = ["Compiler", "compile_plan"]
 
 
 def compile_plan(graph: ModelGraph, plan: Plan, input_gradient: bool = False) -> tuple[Program, ...]:
-    """The program of every rank, in rank order.
+    """Return the program of every rank, in rank order.
 
-    `input_gradient`: carry the gradient back to the image itself, which training does not need.
-    Raises PlanError or TraceError where the plan does not fit the model.
+    `input_gradient`: compute the gradient of the image as well, which training does not need. Raises PlanError or
+    TraceError if the plan does not fit the model.
     """
     compiler = Compiler(graph, plan, input_gradient)
     return tuple(compiler.compile_rank(rank) for rank in range(compiler.layout.size))
 
 
 class Compiler:
-    """Compiles rank by rank; what does not depend on the rank is computed once.
+    """Compiles one rank at a time; what does not depend on the rank is computed once.
 
-    Without a loss in the graph a program ends with the forward passes. `overlap`: sums of gradients begin while
-    backward still runs.
+    If the graph has no loss, a program ends with the forward passes. `overlap`: all-reduces of gradients start while
+    the backward pass is still running.
     """
 
     def __init__(self, graph: ModelGraph, plan: Plan, input_gradient: bool = False, overlap: bool = True) -> None:
@@ -56,7 +56,7 @@ class Compiler:
 
     @cached_property
     def _ranks_by_weight(self) -> dict[str, tuple[int, ...]]:
-        """The ranks that hold each trained weight, in any stage of any copy of the model."""
+        """The ranks that hold each trained weight, over all stages and replicas."""
         stages: dict[str, list[int]] = defaultdict(list)
         for stage, reads in enumerate(self.lowering.reads):
             for name in reads:
@@ -67,7 +67,10 @@ class Compiler:
 
     @cached_property
     def gradient_buckets(self) -> tuple[SumGradients, ...]:
-        """The sums of gradients over all ranks that hold the same weights."""
+        """The all-reduces of gradients, each over all ranks that hold the same weights.
+
+        Raises PlanError if there are more buckets than message tags.
+        """
         found = make_buckets(self.graph, self._ranks_by_weight, STAGE_TAGS // 2)
         if found and found[-1].tag + 2 > STAGE_TAGS:
             raise PlanError(
@@ -78,7 +81,7 @@ class Compiler:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """The order of work of one replica, whose ranks and micro-batches are numbered from 0."""
+        """The pipeline schedule of one replica, whose ranks and micro-batches are numbered from 0."""
         plan = self.plan
         placement = [[stage.ranks for stage in p.stages] for p in self.layout.pipes if p.replica == 0]
         numbers = range(plan.replica_batches * plan.parts)
@@ -87,7 +90,7 @@ class Compiler:
         return make_schedule(plan.schedule, placement, flushes)
 
     def compile_rank(self, rank: int) -> Program:
-        """What rank `rank` does in one training step, or for one prediction."""
+        """Return the program of rank `rank` for one training step, or for one prediction."""
         roles = self.layout.roles[rank]
         ways = {
             direction: self._make_direction_program([role for role in roles if role.direction == direction])
@@ -97,6 +100,7 @@ class Compiler:
         held = {role.stage for role in roles}
         sums = [each for each in self.gradient_buckets if rank in each.group]
         trained = self._get_trained_weights if self.overlap else lambda _: set()
+        # Each sum appears twice: its start among the backward steps here, its end in `ends`.
         steps = insert_gradient_sums(self._make_steps(work, ways), sums, trained)
         ends = (*sums, *self._make_updates(rank, roles, work)) if self.graph.loss else ()
         program = Program(
@@ -112,7 +116,8 @@ class Compiler:
         return replace(program, steps=(*before, *program.steps))
 
     def _get_rank_actions(self, replica: int, rank: int) -> list[PipelineAction]:
-        """What a rank does in turn; its replica's micro-batches follow those of the replica before."""
+        """Return a rank's actions in order, with micro-batches numbered over all replicas, one replica after another.
+        """
         first = replica * self.plan.replica_batches * self.plan.parts
         order = self.schedule.get_actions(rank % self.plan.replica_ranks)
         asked = [work for work in order if self.graph.loss or work.kind is ActionKind.FORWARD]
@@ -126,6 +131,8 @@ class Compiler:
                 yield from (Step(each, Phase.FORWARD, item.micro_batch) for each in forward)
             else:
                 phase = Phase.WEIGHTS if item.kind is ActionKind.WEIGHTS else Phase.INPUTS if apart else Phase.BACKWARD
+                # The forward order reversed, in which each half of an overlapped exchange takes the place of the other
+                # one.
                 back = (each for each in reversed(forward) if self._has_backward(each, phase))
                 adjoint = (each.adjoint if isinstance(each, ExchangeHalf) else each for each in back)
                 yield from (Step(each, phase, item.micro_batch) for each in adjoint)
@@ -135,12 +142,12 @@ class Compiler:
         return item.differentiable and (phase is not Phase.WEIGHTS or late)
 
     def _get_trained_weights(self, item: Instruction) -> set[str]:
-        """The weights that a segment reads and that are trained."""
+        """Return the trained weights that a segment reads."""
         ops = item.ops if isinstance(item, Compute) else ()
         return self.graph.trainable & {name for op in ops if op.graded for name in op.reads}
 
     def _make_direction_program(self, roles: Sequence[Role]) -> DirectionProgram:
-        """What a rank does in one direction, for each of its stages."""
+        """Return a rank's work in one direction, for each of its stages."""
         builders = {role: self.lowering.get_builder(role) for role in roles}
         last = next((role for role in roles if role.stage == self.plan.split_size - 1), None)
         lasting = {entry.moments for builder in builders.values() for entry in builder.statistics}
@@ -157,13 +164,13 @@ class Compiler:
         )
 
     def _get_prediction_shard(self, role: Role) -> ShardSpec | None:
-        """What of the prediction is this rank's to tell; what all tiles hold is told by the first."""
+        """Return the part of the prediction that this rank reports; tile 0 alone reports what all tiles hold."""
         found = self.lowering.get_prediction_shard(role)
         own = found.axes is not None or (found.tile is not None and found.tile.images is not None)
         return found if own or role.tile == 0 else None
 
     def _make_updates(self, rank: int, roles: Sequence[Role], work: Sequence[PipelineAction]) -> Iterable[Instruction]:
-        """What follows when all gradients are summed: statistics, agreement, and the optimiser's step."""
+        """Yield the instructions after the gradient sums: statistics, the finite check, and the optimiser step."""
         stages = {role.stage for role in roles}
         builders = {role.stage: self.lowering.get_builder(role) for role in roles}
         for stage in sorted(stages):
@@ -172,6 +179,7 @@ class Compiler:
             counted = tuple(
                 name
                 for name in self.lowering.select_read_names(stages, self._ranks_by_weight)
+                # each weight enters the norm once: on the first rank that holds it
                 if self._ranks_by_weight[name][0] == rank
             )
             yield FiniteCheckAllReduce("agree", tuple(range(self.layout.size)), counted)
@@ -186,7 +194,7 @@ class Compiler:
     def _make_stats_reduction(
         self, stage: int, builder: Builder, roles: Sequence[Role], work: Sequence[PipelineAction]
     ) -> Iterable[ReduceBatchStats]:
-        """Where copies of the model see different micro-batches, each learns what the others counted."""
+        """Yield the reduction of batch statistics, if replicas or directions see different micro-batches."""
         moments = tuple(entry.moments for entry in builder.statistics if not entry.mean_over)
         if not moments or len(self.layout.pipes) == 1:
             return

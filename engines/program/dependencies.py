@@ -1,7 +1,8 @@
-"""Which ranks can do their next instruction, and who has to go along: the rule by which programs are walked.
+"""Which ranks can run their next instruction, and which others must advance first: the order in which programs may run.
 
-How far ranks have come is one number for each: how many of its steps are done. Some numbers cannot be had together: a
-rank that waits for others is not past an instruction that they have not begun. `Order` finds those that can be.
+The state of all ranks is one number for each: how many of its steps are done. Not all combinations are reachable: a
+rank that waits for others cannot be past an instruction that they have not begun. `DependencyOrder` finds the reachable
+ones.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from engines.program.program import Program, Step
 __all__ = ["DependencyOrder", "StepCounts", "find_peers"]
 
 StepCounts = tuple[int, ...]
-"""For each rank, how many of its steps are done."""
+"""For each rank, the number of its steps that are done."""
 
 
 @dataclass(frozen=True, slots=True)
 class _SyncPoint:
-    """Where ranks meet: instructions of one `key` on several ranks, and for whom this one waits there.
+    """A point at which ranks synchronise: instructions with one `key` on several ranks.
 
-    It waits for their instruction of the key `asks`: of its own, where that is None.
+    The instruction waits for the ranks `waits_for` to begin their instruction of key `asks` (of its own key if None).
     """
 
     key: Hashable
@@ -42,9 +43,9 @@ class _SyncPoint:
 
 
 class DependencyOrder:
-    """All ranks' programs, and for each of their steps which steps of other ranks must have begun for it to end.
+    """The programs of all ranks, and for each step the steps of other ranks that must have begun for it to end.
 
-    Messages that only leave are not waited for. Weights move on all ranks at once, or on none.
+    A rank that only sends does not wait. Weights are updated on all ranks, or on none.
     """
 
     def __init__(self, programs: Sequence[Program]) -> None:
@@ -53,6 +54,7 @@ class DependencyOrder:
         everyone = frozenset(range(len(programs)))
         met = [_number_sync_points(_make_sync_point(step, everyone) for step in program.steps) for program in programs]
         where = [{meeting.key: index for index, meeting in enumerate(each)} for each in met]
+        # needs[rank][index] are the (peer, step of the peer) pairs that the step waits for
         self.needs = tuple(
             tuple(
                 tuple((peer, where[peer][meeting.asks]) for peer in sorted(meeting.waits_for - {rank}))
@@ -62,20 +64,24 @@ class DependencyOrder:
         )
 
     def compute_closure(self, places: StepCounts, wanted: Mapping[int, int]) -> StepCounts:
-        """The least that all ranks must do for the `wanted` ones to come so far."""
+        """Return the smallest counts, from `places` on, at which the `wanted` ranks reach their wanted counts."""
         targets = list(places)
         open_ranks = dict(wanted)
         while open_ranks:
             rank, target = open_ranks.popitem()
             for index in range(targets[rank], target):
                 for peer, needed in self.needs[rank][index]:
+                    # `needed` is an index: the peer must have begun that step, so its count must be at least needed +
+                    # 1.
                     if targets[peer] <= needed:
                         open_ranks[peer] = max(open_ranks.get(peer, 0), needed + 1)
             targets[rank] = max(targets[rank], target)
         return tuple(targets)
 
     def advance_within(self, places: StepCounts, limits: Sequence[int]) -> StepCounts:
-        """The most that ranks can do if none goes beyond its limit."""
+        """Return the largest reachable counts in which no rank exceeds its limit."""
+        # Start from the limits and lower a rank to the first step whose needs the others do not meet, until nothing
+        # changes: the greatest fixed point. Ranks that wait for each other at one point pass it together.
         targets, changed = list(limits), True
         while changed:
             changed = False
@@ -87,23 +93,23 @@ class DependencyOrder:
         return tuple(targets)
 
     def advance_once(self, places: StepCounts) -> StepCounts:
-        """One instruction of every rank that can do its next one."""
+        """Advance every rank that can run its next instruction by one."""
         return self.advance_within(places, [min(place + 1, end) for place, end in zip(places, self.ends, strict=True)])
 
     def choose_next_rank(self, places: StepCounts) -> int | None:
-        """Of the ranks that can go on, the one that has done least; None at the end."""
+        """Return the rank with the fewest steps done among those that can continue; None at the end."""
         ready = [rank for rank, place in enumerate(self.advance_once(places)) if place > places[rank]]
         return min(ready, key=lambda rank: places[rank], default=None)
 
     def find_blocking_ranks(self, places: StepCounts, rank: int) -> tuple[int, ...]:
-        """The ranks for which a rank has to wait before its next instruction."""
+        """Return the ranks for which a rank has to wait before its next instruction."""
         if places[rank] == self.ends[rank]:
             return ()
         return tuple(peer for peer, needed in self.needs[rank][places[rank]] if places[peer] < needed)
 
 
 def _number_sync_points(meetings: Iterable[_SyncPoint]) -> list[_SyncPoint]:
-    """Of equal keys on one rank, the first meets the first on the others, and so on."""
+    """Number equal keys on each rank: the first occurrence matches the first on the other ranks, and so on."""
     seen: Counter[Hashable] = Counter()
     found = []
     for meeting in meetings:
@@ -115,7 +121,7 @@ def _number_sync_points(meetings: Iterable[_SyncPoint]) -> list[_SyncPoint]:
 
 
 def find_peers(program: Program, step: Step) -> tuple[int, ...]:
-    """The other ranks whose messages, or readiness for one, a rank may have to wait for in this step of its program."""
+    """Return the other ranks for whose messages a rank may have to wait in this step of its program."""
     return tuple(sorted(_make_sync_point(step, frozenset()).waits_for - {program.rank}))
 
 
@@ -149,6 +155,6 @@ def _make_sync_point(step: Step, everyone: frozenset[int]) -> _SyncPoint:
 
 
 def _find_awaited_ranks(exchange: Exchange, forward: bool) -> frozenset[int]:
-    """Whoever expects something waits for what it sends as well."""
+    """Return the ranks an exchange waits for: a rank that receives also waits for its own sends to complete."""
     lenders, borrowers = {m.source for m in exchange.receives}, {m.target for m in exchange.sends}
     return frozenset(lenders | borrowers) if (lenders if forward else borrowers) else frozenset()

@@ -1,6 +1,6 @@
-"""Carries out an exchange between ranks, there and back: a linear map and its adjoint.
+"""Runs an exchange between ranks, forward and backward: a linear map and its adjoint.
 
-What depends on the instruction alone is found once: where each message's pixels lie, its buffer, its requests.
+What depends on the instruction alone is computed once: the position of each message's pixels, its buffer, its requests.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ Made = TypeVar("Made", bound="ExchangeRunner")
 
 @dataclass(frozen=True, slots=True)
 class ReceivedMessage:
-    """What one message did where it arrived: pixels of a window, or of the gradient at home.
+    """Record of one received message: pixels of a window, or gradients added at the owner.
 
-    `before` is None where they were written over memory without content: only gradients add.
+    `before` is the content of the destination before gradients were added; None if the pixels were copied.
     """
 
     move: Move
@@ -50,12 +50,16 @@ class ReceivedMessage:
 
 
 class ExchangeRunner:
-    """One exchange on one rank, made ready to run again and again.
+    """One exchange on one rank, prepared to run repeatedly.
 
-    `arena` (or None) holds the messages while they travel, shared with other exchanges: one at a time is under way.
-    Messages without a place there go from tensor to tensor, where a region's pixels follow each other in memory.
-    Nothing leaves before a GPU has computed it, and has read what came before to the same place.
-    Windows and gradients are always tensors of their own, which autograd may hold.
+    `arena` (or None) holds the messages in transit. Exchanges share it, as only one of them runs at a time. Without an
+    arena, messages go directly from tensor to tensor where a region's pixels are contiguous in memory. No message
+    starts before the GPU has computed its pixels and has read the previous content of its buffer. Windows and gradients
+    are always separate tensors, to which autograd may keep references.
+
+                  forward                            backward
+      source --pack--> sent     = = = >     source.grad <--add-- sent     < = = =
+      window <-unpack- received < = = =     window.grad --pack-> received = = = >
     """
 
     def __init__(
@@ -70,7 +74,7 @@ class ExchangeRunner:
         )
         self._keeps_all = exchange.window_covers_own
         self._lends_all = is_all_sent(exchange)
-        self.received: list[ReceivedMessage] | None = None  # where somebody looks, what arrived last
+        self.received: list[ReceivedMessage] | None = None  # set to a list to record what arrives
         self._room: Tensor | None = None
         self._middle: tuple[int, tuple[int, ...]] | None = None
         self._memory, self._where = make_message_allocator(device, world), choose_message_device(device, world)
@@ -78,27 +82,30 @@ class ExchangeRunner:
 
     @property
     def can_allocate_source(self) -> bool:
-        """Whether all that this rank holds of the source lies in its window."""
+        """Whether the window contains all that this rank holds of the source."""
         return self._keeps_all and self.exchange.axes is not None
 
     def allocate_source(self) -> Tensor:
-        """Fresh memory for the source's values, around which the window of this rank fits (see `has_room`).
+        """Return memory for the source's values that is the middle of a newly allocated window.
 
-        Handed to `there` as the source, its pixels need not be copied: the window is the memory around them.
+        If `forward` then gets this tensor as the source, the window is already complete except for the halo, and the
+        rank's own pixels are not copied.
         """
         self._room = self._make_window()
-        # No view: what borrowed pixels do to the window is no change of the source, which may also be moved elsewhere.
+        # Not a view in autograd's sense (`set_` shares the storage only): writing the halo into the window must not
+        # count as a change of the source, and the source's data may be moved elsewhere.
         view = self._room[self._kept[1]]
         middle = view.new_empty(0).set_(view.untyped_storage(), view.storage_offset(), view.size(), view.stride())
         self._middle = middle.data_ptr(), middle.stride()
         return middle
 
     def forward(self, source: Tensor | None) -> tuple[Tensor | None, int]:
-        """This rank's window (None where it wants none) and the bytes that it sent."""
+        """Return this rank's window (None if it wants none) and the bytes that it sent."""
         with torch.no_grad():
             window, complete = self._get_window_buffer(source)
             route = self._get_message_set(source, window)
             pending = self.outbox.start_after(self._pack(route.sent, source), route.start_forward)
+            # Copy the rank's own pixels while the messages are in transit.
             if self._kept and not complete:
                 window[self._kept[1]].copy_(source[self._kept[0]])
             self._finish(pending, route.received)
@@ -106,13 +113,16 @@ class ExchangeRunner:
         return window, self._sent[0]
 
     def backward(self, grad: Tensor | None, source: Tensor | None, alone: bool) -> int:
-        """Gradients of borrowed pixels go home and are added there; the bytes that this rank sent.
+        """Send the gradients of received pixels to their owners, which add them; return the bytes that this rank sent.
 
-        `alone`: nothing else adds to the gradient of `source`, so it may stay a view of the window's.
+        `alone`: nothing else is added to the gradient of `source`, so that it may remain a view of the window's
+        gradient.
         """
         with torch.no_grad():
             if grad is None and self.exchange.window is not None:
                 grad = self._allocate_window().zero_()
+            # If every pixel was sent to exactly one rank and none stays, the arriving gradients cover the source
+            # exactly once: they can be received straight into uninitialised memory instead of being added to zeros.
             first = source is not None and source.grad is None and self._lends_all
             if first:
                 source.grad = torch.empty_like(source)
@@ -129,13 +139,13 @@ class ExchangeRunner:
         return self._route or make_temporary_messages(self.exchange, self.world, self._memory, source, window)
 
     def _pack(self, parcels: Sequence[MessageBuffer], whole: Tensor | None) -> DeviceEvent:
-        """Put pixels into their messages, which may leave when that has been done."""
+        """Copy pixels into their messages; the event returned marks when the messages may be sent."""
         return self._fill(parcels, [whole[parcel.index] for parcel in parcels])
 
     def _fill(self, parcels: Sequence[MessageBuffer], contents: Sequence[Tensor]) -> DeviceEvent:
         with use_send_stream(self.device, self._where, contents):
             for parcel, pixels in zip(parcels, contents, strict=True):
-                if self._where != self.device:  # a copy of what has gaps would be waited for
+                if self._where != self.device:  # only a copy of contiguous memory is asynchronous
                     pixels = pixels.contiguous(memory_format=choose_memory_format(pixels.dim()))
                 parcel.pixels.copy_(pixels, non_blocking=True)
             return record_event(self.device, self._where)
@@ -143,7 +153,7 @@ class ExchangeRunner:
     def _unpack(
         self, moves: Sequence[Move], parcels: Sequence[MessageBuffer], whole: Tensor | None, adds: bool
     ) -> None:
-        """Put what has arrived into its place, or add it there."""
+        """Copy the received pixels to their place, or add them there."""
         arrived = copy_to_device([parcel.pixels for parcel in parcels], self.device, self._where)
         for move, parcel, pixels in zip(moves, parcels, arrived, strict=True):
             place = whole[parcel.index]
@@ -153,7 +163,7 @@ class ExchangeRunner:
                 self.received.append(ReceivedMessage(move, before, parcel.pixels.clone(), place.clone()))
 
     def _record_received(self, borrowed: Sequence[MessageBuffer]) -> None:
-        """What has arrived, where it is put elsewhere than into a window."""
+        """Record the received messages, for runners that do not unpack them into a window."""
         if self.received is not None:
             pairs = zip(self.exchange.receives, borrowed, strict=True)
             self.received += [
@@ -161,26 +171,27 @@ class ExchangeRunner:
             ]
 
     def _finish(self, pending: Pending, expected: Sequence[MessageBuffer]) -> None:
-        """Wait for what is expected; what only leaves is not waited for, or stages would work one at a time."""
+        """Wait if messages are expected, else queue the sends: waiting for them would block the pipeline."""
         if expected:
             pending.wait()
         else:
             self.outbox.add(pending)
 
     def _get_window_buffer(self, source: Tensor | None) -> tuple[Tensor | None, bool]:
-        """Memory for the window, and whether what `source` has of it is there already."""
+        """Return memory for the window, and whether it already contains the part that `source` holds."""
         if self.exchange.window is None:
             return None, True
         room, self._room = self._room, None
+        # The source must still be exactly the tensor handed out: a kernel may have ignored it, or offloading moved it.
         if room is None or source is None or (source.data_ptr(), source.stride()) != self._middle:
             return self._make_window(), False
         return room, True
 
     def _add_own_gradient(self, grad: Tensor | None, source: Tensor, alone: bool) -> None:
-        """Add the gradient of the pixels that never left."""
+        """Add the gradient of the pixels that stayed on this rank."""
         if self._keeps_all and source.grad is None:
             own = grad[self._kept[1]]
-            source.grad = own if alone else torch.empty_like(source).copy_(own)  # others will add to it in place
+            source.grad = own if alone else torch.empty_like(source).copy_(own)  # other readers add to it in place
             return
         if source.grad is None:
             source.grad = torch.zeros_like(source)
@@ -188,7 +199,7 @@ class ExchangeRunner:
             source.grad[self._kept[0]].add_(grad[self._kept[1]])
 
     def _make_window(self) -> Tensor:
-        """Memory for a window, with the fill where it lies outside the image."""
+        """Allocate a window and write the fill where it extends beyond the image."""
         window = self._allocate_window()
         for index in self._outside:
             window[index].fill_(self.exchange.fill)
@@ -206,7 +217,7 @@ def make_exchange_runners(
     exchanges: Iterable[Exchange], world: World, device: torch.device, outbox: SendQueue,
     make: Callable[..., Made] = ExchangeRunner,
 ) -> dict[str, Made]:  # fmt: skip
-    """Every exchange of a program made ready by `make`, by name; they share the memory that messages travel through."""
+    """Make a runner for each exchange of a program, by name; persistent exchanges share one message arena."""
     found = {item.name: item for item in exchanges}
     arena = make_message_allocator(device, world)(compute_arena_bytes(found.values()))
     return {

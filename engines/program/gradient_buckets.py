@@ -1,4 +1,4 @@
-"""Sums of gradients over ranks: which weights travel together, and where in a program their sum begins."""
+"""Buckets of gradients: which weights are reduced together, and where in a program their all-reduce starts."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["insert_gradient_sums", "make_buckets"]
 def make_buckets(
     graph: ModelGraph, holders: Mapping[str, tuple[int, ...]], tag: int, bucket_bytes: int = 1 << 22
 ) -> tuple[SumGradients, ...]:
-    """The sums of one training step over all ranks; `holders` are the ranks that hold each weight, ascending.
+    """Return the gradient all-reduces of a training step; `holders` are the ranks that hold each weight, ascending.
 
-    Weights that the same ranks hold travel together, `bucket_bytes` or a little more at a time and the last layers
-    first, as backward comes to them first (Li et al., 2020, PyTorch Distributed, arXiv:2006.15704, section 3.2.3).
-    Ranks may begin them in different orders: each has a tag of its own, from `tag` on.
+    Weights held by the same ranks share buckets of `bucket_bytes` or a little more, the last layers first, as the
+    backward pass reaches them first (Li et al., 2020, PyTorch Distributed, arXiv:2006.15704, section 3.2.3). Ranks may
+    start the buckets in different orders; each bucket therefore has its own tag, from `tag` on.
     """
     groups: dict[tuple[int, ...], list[str]] = defaultdict(list)
     for name in reversed(graph.weights):
@@ -49,9 +49,9 @@ def _fill_buckets(names: Sequence[str], graph: ModelGraph, bucket_bytes: int) ->
 def insert_gradient_sums(
     steps: Iterable[Step], sums: Sequence[SumGradients], trained: Callable[[Instruction], set[str]]
 ) -> Iterator[Step]:
-    """The steps of a rank with each sum begun behind the last one that adds to a gradient in it.
+    """Yield a rank's steps, with each all-reduce started after the last step that adds to a gradient in its bucket.
 
-    `trained` are the weights whose gradients an instruction adds to, going back.
+    `trained` returns the weights to whose gradients an instruction adds in the backward pass.
     """
     steps = tuple(steps)
     last: dict[str, int] = {}
@@ -60,6 +60,8 @@ def insert_gradient_sums(
             last.update(dict.fromkeys(trained(step.instruction), index))
     begun: dict[int, list[SumGradients]] = defaultdict(list)
     for each in sums:
+        # A weight that no step trains here has no gradient; the bucket then starts at the end, as other ranks still
+        # take part.
         begun[max(last.get(name, len(steps) - 1) for name in each.weights)].append(each)
     for index, step in enumerate(steps):
         yield step

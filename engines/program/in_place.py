@@ -1,6 +1,6 @@
-"""ReLUs that write over what they read, where nobody asks for that again: neither later operators nor backward.
+"""ReLUs that overwrite their input where neither later operators nor the backward pass read it again.
 
-Its gradient follows from its result, whose bits are the same. Other activations' do not, or not bit by bit.
+A ReLU's gradient follows from its result, bit for bit. That is not so for other activations.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from engines.spatial.kernels import has_kernel
 __all__ = ["IN_PLACE", "find_in_place"]
 
 IN_PLACE = {"aten.relu.default": "aten.relu_.default"}
-"""By kernels the ones that write over their argument."""
+"""Kernels, and the variants that overwrite their argument."""
 
 FORGETFUL = (
     "aten.conv2d.default", "tile.conv_transpose", "tile.batch_norm", "tile.whole_batch_norm", "aten.batch_norm.default",
     "aten.add.Tensor",
 )  # fmt: skip
-"""Kernels that make new memory, and whose backward does not ask for what they made."""
+"""Kernels that allocate their result, and whose backward does not read it."""
 
 
 def find_in_place(segment: Compute) -> frozenset[str]:
-    """The results of a segment that may lie where what they are made of lay.
+    """Return the results of a segment that may overwrite the values they are computed from.
 
     >>> from engines.layer.graph import Ref
     >>> ops = LocalOp("y", "aten.add.Tensor", (Ref("a"), Ref("b"))), LocalOp("z", "aten.relu.default", (Ref("y"),))
@@ -41,14 +41,14 @@ def find_in_place(segment: Compute) -> frozenset[str]:
 
 
 def _is_free(name: str, made: dict[str, LocalOp]) -> bool:
-    """Whether a value that is read once lies in memory of its own, which nobody keeps."""
+    """Return whether a value that is read once has memory of its own, of which autograd keeps no reference."""
     op = made.get(name)
-    if op is not None and op.kernel == "getitem":  # one of several results, if no other one is the same
+    if op is not None and op.kernel == "getitem":  # one of several results, unless it is taken twice
         alike = sum(each.kernel == op.kernel and each.arguments == op.arguments for each in made.values())
         op = made.get(op.reads[0]) if alike == 1 else None
     return op is not None and op.kernel in FORGETFUL and not _is_replaced(op)
 
 
 def _is_replaced(op: LocalOp) -> bool:
-    """Whether a user's own kernel stands for one of ATen's."""
+    """Return whether a user's own kernel replaces one of ATen's."""
     return op.kernel.startswith("aten.") and has_kernel(op.kernel)

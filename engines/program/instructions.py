@@ -1,6 +1,6 @@
-"""What a rank does, as data: local work between linear communications.
+"""Instructions of a rank's program, as data: local computation between linear communications.
 
-Values are named; a name means the same value on every rank, and each rank holds its own part of it.
+A value is identified by its name. The name means the same value on every rank; each rank holds its own part of it.
 """
 
 from __future__ import annotations
@@ -40,14 +40,17 @@ __all__ = [
 ]
 
 DEVICE = Ref("@device")
-"""Where a rank has its tensors, as an argument of a kernel; each rank puts its own."""
+"""Placeholder for the device of a rank's tensors in a kernel's arguments; each rank substitutes its own device."""
 
 SEED = Ref("@seed")
-"""What random numbers follow from, likewise: the same number on every rank, another one for each training step."""
+"""Placeholder for the seed of random numbers: the same number on every rank, a new one for each training step."""
 
 
 class Phase(Enum):
-    """Which way an instruction is walked. Backward is to inputs and weights at once, or to one and then the other."""
+    """The direction in which an instruction runs.
+
+    BACKWARD computes the gradients of inputs and weights together; INPUTS and WEIGHTS compute them separately.
+    """
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -58,9 +61,9 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class LocalOp:
-    """One local kernel: an ATen operator (`aten.relu.default`) or one of our own (`tile.pad`).
+    """One local kernel: an ATen operator (`aten.relu.default`) or one of the project's own (`tile.pad`).
 
-    One that is not `graded` runs without recording how its gradient would be computed.
+    An op that is not `graded` runs without recording a graph for its gradient.
     """
 
     out: str
@@ -72,16 +75,16 @@ class LocalOp:
 
     @cached_property
     def reads(self) -> tuple[str, ...]:
-        """Names of the values that it reads, in order."""
+        """Names of the values that the op reads, in order."""
         return tuple(find_ref_names((self.arguments, self.keywords)))
 
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """A segment: local work between two communications.
+    """A segment: the local computation between two communications.
 
-    Backward: one `torch.autograd.backward` from `outputs` to `inputs`. `interior`: what it makes is for the next
-    segment alone, which completes it in its memory.
+    Backward is one `torch.autograd.backward` from `outputs` to `inputs`. The outputs of an `interior` segment are read
+    only by the next segment, which completes them in the same memory.
     """
 
     name: str
@@ -93,19 +96,20 @@ class Compute:
 
     @property
     def kind(self) -> str:
-        """For figures."""
+        """The category shown in figures."""
         return "compute"
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Pixels of `source` travel so that this rank holds `window` of it under the name `target`.
+    """Pixels of `source` are transferred so that this rank holds `window` of it under the name `target`.
 
-    `own` is the part of `source` that this rank holds, None if it holds none; `window` is None if it wants
-    none. `axes` are the two spatial axes, counted from the end, or None where the value has no pixels
-    and travels whole. Pixels of the window outside the image are `fill`.
-    `shape` is that of the whole-image value.
-    Backward is the adjoint: the same moves the other way, adding; what fell on the fill is dropped.
+    `own` is the part of `source` that this rank holds (None if it holds none); `window` is None if the rank needs none.
+    `axes` are the two spatial axes, counted from the end, or None where the value has no pixels and is transferred
+    whole. `shape` is that of the value for the whole image. Pixels of the window outside the image are `fill`.
+
+    Backward is the adjoint: the same moves with source and target swapped, accumulating at the destination. Gradients
+    of the fill are dropped.
     """
 
     name: str
@@ -124,7 +128,7 @@ class Exchange:
     differentiable: bool
 
     def compute_shape(self, tile: Tile) -> tuple[int, ...]:
-        """The shape of the pixels of `tile`: all channels, all its images."""
+        """Return the shape of the pixels of `tile`, with all channels and all images of the tile."""
         shape = list(self.shape)
         if tile.images is not None:
             shape[0] = len(tile.images)
@@ -133,27 +137,28 @@ class Exchange:
         return tuple(shape)
 
     def compute_bytes(self, moves: Iterable[Move]) -> int:
-        """What travels with these moves."""
+        """Return the total size in bytes of the messages of these moves."""
         return sum(TensorSpec(self.compute_shape(move.tile), self.dtype).bytes for move in moves)
 
     @property
     def window_covers_own(self) -> bool:
-        """Whether all that this rank holds of the source lies in its window."""
+        """Whether the window contains all that this rank holds of the source."""
         return bool(self.own and self.window) and self.own & self.window == self.own  # type: ignore[operator]
 
     @property
     def kind(self) -> str:
-        """For figures."""
+        """The category shown in figures."""
         return self.purpose
 
 
 @dataclass(frozen=True, slots=True)
 class ExchangeHalf:
-    """The first or the second half of an exchange, between which this rank computes what needs no other rank.
+    """The first or second half of an exchange; between the halves the rank computes what depends on no other rank.
 
-    It `begins` as messages are posted, and ends when they are here and `strips` hold their pixels: of the window no
-    more is made than these (name, tile). Backward is the adjoint, which begins where forward ends: gradients of the
-    strips leave, and when those lent are home, all are added to that of the source.
+    The first half (`begins`) posts the messages. The second half waits for them and fills `strips`, a list of (name,
+    tile): only these parts of the window are ever made. Backward is the adjoint and runs in reverse order: it begins at
+    the second half, which sends the gradients of the strips, and ends at the first half, which receives the gradients
+    of the pixels that this rank had sent and adds everything to the gradient of the source.
     """
 
     exchange: Exchange
@@ -162,32 +167,32 @@ class ExchangeHalf:
 
     @property
     def name(self) -> str:
-        """Which exchange, and which end of it, as it is walked."""
+        """The name of the exchange, and whether this half begins or ends it."""
         return f"{self.exchange.name} {'begins' if self.begins else 'ends'}"
 
     @property
     def source(self) -> str:
-        """The value whose pixels travel."""
+        """The value whose pixels are transferred."""
         return self.exchange.source
 
     @property
     def differentiable(self) -> bool:
-        """Whether it is walked back."""
+        """Whether the exchange also runs backward."""
         return self.exchange.differentiable
 
     @property
     def kind(self) -> str:
-        """For figures."""
+        """The category shown in figures."""
         return self.exchange.purpose
 
     @property
     def adjoint(self) -> ExchangeHalf:
-        """What stands in its place going back."""
+        """The other half, which takes the place of this one in the backward pass."""
         return replace(self, begins=not self.begins)
 
 
 def get_received_exchange(instruction: Instruction) -> Exchange | None:
-    """The exchange whose messages are here when this instruction is done."""
+    """Return the exchange whose messages have arrived when this instruction is done, or None."""
     if isinstance(instruction, ExchangeHalf):
         return None if instruction.begins else instruction.exchange
     return instruction if isinstance(instruction, Exchange) else None
@@ -195,7 +200,7 @@ def get_received_exchange(instruction: Instruction) -> Exchange | None:
 
 @dataclass(frozen=True, slots=True)
 class AllReduce:
-    """`target` is the sum of `source` over the ranks in `group`; backward sums the gradients likewise."""
+    """`target` is the sum of `source` over the ranks in `group`; backward sums the gradients over the same ranks."""
 
     name: str
     source: str
@@ -206,20 +211,21 @@ class AllReduce:
 
     @property
     def kind(self) -> str:
-        """For figures."""
+        """The category shown in figures."""
         return "all-reduce"
 
     @property
     def bytes(self) -> int:
-        """Of each rank's summand."""
+        """Size in bytes of each rank's term."""
         return self.spec.bytes
 
 
 @dataclass(frozen=True, slots=True)
 class SumGradients:
-    """The gradients of `weights`, held by all ranks in `group`, are summed over them.
+    """An all-reduce of the gradients of `weights` over the ranks in `group`, all of which hold these weights.
 
-    Walked twice: it begins in backward and ends at the update. `tag` keeps its messages apart from others'.
+    The instruction appears twice in a program: it starts in the backward pass and is waited for at the update. `tag`
+    separates its messages from those of other sums.
     """
 
     name: str
@@ -231,15 +237,16 @@ class SumGradients:
 
     @property
     def kind(self) -> str:
-        """For figures."""
+        """The category shown in figures."""
         return "all-reduce"
 
 
 @dataclass(frozen=True, slots=True)
 class FiniteCheckAllReduce:
-    """All ranks in `group` have come this far: none updates its weights if another one has failed before.
+    """A barrier before the update over the ranks in `group`: no rank changes its weights if another has failed before.
 
-    They agree whether all gradients are finite, and on their norm: each weight is `counted` by one rank only.
+    The same all-reduce yields whether all gradients are finite, and their norm. Each weight is `counted` by one rank
+    only.
     """
 
     name: str
@@ -250,15 +257,16 @@ class FiniteCheckAllReduce:
 
     @property
     def kind(self) -> str:
-        """For figures."""
+        """The category shown in figures."""
         return "all-reduce"
 
 
 @dataclass(frozen=True, slots=True)
 class CountLabels:
-    """The ranks in `group` count in all labels of a step what the loss of the whole batch divides by.
+    """The ranks in `group` count, over all labels of a step, what the loss of the whole batch is divided by.
 
-    Each walks a small `program` over its own micro-batches; what they find, `bytes` of it, is added up once.
+    Each rank runs a small `program` over its own micro-batches; one all-reduce of `bytes` bytes then adds up the
+    counts.
     """
 
     name: str
@@ -269,15 +277,16 @@ class CountLabels:
 
     @property
     def kind(self) -> str:
-        """For figures."""
+        """The category shown in figures."""
         return "all-reduce" if len(self.group) > 1 else "compute"
 
 
 @dataclass(frozen=True, slots=True)
 class ReduceBatchStats:
-    """All ranks in `group` learn the moments of every micro-batch, whichever copy of the model it went through.
+    """An all-reduce by which all ranks in `group` get the moments of every micro-batch, from all replicas and
+    directions.
 
-    `tells` are the micro-batches of which this rank tells the others.
+    This rank contributes the moments of its `own_micro_batches`.
     """
 
     name: str
@@ -289,17 +298,17 @@ class ReduceBatchStats:
 
     @property
     def kind(self) -> str:
-        """For figures."""
+        """The category shown in figures."""
         return "all-reduce"
 
 
 @dataclass(frozen=True, slots=True)
 class RunningStatistics:
-    """Batch norm's buffers move at the update, by what the value `moments` says of all tiles' `counts` pixels.
+    """How batch norm's buffers are updated from the value `moments`, which covers the `counts` pixels of all tiles.
 
-    Once for each micro-batch, in their order. The ranks `mean_over` count each for its own tile and its own
+    They are updated once per micro-batch, in order. The ranks `mean_over` each count for their own tile and their own
     micro-batches, and keep the mean of the buffers. With a `counter`, a buffer that counts the micro-batches, the
-    running statistics are the mean over all of them, and `momentum` means nothing.
+    running statistics are the mean over all of them and `momentum` is ignored.
     """
 
     mean_buffer: str
@@ -313,7 +322,7 @@ class RunningStatistics:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """The optimiser's step, and the buffers': running statistics, and counters that grow by a constant."""
+    """The optimiser step, and the update of the buffers: running statistics, and counters that grow by a constant."""
 
     name: str
     statistics: tuple[RunningStatistics, ...]
@@ -322,18 +331,18 @@ class Update:
 
     @property
     def kind(self) -> str:
-        """For figures."""
+        """The category shown in figures."""
         return "update"
 
 
 ModelInstruction = Compute | Exchange | ExchangeHalf | AllReduce
-"""What a micro-batch's forward pass is made of."""
+"""The instructions of which a micro-batch's forward pass consists."""
 
 Instruction = ModelInstruction | CountLabels | SumGradients | ReduceBatchStats | FiniteCheckAllReduce | Update
 
 
 def with_prefix(item: ModelInstruction, prefix: str) -> ModelInstruction:
-    """The same instruction under a longer name."""
+    """Return the same instruction with `prefix` put before its name."""
     if isinstance(item, ExchangeHalf):
         return replace(item, exchange=replace(item.exchange, name=f"{prefix}{item.exchange.name}"))
     return replace(item, name=f"{prefix}{item.name}")

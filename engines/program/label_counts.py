@@ -1,7 +1,7 @@
-"""Before a step, the ranks of the last stage count in the labels what the loss of the whole batch divides by.
+"""The count, before a step, of what the loss of the whole batch is divided by; done by the ranks of the last stage.
 
-Each counts its own labels, micro-batch by micro-batch, by a small program of its own; one message adds that up over all
-replicas and directions. A loss that divides by nothing that labels say has no such program.
+Each rank counts over its own labels, micro-batch by micro-batch, with a small program; one all-reduce adds the counts
+over all replicas and directions. A loss whose divisor does not depend on labels has no such program.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["make_count_steps"]
 
 
 def make_count_steps(graph: ModelGraph, plan: Plan, layout: Layout, program: Program) -> Iterator[Step]:
-    """The step that precedes a rank's `program` if the rank has labels of the last stage, and the loss counts them."""
+    """Yield the step before a rank's `program`, if the rank has labels of the last stage and the loss counts them."""
     last = plan.split_size - 1
     roles = {role.direction: role for role in layout.roles[program.rank] if role.stage == last}
     if graph.totals and roles:
@@ -37,7 +37,7 @@ def make_count_steps(graph: ModelGraph, plan: Plan, layout: Layout, program: Pro
 def _make_count_program(
     graph: ModelGraph, plan: Plan, layout: Layout, program: Program, roles: dict[int, Role]
 ) -> Program:
-    """Counts the labels of a rank's micro-batches in the last stage, one after another."""
+    """Return the program that counts the labels of a rank's micro-batches in the last stage, one after another."""
     ways = {direction: _make_direction_program(graph, plan, layout, role) for direction, role in roles.items()}
     numbers = {number: way for number, way in sorted(program.directions.items()) if way in ways}
     steps = [Step(item, Phase.FORWARD, number) for number, way in numbers.items() for item in ways[way].forward]
@@ -46,12 +46,13 @@ def _make_count_program(
 
 
 def _make_direction_program(graph: ModelGraph, plan: Plan, layout: Layout, role: Role) -> DirectionProgram:
-    """What a rank does with the labels of a micro-batch of one direction."""
+    """Return a rank's work on the labels of a micro-batch of one direction."""
     stage = layout.get_pipeline(role).stages[role.stage]
     labels, parted = _extract_label_graph(graph, graph.whole), frozenset[str]()
     if stage.shares > 1:
         share = _extract_label_graph(graph.share, graph.share.whole)
         labels, parted = shard_graph(labels, share, labels.nodes), find_sharded_names(labels, share)
+    # The second half of the last stage's block of tags: the stage's own exchanges count up from its start.
     block = 1 + role.stage + role.direction * plan.split_size
     builder = Builder(labels, stage, role.tile, STAGE_TAGS * block + STAGE_TAGS // 2, batch_sharded=parted)
     add_inputs(builder)
@@ -62,6 +63,6 @@ def _make_direction_program(graph: ModelGraph, plan: Plan, layout: Layout, role:
 
 
 def _extract_label_graph(graph: ModelGraph, whole: BatchLoss) -> ModelGraph:
-    """The part of a graph that follows from the labels alone."""
+    """Return the part of a graph that depends on the labels alone."""
     inputs = {"labels": graph.inputs["labels"]}
     return replace(graph, inputs=inputs, nodes=whole.nodes, trainable=frozenset(), share=None, whole=None)

@@ -1,4 +1,4 @@
-"""What each rank computes of its stage: what arrives from other stages, the stage's nodes, and what leaves."""
+"""Lowers the model for each rank: the values received from other stages, the stage's nodes, and the values sent."""
 
 from __future__ import annotations
 
@@ -27,15 +27,18 @@ from engines.spatial.tiles import Grid, Span, Tile
 __all__ = ["STAGE_TAGS", "Lowering", "add_inputs"]
 
 STAGE_TAGS = 1 << 14
-"""Tags are even, the next odd one is for the gradient going home. Each stage's exchanges, in each direction, lie in one
-such block, transfers between stages in the first half of the first; some transports allow no more than 2 ** 23."""
+"""The number of message tags in one block. Tags are even; the odd tag after each is that of the exchange's gradient.
+
+Each stage has a block for its exchanges in each direction. Transfers between stages use the first half of block 0. Some
+transports allow no tags above 2 ** 23.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class _CrossStageValue:
     """A value made in one stage and read in a later one.
 
-    `travels` is false where the ranks of `target` have it from an earlier stage of theirs.
+    `travels` is false if the ranks of `target` already have the value from an earlier stage of theirs.
     """
 
     value: str
@@ -46,7 +49,7 @@ class _CrossStageValue:
 
 
 def add_inputs(builder: Builder, gradient: bool = False) -> None:
-    """The inputs of the graph as the ranks of a stage have them: in tiles where these can be cut."""
+    """Add the inputs of the graph to a stage's values: as tiles where the image can be cut into tiles."""
     for name, spec in builder.graph.inputs.items():
         grid = builder.stage.grid
         cuts = len(spec.shape) > 2 and grid.rows <= spec.shape[-2] and grid.cols <= spec.shape[-1]
@@ -56,11 +59,12 @@ def add_inputs(builder: Builder, gradient: bool = False) -> None:
 
 
 class Lowering:
-    """The forward pass of every stage as each of its ranks sees it; what ranks have in common is found once.
+    """The forward pass of every stage as seen by each of its ranks; what ranks have in common is computed once.
 
-    `reads` are the names that each stage reads. `in_turn`: the tiles of the one stage are computed one after another,
-    all its layers fused from the image on, so that a tile needs no other one but for sums over the image.
-    Raises PlanError or TraceError where the plan does not fit the model.
+    `reads` are the names that each stage reads. `in_turn`: the tiles of the only stage are computed one after another,
+    with all layers fused from the image on, so that a tile depends on others only through sums over the image.
+
+    Raises PlanError or TraceError if the plan does not fit the model.
     """
 
     def __init__(
@@ -83,12 +87,13 @@ class Lowering:
         self._scouts: dict[Role, Builder] = {}
         for stage in range(len(self.spans)):
             builder = self.get_builder(Role(stage, 0))
+            # In stage order: a stage can be lowered only once the layouts of all values that it receives are recorded.
             made = {node.name for node in self._get_nodes(self.spans[stage])}
             self.crossing_values.update({name: builder.values[name] for name in made & builder.values.keys()})
         self._check_statistics()
 
     def get_builder(self, role: Role) -> Builder:
-        """The stage as tile `role.tile` sees it: what arrives, its nodes, what leaves."""
+        """Return the builder of a stage for tile `role.tile`: values received, the stage's nodes, values sent."""
         if role not in self._builders:
             builder = self._lower_stage(role, self._get_extended_tiles(role), self.plan.overlap_halos)
             self._send(builder, role)
@@ -96,25 +101,25 @@ class Lowering:
         return self._builders[role]
 
     def drop_builder(self, role: Role) -> None:
-        """Of many tiles in turn no more is kept than that of the one whose turn it is."""
+        """Discard a tile's builder, so that of many tiles computed in turn only the current one is kept."""
         self._builders.pop(role, None)
         self._wides.pop(role, None)
 
     def build_forward(self, role: Role, lasting: Iterable[str]) -> tuple[ModelInstruction, ...]:
-        """The instructions of a rank's stage going forward; `lasting` values stay to the end of the step."""
+        """Return the forward instructions of a rank's stage; `lasting` values live to the end of the step."""
         kept = {crossing.value for crossing in self.crossings if crossing.source == role.stage}
         prefix = f"{'mirrored.' * role.direction}stage{role.stage}."
         return tuple(with_prefix(item, prefix) for item in self.get_builder(role).finish(kept.union(lasting)))
 
     def get_input_shards(self, role: Role) -> Iterable[tuple[str, ShardSpec]]:
-        """The parts of the inputs that a rank needs for its stage."""
+        """Yield the name of each input that a rank needs for its stage, and its part of it."""
         builder = self.get_builder(role)
         for name in self.graph.inputs:
             if name in self.reads[role.stage]:
                 yield name, self._make_shard_spec(builder, name)
 
     def get_prediction_shard(self, role: Role) -> ShardSpec:
-        """The part of the prediction that a rank of the last stage has, once it is made."""
+        """Return the part of the prediction that a rank of the last stage computes."""
         return self._make_shard_spec(self.get_builder(role), self.graph.prediction)
 
     def _make_shard_spec(self, builder: Builder, name: str) -> ShardSpec:
@@ -124,18 +129,18 @@ class Lowering:
         return ShardSpec(self._get_stage_tiles(builder.stage, value, name)[builder.rank], value.axes)
 
     def select_read_names(self, stages: Iterable[int], names: Iterable[str]) -> tuple[str, ...]:
-        """Those of the names that some of the stages read."""
+        """Return those of the names that any of the stages read."""
         reads = set().union(*(self.reads[stage] for stage in stages))
         return tuple(name for name in names if name in reads)
 
     @cached_property
     def batch_sharded(self) -> frozenset[str]:
-        """The values of which ranks that share a micro-batch hold their own images each."""
+        """The values of which the ranks that share a micro-batch each hold different images."""
         return find_sharded_names(self.graph, self.graph.share) if self.graph.share else frozenset()
 
     @cached_property
     def _stage_graphs(self) -> tuple[ModelGraph, ...]:
-        """The model as the ranks of each stage have it."""
+        """The model graph as the ranks of each stage run it."""
         return tuple(
             shard_graph(self.graph, self.graph.share, self._get_nodes(span))
             if ranks.shares > 1 and self.graph.share
@@ -144,7 +149,7 @@ class Lowering:
         )
 
     def _check_tags(self) -> None:
-        """Raises PlanError where messages would share tags, or need more than transports have."""
+        """Raise PlanError if messages would share tags, or need more tags than the transports have."""
         blocks, directions = 1 + 2 * len(self.spans), self.layout.directions
         if 2 + 2 * directions * len(self.crossings) > STAGE_TAGS // 2 or blocks * STAGE_TAGS > 1 << 23:
             raise PlanError(
@@ -153,7 +158,7 @@ class Lowering:
             )
 
     def _check_statistics(self) -> None:
-        """Raises PlanError where a stage reads what another one writes at its update."""
+        """Raise PlanError if a stage reads a buffer that another stage writes at its update."""
         for stage in range(len(self.spans)):
             builder = self.get_builder(Role(stage, 0))
             written = {name for entry in builder.statistics for name in (entry.mean_buffer, entry.variance_buffer)}
@@ -165,7 +170,10 @@ class Lowering:
                     )
 
     def _group_nodes(self, stage: int, scout: Builder) -> dict[str, int]:
-        """The group of each node of a stage. The prediction is one by itself: the loss gets own tiles of it."""
+        """Return the fusion group of each node of a stage.
+
+        The prediction has a group of its own, since the loss reads each rank's own tile of it.
+        """
         if self.in_turn:
             return dict.fromkeys((*self.graph.inputs, *(node.name for node in self.graph.nodes)), 0)
         span = self.spans[stage]
@@ -181,7 +189,9 @@ class Lowering:
         return groups | ({self.graph.prediction: -1} if self.graph.loss else {})
 
     def _get_extended_tiles(self, role: Role) -> ExtendedTiles:
-        """What the ranks of a stage hold beyond their tiles, for fused halos; of tiles in turn it is one by one."""
+        """Return what the ranks of a stage hold beyond their tiles, for fused halos; for tiles in turn, of one tile at
+        a time.
+        """
         key = role if self.in_turn else replace(role, tile=0)
         if key not in self._wides:
             self._wides[key] = ExtendedTiles()
@@ -194,7 +204,9 @@ class Lowering:
         return self._wides[key]
 
     def _get_unfused_builder(self, role: Role) -> Builder:
-        """A stage without fused halos: what its nodes read, which is the same for every tile."""
+        """Return the stage built without fused halos. It records what each node reads, which is the same for every
+        tile.
+        """
         first = replace(role, tile=0)
         if first not in self._scouts:
             self._scouts[first] = self._lower_stage(first, ExtendedTiles(), overlaps=False)
@@ -202,10 +214,10 @@ class Lowering:
 
     @cached_property
     def _segment_starts(self) -> set[str]:
-        """The nodes before which a segment ends even where nothing is communicated: the first of each layer.
+        """The nodes at which a new segment begins even without a communication: the first node of each layer.
 
-        Where gradients of weights are computed apart, an operator with weights stands alone: the rest of its segment
-        would be walked back twice.
+        If the gradients of weights are computed separately (zero bubble), each operator with weights has a segment of
+        its own: backward would run the rest of its segment twice.
         """
         if self.plan.schedule != "zero_bubble":
             return {self.graph.nodes[layer.nodes.start].name for layer in self.layers}
@@ -223,6 +235,8 @@ class Lowering:
             for name in node.reads
             if name in self.stage_of and self.stage_of[name] != self.stage_of[node.name]
         )
+        # `has` records which ranks have a value already, as its makers or from an earlier transfer: it is sent to them
+        # once.
         has = {(name, self.layout.stages[source].ranks) for name, source, _ in pairs}
         for index, (name, source, target) in enumerate(pairs):
             ranks = self.layout.stages[target].ranks
@@ -230,7 +244,7 @@ class Lowering:
             has.add((name, ranks))
 
     def _get_stage_ranks(self, role: Role, stage: int) -> StageRanks:
-        """The ranks of a stage of the same copy of the model."""
+        """Return the ranks of a stage in the replica and direction of `role`."""
         return self.layout.get_pipeline(role).stages[stage]
 
     def _lower_stage(self, role: Role, wide: ExtendedTiles, overlaps: bool) -> Builder:
@@ -270,12 +284,15 @@ class Lowering:
                 self._add_transfer(builder, role, crossing, value)
 
     def _add_transfer(self, builder: Builder, role: Role, crossing: _CrossStageValue, value: ValueLayout) -> None:
-        """Carry a value between two stages: the joint, a repartition or a copy, by their tiles alone."""
+        """Add the transfer of a value between two stages (the joint): a repartition or a copy, given by the tiles
+        alone.
+        """
         if not crossing.travels:
             return
         whole = replace(value, spec=self.graph.specs.get(crossing.value, value.spec))
         stages = (self._get_stage_ranks(role, stage) for stage in (crossing.source, crossing.target))
         owned, wanted = (self._get_stage_tiles(stage, whole, crossing.value) for stage in stages)
+        # A rank of both stages whose tile does not change receives nothing.
         wanted = {rank: tile for rank, tile in wanted.items() if owned.get(rank) != tile}
         if len(set(owned.values())) == 1:
             owned = dict(list(owned.items())[:1])  # all source ranks hold the same: the first one sends
@@ -284,9 +301,9 @@ class Lowering:
         builder.transfer(whole, "stage", name, value.name, tag, owned, wanted)
 
     def _get_stage_tiles(self, stage: StageRanks, value: ValueLayout, name: str) -> dict[int, Tile]:
-        """What each rank of a stage holds of what the model calls `name`, and how it lies, for all images.
+        """Return the tile of `name` (as the model names the value) that each rank of a stage holds, over all images.
 
-        Without pixels it is a point that all hold, or their images.
+        A value without pixels is a point that all ranks hold, or is divided by images.
         """
         if stage.shares > 1:
             tile = Tile.whole(*value.size_px) if value.axes else POINT

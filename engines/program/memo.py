@@ -1,4 +1,4 @@
-"""What ranks find alike, found by the first that asks."""
+"""A memo for what all ranks of a stage compute alike: the first rank computes it, the others reuse it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 @dataclass
 class Memo:
-    """Answers that follow from what they were found from: whoever comes with the same takes the answer as it is.
+    """Cached results, each reused for as long as its arguments are equal.
 
     >>> common = Memo()
     >>> common.get_or_compute("sum", ([1, 2],), sum), common.get_or_compute("sum", ([1, 2],), lambda _: "not called")
@@ -25,7 +25,7 @@ class Memo:
     _found: dict[Hashable, tuple[tuple[Any, ...], Any]] = field(default_factory=dict)
 
     def get_or_compute(self, key: Hashable, given: tuple[Any, ...], find: Callable[..., T]) -> T:
-        """`find(*given)`, which must be a function of `given` alone; of each `key` the last answer is kept."""
+        """Return `find(*given)`, which must depend on `given` alone; only the last result of each `key` is kept."""
         before = self._found.get(key)
         if before is None or before[0] != given:
             before = self._found[key] = given, find(*given)

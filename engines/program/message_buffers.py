@@ -1,4 +1,4 @@
-"""The messages of an exchange: where each one's pixels lie, and the memory that it travels through."""
+"""The messages of an exchange: where each message's pixels are, and the memory it is sent from or received in."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ Index = tuple[EllipsisType | slice, ...]
 
 @dataclass(frozen=True, slots=True)
 class MessageBuffer:
-    """One message: `pixels` is its buffer in the shape of the region, `flat` the same memory as a row.
+    """One message: `pixels` is its buffer in the shape of the region, `flat` the same memory in one dimension.
 
-    The buffer may be the region itself, where its pixels lie in a row: copying it onto itself does nothing.
+    The buffer may be the region itself, if its pixels are contiguous; copying it onto itself then does nothing.
     """
 
     peer: int
@@ -47,7 +47,7 @@ class MessageBuffer:
 
 @dataclass(frozen=True, slots=True)
 class MessageSet:
-    """The messages of both ways. What is lent going there comes home to the same buffers."""
+    """The messages of both phases. Gradients of pixels sent in the forward pass arrive in the same buffers."""
 
     sent: Sequence[MessageBuffer]
     received: Sequence[MessageBuffer]
@@ -56,7 +56,7 @@ class MessageSet:
 
 
 def make_persistent_messages(exchange: Exchange, world: World, arena: Tensor) -> MessageSet:
-    """Through the same memory each time, by messages that are prepared once."""
+    """Make persistent messages in the memory of `arena`, prepared once and reused in each step."""
     places = _make_slicer(arena)
     parcels = [_make_staged_buffer(exchange, move, places) for move in (*exchange.sends, *exchange.receives)]
     return _make_message_set(exchange, parcels, world.prepare)
@@ -69,9 +69,10 @@ def make_temporary_messages(
     source: Tensor | None = None,
     window: Tensor | None = None,
 ) -> MessageSet:
-    """Between these tensors themselves, where they are given, lie so and are within reach; else by fresh `memory`.
+    """Make messages directly between `source` and `window` where possible, else through fresh `memory`.
 
-    For messages that are too large to be kept, and those that leave while the rank goes on.
+    A tensor is used directly if it is given, contiguous in the region and accessible to the transport. For messages too
+    large to be kept between steps, and for those that are still being sent while the rank continues.
     """
     ends = (*((move, source) for move in exchange.sends), *((move, window) for move in exchange.receives))
     parcels = [
@@ -82,12 +83,15 @@ def make_temporary_messages(
 
 
 def choose_message_device(device: torch.device, world: World) -> torch.device:
-    """Where messages of tensors there lie: with them, or on the host next to it."""
+    """Return where messages of tensors on `device` are: on the device itself, or on its host."""
     return device if world.can_access(device) else torch.device("cpu")
 
 
 def make_message_allocator(device: torch.device, world: World) -> Callable[[int], Tensor]:
-    """Makes memory, of so many bytes, for messages of tensors there."""
+    """Return a function that allocates message memory, of a number of bytes, for tensors on `device`.
+
+    Host memory for a GPU's messages is pinned, so that copies are asynchronous.
+    """
     where = choose_message_device(device, world)
     return partial(torch.empty, dtype=torch.uint8, device=where, pin_memory=has_own_memory(device) and where != device)
 
@@ -97,6 +101,8 @@ def _make_message_set(
 ) -> MessageSet:
     lent, borrowed = parcels[: len(exchange.sends)], parcels[len(exchange.sends) :]
     there = ready(_make_messages(lent, exchange.tag), _make_messages(borrowed, exchange.tag))
+    # The odd tag keeps gradients apart from activations: with several micro-batches in flight, both travel between the
+    # same two ranks, and neither may match the other's receive.
     back = ready(_make_messages(borrowed, exchange.tag + 1), _make_messages(lent, exchange.tag + 1))
     return MessageSet(lent, borrowed, there, back)
 
@@ -106,35 +112,36 @@ def _make_messages(parcels: Sequence[MessageBuffer], tag: int) -> list[Message]:
 
 
 def _get_endpoint(exchange: Exchange, move: Move) -> tuple[int, Index]:
-    """Who is at the other end of a move, and where its pixels lie here."""
+    """Return the other rank of a move, and the index of its pixels on this rank."""
     lends = move in exchange.sends
     peer, frame = (move.target, exchange.own) if lends else (move.source, exchange.window)
     return peer, make_index(exchange, move.tile, frame)
 
 
 def _make_staged_buffer(exchange: Exchange, move: Move, memory: Callable[[int], Tensor]) -> MessageBuffer:
-    """A message with a buffer."""
+    """Make a message with a buffer of its own, into which pixels are packed."""
     flat = memory(exchange.compute_bytes([move])).view(getattr(torch, exchange.dtype))
     return MessageBuffer(*_get_endpoint(exchange, move), flat, _view_as_image(flat, exchange.compute_shape(move.tile)))
 
 
 def _make_direct_buffer(exchange: Exchange, move: Move, whole: Tensor | None, world: World) -> MessageBuffer | None:
-    """A message that is its pixels, where that can be."""
+    """Make a message whose buffer is the region itself; None if the region is not contiguous or not accessible."""
     if whole is None or whole.dtype != getattr(torch, exchange.dtype) or not world.can_access(whole.device):
         return None
     peer, index = _get_endpoint(exchange, move)
-    pixels = whole.data[index]  # by `data`: packing is no change that autograd counts
+    pixels = whole.data[index]  # `data`: autograd must not count packing as a change
     ordered = pixels.permute(0, 2, 3, 1) if _is_image(pixels.shape) else pixels
     as_stored = ordered.is_contiguous() and not (ordered.is_conj() or ordered.is_neg())
     return MessageBuffer(peer, index, ordered.view(-1), pixels) if as_stored else None
 
 
 def _make_slicer(arena: Tensor) -> Callable[[int], Tensor]:
-    """Gives one part of it after another."""
+    """Return a function that takes aligned slices from `arena`, one after another."""
     used = 0
 
     def take_slice(count_bytes: int) -> Tensor:
         nonlocal used
+        # `-(-n // a) * a` rounds n up to a multiple of a.
         begin, used = used, used - (-count_bytes // ALIGNED_BYTES) * ALIGNED_BYTES
         return arena[begin : begin + count_bytes]
 
@@ -146,7 +153,7 @@ def _is_image(shape: Sequence[int]) -> bool:
 
 
 def _view_as_image(flat: Tensor, shape: Sequence[int]) -> Tensor:
-    """A row of memory as a tensor that lies as images do (see `memory_format`): rows of pixels are copied whole."""
+    """View a flat tensor as an image with channels last (see `choose_memory_format`): rows are copied whole."""
     if not _is_image(shape):
         return flat.view(shape)
     batch, channels, height, width = shape
@@ -154,7 +161,7 @@ def _view_as_image(flat: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def make_index(exchange: Exchange, tile: Tile, frame: Tile) -> Index:
-    """Where the pixels of `tile` lie in a tensor that holds those of `frame`."""
+    """Return the index of the pixels of `tile` in a tensor that holds those of `frame`."""
     pixels = _make_spatial_index(exchange, *tile.to_slices(frame))
     if tile.images is None:
         return pixels
@@ -162,7 +169,7 @@ def make_index(exchange: Exchange, tile: Tile, frame: Tile) -> Index:
 
 
 def _make_spatial_index(exchange: Exchange, rows: slice, cols: slice) -> Index:
-    """Slices of the spatial axes as an index of the whole tensor."""
+    """Return the index that takes slices of the spatial axes of the whole tensor."""
     if exchange.axes is None:
         return (...,)
     chosen = dict(zip(exchange.axes, (rows, cols), strict=True))
@@ -170,7 +177,7 @@ def _make_spatial_index(exchange: Exchange, rows: slice, cols: slice) -> Index:
 
 
 def find_outside(exchange: Exchange, window: Tile | None) -> list[Index]:
-    """The rows and columns of a window that lie outside the image."""
+    """Return the indices of a window's rows and columns outside the image."""
     if exchange.axes is None or window is None:
         return []
     found, everything = [], [slice(None), slice(None)]

@@ -1,4 +1,4 @@
-"""One micro-batch on one rank: its values, forward and back."""
+"""The state of one micro-batch on one rank: its values, and how each instruction runs forward and backward."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ __all__ = ["MicroBatchState", "Runtime"]
 
 @dataclass(frozen=True)
 class Runtime:
-    """What all micro-batches of a rank are worked with. Carriers, segments and halves go by the instruction's name.
+    """What all micro-batches of a rank share. Runners and segments are keyed by the instruction's name.
 
-    `keeps_graphs`: a segment's local graph waits for its backward, which otherwise computes it again.
+    `keeps_graphs`: a segment's local autograd graph is kept until its backward pass, which otherwise recomputes it.
     """
 
     world: World
@@ -35,10 +35,10 @@ class Runtime:
 
 @dataclass
 class MicroBatchState:
-    """Values live as leaf tensors, so that the gradients of all who read them add up in `.grad`.
+    """The values of one micro-batch as leaf tensors: the gradients of all readers of a value accumulate in `.grad`.
 
-    `values` are those still to be read going forward, `leaves` those that backward will ask for. `seed` is what
-    random numbers follow from, `loss_gradient` what the gradient of the loss starts from.
+    `values` are those that the forward pass has still to read, `leaves` those that the backward pass needs. `seed` is
+    the seed of random numbers, `loss_gradient` the gradient of the loss with which the backward pass starts.
     """
 
     runtime: Runtime
@@ -57,7 +57,7 @@ class MicroBatchState:
         self.leaves.update(self.inputs)
 
     def run_instruction(self, instruction: ModelInstruction, phase: Phase) -> int:
-        """Walk one instruction; the bytes that were sent."""
+        """Run one instruction and return the bytes that it sent."""
         forward = phase is Phase.FORWARD
         match instruction:
             case Compute() as segment:
@@ -71,17 +71,17 @@ class MicroBatchState:
 
     @property
     def loss(self) -> float | None:
-        """The loss, once it is known and where it is."""
+        """The loss, or None before it is computed and on ranks that do not compute it."""
         return self.leaves[self.direction_program.loss].item() if self.direction_program.loss in self.leaves else None
 
     @property
     def has_pending_backward(self) -> bool:
-        """Whether local graphs, with the activations in them, are held for it."""
+        """Whether local graphs, and the activations in them, are still held for the backward pass."""
         return bool(self._made or self._late)
 
     @property
     def tensors(self) -> Iterator[Tensor]:
-        """All that it holds by name, with gradients; some may be views of others."""
+        """All tensors held by name, and their gradients; some may be views of others."""
         for tensor in (
             *self.values.values(),
             *self.leaves.values(),
@@ -92,26 +92,29 @@ class MicroBatchState:
                 yield tensor.grad
 
     def fetch(self, tensor: Tensor) -> Tensor:
-        """One of its tensors, where it can be looked at."""
+        """Return one of its tensors with its content accessible."""
         return tensor
 
     def offload(self) -> None:
-        """Nothing is computed with what it holds for a while."""
+        """Release memory while the micro-batch is idle (nothing to do here; subclasses offload)."""
 
     def end_step(self) -> None:
-        """Keep only what outlives the step."""
+        """Keep only the values that outlive the step."""
         kept = self.direction_program.kept_to_end | self.inputs.keys()
         self.leaves = {name: leaf for name, leaf in self.leaves.items() if name in kept}
         self.values = {name: value for name, value in self.values.items() if name in kept}
 
     def _keep(self, name: str, value: Tensor, differentiable: bool) -> None:
+        # Detached: each segment's graph is local, and communications join the graphs by copying gradients between
+        # leaves.
         leaf = value.detach()
         self.leaves[name] = self.values[name] = leaf.requires_grad_(
             differentiable and (leaf.is_floating_point() or leaf.is_complex())
         )
 
     def _release(self, instruction: ModelInstruction, names: tuple[str, ...]) -> None:
-        """Forget what is not read again going forward; backward keeps its own hold on what it asks for."""
+        """Drop values that the forward pass does not read again; `leaves` keeps those that the backward pass needs."""
+        # The backward pass of a communication adds to its source's leaf directly, whether or not a graph refers to it.
         asked_for = instruction.differentiable and not isinstance(instruction, Compute)
         for name in names:
             if (
@@ -123,6 +126,7 @@ class MicroBatchState:
                     self.leaves.pop(name, None)
 
     def _compute(self, segment: Compute) -> int:
+        # `made` are roots of the local graph; readers get detached leaves instead (see `_keep`).
         made = self.runtime.segments[segment.name](self.values, self.seed)
         for name, value in zip(segment.outputs, made, strict=True):
             self._keep(name, value, value.requires_grad)
@@ -131,13 +135,13 @@ class MicroBatchState:
         self._release(segment, segment.inputs)
         if not self.runtime.keeps_graphs:
             for name in self.direction_program.interiors.keys() & set(segment.inputs):
-                del self.leaves[name]  # it is begun again for backward
+                del self.leaves[name]  # the recomputation in backward makes it anew
         if self.direction_program.loss in segment.outputs:
             self._seed_gradient(self.leaves[self.direction_program.loss])
         return 0
 
     def _seed_gradient(self, loss: Tensor) -> None:
-        """The gradient starts here, once: the tiles that share this loss start from nothing."""
+        """Set the gradient of the loss: `loss_gradient` on one rank, zero on the other ranks that share this loss."""
         loss.grad = torch.full_like(loss, self.loss_gradient if self.direction_program.seeds_loss else 0.0)
 
     def _compute_backward(self, segment: Compute, phase: Phase) -> int:
@@ -151,12 +155,13 @@ class MicroBatchState:
             ready.backward(roots, grads)
         else:
             self._run_split_backward(segment, roots, grads, phase)
+        # Not in WEIGHTS: that phase accumulates into the weights only, so no leaf got a gradient.
         if phase is not Phase.WEIGHTS:
             self._copy_shared_gradients(segment, self._late.get(segment.name, ((), ()))[1])
         return 0
 
     def _collect_roots(self, segment: Compute) -> tuple[list[Tensor], list[Tensor]]:
-        """What a segment made, and the gradients that have gathered for it."""
+        """Return a segment's differentiable outputs, and the gradients accumulated for them."""
         if segment.name not in self._made:
             self._recompute(segment)
         made = self._made.pop(segment.name)
@@ -165,7 +170,10 @@ class MicroBatchState:
         return [value for value, _ in pairs], [grad for _, grad in pairs]
 
     def _recompute(self, segment: Compute) -> None:
-        """What a segment makes, and first what an interior of it began, whose own backward follows."""
+        """Recompute a segment's outputs, first those of an interior segment that it completes.
+
+        The backward pass of that interior segment follows.
+        """
         for name in self.direction_program.interiors.keys() & set(segment.inputs):
             interior = self.direction_program.interiors[name]
             self._recompute(interior)
@@ -174,21 +182,23 @@ class MicroBatchState:
         self._made[segment.name] = self.runtime.segments[segment.name](self.leaves, self.seed, again=True)
 
     def _run_split_backward(self, segment: Compute, roots: list[Tensor], grads: list[Tensor], phase: Phase) -> None:
-        """Gradients of the inputs alone, or of the weights alone (Qi et al., 2024, arXiv:2401.10241, section 2)."""
+        """Compute gradients of the inputs alone or of the weights alone (Qi et al., 2024, arXiv:2401.10241, sec. 2)."""
         late = self.runtime.segments[segment.name].late
         if phase is Phase.WEIGHTS:
             torch.autograd.backward(roots, grads, inputs=late)
             return
         inputs = [leaf for leaf in self._get_inputs(segment) if leaf.requires_grad]
         if inputs:
+            # The weights' pass runs later on the same graph.
             torch.autograd.backward(roots, grads, inputs=inputs, retain_graph=True)
         self._late[segment.name] = roots, grads
 
     def _copy_shared_gradients(self, segment: Compute, kept: Sequence[Tensor]) -> None:
-        """Give each leaf a gradient of its own, which is no weight's either, nor one `kept` for those of the weights.
+        """Give each leaf a gradient whose memory no other leaf, weight or `kept` gradient shares.
 
-        Autograd may leave two with one buffer (where both reach a sum through views); whatever is added to one of them
-        later would be added to both, or to a message that is leaving.
+        Autograd may give two leaves one buffer (where both reach a sum through views). A later addition to one gradient
+        would then change the other as well, or a message that is being sent. `kept` are the gradients saved for the
+        weights' pass.
         """
         weights = (weight.grad for weight in self.runtime.segments[segment.name].trained)
         seen = {_get_address(grad) for grad in (*weights, *kept) if grad is not None}
@@ -198,11 +208,11 @@ class MicroBatchState:
                 seen.add(_get_address(leaf.grad))
 
     def _get_inputs(self, segment: Compute) -> list[Tensor]:
-        """What a segment has read, as far as backward asks for it."""
+        """Return those inputs of a segment that the backward pass needs."""
         return [self.leaves[name] for name in segment.inputs if name in self.leaves]
 
     def _take_gradient(self, name: str) -> Tensor | None:
-        """The gradient that has gathered for a value, which is not needed any more."""
+        """Return the gradient accumulated for a value and release it."""
         leaf = self.leaves.get(name) if name in self.direction_program.kept_to_end else self.leaves.pop(name, None)
         if leaf is None:
             return None
@@ -220,6 +230,8 @@ class MicroBatchState:
     def _exchange_backward(self, exchange: Exchange) -> int:
         grad = self._take_gradient(exchange.target) if exchange.window else None
         source = self.leaves[exchange.source] if exchange.own else None
+        # With no other reader, nothing is added to the source's gradient later, so it may remain a view of the
+        # window's.
         alone = len(self.direction_program.reads[exchange.source]) == 1
         return self.runtime.exchange_runners[exchange.name].backward(grad, source, alone)
 
@@ -245,6 +257,7 @@ class MicroBatchState:
         return 0
 
     def _reduce(self, reduction: AllReduce) -> int:
+        # A copy, since the all-reduce is in place and others may still read the source.
         total = self.values[reduction.source].detach().clone()
         under_way = all_reduce(self.runtime.world, total, reduction.group)
         under_way.wait()
@@ -253,6 +266,8 @@ class MicroBatchState:
         return under_way.sent_bytes
 
     def _reduce_backward(self, reduction: AllReduce) -> int:
+        # y = sum over ranks of x is read on every rank, so dL/dx is the sum over ranks of dL/dy. A rank without a
+        # gradient must take part with zeros: the all-reduce is collective.
         source, grad = self.leaves[reduction.source], self._take_gradient(reduction.target)
         total = torch.zeros_like(source) if grad is None else grad.clone()
         under_way = all_reduce(self.runtime.world, total, reduction.group)
@@ -262,5 +277,5 @@ class MicroBatchState:
 
 
 def _get_address(tensor: Tensor) -> int:
-    """Of the memory that it lies in."""
+    """Return the address of the tensor's storage."""
     return tensor.untyped_storage().data_ptr()

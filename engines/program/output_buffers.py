@@ -1,6 +1,6 @@
-"""Values made where their window will be: what a halo surrounds need not be copied, nor be held twice.
+"""Outputs written in place into the window of the next exchange, which saves a copy and a second buffer.
 
-A kernel that can write into given memory gets the middle of the window that the next exchange completes.
+A kernel that can write to given memory gets the middle of that window; the exchange then only adds the halo around it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from engines.program.program import DirectionProgram
 __all__ = ["OutputAllocator", "find_out_kernel", "find_output_allocators"]
 
 OutputAllocator = Callable[[], Tensor]
-"""A fresh tensor for a value, with free memory around it."""
+"""Returns a new tensor for a value, the middle of a larger allocation."""
 
 
 def _allocate_out(room: OutputAllocator, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """The room, where a value of that shape and type fits it."""
+    """Return the tensor of `room` if it has that shape and type, else a new one."""
     there = room()
     return (
         there if (there.shape, there.dtype) == (shape, dtype) else torch.empty(shape, dtype=dtype, device=there.device)
@@ -33,9 +33,10 @@ def _allocate_out(room: OutputAllocator, shape: torch.Size, dtype: torch.dtype) 
 
 @dataclass(frozen=True, slots=True)
 class _PointwiseRule:
-    """How to write an activation into given memory, and its gradient from what it read, or (`by_result`) what it made.
+    """How to write an activation to given memory, and how to compute its gradient.
 
-    Both take the operator's other arguments, as ATen has them.
+    The gradient is computed from the input or (`by_result`) from the result. Both functions take the operator's other
+    arguments in ATen's order.
     """
 
     write: Callable[..., object]
@@ -47,7 +48,7 @@ class _PointwiseRule:
 
 
 class _PointwiseOut(torch.autograd.Function):
-    """(N, C, h, w) -> the same, in the memory that `room` gives."""
+    """Applies a pointwise operator, (N, C, h, w) -> the same shape, in the memory that `room` allocates."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, room: OutputAllocator, rule: _PointwiseRule, *arguments: Any) -> Tensor:
@@ -64,7 +65,7 @@ class _PointwiseOut(torch.autograd.Function):
 
 
 class _CatOut(torch.autograd.Function):
-    """Tensors that follow each other along `dim`, in the memory that `room` gives."""
+    """Concatenates tensors along `dim` in the memory that `room` allocates."""
 
     @staticmethod
     def forward(ctx: Any, room: OutputAllocator, dim: int, *tensors: Tensor) -> Tensor:
@@ -82,7 +83,7 @@ def _promote_types(tensors: Sequence[Tensor]) -> torch.dtype:
     return reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
 
 
-# Only what has the same bits whatever memory it is written to: exponentials have not, where memory has gaps.
+# Only kernels whose result is bitwise the same in strided memory; that is not so for exponentials.
 _aten = torch.ops.aten
 _INTO: Mapping[str, Callable[..., Tensor]] = {
     "aten.relu.default": _PointwiseRule(
@@ -99,7 +100,7 @@ _INTO: Mapping[str, Callable[..., Tensor]] = {
 
 
 def find_output_allocators(way: DirectionProgram, carriers: Mapping[str, ExchangeRunner]) -> dict[str, OutputAllocator]:
-    """The values that one exchange and nothing else reads, and that lie whole in its window."""
+    """Return allocators for the values that only one exchange reads, and whose own part is inside its window."""
     return {
         item.source: carriers[item.name].allocate_source
         for item in way.forward
@@ -110,9 +111,10 @@ def find_output_allocators(way: DirectionProgram, carriers: Mapping[str, Exchang
 def find_out_kernel(
     segment: Compute, op: LocalOp, rooms: Mapping[str, OutputAllocator]
 ) -> Callable[..., Tensor] | None:
-    """The kernel of `op` that writes where its window will be; None where there is no such place or kernel.
+    """Return the variant of `op`'s kernel that writes into the window, or None if there is no such memory or kernel.
 
-    Who else reads the value would get memory with gaps, which costs a convolution the copy that is saved.
+    An op of the same segment that also read the value would get strided memory: a convolution would then make the very
+    copy that is saved.
     """
     read = any(op.out in other.reads for other in segment.ops)
     if op.out not in rooms or op.kernel not in _INTO or read:

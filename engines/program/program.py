@@ -1,4 +1,4 @@
-"""A rank's program: what it does of which stage, in which order."""
+"""A rank's program: the instructions that it runs in one training step, in order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Kind = TypeVar("Kind", bound=Instruction)
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One instruction, walked one way, for one micro-batch."""
+    """One instruction, run in one phase for one micro-batch."""
 
     instruction: Instruction
     phase: Phase
@@ -29,7 +29,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class ShardSpec:
-    """The part of a micro-batch's input, or prediction, that a rank has: `tile` of it, or all where that is None."""
+    """A rank's part of a micro-batch's input or prediction: `tile` of it, or all of it where that is None."""
 
     tile: Tile | None
     axes: tuple[int, int] | None
@@ -37,12 +37,12 @@ class ShardSpec:
 
 @dataclass(frozen=True)
 class DirectionProgram:
-    """What a rank does for the micro-batches of one direction: the forward pass of each of its stages.
+    """A rank's work for the micro-batches of one direction: the forward pass of each of its stages.
 
-    `feeds` are the parts of the inputs that it needs; `loss` is the name of the loss where it has it, `prediction` that
-    of the model's answer, of which it `predicts` a part, and `seeds_loss` is true on the one rank whose loss the
-    gradient starts from: a value that all tiles share has its gradient counted once. `lasting` values stay to the end
-    of the step.
+    `input_shards` are the parts of the inputs that it needs. `loss` and `prediction` are the names of these values
+    where the rank has them, and `prediction_shard` is its part of the prediction. `seeds_loss` is true on the one rank
+    whose loss starts the backward pass: the gradient of a loss that all tiles share must be counted once. Values in
+    `kept_to_end` live to the end of the step.
     """
 
     stages: Mapping[int, tuple[ModelInstruction, ...]]
@@ -60,13 +60,13 @@ class DirectionProgram:
 
     @cached_property
     def interiors(self) -> Mapping[str, Compute]:
-        """The segments that begin a value which the next one completes, by that value."""
+        """The interior segments by the value that each begins and the next segment completes."""
         found = (item for item in self.forward if isinstance(item, Compute) and item.interior)
         return {name: segment for segment in found for name in segment.outputs}
 
     @cached_property
     def reads(self) -> Mapping[str, tuple[str, ...]]:
-        """The instructions of the forward pass that read each value, in order."""
+        """The names of the forward instructions that read each value, in order."""
         found: dict[str, tuple[str, ...]] = {}
         for instruction in self.forward:
             names = _get_read_values(instruction)
@@ -75,7 +75,7 @@ class DirectionProgram:
 
 
 def _get_read_values(instruction: ModelInstruction) -> tuple[str, ...]:
-    """The values that an instruction reads going forward."""
+    """Return the names of the values that an instruction reads in the forward pass."""
     if isinstance(instruction, Compute):
         return instruction.inputs
     return () if isinstance(instruction, ExchangeHalf) and not instruction.begins else (instruction.source,)
@@ -85,8 +85,9 @@ def _get_read_values(instruction: ModelInstruction) -> tuple[str, ...]:
 class Program:
     """Everything that one rank does in one training step, or for one prediction, in order.
 
-    `ways` are by direction, and `directions` says in which one each of the rank's micro-batches goes, of the
-    `micro_batches` that a step has on all ranks together. `weights` and `buffers` are what the rank owns.
+    `direction_programs` are by direction. `directions` gives the direction of each of the rank's micro-batches;
+    `micro_batches` is the number of micro-batches of a step on all ranks. `weights` and `buffers` are those the rank
+    owns.
     """
 
     rank: int
@@ -98,26 +99,26 @@ class Program:
     buffers: tuple[str, ...]
 
     def get_direction_program(self, micro_batch: int) -> DirectionProgram:
-        """What the rank does for one of its micro-batches."""
+        """Return the direction program that runs a micro-batch of this rank."""
         return self.direction_programs[self.directions[micro_batch]]
 
     @property
     def forward(self) -> tuple[ModelInstruction, ...]:
-        """The instructions of all its forward passes, each once."""
+        """The instructions of the rank's forward passes, each once."""
         return tuple(item for way in self.direction_programs.values() for item in way.forward)
 
     @property
     def feeds(self) -> Mapping[int, Mapping[str, ShardSpec]]:
-        """The parts of the inputs that the rank needs, by micro-batch."""
+        """The parts of the inputs that the rank needs, by micro-batch and input name."""
         return {number: self.get_direction_program(number).input_shards for number in self.directions}
 
     def select_instructions(self, kind: type[Kind]) -> Iterable[Kind]:
-        """Its instructions of a kind, as often as they are walked."""
+        """Return the instructions of a kind, as often as they run."""
         return (step.instruction for step in self.steps if isinstance(step.instruction, kind))
 
     @property
     def facts(self) -> dict[str, str]:
-        """What the rank does in a training step, in a few lines: its instructions by kind, and what it sends."""
+        """A short summary of a training step on this rank: stages, instructions by kind, and messages sent."""
         done = Counter(step.instruction.kind for step in self.steps)
         sent = {kind: part for kind, part in count_traffic(self).items() if part.messages}
         stages = (

@@ -1,4 +1,4 @@
-"""The receptive field: which pixels of the image, and of all between, one output pixel of a layer depends on."""
+"""The receptive field: the pixels of the image, and of all values between, on which one output pixel depends."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ __all__ = ["ReceptiveField", "ReceptiveFields"]
 
 @dataclass(frozen=True)
 class ReceptiveField:
-    """What pixel `pixel` of the value `node` is computed from: of each value before it the smallest rectangle.
+    """The receptive field of pixel `pixel` of the value `node`: of each earlier value the smallest rectangle.
 
-    `fields` are by the values' names, in their own pixels. Statistics that norms take over all pixels do not count.
+    `fields` are keyed by the values' names, in pixels of each value. Statistics of norms over all pixels do not count.
     """
 
     node: str
@@ -33,12 +33,12 @@ class ReceptiveField:
 
     @property
     def image(self) -> Tile:
-        """The pixels of the image; empty where the layer reads none."""
+        """The pixels of the image; empty if the layer reads none."""
         return self.fields.get("images", Tile(Span(0, 0), Span(0, 0)))
 
 
 class ReceptiveFields:
-    """Walks the windows of a model backwards, by the rules of the operator table; the rules are looked up once.
+    """Traces windows backward through a model by the rules of the operator table, which are looked up once.
 
     >>> from torch import nn
     >>> from engines.training import prepare
@@ -52,9 +52,9 @@ class ReceptiveFields:
         self.graph = graph
 
     def compute_field(self, node: str, row: int, col: int) -> ReceptiveField:
-        """The receptive field of one pixel of what `node` makes.
+        """Return the receptive field of one pixel of the value that `node` makes.
 
-        Raises PlanError where there is no such value of rows and columns, or no such pixel.
+        Raises PlanError if there is no such value with rows and columns, or no such pixel.
         """
         rows, cols = self.get_size_px(node)
         if row not in range(rows) or col not in range(cols):
@@ -70,7 +70,7 @@ class ReceptiveFields:
         return ReceptiveField(node, (row, col), found)
 
     def get_size_px(self, node: str) -> tuple[int, int]:
-        """Rows and columns of what a node makes. Raises PlanError where it has none."""
+        """Return the rows and columns of a node's value. Raises PlanError if it has none."""
         value = self._builder.values.get(node)
         if value is None or value.axes is None:
             raise PlanError(f"{node!r} is no value of rows and columns: it has no receptive field.")
@@ -78,7 +78,7 @@ class ReceptiveFields:
 
     @cached_property
     def _builder(self) -> Builder:
-        """The whole model on one rank, which knows what each operator reads."""
+        """The whole model built for one rank, which records what each operator reads."""
         plan = Plan(split_size=1, spatial_size=0)
         return Lowering(self.graph, plan, Layout.of(plan), input_gradient=False).get_builder(Role(0, 0))
 
@@ -90,7 +90,7 @@ class ReceptiveFields:
         return found
 
     def _find_reads(self, node: Node, outputs: Tile) -> Iterable[tuple[str, Tile]]:
-        """What some outputs of a node read of each tiled value."""
+        """Yield what some outputs of a node read of each tiled value."""
         for name in dict.fromkeys(node.reads):
             value = self._builder.values.get(name)
             if value is not None and value.axes is not None:
@@ -101,6 +101,8 @@ class ReceptiveFields:
     def _compute_windows(self, node: Node, name: str, outputs: Tile, whole: Tile) -> Iterable[Tile]:
         if rules := self._rules.get((node.name, name)):
             return [compute_window(outputs, rule.rows, rule.cols) for rule in rules]
+        # No window rule: a pointwise operator reads the pixel at the same position; any other one reads the whole
+        # value, as does one whose input was all-gathered.
         made = self._builder.values.get(node.name)
         beneath = made is not None and made.axes is not None and made.size_px == whole.shape
         gathered = f"{name}.whole" in self._builder.values

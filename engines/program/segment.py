@@ -1,4 +1,4 @@
-"""One segment, made ready to run: its kernels found once, its arguments looked up by name."""
+"""A segment ready to run: its kernels resolved once, its arguments looked up by name."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ Lookup = Callable[[dict[str, Any]], Any]
 class Segment:
     """Calls a segment's kernels in order; `owned` are the rank's weights and buffers.
 
-    `trained` are the weights that backward gives gradients; `late` those whose gradients may be computed after the
-    inputs': all of a segment with a matrix or kernel among them. Those of a norm cost nothing by themselves, and
-    kernels exist that cannot leave the input out.
+    `trained` are the weights that get gradients in the backward pass. `late` are those whose gradients may be computed
+    after the inputs' (zero bubble): all of a segment that has a matrix or a convolution kernel among them, else none.
+    The gradients of a norm alone cost next to nothing, and some backward kernels cannot skip the input's gradient.
 
-    `rooms` says where values may be made so that the exchange that reads them need not copy them.
+    `rooms` give memory for outputs inside the window of the exchange that reads them, which saves the copy.
     """
 
     def __init__(
@@ -51,24 +51,25 @@ class Segment:
         ]
 
     def __call__(self, values: Mapping[str, Tensor], seed: int, again: bool = False) -> tuple[Tensor, ...]:
-        """The outputs, with the local graph that leads back to the inputs. Random numbers follow from `seed`.
+        """Return the outputs, with the local graph that leads back to the inputs. `seed` determines random numbers.
 
-        `again`: no exchange will read them, as none does where backward computes them a second time.
+        `again`: recomputation for the backward pass, whose outputs no exchange reads; they do not go into a window.
         """
         scope: dict[str, Any] = {**self.owned, SEED.name: seed, **{name: values[name] for name in self.inputs}}
         for out, run, plain, arguments, keywords, of_no_use in self.calls:
             scope[out] = (plain if again else run)(*arguments(scope), **keywords(scope))
+            # Freed as early as possible; autograd keeps its own references to what it saves.
             for name in of_no_use:
                 del scope[name]
         return tuple(scope[name] for name in self.outputs)
 
     def backward(self, roots: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-        """From gradients of what it made, those of its inputs and weights, added to what these have already."""
+        """Compute the gradients of inputs and weights from those of the outputs, and add them to the existing ones."""
         torch.autograd.backward(roots, grads)
 
 
 def bind_kernel(op: LocalOp, name: str) -> Callable[..., Any]:
-    """The kernel of that name, as the operator runs it."""
+    """Return the kernel of that name, without gradient if the op is not graded."""
     run = get_kernel(name)
     if op.graded:
         return run
@@ -81,7 +82,8 @@ def bind_kernel(op: LocalOp, name: str) -> Callable[..., Any]:
 
 
 def find_last_reads(segment: Compute) -> list[list[str]]:
-    """For each operator the names of what the segment makes that is of no use behind it, and may go."""
+    """Return for each operator the names of the segment's values that may be freed after it."""
+    # From the last operator backward: a value is needed if it is an output or a later operator reads it.
     needed, made, found = set(segment.outputs), {op.out for op in segment.ops}, []
     for op in reversed(segment.ops):
         here = dict.fromkeys((op.out, *op.reads))
@@ -95,7 +97,7 @@ def _is_trained(owned: Any) -> bool:
 
 
 def _make_lookup(value: Any) -> Lookup:
-    """A function that puts live tensors where the `Ref`s are."""
+    """Return a function that replaces each `Ref` in `value` by the tensor of that name."""
     match value:
         case Ref(name):
             return lambda scope: scope[name]

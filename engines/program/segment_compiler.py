@@ -1,6 +1,6 @@
 """Segments compiled to fewer kernels by `torch.compile` (Ansel et al., 2024, PyTorch 2, section 4: TorchInductor).
 
-A GPU that is given many small kernels waits for the next one; what is pointwise becomes part of its neighbours.
+Many small kernels leave a GPU idle between launches; pointwise operators are fused into their neighbours.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from engines.spatial.kernels import get_kernel
 
 __all__ = ["SegmentCompiler", "check_compiler"]
 
-# A process that compiles has none of its own for it, which might outlive it. Read when TorchInductor is imported.
+# Compile in this process: worker processes might outlive it. Read when TorchInductor is imported.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 Function = Callable[..., Any]
 
 
 def check_compiler(device: str) -> None:
-    """Raises PlanError where nothing compiles kernels for this host's cores. (A GPU's ranks say what they lack.)"""
+    """Raise PlanError if there is no compiler for this host's CPU. (Ranks on a GPU report what they lack.)"""
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     if device == "cpu" and shutil.which(compiler) is None:
         raise PlanError(
@@ -44,16 +44,16 @@ def check_compiler(device: str) -> None:
 
 @dataclass
 class SegmentCompiler:
-    """Makes the segments of one rank. Those with weights that do the same share a function, compiled when it is called.
+    """Makes the segments of one rank; segments with weights that run the same code share one function.
 
-    Single kernels are not compiled, since they have no neighbours, nor is what draws random numbers: each seed would be
-    compiled in.
+    The function is compiled when it is first called. Segments of a single kernel are not compiled, as there is nothing
+    to fuse. Neither are segments that draw random numbers: each seed would be compiled in as a constant.
     """
 
     _functions: dict[object, Function] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")  # of constants
+        warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")  # (constants)
 
     def __call__(
         self, segment: Compute, owned: Mapping[str, Any], rooms: Mapping[str, OutputAllocator] | None = None
@@ -64,7 +64,8 @@ class SegmentCompiler:
         read = dict.fromkeys(name for op in segment.ops for name in op.reads if name in owned and name != DEVICE.name)
         names = (*segment.inputs, *read)
         traced = _trace_segment(segment, names, owned[DEVICE.name])
-        # Sizes are compiled in, and a function has some few versions at most: weights tell most of them apart.
+        # Sizes are compiled in, and torch.compile keeps only a few versions of a function. The weights' shapes separate
+        # most of them; segments without weights get a function each.
         sizes = tuple(owned[name].shape for name in read)
         alike = traced.code, *map(get_kernel, kernels), sizes or segment.name
         if alike not in self._functions:
@@ -73,32 +74,32 @@ class SegmentCompiler:
 
 
 class _CompiledSegment(Segment):
-    """Calls one function of `names`. Its backward gives all gradients at once: none is left for later."""
+    """Calls one function of the values `names`. Its backward gives all gradients together, so no weight is `late`."""
 
     def __init__(self, segment: Compute, owned: Mapping[str, Any], names: tuple[str, ...], function: Function) -> None:
         super().__init__(segment, owned)
         self.name, self.names, self.function, self.late = segment.name, names, function, []
 
     def __call__(self, values: Mapping[str, Tensor], seed: int, again: bool = False) -> tuple[Tensor, ...]:
-        """As `Segment`, but for the last bits."""
+        """Return the outputs, as `Segment` does up to rounding."""
         arguments = [values[name] if name in values else self.owned[name] for name in self.names]
         with _translate_compile_errors(self.name):
             return tuple(self.function(*arguments))
 
     def backward(self, roots: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-        """As `Segment`; the first time it is compiled."""
+        """Run the backward pass, which is compiled on the first call."""
         with _translate_compile_errors(self.name):
             super().backward(roots, grads)
 
 
 @contextmanager
 def _translate_compile_errors(segment: str) -> Iterator[None]:
-    """Raises RankError where the segment cannot be compiled."""
+    """Raise RankError if the segment cannot be compiled."""
     try:
         yield
     except torch._dynamo.exc.TorchDynamoException as error:
         cause: BaseException = getattr(error, "inner_exception", error)
-        while inner := cause.__cause__ or cause.__context__:  # Dynamo wraps what a kernel has raised
+        while inner := cause.__cause__ or cause.__context__:  # Dynamo wraps a kernel's own exception
             cause = inner
         said = (str(cause).strip().splitlines() or [""])[0]
         raise RankError(
@@ -107,7 +108,10 @@ def _translate_compile_errors(segment: str) -> Iterator[None]:
 
 
 def _trace_segment(segment: Compute, names: tuple[str, ...], device: torch.device) -> fx.GraphModule:
-    """The kernels of a segment as a graph of `names`. Its values have numbers: all that do the same look the same."""
+    """Return a segment's kernels as a graph of `names`.
+
+    Values are numbered, so that segments that run the same code have the same source text.
+    """
     graph = fx.Graph()
     nodes: dict[str, Any] = {name: graph.placeholder(f"value_{number}") for number, name in enumerate(names)}
     nodes[DEVICE.name] = device
@@ -119,7 +123,7 @@ def _trace_segment(segment: Compute, names: tuple[str, ...], device: torch.devic
 
 
 def _replace_refs(value: Any, nodes: Mapping[str, Any]) -> Any:
-    """The same with nodes where the `Ref`s are."""
+    """Return `value` with each `Ref` replaced by its node."""
     match value:
         case Ref(name):
             return nodes[name]
@@ -131,7 +135,7 @@ def _replace_refs(value: Any, nodes: Mapping[str, Any]) -> Any:
 
 
 def _make_function(op: LocalOp) -> Function:
-    """An operator's kernel as a function that has a name, as `fx` wants them."""
+    """Return an operator's kernel as a function with a name, which `fx` requires."""
     run = bind_kernel(op, op.kernel)
     if isinstance(run, torch._ops.OpOverload):
         return run

@@ -1,4 +1,4 @@
-"""What each segment of a rank's program takes in and gives out."""
+"""The inputs and outputs of each segment of a rank's program."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ __all__ = ["resolve_segment_io"]
 def resolve_segment_io(
     instructions: Iterable[ModelInstruction], values: Mapping[str, ValueLayout], kept: Iterable[str]
 ) -> list[ModelInstruction]:
-    """The same instructions, each segment with its inputs, and as outputs what later ones read or is `kept`."""
+    """Return the instructions with each segment's inputs, and as outputs what later instructions read or is `kept`."""
     wanted, done = set(kept), []
+    # Liveness, from the end backward: `wanted` are the values read by the instructions after this one.
     for instruction in reversed(list(instructions)):
         if isinstance(instruction, Compute):
             instruction = _resolve_segment(instruction, values, wanted)

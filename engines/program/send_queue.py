@@ -1,4 +1,4 @@
-"""Messages that nobody here waits for: they leave while the rank goes on."""
+"""Outgoing messages that the rank does not wait for: they are sent while it computes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ __all__ = ["SendQueue"]
 
 
 class SendQueue:
-    """What is on its way, and what a device has still to fill. Each message keeps its own memory until it has gone.
+    """Sends in flight, and at most one batch of sends that the device has yet to pack.
 
-    A device works behind its rank, which need not wait for it before it tells it more. But whoever waits for another
-    rank must have sent what that one waits for: `leave` comes before.
+    Each message keeps its memory until it is sent. A GPU runs asynchronously to its rank, and the rank enqueues further
+    kernels without waiting for it. A deferred send can deadlock: two ranks that block on each other's message, each
+    with its own send still deferred, would wait for ever. Therefore call `flush` before blocking on another rank.
+
+      pack on the GPU  -->  deferred (at most one batch)  --start-->  in flight  --poll-->  sent
     """
 
     def __init__(self) -> None:
@@ -24,8 +27,9 @@ class SendQueue:
         self._packed: _DeferredSend | None = None
 
     def start_after(self, packed: DeviceEvent, start: Callable[[], Pending]) -> Pending:
-        """Have messages start when the device has passed `packed`; those before them have left by then."""
+        """Start messages once the device has passed the event `packed`, after all earlier messages have started."""
         self.flush()
+        # On the CPU the event has always passed, so messages start at once.
         if packed.query():
             return start()
         self._packed = _DeferredSend(packed, start, self)
@@ -35,26 +39,27 @@ class SendQueue:
         """Return when all messages have started."""
         if departure := self._packed:
             self._packed = None
+            # Blocks until the device has packed. `_packed` is reset first, so that no send starts twice.
             departure.start_when_packed()
 
     def add(self, pending: Pending) -> None:
-        """Let go of messages that were started, or are to depart."""
+        """Track sends, started or deferred, that the rank does not wait for now."""
         self._under_way.append(pending)
 
     def poll(self) -> None:
-        """Help messages along, without waiting: transports may need the sender to look."""
+        """Drive the messages in flight without blocking: some transports make progress only when polled."""
         if self._packed and self._packed.packed.query():
             self.flush()
         if self._under_way:
             self._under_way = [pending for pending in self._under_way if not pending.is_completed()]
 
     def discard(self) -> None:
-        """Ask no more after messages of a step that was given up."""
+        """Forget the messages of a step that was given up."""
         self._under_way = []
         self._packed = None
 
     def wait(self) -> None:
-        """Return when all have gone. Raises RankError if a rank fails meanwhile."""
+        """Return when all messages are sent. Raises RankError if a rank fails meanwhile."""
         self.flush()
         for pending in self._under_way:
             pending.wait()
@@ -63,7 +68,7 @@ class SendQueue:
 
 @dataclass
 class _DeferredSend:
-    """Messages that start when a device has filled them: `pending` from then on."""
+    """Messages that start once a device has packed them; `pending` is set from then on."""
 
     packed: DeviceEvent
     start: Callable[[], Pending]
@@ -77,6 +82,7 @@ class _DeferredSend:
     def wait(self) -> None:
         self.outbox.flush()
         if self.pending is None:
+            # `discard` dropped this send, so it will never start.
             raise RankError("a message is waited for whose step was given up before it left")
         self.pending.wait()
 

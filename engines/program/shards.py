@@ -1,4 +1,4 @@
-"""Which part of which whole value a rank's tensor is: what is needed to draw it, or to put all parts together again."""
+"""Which part of a whole value a rank's tensor is, as needed to draw it or to reassemble the value from its parts."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ __all__ = ["Shard", "ShardIndex", "assemble_shards"]
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """`name` on one rank: of the `shape` of the whole micro-batch it holds `held`, which may reach beyond the image.
+    """The value `name` on one rank: of the whole micro-batch's `shape` it holds `held`.
 
-    `module` made it. It owns `own`. `axes` are the spatial ones, counted from the end. These three are None where it
-    has no pixels. `images` are those that it has, None for all.
+    `held` may extend beyond the image. `own` is the part it owns; `axes` are the spatial axes, counted from the end.
+    These three are None if the value has no pixels. `images` are the images that it holds, None for all. `module` is
+    the module that made the value.
     """
 
     name: str
@@ -39,7 +40,7 @@ class Shard:
 
     @property
     def title(self) -> str:
-        """Its name for people: `relu_2 (block.after)`, or the window of it."""
+        """The name for display: `relu_2 (block.after)`, or the window of it."""
         name, window, _ = self.name.partition(".window")
         return f"{'window of ' * bool(window)}{name}" + (f" ({self.module})" if self.module else "")
 
@@ -51,14 +52,14 @@ class Shard:
 
 
 class ShardIndex:
-    """The values of all ranks of a plan; `programs` are those that `compiler` makes."""
+    """The values on all ranks of a plan; `programs` are those that `compiler` makes."""
 
     def __init__(self, compiler: Compiler, programs: Sequence[Program]) -> None:
         self.compiler, self.programs = compiler, programs
         self.modules = {node.name: node.module for node in compiler.graph.nodes}
 
     def find_shard(self, rank: int, direction: int, stage: int, name: str) -> Shard | None:
-        """What a rank has of a value in a stage; None where the stage does not know it."""
+        """Return a rank's part of a value in a stage, or None if the stage has no such value."""
         for role in self.compiler.layout.roles[rank]:
             builder = self.compiler.lowering.get_builder(role)
             if (role.direction, role.stage) == (direction, stage) and name in builder.values:
@@ -66,7 +67,10 @@ class ShardIndex:
         return None
 
     def find_step_shard(self, rank: int, place: StepLabel) -> Shard | None:
-        """What a step made, or going back, of what it found the gradient; None where that is not one value."""
+        """Return the shard that a step made, or in backward the one whose gradient it computed; None if there is none.
+
+        Of several values, the largest counts, those with pixels first.
+        """
         if place.work is None:
             return None
         direction, stage = place.work.direction, place.work.stage
@@ -75,9 +79,10 @@ class ShardIndex:
         return max(extents, key=lambda each: (each.axes is not None, _count_elements(each.shape)), default=None)
 
     def find_shards(self, micro_batch: int, name: str) -> Iterator[tuple[int, Shard]]:
-        """(rank, extent) of a value of a micro-batch by its own name, or by that of the module that makes it.
+        """Yield (rank, shard) of a micro-batch's value, by its own name or that of the module that makes it.
 
-        Only ends of segments are kept, so that of a module the last of its operators counts whose result is.
+        Only outputs of segments are kept. A module's name therefore stands for the last of its operators whose result
+        is kept.
         """
         for rank, program in enumerate(self.programs):
             direction = program.directions.get(micro_batch)
@@ -99,9 +104,9 @@ class ShardIndex:
 
 
 def assemble_shards(parts: Iterable[tuple[Shard, Tensor]], adds: bool) -> Tensor:
-    """The whole value of a micro-batch from what ranks hold of it; gradients add, where several ranks have some.
+    """Return the whole value of a micro-batch from its shards; with `adds`, overlapping gradients are summed.
 
-    Raises PlanError where there are no parts, or they are not what they should be.
+    Raises PlanError if there are no parts, or a part does not have the shape of its shard.
     """
     whole: Tensor | None = None
     for extent, tensor in parts:
@@ -115,7 +120,7 @@ def assemble_shards(parts: Iterable[tuple[Shard, Tensor]], adds: bool) -> Tensor
 
 
 def _get_copy_views(extent: Shard, whole: Tensor, tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Where a part lies in the whole value, and what of the part lies in the image."""
+    """Return views of the destination in the whole value, and of the part of the tensor inside the image."""
     into = whole if extent.images is None else whole[extent.images.start : extent.images.stop]
     if extent.axes is None:
         return into, tensor
@@ -143,7 +148,7 @@ def _make_shard(builder: Builder, role: Role, name: str) -> Shard:
 
 
 def _get_whole_tiles(shape: Sequence[int]) -> tuple[tuple[int, int] | None, Tile | None, Tile | None]:
-    """An image that one rank has all of; or no image."""
+    """Return axes, held and own tile of an image that one rank holds whole; three times None for other shapes."""
     if len(shape) != 4:
         return None, None, None
     whole = Tile.whole(*shape[-2:])
@@ -158,7 +163,7 @@ def _get_value_names(place: StepLabel) -> tuple[str, ...]:
         case Exchange() as exchange:
             if forward:
                 return (exchange.target if exchange.window is not None else exchange.source,)
-            return (exchange.source,) if exchange.own is not None else ()  # else all of it has gone home
+            return (exchange.source,) if exchange.own is not None else ()  # else all were sent to their owners
         case ExchangeHalf(exchange=exchange):
             return (exchange.source,)
         case AllReduce(source=source, target=target):

@@ -1,4 +1,4 @@
-"""Which memory the messages of an exchange travel through: kept between steps, fresh, or the tensors' own."""
+"""The memory of an exchange's messages: kept between steps, fresh, or the tensors themselves."""
 
 from __future__ import annotations
 
@@ -18,28 +18,31 @@ __all__ = [
     "is_tile_contiguous",
 ]
 
-_KEPT_BYTES = 1 << 24  # more than this is not held between steps: time goes into moving it, not into preparing
+_KEPT_BYTES = 1 << 24  # larger messages are not kept between steps: copying dominates, not set-up
 ALIGNED_BYTES = 64
 
 
 def compute_staging_bytes(exchange: Exchange) -> int:
-    """Memory for all messages of an exchange on one rank."""
+    """Return the memory in bytes for all messages of an exchange on one rank."""
     each = (exchange.compute_bytes([move]) for move in (*exchange.sends, *exchange.receives))
     return sum(-(-size // ALIGNED_BYTES) * ALIGNED_BYTES for size in each)
 
 
 def is_persistent(exchange: Exchange) -> bool:
-    """Whether its messages have a place between steps. What goes one way only does not: nobody waits until it left."""
+    """Return whether the messages are kept between steps.
+
+    Those of a one-way exchange are not: nothing waits for its sends, so their buffers could not be reused safely.
+    """
     return bool(exchange.sends and exchange.receives) and compute_staging_bytes(exchange) <= _KEPT_BYTES
 
 
 def compute_arena_bytes(exchanges: Iterable[Exchange]) -> int:
-    """Of the place that those that are kept share: one at a time is under way."""
+    """Return the bytes of the arena shared by persistent exchanges: the largest, as only one runs at a time."""
     return max(map(compute_staging_bytes, filter(is_persistent, exchanges)), default=0)
 
 
 def is_all_sent(exchange: Exchange) -> bool:
-    """Whether each pixel that this rank holds goes to exactly one other rank, and none stays."""
+    """Return whether each pixel that this rank holds is sent to exactly one other rank, and none stays."""
     if not exchange.own or (exchange.window and exchange.own & exchange.window):
         return False
     apart = not any(one.tile & other.tile for one, other in combinations(exchange.sends, 2))
@@ -47,9 +50,10 @@ def is_all_sent(exchange: Exchange) -> bool:
 
 
 def is_tile_contiguous(exchange: Exchange, tile: Tile, frame: Tile) -> bool:
-    """Whether the pixels of `tile` follow each other in a tensor that holds those of `frame`, channels last."""
+    """Return whether the pixels of `tile` are contiguous in a tensor of those of `frame`, stored channels last."""
     part, whole = (_to_memory_order(exchange.compute_shape(each)) for each in (tile, frame))
     cut = [index for index, (here, all_here) in enumerate(zip(part, whole, strict=True)) if here < all_here]
+    # Contiguous if only the outermost axis longer than 1 is cut: all axes before the last cut one have length 1.
     return all(size == 1 for size in part[: max(cut, default=0)])
 
 
@@ -58,7 +62,7 @@ def _to_memory_order(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def count_staged_bytes(exchange: Exchange, forward: bool) -> tuple[int, int]:
-    """Bytes that are copied into messages, and out of messages: all but what goes from tensor to tensor."""
+    """Return the bytes copied into messages and out of messages; messages directly between tensors copy none."""
     lent = _count_copied_bytes(exchange, exchange.sends, exchange.own)
     borrowed = _count_copied_bytes(exchange, exchange.receives, exchange.window)
     if forward:

@@ -1,4 +1,4 @@
-"""Where a rank is: what each step of its program is called, in the words of the user's model and of the schedule."""
+"""What each step of a rank's program is, in terms of the user's model and of the schedule."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from engines.program.program import Program, Step
 __all__ = ["UNITS", "StepLabel", "describe_steps", "find_block_end", "label_steps"]
 
 UNITS = ("instruction", "layer", "micro-batch", "phase")
-"""What can be done at once, from the least to the most."""
+"""Units by which a run can advance, from the smallest to the largest."""
 
 _KINDS = {Phase.FORWARD: ActionKind.FORWARD, Phase.WEIGHTS: ActionKind.WEIGHTS}
 
 
 @dataclass(frozen=True, slots=True)
 class StepLabel:
-    """One step of a rank's program. `work` is None at the update, which is of no micro-batch.
+    """One step of a rank's program. `work` is None at the update, which belongs to no micro-batch.
 
-    `layer` and `modules` are those of the computation, or of the one for which something is sent.
+    `layer` and `modules` are those of the computation, or of the one for which a message is sent.
     """
 
     step: Step
@@ -45,28 +45,28 @@ class StepLabel:
 
     @property
     def kind(self) -> str:
-        """As in a timeline."""
+        """The kind of instruction, as in a timeline."""
         return self.step.instruction.kind
 
     @property
     def phase_name(self) -> str:
-        """`forward`, `backward` (be it to inputs, weights or both) or `update`."""
+        """`forward`, `backward` (of inputs, weights or both) or `update`."""
         phase = self.step.phase
         return phase.value if phase in (Phase.FORWARD, Phase.UPDATE) else Phase.BACKWARD.value
 
     @property
     def where(self) -> str:
-        """In the model; where it is of no layer the instruction's own name."""
+        """The place in the model, or the instruction's own name if it belongs to no layer."""
         return self.module or self.layer or self.step.instruction.name
 
     @property
     def text(self) -> str:
-        """`forward compute · micro-batch 0 · blocks.0.conv1`."""
+        """A short description: `forward compute · micro-batch 0 · blocks.0.conv1`."""
         way = "" if self.kind == "update" else f"{self.phase_name} "
         return f"{way}{self.kind} · " + (f"micro-batch {self.step.micro_batch} · " if self.work else "") + self.where
 
     def get_block(self, unit: str) -> object:
-        """Equal for steps that belong together: of a layer, of a micro-batch in a stage, of a phase."""
+        """Return a key that is equal for steps of one unit: a layer, a micro-batch in a stage, or a phase."""
         return {
             "layer": (self.work, self.phase_name, self.layer),
             "micro-batch": (self.work, self.phase_name),
@@ -75,11 +75,11 @@ class StepLabel:
 
 
 def label_steps(graph: ModelGraph, program: Program) -> tuple[StepLabel, ...]:
-    """What each step of a program is."""
+    """Return the label of each step of a program."""
     if program.steps and isinstance(program.steps[0].instruction, CountLabels):
         step, *others = program.steps
         rest = label_steps(graph, replace(program, steps=tuple(others)))
-        return (StepLabel(step, rest[0].work), *rest)  # it begins the work on the rank's first micro-batch
+        return (StepLabel(step, rest[0].work), *rest)  # counted with the rank's first micro-batch
     known = {
         name: where
         for way in program.direction_programs.values()
@@ -91,7 +91,7 @@ def label_steps(graph: ModelGraph, program: Program) -> tuple[StepLabel, ...]:
             found.append(StepLabel(step))
             continue
         here = known.get(step.instruction.name)
-        if here is None:  # a sum of gradients begins behind what it sums
+        if here is None:  # a gradient sum starts after the last gradient in it
             found.append(replace(found[-1], step=step))
             continue
         stage, layer, modules = here
@@ -102,7 +102,7 @@ def label_steps(graph: ModelGraph, program: Program) -> tuple[StepLabel, ...]:
 
 
 def describe_steps(graph: ModelGraph, plan: Plan, program: Program) -> list[bytes]:
-    """Of each step of a program, in words: who does it, what it is, and with which other ranks."""
+    """Return a description of each step of a program: the rank's role, the instruction, and its peers."""
     role, count = Layout.of(plan).describe_rank(program.rank), len(program.steps)
     found = []
     for number, place in enumerate(label_steps(graph, program), 1):
@@ -113,7 +113,7 @@ def describe_steps(graph: ModelGraph, plan: Plan, program: Program) -> list[byte
 
 
 def find_block_end(found: tuple[StepLabel, ...], start: int, unit: str) -> int:
-    """How many steps are done when the unit is that begins (or goes on) at step `start`."""
+    """Return how many steps are done at the end of the unit that step `start` belongs to."""
     if start == len(found) or unit == "instruction":
         return min(start + 1, len(found))
     block = found[start].get_block(unit)
@@ -127,7 +127,10 @@ _Location = tuple[str, tuple[str, ...]]
 def _locate_instructions(
     graph: ModelGraph, stages: Mapping[int, Iterable[ModelInstruction]]
 ) -> Iterator[tuple[str, tuple[int, str, tuple[str, ...]]]]:
-    """(name of the instruction, (stage, layer, modules)) of a forward pass."""
+    """Yield (name, (stage, layer, modules)) of each instruction of a forward pass.
+
+    A communication belongs to the next segment of its stage, or to the last one if none follows.
+    """
     layer_of = {
         node.name: layer.name
         for layer in find_layers(graph)
@@ -142,10 +145,10 @@ def _locate_instructions(
                 here = _locate_segment(item, layer_of, here[0])
                 yield from ((name, (stage, *here)) for name in waiting)
                 waiting = []
-        yield from ((name, (stage, *here)) for name in waiting)  # what leaves the stage at its end
+        yield from ((name, (stage, *here)) for name in waiting)  # the sends at the end of the stage
 
 
 def _locate_segment(segment: Compute, layer_of: Mapping[str, str], before: str) -> _Location:
-    """What is computed; the layer is the last one, where the segment only prepares."""
+    """Return the layer and modules of a segment; the layer is the previous one if the segment only prepares."""
     layer = next((layer_of[op.out] for op in segment.ops if op.out in layer_of), before)
     return layer, tuple(dict.fromkeys(op.module for op in segment.ops if op.module))

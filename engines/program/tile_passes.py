@@ -1,9 +1,9 @@
-"""Tiles in turn: an image larger than all ranks together, computed tile after tile.
+"""Prediction tile by tile, for an image larger than the memory of all ranks together.
 
-The tiles are those of a plan with more tiles than ranks, all layers fused from the image on: what a tile reads of the
-image is its window, and nothing travels. Only a sum over the image (a global pool, the statistics of a norm) needs
-all tiles before it goes on. So an image is walked once for each sum that reads what another sum has made, and at
-last for the prediction. Nothing is kept between the walks but the sums: what a tile needs again it computes again.
+The tiles are those of a plan with more tiles than ranks, with all layers fused from the image on: a tile reads its
+window of the image, and nothing is exchanged. Only a sum over the image (a global pool, the statistics of a norm) needs
+all tiles before the computation can continue. The image is therefore passed over once for each sum that depends on
+another sum, and a last time for the prediction. Only the sums are kept between passes; the rest is recomputed.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ __all__ = ["TilePass", "TilePasses"]
 
 @dataclass(frozen=True)
 class TilePass:
-    """One tile in one walk: what it computes, and the `sums` that its part is to be added to.
+    """One tile in one pass: what it computes, and the `sums` to which its part is added.
 
-    `prediction` is the part of the prediction that it makes; None where the walk is for sums alone, or where all tiles
-    make the same.
+    `prediction` is the part of the prediction that the tile makes; None if the pass is for sums only, or if all tiles
+    make the same value.
     """
 
     program: Program
@@ -37,19 +37,19 @@ class TilePass:
 
     @property
     def window(self) -> ShardSpec | None:
-        """What it reads of the image; None where sums that are known already are enough."""
+        """The part of the image that the pass reads; None if the known sums suffice."""
         return self.program.direction_programs[0].input_shards.get("images")
 
     @property
     def is_last(self) -> bool:
-        """Whether it makes the prediction."""
+        """Whether the pass makes the prediction."""
         return not self.sums
 
 
 class TilePasses:
-    """The tiles of a model without a loss over `grid`.
+    """The passes over the tiles `grid` of a model without a loss.
 
-    Raises TraceError or PlanError where a layer needs all pixels at once.
+    Raises TraceError or PlanError if a layer needs all pixels at once.
     """
 
     def __init__(self, graph: ModelGraph, grid: Grid) -> None:
@@ -64,7 +64,7 @@ class TilePasses:
             raise type(error)(f"The image cannot be computed in {grid} tiles one after another. {error}") from error
 
     def make_pass(self, tile: int, known: Iterable[str] = ()) -> TilePass:
-        """What one tile computes where some sums are known: as far as the next sums, or the prediction."""
+        """Return what one tile computes if some sums are `known`: up to the next sums, or to the prediction."""
         role, known = Role(0, tile), frozenset(known)
         forward = self.lowering.build_forward(role, [self.graph.prediction])
         window, predicts = (
@@ -96,7 +96,7 @@ class TilePasses:
 def _find_computable(
     forward: Iterable[ModelInstruction], known: frozenset[str]
 ) -> tuple[list[Compute], list[AllReduce], set[str]]:
-    """The segments that can be computed with the sums that are known, the sums they lead to, and what has to wait."""
+    """Return the segments computable from the known sums, the sums they lead to, and the values that must wait."""
     able: list[Compute] = []
     sums: list[AllReduce] = []
     blocked: set[str] = set()
@@ -104,6 +104,7 @@ def _find_computable(
         if isinstance(item, AllReduce):
             if item.target in known:
                 continue
+            # An unknown sum whose terms are computable now belongs to this pass; one of blocked terms, to a later pass.
             if item.source not in blocked:
                 sums.append(item)
             blocked.add(item.target)
@@ -116,7 +117,7 @@ def _find_computable(
 
 
 def _select_needed(able: Sequence[Compute], wanted: Iterable[str]) -> tuple[Compute, ...]:
-    """Those that something wanted is made of."""
+    """Return the segments on which something wanted depends."""
     names, found = set(wanted), []
     for item in reversed(able):
         if not names.isdisjoint(item.outputs):

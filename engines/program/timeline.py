@@ -1,4 +1,4 @@
-"""What happened when: every instruction of every rank, measured."""
+"""The timeline of a step: every instruction of every rank, with measured times."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from engines.program.program import Step
 __all__ = ["WORK", "TimeShares", "Timeline", "TimelineEvent"]
 
 WORK = ("compute", "update")
-"""The kinds of instructions in which a rank works by itself."""
+"""The kinds of instructions in which a rank depends on no other."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimelineEvent:
-    """One instruction on one rank. Times are of one clock per host; `bytes` were sent by this rank.
+    """One instruction on one rank. Times are in seconds of one clock per host; `bytes` is what this rank sent.
 
-    For `wait_s` of its time it had nothing to do until messages of others came, their travel included.
+    `wait_s` is the time in which the rank was idle until messages of others arrived, their transfer included.
     """
 
     rank: int
@@ -36,21 +36,21 @@ class TimelineEvent:
 
     @property
     def busy_s(self) -> float:
-        """Without the waiting."""
+        """The duration in seconds without the waiting."""
         return self.end_s - self.start_s - self.wait_s
 
     @classmethod
     def of(
         cls, rank: int, step: Step, start_s: float, end_s: float, sent_bytes: int, wait_s: float = 0.0
     ) -> TimelineEvent:
-        """The event of one step of a program."""
+        """Return the event of one step of a program."""
         kind, phase = step.instruction.kind, step.phase.value
         return cls(rank, step.instruction.name, kind, phase, step.micro_batch, start_s, end_s, sent_bytes, wait_s)
 
 
 @dataclass(frozen=True, slots=True)
 class TimeShares:
-    """The parts of a rank's time: its own work, handling messages, and waiting for those of others."""
+    """The fractions of a rank's time, 0 to 1: its own work, handling messages, and waiting for messages of others."""
 
     work: float
     communication: float
@@ -58,12 +58,12 @@ class TimeShares:
 
     @property
     def other(self) -> float:
-        """The rest: between two instructions."""
+        """The remaining fraction, between instructions."""
         return max(0.0, 1 - self.work - self.communication - self.waiting)
 
     @property
     def idle(self) -> float:
-        """Waiting, or between two instructions."""
+        """The fraction spent waiting or between instructions."""
         return max(0.0, 1 - self.work - self.communication)
 
 
@@ -75,7 +75,7 @@ class Timeline:
 
     @classmethod
     def of(cls, per_rank: Iterable[Sequence[TimelineEvent]]) -> Timeline:
-        """From what each rank recorded."""
+        """Return the timeline of the events that each rank recorded."""
         return cls(tuple(event for events in per_rank for event in events))
 
     @property
@@ -85,25 +85,25 @@ class Timeline:
 
     @cached_property
     def start_s(self) -> float:
-        """When the first rank began."""
+        """The time at which the first rank began."""
         return min(event.start_s for event in self.events)
 
     @cached_property
     def seconds(self) -> float:
-        """From the first start to the last end."""
+        """The time from the first start to the last end."""
         return max(event.end_s for event in self.events) - self.start_s
 
     def compute_share(self, rank: int, kind: str) -> float:
-        """The part of the step's time that a rank spent in instructions of one kind.
+        """Return the fraction of the step's time that a rank spent in instructions of one kind.
 
-        Time in `compute` and `update` is work; in the other kinds it is traffic and waiting for others.
+        Time in `compute` and `update` is work; time in other kinds is communication and waiting.
         """
         mine = (event for event in self.events if event.rank == rank and event.kind == kind)
         return sum(event.end_s - event.start_s for event in mine) / self.seconds
 
     @cached_property
     def time_shares(self) -> dict[int, TimeShares]:
-        """What each rank did with the time of the step."""
+        """The fractions of the step's time by rank."""
         parts = {rank: [0.0, 0.0, 0.0] for rank in self.ranks}
         for event in self.events:
             mine = parts[event.rank]
@@ -112,9 +112,10 @@ class Timeline:
         return {rank: TimeShares(*mine) for rank, mine in parts.items()}
 
     def find_bubbles(self, rank: int) -> list[tuple[float, float]]:
-        """When a rank waited, or was between two instructions: (start, end) in seconds of the step, in their order.
+        """Return when a rank waited or was between instructions: (start, end) in seconds of the step, in order.
 
-        Where an instruction has waited, it counts as its end: messages are asked for first, and used last.
+        Waiting within an instruction counts as its end: an instruction posts its receives first and uses the messages
+        last.
         """
         mine = sorted((event for event in self.events if event.rank == rank), key=lambda event: event.start_s)
         begins = [event.start_s - self.start_s for event in mine] + [self.seconds]
@@ -123,12 +124,15 @@ class Timeline:
 
     @property
     def idle(self) -> float:
-        """The part of all ranks' time in which they do not compute, from the first forward to the last backward."""
+        """The fraction of all ranks' time not spent computing, from the first forward to the last backward."""
         passes = Timeline(tuple(event for event in self.events if event.phase != Phase.UPDATE.value))
         return 1 - sum(passes.compute_share(rank, "compute") for rank in self.ranks) / len(self.ranks)
 
     def to_chrome(self, path: str | Path, predicted: Timeline | None = None) -> Path:
-        """Write Chrome trace JSON, which Perfetto and chrome://tracing open; both begin at 0, as two processes."""
+        """Write Chrome trace JSON for Perfetto or chrome://tracing and return its path.
+
+        `predicted` is written as a second process beside the measured one; both begin at 0.
+        """
         parts = {"measured": self} | ({"predicted": predicted} if predicted else {})
         rows = [
             row for number, (name, part) in enumerate(parts.items()) for row in _make_process_rows(name, number, part)
@@ -138,7 +142,7 @@ class Timeline:
 
 
 def _make_process_rows(name: str, number: int, timeline: Timeline) -> Iterator[dict[str, object]]:
-    """The names of a process and of its ranks, and the events."""
+    """Yield the names of a process and of its ranks, and the events."""
     yield {"ph": "M", "name": "process_name", "pid": number, "args": {"name": name}}
     for rank in timeline.ranks:
         yield {"ph": "M", "name": "thread_name", "pid": number, "tid": rank, "args": {"name": f"rank {rank}"}}

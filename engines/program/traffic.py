@@ -1,4 +1,4 @@
-"""What a rank sends in one training step, counted from its program before anything runs."""
+"""The messages that a rank sends in one training step, counted from its program before anything runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["Traffic", "count_step_traffic", "count_traffic"]
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Messages that a rank sends, and their bytes."""
+    """A number of messages that a rank sends, and their total bytes."""
 
     messages: int
     bytes: int
@@ -36,7 +36,7 @@ class Traffic:
 
 
 def count_traffic(program: Program) -> dict[str, Traffic]:
-    """What the rank of this program sends in a training step, forward and back, by kind of instruction.
+    """Return what the rank of this program sends in a training step, forward and backward, by kind of instruction.
 
     Kinds are `halo`, `stage` (from one stage to the next) and `all-reduce`, as in a timeline.
     """
@@ -49,7 +49,7 @@ def count_traffic(program: Program) -> dict[str, Traffic]:
 
 
 def count_step_traffic(step: Step) -> Iterable[Traffic]:
-    """What one step sends, if it sends."""
+    """Yield what one step sends, if anything."""
     match step.instruction:
         case ExchangeHalf(exchange=exchange, begins=begins):
             yield from count_step_traffic(replace(step, instruction=exchange)) if begins else ()
@@ -60,6 +60,6 @@ def count_step_traffic(step: Step) -> Iterable[Traffic]:
             yield from count_traffic(program).values()
             yield Traffic(*count_sends(count_bytes, len(group)))
         case SumGradients() if step.phase is Phase.UPDATE:
-            return  # it has begun before
+            return  # counted where it starts
         case AllReduce() | SumGradients() | ReduceBatchStats() | FiniteCheckAllReduce() as total:
             yield Traffic(*count_sends(total.bytes, len(total.group)))

@@ -1,4 +1,4 @@
-"""The end of a training step: gradients summed and agreed upon, weights moved, and the buffers."""
+"""The end of a training step: reduced gradients, the finite check, the optimiser step, and the buffers."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ __all__ = ["GOOD_STEPS", "SCALE", "GradientBucket", "OptimiserStep", "Scheduler"
 Scheduler = Callable[[torch.optim.Optimizer], LRScheduler]
 
 SCALE, GROWTH, BACKOFF, GOOD_STEPS = 2.0**16, 2.0, 0.5, 2000
-"""How a loss is scaled: at first, times what after how many good steps in a row, and times what after a bad one."""
+"""Dynamic loss scaling: initial scale, growth factor, backoff factor, and the good steps before the scale grows."""
 
 
 class GradientBucket:
-    """The sum of some weights' gradients over a group of ranks, in one message; begun and finished in every step.
+    """The all-reduce of some weights' gradients over a group of ranks, as one flat tensor; reused in every step.
 
-    It is made where messages lie: of a GPU that MPI does not reach, on the host. Of what is `added` otherwise, on the
-    device itself.
+    The flat tensor is where messages are: on the host for a GPU whose memory MPI cannot access. With `added` (a
+    collective of the device, such as NCCL's) it is on the device.
     """
 
     def __init__(
@@ -50,15 +50,16 @@ class GradientBucket:
         memory = on_device if added else make_message_allocator(self.device, world)
         self.flat = memory(sum(sizes) * first.itemsize).view(first.dtype)
         pairs = zip(self.shared, self.flat.split(sizes), strict=True)
-        # Each lies as its weight does: copies and updates go straight through memory.
+        # Each part has the strides of its weight, so that copies and updates traverse memory linearly.
         self.sums = [part.as_strided(weight.shape, weight.stride()) for weight, part in pairs]
-        self.read = record_event(self.device, self.device)  # what came last
+        self.read = record_event(self.device, self.device)  # after the last copy out of `flat`
         self.total = (
             added(self.flat) if added else AllReduceRequest(world, self.flat, bucket.group, bucket.tag, again=True)
         )
 
     def pack(self) -> DeviceEvent:
-        """Have the gradients copied as they are now; `total.begin` may start to add them up when that has been done."""
+        """Copy the current gradients into the bucket; the event returned marks when `total.begin` may start the sum."""
+        # The previous step's sum must have been copied out before its memory is overwritten.
         self.read.synchronize()
         grads = [weight.grad for weight in self.shared]
         with use_send_stream(self.device, self.where, [grad for grad in grads if grad is not None]):
@@ -67,7 +68,7 @@ class GradientBucket:
             return record_event(self.device, self.where)
 
     def finish(self) -> None:
-        """Wait for it, and give each weight its gradient."""
+        """Wait for the sum, and give each weight its gradient."""
         self.total.wait()
         for weight, total in zip(self.shared, copy_to_device(self.sums, self.device, self.where), strict=True):
             weight.grad = total
@@ -76,11 +77,11 @@ class GradientBucket:
 
 @dataclass(frozen=True)
 class UpdateRules:
-    """What happens at an update beside the optimiser's step; the same on every rank.
+    """What happens at an update besides the optimiser step; the same on every rank.
 
-    `clip_norm` bounds the norm of all gradients of the model together, `scheduler` makes of an optimiser what steps
-    once after each update. `loss_scale` multiplies the loss at first, so that small gradients are not lost in float16;
-    None never scales.
+    `clip_norm` bounds the norm of all gradients of the model together. `scheduler` makes, from an optimiser, a
+    scheduler that steps once after each update. `loss_scale` is the initial factor of the loss, which keeps small
+    gradients from underflowing in float16; None disables scaling.
     """
 
     clip_norm: float | None = None
@@ -89,10 +90,10 @@ class UpdateRules:
 
 
 class OptimiserStep:
-    """How the weights of one rank move, in step with those of all others.
+    """Updates the weights of one rank, in agreement with all other ranks.
 
-    Loss scaling is dynamic (Micikevicius et al., 2018, arXiv:1710.03740, section 3.2), with the numbers of
-    `torch.amp.GradScaler`: where any gradient of any rank is not finite no weight moves, and the scale halves.
+    Loss scaling is dynamic (Micikevicius et al., 2018, arXiv:1710.03740, section 3.2), with the constants of
+    `torch.amp.GradScaler`: if any gradient of any rank is not finite, no weight changes and the scale is halved.
     """
 
     def __init__(
@@ -104,19 +105,25 @@ class OptimiserStep:
         self.scale, self.good_steps = rules.loss_scale or 1.0, 0
 
     def compute_gradient_stats(self, counted: Iterable[str]) -> Tensor:
-        """(2,), float64, to be summed over ranks that each count other weights.
+        """Return (2,) float64, to be summed over ranks that each count different weights.
 
-        Whether a gradient is not finite, and the squared norm of all (unscaled); zeros where nobody asks.
+        The entries are whether a gradient is not finite, and the squared norm of all (unscaled) gradients; zeros if
+        neither scaling nor clipping is enabled.
         """
         if not self.scaled and self.rules.clip_norm is None:
             return torch.zeros(2, dtype=torch.float64)
         grads = [grad for name in counted if (grad := self.weights[name].grad) is not None]
         norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads]
+        # One transfer to the host, of a single number; inf and NaN of any gradient survive in the sum of squares.
         square = torch.stack(norms).square().sum().cpu() if norms else torch.zeros((), dtype=torch.float64)
         return torch.stack([(~square.isfinite()).double(), square / self.scale**2])
 
     def step(self, agreed: Tensor) -> None:
-        """Move the weights, unless scaled gradients are not finite. `agreed` is the sum of all `told`."""
+        """Update the weights, unless scaled gradients are not finite.
+
+        `agreed` is the sum of all ranks' `compute_gradient_stats`.
+        """
+        # The same numbers on every rank, so that all ranks skip or scale alike.
         bad, square = agreed.tolist()
         if self.scaled and bad:
             self.scale, self.good_steps = self.scale * BACKOFF, 0
@@ -128,7 +135,7 @@ class OptimiserStep:
         self._grow_scale()
 
     def _compute_clip_factor(self, norm: float) -> float:
-        """As `torch.nn.utils.clip_grad_norm_` has it."""
+        """Return the factor by which `torch.nn.utils.clip_grad_norm_` would scale the gradients."""
         if self.rules.clip_norm is None:
             return 1.0
         factor = self.rules.clip_norm / (norm + 1e-6)
@@ -148,17 +155,18 @@ class OptimiserStep:
 def update_buffers(
     buffers: Mapping[str, Tensor], update: Update, moments: Callable[[str], list[Tensor]], world: World
 ) -> int:
-    """Running mean and (unbiased) variance move by `momentum`, once for each micro-batch; counters count.
+    """Update running means and (unbiased) variances once per micro-batch, and the counters; return the bytes sent.
 
-    Where they are the mean over all batches so far, each of the ranks that count for themselves counts one of its own
-    micro-batches for as many as there are of all ranks: their mean is that over the micro-batches of all.
-    What an instance norm counts for each image, its buffers keep as the mean over all images; what ranks count each
-    for its own tile, as the mean over these ranks. The bytes sent for it.
+    Where the running statistics are the mean over all batches, a rank that counts for itself weights each of its own
+    micro-batches by the number of micro-batches of all ranks that it stands for: the average over ranks is then the
+    mean over all micro-batches. Statistics that an instance norm has per image are stored as their mean over the
+    images. Statistics that ranks have each for their own tile are stored as the mean over these ranks.
     """
     apart: dict[tuple[int, ...], list[Tensor]] = {}
     with torch.no_grad():
         counted = [moments(entry.moments) for entry in update.statistics]
         seen = _BatchCounts(buffers, update, len(counted[0]) if counted else 0)
+        # Micro-batch by micro-batch over all entries, as a sequential model would update them.
         for micro_batch in zip(*counted, strict=True):  # one norm may be used twice in a forward pass
             for entry, own in zip(update.statistics, micro_batch, strict=True):
                 _update_running_stats(buffers, entry, own, seen.advance_momentum(entry))
@@ -175,7 +183,7 @@ def update_buffers(
 
 
 class _BatchCounts:
-    """How many batches the batch norms have seen whose running statistics are the mean over all of them."""
+    """Counts the batches seen by batch norms whose running statistics are the mean over all batches."""
 
     def __init__(self, buffers: Mapping[str, Tensor], update: Update, micro_batches: int) -> None:
         moves = Counter(entry.counter for entry in update.statistics if entry.counter)
@@ -183,9 +191,10 @@ class _BatchCounts:
         self.each = {name: update.counters[name] // (moves[name] * micro_batches) for name in moves}
 
     def advance_momentum(self, entry: RunningStatistics) -> float:
-        """What the next micro-batch moves running statistics by."""
+        """Return the momentum for the next micro-batch."""
         if entry.counter is None:
             return entry.momentum
+        # A mean over n + e batches, e of them new: mean += (new - mean) * e / (n + e).
         self.batches[entry.counter] += self.each[entry.counter]
         return self.each[entry.counter] / self.batches[entry.counter]
 
@@ -193,7 +202,7 @@ class _BatchCounts:
 def _update_running_stats(
     buffers: Mapping[str, Tensor], entry: RunningStatistics, counted: Tensor, momentum: float
 ) -> None:
-    """Move running statistics by what one micro-batch counted."""
+    """Update running statistics by what one micro-batch counted."""
     mean, variance = compute_batch_statistics(counted, entry.counts)
     unbiased = variance * (sum(entry.counts) / max(1, sum(entry.counts) - 1))
     for name, now in ((entry.mean_buffer, mean), (entry.variance_buffer, unbiased)):
@@ -202,7 +211,7 @@ def _update_running_stats(
 
 
 def _average_over(group: tuple[int, ...], tensors: list[Tensor], world: World) -> int:
-    """Replace each tensor by its mean over the ranks of the group, in one message; the bytes sent."""
+    """Replace each tensor by its mean over the ranks of the group, in one message; return the bytes sent."""
     flat = torch.cat([tensor.flatten() for tensor in tensors])
     under_way = all_reduce(world, flat, group)
     under_way.wait()

@@ -1,4 +1,4 @@
-"""What the ranks of a stage hold of each value while the program of one of them is written."""
+"""What the ranks of a stage hold of each value, as recorded while the program of one of them is built."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["ValueLayout", "ValueLayouts"]
 
 @dataclass(frozen=True, slots=True)
 class ValueLayout:
-    """A tensor in a stage. `spec` is that of the whole image.
+    """A tensor in a stage; `spec` is that of the whole image.
 
-    `axes` are its spatial axes counted from the end, along which each rank holds its own tile; None
-    where every rank of the stage holds all of it.
+    `axes` are its spatial axes, counted from the end, along which each rank holds its own tile; None if every rank of
+    the stage holds all of it.
     """
 
     name: str
@@ -32,18 +32,18 @@ class ValueLayout:
 
     @property
     def size_px(self) -> tuple[int, int]:
-        """Height and width of the whole image that this (tiled) value is."""
+        """Height and width of the whole image of this tiled value."""
         rows, cols = self.axes or (-2, -1)
         return self.spec.shape[rows], self.spec.shape[cols]
 
 
 @dataclass
 class ValueLayouts:
-    """Of every value of a stage, which pixels and images each rank has; `tile` is the number of the rank asked.
+    """The pixels and images that each rank of a stage holds of every value, for the rank of tile `tile`.
 
-    `parted` are the values of which the ranks hold different images, `wide` what they hold beyond their tiles.
-    `common` is what the builders of all ranks of the stage share. `in_turn`: tiles are computed one after another and
-    nothing travels between them, so no other tile is looked at.
+    `batch_sharded` are the values of which the ranks hold different images, `extended` what they hold beyond their
+    tiles. `memo` is shared by the builders of all ranks of the stage. `in_turn`: tiles are computed one after another
+    without communication, so that only the tile of this rank is considered.
     """
 
     graph: ModelGraph
@@ -61,23 +61,23 @@ class ValueLayouts:
 
     @property
     def rank(self) -> int:
-        """The rank that runs what is built."""
+        """The rank whose program is built."""
         return self.stage.ranks[self.tile]
 
     def is_tiled(self, ref: Any) -> bool:
-        """Whether an argument is a value of which each rank holds a tile."""
+        """Return whether an argument is a value of which each rank holds a tile."""
         return isinstance(ref, Ref) and ref.name in self.values and self.values[ref.name].axes is not None
 
     def is_batch_sharded(self, ref: Any) -> bool:
-        """Whether an argument is a value of which each rank holds other images."""
+        """Return whether an argument is a value of which each rank holds different images."""
         return isinstance(ref, Ref) and ref.name in self.batch_sharded
 
     def is_sharded(self, ref: Any) -> bool:
-        """Whether no rank of the stage holds all of an argument."""
+        """Return whether no rank of the stage holds all of an argument."""
         return self.is_tiled(ref) or self.is_batch_sharded(ref)
 
     def count_elements(self, ref: Ref, groups: int) -> list[int]:
-        """How many of a value's elements each rank has, of each of `groups`; one number where all hold the same."""
+        """Return how many elements of a value each rank has, per group of `groups`; one number if all hold the same."""
         value = self.get_value(ref)
         if self.is_batch_sharded(ref):
             return [value.spec.numel // groups] * self.stage.shares
@@ -87,48 +87,48 @@ class ValueLayouts:
         return [per_px * tile.pixels for tile in self.stage.grid.cut(*value.size_px)]
 
     def get_value(self, ref: Ref) -> ValueLayout:
-        """The value that an argument refers to."""
+        """Return the value that an argument refers to."""
         return self.values[ref.name]
 
     def get_tiles(self, size_px: tuple[int, int]) -> dict[int, Tile]:
-        """The tiles of an image of that size, by rank: what each owns."""
+        """Return the tile that each rank owns of an image of that size."""
         if self.in_turn:
             return {self.rank: self.stage.grid.get_tile(self.tile, *size_px)}
         return self.memo.get_or_compute(("tiles", size_px), (self.stage, size_px), _cut_tiles)
 
     def can_tile(self, size_px: tuple[int, int]) -> bool:
-        """Whether an image of that size can be cut into tiles."""
+        """Return whether an image of that size can be cut into tiles."""
         return self.stage.grid.rows <= size_px[0] and self.stage.grid.cols <= size_px[1]
 
     def get_output_tiles(self, size_px: tuple[int, int]) -> Mapping[int, Tile]:
-        """What each rank computes of the present node's result, an image of that size: its tile, or more."""
+        """Return what each rank computes of the current node's result, an image of that size: its tile, or more."""
         return self.extended.held.get(self._node) or self.get_tiles(size_px)
 
     def get_held_tiles(self, ref: Ref) -> Mapping[int, Tile]:
-        """What each rank has of a tiled value: its tile, or more."""
+        """Return what each rank holds of a tiled value: its tile, or more."""
         return self._held.get(ref.name) or self.get_tiles(self.get_value(ref).size_px)
 
     def hold_extended(self, name: str) -> None:
-        """Each rank has what is read of a tiled value within its group, where that is more than its tile."""
+        """Record that ranks hold more than their tiles of a tiled value, where its group reads more (fused halos)."""
         if self.values[name].axes and name in self.extended.held:
             self._held[name] = self.extended.held[name]
 
     def hold_like(self, out: Ref, ref: Ref) -> None:
-        """Each rank has the same pixels of `out` as of `ref`."""
+        """Record that each rank holds the same pixels of `out` as of `ref`."""
         self._held[out.name] = self.get_held_tiles(ref)
 
     def hold(self, value: ValueLayout, tile: Tile) -> Ref:
-        """A value of which this rank has the pixels of `tile`."""
+        """Add a value of which this rank holds the pixels of `tile`."""
         self.values[value.name], self._held[value.name] = value, {self.rank: tile}
         return Ref(value.name)
 
     def get_image_tiles(self, name: str) -> tuple[Tile, Mapping[int, Tile]]:
-        """A tiled value's whole image, and each rank's own tile of it."""
+        """Return a tiled value's whole image, and each rank's own tile of it."""
         size_px = self.values[name].size_px
         return Tile.whole(*size_px), self.get_tiles(size_px)
 
     def estimate_cost(self, name: str) -> ValueCost:
-        """What a tiled value costs to compute, and to send."""
+        """Return the cost of computing a tiled value, and of sending it."""
         value, flops = self.values[name], self._flops.get(name, 0)
         return ValueCost(flops, value.spec.bytes / math.prod(value.size_px))
 

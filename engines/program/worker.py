@@ -1,4 +1,4 @@
-"""Runs a program: one instruction at a time, or all of them. There is no other way to compute here."""
+"""Runs a rank's program, one instruction at a time or a whole step. All computation goes through here."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ from engines.status_board import get_status_board
 __all__ = ["Inputs", "Worker"]
 
 Inputs = Mapping[int, Mapping[str, Tensor]]
-"""A rank's parts of the inputs of each of its micro-batches."""
+"""A rank's parts of the inputs: micro-batch, then input name, then tensor."""
 
 
 class Worker:
-    """One rank's tensors, and its place in its program.
+    """One rank's tensors, and its position in its program.
 
-    `weights` and `buffers` are the rank's own, by name; `constants` change before the passes of a step only, by
-    `count_labels`. `keeps_graphs` as in `Tools`, `make_lane` makes what holds a micro-batch, `make_segment` what
-    computes. `words` say of each step what it is, for whoever asks where the rank is.
+    `weights` and `buffers` are the rank's own, by name; `constants` change only before the passes of a step, by
+    `count_labels`. `keeps_graphs` is that of `Runtime`. `make_lane` makes the state of a micro-batch, `make_segment` a
+    runnable segment. `step_labels` describe each step for the status board.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Worker:
         self.restart({})
 
     def _prepare(self, keeps_graphs: bool, make_segment: Callable[..., Segment]) -> Runtime:
-        """Every exchange and every segment, prepared once."""
+        """Make every exchange and every segment ready to run; done once."""
         owned: dict[str, Any] = {**self.weights, **self.buffers, **self.constants, DEVICE.name: self.device}
         exchanges = [item for item in self.program.forward if isinstance(item, Exchange)]
         found = make_exchange_runners(exchanges, self.world, self.device, self._send_queue)
@@ -99,9 +99,10 @@ class Worker:
         return Runtime(self.world, found, segments, keeps_graphs, halves)
 
     def connect(self) -> None:
-        """Before a step: have gradients added up without messages, where the world can; collective over all ranks.
+        """Set up all-reduces of gradients on the device, if the world has collectives; collective over all ranks.
 
-        What was connected before a rank failed is not used again. Raises RankError where ranks do not reach each other.
+        Call before a step. Connections made before a failure are not reused. Raises RankError if ranks cannot be
+        connected.
         """
         found = self.world.collectives(self.device)
         if found is not self._collectives:
@@ -109,7 +110,11 @@ class Worker:
             self._sums = dict(self._connect_buckets(found)) if found else {}
 
     def _connect_buckets(self, found: Collectives) -> Iterator[tuple[str, GradientBucket]]:
-        """The sums of this rank, in an order that all ranks have: groups that share ranks wait for each other."""
+        """Yield this rank's gradient buckets, connected in tag order.
+
+        All ranks use the same order: connecting is collective over each group, so groups that share ranks would
+        deadlock in different orders.
+        """
         sums = {each for step in self.program.steps if isinstance(each := step.instruction, SumGradients)}
         order = OrderedStarter(len(sums))
         for number, bucket in enumerate(sorted(sums, key=lambda each: each.tag)):
@@ -118,9 +123,9 @@ class Worker:
             yield bucket.name, GradientBucket(self.weights, bucket, self.world, added)
 
     def resume_from(self, other: Worker) -> None:
-        """Go on where a worker of the same weights has come to, with its optimiser, scale, steps and sums of gradients.
+        """Continue from another worker of the same weights: optimiser, loss scale, step count, gradient buckets.
 
-        Both walk programs of the same model on the same ranks, for steps of different numbers of images.
+        Both run programs of the same model on the same ranks, for steps of different numbers of images.
         """
         self.optimiser_step, self.seed, self.steps = other.optimiser_step, other.seed, other.steps
         self._sums, self._collectives = other._sums, other._collectives
@@ -129,6 +134,7 @@ class Worker:
         """Go to the start of a training step with this rank's parts of the inputs."""
         self.position = 0
         self.helping_s = 0.0
+        # A step given up half-way may have left sends; their buffers are kept alive by the transport's own requests.
         self._send_queue.discard()
         self.events = []
         self._agreed: Tensor | None = None
@@ -151,7 +157,7 @@ class Worker:
         return self.position == len(self.program.steps)
 
     def run(self, inputs: Inputs) -> float | None:
-        """One whole training step; the loss, on the ranks that have it."""
+        """Run one whole training step and return the loss, or None on ranks that do not compute it."""
         self.restart(inputs)
         while not self.done:
             self.step()
@@ -159,17 +165,17 @@ class Worker:
 
     @property
     def losses(self) -> dict[int, float]:
-        """The losses that are known here, by micro-batch."""
+        """The losses computed on this rank, by micro-batch."""
         return {number: loss for number, lane in self.micro_batch_states.items() if (loss := lane.loss) is not None}
 
     @property
     def loss(self) -> float | None:
-        """The mean of the losses that are known here, None where there is none."""
+        """The mean of the losses computed on this rank, or None if there is none."""
         found = self.losses.values()
         return sum(found) / len(found) if found else None
 
     def step(self) -> Step:
-        """Do one instruction and go on to the next."""
+        """Run the next instruction and advance."""
         step = self.program.steps[self.position]
         get_status_board().report(self.step_labels[self.position], self.steps)
         start_s, before_s = time.perf_counter(), get_wait_s()
@@ -178,25 +184,26 @@ class Worker:
         self.events.append(event)
         self.position += 1
         start_s = time.perf_counter()
-        # What is sent is read until it has gone: whoever ends a program may free it or write over it.
+        # Transports read a message's memory until it has been sent. At the end of the program the caller may free or
+        # overwrite that memory, so wait; before, only poll, since some transports progress only when polled.
         self._send_queue.wait() if self.done else self._send_queue.poll()
         self.helping_s += time.perf_counter() - start_s
         return step
 
     def flush_sends(self) -> None:
-        """Let messages start whose pixels a device has still to pack: for whoever stops here, and waits for others."""
+        """Start all messages that still wait for the device to pack them. Call before blocking on another rank."""
         self._send_queue.flush()
 
     def offload(self) -> None:
-        """Let what its micro-batches hold lie where they put it while nothing is computed with it, if they do."""
+        """Let the idle micro-batches offload what they hold, if they support it."""
         for lane in self.micro_batch_states.values():
             lane.offload()
 
     def peek(self, name: str, micro_batch: int | None = None) -> Tensor:
-        """This rank's part of a live value, of the micro-batch that is (or was last) worked on unless one is named.
+        """Return this rank's part of a live value, by default of the current (or last) micro-batch.
 
-        Its gradient so far is in `.grad`. Raises PlanError where the value is not made yet, is gone already, or is
-        not this rank's.
+        The gradient accumulated so far is in `.grad`. Raises PlanError if the value is not made yet, already released,
+        or not held by this rank, or if the rank does not have this micro-batch.
         """
         lane = self._get_micro_batch(micro_batch)
         for tensors in (lane.values, lane.leaves, self.weights, self.buffers):
@@ -207,7 +214,7 @@ class Worker:
 
     @property
     def live_values(self) -> dict[str, Tensor]:
-        """What the rank holds now of the values of the micro-batch that is worked on, by name."""
+        """The values of the current micro-batch that the rank holds now, by name."""
         lane = self._get_micro_batch(None)
         return {name: lane.fetch(tensor) for name, tensor in {**lane.leaves, **lane.values}.items()}
 
@@ -223,6 +230,8 @@ class Worker:
         return self.micro_batch_states[micro_batch]
 
     def _run_step(self, step: Step) -> int:
+        # Any instruction other than a segment may block on another rank, which in turn may need a message that still
+        # waits for the device here. Starting it first avoids a deadlock.
         if not isinstance(step.instruction, Compute):
             self.flush_sends()
         match step.instruction:
@@ -248,6 +257,7 @@ class Worker:
         if bucket.name not in self._sums:
             self._sums[bucket.name] = GradientBucket(self.weights, bucket, self.world)
         own = self._sums[bucket.name]
+        # Non-blocking: the sum proceeds during the backward pass, driven by `SendQueue.poll` after each instruction.
         self._send_queue.add(self._send_queue.start_after(own.pack(), own.total.begin))
         return own.total.sent_bytes
 
@@ -259,7 +269,7 @@ class Worker:
         return under_way.sent_bytes
 
     def _update(self, update: Update) -> int:
-        self.steps += 1  # from here on the state is another, or between two: a rank that fails now has half a step
+        self.steps += 1  # first: a rank that fails from here on has an incomplete update
         sent = update_buffers(self.buffers, update, self._batch_stats, self.world)
         for lane in self.micro_batch_states.values():
             lane.end_step()

@@ -1,1 +1,1 @@
-"""Replicas that do not wait for each other: for study."""
+"""Asynchronous replicas, for study: replicas that do not wait for each other."""

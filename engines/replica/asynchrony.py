@@ -1,4 +1,4 @@
-"""The user's choices for a study of replicas that do not wait for each other."""
+"""The user's choices for a study of asynchronous replicas."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ MODES = ("synchronous", "server", "peers")
 
 @dataclass(frozen=True, kw_only=True)
 class Asynchrony:
-    """How `replicas` of a plan take `steps` batches each, on average, together. Checked when it is made.
+    """How `replicas` of a plan train together, each on `steps` batches on average. Checked when it is made.
 
-    `synchronous`: all wait for each other at every update, as `Plan.data_parallel` does.
-    `server`: one more rank holds the weights. It applies each replica's gradient as it comes and gives that replica
-    fresh weights and the next batch; nobody waits for a slower one (Downpour SGD: Dean et al., 2012, section 4.1).
-    `max_staleness` bounds how many updates may come between reading weights and updating them, None: any number.
+    `synchronous`: all replicas wait for each other at every update, as with `Plan.data_parallel`.
+    `server`: one additional rank holds the weights. It applies each replica's gradient as it arrives, and sends that
+    replica new weights and the next batch; no replica waits for a slower one (Downpour SGD: Dean et al., 2012, section
+    4.1). `max_staleness` bounds how many updates may come between reading weights and updating them (None: any number).
     `staleness_aware` divides the learning rate by the staleness (Zhang, Gupta, Lian and Liu, 2016, section 3).
     `peers`: each replica updates its own weights and, after every `average_every` of its steps, offers them to another
-    one in turn; both take the mean, each when it comes to it (AD-PSGD: Lian et al., 2018, section 3).
-    Replicas that do not wait for each other have each the loss of its own batches: where that divides by what labels
-    count, the mean over replicas is not the loss of all batches together.
-    `slow` makes replicas sleep for so many seconds in each step, so that asynchrony shows.
+    replica in turn; both take the average, each at the end of its next step (AD-PSGD: Lian et al., 2018, section 3).
+    Each asynchronous replica has the loss of its own batches: if the loss divides by what its labels count, the mean
+    over replicas is not the loss of all batches together.
+    `slow` maps replicas to the seconds that they sleep in each step, to make asynchrony visible.
 
-    Raises PlanError, with the numbers and the mend.
+    Raises PlanError with the numbers and a remedy.
     """
 
     mode: str = "server"
@@ -65,11 +65,14 @@ class Asynchrony:
 
     @property
     def budget(self) -> int:
-        """Batches that all replicas take together; peers, who do not count together, may take a few more."""
+        """The number of batches that all replicas take together.
+
+        Peers, which have no common count, may take a few more.
+        """
         return self.replicas * self.steps
 
     def count_ranks(self, plan: Plan) -> int:
-        """Ranks that this needs for replicas of a plan.
+        """Return the number of ranks that replicas of a plan need.
 
         >>> Asynchrony(mode="server", replicas=3).count_ranks(Plan(split_size=1, spatial_size=0))
         4
@@ -77,7 +80,8 @@ class Asynchrony:
         return self.replicas * plan.ranks + (self.mode == "server")
 
     def check(self, plan: Plan, ranks: int) -> None:
-        """Raises PlanError where so many ranks are too few, or the plan has replicas of its own."""
+        """Raise PlanError if `ranks` are too few, the plan has replicas of its own, or `server` has float16 replicas.
+        """
         if plan.data_parallel != 1:
             raise PlanError(
                 f"data_parallel={plan.data_parallel} replicas wait for each other inside of a plan. Leave it at 1: "

@@ -1,14 +1,15 @@
-"""Peers without a server: each replica updates its own weights and averages them with others, waiting for nobody.
+"""Peers without a server: each replica updates its own weights and averages them with others, without waiting.
 
-    lower                     higher
+    lower                          higher
       | -- offer: its weights x --> |
-      | (goes on with its steps)    | at its next step's end: y becomes (x + y) / 2
-      | <-- answer: y, as it was -- |
-      | at its next step's end: moves by (y - x) / 2
+      | (continues its steps)       | after its next step: y becomes (x + y) / 2
+      | <-- answer: y before that - |
+      | after its next step: its weights move by (y - x) / 2
 
-Whatever steps are taken meanwhile, the two moves cancel in the sum of both weights. Only the lower of two offers, and
-who has an offer open answers none: else two who offer to each other would change places rather than meet. All ranks
-of a replica agree on what has arrived at the end of a step. What optimisers and batch norms gather is not averaged.
+Whatever steps are taken meanwhile, the two moves cancel in the sum of both weights. Only the lower replica of a pair
+offers, and a replica with an open offer does not answer: otherwise two replicas that offer to each other would swap
+their weights instead of averaging them. All ranks of a replica agree at the end of a step on which messages have
+arrived. The states of optimisers and batch norms are not averaged.
 
 Sources: pairs and their roles: Lian, Zhang, Zhang and Liu, Asynchronous Decentralized Parallel Stochastic Gradient
 Descent, ICML 2018, section 3; equal and opposite moves: Zhang, Choromanska and LeCun, Deep learning with Elastic
@@ -35,20 +36,20 @@ from engines.training import Recipe
 __all__ = ["PeerReplica", "add_half_difference"]
 
 _NAP_S = 1e-3
-_WEIGHTS, _FAREWELL = 0, 1  # what a message is
+_WEIGHTS, _FAREWELL = 0, 1  # the kinds of messages
 
 
 def add_half_difference(weights: Sequence[Tensor], toward: Tensor, away: Tensor) -> None:
-    """Add half of the difference of two rows to the weights."""
+    """Add half of `toward - away`, two flat rows, to the weights."""
     with torch.no_grad():
         for weight, part in zip(weights, unflatten_like((toward - away) / 2, weights), strict=True):
             weight.add_(part)
 
 
 class _IncomingWeights:
-    """What is to come from a rank: a header, and a row of weights.
+    """A pending message from a rank: a header, and a row of weights.
 
-    The header says what it is, and how many steps each replica is known there to have taken.
+    The header holds the kind of message, and the number of steps of each replica as far as the sender knows it.
     """
 
     def __init__(self, world: World, rank: int, known: Tensor, row: Tensor) -> None:
@@ -58,14 +59,14 @@ class _IncomingWeights:
 
     @property
     def has_arrived(self) -> bool:
-        """Whether it has come."""
+        """Whether the message has arrived."""
         self._here = self._here or self._pending.is_completed()
         return self._here
 
 
 @dataclass(frozen=True, slots=True)
 class _OpenOffer:
-    """What this replica has offered, at which of its steps, and the letter that is to answer it."""
+    """An open offer of this replica: the weights, the step at which they were sent, and the pending answer."""
 
     peer: int
     row: Tensor
@@ -74,7 +75,7 @@ class _OpenOffer:
 
 
 class PeerReplica:
-    """One rank of a replica: steps, and the same rank of other replicas to average with."""
+    """One rank of a replica that averages weights with the same rank of other replicas."""
 
     def __init__(self, world: World, recipe: Recipe, asynchrony: Asynchrony, feed: Feed) -> None:
         self.world, self.asynchrony, self.feed = world, asynchrony, feed
@@ -88,16 +89,16 @@ class PeerReplica:
 
     @property
     def higher(self) -> range:
-        """Those to whom this replica offers."""
+        """The replicas to which this replica offers its weights."""
         return range(self.number + 1, self.asynchrony.replicas)
 
     @property
     def steps(self) -> int:
-        """That this replica has taken."""
+        """The number of steps that this replica has taken."""
         return int(self.known[self.number])
 
     def run(self) -> RankLog:
-        """Take batches, the own ones in turn, until all replicas together have taken enough."""
+        """Train on this replica's own batches until all replicas together have taken enough."""
         self.replica.start_clock()
         while self.known.sum() < self.asynchrony.budget:
             batch = self.steps * self.asynchrony.replicas + self.number
@@ -111,7 +112,7 @@ class PeerReplica:
         return self.replica.finish_log()
 
     def process_arrivals(self) -> None:
-        """Deal with what has arrived, as all ranks of the replica do now."""
+        """Handle the messages that have arrived on every rank of the replica."""
         letters = self.letters | ({self.offer.peer: self.offer.answer} if self.offer else {})
         arrived = [peer for peer, here in zip(letters, self._find_arrived(list(letters.values())), strict=True) if here]
         if self.offer and self.offer.peer in arrived:
@@ -122,17 +123,20 @@ class PeerReplica:
         self._outbox.poll()
 
     def _find_arrived(self, letters: Sequence[_IncomingWeights]) -> list[bool]:
-        """Which letters have come to every rank of the replica."""
+        """Return for each message whether it has arrived on every rank of the replica."""
         group = range(self.replica.world.size)
+        # A message may have arrived on some ranks only. If these acted on it alone, the ranks would hold parts of
+        # different weights. So they vote, with the same list of messages at the same point of their work.
         votes = torch.tensor([float(letter.has_arrived) for letter in letters])
         if letters and len(group) > 1:
             all_reduce(self.replica.world, votes, group).wait()
         return [vote == len(group) for vote in votes.tolist()]
 
     def _finish(self) -> None:
-        """Close what is open and answer whoever is not done yet."""
+        """Close the open offer, send a farewell to higher replicas, and answer lower ones until they send theirs."""
         told = False
         while self.letters or self.offer or not told:
+            # The last message to each higher replica, which then posts no further receive for this one.
             if not self.offer and not told:
                 for peer in self.higher:
                     self._send(peer, _FAREWELL, self._flatten_weights())
@@ -153,6 +157,7 @@ class PeerReplica:
         self._merge_step_counts(letter)
         if int(letter.header[0]) == _FAREWELL:
             return
+        # `own` is a copy from before the move: the offering replica must move by the same difference, reversed.
         self._send(peer, _WEIGHTS, own)
         add_half_difference(self.replica.trained, letter.row, own)
         self._record_event("answer", peer)
@@ -173,7 +178,7 @@ class PeerReplica:
         return flatten_tensors(self.replica.trained)
 
     def _get_peer_rank(self, peer: int) -> int:
-        """The rank that has the same part of another replica."""
+        """Return the rank that holds the same part of another replica."""
         size = self.replica.world.size
         return peer * size + self.replica.world.rank
 

@@ -30,24 +30,24 @@ __all__ = [
 ]
 
 Feed = Callable[[int], Mapping[str, Tensor]]
-"""From a batch's number (0, 1, ...) to the whole inputs of one replica's step, the same on every rank."""
+"""Returns the whole inputs of one replica's step for a batch number (0, 1, ...), the same on every rank."""
 
 HEADER, BODY = 2, 3
-"""Tags. Messages between replicas, and with a server, are between ranks that have no program in common."""
+"""Tags of messages between replicas, and with a server: between ranks that have no program in common."""
 
 
 class GradientsOnly(torch.optim.Optimizer):
-    """Leaves the weights alone: their gradients are what is wanted."""
+    """An optimiser that leaves the weights unchanged: only their gradients are needed."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         super().__init__(parameters, {})
 
     def step(self, closure: Any = None) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 class Replica:
-    """This rank's part of its replica, and its diary."""
+    """This rank's part of its replica, and its log."""
 
     def __init__(self, world: World, recipe: Recipe, asynchrony: Asynchrony) -> None:
         size = recipe.plan.ranks
@@ -61,47 +61,47 @@ class Replica:
 
     @property
     def is_log_rank(self) -> bool:
-        """Whether this rank tells what all ranks of the replica know."""
+        """Whether this rank logs what all ranks of the replica have in common."""
         return self.world.rank == 0
 
     @property
     def trained(self) -> list[Tensor]:
-        """Its weights that are trained, in the graph's order."""
+        """This rank's trained weights, in the graph's order."""
         return [weight for weight in self.training.weights.values() if weight.requires_grad]
 
     def start_clock(self) -> None:
-        """The time is 0 now."""
+        """Set the start time to now."""
         self._start_s = time.perf_counter()
 
     def train_batch(self, number: int, batch: Mapping[str, Tensor]) -> None:
-        """One step on a batch, and the sleep that the study asks for."""
+        """Run one step on a batch, and sleep for as long as the study says."""
         losses = self.training.step(self.training.cut(batch)).losses
         time.sleep(self.asynchrony.slow.get(self.number, 0.0))
         self.diary.turns.append((number, losses, time.perf_counter() - self._start_s))
 
     def finish_log(self) -> RankLog:
-        """Its diary, complete."""
+        """Add the final weights to the log, and return it."""
         self.diary.weights = self.training.copy_tensors()["weights"]
         return self.diary
 
 
 def with_gradients_only(recipe: Recipe) -> Recipe:
-    """The same training, but that gradients come out of a step rather than other weights."""
+    """Return the same training with an optimiser that changes no weights, so that a step only computes gradients."""
     return replace(recipe, optimiser=GradientsOnly, clip_norm=None, scheduler=None)
 
 
 def list_trained_weights(recipe: Recipe) -> list[list[str]]:
-    """The weights that each rank of a replica trains, in its order."""
+    """Return the weights that each rank of a replica trains, in the rank's order."""
     programs = compile_plan(recipe.graph, recipe.plan)
     return [[name for name in program.weights if name in recipe.graph.trainable] for program in programs]
 
 
 def flatten_tensors(tensors: Sequence[Tensor]) -> Tensor:
-    """All their elements in a row of fresh memory."""
+    """Copy all elements of the tensors into one flat row."""
     return torch.cat([tensor.detach().flatten() for tensor in tensors]) if tensors else torch.empty(0)
 
 
 def unflatten_like(row: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """A row of elements in the shapes of `tensors`."""
+    """Split a flat row into views with the shapes of `tensors`."""
     parts = row.split([tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

@@ -1,9 +1,9 @@
 """A parameter server: one rank holds the weights, and replicas do not wait for each other.
 
-    replica            server
-       | <-- batch, weights --  grant
-       | -- gradient ------->   apply, when it may be
-       | <-- batch, weights --  grant, when it may be; a batch of -1: there are no more
+    replica                      server
+       | <-- number, weights ----  serve: the next batch
+       | -- gradient ----------->  apply, once the staleness bound permits
+       | <-- number, weights ----  serve, once the bound permits; number -1: no more batches
 
 Source: Dean et al., Large Scale Distributed Deep Networks, NIPS 2012, section 4.1 (Downpour SGD).
 """
@@ -43,24 +43,25 @@ _NO_MORE = -1
 
 
 class ParameterStore:
-    """Weights and what moves them. `aware`: the learning rate is divided by the staleness where that is above 1.
+    """The weights, with their optimiser. `aware`: the learning rate is divided by the staleness where that is above 1.
 
     Source: Zhang, Gupta, Lian and Liu, Staleness-aware Async-SGD, IJCAI 2016, section 3.
     """
 
     def __init__(self, weights: Mapping[str, Tensor], recipe: Recipe, aware: bool) -> None:
-        """`weights` are all that are trained, by the graph's names."""
+        """Take over `weights`: all that are trained, by the graph's names."""
         for weight in weights.values():
             weight.requires_grad_()
         self.weights, self.divisor = weights, 1
         optimiser = make_on_rank(recipe.optimiser, recipe.parameters, weights)
         self.descent = OptimiserStep(weights, optimiser, recipe.rules)
+        # As hooks of the optimiser step, so that the scheduler always sees the undivided rates.
         if aware:
             optimiser.register_step_pre_hook(lambda *_: self._scale_rates(optimiser))
             optimiser.register_step_post_hook(lambda *_: self._restore_rates(optimiser))
 
     def apply(self, gradients: Mapping[str, Tensor], staleness: int) -> None:
-        """One update. `gradients` are by the graph's names."""
+        """Run one update with `gradients`, by the graph's names."""
         for name, gradient in gradients.items():
             self.weights[name].grad = gradient
         self.divisor = max(1, staleness)
@@ -77,7 +78,7 @@ class ParameterStore:
 
 
 def assign_gradients(held: Sequence[Sequence[str]]) -> list[list[str]]:
-    """The gradients that each rank of a replica sends: of weights that no rank before it holds.
+    """Return the gradients that each rank of a replica sends: those of weights that no earlier rank holds.
 
     >>> assign_gradients([["a", "b"], ["b", "c"]])
     [['a', 'b'], ['c']]
@@ -91,7 +92,7 @@ def assign_gradients(held: Sequence[Sequence[str]]) -> list[list[str]]:
 
 
 class ParameterClient:
-    """One rank of a replica: weights from the server, gradient to the server."""
+    """One rank of a replica: it receives weights from the server, and sends gradients to it."""
 
     def __init__(self, world: World, recipe: Recipe, asynchrony: Asynchrony, feed: Feed) -> None:
         self.replica = Replica(world, with_gradients_only(recipe), asynchrony)
@@ -100,7 +101,7 @@ class ParameterClient:
         self.sent = assign_gradients(list_trained_weights(recipe))[self.replica.world.rank]
 
     def run(self) -> RankLog:
-        """Take batches until there are no more."""
+        """Train on batches until the server has no more."""
         self.replica.start_clock()
         number = self._push_pull([])
         while number != _NO_MORE:
@@ -113,7 +114,7 @@ class ParameterClient:
         return flatten_tensors([torch.zeros_like(w) if w.grad is None else w.grad for w in weights])
 
     def _push_pull(self, sends: Sequence[Message]) -> int:
-        """Send what there is to send, and take over the server's weights; the number of the next batch."""
+        """Send `sends`, receive the server's weights, and return the number of the next batch."""
         weights = self.replica.trained
         header, body = torch.empty(1, dtype=torch.int64), flatten_tensors(weights)
         receives = [Message(self.server, HEADER, header), Message(self.server, BODY, body)]
@@ -125,10 +126,12 @@ class ParameterClient:
 
 
 class ParameterServer:
-    """The rank behind all replicas.
+    """The server's rank, after the ranks of all replicas.
 
-    A replica is waiting for weights, at work, or has arrived with a gradient that waits to be applied; its gradient
-    comes in pieces, from each of its ranks that has one to send.
+    A replica is in one of three states: waiting for weights, at work on a batch, or arrived: its gradient is complete
+    and waits to be applied. Each of the replica's ranks that is assigned gradients sends its part of them.
+
+        waiting -- _send_weights --> at_work -- _collect --> arrived -- _apply --> waiting
     """
 
     def __init__(self, world: World, recipe: Recipe, asynchrony: Asynchrony) -> None:
@@ -150,17 +153,18 @@ class ParameterServer:
         self._outbox = SendQueue()
 
     def run(self) -> RankLog:
-        """Serve until every replica has been told that there are no more batches."""
+        """Serve until every replica has received the message that there are no more batches."""
         while self.waiting or self.at_work or self.arrived:
             if not (self._collect() + self._apply() + self._serve_waiting()):
                 time.sleep(_NAP_S)
+            # The sends complete without blocking the loop: a slow replica must not delay the others.
             self._outbox.poll()
         self._outbox.wait()
         self.diary.weights = {name: weight.detach() for name, weight in self.keeper.weights.items()}
         return self.diary
 
     def _collect(self) -> int:
-        """Note whose gradient is here; how many."""
+        """Move the replicas whose gradients have arrived, and return their number."""
         here = [replica for replica, pending in self.at_work.items() if pending.is_completed()]
         for replica in here:
             del self.at_work[replica]
@@ -168,7 +172,8 @@ class ParameterServer:
         return len(here)
 
     def _apply(self) -> int:
-        """Apply the gradients that may be applied, in the order in which they came; how many."""
+        """Apply at most one gradient, the first to arrive that may be applied, and return the number applied."""
+        # One at a time: an update raises the version, so the next `can_apply` must see it.
         ready = [replica for replica in self.arrived if self.ledger.can_apply(replica)][:1]
         for replica in ready:
             self.arrived.remove(replica)
@@ -188,7 +193,7 @@ class ParameterServer:
         self.diary.deeds.append(ReplicaEvent("update", replica, self.batches[replica], read))
 
     def _serve_waiting(self) -> int:
-        """Give weights and batches to replicas that wait for them, while they may read; how many."""
+        """Send weights and batches to waiting replicas while they may read, and return their number."""
         count = 0
         while self.waiting and self._can_serve:
             self._send_weights(self.waiting.popleft())
@@ -217,7 +222,7 @@ class ParameterServer:
             self._post_receives(replica, ranks)
 
     def _post_receives(self, replica: int, ranks: Sequence[int]) -> None:
-        """Be ready for a replica's gradient."""
+        """Post the receives for a replica's gradient."""
         rows = [flatten_tensors([self.keeper.weights[name] for name in names]) for names in self.sent]
         self.rows[replica] = rows
         receives = [Message(rank, BODY, row) for rank, row in zip(ranks, rows, strict=True) if row.numel()]

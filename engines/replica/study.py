@@ -1,4 +1,4 @@
-"""What a training with replicas was like: losses, when they were seen, and how stale updates were."""
+"""The record of a training with replicas: losses, their times, and the staleness of updates."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["RankLog", "ReplicaEvent", "ReplicaStep", "ReplicaStudy"]
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStep:
-    """A replica has taken a batch: the loss before its update, and seconds since the start when it was done."""
+    """A batch taken by a replica: the loss before its update, and the time of completion in seconds since the start."""
 
     replica: int
     batch: int
@@ -25,11 +25,12 @@ class ReplicaStep:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaEvent:
-    """What changed weights, in its order: enough to do it all again in one process.
+    """An event that changed weights. The events in order suffice to repeat the training in one process.
 
-    `update`: the server applied what `replica` computed on batch `subject` from weights of version `read`.
-    `step`: a peer took batch `subject`. `offer`, `answer`, `close`: it sent its weights to peer `subject`; it took the
-    mean with what that one had offered, and said what it had itself; it moved by what its own offer was answered.
+    `update`: the server applied the gradient that `replica` computed on batch `subject` from weights of version `read`.
+    `step`: a peer took batch `subject`. `offer`: it sent its weights to peer `subject`. `answer`: it averaged its
+    weights with those that `subject` had offered, and sent back its own from before. `close`: it moved its weights by
+    the answer to its own offer.
     """
 
     kind: str
@@ -40,10 +41,10 @@ class ReplicaEvent:
 
 @dataclass
 class RankLog:
-    """What one rank tells at the end; `replica` is None for a server.
+    """The log of one rank at the end of a training; `replica` is None for a server or an idle rank.
 
-    `turns` are (batch, the losses that are known here by micro-batch, seconds since the start).
-    `staleness` and `deeds` are told by one rank of a replica, or the server; `weights` by all.
+    `turns` are (batch, losses on this rank by micro-batch, seconds since the start). `staleness` and `deeds` are filled
+    by one rank of a replica, or by the server; `weights` by all ranks.
     """
 
     replica: int | None
@@ -55,12 +56,12 @@ class RankLog:
 
 @dataclass(frozen=True)
 class ReplicaStudy:
-    """One training with replicas; the same on every rank.
+    """The record of one training with replicas; the same on every rank.
 
-    `turns` are in the order of time. `staleness`: of each update of a server's weights, the number of others since its
-    replica had read them; of each mean of two peers, the number of steps that the one who offered has taken meanwhile.
-    `deeds` are in the server's order, or each peer's. `weights` by the graph's names: the server's or, where
-    all replicas have weights of their own, those of each.
+    `turns` are ordered by time. `staleness` holds, for each update of a server's weights, the number of other updates
+    since its replica had read them; for each average of two peers, the number of steps that the offering peer has taken
+    meanwhile. `deeds` are in the server's order, or in each peer's. `weights` are by the graph's names: the server's,
+    or those of each replica if replicas have weights of their own.
     """
 
     asynchrony: Asynchrony
@@ -72,7 +73,7 @@ class ReplicaStudy:
 
     @classmethod
     def of(cls, asynchrony: Asynchrony, images_per_batch: int, diaries: Sequence[RankLog]) -> ReplicaStudy:
-        """What the diaries of all ranks say together."""
+        """Merge the logs of all ranks."""
         replicas = [[d for d in diaries if d.replica == number] for number in range(asynchrony.replicas)]
         turns = [turn for number, group in enumerate(replicas) for turn in _merge_steps(number, group)]
         servers = [diary for diary in diaries if diary.replica is None and diary.weights]
@@ -88,17 +89,17 @@ class ReplicaStudy:
 
     @property
     def mode(self) -> str:
-        """Who waits for whom: synchronous, server or peers."""
+        """The mode: synchronous, server or peers."""
         return self.asynchrony.mode
 
     @property
     def seconds(self) -> float:
-        """From the start to the end of the last batch."""
+        """The time from the start to the end of the last batch."""
         return self.turns[-1].end_s
 
     @property
     def images_per_s(self) -> float:
-        """Of all replicas together."""
+        """Images per second of all replicas together."""
         return len(self.turns) * self.images_per_batch / self.seconds
 
     @property
@@ -109,18 +110,18 @@ class ReplicaStudy:
 
     @property
     def histogram(self) -> dict[int, int]:
-        """How often each staleness occurred, ascending."""
+        """The number of occurrences of each staleness, ascending."""
         return dict(sorted(Counter(self.staleness).items()))
 
     @property
     def batches(self) -> tuple[int, ...]:
-        """How many batches each replica took."""
+        """The number of batches that each replica took."""
         counts = Counter(turn.replica for turn in self.turns)
         return tuple(counts[replica] for replica in range(self.asynchrony.replicas))
 
     @property
     def line(self) -> dict[str, object]:
-        """The study in a line of JSON."""
+        """A summary of the study, to be printed as a line of JSON."""
         late = self.staleness
         return {
             "mode": self.mode,
@@ -137,7 +138,7 @@ class ReplicaStudy:
 
 
 def _merge_steps(replica: int, diaries: Iterable[RankLog]) -> Iterable[ReplicaStep]:
-    """The turns of one replica: its ranks may know the losses of different micro-batches, or none."""
+    """Merge the logs of one replica's ranks, which may have losses of different micro-batches, or none."""
     losses: dict[int, dict[int, float]] = {}
     ends: dict[int, float] = {}
     for diary in diaries:

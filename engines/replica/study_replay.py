@@ -1,4 +1,4 @@
-"""What replicas did, done again by the plain model in one process: their weights have to come out."""
+"""Replay of a study with the plain model in one process, which has to yield the replicas' weights."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ __all__ = ["replay"]
 
 
 def replay(study: ReplicaStudy, model: nn.Module, loss: Loss, recipe: Recipe, feed: Feed) -> list[dict[str, Tensor]]:
-    """The weights at the end by the plain model's names: a server's, or those of each peer.
+    """Return the final weights by the plain model's names: a server's, or those of each peer.
 
-    `model` is as it was before the study. Raises PlanError for a synchronous study, which one process can train
+    `model` has to be as it was before the study. Raises PlanError for a synchronous study, which one process can train
     in the ordinary way.
     """
     dtype, count = getattr(torch, recipe.plan.precision), recipe.plan.micro_batches
@@ -44,7 +44,7 @@ def replay(study: ReplicaStudy, model: nn.Module, loss: Loss, recipe: Recipe, fe
 
 
 def _get_trained(process: ReferenceTraining, recipe: Recipe) -> dict[str, Tensor]:
-    """The weights of one process that ranks train, by the graph's names."""
+    """Return the weights of one process that ranks train, by the graph's names."""
     named = process.weights
     return {spec.key: named[spec.name] for spec in recipe.parameters if spec.key in recipe.graph.trainable}
 
@@ -76,20 +76,20 @@ def _load_weights(weights: Mapping[str, Tensor], version: Mapping[str, Tensor]) 
 
 
 class _OfferExchange:
-    """Letters between peers, by who offers and to whom; each pair has one under way at most."""
+    """The offers and answers between peers, by sender and receiver of the offer. Each pair has at most one pending."""
 
     def __init__(self) -> None:
         self.offers: dict[tuple[int, int], Tensor] = {}
         self.answers: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def is_ready(self, deed: ReplicaEvent) -> bool:
-        """Whether what a deed waits for is there."""
+        """Return whether the message that an event depends on has been sent."""
         if deed.kind == "answer":
             return (deed.subject, deed.replica) in self.offers
         return deed.kind != "close" or (deed.replica, deed.subject) in self.answers
 
     def apply_event(self, deed: ReplicaEvent, weights: Sequence[Tensor]) -> None:
-        """Offer, answer or close."""
+        """Apply an offer, an answer or a close."""
         own = flatten_tensors(weights)
         if deed.kind == "offer":
             self.offers[deed.replica, deed.subject] = own
@@ -104,7 +104,7 @@ class _OfferExchange:
 def _replay_peers(
     study: ReplicaStudy, replicas: Sequence[ReferenceTraining], recipe: Recipe, feed: Feed
 ) -> list[dict[str, Tensor]]:
-    """Each peer's deeds in their order, once what they wait for is there."""
+    """Replay each peer's events in order, each one as soon as the message that it depends on has been sent."""
     post, trained = _OfferExchange(), [_get_trained(process, recipe) for process in replicas]
     queues = [deque(deed for deed in study.deeds if deed.replica == number) for number in range(len(replicas))]
     while any(queues):

@@ -1,4 +1,4 @@
-"""Replicas that wait for each other at every update: what the asynchronous modes are held against."""
+"""Synchronous replicas, which wait for each other at every update: the baseline of the asynchronous modes."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ __all__ = ["SynchronousReplica"]
 
 
 def with_global_loss(graph: ModelGraph, plan: Plan) -> ModelGraph:
-    """The graph of one replica with the loss that all replicas together have.
+    """Return the graph of one replica with the loss of all replicas together.
 
-    Raises PlanError where that cannot be told from this graph.
+    Raises PlanError if that loss cannot be derived from this graph.
     """
     if plan.micro_batches == 1 or (graph.whole and not graph.whole.scaled):
         return graph
@@ -43,7 +43,7 @@ def _raise_no_model() -> ModelGraph:
 
 
 class SynchronousReplica:
-    """One rank of a plan with replicas: the ordinary training."""
+    """One rank of a plan with replicas, in ordinary training."""
 
     def __init__(self, world: World, recipe: Recipe, asynchrony: Asynchrony, feed: Feed) -> None:
         plan = replace(recipe.plan, data_parallel=asynchrony.replicas)
@@ -55,7 +55,7 @@ class SynchronousReplica:
         self.diary = RankLog(world.rank // recipe.plan.ranks)
 
     def run(self) -> RankLog:
-        """Take the batches of all replicas, a step at a time."""
+        """Train on the batches of all replicas, step by step."""
         start_s = time.perf_counter()
         replicas, own = self.asynchrony.replicas, self.diary.replica
         for step in range(self.asynchrony.steps):

@@ -1,7 +1,7 @@
-"""Replicas of a plan that do not wait for each other: to see what that does. Not the way to train in earnest.
+"""Train replicas of a plan asynchronously, to study the effects. This is not meant for production training.
 
-Steps here are not those of one process: there is nothing that `verify` could hold them against. What is exact, and
-tested, is that one process can do again what the replicas did (`engines.replica.study_replay`).
+The steps differ from those of one process, so there is nothing to which `verify` could compare them. What is exact, and
+tested, is that one process can replay what the replicas did (`engines.replica.study_replay`).
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class _ReplicaRole(Protocol):
 
 
 def train_replicas(world: World, recipe: Recipe, asynchrony: Asynchrony, feed: Feed) -> ReplicaStudy:
-    """Train `asynchrony.replicas` copies of the recipe's plan; the same study on every rank. Collective.
+    """Train `asynchrony.replicas` copies of the recipe's plan, and return the same study on every rank. Collective.
 
-    `feed(number)` gives a batch, the whole inputs of one step of the plan, the same on every rank; numbers may go a
-    little beyond `asynchrony.budget`. The recipe's plan is that of one replica. Ranks that are not needed look on.
+    `feed(number)` returns a batch: the whole inputs of one step of the plan, the same on every rank. Numbers may
+    slightly exceed `asynchrony.budget`. The recipe's plan is that of one replica. Ranks that are not needed stay idle.
 
-    Raises PlanError, on every rank, where the ranks are too few; LossError where a loss is not a number. Whoever calls
-    this tells the other ranks of a failure, as for any work of ranks (`world.abort()`).
+    Raises PlanError, on every rank, if there are too few ranks, and LossError if a loss is not finite. On a failure the
+    caller has to release the other ranks (`world.abort()`), as in any work of ranks.
     """
     asynchrony.check(recipe.plan, world.size)
     role = _make_role(world, recipe, asynchrony, feed)
@@ -42,7 +42,7 @@ def train_replicas(world: World, recipe: Recipe, asynchrony: Asynchrony, feed: F
 
 
 def _make_role(world: World, recipe: Recipe, asynchrony: Asynchrony, feed: Feed) -> _ReplicaRole | None:
-    """What this rank is."""
+    """Return this rank's role, or None if the rank is not needed."""
     replica = world.rank // recipe.plan.ranks
     if replica < asynchrony.replicas:
         kind = {"synchronous": SynchronousReplica, "server": ParameterClient, "peers": PeerReplica}[asynchrony.mode]

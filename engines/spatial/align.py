@@ -1,4 +1,4 @@
-"""Where a node's arguments and results lie: which pixels of them a rank has, and along which axes."""
+"""Alignment of a node's arguments and results: which pixels of them a rank holds, and along which axes."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ __all__ = [
 
 
 def get_spec(b: Builder, name: str) -> TensorSpec:
-    """Shape and type of any value, weight or buffer, for the whole image."""
+    """Return the whole-image shape and type of any value, weight or buffer."""
     return b.values[name].spec if name in b.values else b.graph.specs[name]
 
 
 def map_refs(pick: Callable[[Ref], Ref], argument: Any) -> Any:
-    """`pick` of every value in nested arguments."""
+    """Apply `pick` to every `Ref` in nested arguments."""
     if isinstance(argument, list | tuple):
         return type(argument)(map_refs(pick, item) for item in argument)
     return pick(argument) if isinstance(argument, Ref) else argument
 
 
 def align_arguments(b: Builder, node: Node) -> dict[str, Any]:
-    """The node's arguments, pixel on pixel: of what every rank holds wholly, each takes its own tile.
+    """Return the node's arguments, aligned pixel by pixel: each rank takes its own tile of values that all ranks hold.
 
-    A single row or column that meets an image is brought to every rank.
+    A single row or column that is broadcast over an image is gathered on every rank.
 
-    Raises TraceError where the arguments do not lie pixel on pixel.
+    Raises TraceError if the arguments cannot be aligned.
     """
     images = (b.get_value(Ref(name)) for name in node.reads if b.is_tiled(Ref(name)))
     tiled = max(images, key=lambda image: math.prod(image.size_px))
@@ -59,9 +59,9 @@ def align_arguments(b: Builder, node: Node) -> dict[str, Any]:
 
 
 def cut_to_tile(b: Builder, node: Node, ref: Ref, tiled: ValueLayout) -> Ref:
-    """What lies beneath this rank's part of the node's result in a value that every rank holds wholly.
+    """Return the part, under this rank's tile of the node's result, of a value that every rank holds whole.
 
-    Its last axes are those of `tiled`, or of size 1.
+    The last axes of the value are those of `tiled`, or of size 1.
     """
     spec, tile = get_spec(b, ref.name), b.get_output_tiles(tiled.size_px)[b.rank]
     cuts = {
@@ -83,7 +83,7 @@ def _is_aligned(b: Builder, name: str, tiled: ValueLayout) -> bool:
 
 
 def get_local_ranges(b: Builder, spec: TensorSpec, axes: tuple[int, int] | None) -> list[tuple[int, int, int]]:
-    """For each axis of the present node's result its whole size, and the start and stop of this rank's part of it."""
+    """Return, for each axis of the current node's result, its whole size and this rank's start and stop."""
     places = [(size, 0, size) for size in spec.shape]
     if axes is not None:
         tile = b.get_output_tiles((spec.shape[axes[0]], spec.shape[axes[1]]))[b.rank]
@@ -93,12 +93,12 @@ def get_local_ranges(b: Builder, spec: TensorSpec, axes: tuple[int, int] | None)
 
 
 def get_local_shape(b: Builder, spec: TensorSpec, axes: tuple[int, int] | None) -> tuple[int, ...]:
-    """The shape of this rank's part of the present node's result."""
+    """Return the shape of this rank's part of the current node's result."""
     return tuple(stop - start for _, start, stop in get_local_ranges(b, spec, axes))
 
 
 def get_spatial_axes(b: Builder, ref: Ref) -> tuple[int, int, int]:
-    """The two spatial axes of a tiled value counted from the front, and its number of dimensions."""
+    """Return the two spatial axes of a tiled value, counted from the front, and its number of dimensions."""
     value = b.get_value(ref)
     rows, cols = value.axes or (-2, -1)
     count = len(value.spec.shape)
@@ -106,7 +106,7 @@ def get_spatial_axes(b: Builder, ref: Ref) -> tuple[int, int, int]:
 
 
 def get_axes_without(b: Builder, ref: Ref, dims: Sequence[int]) -> tuple[int, int]:
-    """The spatial axes of a tiled value, counted from the end, once the dimensions `dims` are gone."""
+    """Return the spatial axes of a tiled value, counted from the end, after the dimensions `dims` are removed."""
     rows, cols, count = get_spatial_axes(b, ref)
     left = [axis for axis in range(count) if axis not in dims]
     return left.index(rows) - len(left), left.index(cols) - len(left)

@@ -1,7 +1,8 @@
-"""The model as one of several ranks has it that share the images of a micro-batch (`local_dp`).
+"""The model of one of several ranks that share the images of a micro-batch (`local_dp`).
 
-It is traced twice: with all images, and with one rank's share of them. Values that differ in their first axis lie
-in parts on the ranks. What joins images again needs a rule that sums over the ranks, as batch norm and losses have.
+It is traced twice: with all images, and with one rank's share of them. Values that differ in their first axis are
+sharded over the ranks. An operator that joins images needs a rule that sums over the ranks, as batch norm and losses
+have.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from engines.spatial.unsupported import make_unsupported_error
 
 __all__ = ["find_sharded_names", "shard_graph"]
 
-# Their arguments are the shapes of what they make.
+# Operators whose arguments include the shape of the result.
 _SHAPED = {
     f"aten.{name}"
     for name in (
@@ -30,9 +31,9 @@ _AXES = ("dim", "dims", "dim0", "dim1", "axis0", "axis1", "source", "destination
 
 
 def find_sharded_names(whole: ModelGraph, share: ModelGraph) -> frozenset[str]:
-    """The values of which each rank has its own images.
+    """Return the values of which each rank has its own images.
 
-    Raises PlanError where the two traces do not do the same.
+    Raises PlanError if the two traces have different operators.
     """
     if [(n.name, n.operator) for n in whole.nodes] != [(n.name, n.operator) for n in share.nodes]:
         raise PlanError(
@@ -44,9 +45,9 @@ def find_sharded_names(whole: ModelGraph, share: ModelGraph) -> frozenset[str]:
 
 
 def shard_graph(whole: ModelGraph, share: ModelGraph, nodes: Iterable[Node]) -> ModelGraph:
-    """`whole` with the shapes of one rank's share; `nodes` (some of `whole`) are those that it will run.
+    """Return `whole` with the shapes of one rank's share; `nodes` (some of `whole`) are those that the rank runs.
 
-    Raises TraceError where one of them cannot work on images in parts.
+    Raises TraceError if one of them cannot work on sharded images.
     """
     parted = find_sharded_names(whole, share)
     twins = {node.name: node for node in share.nodes}
@@ -81,7 +82,7 @@ def _shard_node(node: Node, twin: Node, parted: frozenset[str], whole: ModelGrap
 
 
 def _check_constants(node: Node, twin: Node, whole: ModelGraph, share: ModelGraph) -> None:
-    """Raises TraceError where a constant that the model makes has an entry for each image."""
+    """Raise TraceError if a node reads a constant with an entry for each image."""
     for ours, theirs in zip(twin.reads, node.reads, strict=True):
         if ours != theirs and share.specs[ours].shape != whole.specs[theirs].shape:
             raise make_unsupported_error(node, "reads a constant with an entry for each image, which ranks share")
@@ -92,7 +93,7 @@ def _format_arguments(node: Node) -> dict[str, str]:
 
 
 def _check_first_axis(node: Node, twin: Node) -> None:
-    """Raises TraceError where the images do not lie along the first axis."""
+    """Raise TraceError if the images are not along the first axis."""
     ours, theirs = (twin.spec.shape, node.spec.shape) if node.spec and twin.spec else ((), ())
     if ours[1:] != theirs[1:]:
         raise make_unsupported_error(
@@ -101,7 +102,7 @@ def _check_first_axis(node: Node, twin: Node) -> None:
 
 
 def _check_image_axis(node: Node, whole: ModelGraph) -> None:
-    """Raises TraceError where an operator works along the axis of the images."""
+    """Raise TraceError if an operator works along the axis of the images."""
     sizes = whole.specs
     ranks = [len(sizes[name].shape) for name in node.reads if name in sizes]
     for name in _AXES:

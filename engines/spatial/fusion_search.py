@@ -1,4 +1,4 @@
-"""Which layers share an exchange of halos: a number of them given, or as many as is cheapest."""
+"""Which layers share a halo exchange: groups of a given size, or the cheapest groups."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from engines.spatial.moves import compute_moves
 __all__ = ["MOST_LAYERS", "HaloCost", "ValueCost", "group_cheapest", "group_evenly"]
 
 MOST_LAYERS = 8
-"""Longer groups are not looked at: what is computed twice grows with the square of their length."""
+"""Longer groups are not searched: redundant computation grows with the square of their length."""
 
 
 @dataclass(frozen=True, slots=True)
 class ValueCost:
-    """What a value costs: multiply-adds counted as two for the whole image, and bytes for each of its pixels."""
+    """Cost of a value: FLOPs for the whole image, a multiply-add counted as two, and bytes per pixel."""
 
     flops: int
     pixel_bytes: float
@@ -24,10 +24,10 @@ class ValueCost:
 
 @dataclass(frozen=True, slots=True)
 class HaloCost:
-    """What an exchange costs against what computing twice costs, for one rank.
+    """Cost of a halo exchange and of redundant computation, for one rank.
 
-    Every exchange costs `exchange_s` for being there, and its bytes at `bytes_per_s`; work that another rank does as
-    well runs at `flops_per_s`. The defaults are those of ranks that share the cores of a small machine.
+    Every exchange costs `exchange_s` seconds, and its bytes at `bytes_per_s`; work that another rank does as well runs
+    at `flops_per_s`. The defaults are for ranks that share the cores of a small machine.
     """
 
     exchange_s: float = 3e-4
@@ -35,9 +35,9 @@ class HaloCost:
     flops_per_s: float = 2e10
 
     def estimate_seconds(self, wide: ExtendedTiles, extent: TileLookup, work: Mapping[str, ValueCost]) -> float:
-        """Seconds that fused layers add to a training step, on the rank where they add most.
+        """Return the seconds that fused layers add to a training step, on the rank to which they add most.
 
-        Backward carries the bytes once more, and computes twice what forward does.
+        Backward transfers the bytes once more, and computes twice as much redundantly as forward.
         """
         added: dict[int, float] = {}
         for node, tiles in wide.held.items():
@@ -55,7 +55,7 @@ class HaloCost:
 
 
 def group_evenly(layers: int, together: int) -> tuple[int, ...]:
-    """How many layers each group has.
+    """Return the number of layers of each group.
 
     >>> group_evenly(5, 2)
     (2, 2, 1)
@@ -70,9 +70,9 @@ def group_cheapest(
     work: Mapping[str, ValueCost],
     cost: HaloCost,
 ) -> tuple[int, ...]:
-    """How many layers each group has, so that a training step takes least; `layers` are the names of their nodes.
+    """Return the group sizes that minimise the time of a training step; `layers` are the names of their nodes.
 
-    By dynamic programming over where the last group begins.
+    Dynamic programming over the start of the last group.
     """
     price = _make_pricer(layers, reads, extent, work, cost)
     best: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
@@ -89,7 +89,7 @@ def _make_pricer(
     work: Mapping[str, ValueCost],
     cost: HaloCost,
 ) -> Callable[[int, int], float]:
-    """The seconds that the layers from `start` to before `end` take as one group."""
+    """Return a function of (start, end): the seconds that the layers from `start` to before `end` take as one group."""
     layer_of = {node: number for number, nodes in enumerate(layers) for node in nodes}
     reads_of: list[list[WindowRead]] = [[] for _ in layers]
     for read in reads:

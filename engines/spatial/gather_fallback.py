@@ -15,9 +15,9 @@ __all__ = ["all_gather_lines", "all_gather_pixels", "keep_own_tile", "with_gathe
 
 
 def all_gather_pixels(b: Builder, node: Node, ref: Ref) -> Ref:
-    """All pixels of a value, for a node.
+    """Gather all pixels of a value, for a node.
 
-    Raises WholeError where they are more than `WHOLE_PX`.
+    Raises NeedsGatherError if there are more than `WHOLE_PX`.
     """
     if b.is_tiled(ref) and len(b.stage.ranks) > 1:
         height, width = b.get_value(ref).size_px
@@ -27,9 +27,9 @@ def all_gather_pixels(b: Builder, node: Node, ref: Ref) -> Ref:
 
 
 def with_gathered_inputs(b: Builder, node: Node) -> Node:
-    """The node reading gathered values in place of tiled ones.
+    """Return the node with gathered values in place of tiled ones.
 
-    Raises WholeError as above.
+    Raises NeedsGatherError as `all_gather_pixels` does.
     """
     whole = {
         name: map_refs(lambda ref: all_gather_pixels(b, node, ref), value) for name, value in node.arguments.items()
@@ -38,14 +38,14 @@ def with_gathered_inputs(b: Builder, node: Node) -> Node:
 
 
 def keep_own_tile(b: Builder, node: Node, whole: Ref, axes: tuple[int, int]) -> None:
-    """The node's result is this rank's tile of a value that it holds wholly."""
+    """Set the node's result to this rank's tile of a value that the rank holds whole."""
     places = get_local_ranges(b, node.spec, axes)
     spans = tuple(places[axis][1:] for axis in axes)
     b.add_local_op(node.name, "tile.cut", whole, axes, spans, like=node.spec, axes=axes)
 
 
 def all_gather_lines(b: Builder, node: Node, source: Ref, wanted: Tile) -> Ref:
-    """A few rows or columns of a tiled value, on every rank. Raises WholeError where they are too many pixels."""
+    """Gather a few rows or columns of a tiled value on every rank. Raises NeedsGatherError beyond `WHOLE_PX`."""
     if wanted.pixels > WHOLE_PX:
         raise make_gather_error(node, f"takes {len(wanted.rows)} x {len(wanted.cols)} pixels out of {source.name}")
     found = b.exchange(b.crop_to_own(source), dict.fromkeys(b.stage.ranks, wanted), 0.0)

@@ -1,4 +1,4 @@
-"""Fused halos: one exchange serves several layers, and where their tiles then overlap both ranks compute."""
+"""Fused halos: one exchange serves several layers, and ranks recompute the overlap of their extended tiles."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Tiles = Mapping[int, Tile]
 """A tile for each rank."""
 
 TileLookup = Callable[[str], tuple[Tile, Tiles]]
-"""The name of a tiled value -> the whole image that it is, and each rank's own tile."""
+"""Maps the name of a tiled value to the tile of its whole image and each rank's own tile."""
 
 
 @dataclass(frozen=True, slots=True)
 class WindowRead:
-    """A node's outputs read a tiled value, as `rows` and `cols` say, with `fill` outside the image."""
+    """A read of a tiled value by a node's outputs, by the rules `rows` and `cols`, with `fill` outside the image."""
 
     node: str
     value: str
@@ -33,10 +33,11 @@ class WindowRead:
 
 @dataclass(frozen=True)
 class ExtendedTiles:
-    """What ranks hold beyond their own tiles.
+    """Pixels that ranks hold beyond their own tiles.
 
-    `held`: what each rank computes of a node's result, where that is more. `fetched`: what each rank wants of a value
-    that another group made, by group and value; `alike` are those of which all readers want the same.
+    `held`: what each rank computes of a node's result, if more than its own tile. `fetched`: what each rank fetches of
+    a value from another group, by group and value; `alike` are the entries of which all readers want the same. `groups`
+    maps each node to its group.
     """
 
     held: Mapping[str, Tiles] = field(default_factory=dict)
@@ -45,19 +46,22 @@ class ExtendedTiles:
     groups: Mapping[str, int] = field(default_factory=dict)
 
     def get_fetched(self, node: str, value: str) -> Tiles | None:
-        """What the group of `node` fetches of `value` for all its readers; None where they all want the same."""
+        """Return what the group of `node` fetches of `value` for all its readers; None if they all want the same."""
         place = self.groups.get(node, -1), value
         return None if place in self.alike else self.fetched.get(place)
 
 
 def extend_tiles(reads: Iterable[WindowRead], groups: Mapping[str, int], extent: TileLookup) -> ExtendedTiles:
-    """Walk a stage backwards: each node computes what the nodes behind it in its group read.
+    """Walk a stage backwards: each node also computes what later nodes of its group read.
 
-    `reads` are in the nodes' order; `groups` numbers the group of each node.
+    `reads` are in the nodes' order; `groups` maps each node to the number of its group.
     """
+    # Two 3 x 3 convolutions in one group, own columns 4 to 8: the second one reads columns 3 to 9 of the first, which
+    # the rank computes itself from columns 2 to 10 of the input. One exchange of two columns replaces two of one
+    # column.
     held: dict[str, Tiles] = {}
     asked: dict[tuple[int, str], list[tuple[Tiles, float]]] = defaultdict(list)
-    for read in reversed(list(reads)):
+    for read in reversed(list(reads)):  # backwards: `held` of a node must cover its readers before its own reads follow
         whole, own = extent(read.value)
         outputs = held.get(read.node) or extent(read.node)[1]
         wanted = {rank: compute_window(tile, read.rows, read.cols) for rank, tile in outputs.items()}
@@ -73,5 +77,5 @@ def extend_tiles(reads: Iterable[WindowRead], groups: Mapping[str, int], extent:
 
 
 def _compute_hulls(wishes: Sequence[Tiles], whole: Tile) -> Tiles:
-    """The smallest tiles that hold all that is wished for inside the image."""
+    """Return each rank's smallest tile that contains all its wishes inside the image."""
     return {rank: reduce(or_, (wish[rank] & whole for wish in wishes)) for rank in wishes[0]}

@@ -1,4 +1,4 @@
-"""Halos that travel while a tile's interior is computed: an operator in pieces."""
+"""Overlap of halo exchanges with computation: an operator is split into its interior and its borders."""
 
 from __future__ import annotations
 
@@ -25,32 +25,35 @@ PixelRange = tuple[tuple[int, int], tuple[int, int]]
 
 
 def split_interior(b: Builder, node: Node, lower: Lower) -> None:
-    """Lower the present node anew so that its halo travels meanwhile, if `lower` made it of one window with a halo.
+    """Lower the current node again, in pieces, so that its halo exchange overlaps with its interior.
 
-    The rule knows no operator. The outputs that read own pixels alone are one piece, what is left of the tile are up
-    to four borders, and for each `lower` makes the operator's kernels as for a tile of that size:
+    The node is split if `lower` read one window with a halo for it. The split depends on no operator. The outputs that
+    read only own pixels are one piece, and the rest of the tile is up to four borders. `lower` makes the operator's
+    kernels for each piece as for a tile of that size:
 
         exchange begins | interior | exchange ends | borders, joined with the interior | the rest of the segment
 
-    What needs sums besides, or several windows, stays as it was; so does what some rank has no interior of, and of
-    fused layers the halo that readers of different windows share. Nodes that read in the same way share strips.
+    A node stays whole if it also needs sums or several windows, if some rank has no interior, or if it is one of
+    several readers of a fused halo with different windows. Nodes that read in the same way share strips.
     """
     borrowed, value = b.single_halo_read, b.values.get(node.name)
     if borrowed is None or value is None or value.axes is None or node.spec is None:
         return
     source, rules, outputs = Ref(borrowed.read.value), borrowed.rules, b.get_output_tiles(value.size_px)
     wanted = {rank: compute_window(tile, *rules) for rank, tile in outputs.items()}
+    # The decision depends on the tiles of all ranks, so that all of them take it alike. `borrowed.wanted` differs from
+    # the node's own windows if it serves other readers of a fused halo.
     inner = _find_interiors(b, source, borrowed, outputs)
     if tuple(wanted.values()) != borrowed.wanted or not all(inner.values()):
         return
     b.undo_node()
     key = (source, *rules, tuple(outputs.items()), borrowed.fill)
-    first = key not in b.strips
+    first = key not in b.strips  # `undo_node` keeps the strips: a second reader of the same window posts no exchange
     borders = _compute_borders(inner[b.rank], outputs[b.rank]) if b.rank in inner else ()
     if first:
         b.strips[key] = _start_exchange(b, source, wanted, borrowed, borders)
     if not borders:
-        with b.restrict_node(source):  # all that this rank reads is its own
+        with b.restrict_node(source):  # this rank reads own pixels only, but its exchange still sends to the others
             lower(b, node)
         return
     begun = _lower_interior(
@@ -63,7 +66,7 @@ def split_interior(b: Builder, node: Node, lower: Lower) -> None:
 
 
 def _find_interiors(b: Builder, source: Ref, borrowed: HaloRead, outputs: Mapping[int, Tile]) -> dict[int, Tile]:
-    """Of each rank that borrows, the outputs that read its own pixels alone."""
+    """Return, for each rank with a halo, the outputs that read only the rank's own pixels."""
     value, found = b.get_value(source), {}
     for rank, own in b.get_tiles(value.size_px).items():
         if not (compute_window(outputs[rank], *borrowed.rules) & Tile.whole(*value.size_px)).is_inside(own):
@@ -73,11 +76,18 @@ def _find_interiors(b: Builder, source: Ref, borrowed: HaloRead, outputs: Mappin
 
 
 def _compute_borders(inner: Tile, out: Tile) -> tuple[Tile, ...]:
-    """What is left of `out`: above and below with the corners, left and right of `inner`.
+    """Return the rest of `out`: the rows above and below with the corners, then left and right of `inner`.
 
     >>> [tile.shape for tile in _compute_borders(Tile(Span(1, 4), Span(0, 3)), Tile(Span(0, 4), Span(0, 4)))]
     [(1, 4), (3, 1)]
     """
+    #   +----------------------+
+    #   |        above         |
+    #   +------+-------+-------+
+    #   | left | inner | right |
+    #   +------+-------+-------+
+    #   |        below         |
+    #   +----------------------+
     found = (
         Tile(Span(out.rows.start, inner.rows.start), out.cols),
         Tile(Span(inner.rows.stop, out.rows.stop), out.cols),
@@ -90,10 +100,11 @@ def _compute_borders(inner: Tile, out: Tile) -> tuple[Tile, ...]:
 def _start_exchange(
     b: Builder, source: Ref, wanted: Mapping[int, Tile], borrowed: HaloRead, borders: Sequence[Tile]
 ) -> tuple[tuple[str, Tile], ...]:
-    """Post the exchange of whole windows, of which this rank makes the strips that its borders read."""
+    """Begin the exchange of whole windows, of which this rank builds only the strips that its borders read."""
     target = b.exchange(b.crop_to_own(source), wanted, borrowed.fill)
     if not borders:
         return ()
+    # The window itself is never built: its exchange becomes the first half of one that fills the strips.
     exchange = b.instructions.pop()
     del b.values[target.name]
     strips = tuple(
@@ -104,7 +115,7 @@ def _start_exchange(
 
 
 def _lower_interior(b: Builder, node: Node, lower: Lower, source: Ref, inner: Tile, out: Tile) -> Ref:
-    """The interior in memory for all outputs of the tile."""
+    """Lower the interior into memory for all outputs of the tile."""
     with b.restrict_node(source, node.name, inner):
         lower(b, node)
     axes = b.values[node.name].axes
@@ -151,7 +162,7 @@ def _narrow_to(whole: Tensor, axes: tuple[int, int], place: PixelRange) -> Tenso
 
 
 class _InteriorEmbedding(torch.autograd.Function):
-    """(N, C, h, w) interior -> (N, C, h', w') with the interior at its place, and zeros around it."""
+    """(N, C, h, w) interior -> (N, C, h', w') with the interior in its place and zeros around it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, size: Sequence[int], place: PixelRange, axes: tuple[int, int]) -> Tensor:
@@ -159,7 +170,7 @@ class _InteriorEmbedding(torch.autograd.Function):
         shape = list(x.shape)
         shape[axes[0]], shape[axes[1]] = size
         whole = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=choose_memory_format(len(shape)))
-        for axis, (start, stop) in zip(axes, place, strict=True):  # only for who looks: borders are written over
+        for axis, (start, stop) in zip(axes, place, strict=True):  # for inspection only: borders overwrite the zeros
             whole.narrow(axis, 0, start).zero_()
             whole.narrow(axis, stop, shape[axis] - stop).zero_()
         _narrow_to(whole, *ctx.where).copy_(x)
@@ -171,14 +182,15 @@ class _InteriorEmbedding(torch.autograd.Function):
 
 
 class _BorderInsertion(torch.autograd.Function):
-    """The borders put around an interior that was begun, in its memory."""
+    """Inserts the borders around an interior, in the interior's memory."""
 
     @staticmethod
     def forward(
         ctx: Any, begun: Tensor, places: Sequence[PixelRange], axes: tuple[int, int], *borders: Tensor
     ) -> Tensor:
         ctx.axes, ctx.places = axes, places
-        # `data` counts its changes apart: nobody has read what was around the interior. Compilers follow values alone.
+        # `data` has a version counter of its own, so autograd does not notice the write. That is safe: no operator has
+        # read the area around the interior. Compilers track values only, hence the clone.
         whole = begun.clone() if torch.compiler.is_compiling() else begun.data
         for place, border in zip(places, borders, strict=True):
             _narrow_to(whole, axes, place).copy_(border)

@@ -1,4 +1,4 @@
-"""Local kernels that ATen does not have: what a rank computes on its own tile between two communications."""
+"""Local kernels that ATen does not have: the computation of a rank on its own tile between two communications."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _KERNELS: dict[str, Kernel] = {}
 
 
 def register_kernel(name: str) -> Callable[[Kernel], Kernel]:
-    """Give a function a name by which entries of the operator table can have ranks call it.
+    """Register a function as the kernel `name`, for use by entries of the operator table.
 
-    Its tensors are what a rank holds; its gradient is autograd's. Under the name of a custom operator
-    (`mine.blur.default`) ranks call it in place of that, and need not know the operator.
+    Its tensor arguments are local to the rank; its gradient is autograd's. Under the name of a custom operator
+    (`mine.blur.default`), ranks call the kernel in place of that operator, which they need not have registered.
 
     >>> @register_kernel("tile.twice")
     ... def twice(x):
@@ -49,7 +49,7 @@ def register_kernel(name: str) -> Callable[[Kernel], Kernel]:
 
 
 def get_kernel(name: str) -> Callable[..., Any]:
-    """The function behind a kernel's name: `aten.relu.default`, `tile.sum_pixels`, ...
+    """Return the function of a kernel by name: `aten.relu.default`, `tile.sum_pixels`, ...
 
     >>> get_kernel("aten.relu.default")(torch.tensor([-1.0, 2.0]))
     tensor([0., 2.])
@@ -61,17 +61,17 @@ def get_kernel(name: str) -> Callable[..., Any]:
 
 
 def has_kernel(name: str) -> bool:
-    """Whether a name is one of ours rather than ATen's."""
+    """Return whether a name is that of a registered kernel rather than of an operator."""
     return name in _KERNELS
 
 
 def get_kernels() -> dict[str, Kernel]:
-    """All of ours by name."""
+    """Return all registered kernels by name."""
     return dict(_KERNELS)
 
 
 def get_operator(name: str) -> Any:
-    """`aten.relu.default` -> the ATen operator."""
+    """Return the operator of a name such as `aten.relu.default`."""
     namespace, packet, overload = name.split(".")
     return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
 
@@ -81,21 +81,21 @@ def _view_per_channel(vector: Tensor, x: Tensor) -> Tensor:
 
 
 def get_sum_type(x: Tensor) -> torch.dtype:
-    """What sums and statistics of `x` are computed in: float32 for half precision, else its own type."""
+    """Return the type for sums and statistics of `x`: float32 for half precision, otherwise its own floating type."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 class _TileMoments(torch.autograd.Function):
     """(N, C, ...) -> (slots, 2, C): mean and summed squared deviation of each channel, in slot `slot`.
 
-    The other slots are zero, so that a sum over ranks gathers all tiles' moments without rounding.
-    Held in float64, from the fused kernel's mean and variance. Deviations from the tile's own mean lose
-    nothing to cancellation.
+    The other slots are zero, so that an all-reduce gathers the moments of all tiles without rounding. The moments are
+    float64, converted from the fused kernel's mean and variance. Deviations are from the tile's own mean, so that
+    nothing is lost to cancellation.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, slot: int, slots: int) -> Tensor:
-        untouched = x.new_zeros(x.shape[1], dtype=get_sum_type(x))  # it says in what type
+        untouched = x.new_zeros(x.shape[1], dtype=get_sum_type(x))  # sets the type of the statistics
         mean, variance = torch.batch_norm_update_stats(x, untouched, untouched, 0.0)
         ctx.save_for_backward(x, mean)
         ctx.slot, ctx.count = slot, x.numel() // x.shape[1]
@@ -109,41 +109,43 @@ class _TileMoments(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, mean = ctx.saved_tensors
         offset, slope = (grad[ctx.slot] * _compute_scales(ctx.count, grad.device)).to(mean.dtype).unbind()
-        # The operator itself: `functional.batch_norm` of torch 2.11 refuses eps = 0.
+        # grad[0] / count + 2 * grad[1] * (x - mean), as one fused call: (x - mean) * slope + offset. It calls the
+        # operator itself, since `functional.batch_norm` of torch 2.11 refuses eps = 0.
         scaled = torch.batch_norm(x, slope, offset, mean, torch.ones_like(mean), False, 0.0, 0.0, False)
         return scaled, None, None
 
 
 def _make_column(numbers: Iterable[float], device: torch.device) -> Tensor:
-    """(numbers, 1) in float64, for whoever comes later, too."""
+    """Return (numbers, 1) in float64, as a normal tensor: cached results may be used outside inference mode later."""
     with torch.inference_mode(False):
         return torch.tensor([*numbers], dtype=torch.float64, device=device)[:, None]
 
 
-# Made once: a GPU is waited for each time that numbers are handed to it.
+# Cached: each copy of numbers from the host to a GPU blocks.
 @lru_cache(maxsize=1 << 10)
 def _compute_fractions(counts: tuple[int, ...], device: torch.device) -> Tensor:
-    """(slots, 1): the part of all values that each tile has."""
+    """Return (slots, 1): the fraction of all values that each tile holds."""
     whole = sum(counts)
     return _make_column((count / whole for count in counts), device)
 
 
 @lru_cache(maxsize=1 << 10)
 def _compute_scales(count: int, device: torch.device) -> Tensor:
-    """(2, 1): by what the gradients of a mean over `count` values, and of a sum of squares, reach each of them."""
+    """Return (2, 1): factors for the gradients of a mean over `count` values and of a sum of squares."""
     return _make_column((1 / count, 2.0), device)
 
 
 def compute_batch_statistics(moments: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Mean and (biased) variance of each channel from all tiles' (slots, 2, C) moments over `counts` values.
+    """Return mean and (biased) variance of each channel from the (slots, 2, C) moments of all tiles.
 
-    Chan, Golub and LeVeque, 1983 (The American Statistician 37), equation 2.1.
+    `counts` are the numbers of values on the tiles. Chan, Golub and LeVeque, 1983 (The American Statistician 37),
+    equation 2.1.
     """
     return _compute_statistics(moments, _compute_fractions(tuple(counts), moments.device), sum(counts))[:2]
 
 
 def _compute_statistics(moments: Tensor, parts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean and variance, and (slots, C) how far the tiles' means are from the mean of all."""
+    """Return mean, variance and (slots, C) deviations of the tiles' means from the overall mean."""
     means, squares = moments.unbind(1)
     mean = (means * parts).sum(0)
     apart = means - mean
@@ -151,10 +153,10 @@ def _compute_statistics(moments: Tensor, parts: Tensor, count: int) -> tuple[Ten
 
 
 class _Normalise(torch.autograd.Function):
-    """(N, C, ...) normalised by the (slots, 2, C) moments of all tiles together.
+    """Normalises (N, C, ...) by the (slots, 2, C) moments of all tiles.
 
-    Ioffe and Szegedy, 2015 (arXiv:1502.03167), section 3. The gradient of mean and variance is returned as
-    that of the moments, so that summing it over the ranks is its whole communication.
+    Ioffe and Szegedy, 2015 (arXiv:1502.03167), section 3. Backward returns the gradient of mean and variance as that of
+    the moments, so that its sum over the ranks is the only communication.
     """
 
     @staticmethod
@@ -180,13 +182,17 @@ class _Normalise(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, low_mean, low_variance, variance, apart, weight = ctx.saved_tensors
         gain = torch.ones_like(low_mean) if weight is None else weight
-        unsaved = low_mean.new_empty(0)  # CUDA's kernels for channels_last want tensors here, empty ones as ATen's own
+        unsaved = low_mean.new_empty(0)  # CUDA's channels_last kernels require tensors here, empty ones as ATen's own
         grad_x, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
             grad, x, gain, low_mean, low_variance, unsaved, unsaved, False, ctx.eps, [True, True, True]
         )
+        # With s = spread, grad_weight = sum(grad * (x - mean) * s) and grad_bias = sum(grad) over this tile:
+        #     dL/dmean = -gain * s * grad_bias              dL/dvariance = -gain * s^2 * grad_weight / 2
+        # variance = sum(squares) / count + sum(parts * apart^2), which is stationary in the overall mean. Hence
+        #     dL/dmeans = parts * (dL/dmean + 2 * apart * dL/dvariance)      dL/dsquares = dL/dvariance / count
         spread = (variance + ctx.eps).rsqrt_()
-        slope = (spread * gain).neg_()  # of the result by the mean of all
-        to_squares = (slope * spread).mul_(grad_weight)  # twice the gradient of one of them, times the count
+        slope = (spread * gain).neg_()  # dy/dmean
+        to_squares = (slope * spread).mul_(grad_weight)  # 2 * dL/dvariance
         to_means = torch.addcmul(slope * grad_bias, to_squares, apart).mul_(ctx.parts)
         to_moments = torch.stack([to_means, (to_squares * (0.5 / ctx.count)).expand_as(to_means)], dim=1)
         pairs = zip(ctx.types, (grad_weight, grad_bias), strict=True)
@@ -195,10 +201,10 @@ class _Normalise(torch.autograd.Function):
 
 
 def _normalise_whole_batch(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """The plain kernel on all there is, and the (1, 2, C) moments that it has found."""
+    """Return the plain kernel's result on the whole batch, and the (1, 2, C) moments that it computes."""
     mean, variance = torch.zeros(2, x.shape[1], dtype=get_sum_type(x), device=x.device)
     result = functional.batch_norm(x, mean, variance, weight, bias, training=True, momentum=1.0, eps=eps)
-    squares = variance.double() * (x.numel() // x.shape[1] - 1)  # it keeps the unbiased variance
+    squares = variance.double() * (x.numel() // x.shape[1] - 1)  # the kernel stores the unbiased variance
     return result, torch.stack([mean.double(), squares])[None]
 
 
@@ -214,20 +220,20 @@ def _pool_average(
     rows: tuple[int, ...],
     cols: tuple[int, ...],
 ) -> Tensor:
-    """Sums over each window, divided by how many pixels count there: rows[i] * cols[j]."""
+    """Return the sum over each window divided by the number of pixels that count there: rows[i] * cols[j]."""
     sums = functional.avg_pool2d(x, size, stride, padding, divisor_override=1)
     return sums / (x.new_tensor(rows)[:, None] * x.new_tensor(cols))
 
 
 def _pad(x: Tensor, margins: Sequence[int], fill: float, axes: tuple[int, int] = (-2, -1)) -> Tensor:
-    """`F.pad` by constants, where `axes` are those of rows and columns; also where nothing of x is left.
+    """Pad rows and columns, which lie along `axes`, by a constant, as `F.pad` does; nothing of `x` need remain.
 
-    What is cut out is a copy without gaps, and so is its gradient: batch norms took 2 to 4 times as long on views.
+    A crop is a copy without gaps, and so is its gradient: batch norms took 2 to 4 times as long on views.
     """
     left, right, above, below = margins
-    around = [0] * (2 * x.dim())  # the last axis first
+    around = [0] * (2 * x.dim())  # `F.pad` takes the last axis first
     for axis, (before, behind) in zip(axes, ((above, below), (left, right)), strict=True):
-        if x.shape[axis] + min(before, 0) + min(behind, 0) <= 0:  # all that is wanted lies outside
+        if x.shape[axis] + min(before, 0) + min(behind, 0) <= 0:  # no pixel of x remains: all are fill
             before, behind = x.shape[axis] + before + behind, 0
             x = x.narrow(axis, 0, 0)
         place = 2 * (x.dim() - 1 - axis % x.dim())
@@ -236,7 +242,7 @@ def _pad(x: Tensor, margins: Sequence[int], fill: float, axes: tuple[int, int] =
 
 
 def _pool_adaptive_average(x: Tensor, rows: tuple[tuple[int, int], ...], cols: tuple[tuple[int, int], ...]) -> Tensor:
-    """The mean of each cell; cells are (start, stop) ranges of the window."""
+    """Return the mean of each cell; cells are (start, stop) ranges of the window."""
     return torch.stack(
         [torch.stack([x[..., r0:r1, c0:c1].mean((-2, -1)) for c0, c1 in cols], -1) for r0, r1 in rows], -2
     )
@@ -246,14 +252,14 @@ def _convolve_transposed(
     x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], dilation: list[int], groups: int,
     margins: tuple[int, int, int, int],
 ) -> Tensor:  # fmt: skip
-    """A transposed convolution of a window, cut (or filled up) by `margins` to the tile of outputs."""
+    """Apply a transposed convolution to a window, and crop (or pad) the result by `margins` to the tile of outputs."""
     full = functional.conv_transpose2d(x, weight, None, stride, 0, 0, groups, dilation)
     cut = _pad(full, margins, 0.0)
     return cut if bias is None else cut + _view_per_channel(bias, cut)
 
 
 def _cut(x: Tensor, axes: tuple[int, ...], spans: tuple[tuple[int, int], ...]) -> Tensor:
-    """The pixels (start, stop) along each axis of a whole value."""
+    """Return the pixels (start, stop) along each axis of a whole value."""
     for axis, (start, stop) in zip(axes, spans, strict=True):
         x = x.narrow(axis, start, stop - start)
     return x

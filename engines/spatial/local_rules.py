@@ -1,4 +1,4 @@
-"""A node's own operator, run on what a rank holds."""
+"""Rules that run a node's own operator on the local values of a rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engines.spatial.unsupported import check_deterministic
 
 __all__ = ["apply_locally", "is_pointwise", "lower_pointwise", "split_arguments"]
 
-# One value in, one value out at the same pixel, though ATen does not tag them so.
+# Pointwise operators that ATen does not tag as such.
 _POINTWISE = {
     f"aten.{name}"
     for name in (
@@ -23,7 +23,7 @@ _POINTWISE = {
         "to.device", "to.dtype", "to.dtype_layout", "to.other", "_to_copy.default", "type_as.default",
         "lift_fresh_copy.default",
         "zeros_like.default", "ones_like.default", "full_like.default", "empty_like.default",
-        "leaky_relu.default",  # torch 2.11 has no such tag on it
+        "leaky_relu.default",  # not tagged in torch 2.11
         "log_sigmoid.default", "hardswish.default", "special_expit.default", "special_erf.default",
         "masked_fill.Tensor", "where.Scalar", "where.ScalarSelf", "where.ScalarOther", "isclose.default",
         "divide.Tensor", "divide.Scalar", "multiply.Tensor", "multiply.Scalar", "subtract.Tensor", "subtract.Scalar",
@@ -34,15 +34,15 @@ _POINTWISE = {
 }  # fmt: skip
 
 
-# Tensors lie with their channels last here, where a view may have to be a copy.
+# Tensors are stored with channels last here, so a view may have to be a copy.
 _ANY_LAYOUT = {"aten.view.default": "aten.reshape.default"}
 
 
 def apply_locally(b: Builder, node: Node, axes: tuple[int, int] | None, **changes: Any) -> Ref:
-    """Run the node's own operator on local values, some arguments replaced.
+    """Run the node's own operator on local values, with some arguments replaced by `changes`.
 
-    A tiled result is computed from the pixels beneath it, any other from the pixels that the rank owns; what is
-    given in `changes` is taken as it is.
+    A tiled result is computed from the pixels under it, any other from the pixels that the rank owns. Values in
+    `changes` are passed as they are.
     """
     pick = b.align_to_output if axes else b.crop_to_own
     changes = {name: map_refs(pick, value) for name, value in node.arguments.items() if name not in changes} | changes
@@ -54,7 +54,7 @@ def apply_locally(b: Builder, node: Node, axes: tuple[int, int] | None, **change
 
 
 def _make_partial_spec(b: Builder, node: Node, axes: tuple[int, int] | None) -> TensorSpec:
-    """Of several outputs no more is known than the type, and the rows and columns of what is tiled."""
+    """Return a spec for several outputs: only the type, and the rows and columns of tiled values, are known."""
     tiled = [b.values[name] for name in node.reads if b.is_tiled(Ref(name))]
     if not (tiled and axes):
         return TensorSpec((), "float32")
@@ -64,7 +64,7 @@ def _make_partial_spec(b: Builder, node: Node, axes: tuple[int, int] | None) -> 
 
 
 def split_arguments(node: Node, changes: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """A node's arguments as the operator takes them. The device of whatever it makes is the rank's."""
+    """Return the node's arguments as its operator takes them. A device becomes the rank's device."""
     arguments = {**node.arguments, **changes}
     if arguments.get("device") is not None:
         arguments["device"] = DEVICE
@@ -78,12 +78,12 @@ def split_arguments(node: Node, changes: dict[str, Any]) -> tuple[list[Any], dic
 
 
 def is_pointwise(name: str) -> bool:
-    """Whether each output pixel depends on the same pixel of the inputs only."""
+    """Return whether each output pixel depends only on the same pixel of the inputs."""
     return name in _POINTWISE or (not has_kernel(name) and torch.Tag.pointwise in get_operator(name).tags)
 
 
 def lower_pointwise(b: Builder, node: Node) -> None:
-    """One generic rule: every tiled argument has the output's pixels, every other argument has none or all of them."""
+    """Lower a pointwise node: tiled arguments have the output's pixels, all others have none or all of them."""
     check_deterministic(b, node)
     changes = align_arguments(b, node)
     apply_locally(b, node, next(b.get_value(Ref(name)).axes for name in node.reads if b.is_tiled(Ref(name))), **changes)

@@ -1,4 +1,4 @@
-"""Moves: who sends which rectangle to whom. Halos, gathers, scatters and repartitions are all this."""
+"""Moves: rectangles that one rank sends to another. Halos, gathers, scatters and repartitions all consist of moves."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Move", "compute_moves"]
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """The pixels of `tile` travel from rank `source` to rank `target`."""
+    """A transfer of the pixels of `tile` from rank `source` to rank `target`."""
 
     source: int
     target: int
@@ -20,9 +20,9 @@ class Move:
 
 
 def compute_moves(owned: Mapping[int, Tile], wanted: Mapping[int, Tile]) -> tuple[Move, ...]:
-    """Every transfer that fills each rank's `wanted` tile from what the ranks own, own pixels included.
+    """Return every transfer that fills each rank's `wanted` tile from the `owned` tiles, its own pixels included.
 
-    The owners' tiles do not overlap, so each wanted pixel inside the image arrives exactly once.
+    The owned tiles do not overlap, so each wanted pixel inside the image arrives exactly once.
 
     >>> from engines.spatial.tiles import Span
     >>> left, right = (Tile(Span(0, 4), cols) for cols in (Span(0, 4), Span(4, 8)))

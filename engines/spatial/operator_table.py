@@ -1,8 +1,8 @@
-"""The operator table: what each ATen operator needs so that tiles give exactly the whole image's result.
+"""The operator table: how each ATen operator gives exactly the whole image's result on tiles.
 
-An entry is called only where an argument is tiled. It says which window a tile of outputs reads, with which
-local kernel, and what is summed over ranks; everything else runs as it is. To add an operator, write a
-function like those in `engines/spatial/entries/` under `@register_rule("aten.name.overload")`: see `register_rule`.
+A rule is called only if an argument is tiled. It determines which window a tile of outputs reads, the local kernel, and
+the sums over ranks; all other operators run unchanged. To add an operator, write a function like those in
+`engines/spatial/entries/` under `@register_rule("aten.name.overload")`: see `register_rule`.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _SHARED: set[str] = set()
 def register_rule(
     *operators: str, everywhere: bool = False, images: tuple[str, ...] = (), shared: bool = False
 ) -> Callable[[Rule], Rule]:
-    """Add a rule to the table: a function of a `Builder` and a `Node`, called where an argument is tiled.
+    """Register a rule: a function of a `Builder` and a `Node`, called if an argument of the operator is tiled.
 
-    `everywhere`: also where no argument is tiled. `images` names the only arguments that the rule takes tiled, and
-    only with rows and columns last. `shared`: also where ranks share the images of a micro-batch, and one result is
-    made of all of them. A cell of a notebook may add rules: the ranks of a `Training` made after
-    that get them, and the kernels of `register_kernel`, by value.
+    `everywhere`: the rule is also called if no argument is tiled. `images` names the only arguments that the rule
+    accepts tiled, and only with rows and columns as last axes. `shared`: the rule also handles images that ranks share,
+    and combines all of them into one result. A notebook cell may register rules: the ranks of a `Training` created
+    afterwards receive them, and the kernels of `register_kernel`, by value.
 
-    A custom operator that blurs over 3 x 3 pixels. Outputs read one pixel further than their tile, and what lies
-    outside the image is 0; the kernel gets the window, and makes the tile of outputs of it:
+    The example is a custom operator that blurs over 3 x 3 pixels. Outputs read one pixel beyond their tile, and pixels
+    outside the image are 0. The kernel computes the tile of outputs from the window:
 
     >>> from torch.nn.functional import avg_pool2d
     >>> from engines.spatial.kernels import register_kernel
@@ -67,7 +67,7 @@ def register_rule(
 
 
 def get_rules() -> dict[str, tuple[Rule, dict[str, Any]]]:
-    """The table: for each operator its rule, and the arguments of `register_rule`."""
+    """Return, for each operator, its rule and the arguments of `register_rule`."""
     return {
         name: (rule, {"everywhere": name in _EVERYWHERE, "images": _IMAGES[name], "shared": name in _SHARED})
         for name, rule in _TABLE.items()
@@ -75,10 +75,10 @@ def get_rules() -> dict[str, tuple[Rule, dict[str, Any]]]:
 
 
 def lower(b: Builder, node: Node) -> None:
-    """Append what one node of the graph is on this rank.
+    """Append the instructions of one graph node on this rank.
 
-    Raises TraceError where a tiled value meets an operator that has no rule, and PlanError where what an operator
-    leaves of a large image cannot be cut into tiles.
+    Raises TraceError if a tiled value meets an operator without a rule, and PlanError if an operator's result of a
+    large image cannot be cut into tiles.
     """
     b.begin_node(node)
     try:
@@ -87,25 +87,25 @@ def lower(b: Builder, node: Node) -> None:
             split_interior(b, node, _lower)
     except (NeedsGatherError, PlanError) as refusal:
         if b.in_turn and len(b.stage.ranks) > 1:
-            raise  # no tile ever has what all of them hold
+            raise  # tiles are computed one after another, so none can gather what the others hold
         b.undo_node()
         _lower_gathered(b, node, refusal)
     except TraceError:
         if len(b.stage.ranks) > 1:
             raise
         b.undo_node()
-        apply_locally(b, node, axes=None)  # one rank holds all of it, and needs no rule
+        apply_locally(b, node, axes=None)  # a single rank holds the whole value and needs no rule
 
 
 def _lower_gathered(b: Builder, node: Node, refusal: NeedsGatherError | PlanError) -> None:
-    """What no tile can do by itself, or leaves fewer rows or columns than there are tiles, every rank does wholly.
+    """Lower a node on gathered inputs, since no tile can compute it alone or it leaves too few rows or columns.
 
-    A result in the shape of an image that was read is tiled as that was, any other is held by every rank. Raises the
-    refusal, as a TraceError or PlanError, where that would take too many pixels.
+    A result in the shape of an image that the node reads is tiled like that image; every rank holds any other result.
+    Raises the refusal, as a TraceError or PlanError, if too many pixels would be gathered.
     """
     images = [b.get_value(Ref(name)) for name in node.reads if b.is_tiled(Ref(name))]
     alike = (image.axes for image in images if node.spec and image.spec.shape == node.spec.shape)
-    axes = getattr(refusal, "add_axes", None) or next(alike, None)
+    axes = getattr(refusal, "axes", None) or next(alike, None)
     try:
         whole = with_gathered_inputs(b, node)
     except NeedsGatherError:
@@ -135,7 +135,7 @@ def _lower(b: Builder, node: Node) -> None:
 
 
 def _check_images(b: Builder, node: Node) -> None:
-    """Raises TraceError where a rule for images would read something else."""
+    """Raise TraceError if the node reads a tiled value that its rule for images does not accept."""
     allowed = _IMAGES[node.operator]
     for name, argument in node.arguments.items() if allowed else ():
         for tiled in (Ref(read) for read in find_ref_names(argument) if b.is_tiled(Ref(read))):

@@ -1,8 +1,8 @@
-"""Random numbers by place: a function of the step, the draw and the whole-image position, whoever asks.
+"""Counter-based random numbers: a function of the step, the draw and the whole-image position, on any rank.
 
-So the mask of a dropout is the same however an image is cut, and a stage may compute it anew. The
-generator is SplitMix64 (Steele, Lea and Flood, 2014, "Fast splittable pseudorandom number generators", OOPSLA,
-figure 17), whose state after i steps is known without taking them: position i of a tensor gets the i-th number.
+The mask of a dropout is therefore the same for every tiling, and a stage may recompute it. The generator is SplitMix64
+(Steele, Lea and Flood, 2014, "Fast splittable pseudorandom number generators", OOPSLA, figure 17), whose state after i
+steps has a closed form: position i of a tensor gets the i-th number.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 AxisRanges = Sequence[tuple[int, int, int]]
-"""For each axis of a tensor: its whole size, and the start and stop of the part that is here."""
+"""For each axis of a tensor: its whole size, and the start and stop of the local part."""
 
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _WORD = 1 << 64
@@ -41,7 +41,7 @@ def _to_signed(word: int) -> int:
 
 
 def _mix(word: int) -> int:
-    """SplitMix64's finaliser, which is Stafford's 13th variant of MurmurHash3's.
+    """Apply SplitMix64's finaliser, which is Stafford's 13th variant of MurmurHash3's.
 
     >>> hex(_mix(0x9E3779B97F4A7C15))
     '0xe220a8397b1dcdaf'
@@ -52,17 +52,18 @@ def _mix(word: int) -> int:
 
 
 def compute_step_seed(seed: int, step: int) -> int:
-    """The seed of one training step."""
+    """Return the seed of one training step."""
     return _mix((_mix(seed % _WORD) + step * _GOLDEN) % _WORD)
 
 
 def _shift_right(word: Tensor, by: int) -> Tensor:
-    """Right by so many bits, zeros coming in: int64 keeps its sign."""
+    """Shift right by `by` bits and fill with zeros; `>>` on int64 would keep the sign."""
     return (word >> by).bitwise_and_((1 << (64 - by)) - 1)
 
 
 def sample_uniform(seed: int, draw: int, place: AxisRanges, device: torch.device) -> Tensor:
-    """Numbers of [0, 1) in float64, multiples of 2 ** -53."""
+    """Return numbers of [0, 1) in float64, multiples of 2 ** -53, for the positions in `place`."""
+    # The row-major index of each position in the whole tensor: a tile draws what the whole image draws there.
     index = torch.zeros((), dtype=torch.int64, device=device)
     for size, start, stop in place:
         index = index[..., None] * size + torch.arange(start, stop, device=device)
@@ -78,7 +79,7 @@ Law = Callable[[Draw, Mapping[str, Any]], Tensor]
 
 
 def _sample_normal(draw: Draw, a: Mapping[str, Any]) -> Tensor:
-    """Box and Muller, 1958 (Annals of Mathematical Statistics 29), equation 1."""
+    """Sample by Box and Muller, 1958 (Annals of Mathematical Statistics 29), equation 1."""
     radius = draw().neg_().log1p_().mul_(-2).sqrt_()
     return radius * draw().mul_(2 * math.pi).cos_() * a.get("std", 1.0) + a.get("mean", 0.0)
 
@@ -110,7 +111,7 @@ _LAWS: dict[str, Law] = {
     "exponential": lambda draw, a: draw().neg_().log1p_().div_(-a.get("lambd", 1.0)),
 }
 SETTINGS = ("p", "from", "to", "mean", "std", "low", "high", "lambd")
-"""The arguments that a law reads; a tensor of probabilities is `p` too."""
+"""The arguments that a law reads; a tensor of probabilities is also passed as `p`."""
 
 _DROPOUTS = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
 
@@ -123,18 +124,18 @@ draws = tuple(
         "rrelu.default",
     )
 )  # fmt: skip
-"""The operators that draw by place."""
+"""The operators that draw by position."""
 
 
 @register_kernel("tile.draw")
 def sample_at(
     seed: int, number: int, place: AxisRanges, device: torch.device, name: str, dtype: torch.dtype, **arguments: Any
 ) -> Tensor:
-    """The part at `place` of what the operator `name` draws."""
+    """Return the part at `place` of what the operator `name` draws."""
     streams = iter((2 * number, 2 * number + 1))
     made = _LAWS[name](lambda: sample_uniform(seed, next(streams), place, device), arguments)
     if dtype.is_floating_point and torch.finfo(dtype).bits < 64 and name in ("rand", "rand_like", "uniform"):
-        return made.sub_(made.remainder(torch.finfo(dtype).eps)).to(dtype)  # 1 is never drawn
+        return made.sub_(made.remainder(torch.finfo(dtype).eps)).to(dtype)  # rounded down, so that 1 is never drawn
     return made.to(dtype)
 
 
@@ -142,7 +143,7 @@ def sample_at(
 def dropout(
     x: Tensor, seed: int, number: int, place: AxisRanges, device: torch.device, p: float, alpha: bool
 ) -> Tensor:
-    """`x` times a mask that is 0 with probability `p`, as ATen computes it."""
+    """Multiply `x` by a mask that is 0 with probability `p`, as ATen does."""
     noise = (sample_uniform(seed, 2 * number, place, device) < 1 - p).to(x.dtype)
     if not alpha:
         return x * noise.div_(1 - p)
@@ -156,7 +157,7 @@ def dropout(
 def rrelu(
     x: Tensor, seed: int, number: int, place: AxisRanges, device: torch.device, lower: float, upper: float
 ) -> Tensor:
-    """`x`, and of what is not positive a share drawn between the two (Xu et al., 2015, arXiv:1505.00853)."""
+    """Multiply non-positive values by slopes drawn between the two bounds (Xu et al., 2015, arXiv:1505.00853)."""
     return x * _compute_slopes(x, sample_uniform(seed, 2 * number, place, device), lower, upper)
 
 
@@ -174,19 +175,19 @@ def _is_random(node: Node) -> bool:
 
 
 def find_sample_number(graph: ModelGraph, node: Node) -> int | None:
-    """How many draws come before this one in the model; None where nothing is drawn."""
+    """Return the number of draws before this node in the model; None if the node draws nothing."""
     if not _is_random(node):
         return None
     return [other.name for other in graph.nodes if _is_random(other)].index(node.name)
 
 
 def has_random_ops(graph: ModelGraph) -> bool:
-    """Whether a model draws random numbers by place."""
+    """Return whether a model draws random numbers by position."""
     return any(_is_random(node) for node in graph.nodes)
 
 
 class CounterRNGMode(TorchDispatchMode):
-    """Inside, a plain model in one process draws what its tiles draw, so that it can be their oracle."""
+    """Within the mode, a plain model in one process draws what its tiles draw, so that it can be their oracle."""
 
     def __init__(self, seed: int, step: int = 1) -> None:
         super().__init__()
@@ -203,7 +204,7 @@ class CounterRNGMode(TorchDispatchMode):
         if law not in _LAWS:
             return made
         schema = func._schema.arguments
-        arguments = {s.name: s.default_value for s in schema}  # ATen leaves out what is the default
+        arguments = {s.name: s.default_value for s in schema}  # ATen omits default arguments
         arguments |= {s.name: value for s, value in zip(schema, args, strict=False)} | (kwargs or {})
         given = {name: arguments[name] for name in SETTINGS if arguments.get(name) is not None}
         if func._schema.name == "aten::bernoulli" and "p" not in given:
@@ -214,7 +215,7 @@ class CounterRNGMode(TorchDispatchMode):
         return made.copy_(drawn) if name.endswith("_") else drawn
 
     def _run_rrelu(self, in_place: bool, x: Tensor, noise: Tensor, lower: float, upper: float) -> Tensor:
-        """ATen keeps the slopes in `noise` for backward."""
+        """Run rrelu, keeping the slopes in `noise` for backward as ATen does."""
         place = [(size, 0, size) for size in x.shape]
         noise.copy_(_compute_slopes(x, sample_uniform(self.seed, 2 * self.number, place, x.device), lower, upper))
         self.number += 1

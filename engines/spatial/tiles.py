@@ -1,4 +1,4 @@
-"""Spans, tiles and grids: which pixels of an image a rank owns. Everything is in whole-image pixels."""
+"""Spans, tiles and grids: the pixels of an image that each rank owns, in whole-image pixels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Grid", "Span", "Tile"]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Pixels `start` to `stop` (half-open) along one axis. An empty span is false; `&` is overlap, `|` holds both."""
+    """Pixels `start` to `stop` (half-open) along one axis. An empty span is false; `&` intersects, `|` spans both."""
 
     start: int
     stop: int
@@ -33,7 +33,7 @@ class Span:
         return Span(start, max(start, min(self.stop, other.stop)))
 
     def __or__(self, other: Span) -> Span:
-        """The shortest span that holds both; an empty one has nothing to be held.
+        """Return the shortest span that contains both; an empty span is ignored.
 
         >>> Span(2, 4) | Span(6, 7)
         Span(start=2, stop=7)
@@ -43,9 +43,9 @@ class Span:
         return Span(min(self.start, other.start), max(self.stop, other.stop))
 
     def to_slice(self, other: Span) -> slice:
-        """This span as a slice of an array that holds exactly the pixels of `other`.
+        """Return this span as a slice of an array that holds exactly the pixels of `other`.
 
-        >>> Span(4, 6).to_slices(Span(3, 9))
+        >>> Span(4, 6).to_slice(Span(3, 9))
         slice(1, 3, None)
         """
         return slice(self.start - other.start, self.stop - other.start)
@@ -53,9 +53,9 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A rectangle of whole-image pixels. An empty tile is false; `&` is overlap, `|` holds both.
+    """A rectangle of whole-image pixels. An empty tile is false; `&` intersects, `|` spans both.
 
-    `images` are those of the micro-batch that it is of, None for all.
+    `images` are the images of the micro-batch that the tile covers, None for all.
     """
 
     rows: Span
@@ -64,7 +64,7 @@ class Tile:
 
     @classmethod
     def whole(cls, height_px: int, width_px: int) -> Tile:
-        """The whole image."""
+        """Return the tile of the whole image."""
         return cls(Span(0, height_px), Span(0, width_px))
 
     def __bool__(self) -> bool:
@@ -74,7 +74,7 @@ class Tile:
         return Tile(self.rows & other.rows, self.cols & other.cols, _intersect(self.images, other.images))
 
     def __or__(self, other: Tile) -> Tile:
-        """The smallest tile that holds both."""
+        """Return the smallest tile that contains both."""
         if not (self and other):
             return self if self else other
         return Tile(self.rows | other.rows, self.cols | other.cols)
@@ -90,11 +90,11 @@ class Tile:
         return len(self.rows) * len(self.cols)
 
     def is_inside(self, other: Tile) -> bool:
-        """Whether `other` holds all of it."""
+        """Return whether `other` contains this tile."""
         return not self or self & other == self
 
     def to_slices(self, other: Tile) -> tuple[slice, slice]:
-        """This tile as (row, column) slices of an array that holds exactly the pixels of `other`."""
+        """Return this tile as (row, column) slices of an array that holds exactly the pixels of `other`."""
         return self.rows.to_slice(other.rows), self.cols.to_slice(other.cols)
 
 
@@ -106,7 +106,7 @@ def _intersect(one: Span | None, other: Span | None) -> Span | None:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """`rows` x `cols` tiles, numbered row by row. Sizes that do not divide differ by at most one pixel.
+    """A grid of `rows` x `cols` tiles, numbered row by row. Their sizes differ by at most one pixel.
 
     >>> [len(span) for span in Grid(1, 3).split_axis(10, 3)]
     [3, 3, 4]
@@ -128,15 +128,15 @@ class Grid:
 
     @staticmethod
     def split_axis(size_px: int, parts: int) -> tuple[Span, ...]:
-        """`size_px` pixels cut at the same fractions whatever the size, so that layers of all sizes line up."""
+        """Cut `size_px` pixels at the same fractions for every size, so that the tiles of all layers line up."""
         cuts = [size_px * part // parts for part in range(parts + 1)]
         return tuple(Span(start, stop) for start, stop in itertools.pairwise(cuts))
 
     @lru_cache(maxsize=4096)  # noqa: B019  (grids are small values, and layers of one size ask again and again)
     def cut(self, height_px: int, width_px: int) -> tuple[Tile, ...]:
-        """The tiles of an image, in order.
+        """Return the tiles of an image, in order.
 
-        Raises PlanError where a tile would be empty.
+        Raises PlanError if a tile would be empty.
 
         >>> Grid(1, 2).cut(4, 5)[1].cols
         Span(start=2, stop=5)
@@ -146,7 +146,7 @@ class Grid:
         return tuple(Tile(rows[row], cols[col]) for row, col in self)
 
     def get_tile(self, number: int, height_px: int, width_px: int) -> Tile:
-        """One of them, without looking at the others.
+        """Return one of the tiles without computing the others.
 
         >>> Grid(1, 2).get_tile(1, 4, 5) == Grid(1, 2).cut(4, 5)[1]
         True

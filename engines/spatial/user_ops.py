@@ -1,4 +1,4 @@
-"""What a user has added to the operator table, on its way to the ranks."""
+"""Users' additions to the operator table, in a form that is sent to the ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["UserOps", "is_user_defined"]
 
 
 def is_user_defined(function: Callable[..., Any]) -> bool:
-    """Whether a function is a user's, and not of this package. A class method is whose its class is."""
+    """Return whether a function is a user's, not this package's or torch's; a class method is judged by its class."""
     owner = getattr(function, "__self__", None)
     home = getattr(owner if isinstance(owner, type) else function, "__module__", None) or "__main__"
     return home != "builtins" and not home.startswith(("engines.", "torch."))
@@ -21,21 +21,21 @@ def is_user_defined(function: Callable[..., Any]) -> bool:
 
 @dataclass(frozen=True)
 class UserOps:
-    """What a user has added to the table and to the kernels, to be carried to the ranks by value."""
+    """Users' rules and kernels, sent to the ranks by value."""
 
     rules: tuple[tuple[str, Rule, dict[str, Any]], ...] = ()
     kernels: tuple[tuple[str, Kernel], ...] = ()
 
     @classmethod
     def snapshot(cls) -> UserOps:
-        """All so far."""
+        """Return all that are registered so far."""
         return cls(
             tuple((name, *what) for name, what in get_rules().items() if is_user_defined(what[0])),
             tuple((name, function) for name, function in get_kernels().items() if is_user_defined(function)),
         )
 
     def register(self) -> None:
-        """Make them this process's own."""
+        """Register the rules and kernels in this process."""
         for name, rule, how in self.rules:
             register_rule(name, **how)(rule)
         for name, function in self.kernels:

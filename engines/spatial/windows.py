@@ -1,4 +1,4 @@
-"""Windows: which input pixels some output pixels read, computed from the outputs backwards."""
+"""Windows: the input pixels that given output pixels read, computed backwards from the outputs."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ __all__ = [
 ]
 
 SpanRule = Callable[[Span], Span]
-"""Output pixels along one axis -> the input pixels that they read, the image's outside included."""
+"""Maps output pixels along one axis to the input pixels that they read, including those outside the image."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlidingWindow:
-    """Convolution and pooling: output i reads `kernel` pixels, `dilation` apart, from i * stride - padding."""
+    """Window of a convolution or pool: output i reads `kernel` pixels, `dilation` apart, from i * stride - padding."""
 
     kernel: int
     stride: int = 1
@@ -35,7 +35,8 @@ class SlidingWindow:
     dilation: int = 1
 
     def __call__(self, out: Span) -> Span:
-        """
+        """Return the input pixels that the outputs `out` read.
+
         >>> SlidingWindow(kernel=3, padding=1)(Span(4, 8))
         Span(start=3, stop=9)
         """
@@ -46,7 +47,7 @@ class SlidingWindow:
 
 @dataclass(frozen=True, slots=True)
 class TransposedWindow:
-    """Transposed convolution: input i writes outputs i * stride - padding + dilation * (0 ... kernel - 1)."""
+    """Window of a transposed convolution: input i writes i * stride - padding + dilation * (0 ... kernel - 1)."""
 
     kernel: int
     stride: int = 1
@@ -54,19 +55,21 @@ class TransposedWindow:
     dilation: int = 1
 
     def __call__(self, out: Span) -> Span:
-        """
+        """Return the input pixels that write to the outputs `out`.
+
         >>> TransposedWindow(kernel=2, stride=2)(Span(2, 6))
         Span(start=1, stop=3)
         """
         reach = self.dilation * (self.kernel - 1)
+        # Rounded up: the first input whose last write reaches out.start.
         first = -((reach - out.start - self.padding) // self.stride)
         last = (out.stop - 1 + self.padding) // self.stride
-        return Span(min(first, last), last + 1)  # never empty: a kernel needs a pixel, and its writes are cut
+        return Span(min(first, last), last + 1)  # never empty: a kernel needs a pixel; surplus outputs are cropped
 
 
 @dataclass(frozen=True, slots=True)
 class Shift:
-    """Slicing and padding: output i reads input i + `by`."""
+    """Window of slicing and padding: output i reads input i + `by`."""
 
     by: int
 
@@ -76,14 +79,14 @@ class Shift:
 
 @dataclass(frozen=True, slots=True)
 class AssignmentWindow:
-    """Assignment of `count` inputs to outputs `step` apart from `start` on: output start + i * step reads input i."""
+    """Window of an assignment of `count` inputs, `step` outputs apart: output start + i * step reads input i."""
 
     start: int
     step: int
     count: int
 
     def __call__(self, out: Span) -> Span:
-        """Never empty: outputs to which nothing is assigned read the input that is nearest.
+        """Return a span that is never empty: outputs to which nothing is assigned read the nearest input.
 
         >>> (
         ...     AssignmentWindow(start=2, step=1, count=3)(Span(0, 4)),
@@ -98,7 +101,7 @@ class AssignmentWindow:
 
 @dataclass(frozen=True, slots=True)
 class MonotoneWindow:
-    """Anything monotonic: output i reads inputs `first(i)` to `last(i)`, both included."""
+    """Any monotonic window: output i reads inputs `first(i)` to `last(i)`, both included."""
 
     first: Callable[[int], int]
     last: Callable[[int], int]
@@ -109,12 +112,13 @@ class MonotoneWindow:
 
 @dataclass(frozen=True, slots=True)
 class TableWindow:
-    """Anything at all: output i reads the inputs `table[i]`, in any order."""
+    """Any window at all: output i reads the inputs `table[i]`, in any order."""
 
     table: tuple[tuple[int, ...], ...]
 
     def __call__(self, out: Span) -> Span:
-        """
+        """Return the shortest span of the inputs that the outputs `out` read.
+
         >>> TableWindow(((1,), (0,), (1, 2)))(Span(0, 2))
         Span(start=0, stop=2)
         """
@@ -124,7 +128,7 @@ class TableWindow:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The local tensor `name` holds the pixels `held`; the kernel is to read `wanted`, filled outside them."""
+    """A local tensor `name` with the pixels `held`; the kernel reads `wanted`, with `fill` for the pixels not held."""
 
     name: str
     held: Tile
@@ -133,7 +137,7 @@ class Window:
 
     @property
     def margins(self) -> tuple[int, int, int, int]:
-        """Pixels to add (or, negative, to drop) left, right, above and below, in the order of `F.pad`."""
+        """Pixels to add (or, if negative, to crop) left, right, above and below, in the order of `F.pad`."""
         held, wanted = self.held, self.wanted
         return (
             held.cols.start - wanted.cols.start,
@@ -144,19 +148,20 @@ class Window:
 
 
 def compute_window(out: Tile, rows: SpanRule, cols: SpanRule) -> Tile:
-    """The input rectangle that the outputs in `out` read; it may reach outside the image."""
+    """Return the input rectangle that the outputs in `out` read; it may extend beyond the image."""
     return Tile(rows(out.rows), cols(out.cols))
 
 
 def compute_interior(out: Span, rule: SpanRule, held: Span, image_px: int) -> Span:
-    """The outputs among `out` that read nothing of the image but what is `held`; empty where there are none.
+    """Return the outputs in `out` that read only `held` pixels of the image; an empty span if there are none.
 
-    What they read outside the image is the same on both sides, or nothing: a kernel's own padding can stand for it.
+    Outside the image they read equally many pixels on both sides, or none: a kernel's own padding can replace the fill.
 
     >>> compute_interior(Span(4, 8), SlidingWindow(kernel=3, padding=1), held=Span(4, 8), image_px=8)
     Span(start=5, stop=7)
     """
     image = Span(0, image_px)
+    # First allow reads beyond the image's edges. A kernel pads both sides alike, so unequal reads forbid them all.
     loose = _trim_ends(out, lambda span: _is_inside(rule(span) & image, held))
     if not loose or max(0, -rule(loose).start) == max(0, rule(loose).stop - image_px):
         return loose
@@ -168,7 +173,7 @@ def _is_inside(span: Span, other: Span) -> bool:
 
 
 def _trim_ends(out: Span, fits: Callable[[Span], bool]) -> Span:
-    """`out` without the outputs at its ends that do not fit; empty where others do not either."""
+    """Return `out` without the outputs at its ends that do not fit; empty if the rest does not fit either."""
     start, stop = out.start, out.stop
     while start < stop and not fits(Span(start, start + 1)):
         start += 1
@@ -178,10 +183,10 @@ def _trim_ends(out: Span, fits: Callable[[Span], bool]) -> Span:
 
 
 def compute_halo_widths(own: Span, reads: Span, image_px: int) -> tuple[int, int]:
-    """Pixels that a tile must borrow (before, after) itself along one axis.
+    """Return the halo widths (before, after) of a tile along one axis, in pixels.
 
-    `own` is what the tile holds and `reads` what its outputs need, both in image coordinates.
-    What lies beyond the image's edge is filled, not borrowed.
+    `own` is the span that the tile holds and `reads` the span that its outputs need, both in image coordinates. Pixels
+    beyond the image's edge are filled, not exchanged.
 
     >>> compute_halo_widths(own=Span(4, 8), reads=Span(3, 9), image_px=8)
     (1, 0)

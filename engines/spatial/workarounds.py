@@ -1,4 +1,4 @@
-"""Operators of ATen that end the process or take too long on some arguments, called so that they compute the same."""
+"""Equivalent calls of ATen operators that end the process or take too long on some arguments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 __all__ = ["MENDED"]
 
 _VECTOR = 8
-_SMALL, _FEW_PX = 20480, 128  # numbers of an input, of which PyTorch has the first, and pixels of each image
+_SMALL, _FEW_PX = 20480, 128  # elements of an input (also a limit of PyTorch), and pixels of each image
 
 
 def _conv2d(
@@ -23,10 +23,10 @@ def _conv2d(
     dilation: Sequence[int] = (1, 1),
     groups: int = 1,
 ) -> Tensor:
-    """Pixels that a 1x1 kernel of few channels leaves out are left out before; one of many channels is never slow.
+    """Run conv2d; a strided 1x1 kernel of few channels first drops skipped pixels, one of many channels avoids BLAS.
 
-    Of several images with channels last, the gradient of weights of few channels is written beyond its memory on
-    processors without AVX-512 (PyTorch 2.13, oneDNN): the heap is damaged, and the process aborts sooner or later.
+    For several images with channels last, oneDNN (PyTorch 2.13) writes the weight gradient of few channels out of
+    bounds on processors without AVX-512: the heap is damaged, and the process aborts sooner or later.
     """
     if weight.shape[2:] == (1, 1):
         few = weight.shape[1] < _VECTOR
@@ -38,10 +38,10 @@ def _conv2d(
 
 
 def _is_slow(x: Tensor) -> bool:
-    """Whether PyTorch leaves a 1x1 kernel without strides to BLAS, which took two to three times as long as oneDNN.
+    """Return whether PyTorch leaves an unstrided 1x1 kernel to BLAS, two to three times as slow as oneDNN.
 
-    It does where one thread is at work on fewer than 16 images, unless the kernel is dilated: that changes nothing for
-    one of a single pixel. Small values are no slower that way.
+    It does so if one thread works on fewer than 16 images, unless the kernel is dilated, which does not change a kernel
+    of a single pixel. Small inputs are no slower with BLAS.
     """
     return (
         (x.device.type, x.dtype) == ("cpu", torch.float32)
@@ -54,4 +54,4 @@ def _is_slow(x: Tensor) -> bool:
 
 
 MENDED: dict[str, Callable[..., Any]] = {"aten.conv2d.default": _conv2d}
-"""What is called in place of an operator, by its name."""
+"""The function to call in place of an operator, by the operator's name."""

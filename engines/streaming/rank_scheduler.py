@@ -1,7 +1,7 @@
-"""Ranks in one thread, in turn: who has to wait for another lets others run meanwhile.
+"""Cooperative scheduling of ranks in one thread: a rank that must wait for another lets others run.
 
-Each rank's work has a stack of its own (a greenlet), on which it stops inside a receive and later goes on. There is
-one thread, so that each kernel has all cores and no two ranks ever compute at once.
+The work of each rank has its own stack (a greenlet), which is suspended inside a receive and resumed later. With a
+single thread, each kernel has all cores and no two ranks compute at once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["RankScheduler"]
 
 
 class _SuspendingMailbox(Mailbox):
-    """Letters; a rank whose letter has not come stops there, until it is told to go on."""
+    """A mailbox that suspends a rank whose message has not arrived, until the scheduler resumes it."""
 
     def __init__(self, size: int) -> None:
         super().__init__(size)
@@ -38,7 +38,8 @@ class _SuspendingMailbox(Mailbox):
             self._check()
 
     def recover(self, rank: int) -> None:
-        """Throw away old letters once every rank is here."""
+        """Discard old messages once every rank is here."""
+        # A generation count: ranks that are resumed after the reset see that it has grown, and leave.
         here = self.recovered
         self.recovering += 1
         try:
@@ -53,26 +54,26 @@ class _SuspendingMailbox(Mailbox):
     def _suspend(self, rank: int, until: Callable[[], bool]) -> None:
         self.before_rest[rank]()
         self.waits_for[rank] = until
-        gradients = torch.is_grad_enabled()  # the thread's, and so everybody's
+        gradients = torch.is_grad_enabled()  # per thread, hence shared by all ranks
         try:
-            with measure_suspension(), _disable_current_modes():  # as those are that look at each operator
+            with measure_suspension(), _disable_current_modes():  # dispatch modes are per thread, too
                 greenlet.getcurrent().parent.switch()
         finally:
             torch.set_grad_enabled(gradients)
             del self.waits_for[rank]
 
     def can_run(self, rank: int) -> bool:
-        """Whether there is nothing that a rank has to wait for."""
+        """Return whether a rank has nothing to wait for."""
         return rank not in self.waits_for or self.waits_for[rank]()
 
     def count_unread(self, rank: int) -> int:
-        """How many letters lie here for a rank."""
+        """Return how many messages for a rank are in the mailbox."""
         with self.arrived:
             return sum(target == rank for (_, target, _), _ in self.letters)
 
 
 class RankScheduler:
-    """So many ranks in one thread; `worlds` are theirs."""
+    """Runs `size` ranks in one thread; `worlds` are their worlds."""
 
     def __init__(self, size: int) -> None:
         self._mail = _SuspendingMailbox(size)
@@ -84,17 +85,17 @@ class RankScheduler:
     def register(
         self, rank: int, before_rest: Callable[[], object], progress: Callable[[], Sequence[int]] | None = None
     ) -> None:
-        """What a rank does before others run, and how far it has come: what is larger is further.
+        """Set what a rank does before others run, and how its progress is measured (larger is further).
 
-        Where that is not told it has come the further, the more letters lie there for it.
+        Without `progress`, a rank counts as further the more messages for it are in the mailbox.
         """
         self._mail.before_rest[rank] = before_rest
         self._progress[rank] = progress or (lambda: (self._mail.count_unread(rank),))
 
     def run(self, works: Sequence[Callable[[], Any]]) -> list[Any]:
-        """The work of each rank to its end; what they return. The first failure ends all of them, and is raised.
+        """Run the work of each rank to its end and return the results. The first failure ends all and is raised.
 
-        Where all wait for each other, one of them is told so: it raises RankError where it waits.
+        If all ranks wait for each other, one of them raises RankError at its wait.
         """
         stacks = {rank: greenlet(work) for rank, work in enumerate(works)}
         results: dict[int, Any] = {}
@@ -106,7 +107,7 @@ class RankScheduler:
                 if stacks[rank].dead:
                     results[rank] = result
         except BaseException as error:
-            traceback.clear_frames(error.__traceback__)  # whoever looks at it later would hold what the tiles held
+            traceback.clear_frames(error.__traceback__)  # frames would keep the tiles' tensors alive
             self._abort_all(stacks)
             raise
         finally:
@@ -114,11 +115,11 @@ class RankScheduler:
         return [results[rank] for rank in range(len(works))]
 
     def _resume_one(self, stacks: Mapping[int, greenlet], ranks: Sequence[int]) -> tuple[int, Any]:
-        """One of the ranks goes on, and rests or ends: who it was, and what it returned.
+        """Resume one rank until it waits or ends; return the rank and its result.
 
-        Of those that can, it is the one that has come furthest. So a tile whose halo has come goes on with it, before
-        another one begins what it will have to wait with. What it waits with is put away; messages that nobody has
-        read are not.
+        Of the ranks that can run, the one with the most progress is resumed. A tile whose halo has arrived thus
+        continues before another tile starts work that it would have to hold while it waits. What a waiting tile holds
+        is offloaded, but unread messages are not, so this order keeps them few.
         """
         able = [rank for rank in ranks if self._mail.can_run(rank)]
         if not able:
@@ -127,9 +128,9 @@ class RankScheduler:
         return rank, stacks[rank].switch()
 
     def _abort_all(self, stacks: Mapping[int, greenlet]) -> None:
-        """Nothing of a work that failed stays: no stack, and no letter."""
+        """End all stacks and discard all messages after a failure."""
         for stack in stacks.values():
-            with suppress(Exception):  # the first failure counts
+            with suppress(Exception):  # only the first failure is reported
                 stack.throw()
         self._mail.waits_for.clear()
         self._mail.clear()

@@ -1,10 +1,10 @@
-"""Tiles in turn: one process trains an image far larger than its memory, tile after tile.
+"""Training tile by tile: one process trains on an image far larger than its memory.
 
-The programs are those of a plan, one for each tile of each stage, and run as ever; but one at a time, in the order in
-which what they wait for is there. What a tile holds while others compute lies in a file. There is one set of weights,
-whose gradients therefore add up by themselves, and one update follows when the last tile has gone back.
+The programs are those of a plan, one for each tile of each stage, and run unchanged, but one at a time, in the order in
+which their messages arrive. What a tile holds while others compute is offloaded to a file. All tiles share one set of
+weights, so gradients accumulate without communication, and one update follows after the last tile's backward pass.
 
-Late layers have many weights and few pixels: a last stage that is whole spares them being read for every tile.
+Late layers have many weights and few pixels. An undivided last stage avoids reading these weights for every tile.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ __all__ = ["StreamedTraining", "check_streamable"]
 
 
 class StreamedTraining:
-    """The training of a plan, the tiles of all of its stages in this process.
+    """The training of a plan with the tiles of all stages in this process.
 
-    `folder`: where values lie meanwhile (None: where temporary files do). Raises PlanError where the plan is another
-    one, RankError where nothing can be stored.
+    `folder` is where offloaded values are stored (None: where temporary files are). Raises PlanError if the plan cannot
+    be streamed, RankError if nothing can be stored.
     """
 
     def __init__(self, recipe: Recipe, folder: str | Path | None = None, threads: int | None = None) -> None:
@@ -77,26 +77,29 @@ class StreamedTraining:
         self._leaders = [self.workers[rank] for rank in leaders]
 
     def _make_worker(self, program: Program, world: World, shelf: Offloader, moves: bool) -> Worker:
-        """That of one tile. Weights are moved where the gradient starts: only there it is known how it is scaled."""
+        """Return the worker of one tile; `moves` gives it the optimiser.
+
+        Only the worker where the gradient starts has the optimiser, since only there the loss scale is known.
+        """
         recipe = self.recipe
         stage = Layout.of(recipe.plan).roles[program.rank][0].stage
         worker = Worker(
             program, world, self.weights, self.buffers, recipe.make_optimiser(self.weights) if moves else None,
             self.device, recipe.seed, recipe.rules if moves else None,
-            make_lane=partial(OffloadingMicroBatch, shelf=shelf), constants=self._countings[program.rank].values,
+            make_lane=partial(OffloadingMicroBatch, offloader=shelf), constants=self._countings[program.rank].values,
             count_labels=self._countings[program.rank].count,
         )  # fmt: skip
         self._relay.register(
             program.rank,
             worker.offload,
-            lambda: (stage, worker.position),  # a late stage reads what early ones have sent
+            lambda: (stage, worker.position),  # late stages first: they consume what early ones sent
         )
         return worker
 
     def step(self, feed: Callable[[int], Inputs]) -> Mapping[int, float]:
-        """One training step; the losses by micro-batch. `feed(tile)` gives a tile's parts of the inputs.
+        """Run one training step; return the losses by micro-batch. `feed(tile)` returns a tile's parts of the inputs.
 
-        Raises LossError where a loss is not a number; no weight has changed then. RankError where the disk is full.
+        Raises LossError if a loss is not finite; no weight has changed then. Raises RankError if the disk is full.
         """
         for weight in self.weights.values():
             weight.grad = None
@@ -108,6 +111,7 @@ class StreamedTraining:
             for number, loss in losses.items():
                 if not math.isfinite(loss):
                     raise LossError.of(loss, number, self.recipe.plan.micro_batches, self._explain_loss(number))
+            # Only after the check of all losses: no weight may change if one is not finite.
             for worker in self._leaders:
                 while not worker.done:
                     worker.step()
@@ -117,7 +121,7 @@ class StreamedTraining:
         return losses
 
     def _explain_loss(self, micro_batch: int) -> str:
-        """Why a loss is not a number, from what all tiles have."""
+        """Return why a loss is not finite, from the state of all tiles."""
         pairs = zip(self.workers, self._countings, strict=True)
         graph, last = self.recipe.graph, self._leaders[-1]
         found = {worker.program.rank: find_causes(graph, worker, own, ()) for worker, own in pairs}
@@ -127,14 +131,14 @@ class StreamedTraining:
         )
 
     def _run_pass(self, worker: Worker, feed: Callable[[int], Inputs]) -> None:
-        """Forward and back, all micro-batches of one tile."""
+        """Run forward and backward of all micro-batches of one tile."""
         worker.restart(self._copy_inputs(feed(worker.program.rank)))
         while not (worker.done or isinstance(worker.program.steps[worker.position].instruction, Update)):
             worker.step()
         worker.flush_sends()
 
     def _copy_inputs(self, parts: Inputs) -> Inputs:
-        """Copies on the device: their memory will be given up, and the caller's must not be."""
+        """Return copies on the device: offloading moves their memory, and the caller's must stay."""
         return {
             number: {
                 name: part.to(self.device).clone(memory_format=choose_memory_format(part.dim()))
@@ -145,26 +149,26 @@ class StreamedTraining:
 
     def _reset_tiles(self) -> None:
         for worker, shelf in zip(self.workers, self._shelves, strict=True):
-            worker.steps = self._leaders[-1].steps  # what is drawn at random follows from it
+            worker.steps = self._leaders[-1].steps  # it determines the random numbers
             worker.restart({})
             shelf.clear()
 
     def cut(self, inputs: Mapping[str, Tensor]) -> Callable[[int], Inputs]:
-        """The tiles' parts of the whole inputs of a step, each when it is asked for."""
+        """Return a function from a tile to its parts of the whole inputs of a step, cut when called."""
         return lambda tile: cut_inputs(self.programs[tile], inputs)
 
     @property
     def gradients(self) -> dict[str, Tensor]:
-        """Copies of the last step's, by the plain model's names."""
+        """Copies of the last step's gradients, by the names of the plain model."""
         return {to_user_name(name): w.grad.clone() for name, w in self.weights.items() if w.grad is not None}
 
     def close(self) -> None:
-        """Give the disk's space back."""
+        """Return the disk space."""
         self.store.close()
 
 
 def check_streamable(plan: Plan) -> None:
-    """Raises PlanError where a plan's tiles cannot be computed in turn."""
+    """Raise PlanError if a plan's tiles cannot be computed in turn."""
     wanted = {
         "schedule": "fill_drain", "data_parallel": 1, "local_dp": 1, "bidirectional": False, "overlap_halos": False,
         "sync_batchnorm": True, "checkpoint_activations": False,
@@ -177,7 +181,7 @@ def check_streamable(plan: Plan) -> None:
 
 
 def _drop_collectives(program: Program, leads: bool) -> Program:
-    """Without what ranks do together at the update; with an update where it leads its stage."""
+    """Return the program without collectives at the update, and with an update only if the rank leads its stage."""
     steps: Sequence[Step] = [step for step in program.steps if not isinstance(step.instruction, SumGradients)]
     kept = (
         step for step in steps if step.phase is not Phase.UPDATE or (leads and isinstance(step.instruction, Update))

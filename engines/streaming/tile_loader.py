@@ -1,4 +1,4 @@
-"""Images whose tiles are read when their turn comes: no more than one tile of them is in memory."""
+"""Loads an image tile by tile, when each tile's turn comes: at most one tile is in memory."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ __all__ = ["make_tile_loader"]
 
 @dataclass(frozen=True)
 class _TileInputs:
-    """Knows which part of a step's inputs is one tile's."""
+    """Selects one tile's part of a step's inputs."""
 
     program: Program
 
     def cut(self, inputs: Mapping[str, Tensor]) -> Inputs:
-        """By micro-batch and name."""
+        """Return the tile's parts by micro-batch and name."""
         return cut_inputs(self.program, inputs)
 
 
 def make_tile_loader(
     training: StreamedTraining, images: LabelledImages
 ) -> Callable[[Sequence[int], Sequence[int] | None], Callable[[int], Inputs]]:
-    """A function of the numbers of a step's images, and what each is augmented from, that gives what `step` asks for.
+    """Return a function that gives `step` its `feed`, from the numbers of a step's images and their augmentation draws.
 
-    Pixels are read when it asks; ImageError is raised then, where they cannot be.
+    Pixels are read when `feed` is called; ImageError is raised then if they cannot be read.
     """
     specs, ignored = training.recipe.step_specs, find_ignored_label(training.recipe.graph)
     parts = [ShardReader(_TileInputs(program), images, specs, ignored) for program in training.programs]

@@ -1,1 +1,1 @@
-"""All benchmarks in one go, as a page with pictures: `make bench`."""
+"""All benchmarks in one run, as a page with pictures: `make bench`."""

@@ -1,6 +1,6 @@
-"""`python -m mpi4dl_nb.benchmarks`: measures all studies and writes the page, its JSON and its pictures.
+"""`python -m mpi4dl_nb.benchmarks`: run all studies and write the page, its JSON and its pictures.
 
-Ratios are held against the figures that lie there; what changed beyond noise is told, and fails nothing.
+Ratios are compared with the earlier figures in the folder; changes beyond noise are reported, but are no failure.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PAGE, DATA, PICTURES = "BENCHMARKS.md", "benchmarks.json", "figures"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit code is 0, 1 where something could not be measured, or 2 where nothing could be asked for."""
+    """Run the studies. Return 0, 1 if something could not be measured, or 2 if the request was invalid."""
     chosen = _make_parser().parse_args(arguments)
     folder = Path(chosen.folder)
     try:
@@ -56,7 +56,7 @@ def _choose_studies(only: Sequence[str]) -> list[BenchmarkStudy]:
 
 
 def _load_previous(path: Path, studies: Sequence[BenchmarkStudy]) -> BenchmarkResults | None:
-    """The figures that lie there. Raises PlanError where they can't be read, or would be lost."""
+    """Return the earlier figures in the folder. Raises PlanError if they cannot be read, or would be lost."""
     if not path.exists():
         return None
     before = BenchmarkResults.load(path)

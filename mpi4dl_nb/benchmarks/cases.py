@@ -1,4 +1,4 @@
-"""What `make bench` measures: studies, each a table of the page, and the commands behind their lines."""
+"""The studies of `make bench`: each is a table of the page, with the commands that produce its rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["STUDIES", "BenchmarkCase", "BenchmarkStudy"]
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkCase:
-    """A command on so many ranks; it prints one line of JSON, or some. `at` is what grows in a study of growth."""
+    """A command on a number of ranks that prints one or more lines of JSON. `at` is the value that grows."""
 
     name: str
     ranks: int
@@ -21,10 +21,10 @@ class BenchmarkCase:
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkStudy:
-    """Cases whose lines are alike. `columns` are headings by the lines' fields (`a.b` is field b of field a).
+    """Cases with lines of the same form. `columns` maps fields of the lines to headings (`a.b` is field b of field a).
 
-    `ratio` is the field that is held against earlier figures; `more_is_better` says which way. `grows` names what
-    grows from case to case, which a picture shows, with `drawn` (columns of bytes) in place of the ratio.
+    `ratio` is the field that is compared with earlier figures, and `more_is_better` its direction. `grows` names the
+    value that grows from case to case; a picture shows it against the ratio, or against `drawn` (columns of bytes).
     """
 
     title: str
@@ -231,4 +231,4 @@ STUDIES: tuple[BenchmarkStudy, ...] = (
         ),
     ),
 )  # fmt: skip
-"""In the order of the page; together they take some ten minutes on two cores."""
+"""In the order of the page; together they take about ten minutes on two cores."""

@@ -1,4 +1,4 @@
-"""The page of all figures, in Markdown: nothing in it by hand."""
+"""The page of all figures, in Markdown, completely generated."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ def build_page(
     pictures: Mapping[str, tuple[str, str]],
     changed: Sequence[RatioChange] | None,
 ) -> str:
-    """All tables and pictures. `pictures` are path and alt text by study; `changed`: None where nothing was before."""
+    """Return the page with all tables and pictures.
+
+    `pictures` maps a study to the path and alt text of its picture. `changed` is None if there were no earlier figures.
+    """
     lines = ["# Benchmarks", "", "Written by `make bench`. " + _describe_machine(found), ""]
     lines += _describe_changes(changed)
     lines += ["", "Not measured:", "", *(f"- {said}" for said in found.failures)] if found.failures else []

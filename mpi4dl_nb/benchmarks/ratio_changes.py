@@ -1,4 +1,4 @@
-"""Figures against those of before: ratios, not seconds, since machines differ; and beyond noise only."""
+"""Compare figures with earlier ones: ratios rather than seconds, since machines differ, and only beyond noise."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from mpi4dl_nb.benchmarks.results import BenchmarkResults
 __all__ = ["RatioChange", "find_changes"]
 
 LEAST = 0.1
-"""No change that is smaller is told, however small the spread: medians of seven steps differ by as much."""
+"""Minimum change that is reported, however small the spread: medians of seven steps differ by as much."""
 
 
 @dataclass(frozen=True)
 class RatioChange:
-    """One row whose ratio is another; `noise` is the larger of the two spreads, as a part of the ratio."""
+    """A row whose ratio has changed; `noise` is the relative noise that the change exceeds."""
 
     study: str
     row: str
@@ -27,12 +27,12 @@ class RatioChange:
 
     @property
     def is_better(self) -> bool:
-        """Which way it went."""
+        """Whether the change is an improvement."""
         return (self.now > self.before) == self.more_is_better
 
     @property
     def words(self) -> str:
-        """One sentence.
+        """The change in one sentence.
 
         >>> RatioChange("Halos", "4 ranks", 1.5, 3.0, 0.25, more_is_better=False).words
         'Halos, 4 ranks: worse, 3.000 after 1.500 (noise 25%).'
@@ -44,7 +44,7 @@ class RatioChange:
 def find_changes(
     studies: Sequence[BenchmarkStudy], before: BenchmarkResults, now: BenchmarkResults
 ) -> Iterator[RatioChange]:
-    """Of rows that are in both, those whose ratio has changed by more than noise."""
+    """Iterate over rows in both results whose ratio has changed by more than noise."""
     for study in studies:
         earlier = before.get_rows(study.title)
         for name, row in now.get_rows(study.title).items():

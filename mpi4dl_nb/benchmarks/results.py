@@ -1,4 +1,4 @@
-"""What was measured: rows of studies, read from the lines that the commands print, and kept as JSON."""
+"""Results of benchmarks: rows of studies, parsed from the output of the commands, and stored as JSON."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["BenchmarkResults", "BenchmarkRow", "make_rows"]
 
 @dataclass(frozen=True)
 class BenchmarkRow:
-    """One line of a case: its `name` in the study's table, and `at`, what grows."""
+    """One line of output of a case: its `name` in the study's table, and `at`, the value that grows."""
 
     name: str
     at: int | None
     line: Mapping[str, Any]
 
     def get_number(self, column: str) -> float:
-        """A field of the line (`a.b`: of what stands under `a`); of numbers by rank, the largest.
+        """Return a field of the line (`a.b`: field b of field a); of a list of numbers by rank, the maximum.
 
         >>> BenchmarkRow("halo", None, {"forward": {"ms": [1.0, 3.0]}}).get_number("forward.ms")
         3.0
@@ -35,7 +35,7 @@ class BenchmarkRow:
         return float(max(value) if isinstance(value, list) else value)
 
     def has_number(self, column: str) -> bool:
-        """Whether the line has such a field: one of an older version may not."""
+        """Return whether the line has such a field; lines of an older version may not."""
         try:
             self.get_number(column)
         except (KeyError, TypeError, ValueError):
@@ -44,14 +44,14 @@ class BenchmarkRow:
 
     @property
     def spread(self) -> float:
-        """How far measurements of this line lay apart, 0 where it does not tell."""
+        """The spread of the measurements of this line; 0 if the line has none."""
         told = [self.line, *(part for part in self.line.values() if isinstance(part, dict))]
         found = [BenchmarkRow("", None, part).get_number("spread") for part in told if "spread" in part]
         return max(found, default=0.0)
 
 
 def make_rows(case: BenchmarkCase, lines: Sequence[Mapping[str, Any]]) -> list[BenchmarkRow]:
-    """One line is the case's; of several, each goes by its bytes."""
+    """Return the rows of a case: under the case's name if it has one, else each under its number of bytes."""
     if case.name:
         return [BenchmarkRow(case.name, case.at, line) for line in lines]
     return [BenchmarkRow(format_bytes(line["bytes"]), line["bytes"], line) for line in lines]
@@ -59,20 +59,20 @@ def make_rows(case: BenchmarkCase, lines: Sequence[Mapping[str, Any]]) -> list[B
 
 @dataclass(frozen=True)
 class BenchmarkResults:
-    """All rows by the studies' titles, where and when they were measured, and what could not be."""
+    """All rows by study title, a description of the machine and the run, and the failures."""
 
     machine: Mapping[str, str]
     rows: Mapping[str, Sequence[BenchmarkRow]] = field(default_factory=dict)
     failures: Sequence[str] = ()
 
     def save(self, path: Path) -> None:
-        """As JSON."""
+        """Save the machine and the rows as JSON."""
         kept = {title: [asdict(row) for row in rows] for title, rows in self.rows.items()}
         path.write_text(json.dumps({"machine": dict(self.machine), "rows": kept}, indent=1) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> BenchmarkResults:
-        """What was saved. Raises PlanError where it is something else."""
+        """Load saved results. Raises PlanError if the file holds something else."""
         try:
             kept = json.loads(path.read_text())
             rows = {title: [BenchmarkRow(**row) for row in rows] for title, rows in kept["rows"].items()}
@@ -81,5 +81,5 @@ class BenchmarkResults:
             raise PlanError(f"{path} holds no figures of benchmarks: {error}. Delete it, and measure all.") from error
 
     def get_rows(self, title: str) -> dict[str, BenchmarkRow]:
-        """The rows of a study."""
+        """Return the rows of a study by name."""
         return {row.name: row for row in self.rows.get(title, ())}

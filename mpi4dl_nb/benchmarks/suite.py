@@ -1,4 +1,4 @@
-"""Runs the commands, each on ranks of its own, one after another: nothing else may be at work meanwhile."""
+"""Run the benchmark commands one after another, each on its own ranks. No other work may run meanwhile."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Runner = Callable[[BenchmarkCase], Sequence[dict[str, Any]]]
 
 
 def run_case(case: BenchmarkCase) -> list[dict[str, Any]]:
-    """The lines that a case prints. Raises RankError where it fails or does not end."""
+    """Return the lines that a case prints. Raises RankError if it fails or does not end."""
     environment = os.environ | make_mpi_environment(case.ranks)
     try:
         done = subprocess.run(
@@ -52,7 +52,7 @@ def run_case(case: BenchmarkCase) -> list[dict[str, Any]]:
 def measure_studies(
     studies: Sequence[BenchmarkStudy], runner: Runner = run_case, told: Callable[[str], object] = print
 ) -> BenchmarkResults:
-    """All rows of some studies, what machine it was, and which commands failed."""
+    """Run studies; return their rows, a description of the machine, and the commands that failed."""
     start_s = time.perf_counter()
     rows: dict[str, list[BenchmarkRow]] = {study.title: [] for study in studies}
     failures = []
@@ -69,7 +69,7 @@ def measure_studies(
 
 
 def describe_machine() -> dict[str, str]:
-    """Processor, memory, versions and date."""
+    """Return the processor, memory, GPU, versions and date."""
     names = ("torch", "mpi4py", "numpy")
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     return {

@@ -1,4 +1,4 @@
-"""Replicas that wait for each other, and replicas that do not: losses by time and by images; how stale updates are."""
+"""Charts of synchronous and asynchronous replicas: loss by time and by images, and the staleness of the updates."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from mpi4dl_nb.draw.figure import BLUE, INK, ORANGE, Drawing
 
 __all__ = ["show_asynchrony"]
 
-WIDE = 10  # the largest loss drawn is this many times the smallest: then the axis is logarithmic
+WIDE = 10  # the loss axis is logarithmic if the largest loss exceeds the smallest by this factor
 
 
 @dataclass(frozen=True)
 class ModeStyle:
-    """How one mode is drawn, as a line and as bars."""
+    """The line and bar style of one mode."""
 
     name: str
     colour: str
@@ -44,9 +44,9 @@ LATE = {
 
 
 def show_asynchrony(studies: ReplicaStudy | Sequence[ReplicaStudy]) -> Drawing:
-    """Losses (running means) against seconds and against images seen, and how often each staleness occurred.
+    """Plot running means of the loss against seconds and against images seen, and a histogram of the staleness.
 
-    `studies` are of different modes, on the same task. Raises PlanError where there is none, or two of one mode.
+    `studies` are of different modes on the same task. Raises PlanError if there is none, or if two have the same mode.
 
     >>> from engines.bench.asynchronous import bench_asynchronous, expand_modes
     >>> from mpi4dl_nb import Cluster, show_asynchrony
@@ -94,7 +94,7 @@ def _draw_losses(
 
 
 def compute_running_mean(losses: Sequence[float]) -> list[float]:
-    """Each the mean of itself and those before it, a tenth of all.
+    """Return the trailing mean of each loss over a window of a tenth of all losses, at least one.
 
     >>> compute_running_mean([4.0, 2.0, 0.0] + [0.0] * 17)[:4]
     [4.0, 3.0, 1.0, 0.0]
@@ -105,7 +105,7 @@ def compute_running_mean(losses: Sequence[float]) -> list[float]:
 
 
 def _draw_staleness(axes: Axes, studies: Sequence[ReplicaStudy]) -> None:
-    """One group of bars for each staleness, one bar for each mode that has it."""
+    """Draw a group of bars for each staleness, with one bar for each mode in which it occurred."""
     width = 0.8 / len(studies)
     for index, study in enumerate(studies):
         look, histogram = LOOKS[study.mode], study.histogram
@@ -120,7 +120,7 @@ def _draw_staleness(axes: Axes, studies: Sequence[ReplicaStudy]) -> None:
 
 
 def _draw_legend(figure: Drawing, studies: Sequence[ReplicaStudy]) -> None:
-    """A line and a bar for each mode, and what its staleness counts."""
+    """Draw the line and bar style of each mode, and the definition of its staleness."""
     looks = [LOOKS[study.mode] for study in studies]
     handles = [
         (
@@ -137,7 +137,7 @@ def _draw_legend(figure: Drawing, studies: Sequence[ReplicaStudy]) -> None:
 
 
 def _format_name(study: ReplicaStudy) -> str:
-    """The mode, and what was chosen for it."""
+    """Return the name of the mode and its options."""
     chosen = study.asynchrony
     bound = f", at most {chosen.max_staleness} stale" if chosen.max_staleness is not None else ""
     return f"{LOOKS[study.mode].name}{bound}{', aware of staleness' * chosen.staleness_aware}"

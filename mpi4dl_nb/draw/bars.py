@@ -1,4 +1,4 @@
-"""Rows of bars, one row per rank: what charts of time share."""
+"""Rows of bars, one row per rank, as shared by the charts of time."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from mpi4dl_nb.draw.figure import INK, Drawing
 
 __all__ = ["BarStyle", "draw_bars", "draw_legend", "draw_row_frame", "draw_rows", "get_row_layout"]
 
-MANY = 12  # rows: more of them are lower, and have one line of text
+MANY = 12  # rows; a chart with more has lower rows with one line of text
 
 
 @dataclass(frozen=True)
 class BarStyle:
-    """How one kind of bar is drawn: colour and hatch, and what the legend calls it."""
+    """Colour, hatch and legend text of one kind of bar."""
 
     name: str
     colour: str
@@ -26,24 +26,24 @@ class BarStyle:
 
 
 def get_row_layout(rows: int) -> tuple[float, str]:
-    """The height of a row in inches, and what stands between the lines of its texts."""
+    """Return the height of a row in inches, and the separator between the parts of its texts."""
     return (0.62, "\n") if rows <= MANY else (0.3, ", ")
 
 
 def draw_bars(
     axes: Axes, rank: int, look: BarStyle, spans: Sequence[tuple[float, float]], top: float, high: float
 ) -> None:
-    """All bars of one look and rank as one patch: a hatch costs a millisecond for each, and there are thousands."""
+    """Draw all bars of one style and rank as one patch: a hatch costs 1 ms per patch, for thousands of bars."""
     patch = _make_patch(look, [(a, b, top, top + high) for a, b in spans])
     patch.set(linewidth=0, gid=f"rank {rank}: {look.name}")
     axes.add_patch(patch)
 
 
 def draw_rows(axes: Axes, look: BarStyle, bars: Sequence[tuple[int, float, float]], top: float, high: float) -> None:
-    """One look's bars of several rows, each as (row, start, end), with an outline; `top` and `high` from its row."""
+    """Draw outlined bars (row, start, end) of one style. `top` is relative to the row, `high` a bar's height."""
     if bars:
         patch = _make_patch(look, [(a, b, row + top, row + top + high) for row, a, b in bars])
-        patch.set_clip_on(False)  # half of the outline lies beyond the axes
+        patch.set_clip_on(False)  # half of the outline is outside the axes
         axes.add_patch(patch)
 
 
@@ -55,14 +55,14 @@ def _make_patch(look: BarStyle, boxes: Sequence[tuple[float, float, float, float
 
 
 def draw_legend(figure: Drawing, looks: Sequence[BarStyle]) -> None:
-    """All looks under the figure, four in a line."""
+    """Draw the legend of all styles below the figure, four to a line."""
     patches = [Patch(facecolor=each.colour, hatch=each.hatch, edgecolor=INK) for each in looks]
     names = [each.name for each in looks]
     figure.legend(patches, names, loc="outside lower left", ncols=min(4, len(looks)), frameon=False, fontsize=9)
 
 
 def draw_row_frame(axes: Axes, length: float, unit: str, left: Sequence[str], right: Sequence[str]) -> None:
-    """The axes, `length` long; left and right of each row are its texts."""
+    """Set up axes of length `length`, with the texts of each row on its left and right."""
     places = range(len(left))
     axes.set(xlim=(0, length), ylim=(len(left) - 0.5, -0.5), xlabel=unit)
     axes.set_yticks(places, left, fontsize=9)

@@ -1,4 +1,4 @@
-"""How figures of benchmarks grow: the ratio of each row, and where the ranks' time goes."""
+"""Charts of benchmark results against the quantity that grows: ratios, and the phases of the ranks' time."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ LOOKS = {
 
 
 def show_growth(study: BenchmarkStudy, rows: Sequence[BenchmarkRow]) -> Drawing:
-    """The ratio of a study, or its `drawn` columns, against what grows; on the right where the time of all ranks went.
+    """Plot the ratio of a study, or its `drawn` columns, against what grows, and the phases of all ranks' time.
 
-    Raises PlanError where nothing grows or nothing was measured.
+    Raises PlanError if nothing grows in the study or nothing was measured.
     """
     if not study.grows or not rows:
         raise PlanError(f"{study.title!r} has nothing that grows to show: give a study with `grows`, and its rows.")
@@ -49,7 +49,7 @@ def show_growth(study: BenchmarkStudy, rows: Sequence[BenchmarkRow]) -> Drawing:
 
 
 def _draw_ratios(axes: Axes, study: BenchmarkStudy, rows: Sequence[BenchmarkRow]) -> None:
-    """With bars as long as each row's spread; one that is out of all proportion is cut off."""
+    """Plot the ratios with error bars as long as each row's spread. The axis cuts off an excessively long bar."""
     ratios = [row.get_number(study.ratio) for row in rows]
     errors = [ratio * row.spread / 2 for ratio, row in zip(ratios, rows, strict=True)]
     axes.errorbar(_get_sizes(rows), ratios, yerr=errors, color=BLUE, marker="o", capsize=3, elinewidth=0.8)
@@ -60,7 +60,7 @@ def _draw_ratios(axes: Axes, study: BenchmarkStudy, rows: Sequence[BenchmarkRow]
 
 
 def _draw_lines(axes: Axes, study: BenchmarkStudy, rows: Sequence[BenchmarkRow]) -> None:
-    """What a study draws in place of its ratio: bytes, each column a line."""
+    """Plot the `drawn` columns, in bytes, as one line each."""
     for column, marker in zip(study.drawn, "os^", strict=False):
         axes.plot(
             _get_sizes(rows), [row.get_number(column) for row in rows], marker=marker, label=study.columns[column]
@@ -76,7 +76,7 @@ def _get_sizes(rows: Sequence[BenchmarkRow]) -> list[int]:
 
 
 def _draw_sizes(axes: Axes, study: BenchmarkStudy, rows: Sequence[BenchmarkRow]) -> None:
-    """The axis of what grows."""
+    """Set up the x axis, the quantity that grows."""
     sizes = _get_sizes(rows)
     shown = sizes if len(sizes) <= 6 else sizes[::3]
     axes.set(xscale="log", xlabel=study.grows)
@@ -87,7 +87,7 @@ def _draw_sizes(axes: Axes, study: BenchmarkStudy, rows: Sequence[BenchmarkRow])
 
 
 def _draw_phases(axes: Axes, rows: Sequence[BenchmarkRow]) -> None:
-    """A bar for each row, its parts one behind the other."""
+    """Draw one stacked bar of phases per row."""
     bars: dict[str, list[tuple[int, float, float]]] = {name: [] for name in PHASES}
     for index, row in enumerate(rows):
         start = 0.0

@@ -1,4 +1,4 @@
-"""Which parallelism suits which size of image: what fits, and how fast it is, as a table of cells."""
+"""Table of kinds of parallelism against image sizes: which plans fit, and how fast they are."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ FACES = {
     "large": "#f6e3c5",
     "none": "#eeeeee",
 }
-"""Blue is what fits, the darker the faster; ochre and hatched is what does not. Each cell says it in words, too."""
+"""Blue for plans that fit, darker for faster ones; ochre, hatched, for plans that do not. Each cell has a text too."""
 FAST, HALF = 0.9, 0.5
 
 
 def show_capabilities(found: Capabilities) -> Drawing:
-    """A row for each kind of parallelism, a column for each size of image: what its best plan does in images/s.
+    """Draw the images/s of the best plan of each kind of parallelism (rows) at each image size (columns).
 
-    Where no plan of a kind fits, the cell says what the smallest one needs. Below are the fastest plans.
+    If no plan of a kind fits, the cell gives the memory that the smallest one needs. Below are the fastest plans.
 
     >>> from engines.models import resnet20_v1
     >>> from mpi4dl_nb import capabilities, show_capabilities
@@ -78,14 +78,14 @@ def _format_legend(found: Capabilities) -> str:
 
 
 def _format_best_plan(found: Capabilities, size_px: int, width: float) -> str:
-    """The name of the fastest plan at a size, in lines that are narrow enough."""
+    """Return the name of the fastest plan at an image size, wrapped to `width` inches."""
     best = found.by_size[size_px].best
     name = describe_plan(best.best.plan) if best and best.best else "none fits"
     return textwrap.fill(name, max(8, int(width / 0.068)))
 
 
 def _draw_cell(axes: Axes, box: Box, verdict: Verdict | None) -> str:
-    """How it looks."""
+    """Draw a cell and return its key in `FACES`."""
     look, forms = _describe_verdict(verdict)
     hatch = {"hatch": "////"} if look == "large" else {}
     draw_boxes(axes, [box], facecolor=FACES[look], edgecolor="white", linewidth=0, **hatch)
@@ -98,7 +98,7 @@ def _draw_cell(axes: Axes, box: Box, verdict: Verdict | None) -> str:
 
 
 def _describe_verdict(verdict: Verdict | None) -> tuple[str, list[str]]:
-    """How a cell looks, and what it says: the first form that there is room for."""
+    """Return the key in `FACES` of a cell, and its text in several forms, the longest first."""
     if verdict is None or verdict.best is None:
         return "none", ["cannot run", "–"]
     if not verdict.fits:

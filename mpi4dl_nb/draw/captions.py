@@ -1,4 +1,4 @@
-"""What a slicing says, in words and numbers."""
+"""Captions of the drawings of a tiling, in words and numbers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = [
 
 
 def describe_tiling(picture: Picture, stage: StageRanks) -> str:
-    """`picture, 512 × 512 px (rows × columns), in 2x2 tiles on ranks 0 to 3`."""
+    """Return a text such as `picture, 512 × 512 px (rows × columns), in 2x2 tiles on ranks 0 to 3`."""
     first, last = stage.ranks[0], stage.ranks[-1]
     where = f"tiles on ranks {first} to {last}" if last > first else f"tile on rank {first}"
     return f"{picture.name}, {format_size(picture.shape())} px (rows × columns), in {stage.grid} {where}"
@@ -37,7 +37,7 @@ def format_title(picture: Picture, point: HaloPoint) -> str:
 
 
 def describe_tile(point: HaloPoint, rank: int) -> list[str]:
-    """What a tile owns, borrows or computes twice, and how wide its halo is."""
+    """Describe the pixels that a tile owns, and those that it borrows or computes redundantly, and its halo widths."""
     own = f"Tile {point.numbers[rank]} (rank {rank}) owns {format_size(point.tiles[rank].shape)} px"
     if not point.readers:
         return [own]
@@ -72,7 +72,7 @@ def _format_rank_count(count: int) -> str:
 
 
 def describe_region(point: HaloPoint, rank: int, place: Tile) -> list[str]:
-    """Which pixels are shown, and whose they are."""
+    """Describe which pixels are shown, and how many of them are owned, borrowed or computed redundantly."""
     rows, cols = place.rows, place.cols
     lent = sum((move.tile & place).pixels for move in (*point.get_receives(rank), *point.find_redundant_moves(rank)))
     own = (point.tiles[rank] & place).pixels
@@ -90,7 +90,7 @@ def describe_region(point: HaloPoint, rank: int, place: Tile) -> list[str]:
 
 
 def has_values(point: HaloPoint, place: Tile) -> bool:
-    """Whether the numbers of a place can be written into it: those of the picture, as that is what the layer reads."""
+    """Return whether pixel values can be written into `place`: it is small, and the layer reads the picture itself."""
     return point.reads_image and max(place.shape) <= UP_TO_PX
 
 

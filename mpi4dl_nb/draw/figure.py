@@ -1,4 +1,4 @@
-"""What every drawing shares: a figure that shows itself with alt text, and a look that needs no colour."""
+"""Basis of all drawings: a figure with alt text for notebooks, and styles that do not depend on colour."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from mpi4dl_nb.draw.text_canvas import CachedTextCanvas
 
 __all__ = ["BLUE", "CASING", "INK", "ORANGE", "Drawing", "format_bytes", "format_ranks", "format_size", "get_alt_text"]
 
-ORANGE, BLUE, INK = "#d95f02", "#0057b8", "#1a1a1a"  # read on pink and brown tissue, and by the colour-blind
+ORANGE, BLUE, INK = "#d95f02", "#0057b8", "#1a1a1a"  # legible on pink and brown tissue, and for the colour-blind
 CASING = [withStroke(linewidth=4, foreground="white")]
 
 
 class Drawing(Figure):
-    """A figure outside of pyplot: nothing to close; a notebook shows it once, an image with alt text."""
+    """A figure that pyplot does not manage, so it need not be closed. A notebook shows it once, with alt text."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
@@ -31,22 +31,22 @@ class Drawing(Figure):
         self.alt = ""
 
     def freeze_layout(self) -> None:
-        """Give everything that is drawn so far its final place: now it is known what fits."""
-        for _ in range(2):  # a first pass finds the axes' sides, only the second makes room around them
+        """Run the layout and fix it, so that the room for labels can be measured."""
+        for _ in range(2):  # the first pass finds the sides of the axes, the second makes room around them
             self.draw_without_rendering()
         self.set_layout_engine("none")
 
     def to_png(self) -> bytes:
-        """The image as a PNG file, hardly compressed: that is done while somebody waits."""
+        """Return the figure as a PNG file, compressed at the fastest level for interactive use."""
         buffer = io.BytesIO()
         self.canvas.draw()
         Image.fromarray(np.asarray(self.canvas.buffer_rgba())).convert("RGB").save(buffer, "png", compress_level=1)
         return buffer.getvalue()
 
     def locate(self, across: float, down: float) -> tuple[str, float, float] | None:
-        """What a click means: the label of the axes there, and x and y in their data; None beside all axes.
+        """Return the label of the axes at a click, and x and y in data coordinates; None outside all axes.
 
-        `across` and `down` are fractions of the image from its upper left corner.
+        `across` and `down` are fractions of the image, from its upper left corner.
         """
         place = self.transSubfigure.transform((across, 1 - down))
         for axes in reversed(self.axes):
@@ -61,7 +61,7 @@ class Drawing(Figure):
 
 
 def get_alt_text(figure: Figure) -> str:
-    """What a drawing shows, in words and numbers; empty where the figure is not one of ours."""
+    """Return the alt text of a `Drawing`; empty for any other figure."""
     return getattr(figure, "alt", "")
 
 

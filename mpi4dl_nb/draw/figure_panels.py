@@ -1,4 +1,4 @@
-"""Where the panels of a drawing lie. Known beforehand, so that no layout is searched for while a slider moves."""
+"""Panels of a drawing at computed positions, so that no layout pass is needed while a slider moves."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ __all__ = ["FigurePanels", "choose_ticks", "get_panel_px", "make_panels"]
 
 WIDTH_IN, LEFT_IN, TOP_IN = 11.0, 0.75, 0.9
 MAIN_IN, TALLEST_IN = 5.6, 7.6  # of the large panel
-BESIDE_IN, SIDE_LEFT_IN, SIDE_IN = 7.0, 7.5, 2.9  # where words begin, and the small panel; its longer side
-BELOW_IN = 0.95  # of the large panel: ticks, label, legend
+BESIDE_IN, SIDE_LEFT_IN, SIDE_IN = 7.0, 7.5, 2.9  # left edges of words and small panel; its longer side
+BELOW_IN = 0.95  # below the large panel: ticks, label, legend
 UNDER_SIDE_IN, LINE_IN = 0.7, 0.167
 TICKS = 4
 LEGEND_IN = 0.45
-LINE = 59  # letters of the words
+LINE = 59  # characters in a line of the words
 
 
 @dataclass(frozen=True)
 class FigurePanels:
-    """A drawing with a large panel, a small one (None: left out), and a place for words."""
+    """A drawing with a large panel, an optional small one (None: left out), and axes for text."""
 
     figure: Drawing
     main: Axes
@@ -32,18 +32,18 @@ class FigurePanels:
     side: Axes | None
 
     def draw_title(self, title: str) -> str:
-        """Write it above everything; the title."""
+        """Write the title at the top of the figure and return it."""
         style = {"ha": "left", "va": "top", "fontsize": 10, "color": INK}
         self.figure.text(LEFT_IN / WIDTH_IN, 1 - 0.14 / self.figure.get_figheight(), title, **style)
         return title
 
     def draw_lines(self, lines: Sequence[str]) -> None:
-        """Write them where the words are."""
+        """Write the lines into the text axes."""
         self.words.text(0, 1, _wrap(lines), ha="left", va="top", fontsize=9, color=INK)
 
 
 def make_panels(main: tuple[int, int], side: tuple[int, int] | None, words: Sequence[str] = ()) -> FigurePanels:
-    """Panels for pictures of these rows and columns, which fill them, and room for the words."""
+    """Create panels with the aspect ratios of pictures of `main` and `side` (rows, columns), and room for the words."""
     main_in = _fit_sides(main, MAIN_IN, TALLEST_IN)
     side_in = _fit_sides(side, SIDE_IN, SIDE_IN) if side else (0.0, 0.0)
     words_in = LINE_IN * (1 + _wrap(words).count("\n"))
@@ -67,19 +67,19 @@ def _wrap(lines: Sequence[str]) -> str:
 
 
 def _fit_sides(shape: tuple[int, int], width: float, height: float) -> tuple[float, float]:
-    """The largest sides (height, width) of that shape within these."""
+    """Return the largest (height, width) with the aspect ratio of `shape` that fits into `width` and `height`."""
     scale = min(width / shape[1], height / shape[0])
     return shape[0] * scale, shape[1] * scale
 
 
 def get_panel_px(axes: Axes) -> tuple[int, int]:
-    """How many rows and columns of the screen a panel has."""
+    """Return the rows and columns of screen pixels in a panel, at least 1 each."""
     box = axes.get_window_extent()
     return max(1, round(box.height)), max(1, round(box.width))
 
 
 def choose_ticks(low: int, high: int, most: int = TICKS) -> Sequence[int]:
-    """Few round numbers between two: each that is written costs a millisecond.
+    """Return a few round numbers between `low` and `high`. Few, since each label costs 1 ms to draw.
 
     >>> choose_ticks(0, 512)
     [0, 200, 400]

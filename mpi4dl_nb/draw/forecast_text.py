@@ -1,4 +1,4 @@
-"""What is predicted of a step, in a line."""
+"""The forecast of a training step as one line of text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["describe_forecast"]
 
 
 def describe_forecast(found: Forecast, machine: Machine) -> str:
-    """`Predicted on Summit: 12.3 ms a step, 325 images/s; the fullest rank holds 459.2 MB of 16.0 GB.`"""
+    """Return `Predicted on Summit: 12.3 ms a step, 325 images/s; the fullest rank holds 459.2 MB of 16.0 GB.`"""
     limit = machine.get_rank_bytes(found.ranks)
     room = f" of {format_bytes(limit)}" if limit else ""
     room += ": it does not fit" if limit and limit < found.peak_bytes else ""

@@ -1,4 +1,4 @@
-"""The layers of a stage that read beyond their tiles: with halos before each of them (D1), or fused (D2)."""
+"""The layers of a stage that read beyond their tiles, with a halo exchange before each (D1) or fused halos (D2)."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ __all__ = [
 
 
 def find_layer_points(graph: ModelGraph, plan: Plan, stage: int | None = None) -> tuple[HaloPoint, ...]:
-    """Every layer (of one stage) that reads beyond its tile, in the model's order.
+    """Return every layer (of one stage) that reads beyond its tile, in the model's order.
 
-    Before some of them halos travel. With fused halos, others read what each rank has computed beyond its own tile.
+    Some follow a halo exchange. With fused halos, the others read pixels that each rank computed beyond its own tile.
     """
     compiler = Compiler(graph, with_whole_windows(plan))
     order = {node.name: number for number, node in enumerate(graph.nodes)}
@@ -47,7 +47,7 @@ def _find_fused_points(compiler: Compiler) -> Iterator[HaloPoint]:
         builder = compiler.lowering.get_builder(Role(stage, 0))
         met: dict[tuple[str, tuple[Tile, ...]], HaloPoint] = {}
         for read in builder.reads:
-            if wanted := _find_windows(builder, read):
+            if wanted := _find_windows(builder, read):  # readers with equal windows of a value share a point
                 key = read.value, tuple(wanted.values())
                 readers = (*met[key].readers, nodes[read.node]) if key in met else (nodes[read.node],)
                 met[key] = _make_point(builder, readers, (stage, ranks), read.value, wanted)
@@ -55,13 +55,14 @@ def _find_fused_points(compiler: Compiler) -> Iterator[HaloPoint]:
 
 
 def _find_windows(builder: Builder, read: WindowRead) -> Mapping[int, Tile] | None:
-    """The windows of a layer that reads what each rank computed beyond its tile; None of any other layer."""
+    """Return each rank's window if the layer reads pixels that ranks computed beyond their tiles, else None."""
     held = builder.extended.held.get(read.value)
-    if held is None or read.rows == read.cols == Shift(0):
+    if held is None or read.rows == read.cols == Shift(0):  # Shift(0): each output reads its own pixel only
         return None
     whole, own = builder.get_image_tiles(read.value)
     outputs = builder.extended.held.get(read.node) or builder.get_image_tiles(read.node)[1]
     wanted = {rank: compute_window(tile, read.rows, read.cols) & whole for rank, tile in outputs.items()}
+    # A window that exceeds even the extended tile follows an exchange, which `find_exchange_points` finds.
     beyond = any(not tile.is_inside(own[rank]) for rank, tile in wanted.items())
     return wanted if beyond and all(tile.is_inside(held[rank]) for rank, tile in wanted.items()) else None
 
@@ -74,12 +75,12 @@ def _make_point(
 
 
 def with_fused_halos(plan: Plan, layers: int | str | None) -> Plan:
-    """The same plan with halos exchanged once for so many layers (`auto`), or before each of them (None)."""
+    """Return `plan` with one halo exchange for every `layers` layers (or `auto`), or one before each layer (None)."""
     return replace(plan, halo_d2=layers is not None, fused_layers=1 if layers is None else layers)
 
 
 class HaloLayers:
-    """The layers of a model under a plan, with an exchange before each or with fused ones; each is compiled once."""
+    """The layers of a model under a plan, for each number of fused layers. Compiles each variant once."""
 
     def __init__(self, graph: ModelGraph, plan: Plan) -> None:
         self.graph, self.plan = graph, plan
@@ -87,40 +88,42 @@ class HaloLayers:
         self._points: dict[int | str | None, tuple[HaloPoint, ...]] = {}
 
     def is_compiled(self, together: int | str | None) -> bool:
-        """Whether they were compiled before with so many layers fused: if not, that may take a second."""
+        """Return whether the plan with `together` fused layers is compiled. Compiling may take a second."""
         return together in self._points
 
     def find_points(self, stage: int, together: int | str | None = None) -> tuple[HaloPoint, ...]:
-        """The layers of a stage that read beyond their tiles; `together` layers share an exchange, None: each has one.
+        """Return the layers of a stage that read beyond their tiles.
 
-        Raises PlanError where the plan does not fit the model.
+        `together` layers share a halo exchange; None: each has its own. Raises PlanError if the plan does not fit the
+        model.
         """
         if together not in self._points:
             self._points[together] = find_layer_points(self.graph, with_fused_halos(self.plan, together))
         return tuple(point for point in self._points[together] if point.stage == stage)
 
     def select_point(self, stage: int, number: int, together: int | str | None = None) -> HaloPoint:
-        """One layer, numbered as they are without fusion; with it, what the same layer reads then.
+        """Return layer `number`, counted without fusion, as it reads with `together` fused layers.
 
-        Raises PlanError where there is no such layer.
+        Raises PlanError if there is no such layer.
         """
         alone = find_point(self.find_points(stage), number)
         if together is None:
             return alone
+        # Fusion changes the number of points, so that only the readers' names identify the layer.
         names = {node.name for node in alone.readers}
         found = (each for each in self.find_points(stage, together) if names & {node.name for node in each.readers})
         return next(found, alone)
 
     def get_output_px(self, point: HaloPoint) -> tuple[int, int]:
-        """Rows and columns of what a layer makes."""
+        """Return the rows and columns of a layer's output."""
         return self.fields.get_size_px(point.readers[0].name)
 
     def compute_field(self, point: HaloPoint, row: int, col: int) -> ReceptiveField:
-        """The receptive field of one pixel of what a layer makes."""
+        """Return the receptive field of one pixel of a layer's output."""
         return self.fields.compute_field(point.readers[0].name, row, col)
 
     def describe_fusion(self, stage: int, tile: int, together: int | str) -> str:
-        """What a forward pass brings a tile: `13 halos, 196.3 KB (D1), against 4 halos, 238.4 KB (D2)`."""
+        """Compare the halos of a tile in a forward pass: `13 halos, 196.3 KB (D1), against 4 halos, 238.4 KB (D2)`."""
         told = []
         for name, points in (("D1", self.find_points(stage)), ("D2", self.find_points(stage, together))):
             borrows = [
@@ -131,13 +134,13 @@ class HaloLayers:
 
 
 def find_spatial_stages(plan: Plan) -> tuple[int, ...]:
-    """The stages that are cut into tiles; the first one where none is."""
+    """Return the stages that are cut into tiles; the first stage if none is."""
     found = tuple(stage for stage, grid in enumerate(plan.grids) if grid.tiles > 1)
     return found or (0,)
 
 
 def get_stage_ranks(plan: Plan, stage: int) -> StageRanks:
-    """The ranks of a stage. Raises PlanError where it is none, or is not cut into tiles."""
+    """Return the ranks of a stage. Raises PlanError if there is no such stage, or if it is not cut into tiles."""
     stages = find_spatial_stages(plan)
     if stage not in stages:
         raise PlanError(f"stage={stage} is not cut into tiles: use one of {', '.join(map(str, stages))}.")
@@ -145,5 +148,5 @@ def get_stage_ranks(plan: Plan, stage: int) -> StageRanks:
 
 
 def make_picture_point(picture: Picture, plan: Plan, stage: int) -> HaloPoint:
-    """The picture itself in the tiles of a stage, of which nothing is borrowed."""
+    """Return a point for the picture itself in the tiles of a stage. It has no readers and borrows nothing."""
     return HaloPoint((), stage, get_stage_ranks(plan, stage), TensorSpec((1, 3, *picture.shape()), plan.held_in))

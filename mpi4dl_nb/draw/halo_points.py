@@ -1,4 +1,4 @@
-"""Where halos move: the exchange points of the compiled programs, by layer. Nothing is computed anew."""
+"""Halo exchanges by layer, read from the ranks' compiled programs rather than derived a second time."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ __all__ = ["HaloPoint", "find_exchange_points", "find_halo_points", "find_point"
 
 @dataclass(frozen=True)
 class HaloPoint:
-    """What the operators `readers` of a stage read beyond each rank's own tile, and where that comes from.
+    """The pixels that the operators `readers` of a stage read beyond each rank's own tile, and their sources.
 
-    `exchanges` holds the instruction of each rank that lends or borrows; where halos are fused, `computed` is instead
-    what each rank has of the value by computing it itself. Pixels are those of the value that the readers read, of
-    shape `spec` and with rows and columns at `axes`, which may be smaller than the picture.
+    `exchanges` holds the instruction of each rank that sends or receives. With fused halos, `computed` holds instead
+    the window of each rank, which the rank has computed itself. Pixels are those of the value that the readers read,
+    with shape `spec` and rows and columns at `axes`. The value may be smaller than the picture.
     """
 
     readers: tuple[Node, ...]
@@ -43,12 +43,12 @@ class HaloPoint:
 
     @property
     def name(self) -> str:
-        """The user's module, or the operator where there is none."""
+        """The name of the user's module, or of the operator if it belongs to none."""
         return (self.readers[0].module or self.readers[0].name) if self.readers else "the picture"
 
     @property
     def operator(self) -> str:
-        """`aten.conv2d.default` -> `conv2d`."""
+        """The short name of the operator: `aten.conv2d.default` -> `conv2d`."""
         return self.readers[0].operator.split(".")[1]
 
     @property
@@ -70,40 +70,40 @@ class HaloPoint:
 
     @property
     def tiles(self) -> dict[int, Tile]:
-        """What each rank of the stage owns."""
+        """The tile that each rank of the stage owns."""
         return dict(zip(self.ranks.ranks, self.ranks.grid.cut(*self.size_px), strict=True))
 
     def get_receives(self, rank: int) -> tuple[Move, ...]:
-        """What arrives at a rank."""
+        """Return the moves that a rank receives."""
         return self.exchanges[rank].receives if rank in self.exchanges else ()
 
     def get_window(self, rank: int) -> Tile:
-        """What the readers read on a rank: its own pixels, and what it borrows or computes of those of others."""
+        """Return the window of a rank: its own pixels, and those of other ranks that it borrows or computes itself."""
         borrows = rank in self.exchanges and self.exchanges[rank].window
         return borrows or self.computed.get(rank) or self.tiles[rank]
 
     def find_redundant_moves(self, rank: int) -> tuple[Move, ...]:
-        """What a rank computes though another rank, the move's source, owns it: nothing travels."""
+        """Return the pixels that a rank computes redundantly. A move's source owns them, but sends nothing."""
         if rank not in self.computed:
             return ()
         return tuple(move for move in compute_moves(self.tiles, {rank: self.computed[rank]}) if move.source != rank)
 
     def get_fill(self, rank: int) -> float | None:
-        """What a rank reads beyond the image's edge; None where its window ends before."""
+        """Return the fill that a rank reads beyond the image's edge; None if its window stays inside."""
         inside = self.get_window(rank).is_inside(Tile.whole(*self.size_px))
         return None if inside or rank not in self.exchanges else self.exchanges[rank].fill
 
     def count_bytes(self, moves: Sequence[Move]) -> int:
-        """What travels with these moves, for the whole batch and all channels."""
+        """Return the bytes of these moves, with all channels and images of the value."""
         return next(iter(self.exchanges.values())).compute_bytes(moves) if moves else 0
 
     def describe_move(self, move: Move, end: str = " ") -> str:
-        """`from rank 1: 256 × 1 px, 3.0 KB`."""
+        """Return a text such as `from rank 1: 256 × 1 px, 3.0 KB`, with `end` between its parts."""
         size = f"{format_size(move.tile.shape)} px,"
         return end.join((f"from rank {move.source}:", size, format_bytes(self.count_bytes([move]))))
 
     def compute_widths(self, rank: int) -> dict[str, int]:
-        """Pixels that a rank borrows above, below, left and right of its tile."""
+        """Return a tile's halo widths in pixels, without the fill: `above`, `below`, `left` and `right`."""
         own, reads = self.tiles[rank], self.get_window(rank)
         above, below = compute_halo_widths(own.rows, reads.rows, self.size_px[0])
         left, right = compute_halo_widths(own.cols, reads.cols, self.size_px[1])
@@ -111,9 +111,9 @@ class HaloPoint:
 
 
 def resolve_graph(model: nn.Module | Recipe | ModelGraph, picture: Picture, plan: Plan) -> ModelGraph:
-    """The model's graph at the picture's size.
+    """Return the model's graph, traced at the picture's size if `model` is a module.
 
-    Raises ImageError where it was traced before, at another size.
+    Raises ImageError if the model was traced at another size.
     """
     if isinstance(model, nn.Module):
         model = prepare(model, plan, (plan.parts * plan.local_dp, 3, *picture.shape()))
@@ -128,17 +128,17 @@ def resolve_graph(model: nn.Module | Recipe | ModelGraph, picture: Picture, plan
 
 
 def find_halo_points(graph: ModelGraph, plan: Plan) -> tuple[HaloPoint, ...]:
-    """Every exchange of halos in one forward pass, in order."""
+    """Return every halo exchange of one forward pass, in order."""
     return tuple(find_exchange_points(Compiler(graph, with_whole_windows(plan))))
 
 
 def with_whole_windows(plan: Plan) -> Plan:
-    """The same messages, and windows in one piece."""
+    """Return `plan` without overlapped halos: the same messages, but one `Exchange` with the whole window for each."""
     return replace(plan, overlap_halos=False)
 
 
 def find_exchange_points(compiler: Compiler) -> Iterator[HaloPoint]:
-    """The same, from a compiler that is kept for more."""
+    """Yield every halo exchange of the plan of `compiler`, in order. The compiler can be reused."""
     for stage, ranks in enumerate(compiler.layout.stages):
         if len(ranks.ranks) > 1:
             yield from _find_stage_points(
@@ -152,6 +152,7 @@ def _find_stage_points(
     nodes = {node.name: node for node in graph.nodes}
     met: dict[int, dict[int, Exchange]] = {}
     readers: dict[int, dict[str, Node]] = {}
+    # The parts of one exchange on all ranks share its tag. A rank may take part in some exchanges only.
     for program in programs:
         for item in program.forward:
             if isinstance(item, Exchange) and item.purpose == "halo":
@@ -165,7 +166,7 @@ def _find_stage_points(
 
 
 def _find_readers(program: Program, name: str, nodes: Mapping[str, Node]) -> Iterator[Node]:
-    """The operators that read a value, directly or padded."""
+    """Yield the operators that read a value, directly or after padding."""
     segments = (item for item in program.forward if isinstance(item, Compute) and name in item.inputs)
     for segment in segments:
         yield from _find_op_readers(segment.ops, name, nodes)
@@ -177,13 +178,14 @@ def _find_op_readers(ops: Sequence[LocalOp], name: str, nodes: Mapping[str, Node
             if op.out in nodes:
                 yield nodes[op.out]
             else:
+                # The output is no value of the graph (such as a padded copy): follow it to its readers.
                 yield from _find_op_readers(ops, op.out, nodes)
 
 
 def find_point(points: Sequence[HaloPoint], layer: str | int | None) -> HaloPoint:
-    """The point of a layer: a module (or one around it), an operator's name, a number, or None for the first.
+    """Return the point of a layer: a module (or one that contains it), an operator's name, a number, None: the first.
 
-    Raises PlanError where that layer borrows nothing.
+    Raises PlanError if that layer borrows nothing.
     """
     if not points:
         raise PlanError("No layer borrows a halo under this plan. Use more tiles, or leave the model out.")

@@ -1,4 +1,4 @@
-"""What ranks have to carry, as rows of bars: weights, activations kept for backward, and what is sent."""
+"""The loads of the ranks as rows of bars: weights, activations kept for backward, and bytes sent."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 RanksByLoad = Mapping[RankLoad, tuple[int, ...]]
-"""The ranks that carry the same, by what that is."""
+"""Ranks grouped by equal load."""
 
 LEFT_IN, ROW_IN, BAR_IN = 0.15, 0.27, 0.18
 MOST_ROWS, MOST_LETTERS = 16, 22
@@ -37,11 +37,11 @@ LOOKS = (
     BarStyle("own work in a step, predicted", "#bfbfbf", "\\\\"),
 )
 PLACES = {3: ((1.75, 1.1), (4.2, 1.1), (7.6, 1.2)), 4: ((1.6, 0.6), (3.25, 0.6), (5.9, 0.6), (8.45, 0.6))}
-"""By how many columns there are: where the bars of each begin, and how long the longest one is."""
+"""By number of columns: the left edge of each column's bars, and the length of its longest bar, in inches."""
 
 
 def group_loads(loads: Sequence[RankLoad]) -> RanksByLoad:
-    """From one load for each rank, in rank order."""
+    """Group ranks of equal load. `loads` holds the load of each rank, in rank order."""
     groups: dict[RankLoad, tuple[int, ...]] = {}
     for rank, load in enumerate(loads):
         groups[load] = (*groups.get(load, ()), rank)
@@ -49,13 +49,13 @@ def group_loads(loads: Sequence[RankLoad]) -> RanksByLoad:
 
 
 def compute_height(loads: RanksByLoad) -> float:
-    """Inches that the rows take."""
+    """Return the height of the rows in inches."""
     rows = min(len(loads), MOST_ROWS) + (len(loads) > MOST_ROWS)
     return ROW_IN * (rows + 1) if rows else 0.0
 
 
 def draw_loads(axes: Axes, loads: RanksByLoad, top: float, missing: str) -> None:
-    """A row for all ranks that carry the same: three bars, or four with times, each with its number, or `missing`."""
+    """Draw a row per group of equal load: three bars, or four with times, each with its number or `missing`."""
     groups = list(loads.items())
     columns = 4 if any(load.busy_s is not None for load in loads) else 3
     for column, (look, (left, longest)) in enumerate(zip(LOOKS, PLACES[columns], strict=False) if groups else ()):
@@ -74,7 +74,7 @@ def draw_loads(axes: Axes, loads: RanksByLoad, top: float, missing: str) -> None
 
 
 def describe_loads(loads: RanksByLoad, missing: str) -> Iterable[str]:
-    """The same in words."""
+    """Yield a description of each row."""
     for load, ranks in loads.items():
         parts = zip((look.name for look in LOOKS), _format_values(load, missing), strict=False)
         yield f"{format_rank_runs(ranks)}: {', '.join(f'{name} {said}' for name, said in parts)}"

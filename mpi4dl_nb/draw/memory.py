@@ -1,4 +1,4 @@
-"""What the ranks of a plan hold in a training step: by kind, when it is most, and which layers it is."""
+"""Memory of the ranks of a plan in a training step: by kind, over the step, and by layer at the peak."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LIMIT = {"color": "#b71c1c", "linewidth": 1.8, "linestyle": "--"}
 
 BytesByKind = Mapping[str, int]
 MemoryRows = Sequence[tuple[str, BytesByKind]]
-"""The name of each, and its bytes by kind."""
+"""Each row's name, and its bytes by kind."""
 
 
 def show_memory(
@@ -50,13 +50,13 @@ def show_memory(
     loss: Loss | None = None,
     optimiser_states: int = 1,
 ) -> Drawing:
-    """Tensors of all ranks at their fullest moments; when that is in the step of one `rank`, and what layers hold then.
+    """Draw the peak memory of all ranks, the memory of one `rank` over the step, and its layers' part at the peak.
 
     `image_shape` is (N, C, H, W) of a batch. A model is traced at that size, which takes seconds; its graph
-    (`training.recipe.graph`) is not. `machine` (or its name) says how much a rank may use.
-    `rank` is the fullest one if it is None; `optimiser_states` how many numbers the optimiser keeps for each weight:
-    momentum 1, Adam 2.
-    Nothing runs. Raises PlanError, TraceError or ImageError.
+    (`training.recipe.graph`) is not. `machine` (or its name) determines how much a rank may use.
+    If `rank` is None, the rank with the largest peak is taken. `optimiser_states` is how many numbers the optimiser
+    keeps for each weight: momentum 1, Adam 2.
+    Nothing is run. Raises PlanError, TraceError or ImageError.
 
     >>> from engines.models import resnet20_v1
     >>> from mpi4dl_nb import Plan, show_memory
@@ -71,7 +71,7 @@ def show_memory(
 
 
 def draw_memory(memory: PlanMemory, rank_bytes: int | None = None, rank: int | None = None) -> Drawing:
-    """What `show_memory` shows, of memory that is known. Raises PlanError where the plan has no such rank."""
+    """Draw the figure of `show_memory` from a finished prediction. Raises PlanError if the plan has no such rank."""
     chosen = _resolve_rank(memory, rank)
     moment, ranks, layers = (
         memory.find_peak(chosen),
@@ -105,7 +105,7 @@ def draw_memory(memory: PlanMemory, rank_bytes: int | None = None, rank: int | N
 
 
 def _resolve_rank(memory: PlanMemory, rank: int | None) -> int:
-    """The place of a rank in its replica; all replicas hold the same."""
+    """Return the number of a rank within its replica. All replicas hold the same."""
     if rank is None:
         return memory.fullest
     if rank not in range(memory.plan.ranks):
@@ -127,7 +127,7 @@ def _format_verdict(memory: PlanMemory, rank_bytes: int | None) -> str:
 
 
 def _make_rank_rows(memory: PlanMemory) -> MemoryRows:
-    """Ranks that hold the same share a row; the fullest of those that are too many to be shown."""
+    """Return one row per group of ranks with equal memory; only the `MOST_RANKS` largest if there are more."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for found in memory.ranks:
         groups.setdefault(tuple(found.at_peak.values()), []).append(found.rank)
@@ -139,7 +139,7 @@ def _make_rank_rows(memory: PlanMemory) -> MemoryRows:
 
 
 def _make_layer_rows(moment: PeakMemory) -> MemoryRows:
-    """The largest layers in the model's order, then all others together, and what is of no layer."""
+    """Return the largest layers in the model's order, then all others as one row, then what belongs to no layer."""
     large = {name for name, _ in moment.get_largest_layers(MOST_LAYERS)}
     rest = [kinds for name, kinds in moment.layers.items() if name not in large]
     rows = [(name or "the model itself", kinds) for name, kinds in moment.layers.items() if name in large]
@@ -165,7 +165,7 @@ def _choose_unit(largest: int) -> tuple[str, int]:
 
 
 def _draw_rows(axes: Axes, rows: MemoryRows, size: int) -> None:
-    """A bar for each, its kinds one behind the other, and their sum at its end."""
+    """Draw one bar per row, stacked by kind, with the sum at its end."""
     bars: dict[str, list[tuple[int, float, float]]] = {kind: [] for kind in LOOKS}
     for row, (_, kinds) in enumerate(rows):
         end = 0.0
@@ -191,7 +191,7 @@ def _shorten(name: str, most: int = 34) -> str:
 
 
 def _draw_limit(axes: Axes, rank_bytes: int | None, size: int) -> None:
-    """A line at what a rank may use; where that is far beyond all bars, it is said in the title alone."""
+    """Draw a line at the memory that a rank may use. A limit over 4 times the axis' end is in the title only."""
     longest = axes.get_xlim()[1]
     if rank_bytes is None or rank_bytes / size > 4 * longest:
         return
@@ -206,7 +206,7 @@ def _draw_limit(axes: Axes, rank_bytes: int | None, size: int) -> None:
 
 
 def _draw_curve(axes: Axes, memory: PlanMemory, moment: PeakMemory, size: int) -> None:
-    """Bytes after each instruction, backward ones on a darker ground, and the moment of the peak."""
+    """Plot the bytes held after each instruction, with backward shaded, and mark the peak."""
     found, steps = memory.ranks[moment.rank], memory.programs[moment.rank].steps
     held = [count / size for count in found.after]
     backward = [step.phase not in (Phase.FORWARD, Phase.UPDATE) for step in steps]
@@ -227,7 +227,7 @@ def _draw_curve(axes: Axes, memory: PlanMemory, moment: PeakMemory, size: int) -
 
 
 def _describe_rows(rows: MemoryRows) -> Iterable[str]:
-    """Each with its sum and its larger parts, in words."""
+    """Yield each row with its sum, and its kinds of at least 5 % of that, in words."""
     for name, kinds in rows:
         total = sum(kinds.values())
         large = {kind: count for kind, count in kinds.items() if 20 * count >= total > 0}

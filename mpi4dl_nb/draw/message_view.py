@@ -1,4 +1,4 @@
-"""One message that has arrived: its values, and those in its place before and after."""
+"""One message that has arrived: its values, and those of its destination before and after."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from mpi4dl_nb.step_events import StepView, Transfer
 __all__ = ["describe_message", "draw_message"]
 
 LONG, DEEP = 5, 2
-"""Cells whose numbers are shown: along a strip, and across."""
+"""Number of cells shown along a strip, and across it."""
 
 
 @dataclass(frozen=True)
 class _CellStrip:
-    """The middle of a piece, lying: `first` is the number of the first cell along, and `along` what is counted."""
+    """The middle of a piece, horizontal. `first` is the index of its first cell; `along` is `row` or `column`."""
 
     numbers: NDArray[np.float64] | None
     first: int
@@ -34,7 +34,7 @@ class _CellStrip:
 
 
 def draw_message(figure: Figure, view: StepView, box: FigureBox, focus: int) -> None:
-    """Before, what arrived, and after, cell by cell; a strip that stands is laid down."""
+    """Draw the values before, those that arrived, and those after, cell by cell. A vertical strip is transposed."""
     transfer, landed = view.landed[min(focus, len(view.landed) - 1)]
     left, bottom, width, height = box
     figure.text(left, bottom + height, _format_head(view, transfer, focus), fontsize=9, color=INK, va="bottom")
@@ -79,7 +79,7 @@ def _make_strip(transfer: Transfer, tensor: Tensor | None) -> _CellStrip:
 def _draw_cells(
     axes: Axes, top: float, name: str, cells: _CellStrip, shape: tuple[int, ...], look: Mapping[str, Any]
 ) -> None:
-    """A name, one unit high, and below it the cells, of which all rows together are as high."""
+    """Draw the name, one unit high, and below it all rows of cells, together one unit high."""
     deep, long = shape
     axes.text(-0.5, top + 0.9, name, fontsize=8.5, va="bottom", color=INK)
     extent = (-0.5, long - 0.5, top + 2, top + 1)
@@ -113,7 +113,7 @@ def _format_head(view: StepView, transfer: Transfer, focus: int) -> str:
 
 
 def describe_message(view: StepView, focus: int) -> str:
-    """In words."""
+    """Describe the message in words; empty if no message has arrived."""
     if not view.landed:
         return ""
     transfer, landed = view.landed[min(focus, len(view.landed) - 1)]

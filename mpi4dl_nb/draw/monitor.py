@@ -1,4 +1,4 @@
-"""A training while it runs: loss, speed, and what each rank does with its time and memory."""
+"""Figure of a running training: loss, speed, and the time and memory of each rank."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ MEMORY = BarStyle("memory", "#cccccc", "//")
 LOOKS = (WORKS, COMMUNICATES, WAITS, OTHER)
 
 WIDTH, TOP_IN, HEAD_IN, GAP_IN, FOOT_IN, ROW_IN = 11.0, 2.1, 0.35, 0.8, 0.5, 0.32
-COLUMNS = ((0.15, 0.36), (0.59, 0.33))  # left side and width, as parts of the figure's
-SEEN = 2.0  # times the range of the losses: so far from them others are seen
-POINTS = 400  # of a curve: more cannot be seen
-LABELLED = 0.09  # of a bar: shorter parts have no room for their number
+COLUMNS = ((0.15, 0.36), (0.59, 0.33))  # left edge and width, as fractions of the figure
+SEEN = 2.0  # held-out losses within so many ranges of the training losses stay visible
+POINTS = 400  # of a curve; more would be indistinguishable
+LABELLED = 0.09  # fraction of a bar; shorter parts have no room for a number
 BAR_TOP, BAR_HIGH = -0.4, 0.8
 NUMBER: dict[str, Any] = {
     "fontsize": 8.5, "color": INK, "ha": "center", "va": "center", "zorder": 10,
@@ -48,9 +48,9 @@ NUMBER: dict[str, Any] = {
 
 
 def show_progress(progress: Progress) -> Drawing:
-    """Above the loss and images per second, step by step; below the time and the memory of each rank.
+    """Plot loss and images per second by step, and below them the time and memory of each rank.
 
-    How ranks spend their time is of the last step. Sides are fixed rather than fitted: it is drawn again and again.
+    The time of the ranks is that of the last step. Positions are fixed, not fitted, as the figure is redrawn often.
     """
     names = format_rank_names(progress.plan)
     rows_in = max(2, len(names)) * ROW_IN
@@ -77,43 +77,43 @@ def show_progress(progress: Progress) -> Drawing:
 
 
 def _format_step(progress: Progress) -> str:
-    """The figure is drawn less often than the numbers beside it: it says what it is of."""
+    """Return the step that the figure is of, since it is drawn less often than the numbers above it."""
     done = len(progress.losses)
     return f"after step {done}" if done else ""
 
 
 def format_rank_names(plan: Plan) -> list[str]:
-    """`rank 1: stage 0, tile 1`, for all of them."""
+    """Return the name of each rank, such as `rank 1: stage 0, tile 1`."""
     return [f"rank {rank}: {_format_role(who)}" for rank, who in enumerate(Layout.of(plan).roles)]
 
 
 def _format_role(roles: Sequence[Role]) -> str:
-    """Of the first of its roles: there is no room for more."""
+    """Return the text of the first role. There is no room for more."""
     return f"stage {roles[0].stage}, tile {roles[0].tile}" if roles else "no work"
 
 
 def get_memory_bytes(progress: Progress) -> dict[str, int]:
-    """The memory of each rank; one process has that of all ranks together."""
+    """Return the memory of each rank, or of all ranks together if they share one process."""
     if progress.one_process and progress.reports:
         return {"all ranks": progress.reports[0].memory_bytes}
     return {f"rank {rank}": report.memory_bytes for rank, report in enumerate(progress.reports)}
 
 
 def compute_uses(progress: Progress) -> dict[int, TimeShares]:
-    """What each rank did with the time of the last step; empty before the first one."""
+    """Return the time shares of each rank in the last step; empty before the first one."""
     timeline = Timeline.of(report.events for report in progress.reports)
     return timeline.time_shares if timeline.events else {}
 
 
 def _draw_curve(axes: Axes, values: Sequence[float], name: str, colour: str) -> None:
-    """Each step where there is room, else the mean of as many as share a place; the last one as a dot."""
+    """Plot each step, or means of neighbours if there are more than `POINTS`, and the last point as a dot."""
     axes.text(0, 1.04, f"{name}, by step", transform=axes.transAxes, fontsize=10)
     axes.tick_params(labelsize=9)
     axes.grid(color="#dddddd", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.yaxis.set_major_locator(MaxNLocator(4))
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.4g}")  # no factor above, where the title is
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.4g}")  # no offset text over the title
     if not values:
         axes.set(xlim=(0, 10), ylim=(0, 1))
         axes.text(0.5, 0.5, "no step yet", transform=axes.transAxes, ha="center", va="center", color="#555555")
@@ -125,14 +125,14 @@ def _draw_curve(axes: Axes, values: Sequence[float], name: str, colour: str) -> 
 
 
 def _downsample(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Numbers of steps, from 1, and values: means of neighbours where there are more than can be seen."""
+    """Return step numbers from 1 and values, averaged over neighbours if there are more than `POINTS`."""
     edges = np.unique(np.linspace(0, len(values), min(len(values), POINTS) + 1).astype(int))
     counts = np.diff(edges)
     return (edges[:-1] + edges[1:] + 1) / 2, np.add.reduceat(values, edges[:-1]) / counts
 
 
 def _draw_evaluation(axes: Axes, progress: Progress) -> None:
-    """The loss on held-out images, where there are any; one far above all others leaves the axes to these."""
+    """Plot the held-out losses, if any. An outlier does not stretch the axis."""
     both = zip(progress.ends, progress.epochs, strict=True)
     judged = [(end, epoch.held_out.loss) for end, epoch in both if epoch.held_out]
     if judged:
@@ -146,14 +146,14 @@ def _draw_evaluation(axes: Axes, progress: Progress) -> None:
 
 
 def _draw_epochs(axes: Axes, progress: Progress) -> None:
-    """A line where each epoch ended, while they are few enough to be told apart."""
+    """Draw a line at the end of each epoch, if there are few enough to be distinguished."""
     if len(progress.ends) <= POINTS // 10:
         for end in progress.ends:
             axes.axvline(end + 0.5, color="#888888", linewidth=0.8, linestyle=":")
 
 
 def _draw_row_axes(axes: Axes, title: str, names: Sequence[str], ends: Sequence[str]) -> None:
-    """Axes for one bar, 0 to 1, for each name. By hand: ticks and second axes take most of the time of a figure."""
+    """Set up axes with one bar, 0 to 1, per name. Texts replace ticks and second axes, which dominate drawing time."""
     axes.axis("off")
     axes.set(xlim=(0, 1), ylim=(max(1, len(names)) - 0.5, -0.5))
     axes.text(0, -0.5 - 0.15, title, fontsize=10, va="bottom")
@@ -163,7 +163,7 @@ def _draw_row_axes(axes: Axes, title: str, names: Sequence[str], ends: Sequence[
 
 
 def _draw_uses(axes: Axes, names: Sequence[str], used: Mapping[int, TimeShares]) -> None:
-    """The parts of each rank's time, one behind the other, with their numbers where there is room."""
+    """Draw the parts of each rank's time as a stacked bar, with numbers where there is room."""
     _draw_row_axes(axes, "time of the last step, in %", names, [""] * len(names))
     bars: dict[BarStyle, list[tuple[int, float, float]]] = {look: [] for look in LOOKS}
     for rank, use in used.items():
@@ -182,7 +182,7 @@ def _draw_uses(axes: Axes, names: Sequence[str], used: Mapping[int, TimeShares])
 
 
 def _draw_memory(axes: Axes, held: Mapping[str, int]) -> None:
-    """Beside each other, the largest as long as there is room."""
+    """Draw a bar of memory per row, scaled so that the largest fills the axes."""
     _draw_row_axes(axes, "memory after the last step", list(held), [format_bytes(size) for size in held.values()])
     most = max(held.values(), default=1)
     draw_rows(axes, MEMORY, [(row, 0, size / most) for row, size in enumerate(held.values())], BAR_TOP, BAR_HIGH)

@@ -1,4 +1,4 @@
-"""Where one looks: which tile, how close, and around which pixel. All pure; the slicer's keys and clicks are these."""
+"""Navigation in a tiled picture: tile, zoom and centre pixel. Pure functions for the slicer's keys and clicks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Pixel = tuple[int, int]
 
 @dataclass(frozen=True)
 class _ZoomLevels:
-    """The sides of zoomed views of an image, from far to close."""
+    """Side lengths in pixels of the zoomed views of an image, from far to close."""
 
     sides: tuple[int, ...]
 
@@ -51,7 +51,7 @@ class _ZoomLevels:
 
 
 def get_closer_zoom(zoom: int | None, size_px: Pixel) -> int:
-    """The next closer view: how many pixels it is wide. None is the whole image.
+    """Return the side of the next closer view in pixels. None is the whole image.
 
     >>> get_closer_zoom(None, (512, 300)), get_closer_zoom(128, (512, 300)), get_closer_zoom(8, (512, 300))
     (128, 32, 8)
@@ -61,7 +61,7 @@ def get_closer_zoom(zoom: int | None, size_px: Pixel) -> int:
 
 
 def get_wider_zoom(zoom: int | None, size_px: Pixel) -> int | None:
-    """The next wider view.
+    """Return the side of the next wider view in pixels; None is the whole image.
 
     >>> get_wider_zoom(8, (512, 300)), get_wider_zoom(128, (512, 300))
     (32, None)
@@ -71,7 +71,7 @@ def get_wider_zoom(zoom: int | None, size_px: Pixel) -> int | None:
 
 
 def make_square(at: Pixel, side: int, size_px: Pixel) -> Tile:
-    """A square of `side` pixels around one, moved to lie within the image.
+    """Return the square of `side` pixels around pixel `at`, shifted and cut so that it is within the image.
 
     >>> make_square((1, 50), 8, (100, 100)).rows
     Span(start=0, stop=8)
@@ -85,7 +85,7 @@ def _make_span(px: int, side: int, limit: int) -> Span:
 
 
 def pan(at: Pixel, way: Pixel, side: int, size_px: Pixel) -> Pixel:
-    """A quarter of a view on, as far as the image goes.
+    """Return the centre of the view moved by a quarter of its side in direction `way`, within the image.
 
     >>> pan((50, 50), (0, 1), 8, (100, 100))
     (50, 52)
@@ -98,7 +98,7 @@ def pan(at: Pixel, way: Pixel, side: int, size_px: Pixel) -> Pixel:
 
 
 def get_neighbour(grid: Grid, tile: int, way: Pixel) -> int:
-    """The number of the tile beside one; its own at the edge.
+    """Return the number of the neighbour of a tile in direction `way`; its own number at the edge.
 
     >>> get_neighbour(Grid(2, 3), 1, (1, 0)), get_neighbour(Grid(2, 3), 2, (0, 1))
     (4, 2)
@@ -109,7 +109,7 @@ def get_neighbour(grid: Grid, tile: int, way: Pixel) -> int:
 
 
 def get_pixel_at(x: float, y: float, size_px: Pixel) -> Pixel:
-    """The pixel (row, column) under a place (x, y), the nearest one beyond the edge.
+    """Return the pixel (row, column) at (x, y); outside the image, the nearest one.
 
     >>> get_pixel_at(3.7, -0.2, (8, 8))
     (0, 3)
@@ -118,7 +118,7 @@ def get_pixel_at(x: float, y: float, size_px: Pixel) -> Pixel:
 
 
 def add_clamped(value: int, by: int, most: int | None = None) -> int:
-    """The next number, from 0 to `most`.
+    """Return `value + by`, limited to 0 to `most` (None: no upper limit).
 
     >>> add_clamped(3, 1, 3), add_clamped(0, -1), add_clamped(4, -1)
     (3, 0, 3)
@@ -127,12 +127,12 @@ def add_clamped(value: int, by: int, most: int | None = None) -> int:
 
 
 def to_fractions(at: Pixel, size_px: Pixel) -> tuple[float, float]:
-    """Where the middle of a pixel is, as fractions of the image: the same place in a layer of any size."""
+    """Return the middle of a pixel as fractions of the image's sides, which hold for layers of any size."""
     return (at[0] + 0.5) / size_px[0], (at[1] + 0.5) / size_px[1]
 
 
 def to_pixel(place: tuple[float, float], size_px: Pixel) -> Pixel:
-    """The pixel at such fractions.
+    """Return the pixel at fractions (down, across) of the image's sides.
 
     >>> to_pixel(to_fractions((10, 20), (100, 100)), (50, 50))
     (5, 10)
@@ -141,7 +141,7 @@ def to_pixel(place: tuple[float, float], size_px: Pixel) -> Pixel:
 
 
 def clamp_to_tile(grid: Grid, tile: int, at: Pixel, size_px: Pixel) -> Pixel:
-    """The pixel of a tile that is nearest to one of the image.
+    """Return the pixel of a tile that is nearest to pixel `at` of the image.
 
     >>> clamp_to_tile(Grid(2, 2), 0, (50, 20), (100, 100))
     (49, 20)
@@ -152,7 +152,7 @@ def clamp_to_tile(grid: Grid, tile: int, at: Pixel, size_px: Pixel) -> Pixel:
 
 
 def find_owner(grid: Grid, at: Pixel, size_px: Pixel) -> int:
-    """The number of the tile that owns a pixel of an image.
+    """Return the number of the tile that owns a pixel of an image.
 
     >>> find_owner(Grid(2, 2), (50, 20), (100, 100))
     2
@@ -161,9 +161,9 @@ def find_owner(grid: Grid, at: Pixel, size_px: Pixel) -> int:
 
 
 def find_nearest_seam(point: HaloPoint, rank: int, at: Pixel) -> Pixel:
-    """The pixel of a tile's border to another tile that is nearest to `at`; `at` itself where there is no other tile.
+    """Return the pixel on a tile's border to another tile that is nearest to `at`; `at` if there is no other tile.
 
-    The borders are those across which the tile reads, or all inner ones where it reads none.
+    The borders are those across which the tile reads, or all inner ones if it reads across none.
     """
     tile, widths, (rows, cols) = point.tiles[rank], point.compute_widths(rank), point.size_px
     row, col = clamp_to_tile(point.ranks.grid, point.numbers[rank], at, point.size_px)
@@ -179,13 +179,14 @@ def find_nearest_seam(point: HaloPoint, rank: int, at: Pixel) -> Pixel:
 
 
 def choose_seam(point: HaloPoint, rank: int) -> Pixel:
-    """A pixel on a corner of the tile where it borrows, or amid a seam; beside the arrow that is drawn there."""
+    """Return the pixel of the tile's border at the smallest piece that it reads, such as a corner; else on a seam."""
     pieces = [move.tile for move in (*point.get_receives(rank), *point.find_redundant_moves(rank))]
     tile = point.tiles[rank]
     if not pieces:
         middle = (tile.rows.start + tile.rows.stop) // 2, (tile.cols.start + tile.cols.stop) // 2
         return find_nearest_seam(point, rank, middle)
     piece = min(pieces, key=lambda tile: tile.pixels)
+    # A quarter along the piece, because the arrow of the piece points to its middle.
     row, col = piece.rows.start + len(piece.rows) / 4, piece.cols.start + len(piece.cols) / 4
     row = min(max(row, tile.rows.start), tile.rows.stop)
     col = min(max(col, tile.cols.start), tile.cols.stop)

@@ -1,4 +1,4 @@
-"""Pixels so large that their values stand in them."""
+"""Pixels drawn so large that their values can be written into them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from engines.spatial.tiles import Tile
 
 __all__ = ["UP_TO_PX", "format_values", "render_cells", "render_values"]
 
-UP_TO_PX = 12  # across a view: in smaller cells nobody could read three numbers
+UP_TO_PX = 12  # across a view; three numbers would be illegible in smaller cells
 SMALLEST_FONT_PX, LARGEST_FONT_PX = 7, 17
-DARK = 3 * 120  # red, green and blue together: on less, dark letters are hard to read
+DARK = 3 * 120  # sum of red, green and blue; dark text is hard to read on less
 FONT = Path(mpl.get_data_path(), "fonts", "ttf", "DejaVuSans.ttf")
 
 
 def render_cells(pixels: Pixels, size: tuple[int, int], lines: bool) -> Pixels:
-    """(*size, 4): each pixel as a cell, with white lines between them if asked for."""
+    """Return an image (*size, 4) with each pixel as a cell, and white lines between cells if `lines`."""
     rows, cols = (_compute_edges(count, px) for count, px in zip(pixels.shape[:2], size, strict=True))
     large = np.repeat(np.repeat(pixels, np.diff(rows), 0), np.diff(cols), 1)
     if lines:
@@ -37,9 +37,9 @@ def _compute_edges(count: int, px: int) -> NDArray[np.int64]:
 def render_values(
     pixels: Pixels, ground: Pixels, size: tuple[int, int], notes: Mapping[tuple[int, int], str]
 ) -> Pixels:
-    """(*size, 4): red, green and blue of each pixel in its cell, to lie on cells of the colours `ground`.
+    """Return an overlay (*size, 4) with red, green and blue of each pixel as text, for cells of the colours `ground`.
 
-    `notes` are lines above the numbers, by row and column; such cells have white paper under all of it.
+    `notes` are lines above the numbers, by (row, column). The text of such a cell has a white background.
     """
     page = Image.new("RGBA", size[::-1], (255, 255, 255, 0))
     pen = ImageDraw.Draw(page)
@@ -61,6 +61,6 @@ def render_values(
 
 
 def format_values(pixels: Pixels, view: Tile) -> Iterable[str]:
-    """`row 4: 231 201 214, 229 200 213` for each row: red, green and blue of its pixels from left to right."""
+    """Yield `row 4: 231 201 214, 229 200 213` for each row: red, green and blue of its pixels from left to right."""
     for number, row in enumerate(pixels, start=view.rows.start):
         yield f"row {number}: {', '.join(' '.join(str(value) for value in pixel) for pixel in row)}"

@@ -1,4 +1,4 @@
-"""A training while it runs, in numbers: what a page can show every second."""
+"""Numbers of a running training as HTML, cheap enough for an update every second."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from mpi4dl_nb.progress import Progress
 
 __all__ = ["describe_outcome", "format_duration", "format_progress_html"]
 
-EPOCHS = 6  # the last ones: all of them are in the History
+EPOCHS = 6  # the last ones; the History has all of them
 SIDE_BY_SIDE = "display:flex;flex-wrap:wrap;align-items:flex-start;gap:0 2em"
-RANKS = 16  # more of them are in the figure only
+RANKS = 16  # more than that are in the figure only
 
 
 def format_progress_html(progress: Progress) -> str:
-    """A line, a bar of the steps done, and two tables: of the last epochs, and of the ranks in the last step."""
+    """Return a line of numbers, a progress bar of the steps, and tables of the last epochs and of the ranks."""
     line = " · ".join(escape(part) for part in _format_step(progress))
     return (
         f'<div style="line-height:1.5"><p style="margin:0"><b>{escape(progress.state)}</b> · {line}</p>'
@@ -40,7 +40,7 @@ def format_duration(seconds: float) -> str:
 
 
 def describe_outcome(outcome: History | BaseException) -> str:
-    """How a `fit` has ended."""
+    """Describe how a `fit` has ended."""
     match outcome:
         case History(stopped=True, saved=None):
             return f"stopped after {len(outcome.losses)} steps; the ranks keep what they have learned"
@@ -92,7 +92,7 @@ def _format_ranks(progress: Progress) -> str:
 
 
 def _format_epochs(epochs: Sequence[EpochResult]) -> str:
-    """The newest first; columns that none of them has are left out."""
+    """Return the table of the last epochs, newest first, without the columns that are empty."""
     records = [epoch.record for epoch in reversed(epochs[-EPOCHS:])]
     shown = {"epoch": "d", "loss": ".5g", "accuracy": ".3f", "dice": ".3f", "held_out_loss": ".5g",
              "held_out_accuracy": ".3f", "held_out_dice": ".3f", "images_per_s": ".2f", "data_wait": ".0%"}  # fmt: skip

@@ -1,4 +1,4 @@
-"""Which rank does what: every copy of the model as its stages in a row, each in its real grid of tiles."""
+"""Map of the ranks: every copy of the model as a row of stages, each drawn as its grid of tiles."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ TOP_IN, LEFT_IN, BETWEEN_IN = (
     0.92,
     1.05,
     0.18,
-)  # above the stages; left of them and between them, where copies are several
-CELL_IN, LOW_IN, HIGH_IN = 0.34, 0.62, 2.4  # a row of tiles; a copy of the model, at least and at most
-WIDEST_IN = 1.6  # of a tile
+)  # above the stages; left of and between copies, if there are several
+CELL_IN, LOW_IN, HIGH_IN = 0.34, 0.62, 2.4  # height of a row of tiles; of a copy: minimum, maximum
+WIDEST_IN = 1.6  # maximum width of a tile
 MOST_COPIES, MOST_CELLS = 12, 300
 StageColumn = tuple[float, float]
-"""Left edge and width of a stage."""
+"""Left edge and width of a stage, in inches."""
 FACES = {0: ("#dbe9f6", ""), 1: ("#fde3c8", "//")}  # by direction
 
 
@@ -47,11 +47,12 @@ def show_ranks(
     loss: Loss | None = None,
     machine: Machine | str | None = None,
 ) -> Drawing:
-    """Replica, direction, stage and tile of every rank; with a model, also what each rank has to carry.
+    """Draw the replica, direction, stage and tile of every rank; with a model, also the load of each rank.
 
     `image_shape` is (N, C, H, W) of a batch. A model is traced at that size, which takes seconds; its graph
-    (`training.recipe.graph`) is not. With a `machine` (such as `cluster.calibrate()`, or a name) also the time of each
-    rank. All numbers are counted from the ranks' programs. Raises PlanError, TraceError or ImageError.
+    (`training.recipe.graph`) is not. With a `machine` (such as `cluster.calibrate()`, or a name), the time of each
+    rank is predicted too. The other numbers are counted from the ranks' programs.
+    Raises PlanError, TraceError or ImageError.
 
     >>> from engines.models import resnet20_v1
     >>> from mpi4dl_nb import Plan, show_ranks
@@ -72,9 +73,9 @@ def show_ranks(
 
 
 def draw_ranks(plan: Plan, loads: Sequence[RankLoad] = (), missing: str = NOT_COUNTED, foreseen: str = "") -> Drawing:
-    """What `show_ranks` shows, of loads that are known, in rank order; of memory that is not, `missing` is said.
+    """Draw the figure of `show_ranks` from loads in rank order, with `missing` in place of unknown memory.
 
-    `foreseen` is what is predicted of a step, in a line below.
+    `foreseen` is the forecast of a step, a line below the figure.
     """
     layout, groups = Layout.of(plan), group_loads(loads)
     sheet = _SheetLayout.of(layout)
@@ -100,7 +101,7 @@ def draw_ranks(plan: Plan, loads: Sequence[RankLoad] = (), missing: str = NOT_CO
 
 @dataclass(frozen=True)
 class _SheetLayout:
-    """Where the copies of the model go, and their stages, in inches."""
+    """Positions of the copies of the model and of their stages, in inches."""
 
     pipes: tuple[Pipeline, ...]
     several: bool
@@ -117,12 +118,12 @@ class _SheetLayout:
         return cls(layout.pipes[:copies], several, copy_in, tuple(_compute_columns(layout.stages, left)))
 
     def compute_top(self, index: int) -> float:
-        """The upper edge of a copy of the model."""
+        """Return the upper edge of a copy of the model."""
         return TOP_IN + index * (self.copy_in + BETWEEN_IN)
 
 
 def _compute_columns(stages: Sequence[StageRanks], left: float) -> Iterable[StageColumn]:
-    """Each stage is as wide as it has columns of tiles, or ranks that share images."""
+    """Yield a column per stage, wider for more columns of tiles, or more ranks that share images."""
     gap = min(GAP_IN, 2.0 / len(stages))
     shares = [_count_columns(stage) + 0.6 for stage in stages]
     unit = min(WIDEST_IN, (WIDTH_IN - MARGIN_IN - left - gap * (len(stages) - 1)) / sum(shares))
@@ -136,7 +137,7 @@ def _count_columns(stage: StageRanks) -> int:
 
 
 def _draw_copy(axes: Axes, sheet: _SheetLayout, pipe: Pipeline, top: float) -> None:
-    """One row: the stages of one copy of the model, from the images on the left to the loss."""
+    """Draw the stages of one copy of the model in a row, from the images on the left to the loss."""
     if sheet.several:
         words = [f"replica {pipe.replica}", *["mirrored"] * pipe.direction]
         write(axes, MARGIN_IN, top + sheet.copy_in / 2, "\n".join(words), 9)
@@ -156,7 +157,7 @@ def _draw_copy(axes: Axes, sheet: _SheetLayout, pipe: Pipeline, top: float) -> N
 
 
 def _compute_cells(stage: StageRanks, box: Box) -> Iterable[tuple[int, Box]]:
-    """Each rank where its tile lies in the image; ranks that share images stand side by side."""
+    """Yield each rank with the box of its tile. Ranks that share images are side by side."""
     left, top, width, height = box
     rows, cols = stage.grid.rows, _count_columns(stage)
     for index, rank in enumerate(stage.ranks):
@@ -165,7 +166,7 @@ def _compute_cells(stage: StageRanks, box: Box) -> Iterable[tuple[int, Box]]:
 
 
 def _draw_heads(axes: Axes, stages: Sequence[StageRanks], places: Sequence[StageColumn]) -> None:
-    """The number of each stage and, where there is room, in how many parts its images go."""
+    """Write the number of each stage and, where there is room, its numbers of tiles or shares."""
     names = [[f"stage {number}", str(number)] for number in range(len(stages))]
     crowded = min(width for _, width in places) < 0.75
     for (name, number), stage, (left, width) in zip(names, stages, places, strict=True):
@@ -177,7 +178,7 @@ def _draw_heads(axes: Axes, stages: Sequence[StageRanks], places: Sequence[Stage
 
 
 def _describe_copy(pipe: Pipeline) -> str:
-    """`replica 0, mirrored: stage 0 of 2x2 tiles on ranks 4 to 1, ...`."""
+    """Return a text such as `replica 0, mirrored: stage 0 of 2x2 tiles on ranks 4 to 1, ...`."""
     stages = []
     for number, stage in enumerate(pipe.stages):
         cut = f" of {stage.grid} tiles" if stage.grid.tiles > 1 else ""

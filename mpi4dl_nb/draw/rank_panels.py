@@ -1,4 +1,4 @@
-"""What ranks hold of a value, each its own pixels and what it has borrowed, in one scale of colours."""
+"""Panels of what each rank holds of a value, its own pixels and its halo, on a common colour scale."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ FigureBox = tuple[float, float, float, float]
 """(left, bottom, width, height) in the figure's own coordinates."""
 
 MAPS = {False: "cividis", True: "PuOr"}
-MOST = 12  # panels; more would be too small to be seen
+MOST = 12  # panels; with more, each would be too small
 BAR_SHARE, BAR_IN, GAP_IN = 0.2, 0.9, 0.42
-UNSHAPED = 1.4  # width to height of a panel without pixels
+UNSHAPED = 1.4  # aspect ratio (width / height) of a panel without pixels
 
 
 def draw_panels(figure: Figure, view: StepView, box: FigureBox, focus: int) -> None:
-    """Groups of ranks beside each other; in a group tiles lie as in the image."""
+    """Draw the groups of ranks side by side. Within a group, tiles are arranged as in the image."""
     groups = view.groups
     left, bottom, width, height = box
     if not groups:
@@ -65,18 +65,18 @@ def _draw_group(figure: Figure, view: StepView, group: PanelGroup, box: FigureBo
 
 
 def _compute_max_aspect(group: PanelGroup) -> float:
-    """How wide a panel wants to be, as a part of its height: beyond that it would stand in empty space."""
+    """Return the largest useful aspect ratio (width / height) of a panel. A wider panel would be partly empty."""
     held = [panel.extent.held for panel in group.panels if _is_square(panel.extent.held)]
     return max((tile.shape[1] / tile.shape[0] for tile in held), default=UNSHAPED)
 
 
 def _is_square(held: Tile | None) -> bool:
-    """Whether pixels are drawn as squares: strips of few pixels, and what has none, fill their panel."""
+    """Return whether pixels are drawn as squares. Narrow strips, and values without pixels, fill their panel."""
     return held is not None and max(held.shape) < 8 * min(held.shape)
 
 
 def _describe_reasons(view: StepView) -> Iterator[str]:
-    """Why no rank shows anything, each reason once."""
+    """Yield each reason why ranks have nothing to show, once."""
     if view.event.done:
         yield "The weights have moved. There are no images to show now: a restart begins another step."
         return
@@ -88,7 +88,7 @@ def _describe_reasons(view: StepView) -> Iterator[str]:
 
 
 def describe_group(view: StepView, group: PanelGroup, end: str = ", ") -> str:
-    """`gradient of relu_3 (blocks.0), 32 × 48 px, channel 0 of 16, image 0`, in lines that `end` so."""
+    """Return `gradient of relu_3 (blocks.0), 32 × 48 px, channel 0 of 16, image 0`, with `end` between its lines."""
     extent, seen = group.panels[0].extent, group.panels[0].seen
     what = f"{'gradient of ' * group.gradient}{group.name}"
     if extent.axes is None:
@@ -111,12 +111,12 @@ def _find_columns(group: PanelGroup) -> list[int]:
 
 
 def _find_starts(group: PanelGroup, starts: Sequence[int | None]) -> list[int]:
-    """Of tiles; where all ranks hold the same they stand in rows of four."""
+    """Return the sorted starts of the tiles, or the indices of rows of four if the ranks are not tiled."""
     return sorted({s for s in starts if s is not None}) if _is_tiled(group) else list(range(-(-len(group.panels) // 4)))
 
 
 def _is_tiled(group: PanelGroup) -> bool:
-    """Whether every rank has another tile."""
+    """Return whether every rank has a tile of its own."""
     owns = [panel.extent.own for panel in group.panels]
     return None not in owns and len(set(owns)) == len(owns)
 
@@ -147,13 +147,13 @@ def _draw_panel(axes: Axes, group: PanelGroup, panel: RankPanel) -> object:
     axes.tick_params(labelsize=7.5, length=2, pad=1)
     for labels, setting in ((axes.get_xticklabels(), "ha"), (axes.get_yticklabels(), "va")):
         for label, side in zip(labels, ("left", "right") if setting == "ha" else ("top", "bottom"), strict=True):
-            label.set(**{setting: side})  # or the two numbers of a corner would lie on each other
+            label.set(**{setting: side})  # inwards, so that the two numbers at a corner do not overlap
     axes.set(xlim=(cols.start, cols.stop), ylim=(rows.stop, rows.start))
     return image
 
 
 def _find_halo_tiles(held: Tile, own: Tile) -> Iterator[Tile]:
-    """What a rank holds beside what it owns: above, below, left and right."""
+    """Yield the parts of `held` outside `own`: above, below, left and right."""
     inner = own.rows & held.rows
     for rows in (Span(held.rows.start, inner.start), Span(inner.stop, held.rows.stop)):
         if rows:
@@ -164,7 +164,7 @@ def _find_halo_tiles(held: Tile, own: Tile) -> Iterator[Tile]:
 
 
 def _mark_message(axes: Axes, view: StepView, panel: RankPanel, focus: int) -> None:
-    """Frame what the message in focus has brought, and where it came from."""
+    """Frame the tile of the message in focus on its target (solid) and on its source (dashed)."""
     if not view.landed or panel.extent.axes is None:
         return
     transfer, _ = view.landed[min(focus, len(view.landed) - 1)]
@@ -179,7 +179,7 @@ def _mark_message(axes: Axes, view: StepView, panel: RankPanel, focus: int) -> N
 
 
 def describe_panels(view: StepView) -> Iterator[str]:
-    """In words: what is shown, and from where to where its colours go."""
+    """Yield a description of each group, with the range of its colours."""
     for group in view.groups:
         ranks = ", ".join(str(panel.rank) for panel in group.panels)
         low, high = group.span

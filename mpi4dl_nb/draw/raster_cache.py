@@ -1,4 +1,4 @@
-"""A picture made as small as it is drawn: read once from the level that fits, and kept for the next drawing."""
+"""A picture scaled to the size at which it is drawn, read once from the level that fits, and cached."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from engines.spatial.tiles import Tile
 
 __all__ = ["EXACT_PX", "LONGEST_PX", "RasterCache"]
 
-LONGEST_PX = 1200  # of the picture as drawn; no screen shows more of it
-EXACT_PX = 1 << 20  # of the picture: what is larger is read from a coarser level
-KEPT = 16  # places of the picture
+LONGEST_PX = 1200  # of the picture as drawn; more than a screen shows
+EXACT_PX = 1 << 20  # pixels; a larger region is read from a coarser level
+KEPT = 16  # cached rasters
 
 
 class RasterCache:
-    """The whole of a picture, and places in it, in the pixels of the screen."""
+    """A cache of the whole picture and of regions of it, in screen pixels. The oldest entries are dropped first."""
 
     def __init__(self, picture: Picture) -> None:
         self.picture = picture
@@ -29,7 +29,7 @@ class RasterCache:
 
     @classmethod
     def of(cls, picture: Picture | RasterCache) -> RasterCache:
-        """Those of a picture; what is one already stays as it is."""
+        """Return the cache of a picture. A `RasterCache` is returned unchanged."""
         return picture if isinstance(picture, cls) else cls(picture)
 
     @cached_property
@@ -37,13 +37,13 @@ class RasterCache:
         return self.picture.thumbnail(LONGEST_PX)
 
     def render_whole(self, size: tuple[int, int]) -> Pixels:
-        """(*size, 4): all of the picture."""
+        """Return the whole picture as (*size, 4)."""
         return self._get_cached(("whole", size), lambda: _to_rgba(_resize(self._whole, size)))
 
     def render_region(self, layer_px: tuple[int, int], view: Tile, longest_px: int = LONGEST_PX) -> Pixels:
-        """(h, w, 3): the picture under the pixels `view` of a layer, averaged over each of them.
+        """Return the picture under the pixels `view` of a layer as (h, w, 3), averaged over each layer pixel.
 
-        A large view is coarser: its sides are at most `longest_px`.
+        A large region is coarser: its sides are at most `longest_px`.
         """
         return self._get_cached((layer_px, view, longest_px), lambda: self._render_region(layer_px, view, longest_px))
 
@@ -61,7 +61,7 @@ class RasterCache:
         return np.array(there.resize(view.shape[::-1], Image.Resampling.BOX, box=box))
 
     def _get_cached(self, key: Hashable, make: Callable[[], Pixels]) -> Pixels:
-        """What was made before, or is made now; the oldest is forgotten."""
+        """Return the cached entry of `key`, or make it, and drop the oldest entry beyond `KEPT`."""
         if key not in self._kept:
             self._kept[key] = make()
             if len(self._kept) > KEPT:
@@ -76,5 +76,5 @@ def _resize(pixels: Pixels, size: tuple[int, int]) -> Pixels:
 
 
 def _to_rgba(pixels: Pixels) -> Pixels:
-    """With an opaque fourth channel, which matplotlib draws several times faster."""
+    """Add an opaque alpha channel. Matplotlib draws RGBA several times faster than RGB."""
     return np.dstack([pixels, np.full(pixels.shape[:2], 255, np.uint8)])

@@ -1,4 +1,4 @@
-"""The receptive field of one output pixel, on the picture and in words."""
+"""The receptive field of one output pixel, drawn on the picture and in words."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SMALLEST_PX = 10  # on the screen
 
 
 def draw_field(axes: Axes, point: HaloPoint, field: ReceptiveField, picture_px: tuple[int, int]) -> None:
-    """A dotted frame around what the pixel sees of the picture, in the coordinates of the layer."""
+    """Draw a dotted frame around the receptive field in the picture, in the coordinates of the layer."""
     (x, y), width, height = _scale_to_layer(field.image, point.size_px, picture_px)
     box = get_screen_box(axes, Tile.whole(1, 1))
     more_x, more_y = max(0.0, SMALLEST_PX / box.width - width), max(0.0, SMALLEST_PX / box.height - height)
@@ -32,14 +32,14 @@ def draw_field(axes: Axes, point: HaloPoint, field: ReceptiveField, picture_px: 
 def _scale_to_layer(
     tile: Tile, layer_px: tuple[int, int], picture_px: tuple[int, int]
 ) -> tuple[tuple[float, float], float, float]:
-    """Corner (x, y), width and height of a part of the picture in a layer's pixels."""
+    """Return corner (x, y), width and height, in a layer's pixels, of a region of the picture."""
     down, across = (layer / picture for layer, picture in zip(layer_px, picture_px, strict=True))
     rows, cols = tile.shape
     return (tile.cols.start * across, tile.rows.start * down), cols * across, rows * down
 
 
 def describe_field(point: HaloPoint, field: ReceptiveField, picture_px: tuple[int, int]) -> Sequence[str]:
-    """What an output pixel sees, and on which tiles that lies."""
+    """Describe the receptive field of an output pixel, and its share on each tile."""
     image, (row, col) = field.image, field.pixel
     if not image:
         return [f"Output pixel ({row}, {col}) sees nothing of the picture"]

@@ -1,4 +1,4 @@
-"""Scaling studies as figures: speed against ranks, and where the time goes; and how large images may be."""
+"""Figures of scaling studies: speed against ranks and shares of the time; and of the largest image that fits."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ PIXELS = BarStyle("largest side that fits", "#56b4e9", "")
 
 
 def show_scaling(studies: Scaling | Mapping[str, Scaling]) -> Drawing:
-    """Speed against ranks beside the ideal, with efficiencies; on the right where a rank's time goes.
+    """Plot speed against ranks with the ideal, and the shares of a rank's time with the efficiencies.
 
-    One study, or up to four by the names that they have in the figure. Raises PlanError where there is none.
+    `studies` is one study, or up to four by their names in the figure. Raises PlanError for no study or more than four.
 
     >>> from engines.models import resnet20_v1
     >>> from mpi4dl_nb import Plan, scaling, show_scaling
@@ -60,7 +60,7 @@ def show_scaling(studies: Scaling | Mapping[str, Scaling]) -> Drawing:
 
 
 def _draw_speeds(axes: Axes, named: Mapping[str, Scaling], grows: bool) -> None:
-    """Both axes are logarithmic, so that ideal scaling is a straight line."""
+    """Plot speed against ranks. Both axes are logarithmic, so that ideal scaling is a straight line."""
     for (name, study), (colour, dashes, marker) in zip(named.items(), LINES, strict=False):
         ranks = [point.ranks for point in study.points]
         rates = [point.pixels_per_s / 1e6 if grows else point.images_per_s for point in study.points]
@@ -83,7 +83,7 @@ def _draw_speeds(axes: Axes, named: Mapping[str, Scaling], grows: bool) -> None:
 
 
 def _choose_ticks(counts: Sequence[int], factor: float = 1.5) -> list[int]:
-    """Those that have room for their numbers on a logarithmic axis.
+    """Return the counts whose labels have room on a logarithmic axis.
 
     >>> _choose_ticks([4, 5, 8, 16])
     [4, 8, 16]
@@ -96,7 +96,7 @@ def _choose_ticks(counts: Sequence[int], factor: float = 1.5) -> list[int]:
 
 
 def _draw_shares(axes: Axes, named: Mapping[str, Scaling]) -> None:
-    """A bar for each number of ranks, its parts one behind the other; the efficiency at its end."""
+    """Draw a stacked bar of time shares for each number of ranks, with the efficiency at its end."""
     labels: list[str] = []
     ends: list[str] = []
     bars: dict[str, list[tuple[int, float, float]]] = {kind: [] for kind in SHARES}
@@ -142,7 +142,7 @@ def _describe_study(name: str, study: Scaling) -> str:
 
 
 def show_limits(limits: Sequence[Limit], machine: str = "") -> Drawing:
-    """The largest square image that fits under each plan, as bars. Raises PlanError where there is none to show.
+    """Draw the largest square image that fits under each plan, as bars. Raises PlanError if `limits` is empty.
 
     >>> from engines.models import resnet20_v1
     >>> from mpi4dl_nb import Plan, largest_image, show_limits
@@ -175,7 +175,7 @@ def _describe_limits(names: Iterable[str], limits: Iterable[Limit]) -> Iterable[
 
 
 def _format_limit(each: Limit) -> str:
-    """`6,144 px: 15.8 GB of 16.0 GB`."""
+    """Return a text such as `6,144 px: 15.8 GB of 16.0 GB`."""
     if not each.size_px:
         need = format_bytes(each.next_bytes or 0)
         return f"none fits: {each.step_px} px need {need} of {format_bytes(each.rank_bytes)}"

@@ -1,4 +1,4 @@
-"""In which order ranks take micro-batches through their stages, and where they wait."""
+"""Chart of a pipeline schedule: the order of micro-batches on each rank, and the idle time."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from mpi4dl_nb.draw.figure import CASING, INK, Drawing
 __all__ = ["draw_slots", "label_slots", "show_schedule"]
 
 HINT = "in a bar: its micro-batch; white: idle; held: forwards that have not gone all the way back"
-TOP, HIGH = -0.4, 0.8  # of a bar, around the middle of its row
-ROOM_PX = 6  # for the casing of a text
+TOP, HIGH = -0.4, 0.8  # upper edge, relative to the middle of the row, and height of a bar
+ROOM_PX = 6  # for the outline of a text
 LOOKS = {
     (ActionKind.FORWARD, False): BarStyle("forward", "#56b4e9", ""),
     (ActionKind.BACKWARD, False): BarStyle("backward", "#e69f00", "//"),
@@ -30,11 +30,11 @@ LOOKS = {
 
 
 def show_schedule(schedule: Schedule) -> Drawing:
-    """One row for each rank: what it works on when, in units of one forward; white is idle.
+    """Draw a row of bars per rank over time, in units of one forward; white is idle.
 
-    In a bar stands its micro-batch, as in `schedule.picture()` where there is room. Beside a row stand the rank's
-    stages, how much of the time it idles, and how many forwards it holds at most (`schedule.in_flight`). Raises
-    PlanError where there is no work.
+    Where there is room, a bar is labelled with its work (`schedule.format_action`), or its micro-batch alone. A row is
+    labelled with the rank's stages, its idle share, and the most forwards that it holds (`schedule.count_in_flight`).
+    Raises PlanError if there is no work.
 
     >>> from engines.pipeline.make_schedule import Batch, make_schedule
     >>> from mpi4dl_nb import show_schedule
@@ -68,7 +68,7 @@ def show_schedule(schedule: Schedule) -> Drawing:
 
 
 def draw_slots(axes: Axes, schedule: Schedule) -> list[BarStyle]:
-    """Every slot; the looks that occur, in the legend's order."""
+    """Draw every slot and return the styles that occur, in the order of the legend."""
     met: set[BarStyle] = set()
     for rank, lane in enumerate(schedule.lanes):
         spans: dict[BarStyle, list[tuple[float, float]]] = defaultdict(list)
@@ -86,7 +86,7 @@ def _get_style(slot: Slot) -> BarStyle:
 
 
 def _format_stages(order: Iterable[PipelineAction]) -> str:
-    """`stages 0, 2 and mirrored 1`."""
+    """Return a text such as `stages 0, 2 and mirrored 1`."""
     found = [sorted({work.stage for work in order if (work.direction > 0) is mirrored}) for mirrored in (False, True)]
     words = [", ".join(map(str, stages)) for stages in found]
     told = " and ".join(f"{word}{numbers}" for word, numbers in zip(("", "mirrored "), words, strict=True) if numbers)
@@ -94,11 +94,12 @@ def _format_stages(order: Iterable[PipelineAction]) -> str:
 
 
 def label_slots(axes: Axes, schedule: Schedule) -> None:
-    """Name the work in all bars, or its micro-batch, or nothing, as there is room in the shortest."""
+    """Label all bars with their work, or their micro-batch, or not at all: the longest form that fits every bar."""
     slots = [(rank, slot) for rank, lane in enumerate(schedule.lanes) for slot in lane]
     unit_px = axes.bbox.width / schedule.length
     forms: tuple[Callable[[PipelineAction], str], ...] = (schedule.format_action, lambda work: str(work.micro_batch))
     for form in forms:
+        # The bar with most characters per unit of time decides for all.
         widest = max(slots, key=lambda each: len(form(each[1].work)) / (each[1].stop - each[1].start))
         text = _draw_text(axes, *widest, form)
         fits = text.get_window_extent().width + ROOM_PX < unit_px * (widest[1].stop - widest[1].start)

@@ -1,4 +1,4 @@
-"""A figure as a sheet of paper, measured in inches from its upper left: boxes, arrows and texts that fit."""
+"""A figure as a sheet of paper with inches from its upper left corner as units: boxes, arrows and fitting texts."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from mpi4dl_nb.draw.figure import INK, Drawing
 
 __all__ = ["Box", "draw_arrows", "draw_boxes", "make_sheet", "write", "write_fitting"]
 
-CHARACTER_IN = 0.0085  # the width of one, for each point of the type's size
-HEAD_IN = 0.09  # of an arrow
+CHARACTER_IN = 0.0085  # estimated width per point of font size
+HEAD_IN = 0.09  # length of an arrow's head
 
 Box = tuple[float, float, float, float]
-"""Left and upper edge, width and height."""
+"""(left, top, width, height) in inches."""
 Point = tuple[float, float]
 
 
 def make_sheet(width_in: float, height_in: float) -> tuple[Drawing, Axes]:
-    """An empty one."""
+    """Create an empty sheet."""
     figure = Drawing(figsize=(width_in, height_in))
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set(xlim=(0, width_in), ylim=(height_in, 0))
@@ -31,14 +31,14 @@ def make_sheet(width_in: float, height_in: float) -> tuple[Drawing, Axes]:
 
 
 def write(axes: Axes, x: float, y: float, text: str, size: float, **style: Any) -> None:
-    """A text that begins at x, and whose middle is at y."""
+    """Write a text that begins at x and is vertically centred at y, unless `style` aligns it otherwise."""
     axes.text(x, y, text, fontsize=size, color=INK, **{"va": "center", "ha": "left"} | style)
 
 
 def write_fitting(
     axes: Axes, x: float, y: float, forms: Sequence[str], width: float, size: float, **style: Any
 ) -> None:
-    """The first of these texts that is narrow enough, its middle at (x, y), or nothing."""
+    """Write the first of `forms` that is narrower than `width`, centred at (x, y); nothing if none is."""
     for form in forms:
         if max(map(len, form.splitlines())) * CHARACTER_IN * size < width:
             write(axes, x, y, form, size, **{"ha": "center"} | style)
@@ -46,13 +46,13 @@ def write_fitting(
 
 
 def draw_boxes(axes: Axes, boxes: Sequence[Box], **style: Any) -> None:
-    """All boxes as one patch, which is quicker than one for each."""
+    """Draw all boxes as one patch, which is faster than one patch per box."""
     corners = [((x, y), (x + w, y), (x + w, y + h), (x, y + h), (x, y)) for x, y, w, h in boxes]
     _add_outlines(axes, corners, **style)
 
 
 def draw_arrows(axes: Axes, spans: Sequence[Point], y: float) -> None:
-    """From left to right, all at one height."""
+    """Draw an arrow from left to right for each (start, stop), all at height `y`."""
     outlines = []
     for start, stop in spans:
         neck = stop - HEAD_IN

@@ -1,4 +1,4 @@
-"""How a picture is cut: who owns which pixels, and what a layer borrows across the seams."""
+"""Drawing of a picture in tiles: which rank owns which pixels, and the halos of a layer across the seams."""
 
 from __future__ import annotations
 
@@ -51,16 +51,16 @@ from mpi4dl_nb.draw.zoom import choose_zoom_view, draw_zoom, label_owners, mark_
 
 __all__ = ["LayerView", "draw_slicing", "draw_tiles_only", "show_slicing"]
 
-VISIBLE_PX = 6  # of the screen: a thinner halo is seen in the zoomed panel only
-MOST_LINES = 8  # of the list of lenders
-OUTLINE_GAP = 0.005  # of the picture's longer side
+VISIBLE_PX = 6  # of the screen; a thinner halo is drawn in the zoomed panel only
+MOST_LINES = 8  # of the list of sources
+OUTLINE_GAP = 0.005  # fraction of the picture's longer side
 
 
 @dataclass(frozen=True)
 class LayerView:
-    """How a layer is looked at: as a whole (`zoom` None), or so many pixels across, around `at` (row, column).
+    """A view of a layer: the whole (`zoom` None), or `zoom` pixels across, around `at` (row, column).
 
-    `field` is a receptive field to be framed, `remarks` are lines to be added to the words.
+    `field` is a receptive field to be framed, `remarks` are additional lines of text.
     """
 
     zoom: int | None = None
@@ -81,13 +81,13 @@ def show_slicing(
     at: tuple[int, int] | None = None,
     receptive: tuple[int, int] | None = None,
 ) -> Drawing:
-    """The picture in the tiles of a stage (default: the first); with a model, also the halos of one of its layers.
+    """Draw the picture in the tiles of a stage (default: the first); with a model, also the halos of a layer.
 
-    `layer` is a module's name (`"blocks.0"`), an operator's name in the graph, or which of the (stage's) layers that
-    read beyond their tiles (0 is the first, and the default). `tile` is the tile whose borrowing is drawn (default:
-    the one with most lenders). `zoom` shows so many pixels of the layer across, around the pixel `at` (row, column;
-    default: where the tile borrows); up to 12 are so large that the picture's values are written in them.
-    `receptive` is a pixel (row, column) of what the layer makes: what it sees of the picture is framed.
+    `layer` is a module's name (`"blocks.0"`), an operator's name in the graph, or an index into the (stage's) layers
+    that read beyond their tiles (default: 0, the first). `tile` is the tile whose halo is drawn (default: the one with
+    most sources). `zoom` shows that many pixels of the layer across, around the pixel `at` (row, column; default:
+    where the tile borrows). Up to 12 pixels are so large that the picture's values are written into them.
+    `receptive` is a pixel (row, column) of the layer's output, whose receptive field in the picture is framed.
 
     A model is traced at the picture's size, which takes seconds; a `Recipe` or `ModelGraph` is not. All numbers are
     read from the ranks' programs. Raises PlanError, TraceError or ImageError.
@@ -113,7 +113,7 @@ def show_slicing(
 def _draw_without_model(
     rasters: RasterCache, plan: Plan, tile: int | None, stage: int | None, view: LayerView, of_layer: object
 ) -> Drawing:
-    """Without a model."""
+    """Draw the picture in tiles, without a layer. Raises PlanError if `of_layer` is given."""
     if of_layer is not None:
         raise PlanError("layer and receptive are those of a model. Give the model too, or leave them out.")
     point = make_picture_point(rasters.picture, plan, find_spatial_stages(plan)[0] if stage is None else stage)
@@ -121,7 +121,7 @@ def _draw_without_model(
 
 
 def draw_tiles_only(picture: Picture | RasterCache, point: HaloPoint, tile: int | None = None) -> Drawing:
-    """The picture in tiles, one of them perhaps with a thicker outline."""
+    """Draw the picture in tiles, with a thicker outline around `tile` if given."""
     rasters, tiles = RasterCache.of(picture), point.tiles
     chosen = None if tile is None else _resolve_rank(point, tile)
     told = [f"tile {point.numbers[rank]}, rank {rank}: {format_size(tile.shape)} px" for rank, tile in tiles.items()]
@@ -131,7 +131,8 @@ def draw_tiles_only(picture: Picture | RasterCache, point: HaloPoint, tile: int 
     draw_picture(panels.main, rasters, point.size_px)
     draw_tiles(panels.main, point.ranks, tiles, OUTLINE_GAP * max(point.size_px), chosen)
     title = panels.draw_title(describe_tiling(rasters.picture, point.ranks))
-    label_tiles(panels.main, point.numbers, tiles, centre=tiles[point.ranks.ranks[-1]])  # all in the first corner
+    # No tile is right of or below the last one, so that all labels are in the upper left corners.
+    label_tiles(panels.main, point.numbers, tiles, centre=tiles[point.ranks.ranks[-1]])
     panels.draw_lines(words)
     panels.figure.alt = ". ".join([f"{title}: {'; '.join(told)}", *chosen_words]) + "."
     return panels.figure
@@ -140,7 +141,7 @@ def draw_tiles_only(picture: Picture | RasterCache, point: HaloPoint, tile: int 
 def draw_slicing(
     picture: Picture | RasterCache, point: HaloPoint, tile: int | None = None, view: LayerView | None = None
 ) -> Drawing:
-    """What `show_slicing` shows of one layer: for whoever keeps the layers to draw many."""
+    """Draw the figure of `show_slicing` for one compiled layer, for callers that draw many."""
     rasters, rank, view = RasterCache.of(picture), _resolve_rank(point, tile), view or LayerView()
     whole, pieces = view.zoom is None, [point.describe_move(move) for move in point.get_receives(rank)]
     place = choose_zoom_view(point, rank) if whole else _compute_region(point, rank, view)
@@ -173,7 +174,7 @@ def _compute_region(point: HaloPoint, rank: int, view: LayerView) -> Tile:
 
 
 def _draw_whole(panels: FigurePanels, rasters: RasterCache, point: HaloPoint, rank: int, place: Tile) -> bool:
-    """The whole layer large, a seam of it small; whether there was room to label the arrows."""
+    """Draw the whole layer large and a seam of it small. Return whether the arrows could be labelled."""
     main, tiles, avoid = panels.main, point.tiles, []
     draw_picture(main, rasters, point.size_px, unit="px of this layer")
     draw_tiles(main, point.ranks, tiles, OUTLINE_GAP * max(point.size_px), rank)
@@ -189,7 +190,7 @@ def _draw_whole(panels: FigurePanels, rasters: RasterCache, point: HaloPoint, ra
 
 
 def _draw_close(panels: FigurePanels, rasters: RasterCache, point: HaloPoint, rank: int, place: Tile) -> bool:
-    """A place large, and small where it is; no arrow is labelled."""
+    """Draw a region large, and its position in the layer small. Return False: no arrow is labelled."""
     values = has_values(point, place)
     draw_zoom(panels.main, rasters, point, rank, place, values)
     if not values:
@@ -203,7 +204,7 @@ def _draw_close(panels: FigurePanels, rasters: RasterCache, point: HaloPoint, ra
 
 
 def _draw_visible_halos(axes: Axes, point: HaloPoint, rank: int) -> None:
-    """Halos, where they are more than a line on the screen."""
+    """Draw the halos that are at least `VISIBLE_PX` wide on the screen."""
     for owner in point.tiles:
         mine = owner == rank
         draw_halos(axes, point.ranks, _select_visible(axes, point.get_receives(owner)), HALO if mine else OTHER_HALO)
@@ -216,7 +217,7 @@ def _select_visible(axes: Axes, pieces: Sequence[Move]) -> list[Move]:
 
 
 def _resolve_rank(point: HaloPoint, tile: int | None) -> int:
-    """The rank of a tile of the stage; None: of the tile with most lenders."""
+    """Return the rank of a tile of the stage; None: of the tile with most sources."""
     ranks = point.ranks.ranks
     if tile is None:
         return max(ranks, key=lambda rank: len(point.get_receives(rank)))

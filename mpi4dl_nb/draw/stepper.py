@@ -1,6 +1,6 @@
-"""A step that is walked, all ranks side by side: where they are, what they hold, what has moved, and when that is.
+"""Figure of a training step in the step debugger: position, values, last messages and schedule of all ranks.
 
-Places on the page are counted in inches from its upper left corner: nothing has to be laid out twice.
+Positions on the page are in inches from its upper left corner, so that no layout pass is needed.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ ROW_IN, HEAD_IN, PANELS_IN = 0.25, 0.62, 4.0
 def show_step(
     stepping: StepDebugger, channel: int = 0, image: int = 0, show: str = "made", message: int = 0
 ) -> Drawing:
-    """Where a walked step is now, on all ranks side by side, and one channel of one image of what they have there.
+    """Draw the current position of a debugged step on all ranks, and one channel of one image of their values.
 
-    `show` is the `activation`, the `gradient`, or what was `made`; `message` numbers what moved last. Raises PlanError
-    where the step was given up.
+    `show` is `activation`, `gradient`, or `made` (the last result). `message` is an index into the last messages.
+    Raises PlanError if the step was abandoned.
 
     >>> import torch
     >>> from engines.models import resnet20_v1
@@ -61,7 +61,7 @@ def show_step(
 
 
 def draw_step(view: StepView, focus: int = 0) -> Drawing:
-    """All of a `View`. `focus` is the number of the message whose values are shown, of those that moved last."""
+    """Draw a `StepView`. `focus` is the index, among the last messages, of the one whose values are shown."""
     ranks = view.event.ranks
     lane_in = 0.27 if len(ranks) <= MANY else 0.16
     heights = (0.42, ROW_IN * (len(ranks) + 1), HEAD_IN + PANELS_IN, 0.5 + lane_in * len(ranks), 0.1)
@@ -87,17 +87,17 @@ def draw_step(view: StepView, focus: int = 0) -> Drawing:
 
 
 class _Page:
-    """A figure whose parts are placed in inches from above."""
+    """A figure whose parts are placed in inches from its upper left corner."""
 
     def __init__(self, high_in: float) -> None:
         self.high_in, self.figure = high_in, Drawing(figsize=(WIDE_IN, high_in))
 
     def to_figure_y(self, top_in: float) -> float:
-        """The figure's own coordinate, from below."""
+        """Return the figure coordinate (0 at the bottom, 1 at the top) of a distance from the top."""
         return 1 - top_in / self.high_in
 
     def compute_box(self, left: float, top: float, wide: float, high: float) -> tuple[float, float, float, float]:
-        """(left, bottom, width, height) in the figure's own coordinates."""
+        """Return (left, bottom, width, height) in figure coordinates."""
         return left / WIDE_IN, self.to_figure_y(top + high), wide / WIDE_IN, high / self.high_in
 
     def add_axes(self, left: float, top: float, wide: float, high: float) -> Axes:
@@ -105,7 +105,7 @@ class _Page:
 
 
 def describe_event(event: StepEvent) -> str:
-    """What the whole step is at."""
+    """Describe the state of the whole step."""
     done = sum(event.places)
     if event.done:
         return f"The step is done: {done} instructions, the weights have moved. Loss {event.loss:.6g}"
@@ -121,12 +121,12 @@ def _describe_moved(ranks: Sequence[RankEvent]) -> str:
 
 
 def format_step_label(place: StepLabel | None, at_end: str) -> str:
-    """`forward compute · micro-batch 0 · blocks.0.conv1`."""
+    """Return a text such as `forward compute · micro-batch 0 · blocks.0.conv1`, or `at_end` if there is no label."""
     return at_end if place is None else place.text
 
 
 def _format_short_label(schedule: Schedule, place: StepLabel | None, at_end: str) -> str:
-    """`F0 compute · blocks.0.conv1`: the work is called as in the schedule."""
+    """Return a text such as `F0 compute · blocks.0.conv1`, with the schedule's name of the work."""
     if place is None:
         return at_end
     work = f"{schedule.format_action(place.work)} " if place.work else ""
@@ -142,7 +142,7 @@ def _format_memory(rank: RankEvent) -> str:
 
 
 def _draw_table(axes: Axes, view: StepView) -> None:
-    """A row for each rank; those that went on are bold."""
+    """Draw a table with a row per rank. Ranks that advanced are bold."""
     ranks, schedule = view.event.ranks, view.schedule
     axes.set(xlim=(0, 1), ylim=(len(ranks) + 1, 0))
     axes.axis("off")
@@ -162,7 +162,7 @@ def _draw_table(axes: Axes, view: StepView) -> None:
 
 
 def _draw_schedule(axes: Axes, view: StepView) -> None:
-    """The order of micro-batches through stages, and how far each rank is."""
+    """Draw the pipeline schedule with the position of each rank."""
     schedule = view.schedule
     looks = draw_slots(axes, schedule)
     ranks = [rank.rank for rank in view.event.ranks]

@@ -1,8 +1,8 @@
-"""A canvas that letters quickly: most of what a figure costs is text, and most of it was there before.
+"""A canvas that caches rendered text: most of a figure's cost is text, and most texts recur between redraws.
 
-Matplotlib renders text glyph by glyph, which takes half of a redraw of 0.2 s. Here a line is one call of Pillow's, and
-kept. What is measured (and so where all lies) stays matplotlib's, and is kept too, as every redraw is a new figure;
-rotated lines and formulae are drawn by it.
+Matplotlib renders text glyph by glyph, which takes half of a redraw of 0.2 s. Here a line is a single Pillow call,
+whose result is cached. Text is still measured by Matplotlib, so that the layout is unchanged. Measurements are cached
+too, since every redraw is a new figure. Matplotlib still draws rotated text and formulae.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ KEPT_LINES, KEPT_SIZES = 512, 4096
 
 
 class CachedTextCanvas(FigureCanvasAgg):
-    """For raster images; other formats have canvases of their own."""
+    """An Agg canvas with cached text, for raster images. Other formats have canvases of their own."""
 
     def get_renderer(self) -> RendererAgg:
-        """One for each size of the figure."""
+        """Return the renderer, created anew if the size or the dpi of the figure has changed."""
         width, height = self.figure.bbox.size
         wanted = (width, height, self.figure.dpi)
         if wanted != getattr(self, "_wanted", None):
@@ -35,13 +35,14 @@ class CachedTextCanvas(FigureCanvasAgg):
 
 class _CachedTextRenderer(RendererAgg):
     def get_text_width_height_descent(self, s: str, prop: Any, ismath: bool) -> tuple[float, float, float]:
-        """In pixels."""
+        """Return width, height and descent in pixels, from the cache if possible."""
+        # A copy, since `prop` is part of the cache's key and its owner may change it.
         return _measure_text(s, prop.copy(), ismath, self.dpi)
 
     def draw_text(
         self, gc: Any, x: float, y: float, s: str, prop: Any, angle: float, ismath: bool = False, mtext: Any = None
     ) -> None:
-        """A line of text; `y` is its baseline from above."""
+        """Draw a line of text. `y` is its baseline, measured from the top."""
         if ismath or angle:
             super().draw_text(gc, x, y, s, prop, angle, ismath, mtext)
             return
@@ -65,11 +66,11 @@ def _make_renderer(dpi: float) -> RendererAgg:
 def _render_line(
     text: str, font_file: str, size_px: float, colour: tuple[int, int, int, int]
 ) -> tuple[int, int, NDArray[np.uint8]]:
-    """How far it begins to the left and ends below the start of its baseline, and its pixels, (h, w, 4)."""
+    """Return a line's left edge and depth relative to the start of its baseline, and its pixels (h, w, 4)."""
     font = ImageFont.truetype(font_file, size_px, layout_engine=ImageFont.Layout.BASIC)
     left, top, right, bottom = (round(edge) for edge in font.getbbox(text, anchor="ls"))
     mask = Image.new("L", (max(1, right - left), max(1, bottom - top)))
     ImageDraw.Draw(mask).text((-left, -top), text, fill=colour[3], font=font, anchor="ls")
     pixels = np.empty((mask.height, mask.width, 4), np.uint8)
     pixels[..., :3], pixels[..., 3] = colour[:3], np.asarray(mask)
-    return left, bottom, pixels[::-1]
+    return left, bottom, pixels[::-1]  # `draw_image` expects the bottom row first

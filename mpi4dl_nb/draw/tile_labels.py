@@ -1,4 +1,4 @@
-"""Texts on a picture: legible on any colours, inside of the tile that they speak of, never on one another."""
+"""Texts on a picture: legible on any colour, inside the tile that they describe, and without overlap."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from mpi4dl_nb.draw.figure import INK
 __all__ = ["TileLabels", "draw_first_fit", "draw_label", "get_screen_box", "get_text_box"]
 
 TileLabels = Mapping[int, Text]
-"""One text for each rank, to lie within that rank's tile."""
+"""One text per rank, within that rank's tile."""
 
-PAD_PX = 4  # around a text, on the screen: its white box
+PAD_PX = 4  # of the screen, around a text: its white box
 
 
 def draw_label(axes: Axes, x: float, y: float, text: str, **style: Any) -> Text:
-    """Dark text on a white box, whose middle is at (x, y)."""
+    """Draw dark text in a white box centred at (x, y)."""
     box = {"boxstyle": "round,pad=0.25", "facecolor": "white", "edgecolor": "#888888", "linewidth": 0.6}
     settings = {"ha": "center", "va": "center", "fontsize": 8.5, "color": INK, "zorder": 10, "bbox": box}
     return axes.text(x, y, text, **(settings | style))
@@ -31,9 +31,10 @@ def draw_label(axes: Axes, x: float, y: float, text: str, **style: Any) -> Text:
 def draw_first_fit(
     axes: Axes, tiles: Mapping[int, Tile], forms: Sequence[Callable[[], TileLabels]], avoid: Sequence[Bbox] = ()
 ) -> TileLabels:
-    """Letter the tiles in the first form that has room, or not at all: then the answer is empty.
+    """Label the tiles with the first of `forms` that fits, and return the labels; an empty mapping if none fits.
 
-    `avoid` are places on the screen that stay free, beside the texts that are there. The figure is settled.
+    `avoid` are boxes on the screen that stay free, in addition to existing texts. The layout of the figure must be
+    final.
     """
     taken = [*avoid, *(get_text_box(text) for text in axes.texts if text.get_text())]
     for form in forms:
@@ -48,13 +49,13 @@ def draw_first_fit(
 
 
 def get_screen_box(axes: Axes, tile: Tile) -> Bbox:
-    """Where a rectangle of the axes' pixels lies on the screen."""
+    """Return the box on the screen of a rectangle in data coordinates."""
     corners = [(tile.cols.start, tile.rows.stop), (tile.cols.stop, tile.rows.start)]
     return Bbox(axes.transData.transform(corners))
 
 
 def get_text_box(text: Text) -> Bbox:
-    """Where a text lies on the screen, its white box included."""
+    """Return the box of a text on the screen, with its white box."""
     return text.get_window_extent().padded(PAD_PX)
 
 

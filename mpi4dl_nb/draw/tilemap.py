@@ -1,6 +1,6 @@
-"""The picture with its tiles outlined, halos hatched, and arrows from the lenders to one tile.
+"""The picture with outlined tiles, hatched halos, and arrows from the sources of a tile's halo to the tile.
 
-Axes are in the pixels of the layer that is shown: the picture is stretched to them, never the numbers.
+Axes are in pixels of the layer that is shown. The picture is scaled to them, not the numbers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = [
     "show_raster",
 ]
 
-LOOKS = ((ORANGE, "solid"), (BLUE, (0, (5, 2))))  # of tiles, in turn
+LOOKS = ((ORANGE, "solid"), (BLUE, (0, (5, 2))))  # of tiles, alternating
 HALO = {"facecolor": (1, 1, 1, 0.45), "hatch": "/////", "linewidth": 1.2, "hatch_linewidth": 1.4, "zorder": 5}
 COMPUTED = HALO | {"hatch": "xxxx"}
 OTHER_HALO = {"facecolor": "none", "edgecolor": INK, "hatch": "...", "linewidth": 0.0, "zorder": 3}
@@ -48,7 +48,7 @@ TAGS = (("tile {tile}, rank {rank}", 9), ("tile {tile}\nrank {rank}", 8), ("r{ra
 
 
 def draw_picture(axes: Axes, rasters: RasterCache, size_px: tuple[int, int], unit: str = "px") -> None:
-    """The whole picture under a layer's pixel coordinates."""
+    """Draw the whole picture in a layer's pixel coordinates."""
     height, width = size_px
     axes.set(xlim=(0, width), ylim=(height, 0), xticks=choose_ticks(0, width), yticks=choose_ticks(0, height))
     show_raster(axes, rasters.render_whole(get_panel_px(axes)), Tile.whole(height, width))
@@ -58,13 +58,13 @@ def draw_picture(axes: Axes, rasters: RasterCache, size_px: tuple[int, int], uni
 
 
 def show_raster(axes: Axes, raster: Pixels, tile: Tile, level: float = 0) -> None:
-    """An image of as many pixels as the screen has there: matplotlib need not scale it at each drawing."""
+    """Draw an image at screen resolution, so that Matplotlib need not rescale it in each redraw."""
     extent = (tile.cols.start, tile.cols.stop, tile.rows.stop, tile.rows.start)
     axes.imshow(raster, extent=extent, aspect="auto", interpolation="nearest", zorder=level)
 
 
 def draw_tiles(axes: Axes, ranks: StageRanks, tiles: Mapping[int, Tile], gap: float, chosen: int | None = None) -> None:
-    """Outlines `gap` px inside of what each rank owns; neighbours differ in colour and in line."""
+    """Draw an outline `gap` px inside each tile. Neighbours differ in colour and in line style."""
     for (row, col), (rank, tile) in zip(ranks.grid, tiles.items(), strict=True):
         colour, line = LOOKS[(row + col) % 2]
         width, level = (3.5, 6) if rank == chosen else (2.0, 4)
@@ -79,7 +79,7 @@ def draw_tiles(axes: Axes, ranks: StageRanks, tiles: Mapping[int, Tile], gap: fl
 def label_tiles(
     axes: Axes, names: Mapping[int, int], tiles: Mapping[int, Tile], centre: Tile, avoid: Sequence[Bbox] = ()
 ) -> TileLabels:
-    """Tile numbers, `names` by rank, as fully as there is room, in the corners farthest from `centre`."""
+    """Label tiles with `names` (tile number by rank), as fully as fits, in the corners farthest from `centre`."""
 
     def draw_tile_labels(form: str, size: int) -> TileLabels:
         return {
@@ -100,7 +100,7 @@ def _draw_tile_label(axes: Axes, tile: Tile, centre: Tile, text: str, size: int)
 
 
 def draw_halos(axes: Axes, ranks: StageRanks, pieces: Iterable[Move], look: Mapping[str, Any] = HALO) -> None:
-    """Hatch what is borrowed, in the colour of the tile that it is from, on white."""
+    """Hatch halo pieces on white, in the colour of the tile that owns them."""
     for move in pieces:
         corner, (height, width) = (move.tile.cols.start, move.tile.rows.start), move.tile.shape
         if look is not OTHER_HALO:
@@ -110,13 +110,13 @@ def draw_halos(axes: Axes, ranks: StageRanks, pieces: Iterable[Move], look: Mapp
 
 
 def get_tile_colour(ranks: StageRanks, rank: int) -> str:
-    """The colour of a rank's tile: neighbours differ."""
+    """Return the colour of a rank's tile. Neighbours differ."""
     row, col = divmod(ranks.ranks.index(rank), ranks.grid.cols)
     return LOOKS[(row + col) % 2][0]
 
 
 def draw_halo_arrows(axes: Axes, point: HaloPoint, rank: int, avoid: Sequence[Bbox] = ()) -> TileLabels:
-    """One arrow for each piece that a rank borrows, labelled where there is room for all the labels."""
+    """Draw an arrow for each piece that a rank borrows. Label the arrows if all labels fit; return the labels."""
     tiles, pieces = point.tiles, point.get_receives(rank)
     texts = {move.source: point.describe_move(move, "\n") for move in pieces}
     total = format_bytes(point.count_bytes(pieces)) if pieces else "nothing"
@@ -135,27 +135,27 @@ def draw_halo_arrows(axes: Axes, point: HaloPoint, rank: int, avoid: Sequence[Bb
 def draw_arrow(
     axes: Axes, start: tuple[float, float], end: tuple[float, float], after: Text | None, short_pt: float = 0
 ) -> None:
-    """From `start`, or the edge of the text that lies there, to `short_pt` before `end`."""
+    """Draw an arrow from `start`, or the edge of the text `after` there, to `short_pt` points before `end`."""
     if after:
-        after.update_bbox_position_size(axes.figure.canvas.get_renderer())  # the arrow begins at its white box
+        after.update_bbox_position_size(axes.figure.canvas.get_renderer())  # the arrow starts at its white box
     look = {"arrowstyle": "-|>", "mutation_scale": 14, "linewidth": 1.6, "color": INK, "path_effects": CASING}
     ends = {"patchA": after.get_bbox_patch() if after else None, "shrinkA": 0, "shrinkB": short_pt}
     axes.annotate("", xy=end, xytext=start, arrowprops=look | ends, zorder=9)
 
 
 def _compute_arrow_tip(piece: Tile, own: Tile) -> tuple[float, float]:
-    """Just inside the tile, beside the piece."""
+    """Return the point just inside the tile that is nearest to the piece's middle."""
     depth = 0.09 * min(own.shape)
     inner = Tile(*(Span(span.start + depth, span.stop - depth) for span in (own.rows, own.cols)))
     return clamp_point(compute_middle(piece), inner)
 
 
 def compute_middle(tile: Tile) -> tuple[float, float]:
-    """(x, y) of a rectangle's middle."""
+    """Return the middle (x, y) of a rectangle."""
     return (tile.cols.start + tile.cols.stop) / 2, (tile.rows.start + tile.rows.stop) / 2
 
 
 def clamp_point(point: tuple[float, float], tile: Tile) -> tuple[float, float]:
-    """The place in a rectangle that is nearest to (x, y)."""
+    """Return the point of a rectangle that is nearest to (x, y)."""
     x, y = point
     return min(max(x, tile.cols.start), tile.cols.stop), min(max(y, tile.rows.start), tile.rows.stop)

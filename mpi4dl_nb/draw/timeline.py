@@ -1,4 +1,4 @@
-"""Who did what when: one training step as a chart, one row per rank; what was predicted of it below."""
+"""Timeline of one training step, one row per rank, with the predicted timeline below."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ LOOKS = {
     "stage": BarStyle("stage transfer", "#cc79a7", "\\\\"),
     "all-reduce": BarStyle("all-reduce", "#f0e442", "|||"),
 }
-ORDER = (FORWARD, BACKWARD, WEIGHTS, *LOOKS.values(), OTHER, WAIT)  # of the legend
+ORDER = (FORWARD, BACKWARD, WEIGHTS, *LOOKS.values(), OTHER, WAIT)  # in the legend
 
 RowLabels = Mapping[int, tuple[str, ...]]
-"""Each rank's name and role."""
+"""Each rank's name and roles."""
 
 
 def get_style(event: TimelineEvent) -> BarStyle:
-    """The look of an event's kind; of computation there are two, by direction."""
+    """Return the style of an event by its kind; of computation, also by its pass (forward, backward, weights)."""
     if event.kind == "compute":
         return PASSES.get(event.phase, BACKWARD)
     return LOOKS.get(event.kind, OTHER)
@@ -51,12 +51,12 @@ def show_timeline(
     predicted: Timeline | None = None,
     span_ms: tuple[float, float] | None = None,
 ) -> Drawing:
-    """One step on all ranks: above in each row what the rank computes, below what it communicates and how it waits.
+    """Draw one step on all ranks: a rank's computation in the upper half of its row, messages and waiting in the lower.
 
-    Where a row is white, the rank did nothing. `predicted` is drawn below on the same axis of time, `span_ms` (start,
-    end) is the part of the step to be shown. `plan` adds each rank's stage and tile, and for a pipeline the share of
-    time without computation beside the formula's. In a bar stands the pass and the micro-batch (F0, B0, W0), where
-    there is room. Raises PlanError where nothing happened, on other ranks than the plan's, or outside of the span.
+    Where a row is white, the rank was idle. `predicted` is drawn below on the same time axis. `span_ms` (start, end)
+    is the part of the step to be shown. `plan` adds each rank's stage and tile and, for a pipeline, the share of time
+    without computation and that of the formula. A bar is labelled with its pass and micro-batch (F0, B0, W0) where
+    there is room. Raises PlanError if a timeline is empty or has other ranks than the plan, or if the span is invalid.
 
     >>> from engines.models import resnet20_v1
     >>> from mpi4dl_nb import Plan, forecast, show_timeline
@@ -91,7 +91,7 @@ def show_timeline(
 
 
 def _format_title(name: str, charts: Mapping[str, Timeline], plan: Plan | None) -> str:
-    """Of one chart; where there are two, each says which one it is."""
+    """Return the title of a chart, with its name if there are two charts."""
     chart, measured = charts[name], charts["measured"]
     title = "One training step" if len(charts) == 1 else f"One training step, {name}"
     beside = f" ({chart.seconds / measured.seconds - 1:+.0%})" if name == "predicted" else ""
@@ -99,7 +99,7 @@ def _format_title(name: str, charts: Mapping[str, Timeline], plan: Plan | None) 
 
 
 def _format_idle(timeline: Timeline, plan: Plan | None) -> str:
-    """How long ranks of a pipeline do not compute, and how long by formula if its stages were equal."""
+    """Return the share of time in which a pipeline's ranks do not compute, and that of the formula for equal stages."""
     if plan is None or plan.micro_batches == 1 or plan.split_size == 1:
         return ""
     formula = compute_plan_bubble(plan)
@@ -108,7 +108,7 @@ def _format_idle(timeline: Timeline, plan: Plan | None) -> str:
 
 
 def _make_row_labels(timeline: Timeline, plan: Plan | None) -> RowLabels:
-    """Each rank's name and role, ascending."""
+    """Return each rank's name and roles, in ascending order of ranks."""
     if not timeline.events:
         raise PlanError("The timeline holds no event: run a training step first.")
     if plan is None:
@@ -128,7 +128,7 @@ def _format_role(role: Role) -> str:
 
 
 def _draw_chart(axes: Axes, timeline: Timeline, rows: RowLabels, title: str) -> set[BarStyle]:
-    """Every event, and the texts beside the rows; the looks that occur."""
+    """Draw every event and the texts of the rows. Return the styles that occur."""
     axes.set_title(title, loc="left", fontsize=10)
     met = _draw_bars(axes, timeline, list(rows))
     end = get_row_layout(len(rows))[1]
@@ -138,7 +138,7 @@ def _draw_chart(axes: Axes, timeline: Timeline, rows: RowLabels, title: str) -> 
 
 
 def _draw_bars(axes: Axes, timeline: Timeline, ranks: Sequence[int]) -> set[BarStyle]:
-    """Work above, messages below, and at their end the waiting for them."""
+    """Draw work in the upper halves of the rows, and messages in the lower, each followed by its waiting time."""
     bars: dict[tuple[int, BarStyle, bool], list[tuple[float, float]]] = defaultdict(list)
     for event in timeline.events:
         start, wait, end = (
@@ -153,7 +153,7 @@ def _draw_bars(axes: Axes, timeline: Timeline, ranks: Sequence[int]) -> set[BarS
 
 
 def _format_shares(timeline: Timeline) -> dict[int, tuple[str, str]]:
-    """`compute 71%` and `communicate 5%, wait 22%`, by rank."""
+    """Return `compute 71%` and `communicate 5%, wait 22%`, by rank."""
     return {
         rank: (f"compute {use.work:.0%}", f"communicate {use.communication:.0%}, wait {use.waiting:.0%}")
         for rank, use in timeline.time_shares.items()

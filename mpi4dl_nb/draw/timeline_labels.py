@@ -1,4 +1,4 @@
-"""Texts in the bars of a step's chart, each where there is room for it."""
+"""Labels in the bars of a timeline, where there is room for them."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from mpi4dl_nb.draw.figure import CASING, INK
 
 __all__ = ["label_rows"]
 
-PASSES = {"forward": "F", "weights": "W"}  # B otherwise, as in the pictures of schedules
-SMALL_ROW_PX = 40  # rows of this height have no room for texts in their halves
-ROOM_PX, LETTER_PX = 6, 7  # beside a text, and of a character of it
-LEAST = 0.02  # of the step: bubbles that are smaller say no number
+PASSES = {"forward": "F", "weights": "W"}  # else B, as in the charts of schedules
+SMALL_ROW_PX = 40  # lower rows have no room for texts in their halves
+ROOM_PX, LETTER_PX = 6, 7  # margin of a text, and width of a character
+LEAST = 0.02  # fraction of the step; smaller bubbles are not labelled
 
 Interval = tuple[float, float]
 
 
 def label_rows(axes: Axes, timeline: Timeline) -> None:
-    """Name passes and micro-batches in the work, and how much of the step the larger bubbles are.
+    """Label work with its pass and micro-batch, and larger bubbles with their share of the step.
 
-    The figure is settled: it is known how wide things are.
+    The layout of the figure must be final, since widths on the screen decide what fits.
     """
     if axes.bbox.height / len(timeline.ranks) < SMALL_ROW_PX:
         return
@@ -37,7 +37,7 @@ def label_rows(axes: Axes, timeline: Timeline) -> None:
 
 
 def _find_passes(timeline: Timeline, rank: int) -> Iterator[tuple[str, Interval]]:
-    """Stretches of work on one micro-batch in one direction, in ms of the step, with what they are called."""
+    """Yield the name and the interval (ms in the step) of each run of work on one micro-batch in one pass."""
     mine = [event for event in timeline.events if event.rank == rank and event.kind == "compute"]
     for name, events in groupby(sorted(mine, key=lambda event: event.start_s), key=_format_name):
         stretch = list(events)
@@ -50,7 +50,7 @@ def _format_name(event: TimelineEvent) -> str:
 
 
 def _draw_first_fit(axes: Axes, forms: Sequence[str], span: Interval, height: float) -> None:
-    """The first form that fits into what can be seen of the span, in its middle."""
+    """Write the first of `forms` that fits into the visible part of the span, in its middle."""
     low, high = axes.get_xlim()
     start, end = max(span[0], low), min(span[1], high)
     room_px = axes.bbox.width * (end - start) / (high - low) - ROOM_PX

@@ -1,4 +1,4 @@
-"""What plans send in a training step: messages and bytes side by side, counted from the ranks' programs."""
+"""Messages and bytes sent in a training step under several plans, counted from the ranks' programs."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ TrafficByKind = Mapping[str, Traffic]
 
 
 def show_traffic(model: nn.Module, plans: Mapping[str, Plan], image_shape: Sequence[int]) -> Drawing:
-    """Messages and bytes of one training step under each plan, forward and back, of the rank that sends most.
+    """Draw the messages and bytes of one training step (forward and backward) of the busiest rank under each plan.
 
-    `plans` go by the name that they have in the figure; `image_shape` is (N, C, H, W).
+    `plans` are keyed by their names in the figure; `image_shape` is (N, C, H, W).
     Raises PlanError, TraceError or ImageError, as `Training` does.
 
     >>> from engines.models import resnet20_v1
@@ -50,7 +50,7 @@ def show_traffic(model: nn.Module, plans: Mapping[str, Plan], image_shape: Seque
 
 
 def _find_busiest(model: nn.Module, plan: Plan, image_shape: Sequence[int]) -> TrafficByKind:
-    """By kind, on the rank that sends most bytes."""
+    """Return the traffic by kind of the rank that sends most bytes."""
     programs = compile_plan(prepare(model, plan, image_shape).graph, plan)
     return max(map(count_traffic, programs), key=lambda parts: sum(part.bytes for part in parts.values()))
 
@@ -58,7 +58,7 @@ def _find_busiest(model: nn.Module, plan: Plan, image_shape: Sequence[int]) -> T
 def _draw_bars(
     axes: Axes, sent: Mapping[str, TrafficByKind], size: Callable[[Traffic], float], said: Callable[[float], str]
 ) -> None:
-    """One bar for each plan, its kinds one behind the other, and their sum at its end."""
+    """Draw one bar per plan, stacked by kind, with the sum at its end."""
     for row, parts in enumerate(sent.values()):
         end = 0.0
         for kind in KINDS:

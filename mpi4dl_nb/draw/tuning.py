@@ -1,4 +1,4 @@
-"""Candidate plans side by side: what was predicted, and what was measured; as a figure, and as a table."""
+"""Candidate plans with their predicted and measured costs, as a figure and as a table."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ __all__ = ["COLUMNS", "describe_measurements", "format_cells", "format_table_htm
 PREDICTED = BarStyle("predicted", "#56b4e9", "")
 MEASURED = BarStyle("measured", "#e69f00", "//")
 SHOWN = 10
-"""Rows of the figure: the rest is in the table."""
+"""Rows of the figure. The table has all candidates."""
 
 COLUMNS = (
     ("no.",), ("plan",), ("stages",), ("grid",), ("schedule",), ("parts",),
     ("images/s", "predicted", "measured"), ("memory of the fullest rank", "predicted", "measured"),
 )  # fmt: skip
-"""Heads of the table, with those below them."""
+"""Headers of the table, each with its subheaders."""
 NUMBERS = 5
-"""The columns from this one on are numbers."""
+"""Index of the first numeric column."""
 MB = 1 << 20
 
 
 def _format_schedule(plan: Plan) -> str:
-    """The schedule, where there is anything to be put in order."""
+    """Return the schedule, or a dash if there are no micro-batches or directions to order."""
     return plan.schedule if plan.parts > 1 or plan.bidirectional else "–"
 
 
 def format_cells(number: int, each: Candidate) -> tuple[str, ...]:
-    """The row of a candidate, one text for each column."""
+    """Return the row of a candidate, one text per column."""
     plan = each.plan
     measured = "failed" if each.failure else _format_optional(each.images_per_s, format_number)
     return (
@@ -63,10 +63,10 @@ def _format_optional(value: Any, say: Callable[[Any], str]) -> str:
 
 
 def format_table_html(candidates: Sequence[Candidate], choose: str = "") -> str:
-    """All candidates as an HTML table with headers for rows and columns.
+    """Return all candidates as an HTML table with headers for rows and columns.
 
-    With `choose` each row begins with a radio button, whose value is the row's number from 0, and whose name for those
-    who do not see the table is that word, the number and the plan.
+    With `choose`, each row begins with a radio button. Its value is the row's number from 0; its label for screen
+    readers is that word, the number from 1 and the plan.
     """
     caption = f"{len(candidates)} plans, the best first: measured ones before those that are only predicted"
     rows = "".join(_format_row(number, each, choose) for number, each in enumerate(candidates, 1))
@@ -83,7 +83,7 @@ _WORDS, _NUMBER = f"text-align: left; {_CELL}", f"text-align: right; white-space
 
 
 def _format_heads() -> str:
-    """Two rows: some heads are of two columns."""
+    """Return two rows of headers, since some headers span two columns."""
     upper = lower = ""
     for place, (name, *parts) in enumerate(COLUMNS):
         style = f"{_NUMBER if place >= NUMBERS else _WORDS}; vertical-align: bottom"
@@ -111,7 +111,7 @@ def _format_row(number: int, each: Candidate, choose: str) -> str:
 
 
 def describe_measurements(measured: Sequence[Candidate]) -> str:
-    """What came of measuring these: how many, how far off predictions were, and why others failed."""
+    """Describe how many plans were measured, how far off the predictions were, and why others failed."""
     ratios = [f"{each.images_per_s / each.predicted_images_per_s:.2f}" for each in measured if each.images_per_s]
     counted = f"{len(ratios)} of {len(measured)} plans measured, at {', '.join(ratios)} of their predicted images/s."
     failed = (f"{describe_plan(each.plan)} failed: {each.failure}" for each in measured if each.failure)
@@ -119,9 +119,9 @@ def describe_measurements(measured: Sequence[Candidate]) -> str:
 
 
 def show_tuning(candidates: Sequence[Candidate]) -> Drawing:
-    """Images per second and memory of the first candidates, predicted beside measured.
+    """Draw predicted and measured images per second and memory of the first candidates.
 
-    Raises PlanError where there is none.
+    Raises PlanError if there is none.
     """
     if not candidates:
         raise PlanError("There is no candidate to show: predict some plans first.")
@@ -158,7 +158,7 @@ def _draw_bars(
     axes: Axes, shown: Sequence[Candidate], predicted: Callable[[Candidate], float],
     measured: Callable[[Candidate], float | None], say: Callable[[float], str],
 ) -> None:  # fmt: skip
-    """Two bars for each candidate, or one where nothing was measured."""
+    """Draw two bars per candidate, or one if nothing was measured."""
     for row, each in enumerate(shown):
         found = [(PREDICTED, predicted(each)), (MEASURED, measured(each))]
         for (look, length), shift in zip(found, (-0.19, 0.19), strict=True):

@@ -1,4 +1,4 @@
-"""A seam so close that single pixels are seen: owned, borrowed, and not needed."""
+"""Close view of a seam, in which single pixels are visible: owned, borrowed, and not needed."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from mpi4dl_nb.draw.tilemap import COMPUTED, compute_middle, draw_arrow, draw_ha
 __all__ = ["choose_zoom_view", "draw_zoom", "label_owners", "mark_zoom"]
 
 SMALLEST_FRAME_PT, LARGE_FRAME_PT = 13, 36
-GRID_UP_TO_PX = 60  # lines between more pixels than that would hide them
-VEIL = 165  # of 255: what lies under it is seen, but does not count
+GRID_UP_TO_PX = 60  # grid lines between more pixels would hide them
+VEIL = 165  # of 255: opacity of the white over pixels that are not needed
 
 
 def choose_zoom_view(point: HaloPoint, rank: int) -> Tile:
-    """A square of layer pixels on a corner of the rank's tile where it borrows, or amid a seam."""
+    """Return a square of layer pixels around a corner of the rank's tile where it borrows, or around a seam."""
     side = 10 + 6 * max(point.compute_widths(rank).values())
     return make_square(choose_seam(point, rank), side, point.size_px)
 
 
 def mark_zoom(axes: Axes, view: Tile) -> list[Bbox]:
-    """A frame around the zoomed place, never too small to be seen; where no text should hide it."""
+    """Draw a frame, of a visible minimum size, around the zoomed region. Return the boxes that texts must avoid."""
     box, point_px = get_screen_box(axes, view), axes.figure.dpi / 72
     side_pt = max(box.width / point_px, SMALLEST_FRAME_PT)
     frame = {"marker": "s", "markersize": side_pt, "markeredgecolor": INK, "markeredgewidth": 2.2}
@@ -41,7 +41,7 @@ def mark_zoom(axes: Axes, view: Tile) -> list[Bbox]:
 
 
 def draw_zoom(axes: Axes, rasters: RasterCache, point: HaloPoint, rank: int, view: Tile, values: bool = False) -> None:
-    """One cell is one pixel of the layer, in the mean colour of the picture there; `values` writes these into it."""
+    """Draw each layer pixel as a cell in the picture's mean colour there; with `values`, write that into the cell."""
     size, in_cells = get_panel_px(axes), max(view.shape) <= GRID_UP_TO_PX
     pixels = rasters.render_region(point.size_px, view, max(size))
     ground = _fade_unneeded(pixels, point, rank, view)
@@ -66,7 +66,7 @@ def _draw_frame(axes: Axes, view: Tile, in_cells: bool) -> None:
 
 
 def _fade_unneeded(pixels: Pixels, point: HaloPoint, rank: int, view: Tile) -> Pixels:
-    """The same with white over what the rank neither owns nor borrows nor computes."""
+    """Return `pixels`, whitened where the rank neither owns nor borrows nor computes them."""
     veil = np.full(pixels.shape[:2], True)
     scale = [there / here for there, here in zip(pixels.shape, view.shape, strict=False)]
     for tile in (
@@ -84,7 +84,7 @@ def _scale_slice(part: slice, scale: float) -> slice:
 
 
 def _find_owners(point: HaloPoint, rank: int, view: Tile) -> dict[tuple[int, int], str]:
-    """What stands above the values of a pixel that is not the rank's own: whose it is."""
+    """Return the notes, by (row, column) of the view, that name the owner of each pixel from another rank."""
     found = {}
     for sign, pieces in (("from", point.get_receives(rank)), ("of", point.find_redundant_moves(rank))):
         for move in pieces:
@@ -95,7 +95,7 @@ def _find_owners(point: HaloPoint, rank: int, view: Tile) -> dict[tuple[int, int
 
 
 def _draw_widths(axes: Axes, point: HaloPoint, rank: int, view: Tile) -> None:
-    """Brackets outside of the frame: how many rows and columns are borrowed here."""
+    """Draw brackets outside the frame with the numbers of rows and columns that are borrowed here."""
     own, width = point.tiles[rank], point.compute_widths(rank)
     sides = (("left", own.cols.start, -1), ("right", own.cols.stop, 1))
     for side, edge, way in sides:
@@ -112,7 +112,7 @@ def _draw_widths(axes: Axes, point: HaloPoint, rank: int, view: Tile) -> None:
 
 
 def label_owners(axes: Axes, point: HaloPoint, rank: int, view: Tile) -> None:
-    """Who lent what, with arrows, as fully as there is room."""
+    """Label the pixels with their owners, as fully as fits, with arrows to borrowed pixels."""
     lent = (*point.get_receives(rank), *point.find_redundant_moves(rank))
     pieces = {move.source: move.tile & view for move in lent if move.tile & view}
     seen = {owner: point.tiles[owner] & view for owner in (*pieces, rank) if point.tiles[owner] & view}

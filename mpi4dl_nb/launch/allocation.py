@@ -1,4 +1,4 @@
-"""The hosts that a batch system has given to this job: read from what Slurm and PBS tell every process of it."""
+"""The hosts that a batch system has allocated to this job, read from the environment set by Slurm and PBS."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 @dataclass(frozen=True)
 class Allocation:
-    """Whose it is ("Slurm", "PBS"), its number there, and its hosts with their slots."""
+    """The batch system ("Slurm", "PBS"), the job's id, and its hosts with their slots."""
 
     system: str
     job: str
@@ -30,9 +30,10 @@ class Allocation:
 
 
 def choose_hosts(wish: Any, several: bool) -> Hosts | None:
-    """The hosts that a user names, else those of the batch job; None for this machine alone.
+    """Return the hosts that the user names, else those of the batch job; None for this machine alone.
 
-    A job of one host shares that out by itself. Raises PlanError, also where ranks can't be on `several` hosts.
+    A job with one host counts as this machine alone. Raises PlanError, also if hosts are named but ranks cannot run on
+    `several` hosts.
     """
     if named := read_hosts(wish):
         if not several:
@@ -46,7 +47,7 @@ def choose_hosts(wish: Any, several: bool) -> Hosts | None:
 
 
 def read_allocation(told: Mapping[str, str] = os.environ) -> Allocation | None:
-    """What this process runs in; None outside of Slurm and PBS. Raises PlanError on what can't be understood.
+    """Return this process's allocation; None outside of Slurm and PBS. Raises PlanError if it cannot be parsed.
 
     >>> read_allocation({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "4(x2)"}).hosts
     (Host(name='n1', slots=4), Host(name='n2', slots=4))
@@ -66,7 +67,7 @@ def read_allocation(told: Mapping[str, str] = os.environ) -> Allocation | None:
 
 
 def _parse_slots(told: Mapping[str, str], hosts: int) -> list[int]:
-    """Tasks on each host, as Slurm abbreviates them: `2(x3),1`; where it was not asked for tasks, its processors."""
+    """Return the tasks per host from Slurm's short form `2(x3),1`; if no tasks were requested, its processors."""
     name = next((key for key in ("SLURM_TASKS_PER_NODE", "SLURM_JOB_CPUS_PER_NODE") if told.get(key)), None)
     if name is None:
         return [1] * hosts
@@ -80,7 +81,7 @@ def _parse_slots(told: Mapping[str, str], hosts: int) -> list[int]:
 
 
 def expand_nodes(nodes: str) -> list[str]:
-    """Slurm's short list of hosts, written out; a host once, in order. Raises PlanError where it is none.
+    """Expand Slurm's compact host list; each host once, in order. Raises PlanError if it is invalid.
 
     >>> expand_nodes("node[001-003,7],gpu1")
     ['node001', 'node002', 'node003', 'node7', 'gpu1']
@@ -93,7 +94,7 @@ def expand_nodes(nodes: str) -> list[str]:
 
 
 def _split_nodes(nodes: str) -> list[str]:
-    """At the commas outside of brackets; an empty part where the brackets make no sense."""
+    """Split at commas outside of brackets; an empty part marks unbalanced brackets."""
     parts, at = [], 0
     while at <= len(nodes):
         found = _PARTS.match(nodes, at)
@@ -106,7 +107,7 @@ def _split_nodes(nodes: str) -> list[str]:
 
 
 def _expand_part(part: str, nodes: str) -> Iterator[str]:
-    """`rack[1-2]node[3,5]`: every combination, the last brackets running fastest."""
+    """Expand `rack[1-2]node[3,5]` to all combinations, the last brackets varying fastest."""
     head, bracket, rest = part.partition("[")
     if not bracket:
         yield part

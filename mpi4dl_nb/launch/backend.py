@@ -1,4 +1,4 @@
-"""Which backend a machine can carry: a process for each rank over MPI, or threads of the notebook's kernel."""
+"""Choose a backend that the machine can support: one MPI process per rank, or threads of the notebook's kernel."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ from mpi4dl_nb.launch.mpi_environment import find_mpiexec
 __all__ = ["choose_backend"]
 
 RANK_BYTES, NOTEBOOK_BYTES = 600 << 20, 1 << 30
-"""What a process that has imported torch holds with a small training, and the notebook's with figures and checks."""
+"""Memory of a process that has imported torch and runs a small training, and of a notebook with figures and checks."""
 
 
 def choose_backend(wish: str, n: int, has_hosts: bool = False) -> str:
-    """`auto`: `mpi` where there are hosts, or an mpiexec and memory for `n` processes; else, told, `loopback`."""
+    """Resolve `auto`, and return any other backend as it is.
+
+    `auto` becomes `mpi` if there are hosts, or an mpiexec and memory for `n` processes; else `loopback`, with a
+    warning.
+    """
     if wish != "auto":
         return wish
     if has_hosts:

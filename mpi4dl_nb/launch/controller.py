@@ -1,8 +1,8 @@
-"""The controller of the ranks: ipyparallel's, but its hub forgets the numbers of the messages that are answered.
+"""The controller of the ranks: that of ipyparallel, except that its hub forgets the ids of answered messages.
 
-As it comes, the hub keeps every number for as long as it lives, to tell a client that asks which messages are done. No
-client asks here, and a training of a million steps on three ranks would cost it 500 MB. This is a program, started by
-its path (see mpi.py), and imports nothing of ours.
+By default the hub keeps every id for its lifetime, to answer clients that ask which messages are done. No client asks
+here, and a training of a million steps on three ranks would cost 500 MB. This is a program, started by its path (see
+mpi_ranks.py), and imports none of our modules.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ipyparallel.controller.hub import Hub
 
 
 class _ForgetfulHub(Hub):
-    """It knows which messages are under way, and of no others."""
+    """A hub that only keeps the messages in progress."""
 
     def save_queue_result(self, idents: Any, msg: Any) -> None:
         super().save_queue_result(idents, msg)

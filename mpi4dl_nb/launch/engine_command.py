@@ -1,4 +1,4 @@
-"""What starts a command of the engines on ranks of this machine, outside of a notebook."""
+"""Command line that runs a command of the engines on ranks of this machine, outside of a notebook."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ __all__ = ["make_engine_command"]
 
 
 def make_engine_command(n: int, *arguments: str) -> list[str]:
-    """`mpiexec -n N python -m mpi4py -m engines ARGUMENTS`, whatever files of the working folder are called.
+    """Return `mpiexec -n N python -m mpi4py -m engines ARGUMENTS`, unaffected by file names in the working folder.
 
-    Raises RankError where there is no MPI that can.
+    Raises RankError if there is no suitable MPI.
     """
     program = find_mpiexec()
     flags = find_mpi_library(program).flags

@@ -1,4 +1,4 @@
-"""Ranks outside of a notebook, of which nothing is left either: no process, no folder, no shared memory."""
+"""Ranks outside of a notebook, which leave nothing behind either: no process, no folder, no shared memory."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = ["exec_launcher"]
 
 
 def exec_launcher(command: Sequence[str], n: int) -> NoReturn:
-    """Become the process that runs a launcher of `n` ranks and cleans up after it; its exit code is the launcher's.
+    """Replace this process by one that runs a launcher of `n` ranks, cleans up after it, and exits with its code.
 
-    It holds 20 MB, where this process may have loaded torch. Should it be killed together with the launcher, the next
-    start finds its record: a process keeps its pid when it becomes another program. Raises RankError where there is no
-    room, and PlanError where a batch system's hosts cannot be understood.
+    That process takes 20 MB, while this one may have loaded torch. If it is killed together with the launcher, the next
+    start finds its record, because a process keeps its pid across exec. Raises RankError if there is no room, and
+    PlanError if a batch system's hosts cannot be parsed.
     """
     environment = {**os.environ, **make_mpi_environment(n)}
     if sys.platform != "linux":

@@ -1,4 +1,4 @@
-"""What the guards of the ranks tell, out of all that mpiexec writes."""
+"""Reports of the ranks' supervisor processes (guards), filtered from the output of mpiexec."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from engines.supervisor import MARK
 __all__ = ["GuardReports", "RankExit", "StalledRank"]
 
 _STOPPED = "it was stopped by a signal"
-_SILENT_S = 3.0  # guards are heard every second
-_PAUSE_S = 1.0  # whoever asks does so many times a second
+_SILENT_S = 3.0  # guards report every second
+_PAUSE_S = 1.0  # normally this is polled many times a second
 _STATES = {"R": "it computes", "D": "it waits for a file", "T": _STOPPED}
 
 
 @dataclass(frozen=True, slots=True)
 class RankExit:
-    """How a rank's process has ended, by a signal (`code` < 0) or by itself, and where it was then.
+    """How a rank's process ended: by a signal (`code` < 0) or by itself, and its last status.
 
-    `helper`: the process whose end took the rank with it, whatever the rank's own code says.
+    `helper`: the process whose end took the rank with it, whatever the rank's own code is.
 
-    >>> print(RankExit(-9, Whereabouts("stage 0, tile 1: update", 0.0, 7)))
+    >>> print(RankExit(-9, RankStatus("stage 0, tile 1: update", 0.0, 7)))
     its process was killed by SIGKILL (the system does so where memory runs out) in stage 0, tile 1: update, step 7
     """
 
@@ -54,9 +54,9 @@ class RankExit:
 
 @dataclass(frozen=True, slots=True)
 class StalledRank:
-    """A rank that has not gone on since `at.since_s`, idle where that has no text; `why` as far as the system tells.
+    """A rank without progress since `at.since_s`, idle if the text of `at` is empty; `why` as far as the system tells.
 
-    `silent`: nothing has been heard of it since then, so that nobody knows whether it goes on.
+    `silent`: no report has arrived since then, so it is unknown whether the rank makes progress.
     """
 
     at: RankStatus
@@ -65,26 +65,26 @@ class StalledRank:
 
     @property
     def stopped(self) -> bool:
-        """Whether the system lets it go on."""
+        """Whether the process was stopped by a signal."""
         return self.why == _STOPPED
 
     @property
     def idle(self) -> bool:
-        """Whether it has nothing to do, for all that it knows."""
+        """Whether the rank, by its own report, has nothing to do."""
         return not self.at.text and not self.silent
 
     @property
     def for_s(self) -> float:
-        """How long by now."""
+        """Seconds since the last progress."""
         return time.monotonic() - self.at.since_s
 
     def with_delay(self, seconds: float) -> StalledRank:
-        """The same, as if it had begun so much later, but not after now."""
+        """Return a copy that began `seconds` later, but not in the future."""
         return replace(self, at=replace(self.at, since_s=min(time.monotonic(), self.at.since_s + seconds)))
 
 
 class GuardReports:
-    """Of all ranks. `ended` and `still()` are by number of the rank when MPI started."""
+    """The reports of all guards. `ended` and `find_stalled_ranks()` use the ranks as MPI started."""
 
     def __init__(self) -> None:
         self.ended: dict[int, RankExit] = {}
@@ -92,14 +92,14 @@ class GuardReports:
         self._heard_s: dict[int, float] = {}
         self._asked_s = time.monotonic()
         self._cut_off_s: float | None = None
-        self._lock = Lock()  # lines come in a thread
+        self._lock = Lock()  # lines arrive in another thread
 
     def find_stalled_ranks(self, is_cut_off: bool = False) -> dict[int, StalledRank]:
-        """The ranks that do not go on, and those that have work but whose guards say nothing any more.
+        """Return the ranks without progress, and those that have work but whose guards have fallen silent.
 
-        `is_cut_off`: no answer of a rank can arrive, whatever it does; while that lasts, each counts as idle. A time
-        in which nobody asked does not count: this process may have been stopped, and has not read yet what came
-        meanwhile.
+        `is_cut_off`: no reply of a rank can arrive, whatever the rank does; meanwhile, each rank counts as idle.
+        Periods without polling do not count: this process may have been suspended, and has not yet read the reports
+        that arrived in between.
         """
         with self._lock:
             now_s = time.monotonic()
@@ -125,10 +125,10 @@ class GuardReports:
         return {rank: max(found.get(rank, cut_off), cut_off, key=lambda each: each.for_s) for rank in self._heard_s}
 
     def parse_line(self, line: bytes) -> None:
-        """A line that mpiexec has written: of a guard, or of anybody."""
+        """Parse a line of mpiexec's output, which may be a guard's report or anything else."""
         _, mark, told = line.partition(MARK.encode())
         if mark:
-            with suppress(ValueError, TypeError, LookupError, RecursionError):  # others have written into it
+            with suppress(ValueError, TypeError, LookupError, RecursionError):  # garbled by other output
                 facts = json.loads(told)
                 with self._lock:
                     self._record_event(facts)
@@ -147,6 +147,6 @@ class GuardReports:
 
 
 def _parse_status(facts: Mapping[str, Any]) -> RankStatus:
-    """On this host's clock: those of several may differ."""
+    """Convert a report to this host's clock: clocks of different hosts may differ."""
     since_s = time.monotonic() - facts["for_s"]
     return RankStatus(facts["text"], since_s, facts.get("step", 0), facts.get("waits", False))

@@ -1,7 +1,7 @@
-"""A small process on each host, as long as the cluster lives. The text of this file is all that goes there.
+"""A small process on each host for the lifetime of the cluster. The text of this file is all that is sent there.
 
-It says what the host has, holds the connection file in a folder that only its user can read, and answers beats; when
-they cease it ends what it still finds of the ranks, and removes the folder. Lines of JSON come in and go out.
+The process reports what the host has, holds the connection file in a folder that only its user can read, and answers
+heartbeats. If they cease, it ends the remaining ranks and removes the folder. Requests and replies are lines of JSON.
 """
 
 import contextlib
@@ -23,11 +23,11 @@ from pathlib import Path
 _PACKAGES = ("mpi4dl_nb", "mpi4py", "ipyparallel", "torch")
 _CONNECT_S = 5.0
 _SHARED_MEMORY = "/dev/shm"
-_SEGMENT_BYTES = 17 << 20  # Open MPI maps 16 MiB for each rank, and some pages more
+_SEGMENT_BYTES = 17 << 20  # Open MPI maps 16 MiB for each rank, and some more pages
 
 
 def collect_facts(order: dict) -> dict:
-    """What this host has: `order` names the folder to work in, the `mpiexec`, and an address (`towards`) to reach."""
+    """Return the host's facts. `order` has the working `folder`, the `mpiexec`, and an address to reach (`towards`)."""
     address = find_own_address(order["towards"])
     return {
         "host": socket.gethostname(),
@@ -39,7 +39,7 @@ def collect_facts(order: dict) -> dict:
 
 
 def collect_versions(mpiexec: str) -> dict:
-    """Of what all hosts must have alike; our own code is known by its content."""
+    """Return the versions that must be alike on all hosts; our own code is identified by a hash."""
     found = {"Python": sys.version.split()[0], "code of mpi4dl_nb": _hash_code(), "MPI": _get_mpi_version(mpiexec)}
     for name in _PACKAGES:
         try:
@@ -70,7 +70,7 @@ def _get_mpi_version(mpiexec: str):
 
 
 def find_own_address(towards: str):
-    """Of the interface that leads there; no packet is sent."""
+    """Return the address of the interface that routes to `towards`; no packet is sent."""
     family = socket.AF_INET6 if ":" in towards else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
@@ -81,7 +81,7 @@ def find_own_address(towards: str):
 
 
 def find_network(address):
-    """The network of an address of this host, as `10.0.0.0/24`."""
+    """Return the network of an address of this host, such as `10.0.0.0/24`."""
     import ipaddress
 
     try:
@@ -96,7 +96,7 @@ def find_network(address):
 
 
 def write_connection_file(home: str, order: dict) -> str:
-    """Write the files of `order`, for their owner only; why the controller can't be reached from here, or nothing."""
+    """Write the files of `order`, readable by their owner only. Return why the controller is unreachable, or ""."""
     for name, text in order["files"].items():
         path = Path(home, name)
         path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -110,14 +110,14 @@ def write_connection_file(home: str, order: dict) -> str:
 
 
 class _LineReader:
-    """Lines of the standard input, waited for with a deadline."""
+    """Reads lines from standard input with a timeout."""
 
     def __init__(self):
         self.pending, self.ready = b"", selectors.DefaultSelector()
         self.ready.register(0, selectors.EVENT_READ)
 
     def read_line(self, within_s: float):
-        """None where the input has ended, or nothing came in time."""
+        """Return the next line; None at the end of the input or after the timeout."""
         deadline = time.monotonic() + within_s
         while b"\n" not in self.pending:
             if not self.ready.select(max(0.0, deadline - time.monotonic())):
@@ -131,7 +131,7 @@ class _LineReader:
 
 
 def make_memory_folder(home: str, ranks: int) -> str:
-    """A folder in memory for so many ranks, where there is room; otherwise `home`."""
+    """Return a folder in shared memory for `ranks` ranks if there is room, else `home`."""
     memory = Path(_SHARED_MEMORY, Path(home).name)
     try:
         room = os.statvfs(_SHARED_MEMORY)
@@ -148,7 +148,7 @@ def _send(**what):
 
 
 def _kill_remaining(home: str) -> None:
-    """End the processes of this cluster that are still here: its folder is in their environment."""
+    """Kill the cluster's remaining processes here, which have its folder in their environment."""
     mark = b"=" + home.encode() + b"\0"
     for entry in Path("/proc").iterdir() if Path("/proc").is_dir() else ():
         with contextlib.suppress(OSError):
@@ -157,10 +157,10 @@ def _kill_remaining(home: str) -> None:
 
 
 def main() -> None:
-    """Serve until the input ends, or is silent for too long."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is for the ranks
+    """Serve requests until the input ends or is silent for too long."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # interrupts are for the ranks
     for number in (signal.SIGHUP, signal.SIGTERM):
-        signal.signal(number, lambda *_: sys.exit(1))  # a batch system ends it so: in order, too
+        signal.signal(number, lambda *_: sys.exit(1))  # sent by batch systems: exit through the cleanup
     lines, silence_s = _LineReader(), 60.0
     home = memory = tempfile.mkdtemp(prefix="mpi4dl_nb-")
     try:
@@ -175,7 +175,7 @@ def main() -> None:
             else:
                 _send(beat=order["beat"])
     except OSError:
-        pass  # nobody listens any more
+        pass  # the other side is gone
     finally:
         _kill_remaining(home)
         for folder in (memory, home):

@@ -1,4 +1,4 @@
-"""This machine's end of the outposts: what the hosts have, whether they are alike, and whether they still answer."""
+"""The notebook's side of the host agents: what the hosts have, whether they are alike, and whether they answer."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from mpi4dl_nb.launch import host_agent
 
 __all__ = ["BOOT", "SILENT_S", "HostAgent", "HostAgents", "check_alike"]
 
-SILENT_S = 4.0  # a host that has not answered for so long is lost
+SILENT_S = 4.0  # a host that is silent for longer is lost
 _BEAT_S, _LOOK_S, _TELL_S, _LEAVE_S = 0.5, 0.02, 25.0, 5.0
-_REMOTE_SILENCE_S = 20.0  # a host that hears nothing for so long ends what runs there
+_REMOTE_SILENCE_S = 20.0  # an agent without messages for this long ends the ranks on its host
 BOOT = "import json; exec(compile(json.loads(open(0, 'rb', buffering=0, closefd=False).readline()), 'outpost', 'exec'))"
 
-# What ssh says, what it means, and how to mend it.
+# Patterns in the output of ssh, with their meaning and a remedy.
 _WORDS = {
     "REMOTE HOST IDENTIFICATION HAS CHANGED": "its host key is not the one known here. If that is in order, forget "
     "the old one: ssh-keygen -R {host}",
@@ -42,14 +42,14 @@ _WORDS = {
 
 
 class HostAgent:
-    """One host: the process that reaches it, and what it said last."""
+    """Connection to the agent process on one host, with the latest replies."""
 
     def __init__(self, host: str, command: list[str], words_at: Path) -> None:
         self.host, self._words_at = host, words_at
         with words_at.open("wb") as words:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=words,
-                start_new_session=True,  # an interrupt of the notebook is not for it
+                start_new_session=True,  # not interrupted together with the notebook
             )  # fmt: skip
         self.heard_s, self.said = time.monotonic(), dict[str, Any]()
         self._send(Path(host_agent.__file__).read_text())
@@ -59,7 +59,7 @@ class HostAgent:
     def _read_replies(self) -> None:
         with self.process.stdout as lines:
             for line in lines:
-                with suppress(ValueError, TypeError):  # a shell's greeting
+                with suppress(ValueError, TypeError):  # a greeting of the shell
                     self.said |= json.loads(line)
                     self.heard_s = time.monotonic()
 
@@ -68,14 +68,14 @@ class HostAgent:
             self.process.stdin.write(json.dumps(what).encode() + b"\n")
             self.process.stdin.flush()
         except (OSError, ValueError):
-            pass  # it is gone: that is seen where its answer is missed
+            pass  # the agent is gone, which shows when its reply does not come
 
     def send_request(self, do: str, **what: Any) -> None:
-        """Ask for something; the answer comes by and by."""
+        """Send a request; the reply arrives asynchronously."""
         self._send({"do": do, **what})
 
     def wait_for_reply(self, key: str, until_s: float) -> Any:
-        """Raises RankError, in words, if it does not come."""
+        """Wait for a reply. Raises RankError, with the reason, if there is none in time."""
         while key not in self.said:
             if self.process.poll() is not None or time.monotonic() > until_s:
                 raise RankError(f"The host {self.host} can't be used: {self._describe_failure()}.")
@@ -93,12 +93,12 @@ class HostAgent:
         return f"what was started there has ended with code {code}" + _quote(said)
 
     def close_input(self) -> None:
-        """The end of the input: it cleans up and goes."""
-        with suppress(OSError):  # what was still to be sent has nobody to go to
+        """Close the agent's input, on which it cleans up and exits."""
+        with suppress(OSError):  # the agent is gone already
             self.process.stdin.close()
 
     def end(self, until_s: float) -> None:
-        """Wait until it has gone; if it takes too long it is cut off."""
+        """Wait until the agent has exited; kill its connection if that takes too long."""
         try:
             self.process.wait(max(0.0, until_s - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -108,7 +108,7 @@ class HostAgent:
 
 
 class HostAgents:
-    """Those of all hosts of a cluster. They beat until `close`."""
+    """The agents on all hosts of a cluster. They receive heartbeats until `close`."""
 
     def __init__(self, commands: Mapping[str, list[str]], home: str) -> None:
         self.posts: dict[str, HostAgent] = {}
@@ -119,7 +119,7 @@ class HostAgents:
     def collect_facts(
         self, towards: Mapping[str, str], ranks: Mapping[str, int], folder: str, mpiexec: str
     ) -> dict[str, dict[str, Any]]:
-        """What the hosts have (outpost.facts). Raises RankError where one does not answer, or differs from this one."""
+        """Return the facts of all hosts (`host_agent.collect_facts`). Raises RankError if one is silent or differs."""
         until_s = time.monotonic() + _TELL_S
         for host, post in self.posts.items():
             post.send_request(
@@ -138,11 +138,11 @@ class HostAgents:
         return found
 
     def get_folders(self, host: str) -> tuple[str, str]:
-        """Those of the cluster on a host: for its files, and for what ranks share, in memory."""
+        """Return the cluster's folders on a host: for its files, and for shared memory."""
         return self.posts[host].said["home"], self.posts[host].said["memory"]
 
     def send_connection_file(self, files: Mapping[str, str], controller: tuple[str, int]) -> None:
-        """Give the hosts the engines' connection file. Raises RankError where one can't reach the controller."""
+        """Send the engines' connection file to the hosts. Raises RankError if one cannot reach the controller."""
         until_s = time.monotonic() + _TELL_S
         for post in self.posts.values():
             post.send_request("arm", files=dict(files), controller=controller)
@@ -154,7 +154,7 @@ class HostAgents:
                 )
 
     def _send_heartbeats(self) -> None:
-        """Where this process itself was held up, silence is not the hosts'."""
+        """Send heartbeats. If this process itself was suspended, the delay does not count as silence of the hosts."""
         last_s = time.monotonic()
         while not self._closed.wait(_BEAT_S):
             held_s, last_s = time.monotonic() - last_s - _BEAT_S, time.monotonic()
@@ -164,7 +164,7 @@ class HostAgents:
                 post.send_request("beat", beat=self._beats)
 
     def find_silent_hosts(self) -> dict[str, float]:
-        """The hosts that do not answer any more: for how many seconds."""
+        """Return the hosts that do not answer, with the seconds since their last reply."""
         now = time.monotonic()
         quiet = {host: now - post.heard_s for host, post in self.posts.items()}
         return {
@@ -174,7 +174,7 @@ class HostAgents:
         }
 
     def close(self) -> None:
-        """Have them all leave; those that can't are cut off."""
+        """Make all agents exit; kill the connections of those that do not answer."""
         self._closed.set()
         for host, post in self.posts.items():
             if host in self.find_silent_hosts():

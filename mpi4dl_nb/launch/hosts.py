@@ -1,4 +1,4 @@
-"""Which ranks run on which host: read from what the user wrote, checked, shared out. No host is touched here."""
+"""Which ranks run on which host: parsed from the user's input, checked, and assigned. No host is contacted here."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LINE = re.compile(r"(?P<name>\S+?)(?::(?P<short>\S*)|\s+slots\s*=\s*(?P<slots>\
 
 @dataclass(frozen=True)
 class Host:
-    """A name that `ssh` understands, and how many ranks it takes; None: its even share."""
+    """A host name that `ssh` understands, and its number of ranks (`slots`; None: an even share)."""
 
     name: str
     slots: int | None = None
@@ -42,7 +42,7 @@ class HostRanks:
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """Ranks in words.
+    """Return ranks in words.
 
     >>> format_ranks(range(3)), format_ranks([4])
     ('ranks 0, 1, 2', 'rank 4')
@@ -51,9 +51,9 @@ def format_ranks(ranks: Sequence[int]) -> str:
 
 
 def read_hosts(wish: Iterable[str] | Mapping[str, int] | str | PathLike[str] | None) -> tuple[Host, ...]:
-    """A list of `"name"` or `"name:slots"`, a dict of slots by name, or the path of a hostfile as MPI knows it.
+    """Parse a list of `"name"` or `"name:slots"`, a dict of slots by name, or the path of an MPI hostfile.
 
-    Raises PlanError on what is none of these, on an empty one, on a name twice, on slots below 1.
+    Raises PlanError on anything else, on an empty list, on duplicate names, and on slots below 1.
 
     >>> read_hosts(["node1", "node2:3"])
     (Host(name='node1', slots=None), Host(name='node2', slots=3))
@@ -93,7 +93,7 @@ def _parse_host(text: Any) -> Host:
 
 
 def _make_host(said: Any, name: Any, slots: Any) -> Host:
-    """Checked: a name that began with a dash would be a flag of ssh."""
+    """Return a checked host: a name that starts with a dash would be a flag of ssh."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise PlanError(f"The host {said!r} has no name that ssh could take: letters, digits, '.', '-' and '_'.")
     if slots is None:
@@ -105,7 +105,7 @@ def _make_host(said: Any, name: Any, slots: Any) -> Host:
 
 @dataclass(frozen=True)
 class Hosts:
-    """Hosts in their order; `whose` they are, for messages; `srun`: Slurm starts the ranks, whose job holds them."""
+    """Hosts in order. `whose` describes them in messages. `srun`: Slurm's job holds them, and srun starts the ranks."""
 
     hosts: tuple[Host, ...]
     whose: str = "hosts"
@@ -115,16 +115,16 @@ class Hosts:
         return ", ".join(map(str, self.hosts))
 
     def exclude(self, names: Collection[str]) -> Hosts:
-        """Those that are left. Raises RankError where there are none."""
+        """Return the remaining hosts. Raises RankError if there are none."""
         left = tuple(host for host in self.hosts if host.name not in names)
         if not left:
             raise RankError(f"None of {self.whose} {self} answers. Mend them, then call restart() on the cluster.")
         return replace(self, hosts=left)
 
     def assign_ranks(self, n: int) -> tuple[HostRanks, ...]:
-        """`n` ranks over the hosts in order: slots are filled, the rest is shared evenly by hosts without slots.
+        """Assign `n` ranks to the hosts in order: slots are filled, and hosts without slots share the rest evenly.
 
-        A host without a rank is left out. Raises PlanError where the ranks are more than the slots.
+        A host without ranks is left out. Raises PlanError if there are more ranks than slots.
 
         >>> [str(share) for share in Hosts(read_hosts(["a", "b"])).assign_ranks(5)]
         ['a (ranks 0, 1, 2)', 'b (ranks 3, 4)']
@@ -146,7 +146,7 @@ class Hosts:
 
 
 def _count_ranks(slots: Sequence[int | None], n: int, evenly: tuple[int, int]) -> list[int]:
-    """Ranks of each host; those without slots get `evenly[0]`, and the first `evenly[1]` of them one more."""
+    """Return the ranks per host; hosts without slots get `evenly[0]`, and the first `evenly[1]` of them one more."""
     left, more, counts = n, evenly[1], []
     for each in slots:
         if each is None:

@@ -1,4 +1,4 @@
-"""The processes of a cluster on this host: signals to its ranks, and which of its helpers was stopped by one."""
+"""The processes of a cluster on this host: signals to its ranks, and detection of stopped helpers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ __all__ = ["LocalProcesses"]
 
 
 class LocalProcesses:
-    """`helpers` are pids by name: those through which the notebook and the ranks hear of each other.
+    """Processes of a cluster. `helpers` are pids by name of the processes that connect notebook and ranks.
 
-    `ranks` are the pids of the ranks on this host, in their order; each is the child of its guard, which is a helper
-    too.
+    `ranks` are the pids of the ranks on this host, in order. Each is a child of its guard, which is a helper too.
     """
 
     def __init__(self, helpers: Mapping[str, int], ranks: Sequence[int]) -> None:
@@ -27,7 +26,7 @@ class LocalProcesses:
         self._sent_kill: set[psutil.Process] = set()
 
     def send_signal(self, number: signal.Signals, ranks: Iterable[int]) -> None:
-        """Send a signal to ranks, directly: a helper might be stopped itself. One that has ended gets none."""
+        """Send a signal directly to ranks, since a helper might be stopped itself. Ended ranks are skipped."""
         for rank in ranks:
             if number == signal.SIGKILL:
                 self._sent_kill.add(self._ranks[rank])
@@ -35,15 +34,15 @@ class LocalProcesses:
                 self._ranks[rank].send_signal(number)
 
     def killed(self) -> list[int]:
-        """The ranks that have ended after SIGKILL from here: their guards may be stopped, and not report it."""
+        """Return the ranks that have ended after a SIGKILL from here: their guards may be stopped and not report it."""
         return [rank for rank, each in enumerate(self._ranks) if each in self._sent_kill and not is_running(each)]
 
     def is_stopped(self, helper: str) -> bool:
-        """Whether a signal has stopped the helper of that name."""
+        """Return whether a signal has stopped the helper of that name."""
         return _is_stopped(self._helpers[helper])
 
     def describe_stopped_helpers(self) -> str:
-        """Say which helpers were stopped by a signal; nothing where all go on."""
+        """Describe which helpers were stopped by a signal; empty if none was."""
         guards = [(f"the guard of rank {rank}", guard) for rank, guard in enumerate(self._guards) if guard]
         return " and ".join(
             f"{name} (process {process.pid}) was stopped by a signal"
@@ -52,7 +51,7 @@ class LocalProcesses:
         )
 
     def keep_ranks(self, ranks: Sequence[int]) -> None:
-        """Number these ranks anew, in their order; the others are gone."""
+        """Keep only these ranks, renumbered in order."""
         self._ranks, self._guards = ([each[rank] for rank in ranks] for each in (self._ranks, self._guards))
 
 

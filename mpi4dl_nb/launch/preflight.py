@@ -1,4 +1,4 @@
-"""What there must be around a process before ranks can start: a folder to work in, and room for open files."""
+"""Checks before ranks start: an existing working folder, and a sufficient limit of open files."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ __all__ = ["check_cluster", "check_command"]
 
 
 def check_cluster(n: int) -> None:
-    """Raises RankError, before anything starts, where a cluster of `n` ranks would not come, or would die of it.
+    """Raise RankError, before anything starts, if a cluster of `n` ranks could not start or would crash.
 
-    Seen: the notebook has 30 files more open, and the controller 107 + 6 n, of all processes the one with most.
+    Measured: the notebook opens 30 more files, and the controller, which opens the most, 107 + 6 n.
     """
     _check_folder()
     _raise_file_limit(n, max(psutil.Process().num_fds() + 64, 128 + 8 * n))
 
 
 def check_command(n: int) -> None:
-    """As for a cluster; seen: mpiexec has 20 + 3 n files open, and a rank 40."""
+    """Check as for a cluster. Measured: mpiexec opens 20 + 3 n files, and a rank 40."""
     _check_folder()
     _raise_file_limit(n, max(48, 32 + 4 * n))
 
@@ -35,9 +35,9 @@ def _check_folder() -> None:
 
 
 def _raise_file_limit(n: int, needed: int) -> None:
-    """Raise the limit of open files for this process and those it starts, if it is too low, as far as that may be done.
+    """Raise the limit of open files for this process and its children, if it is too low and as far as permitted.
 
-    A library that gets no file (ZeroMQ, PMIx) ends its process, be it the notebook.
+    A library that gets no file (ZeroMQ, PMIx) ends its process, even the notebook.
     """
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if _to_float(most) < needed:

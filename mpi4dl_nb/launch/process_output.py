@@ -1,4 +1,4 @@
-"""What processes of a cluster write to their output: read as it comes, and only the end of it is kept."""
+"""Output of a cluster's processes: read as it arrives, with only the end kept."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["CaptureMixin", "ProcessOutput"]
 
 _KEPT_BYTES = 1 << 16
 _PART_BYTES = 1 << 16
-_LAST_S = 0.5  # what a process that has ended wrote last is in the pipe, and read within this time
+_LAST_S = 0.5  # an ended process's last output is in the pipe, and read in this time
 
 
 class ProcessOutput:
-    """The output of a process and of those that it starts. `told` is given each whole line, in a thread of its own.
+    """The output of a process and its descendants. `told` is called with each whole line, in a separate thread.
 
-    It is a pipe and no file, which would grow as long as the cluster lives. `path` names the end to write to, until
-    `begin` is called: by then the process has it.
+    The output goes through a pipe, since a file would grow as long as the cluster lives. `path` names the end to write
+    to, and is valid until `begin`, by which time the process has opened it.
     """
 
     def __init__(self, told: Callable[[bytes], object] = bool) -> None:
@@ -28,7 +28,7 @@ class ProcessOutput:
         self._thread = Thread(target=self._read_lines, name="mpi4dl_nb listener", daemon=True)
 
     def begin(self) -> None:
-        """From here on it is read, until nobody writes any more."""
+        """Start reading, until no process has the pipe open for writing."""
         os.close(self._write)
         self._thread.start()
 
@@ -44,26 +44,26 @@ class ProcessOutput:
 
     @property
     def end(self) -> str:
-        """The last of it; all, where the process has ended."""
+        """The last part of the output, complete if the process has ended."""
         if self._thread.ident is not None:
             self._thread.join(_LAST_S)
         return self._kept.decode(errors="replace")
 
 
 class CaptureMixin:
-    """Of a launcher of ipyparallel: what its process writes is `written`, and not in a file."""
+    """Mixin for ipyparallel launchers that captures the process's output in `written` instead of a file."""
 
     def __init__(self, *args: Any, told: Callable[[bytes], object] = bool, **kwargs: Any) -> None:
         self.written = ProcessOutput(told)
         super().__init__(*args, output_file=self.written.path, **kwargs)
 
     def start(self, *args: Any) -> Any:
-        """Start the process; it has the pipe then, if it could be started."""
+        """Start the process, which inherits the pipe if it could be started."""
         try:
             return super().start(*args)
         finally:
             self.written.begin()
 
     def get_output(self, remove: bool = False) -> str:
-        """The end of it: there is nothing to remove."""
+        """Return the end of the output; `remove` has no effect."""
         return self.written.end

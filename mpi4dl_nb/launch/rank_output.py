@@ -1,4 +1,4 @@
-"""What the engines of a cluster have printed, as ipyparallel's client takes it in."""
+"""The output of a cluster's engines, as ipyparallel's client receives it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from engines.rank_server import SPOKEN
 
 __all__ = ["RankOutput"]
 
-_CALLS = 3  # what a rank's threads print after a call still counts for it, and may come during the next ones
+_CALLS = 3  # threads of a rank may print after their call, while the next ones run
 
 
 class _CallOutput:
-    """The texts of one call: those that the client keeps under its number, made longer as more comes.
+    """The output of one call, which the client stores under the call's id and extends as more arrives.
 
-    Once a call is over the client forgets them, and begins anew where more comes.
+    Once a call is over, the client drops this text and starts a new one if more arrives.
     """
 
     def __init__(self, kept: Mapping[str, Mapping[str, Any]], number: str) -> None:
@@ -41,11 +41,11 @@ class _CallOutput:
             end = text.rfind("\n") + 1
             if end > begin:
                 self._read[stream] = end
-                for line in text[begin : end - 1].split("\n"):  # not `splitlines`, to which the mark is an end
+                for line in text[begin : end - 1].split("\n"):  # not `splitlines`, which would split at the mark
                     yield from self._parse_line(stream, line)
 
     def _parse_line(self, stream: str, line: str) -> Iterator[OutputLine]:
-        """A line of the rank's Python; or one of its libraries, which write to the process's own output."""
+        """Yield a line of the rank's Python code, or of a library, which writes to the process's own output."""
         before, mark, told = line.partition(SPOKEN)
         if before.strip():
             yield OutputLine(stream, before)
@@ -57,24 +57,24 @@ class _CallOutput:
 def _decode_line(stream: str, told: str) -> OutputLine:
     try:
         return OutputLine(*json.loads(told))
-    except (ValueError, TypeError):  # a library of the rank has written into it
+    except (ValueError, TypeError):  # garbled by output of a library
         return OutputLine(stream, told)
 
 
 class RankOutput:
-    """Of one rank: what it has printed in its last calls."""
+    """The output of one rank in its last calls."""
 
     def __init__(self) -> None:
         self._readers: deque[_CallOutput] = deque(maxlen=_CALLS)
 
     def add_call(self, kept: Mapping[str, Mapping[str, Any]], number: str) -> None:
-        """There is a new call: what the client has `kept` of it is under this number."""
+        """Add a call, whose output the client stores in `kept` under `number`."""
         self._readers.append(_CallOutput(kept, number))
 
     def read_new(self) -> list[OutputLine]:
-        """What has come since it was last asked."""
+        """Return the lines since the last call of this method."""
         return [line for reader in self._readers for line in reader.read_new()]
 
     def has_pending(self, lines: int) -> bool:
-        """Whether some of so many lines of the last call have not come yet."""
+        """Return whether some of the `lines` lines of the last call have not arrived yet."""
         return bool(self._readers) and self._readers[-1].lines < lines

@@ -1,4 +1,4 @@
-"""A process that ends the cluster when the notebook lets go of it, or dies in whatever way."""
+"""A process that ends the cluster when the notebook releases it, or dies in whatever way."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _LOOK_S = 1.0
 
 
 class Reaper:
-    """Holds the processes of a cluster, and paths that are removed after them.
+    """Holds the processes of a cluster, and the paths that are removed after them.
 
-    It survives the notebook by a moment. If it is killed itself, another one takes its place, and if it is stopped it
-    is made to go on.
+    The reaper process outlives the notebook by a moment. If it is killed, another one replaces it; if it is stopped, it
+    is continued.
     """
 
     def __init__(self, name: str, paths: Sequence[Path]) -> None:
@@ -44,18 +44,18 @@ class Reaper:
     def _start(self) -> None:
         self._process = subprocess.Popen(
             self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            start_new_session=True,  # an interrupt of the notebook is not for it
+            start_new_session=True,  # not interrupted together with the notebook
         )  # fmt: skip
         os.set_blocking(self._process.stdout.fileno(), False)
         self._send_pids(self._held)
 
     def _send_pids(self, pids: Sequence[int]) -> None:
-        with contextlib.suppress(BrokenPipeError):  # killed: the next one is told
+        with contextlib.suppress(BrokenPipeError):  # killed: its replacement gets all pids
             self._process.stdin.write(b"".join(b"%d\n" % pid for pid in pids))
             self._process.stdin.flush()
 
     def _supervise(self) -> None:
-        """Wait for its end, and replace it where a signal was its end."""
+        """Wait for the reaper process to end, and replace it if a signal ended it."""
         while (code := self._wait()) is None or code < 0:
             with self._lock:
                 if self._given_up:
@@ -74,7 +74,7 @@ class Reaper:
             self._heard += self._process.stdout.read() or b""
 
     def _wait(self) -> int | None:
-        """Its exit code, if it has ended within a second; otherwise it goes on, should it have been stopped."""
+        """Return the exit code if the process ends within a second; otherwise continue it in case it was stopped."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._process.wait(_LOOK_S)
         self._process.send_signal(signal.SIGCONT)
@@ -86,28 +86,28 @@ class Reaper:
 
     @property
     def pid(self) -> int:
-        """Of the process that holds them now."""
+        """The pid of the current reaper process."""
         return self._process.pid
 
     def get_ended_pids(self) -> list[int]:
-        """Those of its processes that had ended when it began to end the others; none as long as all are at work."""
+        """Return the processes that had ended before the reaper ended the others; empty while all are running."""
         with self._lock:
             self._read_ended()
         return [int(pid) for pid in self._heard.split()]
 
     def add_process(self, pid: int) -> None:
-        """One process more: when it ends, by itself or not, all of the cluster does."""
+        """Add a process: when it ends, for whatever reason, the whole cluster is ended."""
         with self._lock:
             self._held.append(pid)
             self._send_pids([pid])
 
     def end_cluster(self, within_s: float) -> None:
-        """End the cluster; back when that is done. Raises subprocess.TimeoutExpired."""
+        """End the cluster and wait for it. Raises subprocess.TimeoutExpired."""
         with self._lock:
             self._given_up = True
         self._close()
-        self._process.send_signal(signal.SIGCONT)  # it may have been stopped
-        while self._process.wait(within_s) < 0:  # killed, in the middle of it or before
+        self._process.send_signal(signal.SIGCONT)  # in case it was stopped
+        while self._process.wait(within_s) < 0:  # killed by a signal, possibly half-way: a replacement finishes
             self._replace()
             self._close()
         self._read_ended()

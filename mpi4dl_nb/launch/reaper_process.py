@@ -1,6 +1,7 @@
-"""Ends a cluster: its processes, found by a mark in their environment, and what it left in folders.
+"""End a cluster: its processes, found by a marker in their environment, and the folders that it left.
 
-It is also two programs, started by its path (see reaper.py, exec_launcher.py). So it imports nothing of ours.
+This file is also two programs, started by its path (see reaper.py and exec_launcher.py), so it imports none of our
+modules.
 """
 
 from __future__ import annotations
@@ -18,20 +19,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-import psutil  # its processes are never mistaken for later ones with the same pid
+import psutil  # its processes are never confused with later ones of the same pid
 
 __all__ = ["MARK", "end_cluster", "get_start_time", "is_running", "remove_paths"]
 
 MARK = "MPI4DL_NB_CLUSTER"
-"""In the environment of every process of a cluster: the cluster's name, which no other one ever had."""
+"""Environment variable of every process of a cluster, with the cluster's name, which is unique for all time."""
 
 _LOOK_S, _ORDERLY_S, _FORCED_S, _GRACE_S = 0.25, 5.0, 3.0, 2.0
 
 
 def get_start_time(pid: int) -> float:
-    """When a process began, on a clock that nobody sets; together with its pid it names one process only.
+    """Return the start time of a process on a monotonic clock, which together with its pid identifies the process.
 
-    Raises psutil.NoSuchProcess where there is none, or only its exit code is left of it.
+    Raises psutil.NoSuchProcess if there is no such process, or if it is a zombie.
     """
     if not Path("/proc/self/stat").exists():
         return psutil.Process(pid).create_time()
@@ -45,7 +46,7 @@ def get_start_time(pid: int) -> float:
 
 
 def is_running(process: psutil.Process) -> bool:
-    """Whether it still runs; one of which only the exit code is left does not."""
+    """Return whether a process is still running; a zombie is not."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -53,9 +54,9 @@ def is_running(process: psutil.Process) -> bool:
 
 
 def end_cluster(name: str, others: Iterable[psutil.Process] = ()) -> None:
-    """End all processes of the cluster of that name, with what they have started, and these others.
+    """End all processes of the cluster of that name and their descendants, and the processes `others`.
 
-    They are asked first; whatever is left after some seconds is killed.
+    They are terminated first; those that remain after some seconds are killed.
     """
     family = {*_find_marked(name), *others}
     for process in tuple(family):
@@ -63,6 +64,7 @@ def end_cluster(name: str, others: Iterable[psutil.Process] = ()) -> None:
             family |= set(process.children(recursive=True))
     for within_s, force in ((_ORDERLY_S, False), (_FORCED_S, True)):
         deadline, asked = time.monotonic() + within_s, set()
+        # Search again in every round: a process may start children while it is being ended.
         while (left := {*filter(is_running, family)} | {*_find_marked(name)}) and time.monotonic() < deadline:
             for process in left - asked:
                 _terminate(process, force)
@@ -76,11 +78,11 @@ def _terminate(process: psutil.Process, force: bool) -> None:
             process.kill()
         else:
             process.terminate()
-            process.resume()  # a stopped process does not hear that it is to end
+            process.resume()  # a stopped process does not handle SIGTERM before it continues
 
 
 def _find_marked(name: str) -> Iterator[psutil.Process]:
-    """This user's processes with the mark; not the one that looks."""
+    """Iterate over this user's processes with the marker, except for this one."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             mine = process.uids().real == os.getuid() and process.pid != os.getpid()
@@ -89,7 +91,7 @@ def _find_marked(name: str) -> Iterator[psutil.Process]:
 
 
 def remove_paths(paths: Iterable[str | Path]) -> None:
-    """Files, and folders with all that is in them; what is not there, or resists, is left."""
+    """Remove files, and folders with their contents; missing paths and errors are ignored."""
     for path in map(Path, paths):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -99,12 +101,13 @@ def remove_paths(paths: Iterable[str | Path]) -> None:
 
 
 def _watch_cluster(name: str, notebook: int, paths: Iterable[str]) -> None:
-    """End the cluster when its notebook lets go of it or dies, or one of the processes it depends on has ended.
+    """End the cluster when its notebook releases it or dies, or when one of the processes it depends on has ended.
 
-    `notebook` is the parent's pid, told by itself: it may be dead by now, while workers of it keep its pipes open.
+    `notebook` is the pid of the parent, as passed by the parent: it may be dead by now, while its workers still keep
+    its pipes open.
 
-    Their pids come in lines on the standard input, which the notebook closes to let go. On the standard output it says
-    which ones had ended before it ends the others.
+    The pids to watch arrive as lines on standard input, which the notebook closes to release the cluster. The pids that
+    had ended before the others were ended are written to standard output.
     """
     held, let_go = [], False
     with contextlib.suppress(psutil.NoSuchProcess):
@@ -112,17 +115,17 @@ def _watch_cluster(name: str, notebook: int, paths: Iterable[str]) -> None:
             pids = _read_pids(_LOOK_S)
             let_go = pids is None
             held += [psutil.Process(pid) for pid in pids or ()]
-    with contextlib.suppress(OSError):  # the notebook may be gone
+    with contextlib.suppress(OSError):  # the notebook may be dead
         os.write(1, b"".join(b"%d\n" % each.pid for each in held if not is_running(each)))
     end_cluster(name)
-    deadline = time.monotonic() + _GRACE_S  # the notebook may want to read what they said last
+    deadline = time.monotonic() + _GRACE_S  # the notebook may still read their last output
     while not let_go and os.getppid() == notebook and time.monotonic() < deadline:
         let_go = _read_pids(_LOOK_S) is None
     remove_paths(paths)
 
 
 def _read_pids(within_s: float) -> list[int] | None:
-    """The pids that have come; None at the end of the input."""
+    """Return the pids that have arrived; None at the end of the input."""
     if not select.select([0], [], [], within_s)[0]:
         return []
     text = os.read(0, 4096)
@@ -130,14 +133,16 @@ def _read_pids(within_s: float) -> list[int] | None:
 
 
 def _run_launcher(name: str, paths: Iterable[str], command: Sequence[str]) -> NoReturn:
-    """Run a launcher of ranks, in whose environment the name is, to its end; clean up after it, and leave as it did.
+    """Run a launcher of ranks, with the cluster's name in its environment; clean up after it and exit with its code.
 
-    A signal that another process sends is passed on. Of one that comes from the terminal the launcher has heard itself.
+    Signals from other processes are forwarded. Signals from the terminal reach the launcher by themselves.
     """
     told = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # whoever has started this one may have it ignored: never told then
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the parent may ignore SIGCHLD, which then never arrives
+    # Block the signals before the launcher starts, and fetch them by `sigwaitinfo`: none is lost in between, and the
+    # sender (`si_code`) is known.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*told, signal.SIGCHLD})
-    # Should this process be killed, the launcher is asked to end, and with it its ranks.
+    # If this process is killed, the kernel terminates the launcher, which ends its ranks.
     set_parent_death_signal, library = 1, ctypes.CDLL(None)  # PR_SET_PDEATHSIG of Linux
 
     def begin() -> None:
@@ -147,7 +152,7 @@ def _run_launcher(name: str, paths: Iterable[str], command: Sequence[str]) -> No
     launcher = subprocess.Popen(command, preexec_fn=begin)  # noqa: PLW1509 (there are no threads here)
     while launcher.poll() is None:
         heard = signal.sigwaitinfo({*told, signal.SIGCHLD})
-        if heard.si_signo in told and heard.si_code <= 0:  # not from the system
+        if heard.si_signo in told and heard.si_code <= 0:  # sent by a process, not by the terminal
             launcher.send_signal(heard.si_signo)
     end_cluster(name)
     remove_paths(paths)
@@ -155,7 +160,7 @@ def _run_launcher(name: str, paths: Iterable[str], command: Sequence[str]) -> No
 
 
 def _exit_with(code: int) -> NoReturn:
-    """With that exit code; where it is negative by that signal, as far as it ends a process."""
+    """Exit with that code; if it is negative, by that signal, provided that the signal ends a process."""
     if code < 0:
         with contextlib.suppress(OSError):  # SIGKILL has no handler
             signal.signal(-code, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""How a command comes to run on a host: by ssh, by Slurm's srun, or directly where the host is this machine."""
+"""How to run a command on a host: by ssh, by Slurm's srun, or directly if the host is this machine."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from engines.errors import PlanError
 
 __all__ = ["RemoteShell", "is_local_address"]
 
-# No question is asked: nobody could answer it. A connection that is dead ends.
+# No prompts: nobody could answer them. A dead connection ends.
 _SSH = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
-_SRUN = ("srun", "--nodes=1", "--ntasks=1", "--overlap", "--quiet")  # beside the ranks, not instead of them
+_SRUN = ("srun", "--nodes=1", "--ntasks=1", "--overlap", "--quiet")  # shares the resources of the job step
 _ASK_S = 10.0
 
 
 @dataclass(frozen=True)
 class RemoteShell:
-    """`srun`: by Slurm, whose job holds the hosts. Else by ssh, or what `MPI4DL_NB_SSH` names (`ssh -F my_config`)."""
+    """Runs commands by srun if Slurm's job holds the hosts, else by ssh or `MPI4DL_NB_SSH` (`ssh -F my_config`)."""
 
     srun: bool = False
 
     @property
     def agent(self) -> tuple[str, ...]:
-        """The program that reaches a host by its name, with its flags."""
+        """The program that connects to a host by name, with its flags."""
         return (*shlex.split(os.environ.get("MPI4DL_NB_SSH", "ssh")), *_SSH)
 
     def make_command(self, host: str, address: str, words: Sequence[str]) -> list[str]:
-        """What to start here so that `words` run there."""
+        """Return the local command that runs `words` on the host."""
         if is_local_address(address):
             return list(words)
         if self.srun:
@@ -40,14 +40,14 @@ class RemoteShell:
         return [*self.agent, host, f"exec {shlex.join(words)}"]
 
     def make_mpiexec_flags(self) -> list[str]:
-        """By the same way go MPI's own daemons. By ssh it is the hosts named that count, in a batch job or not."""
+        """Return flags that start MPI's daemons in the same way. By ssh, a batch job's own host list is ignored."""
         if self.srun:
             return ["--prtemca", "plm_slurm_args", "--overlap"]
         ssh = ["--prtemca", "plm", "ssh", "--prtemca", "plm_ssh_agent", shlex.join(self.agent)]
         return [*ssh, "--prtemca", "ras", "^slurm,pbs"]
 
     def resolve_addresses(self, hosts: Iterable[str]) -> dict[str, str]:
-        """By name. Raises PlanError on a host that has no address, or where there is no ssh."""
+        """Return addresses by host. Raises PlanError if a host has no address, or if there is no ssh."""
         if not self.srun and not shutil.which(self.agent[0]):
             raise PlanError(f"There is no program {self.agent[0]!r} to reach hosts with. Install an ssh client.")
         return {host: self._resolve_address(host) for host in hosts}
@@ -63,7 +63,7 @@ class RemoteShell:
             ) from error
 
     def _resolve_host_name(self, host: str) -> str:
-        """As the settings of ssh have it: names there may be short."""
+        """Return the host name by the user's ssh configuration, which may define short names."""
         try:
             asked = subprocess.run(
                 [*self.agent, "-G", host], stdin=subprocess.DEVNULL, capture_output=True, text=True,
@@ -76,7 +76,7 @@ class RemoteShell:
 
 
 def is_local_address(address: str) -> bool:
-    """Whether an address is this machine's: only then can something listen on it."""
+    """Return whether an address belongs to this machine: only then can a socket be bound to it."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:

@@ -1,4 +1,4 @@
-"""Where a cluster keeps its files: folders that only this user can read, on this machine."""
+"""The folders of a cluster's files on this machine, which only this user can read."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ __all__ = ["PREFIX", "RunDirectory"]
 
 PREFIX = "mpi4dl_nb-"
 _SHARED_MEMORY = Path("/dev/shm")
-_FILES_BYTES = 4 << 20  # keys, logs, the files of MPI's runtime
-_SEGMENT_BYTES = 17 << 20  # Open MPI maps 16 MiB for each rank, and some pages more
+_FILES_BYTES = 4 << 20  # keys, logs and files of MPI's runtime
+_SEGMENT_BYTES = 17 << 20  # Open MPI maps 16 MiB for each rank, and some more pages
 
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """`home` holds keys, logs and the files of MPI's runtime; `memory` what the ranks share. Both go with the cluster.
+    """Folders of a cluster: `home` for keys, logs and MPI's files, `memory` for the ranks' shared memory.
 
-    As MPI would put them, under names of its own in /tmp and /dev/shm, they stay behind when it is killed.
+    Both are removed with the cluster. Where MPI would put them, under its own names in /tmp and /dev/shm, they would
+    remain if the cluster is killed.
     """
 
     home: Path
@@ -30,7 +31,7 @@ class RunDirectory:
 
     @classmethod
     def make(cls, n: int) -> RunDirectory:
-        """The folders for `n` ranks. Raises RankError where there is no room, or nothing may be written."""
+        """Create the folders for `n` ranks. Raises RankError if there is no room or no permission to write."""
         home = None
         try:
             home = Path(tempfile.mkdtemp(prefix=PREFIX))
@@ -47,30 +48,31 @@ class RunDirectory:
 
     @property
     def folders(self) -> list[Path]:
-        """Both, or the one."""
+        """Both folders, or one if they are the same."""
         return list(dict.fromkeys([self.home, self.memory]))
 
     @property
     def name(self) -> str:
-        """Of the cluster; no other one has it."""
+        """The unique name of the cluster."""
         return self.home.name
 
     def make_environment(self, alone: bool = True) -> dict[str, str]:
-        """What tells processes that they belong here. `alone`: on no other machine, where no such folders are."""
-        ours = {MARK: self.name, "IPYTHONDIR": str(self.home)}  # and not the user's, which may not be there
+        """Return the environment that marks the cluster's processes. `alone`: they all run on this machine."""
+        ours = {MARK: self.name, "IPYTHONDIR": str(self.home)}  # not the user's, which may be missing
         if not alone:
             return ours
         return {
+            # Only on this machine: other hosts do not have these folders.
             **ours,
             "PRTE_MCA_prte_tmpdir_base": str(self.home),
             "OMPI_MCA_btl_sm_backing_directory": str(self.memory),
-            # Ranks of one machine talk through its memory: nobody else should find a port of theirs.
+            # Ranks on one machine communicate through shared memory: they should open no port for others to find.
             "OMPI_MCA_btl": os.environ.get("OMPI_MCA_btl", "^tcp"),  # noqa: SIM112 (so it is called)
         }
 
 
 def _check_room(folder: Path) -> None:
-    """Raises OSError where a file of the usual size does not fit."""
+    """Raise OSError if a file of the usual size does not fit."""
     with tempfile.TemporaryFile(dir=folder) as file:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file.fileno(), 0, _FILES_BYTES)
@@ -79,7 +81,7 @@ def _check_room(folder: Path) -> None:
 
 
 def _make_memory_folder(home: Path, n: int) -> Path:
-    """A folder in memory, unless there is too little of that, as in many containers: ranks would die of it."""
+    """Return a folder in shared memory, or `home` if that is too small, as in many containers: ranks would crash."""
     try:
         room = os.statvfs(_SHARED_MEMORY)
         if room.f_bavail * room.f_frsize < n * _SEGMENT_BYTES:

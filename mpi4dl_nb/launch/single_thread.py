@@ -1,4 +1,4 @@
-"""Ranks of one thread, in turn: each has all cores while it computes, and what others wait with can lie in a file."""
+"""Ranks in a single thread that take turns: each computes on all cores, while the others' data can be in a file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _Work = Callable[[], None]
 
 
 class SingleThreadRanks(LoopbackRanks):
-    """As threads of this process, but that all ranks are one thread: a rank goes on where the one before it waits."""
+    """Ranks that share one thread of this process: when a rank must wait, another rank continues."""
 
     def __init__(self, n: int) -> None:
         self._relay, self._asked = RankScheduler(n), SimpleQueue[tuple[Future[bytes], _Work] | None]()
@@ -32,7 +32,7 @@ class SingleThreadRanks(LoopbackRanks):
         Thread(target=self._run_calls, name="ranks in turn", daemon=True).start()
 
     def submit(self, rank: int, common: bytes, own: bytes) -> Future[bytes]:
-        """Nothing begins before all have been asked."""
+        """Queue the call; execution starts once all ranks have a call."""
         future: Future[bytes] = Future()
 
         def run_call() -> None:
@@ -47,31 +47,33 @@ class SingleThreadRanks(LoopbackRanks):
         return future
 
     def interrupt(self) -> None:
-        """Release those that wait, and those that have not begun; one that computes can't be stopped."""
+        """Release the ranks that wait and those that have not started; a rank that computes cannot be interrupted."""
         self._interrupted = True
         super().interrupt()
         self._asked.put(None)
 
     def stop(self) -> None:
-        """Let go of those that wait, and of the thread: it has its end where a rank waits next."""
+        """Release the ranks that wait, and the thread, which ends when a rank next waits."""
         self._stopped = True
         self.interrupt()
 
     def _run_calls(self) -> None:
-        """Call after call."""
+        """Run one call after another, each on all ranks."""
         share_process(count_cores())
         asked: list[_Work] = []
         while not self._stopped:
             one = self._asked.get()
             if one is not None:
                 asked.append(one[1])
+            # Run only complete calls: ranks wait for each other, so one that is missing would block the rest. `None` is
+            # an interrupt, which flushes an incomplete call; its ranks raise ReleasedError.
             if one is None or len(asked) == len(self._hosts):
-                self._relay.run(asked)  # after an interrupt none of them begins
+                self._relay.run(asked)  # after an interrupt, none of them starts
                 asked, self._interrupted = [], self._interrupted and one is not None
-            one = None  # or what it was asked would be held until the next call
+            one = None  # release the reference to the call before blocking
 
 
 def _offload_trainings(own: rank_server.RankServer) -> None:
-    """What a rank's trainings hold while others compute, where their plan has that in a file."""
+    """Write the activations of a rank's trainings to a file while other ranks compute, if their plan says so."""
     for training in own.trainings.values():
         training.worker.offload()

@@ -1,4 +1,4 @@
-"""What goes wrong when ranks start, recognised by what their processes say, and how it is mended."""
+"""Known causes of failed starts, recognised in the output of processes, with their remedies."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _LINES = 12
 
 
 def find_startup_cause(said: str) -> str:
-    """In a sentence, with what to do; empty where it is none that we know.
+    """Return the cause in a sentence with a remedy; empty if it is unknown.
 
     >>> find_startup_cause("ModuleNotFoundError: No module named 'cloudpickle'")
     'The Python of the ranks has no cloudpickle. Install it there.'
@@ -56,7 +56,7 @@ def find_startup_cause(said: str) -> str:
 
 
 def format_excerpt(said: str) -> str:
-    """What processes said: from the line that tells the cause, if we know it, else the last lines."""
+    """Return an excerpt of the output: from the line with a known cause on, else the last lines."""
     lines = [line.strip("\0 ") for line in said.splitlines() if line.strip("-\0 ")]
     begins = [at for at, line in enumerate(lines) if find_startup_cause(line)]
     shown = lines[begins[0] :][:_LINES] if begins else lines[-_LINES:]

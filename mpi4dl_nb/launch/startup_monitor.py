@@ -1,7 +1,7 @@
-"""How long ranks may take to start, by what is seen of them meanwhile, and what is said where they take long.
+"""Limits on the start of ranks, based on observed progress, and messages if the start is slow.
 
-A start is given up where nothing is done for it any more, or far more than a start takes. A busy machine does it
-slowly: that is said, and waited for.
+A start is abandoned if no work is done for it any more, or far more work than a start needs. On a busy machine a start
+is slow: this is reported, and waited for.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from engines.comm.cgroup_limits import count_cores
 
 __all__ = ["StartupMonitor", "compute_load_factor", "measure_work_s"]
 
-_IDLE_S = 45.0  # without another rank, and without work for it; longer, the more work waits for each core
-_SAY_S, _LOOK_S = 15.0, 1.0  # it is said after so long, and then each time that it has taken twice as long
-_WORK_S = 3.0  # what a rank's start takes of a processor where that is not known better: most of it are imports
-_TIMES = 20.0  # so many times that much, and it is no start any more
-_SIGN_S = 0.05  # of a processor's time, and something was done
+_IDLE_S = 45.0  # limit without a new rank and without work for it; scaled by the load per core
+_SAY_S, _LOOK_S = 15.0, 1.0  # first message after this time; then each time the total has doubled
+_WORK_S = 3.0  # default processor time of a rank's start, most of it for imports
+_TIMES = 20.0  # above this multiple of it, the start is abandoned
+_SIGN_S = 0.05  # processor time that counts as progress
 
 
 class StartupMonitor:
-    """Of `n` ranks. `work` tells the seconds of processor time that went into it."""
+    """Monitors the start of `n` ranks. `work` returns the processor time spent on it, in seconds."""
 
     usual_s = _WORK_S
-    """Of a processor, for a rank: as the last start in this process has taken."""
+    """Processor time of a rank's start, in seconds, as measured in the last start of this process."""
 
     def __init__(self, n: int, work: Callable[[], float]) -> None:
         self.n, self._work = n, work
@@ -39,11 +39,11 @@ class StartupMonitor:
         self._sign_s, self._say_s = self._began_s, _SAY_S
 
     def begin_phase(self) -> None:
-        """They are counted anew."""
+        """Start counting the ranks again from zero."""
         self._count, self._since_s, self._done_before_s = 0, time.monotonic(), self._done_s
 
     def update(self, count: int, what: str) -> str:
-        """With `count` of them there. Why it will not become more, in words; empty where it may."""
+        """Record that `count` ranks are there. Return why no more will come, in words, or "" if they may."""
         now_s = time.monotonic()
         if count > self._count:
             self._count, self._since_s, self._sign_s, self._done_before_s = count, now_s, now_s, self._done_s
@@ -94,12 +94,12 @@ class StartupMonitor:
         return f"The ranks have had {self._done_s:.0f} s of a processor by now{others}: {more}."
 
     def finish(self) -> None:
-        """All are there: what this one took is what the next one will."""
+        """Record this start's processor time as the usual one."""
         type(self).usual_s = max(1.0, self._work() / self.n)
 
 
 def measure_work_s(roots: Sequence[psutil.Process]) -> float:
-    """The processor time of these processes, of this machine, and of all that they have started."""
+    """Return the processor time of local processes and all their descendants, in seconds."""
     total = 0.0
     for root in roots:
         with suppress(psutil.Error):
@@ -111,5 +111,5 @@ def measure_work_s(roots: Sequence[psutil.Process]) -> float:
 
 
 def compute_load_factor() -> float:
-    """How many times as long things take because of what waits for this machine's cores, up to eight."""
+    """Return the factor by which the load on this machine's cores slows work down, at most 8."""
     return min(8.0, max(1.0, os.getloadavg()[0] / count_cores()))

@@ -1,4 +1,4 @@
-// A table with a radio button in each row: the arrow keys move the choice, as in any group of them.
+// A table with a radio button in each row. The arrow keys move the choice, as in any radio group.
 function render({ model, el }) {
   el.className = "mpi4dl-choice-table";
   const group = `choice-${crypto.randomUUID?.() ?? Math.random()}`;
@@ -13,7 +13,7 @@ function render({ model, el }) {
     el.innerHTML = model.get("html");
     inputs().forEach((input) => {
       input.name = group;
-      input.setAttribute("data-lm-suppress-shortcuts", "true"); // JupyterLab would take arrows for its own
+      input.setAttribute("data-lm-suppress-shortcuts", "true"); // else JupyterLab handles the arrow keys
     });
     mark();
     if (focused) inputs().find((input) => input.checked)?.focus();

@@ -1,4 +1,4 @@
-"""A table of which one row is chosen, by mouse or by the arrow keys."""
+"""A table in which one row is selected, by mouse or by the arrow keys."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["ChoiceTable"]
 
 
 class ChoiceTable(anywidget.AnyWidget):
-    """Shows `html`, a table with radio buttons whose values are numbers; `index` is that of the chosen one."""
+    """A widget showing `html`, a table of radio buttons with numbers as values; `index` is the selected value."""
 
     _esm = Path(__file__).with_name("choice_table.js")
     _css = Path(__file__).with_name("choice_table.css")

@@ -1,4 +1,4 @@
-"""Choose a plan: every knob with what is wrong beside it, which rank does what, and a cluster of the right size."""
+"""Widget to configure a plan: every option with its errors, a map of the ranks, and a cluster of the right size."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from mpi4dl_nb.widgets.option_control import OptionControl
 
 __all__ = ["Configurator"]
 
-PATIENCE_S = 600.0  # for a trace of a very large model
-COUNT_AFTER_S = 0.3  # of rest: knobs that are turned quickly are not slowed by it
+PATIENCE_S = 600.0  # enough to trace a very large model
+COUNT_AFTER_S = 0.3  # without a change, so that counting does not slow down quick changes
 COLUMNS = (("Stages", "Pipeline"), ("Tiles", "Numbers"), ("Directions and replicas",))
 COLUMN = {"width": "19em", "margin": "0 1.2em 0.6em 0"}
 OWN = "this cluster, as calibrated"
@@ -43,13 +43,13 @@ LAST = "The figure shows the last plan that works."
 
 
 class Configurator(FigureWidget):
-    """All knobs of a `Plan` for one model, checked as they are turned.
+    """All options of a `Plan` for one model, validated at each change.
 
     `image_shape` is (N, C, H, W) of a batch; `loss`, `labels` and `device` are as for `Training`. `plan` is the last
-    plan that works, for a cell to use, and `programs` what its ranks would do. Each knob is in `knobs` by its name. The
-    button starts `cluster`, or one over MPI where none is given, with the ranks that the plan needs, or resizes it.
-    The time of each rank is predicted for the cluster as it was calibrated, or for the machine that is chosen:
-    `machine` is one of one's own, or the name of one that is known; `forecast` is that of the plan.
+    valid plan, `programs` are its ranks' programs, and `forecast` is its forecast. `knobs` holds the control of each
+    option by name. The button starts `cluster` (one over MPI if none is given) with the number of ranks that the plan
+    needs, or resizes it. Times are predicted for the calibrated cluster or the chosen machine. `machine` is a `Machine`
+    or the name of a known one.
 
     >>> from engines.models import resnet20_v1
     >>> from mpi4dl_nb import Configurator, Plan
@@ -94,12 +94,12 @@ class Configurator(FigureWidget):
 
     @property
     def plan(self) -> Plan:
-        """The last plan that works. Raises PlanError or TraceError where none has worked yet."""
+        """The last valid plan. Raises PlanError or TraceError if there has been none yet."""
         return self._wait_compiled().plan
 
     @plan.setter
     def plan(self, plan: Plan) -> None:
-        self._is_quiet = True
+        self._is_quiet = True  # one validation at the end: half-set options may be an invalid plan
         for name, knob in self.knobs.items():
             knob.value = getattr(plan, name)
         self._is_quiet = False
@@ -107,24 +107,24 @@ class Configurator(FigureWidget):
 
     @property
     def programs(self) -> tuple[Program, ...]:
-        """What each rank would do in a training step under that plan."""
+        """The program of each rank for a training step under that plan."""
         return self._wait_compiled().programs
 
     @property
     def forecast(self) -> Forecast | None:
-        """What a step of that plan should cost on the machine; None where none is calibrated or chosen."""
+        """The forecast of a step of that plan; None if no machine is calibrated or chosen. Waits for the prediction."""
         self._wait_compiled()
         self._counting.wait(PATIENCE_S)
         return self._wait_compiled().forecast
 
     @property
     def wrong(self) -> dict[str, str]:
-        """What is wrong, by the knob that it is said beside; what is said beside none has an empty name."""
+        """The errors by the name of the option at which they are shown; an empty name for errors of no option."""
         told = {name: knob.trouble.text for name, knob in self.knobs.items()} | {"": self.trouble.text}
         return {name: text for name, text in told.items() if text}
 
     def wait(self, within_s: float = PATIENCE_S) -> bool:
-        """Until all is traced, counted and started that was asked for; whether it was in time."""
+        """Wait for pending traces, counts and starts, up to `within_s` seconds each. Return whether all are done."""
         return all(each.wait(within_s) for each in (self._tracing, self._counting, self._starting))
 
     def __dir__(self) -> list[str]:
@@ -137,11 +137,11 @@ class Configurator(FigureWidget):
         return self._found
 
     def _handle_change(self, touched: str) -> None:
-        """A knob has another value."""
+        """Validate the plan after a change of the option `touched`, and show the plan or the error."""
         if self._is_quiet:
             return
         with self._turn, pause_gc(), self._show_plan_errors(touched):
-            self._tracing.mark_done()
+            self._tracing.mark_done()  # discards a trace for an earlier plan
             plan = Plan(**{name: knob.value for name, knob in self.knobs.items()})
             if self.planning.is_quick(plan):
                 self._accept(plan)
@@ -156,12 +156,12 @@ class Configurator(FigureWidget):
         except Mpi4dlError as caught:
             error = caught
         with self._turn:
-            if is_asked():
+            if is_asked():  # checked under the lock: a newer change discards this result
                 with self._show_plan_errors(touched):
                     self._accept(plan, error)
 
     def _accept(self, plan: Plan, error: Mpi4dlError | None = None) -> None:
-        """From now on this is the plan, unless something was wrong with it."""
+        """Make `plan` current and draw it, or raise `error`. Memory and times are counted in the background."""
         if error is not None:
             raise error
         found, machine = self.planning.get_compiled(plan), self._chosen_machine
@@ -176,11 +176,11 @@ class Configurator(FigureWidget):
 
     @property
     def _chosen_machine(self) -> Machine | None:
-        """The chosen one, or the cluster as it was calibrated."""
+        """The chosen machine, or the calibrated cluster; None if there is neither."""
         return self.machines[self.machine.value] or (self.cluster.machine if self.cluster else None)
 
     def _count(self, plan: Plan, machine: Machine | None, is_asked: IsAsked) -> None:
-        """Add the memory and the time of each rank to the figure; what cannot be counted is said there."""
+        """Add the memory and the time of each rank to the figure, or the reason why they cannot be counted."""
         if not self._counting.pause(COUNT_AFTER_S, is_asked):
             return
         why = ""
@@ -194,13 +194,13 @@ class Configurator(FigureWidget):
                 self.view.show(draw_ranks(plan, found.loads, foreseen=why or self._describe_forecast()))
 
     def _describe_forecast(self) -> str:
-        """What is predicted of a step, or what to do so that something is."""
+        """Return the forecast of a step as text, or a hint on how to get one."""
         found = self._found
         return describe_forecast(found.forecast, found.machine) if found.forecast else NO_MACHINE
 
     @contextmanager
     def _show_plan_errors(self, touched: str) -> Iterator[None]:
-        """What is wrong with the plan is told beside the knob that it is about; the last good plan stays."""
+        """Show an error of the body at the option that it concerns. The last valid plan remains in use."""
         place = text = ""
         try:
             yield
@@ -213,7 +213,7 @@ class Configurator(FigureWidget):
         self.trouble.show("" if place else text)
 
     def _show_state(self, doing: str = "") -> None:
-        """Ranks needed against ranks running, and what the button would do about it."""
+        """Show the ranks needed and the ranks running, and label the button with the action that it offers."""
         said = describe_cluster_fit(self._found.plan.ranks if self._found else None, self.cluster)
         self.start.description, self.start.disabled = said.button, not said.helps
         self.note.value = f'<div role="status">{escape(f"{said.text} {doing}")}</div>'
@@ -237,7 +237,7 @@ class Configurator(FigureWidget):
 
 
 def _make_columns(knobs: Mapping[str, OptionControl]) -> ipywidgets.Box:
-    """The knobs in their groups, as many columns beside each other as there is room for."""
+    """Return the controls in their groups, in as many columns side by side as there is room for."""
     groups = {
         title: [ipywidgets.HTML(f"<b>{title}</b>"), *(knobs[name] for name in names)] for title, names in GROUPS.items()
     }

@@ -1,4 +1,4 @@
-"""Labelled controls. Everything that can be set has its name beside it, and can be reached and set by keyboard."""
+"""Labelled controls. Every control has a visible name, and can be reached and set by keyboard."""
 
 from __future__ import annotations
 
@@ -26,41 +26,41 @@ _STYLE = {"description_width": "initial"}
 
 
 def make_bounded_int(label: str, value: int, low: int, high: int, tip: str = "") -> ipywidgets.BoundedIntText:
-    """A whole number to type or to step with the arrow keys."""
+    """Create a box for an integer from `low` to `high`, to type or to step with the arrow keys."""
     return ipywidgets.BoundedIntText(value, min=low, max=high, description=label, tooltip=tip, style=_STYLE)
 
 
 def make_int(label: str, value: int, tip: str = "") -> ipywidgets.IntText:
-    """Any whole number: whether it is a good one is said beside it, rather than another one put in its place."""
+    """Create a box for any integer. An invalid one is reported by the caller, not replaced."""
     return ipywidgets.IntText(value, description=label, tooltip=tip, style=_STYLE)
 
 
 def make_combobox(label: str, value: str, proposed: Sequence[str] = (), tip: str = "") -> ipywidgets.Combobox:
-    """Any words; some are proposed. They count when Enter is pressed, or the next control is gone to."""
+    """Create a text box with proposals. Its value changes on Enter, or when the box loses the focus."""
     return ipywidgets.Combobox(
         value=value, options=list(proposed), description=label, tooltip=tip, continuous_update=False, style=_STYLE
     )
 
 
 def make_dropdown(label: str, options: Sequence[Any], value: Any, tip: str = "") -> ipywidgets.Dropdown:
-    """One of several."""
+    """Create a menu with one of `options` selected."""
     return ipywidgets.Dropdown(options=options, value=value, description=label, tooltip=tip, style=_STYLE)
 
 
 def make_checkbox(label: str, value: bool = False, tip: str = "") -> ipywidgets.Checkbox:
-    """Yes or no."""
+    """Create a labelled checkbox."""
     return ipywidgets.Checkbox(value, description=label, tooltip=tip, indent=False, style=_STYLE)
 
 
 def make_button(label: str, on_click: Callable[[], None], tip: str = "", icon: str = "") -> ipywidgets.Button:
-    """`on_click()` is called in the kernel."""
+    """Create a button whose click calls `on_click()` in the kernel."""
     made = ipywidgets.Button(description=label, tooltip=tip or label, icon=icon, layout={"width": "max-content"})
     made.on_click(lambda _: on_click())
     return made
 
 
 class Slider(ipywidgets.HBox):
-    """A bar to slide on beside a box with its number."""
+    """A slider and a box with the same integer."""
 
     value = traitlets.Int()
 
@@ -74,27 +74,27 @@ class Slider(ipywidgets.HBox):
 
     @property
     def most(self) -> int:
-        """The largest value that can be chosen."""
+        """The upper limit of the value."""
         return self._slider.max
 
     def set_range(self, low: int, high: int) -> None:
-        """From now on the value lies within these, both included; it is moved there."""
+        """Set the limits of the value, both included. A value outside is moved to the nearest limit."""
         for part in (self._slider, self._box):
-            if low > part.max:
+            if low > part.max:  # ipywidgets rejects min > max, even for a moment
                 part.max, part.min = high, low
             else:
                 part.min, part.max = low, high
 
 
 class ErrorAlert(ipywidgets.HTML):
-    """What is wrong, in words; screen readers tell it when it comes. Empty where all is well."""
+    """An error message that screen readers announce when it appears. Empty if there is no error."""
 
     def __init__(self) -> None:
         super().__init__()
         self.text = ""
 
     def show(self, text: str) -> None:
-        """Show this, or nothing."""
+        """Show an error message, or nothing if it is empty."""
         self.text = text
         style = "color: var(--jp-error-color1, #b71c1c); max-width: 60em; line-height: 1.4"
         self.value = f'<div role="alert" style="{style}">⚠ {escape(text)}</div>' if text else ""

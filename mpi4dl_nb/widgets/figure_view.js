@@ -1,8 +1,8 @@
-// An image that tells where it was clicked, as fractions of its width and height, and which of the keys that it accepts was pressed.
+// An image that sends the position of a click, as fractions of its width and height, and each accepted key that is pressed.
 function render({ model, el }) {
   const image = document.createElement("img");
   image.className = "mpi4dl-figure";
-  image.setAttribute("data-lm-suppress-shortcuts", "true"); // JupyterLab would take arrows for its own
+  image.setAttribute("data-lm-suppress-shortcuts", "true"); // else JupyterLab handles the arrow keys
   el.append(image);
 
   let url = "";

@@ -1,4 +1,4 @@
-"""A figure in a notebook's page: an image with alt text, which tells of clicks and keys."""
+"""A figure on a notebook's page: an image with alt text that reports clicks and keys."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["FigureView"]
 
 
 class FigureView(anywidget.AnyWidget):
-    """Shows one figure at a time; with `keys` it can have the keyboard's focus and takes these, such as `ArrowLeft`.
+    """A widget that shows one figure at a time. With `keys`, such as `ArrowLeft`, it can be focused and receives them.
 
-    `tip` says what they do.
+    `on_key(key)` and `on_point(across, down)` handle keys and clicks; `tip` describes the keys.
     """
 
     _esm = Path(__file__).with_name("figure_view.js")
@@ -40,7 +40,7 @@ class FigureView(anywidget.AnyWidget):
         self.on_msg(self._handle_event)
 
     def show(self, figure: Drawing) -> None:
-        """Show this one from now on."""
+        """Show `figure` in place of the current one."""
         self.figure = figure
         with self.hold_sync():
             self.png, self.alt = figure.to_png(), figure.alt

@@ -1,4 +1,4 @@
-"""What every widget here is made of: controls, a line for what is wrong, and a figure that a plain function drew."""
+"""Base of all widgets: controls, a line for errors, and a figure drawn by a plain function."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from mpi4dl_nb.widgets.figure_view import FigureView
 
 __all__ = ["FigureWidget"]
 
-STILL = "mpi4dl-still"  # known to figure_view.css
+STILL = "mpi4dl-still"  # class name, also in figure_view.css
 
 
 class FigureWidget(ipywidgets.VBox):
-    """Controls above one figure. Where a page cannot run widgets (a saved file), the figure is shown as it was."""
+    """Controls above one figure. A page without live widgets (a saved file) shows the figure's last snapshot."""
 
     def __init__(
         self,
@@ -36,12 +36,12 @@ class FigureWidget(ipywidgets.VBox):
 
     @property
     def figure(self) -> Drawing | None:
-        """What is shown now."""
+        """The figure that is shown now."""
         return self.view.figure
 
     @contextmanager
     def show_errors(self) -> Iterator[None]:
-        """What goes wrong inside is told in words, and the figure stays as it was."""
+        """Show an error of the body as text; the figure remains unchanged. Clear the text if there is none."""
         try:
             yield
         except Mpi4dlError as error:
@@ -50,7 +50,7 @@ class FigureWidget(ipywidgets.VBox):
             self.trouble.show("")
 
     def update_snapshot(self) -> None:
-        """From now on the page's file has the figure as it is now."""
+        """Replace the static figure in the page's file by the current one."""
         if self._still is not None:
             self._still.update(HTML(self._snapshot_html))
 
@@ -60,9 +60,9 @@ class FigureWidget(ipywidgets.VBox):
         return f'<div class="{STILL}">{figure}</div>'
 
     def _ipython_display_(self) -> None:
-        """Twice: as a widget, and as a figure, which figure_view.css hides wherever the widget is alive.
+        """Display two outputs: a widget, and a static figure that figure_view.css hides where the widget is live.
 
-        Files have both; of one output, nbconvert would take the widget alone, which is dead there.
+        A file contains both. From a single output nbconvert would keep the widget only, which is not live there.
         """
         live = super()._repr_mimebundle_() | {"text/plain": f"{type(self).__name__}, as it was:"}
         display(live, raw=True)

@@ -1,4 +1,4 @@
-"""A button whose clicks are heard while a cell runs, where the page and the kernel can do that."""
+"""A button whose clicks are handled while a cell runs, if the page and the kernel support it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["LiveButton"]
 
 
 class LiveButton(ipywidgets.Button):
-    """`on_press()` is called in another thread while a cell runs, so it should do no more than take note.
+    """A button that calls `on_press()` in another thread while a cell runs, so `on_press` should only set a flag.
 
-    JupyterLab 4.4 and later, and what is made of it, send clicks to a subshell of the kernel, which has a thread of
-    its own. Elsewhere they wait until the cell is done.
+    JupyterLab 4.4 and later, and front ends based on it, send clicks to a subshell of the kernel, which has its own
+    thread. Elsewhere a click is handled when the cell is done.
     """
 
     def __init__(self, label: str, on_press: Callable[[], None], tip: str = "", icon: str = "") -> None:
@@ -22,7 +22,7 @@ class LiveButton(ipywidgets.Button):
         self.on_click(lambda _: on_press())
 
     def open(self) -> None:
-        """Tell the page of it."""
+        """Open the comm to the page."""
         super().open()
         self._clear_reply_subshell()
 
@@ -31,6 +31,6 @@ class LiveButton(ipywidgets.Button):
         self._clear_reply_subshell()
 
     def _clear_reply_subshell(self) -> None:
-        # ipykernel 7.4 has the thread that last sent something of a widget hear the answers, here that of the cells,
-        # and notes it so. Without the note a click is heard where the page has sent it.
+        # ipykernel 7.4 records the subshell that last sent a message of a widget, here that of the cells, and routes
+        # replies to it. Without the record, a click is handled in the subshell to which the page sends it.
         vars(self.comm or self).pop("_reply_subshell_id", None)

@@ -1,4 +1,4 @@
-"""Shows a training while it runs, and stops it."""
+"""Widget that shows a running training and can stop it."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ HINT = "The notebook's own ■ does so too. What it has learned is kept."
 
 
 class Monitor(FigureWidget):
-    """Loss, speed, time and memory of all ranks, while `fit` runs, and a button that stops it.
+    """Loss, speed, time and memory of all ranks while `fit` runs, and a button that stops `fit`.
 
-    `training.fit(images, monitor=Monitor())` shows it below that cell. `Monitor(training)` in a cell of its own is
-    live whenever that training's `fit` runs.
+    `training.fit(images, monitor=Monitor())` shows the monitor below that cell. `Monitor(training)` in a cell of its
+    own is live whenever that training's `fit` runs.
 
-    Numbers come every second, the figure as often as drawing costs the ranks next to nothing: another thread draws.
-    After a stop `fit` has saved the training if it was told to `save`, and returns its History.
+    Another thread draws. Numbers are updated at most every second, the figure less often, such that drawing takes a
+    negligible share of the cores. After a stop, `fit` saves the training if `save` is set, and returns its History.
 
     >>> import torch
     >>> from engines.models import resnet20_v1
@@ -65,18 +65,18 @@ class Monitor(FigureWidget):
 
     @property
     def progress(self) -> Progress | None:
-        """What there is to show now."""
+        """The progress of the current or last `fit`; None if there is no training yet."""
         return self._gathered and self._gathered.get_progress(self._state, self._running)
 
     @property
     def thread_id(self) -> int | None:
-        """The system's number of the thread that draws; None where none does."""
+        """The native ID of the drawing thread; None if it was never started."""
         return self._drawer.native_id
 
-    # ---- what `fit` tells, in its own thread
+    # ---- callbacks of `fit`, in the thread of `fit`
 
     def begin(self, training: Training, total: int | None) -> None:
-        """A `fit` begins: from now on it is shown, in this cell if nowhere else."""
+        """Start drawing a `fit`, and display the monitor below this cell if it is not on a page yet."""
         self._reset_history(training, total)
         self.stops, self._state, self._running = False, "running", True
         self.stop.description, self.stop.disabled = STOP, False
@@ -89,14 +89,14 @@ class Monitor(FigureWidget):
         self._drawer.start()
 
     def heard(self, event: TrainingEvent) -> None:
-        """Taken note of; drawn later."""
-        self._gathered.plan = self._training.plan  # another one, where it goes on with fewer ranks
+        """Record an event. The drawing thread shows it later."""
+        self._gathered.plan = self._training.plan  # another plan after a recovery with fewer ranks
         self._gathered.add(event, self._training.reports)
 
     def end(self, outcome: History | BaseException) -> None:
-        """The last numbers and the last figure stay."""
+        """Stop the drawing thread and show the final numbers and figure."""
         self._over.set()
-        self._drawer.join()
+        self._drawer.join()  # first, or the thread could overwrite the final figure
         self._state, self._running = describe_outcome(outcome), False
         self.stop.description, self.stop.disabled = STOP, True
         self._show()
@@ -106,6 +106,7 @@ class Monitor(FigureWidget):
 
     def _stop(self) -> None:
         if self._running:
+            # A flag only: this may run in another thread, and `fit` reads `stops` after each step.
             self.stops, self._state = True, "stops after this step"
             self.stop.description, self.stop.disabled = STOPS, True
 
@@ -125,14 +126,14 @@ class Monitor(FigureWidget):
         try:
             while not self._over.wait(LOOK_S):
                 if self._gathered.last is None:
-                    continue  # drawing nothing would put off the first step's figure
+                    continue  # an empty figure would use up the interval and delay the first step's
                 with for_numbers.begin_refresh() as due:
                     if due:
                         self._show_numbers(self.progress)
                 with for_figure.begin_refresh() as due:
                     if due:
                         self.view.show(show_progress(self.progress))
-        except Exception as error:  # what cannot be drawn is no reason to end a training
+        except Exception as error:  # a failure to draw must not end the training
             self.trouble.show(f"The monitor has stopped drawing, the training goes on: {type(error).__name__}: {error}")
 
     def _ipython_display_(self) -> None:

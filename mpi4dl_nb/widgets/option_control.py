@@ -1,4 +1,4 @@
-"""One knob of a plan: its control, and beside it what is wrong with it."""
+"""One option of a plan: its control and its error message."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from mpi4dl_nb.widgets.controls import ErrorAlert, make_checkbox, make_combobox,
 
 __all__ = ["OptionControl"]
 
-LABEL = "9.8em"  # wide enough for the longest name: boxes stand below each other
+LABEL = "9.8em"  # wide enough for the longest name, so that boxes are aligned
 
 
 class OptionControl(ipywidgets.VBox):
-    """`value` is what `Plan` takes, in whatever form the control has it."""
+    """The control of one option. `value` is what `Plan` takes, whatever form the control shows."""
 
     def __init__(self, name: str, value: Any, on_change: Callable[[str], None]) -> None:
         self.name, self.control, self.trouble = name, _make_control(name, value), ErrorAlert()
-        self.control.layout.width = "98%"  # of all of it, the frame on the right would be cut off
+        self.control.layout.width = "98%"  # at 100 % the frame on the right would be cut off
         if not isinstance(self.control, ipywidgets.Checkbox):
             self.control.style.description_width = LABEL
         super().__init__([self.control])
@@ -28,7 +28,7 @@ class OptionControl(ipywidgets.VBox):
 
     @property
     def value(self) -> Any:
-        """What is set now."""
+        """The current value, as `Plan` takes it."""
         if self.name not in WRITTEN:
             return self.control.value
         return parse_value(self.control.value) if self.control.value.strip() else None
@@ -38,7 +38,7 @@ class OptionControl(ipywidgets.VBox):
         self.control.value = format_value(value) if self.name in WRITTEN else value
 
     def show_error(self, text: str) -> None:
-        """Show what is wrong with it, or nothing."""
+        """Show an error message below the control, or nothing if it is empty."""
         self.trouble.show(text)
         self.children = [self.control, self.trouble] if text else [self.control]
 

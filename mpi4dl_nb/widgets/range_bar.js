@@ -1,14 +1,14 @@
-// The browser's own slider: it can be named, and knows all keys.
+// The browser's own slider, which can have an accessible name and handles all keys.
 function render({ model, el }) {
   const bar = document.createElement("input");
   bar.type = "range";
   bar.style.width = "18em";
   bar.style.accentColor = "var(--jp-brand-color1, #1976d2)";
-  bar.setAttribute("data-lm-suppress-shortcuts", "true"); // JupyterLab would take arrows for its own
+  bar.setAttribute("data-lm-suppress-shortcuts", "true"); // else JupyterLab handles the arrow keys
   el.append(bar);
 
   const show = () => {
-    bar.min = model.get("min"); // before the value, which the browser keeps within them
+    bar.min = model.get("min"); // limits first, since the browser clamps the value to them
     bar.max = model.get("max");
     bar.value = model.get("value");
     bar.ariaLabel = model.get("label");

@@ -1,4 +1,4 @@
-"""A bar to slide on, with a name: that of ipywidgets has none that a screen reader could tell."""
+"""A slider with an accessible name, which the slider of ipywidgets lacks for screen readers."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["RangeBar"]
 
 
 class RangeBar(anywidget.AnyWidget):
-    """A whole number between two, both included; it changes when the bar is let go, or with each arrow key."""
+    """A slider for an integer from `min` to `max`. `value` changes on release, or with each arrow key."""
 
     _esm = Path(__file__).with_name("range_bar.js")
     value = traitlets.Int().tag(sync=True)
     min = traitlets.Int().tag(sync=True)
     max = traitlets.Int().tag(sync=True)
     label = traitlets.Unicode().tag(sync=True)
-    tip = traitlets.Unicode().tag(sync=True)  # `tooltip` is taken: pages expect a description beside it
+    tip = traitlets.Unicode().tag(sync=True)  # not `tooltip`: pages expect a description with that
     disabled = traitlets.Bool(False).tag(sync=True)
 
     def __init__(self, value: int, **traits: Any) -> None:

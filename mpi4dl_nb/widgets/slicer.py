@@ -1,4 +1,4 @@
-"""The slicer: a picture in tiles, and what a layer borrows across their seams, down to single pixels."""
+"""The slicer: a widget that shows a picture in tiles and a layer's halos across the seams, down to single pixels."""
 
 from __future__ import annotations
 
@@ -46,10 +46,11 @@ __all__ = ["Slicer"]
 class Slicer(FigureWidget):
     """A picture or slide in the tiles of a plan: `Slicer(image, plan, model)`.
 
-    `image` is anything that `open_image` takes. With a model (or the `recipe` of a `Training`), a slider chooses among
-    its layers that read beyond their tiles; a module is traced at the picture's size first, which takes seconds.
-    `fused_halos` compares the plan's halos with others; `plan` is the plan with those chosen. Controls can be set by
-    code as well (`slicer.layer.value = 3`), and `figure` is what is shown. Raises PlanError, TraceError or ImageError.
+    `image` is anything that `open_image` takes. With a model (or the `recipe` of a `Training`), a slider selects one
+    of its layers that read beyond their tiles. A module is first traced at the picture's size, which takes seconds.
+    `fused_halos` compares halos with and without fusion; `plan` is the plan with the selected fusion. Controls can be
+    set by code as well (`slicer.layer.value = 3`), and `figure` is the current figure.
+    Raises PlanError, TraceError or ImageError.
 
     >>> from engines.images.samples import immunohistochemistry
     >>> from engines.models import resnet20_v1
@@ -78,11 +79,11 @@ class Slicer(FigureWidget):
 
     @property
     def plan(self) -> Plan:
-        """The plan, with halos fused as is chosen now."""
+        """The plan with the currently selected fusion of halos."""
         return with_fused_halos(self._plan, self._together)
 
     def zoom_in(self) -> None:
-        """Show a quarter as many pixels across; from the whole, the seam that is nearest to where one looks."""
+        """Show a quarter as many pixels across. From the whole layer, zoom to the seam nearest to the current pixel."""
         point = self._get_point()
         if self._zoom is None:
             at = (
@@ -94,7 +95,7 @@ class Slicer(FigureWidget):
         self._set_zoom(get_closer_zoom(self._zoom, point.size_px))
 
     def zoom_out(self) -> None:
-        """Show four times as many."""
+        """Show four times as many pixels across, up to the whole layer."""
         self._set_zoom(get_wider_zoom(self._zoom, self._get_point().size_px))
 
     def zoom_to_whole(self) -> None:
@@ -102,7 +103,7 @@ class Slicer(FigureWidget):
         self._set_zoom(None)
 
     def go(self, way: str) -> None:
-        """`ArrowLeft` and so on: to the next tile or, close up, a quarter of the view on."""
+        """Move by an arrow key's name such as `ArrowLeft`: to the next tile or, zoomed in, by a quarter of the view."""
         point = self._get_point()
         if self._zoom is None:
             self.tile.value = get_neighbour(point.ranks.grid, self.tile.value, ARROWS[way])
@@ -151,7 +152,7 @@ class Slicer(FigureWidget):
         panel, x, y = place
         point, whole = self._get_point(), self._zoom is None
         at = get_pixel_at(x, y, point.size_px)
-        closely = (panel == "side") == whole  # in the framed place, or in the view that is close already
+        closely = (panel == "side") == whole  # within the framed region, or within a zoomed view
         with self._batch_changes():
             self._zoom = NEAR_PX if whole and closely else self._zoom
             if not closely:
@@ -169,7 +170,7 @@ class Slicer(FigureWidget):
         return self._layers.select_point(stage, self.layer.value, self._together)
 
     def _find_points(self, stage: int) -> tuple[HaloPoint, ...]:
-        """The layers of a stage, compiled if need be: what takes a second is told."""
+        """Return the layers of a stage. Show a note while they are compiled, which may take a second."""
         for together in (None, self._together):
             if not self._layers.is_compiled(together):
                 with self._show_busy("Compiling the ranks' programs ..."):
@@ -208,7 +209,7 @@ class Slicer(FigureWidget):
             self._redraw()
 
     def _look_at_output(self, at: tuple[int, int]) -> None:
-        """Look where an output pixel is, from the tile that makes it."""
+        """Move the view to an output pixel, and select the tile that owns it."""
         point = self._get_point()
         out_px = self._layers.get_output_px(point)
         with self._batch_changes():
@@ -217,7 +218,7 @@ class Slicer(FigureWidget):
 
     @contextmanager
     def _batch_changes(self) -> Iterator[None]:
-        """Controls that are set inside draw nothing by themselves; one drawing follows."""
+        """Suppress redraws for controls that the body sets, and redraw once at the end."""
         self._settling = True
         try:
             yield
@@ -244,8 +245,8 @@ class Slicer(FigureWidget):
         return LayerView(self._zoom, self._get_pixel(point), field, remarks or ())
 
     def _update_controls(self) -> None:
-        """The controls get the spans that the others leave them, and show where one looks."""
-        before, self._settling = self._settling, True
+        """Set the limits of the controls, which depend on each other, and the current output pixel."""
+        before, self._settling = self._settling, True  # new limits may change values; `_batch_changes` may be active
         try:
             stage = self.stage.value
             self.tile.max = add_clamped(get_stage_ranks(self._plan, stage).grid.tiles, -1)

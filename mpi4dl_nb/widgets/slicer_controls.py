@@ -1,4 +1,4 @@
-"""What can be set of a slicer, and how that stands on the page."""
+"""The controls of the slicer, and their arrangement on the page."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROW = {"flex_flow": "row wrap", "align_items": "center"}
 
 @dataclass(frozen=True)
 class SlicerControls:
-    """Which stage, layer and tile; with a model also which halos are fused, and which output pixel is followed."""
+    """Controls for stage, layer and tile; with a model, also for fused halos and for the output pixel to follow."""
 
     stage: ipywidgets.Dropdown
     layer: Slider
@@ -39,7 +39,7 @@ class SlicerControls:
 
     @property
     def all(self) -> tuple[ipywidgets.Widget, ...]:
-        """In the order of the page."""
+        """All controls, in the order of the page."""
         return (
             self.stage, self.layer, self.tile, self.fused_halos, self.together, self.receptive, self.row, self.column,
         )  # fmt: skip
@@ -47,7 +47,7 @@ class SlicerControls:
     def make_rows(
         self, buttons: Sequence[ipywidgets.Widget], note: ipywidgets.Widget, has_model: bool
     ) -> list[ipywidgets.Widget]:
-        """Them, the buttons and what the keys do; without a model those of the picture alone."""
+        """Return rows with the controls, the buttons and a help text; without a model, only the picture's controls."""
         of_model = [self.fused_halos, self.together, self.receptive, self.row, self.column]
         first = [self.stage, self.layer, self.tile] if has_model else [self.stage, self.tile]
         rows = [first, of_model, [*buttons, note]] if has_model else [first, [*buttons, note]]
@@ -56,7 +56,7 @@ class SlicerControls:
 
 
 def make_slicer_controls(plan: Plan) -> SlicerControls:
-    """As the plan has them."""
+    """Create the controls with the plan's stages and fusion."""
     stages = find_spatial_stages(plan)
     names = [(f"{stage}, in {get_stage_ranks(plan, stage).grid} tiles", stage) for stage in stages]
     together = plan.fused_layers if plan.halo_d2 else "auto"

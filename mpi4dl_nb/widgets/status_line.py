@@ -1,4 +1,4 @@
-"""A line that says what a cell is waiting for, while it waits."""
+"""A status line for the time that a cell waits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["show_status"]
 
 @contextmanager
 def show_status(text: str) -> Iterator[None]:
-    """Show the line under the cell for as long as the body runs; outside of a notebook nothing is shown."""
+    """Show a line below the cell while the body runs. Outside a notebook nothing is shown."""
     handle = display(HTML(f'<div role="status">{escape(text)}</div>'), display_id=True) if get_ipython() else None
     try:
         yield

@@ -1,4 +1,4 @@
-"""Walk through a training step on the ranks, by buttons or keys, and see what all of them have."""
+"""Widget to step through a training step on the ranks, by buttons or keys, and inspect the values of all ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Stepper"]
 
-ANY, ALL = "any", "all ranks"  # a menu whose value is None looks empty
+ANY, ALL = "any", "all ranks"  # instead of None, for which a menu looks empty
 KINDS = (ANY, "compute", "halo", "stage", "all-reduce", "update")
 SHOWN_AS = (("what was made", "made"), ("activation", "activation"), ("gradient", "gradient"))
 PHASES = (ANY, "forward", "backward", "update")
@@ -28,9 +28,9 @@ TIP = (
 
 
 class Stepper(FigureWidget):
-    """One training step of a batch, walked on the ranks that train: see `mpi4dl_nb.step_debugger.StepDebugger`.
+    """A training step of a batch, executed in small units on the ranks: see `mpi4dl_nb.step_debugger.StepDebugger`.
 
-    `stepping` can be walked from cells as well; `refresh()` then shows where it is. `close()` gives the step up.
+    `stepping` can be advanced from cells as well; `refresh()` then shows its position. `close()` abandons the step.
     Raises ImageError for a wrong shape or label.
 
     >>> import torch
@@ -115,13 +115,13 @@ class Stepper(FigureWidget):
             self._run_action(self._actions[key])
 
     def _run_action(self, action: Callable[[], object]) -> None:
-        """Go on, and show where that led."""
+        """Run `action` and show the new position, or its error."""
         with self.show_errors():
             action()
             self._draw()
 
     def refresh(self) -> None:
-        """Show where the step is now."""
+        """Redraw the figure for the current position of the step."""
         if not self._quiet:
             with self.show_errors():
                 self._draw()
@@ -129,7 +129,7 @@ class Stepper(FigureWidget):
     def _draw(self) -> None:
         view = self.stepping.view(self.channel.value, self.image.value, self.show.value)
         self._update_messages([(str(transfer), index) for index, (transfer, _) in enumerate(view.landed)])
-        self._quiet = True
+        self._quiet = True  # new limits may change values, which would redraw again
         try:
             self.channel.set_range(0, max(view.last_channel, self.channel.value))
             self.image.max = max(view.last_image, self.image.value)
@@ -138,7 +138,7 @@ class Stepper(FigureWidget):
         self.view.show(draw_step(view, self.message.value))
 
     def _update_messages(self, messages: Sequence[tuple[str, int]]) -> None:
-        """The messages that can be looked at; the same ones keep the choice."""
+        """Offer `messages` in the menu. If they are unchanged, the selection is kept."""
         offered = tuple(messages) or (("none", 0),)
         if self.message.options != offered:
             self._quiet = True
@@ -148,7 +148,7 @@ class Stepper(FigureWidget):
                 self._quiet = False
 
     def close(self) -> None:
-        """Give the step up, and take the widget off the page."""
+        """Abandon the step and remove the widget from the page."""
         self.stepping.close()
         super().close()
 

@@ -1,4 +1,4 @@
-"""Choose a plan by what it costs: all plans for the ranks, predicted, and measured where one wants to know."""
+"""Widget to select a plan by its cost: all plans for the ranks, predicted, and measured on request."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ __all__ = ["Tuner"]
 
 
 class Tuner(FigureWidget):
-    """The plans for all ranks of a cluster, as a table to choose from, and a figure.
+    """The plans for all ranks of a cluster, as a table to select from, and as a figure.
 
-    They are predicted when it is made (the cluster is calibrated first). "Measure the best" trains the first ones on
-    the ranks for some steps, "Measure the chosen" that one; the table is ordered anew then. `plan` is the chosen one,
-    the best until another one is chosen. Below the table stands why: `explanation`, what was predicted of each kind of
-    parallelism. With `neutral_batch`, what counts is the time for an update of so many images, as in `tune`.
-    Without a browser: `measure_best()`, `choose(plan)`.
-    Raises PlanError or TraceError where no plan can run, RankError where the cluster is not started.
+    The constructor calibrates the cluster and predicts the plans. "Measure the best" trains the first plans on the
+    ranks for some steps, "Measure the chosen" the selected one; the table is then sorted again. `plan` is the selected
+    plan, the best one if none was selected. `explanation`, below the table, is the prediction for each kind of
+    parallelism. With `neutral_batch`, plans are ordered by the time for an update of that many images, as in `tune`.
+    Without a browser, use `measure_best()` and `choose(plan)`.
+    Raises PlanError or TraceError if no plan can run, and RankError if the cluster is not started.
 
     >>> from engines.models import resnet20_v1
     >>> from mpi4dl_nb import Cluster, Plan, Tuner
@@ -86,27 +86,27 @@ class Tuner(FigureWidget):
 
     @property
     def plan(self) -> Plan:
-        """The chosen plan, or the best where none was chosen yet."""
+        """The selected plan, or the best one if none was selected yet."""
         return self._chosen or self.candidates[0].plan
 
     @property
     def chosen(self) -> Candidate:
-        """The candidate with that plan."""
+        """The candidate of the selected plan."""
         return next(each for each in self.candidates if each.plan == self.plan)
 
     def choose(self, plan: Plan) -> None:
-        """Make one of the candidates' plans the chosen one. Raises PlanError where it is none of them."""
+        """Select the plan of a candidate. Raises PlanError if no candidate has it."""
         plans = [each.plan for each in self.candidates]
         if plan not in plans:
             raise PlanError(f"{plan.summary}: this is none of the {len(plans)} plans in the table.")
         self.rows.index = plans.index(plan)
 
     def measure_best(self) -> None:
-        """Train the first ones, as many as `top` says, on the ranks."""
+        """Measure the first `top` candidates on the ranks."""
         self._measure(self.candidates[: self.top.value])
 
     def measure_chosen(self) -> None:
-        """Train the chosen one on the ranks."""
+        """Measure the selected candidate on the ranks."""
         self._measure([self.chosen])
 
     def _measure(self, candidates: Sequence[Candidate]) -> None:
@@ -130,10 +130,10 @@ class Tuner(FigureWidget):
         self.told.value = f'<div role="status">{escape(words)}</div>'
 
     def _show(self, candidates: Sequence[Candidate]) -> None:
-        """The table and the figure in this order; the chosen plan stays chosen."""
+        """Show the candidates in this order, as table and figure. The selected plan remains selected."""
         self.candidates = tuple(candidates)
         place = [each.plan for each in self.candidates].index(self.plan)
-        self._fills = True  # it is the table that changes, not the choice
+        self._fills = True  # the index changes with the order, not with the selection
         self.rows.html, self.rows.index = format_table_html(self.candidates, "plan"), place
         self._fills = False
         self.view.show(show_tuning(self.candidates))

@@ -1,4 +1,4 @@
-"""The entries of the operator table, by kind. Importing this package fills the table."""
+"""The rules of the operator table, by kind. Importing this package fills the table."""
 
 from engines.spatial.entries import (
     assignment,

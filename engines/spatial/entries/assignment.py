@@ -1,4 +1,4 @@
-"""Assignments to a part of a value, as the trace has them: a new value in which that part is another one."""
+"""Assignments to a part of a value, which a trace holds as a new value with that part replaced."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__: list[str] = []
 
 @register_rule("aten.slice_scatter.default", "aten.select_scatter.default")
 def assign(b: Builder, node: Node) -> None:
-    """Along a spatial axis each tile gets the rows (or columns) of the part that lie in it; along others, its own."""
+    """Assign a part: along a spatial axis each tile takes the lines of the part inside it, along others its pixels."""
     a = node.arguments
     axes = _get_axes(b, node)
     dim = a["dim"] - (len(node.spec.shape) if a["dim"] >= 0 else 0)
@@ -40,7 +40,7 @@ def assign(b: Builder, node: Node) -> None:
 
 
 def _get_axes(b: Builder, node: Node) -> tuple[int, int]:
-    """The rows and columns of the result: those of the whole, or of the part that is written."""
+    """Return the rows and columns of the result: those of the whole, or of the part that is written."""
     whole, part = node.arguments["self"], node.arguments["src"]
     if b.is_tiled(whole):
         return b.get_value(whole).axes or (-2, -1)
@@ -49,7 +49,7 @@ def _get_axes(b: Builder, node: Node) -> tuple[int, int]:
 
 
 def _to_whole_axis(node: Node, axis: int) -> int:
-    """An axis of the part, counted from the end, as one of the whole, which may have the selected axis besides."""
+    """Convert an axis of the part, counted from the end, to one of the whole, which also has the selected axis."""
     if node.operator != "aten.select_scatter.default":
         return axis
     dim = node.arguments["dim"] % len(node.spec.shape)
@@ -57,7 +57,7 @@ def _to_whole_axis(node: Node, axis: int) -> int:
 
 
 def _align_part(b: Builder, node: Node, result: ValueLayout, dim: int) -> Ref:
-    """The part that is written along an axis that is not spatial: its pixels beneath those of the result."""
+    """Return the part that is written along a non-spatial axis: its pixels under those of the result."""
     part = node.arguments["src"]
     gone = node.operator == "aten.select_scatter.default"
     rows, cols = (axis + (gone and axis < dim) for axis in result.axes or (-2, -1))
@@ -73,12 +73,12 @@ def _align_part(b: Builder, node: Node, result: ValueLayout, dim: int) -> Ref:
 
 
 def _assign_lines(b: Builder, node: Node, result: ValueLayout, whole: Ref, dim: int) -> None:
-    """Rows or columns from `start` to `stop`, `step` apart, of which the part has one each."""
+    """Assign the lines of the part to the rows or columns from `start` to `stop`, `step` apart."""
     axes = result.axes or (-2, -1)
     start, stop, step = _get_slice(node, dim)
     out = b.get_output_tiles(result.size_px)[b.rank]
     span = out.rows if dim == axes[0] else out.cols
-    first = max(0, -((start - span.start) // step))  # the first line of the part that lies in the tile
+    first = max(0, -((start - span.start) // step))  # the first line of the part inside the tile
     count = max(0, -((start + first * step - min(stop, span.stop)) // step))
     source, begins = _fetch_lines(b, node, result, dim, AssignmentWindow(start, step, -((start - stop) // step)))
     place = start + first * step - span.start
@@ -96,7 +96,7 @@ def _get_slice(node: Node, dim: int) -> tuple[int, int, int]:
 def _fetch_lines(
     b: Builder, node: Node, result: ValueLayout, dim: int, rule: AssignmentWindow | TableWindow
 ) -> tuple[Ref, int]:
-    """The part as far as this rank writes it, and the number of its first line."""
+    """Return the part as far as this rank writes it, and the number of its first line."""
     part, axes = node.arguments.get("src", node.arguments.get("values")), result.axes or (-2, -1)
     if b.is_tiled(part):
         if b.get_value(part).axes != axes:
@@ -119,14 +119,14 @@ def _fetch_lines(
 
 @register_kernel("tile.assign")
 def assign_lines(x: Tensor, part: Tensor, dim: int, place: int, step: int, first: int, count: int) -> Tensor:
-    """`x` with `count` lines of `part`, from its line `first` on, at `place` and each `step` further."""
+    """Return `x` with `count` lines of `part`, from its line `first` on, at `place` and every `step` after it."""
     end = place + (count - 1) * step + 1 if count else place
     return torch.slice_scatter(x, part.narrow(dim, first, count), dim, place, end, step)
 
 
 @register_rule("aten.index_put.default")
 def put(b: Builder, node: Node) -> None:
-    """Some channels, or some rows or columns, by a list of their numbers."""
+    """Write channels, rows or columns by a list of their numbers."""
     a = node.arguments
     picked = [(dim, index) for dim, index in enumerate(a["indices"]) if index is not None]
     tiled = next((ref for ref in (a["self"], a["values"]) if b.is_tiled(ref)), None)
@@ -141,18 +141,18 @@ def put(b: Builder, node: Node) -> None:
 
 
 def _put_lines(b: Builder, node: Node, axes: tuple[int, int], dim: int, index: Ref) -> None:
-    """Rows or columns by their numbers, which must be known before."""
+    """Write rows or columns by their numbers, which must be constants of the trace."""
     a, size = node.arguments, node.spec.shape[dim]
     numbers = read_line_numbers(b, node, index, size)
     if a["accumulate"]:
         raise make_gather_error(node, "adds to rows or columns by a list of their numbers", axes)
-    if len(set(numbers)) < len(numbers):  # which value stays is left open, and the gradient is that of all of them
+    if len(set(numbers)) < len(numbers):  # which value stays is undefined, and all of them receive the gradient
         raise make_gather_error(node, "writes to a row or column twice, by a list of their numbers", axes)
     result = ValueLayout(node.name, node.spec, axes, differentiable=True)
     whole = a["self"] if b.is_tiled(a["self"]) else cut_to_tile(b, node, a["self"], result)
     line_of = {number: line for line, number in enumerate(numbers)}
     table, line = [], 0
-    for number in range(size):  # a line that is not written asks for one that is asked for anyway
+    for number in range(size):  # a line that is not written repeats an entry, so that no more lines are fetched
         line = line_of.get(number, line)
         table.append(min(line, _count_lines(b, a["values"], dim) - 1))
     source, begins = _fetch_lines(b, node, result, dim, TableWindow(tuple((line,) for line in table)))
@@ -173,7 +173,7 @@ def _count_lines(b: Builder, values: Ref, dim: int) -> int:
 
 @register_kernel("tile.put")
 def put_lines(x: Tensor, part: Tensor, dim: int, lines: Sequence[int], written: Sequence[bool]) -> Tensor:
-    """`x` with the lines of `part` where they are `written`; one line stands for all."""
+    """Return `x` with the lines of `part` where they are `written`; a single line is broadcast."""
     if part.dim() >= -dim and part.shape[dim] > 1:
         part = part.index_select(dim, torch.tensor(lines, device=part.device))
     mask = torch.tensor(written, device=x.device).view(-1, *(1,) * (-1 - dim))
@@ -182,7 +182,7 @@ def put_lines(x: Tensor, part: Tensor, dim: int, lines: Sequence[int], written: 
 
 @register_rule("aten.scatter.value", "aten.scatter.src", "aten.scatter_add.default")
 def scatter(b: Builder, node: Node) -> None:
-    """Channels of each pixel, by numbers that the pixel has."""
+    """Scatter into the channels of each pixel, by indices at that pixel."""
     tiled = next(Ref(name) for name in node.reads if b.is_tiled(Ref(name)))
     check_along_other_axes(b, node, tiled, node.arguments["dim"])
     apply_locally(b, node, b.get_value(tiled).axes, **align_arguments(b, node))
@@ -190,7 +190,7 @@ def scatter(b: Builder, node: Node) -> None:
 
 @register_rule("aten.index_fill.int_Scalar")
 def fill(b: Builder, node: Node) -> None:
-    """Some channels of each pixel get one number."""
+    """Fill some channels of each pixel with one number."""
     a = node.arguments
     if not b.is_tiled(a["self"]) or b.is_tiled(a["index"]):
         raise make_gather_error(node, "reads pixels in an argument for which there is no rule")
@@ -203,7 +203,7 @@ def fill(b: Builder, node: Node) -> None:
     everywhere=True,
 )
 def lower_constant(b: Builder, node: Node) -> None:
-    """One number in a shape: every rank has all of it, in the memory of the one number where there are tiles."""
+    """Create a constant on every rank; with tiles, all of its elements share the memory of one."""
     a = node.arguments
     if b.stage.grid.tiles == 1 or len(node.spec.shape) < 2:
         apply_locally(b, node, None)
@@ -215,5 +215,5 @@ def lower_constant(b: Builder, node: Node) -> None:
 
 @register_kernel("tile.constant")
 def expand_number(value: float, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of that shape whose elements are one in memory."""
+    """Return a tensor of that shape whose elements share the memory of one."""
     return torch.full((), value, dtype=dtype, device=device).expand(list(shape))

@@ -1,4 +1,4 @@
-"""Batch norm over all tiles: own moments, a sum over the ranks, and a local formula. Or each tile by itself."""
+"""Batch norm over all tiles: local moments, an all-reduce and a local formula. Or each tile by itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__: list[str] = []
 
 @register_rule("aten.batch_norm.default", everywhere=True, images=("input",))
 def batch_norm(b: Builder, node: Node) -> None:
-    """Moments of own pixels, gathered from all tiles if so planned; the running statistics wait for the update."""
+    """Normalise by the moments of all tiles or, if so planned, of each; the update sets the running statistics."""
     a = node.arguments
     value = b.get_value(a["input"])
     if not a["training"]:
@@ -33,7 +33,10 @@ def batch_norm(b: Builder, node: Node) -> None:
 
 
 def _find_counter(b: Builder, node: Node) -> str:
-    """The buffer that counts the batches of a batch norm with momentum=None, beside its statistics."""
+    """Return the buffer that counts the batches of a batch norm with momentum=None.
+
+    Raises TraceError if there is none beside its statistics.
+    """
     name = f"{node.arguments['running_mean'].name.removesuffix('running_mean')}num_batches_tracked"
     if name not in b.graph.buffers:
         raise make_unsupported_error(
@@ -43,7 +46,7 @@ def _find_counter(b: Builder, node: Node) -> str:
 
 
 def _normalise_tiles(b: Builder, node: Node, counts: list[int]) -> Ref:
-    """Each tile's moments, and normalised by those of all tiles, or (apart) by its own; the moments."""
+    """Normalise each tile by the moments of all tiles, or by its own (`local_stats_ranks`); return the moments."""
     a, value = node.arguments, b.get_value(node.arguments["input"])
     counts, slot = ([counts[b.tile]], 0) if b.local_stats_ranks else (counts, b.tile)
     like = TensorSpec((len(counts), 2, value.spec.shape[1]), "float64")
@@ -59,7 +62,7 @@ def _normalise_tiles(b: Builder, node: Node, counts: list[int]) -> Ref:
 
 
 def _normalise_whole(b: Builder, node: Node) -> Ref:
-    """On a rank that holds all images whole, where the plain kernel does both at once; the moments."""
+    """Normalise on a rank that holds whole images, by the plain kernel alone; return the moments."""
     a, value = node.arguments, b.get_value(node.arguments["input"])
     like = TensorSpec((1, 2, value.spec.shape[1]), "float64")
     both = b.add_local_op(
@@ -71,7 +74,7 @@ def _normalise_whole(b: Builder, node: Node) -> Ref:
 
 @register_rule("aten.add_.Tensor", everywhere=True)
 def count_batches(b: Builder, node: Node) -> None:
-    """The number of batches seen: a buffer that grows by a constant at the update."""
+    """Record an increment of the number of batches seen: a buffer that grows by a constant at the update."""
     buffer = node.arguments["self"].name
     if buffer not in b.graph.buffers:
         raise make_unsupported_error(node, "writes to a value in a way for which there is no rule")

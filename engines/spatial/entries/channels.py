@@ -1,4 +1,4 @@
-"""Operators that work along axes other than rows and columns: each pixel by itself, with its channels."""
+"""Operators along axes other than rows and columns: each pixel by itself, with its channels."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ __all__ = ["check_along_other_axes", "check_only_first_tiled"]
 
 
 def check_along_other_axes(b: Builder, node: Node, ref: Ref, dims: Sequence[int] | int | None) -> list[int]:
-    """The dimensions counted from the front.
+    """Return the dimensions counted from the front; None means all.
 
-    Raises TraceError where one of them is spatial; None is all of them.
+    Raises TraceError if one of them is spatial.
     """
     rows, cols, count = get_spatial_axes(b, ref)
     given = range(count) if dims is None else [dims] if isinstance(dims, int) else dims
@@ -33,7 +33,7 @@ def check_along_other_axes(b: Builder, node: Node, ref: Ref, dims: Sequence[int]
 
 
 def check_only_first_tiled(b: Builder, node: Node) -> Ref:
-    """The first argument. Raises WholeError where another one is tiled, or that one is not."""
+    """Return the first argument. Raises NeedsGatherError if it is not tiled, or if another one is."""
     first, *others = node.arguments.values()
     if not b.is_tiled(first) or any(b.is_tiled(other) for other in others):
         raise make_gather_error(node, "reads pixels in an argument for which there is no rule")
@@ -50,7 +50,7 @@ def check_only_first_tiled(b: Builder, node: Node) -> Ref:
     )
 )  # fmt: skip
 def lower_per_pixel(b: Builder, node: Node) -> None:
-    """Values of one pixel, in an order or a number of their own."""
+    """Reorder, accumulate or select the values of each pixel by itself."""
     source = check_only_first_tiled(b, node)
     dims = node.arguments.get("dim", node.arguments.get("dims"))
     check_along_other_axes(b, node, source, dims)
@@ -59,7 +59,7 @@ def lower_per_pixel(b: Builder, node: Node) -> None:
 
 @register_rule("aten.flip.default", "aten.roll.default", "aten.repeat_interleave.self_int")
 def reorder_pixels(b: Builder, node: Node) -> None:
-    """The same values in another order, or again and again: of rows and columns each output reads one."""
+    """Reorder or repeat values; along rows and columns each output reads one input."""
     source = check_only_first_tiled(b, node)
     rows, cols, count = get_spatial_axes(b, source)
     dims = node.arguments.get("dim", node.arguments.get("dims"))
@@ -72,7 +72,7 @@ def reorder_pixels(b: Builder, node: Node) -> None:
 
 
 def _order_pixels(node: Node, dims: Sequence[int], axis: int, size_px: int) -> list[int]:
-    """Which pixel along an axis lies at each place of the result."""
+    """Return which pixel along an axis is at each position of the result."""
     pixels = torch.arange(size_px)
     for number in (number for number, dim in enumerate(dims) if dim == axis):
         if node.operator == "aten.flip.default":
@@ -94,20 +94,20 @@ def _order_pixels(node: Node, dims: Sequence[int], axis: int, size_px: int) -> l
     )
 )  # fmt: skip
 def reduce_channels(b: Builder, node: Node) -> None:
-    """One value for all channels of a pixel."""
+    """Reduce the channels of each pixel to one value."""
     source = check_only_first_tiled(b, node)
     reduce_other_axes(b, node, source)
 
 
 def reduce_other_axes(b: Builder, node: Node, source: Ref) -> None:
-    """Run the node's own reduction along axes that are not spatial."""
+    """Run the node's own reduction along non-spatial axes."""
     dims = check_along_other_axes(b, node, source, node.arguments.get("dim"))
     apply_locally(b, node, get_axes_without(b, source, [] if node.arguments.get("keepdim") else dims))
 
 
 @register_rule("aten.gather.default", "aten.cosine_similarity.default")
 def combine_channels(b: Builder, node: Node) -> None:
-    """Two images, of which each pixel's channels meet."""
+    """Combine the channels of each pixel of two images."""
     parts = align_arguments(b, node)
     source = next(Ref(name) for name in node.reads if b.is_tiled(Ref(name)))
     dims = check_along_other_axes(b, node, source, node.arguments["dim"])
@@ -117,20 +117,20 @@ def combine_channels(b: Builder, node: Node) -> None:
 
 @register_rule("aten.channel_shuffle.default", images=("self",))
 def shuffle_channels(b: Builder, node: Node) -> None:
-    """Channels lie along axis 1."""
+    """Shuffle channels, which are along axis 1."""
     apply_locally(b, node, (-2, -1))
 
 
 @register_rule("aten.one_hot.default")
 def one_hot(b: Builder, node: Node) -> None:
-    """A new last axis."""
+    """Encode class numbers along a new last axis."""
     rows, cols = b.get_value(node.arguments["self"]).axes or (-2, -1)
     apply_locally(b, node, (rows - 1, cols - 1))
 
 
 @register_rule("aten.stack.default")
 def stack(b: Builder, node: Node) -> None:
-    """A new axis, in front of the spatial ones or behind."""
+    """Stack along a new axis, before or after the spatial ones."""
     parts = align_arguments(b, node)
     source = next(ref for ref in node.arguments["tensors"] if b.is_tiled(ref))
     rows, cols, count = get_spatial_axes(b, source)
@@ -152,7 +152,7 @@ register_rule("aten.concat.default")(join)
     )
 )  # fmt: skip
 def transpose(b: Builder, node: Node) -> None:
-    """The spatial axes move with the others; where to, ATen itself is asked."""
+    """Move the spatial axes with the others. ATen itself, run on a meta tensor, determines their order."""
     rows, cols, count = get_spatial_axes(b, node.arguments["self"])
     positional, keywords = split_arguments(node, {"self": torch.empty(tuple(range(1, count + 1)), device="meta")})
     order = [size - 1 for size in get_operator(node.operator)(*positional, **keywords).shape]
@@ -161,7 +161,7 @@ def transpose(b: Builder, node: Node) -> None:
 
 @register_rule("aten.avg_pool3d.default", images=("self",))
 def avg_pool3d(b: Builder, node: Node) -> None:
-    """A pool along the axis before rows and columns, as local response norm has it."""
+    """Pool along the axis before rows and columns, as in local response norm."""
     a = node.arguments
     settings = [a["kernel_size"], a["stride"] or (1, 1, 1)]
     if any(tuple(setting)[-2:] != (1, 1) for setting in settings) or any(tuple(a["padding"])[-2:]):

@@ -1,4 +1,4 @@
-"""Convolutions: windows filled with zeros."""
+"""Convolutions: windows padded with zeros."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["fold_padding", "to_pair"]
 
 
 def to_pair(value: Any) -> tuple[int, int]:
-    """A setting for both axes: `(3,)` and `3` mean `(3, 3)`."""
+    """Return a setting for both axes: `(3,)` and `3` mean `(3, 3)`."""
     values = tuple(value) if isinstance(value, Sequence) else (value,)
     return (values[0], values[-1])
 
@@ -23,10 +23,10 @@ def to_pair(value: Any) -> tuple[int, int]:
 def fold_padding(
     b: Builder, window: Window, rules: Sequence[SlidingWindow], out_px: tuple[int, int]
 ) -> tuple[Ref, tuple[int, int]]:
-    """The kernel's input and the padding to give it: its own where that yields exactly the tile's outputs.
+    """Return the kernel's input and padding: the kernel pads by itself if that yields exactly the tile's outputs.
 
-    A kernel pads both sides alike, so its padding can stand for a fill above and left of the tile only
-    where the outputs still come out right; else the fill is written into the tensor.
+    A kernel pads both sides alike, so its padding can replace a fill above and left of the tile only if the number of
+    outputs is still right; otherwise the fill is written into the tensor.
     """
     left, _, above, _ = window.margins
     padding, held = (above, left), window.held.shape
@@ -38,7 +38,7 @@ def fold_padding(
 
 
 def _count_outputs(held: int, padding: int, rule: SlidingWindow) -> int:
-    """Outputs of a kernel along one axis; none where its padding is more than half of it, which pools refuse."""
+    """Return a kernel's outputs along one axis; -1 if its padding exceeds half the kernel, which pools refuse."""
     if padding > rule.kernel // 2 * rule.dilation:
         return -1
     return (held + 2 * padding - rule.dilation * (rule.kernel - 1) - 1) // rule.stride + 1
@@ -46,7 +46,7 @@ def _count_outputs(held: int, padding: int, rule: SlidingWindow) -> int:
 
 @register_rule("aten.conv2d.default", "aten.conv2d.padding", images=("input",))
 def conv2d(b: Builder, node: Node) -> None:
-    """Any kernel, stride, dilation and groups; `same` pads the odd pixel below and right."""
+    """Convolve with any kernel, stride, dilation and groups; `same` pads the odd pixel below and right."""
     a = node.arguments
     value = b.get_value(a["input"])
     kernel = get_spec(b, a["weight"].name).shape[2:]
@@ -72,7 +72,7 @@ def _resolve_padding(padding: Any, kernel: Sequence[int], dilation: Sequence[int
 
 @register_rule("aten.conv_transpose2d.input", images=("input",))
 def conv_transpose2d(b: Builder, node: Node) -> None:
-    """Each output tile reads the inputs that write to it; what they write beyond the tile is cut off."""
+    """Convolve transposed: each output tile reads the inputs that write to it, and the surplus outputs are cropped."""
     a = node.arguments
     kernel = get_spec(b, a["weight"].name).shape[2:]
     stride, padding, dilation = to_pair(a["stride"]), to_pair(a["padding"]), to_pair(a["dilation"])

@@ -1,4 +1,4 @@
-"""Some of the values along an axis: one, or those of a list."""
+"""Selections along an axis: one index, or those of a list."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["read_line_numbers"]
 
 @register_rule("aten.select.int")
 def select(b: Builder, node: Node) -> None:
-    """One channel of each pixel; or one row or column, which every rank then has."""
+    """Select one channel of each pixel; or one row or column, which every rank then holds."""
     source, place = node.arguments["self"], node.arguments["dim"]
     rows, cols, count = get_spatial_axes(b, source)
     if place % count not in (rows, cols):
@@ -38,7 +38,7 @@ def select(b: Builder, node: Node) -> None:
 
 @register_rule("aten.index.Tensor")
 def pick_channels(b: Builder, node: Node) -> None:
-    """Some channels, by a list of their numbers; rows and columns by a list that is known before."""
+    """Pick channels by a list of their numbers; or rows and columns by a constant list."""
     source, indices = node.arguments["self"], node.arguments["indices"]
     picked = [dim for dim, index in enumerate(indices) if index is not None]
     if len(picked) != 1 or not b.is_tiled(source) or not _is_list(b, indices[picked[0]]):
@@ -48,12 +48,12 @@ def pick_channels(b: Builder, node: Node) -> None:
 
 @register_rule("aten.index_select.default")
 def pick_along(b: Builder, node: Node) -> None:
-    """The same, with one list."""
+    """Pick values along one axis, by a list."""
     pick_lines(b, node, check_only_first_tiled(b, node), node.arguments["dim"], node.arguments["index"])
 
 
 def pick_lines(b: Builder, node: Node, source: Ref, dim: int, index: Ref) -> None:
-    """Values along one axis, by a list of their numbers."""
+    """Pick values along one axis by a list of their numbers."""
     rows, cols, count = get_spatial_axes(b, source)
     if dim % count not in (rows, cols):
         apply_locally(b, node, b.get_value(source).axes)
@@ -64,7 +64,7 @@ def pick_lines(b: Builder, node: Node, source: Ref, dim: int, index: Ref) -> Non
 
 
 def read_line_numbers(b: Builder, node: Node, index: Ref, size_px: int) -> list[int]:
-    """The numbers of rows or columns in a list. Raises WholeError where they are not known before."""
+    """Return the numbers of rows or columns in a list. Raises NeedsGatherError if the list is no constant."""
     constant = b.graph.constants.get(index.name)
     if constant is None or constant.dtype == torch.bool:
         raise make_gather_error(node, "picks rows or columns that are not known before")

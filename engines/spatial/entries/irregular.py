@@ -1,4 +1,4 @@
-"""Operators that read or write pixels at places which the data say."""
+"""Operators that read or write pixels at data-dependent positions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__: list[str] = []
 
 @register_rule("aten.grid_sampler.default")
 def grid_sampler(b: Builder, node: Node) -> None:
-    """The image is gathered, and each rank looks up its own outputs (Jaderberg et al., 2015, arXiv:1506.02025)."""
+    """Gather the image; each rank samples its own outputs (Jaderberg et al., 2015, arXiv:1506.02025)."""
     a, grid = node.arguments, node.arguments["grid"]
     if b.is_tiled(grid) and b.get_value(grid).axes != (-3, -2):
         raise make_gather_error(
@@ -45,18 +45,19 @@ def grid_sampler(b: Builder, node: Node) -> None:
     )
 )  # fmt: skip
 def require_gather(b: Builder, node: Node) -> None:
-    """Any output may read any pixel."""
+    """Refuse tiles: any output may read any pixel."""
     raise make_gather_error(node, "reads pixels that lie anywhere")
 
 
 @register_kernel("tile.unpool")
 def unpool_tile(x: Tensor, places: Tensor, tile: tuple[int, int, int, int], width_px: int) -> Tensor:
-    """Each value at its place in the whole image, where that lies in the tile (rows, columns: start and stop)."""
+    """Write each value to its place in the whole image, if inside the tile (start, stop of rows, then columns)."""
     top, bottom, left, right = tile
     height, width = bottom - top, right - left
     row, col = places // width_px - top, places % width_px - left
     inside = (places >= 0) & (row >= 0) & (row < height) & (col >= 0) & (col < width)
     nowhere = height * width
+    # Values of other tiles go to one extra element, which is cropped: the scatter needs no dynamic shape.
     flat = torch.where(inside, row * width + col, nowhere).flatten(-2)
     made = x.new_zeros((*x.shape[:-2], nowhere + 1)).scatter(-1, flat, x.flatten(-2))
     return made[..., :nowhere].unflatten(-1, (height, width))
@@ -64,7 +65,7 @@ def unpool_tile(x: Tensor, places: Tensor, tile: tuple[int, int, int, int], widt
 
 @register_rule("aten.max_unpool2d.default", images=("self", "indices"))
 def max_unpool2d(b: Builder, node: Node) -> None:
-    """A pixel is written by the output that read it, where the places are those of a pool whose windows lie apart."""
+    """Unpool: the output that read a pixel writes it, if the places are those of a pool with disjoint windows."""
     a, out_px = node.arguments, (node.spec.shape[-2], node.spec.shape[-1])
     pool = _find_pool(b, a["indices"])
     rules = make_pool_windows(pool) if pool else ()
@@ -79,7 +80,7 @@ def max_unpool2d(b: Builder, node: Node) -> None:
 
 
 def _find_pool(b: Builder, places: Ref) -> Node | None:
-    """The tiled pool whose second output some places are."""
+    """Return the tiled pool of which `places` are the second output; None if there is none."""
     nodes = {node.name: node for node in b.graph.nodes}
     pick = nodes.get(places.name)
     if pick is None or pick.operator != "getitem" or pick.arguments["1"] != 1:

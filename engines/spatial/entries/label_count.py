@@ -1,4 +1,4 @@
-"""What a mean over class numbers divides by, of labels in tiles or in shares."""
+"""The divisor of a mean over class numbers, for labels in tiles or shares."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["count_labels"]
 
 @register_kernel("loss.counted.default")
 def count_labels(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
-    """(), float64: the labels that are not ignored, each times the weight of its class."""
+    """Return a float64 scalar: the number of labels that are not ignored, each weighted by its class."""
     valid = target != ignore_index
     if weight is None:
         return valid.sum().double()
@@ -24,7 +24,7 @@ def count_labels(target: Tensor, weight: Tensor | None, ignore_index: int) -> Te
 
 @register_rule("loss.counted.default", images=("target",), shared=True)
 def lower_count_labels(b: Builder, node: Node) -> None:
-    """Each rank counts its own labels, and the ranks of the stage add that up."""
+    """Count the rank's own labels, and sum the counts over the ranks of the stage."""
     target, weight, ignore_index = node.arguments.values()
     own = b.add_local_op(f"{node.name}.own", node.operator, b.crop_to_own(target), weight, ignore_index, like=node.spec)
     b.add_local_op(node.name, "aten.alias.default", b.all_reduce(own), like=node.spec)

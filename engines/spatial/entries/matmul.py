@@ -1,4 +1,4 @@
-"""Matrix products in which pixels are a batch, or in which all of space is summed over."""
+"""Matrix products in which pixels are a batch, or which sum over all of space."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__: list[str] = []
 
 @register_rule("aten.linear.default")
 def linear(b: Builder, node: Node) -> None:
-    """Over channels that are the last axis."""
+    """Multiply along the channels, which are the last axis."""
     _multiply_by_weight(b, node, node.arguments["input"], node.arguments["weight"], node.arguments["bias"])
 
 
 @register_rule("aten.matmul.default")
 def matmul(b: Builder, node: Node) -> None:
-    """Likewise, by a matrix that all pixels share."""
+    """Multiply along the last axis by a matrix that all pixels share."""
     _multiply_by_weight(b, node, node.arguments["self"], node.arguments["other"])
 
 
@@ -37,7 +37,7 @@ def _multiply_by_weight(b: Builder, node: Node, pixels: Ref, weight: Ref, *more:
 
 @register_rule("aten.einsum.default")
 def einsum(b: Builder, node: Node) -> None:
-    """Rows and columns must both stay, or both be summed over: then so are the ranks."""
+    """Keep both rows and columns, or sum over both: that sum includes an all-reduce over the ranks."""
     equation = node.arguments["equation"].replace(" ", "")
     terms, arrow, out = equation.partition("->")
     operands = list(zip(terms.split(","), node.arguments["tensors"], strict=True))
@@ -57,7 +57,7 @@ def einsum(b: Builder, node: Node) -> None:
 
 
 def _find_spatial_letters(b: Builder, operands: list[tuple[str, Ref]]) -> set[tuple[str, str]]:
-    """The letters of rows and columns in each tiled operand, repeated ones included."""
+    """Return the letters of rows and columns of each tiled operand; a repeated letter adds a pair of its own."""
     found = set()
     for term, ref in operands:
         if b.is_tiled(ref):

@@ -1,4 +1,4 @@
-"""Reductions over space that are no sums: every tile reduces its own pixels, and the results are reduced again."""
+"""Reductions over space other than sums: every tile reduces its own pixels, and the results are reduced again."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ __all__: list[str] = []
 
 
 class _Maxima(torch.autograd.Function):
-    """The largest value along `dims`, and how often it is there: (2, ...) in float64.
+    """The largest value along `dims`, and how often it occurs: (2, ...) in float64.
 
-    Whoever gives it a gradient has shared it out already: all who are largest here get it.
+    The incoming gradient is already divided by the number of maxima: every maximum of this tile receives it whole.
     """
 
     @staticmethod
@@ -43,7 +43,7 @@ class _Maxima(torch.autograd.Function):
 
 
 class _Largest(torch.autograd.Function):
-    """The largest of all tiles. Its gradient is shared evenly by all pixels that are largest, as ATen does."""
+    """The largest value of all tiles. All pixels with that value share its gradient evenly, as in ATen."""
 
     @staticmethod
     def forward(ctx: Any, found: Tensor, dims: list[int]) -> Tensor:
@@ -61,19 +61,19 @@ class _Largest(torch.autograd.Function):
 
 @register_kernel("tile.largest")
 def merge_maxima(found: Tensor, dims: list[int], sign: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """In the shape of the whole result."""
+    """Return the largest value of all tiles, in the shape of the whole result."""
     return (sign * _Largest.apply(found, dims)).to(dtype).view(shape)
 
 
 @register_kernel("tile.maxima")
 def find_maxima(x: Tensor, dims: list[int], sign: int) -> Tensor:
-    """Of the values, or (sign -1) of their negatives."""
+    """Return the maxima of the values, or (sign -1) of their negatives."""
     return _Maxima.apply(x if sign > 0 else -x, dims)  # type: ignore[no-any-return]
 
 
 @register_rule("aten.amax.default", "aten.amin.default", "aten.max.default", "aten.min.default")
 def lower_minmax(b: Builder, node: Node) -> None:
-    """The largest or smallest value over space, or over rows or columns."""
+    """Reduce to the largest or smallest value over space, or over rows or columns."""
     source = node.arguments["self"]
     dims = find_spatial_dims(b, node, source)
     if dims is None:
@@ -92,14 +92,14 @@ def _reduce_minmax(b: Builder, node: Node, source: Ref, dims: list[int], sign: i
 def reduce_dims(
     x: Tensor, dims: list[int], operator: str, settings: Sequence[Any], shape: Sequence[int] | None = None
 ) -> Tensor:
-    """A reduction along `dims` that leaves 1 of each, or the whole result's `shape`."""
+    """Reduce along `dims`, keeping each with size 1, or return the result in the whole result's `shape`."""
     made = get_operator(operator)(x, *settings, dims, True)
     return made if shape is None else made.view(shape)
 
 
 @register_rule("aten.linalg_vector_norm.default", "aten.logsumexp.default")
 def reduce_twice(b: Builder, node: Node) -> None:
-    """A norm is the norm of the tiles' norms, and likewise the logarithm of a sum of exponentials."""
+    """Reduce again the tiles' results: a norm is the norm of norms, and likewise a log-sum-exp."""
     a, source = node.arguments, node.arguments["self"]
     dims, order = find_spatial_dims(b, node, source), float(a.get("ord", 2))
     if dims is None:
@@ -124,14 +124,14 @@ def reduce_twice(b: Builder, node: Node) -> None:
 
 @register_kernel("tile.first_maximum")
 def find_first_maximum(x: Tensor, dims: list[int], corner: tuple[int, int], width_px: int) -> Tensor:
-    """(2, ..., 1, 1) in float64: the tile's largest value, and where its first one lies in the whole image."""
+    """Return (2, ..., 1, 1) in float64: the tile's largest value, and the whole-image index of its first one."""
     value, index = functional.adaptive_max_pool2d(x, 1, return_indices=True)
     return torch.stack([value.double(), to_whole_index(index, x.shape[-1], corner, width_px).double()])
 
 
 @register_kernel("tile.first_of_all")
 def merge_first_maxima(found: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The largest value; of several, that of the first pixel in the order of rows, as ATen has it. And its place."""
+    """Return the largest value and its index; of several, those of the first pixel in row-major order, as in ATen."""
     values, places = found.flatten(-2)
     late = places.detach().masked_fill(values != values.amax(-1, keepdim=True), math.inf)
     first = late.argmin(-1, keepdim=True)
@@ -142,7 +142,7 @@ def merge_first_maxima(found: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tenso
 def pool_adaptive_maximum(
     x: Tensor, rows: Cells, cols: Cells, corner: tuple[int, int], width_px: int
 ) -> tuple[Tensor, Tensor]:
-    """The largest value of each cell and its place; cells are (start, stop) ranges of the window at `corner`."""
+    """Return the largest value of each cell and its index; cells are (start, stop) ranges of the window at `corner`."""
     found = [[_pool_cell(x, (*row, *col), corner, width_px) for col in cols] for row in rows]
     values, places = ([torch.cat([cell[part] for cell in row], -1) for row in found] for part in (0, 1))
     return torch.cat(values, -2), torch.cat(places, -2)
@@ -156,7 +156,7 @@ def _pool_cell(x: Tensor, cell: tuple[int, ...], corner: tuple[int, int], width_
 
 @register_rule("aten.adaptive_max_pool2d.default", images=("self",))
 def adaptive_max_pool2d(b: Builder, node: Node) -> None:
-    """As the average, but for the largest value of each cell, and its place."""
+    """Reduce each cell to its largest value and the index of that, with the cells of the adaptive average."""
     source = node.arguments["self"]
     value, out_px = b.get_value(source), tuple(node.arguments["output_size"])
     like, width_px = TensorSpec((*value.spec.shape[:-2], *out_px), value.spec.dtype), value.size_px[1]

@@ -1,4 +1,4 @@
-"""Instance, group and layer norm, and variances over space: batch norm's moments, over other groups of values."""
+"""Instance, group, layer and RMS norm, and variances over space: batch norm's moments, over other groups of values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__: list[str] = []
 
 @register_kernel("tile.grouped")
 def group_values(x: Tensor, kept: Sequence[int]) -> Tensor:
-    """(1, groups, values): one group for each place along the axes `kept`."""
+    """Return (1, groups, values): one group for each position along the axes `kept`."""
     order = [*kept, *(axis for axis in range(x.dim()) if axis not in kept)]
     groups = math.prod(x.shape[axis] for axis in kept)
     return x.permute(order).reshape(1, groups, -1)
@@ -34,10 +34,10 @@ def normalise_groups(
     x: Tensor, moments: Tensor, weight: Tensor | None, bias: Tensor | None, counts: list[int], eps: float,
     rows: int, shape: Sequence[int],
 ) -> Tensor:  # fmt: skip
-    """`x` is (1, groups, values); weight and bias repeat until there is one for each of `rows`.
+    """Normalise `x`, (1, groups, values), by its groups' moments; weight and bias repeat to one for each of `rows`.
 
-    Wu and He, 2018 (arXiv:1803.08494), section 3. One fused kernel does it: every channel of every image is
-    a row there, with the moments of its group.
+    Wu and He, 2018 (arXiv:1803.08494), section 3. One fused kernel call: each row is a channel of one image, with the
+    moments of its group.
     """
     moments = moments.repeat_interleave(rows // x.shape[1], -1)
     affine = [None if vector is None else vector.repeat(rows // len(vector)) for vector in (weight, bias)]
@@ -48,23 +48,23 @@ def normalise_groups(
 def compute_variance(
     moments: Tensor, counts: list[int], correction: float, root: bool, shape: Sequence[int], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Variance (or its root) and mean of each group, in the whole-image shape of the result."""
+    """Return variance (or its root) and mean of each group, in the whole-image shape of the result."""
     mean, biased = compute_batch_statistics(moments, counts)
     spread = biased * biased.new_tensor(sum(counts)) / max(0.0, sum(counts) - correction)
     return (spread.sqrt() if root else spread).to(dtype).view(shape), mean.to(dtype).view(shape)
 
 
 Rows = Callable[[Ref], Ref]
-"""(...) -> (1, groups, values): the values of a tensor by group."""
+"""Maps (...) to (1, groups, values): the values of a tensor by group."""
 
 
 def _group_along(b: Builder, node: Node, kept: Sequence[int]) -> Rows:
-    """One group for each place along the axes `kept`, from the front."""
+    """Return a grouping with one group for each position along the axes `kept`, counted from the front."""
     return lambda x: _get_or_run(b, f"{node.name}.{x.name}.grouped", "tile.grouped", x, tuple(kept))
 
 
 def _group_runs(b: Builder, node: Node, groups: int) -> Rows:
-    """Groups of values that follow each other."""
+    """Return a grouping into `groups` runs of consecutive values."""
     return lambda x: _get_or_run(b, f"{node.name}.{x.name}.grouped", "aten.reshape.default", x, (1, groups, -1))
 
 
@@ -73,7 +73,7 @@ def _get_or_run(b: Builder, name: str, kernel: str, x: Ref, setting: Sequence[in
 
 
 def _compute_moments(b: Builder, name: str, x: Ref, rows: Rows, groups: int) -> tuple[Ref, list[int]]:
-    """The moments of each group from all tiles, and how many values each tile has of a group."""
+    """Return the moments of each group from all tiles, and each tile's number of values of a group."""
     counts = b.count_elements(x, groups) if b.is_tiled(x) else [b.get_value(x).spec.numel // groups]
     slot = b.tile if len(counts) > 1 else 0
     like = TensorSpec((len(counts), 2, groups), "float64")
@@ -82,7 +82,7 @@ def _compute_moments(b: Builder, name: str, x: Ref, rows: Rows, groups: int) -> 
 
 
 def _normalise_channels(b: Builder, node: Node, groups: int) -> tuple[Ref, list[int]]:
-    """A norm of (N, C, ...) whose `groups` are runs of channels of one image; its moments."""
+    """Normalise (N, C, ...) over `groups` runs of channels of one image; return the moments and the tiles' counts."""
     a, value = node.arguments, b.get_value(node.arguments["input"])
     channels = value.spec.shape[1]
     rows = _group_runs(b, node, groups)
@@ -97,7 +97,7 @@ def _normalise_channels(b: Builder, node: Node, groups: int) -> tuple[Ref, list[
 
 @register_rule("aten.instance_norm.default", everywhere=True, images=("input",))
 def instance_norm(b: Builder, node: Node) -> None:
-    """Every channel of every image is a group (Ulyanov et al., 2016, arXiv:1607.08022)."""
+    """Normalise every channel of every image (Ulyanov et al., 2016, arXiv:1607.08022)."""
     a, value = node.arguments, b.get_value(node.arguments["input"])
     if not a["use_input_stats"]:
         apply_locally(b, node, value.axes)
@@ -112,14 +112,14 @@ def instance_norm(b: Builder, node: Node) -> None:
 
 @register_rule("aten.group_norm.default", images=("input",))
 def group_norm(b: Builder, node: Node) -> None:
-    """Neighbouring channels of an image are a group."""
+    """Normalise groups of neighbouring channels of each image."""
     _normalise_channels(b, node, b.get_value(node.arguments["input"]).spec.shape[0] * node.arguments["num_groups"])
 
 
 def _is_over_space(b: Builder, node: Node) -> bool:
-    """Whether the last axes, over which a layer norm goes, hold rows and columns.
+    """Return whether the last axes, over which a layer norm normalises, include rows and columns.
 
-    Raises TraceError where they hold one of the two.
+    Raises TraceError if they include only one of the two.
     """
     rows, cols, count = get_spatial_axes(b, node.arguments["input"])
     first = count - len(node.arguments["normalized_shape"])
@@ -130,12 +130,12 @@ def _is_over_space(b: Builder, node: Node) -> bool:
 
 @register_kernel("tile.reshaped")
 def reshape_and_cast(x: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Weights of float32 make float32 of half precision; it is the result's type that counts."""
+    """Reshape and cast to the result's type, since float32 weights promote half precision to float32."""
     return x.reshape(shape).to(dtype)
 
 
 def _scale_and_shift(b: Builder, node: Node, name: str, shape: Sequence[int], axes: tuple[int, int]) -> None:
-    """Weight and bias of a layer norm are pixels: a tile has its own."""
+    """Apply the weight and bias of a layer norm over space: each tile takes its own pixels of them."""
     for argument, operator in (("weight", "mul"), ("bias", "add")):
         if (vector := node.arguments.get(argument)) is not None:
             part = cut_to_tile(b, node, vector, b.get_value(Ref(name)))
@@ -149,7 +149,7 @@ def _scale_and_shift(b: Builder, node: Node, name: str, shape: Sequence[int], ax
 
 @register_rule("aten.layer_norm.default")
 def layer_norm(b: Builder, node: Node) -> None:
-    """Over channels: each pixel by itself. Over space too: a group for each image (arXiv:1607.06450)."""
+    """Normalise each pixel over its channels or, if space is included, each image (arXiv:1607.06450)."""
     value = b.get_value(node.arguments["input"])
     if not _is_over_space(b, node):
         apply_locally(b, node, value.axes)
@@ -170,19 +170,19 @@ def layer_norm(b: Builder, node: Node) -> None:
 
 @register_kernel("tile.square_sums")
 def sum_squares(x: Tensor, axes: int) -> Tensor:
-    """Sums of squares over the last `axes` axes."""
+    """Return sums of squares over the last `axes` axes."""
     return x.to(get_sum_type(x)).square().sum(list(range(-axes, 0)), keepdim=True)
 
 
 @register_kernel("tile.by_root_mean_square")
 def normalise_rms(x: Tensor, squares: Tensor, count: int, eps: float | None) -> Tensor:
-    """Zhang and Sennrich, 2019 (arXiv:1910.07467), equation 4."""
+    """Divide by the root mean square: Zhang and Sennrich, 2019 (arXiv:1910.07467), equation 4."""
     return (x * (squares / count + (torch.finfo(x.dtype).eps if eps is None else eps)).rsqrt()).to(x.dtype)
 
 
 @register_rule("aten.rms_norm.default")
 def rms_norm(b: Builder, node: Node) -> None:
-    """As a layer norm, but for the mean."""
+    """Normalise as a layer norm does, but without subtracting the mean."""
     source, axes = node.arguments["input"], len(node.arguments["normalized_shape"])
     value = b.get_value(source)
     if not _is_over_space(b, node):
@@ -207,7 +207,7 @@ _SPREADS = [
 
 @register_rule(*_SPREADS)
 def lower_variance(b: Builder, node: Node) -> None:
-    """Variance and deviation; over space from the moments of all tiles."""
+    """Lower variances and standard deviations; over space, from the moments of all tiles."""
     a, source = node.arguments, node.arguments["self"]
     rows, cols, count = get_spatial_axes(b, source)
     dims = {dim % count for dim in a.get("dim") or range(count)}

@@ -1,4 +1,4 @@
-"""What every tile makes of its own pixels, brought together: reductions of which the results are reduced again."""
+"""Partial results of all tiles, gathered on every rank: reductions whose results are reduced again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["all_gather_partials", "find_spatial_dims"]
 
 
 def find_spatial_dims(b: Builder, node: Node, ref: Ref) -> list[int] | None:
-    """The reduced dimensions of a node from the front, where one of them lies apart on the ranks; None where none."""
+    """Return a node's reduced dimensions, from the front, if one of them is distributed over the ranks; else None."""
     rows, cols, count = get_spatial_axes(b, ref)
     given = node.arguments.get("dim")
     dims = [dim % count for dim in ([given] if isinstance(given, int) else given or range(count))]
@@ -25,10 +25,10 @@ def all_gather_partials(
     b: Builder, node: Node, ref: Ref, kernel: str, dims: Sequence[int], *settings: Any, dtype: str,
     lead: tuple[int, ...] = (),
 ) -> Ref:  # fmt: skip
-    """`kernel(own pixels, dims, *settings)` of all tiles, on every rank.
+    """Return `kernel(own pixels, dims, *settings)` of all tiles, on every rank.
 
-    It reduces `dims` to 1 and may add axes `lead` in front. Reduced rows then are as many as the grid's, and likewise
-    columns, so that the tiles' results are an image of their own, cut by the same grid.
+    The kernel reduces `dims` to 1 and may add leading axes `lead`. Reduced rows are then as many as those of the grid,
+    and likewise columns, so that the tiles' results are an image, cut by the same grid.
     """
     value, grid = b.get_value(ref), b.stage.grid
     rows, cols, _ = get_spatial_axes(b, ref)

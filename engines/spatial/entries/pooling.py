@@ -31,12 +31,12 @@ Cells = tuple[tuple[int, int], ...]
 
 
 def to_whole_index(index: Tensor, width: int, corner: tuple[int, int], width_px: int) -> Tensor:
-    """Pixel numbers in the order of rows, of a part of that width at `corner`: as numbers in the whole image."""
+    """Convert row-major pixel numbers within a part of that width at `corner` to numbers in the whole image."""
     return (index // width + corner[0]) * width_px + index % width + corner[1]
 
 
 def make_pool_windows(node: Node) -> tuple[SlidingWindow, SlidingWindow]:
-    """What an output of a max pool reads, along rows and along columns."""
+    """Return the windows of a max pool along rows and along columns."""
     a = node.arguments
     kernel = to_pair(a["kernel_size"])
     settings = kernel, to_pair(a["stride"] or kernel), to_pair(a["padding"]), to_pair(a["dilation"])
@@ -46,7 +46,7 @@ def make_pool_windows(node: Node) -> tuple[SlidingWindow, SlidingWindow]:
 
 @register_rule("aten.max_pool2d.default", images=("self",))
 def max_pool2d(b: Builder, node: Node) -> None:
-    """Outside the image lies minus infinity, so that padding never wins."""
+    """Pool by maximum. Outside the image is minus infinity, so that padding never wins."""
     rules = make_pool_windows(node)
     window = b.read_window(node.arguments["self"], _get_out_px(node), *rules, fill=-torch.inf)
     x, padding = fold_padding(b, window, rules, _get_out_px(node))
@@ -55,7 +55,7 @@ def max_pool2d(b: Builder, node: Node) -> None:
 
 @register_rule("aten.max_pool2d_with_indices.default", images=("self",))
 def max_pool2d_with_indices(b: Builder, node: Node) -> None:
-    """Places count pixels of the whole image in the order of rows."""
+    """Pool by maximum; the indices number the pixels of the whole image in row-major order."""
     source, rules = node.arguments["self"], make_pool_windows(node)
     value = b.get_value(source)
     like = _infer_pool_spec(node, value.spec)
@@ -72,7 +72,7 @@ def max_pool2d_with_indices(b: Builder, node: Node) -> None:
 
 
 def _infer_pool_spec(node: Node, spec: TensorSpec) -> TensorSpec:
-    """What ATen itself makes of an image of that shape."""
+    """Return the spec of ATen's own result for an image of that shape."""
     image = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")
     positional, keywords = split_arguments(node, {"self": image})
     return TensorSpec(tuple(get_operator(node.operator)(*positional, **keywords)[0].shape), spec.dtype)
@@ -82,14 +82,14 @@ def _infer_pool_spec(node: Node, spec: TensorSpec) -> TensorSpec:
 def pool_tile(
     x: Tensor, kernel: Pair, stride: Pair, dilation: Pair, padding: Pair, corner: Pair, width_px: int
 ) -> tuple[Tensor, Tensor]:
-    """`corner` is the first pixel of `x` in the whole image."""
+    """Pool a tile by maximum; `corner` is the first pixel of `x` in the whole image."""
     values, index = functional.max_pool2d(x, kernel, stride, padding, dilation, return_indices=True)
     return values, to_whole_index(index, x.shape[-1], corner, width_px)
 
 
 @register_rule("aten.avg_pool2d.default", images=("self",))
 def avg_pool2d(b: Builder, node: Node) -> None:
-    """Sums over the window, divided by the pixels that count: those inside, or those of the padded image."""
+    """Divide the sum over each window by the pixels that count: those of the image, or of the padded image."""
     a = node.arguments
     value, kernel = b.get_value(a["self"]), to_pair(a["kernel_size"])
     stride, padding = to_pair(a["stride"] or kernel), to_pair(a["padding"])
@@ -113,15 +113,15 @@ def avg_pool2d(b: Builder, node: Node) -> None:
 
 
 def _count_window_pixels(out: Span, rule: SlidingWindow, image_px: int, border_px: int) -> list[int]:
-    """How many of the pixels that each output reads lie in the image with its border."""
+    """Return how many of the pixels that each output reads are in the image with its border."""
     counted = Span(-border_px, image_px + border_px)
     return [len(rule(Span(index, index + 1)) & counted) for index in range(out.start, out.stop)]
 
 
 def _average_few(b: Builder, node: Node, reads: Sequence[Sequence[Span]], border_px: Pair = (0, 0)) -> None:
-    """Averages of fewer rows or columns than there are tiles: every rank sums its own part of each, and holds all.
+    """Average to fewer rows or columns than tiles: every rank sums its own part of each, and holds the whole result.
 
-    `reads` are the pixels of each row and each column of outputs, of which those in the image with its border count.
+    `reads` are the pixels of each row and each column of outputs; those in the image with its border count.
     """
     source = node.arguments["self"]
     size_px, own = b.get_value(source).size_px, b.get_tiles(b.get_value(source).size_px)[b.rank]
@@ -136,14 +136,14 @@ def _average_few(b: Builder, node: Node, reads: Sequence[Sequence[Span]], border
 
 
 def _clip_to_tile(reads: Sequence[Span], own: Span) -> Cells:
-    """The part of each that lies in a tile, counted from the tile's first pixel."""
+    """Return the part of each span inside a tile, counted from the tile's first pixel."""
     parts = [read & own for read in reads]
     return tuple((part.start - own.start, part.stop - own.start) if part else (0, 0) for part in parts)
 
 
 @register_kernel("tile.cell_sums")
 def sum_cells(x: Tensor, rows: Cells, cols: Cells) -> Tensor:
-    """The sum of each cell: (start, stop) of its rows and of its columns, which may be none."""
+    """Return the sum of each cell: (start, stop) of its rows and of its columns, which may be empty."""
     x = x.to(get_sum_type(x))
     lines = torch.cat([x[..., start:stop, :].sum(-2, keepdim=True) for start, stop in rows], -2)
     return torch.cat([lines[..., start:stop].sum(-1, keepdim=True) for start, stop in cols], -1)
@@ -153,13 +153,13 @@ def sum_cells(x: Tensor, rows: Cells, cols: Cells) -> Tensor:
 def divide_sums(
     sums: Tensor, rows: Sequence[int], cols: Sequence[int], divisor: int | None, dtype: torch.dtype
 ) -> Tensor:
-    """Sums divided by how many pixels count there: rows[i] * cols[j], or a number given."""
+    """Divide sums by the number of pixels that count there, rows[i] * cols[j], or by a given number."""
     return (sums / (divisor or sums.new_tensor(rows)[:, None] * sums.new_tensor(cols))).to(dtype)
 
 
 @register_rule("aten.adaptive_avg_pool2d.default", images=("self",))
 def adaptive_avg_pool2d(b: Builder, node: Node) -> None:
-    """One cell for the whole image is a mean over space; else output i reads pixels i*n//k to -(-(i+1)*n//k)."""
+    """Average each cell: output i reads pixels i*n//k to -(-(i+1)*n//k). A single cell is a mean over space."""
     if _get_out_px(node) == (1, 1):
         reduce_mean(b, node, node.arguments["self"], [-2, -1], keepdim=True)
         return
@@ -172,7 +172,7 @@ def adaptive_avg_pool2d(b: Builder, node: Node) -> None:
 
 
 def fetch_cells(b: Builder, ref: Ref, out_px: tuple[int, int]) -> tuple[Ref, Tile, Cells, Cells]:
-    """The window that this tile's cells of an adaptive pool read, where it is, and (start, stop) of each cell in it."""
+    """Return the window that this tile's cells read, its tile, and (start, stop) of each cell in it."""
     cells = [_split_cells(size, count) for size, count in zip(b.get_value(ref).size_px, out_px, strict=True)]
     rules = [MonotoneWindow(lambda i, c=c: c[i][0], lambda i, c=c: c[i][1] - 1) for c in cells]
     window = b.read_window(ref, out_px, rules[0], rules[1])

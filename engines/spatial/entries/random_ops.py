@@ -1,4 +1,4 @@
-"""Random operators: what has pixels is drawn by their place in the whole image, what has none alike on all tiles."""
+"""Random operators: tensors with pixels are drawn by whole-image position, all others alike on all tiles."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__: list[str] = []
 
 @register_rule(*draws, everywhere=True)
 def lower_random(b: Builder, node: Node) -> None:
-    """The part of one draw that lies on this tile."""
+    """Draw the part of a random tensor that is on this tile."""
     a = node.arguments
     source = next((a[name] for name in ("self", "input") if name in a), None)
     axes = b.get_value(source).axes if isinstance(source, Ref) and b.is_tiled(source) else None
@@ -42,7 +42,7 @@ def lower_random(b: Builder, node: Node) -> None:
         )  # fmt: skip
         return
     if "feature" in node.operator:
-        place = [*place[:2], *((1, 0, 1) for _ in place[2:])]
+        place = [*place[:2], *((1, 0, 1) for _ in place[2:])]  # one number for each channel, broadcast over pixels
     b.add_local_op(
         node.name,
         "tile.dropout",
@@ -59,7 +59,7 @@ def lower_random(b: Builder, node: Node) -> None:
 
 
 def _get_ranges(b: Builder, node: Node, axes: tuple[int, int] | None) -> AxisRanges:
-    """The whole value, or this rank's tile or share of it."""
+    """Return the ranges of the whole value, or of this rank's tile or share of it."""
     place = get_local_ranges(b, node.spec, axes)
     if b.is_batch_sharded(Ref(node.name)):
         own = node.spec.shape[0]

@@ -25,7 +25,7 @@ _NONE, _MEAN = 0, 1
 
 
 def reduce_mean(b: Builder, node: Node, ref: Ref, dims: Sequence[int], keepdim: bool) -> None:
-    """The mean over `dims`, which hold both spatial axes."""
+    """Compute the mean over `dims`, which include both spatial axes."""
     sums = _sum(b, f"{node.name}.sum", ref, node.spec, dims, keepdim)
     count = sum(b.count_elements(ref, node.spec.numel))
     _cast_result(b, node, b.add_local_op(f"{node.name}.mean", "aten.div.Scalar", sums, count, like=node.spec.sums))
@@ -37,12 +37,12 @@ def _sum(b: Builder, out: str, ref: Ref, spec: TensorSpec, dims: Sequence[int], 
 
 
 def _cast_result(b: Builder, node: Node, ref: Ref) -> None:
-    """What was summed over ranks becomes the node's result."""
+    """Cast a sum over ranks to the type of the node's result."""
     b.add_local_op(node.name, "aten._to_copy.default", ref, dtype=getattr(torch, node.spec.dtype), like=node.spec)
 
 
 def _sum_lines(b: Builder, node: Node, source: Ref, dims: list[int], keepdim: bool) -> None:
-    """Over rows, or over columns: each tile has the sums of its own part, and every rank the whole result."""
+    """Sum over rows, or over columns: each tile sums its own part, and every rank holds the whole result."""
     like = node.spec.sums
     dtype = getattr(torch, like.dtype)
     parts = all_gather_partials(b, node, source, "tile.sum_pixels", dims, True, dtype, dtype=like.dtype)
@@ -55,7 +55,7 @@ def _sum_lines(b: Builder, node: Node, source: Ref, dims: list[int], keepdim: bo
 
 @register_rule("aten.mean.default", "aten.mean.dim", "aten.sum.default", "aten.sum.dim_IntList", shared=True)
 def reduce_sum(b: Builder, node: Node) -> None:
-    """Over space: local sums, then over the ranks. Over other axes: each pixel by itself."""
+    """Sum or average over space, by local sums and an all-reduce, or over other axes, each pixel by itself."""
     source, keepdim = node.arguments["self"], bool(node.arguments.get("keepdim"))
     dims = find_spatial_dims(b, node, source)
     if dims is None:
@@ -72,7 +72,7 @@ def reduce_sum(b: Builder, node: Node) -> None:
 def sum_cross_entropy(
     x: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float
 ) -> Tensor:
-    """(2,): the summed loss of the tile's pixels, and what a mean over them divides by."""
+    """Return (2,): the summed loss of the tile's pixels, and the divisor for their mean."""
     loss = functional.cross_entropy(x, target, weight, None, ignore_index, None, "sum", label_smoothing)
     if target.is_floating_point():
         return torch.stack([loss, loss.new_tensor(target.numel() // target.shape[1])])
@@ -80,7 +80,7 @@ def sum_cross_entropy(
 
 
 def _compute_divisor(loss: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
-    """What a mean over the labels divides by."""
+    """Return the divisor of a mean over the labels."""
     if weight is None:
         return (target != ignore_index).sum().to(loss.dtype)
     return weight[target[target != ignore_index]].sum()
@@ -88,25 +88,25 @@ def _compute_divisor(loss: Tensor, target: Tensor, weight: Tensor | None, ignore
 
 @register_kernel("tile.nll_sums")
 def sum_nll(x: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
-    """(2,): the same for what is a logarithm of probabilities already."""
+    """Return (2,) as for cross entropy, but from log-probabilities."""
     loss = functional.nll_loss(x, target, weight, None, ignore_index, None, "sum")
     return torch.stack([loss, _compute_divisor(loss, target, weight, ignore_index)])
 
 
 @register_kernel("tile.ratio")
 def compute_ratio(sums: Tensor) -> Tensor:
-    """The mean."""
+    """Return the mean."""
     return sums[0] / sums[1]
 
 
 @register_kernel("tile.first")
 def take_first(sums: Tensor) -> Tensor:
-    """The sum."""
+    """Return the sum."""
     return sums[0]
 
 
 def _align_labels(b: Builder, node: Node) -> dict[str, Ref]:
-    """Prediction and labels, of which one may be held wholly by all ranks: then each takes its own tile."""
+    """Return prediction and labels; if only one of them is tiled, each rank takes its own tile of the other."""
     pair = {name: node.arguments[name] for name in ("self", "target")}
     tiled = next((b.get_value(ref) for ref in pair.values() if b.is_tiled(ref)), None)
     if tiled is None:
@@ -118,7 +118,7 @@ def _align_labels(b: Builder, node: Node) -> dict[str, Ref]:
 
 @register_rule("aten.cross_entropy_loss.default", "aten.nll_loss_nd.default", images=("self", "target"), shared=True)
 def cross_entropy_loss(b: Builder, node: Node) -> None:
-    """Over tiled predictions (N, K, H, W): the summed loss, and what the mean divides by, are summed over ranks."""
+    """Sum the loss of tiled predictions (N, K, H, W), and the divisor of its mean, over the ranks."""
     a = node.arguments
     pair = _align_labels(b, node)
     if a["reduction"] == _NONE:
@@ -146,7 +146,7 @@ def cross_entropy_loss(b: Builder, node: Node) -> None:
     shared=True,
 )  # fmt: skip
 def lower_pixel_loss(b: Builder, node: Node) -> None:
-    """A loss of each pixel by itself, summed over the tile and the ranks."""
+    """Compute the loss of each pixel by itself, and sum it over the tile and the ranks."""
     source = next(ref for ref in node.arguments.values() if b.is_sharded(ref))
     parts = align_arguments(b, node) if b.is_tiled(source) else node.arguments
     reduction = node.arguments["reduction"]

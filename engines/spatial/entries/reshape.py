@@ -27,7 +27,7 @@ __all__: list[str] = []
     )
 )  # fmt: skip
 def reshape(b: Builder, node: Node) -> None:
-    """The same values in the same order; rows and columns must still be there, each as an axis of its own."""
+    """Reshape values in the same order; rows and columns must each remain an axis of its own."""
     source = next(iter(node.arguments.values()))
     if not b.is_tiled(source):
         raise make_gather_error(node, "takes its shape from an image")
@@ -37,6 +37,7 @@ def reshape(b: Builder, node: Node) -> None:
     if not pairs:
         raise make_gather_error(node, f"takes rows and columns apart or together ({shape} to {node.spec.shape})")
     count = len(node.spec.shape)
+    # Axes of size 1 leave a choice: prefer the last two axes, where rules for images expect rows and columns.
     axes = tuple(axis - count for axis in max(pairs, key=lambda pair: (pair == (count - 2, count - 1), pair)))
     b.add_local_op(
         node.name,
@@ -49,7 +50,7 @@ def reshape(b: Builder, node: Node) -> None:
 
 
 def _find_unchanged_axes(shape: Sequence[int], out: Sequence[int], axis: int) -> list[int]:
-    """The axes of `out` along which the same values lie as along `axis` of `shape`.
+    """Return the axes of `out` along which the same values run as along `axis` of `shape`.
 
     >>> _find_unchanged_axes((2, 6, 5, 7), (2, 2, 3, 5, 7), 2)
     [3]
@@ -60,7 +61,7 @@ def _find_unchanged_axes(shape: Sequence[int], out: Sequence[int], axis: int) ->
 
 @register_rule("aten.expand.default", "aten.expand_as.default", "aten.broadcast_to.default")
 def expand(b: Builder, node: Node) -> None:
-    """Axes of one value grow, and axes come in front."""
+    """Expand axes of size 1 and add leading axes."""
     source = align_arguments(b, node)["self"]
     axes = next(b.values[name].axes for name in node.reads if b.is_tiled(Ref(name)))
     whole = get_spec(b, source.name).shape
@@ -73,7 +74,7 @@ def expand(b: Builder, node: Node) -> None:
 
 @register_rule("aten.repeat.default", "aten.tile.default", images=("self",))
 def repeat(b: Builder, node: Node) -> None:
-    """Channels and batch again and again; or rows and columns."""
+    """Repeat channels and batch; or rows and columns."""
     times, source = node.arguments.get("repeats", node.arguments.get("dims")), node.arguments["self"]
     if not set(times[-2:]) - {1}:
         apply_locally(b, node, (-2, -1))
@@ -86,5 +87,5 @@ def repeat(b: Builder, node: Node) -> None:
 
 @register_rule("aten.new_empty.default")
 def new_empty(b: Builder, node: Node) -> None:
-    """A constant that only takes its type from an image: every rank makes all of it."""
+    """Create a tensor that only takes its type from an image: every rank makes all of it."""
     apply_locally(b, node, None)

@@ -22,12 +22,12 @@ from engines.spatial.windows import MonotoneWindow, SlidingWindow, TableWindow
 __all__ = ["lower_resample", "make_copy_taps", "pad_with_copies"]
 
 Resample = Callable[[Tensor], Tensor]
-"""Of every row (n values) of a matrix (k, n) it makes a row of m values, each a weighted sum of some of the n."""
+"""Maps each row (n values) of a matrix (k, n) to a row of m values, each a weighted sum of some of the n."""
 
 
 @dataclass(frozen=True, slots=True)
 class Taps:
-    """Along one axis: output i is the sum of `weights[i][k]` times input `inputs[i][k]`."""
+    """Taps along one axis: output i is the sum of `weights[i][k]` times input `inputs[i][k]`."""
 
     inputs: tuple[tuple[int, ...], ...]
     weights: tuple[tuple[float, ...], ...]
@@ -35,16 +35,16 @@ class Taps:
     def select_outputs(
         self, out: Span, held: Span
     ) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[float, ...], ...]]:
-        """Those of some outputs, tap by tap, with inputs counted from the first one that is held."""
+        """Return the taps of some outputs, tap by tap, with inputs counted from the first held one."""
         inputs = [[index - held.start for index in row] for row in self.inputs[out.start : out.stop]]
         return tuple(zip(*inputs, strict=True)), tuple(zip(*self.weights[out.start : out.stop], strict=True))
 
 
 def find_taps(size_px: int, resample: Resample, reach_px: int) -> Taps:
-    """Which inputs each output reads with which weights; `resample` itself is asked.
+    """Return which inputs each output reads with which weights, by probing `resample` itself.
 
-    A row that is 1 at every `apart`-th input tells the weights of those inputs, and the output for the ramp 0, 1, 2 ...
-    which of them is meant: no tap lies further than `reach_px` from it.
+    A row that is 1 at every `apart`-th input yields the weights of those inputs. The output for the ramp 0, 1, 2 ...
+    identifies the one that is read: no tap is more than `reach_px` from it.
     """
     apart = 2 * reach_px + 2
     places = torch.arange(size_px)
@@ -53,6 +53,7 @@ def find_taps(size_px: int, resample: Resample, reach_px: int) -> Taps:
     found = []
     for row, middle in zip(answers, middles, strict=True):
         near = [(start + apart * round((middle - start) / apart), weight) for start, weight in enumerate(row) if weight]
+        # An output without weights still reads an input, since a window must not be empty.
         found.append(near or [(min(max(round(middle), 0), size_px - 1), 0.0)])
     most = max(len(near) for near in found)
     filled = [near + [(near[0][0], 0.0)] * (most - len(near)) for near in found]
@@ -60,7 +61,7 @@ def find_taps(size_px: int, resample: Resample, reach_px: int) -> Taps:
 
 
 def lower_resample(b: Builder, node: Node, ref: Ref, rows: Taps, cols: Taps) -> None:
-    """Each tile of outputs borrows what it reads, and adds it up."""
+    """Fetch the window that each tile of outputs reads, and compute the weighted sums."""
     axes = b.get_value(ref).axes or (-2, -1)
     out_px = (node.spec.shape[axes[0]], node.spec.shape[axes[1]])
     window = b.read_window(ref, out_px, TableWindow(rows.inputs), TableWindow(cols.inputs))
@@ -74,7 +75,7 @@ def resample_tile(
     x: Tensor, rows: Sequence[Sequence[int]], row_weights: Sequence[Sequence[float]],
     cols: Sequence[Sequence[int]], col_weights: Sequence[Sequence[float]], axes: tuple[int, int],
 ) -> Tensor:  # fmt: skip
-    """The columns first, as ATen does."""
+    """Resample along the columns first, as ATen does."""
     wide = x.to(get_sum_type(x))
     return _sum_taps(_sum_taps(wide, axes[1], cols, col_weights), axes[0], rows, row_weights).to(x.dtype)
 
@@ -89,7 +90,7 @@ def _sum_taps(x: Tensor, axis: int, inputs: Sequence[Sequence[int]], weights: Se
     return sum(parts[1:], parts[0])
 
 
-# ATen's upsampling operators: how far an output reads (in inputs, where it does not shrink the image).
+# Reach of ATen's upsampling operators, in input pixels if the image does not shrink.
 _REACH_PX = {
     "aten.upsample_nearest2d": 1,
     "aten._upsample_nearest_exact2d": 1,
@@ -102,7 +103,7 @@ _REACH_PX = {
 
 @register_rule(*(f"{name}.vec" for name in _REACH_PX), images=("input",))
 def upsample(b: Builder, node: Node) -> None:
-    """Nearest, bilinear and bicubic, with the weights of ATen."""
+    """Upsample by nearest, bilinear or bicubic interpolation, with the weights of ATen."""
     if "_aa." in node.operator and node.spec.shape[-1] == 1:
         raise make_unsupported_error(
             node, "makes one column, which ATen's antialiasing gets wrong: rows and gradients are mixed up"
@@ -113,9 +114,9 @@ def upsample(b: Builder, node: Node) -> None:
 
 
 def _find_upsample_taps(node: Node, size_px: tuple[int, int], axis: int) -> Taps:
-    """One axis. The other one changes its size only where that of the image does: ATen copies where neither changes.
+    """Return the taps of one axis. The other axis changes size only if the image does: ATen copies if none changes.
 
-    It is two pixels wide: antialiasing to one column is wrong in PyTorch 2.13 on a CPU (gradcheck says so).
+    The probe is two pixels wide: antialiasing to one column is wrong in PyTorch 2.13 on a CPU (gradcheck says so).
     """
     name, a = node.operator.removesuffix(".vec"), node.arguments
     out_px = node.spec.shape[-2:]
@@ -132,7 +133,7 @@ def _find_upsample_taps(node: Node, size_px: tuple[int, int], axis: int) -> Taps
 
 
 def pad_with_copies(b: Builder, node: Node) -> None:
-    """Reflect, replicate, circular: each pixel of the border is a copy of one of the image."""
+    """Pad by reflection, replication or circularly: each pixel of the border is a copy of an image pixel."""
     a = node.arguments
     pads = [*a["pad"], 0, 0]
     if any(pads[4:]):
@@ -151,13 +152,13 @@ def _make_pad_taps(size_px: int, pads: Sequence[int], mode: str) -> Taps:
 
 
 def make_copy_taps(picked: Sequence[int]) -> Taps:
-    """Output i is input `picked[i]`."""
+    """Return the taps by which output i copies input `picked[i]`."""
     return Taps(tuple((index,) for index in picked), ((1.0,),) * len(picked))
 
 
 @register_rule("aten.pixel_shuffle.default", images=("self",))
 def pixel_shuffle(b: Builder, node: Node) -> None:
-    """Output i reads pixel i // r (Shi et al., 2016, arXiv:1609.05158); what it writes beyond the tile is cut."""
+    """Shuffle pixels: output i reads pixel i // r (Shi et al., 2016, arXiv:1609.05158); the surplus is cropped."""
     factor = node.arguments["upscale_factor"]
     out_px = (node.spec.shape[-2], node.spec.shape[-1])
     rule = MonotoneWindow(lambda i: i // factor, lambda i: i // factor)
@@ -172,7 +173,7 @@ def pixel_shuffle(b: Builder, node: Node) -> None:
 
 @register_rule("aten.pixel_unshuffle.default", images=("self",))
 def pixel_unshuffle(b: Builder, node: Node) -> None:
-    """Output i reads r pixels from i * r."""
+    """Unshuffle pixels: output i reads r pixels from i * r."""
     factor = node.arguments["downscale_factor"]
     out_px, rule = (node.spec.shape[-2], node.spec.shape[-1]), SlidingWindow(factor, factor)
     apply_locally(b, node, (-2, -1), self=b.pad_window(b.read_window(node.arguments["self"], out_px, rule, rule)))

@@ -1,4 +1,4 @@
-"""Slicing, padding, joining and reordering: what moves pixels or leaves them where they are."""
+"""Slicing, padding, joining and reordering: operators that move pixels or leave them in place."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__: list[str] = []
 
 @register_rule("aten.constant_pad_nd.default", "aten.pad.default", images=("self",))
 def pad(b: Builder, node: Node) -> None:
-    """Padding by a constant: output i reads input i - (pixels before it), and the fill outside the image."""
+    """Pad by a constant: output i reads input i - (pixels before it), and the fill outside the image."""
     a = node.arguments
     before = list(a["pad"]) + [0] * (4 - len(a["pad"]))
     if a.get("mode", "constant") != "constant":
@@ -33,7 +33,7 @@ def pad(b: Builder, node: Node) -> None:
 
 @register_rule("aten.slice.Tensor")
 def crop(b: Builder, node: Node) -> None:
-    """Along a spatial axis output i reads input start + i * step; along others each pixel stays."""
+    """Slice: along a spatial axis output i reads input start + i * step; along others each pixel stays in place."""
     a = node.arguments
     rows, cols, count = get_spatial_axes(b, a["self"])
     axis = a["dim"] % count
@@ -56,7 +56,7 @@ def crop(b: Builder, node: Node) -> None:
 
 @register_rule("aten.cat.default")
 def join(b: Builder, node: Node) -> None:
-    """Joining channels leaves pixels where they are."""
+    """Concatenate channels; pixels stay in place."""
     first = next(ref for ref in node.arguments["tensors"] if b.is_tiled(ref))
     _check_not_spatial(b, node, first, node.arguments["dim"])
     lower_pointwise(b, node)
@@ -64,7 +64,7 @@ def join(b: Builder, node: Node) -> None:
 
 @register_rule("aten.chunk.default", "aten.split.Tensor", "aten.split_with_sizes.default")
 def split(b: Builder, node: Node) -> None:
-    """Parting channels leaves pixels where they are. (The parts are picked by `getitem`.)"""
+    """Split channels; pixels stay in place. (`getitem` picks the parts.)"""
     source = node.arguments["self"]
     _check_not_spatial(b, node, source, node.arguments["dim"])
     apply_locally(b, node, b.get_value(source).axes)
@@ -72,7 +72,7 @@ def split(b: Builder, node: Node) -> None:
 
 @register_rule("aten.unbind.int")
 def unbind(b: Builder, node: Node) -> None:
-    """As above, and the axis is gone."""
+    """Split channels and remove their axis; pixels stay in place."""
     source, dim = node.arguments["self"], node.arguments["dim"]
     _check_not_spatial(b, node, source, dim)
     apply_locally(b, node, get_axes_without(b, source, [dim % get_spatial_axes(b, source)[2]]))
@@ -80,15 +80,15 @@ def unbind(b: Builder, node: Node) -> None:
 
 @register_rule("getitem")
 def pick(b: Builder, node: Node) -> None:
-    """One of several outputs, tiled as they are."""
+    """Pick one of several outputs, tiled as they are."""
     several = node.arguments["0"]
-    b.read_window(several, b.get_value(several).size_px, Shift(0), Shift(0))  # nothing is borrowed: they are one's own
+    b.read_window(several, b.get_value(several).size_px, Shift(0), Shift(0))  # no exchange: the rank owns these pixels
     b.hold_like(apply_locally(b, node, b.get_value(several).axes, **{"0": several}), several)
 
 
 @register_rule("aten.softmax.int", "aten.log_softmax.int")
 def softmax(b: Builder, node: Node) -> None:
-    """Softmax of each pixel over its channels."""
+    """Apply softmax to each pixel over its channels."""
     source = node.arguments["self"]
     _check_not_spatial(b, node, source, node.arguments["dim"])
     apply_locally(b, node, b.get_value(source).axes)
@@ -96,7 +96,7 @@ def softmax(b: Builder, node: Node) -> None:
 
 @register_rule("aten.prelu.default")
 def prelu(b: Builder, node: Node) -> None:
-    """One slope for each channel, which lie along axis 1, or one for all."""
+    """Apply one slope for each channel, which are along axis 1, or one for all."""
     source = node.arguments["self"]
     if get_spec(b, node.arguments["weight"].name).numel > 1:
         _check_not_spatial(b, node, source, 1)
@@ -105,7 +105,7 @@ def prelu(b: Builder, node: Node) -> None:
 
 @register_rule("aten.permute.default")
 def permute(b: Builder, node: Node) -> None:
-    """The spatial axes move with the others."""
+    """Permute axes; the spatial axes move with the others."""
     rows, cols, count = get_spatial_axes(b, node.arguments["self"])
     order = [dim % count for dim in node.arguments["dims"]]
     apply_locally(b, node, (order.index(rows) - count, order.index(cols) - count))
