@@ -46,7 +46,7 @@ def make_schedule(name: str, placement: Sequence[Stages], batches: Sequence[Batc
 
     Raises PlanError if the name is unknown, or placement or batches are invalid.
 
-    >>> print(make_schedule("1f1b", [[(0,), (1,)]], [Batch(0, (0, 1, 2))]).picture())
+    >>> print(make_schedule("1f1b", [[(0,), (1,)]], [Batch(0, (0, 1, 2))]).format_table())
     F0 F1 .  .  B0 B0 F2 B1 B1 .  B2 B2
     .  F0 B0 B0 F1 B1 B1 F2 B2 B2 .  .
     """

@@ -252,7 +252,7 @@ class Lowering:
         ranks = self._get_stage_ranks(role, role.stage)
         parted = self.batch_sharded if ranks.shares > 1 else frozenset()
         builder = Builder(
-            self._stage_graphs[role.stage], ranks, role.tile, STAGE_TAGS * block, wide=wide, batch_sharded=parted,
+            self._stage_graphs[role.stage], ranks, role.tile, STAGE_TAGS * block, extended=wide, batch_sharded=parted,
             in_turn=self.in_turn, sync_batchnorm=self.plan.sync_batchnorm, overlaps=overlaps,
             memo=self._commons[replace(role, tile=0)],
         )  # fmt: skip
