@@ -210,7 +210,7 @@ def _reduce_plane(plane: Tensor, block_px: int) -> Tensor:
 
 
 def _make_effect(landing: ReceivedMessage, look: ViewRequest) -> MessageEffect:
-    """Cut the pixels of one channel from a received message, at most `bound_px` rows and columns, at full resolution."""
+    """Cut the pixels of one channel from a received message, at most `bound_px` rows and columns, at full scale."""
 
     def cut_plane(tensor: Tensor | None) -> Tensor | None:
         if tensor is None:

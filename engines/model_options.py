@@ -142,7 +142,7 @@ def _parse_model_args(text: str) -> Any:
 
 
 def _build_values(value: Any) -> Any:
-    """Replace each JSON object with the single key `PACKAGE.MODULE:CALLABLE` by the result of that call: a config, say."""
+    """Replace each JSON object with the single key `PACKAGE.MODULE:CALLABLE` by the result of that call."""
     if isinstance(value, list):
         return [_build_values(item) for item in value]
     if not isinstance(value, dict):

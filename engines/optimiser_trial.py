@@ -85,7 +85,7 @@ def _find_groups(function: Optimiser, named: Mapping[str, Tensor]) -> dict[str, 
 
 
 def check_scheduler(scheduler: Scheduler, made: torch.optim.Optimizer) -> None:
-    """Raise PlanError unless `scheduler` makes a scheduler of the optimiser that can be stepped once after each update."""
+    """Raise PlanError unless `scheduler` makes a scheduler of the optimiser that can step once after each update."""
     try:
         paced: Any = scheduler(made)
     except Exception as error:

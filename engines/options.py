@@ -51,7 +51,7 @@ _OPTIMISERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 class FlagParser(argparse.ArgumentParser):
-    """An argument parser that raises PlanError with one sentence, as the rest of the project does, instead of printing."""
+    """An argument parser that raises PlanError with one sentence, as the rest of the project, and does not print."""
 
     def error(self, message: str) -> Any:
         raise PlanError(f"{message[0].upper()}{message[1:].rstrip('.')}. See --help.")

@@ -1,4 +1,4 @@
-"""A plan's fields in user interfaces: their meaning, their values as text and back, and the field that an error names."""
+"""Plan fields in user interfaces: their meaning, their values as text and back, and the field that an error names."""
 
 from __future__ import annotations
 

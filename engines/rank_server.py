@@ -122,7 +122,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Reply:
-    """A rank's reply to a call: the function's value or failure, and the number of `lines` that the rank has printed."""
+    """A rank's reply to a call: the function's value or failure, and the number of `lines` it has printed."""
 
     value: Any = None
     failure: Failure | None = None

@@ -100,7 +100,7 @@ def set_parent_death_signal() -> None:
 
 
 def _get_process_state(pid: int) -> str:
-    """Return the state letter of a process as in ps: R runs, S sleeps, D waits for I/O, T is stopped; empty if unknown."""
+    """Return the state letter of a process as in ps: R runs, S sleeps, D waits for I/O, T is stopped; "" if unknown."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):

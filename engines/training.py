@@ -420,7 +420,7 @@ class RankTraining:
             raise LossError.of(loss, step.micro_batch, self.program.micro_batches, cause)
 
     def find_causes(self, micro_batch: int | None = None) -> list[NonFiniteCause]:
-        """Return the causes of a non-finite loss that this rank finds, in one micro-batch or (None) in all of its own."""
+        """Return the causes of a non-finite loss that this rank finds, in one micro-batch or (None) in all its own."""
         return find_causes(self.graph, self.worker, self.counting, tuple(self.recent), micro_batch)
 
     def cut(self, inputs: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
@@ -438,7 +438,7 @@ class RankTraining:
         return {name: buffer for name, buffer in self.buffers.items() if name not in self.graph.constants}
 
     def copy_tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Copy the rank's weights, gradients and buffers to the host, and on rank 0 the tensors that the graph ignores."""
+        """Copy the rank's weights, gradients and buffers to the host, and on rank 0 tensors that the graph ignores."""
         grads = {name: weight.grad for name, weight in self.weights.items() if weight.grad is not None}
         groups: dict[str, Any] = {
             "weights": self.weights, "gradients": grads, "buffers": self.own_buffers, "kept": self.kept,

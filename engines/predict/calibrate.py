@@ -200,7 +200,7 @@ class Calibration:
         return samples.timed
 
     def _measure_slice(self) -> float:
-        """Return the seconds of a rank's time slice when others want its core, and record the share of other programs."""
+        """Return the seconds of a rank's time slice when others want its core, and record the share of others."""
         spin, slices = _measure_spin(self.world)
         self._spins.append(compute_foreign_share(self.world.all_gather(spin), count_cores()))
         found = [length_s for own in self.world.all_gather(slices) for length_s in own]

@@ -1,4 +1,4 @@
-"""Trains a small network on all ranks, whole and in tiles: measures instruction overheads and the cost of shared cores."""
+"""Trains a small network on all ranks, whole and in tiles, to measure instruction overheads and shared cores."""
 
 from __future__ import annotations
 
@@ -272,7 +272,7 @@ class RunComparison:
         return found
 
     def fit_cold_copies(self, machine: Machine) -> float:
-        """Return the `cold_copies` with which the predicted time of computation equals the measured time, at least 0."""
+        """Return the `cold_copies` with which predicted computation takes the measured time, at least 0."""
         warm_s, cold_s = (self.estimate_total_s(replace(machine, cold_copies=times), "compute") for times in (0.0, 1.0))
         return max(0.0, self.get_measured_s("compute") - warm_s) / (cold_s - warm_s) if cold_s > warm_s else 0.0
 

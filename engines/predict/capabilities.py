@@ -1,4 +1,4 @@
-"""Compares the kinds of parallelism over image sizes: which kinds fit into a machine's memory, and how fast they are."""
+"""Compares the kinds of parallelism over image sizes: which fit into a machine's memory, and how fast they are."""
 
 from __future__ import annotations
 

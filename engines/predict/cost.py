@@ -245,7 +245,7 @@ class _ActionBuilder:
         yield self._estimate_copy(unpacked + own)
 
     def _can_skip_copy(self, exchange: Exchange, step: Step) -> bool:
-        """Return whether the rank's own pixels are already in the window, or their gradients may stay in the window's."""
+        """Return whether the rank's own pixels are already in the window, or their gradients may stay there."""
         if step.phase is Phase.FORWARD:
             return exchange.target in self._get_direction_tally(step).roomy
         return (

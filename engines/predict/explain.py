@@ -68,7 +68,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The verdicts of all kinds that were considered. `rank_bytes` is the memory that a rank may use (None: unlimited)."""
+    """The verdicts of all kinds considered. `rank_bytes` is the memory that a rank may use (None: unlimited)."""
 
     ranks: int
     verdicts: tuple[Verdict, ...]

@@ -175,7 +175,7 @@ def _subtract_overhead(seconds: float, overhead_s: float) -> float:
 
 
 def _time_kernels(samples: Sequence[_TimedKernel], in_parts: bool) -> None:
-    """Time the kernels like the layers of a network: all forward, all backward, then the separate gradients if wanted."""
+    """Time the kernels like the layers of a network: all forward, all backward, then separate gradients if wanted."""
     results = [sample.time_forward() for sample in samples]
     layers = list(zip(samples, results, strict=True))[::-1]
     apart = [

@@ -51,7 +51,7 @@ class LinkQueues:
         return self._reserve([(self.machine.get_node(rank), way)], seconds, now)
 
     def schedule_all_reduce(self, ranks: Iterable[int], seconds: float, now: float) -> float:
-        """Return when the last link of these ranks' nodes starts an all-reduce; each link starts as soon as it is free."""
+        """Return when the last link of these ranks' nodes starts an all-reduce; each starts as soon as it is free."""
         return self._reserve(self._list_link_ends(ranks), seconds, now)
 
     def _list_link_ends(self, ranks: Iterable[int]) -> list[tuple[int, str]]:

@@ -88,7 +88,7 @@ class _ModelCost:
 
     @cached_property
     def owned(self) -> list[tuple[int, int]]:
-        """The bytes of each layer's weights and buffers, and of the trained ones; shared ones count where first read."""
+        """The bytes of each layer's weights and buffers, and of trained ones; shared ones count where first read."""
         specs, seen, found = {**self.graph.weights, **self.graph.buffers}, set[str](), []
         for layer in self.layers:
             nodes = self.graph.nodes[layer.nodes.start : layer.nodes.stop]
@@ -251,7 +251,7 @@ class _PlanCost:
         return fetched_s + 5 * sum(self.stages[stage].trained_bytes for stage in held) / self.machine.copy_per_s
 
     def _compute_rank_bytes(self, held: tuple[int, ...]) -> int:
-        """Return the bytes of weights, optimiser state, and the activations of the micro-batches in flight at the peak."""
+        """Return the bytes of weights, optimiser state, and activations of the micro-batches in flight at the peak."""
         mine = [self.stages[stage] for stage in held]
         owned = sum(stage.owned_bytes + self.states * stage.trained_bytes for stage in mine)
         return owned + max(self._count_in_flight(stage) * self.stages[stage].kept_bytes for stage in held)

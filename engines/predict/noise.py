@@ -1,4 +1,4 @@
-"""The reliability of a calibration: the share of other programs on the cores, and the spread of repeated measurements."""
+"""Reliability of a calibration: the share of other programs on the cores, and the spread of repeated measurements."""
 
 from __future__ import annotations
 

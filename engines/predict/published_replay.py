@@ -85,7 +85,7 @@ class PublishedResult:
 
 @dataclass(frozen=True)
 class RunResult:
-    """The summary of a forecast: the fractions of the time of all ranks in which they work, handle messages and wait."""
+    """The summary of a forecast: the fractions of time in which all ranks work, handle messages and wait."""
 
     images_per_s: float
     ranks: int

@@ -1,4 +1,4 @@
-"""Predicts the bytes of one rank before anything runs: simulates its program, with tensors held until their last use."""
+"""Predicts the bytes of one rank before anything runs: simulates its program; tensors live until their last use."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class _SharedCore:
 
     @property
     def turn_s(self) -> float:
-        """The seconds of work until the running task must yield the core if others are queued, or else until it ends."""
+        """The seconds of work until the running task must yield the core if others are queued, else until it ends."""
         if self.running is None:
             return math.inf
         return min(self.running.left_s, self.running.slice_s) if self.queue else self.running.left_s
@@ -143,7 +143,7 @@ class RunQueue:
         return min((core for core in self.cores if id(core) not in taken), key=get_penalty)
 
     def _take_over(self, core: _SharedCore) -> float:
-        """Start the oldest task of the longest queue if the core is idle; return when it can do so later, or infinity."""
+        """Start the oldest task of the longest queue if the core is idle; return when it can later, or infinity."""
         if core.running:
             return math.inf
         other = max(self.cores, key=lambda each: len(each.queue))
@@ -165,7 +165,7 @@ class RunQueue:
 
     @property
     def _busy(self) -> int:
-        """The number of ranks (not threads) that run: ranks compete for memory; `Speed.spread` covers a rank's threads."""
+        """The number of ranks (not threads) that run: ranks compete for memory; `Speed.spread` covers threads."""
         return len({core.running.rank for core in self.cores if core.running})
 
     def _advance(self, now: float) -> None:

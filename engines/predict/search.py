@@ -233,7 +233,7 @@ def _generate_narrowing(ranks: int, replicas: int, batch: int) -> Iterator[Plan]
 
 
 def _generate_layered(ranks: int, replicas: int, batch: int) -> Iterator[Plan]:
-    """Yield plans with stages from the image to the loss, in every schedule; a single stage is pure data parallelism."""
+    """Yield plans with stages from the image to the loss, in every schedule; one stage is pure data parallelism."""
     if ranks == 1:
         yield Plan(split_size=1, spatial_size=0, data_parallel=replicas)
         return

@@ -26,7 +26,7 @@ Abstract = LocalTensor | tuple[LocalTensor, ...]
 
 @dataclass
 class DirectionValues:
-    """One direction of a rank, walked forward: the description of each value, and the key of the memory that holds it."""
+    """One direction of a rank, walked forward: the description of each value, and the key of its memory."""
 
     way: DirectionProgram
     graph: ModelGraph

@@ -115,7 +115,7 @@ class _RankState:
 
 @dataclass
 class _AllReduceState:
-    """An all-reduce in progress: its simulated ranks (`here`), how many have joined, completion, and the waiting ranks."""
+    """An all-reduce in progress: its simulated ranks (`here`), how many have joined, completion, and waiting ranks."""
 
     cost: AllReduceCost
     here: Sequence[int]
@@ -146,7 +146,7 @@ class _DelayedRank:
 
 
 class _Simulation:
-    """The event loop: advances every rank that can run, then moves time to the next end of work, arrival or all-reduce."""
+    """The event loop: advances every rank that can run, then moves time to the next end, arrival or all-reduce."""
 
     def __init__(
         self, lanes: Sequence[_RankState], processors: CoreScheduler, prices: CostModel, replica_ranks: int

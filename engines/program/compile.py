@@ -116,7 +116,7 @@ class Compiler:
         return replace(program, steps=(*before, *program.steps))
 
     def _get_rank_actions(self, replica: int, rank: int) -> list[PipelineAction]:
-        """Return a rank's actions in order, with micro-batches numbered over all replicas, one replica after another."""
+        """Return a rank's actions in order, with micro-batches numbered over all replicas, one after another."""
         first = replica * self.plan.replica_batches * self.plan.parts
         order = self.schedule.get_actions(rank % self.plan.replica_ranks)
         asked = [work for work in order if self.graph.loss or work.kind is ActionKind.FORWARD]

@@ -80,7 +80,7 @@ class Asynchrony:
         return self.replicas * plan.ranks + (self.mode == "server")
 
     def check(self, plan: Plan, ranks: int) -> None:
-        """Raise PlanError if `ranks` are too few, the plan has replicas of its own, or `server` has float16 replicas."""
+        """Raise PlanError if `ranks` are too few, the plan has own replicas, or `server` has float16 replicas."""
         if plan.data_parallel != 1:
             raise PlanError(
                 f"data_parallel={plan.data_parallel} replicas wait for each other inside of a plan. Leave it at 1: "
