@@ -32,7 +32,7 @@ def traces() -> TraceCache:
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.summary)
 def test_it_is_legible_and_its_numbers_are_those_of_the_account(plan, traces):
-    figure, found = show_memory(plan, traces.graph(plan)), predict_plan_memory(traces.graph(plan), plan)
+    figure, found = show_memory(plan, traces.get_graph(plan)), predict_plan_memory(traces.get_graph(plan), plan)
     assert unreadable(figure) == []
     moment = found.find_peak(found.fullest)
     assert f"The fullest rank holds {format_bytes(found.peak_bytes)}" in read(figure)
@@ -45,9 +45,9 @@ def test_it_is_legible_and_its_numbers_are_those_of_the_account(plan, traces):
 
 def test_the_limit_is_a_line_and_a_word(traces):
     plan = Plan(split_size=1, spatial_size=0)
-    one = predict_plan_memory(traces.graph(plan), plan).peak_bytes
+    one = predict_plan_memory(traces.get_graph(plan), plan).peak_bytes
     for room, said in ((2 * one, "it fits"), (one - 1, "it does not fit")):
-        figure = show_memory(plan, traces.graph(plan), machine=Machine("small", "made up", {}, memory_bytes=room))
+        figure = show_memory(plan, traces.get_graph(plan), machine=Machine("small", "made up", {}, memory_bytes=room))
         assert f"of the {format_bytes(room)} that it may use: {said}." in figure.alt
         assert f"a rank may use {format_bytes(room)}" in read(figure)
         assert unreadable(figure) == []
@@ -57,7 +57,7 @@ def test_the_limit_is_a_line_and_a_word(traces):
 
 def test_another_rank_can_be_looked_at(traces):
     plan = Plan(split_size=4, spatial_size=0, parts=4, schedule="1f1b", data_parallel=2)
-    graph = traces.graph(plan)
+    graph = traces.get_graph(plan)
     assert "Rank 3 through its step" in read(show_memory(plan, graph, rank=7))  # as in the other replica
     with pytest.raises(PlanError, match=r"rank=8 is none of the plan's 8 ranks\. Use 0 to 7"):
         show_memory(plan, graph, rank=8)

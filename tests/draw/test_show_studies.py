@@ -43,7 +43,7 @@ def test_each_cell_says_what_fits_and_how_fast_it_is(found):
     for size in found.by_size:
         assert f"{size:,}" in words
         for kind in found.kinds:
-            verdict = found.verdict(kind, size)
+            verdict = found.get_verdict(kind, size)
             rate, need = format_number(verdict.best.images_per_s), format_bytes(verdict.best.peak_bytes)
             last = "fastest" if verdict.share == 1 else format_percent(verdict.share)
             assert (f"{rate}/s {last}" if verdict.fits else f"needs {need}") in words

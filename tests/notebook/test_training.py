@@ -368,7 +368,7 @@ def test_an_operator_without_an_entry(untouched):
             return torch.fft.fft2(self.stem(x)).real
 
     with pytest.raises(
-        TraceError, match=r"(?s)^aten.fft_fft2.default .*return torch.fft.fft2\(self.stem\(x\)\).*write an entry"
+        TraceError, match=r"(?s)^aten.fft_fft2.default .*return torch.fft.fft2\(self.stem\(x\)\).*write a rule"
     ):
         Training(Spectrum(), TILES, untouched, SHAPE)
 

@@ -75,7 +75,7 @@ def test_what_does_not_fit_says_how_much_it_needs_of_how_much(traces):
 
 def test_where_nothing_fits_there_is_no_best(traces):
     plan = Plan(split_size=1, spatial_size=0)
-    explained = explain_forecasts([forecast(traces.graph(plan), plan, FLAT)], rank_bytes=10)
+    explained = explain_forecasts([forecast(traces.get_graph(plan), plan, FLAT)], rank_bytes=10)
     assert explained.best is None
     assert explained.sentences[0].startswith("Pure data parallelism does not fit: it needs ")
 

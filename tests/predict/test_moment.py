@@ -32,7 +32,7 @@ def traces() -> TraceCache:
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.summary)
 def test_layers_and_the_rest_are_the_peak_by_kind(plan, traces):
-    traced = traces.graph(plan)
+    traced = traces.get_graph(plan)
     found = predict_plan_memory(traced, plan, optimiser_states=2)
     assert len(found.ranks) == plan.replica_ranks
     for program, memory in zip(found.programs, found.ranks, strict=True):

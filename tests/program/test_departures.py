@@ -134,7 +134,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(ExchangeRunner, "_fill", fill_messages)
     monkeypatch.setattr(GradientBucket, "pack", pack_gradients)
-    monkeypatch.setattr(Worker, "_do", watched)
+    monkeypatch.setattr(Worker, "_run_step", watched)
     return computed
 
 

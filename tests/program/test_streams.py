@@ -90,7 +90,7 @@ def test_what_is_used_before_it_has_arrived_is_found(module, name: str, monkeypa
         with streams.torch.cuda.stream(rank().beside[1]):
             return [tensor.to(device, non_blocking=True, copy=True) for tensor in arrived]
 
-    monkeypatch.setattr(module, "fetched", early)
+    monkeypatch.setattr(module, "copy_to_device", early)
     with pytest.raises(RaceError, match="in computing, which has not waited for arriving"):
         exact(name)
 

@@ -55,8 +55,8 @@ def add_blur() -> None:
     @register_rule("cell.blur.default", images=("x",))
     def blur_on_tiles(b, node):
         rule = SlidingWindow(kernel=3, padding=1)
-        window = b.window(node.arguments["x"], node.spec.shape[-2:], rule, rule)
-        b.local(node.name, "cell.blur.default", b.padded(window), 0, like=node.spec, axes=(-2, -1))
+        window = b.read_window(node.arguments["x"], node.spec.shape[-2:], rule, rule)
+        b.add_local_op(node.name, "cell.blur.default", b.pad_window(window), 0, like=node.spec, axes=(-2, -1))
 
 
 class Blurred(nn.Module):
@@ -116,8 +116,8 @@ def test_ranks_get_them_by_value(backend: str):
     @register_rule(name)
     def blur_on_tiles(b, node):
         rule = SlidingWindow(kernel=3, padding=1)
-        window = b.window(node.arguments["x"], node.spec.shape[-2:], rule, rule)
-        b.local(node.name, name, b.padded(window), 0, like=node.spec, axes=(-2, -1))
+        window = b.read_window(node.arguments["x"], node.spec.shape[-2:], rule, rule)
+        b.add_local_op(node.name, name, b.pad_window(window), 0, like=node.spec, axes=(-2, -1))
 
     class Net(nn.Module):
         def __init__(self):

@@ -254,7 +254,7 @@ def test_large_images_are_refused():
     """Where every rank would hold what it was to be spared."""
     height = WHOLE_PX // 128
     compiled(nn.Sequential(Reader()), (1, 2, height, 128))
-    with pytest.raises(TraceError, match=rf"^aten.flatten.*beyond {WHOLE_PX} pixels, which every rank .*write an"):
+    with pytest.raises(TraceError, match=rf"^aten.flatten.*beyond {WHOLE_PX} pixels, which every rank .*write a"):
         compiled(nn.Sequential(Reader()), (1, 2, height + 1, 128))
     with pytest.raises(PlanError, match=r"aten.max_pool2d.*1 rows of pixels cannot be cut into 2 tiles"):
         compiled(nn.Sequential(Cells()), (1, 2, height + 1, 128))

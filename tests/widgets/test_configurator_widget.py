@@ -63,7 +63,7 @@ def test_the_time_of_each_rank_is_that_of_the_chosen_machine(chosen):
     chosen.knobs["split_size"].value = 2
     assert chosen.view.alt == summit  # known from before, so that it is there at once
     chosen.machine.value = "Lassen"
-    assert chosen.forecast == forecast(chosen.planning.traces.graph(Plan()), Plan(), MACHINES["Lassen"])
+    assert chosen.forecast == forecast(chosen.planning.traces.get_graph(Plan()), Plan(), MACHINES["Lassen"])
     assert "Predicted on Lassen" in chosen.view.alt
     chosen.machine.value = module.OWN
     assert chosen.wait()
