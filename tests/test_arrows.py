@@ -177,7 +177,7 @@ def test_the_house_keeps_its_arrows():
         ("mpi4dl_nb/cluster.py", "from mpi4py.MPI import COMM_WORLD", "mpi4py.MPI"),
         ("engines/plan.py", "import torch", "torch"),
         ("engines/plan.py", "from .spatial import norm", "engines.spatial.norm"),
-        ("engines/spatial/moves.py", "from . import ops", "engines.spatial.operator_table"),
+        ("engines/spatial/moves.py", "from . import operator_table", "engines.spatial.operator_table"),
         ("engines/spatial/moves.py", "from ..layer.trace import trace", "engines.layer.trace"),
         ("engines/pipeline/schedule.py", "from engines.program import Worker", "engines.program"),
         ("mpi4dl_nb/draw/plan.py", "import ipywidgets", "ipywidgets"),

@@ -54,7 +54,11 @@ RESOURCES = {"disk": resource.RLIMIT_FSIZE, "memory": resource.RLIMIT_AS, "files
 _EVENTS = {"step": 40, "save": 12, "load": 8, "calibrate": 40, "reader": 5}  # about as many as there are
 _NUMBERLESS = ("controller", "mpiexec")
 HELPERS = ("controller", "mpiexec", "guard", "nanny", "leash")
-_WORDS = {"save": b"save", "load": b"load", "calibrate": b"Calibration.go_on"}  # on a rank's board, while it does so
+_WORDS = {
+    "save": b"save",
+    "load": b"load",
+    "calibrate": b"Calibration.run_next_part",
+}  # on a rank's board, while it does so
 
 # (kinds, whom, when): all that can be drawn, each combination of a line as likely as any other one of it.
 _LINES: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...] = (
@@ -240,7 +244,7 @@ def _while_it_says(board: StatusBoard, word: bytes, count: Callable[[], None]) -
 def disarm(host: RankServer) -> None:
     """No fault happens any more that has not."""
     for each in (host.board, *(training.worker for training in host.trainings.values())):
-        for name in ("at", "waits", "step"):
+        for name in ("report", "report_waiting", "step"):
             vars(each).pop(name, None)
 
 

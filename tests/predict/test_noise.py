@@ -102,9 +102,9 @@ class Clock:
 class Alone:
     rank, size = 0, 1
 
-    def rest(self) -> None: ...
+    def barrier(self) -> None: ...
 
-    def gather(self, value: object) -> list[object]:
+    def all_gather(self, value: object) -> list[object]:
         return [value]
 
 
@@ -202,12 +202,12 @@ class ThreeParts(calibrating.Calibration):
         self.done = 0
 
     @staticmethod
-    def parts(ranks: int, quick: bool) -> int:
+    def count_parts(ranks: int, quick: bool) -> int:
         return 3
 
-    def part(self) -> Machine | None:
+    def run_part(self) -> Machine | None:
         self.done += 1
-        return replace(FLAT, ranks=2) if self.done == self.parts(2, True) else None
+        return replace(FLAT, ranks=2) if self.done == self.count_parts(2, True) else None
 
 
 def test_it_goes_part_by_part_and_can_be_stopped(monkeypatch, remembered):
@@ -243,11 +243,11 @@ def test_as_many_parts_as_were_announced(ranks: int, quick: bool, monkeypatch):
         timed: tuple[()] = ()
 
         def __init__(self, *_: object, **__: object) -> None: ...
-        def turn(self) -> None: ...
-        def seen(self) -> list[CalibrationTimes]:
+        def run_round(self) -> None: ...
+        def gather_times(self) -> list[CalibrationTimes]:
             return [CalibrationTimes(0.0, (), spread=0.25)]
 
-    for name in ("Samples", "Rehearsing"):
+    for name in ("KernelTimer", "CalibrationRuns"):
         monkeypatch.setattr(calibrating, name, Nothing)
     monkeypatch.setattr(calibrating, "build_op_tallies", lambda _: [])
     monkeypatch.setattr(calibrating, "fit_machine", lambda machine, *_: machine)

@@ -17,7 +17,7 @@ from engines.supervisor import MARK
 from mpi4dl_nb.hang import find_hang
 from mpi4dl_nb.launch.guard_reports import GuardReports, RankExit, StalledRank
 
-SAYS = "from engines.status_board import Board; Board.inherited().at(b'forward pass', 3)"
+SAYS = "from engines.status_board import StatusBoard; StatusBoard.from_environment().report(b'forward pass', 3)"
 
 
 def guarded(code: str, **more: object) -> subprocess.Popen[bytes]:
@@ -52,14 +52,14 @@ def test_it_tells_of_the_end_and_ends_alike(code: str, said: int, left_as: int):
 
 
 def test_it_tells_once_of_a_rank_that_stands_still_and_once_that_it_goes_on():
-    more = "import time; time.sleep(1.8); Board.inherited().at(b''); time.sleep(2.3)"
+    more = "import time; time.sleep(1.8); StatusBoard.from_environment().report(b''); time.sleep(2.3)"
     output, _ = guarded(f"{SAYS}; {more}").communicate(timeout=20)
     found = [(line["event"], line["text"]) for line in told(output) if line["event"] != "watches"]
     assert found == [("still", "forward pass"), ("moves", ""), ("still", ""), ("ended", "")]
 
 
 def test_it_is_heard_as_long_as_it_has_not_told_that_there_is_nothing_to_do():
-    more = "import time; time.sleep(3.2); Board.inherited().at(b''); time.sleep(3.8)"
+    more = "import time; time.sleep(3.2); StatusBoard.from_environment().report(b''); time.sleep(3.8)"
     output, _ = guarded(f"{SAYS}; {more}").communicate(timeout=20)
     events = [line["event"] for line in told(output)]
     assert events.count("watches") >= 2
