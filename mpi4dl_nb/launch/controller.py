@@ -1,8 +1,8 @@
-"""The controller of the ranks: ipyparallel's, but its hub forgets the numbers of the messages that are answered.
+"""The controller of the ranks: ipyparallel's, with a hub that drops the numbers of answered messages.
 
-As it comes, the hub keeps every number for as long as it lives, to tell a client that asks which messages are done. No
-client asks here, and a training of a million steps on three ranks would cost it 500 MB. This is a program, started by
-its path (see mpi.py), and imports nothing of ours.
+ipyparallel's hub keeps the number of every message, so that a client may query which messages are done. No client does
+so here, and a training of a million steps on three ranks would take 500 MB. This file is a program, started by its path
+(see mpi.py), and imports nothing of this package.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ipyparallel.controller.hub import Hub
 
 
 class _ForgetfulHub(Hub):
-    """It knows which messages are under way, and of no others."""
+    """Keeps the numbers of unanswered messages only."""
 
     def save_queue_result(self, idents: Any, msg: Any) -> None:
         super().save_queue_result(idents, msg)
@@ -24,5 +24,5 @@ class _ForgetfulHub(Hub):
 
 
 if __name__ == "__main__":
-    app.Hub = _ForgetfulHub
+    app.Hub = _ForgetfulHub  # the application has no setting for its hub
     app.main()

@@ -39,10 +39,10 @@ from mpi4dl_nb.launch.surroundings import check_cluster
 from mpi4dl_nb.launch.written import Heard
 from mpi4dl_nb.modules import Modules
 
-__all__ = ["PROGRAM", "MpiRanks"]
+__all__ = ["CONTROLLER_PROGRAM", "MpiRanks"]
 
-PROGRAM = str(Path(__file__).with_name("controller.py"))
-"""The controller. It is not imported here: a notebook has no use for what it loads."""
+CONTROLLER_PROGRAM = str(Path(__file__).with_name("controller.py"))
+"""Path of the controller. It is not imported here: the notebook needs nothing of what it loads."""
 
 _LOOK_S, _EXPLAIN_S, _STOP_S, _CONTROLLER_S = 0.1, 0.5, 30.0, 30.0
 _HELPERS = ("the controller of the ranks", "mpiexec")  # in the order in which they are started
@@ -74,7 +74,7 @@ class _Controller(Heard, LocalControllerLauncher):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.controller_cmd = [sys.executable, "-P", PROGRAM]
+        self.controller_cmd = [sys.executable, "-P", CONTROLLER_PROGRAM]
 
 
 class _Launcher(Heard, MPIEngineSetLauncher):

@@ -27,7 +27,7 @@ from engines.program.worker import Worker
 from engines.spatial.tiles import Tile
 from engines.whereabouts import Board
 from mpi4dl_nb.launch.ending import MARK
-from mpi4dl_nb.launch.mpi import PROGRAM
+from mpi4dl_nb.launch.mpi import CONTROLLER_PROGRAM
 from tests.chaos.training import PLAN, SHAPE
 
 __all__ = [
@@ -177,8 +177,8 @@ def _role(words: str, process: psutil.Process) -> str:
     if "engines.guard" in words:
         return "guard"
     parent = " ".join(process.parent().cmdline())
-    if PROGRAM in words:
-        return "other" if PROGRAM in parent else "controller"
+    if CONTROLLER_PROGRAM in words:
+        return "other" if CONTROLLER_PROGRAM in parent else "controller"
     if "ipyparallel.engine" in words:
         return "rank" if "engines.guard" in parent else "nanny"
     return "other"
