@@ -148,7 +148,7 @@ def port_taken(patch, folder):
 def silent_controller(patch, folder):
     patch.setattr(mpi_ranks, "_CONTROLLER_S", 2.0)
     patch.setattr(mpi_ranks, "compute_load_factor", lambda: 1.0)
-    text = f"import sys, time\nif sys.orig_argv[2:3] == [{mpi_ranks.PROGRAM!r}]: time.sleep(60)\n"
+    text = f"import sys, time\nif sys.orig_argv[2:3] == [{mpi_ranks.CONTROLLER_PROGRAM!r}]: time.sleep(60)\n"
     return package(patch, folder, sitecustomize=text)
 
 

@@ -24,5 +24,5 @@ class _ForgetfulHub(Hub):
 
 
 if __name__ == "__main__":
-    app.Hub = _ForgetfulHub
+    app.Hub = _ForgetfulHub  # the application has no setting for its hub
     app.main()

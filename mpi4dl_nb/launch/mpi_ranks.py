@@ -39,9 +39,9 @@ from mpi4dl_nb.launch.startup_errors import find_startup_cause, format_excerpt
 from mpi4dl_nb.launch.startup_monitor import StartupMonitor, compute_load_factor, measure_work_s
 from mpi4dl_nb.user_modules import UserModules
 
-__all__ = ["PROGRAM", "MpiRanks"]
+__all__ = ["CONTROLLER_PROGRAM", "MpiRanks"]
 
-PROGRAM = str(Path(__file__).with_name("controller.py"))
+CONTROLLER_PROGRAM = str(Path(__file__).with_name("controller.py"))
 """The controller program. It is not imported: the notebook does not need the modules that it loads."""
 
 _LOOK_S, _EXPLAIN_S, _STOP_S, _CONTROLLER_S = 0.1, 0.5, 30.0, 30.0
@@ -74,7 +74,7 @@ class _Controller(CaptureMixin, LocalControllerLauncher):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.controller_cmd = [sys.executable, "-P", PROGRAM]
+        self.controller_cmd = [sys.executable, "-P", CONTROLLER_PROGRAM]
 
 
 class _Launcher(CaptureMixin, MPIEngineSetLauncher):

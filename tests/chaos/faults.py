@@ -26,7 +26,7 @@ from engines.program.worker import Worker
 from engines.rank_server import RankServer, allow_during_step
 from engines.spatial.tiles import Tile
 from engines.status_board import StatusBoard
-from mpi4dl_nb.launch.mpi_ranks import PROGRAM
+from mpi4dl_nb.launch.mpi_ranks import CONTROLLER_PROGRAM
 from mpi4dl_nb.launch.reaper_process import MARK
 from tests.chaos.training import PLAN, SHAPE
 
@@ -181,8 +181,8 @@ def _role(words: str, process: psutil.Process) -> str:
     if "engines.supervisor" in words:
         return "guard"
     parent = " ".join(process.parent().cmdline())
-    if PROGRAM in words:
-        return "other" if PROGRAM in parent else "controller"
+    if CONTROLLER_PROGRAM in words:
+        return "other" if CONTROLLER_PROGRAM in parent else "controller"
     if "ipyparallel.engine" in words:
         return "rank" if "engines.supervisor" in parent else "nanny"
     return "other"

@@ -451,7 +451,7 @@ def test_a_rank_that_hangs_in_the_midst_of_a_gather_is_named(cluster):
 
 @over_mpi
 def test_nobody_keeps_the_numbers_of_messages_that_are_answered(cluster):
-    """A training of a million steps has some millions: the hub of the controller would hold 150 bytes for each."""
+    """A training of a million steps sends millions; the hub of the controller would hold 150 bytes for each."""
     for _ in range(5):
         cluster.call(lambda host: None)
     client = cluster._ranks._client
