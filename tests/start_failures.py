@@ -158,7 +158,7 @@ def no_more_processes(patch, folder):
         raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
     mpi_library.find_mpi_library(mpi_ranks.find_mpiexec())  # asked before, as in a notebook that goes on
-    patch.setattr(reaper.Reaper, "_begin", refused)
+    patch.setattr(reaper.Reaper, "_start", refused)
     return 2
 
 

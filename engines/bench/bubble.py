@@ -47,7 +47,7 @@ class _DelayedSegment:
 
     def __init__(self, segment: Any, seconds: float) -> None:
         self.segment, self.seconds = segment, seconds
-        self.trained, self.late, self.back = segment.trained, segment.late, segment.back
+        self.trained, self.late, self.backward = segment.trained, segment.late, segment.backward
         self.owned = dict(segment.owned)
 
     def __call__(self, values: Mapping[str, Tensor], seed: int, again: bool = False) -> tuple[Tensor, ...]:

@@ -53,20 +53,20 @@ def forgets_borrowed_gradients(carrier: ExchangeRunner, grad: Tensor, source: Te
 
 def test_gradients_that_never_come_home_are_not_valid(monkeypatch):
     """What the predecessor does: the gradients of borrowed pixels are dropped."""
-    monkeypatch.setattr(ExchangeRunner, "back", forgets_borrowed_gradients)
+    monkeypatch.setattr(ExchangeRunner, "backward", forgets_borrowed_gradients)
     assert verdicts(case(*UNEVEN)) == [False] * 4
 
 
 @pytest.mark.parametrize("place", [(0, 0, 0, 0), (1, 2, -1, -1), (0, 1, 5, 5)], ids=["corner", "last", "inside"])
 def test_one_wrong_pixel_is_not_valid(place: tuple[int, ...], monkeypatch):
-    there = ExchangeRunner.forward
+    forward = ExchangeRunner.forward
 
     def off_by_one(carrier: ExchangeRunner, source: Tensor | None) -> tuple[Tensor | None, int]:
-        window, sent = there(carrier, source)
+        window, sent = forward(carrier, source)
         window[place] += carrier.world.rank == 2
         return window, sent
 
-    monkeypatch.setattr(ExchangeRunner, "there", off_by_one)
+    monkeypatch.setattr(ExchangeRunner, "forward", off_by_one)
     assert verdicts(case(*UNEVEN)) == [False] * 4
 
 

@@ -35,7 +35,7 @@ def test_bytes_take_their_time_one_message_after_another(prepared: bool):
             under_way.append(link.prepare([both[0]], [both[1]])() if prepared else link.exchange([both[0]], [both[1]]))
         for pending in under_way:
             pending.wait()
-        assert all(pending.done() for pending in under_way)
+        assert all(pending.is_completed() for pending in under_way)
         return time.perf_counter() - start_s
 
     assert min(run_ranks(2, seconds)) >= 0.04

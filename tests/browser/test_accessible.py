@@ -10,15 +10,15 @@ OURS = """
 import ipywidgets
 from IPython.display import HTML
 from mpi4dl_nb.draw.figure import Drawing
-from mpi4dl_nb.widgets.controls import Slider, button, check, choice, number
+from mpi4dl_nb.widgets.controls import Slider, make_bounded_int, make_button, make_checkbox, make_dropdown
 from mpi4dl_nb.widgets.figure_view import FigureView
-from mpi4dl_nb.widgets.figure_widget import Instrument
+from mpi4dl_nb.widgets.figure_widget import FigureWidget
 
-tried = Instrument([
-    number("stages", 2, 1, 9), choice("schedule", ["1f1b", "gems"], "gems"), check("both ways"),
-    button("begin", print), Slider("layer", 3, 0, 9),
+tried = FigureWidget([
+    make_bounded_int("stages", 2, 1, 9), make_dropdown("schedule", ["1f1b", "gems"], "gems"), make_checkbox("both ways"),
+    make_button("begin", print), Slider("layer", 3, 0, 9),
 ], keys=["+"])
-tried.trouble.tell("split_size=99 is too many")
+tried.trouble.show("split_size=99 is too many")
 figure = Drawing(figsize=(2, 1))
 figure.alt = "a figure"
 tried.view.show(figure)

@@ -179,15 +179,15 @@ def no_work(ranks: int) -> Iterator[None]:
 
     with ExitStack() as stack:
         for owner, names in (
-            (command, _WORK), (asynchronous, ("bench_asynchronous",)), (streaming, ("apart",)), (largest, ("apart",)),
-            (launcher, ("become",)),
+            (command, _WORK), (asynchronous, ("bench_asynchronous",)), (streaming, ("run_in_subprocess",)),
+            (largest, ("run_in_subprocess",)), (launcher, ("exec_launcher",)),
         ):  # fmt: skip
             for name in names:
                 stack.enter_context(patch.object(owner, name, _cut))
         stack.enter_context(patch("engines.train_command.run", _cut))
-        stack.enter_context(patch("engines.inference.command.Sweep.run", _cut))
-        stack.enter_context(patch("engines.bench.read.host_peak_bytes", _cut))
-        stack.enter_context(patch("engines.published_command.Replay.simulate_result", _cut))
+        stack.enter_context(patch("engines.inference.command.TiledPredictor.run", _cut))
+        stack.enter_context(patch("engines.bench.read.measure_host_peak_bytes", _cut))
+        stack.enter_context(patch("engines.published_command.PublishedReplay.simulate_result", _cut))
         stack.enter_context(patch("engines.bench.gpu_check.launch", _cut))
         stack.enter_context(patch.object(mpi, "MpiWorld", partial(OneOfMany, ranks)))
         stack.enter_context(patch.object(os, "_exit", _leave))

@@ -105,11 +105,11 @@ def test_python_ends_with_clusters_that_nobody_has_stopped():
 BEGIN = """
 import json, sys, threading, time, torch
 from mpi4dl_nb import Cluster, Plan, Training
-from mpi4dl_nb.owned_ranks import alive
+from mpi4dl_nb.owned_ranks import count_alive_ranks
 def left():
     deadline = time.monotonic() + 10
-    while alive() > 2 and time.monotonic() < deadline: time.sleep(0.05)
-    print("alive", alive())
+    while count_alive_ranks() > 2 and time.monotonic() < deadline: time.sleep(0.05)
+    print("alive", count_alive_ranks())
 nn = torch.nn
 model = nn.Sequential(nn.Conv2d(3, 2, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2, 2))
 """
@@ -151,7 +151,7 @@ def test_cells_that_are_run_again_leave_no_ranks_and_have_their_output(backend):
 
 def test_a_cluster_that_a_training_uses_stays_and_that_is_said():
     start = START.format("loopback")
-    step = "print(training.step(torch.randn(2, 3, 8, 8), torch.tensor([0, 1])) > 0, alive())"
+    step = "print(training.step(torch.randn(2, 3, 8, 8), torch.tensor([0, 1])) > 0, count_alive_ranks())"
     other = "also = Cluster(2, backend='loopback').start()"
     printed = run(start, TRAIN, start, step, TRAIN, "left()", other, "print(cluster.state, also.state)")
     assert "The 2 ranks of an earlier cluster stay alive: they are in use by `training`." in printed[2]
@@ -166,7 +166,7 @@ def test_a_cluster_with_a_call_under_way_stays():
     begin = (
         "threading.Thread(target=lambda c: print('came', c.call(lambda host: time.sleep(3))), args=[cluster]).start()"
     )
-    printed = run(start, begin, start, "print(alive()); time.sleep(4)", "left()")
+    printed = run(start, begin, start, "print(count_alive_ranks()); time.sleep(4)", "left()")
     assert printed[3].startswith("4\n")
     assert "came [None, None]" in "".join(printed)
     assert printed[4] == "alive 2\n"

@@ -197,7 +197,7 @@ def test_stopped_it_holds_nothing():
 BOUNDED = """
 import resource, sys, torch
 from torch import nn
-from engines.comm.device import keep_memory_tight, process_bytes
+from engines.comm.device import keep_memory_tight, read_process_bytes
 from mpi4dl_nb import Cluster, Plan, Training
 backend, away, bound_mb, side_px = sys.argv[1], sys.argv[2] == "away", int(sys.argv[3]), int(sys.argv[4])
 torch.manual_seed(0)
@@ -208,7 +208,7 @@ keep_memory_tight(True)
 with Cluster(8, backend=backend) as cluster:
     training = Training(model, plan, cluster, (1, 3, side_px, side_px))
     images, labels = torch.randn(1, 3, side_px, side_px), torch.zeros(1, side_px, side_px, dtype=torch.int64)
-    most = process_bytes("VmData") + (bound_mb << 20)
+    most = read_process_bytes("VmData") + (bound_mb << 20)
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     losses = [training.step(images, labels) for _ in range(2)]
 print(*losses)

@@ -204,7 +204,7 @@ def write(rate):
     os.utime(file, (1_000_000 + rate, 1_000_000 + rate))
 write(1)
 shell.run_cell("%load_ext autoreload\\n%autoreload 2")
-shell.run_cell("from auto_h import rate\\nfrom mpi4dl_nb.user_modules import Modules\\nmodules = Modules()")
+shell.run_cell("from auto_h import rate\\nfrom mpi4dl_nb.user_modules import UserModules\\nmodules = UserModules()")
 shell.run_cell("import pickle, auto_h\\nbefore = modules.pack([rate])[0]")
 by_name = len(shell.user_ns["before"])
 write(200)

@@ -249,8 +249,8 @@ def test_the_leash_ends_all_when_its_notebook_is_killed(sleeper, tmp_path):
     rank = sleeper(NAME)
     script = f"""if True:
         import os, pathlib, signal
-        from mpi4dl_nb.launch.reaper import Leash
-        Leash({NAME!r}, [pathlib.Path({str(home)!r})])
+        from mpi4dl_nb.launch.reaper import Reaper
+        Reaper({NAME!r}, [pathlib.Path({str(home)!r})])
         if os.fork():
             signal.pause()
         # A worker of the notebook, which has its pipes, and outlives it.
