@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from engines.errors import ImageError, PlanError, TraceError
 from engines.layer.stages import cut_stages, find_layers
-from engines.plan import Plan
+from engines.plan import OPTIONS, Plan
 from engines.program.compile import compile_plan
 from engines.trace_cache import TraceCache
 from engines.training import Recipe, count_step_images, freeze_weights
@@ -46,9 +46,7 @@ def check_divides(images: int, recipe: Recipe) -> None:
     """Raise PlanError if a step of `images` images cannot be divided into the plan's micro-batches."""
     plan, unit = recipe.plan, compute_smallest_step(recipe.plan)
     if images % unit:
-        names = ("parts", "accumulate", "times", "data_parallel", "local_dp")
-        knobs = [f"{name}={getattr(plan, name)}" for name in names if getattr(plan, name) > 1]
-        knobs += ["bidirectional=True"] * plan.bidirectional
+        knobs = [f"{name}={value!r}" for name, value in plan.chosen.items() if OPTIONS[name].divides]
         raise PlanError(
             f"The last step of an epoch has {images} images, for a step takes {count_step_images(recipe)}. This plan "
             f"divides a step's images by {unit} ({', '.join(knobs)}), which {images} is no multiple of. {_WAY_OUT}, "

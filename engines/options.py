@@ -19,8 +19,8 @@ from engines.comm.world import World
 from engines.errors import PlanError
 from engines.layout import check_fits
 from engines.model_options import add_model_flags, build_model
-from engines.plan import Plan
-from engines.plan_options import HELP, parse_value
+from engines.plan import OPTIONS, Plan
+from engines.plan_options import parse_value
 from engines.training import Optimiser, Recipe, describe_precision_change, prepare, trace_model
 
 __all__ = [
@@ -87,8 +87,10 @@ def make_halo_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     flags.add_argument("--image-size", default="1024", help="pixels: one number, or HEIGHTxWIDTH")
-    flags.add_argument("--num-spatial-parts", type=parse_value, default=None, help=f"{HELP['num_spatial_parts']} (4)")
-    flags.add_argument("--slice-method", type=parse_value, default="square", help=HELP["slice_method"])
+    flags.add_argument(
+        "--num-spatial-parts", type=parse_value, default=None, help=f"{OPTIONS['num_spatial_parts'].help} (4)"
+    )
+    flags.add_argument("--slice-method", type=parse_value, default="square", help=OPTIONS["slice_method"].help)
     counts = {"batch-size": 1, "halo-len": 3, "in-channels": 1, "out-channels": 256, "warmup": 10, "iterations": 100}
     for name, default in counts.items():
         flags.add_argument(f"--{name}", type=parse_positive, default=default)
@@ -119,19 +121,15 @@ def make_halo_case(options: argparse.Namespace) -> HaloCase:
 
 def _add_plan_flags(flags: argparse.ArgumentParser) -> None:
     for field in fields(Plan):
-        names = [f"--{field.name.replace('_', '-')}", *_ALIASES.get(field.name, ())]
-        if field.name == "precision":
-            names.append("--dtype")
-        told: dict[str, Any] = {"dest": field.name, "help": HELP[field.name]}
+        option = OPTIONS[field.name]
+        names = [f"--{field.name.replace('_', '-')}", *option.flags]
+        told: dict[str, Any] = {"dest": field.name, "help": option.help}
         if field.default is False:
             flags.add_argument(*names, action="store_true", **told)
         elif field.default is True:
             flags.add_argument(*names, action=argparse.BooleanOptionalAction, default=True, **told)
         else:
             flags.add_argument(*names, type=parse_value, default=field.default, **told)
-
-
-_ALIASES = {"local_dp": ("--local-DP",), "halo_d2": ("--halo-D2",)}
 
 
 def parse_positive(text: str) -> int:

@@ -4,22 +4,57 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from engines.errors import PlanError
 from engines.html_table import format_html_table
+from engines.pipeline.rules import SCHEDULES, ScheduleRule, get_schedule_rule
 from engines.spatial.tiles import Grid
 
-__all__ = ["HALF", "PRECISIONS", "SCHEDULES", "Plan"]
+__all__ = ["HALF", "OPTIONS", "PRECISIONS", "Plan", "PlanOption"]
 
-SCHEDULES = ("fill_drain", "1f1b", "interleaved", "zero_bubble", "gems")
 PRECISIONS = ("float32", "float64", "bfloat16", "float16")
 HALF = ("bfloat16", "float16")
 MOST, MOST_TILES = 1 << 20, 1 << 32
 """Upper bounds: of the counts of stages, replicas and micro-batches, and of the tiles of a stage. They bound loops."""
 _GRID = re.compile(r"([1-9]\d{0,8})x([1-9]\d{0,8})", re.ASCII)
 SLICE_METHODS = "square, vertical, horizontal, or a grid such as 2x3"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOption:
+    """What flags, widgets, documents and checks need to know of one field of a plan.
+
+    A new field needs nothing else: add it to `Plan` with its option, and read it where it takes effect.
+
+    - `help`: one line that says what it is; `group`: the title under which it is shown.
+    - `low`: the least value of a count; None if the field is no count. `choices`: the values, if there are few.
+    - `proposals`: values to propose for a field that is written as text (a word, a number, or several); else None.
+    - `flags`: further names of its command-line flag.
+    - `divides`: what it divides images among: `step` (into micro-batches) or `micro_batch`; empty: nothing.
+    - `results`: how the results differ from those of the default; empty: they do not, but for rounding.
+    - `kept`: a training that goes on with another number of ranks keeps the value; it chooses the other ones anew.
+    - `in_turn`: the value may be chosen also where one process computes the ranks one after another.
+    - `phrase`: how a summary mentions a value that is not the default; empty: in words of its own.
+    """
+
+    help: str
+    group: str
+    low: int | None = None
+    choices: Collection[str] = ()
+    proposals: tuple[str, ...] | None = None
+    flags: tuple[str, ...] = ()
+    divides: str = ""
+    results: str = ""
+    kept: bool = False
+    in_turn: bool = True
+    phrase: str = ""
+
+
+def _option(default: Any, **option: Any) -> Any:
+    return field(default=default, metadata={"option": PlanOption(**option)})
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -71,33 +106,141 @@ class Plan:
     ['2x3', '1x4', '1x1']
     """
 
-    split_size: int = 2
-    spatial_size: int = 1
-    num_spatial_parts: int | tuple[int, ...] | None = None
-    slice_method: str | tuple[str, ...] = "square"
-    balance: str | tuple[int, ...] = "auto"
-    parts: int = 1
-    bidirectional: bool = False
-    times: int = 1
-    local_dp: int = 1
-    data_parallel: int = 1
-    accumulate: int = 1
-    halo_d2: bool = False
-    fused_layers: int | str = 1
-    overlap_halos: bool = False
-    schedule: str = "fill_drain"
-    stages_per_rank: int = 1
-    precision: str = "float32"
-    checkpoint_activations: bool = False
-    offload_activations: bool = False
-    compile_segments: bool = False
-    sync_batchnorm: bool = True
+    split_size: int = _option(2, help="stages that the model is cut into", group="Stages", low=1)
+    spatial_size: int = _option(1, help="how many leading stages are cut into tiles", group="Tiles", low=0)
+    num_spatial_parts: int | tuple[int, ...] | None = _option(
+        None,
+        help="tiles of each spatial stage: one number, or one for each such as 4,2",
+        group="Tiles",
+        low=1,
+        proposals=(),
+    )
+    slice_method: str | tuple[str, ...] = _option(
+        "square",
+        help="square, vertical, horizontal, or rows x columns such as 2x3",
+        group="Tiles",
+        proposals=("square", "vertical", "horizontal", "2x3"),
+    )
+    balance: str | tuple[int, ...] = _option(
+        "auto", help="layers of each stage such as 20,18, or auto", group="Stages", proposals=("auto",)
+    )
+    parts: int = _option(
+        1,
+        help="micro-batches that a batch is cut into; batch norm normalises each by itself, as GPipe does",
+        group="Pipeline",
+        low=1,
+        divides="step",
+        results="batch norm normalises each micro-batch by itself",
+    )
+    bidirectional: bool = _option(
+        False,
+        help="a second copy of the model runs through the ranks in mirrored order (GEMS)",
+        group="Directions and replicas",
+        divides="step",
+        in_turn=False,
+    )
+    times: int = _option(
+        1,
+        help="pairs of batches, one in each direction, for an update",
+        group="Directions and replicas",
+        low=1,
+        divides="step",
+    )
+    local_dp: int = _option(
+        1,
+        help="ranks that share the images of a micro-batch in every stage behind the spatial ones",
+        group="Directions and replicas",
+        low=1,
+        flags=("--local-DP",),
+        divides="micro_batch",
+        in_turn=False,
+    )
+    data_parallel: int = _option(
+        1,
+        help="replicas of all, with batches of their own",
+        group="Directions and replicas",
+        low=1,
+        divides="step",
+        in_turn=False,
+    )
+    accumulate: int = _option(
+        1,
+        help="batches one after another that are added up before an update",
+        group="Directions and replicas",
+        low=1,
+        divides="step",
+    )
+    halo_d2: bool = _option(
+        False,
+        help="halos travel once for several layers; where tiles overlap then, both ranks compute",
+        group="Tiles",
+        flags=("--halo-D2",),
+        phrase="fused halos",
+    )
+    fused_layers: int | str = _option(
+        1,
+        help="layers between two exchanges of halo_d2, or auto: as many as are cheapest",
+        group="Tiles",
+        low=1,
+        proposals=("auto",),
+    )
+    overlap_halos: bool = _option(
+        False,
+        help="halos travel while what needs none is computed: for slow links",
+        group="Tiles",
+        in_turn=False,
+    )
+    schedule: str = _option(
+        "fill_drain", help="the order of micro-batches", group="Pipeline", choices=SCHEDULES, in_turn=False
+    )
+    stages_per_rank: int = _option(
+        1, help="stages on each rank behind the spatial ones, for the schedule interleaved", group="Pipeline", low=1
+    )
+    precision: str = _option(
+        "float32",
+        help="the type of activations and halos",
+        group="Numbers",
+        choices=PRECISIONS,
+        flags=("--dtype",),
+        results="activations are rounded to the type",
+        kept=True,
+    )
+    checkpoint_activations: bool = _option(
+        False,
+        help="keep what comes from other ranks, and compute the rest again for backward",
+        group="Numbers",
+        kept=True,
+        in_turn=False,
+        phrase="activations again",
+    )
+    offload_activations: bool = _option(
+        False,
+        help="what is kept for backward lies in a file: a GPU's on the host, a host's on its disk",
+        group="Numbers",
+        kept=True,
+        in_turn=False,
+        phrase="activations in a file",
+    )
+    compile_segments: bool = _option(
+        False,
+        help="fewer, larger kernels by torch.compile: for GPUs; the first steps compile",
+        group="Numbers",
+        kept=True,
+        in_turn=False,
+        phrase="compiled",
+    )
+    sync_batchnorm: bool = _option(
+        True,
+        help="batch norm over all tiles, as one process does it; off: each tile by itself",
+        group="Numbers",
+        results="batch norm normalises each tile by itself",
+        kept=True,
+        in_turn=False,
+    )
 
     def __post_init__(self) -> None:
-        _check_counts(self)
-        _check_switches(self)
-        _check_choice("schedule", self.schedule, SCHEDULES)
-        _check_choice("precision", self.precision, PRECISIONS)
+        for each in fields(self):
+            _check_value(each.name, each.metadata["option"], getattr(self, each.name), each.default)
         if self.spatial_size > self.split_size:
             raise PlanError(
                 f"spatial_size={self.spatial_size} asks for more spatial stages than the split_size="
@@ -173,6 +316,7 @@ class Plan:
         text += f"; {self.stages_per_rank} stages per rank" if self.stages_per_rank > 1 else ""
         text += f"; {self.micro_batches} micro-batches" if self.micro_batches > 1 else ""
         text += ", both ways" if self.bidirectional else ""
+        text += "".join(f"; {phrase}" for phrase in self.phrases)
         text += f"; {self.data_parallel} replicas" if self.data_parallel > 1 else ""
         return f"{text}; {self.ranks} rank{'s'[: self.ranks > 1]}"
 
@@ -183,8 +327,21 @@ class Plan:
         >>> Plan(split_size=2, parts=4).chosen
         {'parts': 4}
         """
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {field.name: values[field.name] for field in fields(self) if values[field.name] != field.default}
+        return {each.name: value for each in fields(self) if (value := getattr(self, each.name)) != each.default}
+
+    @property
+    def rule(self) -> ScheduleRule:
+        """What the plan's schedule does."""
+        return get_schedule_rule(self.schedule)
+
+    @property
+    def phrases(self) -> list[str]:
+        """How the switches that are not at their defaults are mentioned in a summary.
+
+        >>> Plan(halo_d2=True, compile_segments=True).phrases
+        ['fused halos', 'compiled']
+        """
+        return [option.phrase for name, option in OPTIONS.items() if option.phrase and name in self.chosen]
 
     def __repr__(self) -> str:
         return f"Plan({', '.join(f'{name}={value!r}' for name, value in self.chosen.items())})"
@@ -193,6 +350,10 @@ class Plan:
         chosen = {name: repr(value) for name, value in self.chosen.items()}
         rest = {"all knobs" if not chosen else "all other knobs": "at their defaults"}
         return format_html_table("Plan", {"layout": self.summary, "ranks": self.ranks, **chosen, **rest})
+
+
+OPTIONS: Mapping[str, PlanOption] = {each.name: each.metadata["option"] for each in fields(Plan)}
+"""What is known of each field, by its name."""
 
 
 def make_grid(method: str, tiles: int | None) -> Grid:
@@ -256,34 +417,23 @@ def _expand_per_stage(name: str, value: Any, stages: int) -> tuple[Any, ...]:
     return value
 
 
-def _check_counts(plan: Plan) -> None:
-    """Raise PlanError unless every count is an integer from 1 (`spatial_size`: 0) to its upper bound."""
-    names = ["split_size", "spatial_size", "num_spatial_parts", "parts", "times", "local_dp", "data_parallel"]
-    names += ["accumulate", "stages_per_rank"]
-    names += [] if plan.fused_layers == "auto" else ["fused_layers"]
-    for name in names:
-        value = getattr(plan, name)
-        low = 0 if name == "spatial_size" else 1
-        several = name == "num_spatial_parts"
-        for count in value if several and isinstance(value, tuple) else (value,):
-            if not (several and count is None) and (
-                isinstance(count, bool) or not isinstance(count, int) or count < low
-            ):
-                raise PlanError(f"{name}={value!r} must be a whole number of at least {low}.")
-            most = MOST_TILES if several else MOST
-            if count is not None and count > most:
-                raise PlanError(f"{name} must be a whole number of at most {most:,}.")
-
-
-def _check_switches(plan: Plan) -> None:
-    for field in fields(plan):
-        if isinstance(field.default, bool) and not isinstance(value := getattr(plan, field.name), bool):
-            raise PlanError(f"{field.name}={value!r} must be True or False.")
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise PlanError(f"{name}={value!r} is unknown. Choose one of {', '.join(choices)}.")
+def _check_value(name: str, option: PlanOption, value: Any, default: Any) -> None:
+    """Raise PlanError unless the value is one that the option allows by itself, whatever the other options are."""
+    if isinstance(default, bool) and not isinstance(value, bool):
+        raise PlanError(f"{name}={value!r} must be True or False.")
+    if option.choices and value not in tuple(option.choices):
+        raise PlanError(f"{name}={value!r} is unknown. Choose one of {', '.join(option.choices)}.")
+    if option.low is None or value in (option.proposals or ()):
+        return
+    several = default is None
+    for count in value if several and isinstance(value, tuple) else (value,):
+        if not (several and count is None) and (
+            isinstance(count, bool) or not isinstance(count, int) or count < option.low
+        ):
+            raise PlanError(f"{name}={value!r} must be a whole number of at least {option.low}.")
+        most = MOST_TILES if several else MOST
+        if count is not None and count > most:
+            raise PlanError(f"{name} must be a whole number of at most {most:,}.")
 
 
 def _check_balance(balance: str | tuple[int, ...], stages: int) -> None:

@@ -1,66 +1,15 @@
-"""Plan fields in user interfaces: their meaning, their values as text and back, and the field that an error names."""
+"""Plan fields in user interfaces: their values as text and back, and the field that an error names."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
-from engines.plan import PRECISIONS, SCHEDULES, Plan
+from engines.plan import OPTIONS
 
-__all__ = [
-    "CHOICES",
-    "GROUPS",
-    "HELP",
-    "WRITTEN",
-    "find_plan_option",
-    "find_plan_options",
-    "format_value",
-    "parse_value",
-]
+__all__ = ["find_plan_option", "find_plan_options", "format_value", "parse_value"]
 
-HELP: Mapping[str, str] = {
-    "split_size": "stages that the model is cut into",
-    "spatial_size": "how many leading stages are cut into tiles",
-    "num_spatial_parts": "tiles of each spatial stage: one number, or one for each such as 4,2",
-    "slice_method": "square, vertical, horizontal, or rows x columns such as 2x3",
-    "balance": "layers of each stage such as 20,18, or auto",
-    "parts": "micro-batches that a batch is cut into; batch norm normalises each by itself, as GPipe does",
-    "bidirectional": "a second copy of the model runs through the ranks in mirrored order (GEMS)",
-    "times": "pairs of batches, one in each direction, for an update",
-    "local_dp": "ranks that share the images of a micro-batch in every stage behind the spatial ones",
-    "data_parallel": "replicas of all, with batches of their own",
-    "accumulate": "batches one after another that are added up before an update",
-    "halo_d2": "halos travel once for several layers; where tiles overlap then, both ranks compute",
-    "fused_layers": "layers between two exchanges of halo_d2, or auto: as many as are cheapest",
-    "overlap_halos": "halos travel while what needs none is computed: for slow links",
-    "schedule": "the order of micro-batches",
-    "stages_per_rank": "stages on each rank behind the spatial ones, for the schedule interleaved",
-    "precision": "the type of activations and halos",
-    "checkpoint_activations": "keep what comes from other ranks, and compute the rest again for backward",
-    "offload_activations": "what is kept for backward lies in a file: a GPU's on the host, a host's on its disk",
-    "compile_segments": "fewer, larger kernels by torch.compile: for GPUs; the first steps compile",
-    "sync_batchnorm": "batch norm over all tiles, as one process does it; off: each tile by itself",
-}
-
-GROUPS: Mapping[str, tuple[str, ...]] = {
-    "Stages": ("split_size", "balance"),
-    "Tiles": ("spatial_size", "num_spatial_parts", "slice_method", "halo_d2", "fused_layers", "overlap_halos"),
-    "Pipeline": ("parts", "schedule", "stages_per_rank"),
-    "Directions and replicas": ("bidirectional", "times", "local_dp", "data_parallel", "accumulate"),
-    "Numbers": ("precision", "checkpoint_activations", "offload_activations", "compile_segments", "sync_batchnorm"),
-}
-CHOICES: Mapping[str, tuple[str, ...]] = {"schedule": SCHEDULES, "precision": PRECISIONS}
-WRITTEN: Mapping[str, tuple[str, ...]] = {
-    "num_spatial_parts": (),
-    "slice_method": ("square", "vertical", "horizontal", "2x3"),
-    "balance": ("auto",),
-    "fused_layers": ("auto",),
-}
-"""The fields that take a word, a number or several of them, with values to propose."""
-
-_NAMES = "|".join(field.name for field in fields(Plan))
+_NAMES = "|".join(OPTIONS)
 _SET = re.compile(rf"\b({_NAMES})=")
 _NAMED = re.compile(rf"\b({'|'.join(name for name in _NAMES.split('|') if '_' in name)})\b")
 

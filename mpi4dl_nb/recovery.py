@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from engines.errors import DamagedError, PlanError, RankError
 from engines.last_step import compute_smallest_step
 from engines.optimiser_trial import count_states
-from engines.plan import Plan
+from engines.plan import OPTIONS, Plan
 from engines.predict.search import generate_plans, search
 from engines.training_events import Recovered, StepResult
 from mpi4dl_nb.cluster import HELP
@@ -139,8 +139,7 @@ def choose_plan(training: Training, ranks: int) -> Plan:
     Such plans have the same numbers of batches and micro-batches. Raises PlanError if there is none.
     """
     now, batch = training.plan, training.recipe.graph.inputs["images"].shape[0] * training.plan.parts
-    kept = ("precision", "checkpoint_activations", "offload_activations", "compile_segments", "sync_batchnorm")
-    same = {name: getattr(now, name) for name in kept}
+    same = {name: getattr(now, name) for name, option in OPTIONS.items() if option.kept}
     asked = [
         replace(plan, **same)
         for plan in generate_plans(ranks, batch)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
-from engines import plan
 from engines.images import folder, picture
-from engines.pipeline import schedule
+from engines.pipeline import rules
 from engines.predict import machines
 from engines.spatial import kernels, operator_table
 
@@ -25,10 +25,9 @@ TABLES = (
     (operator_table, "_EVERYWHERE"),
     (operator_table, "_SHARED"),
     (kernels, "_KERNELS"),
-    (schedule, "RULES"),
     (machines, "MACHINES"),
 )
-NAMES = ((plan, "SCHEDULES"), (picture, "_open_file"), (folder, "ENDINGS"))
+NAMES = ((picture, "_open_file"), (folder, "ENDINGS"))
 
 
 @pytest.fixture(autouse=True)
@@ -37,6 +36,8 @@ def _leaves_no_trace(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(module, name, getattr(module, name).copy())
     for module, name in NAMES:
         monkeypatch.setattr(module, name, getattr(module, name))
+    with patch.dict(rules.SCHEDULES):
+        yield
 
 
 def code_lines(code: str) -> list[str]:
@@ -66,9 +67,9 @@ def test_a_recipe_is_short_and_checks_itself(title: str):
 def test_what_a_recipe_adds_is_not_there_yet(title: str):
     """Otherwise the recipe would hold without what it shows."""
     code = RECIPES[title]
-    added = re.findall(r'@entry\("(.+?)"|RULES\["(.+?)"\]|MACHINES\["(.+?)"\] =|\*folder.ENDINGS, "(.+?)"', code)
+    added = re.findall(r'@entry\("(.+?)"|SCHEDULES\["(.+?)"\]|MACHINES\["(.+?)"\] =|\*folder.ENDINGS, "(.+?)"', code)
     assert added
-    known = {*operator_table.get_rules(), *schedule.RULES, *machines.MACHINES, *folder.ENDINGS}
+    known = {*operator_table.get_rules(), *rules.SCHEDULES, *machines.MACHINES, *folder.ENDINGS}
     assert not known & {name for names in added for name in names if name}
 
 

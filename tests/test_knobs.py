@@ -11,8 +11,8 @@ from test_plan import CONTRADICTIONS, REFUSED
 
 from engines.errors import Mpi4dlError
 from engines.models import resnet20_v1
-from engines.plan import Plan
-from engines.plan_options import HELP, find_plan_option, find_plan_options, format_value, parse_value
+from engines.plan import OPTIONS, Plan
+from engines.plan_options import find_plan_option, find_plan_options, format_value, parse_value
 from engines.training import prepare
 
 WRONG = {kind: case[0] for kind, case in {**REFUSED, **CONTRADICTIONS}.items()}
@@ -55,5 +55,21 @@ def test_numbers_survive_as_text(value: object):
     assert parse_value(format_value(value)) == value
 
 
-def test_every_knob_is_explained():
-    assert set(HELP) == {field.name for field in fields(Plan)}
+def test_every_knob_is_described():
+    assert list(OPTIONS) == [field.name for field in fields(Plan)]
+    for name, option in OPTIONS.items():
+        assert option.help[0].islower(), name
+        assert option.divides in ("", "step", "micro_batch"), name
+
+
+def test_what_other_rooms_ask_of_the_knobs():
+    """The lists that these rooms once kept by hand."""
+    numbers = {"precision", "checkpoint_activations", "offload_activations", "compile_segments", "sync_batchnorm"}
+    assert {name for name, option in OPTIONS.items() if option.kept} == numbers
+    assert {name for name, option in OPTIONS.items() if not option.in_turn} == {
+        *numbers - {"precision"},
+        *("schedule", "data_parallel", "local_dp", "bidirectional", "overlap_halos"),
+    }
+    assert {name for name, option in OPTIONS.items() if option.divides == "step"} == {
+        *("parts", "accumulate", "times", "data_parallel", "bidirectional"),
+    }

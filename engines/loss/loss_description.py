@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 
 from engines.layer.graph import ModelGraph
-from engines.plan import Plan
+from engines.plan import OPTIONS, Plan
 
 __all__ = ["WHOLE_BATCH", "describe_step_loss", "warn_of_mean"]
 
@@ -23,8 +23,7 @@ def warn_of_mean(graph: ModelGraph, plan: Plan, stacklevel: int) -> None:
     """Warn if the loss is computed for each micro-batch separately, and so may differ from that of the whole batch."""
     if describe_step_loss(graph, plan) == WHOLE_BATCH:
         return
-    knobs = ("parts", "accumulate", "data_parallel", "times", "bidirectional")
-    chosen = ", ".join(f"{name}={plan.chosen[name]!r}" for name in knobs if name in plan.chosen)
+    chosen = ", ".join(f"{name}={value!r}" for name, value in plan.chosen.items() if OPTIONS[name].divides == "step")
     warnings.warn(
         f"The loss of a step is the mean of the losses of its {plan.micro_batches} micro-batches ({chosen}), each "
         "computed by itself, and not the loss of the whole batch: as far as its trace tells it is no sum or mean over "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engines.errors import PlanError
-from engines.pipeline.schedule import check_name
+from engines.pipeline.rules import get_schedule_rule
 from engines.plan import Plan
 
 __all__ = ["compute_bubble_share", "compute_plan_bubble"]
@@ -34,15 +34,15 @@ def compute_bubble_share(
     ... )
     (0.25, 0.1)
     """
-    check_name(name)
-    _check(name, stages, micro_batches, stages_per_rank, batches)
-    p, m = stages // stages_per_rank, micro_batches
-    if name == "gems":
-        work, idle = 3 * m * batches, (p - 1) * (2 * batches + 1)
-    elif name == "zero_bubble":
-        work, idle = 3 * m * stages_per_rank, p - 1 + max(0, p - m)
-    else:
-        work, idle = m * stages_per_rank, p - 1
+    rule = get_schedule_rule(name)
+    if min(stages, micro_batches, stages_per_rank, batches) < 1 or stages % stages_per_rank:
+        raise PlanError(
+            f"There are {stages} stages, {stages_per_rank} per rank, {micro_batches} micro-batches and {batches} "
+            "batches. Each must be at least 1, and stages a multiple of stages_per_rank."
+        )
+    if rule.count_bubble is None or (rule.mirrored and stages_per_rank > 1):
+        raise PlanError(f"There is no formula for {name} with stages_per_rank={stages_per_rank}: use 1, or a schedule.")
+    work, idle = rule.count_bubble(stages // stages_per_rank, micro_batches, stages_per_rank, batches)
     return idle / (work + idle)
 
 
@@ -55,19 +55,8 @@ def compute_plan_bubble(plan: Plan) -> float | None:
     >>> compute_plan_bubble(Plan(split_size=4, spatial_size=0, parts=9, schedule="1f1b"))
     0.25
     """
-    one_batch = plan.replica_batches == 1
-    if plan.stages_per_rank > 1 and plan.spatial_size:
-        return None
-    if not one_batch and (plan.schedule != "gems" or plan.stages_per_rank > 1 or plan.accumulate > 1):
+    rule, some_interleaved = plan.rule, plan.stages_per_rank > 1 and plan.spatial_size > 0
+    several = plan.replica_batches > 1 and (not rule.mirrored or plan.stages_per_rank > 1 or plan.accumulate > 1)
+    if rule.count_bubble is None or some_interleaved or several:
         return None
     return compute_bubble_share(plan.schedule, plan.split_size, plan.parts, plan.stages_per_rank, plan.replica_batches)
-
-
-def _check(name: str, stages: int, micro_batches: int, stages_per_rank: int, batches: int) -> None:
-    if min(stages, micro_batches, stages_per_rank, batches) < 1 or stages % stages_per_rank:
-        raise PlanError(
-            f"There are {stages} stages, {stages_per_rank} per rank, {micro_batches} micro-batches and {batches} "
-            "batches. Each must be at least 1, and stages a multiple of stages_per_rank."
-        )
-    if name == "gems" and stages_per_rank > 1:
-        raise PlanError(f"There is no formula for gems with stages_per_rank={stages_per_rank}: use 1, or a schedule.")

@@ -10,19 +10,11 @@ from collections.abc import Iterable, Sequence
 
 from engines.errors import PlanError
 from engines.pipeline.queues import Stages, make_queues
-from engines.pipeline.simulation import ScheduleRule, simulate
+from engines.pipeline.rules import get_schedule_rule
+from engines.pipeline.simulation import simulate
 from engines.pipeline.work import ActionKind, Batch, PipelineAction, Schedule, Slot
 
-__all__ = ["RULES", "ActionKind", "Batch", "PipelineAction", "Schedule", "Slot", "check_name", "make_schedule"]
-
-RULES = {
-    "fill_drain": ScheduleRule(drains=True),
-    "1f1b": ScheduleRule(limited=True),
-    "interleaved": ScheduleRule(limited=True),
-    "zero_bubble": ScheduleRule(limited=True, splits=True),
-    "gems": ScheduleRule(drains=True, alone=True),
-}
-"""Schedule rules by name. Interleaved is 1F1B on ranks with several stages; only the placement differs."""
+__all__ = ["ActionKind", "Batch", "PipelineAction", "Schedule", "Slot", "make_schedule"]
 
 
 def make_schedule(name: str, placement: Sequence[Stages], batches: Sequence[Batch]) -> Schedule:
@@ -50,21 +42,15 @@ def make_schedule(name: str, placement: Sequence[Stages], batches: Sequence[Batc
     F0 F1 .  .  B0 B0 F2 B1 B1 .  B2 B2
     .  F0 B0 B0 F1 B1 B1 F2 B2 B2 .  .
     """
-    check_name(name)
-    if name == "gems" and len(placement) < 2:
+    rule = get_schedule_rule(name)
+    if rule.mirrored and len(placement) < 2:
         raise PlanError(
-            f"schedule='gems' needs 2 directions, one of them mirrored, but the placement has {len(placement)}. "
+            f"schedule={name!r} needs 2 directions, one of them mirrored, but the placement has {len(placement)}. "
             "Set bidirectional=True, or choose fill_drain."
         )
     _check_placement(placement)
     _check_batches(batches, len(placement))
-    return Schedule(name, simulate(RULES[name], placement, make_queues(placement, batches)))
-
-
-def check_name(name: str) -> None:
-    """Raise PlanError if there is no schedule of that name."""
-    if name not in RULES:
-        raise PlanError(f"schedule={name!r} is unknown. Choose one of {', '.join(RULES)}.")
+    return Schedule(name, simulate(rule, placement, make_queues(placement, batches)))
 
 
 def _check_placement(placement: Sequence[Stages]) -> None:

@@ -7,35 +7,13 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 
 from engines.pipeline.queues import QueuedMicroBatch, Stages
+from engines.pipeline.rules import ScheduleRule
 from engines.pipeline.work import ActionKind, PipelineAction, Slot
 
 __all__ = ["ScheduleRule", "simulate"]
 
 FORWARD, BACKWARD, WEIGHTS = ActionKind
 KINDS = tuple(ActionKind)
-WHOLE, SPLIT = {FORWARD: 1, BACKWARD: 2}, {FORWARD: 1, BACKWARD: 1, WEIGHTS: 1}
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduleRule:
-    """What distinguishes one schedule from another.
-
-    - `drains`: a stage starts backward only when the whole batch has passed forward.
-    - `limited`: per direction, a rank holds at most as many forwards as there are stages from its first one to the
-      last.
-    - `splits`: the gradient of the weights is an action of its own, done when there is nothing else to do.
-    - `alone`: a rank begins a batch only when it has finished all earlier ones, of any direction.
-    """
-
-    drains: bool = False
-    limited: bool = False
-    splits: bool = False
-    alone: bool = False
-
-    @property
-    def units(self) -> dict[ActionKind, int]:
-        """The duration of each kind of action, in units of one forward."""
-        return SPLIT if self.splits else WHOLE
 
 
 @dataclass(eq=False)

@@ -168,7 +168,7 @@ class _PlanCost:
         mine, part = [outlines[layer] for layer in span], 1 / len(ranks.ranks)
         threads = compute_threads(plan, ranks.ranks[0], self.machine.cores or 1, self.machine.node_ranks)
         again = plan.checkpoint_activations
-        back = (Phase.INPUTS, Phase.WEIGHTS) if plan.schedule == "zero_bubble" else (Phase.BACKWARD,)
+        back = (Phase.INPUTS, Phase.WEIGHTS) if plan.rule.splits else (Phase.BACKWARD,)
         forward_s, behind_s, *later_s = (
             sum(self.model.get_layer_seconds(each, part, ranks.shares > 1, phase, threads, again) for each in mine)
             for phase in (Phase.FORWARD, *back)
@@ -257,6 +257,6 @@ class _PlanCost:
         return owned + max(self._count_in_flight(stage) * self.stages[stage].kept_bytes for stage in held)
 
     def _count_in_flight(self, stage: int) -> int:
-        if self.plan.schedule in ("fill_drain", "gems"):
+        if self.plan.rule.drains:
             return self.plan.parts
-        return 1 if self.plan.schedule == "interleaved" else min(self.plan.parts, self.plan.split_size - stage)
+        return 1 if self.plan.rule.interleaved else min(self.plan.parts, self.plan.split_size - stage)

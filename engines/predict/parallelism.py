@@ -59,10 +59,7 @@ def describe_plan(plan: Plan) -> str:
     words += [f"{plan.local_dp} ranks share"] if plan.local_dp > 1 else []
     words += [f"{plan.parts} parts, {plan.schedule}"] if plan.parts > 1 else []
     words += ["both ways"] if plan.bidirectional else []
-    words += ["fused halos"] if plan.halo_d2 else []
-    words += ["activations again"] if plan.checkpoint_activations else []
-    words += ["activations in a file"] if plan.offload_activations else []
-    words += ["compiled"] if plan.compile_segments else []
+    words += plan.phrases
     words += [f"{plan.data_parallel:,} replicas"] if plan.data_parallel > 1 else []
     return " + ".join(words) or "1 rank"
 

@@ -123,7 +123,7 @@ class Compiler:
         return [replace(work, micro_batch=first + work.micro_batch) for work in asked]
 
     def _make_steps(self, work: Iterable[PipelineAction], ways: dict[int, DirectionProgram]) -> Iterable[Step]:
-        apart = self.plan.schedule == "zero_bubble"
+        apart = self.plan.rule.splits
         for item in work:
             forward = ways[item.direction].stages[item.stage]
             if item.kind is ActionKind.FORWARD:

@@ -219,7 +219,7 @@ class Lowering:
         If the gradients of weights are computed separately (zero bubble), each operator with weights has a segment of
         its own: backward would run the rest of its segment twice.
         """
-        if self.plan.schedule != "zero_bubble":
+        if not self.plan.rule.splits:
             return {self.graph.nodes[layer.nodes.start].name for layer in self.layers}
         weighted = [not self.graph.matrices.isdisjoint(node.reads) for node in self.graph.nodes]
         after = [False, *weighted[:-1]]

@@ -29,7 +29,7 @@ from engines.loss.non_finite_causes import find_causes, format_causes
 from engines.offload.offload_store import OffloadStore
 from engines.offload.offloader import Offloader
 from engines.offload.offloading_micro_batch import OffloadingMicroBatch
-from engines.plan import Plan
+from engines.plan import OPTIONS, Plan
 from engines.program.compile import compile_plan
 from engines.program.instructions import Phase, SumGradients, Update
 from engines.program.program import Program, Step
@@ -169,15 +169,13 @@ class StreamedTraining:
 
 def check_streamable(plan: Plan) -> None:
     """Raise PlanError if a plan's tiles cannot be computed in turn."""
-    wanted = {
-        "schedule": "fill_drain", "data_parallel": 1, "local_dp": 1, "bidirectional": False, "overlap_halos": False,
-        "sync_batchnorm": True, "checkpoint_activations": False,
-        "offload_activations": False, "compile_segments": False,
-    }  # fmt: skip
-    wrong = [f"{name}={getattr(plan, name)!r}" for name, value in wanted.items() if getattr(plan, name) != value]
+    wrong = {name: value for name, value in plan.chosen.items() if not OPTIONS[name].in_turn}
     if wrong:
-        right = ", ".join(f"{name}={value!r}" for name, value in wanted.items())
-        raise PlanError(f"{', '.join(wrong)}: tiles in turn are those of one replica in one process. Use {right}.")
+        found = ", ".join(f"{name}={value!r}" for name, value in wrong.items())
+        raise PlanError(
+            f"{found}: where one process computes the ranks in turn, they are those of one replica, and pass once. "
+            f"Leave {' and '.join(wrong)} out."
+        )
 
 
 def _drop_collectives(program: Program, leads: bool) -> Program:

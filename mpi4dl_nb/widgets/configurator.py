@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from engines.errors import Mpi4dlError, TraceError
 from engines.layer.graph import TensorSpec
-from engines.plan import Plan
-from engines.plan_options import GROUPS, find_plan_option
+from engines.plan import OPTIONS, Plan
+from engines.plan_options import find_plan_option
 from engines.predict.forecast import Forecast
 from engines.predict.machine import Machine
 from engines.predict.machine_lookup import resolve_machine
@@ -238,9 +238,9 @@ class Configurator(FigureWidget):
 
 def _make_columns(knobs: Mapping[str, OptionControl]) -> ipywidgets.Box:
     """Return the controls in their groups, in as many columns side by side as there is room for."""
-    groups = {
-        title: [ipywidgets.HTML(f"<b>{title}</b>"), *(knobs[name] for name in names)] for title, names in GROUPS.items()
-    }
+    groups = {option.group: [ipywidgets.HTML(f"<b>{option.group}</b>")] for option in OPTIONS.values()}
+    for name, option in OPTIONS.items():
+        groups[option.group].append(knobs[name])
     columns = [[part for title in titles for part in groups[title]] for titles in COLUMNS]
     return ipywidgets.Box(
         [ipywidgets.VBox(column, layout=COLUMN) for column in columns], layout={"flex_flow": "row wrap"}

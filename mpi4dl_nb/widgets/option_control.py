@@ -7,7 +7,8 @@ from typing import Any
 
 import ipywidgets
 
-from engines.plan_options import CHOICES, HELP, WRITTEN, format_value, parse_value
+from engines.plan import OPTIONS
+from engines.plan_options import format_value, parse_value
 from mpi4dl_nb.widgets.controls import ErrorAlert, make_checkbox, make_combobox, make_dropdown, make_int
 
 __all__ = ["OptionControl"]
@@ -29,13 +30,13 @@ class OptionControl(ipywidgets.VBox):
     @property
     def value(self) -> Any:
         """The current value, as `Plan` takes it."""
-        if self.name not in WRITTEN:
+        if OPTIONS[self.name].proposals is None:
             return self.control.value
         return parse_value(self.control.value) if self.control.value.strip() else None
 
     @value.setter
     def value(self, value: Any) -> None:
-        self.control.value = format_value(value) if self.name in WRITTEN else value
+        self.control.value = value if OPTIONS[self.name].proposals is None else format_value(value)
 
     def show_error(self, text: str) -> None:
         """Show an error message below the control, or nothing if it is empty."""
@@ -44,10 +45,11 @@ class OptionControl(ipywidgets.VBox):
 
 
 def _make_control(name: str, value: Any) -> ipywidgets.Widget:
+    option = OPTIONS[name]
     if isinstance(value, bool):
-        return make_checkbox(name, value, HELP[name])
-    if name in CHOICES:
-        return make_dropdown(name, CHOICES[name], value, HELP[name])
-    if name in WRITTEN:
-        return make_combobox(name, format_value(value), WRITTEN[name], HELP[name])
-    return make_int(name, value, HELP[name])
+        return make_checkbox(name, value, option.help)
+    if option.choices:
+        return make_dropdown(name, tuple(option.choices), value, option.help)
+    if option.proposals is not None:
+        return make_combobox(name, format_value(value), option.proposals, option.help)
+    return make_int(name, value, option.help)

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.errors import PlanError
-from engines.pipeline.schedule import RULES, ActionKind, Batch, PipelineAction, Schedule, Slot, make_schedule
-from engines.plan import SCHEDULES
+from engines.pipeline.rules import SCHEDULES
+from engines.pipeline.schedule import ActionKind, Batch, PipelineAction, Schedule, Slot, make_schedule
 
 Stages = list[tuple[int, ...]]
 
@@ -119,10 +119,6 @@ def test_pictures(made, picture):
     assert of(*made).format_table() == dedent(picture).strip()
 
 
-def test_every_name_of_the_plan_has_a_rule():
-    assert tuple(RULES) == SCHEDULES
-
-
 def steps(made: Schedule, rank: int) -> list[str]:
     return [f"{work.kind.value}{work.micro_batch}" for work in made.get_actions(rank)]
 
@@ -190,7 +186,7 @@ def steps_of_training(draw) -> tuple[str, list[Stages], list[Batch]]:
     anywhere = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=4, unique=True), min_size=1, max_size=6)
     regular = st.builds(line, st.integers(1, 4), st.integers(1, 3))
     placement = [draw(st.one_of(anywhere, regular, st.sampled_from([TILES, LOOP])))]
-    name = draw(st.sampled_from(list(RULES)))
+    name = draw(st.sampled_from(list(SCHEDULES)))
     if name == "gems" or draw(st.booleans()):
         placement.append(draw(st.one_of(st.just(mirrored(placement[0])), anywhere)))
     numbers = {rank: number for number, rank in enumerate(sorted({r for s in placement for on in s for r in on}))}
@@ -262,7 +258,7 @@ def test_a_stage_keeps_the_order_of_micro_batches_and_ends_a_batch_before_the_ne
             assert all(max(before, default=0) <= begin for begin in begins)
 
 
-@pytest.mark.parametrize("name", [name for name, rule in RULES.items() if rule.drains])
+@pytest.mark.parametrize("name", [name for name, rule in SCHEDULES.items() if rule.drains])
 @given(step=steps_of_training())
 @settings(max_examples=100, deadline=None)
 def test_a_stage_drains_only_what_it_has_filled(name, step):
@@ -296,11 +292,11 @@ def test_no_rank_holds_more_than_it_may(step):
             stages = placement[work.direction]
             first = next(stage for stage, ranks in enumerate(stages) if rank in ranks)
             mine = {kind: [w for w in each if w[0] == work.direction] for kind, each in held.items()}
-            if RULES[name].limited:
+            if SCHEDULES[name].limited:
                 assert len(mine[ActionKind.BACKWARD]) <= len(stages) - first
-            if RULES[name].splits:
+            if SCHEDULES[name].splits:
                 assert len(mine[ActionKind.WEIGHTS]) <= len(stages)
-            if RULES[name].alone:
+            if SCHEDULES[name].alone:
                 assert len({batch_of[number] for _, _, number in held[ActionKind.BACKWARD]}) == 1
 
 

@@ -12,8 +12,7 @@ from torch import nn
 from engines.errors import PlanError, TraceError
 from engines.formatting import format_seconds
 from engines.models import resnet20_v1
-from engines.plan import Plan
-from engines.plan_options import GROUPS
+from engines.plan import OPTIONS, Plan
 from engines.predict.forecast import forecast
 from engines.predict.machines import MACHINES
 from mpi4dl_nb import Cluster, show_ranks
@@ -213,8 +212,8 @@ def test_a_dead_rank_is_told():
 
 
 def test_every_knob_is_shown_once_under_its_own_name(chosen):
-    assert sorted(name for names in GROUPS.values() for name in names) == sorted(chosen.knobs)
-    assert sorted(title for titles in module.COLUMNS for title in titles) == sorted(GROUPS)
+    assert list(OPTIONS) == list(chosen.knobs)
+    assert {title for titles in module.COLUMNS for title in titles} == {option.group for option in OPTIONS.values()}
     for name, knob in chosen.knobs.items():
         assert knob.control.description == name
         assert knob.control.tooltip
