@@ -67,7 +67,13 @@ def test_a_recipe_is_short_and_checks_itself(title: str):
 def test_what_a_recipe_adds_is_not_there_yet(title: str):
     """Otherwise the recipe would hold without what it shows."""
     code = RECIPES[title]
-    added = re.findall(r'@entry\("(.+?)"|SCHEDULES\["(.+?)"\]|MACHINES\["(.+?)"\] =|\*folder.ENDINGS, "(.+?)"', code)
+    kinds = (
+        r'@register_rule\("(.+?)"',
+        r'SCHEDULES\["(.+?)"\]',
+        r'MACHINES\["(.+?)"\] =',
+        r'\*folder.ENDINGS, "(.+?)"',
+    )
+    added = re.findall("|".join(kinds), code)
     assert added
     known = {*operator_table.get_rules(), *rules.SCHEDULES, *machines.MACHINES, *folder.ENDINGS}
     assert not known & {name for names in added for name in names if name}
