@@ -69,7 +69,7 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     flags.add_argument("--batch-size", type=int, default=4)
     flags.add_argument("--crop-px", type=int, default=128)
     flags.add_argument("--backend", choices=["mpi", "loopback"], default="mpi")
-    flags.add_argument("--figures", default="figures", help="folder for the pictures")
+    flags.add_argument("--figures", default="build/demo", help="folder for the pictures")
     return flags.parse_args(arguments)
 
 
