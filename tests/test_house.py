@@ -1,0 +1,135 @@
+"""The code reads as the field writes it: names begin with verbs, a word has one meaning, files and functions are whole.
+
+The limits are what holds today, rounded; mend the code rather than a limit.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FILES = [path for top in ("engines", "mpi4dl_nb") for path in sorted((ROOT / top).rglob("*.py"))]
+
+PRIVATE_WORDS = {
+    *("told", "said", "heard", "seen", "given", "woven", "apart", "alone", "behind", "beside", "anew", "whoever"),
+    *("somebody", "foreseen", "spoken", "away", "theirs", "meanwhile", "lane", "shelf"),
+}
+"""Words that name nothing by themselves: say what is sent, received, cached, recomputed or offloaded."""
+
+NO_VERBS = re.compile(r"^(of|main|default|from_\w+|resnet\w*|unet|amoebanet|ceil_div|lcm|gcd|volume|\w+_rank)$")
+"""Constructors, mathematics and models, which are called as what they are."""
+
+NOUN_ENDINGS = ("tion", "ment", "ness", "ity", "ing", "er", "or", "ism")
+LEAST_VERBS, MOST_PRIVATE_WORDS, MOST_SAME_CLASSES = 0.85, 10, 5
+MOST_FILE_LINES, MOST_FUNCTION_LINES = 500, 100
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def functions() -> Iterator[tuple[Path, ast.FunctionDef]]:
+    """All but properties, and methods whose names Python or a library has chosen."""
+    for path in FILES:
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("__"):
+                prop = any("property" in ast.unparse(each) for each in node.decorator_list)
+                yield from [] if prop else [(path, node)]
+
+
+@cache
+def verbs() -> frozenset[str]:
+    """First words that at least two functions with further words begin with, and that are no nouns or participles."""
+    heads = defaultdict(set)
+    for _, node in functions():
+        head, _, rest = node.name.strip("_").partition("_")
+        heads[head].add(rest)
+    return frozenset(
+        head
+        for head, rests in heads.items()
+        if len(rests) > 1 and not head.endswith(("ed", *NOUN_ENDINGS)) and head not in PRIVATE_WORDS
+    )
+
+
+def test_functions_begin_with_a_verb():
+    names = [node.name.strip("_") for _, node in functions()]
+    begin = [name for name in names if name.partition("_")[0] in verbs() or NO_VERBS.match(name)]
+    assert len(begin) / len(names) >= LEAST_VERBS
+
+
+def test_no_function_is_called_as_a_bare_participle():
+    nouns = {"embed", "feed", "need", "seed", "speed", "shed", "proceed"}
+    names = [node.name.strip("_") for _, node in functions()]
+    bare = [name for name in names if re.fullmatch("[a-z]{3,}ed", name) and name not in nouns]
+    assert len(bare) <= MOST_PRIVATE_WORDS, bare
+
+
+def test_names_have_no_words_of_a_private_language():
+    found = [f"{path.name}:{node.name}" for path, node in functions() if PRIVATE_WORDS & set(node.name.split("_"))]
+    assert len(found) <= MOST_PRIVATE_WORDS, found
+
+
+def test_a_class_name_has_one_meaning():
+    places = defaultdict(set)
+    for path in FILES:
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.ClassDef):
+                places[node.name.lstrip("_")].add(path.name)
+    assert sum(len(files) > 1 for files in places.values()) <= MOST_SAME_CLASSES, places
+
+
+def test_docstrings_begin_with_a_subject_or_a_verb():
+    """Not with a riddle: `Whoever waits`, `What is left`, `That of`, `As one process has it`."""
+    riddle = re.compile(r"(Whoever|That of|As (?:one|a|the)|And |But )")
+    found = [
+        f"{path.name}:{node.name}: {text.splitlines()[0]}"
+        for path in FILES
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and (text := ast.get_docstring(node)) and riddle.match(text)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_and_functions_are_not_too_long(path: Path):
+    assert len(path.read_text().splitlines()) <= MOST_FILE_LINES
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.FunctionDef):
+            assert node.end_lineno - node.lineno < MOST_FUNCTION_LINES, node.name
+
+
+NAMES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
+
+
+def imports_of(path: Path, for_types: bool) -> set[str]:
+    """The project's modules that a file imports when it is imported, or for type checkers as well."""
+    body = tree_of(path).body
+    checked = [each for node in body if for_types and isinstance(node, ast.If) for each in node.body]
+    found = set()
+    for node in (*body, *checked):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            inner = [f"{node.module}.{each.name}" for each in node.names]
+            found |= {name if name in NAMES else node.module for name in inner}
+    return found & NAMES.keys()
+
+
+def modules_in_circles(for_types: bool) -> set[str]:
+    """Those from which imports lead back to them, and those between two of them."""
+    left = {name: imports_of(path, for_types) - {name} for name, path in NAMES.items()}
+    while ends := {name for name in left if not left[name] & left.keys()}:
+        left = {name: needs for name, needs in left.items() if name not in ends}
+    while ends := left.keys() - set().union(*left.values()):
+        left = {name: needs for name, needs in left.items() if name not in ends}
+    return set(left)
+
+
+def test_imports_run_in_no_circle():
+    assert modules_in_circles(for_types=False) == set()
