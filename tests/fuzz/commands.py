@@ -136,24 +136,24 @@ class OneOfMany:
     def __init__(self, size: int) -> None:
         self.size = size
 
-    def reaches(self, device: object) -> bool:
+    def can_access(self, device: object) -> bool:
         return False
 
     def collectives(self, device: object) -> None:
         return None
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         return [value] * self.size
 
-    collect = gather
+    gather = all_gather
 
-    def rest(self) -> None:
+    def barrier(self) -> None:
         """All are here."""
 
-    def fail(self) -> None:
+    def abort(self) -> None:
         """Nobody waits."""
 
-    def leave(self, code: int) -> NoReturn:
+    def exit_process(self, code: int) -> NoReturn:
         raise Left(code)
 
     def __getattr__(self, name: str) -> NoReturn:

@@ -40,7 +40,7 @@ def traces():
 @pytest.mark.parametrize("name", CASES)
 def test_no_plan_is_faster_or_smaller_than_its_bound_and_the_best_are_found(name, traces, monkeypatch):
     model, shape, asked, ranks, most = CASES[name]
-    graph_of = traces[model, shape].graph
+    graph_of = traces[model, shape].get_graph
     everything = search(ranks, shape[0], graph_of, asked)
     bounds = BoundCalculator(graph_of, CostModel(asked), 1)
     lean = [replace(plan, checkpoint_activations=True) for plan in generate_plans(ranks, shape[0])]
@@ -61,7 +61,7 @@ def test_no_plan_is_faster_or_smaller_than_its_bound_and_the_best_are_found(name
 
 def test_where_memory_is_short_the_best_of_what_fits_is_found(traces):
     model, shape, asked, ranks, _ = CASES["own devices"]
-    graph_of, seen = traces[model, shape].graph, []
+    graph_of, seen = traces[model, shape].get_graph, []
     lean = [replace(plan, checkpoint_activations=True) for plan in generate_plans(ranks, shape[0])]
     sizes = sorted(each.peak_bytes for each in search(ranks, shape[0], graph_of, asked, asked=lean).fitting)
     rank_bytes = sizes[len(sizes) // 4]
@@ -77,6 +77,6 @@ def test_what_cannot_be_cut_is_refused_with_its_reason_and_never_compiled(traces
     model, shape, devices, *_ = CASES["own devices"]
     monkeypatch.setattr(searching, "forecast", forecast)
     asked = [Plan(split_size=9, spatial_size=0), Plan(split_size=1, spatial_size=0, data_parallel=9)]
-    found = search(9, shape[0], traces[model, shape].graph, devices, asked=asked, best=1)
+    found = search(9, shape[0], traces[model, shape].get_graph, devices, asked=asked, best=1)
     assert [plan for plan, _ in found.refused] == asked[:1]
     assert "the model has only 5 layers" in found.refused[0][1]

@@ -29,7 +29,7 @@ def traces() -> TraceCache:
 
 @pytest.fixture(scope="module")
 def found(traces):
-    return search(4, 4, traces.graph, FLAT)
+    return search(4, 4, traces.get_graph, FLAT)
 
 
 def test_every_plan_is_of_one_kind():
@@ -59,10 +59,10 @@ def test_each_kind_has_its_fastest_plan(found):
 
 def test_what_does_not_fit_says_how_much_it_needs_of_how_much(traces):
     lean = [replace(plan, checkpoint_activations=True) for plan in generate_plans(4, 4)]
-    everything = search(4, 4, traces.graph, FLAT, asked=lean)
+    everything = search(4, 4, traces.get_graph, FLAT, asked=lean)
     data = next(each for each in everything.fitting if classify_plan(each.plan) == "data")
     limit = data.peak_bytes - 1
-    explained = explain(search(4, 4, traces.graph, FLAT, rank_bytes=limit), limit)
+    explained = explain(search(4, 4, traces.get_graph, FLAT, rank_bytes=limit), limit)
     verdict = explained.get_verdict("data")
     assert not verdict.fits
     assert verdict.best.plan == data.plan

@@ -45,7 +45,7 @@ class Told:
     def __init__(self, *others: str) -> None:
         self.others, self.size = others, 1 + len(others)
 
-    def gather(self, value: str) -> list[str]:
+    def all_gather(self, value: str) -> list[str]:
         return [value, *self.others]
 
 

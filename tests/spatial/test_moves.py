@@ -105,7 +105,7 @@ class FarMemory(LoopbackWorld):
     def __init__(self, world: LoopbackWorld) -> None:
         super().__init__(world.rank, world.size, world._mail)
 
-    def reaches(self, device: torch.device) -> bool:
+    def can_access(self, device: torch.device) -> bool:
         return False
 
 
