@@ -326,6 +326,7 @@ def engines(mpiexec, tmp_path, monkeypatch) -> Shell:
     return lambda ranks, *arguments: mpiexec(ranks, "-m", "engines", *arguments)
 
 
+@pytest.mark.nightly
 def test_verify_says_ok_in_one_line(engines: Shell):
     done = engines(5, "verify", "--model", "engines.models:resnet20_v1", "--image-size", 32, "--batch-size", 2)
     assert done.returncode == 0, done.stderr
@@ -343,6 +344,7 @@ def test_verify_says_ok_in_one_line(engines: Shell):
     assert line["seconds"] > 0
 
 
+@pytest.mark.nightly
 def test_verify_that_ran_and_is_wrong(engines: Shell):
     """The ranks do not hold the same model: a difference of a millionth is told."""
     done = engines(2, "verify", "--model", "mine:Another", *TWO)
@@ -353,6 +355,7 @@ def test_verify_that_ran_and_is_wrong(engines: Shell):
     assert 1e-10 < line["grad_rel"] < 1e-4
 
 
+@pytest.mark.nightly
 def test_bench_step_is_one_line(engines: Shell):
     done = engines(2, "bench", "step", "--model", "mine:Tiny", "--batch-size", 2, "--iterations", 1, *TWO)
     assert done.returncode == 0, done.stderr
@@ -381,6 +384,7 @@ NOT_AS_ASKED = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("ranks", "flags", "message"), NOT_AS_ASKED.values(), ids=NOT_AS_ASKED)
 def test_what_cannot_be_run_is_said_in_one_line(engines: Shell, ranks: int, flags: tuple[object, ...], message: str):
     """Of all ranks one speaks, and no MPI noise around it."""

@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[1]
 CASES = 240
 
 
+@pytest.mark.nightly
 def test_changed_command_lines_run_or_are_refused_in_one_sentence():
     words = [sys.executable, "-m", "tests.fuzz", "commands", "--count", str(CASES)]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

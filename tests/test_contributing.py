@@ -49,6 +49,7 @@ def test_there_are_four_recipes():
     assert len(RECIPES) == 4
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("title", RECIPES)
 def test_a_recipe_runs(title: str, tmp_path: Path):
     """In a namespace of its own, as in a cell; `path` is an empty folder."""

@@ -68,6 +68,7 @@ def blocks(language: str, *pages: str) -> list[str]:
     return [code for each in found for name, code in each if name == language]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("code", blocks("python", "README.md", "COMMANDS.md"), ids=["ten lines", "asynchrony"])
 def test_code_runs(code: str, tmp_path, capsys):
     script = tmp_path / "cell.py"
@@ -113,6 +114,7 @@ def test_there_are_commands():
     assert sum("bench" in command for command in commands()) >= 7
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("command", list(commands()))
 def test_a_command_runs_as_typed(command: str, folder: Path):
     for large, small in SMALLER.items():

@@ -63,6 +63,7 @@ def test_batches_come_again() -> None:
     assert not torch.equal(feed(1)["images"], feed(2)["images"])
 
 
+@pytest.mark.nightly
 def test_all_modes_over_loopback() -> None:
     asked = bench.expand_modes("all", replicas=2, steps=3)
     recipe = prepare(Skips(num_classes=2), Plan(split_size=2, spatial_size=0), (2, 3, 16, 16))
@@ -76,6 +77,7 @@ def test_all_modes_over_loopback() -> None:
     assert len(found[4][1].turns) == len(found[0][1].turns)
 
 
+@pytest.mark.nightly
 def test_the_command(mpiexec) -> None:
     done = mpiexec(3, "-m", "engines", "bench", "asynchronous", *TINY)
     assert done.returncode == 0, done.stderr

@@ -57,6 +57,7 @@ def test_titles_and_names_are_told_apart():
         assert len({case.name for case in study.cases}) == len(study.cases)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", SMALL)
 def test_real_lines_have_what_the_page_shows(kind: str, tmp_path, capsys):
     study = small(kinds()[kind])

@@ -79,6 +79,7 @@ def test_a_check_that_is_not_there_is_named(capsys):
     assert "No check begins with slow. There are link, exact, ResNet-20" in capsys.readouterr().err
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("command", [("verify",), ("bench", "step", "--iterations", 1), ("bench", "memory")])
 def test_what_it_runs_needs_no_more(command, bare, mpiexec):
     done = mpiexec(2, bare, *command, *SMALL)

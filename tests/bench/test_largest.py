@@ -32,6 +32,7 @@ def test_ends_of_the_search():
     assert search_largest(lambda size: False, 512, 64, 1000) == (0, 64)
 
 
+@pytest.mark.nightly
 def test_tiles_in_turn_train_larger_images(mpiexec):
     plain, in_turn = (
         json.loads(mpiexec(1, "-m", "engines", "bench", "largest", *CHAIN, *more, "--way", way).stdout)
@@ -42,6 +43,7 @@ def test_tiles_in_turn_train_larger_images(mpiexec):
     assert in_turn["largest_px"] > 1.4 * plain["largest_px"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

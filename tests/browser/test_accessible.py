@@ -40,6 +40,7 @@ WRONG = [
 ]  # fmt: skip
 
 
+@pytest.mark.nightly
 def test_our_parts_can_be_used_by_everybody_and_others_are_found(notebook):
     notebook.open([OURS])
     assert accessible(notebook) == []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 CELLS = [
     """
 from mpi4dl_nb.draw.figure import Drawing
@@ -22,6 +24,7 @@ view
 ]
 
 
+@pytest.mark.nightly
 def test_a_figure_has_words_and_takes_clicks_and_keys(notebook):
     notebook.open(CELLS)
     image = notebook.page.get_by_role("img", name="the first")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from tests.browser.accessible import accessible
 
 CELLS = [
@@ -22,6 +24,7 @@ images = SyntheticImages(40, (32, 48), 10)
 STEP = re.compile(r"step (\d+) of 2000")
 
 
+@pytest.mark.nightly
 def test_a_training_is_watched_and_stopped(notebook):
     page = notebook.page
     notebook.open(CELLS)

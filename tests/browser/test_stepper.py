@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 CELLS = [
     """
 import torch
@@ -65,6 +67,7 @@ print(bool(landed) and all(torch.equal(each.before + each.arrived, each.after) f
 FORWARD, BACKWARD = 10, 5
 
 
+@pytest.mark.nightly
 def test_a_step_is_walked_forward_and_back(notebook):
     notebook.open(CELLS)
     image = notebook.page.locator("img.mpi4dl-figure")

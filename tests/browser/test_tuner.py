@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 CELLS = [
     """
 import torch
@@ -18,6 +20,7 @@ cluster = Cluster(2).start()
 MEASURED = "document.querySelector('tbody tr td:nth-of-type(7)').textContent"
 
 
+@pytest.mark.nightly
 def test_plans_are_measured_and_one_is_chosen_by_keyboard(notebook):
     notebook.open(CELLS)
     page = notebook.page

@@ -31,6 +31,7 @@ def losses(printed: str) -> list[str]:
     return re.findall(r"^Step: \d+, (loss: [\d.]+)", printed, re.MULTILINE)
 
 
+@pytest.mark.nightly
 def test_five_ranks_save_three_resume_and_plain_pytorch_predicts_the_same(mpiexec, tmp_path: Path):
     """The break is in the middle of the second epoch; float64: 1e-12."""
     five, three = tmp_path / "five", tmp_path / "three"
@@ -56,6 +57,7 @@ def test_five_ranks_save_three_resume_and_plain_pytorch_predicts_the_same(mpiexe
     assert [float(each["step"]) for each in moves["state"].values()] == [6.0] * 8
 
 
+@pytest.mark.nightly
 def test_a_signal_to_one_rank_stops_all_when_the_step_is_done_and_saved(mpiexec, tmp_path: Path):
     stopping = ("--model", "tests.checkpoint.survivor:stopping")
     done = mpiexec(3, *train(*THREE, *stopping, "--num-epochs", 10**6, "--save", tmp_path))
@@ -107,6 +109,7 @@ def test_other_images_cannot_go_on_in_the_middle(tmp_path: Path):
         alone("--resume", tmp_path, "--batch-size", 4, "--num-epochs", 2)
 
 
+@pytest.mark.nightly
 def test_a_training_that_is_killed_resumes_every_time(tmp_path: Path):
     """Three times here; `python -m tests.survival` does it twenty times."""
     report = survive(tmp_path, kills=3, seed=1)

@@ -93,6 +93,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], int, Any, int]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CASES)
 def test_as_one_process(name: str):
     make, ranks, box, multiple = CASES[name]
@@ -103,6 +104,7 @@ def test_as_one_process(name: str):
     assert torch.allclose(torch.as_tensor(found.answer), expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_any_number_of_ranks_gives_the_same_bits(ranks: int):
     model = unet()
@@ -245,6 +247,7 @@ def test_no_room_is_noticed_before_anything_is_computed(tmp_path: Path, monkeypa
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("path", ["nowhere/out.tif", "file/out.tif", "."])
 def test_an_output_that_cannot_be_written(path: str, tmp_path: Path):
     (tmp_path / "file").touch()

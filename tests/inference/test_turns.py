@@ -77,6 +77,7 @@ class Deep(nn.Module):
         return self.last(functional.pad(torch.cat([x, skip], 1), (2, 0, 1, 3)))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("size_px", [(41, 37), (33, 90)], ids=str)
 @pytest.mark.parametrize("grid", [Grid(1, 1), Grid(2, 3), Grid(7, 6)], ids=str)
 def test_many_layers_to_the_bit(size_px: tuple[int, int], grid: Grid):
@@ -97,6 +98,7 @@ MODELS = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", MODELS)
 def test_models_with_sums_over_the_image(name: str):
     make, shape, grid, expected = MODELS[name]

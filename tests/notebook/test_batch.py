@@ -24,6 +24,7 @@ def test_the_script_is_sound():
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.nightly
 def test_a_cluster_in_a_job_takes_its_hosts(tmp_path):
     """No ssh is needed: both names are this machine's."""
     name = socket.gethostname()

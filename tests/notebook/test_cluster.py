@@ -76,6 +76,7 @@ class Watch:
         self.s = time.monotonic() - self.start_s
 
 
+@pytest.mark.sampled(1)
 def test_results_come_in_rank_order(cluster):
     word = "rank"
 
@@ -147,6 +148,7 @@ def test_many_failures_do_not_wear_it_out(cluster):
     check_usable(cluster)
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("kind", [PlanError, TraceError, ImageError, LossError, RankError])
 def test_our_own_errors_keep_their_type(cluster, kind):
     def fails(host):
@@ -253,6 +255,7 @@ def ends(how: str):
     return work
 
 
+@pytest.mark.sampled(1)
 @over_mpi
 @pytest.mark.parametrize("how", ENDS)
 def test_a_dead_rank_is_named_and_healing_helps(cluster, how):
@@ -321,6 +324,7 @@ HANGS = {
 }
 
 
+@pytest.mark.sampled(1)
 @over_mpi
 @pytest.mark.parametrize("how", HANGS)
 def test_a_rank_that_hangs_is_named_with_those_that_wait_for_it(cluster, how):
@@ -347,6 +351,7 @@ def test_a_rank_that_hangs_is_named_with_those_that_wait_for_it(cluster, how):
     check_usable(cluster)
 
 
+@pytest.mark.sampled(1)
 @over_mpi
 @pytest.mark.parametrize("how", ["asked to end", "leaves in order"])
 def test_a_rank_that_ends_in_order_is_named_while_others_wait_for_it(cluster, how):
@@ -400,6 +405,7 @@ def test_of_ranks_that_fail_in_the_midst_of_a_gather_the_true_error_is_told(clus
     assert cluster.call(lambda host: os.getpid()) == pids
 
 
+@pytest.mark.sampled(1)
 def test_ranks_that_all_fail_after_a_gather_are_back_each_time(cluster):
     """A rank may still be in it when another one has failed: MPI's own gather was not left then, once in 170 times."""
 
@@ -459,6 +465,7 @@ def test_nobody_keeps_the_numbers_of_messages_that_are_answered(cluster):
     assert [queues[number]["completed"] for number in client.ids] == [[]] * N
 
 
+@pytest.mark.sampled(1)
 @over_mpi
 @pytest.mark.parametrize("helper", ["controller", "mpiexec", "guard", "nanny"])
 def test_a_helper_that_does_not_go_on_is_named(cluster, helper):
@@ -481,6 +488,7 @@ def test_a_helper_that_does_not_go_on_is_named(cluster, helper):
     check_usable(cluster)
 
 
+@pytest.mark.sampled(1)
 @over_mpi
 @pytest.mark.parametrize("also", ["", "guard"])
 def test_a_stopped_controller_is_named_while_ranks_compute(cluster, also):
@@ -524,6 +532,7 @@ def test_a_stopped_helper_is_no_fault_as_long_as_ranks_answer(cluster):
     check_usable(cluster)
 
 
+@pytest.mark.sampled(1)
 def test_ranks_that_compute_for_long_are_no_hang(cluster):
     cluster.hang_after_s = 1
     try:
@@ -546,6 +555,7 @@ def test_stop_leaves_no_process(shared):
         shared.call(lambda host: None)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("backend", ["loopback", "mpi"])
 def test_it_becomes_larger_or_smaller(backend):
     def place(host):

@@ -98,6 +98,7 @@ def same(losses: list[float] | tuple[float, ...]) -> object:
     return pytest.approx(losses, rel=1e-10, abs=0)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_losses_are_those_of_one_process(ranks, workers: int):
     """On augmented images with masks, over two epochs."""

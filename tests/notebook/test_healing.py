@@ -81,6 +81,7 @@ def check(found: Training, losses: Any, undisturbed: Any) -> None:
         assert torch.allclose(state[name].double(), tensor.double(), rtol=1e-12, atol=1e-15), name
 
 
+@pytest.mark.sampled(1)
 def test_a_failure_is_healed_in_place(cluster, undisturbed, tmp_path):
     found, heard, log = training(cluster), Heard(), tmp_path / "log.jsonl"
     hurt(found, "raise", tmp_path)
@@ -96,6 +97,7 @@ def test_a_failure_is_healed_in_place(cluster, undisturbed, tmp_path):
     assert [json.loads(line)["steps"] for line in log.read_text().splitlines()] == [4, 4]
 
 
+@pytest.mark.sampled(1)
 @over_mpi
 @pytest.mark.parametrize("kind", ["kill", "stop"])
 def test_dead_ranks_are_started_anew(cluster, undisturbed, tmp_path, kind):
@@ -130,6 +132,7 @@ def test_the_others_go_on_under_another_plan(cluster, undisturbed, tmp_path):
     assert "2 steps done again" in heard.healed[0].text
 
 
+@pytest.mark.nightly
 @over_mpi
 def test_images_that_ranks_read_go_on_where_they_were(cluster, tmp_path):
     """In the midst of an epoch, with held-out images judged after each."""
@@ -230,6 +233,7 @@ def test_a_failure_in_the_midst_of_an_update_is_healed_from_a_checkpoint(cluster
     assert len(heard.healed) == 1
 
 
+@pytest.mark.nightly
 @over_mpi
 def test_a_training_is_loaded_where_the_ranks_have_lost_it(cluster, undisturbed, tmp_path):
     found = training(cluster)

@@ -194,6 +194,7 @@ def ssh(monkeypatch, tmp_path):
     return stands_for
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("says", "meaning"),
     [

@@ -49,6 +49,7 @@ def check_usable(cluster: Cluster) -> None:
     assert cluster.call(meet) == [list(range(N))] * N
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("away", [False, True], ids=["in memory", "in a file"])
 @pytest.mark.parametrize("name", PLANS)
 def test_three_steps_are_those_of_one_process(cluster: Cluster, name: str, away: bool):
@@ -168,6 +169,7 @@ def test_a_step_is_walked(cluster: Cluster):
     assert all(torch.equal(walked[name], tensor) for name, tensor in whole.state_dict().items())
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_goes_on_elsewhere(cluster: Cluster, tmp_path):
     torch.manual_seed(0)
     training = Training(resnet20_v1(), Plan(split_size=1), cluster, SHAPE)

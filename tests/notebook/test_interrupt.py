@@ -85,6 +85,7 @@ def kernel():
         found.manager.shutdown_kernel()
 
 
+@pytest.mark.nightly
 def test_the_stop_button_ends_a_step_and_a_second_press_ends_ranks_that_are_deaf(kernel, tmp_path):
     notes = [tmp_path / "waits", tmp_path / "deaf"]
     kernel.run(START)

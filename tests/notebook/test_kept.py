@@ -65,6 +65,7 @@ def gone(paths: list[Path], family: list[psutil.Process]) -> bool:
     return not any(path.exists() for path in paths) and not any(map(reaper_process.is_running, family))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("who", ["mpiexec", "keeper"])
 def test_after_a_kill_nothing_is_left(begin, tmp_path, who):
     keeper = begin()
@@ -83,6 +84,7 @@ def test_after_a_kill_nothing_is_left(begin, tmp_path, who):
     assert gone(paths, family)
 
 
+@pytest.mark.nightly
 def test_what_even_the_keeper_did_not_survive_is_ended_by_the_next_start(begin, tmp_path):
     keeper = begin()
     paths, family = folders(tmp_path), psutil.Process(keeper.pid).children(recursive=True)
@@ -96,6 +98,7 @@ def test_what_even_the_keeper_did_not_survive_is_ended_by_the_next_start(begin, 
     assert within(GONE_S, lambda: gone(paths, family))
 
 
+@pytest.mark.nightly
 def test_a_signal_is_passed_on(begin, tmp_path):
     keeper = begin()
     paths, family = folders(tmp_path), psutil.Process(keeper.pid).children(recursive=True)

@@ -120,6 +120,7 @@ ONE = FLOAT64(split_size=1, spatial_size=0)
 # ---- images that ranks read
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("drop_last", [False, True], ids=["trained", "left out"])
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_images_that_are_left_over(plan: Plan, drop_last: bool):
@@ -194,6 +195,7 @@ def loader(count: int, size: int = N, **more: object) -> DataLoader:
     return DataLoader(TensorDataset(pixels, torch.randint(CLASSES, (count,), generator=random)), size, **more)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["loader", "list", "generator", "endless"])
 @pytest.mark.parametrize("drop_last", [False, True], ids=["trained", "left out"])
 def test_a_smaller_batch(cluster, kind: str, drop_last: bool):
@@ -255,6 +257,7 @@ def test_steps_end_an_epoch_of_batches_too(cluster):
 # ---- after a break
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["tiles", "a pipeline"])
 def test_it_goes_on_from_any_checkpoint_bit_by_bit(name: str, tmp_path: Path):
     """Before, between and after smaller steps; random draws, the optimiser's state and the rate among it."""
@@ -277,6 +280,7 @@ def test_it_goes_on_from_any_checkpoint_bit_by_bit(name: str, tmp_path: Path):
 # ---- the command
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("drop_last", [False, True], ids=["trained", "left out"])
 def test_the_command(monkeypatch, capsys, drop_last: bool):
     monkeypatch.setitem(

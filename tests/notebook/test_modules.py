@@ -217,6 +217,7 @@ print("followed")
 """
 
 
+@pytest.mark.nightly
 def test_autoreload_is_followed(tmp_path):
     """It changes functions where they are, and the module is not loaded again."""
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "IPYTHONDIR": str(tmp_path / "ipython")}
@@ -268,6 +269,7 @@ with Cluster(2) as cluster:
 """
 
 
+@pytest.mark.nightly
 def test_ranks_start_beside_files_called_like_pythons_modules(tmp_path):
     """As a notebook's kernel does, the script has imported Python's own before it looks into its folder."""
     for name in ("random", "queue", "signal", "json", "socket", "asyncio", "struct", "tempfile", "logging"):

@@ -123,6 +123,7 @@ def check_all_there(cluster: dict, runtime: Path) -> None:
     assert len(list(runtime.glob("mpi4dl_nb/*.json"))) == 1
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("who", "is_asked"), [("mpiexec", "later"), ("controller", "at once")])
 def test_a_killed_process_that_all_depend_on_takes_all_with_it_and_the_notebook_is_told(notebooks, who, is_asked):
     """Also if it asks when all have ended: then the leash knows which was the first."""
@@ -162,6 +163,7 @@ def test_what_even_the_leash_did_not_survive_is_ended_by_the_next_start(notebook
     assert left(notebook.cluster, notebook.runtime) == []
 
 
+@pytest.mark.nightly
 def test_a_jupyter_kernel_that_is_restarted_or_killed_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "jupyter"))
@@ -243,6 +245,7 @@ def test_a_process_that_does_not_want_to_end_is_killed(sleeper, monkeypatch):
     assert stubborn.wait(1) == -signal.SIGKILL
 
 
+@pytest.mark.nightly
 def test_the_leash_ends_all_when_its_notebook_is_killed(sleeper, tmp_path):
     home = tmp_path / "home"
     home.mkdir()

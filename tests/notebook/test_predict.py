@@ -86,6 +86,7 @@ def test_a_prediction_changes_nothing(cluster: Cluster):
     assert all(close(one.state_dict()[name], value) for name, value in other.state_dict().items())
 
 
+@pytest.mark.nightly
 def test_a_picture_tile_after_tile(cluster: Cluster, tmp_path: Path):
     training = trained(segmenter(), SEGMENTS, cluster, per_pixel=True)
     box, whole = (5, 7, 60, 80), Tile.whole(60, 80)
@@ -104,6 +105,7 @@ def test_the_class_of_a_picture(cluster: Cluster):
     assert training.predict(PIXELS, memory_mb=100_000, progress=False) == int(expected.argmax())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("source", "asked", "error", "message"),
     [

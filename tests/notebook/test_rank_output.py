@@ -32,6 +32,7 @@ def lines(text: str, rank: int) -> list[str]:
     return [line.removeprefix(f"[rank {rank}] ") for line in text.splitlines() if line.startswith(f"[rank {rank}]")]
 
 
+@pytest.mark.sampled(1)
 def test_what_ranks_print_has_their_number_before_it(cluster, capsys):
     def speaks(host):
         print("hello from", host.world.rank)
@@ -83,6 +84,7 @@ def test_a_log_that_was_set_up_before_has_the_rank_too(backend, capsys):
     assert handler.stream is before
 
 
+@pytest.mark.sampled(2)
 def test_a_line_is_shown_while_the_rank_goes_on(cluster):
     """Not when it is done: 0.2 s after it at most, and what a machine with other work takes for it."""
     if cluster.backend == "in_turn":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import nbformat
+import pytest
 from nbclient import NotebookClient
 from nbconvert import HTMLExporter
 
@@ -23,6 +24,7 @@ training = Training(model, Plan(split_size=1, slice_method="1x2"), cluster, (2, 
 ]
 
 
+@pytest.mark.nightly
 def test_a_saved_page_shows_what_widgets_showed():
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
     NotebookClient(book, timeout=120, kernel_name="python3").execute()

@@ -107,6 +107,7 @@ def walk_layers(stepping: StepDebugger) -> None:
 # ---- the same as a step at full speed
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("plan", [TILES, HALVES, PIPED], ids=["tiles", "halves", "piped"])
 @pytest.mark.parametrize("walk", [walk_instructions, walk_mixed, walk_twice, walk_layers])
 def test_a_walked_step_is_a_step(five, four, plan: Plan, walk: Callable[[StepDebugger], None]):
@@ -343,6 +344,7 @@ def test_values_are_those_of_one_process(four, fused):
     check_values(*seen_and_plain(four, plan))
 
 
+@pytest.mark.nightly
 def test_values_over_mpi_are_those_of_one_process_and_messages_are_not_lost():
     """The same with processes; messages too large to leave by themselves wait while their sender has nothing to do."""
     plan = Plan(split_size=2, spatial_size=1, slice_method="1x2", balance=(2, 1), precision="float64")

@@ -34,6 +34,7 @@ def run(code: str, **changed: str | None) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("home", [None, "/dev/null/home", "/proc/self"], ids=["unset", "not there", "not writable"])
 def test_a_home_is_not_needed(home, tmp_path, tmp_path_factory):
     settings = str(tmp_path_factory.mktemp("matplotlib"))  # it says itself where it has none
@@ -43,6 +44,7 @@ def test_a_home_is_not_needed(home, tmp_path, tmp_path_factory):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("most", [64, 128])
 def test_too_few_open_files_are_told_before_anything_starts(most):
     code = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({most}, {most}))\n{WORKS}"
@@ -52,6 +54,7 @@ def test_too_few_open_files_are_told_before_anything_starts(most):
     assert "ulimit -n" in line
 
 
+@pytest.mark.nightly
 def test_a_limit_of_open_files_that_may_be_raised_is_raised():
     done = run(f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 4096))\n{WORKS}")
     assert (done.returncode, done.stderr) == (0, "")
@@ -83,6 +86,7 @@ def test_a_picture_of_a_folder_that_was_deleted_is_not_there(deleted):
         open_image("a.png")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("backend", ["mpi", "loopback"])
 def test_ranks_work_on_where_the_folder_is_deleted(backend, tmp_path):
     code = f"""
@@ -167,6 +171,7 @@ print("all done")
 """
 
 
+@pytest.mark.nightly
 def test_copies_of_the_notebook_leave_its_ranks_alone():
     done = run(FORKS)
     assert done.stdout.endswith("all done\n"), done.stderr

@@ -76,6 +76,7 @@ def check_goes_on(folder: Path) -> None:
             assert torch.equal(one, other)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("backend", ["mpi", "loopback"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_notebook_that_is_told_to_end_saves_and_ends(tmp_path, backend, number):
@@ -92,6 +93,7 @@ def test_a_notebook_that_is_told_to_end_saves_and_ends(tmp_path, backend, number
     check_goes_on(tmp_path / "saved")
 
 
+@pytest.mark.nightly
 def test_where_the_ranks_are_told_too_the_last_checkpoint_is_named(tmp_path):
     """As systemd does, and batch systems at the end of a job's time."""
     process = started(tmp_path / "saved", "mpi", 1)

@@ -131,6 +131,7 @@ def test_half_precision_is_verified_beside_one_process(cluster):
     assert training.verify()["dtype"] == "float64"
 
 
+@pytest.mark.sampled(1)
 def test_the_losses_are_those_of_one_process(trained: Trained):
     assert trained.losses == same(trained.oracle.mean_losses)
 
@@ -151,6 +152,7 @@ def test_training_leaves_the_model_that_was_given_as_it_was(trained: Trained):
     assert not equal(trained.state, fresh.double().state_dict())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("backend", ["loopback", "mpi"])
 def test_what_a_cell_defines_trains(backend: str):
     """Model, loss and optimiser; over MPI the ranks are other processes, that know nothing of this one."""
@@ -254,6 +256,7 @@ def test_verify_tells_a_difference(cluster):
 # ---- a precision that the plan changes
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("kind", "plan"), [("double", "float32"), ("half", "float32"), ("bfloat16", "bfloat16")])
 def test_a_precision_that_the_plan_changes_is_told_once(cluster, kind: str, plan: str):
     model = getattr(unet(), kind)()
@@ -410,6 +413,7 @@ def test_a_batch_that_does_not_fit(training: Training, monkeypatch, change: Chan
         training.step(*bad) if verb == "step" else getattr(training, verb)([bad])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("plan", [TILES, STRIPS], ids=["tiles", "strips"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_loss_that_is_no_number_changes_nothing(cluster, plan: Plan, value: float):

@@ -56,6 +56,7 @@ def test_a_machine_is_measured_once_and_kept(cluster, tmp_path):
     assert min(speed.per_s for kind in cluster.machine.speeds.values() for speed in kind) > 1e6
 
 
+@pytest.mark.nightly
 def test_a_machine_is_remembered_for_the_next_notebook(cluster, tmp_path, monkeypatch):
     monkeypatch.setenv("MPI4DL_NB_MACHINES", str(tmp_path))
     machine = replace(cluster.machine, noise=Noise())  # however busy this one was: a noisy one is not remembered
@@ -177,6 +178,7 @@ def test_a_plan_that_fails_is_told_and_the_others_are_measured(cluster, monkeypa
     assert "failed: it does not &lt;run&gt;" in tuner.told.value
 
 
+@pytest.mark.nightly
 def test_over_mpi_predictions_are_of_the_size_of_what_is_measured():
     with Cluster(2) as started:
         tuned = tune(model(), (2, 3, 64, 64), started, top=2, steps=3, progress=False)

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from mpi4dl_nb.cluster import Cluster
 from mpi4dl_nb.launch import process_output
 from mpi4dl_nb.launch.process_output import ProcessOutput
@@ -54,6 +56,7 @@ def stored_bytes(folder: Path) -> int:
     return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())
 
 
+@pytest.mark.nightly
 def test_the_folder_of_a_cluster_does_not_grow_with_its_calls():
     def prints(host):
         print("a line of a rank")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 
 from tests.plans.drawn_plans import command, plan_of, plans
@@ -25,6 +26,7 @@ def drawn() -> list[list[str]]:
     return found
 
 
+@pytest.mark.nightly
 def test_random_plans_are_exact_over_mpi(mpiexec, tmp_path: Path) -> None:
     chosen = drawn()
     assert len(chosen) >= PLANS

@@ -34,6 +34,7 @@ def traces_once(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.nightly
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(flags=plans(most_ranks=16))
 def test_random_plans_are_exact_over_loopback(flags: list[str]) -> None:

@@ -35,7 +35,9 @@ def test_what_small_kernels_have_to_do_anyway_does_not_grow_with_their_size(mach
 
 
 def test_beyond_the_largest_sample_nothing_is_faster(machine):
-    assert machine.estimate_seconds("norm", 1 << 30, (1 << 30,)) == pytest.approx((1 << 30) / (SAMPLED[-1] / takes_s(1 << 23)))
+    assert machine.estimate_seconds("norm", 1 << 30, (1 << 30,)) == pytest.approx(
+        (1 << 30) / (SAMPLED[-1] / takes_s(1 << 23))
+    )
 
 
 def test_what_was_sampled_is_read_again():

@@ -136,6 +136,7 @@ def as_locals(item: Any) -> Any:
     return LocalTensor(TensorSpec(tuple(item.shape), str(item.dtype).removeprefix("torch.")), item.stride(), False)
 
 
+@pytest.mark.sampled(157)
 @pytest.mark.parametrize("name", OPERATORS)
 def test_a_traced_operator_has_the_flops_of_pytorchs_counter(name: str):
     """Where that knows none, one for each element of the result, and none for several results."""

@@ -32,6 +32,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CASES)
 def test_the_peak_of_each_rank_is_as_measured(name):
     model, plan, optimiser, states = CASES[name]

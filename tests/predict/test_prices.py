@@ -136,6 +136,7 @@ def test_the_largest_convolutions_of_several_images_are_left_out_where_that_is_a
     assert images == [{1, 2, 4}, {1, 4}, {1}]
 
 
+@pytest.mark.nightly
 def test_samples_are_of_all_classes_whichever_comes_first():
     sizes = (LayerSize(4, 8), LayerSize(8, 4))
     first, later = (timed(sizes, place) for place in (0.0, 0.75))

@@ -61,6 +61,7 @@ def test_what_ranks_would_measure_leads_back_to_their_machine(rehearsal):
         assert getattr(found, name) == pytest.approx(getattr(REAL, name), rel=0.1), name
 
 
+@pytest.mark.nightly
 def test_ranks_measure_themselves_and_agree():
     few = CalibrationRecipes.of(2)
     machines = run_ranks(2, lambda world: calibrate(world, rehearsal=few, quick=True))
@@ -72,6 +73,7 @@ def test_ranks_measure_themselves_and_agree():
     assert 0 <= machine.resume_s < 0.1
 
 
+@pytest.mark.nightly
 def test_a_rank_alone_waits_for_nobody():
     (machine,) = run_ranks(1, lambda world: calibrate(world, quick=True))
     assert machine.resume_s == 0

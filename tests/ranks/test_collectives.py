@@ -32,6 +32,7 @@ def test_over_gloo(name: str, results: dict[str, list[str]]) -> None:
     assert results[name] == []
 
 
+@pytest.mark.nightly
 def test_a_rank_that_dies_is_noticed_by_those_that_wait_for_its_sum(mpiexec) -> None:
     done = mpiexec(RANKS, HERE / "collective_ranks.py", "die")
     assert "the others go on: 3" in done.stdout, done.stderr

@@ -16,6 +16,7 @@ sys.path.insert(0, str(HERE))
 from cases import CASES, RANKS  # noqa: E402
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", CASES)
 def test_over_loopback(name: str) -> None:
     run_ranks(RANKS, CASES[name])

@@ -21,6 +21,7 @@ from engines.replica.train_replicas import train_replicas
 from tests.replica.replica_cases import ALONE, CASES, LOSS, RANKS, STAGES, Chain, feed, made, recipe_of
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", CASES)
 def test_over_loopback(name: str) -> None:
     run_ranks(RANKS, CASES[name])

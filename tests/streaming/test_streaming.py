@@ -209,6 +209,7 @@ def streaming(mpiexec, *flags):
     return mpiexec(1, "-m", "engines", "bench", "streaming", *ONE_STAGE, "--iterations", 1, *flags)
 
 
+@pytest.mark.nightly
 def test_the_line_of_the_benchmark(mpiexec):
     done = streaming(mpiexec, "--image-size", 96, "--num-layers", 3, "--dtype", "float64", "--memory-mb", 400)
     assert done.returncode == 0, done.stderr
@@ -219,6 +220,7 @@ def test_the_line_of_the_benchmark(mpiexec):
     assert line["stored_bytes"] > 0
 
 
+@pytest.mark.nightly
 def test_a_bound_that_is_too_small_is_said(mpiexec):
     done = streaming(mpiexec, "--image-size", 1024, "--memory-mb", 1)
     assert done.returncode == 1
