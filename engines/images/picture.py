@@ -113,20 +113,18 @@ def _open_file(path: Path) -> Picture:
     if ending == ".mrxs":  # the slide is in a folder next to the file, which is itself a small JPEG picture
         return _open_slide(path, head)
     if head.startswith(_TIFF):
-        return _open_tiff(path)
+        # OpenSlide knows the vendors' gaps and overlaps between tiles, so that it reads their files, or the user is
+        # told to install it. What it does not take for a vendor's file is ordinary TIFF whose tags only look like one.
+        maker = detect_vendor(path)
+        if maker == "svs":
+            check_segments(path)  # before OpenSlide opens it, which allocates whatever a damaged header asks for
+        if maker and not (has_openslide() and detect(path) in (None, "generic-tiff")):
+            return OpenSlidePicture(path)
+        page = find_whole_page(path)
+        return TiffPicture(path) if page is None else PillowPicture(path, page)
     if head.startswith((_PNG, _JPEG)):
         return PillowPicture(path)
     return _open_slide(path, head)
-
-
-def _open_tiff(path: Path) -> Picture:
-    maker = detect_vendor(path)
-    if maker == "svs":
-        check_segments(path)  # before OpenSlide opens it, which allocates whatever a damaged header asks for
-    if maker and not (has_openslide() and detect(path) in (None, "generic-tiff")):
-        return OpenSlidePicture(path)
-    page = find_whole_page(path)
-    return TiffPicture(path) if page is None else PillowPicture(path, page)
 
 
 def _open_slide(path: Path, head: bytes) -> Picture:

@@ -32,11 +32,11 @@ def split_indices(
     alike: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for slide in sorted(classes):
         alike[tuple(sorted(classes[slide]))].append(slide)
-    judged = {
-        group[place]
-        for number, (_, group) in enumerate(sorted(alike.items()))
-        for place in shuffle_indices(len(group), seed, number)[: _count_held_out(len(group), held_out)]
-    }
+    # Everything is sorted before it is shuffled, so that the order in which files were listed makes no difference.
+    judged: set[str] = set()
+    for number, (_, group) in enumerate(sorted(alike.items())):
+        count = min(max(round(held_out * len(group)), 1), len(group) - 1)
+        judged |= {group[place] for place in shuffle_indices(len(group), seed, number)[:count]}
     if not judged:
         raise ImageError(
             f"The images are of {len(classes)} slides, no two of them of the same classes, so none can be held out. "
@@ -44,7 +44,3 @@ def split_indices(
         )
     sides = [[index for index, slide in enumerate(slides) if (slide in judged) == side] for side in (False, True)]
     return sides[0], sides[1]
-
-
-def _count_held_out(slides: int, held_out: float) -> int:
-    return min(max(round(held_out * slides), 1), slides - 1)

@@ -43,8 +43,15 @@ def make_thumbnail(picture: Picture, longest_px: int, box: Box | None = None, le
     top, left, bottom, right = (
         side * ratio for side, ratio in zip((y0, x0, y0 + rows, x0 + cols), ratios * 2, strict=True)
     )
-    sides = bottom - top, right - left
-    if sides[0] * sides[1] > MOST_PX or _estimate_decoded_px(picture, source, sides) > MOST_DECODED_PX:
+    # What is decoded counts, not what is read: bands cut through tiles, and each tile is decoded for every band that it
+    # lies in. A band of n tile rows may touch n + 1 of them.
+    #
+    #     tiles   |      |      |      |
+    #     bands   |  a |  b |  c |  d |        tile 1 is decoded for a and b, tile 2 for b and c, ...
+    segment, sides = _get_decode_block(picture, source), (bottom - top, right - left)
+    bands = max(1.0, sides[0] * sides[1] / BAND_PX)
+    touched = bands * (sides[0] / bands / segment.rows + 1) * (sides[1] / segment.cols + 1)
+    if sides[0] * sides[1] > MOST_PX or touched * segment.cost_px > MOST_DECODED_PX:
         return _shrink_by_sampling(picture, (top, left, bottom, right), source, size)
     return _shrink_in_bands(picture, (top, left, bottom, right), source, size)
 
@@ -67,22 +74,14 @@ def _get_decode_block(picture: Picture, level: int) -> DecodeBlock:
     return picture.get_decode_block(level) if isinstance(picture, PictureReader) else DecodeBlock()
 
 
-def _estimate_decoded_px(picture: Picture, level: int, sides: tuple[float, float]) -> float:
-    """Estimate the pixels decoded to read a rectangle in bands, whose edges cut through tiles."""
-    segment, (height, width) = _get_decode_block(picture, level), sides
-    bands = max(1.0, height * width / BAND_PX)
-    return bands * (height / bands / segment.rows + 1) * (width / segment.cols + 1) * segment.cost_px
-
-
-def _choose_sample_count(picture: Picture, level: int) -> int:
-    """Return how many squares along the longer side `MOST_DECODED_PX` allows."""
-    segment = _get_decode_block(picture, level)
-    each = math.ceil(SAMPLE_PX / segment.rows) * math.ceil(SAMPLE_PX / segment.cols) * segment.cost_px
-    return min(SAMPLES, max(FEWEST, math.isqrt(MOST_DECODED_PX // each)))
-
-
 def _shrink_in_bands(picture: Picture, edges: tuple[float, ...], level: int, size: tuple[int, int]) -> Pixels:
     """Average the rectangle between four edges, which need not be integers, to `size`."""
+    # Rows of the thumbnail rarely begin at whole pixels of the level. A band reads the pixels around its rows, and
+    # `resize` weighs the pixels at the two borders by the share that belongs to it.
+    #
+    #     pixels of the level    |    |    |    |    |    |    |
+    #     rows of the thumbnail    |       |       |       |        per_row = 1.6
+    #     band of two rows       y0|...............| y1             y0, y1: rounded outwards
     top, left, bottom, right = edges
     x0, x1 = math.floor(left), math.ceil(right)
     per_row = (bottom - top) / size[0]
@@ -100,8 +99,12 @@ def _shrink_in_bands(picture: Picture, edges: tuple[float, ...], level: int, siz
 
 def _shrink_by_sampling(picture: Picture, edges: tuple[float, ...], level: int, size: tuple[int, int]) -> Pixels:
     """Fill each cell of a grid with the mean colour of a square in its centre."""
+    # As many squares as `MOST_DECODED_PX` allows: each of them costs the tiles that it lies in.
+    segment = _get_decode_block(picture, level)
+    each = math.ceil(SAMPLE_PX / segment.rows) * math.ceil(SAMPLE_PX / segment.cols) * segment.cost_px
+    samples = min(SAMPLES, max(FEWEST, math.isqrt(MOST_DECODED_PX // each)))
     top, left, bottom, right = edges
-    cell = max(bottom - top, right - left) / min(_choose_sample_count(picture, level), *size)
+    cell = max(bottom - top, right - left) / min(samples, *size)
     rows, cols = max(1, round((bottom - top) / cell)), max(1, round((right - left) / cell))
     grid = np.empty((rows, cols, 3), np.uint8)
     for row, col in np.ndindex(rows, cols):

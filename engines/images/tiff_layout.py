@@ -80,7 +80,17 @@ def find_picture(path: Path, file: TiffFile) -> TiffLayout:
 def check_picture(path: Path, layout: TiffLayout) -> None:
     """Raise ImageError if the pages hold anything but 8-bit grey or colours, or cannot be decoded."""
     page = layout.base[0]
-    _check_depth(path, page)
+    bits = page.bitspersample if isinstance(page.bitspersample, int) else max(page.bitspersample)
+    # No single way of scaling deeper samples to 8 bits is right for all pictures.
+    scale = (
+        "Scale it to 0 ... 255 first, "
+        "for instance by skimage.util.img_as_ubyte or skimage.exposure.rescale_intensity, and pass the array."
+    )
+    if page.sampleformat != 1:
+        kind = _OTHER_NUMBERS.get(page.sampleformat, "numbers of an unknown kind")
+        raise ImageError(f"{path} has {kind} of {bits} bits, and pictures here have 8 bits without a sign. {scale}")
+    if bits not in (1, 2, 4, 8) or page.dtype is None:
+        raise ImageError(f"{path} has {bits} bits per channel, and pictures here have 8 bits. {scale}")
     if page.imagedepth != 1:
         raise ImageError(f"{path} holds a stack of {page.imagedepth} planes in one page. Save one plane by itself.")
     if page.compression not in (*DECODED, *_BY_PILLOW):
@@ -135,8 +145,14 @@ def _find_full_size(path: Path, pages: Sequence[TiffPage]) -> list[TiffPage]:
 
 def _check_single(path: Path, file: TiffFile, full: Sequence[TiffPage], others: Sequence[TiffPage]) -> None:
     base, sides = full[0], _get_sides(full[0])
-    alike = any(_get_sides(page) == sides for page in full[1:])
-    if alike or (base is file.pages.first and _has_more_planes(file, base)):
+    stack = any(_get_sides(page) == sides for page in full[1:])
+    if base is file.pages.first:
+        # ImageJ and tifffile write a stack as one page, whose data further planes without pages follow. Only their
+        # metadata shows that.
+        shaped = file.shaped_metadata or ()
+        values = max((math.prod(each.get("shape", ())) for each in shaped[:1]), default=0)
+        stack = stack or (file.imagej_metadata or {}).get("images", 1) > 1 or values > base.size
+    if stack:
         raise ImageError(f"{path} holds several pictures of one size, a stack. Save the one you want by itself.")
     for page in others:
         if _count_pixels(page) > _count_pixels(base):
@@ -155,18 +171,13 @@ def _count_pixels(page: TiffPage) -> int:
     return math.prod(_get_sides(page))
 
 
-def _has_more_planes(file: TiffFile, first: TiffPage) -> bool:
-    """Return whether, by ImageJ's or tifffile's metadata, further planes without pages follow the first page's data."""
-    shaped = file.shaped_metadata or ()
-    values = max((math.prod(each.get("shape", ())) for each in shaped[:1]), default=0)
-    return (file.imagej_metadata or {}).get("images", 1) > 1 or values > first.size
-
-
 def _check_tags(path: Path, page: TiffPage) -> None:
     """Raise ImageError if a page has too many tags, or a tag more values than the file has bytes.
 
     tifffile skips such a tag, but libtiff allocates memory for all its values.
     """
+    #     a page:    count | tag tag tag ... | offset of the next page
+    #     each tag:  code, type, number of values, value or its offset    (12 bytes; in BigTIFF 20)
     handle, form = page.parent.filehandle, page.parent.tiff
     handle.seek(page.offset)
     (count,) = struct.unpack(form.tagnoformat, handle.read(form.tagnosize))
@@ -179,23 +190,6 @@ def _check_tags(path: Path, page: TiffPage) -> None:
             raise make_damaged_error(path, f"tag {code} of page {page.index} says that it has {values} values")
         if code in _TEXTS and values > TEXT_BYTES:
             raise make_damaged_error(path, f"the text in tag {code} of page {page.index} has {values} bytes")
-
-
-def _check_depth(path: Path, page: TiffPage) -> None:
-    """Raise ImageError unless the samples are unsigned integers of up to 8 bits.
-
-    No single way of scaling deeper samples to 8 bits is right for all pictures.
-    """
-    bits = page.bitspersample if isinstance(page.bitspersample, int) else max(page.bitspersample)
-    scale = (
-        "Scale it to 0 ... 255 first, "
-        "for instance by skimage.util.img_as_ubyte or skimage.exposure.rescale_intensity, and pass the array."
-    )
-    if page.sampleformat != 1:
-        kind = _OTHER_NUMBERS.get(page.sampleformat, "numbers of an unknown kind")
-        raise ImageError(f"{path} has {kind} of {bits} bits, and pictures here have 8 bits without a sign. {scale}")
-    if bits not in (1, 2, 4, 8) or page.dtype is None:
-        raise ImageError(f"{path} has {bits} bits per channel, and pictures here have 8 bits. {scale}")
 
 
 def _check_channels(path: Path, layout: TiffLayout) -> None:

@@ -66,11 +66,18 @@ def estimate_unpacked_bytes(codec: str | None, size: int, read: Read, most: int)
     head = read(0, 18)
     if codec == "zstd":
         told = _read_zstd_size(head)
-        return _measure_zstd(read(0, size), most) if told is None else told
+        if told is not None:
+            return told
+        # A frame written as a stream does not say its size: unpack it into a buffer of `most` bytes.
+        try:
+            return len(imagecodecs.zstd_decode(read(0, size), out=most))
+        except imagecodecs.ZstdError as error:
+            return most + 1 if "too small" in str(error) else 0  # the reader raises other errors itself
     if codec == "blosc":
         return int.from_bytes(head[4:8], "little")
     if codec == "lz4":
         return int.from_bytes(head[:4], "little")
+    # Deflate data do not say their size. Small ones cannot unpack to much, which saves unpacking every chunk twice.
     if size * _DEFLATED <= max(most, _LARGE_BYTES):
         return 0
     return _measure_inflated(read(0, size), most)
@@ -92,14 +99,6 @@ def _read_zstd_size(head: bytes) -> int | None:
         return None
     size = int.from_bytes(head[at : at + width], "little")
     return size + 256 if width == 2 else size
-
-
-def _measure_zstd(data: bytes, most: int) -> int:
-    """Measure a Zstandard frame without content size by unpacking it into a buffer of `most` bytes."""
-    try:
-        return len(imagecodecs.zstd_decode(data, out=most))
-    except imagecodecs.ZstdError as error:
-        return most + 1 if "too small" in str(error) else 0  # the reader raises other errors itself
 
 
 def _measure_inflated(data: bytes, most: int) -> int:
