@@ -22,6 +22,8 @@ def check_budget(path: Path, wanted_bytes: int, what: str, mend: str) -> None:
     since other ranks read at the same time. In the message, `what` says what takes the memory, and `mend` how to avoid
     it.
     """
+    # One limit stops a small file that claims to be huge (a decompression bomb), the other an honest file that is too
+    # large for this host. The message names the one that was hit.
     if wanted_bytes <= SMALL_BYTES:
         return
     there = path.stat().st_size

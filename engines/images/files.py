@@ -51,6 +51,8 @@ class FileReader(PictureReader, Generic[Handle]):
         with self._lock:
             forked = self._process != os.getpid()  # a handle inherited by fork shares its file position with the parent
             if self._handle is None or forked:
+                # The file may have been replaced meanwhile. Other pixels of the same shape cannot be told from the old
+                # ones, but rectangles of another shape would lie outside of it.
                 handle = self._open()
                 if tuple(self._get_levels(handle)) != self.levels:
                     raise make_changed_error(self.path)
@@ -63,6 +65,7 @@ class FileReader(PictureReader, Generic[Handle]):
             self._handle = None
 
     def __getstate__(self) -> dict[str, Any]:
+        # Neither an open file nor a lock can be pickled: a copy on another rank, or another host, opens the path itself.
         return self.__dict__ | {"_handle": None, "_lock": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -173,17 +173,14 @@ class ShardReader:
             for name, part in parts.items():
                 found = torch.stack([read(piece) for piece in part.make_read_requests(name, step)])
                 if name == "labels":
-                    found = _expand_labels(found, part)
+                    if len(part.rows):
+                        # A model of lower resolution uses some pixels of the tile that was read.
+                        found = found[:, part.rows - part.rows[0]][:, :, part.cols - part.cols[0]]
+                    # (N,) or (N, h, w) is broadcast to the loss's shape, such as (N, 1, h, w).
+                    ones = [1] * (len(part.shape) - found.dim())
+                    found = found.view(len(found), *ones, *found.shape[1:]).expand(part.shape)
                 shards[number][name] = found.to(self.dtypes[name])
         return shards
-
-
-def _expand_labels(found: Tensor, part: _MicroBatchShard) -> Tensor:
-    """Bring labels, (N,) or (N, h, w), to the shape of a shard: select its rows and columns, and broadcast."""
-    if len(part.rows):
-        found = found[:, part.rows - part.rows[0]][:, :, part.cols - part.cols[0]]
-    ones = [1] * (len(part.shape) - found.dim())
-    return found.view(len(found), *ones, *found.shape[1:]).expand(part.shape)
 
 
 def _make_axis_index(shape: Sequence[int], axis: int, size: int) -> Tensor:

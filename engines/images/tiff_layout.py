@@ -58,6 +58,10 @@ class TiffLayout:
 
 def find_picture(path: Path, file: TiffFile) -> TiffLayout:
     """Return the layout of a TIFF file. Raises ImageError if it is damaged, or holds several pictures or a stack."""
+    # In OME-TIFF the XML says which pages are the picture; in any other file, the pages themselves:
+    #
+    #     OME      page first_page .. + planes: one, or one per channel; levels are their SubIFDs
+    #     others   the first page that is neither a reduced copy nor a mask; levels are SubIFDs or other pages
     pages = list_pages(path, file)
     if file.is_ome:
         ome = OmeImage.parse(path, file.ome_metadata or "")
@@ -74,7 +78,12 @@ def find_picture(path: Path, file: TiffFile) -> TiffLayout:
     others = tuple(page for page in pages if page is not full[0] and not page.is_mask)
     _check_single(path, file, full, others)
     number = next((number for number, page in enumerate(pages) if page is full[0]), None)
-    return TiffLayout((full[0],), number, others, False, _read_resolution(full[0]))
+    # A resolution is also what programs write for a screen or printer, so that a coarse one means nothing.
+    tags, microns = full[0].tags, None
+    unit, (pixels, units) = tags.valueof(296, 2), tags.valueof(282, (0, 1))
+    if unit in _MICRONS and pixels and units and 0 < _MICRONS[unit] * units / pixels < WIDEST_UM:
+        microns = _MICRONS[unit] * units / pixels
+    return TiffLayout((full[0],), number, others, False, microns)
 
 
 def check_picture(path: Path, layout: TiffLayout) -> None:
@@ -214,12 +223,3 @@ def _get_name(names: type, number: int) -> str:
         return str(names(number).name)
     except ValueError:
         return f"number {number}"
-
-
-def _read_resolution(page: TiffPage) -> float | None:
-    """Return the micrometres per pixel; None if the resolution is missing or looks like that of a screen or printer."""
-    unit, (pixels, units) = page.tags.valueof(296, 2), page.tags.valueof(282, (0, 1))
-    if unit not in _MICRONS or not pixels or not units:
-        return None
-    microns = _MICRONS[unit] * units / pixels
-    return microns if 0 < microns < WIDEST_UM else None

@@ -53,7 +53,11 @@ class ZarrPicture(FileReader[_ZarrHandle]):
             check_metadata(self.path)
             found = zarr.open(self.path, mode="r")
             if isinstance(found, zarr.Array):
-                arrays, axes, microns = [found], _read_axes(found), None
+                # Zarr 3 names axes in the metadata, xarray in an attribute; without names, or with others, they are
+                # guessed from the shape.
+                names = getattr(found.metadata, "dimension_names", None) or found.attrs.get("_ARRAY_DIMENSIONS") or ()
+                letters = _parse_axes(names)
+                arrays, axes, microns = [found], letters if "?" not in letters else None, None
             else:
                 arrays, axes, microns = _read_multiscale(self.path, found)
             return _ZarrHandle(arrays, _resolve_axes(self.path, arrays, axes), microns)
@@ -75,7 +79,11 @@ class ZarrPicture(FileReader[_ZarrHandle]):
     def _fill(self, out: Pixels, y0: int, x0: int, level: int) -> None:
         handle = self.handle
         array, (height_px, width_px) = handle.arrays[level], out.shape[:2]
-        kept = [axis for axis in handle.axes if axis in "yxc"]  # the others have one entry, which is selected
+        # Axes come in any order, such as "tczyx". A read selects entry 0 of t and z, cuts y and x, takes all of c, and
+        # transposes what is left to (y, x, c):
+        #
+        #     array[0, :, 0, top:bottom, x0:x1]   ->   (c, y, x)   ->   (y, x, c)
+        kept = [axis for axis in handle.axes if axis in "yxc"]
         order = [kept.index(axis) for axis in "yxc" if axis in kept]
         chunk_rows = array.chunks[handle.axes.index("y")]
         for top, bottom in split_row_bands(y0, y0 + height_px, 3 * width_px, chunk_rows):
@@ -135,13 +143,6 @@ def _parse_axes(axes: Sequence[Any]) -> str:
     plain = [axis if isinstance(axis, Mapping) else {"name": axis} for axis in axes]
     names = [known.get(str(axis.get("type") or axis["name"]), str(axis["name"]).lower()) for axis in plain]
     return "".join(name if name in tuple("tczyx") else "?" for name in names)
-
-
-def _read_axes(array: Any) -> str | None:
-    """Return the axes that an array names by Zarr 3 or xarray, or None if there are none or unknown ones."""
-    names = getattr(array.metadata, "dimension_names", None) or array.attrs.get("_ARRAY_DIMENSIONS") or ()
-    letters = _parse_axes(names)
-    return letters if letters and "?" not in letters else None
 
 
 def _resolve_axes(path: Path, arrays: Sequence[Any], axes: str | None) -> str:

@@ -89,6 +89,10 @@ def _read_zstd_size(head: bytes) -> int | None:
     >>> _read_zstd_size(b"(\\xb5/\\xfd" + bytes([0b1110_0000]) + (1 << 40).to_bytes(8, "little")) == 1 << 40
     True
     """
+    #     28 B5 2F FD | flags | window, unless single | dictionary, 0 1 2 or 4 bytes | size, 0 1 2 4 or 8 bytes
+    #
+    # Bits 7 and 6 of the flags give the width of the size, bit 5 is `single`, bits 1 and 0 the width of the dictionary.
+    # A size of one byte exists only in a single segment; one of two bytes counts from 256.
     if not head.startswith(_ZSTD) or len(head) < 6:
         return 0
     flags = head[4]
@@ -103,6 +107,7 @@ def _read_zstd_size(head: bytes) -> int | None:
 
 def _measure_inflated(data: bytes, most: int) -> int:
     """Measure deflate data by unpacking them in pieces, none of which is kept."""
+    # A gzip file may consist of several members, one after the other, which unpack to their concatenation.
     count, left = 0, data
     for _ in range(_PARTS):
         engine = zlib.decompressobj(wbits=47)  # 32 + 15: detects gzip or zlib headers

@@ -23,6 +23,12 @@ _MOST_SIDE_PX, _MOST_PX = 1 << 24, 1 << 40
 class PaddedRegion:
     """All of `picture`, with white below and at the right up to `size_px` (height, width) if the model needs that."""
 
+    #     +-----------+...+
+    #     |  picture  |   :      picture_px: what is asked for, and what is written
+    #     |           |   :      size_px: what the model computes, for instance a multiple of 32; white is read as any
+    #     +-----------+   :               other pixels, and never stored
+    #     :               :
+    #     +...............+
     picture: Picture
     size_px: tuple[int, int]
 

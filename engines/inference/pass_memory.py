@@ -70,8 +70,8 @@ def estimate_pass_bytes(turn: TilePass, graph: ModelGraph, sums: Mapping[str, Te
 
     `sums` are the sums known at that time. Raises NotImplementedError if a kernel has no meta function.
     """
-    # The same program that will run on the device runs here, so that whatever it frees early, or fuses, is accounted
-    # for without a second model of it. Weights are made before `live` is on: every pass shares them.
+    # The program that will run on the device runs here, so that no second model has to know what it frees and when.
+    # Weights are made before `live` is entered, and are not counted: all passes share them.
     device = torch.device("meta")
     weights = {name: _make_empty(graph.weights[name]) for name in turn.program.weights}
     buffers = {name: _make_empty(graph.buffers[name]) for name in turn.program.buffers}

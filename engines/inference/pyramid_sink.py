@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,7 @@ class PyramidSink:
         self, path: Path, shape: Shape, dtype: np.dtype[Any], microns_per_px: float | None = None, mixes: bool = False
     ) -> None:
         self.path, self.dtype, self.microns_per_px = path, dtype, microns_per_px
-        self.halve = _compute_mean if mixes else _pick_nearest
+        self.mixes = mixes
         if path.is_dir():
             raise IsADirectoryError(f"{path} is a folder. Give the path of a file.")
         self.raw = _ScratchArray(path.parent, shape, dtype)
@@ -117,7 +117,7 @@ class PyramidSink:
         with tifffile.TiffWriter(name, bigtiff=True) as writer:
             for level in range(levels + 1):
                 if level:
-                    coarser = _write_halved(self.raw, self.path.parent, self.halve)
+                    coarser = _write_halved(self.raw, self.path.parent, self.mixes)
                     self.raw.file.close()
                     self.raw = coarser
                 resolution: dict[str, Any] = {}
@@ -181,7 +181,7 @@ def _read_tiles(raw: _ScratchArray) -> Iterator[NDArray[Any]]:
             yield tile[..., 0] if raw.shape[2] == 1 else tile
 
 
-def _write_halved(raw: _ScratchArray, folder: Path, halve: Callable[[NDArray[Any]], NDArray[Any]]) -> _ScratchArray:
+def _write_halved(raw: _ScratchArray, folder: Path, mixes: bool) -> _ScratchArray:
     height, width = (-(-px // 2) for px in raw.shape[:2])
     coarser = _ScratchArray(folder, (height, width, raw.shape[2]), raw.dtype)
     for block in _split_blocks(coarser.shape, TILE_PX, GROUP_PX):
@@ -189,17 +189,14 @@ def _write_halved(raw: _ScratchArray, folder: Path, halve: Callable[[NDArray[Any
             Span(2 * span.start, min(2 * span.stop, px))
             for span, px in zip((block.rows, block.cols), raw.shape[:2], strict=True)
         )
-        coarser.write(block, halve(raw.read(Tile(rows, cols))))
+        coarser.write(block, _halve(raw.read(Tile(rows, cols)), mixes))
     return coarser
 
 
-def _pick_nearest(pixels: NDArray[Any]) -> NDArray[Any]:
-    """Return every other pixel: a mean of classes 1 and 3 would be class 2."""
-    return pixels[::2, ::2]
-
-
-def _compute_mean(pixels: NDArray[Any]) -> NDArray[Any]:
-    """Return means of 2 x 2 pixels; a last odd row or column is repeated."""
+def _halve(pixels: NDArray[Any], mixes: bool) -> NDArray[Any]:
+    """Return means of 2 x 2 pixels, or every other pixel; a last odd row or column is repeated."""
+    if not mixes:  # a mean of classes 1 and 3 would be class 2
+        return pixels[::2, ::2]
     height, width = pixels.shape[:2]
     even = np.pad(pixels, ((0, height % 2), (0, width % 2), (0, 0)), mode="edge").astype(np.float32)
     mean = (even[::2, ::2] + even[1::2, ::2] + even[::2, 1::2] + even[1::2, 1::2]) / 4

@@ -62,7 +62,7 @@ class RankPredictor:
         self.program = Compiler(recipe.graph, recipe.plan).compile_rank(world.rank)
         self.device = choose_device(recipe.device, world.rank)
         self.threads = choose_thread_count(recipe.plan, world.rank)
-        # Constants of the graph were copied into the recipe at tracing; they are in no rank's weights.
+        # Constants that the model creates in its forward pass come with the graph; no rank holds them as weights.
         wanted, graph, state = (*self.program.weights, *self.program.buffers), recipe.graph, recipe.state
         if held is not None:
             learnt = [name for name in wanted if name not in graph.constants]

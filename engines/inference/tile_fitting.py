@@ -118,6 +118,7 @@ def _estimate_peak_bytes(turns: TilePasses, graph: ModelGraph) -> int:
     for known, turn in iterate_passes(turns):
         taken = estimate_pass_bytes(turn, graph, known)
         if turn.prediction is not None and turn.prediction.tile is not None:
+            # Added to the peak, since the pass's tensors are still held when its scores are converted.
             channels = graph.specs[graph.prediction].shape[1]
             taken += turn.prediction.tile.pixels * (_CLASS_BYTES + _SCORE_BYTES * channels)
         if turn.window is not None and turn.window.tile is not None:

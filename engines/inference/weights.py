@@ -30,6 +30,7 @@ def load_weights(model: nn.Module, path: Path) -> None:
         found = load_file(file)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{file}: no weights can be read from it ({error}). Give a safetensors file.") from error
+    # All names and shapes are compared first: `load_state_dict` would copy what fits before it raises.
     ours, theirs = ({name: tuple(t.shape) for name, t in state.items()} for state in (model.state_dict(), found))
     wrong = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
     if wrong:
