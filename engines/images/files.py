@@ -65,7 +65,7 @@ class FileReader(PictureReader, Generic[Handle]):
             self._handle = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # Neither an open file nor a lock can be pickled: a copy on another rank, or another host, opens the path itself.
+        # Neither an open file nor a lock can be pickled: a copy on another rank, or on another host, opens the path.
         return self.__dict__ | {"_handle": None, "_lock": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

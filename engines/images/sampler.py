@@ -41,7 +41,7 @@ class SamplerState:
     @classmethod
     def of(cls, state: Any) -> SamplerState:
         """Return the state from the result of `to_dict`. Raises ValueError or TypeError if it is invalid."""
-        # The state comes from a checkpoint, so from a file: it is checked as one. A step takes at least one image, so that
+        # The state comes from a checkpoint, and is checked as any file is. A step takes at least one image, so that
         # `step` never exceeds `position`.
         if not isinstance(state, dict) or not isinstance(state.get("skipped"), list):
             raise TypeError("where the training is in its images is no dict with a list of those that are left out")

@@ -170,9 +170,12 @@ def test_pictures_by_class_and_slide(tmp_path: Path):
     assert images.names == ("normal", "tumour")
     found = [(images.examples[i].path.relative_to(tmp_path).as_posix(), images.label(i)) for i in range(len(images))]
     assert found == [
-        ("normal/9.png", 0), ("normal/s1/1.png", 0),
-        ("tumour/s1/1.png", 1), ("tumour/s1/2.png", 1), ("tumour/s2/1.png", 1),
-    ]  # fmt: skip
+        ("normal/9.png", 0),
+        ("normal/s1/1.png", 0),
+        ("tumour/s1/1.png", 1),
+        ("tumour/s1/2.png", 1),
+        ("tumour/s2/1.png", 1),
+    ]
     assert [images.slide(i) for i in range(1, 5)] == ["s1", "s1", "s1", "s2"]
     assert images.slide(0) == str(tmp_path / "normal" / "9.png")
 
