@@ -10,6 +10,7 @@ from engines.formatting import format_bytes
 
 __all__ = ["check_budget"]
 
+# A file's header cannot be trusted, so that the memory of a read is limited by the bytes that the file really has.
 ANY_FILE_BYTES = 2 << 30  # for a file of any size: a mask of 30,000 x 30,000 px compresses to a thousandth
 PER_BYTE = 128  # per byte of the file: highly compressed photographs take a hundred times their bytes
 SMALL_BYTES = 64 << 20  # smaller reads are not checked

@@ -1,4 +1,7 @@
-"""Base class of readers of picture files, which every process opens itself, and their error messages."""
+"""Base class of readers of picture files, which every process opens itself, and what they share.
+
+A file's header cannot be trusted. Sizes are checked before memory is allocated; errors name the file and the reason.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data set of a folder that contains one folder of pictures per class."""
+"""Data sets in folders: one folder of pictures per class, or pictures with the annotations of other tools."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures from files, arrays, tensors or open slides, with one interface for reading rectangles."""
+"""Pictures from files, arrays, tensors or open slides, and their regions, with one interface for reading rectangles."""
 
 from __future__ import annotations
 

@@ -26,7 +26,10 @@ _KEPT = 4  # open files; OpenSlide caches up to 32 MB of decoded pixels for each
 
 
 class FileCache(Generic[Kind]):
-    """LRU cache of the files that `open_file` opened, while they are unchanged; fully decoded files are not kept."""
+    """LRU cache of the files that `open_file` opened, while they are unchanged; fully decoded files are not kept.
+
+    A table may name thousands of regions of one slide, which is then opened once.
+    """
 
     def __init__(self, open_file: Callable[[Path], Kind]) -> None:
         self._lock, self._open = threading.Lock(), open_file

@@ -1,4 +1,4 @@
-"""Base class of picture readers: levels, rectangles that may extend beyond the picture, and a count of bytes read."""
+"""Base class of picture readers: levels, rectangles that may extend beyond the picture, thumbnails, display."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from engines.errors import ImageError
 from engines.images.display import describe_picture, make_picture_html
-from engines.images.thumbnails import make_thumbnail
+from engines.images.thumbnails import DecodeBlock, make_thumbnail
 
 __all__ = ["WHITE", "DecodeBlock", "Level", "PictureReader", "Pixels", "split_row_bands"]
 
@@ -36,15 +36,6 @@ class Level:
     def shape(self) -> tuple[int, int]:
         """Height and width in pixels."""
         return self.height, self.width
-
-
-@dataclass(frozen=True)
-class DecodeBlock:
-    """The smallest unit of decoding, and its cost, as the number of pixels that take equally long to decode."""
-
-    rows: int = 1
-    cols: int = 1
-    cost_px: int = 1
 
 
 class ByteCounter:

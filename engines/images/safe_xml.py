@@ -1,4 +1,4 @@
-"""Parsing of untrusted XML: elements and text only; document types, which could define entities, are refused."""
+"""Parsing of untrusted XML, such as OME-XML; document types, which could define entities, are refused."""
 
 from __future__ import annotations
 

@@ -16,10 +16,10 @@ def split_indices(
 ) -> tuple[list[int], list[int]]:
     """Return the indices of the training images and of the held-out images; about a `held_out` share of the slides.
 
-    Image i belongs to slide `slides[i]` and class `labels[i]`. All images of a slide are on the same side. The split is
-    stratified: the same share of the slides with the same set of classes is held out, at least one of two or more. The
-    same slides, labels and seed give the same sides, in any order of the images. Raises ImageError if a side would be
-    empty.
+    Image i belongs to slide `slides[i]` and class `labels[i]`. All images of a slide are on the same side, so that no
+    slide is used for both training and evaluation. The split is stratified: the same share of the slides with the same
+    set of classes is held out, at least one of two or more. The same slides, labels and seed give the same sides, in
+    any order of the images. Raises ImageError if a side would be empty.
 
     >>> split_indices(["a", "a", "b", "c"], held_out=0.3)
     ([0, 1, 2], [3])

@@ -1,4 +1,4 @@
-"""Stain amounts per pixel, and augmentation of the staining."""
+"""Stain amounts per pixel, augmentation of the staining, and a small classification task on stained tissue."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,9 +13,9 @@ from engines.errors import ImageError
 
 if TYPE_CHECKING:
     from engines.images.picture import Picture
-    from engines.images.picture_reader import DecodeBlock, Pixels
+    from engines.images.picture_reader import Pixels
 
-__all__ = ["make_thumbnail"]
+__all__ = ["DecodeBlock", "make_thumbnail"]
 
 BAND_PX = 1 << 24  # pixels in memory at a time
 MOST_PX = 1 << 29  # pixels of a level: a larger one is sampled, since reading all of it takes minutes
@@ -26,12 +27,21 @@ Box = tuple[int, int, int, int]
 """First row, first column, height and width."""
 
 
+@dataclass(frozen=True)
+class DecodeBlock:
+    """The smallest unit of decoding, and its cost, as the number of pixels that take equally long to decode."""
+
+    rows: int = 1
+    cols: int = 1
+    cost_px: int = 1
+
+
 def make_thumbnail(picture: Picture, longest_px: int, box: Box | None = None, level: int = 0) -> Pixels:
     """Return a rectangle of one level (None: all of it), shrunk by averaging until no side exceeds `longest_px`.
 
-    It is read from the coarsest level that has enough pixels. If even on that level it is larger than 2**29 pixels (a
-    slide without a pyramid), or would take as long because its tiles are huge or tiny, only a grid of squares is read,
-    and the result is coarse. It is never enlarged. Raises ImageError if `longest_px` is less than 1.
+    It is read in bands, never all at once, from the coarsest level that has enough pixels. If even on that level it is
+    larger than 2**29 pixels (a slide without a pyramid), or would take as long because its tiles are huge or tiny, only
+    a grid of squares is read, and the result is coarse. It is never enlarged. Raises ImageError if `longest_px` is less than 1.
     """
     if longest_px < 1:
         raise ImageError(f"A thumbnail of {picture.name} cannot have sides of {longest_px} px: use 1 or more.")
@@ -69,9 +79,8 @@ def _choose_level(picture: Picture, sides: tuple[int, int], level: int, size: tu
 
 def _get_decode_block(picture: Picture, level: int) -> DecodeBlock:
     """Return the unit of decoding; for a user's own kind of picture it is unknown, and single pixels are assumed."""
-    from engines.images.picture_reader import DecodeBlock, PictureReader  # here, since that module imports this one
-
-    return picture.get_decode_block(level) if isinstance(picture, PictureReader) else DecodeBlock()
+    get_block = getattr(picture, "get_decode_block", None)
+    return get_block(level) if get_block else DecodeBlock()
 
 
 def _shrink_in_bands(picture: Picture, edges: tuple[float, ...], level: int, size: tuple[int, int]) -> Pixels:

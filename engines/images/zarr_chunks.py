@@ -1,4 +1,4 @@
-"""Checks of Zarr chunks before they are unpacked: they must be inside the store and unpack to their declared size."""
+"""Checks of Zarr chunks before they are unpacked: place in the store, codecs, and the size that they unpack to."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Codecs of Zarr chunks: which ones are supported, and how large a chunk is unpacked, determined before unpacking it.
-
-At most one compressor is allowed: each of several in turn could expand the output of the one before a thousandfold.
-No codec that runs code is allowed, such as numcodecs' `pickle`.
-"""
+"""Codecs of Zarr chunks: which ones are supported, and the size of a chunk unpacked, found before unpacking it."""
 
 from __future__ import annotations
 
@@ -17,6 +13,8 @@ from engines.errors import ImageError
 
 __all__ = ["check_codecs", "estimate_unpacked_bytes", "find_compressor"]
 
+# At most one compressor is allowed: each of several in turn could expand the output of the one before a thousandfold.
+# No codec that runs code is allowed, such as numcodecs' `pickle`.
 _PACKERS = ("zstd", "blosc", "lz4", "gzip", "zlib")
 _OTHERS = ("bytes", "endian", "transpose", "shuffle", "crc32", "crc32c", "adler32", "fletcher32", "sharding_indexed")
 _LARGE_BYTES = 1 << 29  # a deflate chunk that could unpack to more than this is measured by a trial

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from engines.errors import ImageError
-from engines.images import region_picture
 from engines.images.dataset import to_network_input
 from engines.images.picture import Picture
+from engines.images.region_picture import crop_picture
 from engines.spatial.tiles import Tile
 
 __all__ = ["PaddedRegion", "make_padded_region"]
@@ -61,5 +61,5 @@ def make_padded_region(picture: Picture, box: Sequence[int] | None = None, level
         raise ImageError(
             f"region={box!r}: {box[2]:,} x {box[3]:,} px are more than any slide has. Ask for a smaller one."
         )
-    cut = region_picture.crop_picture(picture, *((0, 0, rows, cols) if box is None else box), level)
+    cut = crop_picture(picture, *((0, 0, rows, cols) if box is None else box), level)
     return PaddedRegion(cut, cut.shape())

@@ -68,7 +68,8 @@ class _MetaMemoryMode(TorchDispatchMode):
 def estimate_pass_bytes(turn: TilePass, graph: ModelGraph, sums: Mapping[str, TensorSpec]) -> int:
     """Return the peak bytes of tensors in one pass, without the weights and the image's pixels as bytes.
 
-    `sums` are the sums known at that time. Raises NotImplementedError if a kernel has no meta function.
+    The pass runs on the meta device, where tensors have sizes but no memory. `sums` are the sums known at that time.
+    Raises NotImplementedError if a kernel has no meta function.
     """
     # The program that will run on the device runs here, so that no second model has to know what it frees and when.
     # Weights are made before `live` is entered, and are not counted: all passes share them.

@@ -1,4 +1,4 @@
-"""Predict on all ranks together under the plan of a training: its forward pass, in evaluation mode."""
+"""Predict on all ranks together under the plan of a training: recipes, and the forward pass in evaluation mode."""
 
 from __future__ import annotations
 

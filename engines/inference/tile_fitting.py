@@ -1,4 +1,4 @@
-"""Choose the number of tiles so that each fits within a memory bound."""
+"""Choose the number of tiles so that a pass over each, whose memory is estimated, fits within a bound."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collect the tiles of a prediction on rank 0, which puts them in place."""
+"""Collect the tiles of a prediction on rank 0: what is kept of the scores, and the sinks that it goes to."""
 
 from __future__ import annotations
 
