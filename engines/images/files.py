@@ -19,8 +19,11 @@ from engines.regular_file import NotRegularError, open_regular
 from engines.working_folder import describe_working_folder, make_absolute
 
 __all__ = [
+    "JPEG_HEAD",
     "MEND",
     "PIXELS_PER_BYTE",
+    "PNG_HEAD",
+    "TIFF_HEADS",
     "FileReader",
     "check_size",
     "make_changed_error",
@@ -30,6 +33,9 @@ __all__ = [
 ]
 
 MEND = "Copy or export it again."
+# The first bytes of a file tell its kind, whatever its name. The last two of TIFF are BigTIFF, for files beyond 4 GB.
+PNG_HEAD, JPEG_HEAD = b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"
+TIFF_HEADS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 PIXELS_PER_BYTE = 4096  # no compression exceeds this, except for blank fax pages
 
 Handle = TypeVar("Handle")

@@ -21,7 +21,6 @@ __all__ = ["OpenSlidePicture", "SlideLike", "SlideLikePicture", "detect", "has_o
 
 BLOCK_PX = 1024  # side of a block read at once; OpenSlide's copy of it is released before the next one is read
 BLENDED_PX = 256  # the same, for a level whose downsample factor is not an integer
-WSI = "pip install 'mpi4dl_nb[wsi]'"
 
 Box = tuple[int, int, int, int]
 """First row, first column, height and width."""
@@ -50,7 +49,10 @@ def has_openslide() -> bool:
 
 def make_openslide_error(path: Path) -> ImageError:
     """Build the error for a slide if the extra `wsi` is not installed."""
-    return ImageError(f"{path} is a whole slide, which OpenSlide reads: {WSI}, or save it as a tiled TIFF file.")
+    return ImageError(
+        f"{path} is a whole slide, which OpenSlide reads: pip install 'mpi4dl_nb[wsi]', or save it as a tiled TIFF "
+        "file."
+    )
 
 
 def detect(path: Path) -> str | None:

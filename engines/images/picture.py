@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from engines.errors import ImageError
 from engines.images.arrays import ArrayPicture, convert_array, convert_tensor
-from engines.images.files import read_head, translate_errors
+from engines.images.files import JPEG_HEAD, PNG_HEAD, TIFF_HEADS, read_head, translate_errors
 from engines.images.openslide import (
     OpenSlidePicture,
     SlideLike,
@@ -68,8 +68,6 @@ class Picture(Protocol):
 
 Source = str | PathLike[str] | NDArray[np.generic] | torch.Tensor | Picture | SlideLike
 
-_PNG, _JPEG = b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"
-_TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # the last two are BigTIFF, for files beyond 4 GB
 _NO_TIFF = (".mrxs", ".vms", ".vmu", ".dcm", ".czi")  # slides that are not TIFF files internally
 
 
@@ -112,7 +110,7 @@ def _open_file(path: Path) -> Picture:
     head, ending = read_head(path, 8), path.suffix.lower()
     if ending == ".mrxs":  # the slide is in a folder next to the file, which is itself a small JPEG picture
         return _open_slide(path, head)
-    if head.startswith(_TIFF):
+    if head.startswith(TIFF_HEADS):
         # OpenSlide knows the vendors' gaps and overlaps between tiles, so that it reads their files, or the user is
         # told to install it. What it does not take for a vendor's file is ordinary TIFF whose tags only look like one.
         maker = detect_vendor(path)
@@ -122,7 +120,7 @@ def _open_file(path: Path) -> Picture:
             return OpenSlidePicture(path)
         page = find_whole_page(path)
         return TiffPicture(path) if page is None else PillowPicture(path, page)
-    if head.startswith((_PNG, _JPEG)):
+    if head.startswith((PNG_HEAD, JPEG_HEAD)):
         return PillowPicture(path)
     return _open_slide(path, head)
 

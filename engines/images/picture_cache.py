@@ -13,7 +13,7 @@ from PIL import Image
 
 from engines.images.files import translate_errors
 from engines.images.picture import Picture, open_image
-from engines.images.pillow import PillowPicture, allow_any_size
+from engines.images.pillow import ORIENTATION, PillowPicture, allow_any_size
 from engines.regular_file import open_regular
 from engines.working_folder import make_absolute
 
@@ -21,7 +21,6 @@ __all__ = ["FileCache", "open_cached", "read_shape"]
 
 Kind = TypeVar("Kind")
 
-_ORIENTATION = 0x0112  # EXIF tag; values from 5 on swap rows and columns
 _KEPT = 4  # open files; OpenSlide caches up to 32 MB of decoded pixels for each
 
 
@@ -70,6 +69,6 @@ def read_shape(path: Path, level: int = 0) -> tuple[int, int]:
             allow_any_size(),
             Image.open(file, formats=("PNG", "JPEG")) as image,
         ):
-            turned = image.getexif().get(_ORIENTATION, 1) > 4
+            turned = image.getexif().get(ORIENTATION, 1) in (5, 6, 7, 8)
             return image.size if turned else image.size[::-1]
     return open_cached(path).shape(level)

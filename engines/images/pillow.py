@@ -26,13 +26,21 @@ from engines.images.picture_reader import Level, PictureReader, Pixels, split_ro
 from engines.regular_file import open_regular
 from engines.working_folder import make_absolute
 
-__all__ = ["FORMATS", "PillowPicture", "allow_any_size", "check_decoding", "map_row_bands", "read_whole_file"]
+__all__ = [
+    "FORMATS",
+    "ORIENTATION",
+    "PillowPicture",
+    "allow_any_size",
+    "check_decoding",
+    "map_row_bands",
+    "read_whole_file",
+]
 
 FORMATS = ("PNG", "JPEG", "TIFF")
 _GREY, _COLOUR = ("1", "L"), ("P", "RGB", "YCbCr")
 _WITH_ALPHA = ("LA", "La", "PA", "RGBA", "RGBa")
 _EXTRA_SAMPLES = 338
-ORIENTATION = 0x0112  # EXIF tag
+ORIENTATION = 0x0112  # the tag of EXIF and TIFF
 TILED = "Save it as a TIFF file in tiles, which is read tile by tile (such as `vips copy IN OUT.tif[tile,pyramid]`)."
 _HOLDS = {"CMYK": "printing inks", "F": "floating-point numbers", "I": "integers of more than 8 bits"}
 

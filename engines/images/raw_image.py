@@ -23,8 +23,15 @@ from tifffile import TiffFile, TiffPage
 from engines.errors import ImageError
 from engines.images.budget import check_budget
 from engines.images.decode_cache import DecodeCache
-from engines.images.files import make_changed_error, read_head, translate_errors
-from engines.images.pillow import allow_any_size, check_decoding, map_row_bands, read_whole_file
+from engines.images.files import (
+    JPEG_HEAD,
+    PNG_HEAD,
+    TIFF_HEADS,
+    make_changed_error,
+    read_head,
+    translate_errors,
+)
+from engines.images.pillow import ORIENTATION, allow_any_size, check_decoding, map_row_bands, read_whole_file
 from engines.images.tiff_layout import find_picture
 from engines.images.tiff_page import DECODED, JPEG, TiffPageReader, check_segment_size, find_alpha_channel
 from engines.images.zarr import is_zarr
@@ -34,11 +41,7 @@ from engines.working_folder import make_absolute
 __all__ = ["RawImage", "open_raw_image"]
 
 Numbers = NDArray[Any]
-_PNG, _JPEG = b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"
-_TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
-_NPY = b"\x93NUMPY"
 _FAX = (2, 3, 4)
-_ORIENTATION = 0x0112
 _WHITE_IS_ZERO, _GREY, _RGB, _PALETTE, _MASK, _YCBCR = 0, 1, 2, 3, 4, 6
 _SAVE = "Save it as a grey PNG or TIFF file, or as an (H, W) array in a .npy file, whose numbers are the classes."
 
@@ -68,11 +71,11 @@ def open_raw_image(path: Path) -> RawImage:
         if is_zarr(path):
             raise ImageError(f"{path} is a Zarr store, and masks are not read from these. {_SAVE}")
     head = read_head(path, 8)
-    if path.suffix.lower() == ".npy" or head.startswith(_NPY):
+    if path.suffix.lower() == ".npy" or head.startswith(b"\x93NUMPY"):
         return _RawNpy(path)
-    if head.startswith(_TIFF):
+    if head.startswith(TIFF_HEADS):
         return _RawTiff(path)
-    if head.startswith((_PNG, _JPEG)):
+    if head.startswith((PNG_HEAD, JPEG_HEAD)):
         return _RawPillow(path)
     raise ImageError(f"{path} is not a PNG, JPEG or TIFF file, nor a NumPy array, so it is no mask. {_SAVE}")
 
@@ -103,7 +106,7 @@ class _RawPillow:
         data = read_whole_file(path)
         with translate_errors(path), allow_any_size(), _open_bytes(data) as image:
             _check_decoding(path, image, data)
-            turned = image.getexif().get(_ORIENTATION, 1) in (5, 6, 7, 8)
+            turned = image.getexif().get(ORIENTATION, 1) in (5, 6, 7, 8)
             self.shape = image.size if turned else (image.height, image.width)
             self.bits = _read_png_bits(path) if image.format == "PNG" else 8
             whole_numbers = image.mode.startswith("I")
@@ -138,7 +141,7 @@ class _RawTiff:
                 _check_page(path, page)
             first = base[0]
             self._pages = [TiffPageReader(path, page) for page in base]
-            self._orientation = int(first.tags.valueof(_ORIENTATION, 1))
+            self._orientation = int(first.tags.valueof(ORIENTATION, 1))
             self.bits, self.alpha = int(first.bitspersample), find_alpha_channel(first)
             self.is_indexed = first.photometric == _PALETTE and not _is_grey_ramp(np.asarray(first.colormap) >> 8)
         self._channels = sum(page.channels for page in self._pages)
@@ -204,7 +207,7 @@ def _decode(path: Path, _page: int) -> Numbers:
         with allow_any_size():
             image = _open_bytes(data)
             _check_decoding(path, image, data)
-            orientation = int(image.getexif().get(_ORIENTATION, 1))
+            orientation = int(image.getexif().get(ORIENTATION, 1))
         bits = _read_png_bits(path) if image.format == "PNG" else 8
         # Pillow has multiplied these by 255 / (2**bits - 1), a whole number: the division is exact.
         factor = 255 // ((1 << bits) - 1) if image.mode == "L" and bits in (2, 4) else 1

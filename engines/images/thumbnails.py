@@ -23,9 +23,6 @@ SAMPLES, SAMPLE_PX = 64, 16  # squares along the longer side, and the side of ea
 MOST_DECODED_PX = 1 << 32  # pixels decoded for one thumbnail, which takes at most ten seconds
 FEWEST = 4  # squares along the longer side, whatever their cost
 
-Box = tuple[int, int, int, int]
-"""First row, first column, height and width."""
-
 
 @dataclass(frozen=True)
 class DecodeBlock:
@@ -36,12 +33,15 @@ class DecodeBlock:
     cost_px: int = 1
 
 
-def make_thumbnail(picture: Picture, longest_px: int, box: Box | None = None, level: int = 0) -> Pixels:
+def make_thumbnail(
+    picture: Picture, longest_px: int, box: tuple[int, int, int, int] | None = None, level: int = 0
+) -> Pixels:
     """Return a rectangle of one level (None: all of it), shrunk by averaging until no side exceeds `longest_px`.
 
-    It is read in bands, never all at once, from the coarsest level that has enough pixels. If even on that level it is
-    larger than 2**29 pixels (a slide without a pyramid), or would take as long because its tiles are huge or tiny, only
-    a grid of squares is read, and the result is coarse. It is never enlarged. Raises ImageError if `longest_px` is less than 1.
+    `box` is (y0, x0, height, width). It is read in bands, never all at once, from the coarsest level that has
+    enough pixels. If even on that level it is larger than 2**29 pixels (a slide without a pyramid), or would take as
+    long because its tiles are huge or tiny, only a grid of squares is read, and the result is coarse. It is never
+    enlarged. Raises ImageError if `longest_px` is less than 1.
     """
     if longest_px < 1:
         raise ImageError(f"A thumbnail of {picture.name} cannot have sides of {longest_px} px: use 1 or more.")

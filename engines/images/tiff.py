@@ -19,8 +19,6 @@ from engines.images.tiff_page import TiffPageReader, check_segment_size, is_plai
 
 __all__ = ["TiffPicture", "check_segments", "detect_vendor", "find_whole_page"]
 
-_VENDORS = ("svs", "ndpi", "scn", "bif", "philips")
-
 _Planes = tuple[TiffPageReader, ...]
 """The pages of one level: one with all channels, or one per channel."""
 
@@ -35,7 +33,7 @@ class _TiffHandle:
 def detect_vendor(path: Path) -> str | None:
     """Return the vendor of a slide in a TIFF file, which OpenSlide reads best; None for a file of no vendor format."""
     with translate_errors(path), TiffFile(path) as file:
-        return next((name for name in _VENDORS if getattr(file, f"is_{name}")), None)
+        return next((name for name in ("svs", "ndpi", "scn", "bif", "philips") if getattr(file, f"is_{name}")), None)
 
 
 def check_segments(path: Path) -> None:

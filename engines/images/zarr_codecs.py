@@ -22,9 +22,6 @@ _DEFLATED = 1032  # the highest compression ratio of deflate (RFC 1951: 258 byte
 _PARTS = 64  # concatenated gzip members in one chunk: programs write only one
 _ZSTD = b"\x28\xb5\x2f\xfd"
 
-Read = Callable[[int, int], bytes]
-"""(offset, count) -> bytes of a chunk."""
-
 
 def check_codecs(path: Path, array: Any) -> None:
     """Raise ImageError if an array has unsupported codecs or more than one compressor."""
@@ -57,8 +54,11 @@ def _flatten_codec_names(codecs: Iterable[object]) -> Iterator[str]:
         yield from _flatten_codec_names((fields.get("configuration") or {}).get("codecs") or ())
 
 
-def estimate_unpacked_bytes(codec: str | None, size: int, read: Read, most: int) -> int:
-    """Estimate how many bytes a chunk of `size` bytes unpacks to, well enough to tell if that exceeds `most`."""
+def estimate_unpacked_bytes(codec: str | None, size: int, read: Callable[[int, int], bytes], most: int) -> int:
+    """Estimate how many bytes a chunk of `size` bytes unpacks to, well enough to tell if that exceeds `most`.
+
+    `read(offset, count)` returns bytes of the chunk.
+    """
     if codec is None:
         return size
     head = read(0, 18)

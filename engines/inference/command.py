@@ -29,8 +29,6 @@ from engines.plan import PRECISIONS
 
 __all__ = ["make_line", "make_predict_parser", "predict"]
 
-_NUMBER = re.compile(r"-?\d{1,15}", re.ASCII)
-
 
 def make_predict_parser() -> argparse.ArgumentParser:
     """Return the parser of the flags of `predict`."""
@@ -67,7 +65,7 @@ def predict(world: World, arguments: Sequence[str]) -> dict[str, object]:
     box = None
     if chosen.region is not None:
         parts = chosen.region.split(",")
-        if len(parts) != 4 or not all(_NUMBER.fullmatch(part.strip()) for part in parts):
+        if len(parts) != 4 or not all(re.fullmatch(r"-?[0-9]{1,15}", part.strip()) for part in parts):
             raise PlanError(
                 f"--region {chosen.region[:80]!r} must be four whole numbers of pixels: y0,x0,height,width."
             )

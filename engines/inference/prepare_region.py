@@ -14,8 +14,6 @@ from engines.training import Recipe
 
 __all__ = ["prepare_region"]
 
-_MULTIPLES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-
 
 def prepare_region(
     model: nn.Module, region: PaddedRegion, precision: str = "float32", device: str = "auto"
@@ -31,7 +29,7 @@ def prepare_region(
     before, log.disabled = log.disabled, True
     refusals: list[TraceError] = []
     try:
-        for px in _MULTIPLES:
+        for px in (1, 2, 4, 8, 16, 32, 64, 128, 256):
             padded = region.pad_to_multiple(px)
             if refusals and padded.size_px == region.size_px:
                 continue
