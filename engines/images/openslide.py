@@ -144,15 +144,11 @@ def _read(slide: SlideLike, shape: Level, level: int, out: Pixels, corner: tuple
     therefore read in blocks of a fixed grid, each from the nearest location: every read returns the same pixels, at
     most half a pixel of level 0 from their true position.
     """
-    #     downsample 4        level    0       1       2          every read hits pixel boundaries
-    #                         level 0  0 1 2 3 4 5 6 7 8 9
-    #     downsample 4.0001   row 2500 starts at 10000.25: the grid fixes which location is passed for it
-    #
-    #     grid of BLENDED_PX  +-------+-------+-------+
-    #                         |    +--|---+   |       |       a read (inner box) takes whole blocks of the grid,
-    #                         +----|--+---|---+-------+       and keeps what it needs of each
-    #                         |    +--|---+   |       |
-    #                         +-------+-------+-------+
+    #     +-------+-------+-------+
+    #     |    +--|---+   |       |       A read (the inner box) of such a level takes whole blocks of the grid, and
+    #     +----|--+---|---+-------+       keeps what it needs of each. Of a level with an integer factor it takes only
+    #     |    +--|---+   |       |       the parts of blocks inside the box.
+    #     +-------+-------+-------+
     (y0, x0), (height_px, width_px) = corner, out.shape[:2]
     box = (y0, x0, height_px, width_px)
     exact = shape.downsample.is_integer()

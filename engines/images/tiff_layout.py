@@ -155,12 +155,12 @@ def _find_full_size(path: Path, pages: Sequence[TiffPage]) -> list[TiffPage]:
 def _check_single(path: Path, file: TiffFile, full: Sequence[TiffPage], others: Sequence[TiffPage]) -> None:
     base, sides = full[0], _get_sides(full[0])
     stack = any(_get_sides(page) == sides for page in full[1:])
-    if base is file.pages.first:
+    if not stack and base is file.pages.first:
         # ImageJ and tifffile write a stack as one page, whose data further planes without pages follow. Only their
         # metadata shows that.
         shaped = file.shaped_metadata or ()
         values = max((math.prod(each.get("shape", ())) for each in shaped[:1]), default=0)
-        stack = stack or (file.imagej_metadata or {}).get("images", 1) > 1 or values > base.size
+        stack = (file.imagej_metadata or {}).get("images", 1) > 1 or values > base.size
     if stack:
         raise ImageError(f"{path} holds several pictures of one size, a stack. Save the one you want by itself.")
     for page in others:

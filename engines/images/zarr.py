@@ -149,7 +149,7 @@ def _resolve_axes(path: Path, arrays: Sequence[Any], axes: str | None) -> str:
     """Return the axes of all levels, one letter each. Raises ImageError if they are not those of a picture."""
     shape = arrays[0].shape
     letters = axes
-    if not letters and len(shape) in (2, 3):  # an array without names: channels are the axis of 1, 3 or 4 entries
+    if not letters and len(shape) in (2, 3):  # no names: channels come last if that axis has 1, 3 or 4
         letters = "yx" if len(shape) == 2 else "yxc" if shape[2] in (1, 3, 4) else "cyx"
     if letters is None or any(letters.count(axis) != 1 for axis in "yx") or letters.count("c") > 1:
         told = f" and axes {letters}" if letters else ""
