@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from xml.etree.ElementTree import Element
 
@@ -57,11 +56,14 @@ def write_boxes_table(folder: Path, chosen: str, table: Path, crop_px: int = 96,
         raise ImageError(
             f"{listed} names {len(missing)} images that are not in {folder / 'JPEGImages'}: {', '.join(missing[:5])}."
         )
-    rows = (
-        (files[name], label, f"{row - crop_px // 2} {col - crop_px // 2} {crop_px} {crop_px}", name)
-        for name in names
-        for label, row, col in _limit_per_class(_read_boxes(folder / "Annotations" / f"{name}.xml", folder), most)
-    )
+    rows = []
+    for name in names:
+        seen: Counter[str] = Counter()
+        for label, row, col in _read_boxes(folder / "Annotations" / f"{name}.xml", folder):
+            seen[label] += 1
+            if most is None or seen[label] <= most:
+                region = f"{row - crop_px // 2} {col - crop_px // 2} {crop_px} {crop_px}"
+                rows.append((files[name], label, region, name))
     return write_table(table, rows, ("path", "label", "region", "slide"))
 
 
@@ -71,17 +73,15 @@ def _require_pictures(folder: Path) -> list[Path]:
     return found
 
 
-Box = tuple[str, int, int]
-"""The class of a box, and the row and column of its centre."""
-
-
 def _read(path: Path, folder: Path, most_bytes: int) -> bytes:
+    # An unpacked archive may hold links: one to /etc/passwd would put that file's text into an error message.
     if path.is_file() and not is_within(path, folder):
         raise ImageError(f"{path} is a link that leads out of {folder}. Copy the folder whole.")
     return read_bounded(path, most_bytes)
 
 
-def _read_boxes(path: Path, folder: Path) -> Iterator[Box]:
+def _read_boxes(path: Path, folder: Path) -> list[tuple[str, int, int]]:
+    """Return the class of each box, and the row and column of its centre."""
     with translate_errors(path):
         found = parse_xml(_read(path, folder, XML_BYTES)).findall("object")
         boxes = [
@@ -90,17 +90,9 @@ def _read_boxes(path: Path, folder: Path) -> Iterator[Box]:
         ]
         if not all(label for label, _, _ in boxes):
             raise ValueError("an object has no name")
-    yield from boxes
+    return boxes
 
 
 def _compute_middle(box: Element, axis: str) -> int:
     low, high = (float(box.findtext(f"bndbox/{axis}{end}", "")) for end in ("min", "max"))
     return int(low - 1 + high) // 2  # VOC counts pixels from 1 and includes the last one
-
-
-def _limit_per_class(boxes: Iterator[Box], most: int | None) -> Iterator[Box]:
-    seen: Counter[str] = Counter()
-    for box in boxes:
-        seen[box[0]] += 1
-        if most is None or seen[box[0]] <= most:
-            yield box

@@ -46,7 +46,21 @@ def convert_array(array: NDArray[np.generic], what: str) -> Pixels:
 
     Raises ImageError if it is no picture; `what` names the array in the message.
     """
-    pixels = _to_bytes(array[..., None] if array.ndim == 2 else array, what)
+    # Floats are taken only from 0 to 1. Scaling any other range to its own extremes would look plausible, but two
+    # pictures, or two tiles of one, would then be scaled by different factors.
+    floating = np.issubdtype(array.dtype, np.floating)
+    if array.dtype == np.uint8:
+        pixels = array.astype(np.uint8)
+    elif floating and array.size and array.min() >= 0 and array.max() <= 1:
+        pixels = np.rint(array.astype(np.float64) * 255).astype(np.uint8)
+    else:
+        found = f"from {array.min():g} to {array.max():g}" if floating and array.size else "of more than 8 bits"
+        raise ImageError(
+            f"{what} holds {array.dtype} numbers {found if array.dtype != bool else 'for true and false'}. "
+            "A picture has uint8 from 0 to 255, or floats from 0 to 1."
+        )
+    if pixels.ndim == 2:
+        pixels = pixels[..., None]
     if pixels.ndim != 3 or pixels.shape[2] not in (1, 3, 4) or not pixels.size:
         raise ImageError(
             f"{what} has shape {array.shape}, but a picture has 1, 3 or 4 channels: "
@@ -55,16 +69,3 @@ def convert_array(array: NDArray[np.generic], what: str) -> Pixels:
     if pixels.shape[2] == 4:
         return composite_on_white(pixels)
     return np.ascontiguousarray(np.broadcast_to(pixels, (*pixels.shape[:2], 3)))
-
-
-def _to_bytes(array: NDArray[np.generic], what: str) -> Pixels:
-    if array.dtype == np.uint8:
-        return array.astype(np.uint8)
-    floating = np.issubdtype(array.dtype, np.floating)
-    if floating and array.size and array.min() >= 0 and array.max() <= 1:
-        return np.rint(array.astype(np.float64) * 255).astype(np.uint8)
-    found = f"from {array.min():g} to {array.max():g}" if floating and array.size else "of more than 8 bits"
-    raise ImageError(
-        f"{what} holds {array.dtype} numbers {found if array.dtype != bool else 'for true and false'}. "
-        "A picture has uint8 from 0 to 255, or floats from 0 to 1."
-    )

@@ -18,13 +18,22 @@ __all__ = ["KINDS", "Augmented"]
 
 KINDS = ("flip", "rotate", "stain", "brightness", "contrast")
 
-_CPU = torch.device("cpu")
 _DRAWS = 13  # random numbers per image: 2 for the crop, 3 for the symmetry, 6 for the stains, 2 for the light
 
 
 @dataclass(frozen=True, slots=True)
 class _GeometricTransform:
     """The map from a source to an image of `size`: crop a rectangle at `corner`, transpose it, then mirror it."""
+
+    #     source           crop         transpose    mirror the rows: the image
+    #     . . . . . .
+    #     . a b c d .      a b c d      a e          d h
+    #     . e f g h .      e f g h      b f          c g
+    #     . . . . . .                   c g          b f
+    #                                   d h          a e
+    #
+    # A rank augments its tile alone. It needs the inverse map of rectangles: its tile of the first two rows of the
+    # image is made from columns c and d of the source. It reads only these, and transposes and mirrors them.
 
     size: tuple[int, int]
     corner: tuple[int, int]
@@ -33,6 +42,7 @@ class _GeometricTransform:
 
     def find_source_tile(self, tile: Tile) -> Tile:
         """Return the tile of the source that a tile of the image is made from."""
+        # The steps are undone in reverse order: the mirrors, the transposition, the crop.
         rows, cols = (
             Span(size - span.stop, size - span.start) if mirrored else span
             for size, span, mirrored in zip(self.size, (tile.rows, tile.cols), self.mirrored, strict=True)
@@ -128,6 +138,8 @@ class Augmented:
             self._make_transform(index, None)
 
     def _make_transform(self, index: int, numbers: Sequence[float] | None) -> _GeometricTransform:
+        # The random numbers have fixed places: [0:2] the crop, [2] the transposition, [3:5] the mirrors, [5:] the
+        # colours. All of them are drawn whatever the kinds, so that another kind more does not change the crops.
         whole = self.images.shape(index)
         size = self.size or whole
         if size[0] > whole[0] or size[1] > whole[1]:
@@ -151,6 +163,7 @@ class Augmented:
         """Change the colours of (3, h, w) pixels; each result depends only on its own pixel, so tiles agree."""
         moved = [2 * number - 1 for number in numbers]
         if "stain" in self.kinds:
+            # Stains are tabulated for bytes. The inverse of `to_network_input` is exact after rounding.
             image = pixels.add(1).mul(127.5).round().byte().numpy()
             factors, added = [1 + self.stain * by for by in moved[:3]], [self.stain * by for by in moved[3:6]]
             pixels = to_network_input(restain(image, factors, added).transpose(1, 2, 0))
@@ -165,5 +178,5 @@ def _sample_numbers(draw: int | None) -> list[float] | None:
     """Return the random numbers of a draw, in [0, 1), or None without a draw."""
     if draw is None:
         return None
-    numbers: list[float] = sample_uniform(draw, 0, [(_DRAWS, 0, _DRAWS)], _CPU).tolist()
+    numbers: list[float] = sample_uniform(draw, 0, [(_DRAWS, 0, _DRAWS)], torch.device("cpu")).tolist()
     return numbers

@@ -10,6 +10,7 @@ from engines.formatting import format_bytes
 
 __all__ = ["check_budget"]
 
+# A file's header cannot be trusted, so that the memory of a read is limited by the bytes that the file really has.
 ANY_FILE_BYTES = 2 << 30  # for a file of any size: a mask of 30,000 x 30,000 px compresses to a thousandth
 PER_BYTE = 128  # per byte of the file: highly compressed photographs take a hundred times their bytes
 SMALL_BYTES = 64 << 20  # smaller reads are not checked
@@ -22,6 +23,8 @@ def check_budget(path: Path, wanted_bytes: int, what: str, mend: str) -> None:
     since other ranks read at the same time. In the message, `what` says what takes the memory, and `mend` how to avoid
     it.
     """
+    # One limit stops a small file that claims to be huge (a decompression bomb), the other an honest file that is too
+    # large for this host. The message names the one that was hit.
     if wanted_bytes <= SMALL_BYTES:
         return
     there = path.stat().st_size

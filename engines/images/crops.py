@@ -46,7 +46,8 @@ class StainCrops:
             raise ImageError(f"count={count} crops have no median between them. Use count >= 2.")
         self.size_px = size_px
         self._pixels = picture.read(0, 0, *picture.shape())
-        self.corners = _sample_corners(picture.shape(), size_px, count, seed)
+        random = np.random.default_rng(seed)
+        self.corners = random.integers(0, [side - size_px + 1 for side in picture.shape()], size=(count, 2))
         stain = compute_dab(self._pixels)
         means = np.array([self._crop(stain, corner).mean() for corner in self.corners])
         self.labels = torch.from_numpy((means > np.median(means)).astype(np.int64))
@@ -62,22 +63,14 @@ class StainCrops:
         """
         if not 1 <= batch_size <= len(self):
             raise ImageError(f"batch_size={batch_size}, but there are {len(self)} crops: use 1 to {len(self)}.")
+        mean, deviation = self._pixels.mean((0, 1)), self._pixels.std((0, 1))
         for start in range(0, len(self) - batch_size + 1, batch_size):
             members = slice(start, start + batch_size)
-            yield self._normalise_crops(self.corners[members]), self.labels[members]
-
-    def _normalise_crops(self, corners: NDArray[np.int64]) -> Tensor:
-        crops = np.stack([self._crop(self._pixels, corner) for corner in corners]).astype(np.float32)
-        mean, deviation = self._pixels.mean((0, 1)), self._pixels.std((0, 1))
-        normalised = (crops - mean) / np.maximum(deviation, 1.0)  # at least 1: a flat channel becomes 0
-        return torch.from_numpy(normalised.astype(np.float32)).permute(0, 3, 1, 2).contiguous()
+            crops = np.stack([self._crop(self._pixels, corner) for corner in self.corners[members]])
+            normalised = (crops.astype(np.float32) - mean) / np.maximum(deviation, 1.0)  # a flat channel becomes 0
+            images = torch.from_numpy(normalised.astype(np.float32)).permute(0, 3, 1, 2).contiguous()
+            yield images, self.labels[members]
 
     def _crop(self, array: NDArray[Any], corner: NDArray[np.int64]) -> NDArray[Any]:
         row, col = corner
         return array[row : row + self.size_px, col : col + self.size_px]
-
-
-def _sample_corners(shape: tuple[int, int], size_px: int, count: int, seed: int) -> NDArray[np.int64]:
-    """Return the first row and column of each crop: (count, 2)."""
-    random = np.random.default_rng(seed)
-    return random.integers(0, [side - size_px + 1 for side in shape], size=(count, 2))

@@ -1,4 +1,4 @@
-"""The interface of data sets for training: labelled images that are read in tiles."""
+"""The interface of data sets for training: labelled images that are read in tiles, their subsets and their split."""
 
 from __future__ import annotations
 

@@ -33,20 +33,21 @@ class DecodeCache:
         """
         with translate_errors(path):
             state = path.stat()
+        # A file that was written anew has another key, so that its old pixels are never taken for it.
         key = (path, page, state.st_mtime_ns, state.st_size, state.st_ino)
         with self._lock:
             found = self._in_use.get(key)
         if found is None:
+            # Outside of the lock, so that other files are decoded meanwhile. If two threads decode one file at once,
+            # the later array replaces the earlier one, which goes when its reader is gone.
             found = self._decode(path, page)
             found.flags.writeable = False
-        self._keep(key, found)
-        return found
-
-    def _keep(self, key: tuple[object, ...], pixels: NDArray[Any]) -> None:
         with self._lock:
-            self._in_use[key] = pixels
+            self._in_use[key] = found
             self._kept.pop(key, None)
-            if pixels.nbytes <= KEPT_BYTES:
-                self._kept[key] = pixels
+            # Readers keep a large array alive themselves; held here too, it would outlive them.
+            if found.nbytes <= KEPT_BYTES:
+                self._kept[key] = found
             while sum(each.nbytes for each in self._kept.values()) > KEPT_BYTES:
                 self._kept.popitem(last=False)
+        return found

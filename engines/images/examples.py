@@ -106,18 +106,20 @@ class ExampleImages(SingleLabelImages):
             return super().mask(index, tile, draw)
         source = example.shape
         mask = MaskFile(example.mask, self.classes, self.threshold, self.ignore)
-        spans = zip(
-            source, self.size or source, (tile.rows, tile.cols), self._compute_margins(source),
-            example.find_mask_origin(mask.shape, source), strict=True,
-        )  # fmt: skip
-        places = [self._map_to_mask(*each) for each in spans]
+        margins, origin = self._compute_margins(source), example.find_mask_origin(mask.shape, source)
+        # Per axis: which row (or column) of the mask each row of the tile shows, and -1 outside of the image.
+        #
+        #     tile  ->  image of `size`  --scale, or + margin-->  source  --+ origin-->  mask
+        #
+        # A mask is not interpolated: the mean of classes 1 and 3 is not class 2.
+        places = []
+        for axis, span in enumerate((tile.rows, tile.cols)):
+            if self.size and self.fit == "scale":
+                at = find_nearest_pixels(source[axis], self.size[axis], span)
+            else:
+                at = np.arange(span.start, span.stop) + margins[axis]
+            places.append(np.where((at >= 0) & (at < source[axis]), at + origin[axis], -1))
         return torch.from_numpy(_read_classes(mask, *places))
-
-    def _map_to_mask(self, source: int, size: int, span: Span, margin: int, origin: int) -> Classes:
-        """Return the mask's rows (or columns) for those of a tile; -1 outside of the image."""
-        scales = self.size and self.fit == "scale"
-        places = find_nearest_pixels(source, size, span) if scales else np.arange(span.start, span.stop) + margin
-        return np.where((places >= 0) & (places < source), places + origin, -1)
 
     def check(self) -> None:
         """Raise ImageError, naming the images, if some are found unreadable without reading their pixels."""
@@ -148,6 +150,8 @@ def _shift_span(span: Span, by: int) -> Span:
 
 def _read_classes(mask: MaskFile, rows: Classes, cols: Classes) -> Classes:
     """Return the classes, (h, w), at ascending rows and columns; `IGNORED` where they are outside of the mask."""
+    # One rectangle from the first to the last wanted pixel is read, since a file is read by rectangles. Its pixels are
+    # then picked, which repeats them where the image is larger than the mask's region, and skips them where smaller.
     classes = np.full((len(rows), len(cols)), IGNORED)
     inside = [(places >= 0) & (places < size) for places, size in zip((rows, cols), mask.shape, strict=True)]
     rows, cols = rows[inside[0]], cols[inside[1]]

@@ -1,4 +1,7 @@
-"""Base class of readers of picture files, which every process opens itself, and their error messages."""
+"""Base class of readers of picture files, which every process opens itself, and what they share.
+
+A file's header cannot be trusted. Sizes are checked before memory is allocated; errors name the file and the reason.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,11 @@ from engines.regular_file import NotRegularError, open_regular
 from engines.working_folder import describe_working_folder, make_absolute
 
 __all__ = [
+    "JPEG_HEAD",
     "MEND",
     "PIXELS_PER_BYTE",
+    "PNG_HEAD",
+    "TIFF_HEADS",
     "FileReader",
     "check_size",
     "make_changed_error",
@@ -27,6 +33,9 @@ __all__ = [
 ]
 
 MEND = "Copy or export it again."
+# The first bytes of a file tell its kind, whatever its name. The last two of TIFF are BigTIFF, for files beyond 4 GB.
+PNG_HEAD, JPEG_HEAD = b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"
+TIFF_HEADS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 PIXELS_PER_BYTE = 4096  # no compression exceeds this, except for blank fax pages
 
 Handle = TypeVar("Handle")
@@ -51,6 +60,8 @@ class FileReader(PictureReader, Generic[Handle]):
         with self._lock:
             forked = self._process != os.getpid()  # a handle inherited by fork shares its file position with the parent
             if self._handle is None or forked:
+                # The file may have been replaced meanwhile. Other pixels of the same shape cannot be told from the old
+                # ones, but rectangles of another shape would lie outside of it.
                 handle = self._open()
                 if tuple(self._get_levels(handle)) != self.levels:
                     raise make_changed_error(self.path)
@@ -63,6 +74,7 @@ class FileReader(PictureReader, Generic[Handle]):
             self._handle = None
 
     def __getstate__(self) -> dict[str, Any]:
+        # Neither an open file nor a lock can be pickled: a copy on another rank, or on another host, opens the path.
         return self.__dict__ | {"_handle": None, "_lock": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Data set of a folder that contains one folder of pictures per class."""
+"""Data sets in folders: one folder of pictures per class, or pictures with the annotations of other tools."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ __all__ = ["folder_images", "list_pictures"]
 
 _ZARR = ".zarr"  # a folder that is itself a picture
 
-ENDINGS = (
-    ".png", ".jpg", ".jpeg", ".tif", ".tiff", ".btf",
-    ".svs", ".ndpi", ".scn", ".mrxs", ".bif", ".svslide", ".dcm", ".czi", _ZARR,
-)  # fmt: skip
+_OF_SLIDES = (".svs", ".ndpi", ".scn", ".mrxs", ".bif", ".svslide", ".dcm", ".czi")
+ENDINGS = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".btf", *_OF_SLIDES, _ZARR)
 """The endings of files that are treated as pictures."""
 
 _WAY = "Put the pictures of each class into a folder of its own: CLASS/PICTURE.png or CLASS/SLIDE/PICTURE.png."
@@ -62,7 +60,11 @@ def folder_images(
     unknown = sorted(set(there) - set(there if names is None else names))
     if unknown:
         raise ImageError(f"{folder} has folders of other classes than {', '.join(names or ())}: {', '.join(unknown)}.")
-    found = {name: _list_class_pictures(folder / name) for name in there}
+    found: dict[str, list[tuple[Path, str]]] = {}  # the pictures of each class, with the names of their slides
+    for name in there:
+        found[name] = [(path, str(path)) for path in list_pictures(folder / name)]
+        for slide in _list_folders(folder / name):
+            found[name] += [(path, slide.name) for path in list_pictures(slide)]
     if not there:
         raise ImageError(f"{folder} has no folders. {_WAY}")
     if empty := [name for name in there if not found[name]]:
@@ -79,12 +81,6 @@ def folder_images(
 
 def _list_folders(folder: Path) -> list[Path]:
     return sorted(path for path in _list_visible(folder) if path.is_dir() and path.suffix != _ZARR)
-
-
-def _list_class_pictures(folder: Path) -> list[tuple[Path, str]]:
-    """Return the pictures of a class, each with the name of its slide."""
-    alone = [(path, str(path)) for path in list_pictures(folder)]
-    return alone + [(path, slide.name) for slide in _list_folders(folder) for path in list_pictures(slide)]
 
 
 def list_pictures(folder: Path) -> list[Path]:

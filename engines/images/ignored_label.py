@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from engines.errors import ImageError
 from engines.images.dataset import LabelledImages
 from engines.layer.graph import ModelGraph, Ref
@@ -21,7 +19,21 @@ def find_ignored_label(graph: ModelGraph) -> int | None:
     It is the `ignore_index` of a cross-entropy or negative log-likelihood of the labels themselves, or a number that is
     no class and that the loss compares its labels with; `labels >= 0` ignores `IGNORED`.
     """
-    found = set(_collect_ignored_labels(graph))
+    shape = graph.specs[graph.prediction].shape
+    classes = range(max(2, shape[1] if len(shape) > 1 else 2))
+    found = {numbers.ignored for numbers in find_label_specs(graph)}
+    # A loss may also compute its mask itself: `labels != 255`, or `labels >= 0`. An equality names the number, unless
+    # it is a class. An inequality leaves out `IGNORED` if that is on another side of the bound than class 0.
+    labels = find_unchanged_labels(graph)
+    for node in graph.nodes:
+        read, other = node.arguments.get("self"), node.arguments.get("other")
+        if not isinstance(read, Ref) or read.name not in labels or not isinstance(other, int | float):
+            continue
+        operator = node.operator.split(".")[1]
+        if operator in ("eq", "ne") and int(other) not in classes:
+            found.add(int(other))
+        elif (operator in ("ge", "lt") and IGNORED < other <= 0) or (operator in ("gt", "le") and IGNORED <= other < 0):
+            found.add(IGNORED)
     return found.pop() if len(found) == 1 else None
 
 
@@ -35,31 +47,3 @@ NOT_LEFT_OUT = (
     "The loss does not leave these out: it would take their label for a class or a number. Use one with an "
     f"ignore_index, such as torch.nn.CrossEntropyLoss, or leave out where labels == {IGNORED} in the loss."
 )
-
-
-def _collect_ignored_labels(graph: ModelGraph) -> Iterator[int | None]:
-    shape = graph.specs[graph.prediction].shape
-    classes = range(max(2, shape[1] if len(shape) > 1 else 2))
-    yield from (numbers.ignored for numbers in find_label_specs(graph))
-    labels = find_unchanged_labels(graph)
-    for node in graph.nodes:
-        read = node.arguments.get("self")
-        if isinstance(read, Ref) and read.name in labels:
-            label = _get_compared_label(node.operator.split(".")[1], node.arguments.get("other"))
-            if label is not None and label not in classes:
-                yield label
-
-
-def _get_compared_label(operator: str, other: object) -> int | None:
-    """Return the label that a comparison with a number singles out; for an inequality, `IGNORED` or None."""
-    if not isinstance(other, int | float):
-        return None
-    if operator in ("eq", "ne"):
-        return int(other)
-    parts = {
-        "ge": IGNORED < other <= 0,
-        "lt": IGNORED < other <= 0,
-        "gt": IGNORED <= other < 0,
-        "le": IGNORED <= other < 0,
-    }
-    return IGNORED if parts.get(operator) else None

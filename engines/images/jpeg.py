@@ -14,6 +14,10 @@ _SCAN, _END = 0xDA, 0xD9
 
 def read_jpeg_size(data: bytes) -> tuple[int, int] | None:
     """Return rows and columns from the frame header of JPEG data (ITU T.81, B.2.2), or None if there is none."""
+    #     FFD8 | FFE0 length ... | FFDB length ... | FFC0 length, precision, rows, columns, ... | FFDA length ... | data
+    #
+    # FFC0 to FFCF begin a frame, except C4 (Huffman tables), C8 (reserved) and CC (arithmetic coding tables). A marker
+    # may be preceded by any number of FF.
     at = 2
     while at + 9 <= len(data) and data[at] == 0xFF:
         marker, (length,) = data[at + 1], struct.unpack_from(">H", data, at + 2)
@@ -26,6 +30,8 @@ def read_jpeg_size(data: bytes) -> tuple[int, int] | None:
 
 def count_jpeg_scans(data: bytes) -> int:
     """Count the scans of JPEG data (ITU T.81, B.2.3), at most up to `MOST_SCANS` + 1."""
+    # Data of a scan have no length: its end is the next marker. FF in data is followed by a stuffed 0, or by a restart
+    # marker (D0 to D7), neither of which ends it.
     at, scans = 2, 0
     while scans <= MOST_SCANS and (found := _MARKER.search(data, at)) and found.end() + 2 <= len(data):
         marker, at = data[found.end() - 1], found.end()

@@ -102,9 +102,14 @@ class RankLoader:
     """
 
     def __init__(
-        self, world: World, own: ShardReader, count: int, feeding: LoaderOptions | None = None, unit: int = 1,
+        self,
+        world: World,
+        own: ShardReader,
+        count: int,
+        feeding: LoaderOptions | None = None,
+        unit: int = 1,
         is_ready: Callable[[int], bool] = lambda images: True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.world, self.own, self.count, self.is_ready = world, own, count, is_ready
         self.feeding = feeding or LoaderOptions()
         self.order = Sampler(len(own.images), count, self.feeding.steps, self.feeding.drop_last, unit)
@@ -156,7 +161,12 @@ class RankLoader:
             if not self.is_ready(len(step)):
                 return NotReady(len(step))
             # All ranks exchange their bad images before any of them uses the step. Every rank then raises, or skips the
-            # same images and tries again, so that the ranks never disagree on the images of a step.
+            # same images and tries again, so that the ranks never disagree on the images of a step. Image 7 is bad in a
+            # region that only rank 1 reads:
+            #
+            #     rank 0   read 3 7   {}        \                skip 7, read 3 9   {}  \
+            #                                    all-gather {7}                         all-gather {}   use 3 9
+            #     rank 1   read 3 7   {7: why}  /                skip 7, read 3 9   {}  /
             read = self._read(step, self.order.get_next_state(self.place))
             waited_s += time.perf_counter() - start_s
             found = all_gather_or_raise(self.world, read.bad, self._make_error(read.bad, read))
@@ -172,10 +182,8 @@ class RankLoader:
             self.bad += [bad[index].text for index in sorted(bad)]
             self.place = replace(self.place, skipped=(*self.place.skipped, *sorted(bad)))
             start_s = time.perf_counter()
-        self._end_epoch()
-        return None
-
-    def _end_epoch(self) -> None:
+        # The first step of an epoch is always full. If there is none, too few readable images are left, and the next
+        # epoch would have none either.
         if not self.place.step:
             some = "".join(f"\n{text}" for text in self.bad[:_NAMED])
             raise ImageError(
@@ -183,6 +191,7 @@ class RankLoader:
                 f"enough for a step of {self.count}. Mend them, or lower the batch size.{some}"
             )
         self.place = self.place.next_epoch
+        return None
 
     # ---- reading
 
@@ -192,25 +201,23 @@ class RankLoader:
             self._prefetch(wanted, then)
         read = _ReadResult()
         for piece in wanted:
-            self._take(piece, read)
+            if piece.index in read.bad:  # an image has several pieces; one that failed is enough
+                continue
+            try:
+                read.pieces[piece] = self.own.fetch(piece) if self._pool is None else self._reading[piece].result()
+            except Exception as error:
+                # Raised only after the exchange: a rank that left here would leave the others in the all-gather.
+                odd = not isinstance(error, ImageError | OSError)
+                text = describe_read_error(self.own.images.name(piece.index), error, odd)
+                read.cause, read.bad[piece.index] = error, _BadImage(text, odd)
         return read
-
-    def _take(self, piece: ReadRequest, read: _ReadResult) -> None:
-        """Read one piece into `read`. Pieces of an image that is already known to be bad are not read."""
-        if piece.index in read.bad:
-            return
-        try:
-            read.pieces[piece] = self.own.fetch(piece) if self._pool is None else self._reading[piece].result()
-        except Exception as error:
-            odd = not isinstance(error, ImageError | OSError)
-            read.cause = error
-            read.bad[piece.index] = _BadImage(describe_read_error(self.own.images.name(piece.index), error, odd), odd)
 
     def _prefetch(self, wanted: Sequence[ReadRequest], then: SamplerState) -> None:
         """Submit the pieces of the step and the next ones to the workers; cancel pieces that are no longer needed.
 
         Pieces become obsolete when a bad image is skipped, which shifts all later steps.
         """
+        # A step of a size that the rank is not prepared for is left out: its pieces are not known yet.
         coming = (step for step, _ in zip(self.order.iterate_steps(then), range(_AHEAD), strict=False))
         known = (step for step in coming if self.is_ready(len(step)))
         pieces = dict.fromkeys([*wanted, *(piece for step in known for piece in self.own.make_read_requests(step))])

@@ -59,7 +59,10 @@ class MaskFile:
         found = self._select_channel(self._source.read(tile), tile)
         ignored = np.isin(found, self.ignore)
         if self.threshold is not None:
-            found = np.where(np.isnan(found), found, self._scale_shades(found) > self.threshold)
+            # A threshold is a shade from 0 to 255, so that a mask saved with 1, 2 or 4 bits means the same.
+            bits = self._source.bits
+            shades = found.astype(np.int64) * (255 // ((1 << bits) - 1)) if bits in (1, 2, 4) else found
+            found = np.where(np.isnan(found), found, shades > self.threshold)
         valid = (found >= 0) & (found < self.classes) & (found == np.floor(found))  # every comparison with NaN is false
         if not (valid | ignored).all():
             row, col = np.argwhere(~(valid | ignored))[0]
@@ -70,16 +73,22 @@ class MaskFile:
             )
         return np.where(ignored, IGNORED, np.where(ignored, 0, found).astype(np.int64))
 
-    def _scale_shades(self, found: NDArray[Any]) -> NDArray[Any]:
-        bits = self._source.bits
-        return found.astype(np.int64) * (255 // ((1 << bits) - 1)) if bits in (1, 2, 4) else found
-
     def _select_channel(self, found: NDArray[Any], tile: Tile) -> NDArray[Any]:
         """Select the channel of classes: (h, w, channels) -> (h, w). Raises ImageError if that is ambiguous."""
-        alpha = self._source.alpha
-        if alpha is not None:
-            self._check_opaque(found[..., alpha], tile)
-            found = np.delete(found, alpha, axis=2)
+        # Programs that save grey as RGB or RGBA lose nothing: the three channels are equal, and all is opaque. Anything
+        # else has lost the class numbers, and a guess would train on wrong labels without a sign of it.
+        channel = self._source.alpha
+        if channel is not None:
+            alpha = found[..., channel]
+            full = np.iinfo(alpha.dtype).max if alpha.dtype.kind in "iu" else 1
+            if (alpha != full).any():
+                row, col = np.argwhere(alpha != full)[0]
+                raise ImageError(
+                    f"The mask {self.path} is transparent at {_describe_pixel(tile, row, col)}, and it is not known "
+                    "which class that is. Save it as grey; if what is opaque is class 1, save its alpha channel alone, "
+                    "by PIL.Image.open(...).getchannel('A').save(...), and give threshold=127."
+                )
+            found = np.delete(found, channel, axis=2)
         if found.shape[2] not in (1, 3):
             raise ImageError(
                 f"The mask {self.path} has {found.shape[2]} channels, and it is not known which of them holds the "
@@ -89,16 +98,6 @@ class MaskFile:
             return found[..., 0]
         self._check_grey(found, tile)
         return found[..., 0] if self.threshold is None else found.sum(2, dtype=np.float64) // 3
-
-    def _check_opaque(self, alpha: NDArray[Any], tile: Tile) -> None:
-        full = np.iinfo(alpha.dtype).max if alpha.dtype.kind in "iu" else 1
-        if (alpha != full).any():
-            row, col = np.argwhere(alpha != full)[0]
-            raise ImageError(
-                f"The mask {self.path} is transparent at {_describe_pixel(tile, row, col)}, and it is not known which "
-                "class that is. Save it as grey; if what is opaque is class 1, save its alpha channel alone, by "
-                "PIL.Image.open(...).getchannel('A').save(...), and give threshold=127."
-            )
 
     def _check_grey(self, found: NDArray[Any], tile: Tile) -> None:
         """Raise ImageError unless the three channels are equal.

@@ -27,6 +27,10 @@ class OmeImage:
     def parse(cls, path: Path, text: str) -> OmeImage:
         """Parse OME-XML. Raises ImageError if it is damaged, or describes a stack or channels that are no colours."""
         try:
+            #     <OME><Image><Pixels SizeZ SizeT SizeC PhysicalSizeX ...>
+            #         <Channel SamplesPerPixel/> ... <TiffData IFD/> ...
+            #
+            # RGB is either one channel of three samples, in one page, or three channels of one sample, a page each.
             found = find_attributes(text, "Pixels", ("Channel", "TiffData"))
             pixels = found["Pixels"]
             depth, times, channels = (int(pixels[f"Size{axis}"]) for axis in "ZTC")

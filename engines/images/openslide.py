@@ -21,7 +21,6 @@ __all__ = ["OpenSlidePicture", "SlideLike", "SlideLikePicture", "detect", "has_o
 
 BLOCK_PX = 1024  # side of a block read at once; OpenSlide's copy of it is released before the next one is read
 BLENDED_PX = 256  # the same, for a level whose downsample factor is not an integer
-WSI = "pip install 'mpi4dl_nb[wsi]'"
 
 Box = tuple[int, int, int, int]
 """First row, first column, height and width."""
@@ -50,14 +49,17 @@ def has_openslide() -> bool:
 
 def make_openslide_error(path: Path) -> ImageError:
     """Build the error for a slide if the extra `wsi` is not installed."""
-    return ImageError(f"{path} is a whole slide, which OpenSlide reads: {WSI}, or save it as a tiled TIFF file.")
+    return ImageError(
+        f"{path} is a whole slide, which OpenSlide reads: pip install 'mpi4dl_nb[wsi]', or save it as a tiled TIFF "
+        "file."
+    )
 
 
 def detect(path: Path) -> str | None:
     """Return the vendor that OpenSlide detects for a file; None if it detects none or is not installed."""
     if not has_openslide():
         return None
-    import openslide
+    import openslide  # an optional package, with a shared library of its own
 
     with translate_errors(path):
         maker: str | None = openslide.OpenSlide.detect_format(path)
@@ -142,6 +144,11 @@ def _read(slide: SlideLike, shape: Level, level: int, out: Pixels, corner: tuple
     therefore read in blocks of a fixed grid, each from the nearest location: every read returns the same pixels, at
     most half a pixel of level 0 from their true position.
     """
+    #     +-------+-------+-------+
+    #     |    +--|---+   |       |       A read (the inner box) of such a level takes whole blocks of the grid, and
+    #     +----|--+---|---+-------+       keeps what it needs of each. Of a level with an integer factor it takes only
+    #     |    +--|---+   |       |       the parts of blocks inside the box.
+    #     +-------+-------+-------+
     (y0, x0), (height_px, width_px) = corner, out.shape[:2]
     box = (y0, x0, height_px, width_px)
     exact = shape.downsample.is_integer()

@@ -1,4 +1,4 @@
-"""Pictures from files, arrays, tensors or open slides, with one interface for reading rectangles."""
+"""Pictures from files, arrays, tensors or open slides, and their regions, with one interface for reading rectangles."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from engines.errors import ImageError
 from engines.images.arrays import ArrayPicture, convert_array, convert_tensor
-from engines.images.files import read_head, translate_errors
+from engines.images.files import JPEG_HEAD, PNG_HEAD, TIFF_HEADS, read_head, translate_errors
 from engines.images.openslide import (
     OpenSlidePicture,
     SlideLike,
@@ -68,8 +68,6 @@ class Picture(Protocol):
 
 Source = str | PathLike[str] | NDArray[np.generic] | torch.Tensor | Picture | SlideLike
 
-_PNG, _JPEG = b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"
-_TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # the last two are BigTIFF, for files beyond 4 GB
 _NO_TIFF = (".mrxs", ".vms", ".vmu", ".dcm", ".czi")  # slides that are not TIFF files internally
 
 
@@ -112,21 +110,19 @@ def _open_file(path: Path) -> Picture:
     head, ending = read_head(path, 8), path.suffix.lower()
     if ending == ".mrxs":  # the slide is in a folder next to the file, which is itself a small JPEG picture
         return _open_slide(path, head)
-    if head.startswith(_TIFF):
-        return _open_tiff(path)
-    if head.startswith((_PNG, _JPEG)):
+    if head.startswith(TIFF_HEADS):
+        # OpenSlide knows the vendors' gaps and overlaps between tiles, so that it reads their files, or the user is
+        # told to install it. What it does not take for a vendor's file is ordinary TIFF whose tags only look like one.
+        maker = detect_vendor(path)
+        if maker == "svs":
+            check_segments(path)  # before OpenSlide opens it, which allocates whatever a damaged header asks for
+        if maker and not (has_openslide() and detect(path) in (None, "generic-tiff")):
+            return OpenSlidePicture(path)
+        page = find_whole_page(path)
+        return TiffPicture(path) if page is None else PillowPicture(path, page)
+    if head.startswith((PNG_HEAD, JPEG_HEAD)):
         return PillowPicture(path)
     return _open_slide(path, head)
-
-
-def _open_tiff(path: Path) -> Picture:
-    maker = detect_vendor(path)
-    if maker == "svs":
-        check_segments(path)  # before OpenSlide opens it, which allocates whatever a damaged header asks for
-    if maker and not (has_openslide() and detect(path) in (None, "generic-tiff")):
-        return OpenSlidePicture(path)
-    page = find_whole_page(path)
-    return TiffPicture(path) if page is None else PillowPicture(path, page)
 
 
 def _open_slide(path: Path, head: bytes) -> Picture:

@@ -1,4 +1,4 @@
-"""Base class of picture readers: levels, rectangles that may extend beyond the picture, and a count of bytes read."""
+"""Base class of picture readers: levels, rectangles that may extend beyond the picture, thumbnails, display."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engines.errors import ImageError
 from engines.images.display import describe_picture, make_picture_html
-from engines.images.thumbnails import make_thumbnail
+from engines.images.thumbnails import DecodeBlock, make_thumbnail
 
 __all__ = ["WHITE", "DecodeBlock", "Level", "PictureReader", "Pixels", "split_row_bands"]
 
@@ -37,15 +36,6 @@ class Level:
     def shape(self) -> tuple[int, int]:
         """Height and width in pixels."""
         return self.height, self.width
-
-
-@dataclass(frozen=True)
-class DecodeBlock:
-    """The smallest unit of decoding, and its cost, as the number of pixels that take equally long to decode."""
-
-    rows: int = 1
-    cols: int = 1
-    cost_px: int = 1
 
 
 class ByteCounter:
@@ -95,11 +85,31 @@ class PictureReader(ABC):
         Pixels outside of the picture are white. Raises ImageError if the rectangle has no pixels, or the file cannot
         be read.
         """
-        (rows, cols), box = self.shape(level), _normalise_box(self.name, (y0, x0, height_px, width_px))
-        y0, x0, height_px, width_px = box
+        rows, cols = self.shape(level)
+        box = y0, x0, height_px, width_px
+        try:
+            y0, x0, height_px, width_px = map(operator.index, box)
+        except TypeError as error:
+            raise ImageError(f"A rectangle of {self.name} is given in whole pixels, not as {box}.") from error
+        if min(height_px, width_px) < 1:
+            raise ImageError(
+                f"A rectangle of {height_px} x {width_px} px of {self.name}, from row {y0}, column {x0}, has no "
+                "pixels. Ask for at least 1 x 1."
+            )
+        # A rectangle may lie partly, or all, outside of the level. Only the part inside is read; clamped edges make
+        # that part empty where there is none.
+        #
+        #     (y0, x0) +----------------+
+        #              | white          |
+        #              |     +----------|----- level
+        #              |     | inside   |
+        #              +-----|----------+
         top, bottom = (min(max(edge, 0), rows) for edge in (y0, y0 + height_px))
         left, right = (min(max(edge, 0), cols) for edge in (x0, x0 + width_px))
-        found = _make_white(self.name, height_px, width_px)
+        try:
+            found = np.full((height_px, width_px, 3), WHITE, np.uint8)
+        except (MemoryError, ValueError) as error:
+            raise ImageError(f"{height_px} x {width_px} px of {self.name} do not fit into memory: {error}.") from error
         inside = found[top - y0 : bottom - y0, left - x0 : right - x0]
         if inside.size:
             self._fill(inside, top, left, level)
@@ -138,23 +148,3 @@ def split_row_bands(start: int, stop: int, row_bytes: int, step: int = 1) -> Ite
     step *= max(1, BAND_BYTES // (row_bytes * step))
     for first in range(start - start % step, stop, step):
         yield max(first, start), min(first + step, stop)
-
-
-def _make_white(name: str, height_px: int, width_px: int) -> Pixels:
-    try:
-        return np.full((height_px, width_px, 3), WHITE, np.uint8)
-    except (MemoryError, ValueError) as error:
-        raise ImageError(f"{height_px} x {width_px} px of {name} do not fit into memory: {error}.") from error
-
-
-def _normalise_box(name: str, box: Sequence[SupportsIndex]) -> tuple[int, int, int, int]:
-    try:
-        y0, x0, height_px, width_px = map(operator.index, box)
-    except TypeError as error:
-        raise ImageError(f"A rectangle of {name} is given in whole pixels, not as {box}.") from error
-    if min(height_px, width_px) < 1:
-        raise ImageError(
-            f"A rectangle of {height_px} x {width_px} px of {name}, from row {y0}, column {x0}, has no pixels. "
-            "Ask for at least 1 x 1."
-        )
-    return y0, x0, height_px, width_px

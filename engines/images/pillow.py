@@ -26,13 +26,21 @@ from engines.images.picture_reader import Level, PictureReader, Pixels, split_ro
 from engines.regular_file import open_regular
 from engines.working_folder import make_absolute
 
-__all__ = ["FORMATS", "PillowPicture", "allow_any_size", "check_decoding", "map_row_bands", "read_whole_file"]
+__all__ = [
+    "FORMATS",
+    "ORIENTATION",
+    "PillowPicture",
+    "allow_any_size",
+    "check_decoding",
+    "map_row_bands",
+    "read_whole_file",
+]
 
 FORMATS = ("PNG", "JPEG", "TIFF")
 _GREY, _COLOUR = ("1", "L"), ("P", "RGB", "YCbCr")
 _WITH_ALPHA = ("LA", "La", "PA", "RGBA", "RGBa")
 _EXTRA_SAMPLES = 338
-ORIENTATION = 0x0112  # EXIF tag
+ORIENTATION = 0x0112  # the tag of EXIF and TIFF
 TILED = "Save it as a TIFF file in tiles, which is read tile by tile (such as `vips copy IN OUT.tif[tile,pyramid]`)."
 _HOLDS = {"CMYK": "printing inks", "F": "floating-point numbers", "I": "integers of more than 8 bits"}
 
@@ -87,6 +95,8 @@ def _decode(path: Path, page: int) -> Pixels:
                 image = Image.open(BytesIO(data), formats=FORMATS)
                 if page:
                     image.seek(page)
+                # The order matters: both checks look at the header only, and come before `getexif`, which for a PNG
+                # decodes the image. The latter is called for its side effect: it may warn, which is switched off here.
                 _check_mode(path, image)
                 check_decoding(path, image, data, 3)
                 image.getexif()
@@ -119,7 +129,14 @@ def check_decoding(path: Path, image: Image.Image, data: bytes, result_bytes: in
     strip or a tile, which may be the whole image.
     """
     rows, cols = image.height, image.width
-    check_size(path, rows, cols, _get_pixels_per_byte(image))
+    # The most pixels that a format stores per byte of file. JPEG needs at least a bit per block of 8 x 8 (T.81, F.1.2);
+    # deflate, in a PNG, packs 258 bytes into 2 bits (RFC 1951).
+    bands, per_byte = len(image.getbands()), PIXELS_PER_BYTE
+    if image.format == "JPEG":
+        per_byte = 8 * 64
+    elif image.format == "PNG" and bands > 1:
+        per_byte = 1032 // bands
+    check_size(path, rows, cols, per_byte)
     if image.format == "JPEG" and (scans := count_jpeg_scans(data)) > MOST_SCANS:
         raise ImageError(f"{path} has more than {scans - 1} scans, where a JPEG picture has about 10. Save it again.")
     held = 1 if image.mode in ("1", "L", "P") else 4
@@ -128,17 +145,6 @@ def check_decoding(path: Path, image: Image.Image, data: bytes, result_bytes: in
     turned = held if image.format == "PNG" or image.getexif().get(ORIENTATION, 1) != 1 else 0
     wanted = len(data) + rows * cols * (held + more + turned + result_bytes)
     check_budget(path, wanted, f"its {rows} x {cols} px can only be decoded all at once", TILED)
-
-
-def _get_pixels_per_byte(image: Image.Image) -> int:
-    """Return the most pixels that a format can store per byte of file, at most the general `PIXELS_PER_BYTE`.
-
-    JPEG needs at least a bit per block of 8 x 8 (T.81, F.1.2); deflate packs 258 bytes into 2 bits (RFC 1951).
-    """
-    if image.format == "JPEG":
-        return 8 * 64
-    bands = len(image.getbands())
-    return 1032 // bands if image.format == "PNG" and bands > 1 else PIXELS_PER_BYTE
 
 
 def _check_mode(path: Path, image: Image.Image) -> None:
@@ -160,7 +166,12 @@ def _check_mode(path: Path, image: Image.Image) -> None:
 
 
 def _to_pixels(image: Image.Image) -> Pixels:
-    alpha = _has_alpha(image)
+    alpha = image.mode in _WITH_ALPHA
+    if isinstance(image, TiffImageFile):
+        # Pillow takes any fourth channel of a TIFF file for alpha, but only the ExtraSamples tag makes it that.
+        alpha = alpha and bool({1, 2} & set(image.tag_v2.get(_EXTRA_SAMPLES, ())))
+    else:
+        alpha = alpha or "transparency" in image.info
     ImageOps.exif_transpose(image, in_place=True)
     if alpha:
         return map_row_bands(image, lambda band: composite_on_white(np.array(band.convert("RGBA"))))
@@ -178,16 +189,6 @@ def map_row_bands(image: Image.Image, read: Callable[[Image.Image], NDArray[Any]
     if found is None:
         raise ValueError(f"it has {image.height} x {image.width} px")
     return found
-
-
-def _has_alpha(image: Image.Image) -> bool:
-    """Return whether an image has transparency.
-
-    Pillow takes any fourth channel of a TIFF file for alpha, but only the file's ExtraSamples tag makes it that.
-    """
-    if isinstance(image, TiffImageFile):
-        return image.mode in _WITH_ALPHA and bool({1, 2} & set(image.tag_v2.get(_EXTRA_SAMPLES, ())))
-    return image.mode in _WITH_ALPHA or "transparency" in image.info
 
 
 _DECODED = DecodeCache(_decode)

@@ -23,8 +23,15 @@ from tifffile import TiffFile, TiffPage
 from engines.errors import ImageError
 from engines.images.budget import check_budget
 from engines.images.decode_cache import DecodeCache
-from engines.images.files import make_changed_error, read_head, translate_errors
-from engines.images.pillow import allow_any_size, check_decoding, map_row_bands, read_whole_file
+from engines.images.files import (
+    JPEG_HEAD,
+    PNG_HEAD,
+    TIFF_HEADS,
+    make_changed_error,
+    read_head,
+    translate_errors,
+)
+from engines.images.pillow import ORIENTATION, allow_any_size, check_decoding, map_row_bands, read_whole_file
 from engines.images.tiff_layout import find_picture
 from engines.images.tiff_page import DECODED, JPEG, TiffPageReader, check_segment_size, find_alpha_channel
 from engines.images.zarr import is_zarr
@@ -34,11 +41,7 @@ from engines.working_folder import make_absolute
 __all__ = ["RawImage", "open_raw_image"]
 
 Numbers = NDArray[Any]
-_PNG, _JPEG = b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"
-_TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
-_NPY = b"\x93NUMPY"
 _FAX = (2, 3, 4)
-_ORIENTATION = 0x0112
 _WHITE_IS_ZERO, _GREY, _RGB, _PALETTE, _MASK, _YCBCR = 0, 1, 2, 3, 4, 6
 _SAVE = "Save it as a grey PNG or TIFF file, or as an (H, W) array in a .npy file, whose numbers are the classes."
 
@@ -68,11 +71,11 @@ def open_raw_image(path: Path) -> RawImage:
         if is_zarr(path):
             raise ImageError(f"{path} is a Zarr store, and masks are not read from these. {_SAVE}")
     head = read_head(path, 8)
-    if path.suffix.lower() == ".npy" or head.startswith(_NPY):
+    if path.suffix.lower() == ".npy" or head.startswith(b"\x93NUMPY"):
         return _RawNpy(path)
-    if head.startswith(_TIFF):
+    if head.startswith(TIFF_HEADS):
         return _RawTiff(path)
-    if head.startswith((_PNG, _JPEG)):
+    if head.startswith((PNG_HEAD, JPEG_HEAD)):
         return _RawPillow(path)
     raise ImageError(f"{path} is not a PNG, JPEG or TIFF file, nor a NumPy array, so it is no mask. {_SAVE}")
 
@@ -103,12 +106,22 @@ class _RawPillow:
         data = read_whole_file(path)
         with translate_errors(path), allow_any_size(), _open_bytes(data) as image:
             _check_decoding(path, image, data)
-            turned = image.getexif().get(_ORIENTATION, 1) in (5, 6, 7, 8)
+            turned = image.getexif().get(ORIENTATION, 1) in (5, 6, 7, 8)
             self.shape = image.size if turned else (image.height, image.width)
             self.bits = _read_png_bits(path) if image.format == "PNG" else 8
-            _check_channels(path, image, self.bits)
+            whole_numbers = image.mode.startswith("I")
+            if self.bits > 8 and not whole_numbers:
+                raise ImageError(
+                    f"The mask {path} has several channels of {self.bits} bits ({image.mode}), and it is not known "
+                    f"which of them are classes. {_SAVE}"
+                )
+            if not whole_numbers and image.mode not in ("1", "L", "LA", "P", "RGB", "RGBA"):
+                raise ImageError(f"The mask {path} is of mode {image.mode}, whose numbers are no classes. {_SAVE}")
             self.alpha = {"LA": 1, "RGBA": 3}.get(image.mode)
-            self.is_indexed = image.mode == "P" and _has_colours(image)
+            self.is_indexed = False
+            if image.mode == "P":
+                palette = np.array(image.getpalette("RGB"), np.int64).reshape(-1, 3).T
+                self.is_indexed = not _is_grey_ramp(palette)
 
     def read(self, tile: Tile) -> Numbers:
         values = _WHOLE.get_pixels(self.path)
@@ -128,18 +141,20 @@ class _RawTiff:
                 _check_page(path, page)
             first = base[0]
             self._pages = [TiffPageReader(path, page) for page in base]
-            self._orientation = int(first.tags.valueof(_ORIENTATION, 1))
+            self._orientation = int(first.tags.valueof(ORIENTATION, 1))
             self.bits, self.alpha = int(first.bitspersample), find_alpha_channel(first)
             self.is_indexed = first.photometric == _PALETTE and not _is_grey_ramp(np.asarray(first.colormap) >> 8)
         self._channels = sum(page.channels for page in self._pages)
         rows, cols = self._pages[0].shape
         self.shape = (cols, rows) if self._orientation in (5, 6, 7, 8) else (rows, cols)
+        # A bare descriptor, read by `pread`: the position is an argument, so that threads need no lock.
         with translate_errors(path):
             self._fd = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._fd)
 
     def read(self, tile: Tile) -> Numbers:
         if self._orientation in range(2, 9):
+            # Hardly any mask is turned, so that a mapping of rectangles through each orientation is not worth its code.
             wanted = 2 * math.prod(self.shape) * self._channels * self._pages[0].dtype.itemsize
             check_budget(self.path, wanted, "it is turned, so that it is read all at once", "Save it upright.")
             return _cut(_apply_orientation(self._read(Tile.whole(*self._pages[0].shape)), self._orientation), tile)
@@ -160,6 +175,7 @@ def _cut(values: Numbers, tile: Tile) -> Numbers:
 
 def _apply_orientation(values: Numbers, orientation: int) -> Numbers:
     """Turn (H, W, ...) values upright by the file's Orientation (TIFF 6.0, p. 36)."""
+    # The eight symmetries of a rectangle: 5 to 8 swap rows and columns, and each of the four corners may come first.
     turned = values.swapaxes(0, 1) if orientation in (5, 6, 7, 8) else values
     rows, cols = orientation in (3, 4, 7, 8), orientation in (2, 3, 6, 7)
     return turned[:: -1 if rows else 1, :: -1 if cols else 1]
@@ -179,21 +195,6 @@ def _read_png_bits(path: Path) -> int:
     return int(bits)
 
 
-def _check_channels(path: Path, image: Image.Image, bits: int) -> None:
-    if bits > 8 and not image.mode.startswith("I"):
-        raise ImageError(
-            f"The mask {path} has several channels of {bits} bits ({image.mode}), and it is not known which of them "
-            f"are classes. {_SAVE}"
-        )
-    if not image.mode.startswith("I") and image.mode not in ("1", "L", "LA", "P", "RGB", "RGBA"):
-        raise ImageError(f"The mask {path} is of mode {image.mode}, whose numbers are no classes. {_SAVE}")
-
-
-def _has_colours(image: Image.Image) -> bool:
-    palette = np.array(image.getpalette("RGB"), np.int64).reshape(-1, 3).T
-    return not _is_grey_ramp(palette)
-
-
 def _is_grey_ramp(palette: NDArray[np.integer[Any]]) -> bool:
     """Return whether a palette, (3, N), maps each index to the grey of the same number, so that indices are shades."""
     return bool((palette == np.arange(palette.shape[1])).all())
@@ -206,8 +207,9 @@ def _decode(path: Path, _page: int) -> Numbers:
         with allow_any_size():
             image = _open_bytes(data)
             _check_decoding(path, image, data)
-            orientation = int(image.getexif().get(_ORIENTATION, 1))
+            orientation = int(image.getexif().get(ORIENTATION, 1))
         bits = _read_png_bits(path) if image.format == "PNG" else 8
+        # Pillow has multiplied these by 255 / (2**bits - 1), a whole number: the division is exact.
         factor = 255 // ((1 << bits) - 1) if image.mode == "L" and bits in (2, 4) else 1
         values = map_row_bands(image, lambda band: np.array(band) // factor if factor > 1 else np.array(band))
         return _apply_orientation(np.atleast_3d(values), orientation)

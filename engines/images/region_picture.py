@@ -27,6 +27,7 @@ class RegionPicture(PictureReader):
         return make_thumbnail(self.picture, longest_px, self.box, self.level)
 
     def _fill(self, out: Pixels, y0: int, x0: int, level: int) -> None:
+        # In bands, since `read` returns a new array: a region as large as its picture would be held twice.
         height_px, width_px = out.shape[:2]
         for top, bottom in split_row_bands(0, height_px, width_px * 3):
             place = self.box[0] + y0 + top, self.box[1] + x0

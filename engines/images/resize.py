@@ -28,6 +28,12 @@ def resize_tile(read: Callable[[Tile], Pixels], source: Size, target: Size, tile
 
     `read` returns the pixels of a tile of the source, (H, W, 3).
     """
+    #                  tile of the target          source
+    #     rows          |..####......|     ->      |....##########............|
+    #                                                  ^ taps of the tile's first and last pixel
+    #
+    # The taps of a pixel depend on its place in the whole target only, so that tiles agree where they meet. Pillow
+    # sums over columns first and rounds to bytes; the same order gives the same bytes.
     if source == target:
         return read(tile)
     rows, cols = (
@@ -52,6 +58,8 @@ def _compute_taps(source: int, target: int, span: Span) -> tuple[Whole, NDArray[
 
     The operations and their order are those of `precompute_coeffs` and `normalize_coeffs_8bpc` in Pillow's Resample.c.
     """
+    # Pixel i of the target is centred at (i + 1/2) * scale in the source. Its filter is a triangle of half width
+    # `scale` when shrinking, so that every source pixel counts, and 1 (plain linear interpolation) when enlarging.
     scale = source / target
     support = max(scale, 1.0)
     centre = (np.arange(span.start, span.stop)[:, None] + 0.5) * scale

@@ -1,4 +1,4 @@
-"""Parsing of untrusted XML: elements and text only; document types, which could define entities, are refused."""
+"""Parsing of untrusted XML, such as OME-XML; document types, which could define entities, are refused."""
 
 from __future__ import annotations
 
@@ -42,6 +42,8 @@ def find_attributes(text: str | bytes, outer: str, inner: Sequence[str]) -> dict
     >>> find_attributes("<a><n:b c='1'><d e='2'/><d e='3'/></n:b><b/></a>", "b", ["d", "f"])
     {'b': {'c': '1'}, 'd': {'e': '2'}}
     """
+    # Two states: until `outer` is met, only its name is looked for; from then on, the depth tells its direct children
+    # from deeper elements, and its own end from theirs.
     parser, found, depth = expat.ParserCreate(), dict[str, Attributes](), 0
 
     def find_outer(name: str, attributes: Attributes) -> None:

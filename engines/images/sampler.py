@@ -41,6 +41,8 @@ class SamplerState:
     @classmethod
     def of(cls, state: Any) -> SamplerState:
         """Return the state from the result of `to_dict`. Raises ValueError or TypeError if it is invalid."""
+        # The state comes from a checkpoint, and is checked as any file is. A step takes at least one image, so that
+        # `step` never exceeds `position`.
         if not isinstance(state, dict) or not isinstance(state.get("skipped"), list):
             raise TypeError("where the training is in its images is no dict with a list of those that are left out")
         numbers = [state.get(name) for name in ("images", "seed", "epoch", "step", "position")]
@@ -115,6 +117,12 @@ class Sampler:
 
     def _find_readable(self, place: SamplerState) -> list[tuple[int, int]]:
         """Return the (position, image) pairs of the next step; empty if too few readable images are left."""
+        # An epoch's order is one permutation; a step takes the next `count` images that are not skipped. Steps are not
+        # numbered in advance, so that a bad image moves the later ones and leaves no gap:
+        #
+        #     order      4 0 7 2 9 1 ...   count 2     after 7 has turned out to be bad
+        #     steps     |4 0|7 2|9 1|                 |4 0|2 9|1 ...
+        #     position   0   2   4   6                 0   2   5
         key = place.seed, place.epoch
         if self._made is None or self._made[0] != key:
             self._made = key, shuffle_indices(self.total, *key)

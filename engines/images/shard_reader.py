@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -18,8 +18,6 @@ from engines.program.worker import Inputs
 from engines.spatial.tiles import Span, Tile
 
 __all__ = ["ReadRequest", "ShardReader"]
-
-_AXES = (0, -2, -1)  # axes of images, rows and columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,17 +87,43 @@ class ShardReader:
         self.training, self.images, self.specs = training, images, specs
         self.size = specs["images"].shape[2:]
         self.dtypes = {name: getattr(torch, spec.dtype) for name, spec in specs.items()}
-        self.ignored = ignored if ignored is not None and _can_hold(self.dtypes["labels"], ignored) else None
+        dtype = self.dtypes["labels"]
+        if ignored is not None and not dtype.is_floating_point:
+            limits = torch.iinfo(dtype)
+            if not limits.min <= ignored <= limits.max:  # in uint8, -100 would become class 156
+                ignored = None
+        self.ignored = ignored
         self._parts: dict[int, dict[int, dict[str, _MicroBatchShard]]] = {}
         self.get_shards(specs["images"].shape[0])
 
     def get_shards(self, count: int) -> dict[int, dict[str, _MicroBatchShard]]:
         """Return this rank's shard of a step of `count` images, by micro-batch and name; cached per `count`."""
         if count not in self._parts:
-            specs = {
-                name: _with_batch_size(spec, count, self.specs["images"].shape[0]) for name, spec in self.specs.items()
-            }
-            cut = [self.training.cut(_make_index_inputs(specs, axis)) for axis in _AXES]
+            # Three whole inputs, whose entries are their own image, row and column, are cut as pixels would be. What
+            # arrives in this rank's shard are the places that it has to read. Say, of two images of 4 x 4 px:
+            #
+            #     rows                columns             cut: a rank has the lower right quarter of image 1
+            #     0 0 0 0             0 1 2 3
+            #     1 1 1 1             0 1 2 3             images 1 1    rows 2 2    columns 2 3
+            #     2 2 2 2             0 1 2 3                    1 1         3 3            2 3
+            #     3 3 3 3             0 1 2 3
+            #
+            # The inputs are expanded views, so that those of any size take no memory.
+            full = self.specs["images"].shape[0]
+            shapes = {name: spec.shape for name, spec in self.specs.items()}
+            shapes = {name: (of[0] * count // full, *of[1:]) if of else of for name, of in shapes.items()}
+            images, labels = shapes["images"], shapes["labels"]
+            cut = []
+            for axis in (0, -2, -1):
+                of_labels = 0 if len(labels) < 3 else axis  # one label per image has no rows and columns
+                cut.append(
+                    self.training.cut(
+                        {
+                            "images": _make_axis_index((images[0], 1, *images[2:]), axis, images[axis]),
+                            "labels": _make_axis_index(labels, of_labels, images[of_labels]),
+                        }
+                    )
+                )
             self._parts[count] = {
                 number: {name: _make_shard(*(places[number][name] for places in cut)) for name in cut[0][number]}
                 for number in cut[0]
@@ -133,65 +157,30 @@ class ShardReader:
             )
         if piece.name == "images":
             return self.images.part(piece.index, piece.tile, piece.draw)
-        return self._with_ignored(self.images.mask(piece.index, piece.tile, piece.draw), piece.index)
-
-    def _with_ignored(self, labels: Tensor, index: int) -> Tensor:
-        """Replace `IGNORED` in per-pixel labels by the label that the loss ignores."""
+        labels = self.images.mask(piece.index, piece.tile, piece.draw)
         without = labels == IGNORED
         if self.ignored == IGNORED or not without.any():
             return labels
         if self.ignored is None:
-            raise ImageError(f"{self.images.name(index)} has pixels without a class. {NOT_LEFT_OUT}")
+            raise ImageError(f"{self.images.name(piece.index)} has pixels without a class. {NOT_LEFT_OUT}")
         return labels.masked_fill(without, self.ignored)
 
     def assemble(self, step: Sequence[Sample], read: Callable[[ReadRequest], Tensor]) -> Inputs:
         """Return this rank's shard of a step from the pieces that `read` returns."""
-        return {
-            number: {
-                name: self._assemble_input(name, part, part.make_read_requests(name, step), read)
-                for name, part in parts.items()
-            }
-            for number, parts in self.get_shards(len(step)).items()
-        }
-
-    def _assemble_input(
-        self, name: str, part: _MicroBatchShard, pieces: Sequence[ReadRequest], read: Callable[[ReadRequest], Tensor]
-    ) -> Tensor:
-        found = torch.stack([read(piece) for piece in pieces])
-        if name == "labels":
-            found = _expand_labels(found, part)
-        return found.to(self.dtypes[name])
-
-
-def _with_batch_size(spec: TensorSpec, count: int, full: int) -> TensorSpec:
-    """Return the spec of a step of `full` images, changed to `count` images."""
-    return replace(spec, shape=(spec.shape[0] * count // full, *spec.shape[1:])) if spec.shape else spec
-
-
-def _can_hold(dtype: torch.dtype, label: int) -> bool:
-    """Return whether a dtype can represent a label: in uint8, -100 would become 156."""
-    return dtype.is_floating_point or torch.iinfo(dtype).min <= label <= torch.iinfo(dtype).max
-
-
-def _expand_labels(found: Tensor, part: _MicroBatchShard) -> Tensor:
-    """Bring labels, (N,) or (N, h, w), to the shape of a shard: select its rows and columns, and broadcast."""
-    if len(part.rows):
-        found = found[:, part.rows - part.rows[0]][:, :, part.cols - part.cols[0]]
-    ones = [1] * (len(part.shape) - found.dim())
-    return found.view(len(found), *ones, *found.shape[1:]).expand(part.shape)
-
-
-def _make_index_inputs(specs: Mapping[str, TensorSpec], axis: int) -> dict[str, Tensor]:
-    """Return whole inputs whose entries are their own indices along one axis of the images.
-
-    They are expanded views, so that inputs of any size take no memory.
-    """
-    images, labels = specs["images"].shape, specs["labels"].shape
-    of_labels = 0 if len(labels) < 3 else axis
-    return {
-        "images": _make_axis_index((images[0], 1, *images[2:]), axis, images[axis]),
-        "labels": _make_axis_index(labels, of_labels, images[of_labels]),
-    }
+        shards: dict[int, dict[str, Tensor]] = {}
+        for number, parts in self.get_shards(len(step)).items():
+            shards[number] = {}
+            for name, part in parts.items():
+                found = torch.stack([read(piece) for piece in part.make_read_requests(name, step)])
+                if name == "labels":
+                    if len(part.rows):
+                        # A model of lower resolution uses some pixels of the tile that was read.
+                        found = found[:, part.rows - part.rows[0]][:, :, part.cols - part.cols[0]]
+                    # (N,) or (N, h, w) is broadcast to the loss's shape, such as (N, 1, h, w).
+                    ones = [1] * (len(part.shape) - found.dim())
+                    found = found.view(len(found), *ones, *found.shape[1:]).expand(part.shape)
+                shards[number][name] = found.to(self.dtypes[name])
+        return shards
 
 
 def _make_axis_index(shape: Sequence[int], axis: int, size: int) -> Tensor:

@@ -16,10 +16,10 @@ def split_indices(
 ) -> tuple[list[int], list[int]]:
     """Return the indices of the training images and of the held-out images; about a `held_out` share of the slides.
 
-    Image i belongs to slide `slides[i]` and class `labels[i]`. All images of a slide are on the same side. The split is
-    stratified: the same share of the slides with the same set of classes is held out, at least one of two or more. The
-    same slides, labels and seed give the same sides, in any order of the images. Raises ImageError if a side would be
-    empty.
+    Image i belongs to slide `slides[i]` and class `labels[i]`. All images of a slide are on the same side, so that no
+    slide is used for both training and evaluation. The split is stratified: the same share of the slides with the same
+    set of classes is held out, at least one of two or more. The same slides, labels and seed give the same sides, in
+    any order of the images. Raises ImageError if a side would be empty.
 
     >>> split_indices(["a", "a", "b", "c"], held_out=0.3)
     ([0, 1, 2], [3])
@@ -32,11 +32,11 @@ def split_indices(
     alike: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for slide in sorted(classes):
         alike[tuple(sorted(classes[slide]))].append(slide)
-    judged = {
-        group[place]
-        for number, (_, group) in enumerate(sorted(alike.items()))
-        for place in shuffle_indices(len(group), seed, number)[: _count_held_out(len(group), held_out)]
-    }
+    # Everything is sorted before it is shuffled, so that the order in which files were listed makes no difference.
+    judged: set[str] = set()
+    for number, (_, group) in enumerate(sorted(alike.items())):
+        count = min(max(round(held_out * len(group)), 1), len(group) - 1)
+        judged |= {group[place] for place in shuffle_indices(len(group), seed, number)[:count]}
     if not judged:
         raise ImageError(
             f"The images are of {len(classes)} slides, no two of them of the same classes, so none can be held out. "
@@ -44,7 +44,3 @@ def split_indices(
         )
     sides = [[index for index, slide in enumerate(slides) if (slide in judged) == side] for side in (False, True)]
     return sides[0], sides[1]
-
-
-def _count_held_out(slides: int, held_out: float) -> int:
-    return min(max(round(held_out * slides), 1), slides - 1)

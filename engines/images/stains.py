@@ -1,4 +1,4 @@
-"""Stain amounts per pixel, and augmentation of the staining."""
+"""Stain amounts per pixel, augmentation of the staining, and a small classification task on stained tissue."""
 
 from __future__ import annotations
 
@@ -37,6 +37,10 @@ def restain(image: NDArray[np.uint8], factors: Sequence[float], added: Sequence[
     on its own pixel: sums are written out and functions tabulated, since library routines round slightly differently at
     the borders of an array.
     """
+    #     optical density of red, green, blue  --hed_from_rgb-->  amounts of stains
+    #         amounts * factors + added        --rgb_from_hed-->  optical density
+    #
+    # The three linear steps are one matrix and one vector, so that no stain is ever computed.
     mix = np.asarray(hed_from_rgb @ np.diag(factors) @ rgb_from_hed, np.float32)
     more = np.asarray(_STEPS * np.asarray(added) @ rgb_from_hed, np.float32)
     red, green, blue = _DENSITY[image]

@@ -64,15 +64,12 @@ def split_by_slide(images: LabelledImages, share: float, seed: int = 0) -> tuple
 
     Raises ImageError if one of the two would be empty.
     """
-    everyone = range(len(images))
-    slides, labels = [images.slide(index) for index in everyone], [_get_label(images, index) for index in everyone]
+    slides = [images.slide(index) for index in range(len(images))]
+    labels: list[int | None] = []
+    for index in range(len(images)):
+        try:
+            labels.append(images.label(index))
+        except ImageError:  # an image with only a mask has none
+            labels.append(None)
     train, held = split_indices(slides, labels, share, seed)
     return Subset(images, train), Subset(images, held)
-
-
-def _get_label(images: LabelledImages, index: int) -> int | None:
-    """Return the label of an image, or None if it has only a mask."""
-    try:
-        return images.label(index)
-    except ImageError:
-        return None

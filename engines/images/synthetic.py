@@ -19,6 +19,8 @@ _CPU = torch.device("cpu")
 class SyntheticImages(SingleLabelImages):
     """`count` uniformly random images of `size` = (height, width) pixels, with random classes of images and pixels.
 
+    Each pixel is a function of the seed, the image's index and its position, so that nothing is stored.
+
     >>> from engines.spatial.tiles import Span
     >>> images = SyntheticImages(count=2, size=(4, 6), classes=10)
     >>> whole = images.part(1, Tile.whole(4, 6))

@@ -73,11 +73,13 @@ def table_images(
     >>> images.label(0)
     1
     """
+    # Errors are collected and reported together, in two rounds: the lines by themselves, then the labels and files,
+    # which make sense only once every line has been understood.
     table = Path(table)
     rows = list(_read_rows(table))
     troubles = _TableErrors(table)
-    place = _FileScope(table.parent, Path(os.path.realpath(table.parent if within is None else within)))
-    drafts = [draft for row in rows if (draft := _parse_row(row, place, troubles))]
+    inside = Path(os.path.realpath(table.parent if within is None else within))
+    drafts = [draft for line, cells in rows if (draft := _parse_row(line, cells, table.parent, inside, troubles))]
     troubles.raise_if_any()
     names = names or _make_class_names(table, {draft.label for draft in drafts} - {""})
     masks = _resolve_mask_classes(table, drafts, classes, threshold)
@@ -90,7 +92,10 @@ def table_images(
                 draft.line, f"it has no mask, and its class {labels[draft.label]} is none of the {masks} of the masks"
             )
         if check:
-            _check(draft, troubles)
+            try:
+                draft.example.check()
+            except ImageError as error:
+                troubles.add(draft.line, str(error))
     troubles.raise_if_any()
     examples = [replace(draft.example, label=labels.get(draft.label)) for draft in drafts]
     return ExampleImages(examples, names, size, fit, masks, threshold, ignore if masks else None)
@@ -104,17 +109,15 @@ def write_table(
     Raises ImageError if the file cannot be written.
     """
     table = Path(table)
-    lines = [[_format_cell(value, table.parent) for value in row] for row in rows]
+    lines = [
+        [os.path.relpath(value, table.parent) if isinstance(value, Path) else value for value in row] for row in rows
+    ]
     try:
         with table.open("w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows([columns, *lines])
     except OSError as error:
         raise ImageError(f"{table} cannot be written: {error.strerror}. Choose another place for the table.") from None
     return len(lines)
-
-
-def _format_cell(value: object, folder: Path) -> object:
-    return os.path.relpath(value, folder) if isinstance(value, Path) else value
 
 
 @dataclass
@@ -136,16 +139,6 @@ class _TableErrors:
 
 
 @dataclass(frozen=True)
-class _TableRow:
-    line: int
-    cells: dict[str, str]
-
-    def get(self, column: str) -> str:
-        """Return the text of a cell; empty if the table has no such column."""
-        return self.cells.get(column, "")
-
-
-@dataclass(frozen=True)
 class _ParsedRow:
     """An example whose label is not yet a class number."""
 
@@ -154,9 +147,13 @@ class _ParsedRow:
     label: str
 
 
-def _read_rows(table: Path) -> Iterator[_TableRow]:
-    """Yield the rows of a table. Raises ImageError if there is no table or its first line is no header."""
+def _read_rows(table: Path) -> Iterator[tuple[int, dict[str, str]]]:
+    """Yield the number and the cells of each line. Raises ImageError if there is no table, or no header in its line 1.
+
+    A line number is that of the line's end, since quoted cells may contain line breaks.
+    """
     try:
+        # Spreadsheets write a byte order mark; `utf-8-sig` drops it, which would be part of the first column's name.
         with StringIO(read_bounded(table).decode("utf-8-sig"), newline="") as file:
             reader = csv.reader(file, strict=True)
             header = [name.strip() for name in next(reader, [])]
@@ -171,7 +168,7 @@ def _read_rows(table: Path) -> Iterator[_TableRow]:
                         f"{len(header)}. Put quotation marks around a cell that has a comma in it."
                     )
                 count += 1
-                yield _TableRow(reader.line_num, dict(zip(header, map(str.strip, cells), strict=True)))
+                yield reader.line_num, dict(zip(header, map(str.strip, cells), strict=True))
     except FileNotFoundError:
         raise ImageError(f"The table {table} does not exist (looked for in {describe_working_folder()}).") from None
     except OSError as error:
@@ -193,58 +190,40 @@ def _check_header(table: Path, header: Sequence[str]) -> None:
         raise ImageError(f"{table}, line 1: there must be a column `path`, and `label` or `mask` or both. {known}")
 
 
-@dataclass(frozen=True)
-class _FileScope:
-    """The folder that a table's paths are relative to, and the real folder that its files must be inside."""
-
-    folder: Path
-    within: Path
-
-    def resolve_file(self, name: str, what: str) -> Path:
-        """Return the path of a file. Raises ValueError if it does not exist, or the table may not refer to it."""
-        if not name:
-            raise ValueError("it has no path")
-        path = self.folder / name
-        if "\0" not in name and not is_within(path, self.within):
-            raise ValueError(
-                f"the {what} {name!r} lies outside of {self.within} (if you trust the table: within=, or --within)"
-            )
-        if not os.path.exists(path):  # noqa: PTH110 (Path.exists raises where a name is too long)
-            raise ValueError(f"the {what} {path} is missing")
-        return path
+def _resolve_file(folder: Path, within: Path, name: str, what: str) -> Path:
+    """Return the path of a file, relative to `folder`. Raises ValueError if it is missing, or not inside `within`."""
+    if not name:
+        raise ValueError("it has no path")
+    path = folder / name
+    if "\0" not in name and not is_within(path, within):
+        raise ValueError(f"the {what} {name!r} lies outside of {within} (if you trust the table: within=, or --within)")
+    if not os.path.exists(path):  # noqa: PTH110 (Path.exists raises where a name is too long)
+        raise ValueError(f"the {what} {path} is missing")
+    return path
 
 
-def _parse_row(row: _TableRow, place: _FileScope, troubles: _TableErrors) -> _ParsedRow | None:
-    """Parse a row; on an error, add it to `troubles` and return None."""
+def _parse_row(
+    line: int, cells: dict[str, str], folder: Path, within: Path, troubles: _TableErrors
+) -> _ParsedRow | None:
+    """Parse a line; on an error, add it to `troubles` and return None."""
+    label, masked, text = cells.get("label", ""), cells.get("mask", ""), cells.get("region", "")
     try:
-        label = row.get("label")
-        if not label and ("label" in row.cells or not row.get("mask")):
-            raise ValueError("it has no label" if "label" in row.cells else "it has no mask")
-        path = place.resolve_file(row.get("path"), "file")
-        mask = place.resolve_file(row.get("mask"), "mask") if row.get("mask") else None
-        level = _parse_numbers(row.get("level") or "0", "level", 1)[0]
-        return _ParsedRow(
-            row.line, Example(path, None, mask, _parse_region(row.get("region")), level, row.get("slide")), label
-        )
+        # A cell may be empty only if the table has the other column; with both, each image needs its label.
+        if not label and ("label" in cells or not masked):
+            raise ValueError("it has no label" if "label" in cells else "it has no mask")
+        path = _resolve_file(folder, within, cells["path"], "file")
+        mask = _resolve_file(folder, within, masked, "mask") if masked else None
+        level = _parse_numbers(cells.get("level") or "0", "level", 1)[0]
+        region = None
+        if text:
+            y0, x0, height, width = _parse_numbers(text, "region", 4)
+            if min(height, width) < 1:
+                raise ValueError(f"the region {text!r} has no pixels: it is y0 x0 height width")
+            region = Tile(Span(y0, y0 + height), Span(x0, x0 + width))
     except ValueError as trouble:
-        troubles.add(row.line, str(trouble))
+        troubles.add(line, str(trouble))
         return None
-
-
-def _parse_region(text: str) -> Tile | None:
-    if not text:
-        return None
-    y0, x0, height, width = _parse_numbers(text, "region", 4)
-    if min(height, width) < 1:
-        raise ValueError(f"the region {text!r} has no pixels: it is y0 x0 height width")
-    return Tile(Span(y0, y0 + height), Span(x0, x0 + width))
-
-
-def _check(draft: _ParsedRow, troubles: _TableErrors) -> None:
-    try:
-        draft.example.check()
-    except ImageError as error:
-        troubles.add(draft.line, str(error))
+    return _ParsedRow(line, Example(path, None, mask, region, level, cells.get("slide", "")), label)
 
 
 def _parse_numbers(text: str, what: str, count: int) -> list[int]:

@@ -19,8 +19,6 @@ from engines.images.tiff_page import TiffPageReader, check_segment_size, is_plai
 
 __all__ = ["TiffPicture", "check_segments", "detect_vendor", "find_whole_page"]
 
-_VENDORS = ("svs", "ndpi", "scn", "bif", "philips")
-
 _Planes = tuple[TiffPageReader, ...]
 """The pages of one level: one with all channels, or one per channel."""
 
@@ -35,7 +33,7 @@ class _TiffHandle:
 def detect_vendor(path: Path) -> str | None:
     """Return the vendor of a slide in a TIFF file, which OpenSlide reads best; None for a file of no vendor format."""
     with translate_errors(path), TiffFile(path) as file:
-        return next((name for name in _VENDORS if getattr(file, f"is_{name}")), None)
+        return next((name for name in ("svs", "ndpi", "scn", "bif", "philips") if getattr(file, f"is_{name}")), None)
 
 
 def check_segments(path: Path) -> None:
@@ -77,6 +75,8 @@ class TiffPicture(FileReader[_TiffHandle]):
     def _open(self) -> _TiffHandle:
         with translate_errors(self.path), TiffFile(self.path) as file:
             levels, microns = _read_levels(self.path, file)
+        # tifffile has parsed the tags; from here on only offsets and a bare descriptor are needed. `pread` takes the
+        # position as an argument, so that any number of threads read through one descriptor without a lock.
         with translate_errors(self.path):
             fd = os.open(self.path, os.O_RDONLY)
         handle = _TiffHandle(fd, levels, microns)
@@ -99,7 +99,7 @@ class TiffPicture(FileReader[_TiffHandle]):
         handle = self.handle
         planes, (height_px, width_px) = handle.levels[level], out.shape[:2]
         with translate_errors(self.path):
-            if [page.channels for page in planes] == [3]:
+            if [page.channels for page in planes] == [3]:  # red, green and blue: straight into the result
                 planes[0].fill(handle.fd, out, y0, x0)
                 return
             channels = sum(page.channels for page in planes)
@@ -117,6 +117,12 @@ def _read_levels(path: Path, file: TiffFile) -> tuple[tuple[_Planes, ...], float
     base = layout.base
     if not all(map(is_plain, base)):
         raise make_changed_error(path)
+    # The levels are the SubIFDs of the base page, or other pages of the file that look like copies of it.
+    #
+    #     page 0  base -- SubIFD 0  1/2          page 0  base        page 1  label, another aspect ratio: no level
+    #                  -- SubIFD 1  1/4          page 2  1/4         page 3  1/16
+    #
+    # A level has as many pages as the base: with a page per channel, each of them lists its own SubIFDs.
     named = [list_sub_pages(path, page) for page in base]  # one list of levels for each channel's page
     coarser = [group for group in zip(*named, strict=False) if group] or [(page,) for page in layout.others]
     chosen = [tuple(TiffPageReader(path, page) for page in base)]

@@ -58,6 +58,10 @@ class TiffLayout:
 
 def find_picture(path: Path, file: TiffFile) -> TiffLayout:
     """Return the layout of a TIFF file. Raises ImageError if it is damaged, or holds several pictures or a stack."""
+    # In OME-TIFF the XML says which pages are the picture; in any other file, the pages themselves:
+    #
+    #     OME      page first_page .. + planes: one, or one per channel; levels are their SubIFDs
+    #     others   the first page that is neither a reduced copy nor a mask; levels are SubIFDs or other pages
     pages = list_pages(path, file)
     if file.is_ome:
         ome = OmeImage.parse(path, file.ome_metadata or "")
@@ -74,13 +78,28 @@ def find_picture(path: Path, file: TiffFile) -> TiffLayout:
     others = tuple(page for page in pages if page is not full[0] and not page.is_mask)
     _check_single(path, file, full, others)
     number = next((number for number, page in enumerate(pages) if page is full[0]), None)
-    return TiffLayout((full[0],), number, others, False, _read_resolution(full[0]))
+    # A resolution is also what programs write for a screen or printer, so that a coarse one means nothing.
+    tags, microns = full[0].tags, None
+    unit, (pixels, units) = tags.valueof(296, 2), tags.valueof(282, (0, 1))
+    if unit in _MICRONS and pixels and units and 0 < _MICRONS[unit] * units / pixels < WIDEST_UM:
+        microns = _MICRONS[unit] * units / pixels
+    return TiffLayout((full[0],), number, others, False, microns)
 
 
 def check_picture(path: Path, layout: TiffLayout) -> None:
     """Raise ImageError if the pages hold anything but 8-bit grey or colours, or cannot be decoded."""
     page = layout.base[0]
-    _check_depth(path, page)
+    bits = page.bitspersample if isinstance(page.bitspersample, int) else max(page.bitspersample)
+    # No single way of scaling deeper samples to 8 bits is right for all pictures.
+    scale = (
+        "Scale it to 0 ... 255 first, "
+        "for instance by skimage.util.img_as_ubyte or skimage.exposure.rescale_intensity, and pass the array."
+    )
+    if page.sampleformat != 1:
+        kind = _OTHER_NUMBERS.get(page.sampleformat, "numbers of an unknown kind")
+        raise ImageError(f"{path} has {kind} of {bits} bits, and pictures here have 8 bits without a sign. {scale}")
+    if bits not in (1, 2, 4, 8) or page.dtype is None:
+        raise ImageError(f"{path} has {bits} bits per channel, and pictures here have 8 bits. {scale}")
     if page.imagedepth != 1:
         raise ImageError(f"{path} holds a stack of {page.imagedepth} planes in one page. Save one plane by itself.")
     if page.compression not in (*DECODED, *_BY_PILLOW):
@@ -135,8 +154,14 @@ def _find_full_size(path: Path, pages: Sequence[TiffPage]) -> list[TiffPage]:
 
 def _check_single(path: Path, file: TiffFile, full: Sequence[TiffPage], others: Sequence[TiffPage]) -> None:
     base, sides = full[0], _get_sides(full[0])
-    alike = any(_get_sides(page) == sides for page in full[1:])
-    if alike or (base is file.pages.first and _has_more_planes(file, base)):
+    stack = any(_get_sides(page) == sides for page in full[1:])
+    if not stack and base is file.pages.first:
+        # ImageJ and tifffile write a stack as one page, whose data further planes without pages follow. Only their
+        # metadata shows that.
+        shaped = file.shaped_metadata or ()
+        values = max((math.prod(each.get("shape", ())) for each in shaped[:1]), default=0)
+        stack = (file.imagej_metadata or {}).get("images", 1) > 1 or values > base.size
+    if stack:
         raise ImageError(f"{path} holds several pictures of one size, a stack. Save the one you want by itself.")
     for page in others:
         if _count_pixels(page) > _count_pixels(base):
@@ -155,18 +180,13 @@ def _count_pixels(page: TiffPage) -> int:
     return math.prod(_get_sides(page))
 
 
-def _has_more_planes(file: TiffFile, first: TiffPage) -> bool:
-    """Return whether, by ImageJ's or tifffile's metadata, further planes without pages follow the first page's data."""
-    shaped = file.shaped_metadata or ()
-    values = max((math.prod(each.get("shape", ())) for each in shaped[:1]), default=0)
-    return (file.imagej_metadata or {}).get("images", 1) > 1 or values > first.size
-
-
 def _check_tags(path: Path, page: TiffPage) -> None:
     """Raise ImageError if a page has too many tags, or a tag more values than the file has bytes.
 
     tifffile skips such a tag, but libtiff allocates memory for all its values.
     """
+    #     a page:    count | tag tag tag ... | offset of the next page
+    #     each tag:  code, type, number of values, value or its offset    (12 bytes; in BigTIFF 20)
     handle, form = page.parent.filehandle, page.parent.tiff
     handle.seek(page.offset)
     (count,) = struct.unpack(form.tagnoformat, handle.read(form.tagnosize))
@@ -179,23 +199,6 @@ def _check_tags(path: Path, page: TiffPage) -> None:
             raise make_damaged_error(path, f"tag {code} of page {page.index} says that it has {values} values")
         if code in _TEXTS and values > TEXT_BYTES:
             raise make_damaged_error(path, f"the text in tag {code} of page {page.index} has {values} bytes")
-
-
-def _check_depth(path: Path, page: TiffPage) -> None:
-    """Raise ImageError unless the samples are unsigned integers of up to 8 bits.
-
-    No single way of scaling deeper samples to 8 bits is right for all pictures.
-    """
-    bits = page.bitspersample if isinstance(page.bitspersample, int) else max(page.bitspersample)
-    scale = (
-        "Scale it to 0 ... 255 first, "
-        "for instance by skimage.util.img_as_ubyte or skimage.exposure.rescale_intensity, and pass the array."
-    )
-    if page.sampleformat != 1:
-        kind = _OTHER_NUMBERS.get(page.sampleformat, "numbers of an unknown kind")
-        raise ImageError(f"{path} has {kind} of {bits} bits, and pictures here have 8 bits without a sign. {scale}")
-    if bits not in (1, 2, 4, 8) or page.dtype is None:
-        raise ImageError(f"{path} has {bits} bits per channel, and pictures here have 8 bits. {scale}")
 
 
 def _check_channels(path: Path, layout: TiffLayout) -> None:
@@ -220,12 +223,3 @@ def _get_name(names: type, number: int) -> str:
         return str(names(number).name)
     except ValueError:
         return f"number {number}"
-
-
-def _read_resolution(page: TiffPage) -> float | None:
-    """Return the micrometres per pixel; None if the resolution is missing or looks like that of a screen or printer."""
-    unit, (pixels, units) = page.tags.valueof(296, 2), page.tags.valueof(282, (0, 1))
-    if unit not in _MICRONS or not pixels or not units:
-        return None
-    microns = _MICRONS[unit] * units / pixels
-    return microns if 0 < microns < WIDEST_UM else None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +37,14 @@ def is_plain(page: TiffPage) -> bool:
     """
     colours = (_GREY, _RGB, _YCBCR) if page.compression in (JPEG, *JPEG_2000) else (_GREY, _RGB)
     grey = page.photometric == _GREY
+    rows, cols = _get_segment_shape(page)
     return (
         page.compression in DECODED
         and page.photometric in colours
         and page.samplesperpixel in ((1, 2) if grey else (3, 4))
         and (page.bitspersample, page.sampleformat, page.imagedepth, page.fillorder) == (8, 1, 1, 1)
         and page.tags.valueof(274, 1) == 1
-        and (page.compression == PLAIN or _count_segment_bytes(page) <= MOST_BYTES)
+        and (page.compression == PLAIN or rows * cols * int(page.samplesperpixel) <= MOST_BYTES)
     )
 
 
@@ -58,11 +60,6 @@ def check_segment_size(path: Path, page: TiffPage) -> None:
     (rows, cols), (height, width) = _get_segment_shape(page), (int(page.imagelength), int(page.imagewidth))
     if rows * cols > max(LARGE_TILE_PX, 4 * height * width):
         raise make_damaged_error(path, f"its tiles have {rows} x {cols} px, and all of it has {height} x {width}")
-
-
-def _count_segment_bytes(page: TiffPage) -> int:
-    rows, cols = _get_segment_shape(page)
-    return rows * cols * int(page.samplesperpixel)
 
 
 def _get_segment_shape(page: TiffPage) -> tuple[int, int]:
@@ -113,7 +110,17 @@ class TiffPageReader:
         check_segment_size(path, page)
         self._offsets = np.asarray(page.dataoffsets, np.int64)
         self._counts = np.asarray(page.databytecounts, np.int64)
-        self._check_segments(path.stat().st_size)
+        # A truncated file lacks its last segments, which should fail here and not in the middle of a training.
+        expected, file_bytes = self._grid[0] * self._grid[1] * self._planes, path.stat().st_size
+        if not len(self._offsets) == len(self._counts) == expected:
+            told = f"{expected} segments are needed, but it lists {len(self._offsets)} of {len(self._counts)} lengths"
+            raise make_damaged_error(path, told)
+        beyond = (self._offsets < 0) | (self._counts < 0) | (self._offsets + self._counts > file_bytes)
+        if beyond.any():
+            raise make_damaged_error(path, f"{beyond.sum()} of its {expected} segments lie beyond its end")
+        size = self._segment_bytes
+        if self._compression == PLAIN and self._counts.max() > size:
+            raise make_damaged_error(path, f"a segment of {self._counts.max()} bytes cannot lie in {size}")
         if not self._stored_plainly:
             told = f"its tiles or strips of {' x '.join(map(str, self._segment))} px are decoded whole"
             check_budget(path, 3 * self._segment_bytes, told, "Save it in smaller tiles, such as 512 x 512.")
@@ -142,48 +149,33 @@ class TiffPageReader:
         rows, cols = (-(-side // part) for side, part in zip(self.shape, self._segment, strict=True))
         return rows, cols
 
-    def _check_segments(self, file_bytes: int) -> None:
-        """Raise ImageError if segments are missing.
-
-        A truncated file lacks its last segments, which should fail here and not in the middle of a training.
-        """
-        expected = self._grid[0] * self._grid[1] * self._planes
-        if not len(self._offsets) == len(self._counts) == expected:
-            told = f"{expected} segments are needed, but it lists {len(self._offsets)} of {len(self._counts)} lengths"
-            raise make_damaged_error(self.path, told)
-        beyond = (self._offsets < 0) | (self._counts < 0) | (self._offsets + self._counts > file_bytes)
-        if beyond.any():
-            raise make_damaged_error(self.path, f"{beyond.sum()} of its {expected} segments lie beyond its end")
-        size = self._segment_bytes
-        if self._compression == PLAIN and self._counts.max() > size:
-            raise make_damaged_error(self.path, f"a segment of {self._counts.max()} bytes cannot lie in {size}")
-
     def fill(self, fd: int, out: NDArray[Any], y0: int, x0: int) -> None:
         """Fill `out`, (h, w, channels), with the rectangle at (y0, x0), which must be inside the page.
 
         Pixels of empty segments (of 0 bytes) are left as they are.
         """
-        height_px, width_px = out.shape[:2]
-        for plane, row, col in self._find_segments(y0, x0, height_px, width_px):
+        #     segments (tiles, or strips as wide as the page)
+        #     +-----+-----+-----+     `part` to (bottom, right) is what a segment and the rectangle have in common, in
+        #     |   +-|-----|-+   |     pixels of the page; `inner` is the same in pixels of the segment. The segments of
+        #     +---|-+-----+-|---+     one plane follow each other in rows. With planarconfig 2, each channel is a plane
+        #     |   +-|-----|-+   |     of its own, and the planes follow each other.
+        #     +-----+-----+-----+
+        (height_px, width_px), (rows, cols) = out.shape[:2], self._segment
+        hit_rows = range(y0 // rows, -(-(y0 + height_px) // rows))
+        hit_cols = range(x0 // cols, -(-(x0 + width_px) // cols))
+        for plane, row, col in product(range(self._planes), hit_rows, hit_cols):
             index = (plane * self._grid[0] + row) * self._grid[1] + col
             if not self._counts[index]:
                 continue
-            top, left = row * self._segment[0], col * self._segment[1]
+            top, left = row * rows, col * cols
             part = max(y0, top), max(x0, left)
-            bottom, right = min(y0 + height_px, top + self._segment[0]), min(x0 + width_px, left + self._segment[1])
+            bottom, right = min(y0 + height_px, top + rows), min(x0 + width_px, left + cols)
             inner = slice(part[0] - top, bottom - top), slice(part[1] - left, right - left)
             pixels = (
                 self._read_rows(fd, index, *inner) if self._stored_plainly else self._decode_segment(fd, index)[inner]
             )
             channels = slice(None) if self._planes == 1 else slice(plane, plane + 1)
             out[part[0] - y0 : bottom - y0, part[1] - x0 : right - x0, channels] = pixels
-
-    def _find_segments(self, y0: int, x0: int, height_px: int, width_px: int) -> Iterator[tuple[int, int, int]]:
-        (rows, cols), (height, width) = self._segment, (height_px, width_px)
-        for plane in range(self._planes):
-            for row in range(y0 // rows, -(-(y0 + height) // rows)):
-                for col in range(x0 // cols, -(-(x0 + width) // cols)):
-                    yield plane, row, col
 
     def _read_rows(self, fd: int, index: int, rows: slice, cols: slice) -> NDArray[Any]:
         """Read only the wanted bytes of an uncompressed segment."""
@@ -199,22 +191,15 @@ class TiffPageReader:
 
     def _decode_segment(self, fd: int, index: int) -> NDArray[Any]:
         data = os.pread(fd, int(self._counts[index]), int(self._offsets[index]))
-        self._check_inner_size(data, index)
-        pixels, *_ = self._decode(data, index, **self._tables)
-        return np.asarray(pixels[0], self.dtype)
-
-    def _check_inner_size(self, data: bytes, index: int) -> None:
-        """Raise ImageError if the size in a JPEG or JPEG 2000 segment's own header is too large.
-
-        The decoder would trust that size, up to 65535 x 65535 for JPEG.
-        """
+        # A JPEG or JPEG 2000 segment has a header of its own, and the decoder trusts the size in it, up to
+        # 65535 x 65535 for JPEG.
         size = None
         if self._compression == JPEG:
             size = read_jpeg_size(data)
         elif self._compression in JPEG_2000:
             size = read_jpeg_2000_size(data)
-        if size is None:
-            return
-        if size[0] * size[1] > 2 * self._segment[0] * self._segment[1]:
+        if size is not None and size[0] * size[1] > 2 * self._segment[0] * self._segment[1]:
             told = f"segment {index} says that it holds {size[0]} x {size[1]} px, where there is room for"
             raise make_damaged_error(self.path, f"{told} {self._segment[0]} x {self._segment[1]}")
+        pixels, *_ = self._decode(data, index, **self._tables)
+        return np.asarray(pixels[0], self.dtype)

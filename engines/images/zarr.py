@@ -53,7 +53,11 @@ class ZarrPicture(FileReader[_ZarrHandle]):
             check_metadata(self.path)
             found = zarr.open(self.path, mode="r")
             if isinstance(found, zarr.Array):
-                arrays, axes, microns = [found], _read_axes(found), None
+                # Zarr 3 names axes in the metadata, xarray in an attribute; without names, or with others, they are
+                # guessed from the shape.
+                names = getattr(found.metadata, "dimension_names", None) or found.attrs.get("_ARRAY_DIMENSIONS") or ()
+                letters = _parse_axes(names)
+                arrays, axes, microns = [found], letters if "?" not in letters else None, None
             else:
                 arrays, axes, microns = _read_multiscale(self.path, found)
             return _ZarrHandle(arrays, _resolve_axes(self.path, arrays, axes), microns)
@@ -75,7 +79,11 @@ class ZarrPicture(FileReader[_ZarrHandle]):
     def _fill(self, out: Pixels, y0: int, x0: int, level: int) -> None:
         handle = self.handle
         array, (height_px, width_px) = handle.arrays[level], out.shape[:2]
-        kept = [axis for axis in handle.axes if axis in "yxc"]  # the others have one entry, which is selected
+        # Axes come in any order, such as "tczyx". A read selects entry 0 of t and z, cuts y and x, takes all of c, and
+        # transposes what is left to (y, x, c):
+        #
+        #     array[0, :, 0, top:bottom, x0:x1]   ->   (c, y, x)   ->   (y, x, c)
+        kept = [axis for axis in handle.axes if axis in "yxc"]
         order = [kept.index(axis) for axis in "yxc" if axis in kept]
         chunk_rows = array.chunks[handle.axes.index("y")]
         for top, bottom in split_row_bands(y0, y0 + height_px, 3 * width_px, chunk_rows):
@@ -94,31 +102,26 @@ def _read_multiscale(path: Path, group: Any) -> tuple[list[Any], str, float | No
     attributes: Mapping[str, Any] = group.attrs
     scales = attributes.get("ome", attributes).get("multiscales")
     if not scales:
+        visible = (each.name for each in path.iterdir() if not each.name.startswith("."))
+        names = sorted(name for name in visible if name != "zarr.json")
         raise ImageError(
-            f"{path} is a Zarr group of {', '.join(_list_names(path)) or 'nothing'}, and no OME-Zarr picture. "
+            f"{path} is a Zarr group of {', '.join(names) or 'nothing'}, and no OME-Zarr picture. "
             "Give the path of one array, or of one picture, in it."
         )
     count = len(scales[0]["datasets"])
     if count > _MOST_LEVELS:
         raise make_damaged_error(path, f"it says that it has {count:,} levels, where {_MOST_LEVELS} are many")
+    # A level may lie in nested groups. The metadata of each are checked before zarr parses them: none may be huge, or a
+    # link out of the store.
     for each in scales[0]["datasets"]:
-        _check_path(path, each["path"])
+        parts = str(each["path"]).strip("/").split("/")
+        if len(parts) > _MOST_LEVELS:
+            raise make_damaged_error(path, f"a level lies {len(parts):,} folders deep")
+        for depth in range(1, len(parts) + 1):
+            check_metadata(path, "/".join(parts[:depth]))
     arrays = [group[each["path"]] for each in scales[0]["datasets"]]
     axes = scales[0].get("axes") or _IMPLIED[-len(arrays[0].shape) :]
     return arrays, _parse_axes(axes), _read_microns(scales[0]["datasets"][0], axes)
-
-
-def _check_path(path: Path, name: object) -> None:
-    """Check the metadata of every group on the path to a level, so that none is a link out of the store."""
-    parts = str(name).strip("/").split("/")
-    if len(parts) > _MOST_LEVELS:
-        raise make_damaged_error(path, f"a level lies {len(parts):,} folders deep")
-    for count in range(1, len(parts) + 1):
-        check_metadata(path, "/".join(parts[:count]))
-
-
-def _list_names(path: Path) -> list[str]:
-    return sorted(each.name for each in path.iterdir() if not each.name.startswith(".") and each.name != "zarr.json")
 
 
 def _read_microns(dataset: Mapping[str, Any], axes: Sequence[Any]) -> float | None:
@@ -142,17 +145,12 @@ def _parse_axes(axes: Sequence[Any]) -> str:
     return "".join(name if name in tuple("tczyx") else "?" for name in names)
 
 
-def _read_axes(array: Any) -> str | None:
-    """Return the axes that an array names by Zarr 3 or xarray, or None if there are none or unknown ones."""
-    names = getattr(array.metadata, "dimension_names", None) or array.attrs.get("_ARRAY_DIMENSIONS") or ()
-    letters = _parse_axes(names)
-    return letters if letters and "?" not in letters else None
-
-
 def _resolve_axes(path: Path, arrays: Sequence[Any], axes: str | None) -> str:
     """Return the axes of all levels, one letter each. Raises ImageError if they are not those of a picture."""
     shape = arrays[0].shape
-    letters = axes or _guess_axes(shape)
+    letters = axes
+    if not letters and len(shape) in (2, 3):  # no names: channels come last if that axis has 1, 3 or 4
+        letters = "yx" if len(shape) == 2 else "yxc" if shape[2] in (1, 3, 4) else "cyx"
     if letters is None or any(letters.count(axis) != 1 for axis in "yx") or letters.count("c") > 1:
         told = f" and axes {letters}" if letters else ""
         raise ImageError(f"{path} has shape {shape}{told}, but a picture is (H, W), (H, W, C) or (C, H, W).")
@@ -173,12 +171,3 @@ def _resolve_axes(path: Path, arrays: Sequence[Any], axes: str | None) -> str:
             raise ImageError(f"{path} holds {array.dtype} numbers, and pictures here have uint8. Scale and save it.")
         check_array(path, array)
     return letters
-
-
-def _guess_axes(shape: Sequence[int]) -> str | None:
-    """Return the axes of an array that does not name them, or None if it is not 2D or 3D."""
-    if len(shape) == 2:
-        return "yx"
-    if len(shape) != 3:
-        return None
-    return "yxc" if shape[2] in (1, 3, 4) else "cyx"

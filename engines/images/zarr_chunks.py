@@ -1,4 +1,4 @@
-"""Checks of Zarr chunks before they are unpacked: they must be inside the store and unpack to their declared size."""
+"""Checks of Zarr chunks before they are unpacked: place in the store, codecs, and the size that they unpack to."""
 
 from __future__ import annotations
 
@@ -83,6 +83,12 @@ def check_stored(path: Path, array: Any, wanted: Wanted) -> bool:
     measured by a trial. Only stores in folders are checked; for others the result is True.
     Raises ImageError if a chunk is outside of the store, or unpacks to more than declared.
     """
+    # zarr would read and unpack a chunk whatever its size. Each wanted chunk is therefore looked at first:
+    #
+    #     missing                       blank, not read at all
+    #     larger than its pixels        refused: nothing that is packed grows
+    #     in a shard                    the shard's index says where in the file it lies
+    #     packed                        its unpacked size is estimated, and compared with its pixels
     root = getattr(array.store_path.store, "root", None)
     if root is None:
         return True
@@ -152,6 +158,9 @@ def _locate_chunks(
 
 def _read_shard_index(path: Path, array: Any, file: Path, stored: BinaryIO, size: int) -> Any:
     """Return the offset and length in bytes of each chunk in a shard, (..., 2) (Zarr 3, sharding codec)."""
+    #     shard:  chunk | chunk | ... | index: (offset, length) of each chunk, 16 bytes | crc32c, 4 bytes
+    #
+    # or the index comes first. Chunks lie in any order; one that is blank has offset and length 2**64 - 1.
     codec = next(each for each in array.metadata.to_dict()["codecs"] if each["name"] == "sharding_indexed")
     told, count = codec["configuration"], math.prod(_get_shard_grid(array))
     names = [each["name"] for each in told["index_codecs"]]
@@ -166,6 +175,9 @@ def _read_shard_index(path: Path, array: Any, file: Path, stored: BinaryIO, size
 
 def _find_inner_chunks(part: slice | int, size: int, shard: int, chunk: int, place: int) -> range:
     """Return the indices of the chunks of one shard that a part intersects along one axis."""
+    #     shard `place`        |      .      .      |      .      .      |      its chunks are counted from its start
+    #     part                          start |=============| stop
+    #     first, last                   first |=====| last                    (clipped to this shard)
     start, stop = (part, part + 1) if isinstance(part, int) else part.indices(size)[:2]
     first, last = max(start, place * shard), min(stop, (place + 1) * shard)
     return range((first - place * shard) // chunk, -(-(last - place * shard) // chunk))

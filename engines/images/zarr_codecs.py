@@ -1,8 +1,4 @@
-"""Codecs of Zarr chunks: which ones are supported, and how large a chunk is unpacked, determined before unpacking it.
-
-At most one compressor is allowed: each of several in turn could expand the output of the one before a thousandfold.
-No codec that runs code is allowed, such as numcodecs' `pickle`.
-"""
+"""Codecs of Zarr chunks: which ones are supported, and the size of a chunk unpacked, found before unpacking it."""
 
 from __future__ import annotations
 
@@ -17,15 +13,14 @@ from engines.errors import ImageError
 
 __all__ = ["check_codecs", "estimate_unpacked_bytes", "find_compressor"]
 
+# At most one compressor is allowed: each of several in turn could expand the output of the one before a thousandfold.
+# No codec that runs code is allowed, such as numcodecs' `pickle`.
 _PACKERS = ("zstd", "blosc", "lz4", "gzip", "zlib")
 _OTHERS = ("bytes", "endian", "transpose", "shuffle", "crc32", "crc32c", "adler32", "fletcher32", "sharding_indexed")
 _LARGE_BYTES = 1 << 29  # a deflate chunk that could unpack to more than this is measured by a trial
 _DEFLATED = 1032  # the highest compression ratio of deflate (RFC 1951: 258 bytes in 2 bits)
 _PARTS = 64  # concatenated gzip members in one chunk: programs write only one
 _ZSTD = b"\x28\xb5\x2f\xfd"
-
-Read = Callable[[int, int], bytes]
-"""(offset, count) -> bytes of a chunk."""
 
 
 def check_codecs(path: Path, array: Any) -> None:
@@ -59,18 +54,28 @@ def _flatten_codec_names(codecs: Iterable[object]) -> Iterator[str]:
         yield from _flatten_codec_names((fields.get("configuration") or {}).get("codecs") or ())
 
 
-def estimate_unpacked_bytes(codec: str | None, size: int, read: Read, most: int) -> int:
-    """Estimate how many bytes a chunk of `size` bytes unpacks to, well enough to tell if that exceeds `most`."""
+def estimate_unpacked_bytes(codec: str | None, size: int, read: Callable[[int, int], bytes], most: int) -> int:
+    """Estimate how many bytes a chunk of `size` bytes unpacks to, well enough to tell if that exceeds `most`.
+
+    `read(offset, count)` returns bytes of the chunk.
+    """
     if codec is None:
         return size
     head = read(0, 18)
     if codec == "zstd":
         told = _read_zstd_size(head)
-        return _measure_zstd(read(0, size), most) if told is None else told
+        if told is not None:
+            return told
+        # A frame written as a stream does not say its size: unpack it into a buffer of `most` bytes.
+        try:
+            return len(imagecodecs.zstd_decode(read(0, size), out=most))
+        except imagecodecs.ZstdError as error:
+            return most + 1 if "too small" in str(error) else 0  # the reader raises other errors itself
     if codec == "blosc":
         return int.from_bytes(head[4:8], "little")
     if codec == "lz4":
         return int.from_bytes(head[:4], "little")
+    # Deflate data do not say their size. Small ones cannot unpack to much, which saves unpacking every chunk twice.
     if size * _DEFLATED <= max(most, _LARGE_BYTES):
         return 0
     return _measure_inflated(read(0, size), most)
@@ -82,6 +87,10 @@ def _read_zstd_size(head: bytes) -> int | None:
     >>> _read_zstd_size(b"(\\xb5/\\xfd" + bytes([0b1110_0000]) + (1 << 40).to_bytes(8, "little")) == 1 << 40
     True
     """
+    #     28 B5 2F FD | flags | window, unless single | dictionary, 0 1 2 or 4 bytes | size, 0 1 2 4 or 8 bytes
+    #
+    # Bits 7 and 6 of the flags give the width of the size, bit 5 is `single`, bits 1 and 0 the width of the dictionary.
+    # A size of one byte exists only in a single segment; one of two bytes counts from 256.
     if not head.startswith(_ZSTD) or len(head) < 6:
         return 0
     flags = head[4]
@@ -94,16 +103,9 @@ def _read_zstd_size(head: bytes) -> int | None:
     return size + 256 if width == 2 else size
 
 
-def _measure_zstd(data: bytes, most: int) -> int:
-    """Measure a Zstandard frame without content size by unpacking it into a buffer of `most` bytes."""
-    try:
-        return len(imagecodecs.zstd_decode(data, out=most))
-    except imagecodecs.ZstdError as error:
-        return most + 1 if "too small" in str(error) else 0  # the reader raises other errors itself
-
-
 def _measure_inflated(data: bytes, most: int) -> int:
     """Measure deflate data by unpacking them in pieces, none of which is kept."""
+    # A gzip file may consist of several members, one after the other, which unpack to their concatenation.
     count, left = 0, data
     for _ in range(_PARTS):
         engine = zlib.decompressobj(wbits=47)  # 32 + 15: detects gzip or zlib headers

@@ -29,8 +29,6 @@ from engines.plan import PRECISIONS
 
 __all__ = ["make_line", "make_predict_parser", "predict"]
 
-_NUMBER = re.compile(r"-?\d{1,15}", re.ASCII)
-
 
 def make_predict_parser() -> argparse.ArgumentParser:
     """Return the parser of the flags of `predict`."""
@@ -64,22 +62,20 @@ def predict(world: World, arguments: Sequence[str]) -> dict[str, object]:
     model = options.build_model(chosen)
     if chosen.weights is not None:
         run_on_all(world, lambda: load_weights(model, Path(chosen.weights)), CheckpointError)
-    box = _parse_box(chosen.region)
+    box = None
+    if chosen.region is not None:
+        parts = chosen.region.split(",")
+        if len(parts) != 4 or not all(re.fullmatch(r"-?[0-9]{1,15}", part.strip()) for part in parts):
+            raise PlanError(
+                f"--region {chosen.region[:80]!r} must be four whole numbers of pixels: y0,x0,height,width."
+            )
+        box = tuple(map(int, parts))
     region = run_on_all(world, lambda: make_padded_region(open_image(chosen.image), box, chosen.level))
     recipe, region = prepare_region(model, region, chosen.precision, chosen.device)
     ask = PredictionRequest(region, chosen.kind, chosen.memory_mb * 10**6, chosen.tile_px)
     sweep = TiledPredictor(world, recipe, ask, partial(_make_sink, chosen.to, region, chosen.kind))
     with tqdm(total=sweep.rounds, unit="round", disable=world.rank > 0 or not os.isatty(2)) as bar:
         return make_line(sweep.run(bar.update), ask)
-
-
-def _parse_box(text: str | None) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    parts = text.split(",")
-    if len(parts) != 4 or not all(_NUMBER.fullmatch(part.strip()) for part in parts):
-        raise PlanError(f"--region {text[:80]!r} must be four whole numbers of pixels: y0,x0,height,width.")
-    return tuple(map(int, parts))
 
 
 def _make_sink(path: str | None, region: PaddedRegion, kind: str, shape: Shape, dtype: np.dtype[Any]) -> TileSink:

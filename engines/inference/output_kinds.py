@@ -63,6 +63,7 @@ def convert_pixel_scores(scores: Tensor, kind: str) -> NDArray[Any]:
         found = compute_probabilities(scores).mul(255).round_()
     else:
         found = scores
+    # Only what is kept crosses to the host: for classes, one number per pixel instead of K scores.
     made = found[0].permute(1, 2, 0).cpu()
     made = made.float() if made.is_floating_point() and made.element_size() < 4 else made
     return np.ascontiguousarray(

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from engines.errors import ImageError
-from engines.images import region_picture
 from engines.images.dataset import to_network_input
 from engines.images.picture import Picture
+from engines.images.region_picture import crop_picture
 from engines.spatial.tiles import Tile
 
 __all__ = ["PaddedRegion", "make_padded_region"]
@@ -23,6 +23,12 @@ _MOST_SIDE_PX, _MOST_PX = 1 << 24, 1 << 40
 class PaddedRegion:
     """All of `picture`, with white below and at the right up to `size_px` (height, width) if the model needs that."""
 
+    #     +-----------+...+
+    #     |  picture  |   :      picture_px: what is asked for, and what is written
+    #     |           |   :      size_px: what the model computes, for instance a multiple of 32; white is read as any
+    #     +-----------+   :               other pixels, and never stored
+    #     :               :
+    #     +...............+
     picture: Picture
     size_px: tuple[int, int]
 
@@ -55,5 +61,5 @@ def make_padded_region(picture: Picture, box: Sequence[int] | None = None, level
         raise ImageError(
             f"region={box!r}: {box[2]:,} x {box[3]:,} px are more than any slide has. Ask for a smaller one."
         )
-    cut = region_picture.crop_picture(picture, *((0, 0, rows, cols) if box is None else box), level)
+    cut = crop_picture(picture, *((0, 0, rows, cols) if box is None else box), level)
     return PaddedRegion(cut, cut.shape())

@@ -54,26 +54,25 @@ class _MetaMemoryMode(TorchDispatchMode):
         tensors = [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
         for tensor in tensors:
             self.count(tensor)
-        if "convolution" in func._schema.name:
-            self.most = max(self.most, self.now + _estimate_workspace(args[0], args[1], *tensors))
+        if "convolution" in func._schema.name and args[0].dtype is torch.float64:
+            # In float64 ATen unfolds every window of one image (`im2col`), a workspace that is no tensor of the graph.
+            # It has one column for each output pixel, or, in a transposed convolution, whose output is larger, one for
+            # each input pixel.
+            x, weight = args[:2]
+            unfolded = tensors[0] if tensors and tensors[0].shape[-1] <= x.shape[-1] else x
+            workspace = math.prod(weight.shape[1:]) * math.prod(unfolded.shape[2:]) * x.element_size()
+            self.most = max(self.most, self.now + workspace)
         return made
-
-
-def _estimate_workspace(x: Tensor, weight: Tensor, *made: Tensor) -> int:
-    """Return a convolution's workspace in bytes. In float64 ATen unfolds every window of one image (`im2col`)."""
-    if x.dtype is torch.float64:
-        # im2col has one column for each output pixel, or, in a transposed convolution, whose output is larger, one for
-        # each input pixel.
-        unfolded = made[0] if made and made[0].shape[-1] <= x.shape[-1] else x
-        return math.prod(weight.shape[1:]) * math.prod(unfolded.shape[2:]) * x.element_size()
-    return 0
 
 
 def estimate_pass_bytes(turn: TilePass, graph: ModelGraph, sums: Mapping[str, TensorSpec]) -> int:
     """Return the peak bytes of tensors in one pass, without the weights and the image's pixels as bytes.
 
-    `sums` are the sums known at that time. Raises NotImplementedError if a kernel has no meta function.
+    The pass runs on the meta device, where tensors have sizes but no memory. `sums` are the sums known at that time.
+    Raises NotImplementedError if a kernel has no meta function.
     """
+    # The program that will run on the device runs here, so that no second model has to know what it frees and when.
+    # Weights are made before `live` is entered, and are not counted: all passes share them.
     device = torch.device("meta")
     weights = {name: _make_empty(graph.weights[name]) for name in turn.program.weights}
     buffers = {name: _make_empty(graph.buffers[name]) for name in turn.program.buffers}
@@ -82,14 +81,12 @@ def estimate_pass_bytes(turn: TilePass, graph: ModelGraph, sums: Mapping[str, Te
     with torch.no_grad(), live:
         inputs = {name: live.count(_make_empty(spec)) for name, spec in sums.items()}
         if turn.window is not None:
-            inputs["images"] = live.count(_make_empty(_get_window_spec(graph.inputs["images"], turn)))
+            images, tile = graph.inputs["images"], turn.window.tile
+            if tile is not None:
+                images = TensorSpec((*images.shape[:2], *tile.shape), images.dtype)
+            inputs["images"] = live.count(_make_empty(images))
         worker.run({0: inputs})
     return live.most
-
-
-def _get_window_spec(images: TensorSpec, turn: TilePass) -> TensorSpec:
-    tile = turn.window.tile if turn.window else None
-    return images if tile is None else TensorSpec((*images.shape[:2], *tile.shape), images.dtype)
 
 
 def _make_empty(spec: TensorSpec) -> Tensor:

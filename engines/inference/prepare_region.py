@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from torch import nn
 
@@ -16,8 +14,6 @@ from engines.training import Recipe
 
 __all__ = ["prepare_region"]
 
-_MULTIPLES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-
 
 def prepare_region(
     model: nn.Module, region: PaddedRegion, precision: str = "float32", device: str = "auto"
@@ -28,25 +24,19 @@ def prepare_region(
     unpadded size if the model takes none of them.
     """
     plan = Plan(split_size=1, spatial_size=0, precision=precision)
+    # torch logs on stderr what it cannot trace, besides raising the error; a refused size would look like a failure.
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
     refusals: list[TraceError] = []
-    for px in _MULTIPLES:
-        padded = region.pad_to_multiple(px)
-        if refusals and padded.size_px == region.size_px:
-            continue
-        try:
-            with _hide_trace_log():
-                return prepare_prediction(model, plan, (1, 3, *padded.size_px), device), padded
-        except TraceError as error:
-            refusals.append(error)
-    raise refusals[0]
-
-
-@contextmanager
-def _hide_trace_log() -> Iterator[None]:
-    """Suppress torch's log on stderr: torch logs what it cannot trace, besides raising the error."""
-    told = logging.getLogger("torch._subclasses.fake_tensor")
-    before, told.disabled = told.disabled, True
     try:
-        yield
+        for px in (1, 2, 4, 8, 16, 32, 64, 128, 256):
+            padded = region.pad_to_multiple(px)
+            if refusals and padded.size_px == region.size_px:
+                continue
+            try:
+                return prepare_prediction(model, plan, (1, 3, *padded.size_px), device), padded
+            except TraceError as error:
+                refusals.append(error)
     finally:
-        told.disabled = before
+        log.disabled = before
+    raise refusals[0]

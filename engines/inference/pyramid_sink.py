@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,6 @@ from engines.spatial.tiles import Span, Tile
 from engines.status_board import get_status_board
 
 __all__ = ["PyramidSink", "make_pyramid"]
-
-Halve = Callable[[NDArray[Any]], NDArray[Any]]
 
 TILE_PX, GROUP_PX = 256, 4096  # side of a tile of the file; width of a row of tiles that is read at once
 SMALLEST_PX = 512  # longest side of the coarsest level
@@ -55,24 +53,16 @@ class _ScratchArray:
 
     def write(self, tile: Tile, pixels: NDArray[Any]) -> None:
         for row, line in zip(range(tile.rows.start, tile.rows.stop), pixels, strict=True):
-            _write_all(self.file.fileno(), np.ascontiguousarray(line).tobytes(), self._compute_offset(row, tile))
+            left, place = memoryview(np.ascontiguousarray(line).tobytes()), self._compute_offset(row, tile)
+            while left:  # on a disk that fills up, the first write may be short; the next one raises the error
+                done = os.pwrite(self.file.fileno(), left, place)
+                left, place = left[done:], place + done
 
     def read(self, tile: Tile) -> NDArray[Any]:
         found = np.empty((*tile.shape, self.shape[2]), self.dtype)
         for row, line in zip(range(tile.rows.start, tile.rows.stop), found, strict=True):
             os.preadv(self.file.fileno(), [line], self._compute_offset(row, tile))
         return found
-
-
-def _write_all(file: int, data: bytes, place: int) -> None:
-    """Write all of `data` at the offset `place`.
-
-    On a disk that fills up, the first write may be short; the next one raises the error.
-    """
-    view = memoryview(data)
-    while view:
-        done = os.pwrite(file, view, place)
-        view, place = view[done:], place + done
 
 
 class PyramidSink:
@@ -86,7 +76,7 @@ class PyramidSink:
         self, path: Path, shape: Shape, dtype: np.dtype[Any], microns_per_px: float | None = None, mixes: bool = False
     ) -> None:
         self.path, self.dtype, self.microns_per_px = path, dtype, microns_per_px
-        self.halve = _compute_mean if mixes else _pick_nearest
+        self.mixes = mixes
         if path.is_dir():
             raise IsADirectoryError(f"{path} is a folder. Give the path of a file.")
         self.raw = _ScratchArray(path.parent, shape, dtype)
@@ -101,7 +91,11 @@ class PyramidSink:
         os.close(handle)
         try:
             self._write_file(name)
-            _set_default_mode(name)
+            # Temporary files are private; this one gets the mode of any new file. The mask can only be read by setting
+            # it.
+            mask = os.umask(0)
+            os.umask(mask)
+            Path(name).chmod(0o666 & ~mask)
             Path(name).replace(self.path)
         finally:
             with contextlib.suppress(FileNotFoundError):
@@ -114,16 +108,25 @@ class PyramidSink:
         self.raw.file.close()
 
     def _write_file(self, name: str) -> None:
+        #     scratch file, level 0  ->  TIFF page, level 0
+        #              | halve
+        #     scratch file, level 1  ->  SubIFD 1           each level is made from the one before, whose scratch file
+        #              | halve                              goes at once: at most two exist at a time
+        #     scratch file, level 2  ->  SubIFD 2
         levels = _count_halvings(*self.raw.shape[:2])
         with tifffile.TiffWriter(name, bigtiff=True) as writer:
             for level in range(levels + 1):
                 if level:
-                    coarser = _write_halved(self.raw, self.path.parent, self.halve)
+                    coarser = _write_halved(self.raw, self.path.parent, self.mixes)
                     self.raw.file.close()
                     self.raw = coarser
+                resolution: dict[str, Any] = {}
+                if self.microns_per_px is not None:
+                    per_cm = 1e4 / (self.microns_per_px * 2**level)
+                    resolution = {"resolution": (per_cm, per_cm), "resolutionunit": "CENTIMETER"}
                 writer.write(
                     _read_tiles(self.raw),
-                    shape=_drop_single_channel(self.raw.shape),
+                    shape=self.raw.shape[:2] if self.raw.shape[2] == 1 else self.raw.shape,
                     dtype=self.dtype,
                     tile=(TILE_PX, TILE_PX),
                     compression="zlib",
@@ -133,16 +136,11 @@ class PyramidSink:
                     maxworkers=1,
                     subifds=levels if not level else None,
                     subfiletype=int(level > 0),
-                    **self._make_resolution(level),
+                    **resolution,
                 )
             writer.filehandle.flush()
+            # Before the rename: after a crash, a file of this name is complete.
             os.fsync(writer.filehandle.fileno())
-
-    def _make_resolution(self, level: int) -> dict[str, Any]:
-        if self.microns_per_px is None:
-            return {}
-        per_cm = 1e4 / (self.microns_per_px * 2**level)
-        return {"resolution": (per_cm, per_cm), "resolutionunit": "CENTIMETER"}
 
 
 def make_pyramid(path: Path, region: PaddedRegion, kind: str, shape: Shape, dtype: np.dtype[Any]) -> PyramidSink:
@@ -150,10 +148,6 @@ def make_pyramid(path: Path, region: PaddedRegion, kind: str, shape: Shape, dtyp
     known = region.picture.microns_per_px
     scaled = None if known is None else known * region.picture_px[0] / shape[0]
     return PyramidSink(path, shape, dtype, scaled, mixes=kind != "classes")
-
-
-def _drop_single_channel(shape: Shape) -> tuple[int, ...]:
-    return shape[:2] if shape[2] == 1 else shape
 
 
 def _count_halvings(height: int, width: int) -> int:
@@ -176,6 +170,8 @@ def _split_blocks(shape: Shape, rows_px: int, cols_px: int) -> Iterator[Tile]:
 
 def _read_tiles(raw: _ScratchArray) -> Iterator[NDArray[Any]]:
     """Yield the tiles of the file in its order; tiles at the edges are padded with zeros."""
+    # A row of tiles is read up to `GROUP_PX` wide: the scratch file is in rows of pixels, and one long read of a row
+    # replaces many short ones.
     for block in _split_blocks(raw.shape, TILE_PX, GROUP_PX):
         pixels = raw.read(block)
         for x0 in range(0, pixels.shape[1], TILE_PX):
@@ -185,7 +181,7 @@ def _read_tiles(raw: _ScratchArray) -> Iterator[NDArray[Any]]:
             yield tile[..., 0] if raw.shape[2] == 1 else tile
 
 
-def _write_halved(raw: _ScratchArray, folder: Path, halve: Halve) -> _ScratchArray:
+def _write_halved(raw: _ScratchArray, folder: Path, mixes: bool) -> _ScratchArray:
     height, width = (-(-px // 2) for px in raw.shape[:2])
     coarser = _ScratchArray(folder, (height, width, raw.shape[2]), raw.dtype)
     for block in _split_blocks(coarser.shape, TILE_PX, GROUP_PX):
@@ -193,25 +189,15 @@ def _write_halved(raw: _ScratchArray, folder: Path, halve: Halve) -> _ScratchArr
             Span(2 * span.start, min(2 * span.stop, px))
             for span, px in zip((block.rows, block.cols), raw.shape[:2], strict=True)
         )
-        coarser.write(block, halve(raw.read(Tile(rows, cols))))
+        coarser.write(block, _halve(raw.read(Tile(rows, cols)), mixes))
     return coarser
 
 
-def _pick_nearest(pixels: NDArray[Any]) -> NDArray[Any]:
-    """Return every other pixel: a mean of classes 1 and 3 would be class 2."""
-    return pixels[::2, ::2]
-
-
-def _compute_mean(pixels: NDArray[Any]) -> NDArray[Any]:
-    """Return means of 2 x 2 pixels; a last odd row or column is repeated."""
+def _halve(pixels: NDArray[Any], mixes: bool) -> NDArray[Any]:
+    """Return means of 2 x 2 pixels, or every other pixel; a last odd row or column is repeated."""
+    if not mixes:  # a mean of classes 1 and 3 would be class 2
+        return pixels[::2, ::2]
     height, width = pixels.shape[:2]
     even = np.pad(pixels, ((0, height % 2), (0, width % 2), (0, 0)), mode="edge").astype(np.float32)
     mean = (even[::2, ::2] + even[1::2, ::2] + even[::2, 1::2] + even[1::2, 1::2]) / 4
     return (mean if np.issubdtype(pixels.dtype, np.floating) else np.rint(mean)).astype(pixels.dtype)
-
-
-def _set_default_mode(name: str) -> None:
-    """Give the file the mode of any new file: temporary files are private."""
-    mask = os.umask(0)
-    os.umask(mask)
-    Path(name).chmod(0o666 & ~mask)

@@ -1,4 +1,4 @@
-"""Predict on all ranks together under the plan of a training: its forward pass, in evaluation mode."""
+"""Predict on all ranks together under the plan of a training: recipes, and the forward pass in evaluation mode."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from engines.layer.graph import TensorSpec
 from engines.layer.trace import trace_inference
 from engines.plan import Plan
 from engines.program.compile import Compiler, compile_plan
-from engines.program.program import Program, ShardSpec
+from engines.program.program import Program
 from engines.program.step_labels import describe_steps
 from engines.program.worker import Inputs, Worker
 from engines.spatial.user_ops import UserOps
@@ -62,21 +62,18 @@ class RankPredictor:
         self.program = Compiler(recipe.graph, recipe.plan).compile_rank(world.rank)
         self.device = choose_device(recipe.device, world.rank)
         self.threads = choose_thread_count(recipe.plan, world.rank)
-        wanted = (*self.program.weights, *self.program.buffers)
-        tensors = self._collect_tensors(wanted)
+        # Constants that the model creates in its forward pass come with the graph; no rank holds them as weights.
+        wanted, graph, state = (*self.program.weights, *self.program.buffers), recipe.graph, recipe.state
+        if held is not None:
+            learnt = [name for name in wanted if name not in graph.constants]
+            state = {**fetch_tensors(world, held, learnt), **graph.constants}
+        own = {n: copy_state_tensor(state[n], graph.specs[n], self.device) for n in wanted if n in state}
+        tensors = {**(held or {}), **own}
         weights, buffers = (
             {name: tensors[name] for name in names} for names in (self.program.weights, self.program.buffers)
         )
         self.worker = Worker(self.program, world, weights, buffers, device=self.device, seed=recipe.seed)
         self.worker.step_labels = describe_steps(recipe.graph, recipe.plan, self.program)
-
-    def _collect_tensors(self, wanted: Sequence[str]) -> Mapping[str, Tensor]:
-        graph, state = self.recipe.graph, self.recipe.state
-        if self.held is not None:
-            learnt = [name for name in wanted if name not in graph.constants]
-            state = {**fetch_tensors(self.world, self.held, learnt), **graph.constants}
-        own = {n: copy_state_tensor(state[n], graph.specs[n], self.device) for n in wanted if n in state}
-        return {**(self.held or {}), **own}
 
     def cut(self, inputs: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
         """Return this rank's parts of the whole inputs of a step."""
@@ -101,7 +98,7 @@ class RankPredictor:
             for number in self.program.directions
             if (way := self.program.get_direction_program(number)).prediction_shard is not None
         }
-        self.worker.restart({})
+        self.worker.restart({})  # frees the activations, which only a backward pass would need
         return found
 
 
@@ -127,16 +124,13 @@ def join_predictions(programs: Sequence[Program], parts: Sequence[Prediction], s
     whole = torch.empty(shape, dtype=next(tensor.dtype for own in parts for tensor in own.values()))
     for program, own in zip(programs, parts, strict=True):
         for number, tensor in own.items():
-            chunk = whole.chunk(count)[number]
-            _get_view(chunk, program.get_direction_program(number).prediction_shard).copy_(tensor)
+            # The part of the micro-batch's prediction that the rank holds, as a view into the whole.
+            view, shard = whole.chunk(count)[number], program.get_direction_program(number).prediction_shard
+            tile, axes = (shard.tile, shard.axes) if shard else (None, None)
+            if tile is not None and tile.images is not None:
+                view = view.narrow(0, tile.images.start, len(tile.images))
+            if tile is not None and axes is not None:
+                for axis, span in zip(axes, (tile.rows, tile.cols), strict=True):
+                    view = view.narrow(axis, span.start, len(span))
+            view.copy_(tensor)
     return whole
-
-
-def _get_view(chunk: Tensor, feed: ShardSpec | None) -> Tensor:
-    """Return the part of a micro-batch's prediction that a rank holds, as a view."""
-    if feed is not None and feed.tile is not None and feed.tile.images is not None:
-        chunk = chunk.narrow(0, feed.tile.images.start, len(feed.tile.images))
-    if feed is not None and feed.tile is not None and feed.axes is not None:
-        for axis, span in zip(feed.axes, (feed.tile.rows, feed.tile.cols), strict=True):
-            chunk = chunk.narrow(axis, span.start, len(span))
-    return chunk

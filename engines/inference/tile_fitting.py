@@ -1,4 +1,4 @@
-"""Choose the number of tiles so that each fits within a memory bound."""
+"""Choose the number of tiles so that a pass over each, whose memory is estimated, fits within a bound."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from engines.comm.collective_errors import run_on_first
 from engines.comm.device import read_process_bytes
 from engines.comm.world import World
-from engines.errors import PlanError, TraceError
+from engines.errors import PlanError
 from engines.inference.pass_memory import estimate_pass_bytes
 from engines.layer.graph import ModelGraph, TensorSpec
 from engines.program.tile_passes import TilePass, TilePasses
@@ -45,6 +45,7 @@ def make_tile_grid(size_px: tuple[int, int], side_px: int) -> Grid:
 
 def iterate_passes(turns: TilePasses) -> Iterator[tuple[dict[str, TensorSpec], TilePass]]:
     """Yield each pass over an image, in order: the sums known before it, and the pass of the middle tile."""
+    # The middle tile has neighbours on all sides if any tile has, so that its window, with halos, is the largest.
     known: dict[str, TensorSpec] = {}
     middle = turns.grid.rows // 2 * turns.grid.cols + turns.grid.cols // 2
     while True:
@@ -63,8 +64,9 @@ def fit_tiles(graph: ModelGraph, ranks: int, bound_bytes: int) -> TilePasses:
     size_px = graph.inputs["images"].shape[2:]
     sides = [side for side in _SIDES if side < max(size_px)] + [max(size_px)]
     sides = [side for side in sides if make_tile_grid(size_px, side).tiles >= ranks] or sides[:1]
-    best, low, high = None, 0, len(sides)
-    refusal: PlanError | TraceError | None = None
+    best: TilePasses | None = None
+    refusal: PlanError | None = None
+    low, high = 0, len(sides)
     # Bisect for the largest side that fits. Memory grows with the side, so that all smaller sides fit too.
     while low < high:
         middle = (low + high) // 2
@@ -82,9 +84,10 @@ def fit_tiles(graph: ModelGraph, ranks: int, bound_bytes: int) -> TilePasses:
                 f"{_to_mb(bound_bytes)} MB of the bound are left for it. Allow {_to_mb(taken - bound_bytes)} MB more "
                 "(memory_mb), or predict a coarser level."
             )
-    if best is None and refusal is not None:
+    # Every side that was tried either fitted or left the reason why it did not.
+    if best is None:
         raise refusal
-    return best or TilePasses(graph, make_tile_grid(size_px, sides[-1]))
+    return best
 
 
 def choose_grid(world: World, graph: ModelGraph, bound_bytes: int, side_px: int | None = None) -> Grid:
@@ -93,19 +96,20 @@ def choose_grid(world: World, graph: ModelGraph, bound_bytes: int, side_px: int 
     Raises PlanError or TraceError as `fit_tiles` does, on every rank.
     """
     taken = max(world.all_gather(read_process_bytes("VmRSS")))
-    return run_on_first(world, lambda: _choose_grid(graph, world.size, bound_bytes, taken, side_px))
 
+    # Every rank needs the same grid, and how much memory a process takes differs from rank to rank.
+    def choose() -> Grid:
+        if side_px is not None:
+            return TilePasses(graph, make_tile_grid(graph.inputs["images"].shape[2:], side_px)).grid
+        left_bytes = bound_bytes - taken - AT_WORK_BYTES
+        if left_bytes <= 0:
+            raise PlanError(
+                f"A rank takes {_to_mb(taken + AT_WORK_BYTES)} MB before it computes anything, and the bound is "
+                f"{_to_mb(bound_bytes)} MB. Allow more (memory_mb)."
+            )
+        return fit_tiles(graph, world.size, left_bytes).grid
 
-def _choose_grid(graph: ModelGraph, ranks: int, bound_bytes: int, taken_bytes: int, side_px: int | None) -> Grid:
-    if side_px is not None:
-        return TilePasses(graph, make_tile_grid(graph.inputs["images"].shape[2:], side_px)).grid
-    left_bytes = bound_bytes - taken_bytes - AT_WORK_BYTES
-    if left_bytes <= 0:
-        raise PlanError(
-            f"A rank takes {_to_mb(taken_bytes + AT_WORK_BYTES)} MB before it computes anything, and the bound is "
-            f"{_to_mb(bound_bytes)} MB. Allow more (memory_mb)."
-        )
-    return fit_tiles(graph, ranks, left_bytes).grid
+    return run_on_first(world, choose)
 
 
 def _estimate_peak_bytes(turns: TilePasses, graph: ModelGraph) -> int:
@@ -114,9 +118,11 @@ def _estimate_peak_bytes(turns: TilePasses, graph: ModelGraph) -> int:
     for known, turn in iterate_passes(turns):
         taken = estimate_pass_bytes(turn, graph, known)
         if turn.prediction is not None and turn.prediction.tile is not None:
+            # Added to the peak, since the pass's tensors are still held when its scores are converted.
             channels = graph.specs[graph.prediction].shape[1]
             taken += turn.prediction.tile.pixels * (_CLASS_BYTES + _SCORE_BYTES * channels)
         if turn.window is not None and turn.window.tile is not None:
+            # A maximum and no sum: the pixels are bytes no longer when the pass begins.
             taken = max(taken, _READ_BYTES * turn.window.tile.pixels)
         most = max(most, taken)
     return int(LOOSE * most)

@@ -1,4 +1,4 @@
-"""Collect the tiles of a prediction on rank 0, which puts them in place."""
+"""Collect the tiles of a prediction on rank 0: what is kept of the scores, and the sinks that it goes to."""
 
 from __future__ import annotations
 
@@ -66,6 +66,7 @@ class TileStitcher:
 
         `own` is (h, w, C), or None if this rank has no tile left.
         """
+        #     5 tiles, 3 ranks     round 0: 0 1 2     round 1: 3 4 -        rank 2 has none left, and sends nothing
         if self.world.rank:
             if own is not None:
                 sent = torch.from_numpy(own.view(np.uint8).reshape(-1))
@@ -73,24 +74,20 @@ class TileStitcher:
             return
         for rank in range(min(self.world.size, self.grid.tiles - first)):
             # In rank order, so that rank 0 holds a single received tile at a time.
-            tile = self.grid.get_tile(first + rank, *self.size_px)
-            self._put(tile, self._receive(rank, tile) if rank or own is None else own)
-
-    def _receive(self, rank: int, tile: Tile) -> NDArray[Any]:
-        shape = (*tile.shape, self.channels)
-        buffer = torch.empty(math.prod(shape) * self.dtype.itemsize, dtype=torch.uint8)
-        self.world.exchange([], [Message(rank, _TAG, buffer)]).wait()
-        return buffer.numpy().view(self.dtype).reshape(shape)
-
-    def _put(self, tile: Tile, pixels: NDArray[Any]) -> None:
-        inside = tile & Tile.whole(*self.out_px)
-        # An error must not be raised here: other ranks are computing the next round, and rank 0 would leave their sends
-        # without receives. `check` raises it within the next collective.
-        if inside and not self.late and self.sink is not None:
-            try:
-                self.sink.put(inside, pixels[inside.to_slices(tile)])
-            except OSError as error:
-                self.late = str(error)
+            tile, pixels = self.grid.get_tile(first + rank, *self.size_px), own
+            if rank:
+                shape = (*tile.shape, self.channels)
+                buffer = torch.empty(math.prod(shape) * self.dtype.itemsize, dtype=torch.uint8)
+                self.world.exchange([], [Message(rank, _TAG, buffer)]).wait()
+                pixels = buffer.numpy().view(self.dtype).reshape(shape)
+            # An error must not be raised here: other ranks are computing the next round, and rank 0 would leave their
+            # sends without receives. `check` raises it within the next collective. Tiles are received nevertheless.
+            inside = tile & Tile.whole(*self.out_px)
+            if inside and not self.late:
+                try:
+                    self.sink.put(inside, pixels[inside.to_slices(tile)])
+                except OSError as error:
+                    self.late = str(error)
 
     def finish(self) -> Any:
         """Return the sink's result on rank 0. Raises OSError if the sink fails."""

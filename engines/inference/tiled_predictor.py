@@ -85,14 +85,24 @@ class TiledPredictor:
     """
 
     def __init__(
-        self, world: World, recipe: Recipe, ask: PredictionRequest, sink: MakeSink = ArraySink,
+        self,
+        world: World,
+        recipe: Recipe,
+        ask: PredictionRequest,
+        sink: MakeSink = ArraySink,
         held: Mapping[str, Tensor] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         recipe.additions.register()
         use_threads(compute_threads_per_rank(count_local_ranks(world.size)))
         self.world, self.graph, self.ask = world, recipe.graph, ask
         self.device = choose_device(recipe.device, world.rank)
-        self.state = self._collect_state(recipe, held)
+        # Every rank computes all layers, so it needs all weights and buffers, whatever the training's plan gave it.
+        graph, names = self.graph, (*self.graph.weights, *self.graph.buffers)
+        there = recipe.state
+        if held is not None:
+            learnt = [name for name in names if name not in graph.constants]
+            there = {**fetch_tensors(world, held, learnt), **held, **graph.constants}
+        self.state = {name: copy_state_tensor(there[name], graph.specs[name], self.device) for name in names}
         self.known: dict[str, Tensor] = {}
         self._partial: dict[str, Tensor] = {}
         self.walk = self.round = self.read_px = 0
@@ -100,31 +110,15 @@ class TiledPredictor:
         self.mosaic: TileStitcher | None = None
         keep_memory_tight(True)
         try:
-            self._choose_tiles(sink)
+            self.turns = TilePasses(graph, choose_grid(world, graph, ask.memory_bytes, ask.side_px))
+            self.walks = [turn for _, turn in iterate_passes(self.turns)]
+            spec, feed = graph.specs[graph.prediction], self.walks[-1].prediction
+            if feed is not None:  # else the model answers once for the image, after the last pass
+                self.mosaic = TileStitcher(world, self.turns.grid, spec, feed, ask.region, ask.kind, sink)
         except BaseException:
             self.close()
             raise
         self.start_s = time.perf_counter()
-
-    def _choose_tiles(self, sink: MakeSink) -> None:
-        """Choose the tiles, and make the stitcher if the prediction consists of tiles."""
-        world, ask = self.world, self.ask
-        self.turns = TilePasses(self.graph, choose_grid(world, self.graph, ask.memory_bytes, ask.side_px))
-        self.walks = [turn for _, turn in iterate_passes(self.turns)]
-        spec, feed = self.graph.specs[self.graph.prediction], self.walks[-1].prediction
-        if feed is not None:
-            self.mosaic = TileStitcher(world, self.turns.grid, spec, feed, ask.region, ask.kind, sink)
-
-    def _collect_state(self, recipe: Recipe, held: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
-        """Return all weights and buffers: every rank computes all layers."""
-        names = (*self.graph.weights, *self.graph.buffers)
-        learnt = [name for name in names if name not in self.graph.constants]
-        there = (
-            recipe.state
-            if held is None
-            else {**fetch_tensors(self.world, held, learnt), **held, **self.graph.constants}
-        )
-        return {name: copy_state_tensor(there[name], self.graph.specs[name], self.device) for name in names}
 
     @property
     def rounds(self) -> int:
@@ -149,8 +143,17 @@ class TiledPredictor:
         if walk.prediction is not None and self.mosaic:
             self.mosaic.add(first, made)
         self.round += 1
-        if self.round == self._count_rounds(walk):
-            self._end_pass(walk)
+        if self.round < self._count_rounds(walk):
+            return
+        # The pass is over: the sums of all tiles are those of the image.
+        for each in walk.sums:
+            # With more ranks than tiles, a rank has no sum of its own. It contributes zeros: the all-reduce is
+            # collective.
+            empty = torch.zeros(each.spec.shape, dtype=getattr(torch, each.spec.dtype), device=self.device)
+            total = self._partial.pop(each.target, empty).clone()
+            all_reduce(self.world, total, tuple(range(self.world.size))).wait()
+            self.known[each.target] = total
+        self.walk, self.round = self.walk + 1, 0
 
     def _compute_tile(self, number: int) -> NDArray[Any] | None:
         """Compute one tile and add its sums; return its part of the prediction if the pass makes one."""
@@ -160,8 +163,17 @@ class TiledPredictor:
             return None
         turn = self.turns.make_pass(number, self.known)
         worker = Worker(turn.program, self.world, self.state, self.state, device=self.device)
+        # A pass computes only what its sums, or the prediction, depend on, and reads the sums of earlier passes and, if
+        # any of it depends on pixels, its window of the image.
+        reads = {name for item in turn.program.forward for name in item.inputs}
+        inputs = {name: total for name, total in self.known.items() if name in reads}
+        if turn.window is not None:
+            tile = turn.window.tile or Tile.whole(*self.ask.region.size_px)
+            self.read_px += tile.pixels
+            pixels = self.ask.region.read_tile(tile, getattr(torch, self.graph.inputs["images"].dtype))
+            inputs["images"] = pixels.to(self.device)
         with torch.no_grad():
-            worker.run({0: self._read_inputs(turn)})
+            worker.run({0: inputs})
             for each in turn.sums:
                 own = worker.peek(each.source)
                 self._partial[each.target] = self._partial[each.target] + own if each.target in self._partial else own
@@ -172,27 +184,6 @@ class TiledPredictor:
                 self.answer = convert_image_scores(scores[0].cpu(), self.ask.kind)
                 return None
             return convert_pixel_scores(scores, self.ask.kind)
-
-    def _read_inputs(self, turn: TilePass) -> dict[str, Tensor]:
-        reads = {name for item in turn.program.forward for name in item.inputs}
-        inputs = {name: total for name, total in self.known.items() if name in reads}
-        if turn.window is not None:
-            tile = turn.window.tile or Tile.whole(*self.ask.region.size_px)
-            self.read_px += tile.pixels
-            pixels = self.ask.region.read_tile(tile, getattr(torch, self.graph.inputs["images"].dtype))
-            inputs["images"] = pixels.to(self.device)
-        return inputs
-
-    def _end_pass(self, walk: TilePass) -> None:
-        """All-reduce the sums that each rank has accumulated over its tiles."""
-        for each in walk.sums:
-            # With more ranks than tiles, a rank has no sum of its own. It contributes zeros: the all-reduce is
-            # collective.
-            empty = torch.zeros(each.spec.shape, dtype=getattr(torch, each.spec.dtype), device=self.device)
-            total = self._partial.pop(each.target, empty).clone()
-            all_reduce(self.world, total, tuple(range(self.world.size))).wait()
-            self.known[each.target] = total
-        self.walk, self.round = self.walk + 1, 0
 
     def finish(self) -> TiledPrediction:
         """Return the prediction; only rank 0 has the sink's result. Raises ImageError on every rank if it fails."""

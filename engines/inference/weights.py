@@ -13,8 +13,6 @@ from engines.errors import CheckpointError
 
 __all__ = ["load_weights"]
 
-_SHOWN = 3
-
 
 def load_weights(model: nn.Module, path: Path) -> None:
     """Load a model's weights and buffers from a file, a checkpoint, or the newest intact one in a folder of them.
@@ -30,11 +28,12 @@ def load_weights(model: nn.Module, path: Path) -> None:
         found = load_file(file)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{file}: no weights can be read from it ({error}). Give a safetensors file.") from error
+    # All names and shapes are compared first: `load_state_dict` would copy what fits before it raises.
     ours, theirs = ({name: tuple(t.shape) for name, t in state.items()} for state in (model.state_dict(), found))
     wrong = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
     if wrong:
         told = ", ".join(
-            f"{name} {theirs.get(name, 'missing')} instead of {ours.get(name, 'none')}" for name in wrong[:_SHOWN]
+            f"{name} {theirs.get(name, 'missing')} instead of {ours.get(name, 'none')}" for name in wrong[:3]
         )
         raise CheckpointError(
             f"{file}: these are the weights of another model: of {len(ours)} tensors {len(wrong)} do not fit, such as "

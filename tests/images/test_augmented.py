@@ -114,8 +114,11 @@ def test_without_a_draw_images_are_as_they_are_and_crops_are_middles():
     crops = Augmented(source, KINDS, (3, 4))
     assert torch.equal(crops.part(1, Tile.whole(3, 4)), source.part(1, whole)[:, 3:6, 4:8])
     assert [crops.label(0), crops.name(1), crops.slide(1), len(crops)] == [
-        source.label(0), source.name(1), source.slide(1), 2,
-    ]  # fmt: skip
+        source.label(0),
+        source.name(1),
+        source.slide(1),
+        2,
+    ]
 
 
 def test_what_is_larger_than_an_image_is_no_crop_of_it():

@@ -203,14 +203,18 @@ REFUSED: dict[str, tuple[Write, int | None, str]] = {
     "transparent RGBA": (png(clear("RGBA")), 127, r"is transparent at row 7, column 11, .*getchannel\('A'\)"),
     "transparent LA": (png(clear("LA")), None, "is transparent at row 7, column 11"),
     "transparent TIFF": (
-        tiff(np.dstack([CLASSES] * 4), photometric="rgb", extrasamples=["assocalpha"]), None, "is transparent at row 7",
+        tiff(np.dstack([CLASSES] * 4), photometric="rgb", extrasamples=["assocalpha"]),
+        None,
+        "is transparent at row 7",
     ),
     "colours": (png(indexed(CLASSES).convert("RGB")), None, r"is coloured, \(25\d, \d, \d\) at row 7, column 11,"),
     "colours on both sides": (png(indexed(CLASSES).convert("RGB")), 127, "is coloured, .* which class a colour is"),
     "palette and threshold": (png(indexed(CLASSES)), 127, r"has a palette: .*Leave the threshold away.*\(classes=\)"),
     "four channels": (tiff(four_channels(), photometric="rgb", extrasamples=["unspecified"]), None, "has 4 channels"),
     "two channels": (
-        tiff(four_channels()[..., :2], photometric="minisblack", planarconfig="contig"), None, "has 2 channels"
+        tiff(four_channels()[..., :2], photometric="minisblack", planarconfig="contig"),
+        None,
+        "has 2 channels",
     ),
     "fax": (lambda path: Image.fromarray(BITS).save(path, format="tiff", compression="group4"), None, "as a fax is"),
     "WebP": (tiff(np.dstack([CLASSES] * 3), photometric="rgb", compression="webp"), None, r"not read here \(50001\)"),
@@ -222,7 +226,7 @@ REFUSED: dict[str, tuple[Write, int | None, str]] = {
     "a GIF": (lambda path: Image.fromarray(CLASSES).save(path, format="gif"), None, "is not a PNG, JPEG or TIFF file"),
     "a Zarr store": (lambda path: zarr.create_array(path, data=CLASSES), None, "is a Zarr store, and masks are not"),
     "a folder": (Path.mkdir, None, "is a folder"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)

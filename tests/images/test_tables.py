@@ -92,8 +92,10 @@ def test_paths_are_relative_to_the_table_when_written_and_read(folder: Path, mon
     rows = [(Path("images/a.png"), "x"), ((folder / "images" / "b.png"), "y, z")]
     assert write_table(Path("tables/t.csv"), rows) == 2
     assert (folder / "tables" / "t.csv").read_text().splitlines() == [
-        "path,label", "../images/a.png,x", '../images/b.png,"y, z"',
-    ]  # fmt: skip
+        "path,label",
+        "../images/a.png,x",
+        '../images/b.png,"y, z"',
+    ]
     monkeypatch.chdir("/")
     images = table_images(folder / "tables" / "t.csv", SIZE, within=folder)
     assert images.names == ("x", "y, z")

@@ -162,13 +162,16 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "grey and colours of one size": (write(TILED, GREY, PIXELS), "holds several pictures of one size"),
     "two channels": (
-        write({"photometric": "minisblack", "planarconfig": "contig"}, PIXELS[..., :2].copy()), "has 2 channels"
+        write({"photometric": "minisblack", "planarconfig": "contig"}, PIXELS[..., :2].copy()),
+        "has 2 channels",
     ),
     "three channels of grey": (
-        write({"photometric": "minisblack", "planarconfig": "contig"}, PIXELS), "has 3 channels, and the file does not"
+        write({"photometric": "minisblack", "planarconfig": "contig"}, PIXELS),
+        "has 3 channels, and the file does not",
     ),
     "four channels of OME": (
-        write({**OME, "extrasamples": ["unspecified"]}, RGBA), "has 4 channels, and the file does not say"
+        write({**OME, "extrasamples": ["unspecified"]}, RGBA),
+        "has 4 channels, and the file does not say",
     ),
     "four planes of OME": (
         write({"ome": True, "photometric": "minisblack", "metadata": {"axes": "CYX"}}, RGBA.transpose(2, 0, 1).copy()),
@@ -185,7 +188,7 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
     "L*a*b*": (lambda path: Image.new("LAB", (9, 9)).save(path, "tiff"), r"holds CIE L\*a\*b\* colours"),
     "a transparency mask alone": (write({"photometric": "mask"}, INSIDE), "holds a transparency mask"),
     "a camera's sensor": (write({"photometric": "cfa"}, GREY), "holds what a camera's sensor saw"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -26,13 +26,14 @@ from tests.zoo import Segmenter
 PLANS = {
     "tiles": Plan(split_size=1, slice_method="2x3", precision="float64"),
     "fused halos": Plan(split_size=1, slice_method="2x2", halo_d2=True, fused_layers=3, precision="float64"),
-    "stages": Plan(split_size=3, spatial_size=2, num_spatial_parts=(4, 2), slice_method=("square", "vertical"),
-                   precision="float64"),
+    "stages": Plan(
+        split_size=3, spatial_size=2, num_spatial_parts=(4, 2), slice_method=("square", "vertical"), precision="float64"
+    ),
     "micro-batches": Plan(split_size=3, slice_method="1x2", parts=2, schedule="1f1b", precision="float64"),
     "both ways": Plan(split_size=2, spatial_size=0, parts=2, bidirectional=True, schedule="gems", precision="float64"),
     "shares": Plan(split_size=2, slice_method="1x2", local_dp=2, data_parallel=2, precision="float64"),
     "zero bubble": Plan(split_size=2, spatial_size=0, parts=2, schedule="zero_bubble", precision="float64"),
-}  # fmt: skip
+}
 
 
 def predicted(model: nn.Module, plan: Plan, images: Tensor) -> Tensor:

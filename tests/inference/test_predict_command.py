@@ -42,10 +42,17 @@ def files(tmp_path: Path) -> Path:
 
 def flags(files: Path, **others: object) -> list[str]:
     given = {
-        "model": "engines.models.unet:UNet", "model-args": '{"width": 4}', "num-classes": 3, "image": files / "in.png",
-        "weights": files / "weights.safetensors", "region": "10,20,64,88", "to": files / "out.tif", "tile-px": 40,
-        "precision": "float64", **others,
-    }  # fmt: skip
+        "model": "engines.models.unet:UNet",
+        "model-args": '{"width": 4}',
+        "num-classes": 3,
+        "image": files / "in.png",
+        "weights": files / "weights.safetensors",
+        "region": "10,20,64,88",
+        "to": files / "out.tif",
+        "tile-px": 40,
+        "precision": "float64",
+        **others,
+    }
     return [f"--{name}={value}" for name, value in given.items() if value is not None]
 
 
