@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from matplotlib.axes import Axes
@@ -11,7 +11,7 @@ from matplotlib.path import Path
 
 from mpi4dl_nb.draw.figure import INK, Drawing
 
-__all__ = ["BarStyle", "draw_bars", "draw_legend", "draw_row_frame", "draw_rows", "get_row_layout"]
+__all__ = ["BarStyle", "draw_bars", "draw_legend", "draw_row_frame", "draw_rows", "draw_stacks", "get_row_layout"]
 
 MANY = 12  # rows; a chart with more has lower rows with one line of text
 
@@ -39,12 +39,28 @@ def draw_bars(
     axes.add_patch(patch)
 
 
-def draw_rows(axes: Axes, look: BarStyle, bars: Sequence[tuple[int, float, float]], top: float, high: float) -> None:
+def draw_rows(
+    axes: Axes, look: BarStyle, bars: Sequence[tuple[int, float, float]], top: float = -0.36, high: float = 0.72
+) -> None:
     """Draw outlined bars (row, start, end) of one style. `top` is relative to the row, `high` a bar's height."""
     if bars:
         patch = _make_patch(look, [(a, b, row + top, row + top + high) for row, a, b in bars])
         patch.set_clip_on(False)  # half of the outline is outside the axes
         axes.add_patch(patch)
+
+
+def draw_stacks(axes: Axes, looks: Mapping[str, BarStyle], rows: Sequence[Mapping[str, float]]) -> None:
+    """Draw one bar per row, stacked of the row's lengths in the order of `looks`, and make room for all rows."""
+    bars: dict[str, list[tuple[int, float, float]]] = {kind: [] for kind in looks}
+    for row, lengths in enumerate(rows):
+        end = 0.0
+        for kind in looks:
+            start, end = end, end + lengths.get(kind, 0)
+            if end > start:
+                bars[kind].append((row, start, end))
+    for kind, spans in bars.items():
+        draw_rows(axes, looks[kind], spans)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
 
 
 def _make_patch(look: BarStyle, boxes: Sequence[tuple[float, float, float, float]]) -> PathPatch:

@@ -145,7 +145,7 @@ def draw_slicing(
     rasters, rank, view = RasterCache.of(picture), _resolve_rank(point, tile), view or LayerView()
     whole, pieces = view.zoom is None, [point.describe_move(move) for move in point.get_receives(rank)]
     place = choose_zoom_view(point, rank) if whole else _compute_region(point, rank, view)
-    lends = bool(point.get_receives(rank) or point.find_redundant_moves(rank))
+    lends = bool(point.find_halo(rank))
     beside = rasters.picture.shape() if not whole else place.shape if lends else None
     told = [*describe_tile(point, rank), *([] if whole else describe_region(point, rank, place))]
     told += describe_field(point, view.field, rasters.picture.shape()) if view.field else []

@@ -71,7 +71,7 @@ def _fade_unneeded(pixels: Pixels, point: HaloPoint, rank: int, view: Tile) -> P
     scale = [there / here for there, here in zip(pixels.shape, view.shape, strict=False)]
     for tile in (
         point.tiles[rank],
-        *(move.tile for move in (*point.get_receives(rank), *point.find_redundant_moves(rank))),
+        *(move.tile for move in point.find_halo(rank)),
     ):
         rows, cols = (tile & view).to_slices(view)
         veil[_scale_slice(rows, scale[0]), _scale_slice(cols, scale[1])] = False
@@ -113,7 +113,7 @@ def _draw_widths(axes: Axes, point: HaloPoint, rank: int, view: Tile) -> None:
 
 def label_owners(axes: Axes, point: HaloPoint, rank: int, view: Tile) -> None:
     """Label the pixels with their owners, as fully as fits, with arrows to borrowed pixels."""
-    lent = (*point.get_receives(rank), *point.find_redundant_moves(rank))
+    lent = point.find_halo(rank)
     pieces = {move.source: move.tile & view for move in lent if move.tile & view}
     seen = {owner: point.tiles[owner] & view for owner in (*pieces, rank) if point.tiles[owner] & view}
 
