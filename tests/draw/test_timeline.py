@@ -149,6 +149,12 @@ def test_a_part_of_the_step_can_be_shown():
         show_timeline(PIPELINE, span_ms=(5, 2))
 
 
+def test_a_span_after_the_end_is_refused():
+    with pytest.raises(PlanError, match=r"span_ms=\(1000, 1200\) starts after the end of the step, at 1000 ms"):
+        show_timeline(PIPELINE, span_ms=(1000, 1200))
+    assert show_timeline(PIPELINE, span_ms=(900, 1200)).axes[0].get_xlim() == (900, 1200)
+
+
 def test_a_rank_that_waits_says_so():
     """Rank 1 cannot begin before rank 0 has worked on the first micro-batch."""
     model = nn.Sequential(nn.Conv2d(3, 16, 5, padding=2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 2))
