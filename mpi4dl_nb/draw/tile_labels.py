@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -40,8 +40,13 @@ def draw_first_fit(
     for form in forms:
         lettered = form()
         boxes = {rank: get_text_box(text) for rank, text in lettered.items()}
-        inside = all(_is_inside(box, get_screen_box(axes, tiles[rank])) for rank, box in boxes.items())
-        if inside and not any(_compare_pairs([*boxes.values(), *taken])):
+        inside = all(
+            get_screen_box(axes, tiles[rank]).fully_contains(*corner)
+            for rank, box in boxes.items()
+            for corner in (box.min, box.max)
+        )
+        pairs = combinations([*boxes.values(), *taken], 2)
+        if inside and not any(one.overlaps(other) for one, other in pairs):
             return lettered
         for text in lettered.values():
             text.remove()
@@ -57,13 +62,3 @@ def get_screen_box(axes: Axes, tile: Tile) -> Bbox:
 def get_text_box(text: Text) -> Bbox:
     """Return the box of a text on the screen, with its white box."""
     return text.get_window_extent().padded(PAD_PX)
-
-
-def _is_inside(inner: Bbox, outer: Bbox) -> bool:
-    return bool(outer.fully_containsx(inner.x0) and outer.fully_containsx(inner.x1)) and bool(
-        outer.fully_containsy(inner.y0) and outer.fully_containsy(inner.y1)
-    )
-
-
-def _compare_pairs(boxes: Sequence[Bbox]) -> Iterator[bool]:
-    return (one.overlaps(other) for one, other in combinations(boxes, 2))

@@ -82,21 +82,19 @@ def label_tiles(
     """Label tiles with `names` (tile number by rank), as fully as fits, in the corners farthest from `centre`."""
 
     def draw_tile_labels(form: str, size: int) -> TileLabels:
-        return {
-            rank: _draw_tile_label(axes, tiles[rank], centre, form.format(tile=number, rank=rank), size)
-            for rank, number in names.items()
-        }
+        paper = {"boxstyle": "round,pad=0.2", "facecolor": "white", "edgecolor": "none"}
+        style = {"fontsize": size, "weight": "bold", "color": INK, "zorder": 10, "bbox": paper}
+        lettered: dict[int, Text] = {}
+        for rank, number in names.items():
+            tile, text = tiles[rank], form.format(tile=number, rank=rank)
+            right, low = tile.cols.start > centre.cols.start, tile.rows.start > centre.rows.start
+            corner = tile.cols.stop if right else tile.cols.start, tile.rows.stop if low else tile.rows.start
+            inwards = -1.2 * size if right else 1.2 * size, 1.2 * size if low else -1.2 * size
+            aligned = {"ha": "right" if right else "left", "va": "bottom" if low else "top"}
+            lettered[rank] = axes.annotate(text, corner, inwards, textcoords="offset points", **aligned, **style)
+        return lettered
 
     return draw_first_fit(axes, tiles, [lambda form=form: draw_tile_labels(*form) for form in TAGS], avoid)
-
-
-def _draw_tile_label(axes: Axes, tile: Tile, centre: Tile, text: str, size: int) -> Text:
-    right, low = tile.cols.start > centre.cols.start, tile.rows.start > centre.rows.start
-    x, ha, dx = (tile.cols.stop, "right", -1.2 * size) if right else (tile.cols.start, "left", 1.2 * size)
-    y, va, dy = (tile.rows.stop, "bottom", 1.2 * size) if low else (tile.rows.start, "top", -1.2 * size)
-    style = {"ha": ha, "va": va, "fontsize": size, "weight": "bold", "color": INK, "zorder": 10}
-    paper = {"boxstyle": "round,pad=0.2", "facecolor": "white", "edgecolor": "none"}
-    return axes.annotate(text, (x, y), (dx, dy), textcoords="offset points", bbox=paper, **style)
 
 
 def draw_halos(axes: Axes, ranks: StageRanks, pieces: Iterable[Move], look: Mapping[str, Any] = HALO) -> None:
@@ -126,9 +124,11 @@ def draw_halo_arrows(axes: Axes, point: HaloPoint, rank: int, avoid: Sequence[Bb
         return {owner: draw_label(axes, *compute_middle(tiles[owner]), text) for owner, text in texts.items()}
 
     lettered = draw_first_fit(axes, tiles, [draw_labels], avoid)
+    depth = 0.09 * min(tiles[rank].shape)  # an arrow ends just inside the tile, where it is nearest to the piece
+    inner = Tile(*(Span(span.start + depth, span.stop - depth) for span in (tiles[rank].rows, tiles[rank].cols)))
     for move in pieces:
-        start = lettered.get(move.source)
-        draw_arrow(axes, compute_middle(tiles[move.source]), _compute_arrow_tip(move.tile, tiles[rank]), start)
+        tip = clamp_point(compute_middle(move.tile), inner)
+        draw_arrow(axes, compute_middle(tiles[move.source]), tip, lettered.get(move.source))
     return lettered
 
 
@@ -141,13 +141,6 @@ def draw_arrow(
     look = {"arrowstyle": "-|>", "mutation_scale": 14, "linewidth": 1.6, "color": INK, "path_effects": CASING}
     ends = {"patchA": after.get_bbox_patch() if after else None, "shrinkA": 0, "shrinkB": short_pt}
     axes.annotate("", xy=end, xytext=start, arrowprops=look | ends, zorder=9)
-
-
-def _compute_arrow_tip(piece: Tile, own: Tile) -> tuple[float, float]:
-    """Return the point just inside the tile that is nearest to the piece's middle."""
-    depth = 0.09 * min(own.shape)
-    inner = Tile(*(Span(span.start + depth, span.stop - depth) for span in (own.rows, own.cols)))
-    return clamp_point(compute_middle(piece), inner)
 
 
 def compute_middle(tile: Tile) -> tuple[float, float]:
