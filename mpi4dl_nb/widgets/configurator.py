@@ -88,7 +88,17 @@ class Configurator(FigureWidget):
         self._found: CompiledPlan | None = None
         self._error: Mpi4dlError | None = None
         line = ipywidgets.HBox([self.machine, self.start, self.note], layout={"flex_flow": "row wrap"})
-        super().__init__([_make_columns(self.knobs), line, self.rank_trouble])
+        # Each column has the options of some groups; the page shows as many columns side by side as there is room for.
+        columns = []
+        for titles in COLUMNS:
+            parts = [
+                part
+                for title in titles
+                for part in (ipywidgets.HTML(f"<b>{title}</b>"), *(self.knobs[name] for name in GROUPS[title]))
+            ]
+            columns.append(ipywidgets.VBox(parts, layout=COLUMN))
+        options = ipywidgets.Box(columns, layout={"flex_flow": "row wrap"})
+        super().__init__([options, line, self.rank_trouble])
         self.view.show(draw_ranks(plan))
         self._handle_change("")
 
@@ -164,7 +174,8 @@ class Configurator(FigureWidget):
         """Make `plan` current and draw it, or raise `error`. Memory and times are counted in the background."""
         if error is not None:
             raise error
-        found, machine = self.planning.get_compiled(plan), self._chosen_machine
+        found = self.planning.get_compiled(plan)
+        machine = self.machines[self.machine.value] or (self.cluster.machine if self.cluster else None)
         self._counting.mark_done()
         self._found = found if found.is_counted(machine) else found.untimed
         if not found.is_counted(machine):
@@ -173,11 +184,6 @@ class Configurator(FigureWidget):
             draw_ranks(plan, self._found.loads, COUNTING, self._describe_forecast() if self._found is found else "")
         )
         self._show_state()
-
-    @property
-    def _chosen_machine(self) -> Machine | None:
-        """The chosen machine, or the calibrated cluster; None if there is neither."""
-        return self.machines[self.machine.value] or (self.cluster.machine if self.cluster else None)
 
     def _count(self, plan: Plan, machine: Machine | None, is_asked: IsAsked) -> None:
         """Add the memory and the time of each rank to the figure, or the reason why they cannot be counted."""
@@ -234,14 +240,3 @@ class Configurator(FigureWidget):
         else:
             self.rank_trouble.show("")
         self._show_state()
-
-
-def _make_columns(knobs: Mapping[str, OptionControl]) -> ipywidgets.Box:
-    """Return the controls in their groups, in as many columns side by side as there is room for."""
-    groups = {
-        title: [ipywidgets.HTML(f"<b>{title}</b>"), *(knobs[name] for name in names)] for title, names in GROUPS.items()
-    }
-    columns = [[part for title in titles for part in groups[title]] for titles in COLUMNS]
-    return ipywidgets.Box(
-        [ipywidgets.VBox(column, layout=COLUMN) for column in columns], layout={"flex_flow": "row wrap"}
-    )

@@ -115,11 +115,8 @@ class Monitor(FigureWidget):
         self._gathered = ProgressRecorder(training.plan, training.cluster.is_one_process, total)
 
     def _show(self) -> None:
-        self._show_numbers(self.progress)
+        self.numbers.value = format_progress_html(self.progress)
         self.view.show(show_progress(self.progress))
-
-    def _show_numbers(self, progress: Progress) -> None:
-        self.numbers.value = format_progress_html(progress)
 
     def _draw_until_over(self) -> None:
         for_numbers, for_figure = RefreshRate(NUMBERS_SHARE), RefreshRate(FIGURE_SHARE)
@@ -129,7 +126,7 @@ class Monitor(FigureWidget):
                     continue  # an empty figure would use up the interval and delay the first step's
                 with for_numbers.begin_refresh() as due:
                     if due:
-                        self._show_numbers(self.progress)
+                        self.numbers.value = format_progress_html(self.progress)
                 with for_figure.begin_refresh() as due:
                     if due:
                         self.view.show(show_progress(self.progress))
