@@ -103,6 +103,8 @@ def _draw_losses(
         axes.plot(places(study), losses, look.line, color=look.colour, linewidth=2, label=look.name)
         axes.plot(places(study)[-1:], losses[-1:], "o", color=look.colour, markersize=6)
         drawn += losses
+    # A loss that falls by orders of magnitude is a curve along the axis on a linear scale. Ticks at 1, 2 and 5 are then
+    # plain numbers, as the range is seldom more than two powers of 10.
     if max(drawn) > WIDE * min(drawn) > 0:
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))

@@ -64,6 +64,7 @@ def draw_stacks(axes: Axes, looks: Mapping[str, BarStyle], rows: Sequence[Mappin
 
 
 def _make_patch(look: BarStyle, boxes: Sequence[tuple[float, float, float, float]]) -> PathPatch:
+    # All rectangles are parts of one path, each closed: M L L L Z, M L L L Z, ...
     corners = [((a, top), (b, top), (b, bottom), (a, bottom), (a, top)) for a, b, top, bottom in boxes]
     codes = (Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY)
     path = Path([corner for bar in corners for corner in bar], codes * len(boxes))
@@ -84,6 +85,6 @@ def draw_row_frame(axes: Axes, length: float, unit: str, left: Sequence[str], ri
     axes.set_yticks(places, left, fontsize=9)
     for place in places[1:]:
         axes.axhline(place - 0.5, color="#bbbbbb", linewidth=0.8)
-    opposite = axes.secondary_yaxis("right")
+    opposite = axes.secondary_yaxis("right")  # unlike text beside the axes, it gets its room from the layout
     opposite.set_yticks(places, right, fontsize=9)
     opposite.tick_params(length=0)

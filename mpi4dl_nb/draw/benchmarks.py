@@ -48,6 +48,7 @@ def show_growth(study: BenchmarkStudy, rows: Sequence[BenchmarkRow]) -> Drawing:
         what = study.columns[study.ratio]
         _draw_ratios(left, sizes, [row.get_number(study.ratio) for row in rows], [row.spread for row in rows])
     left.set(ylabel=what, xscale="log", xlabel=study.grows)
+    # Ticks at the measured sizes; every third of many, as labels of neighbours would overlap.
     shown = sizes if len(sizes) <= 6 else sizes[::3]
     left.set_xticks(shown, [format_bytes(size) if study.grows == "bytes" else f"{size:,}" for size in shown])
     left.xaxis.set_minor_formatter(NullFormatter())

@@ -49,6 +49,7 @@ class Drawing(Figure):
         """Run the layout and fix it, so that the room for labels can be measured."""
         for _ in range(2):  # the first pass finds the sides of the axes, the second makes room around them
             self.draw_without_rendering()
+        # Labels are fitted to the axes as they are now, so that no later pass may move them.
         self.set_layout_engine("none")
 
     def to_png(self) -> bytes:
@@ -64,7 +65,7 @@ class Drawing(Figure):
         `across` and `down` are fractions of the image, from its upper left corner.
         """
         place = self.transSubfigure.transform((across, 1 - down))
-        for axes in reversed(self.axes):
+        for axes in reversed(self.axes):  # those that were added last are on top
             if axes.axison and axes.patch.contains_point(place):
                 x, y = axes.transData.inverted().transform(place)
                 return axes.get_label(), float(x), float(y)

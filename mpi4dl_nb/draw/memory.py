@@ -111,7 +111,7 @@ def draw_memory(memory: PlanMemory, rank_bytes: int | None = None, rank: int | N
 
 def _make_rank_rows(memory: PlanMemory) -> MemoryRows:
     """Return one row per group of ranks with equal memory; only the `MOST_RANKS` largest if there are more."""
-    groups: dict[tuple[int, ...], list[int]] = {}
+    groups: dict[tuple[int, ...], list[int]] = {}  # ranks of a stage mostly hold the same: one bar stands for all
     for found in memory.ranks:
         groups.setdefault(tuple(found.at_peak.values()), []).append(found.rank)
     rows = [(members, memory.ranks[members[0]].at_peak) for members in groups.values()]
@@ -163,6 +163,7 @@ def _draw_limit(axes: Axes, rank_bytes: int | None, size: int) -> None:
     longest = axes.get_xlim()[1]
     if rank_bytes is None or rank_bytes / size > 4 * longest:
         return
+    # The bars keep their scale unless the limit is beyond them.
     limit = rank_bytes / size
     axes.set_xlim(0, max(longest, 1.14 * limit))
     axes.axvline(limit, **LIMIT)
@@ -176,6 +177,7 @@ def _draw_curve(axes: Axes, memory: PlanMemory, moment: PeakMemory, size: int) -
     """Plot the bytes held after each instruction, with backward shaded, and mark the peak."""
     found, steps = memory.ranks[moment.rank], memory.programs[moment.rank].steps
     held = [count / size for count in found.after]
+    # Each step k is drawn from k + 0.5 to k + 1.5, so that its number is in the middle.
     backward = [step.phase not in (Phase.FORWARD, Phase.UPDATE) for step in steps]
     edges = [number + 0.5 for number in range(len(steps) + 1)]
     axes.stairs(held, edges, baseline=None, color=BLUE, linewidth=1.8, zorder=3)

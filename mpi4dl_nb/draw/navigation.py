@@ -87,6 +87,7 @@ def pan(at: Pixel, way: Pixel, side: int, size_px: Pixel) -> Pixel:
     """
     view = make_square(at, side, size_px)
     step = max(1, side // 4)
+    # From the middle of the view that is shown, which the image's edge may have shifted away from `at`.
     middle = view.rows.start + side // 2, view.cols.start + side // 2
     moved = make_square((middle[0] + way[0] * step, middle[1] + way[1] * step), side, size_px)
     return moved.rows.start + side // 2, moved.cols.start + side // 2
@@ -98,7 +99,7 @@ def get_neighbour(grid: Grid, tile: int, way: Pixel) -> int:
     >>> get_neighbour(Grid(2, 3), 1, (1, 0)), get_neighbour(Grid(2, 3), 2, (0, 1))
     (4, 2)
     """
-    row, col = divmod(tile, grid.cols)
+    row, col = divmod(tile, grid.cols)  # tiles are numbered row by row
     row, col = row + way[0], col + way[1]
     return row * grid.cols + col if row in range(grid.rows) and col in range(grid.cols) else tile
 

@@ -74,6 +74,7 @@ def draw_ranks(plan: Plan, loads: Sequence[RankLoad] = (), missing: str = NOT_CO
 
     `foreseen` is the forecast of a step, a line below the figure.
     """
+    # Many copies are drawn as their first ones and a line about the rest: copies differ in the ranks' numbers only.
     layout, groups = Layout.of(plan), group_loads(loads)
     sheet = _SheetLayout.of(layout)
     more = layout.pipes[len(sheet.pipes) :]
@@ -155,6 +156,7 @@ def _draw_copy(axes: Axes, sheet: _SheetLayout, pipe: Pipeline, top: float) -> N
             cells.append((rank, (left + index % cols * wide, top + index // cols * high, wide, high)))
         if stage.grid.tiles > 1:
             frames.append((left, top, width, sheet.copy_in))
+    # A hatch has the colour of the edge: first the faces with a white hatch, then the outlines in ink.
     face, hatch = FACES[pipe.direction]
     draw_boxes(axes, [box for _, box in cells], facecolor=face, edgecolor="white", hatch=hatch)
     draw_boxes(axes, [box for _, box in cells], fill=False, edgecolor=INK, linewidth=0.8)

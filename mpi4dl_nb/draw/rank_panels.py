@@ -34,6 +34,8 @@ def draw_panels(figure: Figure, view: StepView, box: FigureBox, focus: int) -> N
         figure.text(left + width / 2, bottom + height / 2, "\n".join(_describe_reasons(view)), **words)
         return
     arranged = [_arrange_panels(group) for group in groups]
+    # A group is as wide as its columns of panels and its colour bar need. A single narrow group is not stretched over
+    # the page: it gets the share of one among 2.2 columns.
     counts = [1 + max(column for _, column in places) + BAR_SHARE * 2 for places in arranged]
     for group, places, count in zip(groups, arranged, counts, strict=True):
         share = width * count / max(sum(counts), 2.2)
@@ -141,9 +143,11 @@ def _draw_panel(axes: Axes, group: PanelGroup, panel: RankPanel) -> object:
     axes.set_title(f"rank {panel.rank}", fontsize=9, pad=3, color=INK)
     axes.set(xticks=[cols.start, cols.stop], yticks=[rows.start, rows.stop])
     axes.tick_params(labelsize=7.5, length=2, pad=1)
-    for labels, setting in ((axes.get_xticklabels(), "ha"), (axes.get_yticklabels(), "va")):
-        for label, side in zip(labels, ("left", "right") if setting == "ha" else ("top", "bottom"), strict=True):
-            label.set(**{setting: side})  # inwards, so that the two numbers at a corner do not overlap
+    # The numbers are aligned inwards, so that the two at a corner of the panel do not overlap.
+    for label, side in zip(axes.get_xticklabels(), ("left", "right"), strict=True):
+        label.set_horizontalalignment(side)
+    for label, side in zip(axes.get_yticklabels(), ("top", "bottom"), strict=True):
+        label.set_verticalalignment(side)
     axes.set(xlim=(cols.start, cols.stop), ylim=(rows.stop, rows.start))
     return image
 

@@ -71,6 +71,7 @@ def _draw_speeds(axes: Axes, named: Mapping[str, Scaling], grows: bool) -> None:
     axes.set_ylabel("megapixels per second" if grows else "images per second")
     shown = _choose_ticks(sorted({point.ranks for study in named.values() for point in study.points}))
     axes.xaxis.set_major_locator(FixedLocator(shown))
+    # Counts of ranks are powers of 2, not of 10: without this, labels such as 2x10^0 stand between them.
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xticks([], minor=True)
     axes.set_xticklabels([f"{count:,}" for count in shown])

@@ -58,7 +58,7 @@ def show_schedule(schedule: Schedule) -> Drawing:
     draw_row_frame(
         axes, schedule.length, "time, in forwards", *([end.join(each) for each in side] for side in (left, right))
     )
-    figure.freeze_layout()
+    figure.freeze_layout()  # the final width of a bar decides which text fits
     label_slots(axes, schedule)
     told = [f"{', '.join(who)}: {', '.join(numbers)}" for who, numbers in zip(left, right, strict=True)]
     figure.alt = f"{title}. {'; '.join(told)}."
@@ -74,6 +74,7 @@ def draw_slots(axes: Axes, schedule: Schedule) -> list[BarStyle]:
             spans[LOOKS[slot.work.kind, slot.work.direction > 0]].append((slot.start, slot.stop))
         for look, bars in spans.items():
             draw_bars(axes, rank, look, bars, rank + TOP, HIGH)
+        # Slots of one style are one patch without an outline. A line at each start separates those that touch.
         axes.vlines([slot.start for slot in lane], rank + TOP, rank + TOP + HIGH, color=INK, linewidth=0.6)
         met.update(spans)
     return [look for look in LOOKS.values() if look in met]

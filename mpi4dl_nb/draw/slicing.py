@@ -141,6 +141,7 @@ def draw_slicing(
     else:
         row, col = choose_seam(point, rank) if view.at is None else view.at
         place = make_square(get_pixel_at(col, row, point.size_px), view.zoom, point.size_px)
+    # The small panel shows the framed place (of a whole layer that reads across a seam), or the whole picture.
     lends = bool(point.find_halo(rank))
     beside = rasters.picture.shape() if not whole else place.shape if lends else None
     told = [*describe_tile(point, rank), *([] if whole else describe_region(point, rank, place))]
@@ -149,6 +150,7 @@ def draw_slicing(
     words = [*told, *truncate_lines(MOST_LINES, pieces)]
     panels = make_panels(rasters.picture.shape() if whole else place.shape, beside, words)
     title = panels.draw_title(format_title(rasters.picture, point))
+    # Arrows with labels tell the sources on the picture; without them the list is written beside it.
     draw = _draw_whole if whole else _draw_close
     labelled = draw(panels, rasters, point, rank, place)
     for axes in (panels.main, panels.side):

@@ -147,6 +147,7 @@ def _draw_schedule(axes: Axes, view: StepView) -> None:
     axes.tick_params(length=0)
     label_slots(axes, schedule)
     for rank in view.event.ranks:
+        # A white casing: the position must be seen on bars of any colour.
         for colour, width, level in (("white", 6, 8), (ORANGE, 3, 9)):
             ends = [rank.rank - 0.48, rank.rank + 0.48]
             axes.plot([rank.time] * 2, ends, color=colour, linewidth=width, zorder=level)

@@ -36,6 +36,8 @@ def draw_first_fit(
     `avoid` are boxes on the screen that stay free, in addition to existing texts. The layout of the figure must be
     final.
     """
+    # Texts have sizes in points and tiles have sizes in data units: only boxes on the screen can be compared. A form is
+    # drawn, measured and, if a single label does not fit, removed again, as all tiles have labels of the same form.
     taken = [*avoid, *(get_text_box(text) for text in axes.texts if text.get_text())]
     for form in forms:
         lettered = form()

@@ -40,6 +40,8 @@ __all__ = [
     "show_raster",
 ]
 
+# Levels (zorder): 0 the picture, 3 halos of other tiles, 4 outlines of tiles, 5 the chosen tile's halo, 6 its outline,
+# 7 values of pixels, 8 the receptive field, 9 arrows and frames, 10 texts.
 LOOKS = ((ORANGE, "solid"), (BLUE, (0, (5, 2))))  # of tiles, alternating
 HALO = {"facecolor": (1, 1, 1, 0.45), "hatch": "/////", "linewidth": 1.2, "hatch_linewidth": 1.4, "zorder": 5}
 COMPUTED = HALO | {"hatch": "xxxx"}
@@ -68,8 +70,10 @@ def draw_tiles(axes: Axes, ranks: StageRanks, tiles: Mapping[int, Tile], gap: fl
     for (row, col), (rank, tile) in zip(ranks.grid, tiles.items(), strict=True):
         colour, line = LOOKS[(row + col) % 2]
         width, level = (3.5, 6) if rank == chosen else (2.0, 4)
+        # Inside the tile, or the outlines of two neighbours would cover each other.
         corner = tile.cols.start + gap, tile.rows.start + gap
         size = len(tile.cols) - 2 * gap, len(tile.rows) - 2 * gap
+        # A white line below the coloured one: tissue has any colour.
         for under, tint, style in ((3.0, "white", "solid"), (0.0, colour, line)):
             outline = Rectangle(corner, *size, fill=False, edgecolor=tint, linestyle=style, zorder=level)
             outline.set_linewidth(width + under)
@@ -101,7 +105,7 @@ def draw_halos(axes: Axes, ranks: StageRanks, pieces: Iterable[Move], look: Mapp
     """Hatch halo pieces on white, in the colour of the tile that owns them."""
     for move in pieces:
         corner, (height, width) = (move.tile.cols.start, move.tile.rows.start), move.tile.shape
-        if look is not OTHER_HALO:
+        if look is not OTHER_HALO:  # as with outlines, the hatch has a white casing; the dots of others do without
             casing = look | {"edgecolor": "white", "linewidth": 4, "hatch_linewidth": 3.5}
             axes.add_patch(Rectangle(corner, width, height, **casing))
         axes.add_patch(Rectangle(corner, width, height, **{"edgecolor": get_tile_colour(ranks, move.source)} | look))
@@ -116,6 +120,8 @@ def get_tile_colour(ranks: StageRanks, rank: int) -> str:
 def draw_halo_arrows(axes: Axes, point: HaloPoint, rank: int, avoid: Sequence[Bbox] = ()) -> TileLabels:
     """Draw an arrow for each piece that a rank borrows. Label the arrows if all labels fit; return the labels."""
     tiles, pieces = point.tiles, point.get_receives(rank)
+    # One label per source in the source's tile, and one for the tile itself. If one of them has no room, all are left
+    # out, and the words beside the picture list the sources.
     texts = {move.source: point.describe_move(move, "\n") for move in pieces}
     total = format_bytes(point.count_bytes(pieces)) if pieces else "nothing"
     texts[rank] = f"tile {point.numbers[rank]}, rank {rank}\nborrows {total}"

@@ -69,7 +69,7 @@ def show_timeline(
     first, last = span_ms or (0.0, end_ms)
     if not 0 <= first < last:
         raise PlanError(f"span_ms={span_ms} must be (start, end) in milliseconds, 0 <= start < end.")
-    if first >= end_ms:
+    if first >= end_ms:  # else the figure would be blank; a span that only ends later is shown up to its end
         raise PlanError(f"span_ms={span_ms} starts after the end of the step, at {end_ms:.4g} ms: nothing is there.")
     row_in, _ = get_row_layout(len(rows["measured"]))
     tall = [0.8 + row_in * len(each) for each in rows.values()]
@@ -81,12 +81,13 @@ def show_timeline(
         for place, (name, chart) in zip(axes, charts.items(), strict=True)
         for style in _draw_chart(place, chart, rows[name], titles[name])
     }
+    # The hint is below the title of the upper chart only, and the label of the shared axis below the lower chart only.
     axes[0].set_title(f"{titles['measured']}\n{HINT}", loc="left", fontsize=10)
     for place in axes[:-1]:
         place.set_xlabel("")
     axes[0].set_xlim(first, last)
     draw_legend(figure, [style for style in ORDER if style in met])
-    figure.freeze_layout()
+    figure.freeze_layout()  # the final width of a bar decides whether it is labelled
     for place, chart in zip(axes, charts.values(), strict=True):
         label_rows(place, chart)
     figure.alt = " ".join(_format_alt(titles[name], chart, rows[name]) for name, chart in charts.items())

@@ -71,5 +71,5 @@ def _draw_bars(
             axes.barh(row, length, 0.6, end, color=look.colour, hatch=look.hatch, edgecolor=INK, linewidth=0.5)
             end += length
         axes.text(end, row, f" {said(end)}", va="center", fontsize=9)
-    axes.margins(x=0.16)
+    axes.margins(x=0.16)  # room for the number at the end of the longest bar
     axes.set_xlim(left=0)

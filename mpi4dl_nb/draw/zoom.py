@@ -32,11 +32,14 @@ def choose_zoom_view(point: HaloPoint, rank: int) -> Tile:
 
 def mark_zoom(axes: Axes, view: Tile) -> list[Bbox]:
     """Draw a frame, of a visible minimum size, around the zoomed region. Return the boxes that texts must avoid."""
+    # The region may be a few pixels of a large picture. The frame is a marker, whose size is in points, and not a
+    # rectangle in pixels of the layer, so that it is never too small to be seen.
     box, point_px = get_screen_box(axes, view), axes.figure.dpi / 72
     side_pt = max(box.width / point_px, SMALLEST_FRAME_PT)
     frame = {"marker": "s", "markersize": side_pt, "markeredgecolor": INK, "markeredgewidth": 2.2}
     axes.plot(*compute_middle(view), markerfacecolor="none", path_effects=CASING, zorder=9.5, **frame)
     grown = box.padded((side_pt * point_px - box.width) / 2 + 3)
+    # Within a large frame there is room for texts.
     return [grown] if side_pt < LARGE_FRAME_PT else []
 
 
@@ -117,5 +120,6 @@ def label_owners(axes: Axes, point: HaloPoint, rank: int, view: Tile) -> None:
     verb = "computed,\nof rank {}" if point.computed else "borrowed\nfrom rank {}"
     forms = (("own pixels\nof rank {}", verb), ("own", "r{}"))
     lettered = draw_first_fit(axes, seen, [lambda form=form: draw_names(*form) for form in forms])
+    # Nothing travels with fused halos, so that there is no arrow.
     for owner in pieces.keys() & lettered.keys() if not point.computed else ():
         draw_arrow(axes, compute_middle(seen[owner]), compute_middle(pieces[owner]), after=lettered[owner], short_pt=7)

@@ -13,6 +13,8 @@ from mpi4dl_nb.draw.figure import Drawing
 from mpi4dl_nb.widgets.controls import Slider
 from mpi4dl_nb.widgets.figure_widget import FigureWidget
 
+SCRIPTS = sorted(Path(mpi4dl_nb.widgets.__file__).parent.glob("*.js"))
+
 
 def drawing(alt: str) -> Drawing:
     figure = Drawing(figsize=(1, 1))
