@@ -129,8 +129,8 @@ def _draw_evaluation(axes: Axes, progress: Progress) -> None:
     if judged:
         axes.plot(*zip(*judged, strict=True), "D--", color=ORANGE, markersize=5, linewidth=1, label="held out")
         axes.legend(loc="upper right", fontsize=9, frameon=False)
-        # The range of the axis is that of the training's losses, grown by the held-out ones that are near it. A held-out
-        # loss far beyond (while the running averages of batch norm are young) would flatten the curve.
+        # The axis has the range of the training's losses, grown by the held-out ones near it. A held-out loss far
+        # beyond (while the running averages of batch norm are young) would flatten the curve.
         low, high = min(progress.losses), max(progress.losses)
         near = [loss for _, loss in judged if low - SEEN * (high - low) <= loss <= high + SEEN * (high - low)]
         low, high = min([low, *near]), max([high, *near])

@@ -150,6 +150,16 @@ class Configurator(FigureWidget):
         """Validate the plan after a change of the option `touched`, and show the plan or the error."""
         if self._is_quiet:
             return
+        #   this thread             thread of _tracing       thread of _counting
+        #   change
+        #     | quick to compile?
+        #     |-- no -------------> _trace: the model
+        #     | yes                   |
+        #   _accept                 _accept                  in both cases: the map of the ranks
+        #     |-----------------------|--------------------> _count: memory and time of each rank, the full figure
+        #
+        # Each thread works on the latest request only. `_turn` is held while plan, errors and figure change, so that a
+        # result that has become old meanwhile cannot overwrite a newer one.
         with self._turn, pause_gc(), self._show_plan_errors(touched):
             self._tracing.mark_done()  # discards a trace for an earlier plan
             plan = Plan(**{name: knob.value for name, knob in self.knobs.items()})
@@ -176,9 +186,9 @@ class Configurator(FigureWidget):
             raise error
         found = self.planning.get_compiled(plan)
         machine = self.machines[self.machine.value] or (self.cluster.machine if self.cluster else None)
-        self._counting.mark_done()
+        self._counting.mark_done()  # discards numbers for the plan before
         self._found = found if found.is_counted(machine) else found.untimed
-        if not found.is_counted(machine):
+        if not found.is_counted(machine):  # the figure shows what is known at once, and "counting ..." for the rest
             self._counting.submit(lambda is_asked: self._count(plan, machine, is_asked))
         self.view.show(
             draw_ranks(plan, self._found.loads, COUNTING, self._describe_forecast() if self._found is found else "")
@@ -226,9 +236,8 @@ class Configurator(FigureWidget):
 
     def _start(self) -> None:
         ranks = self.plan.ranks
-        self.start.disabled = True
         self._show_state(f"Starting {ranks} ranks ...")
-        self.start.disabled = True
+        self.start.disabled = True  # `_show_state` has enabled it, as the ranks do not run yet
         self._starting.submit(lambda _: self._resize(ranks))
 
     def _resize(self, ranks: int) -> None:

@@ -81,6 +81,7 @@ class Slider(ipywidgets.HBox):
         self._box = make_bounded_int(label, value, low, high, tip, box_width)
         super().__init__([self._box, self._slider], layout={"align_items": "center"})
         self.value = value
+        # Both parts are linked to the value of this object, so that its observers are called once per change.
         ipywidgets.link((self, "value"), (self._slider, "value"))
         ipywidgets.link((self, "value"), (self._box, "value"))
 

@@ -85,6 +85,7 @@ class Monitor(FigureWidget):
         if not self._on_page and InteractiveShell.initialized():
             display(self)
         self._over.clear()
+        # A daemon: a cell that is killed must not leave an interpreter that waits for its drawings.
         self._drawer = Thread(target=self._draw_until_over, name="monitor", daemon=True)
         self._drawer.start()
 
@@ -122,6 +123,7 @@ class Monitor(FigureWidget):
         for_numbers, for_figure = RefreshRate(NUMBERS_SHARE), RefreshRate(FIGURE_SHARE)
         try:
             while not self._over.wait(LOOK_S):
+                # Both rates measure what drawing costs and lengthen their own interval, see `RefreshRate`.
                 if self._gathered.last is None:
                     continue  # an empty figure would use up the interval and delay the first step's
                 with for_numbers.begin_refresh() as due:

@@ -29,7 +29,7 @@ class OptionControl(ipywidgets.VBox):
     @property
     def value(self) -> Any:
         """The current value, as `Plan` takes it."""
-        if self.name not in WRITTEN:
+        if self.name not in WRITTEN:  # options that may be a number or a word, such as `auto`, are written as text
             return self.control.value
         return parse_value(self.control.value) if self.control.value.strip() else None
 

@@ -70,7 +70,7 @@ class Slicer(FigureWidget):
             with show_status(f"Tracing {type(model).__name__} for images of {rows} × {cols} px ..."):
                 self._layers = HaloLayers(resolve_graph(model, self.rasters.picture, plan), plan)
         self._zoom: int | None = None
-        self._place: tuple[float, float] | None = None
+        self._place: tuple[float, float] | None = None  # fractions of the image: another layer has another size
         self._settling = False
         self._controls = made = make_slicer_controls(plan)
         self.stage, self.layer, self.tile = made.stage, made.layer, made.tile
@@ -153,6 +153,9 @@ class Slicer(FigureWidget):
         panel, x, y = place
         point, whole = self._get_point(), self._zoom is None
         at = get_pixel_at(x, y, point.size_px)
+        #                main panel          side panel
+        #   whole layer  select a tile       (a close view) zoom in there
+        #   zoomed in    move to that pixel  (the whole layer) select a tile
         closely = (panel == "side") == whole  # within the framed region, or within a zoomed view
         with self._batch_changes():
             self._zoom = NEAR_PX if whole and closely else self._zoom
@@ -198,7 +201,7 @@ class Slicer(FigureWidget):
             return
         control = change["owner"]
         if control in (self.tile, self.stage):
-            self._place = None
+            self._place = None  # the view goes to a seam of the new tile
         if control not in (self.row, self.column):
             self._redraw()
             return

@@ -129,6 +129,8 @@ class Stepper(FigureWidget):
         try:
             if self.message.options != messages:  # new options, even if equal, reset the selection
                 self.message.options = messages
+            # A value beyond the limit of this view stays: the figure shows the last channel, and the next value that is
+            # stepped through may have more.
             self.channel.set_range(0, max(view.last_channel, self.channel.value))
             self.image.max = max(view.last_image, self.image.value)
         finally:

@@ -114,7 +114,7 @@ class Tuner(FigureWidget):
 
     def _measure(self, candidates: Sequence[Candidate]) -> None:
         for each in self.buttons:
-            each.disabled = True
+            each.disabled = True  # a second measurement at the same time would slow down the first
         outcome = ""
         try:
             with self.show_errors():
