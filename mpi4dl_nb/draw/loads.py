@@ -26,7 +26,7 @@ __all__ = [
 RanksByLoad = Mapping[RankLoad, tuple[int, ...]]
 """Ranks grouped by equal load."""
 
-LEFT_IN, ROW_IN, BAR_IN = 0.15, 0.27, 0.18
+NAMES_LEFT_IN, ROW_IN, BAR_IN = 0.15, 0.27, 0.18
 MOST_ROWS, MOST_LETTERS = 16, 22
 COUNTING, NOT_COUNTED = "counting ...", "not counted"
 LOOKS = (
@@ -71,11 +71,10 @@ def draw_loads(axes: Axes, loads: RanksByLoad, top: float, missing: str) -> None
             write(axes, left + length + 0.07, _compute_middle(top, row), _format_values(load, missing)[column], 9)
         draw_boxes(axes, boxes, facecolor=look.colour, hatch=look.hatch, edgecolor=INK, linewidth=0)
     for row, (_, ranks) in enumerate(groups[:MOST_ROWS]):
-        write(
-            axes, LEFT_IN, _compute_middle(top, row), shorten(format_ranks(ranks), MOST_LETTERS, placeholder=" ..."), 9
-        )
+        name = shorten(format_ranks(ranks), MOST_LETTERS, placeholder=" ...")
+        write(axes, NAMES_LEFT_IN, _compute_middle(top, row), name, 9)
     if rest := sum(len(ranks) for _, ranks in groups[MOST_ROWS:]):
-        write(axes, LEFT_IN, _compute_middle(top, MOST_ROWS), f"... and {rest} more ranks", 9)
+        write(axes, NAMES_LEFT_IN, _compute_middle(top, MOST_ROWS), f"... and {rest} more ranks", 9)
 
 
 def describe_loads(loads: RanksByLoad, missing: str) -> Iterable[str]:

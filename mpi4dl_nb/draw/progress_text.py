@@ -18,7 +18,7 @@ EPOCHS = 6  # the last ones; the History has all of them
 SIDE_BY_SIDE = "display:flex;flex-wrap:wrap;align-items:flex-start;gap:0 2em"
 RANKS = 16  # more than that are in the figure only
 SCORES = {"loss": ".5g", "accuracy": ".3f", "dice": ".3f"}
-COLUMNS = (
+EPOCH_COLUMNS = (
     {"epoch": "d"}
     | SCORES
     | {f"held_out_{name}": form for name, form in SCORES.items()}
@@ -97,7 +97,7 @@ def _format_ranks(progress: Progress) -> str:
 def _format_epochs(epochs: Sequence[EpochResult]) -> str:
     """Return the table of the last epochs, newest first, without the columns that are empty."""
     records = [epoch.record for epoch in reversed(epochs[-EPOCHS:])]
-    kept = {name: form for name, form in COLUMNS.items() if any(record[name] is not None for record in records)}
+    kept = {name: form for name, form in EPOCH_COLUMNS.items() if any(record[name] is not None for record in records)}
     rows = [["" if record[name] is None else format(record[name], kept[name]) for name in kept] for record in records]
     names = {"images_per_s": "images/s"}
     return _format_table("Last epochs", [names.get(name, name.replace("_", " ")) for name in kept], rows)

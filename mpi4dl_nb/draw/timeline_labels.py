@@ -12,7 +12,7 @@ from mpi4dl_nb.draw.figure import CASING, INK, write_first_fit
 
 __all__ = ["label_rows"]
 
-PASSES = {"forward": "F", "weights": "W"}  # else B, as in the charts of schedules
+LETTERS = {"forward": "F", "weights": "W"}  # else B, as in the charts of schedules
 SMALL_ROW_PX = 40  # lower rows have no room for texts in their halves
 ROOM_PX = 6  # margin of a text
 LEAST = 0.02  # fraction of the step; smaller bubbles are not labelled
@@ -29,7 +29,7 @@ def label_rows(axes: Axes, timeline: Timeline) -> None:
         # Consecutive work on one micro-batch in one pass has one label.
         mine = [event for event in timeline.events if event.rank == rank and event.kind == "compute"]
         mine.sort(key=lambda event: event.start_s)
-        for name, events in groupby(mine, lambda event: f"{PASSES.get(event.phase, 'B')}{event.micro_batch}"):
+        for name, events in groupby(mine, lambda event: f"{LETTERS.get(event.phase, 'B')}{event.micro_batch}"):
             run = list(events)
             span = run[0].start_s - timeline.start_s, run[-1].end_s - timeline.start_s
             _label_span(axes, [name], span, row - 0.22)
