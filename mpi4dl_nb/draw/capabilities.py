@@ -42,6 +42,7 @@ def show_capabilities(found: Capabilities) -> Drawing:
     for explained in found.by_size.values():
         best = explained.best
         name = describe_plan(best.best.plan) if best and best.best else "none fits"
+        # Matplotlib wraps a text at the edge of the figure only. All columns together hold 140 letters of this size.
         bests.append(textwrap.fill(name, max(8, 140 // len(sizes))))
     lines = max(best.count("\n") for best in bests) + 1
     figure = Drawing(figsize=(11, 1.45 + CELL_IN * len(kinds) + LINE_IN * lines), layout="constrained")
@@ -60,7 +61,7 @@ def show_capabilities(found: Capabilities) -> Drawing:
     above = axes.secondary_xaxis("top")
     above.set_xticks(columns, [f"{size:,}" for size in sizes], fontsize=9, weight="bold")
     above.set_xlabel("image, px a side", fontsize=9)
-    for each in (axes, above):
+    for each in (axes, above):  # a table: no ticks, and the cells have outlines of their own
         each.tick_params(length=0)
         each.spines[:].set_visible(False)
     figure.freeze_layout()  # the width of a cell on the screen decides which text fits into it

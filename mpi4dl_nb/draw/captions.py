@@ -67,6 +67,7 @@ def describe_region(point: HaloPoint, rank: int, place: Tile) -> list[str]:
         f"{own} px are its own, {lent} {verb}, {place.pixels - own - lent} not needed"
     )
     words = [shown]
+    # Only the image itself is at hand here. The values of inner layers exist on the ranks, during a step.
     if has_values(point, place):
         return [*words, "In each pixel: the picture's red, green, blue (0 to 255)"]
     if max(place.shape) <= UP_TO_PX:

@@ -36,6 +36,8 @@ def find_layer_points(graph: ModelGraph, plan: Plan, stage: int | None = None) -
     """
     compiler = Compiler(graph, with_whole_windows(plan))
     order = {node.name: number for number, node in enumerate(graph.nodes)}
+    # Two sources: the Exchange instructions of the programs, and what the compiler remembers of fused groups, in whose
+    # programs nothing marks where a layer reads beyond its tile.
     found = [*find_exchange_points(compiler), *_find_fused_points(compiler)]
     found.sort(key=lambda point: min((order[node.name] for node in point.readers), default=0))
     return tuple(point for point in found if stage in (None, point.stage))

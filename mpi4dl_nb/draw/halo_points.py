@@ -78,6 +78,7 @@ class HaloPoint:
 
     def get_window(self, rank: int) -> Tile:
         """Return the window of a rank: its own pixels, and those of other ranks that it borrows or computes itself."""
+        # A rank that only sends takes part in an exchange, but has no window: it reads its own tile.
         borrows = rank in self.exchanges and self.exchanges[rank].window
         return borrows or self.computed.get(rank) or self.tiles[rank]
 
@@ -98,6 +99,7 @@ class HaloPoint:
 
     def count_bytes(self, moves: Sequence[Move]) -> int:
         """Return the bytes of these moves, with all channels and images of the value."""
+        # Any rank's instruction will do: a pixel of the value has the same channels and images on all of them.
         return next(iter(self.exchanges.values())).compute_bytes(moves) if moves else 0
 
     def describe_move(self, move: Move, end: str = " ") -> str:

@@ -42,6 +42,7 @@ def draw_message(figure: Figure, view: StepView, box: FigureBox, focus: int) -> 
     if not known:
         figure.text(left, bottom + height / 2, "its values are not kept here", fontsize=9, color=INK)
         return
+    # One scale for all three strips: a gradient that is added to another changes its colour visibly.
     low, high = min(float(n.min()) for n in known), max(float(n.max()) for n in known)
     look = {"cmap": MAPS[transfer.back], "norm": Normalize(low, high if high > low else low + 1)}
     deep, long = known[0].shape

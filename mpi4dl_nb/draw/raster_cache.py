@@ -71,6 +71,7 @@ class RasterCache:
 
     def _get_cached(self, key: Hashable, make: Callable[[], Pixels]) -> Pixels:
         """Return the cached entry of `key`, or make it, and drop the oldest entry beyond `KEPT`."""
+        # A dict keeps the order of insertion: its first key is the oldest.
         if key not in self._kept:
             self._kept[key] = make()
             if len(self._kept) > KEPT:

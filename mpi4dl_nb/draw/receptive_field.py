@@ -23,6 +23,7 @@ def draw_field(axes: Axes, point: HaloPoint, field: ReceptiveField, picture_px: 
     """Draw a dotted frame around the receptive field in the picture, in the coordinates of the layer."""
     down, across = (layer / picture for layer, picture in zip(point.size_px, picture_px, strict=True))
     height, width = field.image.shape[0] * down, field.image.shape[1] * across
+    # The field of an early layer is a few pixels: the frame grows around its middle to a visible size on the screen.
     pixel = get_screen_box(axes, Tile.whole(1, 1))
     more_x, more_y = max(0.0, SMALLEST_PX / pixel.width - width), max(0.0, SMALLEST_PX / pixel.height - height)
     corner = field.image.cols.start * across - more_x / 2, field.image.rows.start * down - more_y / 2

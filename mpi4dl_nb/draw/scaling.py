@@ -65,6 +65,7 @@ def _draw_speeds(axes: Axes, named: Mapping[str, Scaling], grows: bool) -> None:
         ranks = [point.ranks for point in study.points]
         rates = [point.pixels_per_s / 1e6 if grows else point.images_per_s for point in study.points]
         axes.plot(ranks, rates, color=colour, linestyle=dashes, marker=marker, label=name, zorder=3)
+        # Ideal: each rank does as much as those of the first point did.
         axes.plot(ranks, [rates[0] * count / ranks[0] for count in ranks], **IDEAL)
     axes.plot([], [], label="ideal: as much of each rank as of the first", **IDEAL)
     axes.set(xscale="log", yscale="log", xlabel="ranks")

@@ -178,6 +178,8 @@ def _draw_whole(panels: FigurePanels, rasters: RasterCache, point: HaloPoint, ra
         draw_zoom(panels.side, rasters, point, rank, place)
         label_owners(panels.side, point, rank, place)
         avoid = mark_zoom(main, place)
+    # Labels avoid the frame of the zoomed place, which is therefore drawn first. If the arrows are labelled, the chosen
+    # tile has a label already, with what it borrows.
     lettered = draw_halo_arrows(main, point, rank, avoid)
     untold = {owner: number for owner, number in point.numbers.items() if owner != rank or not lettered}
     label_tiles(main, untold, tiles, tiles[rank], avoid)
@@ -210,6 +212,7 @@ def _resolve_rank(point: HaloPoint, tile: int | None) -> int:
 
 def _draw_legend(panels: FigurePanels, point: HaloPoint, rank: int, with_field: bool) -> None:
     outlines = tuple(Line2D([], [], color=tint, linestyle=line, linewidth=2.5) for tint, line in LOOKS)
+    # A look that alternates from tile to tile has an entry with a handle for each of its colours, side by side.
     entries: dict[str, object] = {"what a rank owns": outlines}
     for name, pieces, look in (
         ("halo: what this tile borrows", point.get_receives(rank), HALO),
@@ -219,6 +222,7 @@ def _draw_legend(panels: FigurePanels, point: HaloPoint, rank: int, with_field: 
             entries[name] = tuple(Patch(edgecolor=tint, **look) for tint, _ in LOOKS)
     if panels.side and len(entries) > 1:
         entries["whitened: not needed by this tile"] = Patch(facecolor="white", edgecolor="#bbbbbb")
+    # Whether the halos of others are wide enough to be drawn depends on the screen: the figure itself tells.
     if any(patch.get_hatch() == OTHER_HALO["hatch"] for patch in panels.main.patches):
         entries["halos of the other tiles"] = Patch(**OTHER_HALO | {"linewidth": 0.5})
     if with_field:

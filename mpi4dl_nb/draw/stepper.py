@@ -133,6 +133,7 @@ def _draw_table(axes: Axes, view: StepView) -> None:
         memory = f"{format_bytes(rank.activation_bytes)} | {format_bytes(rank.process_bytes)}"
         for (left, _, fits), text in zip(COLUMNS, (name, did, _describe_next(rank, coming), memory), strict=True):
             weight = "bold" if rank.moved and left < 0.5 else "normal"
+            # The end of a long layer's name tells less than its beginning, and the alt text has all of it.
             cut = text if len(text) <= fits else f"{text[: fits - 1]}…"
             axes.text(left, row + 0.5, cut, va="center", fontsize=8.5, color=INK, weight=weight)
 

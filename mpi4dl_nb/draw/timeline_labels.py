@@ -33,6 +33,7 @@ def label_rows(axes: Axes, timeline: Timeline) -> None:
             run = list(events)
             span = run[0].start_s - timeline.start_s, run[-1].end_s - timeline.start_s
             _label_span(axes, [name], span, row - 0.22)
+        # Work is in the upper half of a row. A bubble is labelled in the lower half, where waiting is drawn.
         for span in timeline.find_bubbles(rank):
             share = (span[1] - span[0]) / timeline.seconds
             if share >= LEAST:

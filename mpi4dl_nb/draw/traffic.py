@@ -35,6 +35,7 @@ def show_traffic(model: nn.Module, plans: Mapping[str, Plan], image_shape: Seque
     """
     if not plans:
         raise PlanError("There is no plan to show: give at least one, such as {'D1': Plan()}.")
+    # Counted from the compiled programs, so that nothing runs and no rank is needed.
     sent: dict[str, TrafficByKind] = {}
     for name, plan in plans.items():
         traffic = map(count_traffic, compile_plan(prepare(model, plan, image_shape).graph, plan))

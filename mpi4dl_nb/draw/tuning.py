@@ -92,6 +92,7 @@ def format_table_html(candidates: Sequence[Candidate], choose: str = "") -> str:
 
 def describe_measurements(measured: Sequence[Candidate]) -> str:
     """Describe how many plans were measured, how far off the predictions were, and why others failed."""
+    # A prediction is judged by measured / predicted: 1 is exact, less means that the plan was slower.
     ratios = [f"{each.images_per_s / each.predicted_images_per_s:.2f}" for each in measured if each.images_per_s]
     counted = f"{len(ratios)} of {len(measured)} plans measured, at {', '.join(ratios)} of their predicted images/s."
     failed = (f"{describe_plan(each.plan)} failed: {each.failure}" for each in measured if each.failure)
@@ -109,6 +110,7 @@ def show_tuning(candidates: Sequence[Candidate]) -> Drawing:
     figure = Drawing(figsize=(11, 1.6 + 0.52 * len(shown)), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     _draw_bars(left, [(each.predicted_images_per_s, each.images_per_s) for each in shown], format_number)
+    # In MB, since the ticks of an axis in bytes would be powers of 10 and not of 2.
     in_mb = [(each.predicted_bytes / MB, each.peak_bytes and each.peak_bytes / MB) for each in shown]
     _draw_bars(right, in_mb, lambda held: format_bytes(round(held * MB)))
     names = [f"{number}. {describe_plan(each.plan)}" for number, each in enumerate(shown, 1)]
