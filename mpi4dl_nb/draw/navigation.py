@@ -169,8 +169,8 @@ def find_nearest_seam(point: HaloPoint, rank: int, at: Pixel) -> Pixel:
         "left": (tile.cols.start > 0, (row, tile.cols.start)),
         "right": (tile.cols.stop < cols, (row, tile.cols.stop)),
     }
-    # The outer edges of the image are no seams. With a stride, windows may reach beyond a tile on one side only, so that
-    # a tile can have neighbours from which it borrows nothing.
+    # The outer edges of the image are no seams. With a stride, windows may reach beyond a tile on one side only, so
+    # that a tile can have neighbours from which it borrows nothing.
     inner = {side: place for side, (has, place) in borders.items() if has}
     reads = {side: place for side, place in inner.items() if widths[side]} or inner
     return min(reads.values(), key=lambda place: abs(place[0] - at[0]) + abs(place[1] - at[1]), default=at)
