@@ -137,7 +137,14 @@ def show_limits(limits: Sequence[Limit], machine: str = "") -> Drawing:
     figure = Drawing(figsize=(11, 1.3 + 0.42 * len(limits)), layout="constrained")
     axes = figure.subplots()
     draw_rows(axes, PIXELS, [(row, 0.0, float(each.size_px)) for row, each in enumerate(limits)])
-    texts = [_format_limit(each) for each in limits]
+    texts = []
+    for each in limits:
+        limit = format_bytes(each.rank_bytes)
+        if each.size_px:
+            more = "" if each.next_bytes else ", and no larger one was tried"
+            texts.append(f"{each.size_px:,} px: {format_bytes(each.bytes)} of {limit}{more}")
+        else:
+            texts.append(f"none fits: {each.step_px} px need {format_bytes(each.next_bytes or 0)} of {limit}")
     for row, (each, text) in enumerate(zip(limits, texts, strict=True)):
         axes.text(each.size_px, row, f" {text}", va="center", fontsize=9, color=INK)
     names = [
@@ -152,12 +159,3 @@ def show_limits(limits: Sequence[Limit], machine: str = "") -> Drawing:
     figure.suptitle(title, x=0.01, ha="left", fontsize=10)
     figure.alt = f"{title}. {'; '.join(f'{name}: {text}' for name, text in zip(names, texts, strict=True))}."
     return figure
-
-
-def _format_limit(each: Limit) -> str:
-    """Return a text such as `6,144 px: 15.8 GB of 16.0 GB`."""
-    if not each.size_px:
-        need = format_bytes(each.next_bytes or 0)
-        return f"none fits: {each.step_px} px need {need} of {format_bytes(each.rank_bytes)}"
-    more = "" if each.next_bytes else ", and no larger one was tried"
-    return f"{each.size_px:,} px: {format_bytes(each.bytes)} of {format_bytes(each.rank_bytes)}{more}"

@@ -84,7 +84,11 @@ def draw_step(view: StepView, focus: int = 0) -> Drawing:
         box = place(LANDING_IN, panels_top, WIDE_IN - LANDING_IN - MARGIN_IN, PANELS_IN - 0.05)
         draw_message(figure, view, box, focus)
     _draw_schedule(figure.add_axes(place(0.75, schedule_top, WIDE_IN - 0.95, lanes_in)), view)
-    told = [_describe_rank(rank) for rank in ranks]
+    told = []
+    for rank in ranks:
+        did, coming = format_step_label(rank.did, NOTHING), _describe_next(rank, format_step_label(rank.next, DONE))
+        memory = f"values {format_bytes(rank.activation_bytes)}, process {format_bytes(rank.process_bytes)}"
+        told.append(f"Rank {rank.rank} ({rank.role}) did {did}; next {coming}; {memory}.")
     figure.alt = " ".join((title, *told, *describe_panels(view), describe_message(view, focus))).strip()
     return figure
 
@@ -155,9 +159,3 @@ def _draw_schedule(axes: Axes, view: StepView) -> None:
     legend = ", ".join(f"{HATCHES.get(look.hatch, look.hatch)}: {look.name}" for look in looks)
     title = f"{schedule.name}: which micro-batch of which pass; the upright bar is where a rank is. {legend}"
     axes.set_title(title, loc="left", fontsize=9, color=INK)
-
-
-def _describe_rank(rank: RankEvent) -> str:
-    did, coming = format_step_label(rank.did, NOTHING), _describe_next(rank, format_step_label(rank.next, DONE))
-    memory = f"values {format_bytes(rank.activation_bytes)}, process {format_bytes(rank.process_bytes)}"
-    return f"Rank {rank.rank} ({rank.role}) did {did}; next {coming}; {memory}."

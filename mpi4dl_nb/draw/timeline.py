@@ -90,7 +90,12 @@ def show_timeline(
     figure.freeze_layout()  # the final width of a bar decides whether it is labelled
     for place, chart in zip(axes, charts.values(), strict=True):
         label_rows(place, chart)
-    figure.alt = " ".join(_format_alt(titles[name], chart, rows[name]) for name, chart in charts.items())
+    told = []
+    for name, chart in charts.items():
+        shares = _format_shares(chart)
+        ranks = [f"{', '.join(texts)}: {', '.join(shares[rank])}" for rank, texts in rows[name].items()]
+        told.append(f"{titles[name]}. {'; '.join(ranks)}.")
+    figure.alt = " ".join(told)
     return figure
 
 
@@ -154,9 +159,3 @@ def _format_shares(timeline: Timeline) -> dict[int, tuple[str, str]]:
         rank: (f"compute {use.work:.0%}", f"communicate {use.communication:.0%}, wait {use.waiting:.0%}")
         for rank, use in timeline.time_shares.items()
     }
-
-
-def _format_alt(title: str, timeline: Timeline, rows: RowLabels) -> str:
-    shares = _format_shares(timeline)
-    told = [f"{', '.join(rows[rank])}: {', '.join(shares[rank])}" for rank in rows]
-    return f"{title}. {'; '.join(told)}."

@@ -227,18 +227,15 @@ class Slicer(FigureWidget):
             self._update_controls()
             point = self._get_point()
             if self._zoom is None and not point.readers:
-                figure = draw_tiles_only(self.rasters, point, self.tile.value)
-            else:
-                figure = draw_slicing(self.rasters, point, self.tile.value, self._make_view(point))
-            self.view.show(figure)
-
-    def _make_view(self, point: HaloPoint) -> LayerView:
-        field = remarks = None
-        if point.readers and self.receptive.value:
-            field = self._layers.compute_field(point, self.row.value, self.column.value)
-        if point.readers and self._together:
-            remarks = (self._layers.describe_fusion(point.stage, self.tile.value, self._together),)
-        return LayerView(self._zoom, self._get_pixel(point), field, remarks or ())
+                self.view.show(draw_tiles_only(self.rasters, point, self.tile.value))
+                return
+            field, remarks = None, ()
+            if point.readers and self.receptive.value:
+                field = self._layers.compute_field(point, self.row.value, self.column.value)
+            if point.readers and self._together:
+                remarks = (self._layers.describe_fusion(point.stage, self.tile.value, self._together),)
+            view = LayerView(self._zoom, self._get_pixel(point), field, remarks)
+            self.view.show(draw_slicing(self.rasters, point, self.tile.value, view))
 
     def _update_controls(self) -> None:
         """Set the limits of the controls, which depend on each other, and the current output pixel."""
