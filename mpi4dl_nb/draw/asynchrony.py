@@ -30,6 +30,15 @@ class ModeStyle:
     line: str
     hatch: str
 
+    @property
+    def patch(self) -> dict[str, str]:
+        """The keywords of a bar: filled, or hatched on white."""
+        return {
+            "facecolor": "white" if self.hatch else self.colour,
+            "edgecolor": self.colour,
+            "hatch": self.hatch,
+        }
+
 
 LOOKS = {
     "synchronous": ModeStyle("synchronous", INK, "-", ""),
@@ -67,8 +76,18 @@ def show_asynchrony(studies: ReplicaStudy | Sequence[ReplicaStudy]) -> Drawing:
     by_time.set(xlabel="seconds", ylabel="loss, running mean")
     by_images.set(xlabel="images seen, of all replicas")
     by_images.tick_params(labelleft=False)
-    _draw_staleness(stale, found)
-    title = _format_title(found[0])
+    width = 0.8 / len(found)
+    for index, study in enumerate(found):  # each staleness has a group of bars, one bar per mode in which it occurred
+        look, histogram = LOOKS[study.mode], study.histogram
+        places = [late + (index - (len(found) - 1) / 2) * width for late in histogram]
+        stale.bar(places, list(histogram.values()), width, **look.patch)
+    stale.set(xlabel="staleness", ylabel="how often")
+    stale.xaxis.set_major_locator(MaxNLocator(integer=True))
+    stale.yaxis.set_major_locator(MaxNLocator(integer=True))
+    chosen = found[0].asynchrony
+    copies = f"{chosen.replicas} replica{'s'[: chosen.replicas > 1]}, {found[0].images_per_batch} images in each batch"
+    slow = [f"replica {number} sleeps {seconds:g} s in each step" for number, seconds in chosen.slow.items() if seconds]
+    title = "; ".join([copies, *slow])
     figure.suptitle(title, x=0.01, ha="left", fontsize=10)
     _draw_legend(figure, found)
     figure.alt = f"{title}. {' '.join(map(_describe_study, found))}"
@@ -84,6 +103,8 @@ def _draw_losses(
         axes.plot(places(study), losses, look.line, color=look.colour, linewidth=2, label=look.name)
         axes.plot(places(study)[-1:], losses[-1:], "o", color=look.colour, markersize=6)
         drawn += losses
+    # A loss that falls by orders of magnitude is a curve along the axis on a linear scale. Ticks at 1, 2 and 5 are then
+    # plain numbers, as the range is seldom more than two powers of 10.
     if max(drawn) > WIDE * min(drawn) > 0:
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -104,36 +125,15 @@ def compute_running_mean(losses: Sequence[float]) -> list[float]:
     return [math.fsum(window) / len(window) for window in windows]
 
 
-def _draw_staleness(axes: Axes, studies: Sequence[ReplicaStudy]) -> None:
-    """Draw a group of bars for each staleness, with one bar for each mode in which it occurred."""
-    width = 0.8 / len(studies)
-    for index, study in enumerate(studies):
-        look, histogram = LOOKS[study.mode], study.histogram
-        places = [late + (index - (len(studies) - 1) / 2) * width for late in histogram]
-        bars = axes.bar(places, list(histogram.values()), width, color="white", edgecolor=look.colour, hatch=look.hatch)
-        if not look.hatch:
-            for bar in bars:
-                bar.set_facecolor(look.colour)
-    axes.set(xlabel="staleness", ylabel="how often")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-
-
 def _draw_legend(figure: Drawing, studies: Sequence[ReplicaStudy]) -> None:
     """Draw the line and bar style of each mode, and the definition of its staleness."""
     looks = [LOOKS[study.mode] for study in studies]
     handles = [
-        (
-            Line2D([], [], linestyle=look.line, color=look.colour, linewidth=2),
-            Patch(facecolor="white" if look.hatch else look.colour, edgecolor=look.colour, hatch=look.hatch),
-        )
-        for look in looks
+        (Line2D([], [], linestyle=look.line, color=look.colour, linewidth=2), Patch(**look.patch)) for look in looks
     ]
     names = [f"{_format_name(study)} (staleness: {LATE[study.mode]})" for study in studies]
-    figure.legend(
-        handles, names, loc="outside lower left", ncols=1, frameon=False, fontsize=9, handlelength=5,
-        handler_map={tuple: HandlerTuple(ndivide=None)},
-    )  # fmt: skip
+    style = {"loc": "outside lower left", "ncols": 1, "frameon": False, "fontsize": 9, "handlelength": 5}
+    figure.legend(handles, names, handler_map={tuple: HandlerTuple(ndivide=None)}, **style)
 
 
 def _format_name(study: ReplicaStudy) -> str:
@@ -141,15 +141,6 @@ def _format_name(study: ReplicaStudy) -> str:
     chosen = study.asynchrony
     bound = f", at most {chosen.max_staleness} stale" if chosen.max_staleness is not None else ""
     return f"{LOOKS[study.mode].name}{bound}{', aware of staleness' * chosen.staleness_aware}"
-
-
-def _format_title(study: ReplicaStudy) -> str:
-    chosen = study.asynchrony
-    slow = [
-        f"replica {replica} sleeps {seconds:g} s in each step" for replica, seconds in chosen.slow.items() if seconds
-    ]
-    copies = f"{chosen.replicas} replica{'s'[: chosen.replicas > 1]}, {study.images_per_batch} images in each batch"
-    return "; ".join([copies, *slow])
 
 
 def _describe_study(study: ReplicaStudy) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from matplotlib.axes import Axes
@@ -11,7 +11,7 @@ from matplotlib.path import Path
 
 from mpi4dl_nb.draw.figure import INK, Drawing
 
-__all__ = ["BarStyle", "draw_bars", "draw_legend", "draw_row_frame", "draw_rows", "get_row_layout"]
+__all__ = ["BarStyle", "draw_bars", "draw_legend", "draw_row_frame", "draw_rows", "draw_stacks", "get_row_layout"]
 
 MANY = 12  # rows; a chart with more has lower rows with one line of text
 
@@ -39,7 +39,9 @@ def draw_bars(
     axes.add_patch(patch)
 
 
-def draw_rows(axes: Axes, look: BarStyle, bars: Sequence[tuple[int, float, float]], top: float, high: float) -> None:
+def draw_rows(
+    axes: Axes, look: BarStyle, bars: Sequence[tuple[int, float, float]], top: float = -0.36, high: float = 0.72
+) -> None:
     """Draw outlined bars (row, start, end) of one style. `top` is relative to the row, `high` a bar's height."""
     if bars:
         patch = _make_patch(look, [(a, b, row + top, row + top + high) for row, a, b in bars])
@@ -47,7 +49,22 @@ def draw_rows(axes: Axes, look: BarStyle, bars: Sequence[tuple[int, float, float
         axes.add_patch(patch)
 
 
+def draw_stacks(axes: Axes, looks: Mapping[str, BarStyle], rows: Sequence[Mapping[str, float]]) -> None:
+    """Draw one bar per row, stacked of the row's lengths in the order of `looks`, and make room for all rows."""
+    bars: dict[str, list[tuple[int, float, float]]] = {kind: [] for kind in looks}
+    for row, lengths in enumerate(rows):
+        end = 0.0
+        for kind in looks:
+            start, end = end, end + lengths.get(kind, 0)
+            if end > start:
+                bars[kind].append((row, start, end))
+    for kind, spans in bars.items():
+        draw_rows(axes, looks[kind], spans)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+
+
 def _make_patch(look: BarStyle, boxes: Sequence[tuple[float, float, float, float]]) -> PathPatch:
+    # All rectangles are parts of one path, each closed: M L L L Z, M L L L Z, ...
     corners = [((a, top), (b, top), (b, bottom), (a, bottom), (a, top)) for a, b, top, bottom in boxes]
     codes = (Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY)
     path = Path([corner for bar in corners for corner in bar], codes * len(boxes))
@@ -68,6 +85,6 @@ def draw_row_frame(axes: Axes, length: float, unit: str, left: Sequence[str], ri
     axes.set_yticks(places, left, fontsize=9)
     for place in places[1:]:
         axes.axhline(place - 0.5, color="#bbbbbb", linewidth=0.8)
-    opposite = axes.secondary_yaxis("right")
+    opposite = axes.secondary_yaxis("right")  # unlike text beside the axes, it gets its room from the layout
     opposite.set_yticks(places, right, fontsize=9)
     opposite.tick_params(length=0)

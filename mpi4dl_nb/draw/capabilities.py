@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import textwrap
-
-from matplotlib.axes import Axes
+from typing import Any
 
 from engines.formatting import format_bytes, format_number, format_percent
 from engines.predict.capabilities import Capabilities
 from engines.predict.explain import Verdict
 from engines.predict.parallelism import describe_plan
-from mpi4dl_nb.draw.figure import INK, Drawing
-from mpi4dl_nb.draw.sheet import Box, draw_boxes, make_sheet, write, write_fitting
+from mpi4dl_nb.draw.figure import INK, Drawing, format_rank_count, write_first_fit
+from mpi4dl_nb.draw.sheet import Box, draw_boxes
 
 __all__ = ["show_capabilities"]
 
-WIDTH_IN, MARGIN_IN, NAMES_IN = 11.0, 0.15, 1.35
-TOP_IN, CELL_IN, LINE_IN = 1.15, 0.62, 0.16
+CELL_IN, LINE_IN = 0.62, 0.16  # heights of a row of cells, and of a line below them
 FACES = {
     "fastest": "#56b4e9",
     "fast": "#9fd3f2",
@@ -27,6 +25,7 @@ FACES = {
 }
 """Blue for plans that fit, darker for faster ones; ochre, hatched, for plans that do not. Each cell has a text too."""
 FAST, HALF = 0.9, 0.5
+CENTRED: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 9, "linespacing": 1.3, "color": INK}
 
 
 def show_capabilities(found: Capabilities) -> Drawing:
@@ -38,63 +37,53 @@ def show_capabilities(found: Capabilities) -> Drawing:
     >>> from mpi4dl_nb import capabilities, show_capabilities
     >>> figure = show_capabilities(capabilities(resnet20_v1(), "Summit", ranks=2, sizes_px=(64,), batch=2))
     """
-    sizes = list(found.by_size)
-    width = (WIDTH_IN - 2 * MARGIN_IN - NAMES_IN) / len(sizes)
-    bests = [_format_best_plan(found, size, width) for size in sizes]
+    sizes, kinds = list(found.by_size), found.kinds
+    bests = []  # per column: the name of the fastest plan, wrapped to the column's width
+    for explained in found.by_size.values():
+        best = explained.best
+        name = describe_plan(best.best.plan) if best and best.best else "none fits"
+        # Matplotlib wraps a text at the edge of the figure only. All columns together hold 140 letters of this size.
+        bests.append(textwrap.fill(name, max(8, 140 // len(sizes))))
     lines = max(best.count("\n") for best in bests) + 1
-    below = TOP_IN + CELL_IN * len(found.kinds)
-    figure, axes = make_sheet(WIDTH_IN, below + 0.3 + LINE_IN * lines + 0.1)
-    title, legend = _format_title(found), _format_legend(found)
-    write_fitting(axes, MARGIN_IN, 0.22, [title], WIDTH_IN - 2 * MARGIN_IN, 10.5, ha="left", weight="bold")
-    write(axes, MARGIN_IN, 0.5, legend, 9)
-    write(axes, MARGIN_IN, TOP_IN - 0.14, "image, px a side", 9)
+    figure = Drawing(figsize=(11, 1.45 + CELL_IN * len(kinds) + LINE_IN * lines), layout="constrained")
+    ranks = format_rank_count(found.ranks)
+    title = f"What parallelism can do: {found.model} on {ranks} of {found.machine}, batches of {found.batch}, predicted"
+    limit = f"; hatched: does not fit into the {format_bytes(found.rank_bytes)} of a rank" if found.rank_bytes else ""
+    legend = f"Images per second of the fastest plan of each kind that fits, and its part of the best{limit}."
+    figure.suptitle(textwrap.fill(title, 120), x=0.01, ha="left", fontsize=10.5, weight="bold")
+    axes = figure.subplots()
+    axes.set_title(legend, loc="left", fontsize=9, pad=10)
+    columns = [column + 0.5 for column in range(len(sizes))]
+    axes.set(xlim=(0, len(sizes)), ylim=(len(kinds), 0))
+    axes.set_xticks(columns, bests, fontsize=8)
+    axes.set_xlabel("fastest plan", fontsize=9)
+    axes.set_yticks([row + 0.5 for row in range(len(kinds))], kinds, fontsize=9.5)
+    above = axes.secondary_xaxis("top")
+    above.set_xticks(columns, [f"{size:,}" for size in sizes], fontsize=9, weight="bold")
+    above.set_xlabel("image, px a side", fontsize=9)
+    for each in (axes, above):  # a table: no ticks, and the cells have outlines of their own
+        each.tick_params(length=0)
+        each.spines[:].set_visible(False)
+    figure.freeze_layout()  # the width of a cell on the screen decides which text fits into it
     frames: list[Box] = []
     for column, size in enumerate(sizes):
-        left = MARGIN_IN + NAMES_IN + column * width
-        write(axes, left + width / 2, TOP_IN - 0.14, f"{size:,}", 9, ha="center", weight="bold")
-        write(axes, left + width / 2, below + 0.14, bests[column], 8, ha="center", va="top")
-        for row, kind in enumerate(found.kinds):
-            box = left, TOP_IN + row * CELL_IN, width, CELL_IN
-            if _draw_cell(axes, box, found.get_verdict(kind, size)) == "fastest":
-                frames.append(box)
-    draw_boxes(axes, frames, fill=False, edgecolor=INK, linewidth=2.4)
-    for row, kind in enumerate(found.kinds):
-        write(axes, MARGIN_IN, TOP_IN + (row + 0.5) * CELL_IN, kind, 9.5)
-    write(axes, MARGIN_IN, below + 0.22, "fastest plan", 9)
+        for row, kind in enumerate(kinds):
+            look, forms = _describe_verdict(found.get_verdict(kind, size))
+            box = (column, row, 1, 1)
+            hatch = "////" if look == "large" else None
+            draw_boxes(axes, [box], facecolor=FACES[look], edgecolor="white", linewidth=0, hatch=hatch)
+            draw_boxes(axes, [box], fill=False, edgecolor=INK, linewidth=0.6, clip_on=False)
+            style = CENTRED | {"weight": "bold" if look == "fastest" else "normal"}
+            if hatch:  # the text is on plain ground, since it is illegible on the hatch
+                style["bbox"] = {"facecolor": FACES[look], "edgecolor": "none", "pad": 2}
+            write_first_fit(axes, column + 0.5, row + 0.5, forms, axes.bbox.width / len(sizes), **style)
+            frames += [box] * (look == "fastest")
+    # Last, so that the lines of the neighbours are below the frames.
+    draw_boxes(axes, frames, fill=False, edgecolor=INK, linewidth=2.4, clip_on=False)
     figure.alt = f"{title}. {legend} " + " ".join(
         f"Images of {size:,} px: {explained.words}" for size, explained in found.by_size.items()
     )
     return figure
-
-
-def _format_title(found: Capabilities) -> str:
-    ranks = f"{found.ranks:,} rank{'s'[: found.ranks > 1]}"
-    return f"What parallelism can do: {found.model} on {ranks} of {found.machine}, batches of {found.batch}, predicted"
-
-
-def _format_legend(found: Capabilities) -> str:
-    limit = f"; hatched: does not fit into the {format_bytes(found.rank_bytes)} of a rank" if found.rank_bytes else ""
-    return f"Images per second of the fastest plan of each kind that fits, and its part of the best{limit}."
-
-
-def _format_best_plan(found: Capabilities, size_px: int, width: float) -> str:
-    """Return the name of the fastest plan at an image size, wrapped to `width` inches."""
-    best = found.by_size[size_px].best
-    name = describe_plan(best.best.plan) if best and best.best else "none fits"
-    return textwrap.fill(name, max(8, int(width / 0.068)))
-
-
-def _draw_cell(axes: Axes, box: Box, verdict: Verdict | None) -> str:
-    """Draw a cell and return its key in `FACES`."""
-    look, forms = _describe_verdict(verdict)
-    hatch = {"hatch": "////"} if look == "large" else {}
-    draw_boxes(axes, [box], facecolor=FACES[look], edgecolor="white", linewidth=0, **hatch)
-    draw_boxes(axes, [box], fill=False, edgecolor=INK, linewidth=0.6)
-    middle = box[0] + box[2] / 2, box[1] + box[3] / 2
-    weight = "bold" if look == "fastest" else "normal"
-    ground = {"bbox": {"facecolor": FACES[look], "edgecolor": "none", "pad": 2}} if hatch else {}
-    write_fitting(axes, *middle, forms, box[2], 9, weight=weight, linespacing=1.3, **ground)
-    return look
 
 
 def _describe_verdict(verdict: Verdict | None) -> tuple[str, list[str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from engines.images.picture import Picture
 from engines.layout import StageRanks
 from engines.spatial.tiles import Tile
-from mpi4dl_nb.draw.figure import format_bytes, format_size
+from mpi4dl_nb.draw.figure import format_bytes, format_rank_count, format_size
 from mpi4dl_nb.draw.halo_points import HaloPoint
 from mpi4dl_nb.draw.pixel_values import UP_TO_PX, format_values
 from mpi4dl_nb.draw.raster_cache import RasterCache
@@ -41,40 +41,25 @@ def describe_tile(point: HaloPoint, rank: int) -> list[str]:
     own = f"Tile {point.numbers[rank]} (rank {rank}) owns {format_size(point.tiles[rank].shape)} px"
     if not point.readers:
         return [own]
+    pieces = point.find_redundant_moves(rank) if point.computed else point.get_receives(rank)
+    count, owners = sum(move.tile.pixels for move in pieces), format_rank_count(len(pieces))
+    if point.computed:
+        owned = f"{owners} own{'s' * (len(pieces) == 1)}"
+        more = f"It computes {count} px more, which {owned}: nothing travels here, halos are fused"
+    else:
+        images, channels = point.spec.shape[:2]
+        batch = f"{channels} channels" if images == 1 else f"{channels} channels of {images} images"
+        more = f"It borrows {count} px more from {owners}: {format_bytes(point.count_bytes(pieces))} in {batch}"
     halo = ", ".join(f"{width} {side}" for side, width in point.compute_widths(rank).items())
-    more = _describe_redundant(point, rank) if point.computed else _describe_halo(point, rank)
     lines = [f"{own} of this layer's input", more, f"Its halo in px: {halo}"]
     fill = point.get_fill(rank)
     return lines if fill is None else [*lines, f"Beyond the picture's edge it reads {fill:g}, which nobody lends"]
 
 
-def _describe_halo(point: HaloPoint, rank: int) -> str:
-    pieces = point.get_receives(rank)
-    count, total = sum(move.tile.pixels for move in pieces), format_bytes(point.count_bytes(pieces))
-    images, channels = point.spec.shape[:2]
-    batch = f"{channels} channels" if images == 1 else f"{channels} channels of {images} images"
-    return f"It borrows {count} px more from {_format_rank_count(len(pieces))}: {total} in {batch}"
-
-
-def _describe_redundant(point: HaloPoint, rank: int) -> str:
-    pieces = point.find_redundant_moves(rank)
-    count = sum(move.tile.pixels for move in pieces)
-    owned = f"{_format_rank_count(len(pieces))} own{'s' * (len(pieces) == 1)}"
-    return f"It computes {count} px more, which {owned}: nothing travels here, halos are fused"
-
-
-def _format_rank_count(count: int) -> str:
-    """
-    >>> _format_rank_count(1), _format_rank_count(3)
-    ('1 rank', '3 ranks')
-    """
-    return f"{count} rank{'s' * (count != 1)}"
-
-
 def describe_region(point: HaloPoint, rank: int, place: Tile) -> list[str]:
     """Describe which pixels are shown, and how many of them are owned, borrowed or computed redundantly."""
     rows, cols = place.rows, place.cols
-    lent = sum((move.tile & place).pixels for move in (*point.get_receives(rank), *point.find_redundant_moves(rank)))
+    lent = sum((move.tile & place).pixels for move in point.find_halo(rank))
     own = (point.tiles[rank] & place).pixels
     verb = "computed twice" if point.computed else "borrowed"
     shown = (
@@ -82,6 +67,7 @@ def describe_region(point: HaloPoint, rank: int, place: Tile) -> list[str]:
         f"{own} px are its own, {lent} {verb}, {place.pixels - own - lent} not needed"
     )
     words = [shown]
+    # Only the image itself is at hand here. The values of inner layers exist on the ranks, during a step.
     if has_values(point, place):
         return [*words, "In each pixel: the picture's red, green, blue (0 to 255)"]
     if max(place.shape) <= UP_TO_PX:

@@ -44,6 +44,16 @@ class FigurePanels:
 
 def make_panels(main: tuple[int, int], side: tuple[int, int] | None, words: Sequence[str] = ()) -> FigurePanels:
     """Create panels with the aspect ratios of pictures of `main` and `side` (rows, columns), and room for the words."""
+    #     LEFT_IN                     SIDE_LEFT_IN
+    #     |title                      |
+    #     |+--------------------+     |+-----------+   TOP_IN
+    #     ||                    |     ||   side    |
+    #     ||        main        |     |+-----------+
+    #     ||                    |     UNDER_SIDE_IN: its ticks and label
+    #     |+--------------------+     words (BESIDE_IN)
+    #     BELOW_IN: ticks, label, legend of the figure
+    #
+    # The figure is as high as the higher one of its two columns.
     main_in = _fit_sides(main, MAIN_IN, TALLEST_IN)
     side_in = _fit_sides(side, SIDE_IN, SIDE_IN) if side else (0.0, 0.0)
     words_in = LINE_IN * (1 + _wrap(words).count("\n"))
@@ -85,6 +95,7 @@ def choose_ticks(low: int, high: int, most: int = TICKS) -> Sequence[int]:
     [0, 200, 400]
     """
     step = 1
+    # Steps of 1, 2, 5, 10, 20, ...: the smallest that gives at most `most` labels.
     for step in (first * 10**power for power in range(12) for first in (1, 2, 5)):
         if (high - low) / step <= most:
             break

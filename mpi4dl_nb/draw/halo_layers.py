@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from engines.errors import PlanError
 from engines.images.picture import Picture
-from engines.layer.graph import ModelGraph, Node, TensorSpec
+from engines.layer.graph import ModelGraph, TensorSpec
 from engines.layout import Layout, Role, StageRanks
 from engines.plan import Plan
 from engines.program.builder import Builder
@@ -36,6 +36,8 @@ def find_layer_points(graph: ModelGraph, plan: Plan, stage: int | None = None) -
     """
     compiler = Compiler(graph, with_whole_windows(plan))
     order = {node.name: number for number, node in enumerate(graph.nodes)}
+    # Two sources: the Exchange instructions of the programs, and what the compiler remembers of fused groups, in whose
+    # programs nothing marks where a layer reads beyond its tile.
     found = [*find_exchange_points(compiler), *_find_fused_points(compiler)]
     found.sort(key=lambda point: min((order[node.name] for node in point.readers), default=0))
     return tuple(point for point in found if stage in (None, point.stage))
@@ -48,30 +50,31 @@ def _find_fused_points(compiler: Compiler) -> Iterator[HaloPoint]:
         met: dict[tuple[str, tuple[Tile, ...]], HaloPoint] = {}
         for read in builder.reads:
             if wanted := _find_windows(builder, read):  # readers with equal windows of a value share a point
-                key = read.value, tuple(wanted.values())
+                key, held = (read.value, tuple(wanted.values())), builder.values[read.value]
                 readers = (*met[key].readers, nodes[read.node]) if key in met else (nodes[read.node],)
-                met[key] = _make_point(builder, readers, (stage, ranks), read.value, wanted)
+                met[key] = HaloPoint(readers, stage, ranks, held.spec, held.axes or (-2, -1), computed=wanted)
         yield from met.values()
 
 
 def _find_windows(builder: Builder, read: WindowRead) -> Mapping[int, Tile] | None:
-    """Return each rank's window if the layer reads pixels that ranks computed beyond their tiles, else None."""
+    """Return each rank's window if the layer reads pixels that ranks computed beyond their tiles, else None.
+
+                 own tile
+               |<-------->|
+             held (extended)          a fused group computes it on every rank, so that its layers need no exchange
+        |<---------------------->|
+           window of this layer
+          |<----------------->|       inside held: no exchange, a point of its own here
+    |<---------------------------->|  exceeds held: an exchange comes first, which `find_exchange_points` finds
+    """
     held = builder.extended.held.get(read.value)
     if held is None or read.rows == read.cols == Shift(0):  # Shift(0): each output reads its own pixel only
         return None
     whole, own = builder.get_image_tiles(read.value)
     outputs = builder.extended.held.get(read.node) or builder.get_image_tiles(read.node)[1]
     wanted = {rank: compute_window(tile, read.rows, read.cols) & whole for rank, tile in outputs.items()}
-    # A window that exceeds even the extended tile follows an exchange, which `find_exchange_points` finds.
     beyond = any(not tile.is_inside(own[rank]) for rank, tile in wanted.items())
     return wanted if beyond and all(tile.is_inside(held[rank]) for rank, tile in wanted.items()) else None
-
-
-def _make_point(
-    builder: Builder, readers: tuple[Node, ...], where: tuple[int, StageRanks], value: str, wanted: Mapping[int, Tile]
-) -> HaloPoint:
-    held = builder.values[value]
-    return HaloPoint(readers, *where, held.spec, held.axes or (-2, -1), computed=wanted)
 
 
 def with_fused_halos(plan: Plan, layers: int | str | None) -> Plan:

@@ -14,7 +14,6 @@ from engines.layout import StageRanks
 from engines.plan import Plan
 from engines.program.compile import Compiler
 from engines.program.instructions import Compute, Exchange, LocalOp
-from engines.program.program import Program
 from engines.spatial.moves import Move, compute_moves
 from engines.spatial.tiles import Tile
 from engines.spatial.windows import compute_halo_widths
@@ -79,6 +78,7 @@ class HaloPoint:
 
     def get_window(self, rank: int) -> Tile:
         """Return the window of a rank: its own pixels, and those of other ranks that it borrows or computes itself."""
+        # A rank that only sends takes part in an exchange, but has no window: it reads its own tile.
         borrows = rank in self.exchanges and self.exchanges[rank].window
         return borrows or self.computed.get(rank) or self.tiles[rank]
 
@@ -88,6 +88,10 @@ class HaloPoint:
             return ()
         return tuple(move for move in compute_moves(self.tiles, {rank: self.computed[rank]}) if move.source != rank)
 
+    def find_halo(self, rank: int) -> tuple[Move, ...]:
+        """Return the pixels of other ranks that a rank reads, whether it borrows them or computes them itself."""
+        return (*self.get_receives(rank), *self.find_redundant_moves(rank))
+
     def get_fill(self, rank: int) -> float | None:
         """Return the fill that a rank reads beyond the image's edge; None if its window stays inside."""
         inside = self.get_window(rank).is_inside(Tile.whole(*self.size_px))
@@ -95,6 +99,7 @@ class HaloPoint:
 
     def count_bytes(self, moves: Sequence[Move]) -> int:
         """Return the bytes of these moves, with all channels and images of the value."""
+        # Any rank's instruction will do: a pixel of the value has the same channels and images on all of them.
         return next(iter(self.exchanges.values())).compute_bytes(moves) if moves else 0
 
     def describe_move(self, move: Move, end: str = " ") -> str:
@@ -139,47 +144,37 @@ def with_whole_windows(plan: Plan) -> Plan:
 
 def find_exchange_points(compiler: Compiler) -> Iterator[HaloPoint]:
     """Yield every halo exchange of the plan of `compiler`, in order. The compiler can be reused."""
+    nodes = {node.name: node for node in compiler.graph.nodes}
     for stage, ranks in enumerate(compiler.layout.stages):
-        if len(ranks.ranks) > 1:
-            yield from _find_stage_points(
-                compiler.graph, stage, ranks, [compiler.compile_rank(rank) for rank in ranks.ranks]
-            )
-
-
-def _find_stage_points(
-    graph: ModelGraph, stage: int, ranks: StageRanks, programs: Sequence[Program]
-) -> Iterator[HaloPoint]:
-    nodes = {node.name: node for node in graph.nodes}
-    met: dict[int, dict[int, Exchange]] = {}
-    readers: dict[int, dict[str, Node]] = {}
-    # The parts of one exchange on all ranks share its tag. A rank may take part in some exchanges only.
-    for program in programs:
-        for item in program.forward:
-            if isinstance(item, Exchange) and item.purpose == "halo":
+        if len(ranks.ranks) == 1:
+            continue
+        # The instructions of one exchange on all ranks share its tag. A rank may take part in some exchanges only, as
+        # the middle tile of three may borrow where the outer ones do not.
+        met: dict[int, dict[int, Exchange]] = {}
+        readers: dict[int, dict[str, Node]] = {}
+        for program in map(compiler.compile_rank, ranks.ranks):
+            segments = [item for item in program.forward if isinstance(item, Compute)]
+            halos = (item for item in program.forward if isinstance(item, Exchange) and item.purpose == "halo")
+            for item in halos:
                 met.setdefault(item.tag, {})[program.rank] = item
-                found = _find_readers(program, item.target, nodes)
+                ops = [op for segment in segments if item.target in segment.inputs for op in segment.ops]
+                found = _find_readers(ops, item.target, nodes)
                 readers.setdefault(item.tag, {}).update({node.name: node for node in found})
-    for tag in sorted(met):
-        any_rank = next(iter(met[tag].values()))
-        spec = TensorSpec(any_rank.shape, any_rank.dtype)
-        yield HaloPoint(tuple(readers[tag].values()), stage, ranks, spec, any_rank.axes or (-2, -1), met[tag])
+        for tag in sorted(met):
+            any_rank = next(iter(met[tag].values()))
+            spec = TensorSpec(any_rank.shape, any_rank.dtype)
+            yield HaloPoint(tuple(readers[tag].values()), stage, ranks, spec, any_rank.axes or (-2, -1), met[tag])
 
 
-def _find_readers(program: Program, name: str, nodes: Mapping[str, Node]) -> Iterator[Node]:
+def _find_readers(ops: Sequence[LocalOp], name: str, nodes: Mapping[str, Node]) -> Iterator[Node]:
     """Yield the operators that read a value, directly or after padding."""
-    segments = (item for item in program.forward if isinstance(item, Compute) and name in item.inputs)
-    for segment in segments:
-        yield from _find_op_readers(segment.ops, name, nodes)
-
-
-def _find_op_readers(ops: Sequence[LocalOp], name: str, nodes: Mapping[str, Node]) -> Iterator[Node]:
     for op in ops:
         if name in op.reads:
             if op.out in nodes:
                 yield nodes[op.out]
             else:
                 # The output is no value of the graph (such as a padded copy): follow it to its readers.
-                yield from _find_op_readers(ops, op.out, nodes)
+                yield from _find_readers(ops, op.out, nodes)
 
 
 def find_point(points: Sequence[HaloPoint], layer: str | int | None) -> HaloPoint:
@@ -191,12 +186,8 @@ def find_point(points: Sequence[HaloPoint], layer: str | int | None) -> HaloPoin
         raise PlanError("No layer borrows a halo under this plan. Use more tiles, or leave the model out.")
     if isinstance(layer, int) and not 0 <= layer < len(points):
         raise PlanError(f"layer={layer}, but {len(points)} layers borrow halos: use 0 to {len(points) - 1}.")
-    if isinstance(layer, str):
-        return _find_named(points, layer)
-    return points[layer or 0]
-
-
-def _find_named(points: Sequence[HaloPoint], layer: str) -> HaloPoint:
+    if not isinstance(layer, str):
+        return points[layer or 0]
     for point in points:
         if any(layer == node.name or f"{node.module}.".startswith(f"{layer}.") for node in point.readers):
             return point

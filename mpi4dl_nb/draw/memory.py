@@ -17,8 +17,8 @@ from engines.predict.parallelism import describe_plan
 from engines.predict.peak_memory import PeakMemory, PlanMemory, predict_plan_memory
 from engines.program.instructions import Phase
 from engines.trace_cache import Loss, TraceCache
-from mpi4dl_nb.draw.bars import BarStyle, draw_legend, draw_rows
-from mpi4dl_nb.draw.figure import BLUE, CASING, INK, ORANGE, Drawing, format_ranks
+from mpi4dl_nb.draw.bars import BarStyle, draw_legend, draw_stacks
+from mpi4dl_nb.draw.figure import BLUE, CASING, INK, ORANGE, Drawing, format_rank_count, format_ranks
 
 __all__ = ["draw_memory", "show_memory"]
 
@@ -72,12 +72,13 @@ def show_memory(
 
 def draw_memory(memory: PlanMemory, rank_bytes: int | None = None, rank: int | None = None) -> Drawing:
     """Draw the figure of `show_memory` from a finished prediction. Raises PlanError if the plan has no such rank."""
-    chosen = _resolve_rank(memory, rank)
-    moment, ranks, layers = (
-        memory.find_peak(chosen),
-        _make_rank_rows(memory),
-        _make_layer_rows(memory.find_peak(chosen)),
-    )
+    count = memory.plan.ranks
+    if rank is not None and rank not in range(count):
+        raise PlanError(f"rank={rank} is none of the plan's {format_rank_count(count)}. Use 0 to {count - 1}.")
+    # All replicas hold the same, so that the prediction is of one of them.
+    chosen = memory.fullest if rank is None else rank % memory.plan.replica_ranks
+    moment = memory.find_peak(chosen)
+    ranks, layers = _make_rank_rows(memory), _make_layer_rows(moment)
     heights = [ROW_IN * len(ranks) + 0.5, CURVE_IN, ROW_IN * len(layers) + 0.5]
     figure = Drawing(figsize=(11, 2.1 + sum(heights)), layout="constrained")
     upper, curve, lower = figure.subplots(3, height_ratios=heights)
@@ -90,45 +91,27 @@ def draw_memory(memory: PlanMemory, rank_bytes: int | None = None, rank: int | N
     upper.set(xlabel=f"{unit} of tensors, each rank at its own fullest moment")
     curve.set(ylabel=f"{unit} held")
     lower.set(xlabel=f"{inner} at that moment")
-    title = f"Memory of a training step: {describe_plan(memory.plan)}, {_format_rank_count(memory.plan.ranks)}"
-    figure.suptitle(f"{title}\n{_format_verdict(memory, rank_bytes)}", x=0.01, ha="left", fontsize=10)
+    title = f"Memory of a training step: {describe_plan(memory.plan)}, {format_rank_count(count)}"
+    verdict = f"The fullest rank holds {format_bytes(memory.peak_bytes)}"
+    if rank_bytes is not None:
+        fits = "it fits" if memory.peak_bytes <= rank_bytes else "it does not fit"
+        verdict += f" of the {format_bytes(rank_bytes)} that it may use: {fits}"
+    figure.suptitle(f"{title}\n{verdict}.", x=0.01, ha="left", fontsize=10)
     upper.set_title("All ranks", loc="left", fontsize=10)
     curve.set_title(f"Rank {chosen} through its step: fullest in {moment.words}", loc="left", fontsize=10)
     lower.set_title(f"What rank {chosen} holds then, by the model's layers", loc="left", fontsize=10)
     met = {kind for _, kinds in (*ranks, *layers) for kind, count in kinds.items() if count}
     draw_legend(figure, [look for kind, look in LOOKS.items() if kind in met])
     figure.alt = (
-        f"{title}. {_format_verdict(memory, rank_bytes)} {'; '.join(_describe_rows(ranks))}. "
+        f"{title}. {verdict}. {'; '.join(_describe_rows(ranks))}. "
         f"Rank {chosen} is fullest in {moment.words}: {'; '.join(_describe_rows(layers))}."
     )
     return figure
 
 
-def _resolve_rank(memory: PlanMemory, rank: int | None) -> int:
-    """Return the number of a rank within its replica. All replicas hold the same."""
-    if rank is None:
-        return memory.fullest
-    if rank not in range(memory.plan.ranks):
-        count = memory.plan.ranks
-        raise PlanError(f"rank={rank} is none of the plan's {_format_rank_count(count)}. Use 0 to {count - 1}.")
-    return rank % memory.plan.replica_ranks
-
-
-def _format_rank_count(ranks: int) -> str:
-    return f"{ranks:,} rank{'s'[: ranks > 1]}"
-
-
-def _format_verdict(memory: PlanMemory, rank_bytes: int | None) -> str:
-    most = f"The fullest rank holds {format_bytes(memory.peak_bytes)}"
-    if rank_bytes is None:
-        return f"{most}."
-    fits = "it fits" if memory.peak_bytes <= rank_bytes else "it does not fit"
-    return f"{most} of the {format_bytes(rank_bytes)} that it may use: {fits}."
-
-
 def _make_rank_rows(memory: PlanMemory) -> MemoryRows:
     """Return one row per group of ranks with equal memory; only the `MOST_RANKS` largest if there are more."""
-    groups: dict[tuple[int, ...], list[int]] = {}
+    groups: dict[tuple[int, ...], list[int]] = {}  # ranks of a stage mostly hold the same: one bar stands for all
     for found in memory.ranks:
         groups.setdefault(tuple(found.at_peak.values()), []).append(found.rank)
     rows = [(members, memory.ranks[members[0]].at_peak) for members in groups.values()]
@@ -144,16 +127,9 @@ def _make_layer_rows(moment: PeakMemory) -> MemoryRows:
     rest = [kinds for name, kinds in moment.layers.items() if name not in large]
     rows = [(name or "the model itself", kinds) for name, kinds in moment.layers.items() if name in large]
     if rest:
-        rows.append((f"{len(rest)} other layer{'s'[: len(rest) > 1]}", _sum_kinds(rest)))
+        total = {kind: sum(kinds.get(kind, 0) for kinds in rest) for kind in LOOKS}
+        rows.append((f"{len(rest)} other layer{'s'[: len(rest) > 1]}", total))
     return [*rows, *([("of no layer", moment.rest)] if moment.rest else [])]
-
-
-def _sum_kinds(parts: Iterable[BytesByKind]) -> BytesByKind:
-    found = dict.fromkeys(LOOKS, 0)
-    for kinds in parts:
-        for kind, count in kinds.items():
-            found[kind] += count
-    return found
 
 
 def _choose_unit(largest: int) -> tuple[str, int]:
@@ -166,19 +142,11 @@ def _choose_unit(largest: int) -> tuple[str, int]:
 
 def _draw_rows(axes: Axes, rows: MemoryRows, size: int) -> None:
     """Draw one bar per row, stacked by kind, with the sum at its end."""
-    bars: dict[str, list[tuple[int, float, float]]] = {kind: [] for kind in LOOKS}
-    for row, (_, kinds) in enumerate(rows):
-        end = 0.0
-        for kind in LOOKS:
-            length = kinds.get(kind, 0) / size
-            if length:
-                bars[kind].append((row, end, end + length))
-            end += length
-        axes.text(end, row, f" {format_bytes(sum(kinds.values()))}", va="center", fontsize=9)
-    for kind, spans in bars.items():
-        draw_rows(axes, LOOKS[kind], spans, -0.36, 0.72)
-    longest = max(sum(kinds.values()) for _, kinds in rows) / size
-    axes.set(xlim=(0, 1.14 * longest), ylim=(len(rows) - 0.4, -0.6))
+    draw_stacks(axes, LOOKS, [{kind: count / size for kind, count in kinds.items()} for _, kinds in rows])
+    totals = [sum(kinds.values()) for _, kinds in rows]
+    for row, total in enumerate(totals):
+        axes.text(total / size, row, f" {format_bytes(total)}", va="center", fontsize=9)
+    axes.set_xlim(0, 1.14 * max(totals) / size)
     axes.set_yticks(range(len(rows)), [_shorten(name) for name, _ in rows], fontsize=9)
 
 
@@ -195,20 +163,21 @@ def _draw_limit(axes: Axes, rank_bytes: int | None, size: int) -> None:
     longest = axes.get_xlim()[1]
     if rank_bytes is None or rank_bytes / size > 4 * longest:
         return
+    # The bars keep their scale unless the limit is beyond them.
     limit = rank_bytes / size
     axes.set_xlim(0, max(longest, 1.14 * limit))
     axes.axvline(limit, **LIMIT)
-    side = {"ha": "right", "x": -4} if limit > 0.5 * axes.get_xlim()[1] else {"ha": "left", "x": 4}
-    axes.annotate(
-        f"a rank may use {format_bytes(rank_bytes)}", (limit, 1), (side["x"], 3), xycoords=("data", "axes fraction"),
-        textcoords="offset points", ha=side["ha"], va="bottom", fontsize=9, color=LIMIT["color"],
-    )  # fmt: skip
+    on_left = limit > 0.5 * axes.get_xlim()[1]
+    style = {"ha": "right" if on_left else "left", "va": "bottom", "fontsize": 9, "color": LIMIT["color"]}
+    place = {"xycoords": ("data", "axes fraction"), "xytext": (-4 if on_left else 4, 3), "textcoords": "offset points"}
+    axes.annotate(f"a rank may use {format_bytes(rank_bytes)}", (limit, 1), **place, **style)
 
 
 def _draw_curve(axes: Axes, memory: PlanMemory, moment: PeakMemory, size: int) -> None:
     """Plot the bytes held after each instruction, with backward shaded, and mark the peak."""
     found, steps = memory.ranks[moment.rank], memory.programs[moment.rank].steps
     held = [count / size for count in found.after]
+    # Each step k is drawn from k + 0.5 to k + 1.5, so that its number is in the middle.
     backward = [step.phase not in (Phase.FORWARD, Phase.UPDATE) for step in steps]
     edges = [number + 0.5 for number in range(len(steps) + 1)]
     axes.stairs(held, edges, baseline=None, color=BLUE, linewidth=1.8, zorder=3)
@@ -217,11 +186,10 @@ def _draw_curve(axes: Axes, memory: PlanMemory, moment: PeakMemory, size: int) -
     axes.fill_between(edges, 0, top, where=where, step="post", color="#ececec", linewidth=0, zorder=0)
     place = moment.step + 1
     axes.plot([place], [moment.bytes / size], marker="o", markersize=8, color=ORANGE, markeredgecolor=INK, zorder=5)
-    left = place > 0.6 * len(steps)
-    axes.annotate(
-        f"{format_bytes(moment.bytes)} in instruction {place}", (place, moment.bytes / size), (-9 if left else 9, 6),
-        textcoords="offset points", ha="right" if left else "left", fontsize=9, color=INK, path_effects=CASING,
-    )  # fmt: skip
+    on_left = place > 0.6 * len(steps)
+    style = {"ha": "right" if on_left else "left", "fontsize": 9, "color": INK, "path_effects": CASING}
+    text, offset = f"{format_bytes(moment.bytes)} in instruction {place}", (-9 if on_left else 9, 6)
+    axes.annotate(text, (place, moment.bytes / size), offset, textcoords="offset points", **style)
     axes.set(xlim=(0.5, len(steps) + 0.5), ylim=(0, top))
     axes.set_xlabel("instructions of the rank's program, in their order; grey: backward", fontsize=10)
 

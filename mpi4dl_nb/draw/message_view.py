@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
@@ -22,6 +19,8 @@ __all__ = ["describe_message", "draw_message"]
 
 LONG, DEEP = 5, 2
 """Number of cells shown along a strip, and across it."""
+PAPER = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.85}
+NUMBER = {"ha": "center", "va": "center", "fontsize": 8, "color": INK, "bbox": PAPER}
 
 
 @dataclass(frozen=True)
@@ -43,65 +42,52 @@ def draw_message(figure: Figure, view: StepView, box: FigureBox, focus: int) -> 
     if not known:
         figure.text(left, bottom + height / 2, "its values are not kept here", fontsize=9, color=INK)
         return
+    # One scale for all three strips: a gradient that is added to another changes its colour visibly.
     low, high = min(float(n.min()) for n in known), max(float(n.max()) for n in known)
     look = {"cmap": MAPS[transfer.back], "norm": Normalize(low, high if high > low else low + 1)}
+    deep, long = known[0].shape
     axes = figure.add_axes((left, bottom, width, height * 0.94))
     axes.axis("off")
+    # Each strip has three units of height: its name, its rows of cells, and their indices with a gap.
     for row, (name, cells) in enumerate(rows):
-        _draw_cells(axes, 3.0 * row, name, cells, known[0].shape, look)
-    axes.set(xlim=(-0.55, known[0].shape[1] - 0.45), ylim=(3.0 * len(rows) - 0.6, 0))
+        top = 3.0 * row
+        axes.text(-0.5, top + 0.9, name, fontsize=8.5, va="bottom", color=INK)
+        if cells.numbers is None:
+            axes.add_patch(Rectangle((-0.5, top + 1), long, 1, facecolor="white", hatch="xx", edgecolor="#999999"))
+            continue
+        extent = (-0.5, long - 0.5, top + 2, top + 1)
+        axes.imshow(cells.numbers, extent=extent, aspect="auto", interpolation="nearest", **look)
+        for (line, column), number in np.ndenumerate(cells.numbers):
+            text = f"{number:.3g}" if not number or 1e-3 <= abs(number) < 1e4 else f"{number:.1e}"
+            axes.text(column, top + 1 + (line + 0.5) / deep, text, **NUMBER)
+        for at in range(long):
+            text = str(cells.first + at) if at else f"{cells.along} {cells.first}"
+            axes.text(at, top + 2.1, text, ha="center", va="top", fontsize=7.5, color=INK)
+    axes.set(xlim=(-0.55, long - 0.45), ylim=(3.0 * len(rows) - 0.6, 0))
 
 
 def _make_strips(
     transfer: Transfer, before: Tensor | None, arrived: Tensor | None, after: Tensor | None
 ) -> list[tuple[str, _CellStrip]]:
+    """Return the strips by name, in the order of time."""
     where = f"on rank {transfer.target}"
     names = (
         (f"gradient {where} before", "arrived, to be added", "after")
         if transfer.back
         else (f"window {where} before: no values yet", "arrived", "after, in the window")
     )
-    return [(name, _make_strip(transfer, tensor)) for name, tensor in zip(names, (before, arrived, after), strict=True)]
-
-
-def _make_strip(transfer: Transfer, tensor: Tensor | None) -> _CellStrip:
     tile = transfer.move.tile
     stands = len(tile.rows) > len(tile.cols)
-    start = (tile.rows if stands else tile.cols).start
-    along = "row" if stands else "column"
-    if tensor is None or not tensor.numel():
-        return _CellStrip(None, start, along)
-    lying = tensor.numpy().T if stands else tensor.numpy()
-    skipped = max(0, (lying.shape[1] - LONG) // 2)
-    return _CellStrip(lying[:DEEP, skipped : skipped + LONG], start + skipped, along)
-
-
-def _draw_cells(
-    axes: Axes, top: float, name: str, cells: _CellStrip, shape: tuple[int, ...], look: Mapping[str, Any]
-) -> None:
-    """Draw the name, one unit high, and below it all rows of cells, together one unit high."""
-    deep, long = shape
-    axes.text(-0.5, top + 0.9, name, fontsize=8.5, va="bottom", color=INK)
-    extent = (-0.5, long - 0.5, top + 2, top + 1)
-    if cells.numbers is None:
-        axes.add_patch(Rectangle((-0.5, top + 1), long, 1, facecolor="white", hatch="xx", edgecolor="#999999"))
-        return
-    axes.imshow(cells.numbers, extent=extent, aspect="auto", interpolation="nearest", **look)
-    box = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.85}
-    for (row, column), number in np.ndenumerate(cells.numbers):
-        middle = top + 1 + (row + 0.5) / deep
-        axes.text(column, middle, _format_number(number), ha="center", va="center", fontsize=8, color=INK, bbox=box)
-    for at in range(long):
-        text = f"{cells.along} {cells.first}" if not at else str(cells.first + at)
-        axes.text(at, top + 2.1, text, ha="center", va="top", fontsize=7.5, color=INK)
-
-
-def _format_number(number: float) -> str:
-    """
-    >>> _format_number(163.2), _format_number(-0.0000853)
-    ('163', '-8.5e-05')
-    """
-    return f"{number:.3g}" if not number or 1e-3 <= abs(number) < 1e4 else f"{number:.1e}"
+    along, start = ("row", tile.rows.start) if stands else ("column", tile.cols.start)
+    strips = []
+    for name, tensor in zip(names, (before, arrived, after), strict=True):
+        if tensor is None or not tensor.numel():
+            strips.append((name, _CellStrip(None, start, along)))
+            continue
+        lying = tensor.numpy().T if stands else tensor.numpy()
+        skipped = max(0, (lying.shape[1] - LONG) // 2)
+        strips.append((name, _CellStrip(lying[:DEEP, skipped : skipped + LONG], start + skipped, along)))
+    return strips
 
 
 def _format_head(view: StepView, transfer: Transfer, focus: int) -> str:

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from engines.layout import Layout, Role
+from engines.layout import Layout
 from engines.plan import Plan
 from engines.program.timeline import Timeline, TimeShares
 from mpi4dl_nb.draw.bars import BarStyle, draw_rows
@@ -41,10 +41,8 @@ SEEN = 2.0  # held-out losses within so many ranges of the training losses stay 
 POINTS = 400  # of a curve; more would be indistinguishable
 LABELLED = 0.09  # fraction of a bar; shorter parts have no room for a number
 BAR_TOP, BAR_HIGH = -0.4, 0.8
-NUMBER: dict[str, Any] = {
-    "fontsize": 8.5, "color": INK, "ha": "center", "va": "center", "zorder": 10,
-    "bbox": {"boxstyle": "square,pad=0.15", "facecolor": "white", "linewidth": 0},
-}  # fmt: skip
+NUMBER_BOX = {"boxstyle": "square,pad=0.15", "facecolor": "white", "linewidth": 0}
+NUMBER: dict[str, Any] = {"fontsize": 8.5, "color": INK, "ha": "center", "va": "center", "bbox": NUMBER_BOX}
 
 
 def show_progress(progress: Progress) -> Drawing:
@@ -65,31 +63,28 @@ def show_progress(progress: Progress) -> Drawing:
     _draw_evaluation(loss, progress)
     _draw_curve(speed, progress.speeds, "images per second", INK)
     speed.set_ylim(0, 1.15 * max(progress.speeds, default=1))
-    for axes in (loss, speed):
-        _draw_epochs(axes, progress)
+    for end in progress.ends if len(progress.ends) <= POINTS // 10 else ():  # more lines would hide the curves
+        for axes in (loss, speed):
+            axes.axvline(end + 0.5, color="#888888", linewidth=0.8, linestyle=":")
     used = compute_uses(progress)
     _draw_uses(use, names, used)
     held = get_memory_bytes(progress)
-    _draw_memory(memory, held)
-    figure.text(0.99, 0.14 / high, _format_step(progress), ha="right", va="bottom", fontsize=9, color=INK)
+    _draw_row_axes(memory, "memory after the last step", list(held), [format_bytes(size) for size in held.values()])
+    most = max(held.values(), default=1)
+    draw_rows(memory, MEMORY, [(row, 0, size / most) for row, size in enumerate(held.values())], BAR_TOP, BAR_HIGH)
+    # The figure is drawn less often than the numbers above it, so that it says of which step it is.
+    step = f"after step {len(progress.losses)}" if progress.losses else ""
+    figure.text(0.99, 0.14 / high, step, ha="right", va="bottom", fontsize=9, color=INK)
     figure.alt = _format_alt(progress, names, used, held)
     return figure
 
 
-def _format_step(progress: Progress) -> str:
-    """Return the step that the figure is of, since it is drawn less often than the numbers above it."""
-    done = len(progress.losses)
-    return f"after step {done}" if done else ""
-
-
 def format_rank_names(plan: Plan) -> list[str]:
     """Return the name of each rank, such as `rank 1: stage 0, tile 1`."""
-    return [f"rank {rank}: {_format_role(who)}" for rank, who in enumerate(Layout.of(plan).roles)]
-
-
-def _format_role(roles: Sequence[Role]) -> str:
-    """Return the text of the first role. There is no room for more."""
-    return f"stage {roles[0].stage}, tile {roles[0].tile}" if roles else "no work"
+    # Of a rank with several roles, only the first is named: there is no room for more.
+    firsts = [next(iter(roles), None) for roles in Layout.of(plan).roles]
+    texts = [f"stage {role.stage}, tile {role.tile}" if role else "no work" for role in firsts]
+    return [f"rank {rank}: {text}" for rank, text in enumerate(texts)]
 
 
 def get_memory_bytes(progress: Progress) -> dict[str, int]:
@@ -118,17 +113,13 @@ def _draw_curve(axes: Axes, values: Sequence[float], name: str, colour: str) -> 
         axes.set(xlim=(0, 10), ylim=(0, 1))
         axes.text(0.5, 0.5, "no step yet", transform=axes.transAxes, ha="center", va="center", color="#555555")
         return
-    steps, means = _downsample(np.asarray(values, dtype=float))
+    # Each point is the mean of the steps from one edge to the next, at the middle of their numbers (from 1).
+    edges = np.unique(np.linspace(0, len(values), min(len(values), POINTS) + 1).astype(int))
+    steps = (edges[:-1] + edges[1:] + 1) / 2
+    means = np.add.reduceat(np.asarray(values, dtype=float), edges[:-1]) / np.diff(edges)
     axes.plot(steps, means, color=colour, linewidth=1.4)
     axes.plot(steps[-1:], means[-1:], "o", color=colour, markersize=4)
     axes.set_xlim(0.5, max(len(values), 2) + 0.5)
-
-
-def _downsample(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return step numbers from 1 and values, averaged over neighbours if there are more than `POINTS`."""
-    edges = np.unique(np.linspace(0, len(values), min(len(values), POINTS) + 1).astype(int))
-    counts = np.diff(edges)
-    return (edges[:-1] + edges[1:] + 1) / 2, np.add.reduceat(values, edges[:-1]) / counts
 
 
 def _draw_evaluation(axes: Axes, progress: Progress) -> None:
@@ -138,18 +129,13 @@ def _draw_evaluation(axes: Axes, progress: Progress) -> None:
     if judged:
         axes.plot(*zip(*judged, strict=True), "D--", color=ORANGE, markersize=5, linewidth=1, label="held out")
         axes.legend(loc="upper right", fontsize=9, frameon=False)
+        # The axis has the range of the training's losses, grown by the held-out ones near it. A held-out loss far
+        # beyond (while the running averages of batch norm are young) would flatten the curve.
         low, high = min(progress.losses), max(progress.losses)
         near = [loss for _, loss in judged if low - SEEN * (high - low) <= loss <= high + SEEN * (high - low)]
         low, high = min([low, *near]), max([high, *near])
         room = 0.05 * (high - low) or 0.05
         axes.set_ylim(low - room, high + room)
-
-
-def _draw_epochs(axes: Axes, progress: Progress) -> None:
-    """Draw a line at the end of each epoch, if there are few enough to be distinguished."""
-    if len(progress.ends) <= POINTS // 10:
-        for end in progress.ends:
-            axes.axvline(end + 0.5, color="#888888", linewidth=0.8, linestyle=":")
 
 
 def _draw_row_axes(axes: Axes, title: str, names: Sequence[str], ends: Sequence[str]) -> None:
@@ -171,7 +157,7 @@ def _draw_uses(axes: Axes, names: Sequence[str], used: Mapping[int, TimeShares])
         for look, share in zip(LOOKS, (use.work, use.communication, use.waiting, use.other), strict=True):
             bars[look].append((rank, start, start + share))
             if share >= LABELLED:
-                axes.text(start + share / 2, rank, f"{100 * share:.0f}", **NUMBER)
+                axes.text(start + share / 2, rank, f"{100 * share:.0f}", zorder=10, **NUMBER)
             start += share
     for look, places in bars.items():
         draw_rows(axes, look, places, BAR_TOP, BAR_HIGH)
@@ -179,13 +165,6 @@ def _draw_uses(axes: Axes, names: Sequence[str], used: Mapping[int, TimeShares])
     axes.figure.legend(
         handles=patches, loc="lower left", bbox_to_anchor=(0.12, 0), ncols=len(LOOKS), frameon=False, fontsize=9
     )
-
-
-def _draw_memory(axes: Axes, held: Mapping[str, int]) -> None:
-    """Draw a bar of memory per row, scaled so that the largest fills the axes."""
-    _draw_row_axes(axes, "memory after the last step", list(held), [format_bytes(size) for size in held.values()])
-    most = max(held.values(), default=1)
-    draw_rows(axes, MEMORY, [(row, 0, size / most) for row, size in enumerate(held.values())], BAR_TOP, BAR_HIGH)
 
 
 def _format_alt(

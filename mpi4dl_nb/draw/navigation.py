@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from engines.spatial.tiles import Grid, Span, Tile
 from mpi4dl_nb.draw.halo_points import HaloPoint
@@ -30,24 +29,25 @@ __all__ = [
 CLOSEST_PX, FACTOR = 8, 4
 NEAR_PX = CLOSEST_PX * FACTOR
 ARROWS: Mapping[str, tuple[int, int]] = {
-    "ArrowUp": (-1, 0), "ArrowDown": (1, 0), "ArrowLeft": (0, -1), "ArrowRight": (0, 1),
-}  # fmt: skip
+    "ArrowUp": (-1, 0),
+    "ArrowDown": (1, 0),
+    "ArrowLeft": (0, -1),
+    "ArrowRight": (0, 1),
+}
 Pixel = tuple[int, int]
 """Row and column."""
 
 
-@dataclass(frozen=True)
-class _ZoomLevels:
-    """Side lengths in pixels of the zoomed views of an image, from far to close."""
+def _compute_zoom_sides(size_px: Pixel) -> tuple[int, ...]:
+    """Return the side lengths in pixels of the zoomed views of an image, from far to close.
 
-    sides: tuple[int, ...]
-
-    @classmethod
-    def of(cls, size_px: Pixel) -> _ZoomLevels:
-        sides = [CLOSEST_PX]
-        while sides[-1] * FACTOR < max(size_px):
-            sides.append(sides[-1] * FACTOR)
-        return cls(tuple(reversed(sides)))
+    >>> _compute_zoom_sides((512, 300))
+    (128, 32, 8)
+    """
+    sides = [CLOSEST_PX]
+    while sides[-1] * FACTOR < max(size_px):
+        sides.append(sides[-1] * FACTOR)
+    return tuple(reversed(sides))
 
 
 def get_closer_zoom(zoom: int | None, size_px: Pixel) -> int:
@@ -56,8 +56,7 @@ def get_closer_zoom(zoom: int | None, size_px: Pixel) -> int:
     >>> get_closer_zoom(None, (512, 300)), get_closer_zoom(128, (512, 300)), get_closer_zoom(8, (512, 300))
     (128, 32, 8)
     """
-    sides = _ZoomLevels.of(size_px).sides
-    return next((side for side in sides if zoom is None or side < zoom), CLOSEST_PX)
+    return next((side for side in _compute_zoom_sides(size_px) if zoom is None or side < zoom), CLOSEST_PX)
 
 
 def get_wider_zoom(zoom: int | None, size_px: Pixel) -> int | None:
@@ -66,7 +65,7 @@ def get_wider_zoom(zoom: int | None, size_px: Pixel) -> int | None:
     >>> get_wider_zoom(8, (512, 300)), get_wider_zoom(128, (512, 300))
     (32, None)
     """
-    sides = reversed(_ZoomLevels.of(size_px).sides)
+    sides = reversed(_compute_zoom_sides(size_px))
     return None if zoom is None else next((side for side in sides if side > zoom), None)
 
 
@@ -76,12 +75,8 @@ def make_square(at: Pixel, side: int, size_px: Pixel) -> Tile:
     >>> make_square((1, 50), 8, (100, 100)).rows
     Span(start=0, stop=8)
     """
-    return Tile(*(_make_span(px, side, limit) for px, limit in zip(at, size_px, strict=True)))
-
-
-def _make_span(px: int, side: int, limit: int) -> Span:
-    start = max(0, min(px - side // 2, limit - side))
-    return Span(start, min(limit, start + side))
+    starts = [max(0, min(px - side // 2, limit - side)) for px, limit in zip(at, size_px, strict=True)]
+    return Tile(*(Span(start, min(limit, start + side)) for start, limit in zip(starts, size_px, strict=True)))
 
 
 def pan(at: Pixel, way: Pixel, side: int, size_px: Pixel) -> Pixel:
@@ -92,6 +87,7 @@ def pan(at: Pixel, way: Pixel, side: int, size_px: Pixel) -> Pixel:
     """
     view = make_square(at, side, size_px)
     step = max(1, side // 4)
+    # From the middle of the view that is shown, which the image's edge may have shifted away from `at`.
     middle = view.rows.start + side // 2, view.cols.start + side // 2
     moved = make_square((middle[0] + way[0] * step, middle[1] + way[1] * step), side, size_px)
     return moved.rows.start + side // 2, moved.cols.start + side // 2
@@ -103,7 +99,7 @@ def get_neighbour(grid: Grid, tile: int, way: Pixel) -> int:
     >>> get_neighbour(Grid(2, 3), 1, (1, 0)), get_neighbour(Grid(2, 3), 2, (0, 1))
     (4, 2)
     """
-    row, col = divmod(tile, grid.cols)
+    row, col = divmod(tile, grid.cols)  # tiles are numbered row by row
     row, col = row + way[0], col + way[1]
     return row * grid.cols + col if row in range(grid.rows) and col in range(grid.cols) else tile
 
@@ -173,6 +169,8 @@ def find_nearest_seam(point: HaloPoint, rank: int, at: Pixel) -> Pixel:
         "left": (tile.cols.start > 0, (row, tile.cols.start)),
         "right": (tile.cols.stop < cols, (row, tile.cols.stop)),
     }
+    # The outer edges of the image are no seams. With a stride, windows may reach beyond a tile on one side only, so
+    # that a tile can have neighbours from which it borrows nothing.
     inner = {side: place for side, (has, place) in borders.items() if has}
     reads = {side: place for side, place in inner.items() if widths[side]} or inner
     return min(reads.values(), key=lambda place: abs(place[0] - at[0]) + abs(place[1] - at[1]), default=at)
@@ -180,7 +178,7 @@ def find_nearest_seam(point: HaloPoint, rank: int, at: Pixel) -> Pixel:
 
 def choose_seam(point: HaloPoint, rank: int) -> Pixel:
     """Return the pixel of the tile's border at the smallest piece that it reads, such as a corner; else on a seam."""
-    pieces = [move.tile for move in (*point.get_receives(rank), *point.find_redundant_moves(rank))]
+    pieces = [move.tile for move in point.find_halo(rank)]
     tile = point.tiles[rank]
     if not pieces:
         middle = (tile.rows.start + tile.rows.stop) // 2, (tile.cols.start + tile.cols.stop) // 2

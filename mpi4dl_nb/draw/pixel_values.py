@@ -24,6 +24,7 @@ FONT = Path(mpl.get_data_path(), "fonts", "ttf", "DejaVuSans.ttf")
 def render_cells(pixels: Pixels, size: tuple[int, int], lines: bool) -> Pixels:
     """Return an image (*size, 4) with each pixel as a cell, and white lines between cells if `lines`."""
     rows, cols = (_compute_edges(count, px) for count, px in zip(pixels.shape[:2], size, strict=True))
+    # At the resolution of the screen, so that Matplotlib need not resample it, which is slow and blurs the edges.
     large = np.repeat(np.repeat(pixels, np.diff(rows), 0), np.diff(cols), 1)
     if lines:
         large[rows[1:-1]], large[:, cols[1:-1]] = 255, 255
@@ -31,6 +32,7 @@ def render_cells(pixels: Pixels, size: tuple[int, int], lines: bool) -> Pixels:
 
 
 def _compute_edges(count: int, px: int) -> NDArray[np.int64]:
+    # Rounded edges: cells differ by at most one screen pixel in size, and the last one ends at the edge of the image.
     return np.rint(np.linspace(0, px, count + 1)).astype(np.int64)
 
 

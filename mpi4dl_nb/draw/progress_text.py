@@ -17,15 +17,27 @@ __all__ = ["describe_outcome", "format_duration", "format_progress_html"]
 EPOCHS = 6  # the last ones; the History has all of them
 SIDE_BY_SIDE = "display:flex;flex-wrap:wrap;align-items:flex-start;gap:0 2em"
 RANKS = 16  # more than that are in the figure only
+SCORES = {"loss": ".5g", "accuracy": ".3f", "dice": ".3f"}
+EPOCH_COLUMNS = (
+    {"epoch": "d"}
+    | SCORES
+    | {f"held_out_{name}": form for name, form in SCORES.items()}
+    | {"images_per_s": ".2f", "data_wait": ".0%"}
+)
+"""Columns of the table of epochs, with the formats of their numbers."""
 
 
 def format_progress_html(progress: Progress) -> str:
     """Return a line of numbers, a progress bar of the steps, and tables of the last epochs and of the ranks."""
     line = " · ".join(escape(part) for part in _format_step(progress))
+    bar = ""
+    if progress.total:
+        style = "width:100%;max-width:40em;height:1.1em;margin:0.2em 0"
+        done = f'value="{len(progress.losses)}" max="{progress.total}"'
+        bar = f'<progress aria-label="steps done" {done} style="{style}"></progress>'
     return (
         f'<div style="line-height:1.5"><p style="margin:0"><b>{escape(progress.state)}</b> · {line}</p>'
-        f"{_format_bar(progress)}"
-        f'<div style="{SIDE_BY_SIDE}">{_format_ranks(progress)}{_format_epochs(progress.epochs)}</div></div>'
+        f'{bar}<div style="{SIDE_BY_SIDE}">{_format_ranks(progress)}{_format_epochs(progress.epochs)}</div></div>'
     )
 
 
@@ -69,23 +81,15 @@ def _format_step(progress: Progress) -> list[str]:
     return told + ([f"{progress.left_out} bad images left out"] if progress.left_out else [])
 
 
-def _format_bar(progress: Progress) -> str:
-    if not progress.total:
-        return ""
-    style = "width:100%;max-width:40em;height:1.1em;margin:0.2em 0"
-    done = f'value="{len(progress.losses)}" max="{progress.total}"'
-    return f'<progress aria-label="steps done" {done} style="{style}"></progress>'
-
-
 def _format_ranks(progress: Progress) -> str:
     used, held = compute_uses(progress), get_memory_bytes(progress)
+    # Ranks that are threads of one process have one memory, which is told in a row of its own.
     together = next(iter(held.values()), 0) if progress.one_process else None
-    rows = [
-        (format_rank_names(progress.plan)[rank],
-         *(f"{share:.0%}" for share in (use.work, use.communication, use.waiting, use.other)),
-         "" if together is not None else format_bytes(held[f"rank {rank}"]))
-        for rank, use in used.items()
-    ]  # fmt: skip
+    names = format_rank_names(progress.plan)
+    rows: list[tuple[str, ...]] = []
+    for rank, use in used.items():
+        shares = (f"{share:.0%}" for share in (use.work, use.communication, use.waiting, use.other))
+        rows.append((names[rank], *shares, "" if together is not None else format_bytes(held[f"rank {rank}"])))
     rows += [("all ranks: one process", "", "", "", "", format_bytes(together))] if together else []
     rows = rows if len(rows) <= RANKS else []
     return _format_table("Ranks in the last step", ("rank", "works", "communicates", "waits", "other", "memory"), rows)
@@ -94,11 +98,9 @@ def _format_ranks(progress: Progress) -> str:
 def _format_epochs(epochs: Sequence[EpochResult]) -> str:
     """Return the table of the last epochs, newest first, without the columns that are empty."""
     records = [epoch.record for epoch in reversed(epochs[-EPOCHS:])]
-    shown = {"epoch": "d", "loss": ".5g", "accuracy": ".3f", "dice": ".3f", "held_out_loss": ".5g",
-             "held_out_accuracy": ".3f", "held_out_dice": ".3f", "images_per_s": ".2f", "data_wait": ".0%"}  # fmt: skip
-    kept = {name: form for name, form in shown.items() if any(record[name] is not None for record in records)}
+    kept = {name: form for name, form in EPOCH_COLUMNS.items() if any(record[name] is not None for record in records)}
     rows = [["" if record[name] is None else format(record[name], kept[name]) for name in kept] for record in records]
-    names = {"images_per_s": "images/s", "data_wait": "data wait"}
+    names = {"images_per_s": "images/s"}
     return _format_table("Last epochs", [names.get(name, name.replace("_", " ")) for name in kept], rows)
 
 

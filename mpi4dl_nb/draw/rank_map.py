@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -19,19 +19,16 @@ from engines.predict.machine_lookup import resolve_machine
 from engines.predict.rank_load import RankLoad, count_loads, with_time
 from engines.program.compile import compile_plan
 from engines.trace_cache import Loss, TraceCache
-from mpi4dl_nb.draw.figure import INK, Drawing
+from mpi4dl_nb.draw.figure import INK, Drawing, format_ranks
 from mpi4dl_nb.draw.forecast_text import describe_forecast
-from mpi4dl_nb.draw.loads import NOT_COUNTED, compute_height, describe_loads, draw_loads, format_rank_runs, group_loads
+from mpi4dl_nb.draw.loads import NOT_COUNTED, compute_height, describe_loads, draw_loads, group_loads
 from mpi4dl_nb.draw.sheet import Box, draw_arrows, draw_boxes, make_sheet, write, write_fitting
 
 __all__ = ["draw_ranks", "show_ranks"]
 
 WIDTH_IN, MARGIN_IN, GAP_IN = 11.0, 0.15, 0.28
-TOP_IN, LEFT_IN, BETWEEN_IN = (
-    0.92,
-    1.05,
-    0.18,
-)  # above the stages; left of and between copies, if there are several
+TOP_IN = 0.92  # above the stages
+LEFT_IN, BETWEEN_IN = 1.05, 0.18  # left of and between copies, if there are several
 CELL_IN, LOW_IN, HIGH_IN = 0.34, 0.62, 2.4  # height of a row of tiles; of a copy: minimum, maximum
 WIDEST_IN = 1.6  # maximum width of a tile
 MOST_COPIES, MOST_CELLS = 12, 300
@@ -77,6 +74,7 @@ def draw_ranks(plan: Plan, loads: Sequence[RankLoad] = (), missing: str = NOT_CO
 
     `foreseen` is the forecast of a step, a line below the figure.
     """
+    # Many copies are drawn as their first ones and a line about the rest: copies differ in the ranks' numbers only.
     layout, groups = Layout.of(plan), group_loads(loads)
     sheet = _SheetLayout.of(layout)
     more = layout.pipes[len(sheet.pipes) :]
@@ -87,10 +85,15 @@ def draw_ranks(plan: Plan, loads: Sequence[RankLoad] = (), missing: str = NOT_CO
     write_fitting(axes, MARGIN_IN, 0.26, forms, WIDTH_IN - 2 * MARGIN_IN, 11, ha="left", weight="bold")
     for index, pipe in enumerate(sheet.pipes):
         _draw_copy(axes, sheet, pipe, sheet.compute_top(index))
-    _draw_heads(axes, layout.stages, sheet.columns)
+    crowded = min(width for _, width in sheet.columns) < 0.75
+    for number, (stage, (left, width)) in enumerate(zip(layout.stages, sheet.columns, strict=True)):
+        tiles = f"{stage.grid} tiles" if stage.grid.tiles > 1 else f"{stage.shares} shares" if stage.shares > 1 else ""
+        forms = [f"stage {number}\n{tiles}".strip(), f"stage {number}"]
+        middle = left + width / 2, TOP_IN - 0.06
+        write_fitting(axes, *middle, [str(number)] if crowded else forms, width + 0.1, 9, va="bottom")
     if more:
-        alike = f"... and {len(more)} more copies, on {format_rank_runs(_collect_ranks(more))}"
-        write(axes, MARGIN_IN, below - 0.2, alike, 9)
+        ranks = sorted({rank for pipe in more for stage in pipe.stages for rank in stage.ranks})
+        write(axes, MARGIN_IN, below - 0.2, f"... and {len(more)} more copies, on {format_ranks(ranks)}", 9)
     draw_loads(axes, groups, below + 0.1, missing)
     if foreseen:
         write(axes, MARGIN_IN, bottom + 0.22, foreseen, 9, weight="bold")
@@ -101,7 +104,14 @@ def draw_ranks(plan: Plan, loads: Sequence[RankLoad] = (), missing: str = NOT_CO
 
 @dataclass(frozen=True)
 class _SheetLayout:
-    """Positions of the copies of the model and of their stages, in inches."""
+    """Positions of the copies of the model and of their stages, in inches.
+
+             columns[0]          columns[1]
+    replica 0  [rank 0 | rank 1] -> [rank 4]   ^
+               [rank 2 | rank 3]               | copy_in
+                                               v BETWEEN_IN
+    replica 1  [rank 5 | rank 6] -> [rank 9]
+    """
 
     pipes: tuple[Pipeline, ...]
     several: bool
@@ -110,26 +120,22 @@ class _SheetLayout:
 
     @classmethod
     def of(cls, layout: Layout) -> _SheetLayout:
-        rows = max(stage.grid.rows for stage in layout.stages)
-        copies = min(MOST_COPIES, max(1, MOST_CELLS // sum(len(stage.ranks) for stage in layout.stages)))
-        several = len(layout.pipes) > 1
-        left = MARGIN_IN + LEFT_IN * several
-        copy_in = min(HIGH_IN, max(LOW_IN, CELL_IN * rows))
-        return cls(layout.pipes[:copies], several, copy_in, tuple(_compute_columns(layout.stages, left)))
+        stages, several = layout.stages, len(layout.pipes) > 1
+        copies = min(MOST_COPIES, max(1, MOST_CELLS // sum(len(stage.ranks) for stage in stages)))
+        copy_in = min(HIGH_IN, max(LOW_IN, CELL_IN * max(stage.grid.rows for stage in stages)))
+        # A stage is wider for more columns of tiles, or more ranks that share images.
+        left, gap = MARGIN_IN + LEFT_IN * several, min(GAP_IN, 2.0 / len(stages))
+        shares = [_count_columns(stage) + 0.6 for stage in stages]
+        unit = min(WIDEST_IN, (WIDTH_IN - MARGIN_IN - left - gap * (len(stages) - 1)) / sum(shares))
+        columns = []
+        for share in shares:
+            columns.append((left, share * unit))
+            left += share * unit + gap
+        return cls(layout.pipes[:copies], several, copy_in, tuple(columns))
 
     def compute_top(self, index: int) -> float:
         """Return the upper edge of a copy of the model."""
         return TOP_IN + index * (self.copy_in + BETWEEN_IN)
-
-
-def _compute_columns(stages: Sequence[StageRanks], left: float) -> Iterable[StageColumn]:
-    """Yield a column per stage, wider for more columns of tiles, or more ranks that share images."""
-    gap = min(GAP_IN, 2.0 / len(stages))
-    shares = [_count_columns(stage) + 0.6 for stage in stages]
-    unit = min(WIDEST_IN, (WIDTH_IN - MARGIN_IN - left - gap * (len(stages) - 1)) / sum(shares))
-    for share in shares:
-        yield left, share * unit
-        left += share * unit + gap
 
 
 def _count_columns(stage: StageRanks) -> int:
@@ -141,40 +147,24 @@ def _draw_copy(axes: Axes, sheet: _SheetLayout, pipe: Pipeline, top: float) -> N
     if sheet.several:
         words = [f"replica {pipe.replica}", *["mirrored"] * pipe.direction]
         write(axes, MARGIN_IN, top + sheet.copy_in / 2, "\n".join(words), 9)
-    places = [
-        (stage, (left, top, width, sheet.copy_in))
-        for stage, (left, width) in zip(pipe.stages, sheet.columns, strict=True)
-    ]
-    cells = [cell for stage, box in places for cell in _compute_cells(stage, box)]
+    cells: list[tuple[int, Box]] = []
+    frames: list[Box] = []
+    for stage, (left, width) in zip(pipe.stages, sheet.columns, strict=True):
+        cols = _count_columns(stage)  # ranks that share images are side by side
+        wide, high = width / cols, sheet.copy_in / stage.grid.rows
+        for index, rank in enumerate(stage.ranks):
+            cells.append((rank, (left + index % cols * wide, top + index // cols * high, wide, high)))
+        if stage.grid.tiles > 1:
+            frames.append((left, top, width, sheet.copy_in))
+    # A hatch has the colour of the edge: first the faces with a white hatch, then the outlines in ink.
     face, hatch = FACES[pipe.direction]
     draw_boxes(axes, [box for _, box in cells], facecolor=face, edgecolor="white", hatch=hatch)
     draw_boxes(axes, [box for _, box in cells], fill=False, edgecolor=INK, linewidth=0.8)
-    draw_boxes(axes, [box for stage, box in places if stage.grid.tiles > 1], fill=False, edgecolor=INK, linewidth=2.2)
+    draw_boxes(axes, frames, fill=False, edgecolor=INK, linewidth=2.2)
     for rank, (left, upper, width, height) in cells:
         middle = left + width / 2, upper + height / 2
         write_fitting(axes, *middle, [f"rank {rank}", str(rank)], width, 9 if height > 0.2 else 7)
     draw_arrows(axes, [(sum(here), there[0]) for here, there in pairwise(sheet.columns)], top + sheet.copy_in / 2)
-
-
-def _compute_cells(stage: StageRanks, box: Box) -> Iterable[tuple[int, Box]]:
-    """Yield each rank with the box of its tile. Ranks that share images are side by side."""
-    left, top, width, height = box
-    rows, cols = stage.grid.rows, _count_columns(stage)
-    for index, rank in enumerate(stage.ranks):
-        row, col = divmod(index, cols)
-        yield rank, (left + col * width / cols, top + row * height / rows, width / cols, height / rows)
-
-
-def _draw_heads(axes: Axes, stages: Sequence[StageRanks], places: Sequence[StageColumn]) -> None:
-    """Write the number of each stage and, where there is room, its numbers of tiles or shares."""
-    names = [[f"stage {number}", str(number)] for number in range(len(stages))]
-    crowded = min(width for _, width in places) < 0.75
-    for (name, number), stage, (left, width) in zip(names, stages, places, strict=True):
-        tiles = f"{stage.grid} tiles" if stage.grid.tiles > 1 else f"{stage.shares} shares" if stage.shares > 1 else ""
-        forms = [f"{name}\n{tiles}" if tiles else name, name]
-        write_fitting(
-            axes, left + width / 2, TOP_IN - 0.06, [number] if crowded else forms, width + 0.1, 9, va="bottom"
-        )
 
 
 def _describe_copy(pipe: Pipeline) -> str:
@@ -182,9 +172,5 @@ def _describe_copy(pipe: Pipeline) -> str:
     stages = []
     for number, stage in enumerate(pipe.stages):
         cut = f" of {stage.grid} tiles" if stage.grid.tiles > 1 else ""
-        stages.append(f"stage {number}{cut} on {format_rank_runs(stage.ranks)}")
+        stages.append(f"stage {number}{cut} on {format_ranks(stage.ranks)}")
     return f"replica {pipe.replica}{', mirrored' * pipe.direction}: {', '.join(stages)}"
-
-
-def _collect_ranks(pipes: Iterable[Pipeline]) -> list[int]:
-    return sorted({rank for pipe in pipes for stage in pipe.stages for rank in stage.ranks})

@@ -33,41 +33,56 @@ def draw_panels(figure: Figure, view: StepView, box: FigureBox, focus: int) -> N
         words = {"fontsize": 10, "color": INK, "ha": "center", "va": "center", "linespacing": 1.5}
         figure.text(left + width / 2, bottom + height / 2, "\n".join(_describe_reasons(view)), **words)
         return
-    counts = [len(_find_columns(group)) + BAR_SHARE * 2 for group in groups]
-    start = left
-    for group, count in zip(groups, counts, strict=True):
+    arranged = [_arrange_panels(group) for group in groups]
+    # A group is as wide as its columns of panels and its colour bar need. A single narrow group is not stretched over
+    # the page: it gets the share of one among 2.2 columns.
+    counts = [1 + max(column for _, column in places) + BAR_SHARE * 2 for places in arranged]
+    for group, places, count in zip(groups, arranged, counts, strict=True):
         share = width * count / max(sum(counts), 2.2)
-        _draw_group(figure, view, group, (start, bottom, share, height), focus)
-        start += share
+        _draw_group(figure, view, group, places, (left, bottom, share, height), focus)
+        left += share
 
 
-def _draw_group(figure: Figure, view: StepView, group: PanelGroup, box: FigureBox, focus: int) -> None:
+def _arrange_panels(group: PanelGroup) -> list[tuple[int, int]]:
+    """Return the row and column of each panel: as tiles are in the image, or four to a row if ranks share a tile."""
+    owns = [panel.extent.own for panel in group.panels]
+    if None in owns or len(set(owns)) < len(owns):
+        return [divmod(index, 4) for index in range(len(owns))]
+    rows, columns = sorted({own.rows.start for own in owns}), sorted({own.cols.start for own in owns})
+    return [(rows.index(own.rows.start), columns.index(own.cols.start)) for own in owns]
+
+
+def _draw_group(
+    figure: Figure,
+    view: StepView,
+    group: PanelGroup,
+    places: Sequence[tuple[int, int]],
+    box: FigureBox,
+    focus: int,
+) -> None:
     left, bottom, width, height = box
     wide_in, high_in = figure.get_size_inches()
-    rows, columns = _find_rows(group), _find_columns(group)
+    rows, columns = (1 + max(numbers) for numbers in zip(*places, strict=True))
     figure.text(left, bottom + height, describe_group(view, group, "\n"), fontsize=9, color=INK, va="bottom")
     gap_x, gap_y = GAP_IN / wide_in, GAP_IN / high_in
-    cell_h = (height - 0.05 / high_in) / len(rows)
-    room_in = (width * wide_in - BAR_IN) / len(columns)
-    cell_w = min(room_in, (cell_h * high_in - GAP_IN) * _compute_max_aspect(group) + GAP_IN) / wide_in
+    cell_h = (height - 0.05 / high_in) / rows
+    # A panel wider than the pixels in it would be partly empty, and the colour bar far from the last panel.
+    held = [panel.extent.held for panel in group.panels if _is_square(panel.extent.held)]
+    widest = max((tile.shape[1] / tile.shape[0] for tile in held), default=UNSHAPED)
+    room_in = (width * wide_in - BAR_IN) / columns
+    cell_w = min(room_in, (cell_h * high_in - GAP_IN) * widest + GAP_IN) / wide_in
     drawn = None
-    for panel in group.panels[:MOST]:
-        row, column = _locate_panel(group, panel)
-        corner = left + column * cell_w + 0.6 * gap_x, bottom + (len(rows) - 1 - row) * cell_h + 0.45 * gap_y
+    for panel, (row, column) in zip(group.panels[:MOST], places, strict=False):
+        corner = left + column * cell_w + 0.6 * gap_x, bottom + (rows - 1 - row) * cell_h + 0.45 * gap_y
         axes = figure.add_axes((*corner, cell_w - gap_x, cell_h - gap_y))
         drawn = _draw_panel(axes, group, panel)
         _mark_message(axes, view, panel, focus)
-    beside = left + len(columns) * cell_w + 0.05 / wide_in
-    bar = figure.add_axes((beside, bottom + 0.1 * height, 0.12 / wide_in, 0.8 * height))
+    bar = figure.add_axes(
+        (left + columns * cell_w + 0.05 / wide_in, bottom + 0.1 * height, 0.12 / wide_in, 0.8 * height)
+    )
     ticks = figure.colorbar(drawn, cax=bar).ax
     ticks.tick_params(labelsize=8)
     ticks.yaxis.get_offset_text().set(fontsize=8, ha="left")
-
-
-def _compute_max_aspect(group: PanelGroup) -> float:
-    """Return the largest useful aspect ratio (width / height) of a panel. A wider panel would be partly empty."""
-    held = [panel.extent.held for panel in group.panels if _is_square(panel.extent.held)]
-    return max((tile.shape[1] / tile.shape[0] for tile in held), default=UNSHAPED)
 
 
 def _is_square(held: Tile | None) -> bool:
@@ -101,66 +116,40 @@ def describe_group(view: StepView, group: PanelGroup, end: str = ", ") -> str:
     return f"{what}{end}{format_size(extent.size_px)} px, {where}{means}{hatched}"
 
 
-def _find_rows(group: PanelGroup) -> list[int]:
-    return _find_starts(group, [panel.extent.own and panel.extent.own.rows.start for panel in group.panels])
-
-
-def _find_columns(group: PanelGroup) -> list[int]:
-    starts = [panel.extent.own and panel.extent.own.cols.start for panel in group.panels]
-    return _find_starts(group, starts) if _is_tiled(group) else list(range(min(4, len(group.panels))))
-
-
-def _find_starts(group: PanelGroup, starts: Sequence[int | None]) -> list[int]:
-    """Return the sorted starts of the tiles, or the indices of rows of four if the ranks are not tiled."""
-    return sorted({s for s in starts if s is not None}) if _is_tiled(group) else list(range(-(-len(group.panels) // 4)))
-
-
-def _is_tiled(group: PanelGroup) -> bool:
-    """Return whether every rank has a tile of its own."""
-    owns = [panel.extent.own for panel in group.panels]
-    return None not in owns and len(set(owns)) == len(owns)
-
-
-def _locate_panel(group: PanelGroup, panel: RankPanel) -> tuple[int, int]:
-    if not _is_tiled(group):
-        return divmod(group.panels.index(panel), 4)
-    own = panel.extent.own
-    return _find_rows(group).index(own.rows.start), _find_columns(group).index(own.cols.start)
-
-
 def _draw_panel(axes: Axes, group: PanelGroup, panel: RankPanel) -> object:
     low, high = group.span
     held, own, pixels = panel.extent.held, panel.extent.own, panel.seen.pixels.numpy()
     tile = held or Tile.whole(*pixels.shape)
     cols, rows = tile.cols, tile.rows
+    extent = (cols.start, cols.stop, rows.stop, rows.start)
     norm = Normalize(low, high if high > low else low + 1)
-    aspect = "equal" if _is_square(held) else "auto"
-    image = axes.imshow(
-        pixels, extent=(cols.start, cols.stop, rows.stop, rows.start), cmap=MAPS[group.gradient], norm=norm,
-        interpolation="nearest", aspect=aspect,
-    )  # fmt: skip
+    style = {"cmap": MAPS[group.gradient], "norm": norm, "interpolation": "nearest"}
+    image = axes.imshow(pixels, extent=extent, aspect="equal" if _is_square(held) else "auto", **style)
     if own is not None and own != held:
-        for part in _find_halo_tiles(held, own):
+        #   +-------------------+
+        #   |   above           |   What the rank holds around its own tile is hatched: rows above and below over the
+        #   +------+-----+------+   whole width, then columns left and right beside the tile.
+        #   | left | own | right|
+        #   +------+-----+------+
+        inner = own.rows & rows
+        outside = (
+            Tile(Span(rows.start, inner.start), cols),
+            Tile(Span(inner.stop, rows.stop), cols),
+            Tile(inner, Span(cols.start, own.cols.start)),
+            Tile(inner, Span(own.cols.stop, cols.stop)),
+        )
+        for part in filter(None, outside):
             axes.add_patch(Rectangle((part.cols.start, part.rows.start), *part.shape[::-1], **HALO))
     axes.set_title(f"rank {panel.rank}", fontsize=9, pad=3, color=INK)
     axes.set(xticks=[cols.start, cols.stop], yticks=[rows.start, rows.stop])
     axes.tick_params(labelsize=7.5, length=2, pad=1)
-    for labels, setting in ((axes.get_xticklabels(), "ha"), (axes.get_yticklabels(), "va")):
-        for label, side in zip(labels, ("left", "right") if setting == "ha" else ("top", "bottom"), strict=True):
-            label.set(**{setting: side})  # inwards, so that the two numbers at a corner do not overlap
+    # The numbers are aligned inwards, so that the two at a corner of the panel do not overlap.
+    for label, side in zip(axes.get_xticklabels(), ("left", "right"), strict=True):
+        label.set_horizontalalignment(side)
+    for label, side in zip(axes.get_yticklabels(), ("top", "bottom"), strict=True):
+        label.set_verticalalignment(side)
     axes.set(xlim=(cols.start, cols.stop), ylim=(rows.stop, rows.start))
     return image
-
-
-def _find_halo_tiles(held: Tile, own: Tile) -> Iterator[Tile]:
-    """Yield the parts of `held` outside `own`: above, below, left and right."""
-    inner = own.rows & held.rows
-    for rows in (Span(held.rows.start, inner.start), Span(inner.stop, held.rows.stop)):
-        if rows:
-            yield Tile(rows, held.cols)
-    for cols in (Span(held.cols.start, own.cols.start), Span(own.cols.stop, held.cols.stop)):
-        if cols:
-            yield Tile(inner, cols)
 
 
 def _mark_message(axes: Axes, view: StepView, panel: RankPanel, focus: int) -> None:

@@ -21,21 +21,15 @@ SMALLEST_PX = 10  # on the screen
 
 def draw_field(axes: Axes, point: HaloPoint, field: ReceptiveField, picture_px: tuple[int, int]) -> None:
     """Draw a dotted frame around the receptive field in the picture, in the coordinates of the layer."""
-    (x, y), width, height = _scale_to_layer(field.image, point.size_px, picture_px)
-    box = get_screen_box(axes, Tile.whole(1, 1))
-    more_x, more_y = max(0.0, SMALLEST_PX / box.width - width), max(0.0, SMALLEST_PX / box.height - height)
-    corner, width, height = (x - more_x / 2, y - more_y / 2), width + more_x, height + more_y
+    down, across = (layer / picture for layer, picture in zip(point.size_px, picture_px, strict=True))
+    height, width = field.image.shape[0] * down, field.image.shape[1] * across
+    # The field of an early layer is a few pixels: the frame grows around its middle to a visible size on the screen.
+    pixel = get_screen_box(axes, Tile.whole(1, 1))
+    more_x, more_y = max(0.0, SMALLEST_PX / pixel.width - width), max(0.0, SMALLEST_PX / pixel.height - height)
+    corner = field.image.cols.start * across - more_x / 2, field.image.rows.start * down - more_y / 2
+    width, height = width + more_x, height + more_y
     for colour, line in (("white", 5.5), (INK, 2.2)):
         axes.add_patch(Rectangle(corner, width, height, edgecolor=colour, linewidth=line, **FIELD))
-
-
-def _scale_to_layer(
-    tile: Tile, layer_px: tuple[int, int], picture_px: tuple[int, int]
-) -> tuple[tuple[float, float], float, float]:
-    """Return corner (x, y), width and height, in a layer's pixels, of a region of the picture."""
-    down, across = (layer / picture for layer, picture in zip(layer_px, picture_px, strict=True))
-    rows, cols = tile.shape
-    return (tile.cols.start * across, tile.rows.start * down), cols * across, rows * down
 
 
 def describe_field(point: HaloPoint, field: ReceptiveField, picture_px: tuple[int, int]) -> Sequence[str]:

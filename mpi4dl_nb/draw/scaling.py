@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter
@@ -13,8 +13,8 @@ from engines.predict.limits import Limit
 from engines.predict.parallelism import describe_plan
 from engines.predict.scaling import Scaling
 from engines.predict.time_breakdown import SHARES
-from mpi4dl_nb.draw.bars import BarStyle, draw_legend, draw_rows
-from mpi4dl_nb.draw.figure import BLUE, INK, ORANGE, Drawing
+from mpi4dl_nb.draw.bars import BarStyle, draw_legend, draw_rows, draw_stacks
+from mpi4dl_nb.draw.figure import BLUE, INK, ORANGE, Drawing, format_rank_count
 
 __all__ = ["show_limits", "show_scaling"]
 
@@ -65,13 +65,14 @@ def _draw_speeds(axes: Axes, named: Mapping[str, Scaling], grows: bool) -> None:
         ranks = [point.ranks for point in study.points]
         rates = [point.pixels_per_s / 1e6 if grows else point.images_per_s for point in study.points]
         axes.plot(ranks, rates, color=colour, linestyle=dashes, marker=marker, label=name, zorder=3)
+        # Ideal: each rank does as much as those of the first point did.
         axes.plot(ranks, [rates[0] * count / ranks[0] for count in ranks], **IDEAL)
     axes.plot([], [], label="ideal: as much of each rank as of the first", **IDEAL)
     axes.set(xscale="log", yscale="log", xlabel="ranks")
     axes.set_ylabel("megapixels per second" if grows else "images per second")
-    every = sorted({point.ranks for study in named.values() for point in study.points})
-    shown = _choose_ticks(every)
+    shown = _choose_ticks(sorted({point.ranks for study in named.values() for point in study.points}))
     axes.xaxis.set_major_locator(FixedLocator(shown))
+    # Counts of ranks are powers of 2, not of 10: without this, labels such as 2x10^0 stand between them.
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xticks([], minor=True)
     axes.set_xticklabels([f"{count:,}" for count in shown])
@@ -97,35 +98,17 @@ def _choose_ticks(counts: Sequence[int], factor: float = 1.5) -> list[int]:
 
 def _draw_shares(axes: Axes, named: Mapping[str, Scaling]) -> None:
     """Draw a stacked bar of time shares for each number of ranks, with the efficiency at its end."""
-    labels: list[str] = []
-    ends: list[str] = []
-    bars: dict[str, list[tuple[int, float, float]]] = {kind: [] for kind in SHARES}
-    for name, study in named.items():
-        for point in study.points:
-            start, row = 0.0, len(labels)
-            for kind, share in point.shares.items():
-                if share:
-                    bars[kind].append((row, 100 * start, 100 * (start + share)))
-                start += share
-            labels.append(f"{f'{name}, ' if len(named) > 1 else ''}{_format_rank_count(point.ranks)}")
-            ends.append(f"{format_percent(study.compute_efficiency(point))}")
-    for kind, spans in bars.items():
-        draw_rows(axes, LOOKS[kind], spans, -0.36, 0.72)
-    axes.set(xlim=(0, 100), ylim=(len(labels) - 0.4, -0.6), xlabel="% of a rank's time")
-    axes.set_yticks(range(len(labels)), labels, fontsize=9)
+    rows = [(name, study, point) for name, study in named.items() for point in study.points]
+    draw_stacks(axes, LOOKS, [{kind: 100 * share for kind, share in point.shares.items()} for *_, point in rows])
+    labels = [f"{f'{name}, ' * (len(named) > 1)}{format_rank_count(point.ranks)}" for name, _, point in rows]
+    axes.set(xlim=(0, 100), xlabel="% of a rank's time")
+    axes.set_yticks(range(len(rows)), labels, fontsize=9)
     axes.set_title("Where the time goes", loc="left", fontsize=10)
     opposite = axes.secondary_yaxis("right")
-    opposite.set_yticks(range(len(ends)), ends, fontsize=9)
+    ends = [format_percent(study.compute_efficiency(point)) for _, study, point in rows]
+    opposite.set_yticks(range(len(rows)), ends, fontsize=9)
     opposite.tick_params(length=0)
     opposite.set_ylabel("efficiency", fontsize=9)
-
-
-def _format_rank_count(count: int) -> str:
-    """
-    >>> _format_rank_count(1), _format_rank_count(2048)
-    ('1 rank', '2,048 ranks')
-    """
-    return f"{count:,} rank{'s'[: count > 1]}"
 
 
 def _describe_study(name: str, study: Scaling) -> str:
@@ -134,7 +117,7 @@ def _describe_study(name: str, study: Scaling) -> str:
         parts = ", ".join(f"{format_percent(share)} {kind}" for kind, share in point.shares.items() if share)
         size = " × ".join(map(str, point.image_shape[2:]))
         points.append(
-            f"{_format_rank_count(point.ranks)}, {describe_plan(point.forecast.plan)}, images of {size} px: "
+            f"{format_rank_count(point.ranks)}, {describe_plan(point.forecast.plan)}, images of {size} px: "
             f"{format_number(point.images_per_s)} images/s, "
             f"efficiency {format_percent(study.compute_efficiency(point))} ({parts})"
         )
@@ -153,11 +136,19 @@ def show_limits(limits: Sequence[Limit], machine: str = "") -> Drawing:
         raise PlanError("There is no limit to show: give what largest_image() has found, of one plan or of several.")
     figure = Drawing(figsize=(11, 1.3 + 0.42 * len(limits)), layout="constrained")
     axes = figure.subplots()
-    draw_rows(axes, PIXELS, [(row, 0.0, float(each.size_px)) for row, each in enumerate(limits)], -0.36, 0.72)
-    for row, each in enumerate(limits):
-        axes.text(each.size_px, row, f" {_format_limit(each)}", va="center", fontsize=9, color=INK)
+    draw_rows(axes, PIXELS, [(row, 0.0, float(each.size_px)) for row, each in enumerate(limits)])
+    texts = []
+    for each in limits:
+        limit = format_bytes(each.rank_bytes)
+        if each.size_px:
+            more = "" if each.next_bytes else ", and no larger one was tried"
+            texts.append(f"{each.size_px:,} px: {format_bytes(each.bytes)} of {limit}{more}")
+        else:
+            texts.append(f"none fits: {each.step_px} px need {format_bytes(each.next_bytes or 0)} of {limit}")
+    for row, (each, text) in enumerate(zip(limits, texts, strict=True)):
+        axes.text(each.size_px, row, f" {text}", va="center", fontsize=9, color=INK)
     names = [
-        f"{describe_plan(each.plan)}, {_format_rank_count(each.plan.ranks)}" if each.plan.ranks > 1 else "1 rank"
+        f"{describe_plan(each.plan)}, {format_rank_count(each.plan.ranks)}" if each.plan.ranks > 1 else "1 rank"
         for each in limits
     ]
     axes.set_yticks(range(len(limits)), names, fontsize=9)
@@ -166,18 +157,5 @@ def show_limits(limits: Sequence[Limit], machine: str = "") -> Drawing:
     axes.set_xlabel(f"pixels a side, in steps of {limits[0].step_px}")
     title = f"The largest square image that fits{f' on {machine}' * bool(machine)}, in batches of {limits[0].batch}"
     figure.suptitle(title, x=0.01, ha="left", fontsize=10)
-    figure.alt = f"{title}. {'; '.join(_describe_limits(names, limits))}."
+    figure.alt = f"{title}. {'; '.join(f'{name}: {text}' for name, text in zip(names, texts, strict=True))}."
     return figure
-
-
-def _describe_limits(names: Iterable[str], limits: Iterable[Limit]) -> Iterable[str]:
-    return (f"{name}: {_format_limit(each)}" for name, each in zip(names, limits, strict=True))
-
-
-def _format_limit(each: Limit) -> str:
-    """Return a text such as `6,144 px: 15.8 GB of 16.0 GB`."""
-    if not each.size_px:
-        need = format_bytes(each.next_bytes or 0)
-        return f"none fits: {each.step_px} px need {need} of {format_bytes(each.rank_bytes)}"
-    more = "" if each.next_bytes else ", and no larger one was tried"
-    return f"{each.size_px:,} px: {format_bytes(each.bytes)} of {format_bytes(each.rank_bytes)}{more}"

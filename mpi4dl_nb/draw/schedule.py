@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.text import Text
 
 from engines.errors import PlanError
-from engines.pipeline.work import ActionKind, PipelineAction, Schedule, Slot
+from engines.pipeline.work import ActionKind, PipelineAction, Schedule
 from mpi4dl_nb.draw.bars import BarStyle, draw_bars, draw_legend, draw_row_frame, get_row_layout
-from mpi4dl_nb.draw.figure import CASING, INK, Drawing
+from mpi4dl_nb.draw.figure import CASING, INK, Drawing, write_first_fit
 
 __all__ = ["draw_slots", "label_slots", "show_schedule"]
 
@@ -36,7 +35,7 @@ def show_schedule(schedule: Schedule) -> Drawing:
     labelled with the rank's stages, its idle share, and the most forwards that it holds (`schedule.count_in_flight`).
     Raises PlanError if there is no work.
 
-    >>> from engines.pipeline.make_schedule import Batch, make_schedule
+    >>> from engines.pipeline.schedule import Batch, make_schedule
     >>> from mpi4dl_nb import show_schedule
     >>> made = make_schedule("1f1b", [[(0,), (1,)]], [Batch(0, (0, 1, 2))])
     >>> figure = show_schedule(made)
@@ -46,9 +45,8 @@ def show_schedule(schedule: Schedule) -> Drawing:
     row_in, end = get_row_layout(schedule.ranks)
     figure = Drawing(figsize=(11, 1.6 + row_in * schedule.ranks), layout="constrained")
     axes = figure.add_subplot()
-    title = (
-        f"{schedule.name} on {schedule.ranks} ranks: {schedule.length} forwards long, idle {schedule.idle_share:.0%}"
-    )
+    length = f"{schedule.length} forwards long, idle {schedule.idle_share:.0%}"
+    title = f"{schedule.name} on {schedule.ranks} ranks: {length}"
     axes.set_title(f"{title}\n{HINT}", loc="left", fontsize=10)
     draw_legend(figure, draw_slots(axes, schedule))
     ranks = range(schedule.ranks)
@@ -60,7 +58,7 @@ def show_schedule(schedule: Schedule) -> Drawing:
     draw_row_frame(
         axes, schedule.length, "time, in forwards", *([end.join(each) for each in side] for side in (left, right))
     )
-    figure.freeze_layout()
+    figure.freeze_layout()  # the final width of a bar decides which text fits
     label_slots(axes, schedule)
     told = [f"{', '.join(who)}: {', '.join(numbers)}" for who, numbers in zip(left, right, strict=True)]
     figure.alt = f"{title}. {'; '.join(told)}."
@@ -73,16 +71,13 @@ def draw_slots(axes: Axes, schedule: Schedule) -> list[BarStyle]:
     for rank, lane in enumerate(schedule.lanes):
         spans: dict[BarStyle, list[tuple[float, float]]] = defaultdict(list)
         for slot in lane:
-            spans[_get_style(slot)].append((slot.start, slot.stop))
+            spans[LOOKS[slot.work.kind, slot.work.direction > 0]].append((slot.start, slot.stop))
         for look, bars in spans.items():
             draw_bars(axes, rank, look, bars, rank + TOP, HIGH)
+        # Slots of one style are one patch without an outline. A line at each start separates those that touch.
         axes.vlines([slot.start for slot in lane], rank + TOP, rank + TOP + HIGH, color=INK, linewidth=0.6)
         met.update(spans)
     return [look for look in LOOKS.values() if look in met]
-
-
-def _get_style(slot: Slot) -> BarStyle:
-    return LOOKS[slot.work.kind, slot.work.direction > 0]
 
 
 def _format_stages(order: Iterable[PipelineAction]) -> str:
@@ -97,20 +92,14 @@ def label_slots(axes: Axes, schedule: Schedule) -> None:
     """Label all bars with their work, or their micro-batch, or not at all: the longest form that fits every bar."""
     slots = [(rank, slot) for rank, lane in enumerate(schedule.lanes) for slot in lane]
     unit_px = axes.bbox.width / schedule.length
+    style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8, "color": INK, "path_effects": CASING}
     forms: tuple[Callable[[PipelineAction], str], ...] = (schedule.format_action, lambda work: str(work.micro_batch))
     for form in forms:
-        # The bar with most characters per unit of time decides for all.
-        widest = max(slots, key=lambda each: len(form(each[1].work)) / (each[1].stop - each[1].start))
-        text = _draw_text(axes, *widest, form)
-        fits = text.get_window_extent().width + ROOM_PX < unit_px * (widest[1].stop - widest[1].start)
-        text.remove()
-        if fits:
+        # Only the text with most characters per unit of time is measured, as it decides for all.
+        rank, slot = max(slots, key=lambda each: len(form(each[1].work)) / (each[1].stop - each[1].start))
+        room_px = unit_px * (slot.stop - slot.start) - ROOM_PX
+        if widest := write_first_fit(axes, slot.start, rank, [form(slot.work)], room_px, **style):
+            widest.remove()
             for rank, slot in slots:
-                _draw_text(axes, rank, slot, form)
+                axes.text((slot.start + slot.stop) / 2, rank, form(slot.work), **style)
             return
-
-
-def _draw_text(axes: Axes, rank: int, slot: Slot, form: Callable[[PipelineAction], str]) -> Text:
-    middle = (slot.start + slot.stop) / 2
-    style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8, "color": INK, "path_effects": CASING}
-    return axes.text(middle, rank, form(slot.work), **style)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from matplotlib.axes import Axes
 from matplotlib.legend_handler import HandlerTuple
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
@@ -16,7 +14,6 @@ from engines.images.picture import Picture, Source, open_image
 from engines.layer.graph import ModelGraph
 from engines.plan import Plan
 from engines.program.receptive import ReceptiveField, ReceptiveFields
-from engines.spatial.moves import Move
 from engines.spatial.tiles import Tile
 from engines.training import Recipe
 from mpi4dl_nb.draw.captions import (
@@ -99,25 +96,18 @@ def show_slicing(
     """
     rasters = RasterCache(open_image(image))
     if model is None:
-        return _draw_without_model(
-            rasters, plan, tile, stage, LayerView(zoom, at), layer if receptive is None else receptive
-        )
+        if layer is not None or receptive is not None:
+            raise PlanError("layer and receptive are those of a model. Give the model too, or leave them out.")
+        point = make_picture_point(rasters.picture, plan, find_spatial_stages(plan)[0] if stage is None else stage)
+        if zoom is None:
+            return draw_tiles_only(rasters, point, tile)
+        return draw_slicing(rasters, point, tile, LayerView(zoom, at))
     if stage is not None:
         get_stage_ranks(plan, stage)
     graph = resolve_graph(model, rasters.picture, plan)
     point = find_point(find_layer_points(graph, plan, stage), layer)
     field = ReceptiveFields(graph).compute_field(point.readers[0].name, *receptive) if receptive else None
     return draw_slicing(rasters, point, tile, LayerView(zoom, at, field))
-
-
-def _draw_without_model(
-    rasters: RasterCache, plan: Plan, tile: int | None, stage: int | None, view: LayerView, of_layer: object
-) -> Drawing:
-    """Draw the picture in tiles, without a layer. Raises PlanError if `of_layer` is given."""
-    if of_layer is not None:
-        raise PlanError("layer and receptive are those of a model. Give the model too, or leave them out.")
-    point = make_picture_point(rasters.picture, plan, find_spatial_stages(plan)[0] if stage is None else stage)
-    return draw_tiles_only(rasters, point, tile) if view.zoom is None else draw_slicing(rasters, point, tile, view)
 
 
 def draw_tiles_only(picture: Picture | RasterCache, point: HaloPoint, tile: int | None = None) -> Drawing:
@@ -144,8 +134,15 @@ def draw_slicing(
     """Draw the figure of `show_slicing` for one compiled layer, for callers that draw many."""
     rasters, rank, view = RasterCache.of(picture), _resolve_rank(point, tile), view or LayerView()
     whole, pieces = view.zoom is None, [point.describe_move(move) for move in point.get_receives(rank)]
-    place = choose_zoom_view(point, rank) if whole else _compute_region(point, rank, view)
-    lends = bool(point.get_receives(rank) or point.find_redundant_moves(rank))
+    if whole:
+        place = choose_zoom_view(point, rank)
+    elif view.zoom < 1:
+        raise PlanError(f"zoom={view.zoom} is how many pixels are shown across: use 1 or more, or None for all.")
+    else:
+        row, col = choose_seam(point, rank) if view.at is None else view.at
+        place = make_square(get_pixel_at(col, row, point.size_px), view.zoom, point.size_px)
+    # The small panel shows the framed place (of a whole layer that reads across a seam), or the whole picture.
+    lends = bool(point.find_halo(rank))
     beside = rasters.picture.shape() if not whole else place.shape if lends else None
     told = [*describe_tile(point, rank), *([] if whole else describe_region(point, rank, place))]
     told += describe_field(point, view.field, rasters.picture.shape()) if view.field else []
@@ -153,12 +150,12 @@ def draw_slicing(
     words = [*told, *truncate_lines(MOST_LINES, pieces)]
     panels = make_panels(rasters.picture.shape() if whole else place.shape, beside, words)
     title = panels.draw_title(format_title(rasters.picture, point))
+    # Arrows with labels tell the sources on the picture; without them the list is written beside it.
     draw = _draw_whole if whole else _draw_close
     labelled = draw(panels, rasters, point, rank, place)
-    if view.field:
-        for axes in (panels.main, panels.side):
-            if axes:
-                draw_field(axes, point, view.field, rasters.picture.shape())
+    for axes in (panels.main, panels.side):
+        if axes and view.field:
+            draw_field(axes, point, view.field, rasters.picture.shape())
     _draw_legend(panels, point, rank, view.field is not None)
     panels.draw_lines(told if labelled else words)
     values = [] if whole or not has_values(point, place) else [describe_values(rasters, point, place)]
@@ -166,23 +163,23 @@ def draw_slicing(
     return panels.figure
 
 
-def _compute_region(point: HaloPoint, rank: int, view: LayerView) -> Tile:
-    if view.zoom is None or view.zoom < 1:
-        raise PlanError(f"zoom={view.zoom} is how many pixels are shown across: use 1 or more, or None for all.")
-    at = choose_seam(point, rank) if view.at is None else view.at
-    return make_square(get_pixel_at(at[1], at[0], point.size_px), view.zoom, point.size_px)
-
-
 def _draw_whole(panels: FigurePanels, rasters: RasterCache, point: HaloPoint, rank: int, place: Tile) -> bool:
     """Draw the whole layer large and a seam of it small. Return whether the arrows could be labelled."""
     main, tiles, avoid = panels.main, point.tiles, []
     draw_picture(main, rasters, point.size_px, unit="px of this layer")
     draw_tiles(main, point.ranks, tiles, OUTLINE_GAP * max(point.size_px), rank)
-    _draw_visible_halos(main, point, rank)
+    for owner in tiles:
+        mine = owner == rank
+        redundant = point.find_redundant_moves(owner) if mine else ()
+        for pieces, look in ((point.get_receives(owner), HALO if mine else OTHER_HALO), (redundant, COMPUTED)):
+            visible = [move for move in pieces if min(*get_screen_box(main, move.tile).size) >= VISIBLE_PX]
+            draw_halos(main, point.ranks, visible, look)
     if panels.side:
         draw_zoom(panels.side, rasters, point, rank, place)
         label_owners(panels.side, point, rank, place)
         avoid = mark_zoom(main, place)
+    # Labels avoid the frame of the zoomed place, which is therefore drawn first. If the arrows are labelled, the chosen
+    # tile has a label already, with what it borrows.
     lettered = draw_halo_arrows(main, point, rank, avoid)
     untold = {owner: number for owner, number in point.numbers.items() if owner != rank or not lettered}
     label_tiles(main, untold, tiles, tiles[rank], avoid)
@@ -203,19 +200,6 @@ def _draw_close(panels: FigurePanels, rasters: RasterCache, point: HaloPoint, ra
     return False
 
 
-def _draw_visible_halos(axes: Axes, point: HaloPoint, rank: int) -> None:
-    """Draw the halos that are at least `VISIBLE_PX` wide on the screen."""
-    for owner in point.tiles:
-        mine = owner == rank
-        draw_halos(axes, point.ranks, _select_visible(axes, point.get_receives(owner)), HALO if mine else OTHER_HALO)
-        if mine:
-            draw_halos(axes, point.ranks, _select_visible(axes, point.find_redundant_moves(owner)), COMPUTED)
-
-
-def _select_visible(axes: Axes, pieces: Sequence[Move]) -> list[Move]:
-    return [move for move in pieces if min(*get_screen_box(axes, move.tile).size) >= VISIBLE_PX]
-
-
 def _resolve_rank(point: HaloPoint, tile: int | None) -> int:
     """Return the rank of a tile of the stage; None: of the tile with most sources."""
     ranks = point.ranks.ranks
@@ -228,6 +212,7 @@ def _resolve_rank(point: HaloPoint, tile: int | None) -> int:
 
 def _draw_legend(panels: FigurePanels, point: HaloPoint, rank: int, with_field: bool) -> None:
     outlines = tuple(Line2D([], [], color=tint, linestyle=line, linewidth=2.5) for tint, line in LOOKS)
+    # A look that alternates from tile to tile has an entry with a handle for each of its colours, side by side.
     entries: dict[str, object] = {"what a rank owns": outlines}
     for name, pieces, look in (
         ("halo: what this tile borrows", point.get_receives(rank), HALO),
@@ -237,6 +222,7 @@ def _draw_legend(panels: FigurePanels, point: HaloPoint, rank: int, with_field: 
             entries[name] = tuple(Patch(edgecolor=tint, **look) for tint, _ in LOOKS)
     if panels.side and len(entries) > 1:
         entries["whitened: not needed by this tile"] = Patch(facecolor="white", edgecolor="#bbbbbb")
+    # Whether the halos of others are wide enough to be drawn depends on the screen: the figure itself tells.
     if any(patch.get_hatch() == OTHER_HALO["hatch"] for patch in panels.main.patches):
         entries["halos of the other tiles"] = Patch(**OTHER_HALO | {"linewidth": 0.5})
     if with_field:

@@ -5,17 +5,16 @@ Positions on the page are in inches from its upper left corner, so that no layou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from matplotlib.axes import Axes
 
 from engines.pipeline.work import Schedule
 from engines.program.step_labels import StepLabel
-from mpi4dl_nb.draw.bars import MANY, BarStyle
+from mpi4dl_nb.draw.bars import MANY
 from mpi4dl_nb.draw.figure import INK, ORANGE, Drawing, format_bytes, format_ranks
 from mpi4dl_nb.draw.message_view import describe_message, draw_message
-from mpi4dl_nb.draw.rank_panels import describe_panels, draw_panels
+from mpi4dl_nb.draw.rank_panels import FigureBox, describe_panels, draw_panels
 from mpi4dl_nb.draw.schedule import draw_slots, label_slots
 from mpi4dl_nb.step_events import RankEvent, StepEvent, StepView
 
@@ -26,14 +25,14 @@ __all__ = ["draw_step", "format_step_label", "show_step"]
 
 WIDE_IN, MARGIN_IN, LANDING_IN = 10.5, 0.15, 7.0
 COLUMNS = (
-    (0.0, "rank"),
-    (0.165, "did last (F0: forward, B0: back, of micro-batch 0)"),
-    (0.505, "does next"),
-    (0.84, "memory: values | process"),
+    (0.0, "rank", 24),
+    (0.165, "did last (F0: forward, B0: back, of micro-batch 0)", 46),
+    (0.505, "does next", 49),
+    (0.84, "memory: values | process", 99),
 )
-FITS = (24, 46, 49)
-"""Characters that fit into a column."""
+"""The left edge of each column, its header, and the number of characters that fit into it."""
 
+HATCHES = {"": "plain", "//": "striped", "++": "crossed", "...": "dotted", "\\\\": "back-striped", "xx": "checked"}
 NOTHING, DONE = "nothing yet", "nothing: done"
 
 ROW_IN, HEAD_IN, PANELS_IN = 0.25, 0.62, 4.0
@@ -64,44 +63,34 @@ def draw_step(view: StepView, focus: int = 0) -> Drawing:
     """Draw a `StepView`. `focus` is the index, among the last messages, of the one whose values are shown."""
     ranks = view.event.ranks
     lane_in = 0.27 if len(ranks) <= MANY else 0.16
-    heights = (0.42, ROW_IN * (len(ranks) + 1), HEAD_IN + PANELS_IN, 0.5 + lane_in * len(ranks), 0.1)
-    page = _Page(sum(heights))
-    figure, tops = page.figure, [sum(heights[:index]) for index in range(len(heights))]
+    lanes_in = lane_in * len(ranks)
+    # The upper edges of the table, the panels and the schedule, and the height of the page, in inches from above.
+    table_top = 0.42
+    panels_top = table_top + ROW_IN * (len(ranks) + 1) + HEAD_IN
+    schedule_top = panels_top + PANELS_IN + 0.45
+    high_in = schedule_top + lanes_in + 0.15
+    figure = Drawing(figsize=(WIDE_IN, high_in))
+
+    def place(left: float, top: float, wide: float, high: float) -> FigureBox:
+        return left / WIDE_IN, 1 - (top + high) / high_in, wide / WIDE_IN, high / high_in
+
     title = describe_event(view.event)
-    figure.text(MARGIN_IN / WIDE_IN, page.to_figure_y(0.12), title, va="top", fontsize=11, weight="bold", color=INK)
-    _draw_table(page.add_axes(MARGIN_IN, tops[1], WIDE_IN - 2 * MARGIN_IN, heights[1]), view)
-    wide = LANDING_IN - 3 * MARGIN_IN if view.landed else WIDE_IN - 2 * MARGIN_IN
-    draw_panels(figure, view, page.compute_box(MARGIN_IN, tops[2] + HEAD_IN, wide, PANELS_IN - 0.05), focus)
+    figure.text(MARGIN_IN / WIDE_IN, 1 - 0.12 / high_in, title, va="top", fontsize=11, weight="bold", color=INK)
+    full_in = WIDE_IN - 2 * MARGIN_IN
+    _draw_table(figure.add_axes(place(MARGIN_IN, table_top, full_in, ROW_IN * (len(ranks) + 1))), view)
+    wide_in = LANDING_IN - 3 * MARGIN_IN if view.landed else full_in
+    draw_panels(figure, view, place(MARGIN_IN, panels_top, wide_in, PANELS_IN - 0.05), focus)
     if view.landed:
-        draw_message(
-            figure,
-            view,
-            page.compute_box(LANDING_IN, tops[2] + HEAD_IN, WIDE_IN - LANDING_IN - MARGIN_IN, PANELS_IN - 0.05),
-            focus,
-        )
-    _draw_schedule(page.add_axes(0.75, tops[3] + 0.45, WIDE_IN - 0.95, heights[3] - 0.5), view)
-    figure.alt = " ".join(
-        (title, *map(_describe_rank, ranks), *describe_panels(view), describe_message(view, focus))
-    ).strip()  # fmt: skip
+        box = place(LANDING_IN, panels_top, WIDE_IN - LANDING_IN - MARGIN_IN, PANELS_IN - 0.05)
+        draw_message(figure, view, box, focus)
+    _draw_schedule(figure.add_axes(place(0.75, schedule_top, WIDE_IN - 0.95, lanes_in)), view)
+    told = []
+    for rank in ranks:
+        did, coming = format_step_label(rank.did, NOTHING), _describe_next(rank, format_step_label(rank.next, DONE))
+        memory = f"values {format_bytes(rank.activation_bytes)}, process {format_bytes(rank.process_bytes)}"
+        told.append(f"Rank {rank.rank} ({rank.role}) did {did}; next {coming}; {memory}.")
+    figure.alt = " ".join((title, *told, *describe_panels(view), describe_message(view, focus))).strip()
     return figure
-
-
-class _Page:
-    """A figure whose parts are placed in inches from its upper left corner."""
-
-    def __init__(self, high_in: float) -> None:
-        self.high_in, self.figure = high_in, Drawing(figsize=(WIDE_IN, high_in))
-
-    def to_figure_y(self, top_in: float) -> float:
-        """Return the figure coordinate (0 at the bottom, 1 at the top) of a distance from the top."""
-        return 1 - top_in / self.high_in
-
-    def compute_box(self, left: float, top: float, wide: float, high: float) -> tuple[float, float, float, float]:
-        """Return (left, bottom, width, height) in figure coordinates."""
-        return left / WIDE_IN, self.to_figure_y(top + high), wide / WIDE_IN, high / self.high_in
-
-    def add_axes(self, left: float, top: float, wide: float, high: float) -> Axes:
-        return self.figure.add_axes(self.compute_box(left, top, wide, high))
 
 
 def describe_event(event: StepEvent) -> str:
@@ -112,12 +101,9 @@ def describe_event(event: StepEvent) -> str:
     loss = "" if event.loss is None else f" Loss {event.loss:.6g}"
     if not done:
         return "At the start of a training step: nothing is done"
-    return f"In a training step, after {done} instructions of all ranks; {_describe_moved(event.ranks)}.{loss}"
-
-
-def _describe_moved(ranks: Sequence[RankEvent]) -> str:
-    who = [rank.rank for rank in ranks if rank.moved]
-    return f"{format_ranks(who)} went on" if who else "no rank went on"
+    moved = [rank.rank for rank in event.ranks if rank.moved]
+    who = format_ranks(moved) if moved else "no rank"
+    return f"In a training step, after {done} instructions of all ranks; {who} went on.{loss}"
 
 
 def format_step_label(place: StepLabel | None, at_end: str) -> str:
@@ -137,28 +123,23 @@ def _describe_next(rank: RankEvent, text: str) -> str:
     return f"waits for {format_ranks(rank.waits_for)}: {text}" if rank.waits_for else text
 
 
-def _format_memory(rank: RankEvent) -> str:
-    return f"{format_bytes(rank.activation_bytes)} | {format_bytes(rank.process_bytes)}"
-
-
 def _draw_table(axes: Axes, view: StepView) -> None:
     """Draw a table with a row per rank. Ranks that advanced are bold."""
     ranks, schedule = view.event.ranks, view.schedule
     axes.set(xlim=(0, 1), ylim=(len(ranks) + 1, 0))
     axes.axis("off")
-    for left, head in COLUMNS:
+    for left, head, _ in COLUMNS:
         axes.text(left, 0.5, head, va="center", fontsize=8.5, color="#555555")
     for row, rank in enumerate(ranks, start=1):
         axes.axhline(row, color="#cccccc", linewidth=0.7)
         name = f"{'▶ ' if rank.moved else '   '}{rank.rank}: {rank.role}"
         did, coming = _format_short_label(schedule, rank.did, NOTHING), _format_short_label(schedule, rank.next, DONE)
-        texts = [name, did, _describe_next(rank, coming)]
-        cut = [text if len(text) <= fits else f"{text[: fits - 1]}…" for text, fits in zip(texts, FITS, strict=True)]
-        weight = "bold" if rank.moved else "normal"
-        for (left, _), text in zip(COLUMNS, (*cut, _format_memory(rank)), strict=True):
-            axes.text(
-                left, row + 0.5, text, va="center", fontsize=8.5, color=INK, weight=weight if left < 0.5 else None
-            )
+        memory = f"{format_bytes(rank.activation_bytes)} | {format_bytes(rank.process_bytes)}"
+        for (left, _, fits), text in zip(COLUMNS, (name, did, _describe_next(rank, coming), memory), strict=True):
+            weight = "bold" if rank.moved and left < 0.5 else "normal"
+            # The end of a long layer's name tells less than its beginning, and the alt text has all of it.
+            cut = text if len(text) <= fits else f"{text[: fits - 1]}…"
+            axes.text(left, row + 0.5, cut, va="center", fontsize=8.5, color=INK, weight=weight)
 
 
 def _draw_schedule(axes: Axes, view: StepView) -> None:
@@ -171,23 +152,10 @@ def _draw_schedule(axes: Axes, view: StepView) -> None:
     axes.tick_params(length=0)
     label_slots(axes, schedule)
     for rank in view.event.ranks:
-        axes.plot([rank.time] * 2, [rank.rank - 0.48, rank.rank + 0.48], color="white", linewidth=6, zorder=8)
-        axes.plot([rank.time] * 2, [rank.rank - 0.48, rank.rank + 0.48], color=ORANGE, linewidth=3, zorder=9)
-    axes.set_title(
-        f"{schedule.name}: which micro-batch of which pass; the upright bar is where a rank is. "
-        f"{_format_legend(looks)}",
-        loc="left",
-        fontsize=9,
-        color=INK,
-    )
-
-
-def _format_legend(looks: Sequence[BarStyle]) -> str:
-    hatches = {"": "plain", "//": "striped", "++": "crossed", "...": "dotted", "\\\\": "back-striped", "xx": "checked"}
-    return ", ".join(f"{hatches.get(look.hatch, look.hatch)}: {look.name}" for look in looks)
-
-
-def _describe_rank(rank: RankEvent) -> str:
-    did, coming = format_step_label(rank.did, NOTHING), _describe_next(rank, format_step_label(rank.next, DONE))
-    memory = f"values {format_bytes(rank.activation_bytes)}, process {format_bytes(rank.process_bytes)}"
-    return f"Rank {rank.rank} ({rank.role}) did {did}; next {coming}; {memory}."
+        # A white casing: the position must be seen on bars of any colour.
+        for colour, width, level in (("white", 6, 8), (ORANGE, 3, 9)):
+            ends = [rank.rank - 0.48, rank.rank + 0.48]
+            axes.plot([rank.time] * 2, ends, color=colour, linewidth=width, zorder=level)
+    legend = ", ".join(f"{HATCHES.get(look.hatch, look.hatch)}: {look.name}" for look in looks)
+    title = f"{schedule.name}: which micro-batch of which pass; the upright bar is where a rank is. {legend}"
+    axes.set_title(title, loc="left", fontsize=9, color=INK)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -36,12 +36,19 @@ def draw_first_fit(
     `avoid` are boxes on the screen that stay free, in addition to existing texts. The layout of the figure must be
     final.
     """
+    # Texts have sizes in points and tiles have sizes in data units: only boxes on the screen can be compared. A form is
+    # drawn, measured and, if a single label does not fit, removed again, as all tiles have labels of the same form.
     taken = [*avoid, *(get_text_box(text) for text in axes.texts if text.get_text())]
     for form in forms:
         lettered = form()
         boxes = {rank: get_text_box(text) for rank, text in lettered.items()}
-        inside = all(_is_inside(box, get_screen_box(axes, tiles[rank])) for rank, box in boxes.items())
-        if inside and not any(_compare_pairs([*boxes.values(), *taken])):
+        inside = all(
+            get_screen_box(axes, tiles[rank]).fully_contains(*corner)
+            for rank, box in boxes.items()
+            for corner in (box.min, box.max)
+        )
+        pairs = combinations([*boxes.values(), *taken], 2)
+        if inside and not any(one.overlaps(other) for one, other in pairs):
             return lettered
         for text in lettered.values():
             text.remove()
@@ -57,13 +64,3 @@ def get_screen_box(axes: Axes, tile: Tile) -> Bbox:
 def get_text_box(text: Text) -> Bbox:
     """Return the box of a text on the screen, with its white box."""
     return text.get_window_extent().padded(PAD_PX)
-
-
-def _is_inside(inner: Bbox, outer: Bbox) -> bool:
-    return bool(outer.fully_containsx(inner.x0) and outer.fully_containsx(inner.x1)) and bool(
-        outer.fully_containsy(inner.y0) and outer.fully_containsy(inner.y1)
-    )
-
-
-def _compare_pairs(boxes: Sequence[Bbox]) -> Iterator[bool]:
-    return (one.overlaps(other) for one, other in combinations(boxes, 2))

@@ -40,6 +40,8 @@ __all__ = [
     "show_raster",
 ]
 
+# Levels (zorder): 0 the picture, 3 halos of other tiles, 4 outlines of tiles, 5 the chosen tile's halo, 6 its outline,
+# 7 values of pixels, 8 the receptive field, 9 arrows and frames, 10 texts.
 LOOKS = ((ORANGE, "solid"), (BLUE, (0, (5, 2))))  # of tiles, alternating
 HALO = {"facecolor": (1, 1, 1, 0.45), "hatch": "/////", "linewidth": 1.2, "hatch_linewidth": 1.4, "zorder": 5}
 COMPUTED = HALO | {"hatch": "xxxx"}
@@ -68,8 +70,10 @@ def draw_tiles(axes: Axes, ranks: StageRanks, tiles: Mapping[int, Tile], gap: fl
     for (row, col), (rank, tile) in zip(ranks.grid, tiles.items(), strict=True):
         colour, line = LOOKS[(row + col) % 2]
         width, level = (3.5, 6) if rank == chosen else (2.0, 4)
+        # Inside the tile, or the outlines of two neighbours would cover each other.
         corner = tile.cols.start + gap, tile.rows.start + gap
         size = len(tile.cols) - 2 * gap, len(tile.rows) - 2 * gap
+        # A white line below the coloured one: tissue has any colour.
         for under, tint, style in ((3.0, "white", "solid"), (0.0, colour, line)):
             outline = Rectangle(corner, *size, fill=False, edgecolor=tint, linestyle=style, zorder=level)
             outline.set_linewidth(width + under)
@@ -82,28 +86,26 @@ def label_tiles(
     """Label tiles with `names` (tile number by rank), as fully as fits, in the corners farthest from `centre`."""
 
     def draw_tile_labels(form: str, size: int) -> TileLabels:
-        return {
-            rank: _draw_tile_label(axes, tiles[rank], centre, form.format(tile=number, rank=rank), size)
-            for rank, number in names.items()
-        }
+        paper = {"boxstyle": "round,pad=0.2", "facecolor": "white", "edgecolor": "none"}
+        style = {"fontsize": size, "weight": "bold", "color": INK, "zorder": 10, "bbox": paper}
+        lettered: dict[int, Text] = {}
+        for rank, number in names.items():
+            tile, text = tiles[rank], form.format(tile=number, rank=rank)
+            right, low = tile.cols.start > centre.cols.start, tile.rows.start > centre.rows.start
+            corner = tile.cols.stop if right else tile.cols.start, tile.rows.stop if low else tile.rows.start
+            inwards = -1.2 * size if right else 1.2 * size, 1.2 * size if low else -1.2 * size
+            aligned = {"ha": "right" if right else "left", "va": "bottom" if low else "top"}
+            lettered[rank] = axes.annotate(text, corner, inwards, textcoords="offset points", **aligned, **style)
+        return lettered
 
     return draw_first_fit(axes, tiles, [lambda form=form: draw_tile_labels(*form) for form in TAGS], avoid)
-
-
-def _draw_tile_label(axes: Axes, tile: Tile, centre: Tile, text: str, size: int) -> Text:
-    right, low = tile.cols.start > centre.cols.start, tile.rows.start > centre.rows.start
-    x, ha, dx = (tile.cols.stop, "right", -1.2 * size) if right else (tile.cols.start, "left", 1.2 * size)
-    y, va, dy = (tile.rows.stop, "bottom", 1.2 * size) if low else (tile.rows.start, "top", -1.2 * size)
-    style = {"ha": ha, "va": va, "fontsize": size, "weight": "bold", "color": INK, "zorder": 10}
-    paper = {"boxstyle": "round,pad=0.2", "facecolor": "white", "edgecolor": "none"}
-    return axes.annotate(text, (x, y), (dx, dy), textcoords="offset points", bbox=paper, **style)
 
 
 def draw_halos(axes: Axes, ranks: StageRanks, pieces: Iterable[Move], look: Mapping[str, Any] = HALO) -> None:
     """Hatch halo pieces on white, in the colour of the tile that owns them."""
     for move in pieces:
         corner, (height, width) = (move.tile.cols.start, move.tile.rows.start), move.tile.shape
-        if look is not OTHER_HALO:
+        if look is not OTHER_HALO:  # as with outlines, the hatch has a white casing; the dots of others do without
             casing = look | {"edgecolor": "white", "linewidth": 4, "hatch_linewidth": 3.5}
             axes.add_patch(Rectangle(corner, width, height, **casing))
         axes.add_patch(Rectangle(corner, width, height, **{"edgecolor": get_tile_colour(ranks, move.source)} | look))
@@ -118,6 +120,8 @@ def get_tile_colour(ranks: StageRanks, rank: int) -> str:
 def draw_halo_arrows(axes: Axes, point: HaloPoint, rank: int, avoid: Sequence[Bbox] = ()) -> TileLabels:
     """Draw an arrow for each piece that a rank borrows. Label the arrows if all labels fit; return the labels."""
     tiles, pieces = point.tiles, point.get_receives(rank)
+    # One label per source in the source's tile, and one for the tile itself. If one of them has no room, all are left
+    # out, and the words beside the picture list the sources.
     texts = {move.source: point.describe_move(move, "\n") for move in pieces}
     total = format_bytes(point.count_bytes(pieces)) if pieces else "nothing"
     texts[rank] = f"tile {point.numbers[rank]}, rank {rank}\nborrows {total}"
@@ -126,9 +130,11 @@ def draw_halo_arrows(axes: Axes, point: HaloPoint, rank: int, avoid: Sequence[Bb
         return {owner: draw_label(axes, *compute_middle(tiles[owner]), text) for owner, text in texts.items()}
 
     lettered = draw_first_fit(axes, tiles, [draw_labels], avoid)
+    depth = 0.09 * min(tiles[rank].shape)  # an arrow ends just inside the tile, where it is nearest to the piece
+    inner = Tile(*(Span(span.start + depth, span.stop - depth) for span in (tiles[rank].rows, tiles[rank].cols)))
     for move in pieces:
-        start = lettered.get(move.source)
-        draw_arrow(axes, compute_middle(tiles[move.source]), _compute_arrow_tip(move.tile, tiles[rank]), start)
+        tip = clamp_point(compute_middle(move.tile), inner)
+        draw_arrow(axes, compute_middle(tiles[move.source]), tip, lettered.get(move.source))
     return lettered
 
 
@@ -141,13 +147,6 @@ def draw_arrow(
     look = {"arrowstyle": "-|>", "mutation_scale": 14, "linewidth": 1.6, "color": INK, "path_effects": CASING}
     ends = {"patchA": after.get_bbox_patch() if after else None, "shrinkA": 0, "shrinkB": short_pt}
     axes.annotate("", xy=end, xytext=start, arrowprops=look | ends, zorder=9)
-
-
-def _compute_arrow_tip(piece: Tile, own: Tile) -> tuple[float, float]:
-    """Return the point just inside the tile that is nearest to the piece's middle."""
-    depth = 0.09 * min(own.shape)
-    inner = Tile(*(Span(span.start + depth, span.stop - depth) for span in (own.rows, own.cols)))
-    return clamp_point(compute_middle(piece), inner)
 
 
 def compute_middle(tile: Tile) -> tuple[float, float]:

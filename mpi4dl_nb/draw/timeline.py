@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from matplotlib.axes import Axes
 
 from engines.errors import PlanError
-from engines.layout import Layout, Role
+from engines.layout import Layout
 from engines.pipeline.bubble import compute_plan_bubble
 from engines.plan import Plan
 from engines.program.timeline import WORK, Timeline, TimelineEvent
@@ -65,9 +65,12 @@ def show_timeline(
     """
     charts = {"measured": timeline} | ({"predicted": predicted} if predicted is not None else {})
     rows = {name: _make_row_labels(chart, plan) for name, chart in charts.items()}
-    first, last = span_ms or (0.0, max(chart.seconds for chart in charts.values()) * 1e3)
+    end_ms = max(chart.seconds for chart in charts.values()) * 1e3
+    first, last = span_ms or (0.0, end_ms)
     if not 0 <= first < last:
         raise PlanError(f"span_ms={span_ms} must be (start, end) in milliseconds, 0 <= start < end.")
+    if first >= end_ms:  # else the figure would be blank; a span that only ends later is shown up to its end
+        raise PlanError(f"span_ms={span_ms} starts after the end of the step, at {end_ms:.4g} ms: nothing is there.")
     row_in, _ = get_row_layout(len(rows["measured"]))
     tall = [0.8 + row_in * len(each) for each in rows.values()]
     figure = Drawing(figsize=(11, 0.8 + sum(tall)), layout="constrained")
@@ -78,15 +81,21 @@ def show_timeline(
         for place, (name, chart) in zip(axes, charts.items(), strict=True)
         for style in _draw_chart(place, chart, rows[name], titles[name])
     }
+    # The hint is below the title of the upper chart only, and the label of the shared axis below the lower chart only.
     axes[0].set_title(f"{titles['measured']}\n{HINT}", loc="left", fontsize=10)
     for place in axes[:-1]:
         place.set_xlabel("")
     axes[0].set_xlim(first, last)
     draw_legend(figure, [style for style in ORDER if style in met])
-    figure.freeze_layout()
+    figure.freeze_layout()  # the final width of a bar decides whether it is labelled
     for place, chart in zip(axes, charts.values(), strict=True):
         label_rows(place, chart)
-    figure.alt = " ".join(_format_alt(titles[name], chart, rows[name]) for name, chart in charts.items())
+    told = []
+    for name, chart in charts.items():
+        shares = _format_shares(chart)
+        ranks = [f"{', '.join(texts)}: {', '.join(shares[rank])}" for rank, texts in rows[name].items()]
+        told.append(f"{titles[name]}. {'; '.join(ranks)}.")
+    figure.alt = " ".join(told)
     return figure
 
 
@@ -95,16 +104,12 @@ def _format_title(name: str, charts: Mapping[str, Timeline], plan: Plan | None) 
     chart, measured = charts[name], charts["measured"]
     title = "One training step" if len(charts) == 1 else f"One training step, {name}"
     beside = f" ({chart.seconds / measured.seconds - 1:+.0%})" if name == "predicted" else ""
-    return f"{title}: {chart.seconds * 1e3:.4g} ms{beside} on {len(chart.ranks)} ranks{_format_idle(chart, plan)}"
-
-
-def _format_idle(timeline: Timeline, plan: Plan | None) -> str:
-    """Return the share of time in which a pipeline's ranks do not compute, and that of the formula for equal stages."""
+    title += f": {chart.seconds * 1e3:.4g} ms{beside} on {len(chart.ranks)} ranks"
     if plan is None or plan.micro_batches == 1 or plan.split_size == 1:
-        return ""
-    formula = compute_plan_bubble(plan)
+        return title
+    formula = compute_plan_bubble(plan)  # None for schedules without one
     beside = "" if formula is None else f" ({plan.schedule} of equal stages: {formula:.0%})"
-    return f"; idle or communicating {timeline.idle:.0%}{beside}"
+    return f"{title}; idle or communicating {chart.idle:.0%}{beside}"
 
 
 def _make_row_labels(timeline: Timeline, plan: Plan | None) -> RowLabels:
@@ -120,27 +125,20 @@ def _make_row_labels(timeline: Timeline, plan: Plan | None) -> RowLabels:
             f"The timeline is of ranks {ranks}, but the plan needs {len(roles)} ranks. "
             "Give the plan that was run, or none."
         )
-    return {rank: (f"rank {rank}", *map(_format_role, who)) for rank, who in enumerate(roles)}
-
-
-def _format_role(role: Role) -> str:
-    return f"stage {role.stage}, tile {role.tile}{', mirrored' * role.direction}"
+    texts = [[f"stage {role.stage}, tile {role.tile}{', mirrored' * role.direction}" for role in who] for who in roles]
+    return {rank: (f"rank {rank}", *told) for rank, told in enumerate(texts)}
 
 
 def _draw_chart(axes: Axes, timeline: Timeline, rows: RowLabels, title: str) -> set[BarStyle]:
-    """Draw every event and the texts of the rows. Return the styles that occur."""
+    """Draw work in the upper halves of the rows and messages in the lower, and the texts of the rows.
+
+    Return the styles that occur.
+    """
     axes.set_title(title, loc="left", fontsize=10)
-    met = _draw_bars(axes, timeline, list(rows))
-    end = get_row_layout(len(rows))[1]
-    texts = [[end.join(words) for words in side] for side in (rows.values(), _format_shares(timeline).values())]
-    draw_row_frame(axes, timeline.seconds * 1e3, "time, ms", *texts)
-    return met
-
-
-def _draw_bars(axes: Axes, timeline: Timeline, ranks: Sequence[int]) -> set[BarStyle]:
-    """Draw work in the upper halves of the rows, and messages in the lower, each followed by its waiting time."""
+    ranks = list(rows)
     bars: dict[tuple[int, BarStyle, bool], list[tuple[float, float]]] = defaultdict(list)
     for event in timeline.events:
+        # A message is drawn as its own time, followed by the time for which it waited.
         start, wait, end = (
             (s - timeline.start_s) * 1e3 for s in (event.start_s, event.end_s - event.wait_s, event.end_s)
         )
@@ -149,6 +147,9 @@ def _draw_bars(axes: Axes, timeline: Timeline, ranks: Sequence[int]) -> set[BarS
             bars[event.rank, WAIT, False].append((wait, end))
     for (rank, style, is_work), spans in bars.items():
         draw_bars(axes, rank, style, spans, ranks.index(rank) + (-0.42 if is_work else 0.02), 0.4)
+    _, separator = get_row_layout(len(rows))
+    texts = [[separator.join(words) for words in side] for side in (rows.values(), _format_shares(timeline).values())]
+    draw_row_frame(axes, timeline.seconds * 1e3, "time, ms", *texts)
     return {style for _, style, _ in bars}
 
 
@@ -158,9 +159,3 @@ def _format_shares(timeline: Timeline) -> dict[int, tuple[str, str]]:
         rank: (f"compute {use.work:.0%}", f"communicate {use.communication:.0%}, wait {use.waiting:.0%}")
         for rank, use in timeline.time_shares.items()
     }
-
-
-def _format_alt(title: str, timeline: Timeline, rows: RowLabels) -> str:
-    shares = _format_shares(timeline)
-    told = [f"{', '.join(rows[rank])}: {', '.join(shares[rank])}" for rank in rows]
-    return f"{title}. {'; '.join(told)}."

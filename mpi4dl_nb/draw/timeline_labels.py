@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 
 from matplotlib.axes import Axes
 
-from engines.program.timeline import Timeline, TimelineEvent
-from mpi4dl_nb.draw.figure import CASING, INK
+from engines.program.timeline import Timeline
+from mpi4dl_nb.draw.figure import CASING, INK, write_first_fit
 
 __all__ = ["label_rows"]
 
-PASSES = {"forward": "F", "weights": "W"}  # else B, as in the charts of schedules
+LETTERS = {"forward": "F", "weights": "W"}  # else B, as in the charts of schedules
 SMALL_ROW_PX = 40  # lower rows have no room for texts in their halves
-ROOM_PX, LETTER_PX = 6, 7  # margin of a text, and width of a character
+ROOM_PX = 6  # margin of a text
 LEAST = 0.02  # fraction of the step; smaller bubbles are not labelled
-
-Interval = tuple[float, float]
 
 
 def label_rows(axes: Axes, timeline: Timeline) -> None:
@@ -28,34 +26,24 @@ def label_rows(axes: Axes, timeline: Timeline) -> None:
     if axes.bbox.height / len(timeline.ranks) < SMALL_ROW_PX:
         return
     for row, rank in enumerate(timeline.ranks):
-        for text, span in _find_passes(timeline, rank):
-            _draw_first_fit(axes, [text], span, row - 0.22)
-        for start_s, end_s in timeline.find_bubbles(rank):
-            share = (end_s - start_s) / timeline.seconds
+        # Consecutive work on one micro-batch in one pass has one label.
+        mine = [event for event in timeline.events if event.rank == rank and event.kind == "compute"]
+        mine.sort(key=lambda event: event.start_s)
+        for name, events in groupby(mine, lambda event: f"{LETTERS.get(event.phase, 'B')}{event.micro_batch}"):
+            run = list(events)
+            span = run[0].start_s - timeline.start_s, run[-1].end_s - timeline.start_s
+            _label_span(axes, [name], span, row - 0.22)
+        # Work is in the upper half of a row. A bubble is labelled in the lower half, where waiting is drawn.
+        for span in timeline.find_bubbles(rank):
+            share = (span[1] - span[0]) / timeline.seconds
             if share >= LEAST:
-                _draw_first_fit(axes, [f"waits {share:.0%}", f"{share:.0%}"], (start_s * 1e3, end_s * 1e3), row + 0.22)
+                _label_span(axes, [f"waits {share:.0%}", f"{share:.0%}"], span, row + 0.22)
 
 
-def _find_passes(timeline: Timeline, rank: int) -> Iterator[tuple[str, Interval]]:
-    """Yield the name and the interval (ms in the step) of each run of work on one micro-batch in one pass."""
-    mine = [event for event in timeline.events if event.rank == rank and event.kind == "compute"]
-    for name, events in groupby(sorted(mine, key=lambda event: event.start_s), key=_format_name):
-        stretch = list(events)
-        start_s, end_s = stretch[0].start_s - timeline.start_s, stretch[-1].end_s - timeline.start_s
-        yield name, (start_s * 1e3, end_s * 1e3)
-
-
-def _format_name(event: TimelineEvent) -> str:
-    return f"{PASSES.get(event.phase, 'B')}{event.micro_batch}"
-
-
-def _draw_first_fit(axes: Axes, forms: Sequence[str], span: Interval, height: float) -> None:
-    """Write the first of `forms` that fits into the visible part of the span, in its middle."""
+def _label_span(axes: Axes, forms: Sequence[str], span_s: tuple[float, float], height: float) -> None:
+    """Write the first of `forms` that fits into the visible part of a span of seconds, in its middle."""
     low, high = axes.get_xlim()
-    start, end = max(span[0], low), min(span[1], high)
+    start, end = max(span_s[0] * 1e3, low), min(span_s[1] * 1e3, high)
     room_px = axes.bbox.width * (end - start) / (high - low) - ROOM_PX
-    for text in forms:
-        if len(text) * LETTER_PX <= room_px:
-            style = {"ha": "center", "va": "center", "fontsize": 8, "color": INK, "path_effects": CASING}
-            axes.text((start + end) / 2, height, text, **style, zorder=10)
-            return
+    style = {"ha": "center", "va": "center", "fontsize": 8, "color": INK, "path_effects": CASING, "zorder": 10}
+    write_first_fit(axes, (start + end) / 2, height, forms, room_px, **style)

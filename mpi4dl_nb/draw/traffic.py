@@ -35,7 +35,11 @@ def show_traffic(model: nn.Module, plans: Mapping[str, Plan], image_shape: Seque
     """
     if not plans:
         raise PlanError("There is no plan to show: give at least one, such as {'D1': Plan()}.")
-    sent = {name: _find_busiest(model, plan, image_shape) for name, plan in plans.items()}
+    # Counted from the compiled programs, so that nothing runs and no rank is needed.
+    sent: dict[str, TrafficByKind] = {}
+    for name, plan in plans.items():
+        traffic = map(count_traffic, compile_plan(prepare(model, plan, image_shape).graph, plan))
+        sent[name] = max(traffic, key=lambda parts: sum(part.bytes for part in parts.values()))  # of the busiest rank
     figure = Drawing(figsize=(11, 1.9 + 0.5 * len(sent)), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     _draw_bars(left, sent, lambda part: part.messages, "{:.0f}".format)
@@ -45,14 +49,16 @@ def show_traffic(model: nn.Module, plans: Mapping[str, Plan], image_shape: Seque
     title = "One training step, forward and back: what the busiest rank sends"
     figure.suptitle(title, x=0.01, ha="left", fontsize=10)
     draw_legend(figure, [LOOKS[kind] for kind in KINDS])
-    figure.alt = f"{title}. {'; '.join(f'{name}: {_describe_traffic(parts)}' for name, parts in sent.items())}."
+    told = []
+    for name, parts in sent.items():
+        texts = [
+            f"{part.messages} messages of {format_bytes(part.bytes)} for {LOOKS[kind].name}"
+            for kind in KINDS
+            if (part := parts.get(kind))
+        ]
+        told.append(f"{name}: {', '.join(texts)}")
+    figure.alt = f"{title}. {'; '.join(told)}."
     return figure
-
-
-def _find_busiest(model: nn.Module, plan: Plan, image_shape: Sequence[int]) -> TrafficByKind:
-    """Return the traffic by kind of the rank that sends most bytes."""
-    programs = compile_plan(prepare(model, plan, image_shape).graph, plan)
-    return max(map(count_traffic, programs), key=lambda parts: sum(part.bytes for part in parts.values()))
 
 
 def _draw_bars(
@@ -66,13 +72,5 @@ def _draw_bars(
             axes.barh(row, length, 0.6, end, color=look.colour, hatch=look.hatch, edgecolor=INK, linewidth=0.5)
             end += length
         axes.text(end, row, f" {said(end)}", va="center", fontsize=9)
-    axes.margins(x=0.16)
+    axes.margins(x=0.16)  # room for the number at the end of the longest bar
     axes.set_xlim(left=0)
-
-
-def _describe_traffic(parts: TrafficByKind) -> str:
-    return ", ".join(
-        f"{parts[kind].messages} messages of {format_bytes(parts[kind].bytes)} for {LOOKS[kind].name}"
-        for kind in KINDS
-        if kind in parts
-    )

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from matplotlib.axes import Axes
 
 from engines.errors import PlanError
 from engines.formatting import format_bytes, format_number
-from engines.plan import Plan
 from engines.predict.parallelism import describe_plan, format_grids
 from mpi4dl_nb.draw.bars import BarStyle, draw_legend
 from mpi4dl_nb.draw.figure import INK, Drawing
@@ -26,40 +25,33 @@ SHOWN = 10
 """Rows of the figure. The table has all candidates."""
 
 COLUMNS = (
-    ("no.",), ("plan",), ("stages",), ("grid",), ("schedule",), ("parts",),
-    ("images/s", "predicted", "measured"), ("memory of the fullest rank", "predicted", "measured"),
-)  # fmt: skip
+    *((name,) for name in ("no.", "plan", "stages", "grid", "schedule", "parts")),
+    ("images/s", "predicted", "measured"),
+    ("memory of the fullest rank", "predicted", "measured"),
+)
 """Headers of the table, each with its subheaders."""
 NUMBERS = 5
 """Index of the first numeric column."""
 MB = 1 << 20
-
-
-def _format_schedule(plan: Plan) -> str:
-    """Return the schedule, or a dash if there are no micro-batches or directions to order."""
-    return plan.schedule if plan.parts > 1 or plan.bidirectional else "–"
+_CELL = "padding: 2px 10px 2px 4px; border-bottom: 1px solid currentColor; line-height: 1.3"
+_WORDS, _NUMBER = f"text-align: left; {_CELL}", f"text-align: right; white-space: nowrap; {_CELL}"
 
 
 def format_cells(number: int, each: Candidate) -> tuple[str, ...]:
     """Return the row of a candidate, one text per column."""
     plan = each.plan
-    measured = "failed" if each.failure else _format_optional(each.images_per_s, format_number)
     return (
         str(number),
         describe_plan(plan),
         str(plan.split_size),
         format_grids(plan),
-        _format_schedule(plan),
+        plan.schedule if plan.parts > 1 or plan.bidirectional else "–",  # no micro-batches or directions to order
         str(plan.parts),
         format_number(each.predicted_images_per_s),
-        measured,
+        "failed" if each.failure else "–" if each.images_per_s is None else format_number(each.images_per_s),
         format_bytes(each.predicted_bytes),
-        _format_optional(each.peak_bytes, format_bytes),
+        "–" if each.peak_bytes is None else format_bytes(each.peak_bytes),
     )
-
-
-def _format_optional(value: Any, say: Callable[[Any], str]) -> str:
-    return "–" if value is None else say(value)
 
 
 def format_table_html(candidates: Sequence[Candidate], choose: str = "") -> str:
@@ -68,50 +60,39 @@ def format_table_html(candidates: Sequence[Candidate], choose: str = "") -> str:
     With `choose`, each row begins with a radio button. Its value is the row's number from 0; its label for screen
     readers is that word, the number from 1 and the plan.
     """
+    upper = lower = ""  # two rows of headers, since some headers span two columns
+    for place, (name, *parts) in enumerate(COLUMNS):
+        style = f"{_NUMBER if place >= NUMBERS else _WORDS}; vertical-align: bottom"
+        if not parts:
+            upper += f'<th scope="col" rowspan="2" style="{style}">{name}</th>'
+            continue
+        upper += f'<th scope="colgroup" colspan="{len(parts)}" style="{style}">{name}</th>'
+        for part in parts:
+            label = f'scope="col" aria-label="{name} {part}"'
+            lower += f'<th {label} style="{style}; font-weight: normal">{part}</th>'
+    rows = ""
+    for number, each in enumerate(candidates, 1):
+        first, name, *rest = format_cells(number, each)
+        if choose:
+            label = escape(f"{choose} {number}: {name}")
+            first = f'<input type="radio" value="{number - 1}" aria-label="{label}"> {first}'
+        rows += f'<tr title="{escape(each.failure)}">' if each.failure else "<tr>"
+        rows += f'<td style="{_WORDS}; white-space: nowrap">{first}</td>'
+        rows += f'<th scope="row" style="{_WORDS}; font-weight: normal">{escape(name)}</th>'
+        for place, text in enumerate(rest, start=2):
+            rows += f'<td style="{_NUMBER if place >= NUMBERS else _WORDS}">{escape(text)}</td>'
+        rows += "</tr>"
     caption = f"{len(candidates)} plans, the best first: measured ones before those that are only predicted"
-    rows = "".join(_format_row(number, each, choose) for number, each in enumerate(candidates, 1))
     return (
         f'<table style="border-collapse: collapse; color: inherit">'
         f'<caption style="text-align: left">{caption}</caption>'
-        f"<thead>{_format_heads()}</thead><tbody>{rows}</tbody></table>"
+        f"<thead><tr>{upper}</tr><tr>{lower}</tr></thead><tbody>{rows}</tbody></table>"
     )
-
-
-_LINE = "border-bottom: 1px solid currentColor"
-_CELL = f"padding: 2px 10px 2px 4px; {_LINE}; line-height: 1.3"
-_WORDS, _NUMBER = f"text-align: left; {_CELL}", f"text-align: right; white-space: nowrap; {_CELL}"
-
-
-def _format_heads() -> str:
-    """Return two rows of headers, since some headers span two columns."""
-    upper = lower = ""
-    for place, (name, *parts) in enumerate(COLUMNS):
-        style = f"{_NUMBER if place >= NUMBERS else _WORDS}; vertical-align: bottom"
-        if parts:
-            upper += f'<th scope="colgroup" colspan="{len(parts)}" style="{style}">{name}</th>'
-            for part in parts:
-                said = f'scope="col" aria-label="{name} {part}"'
-                lower += f'<th {said} style="{style}; font-weight: normal">{part}</th>'
-        else:
-            upper += f'<th scope="col" rowspan="2" style="{style}">{name}</th>'
-    return f"<tr>{upper}</tr><tr>{lower}</tr>"
-
-
-def _format_row(number: int, each: Candidate, choose: str) -> str:
-    first, name, *rest = format_cells(number, each)
-    if choose:
-        said = escape(f"{choose} {number}: {name}")
-        first = f'<input type="radio" value="{number - 1}" aria-label="{said}"> {first}'
-    tip = f' title="{escape(each.failure)}"' if each.failure else ""
-    told = f'<td style="{_WORDS}; white-space: nowrap">{first}</td>'
-    told += f'<th scope="row" style="{_WORDS}; font-weight: normal">{escape(name)}</th>'
-    for place, text in enumerate(rest, start=2):
-        told += f'<td style="{_NUMBER if place >= NUMBERS else _WORDS}">{escape(text)}</td>'
-    return f"<tr{tip}>{told}</tr>"
 
 
 def describe_measurements(measured: Sequence[Candidate]) -> str:
     """Describe how many plans were measured, how far off the predictions were, and why others failed."""
+    # A prediction is judged by measured / predicted: 1 is exact, less means that the plan was slower.
     ratios = [f"{each.images_per_s / each.predicted_images_per_s:.2f}" for each in measured if each.images_per_s]
     counted = f"{len(ratios)} of {len(measured)} plans measured, at {', '.join(ratios)} of their predicted images/s."
     failed = (f"{describe_plan(each.plan)} failed: {each.failure}" for each in measured if each.failure)
@@ -128,40 +109,31 @@ def show_tuning(candidates: Sequence[Candidate]) -> Drawing:
     shown = list(candidates[:SHOWN])
     figure = Drawing(figsize=(11, 1.6 + 0.52 * len(shown)), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
-    _draw_bars(left, shown, lambda each: each.predicted_images_per_s, lambda each: each.images_per_s, format_number)
-    _draw_bars(
-        right, shown, lambda each: each.predicted_bytes / MB,
-        lambda each: None if each.peak_bytes is None else each.peak_bytes / MB,
-        lambda held: format_bytes(round(held * MB)),
-    )  # fmt: skip
+    _draw_bars(left, [(each.predicted_images_per_s, each.images_per_s) for each in shown], format_number)
+    # In MB, since the ticks of an axis in bytes would be powers of 10 and not of 2.
+    in_mb = [(each.predicted_bytes / MB, each.peak_bytes and each.peak_bytes / MB) for each in shown]
+    _draw_bars(right, in_mb, lambda held: format_bytes(round(held * MB)))
     names = [f"{number}. {describe_plan(each.plan)}" for number, each in enumerate(shown, 1)]
     left.set(xlabel="images per second", yticks=range(len(shown)), yticklabels=names, ylim=(len(shown) - 0.4, -0.6))
     right.set(xlabel="memory of the fullest rank in MB, of its tensors")
     title = f"The best {len(shown)} of {len(candidates)} plans for {shown[0].plan.ranks} ranks"
     figure.suptitle(title, x=0.01, ha="left", fontsize=10)
     draw_legend(figure, [PREDICTED, MEASURED])
-    told = [f"{name}: {_describe_candidate(each)}" for name, each in zip(names, shown, strict=True)]
+    told = []
+    for name, each in zip(names, shown, strict=True):
+        rate, memory = format_number(each.predicted_images_per_s), format_bytes(each.predicted_bytes)
+        text = f"{name}: {rate} images/s and {memory} predicted"
+        if each.images_per_s is not None and each.peak_bytes is not None:
+            text += f", {format_number(each.images_per_s)} images/s and {format_bytes(each.peak_bytes)} measured"
+        told.append(text + (", failed" if each.failure else ""))
     figure.alt = f"{title}. {'; '.join(told)}."
     return figure
 
 
-def _describe_candidate(each: Candidate) -> str:
-    words = [
-        f"{format_number(each.predicted_images_per_s)} images/s and {format_bytes(each.predicted_bytes)} predicted"
-    ]
-    if each.images_per_s is not None and each.peak_bytes is not None:
-        words.append(f"{format_number(each.images_per_s)} images/s and {format_bytes(each.peak_bytes)} measured")
-    return ", ".join(words) + (", failed" if each.failure else "")
-
-
-def _draw_bars(
-    axes: Axes, shown: Sequence[Candidate], predicted: Callable[[Candidate], float],
-    measured: Callable[[Candidate], float | None], say: Callable[[float], str],
-) -> None:  # fmt: skip
-    """Draw two bars per candidate, or one if nothing was measured."""
-    for row, each in enumerate(shown):
-        found = [(PREDICTED, predicted(each)), (MEASURED, measured(each))]
-        for (look, length), shift in zip(found, (-0.19, 0.19), strict=True):
+def _draw_bars(axes: Axes, pairs: Sequence[tuple[float, float | None]], say: Callable[[float], str]) -> None:
+    """Draw two bars per candidate, predicted and measured, or one if nothing was measured."""
+    for row, lengths in enumerate(pairs):
+        for look, length, shift in zip((PREDICTED, MEASURED), lengths, (-0.19, 0.19), strict=True):
             if length is not None:
                 place = row + shift
                 axes.barh(place, length, 0.36, color=look.colour, hatch=look.hatch, edgecolor=INK, linewidth=0.5)

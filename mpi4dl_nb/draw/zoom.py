@@ -32,11 +32,14 @@ def choose_zoom_view(point: HaloPoint, rank: int) -> Tile:
 
 def mark_zoom(axes: Axes, view: Tile) -> list[Bbox]:
     """Draw a frame, of a visible minimum size, around the zoomed region. Return the boxes that texts must avoid."""
+    # The region may be a few pixels of a large picture. The frame is a marker, whose size is in points, and not a
+    # rectangle in pixels of the layer, so that it is never too small to be seen.
     box, point_px = get_screen_box(axes, view), axes.figure.dpi / 72
     side_pt = max(box.width / point_px, SMALLEST_FRAME_PT)
     frame = {"marker": "s", "markersize": side_pt, "markeredgecolor": INK, "markeredgewidth": 2.2}
     axes.plot(*compute_middle(view), markerfacecolor="none", path_effects=CASING, zorder=9.5, **frame)
     grown = box.padded((side_pt * point_px - box.width) / 2 + 3)
+    # Within a large frame there is room for texts.
     return [grown] if side_pt < LARGE_FRAME_PT else []
 
 
@@ -52,35 +55,27 @@ def draw_zoom(axes: Axes, rasters: RasterCache, point: HaloPoint, rank: int, vie
     draw_halos(axes, point.ranks, point.find_redundant_moves(rank), COMPUTED)
     if values:
         show_raster(axes, render_values(pixels, ground, size, _find_owners(point, rank, view)), view, level=7)
-    _draw_frame(axes, view, in_cells)
-    _draw_widths(axes, point, rank, view)
-
-
-def _draw_frame(axes: Axes, view: Tile, in_cells: bool) -> None:
-    cols, rows = view.cols, view.rows
-    axes.set(xlim=(cols.start, cols.stop), ylim=(rows.stop, rows.start))
-    axes.set(xticks=[cols.start, cols.stop], yticks=[rows.start, rows.stop])
+    # `imshow` and the outlines of tiles beyond the view have moved the limits.
+    axes.set(xlim=(view.cols.start, view.cols.stop), ylim=(view.rows.stop, view.rows.start))
+    axes.set(xticks=[view.cols.start, view.cols.stop], yticks=[view.rows.start, view.rows.stop])
     axes.tick_params(labelsize=9)
     each = ", each a cell" if in_cells else ""
     axes.set_xlabel(f"the framed place: {format_size(view.shape)} px of this layer{each}", fontsize=9)
+    _draw_widths(axes, point, rank, view)
 
 
 def _fade_unneeded(pixels: Pixels, point: HaloPoint, rank: int, view: Tile) -> Pixels:
     """Return `pixels`, whitened where the rank neither owns nor borrows nor computes them."""
     veil = np.full(pixels.shape[:2], True)
-    scale = [there / here for there, here in zip(pixels.shape, view.shape, strict=False)]
-    for tile in (
-        point.tiles[rank],
-        *(move.tile for move in (*point.get_receives(rank), *point.find_redundant_moves(rank))),
-    ):
+    # A large view is rendered with fewer pixels than the layer has there.
+    down, across = (there / here for there, here in zip(pixels.shape, view.shape, strict=False))
+    for tile in (point.tiles[rank], *(move.tile for move in point.find_halo(rank))):
         rows, cols = (tile & view).to_slices(view)
-        veil[_scale_slice(rows, scale[0]), _scale_slice(cols, scale[1])] = False
+        veil[
+            round(rows.start * down) : round(rows.stop * down), round(cols.start * across) : round(cols.stop * across)
+        ] = False
     pale = (pixels.astype(np.uint16) * (255 - VEIL) + 255 * VEIL) // 255
     return np.where(veil[..., None], pale, pixels).astype(np.uint8)
-
-
-def _scale_slice(part: slice, scale: float) -> slice:
-    return slice(round(part.start * scale), round(part.stop * scale))
 
 
 def _find_owners(point: HaloPoint, rank: int, view: Tile) -> dict[tuple[int, int], str]:
@@ -97,23 +92,22 @@ def _find_owners(point: HaloPoint, rank: int, view: Tile) -> dict[tuple[int, int
 def _draw_widths(axes: Axes, point: HaloPoint, rank: int, view: Tile) -> None:
     """Draw brackets outside the frame with the numbers of rows and columns that are borrowed here."""
     own, width = point.tiles[rank], point.compute_widths(rank)
-    sides = (("left", own.cols.start, -1), ("right", own.cols.stop, 1))
-    for side, edge, way in sides:
+    above, beside = axes.get_xaxis_transform(), axes.get_yaxis_transform()
+    for side, edge, way in (("left", own.cols.start, -1), ("right", own.cols.stop, 1)):
         if width[side] and view.cols.start < edge < view.cols.stop:
-            ends, frame = (edge, edge + way * width[side]), axes.get_xaxis_transform()
-            axes.plot(ends, (1.02, 1.02), color=INK, marker="|", transform=frame, clip_on=False)
-            axes.text(sum(ends) / 2, 1.04, f"{width[side]} px", ha="center", va="bottom", transform=frame)
-    sides = (("above", own.rows.start, -1), ("below", own.rows.stop, 1))
-    for side, edge, way in sides:
+            ends = edge, edge + way * width[side]
+            axes.plot(ends, (1.02, 1.02), color=INK, marker="|", transform=above, clip_on=False)
+            axes.text(sum(ends) / 2, 1.04, f"{width[side]} px", ha="center", va="bottom", transform=above)
+    for side, edge, way in (("above", own.rows.start, -1), ("below", own.rows.stop, 1)):
         if width[side] and view.rows.start < edge < view.rows.stop:
-            ends, frame = (edge, edge + way * width[side]), axes.get_yaxis_transform()
-            axes.plot((1.02, 1.02), ends, color=INK, marker="_", transform=frame, clip_on=False)
-            axes.text(1.04, sum(ends) / 2, f"{width[side]} px", ha="left", va="center", transform=frame)
+            ends = edge, edge + way * width[side]
+            axes.plot((1.02, 1.02), ends, color=INK, marker="_", transform=beside, clip_on=False)
+            axes.text(1.04, sum(ends) / 2, f"{width[side]} px", ha="left", va="center", transform=beside)
 
 
 def label_owners(axes: Axes, point: HaloPoint, rank: int, view: Tile) -> None:
     """Label the pixels with their owners, as fully as fits, with arrows to borrowed pixels."""
-    lent = (*point.get_receives(rank), *point.find_redundant_moves(rank))
+    lent = point.find_halo(rank)
     pieces = {move.source: move.tile & view for move in lent if move.tile & view}
     seen = {owner: point.tiles[owner] & view for owner in (*pieces, rank) if point.tiles[owner] & view}
 
@@ -126,5 +120,6 @@ def label_owners(axes: Axes, point: HaloPoint, rank: int, view: Tile) -> None:
     verb = "computed,\nof rank {}" if point.computed else "borrowed\nfrom rank {}"
     forms = (("own pixels\nof rank {}", verb), ("own", "r{}"))
     lettered = draw_first_fit(axes, seen, [lambda form=form: draw_names(*form) for form in forms])
+    # Nothing travels with fused halos, so that there is no arrow.
     for owner in pieces.keys() & lettered.keys() if not point.computed else ():
         draw_arrow(axes, compute_middle(seen[owner]), compute_middle(pieces[owner]), after=lettered[owner], short_pt=7)

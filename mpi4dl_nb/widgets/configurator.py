@@ -88,7 +88,20 @@ class Configurator(FigureWidget):
         self._found: CompiledPlan | None = None
         self._error: Mpi4dlError | None = None
         line = ipywidgets.HBox([self.machine, self.start, self.note], layout={"flex_flow": "row wrap"})
-        super().__init__([_make_columns(self.knobs), line, self.rank_trouble])
+        # Each column has the options of some groups; the page shows as many columns side by side as there is room for.
+        columns = []
+        for titles in COLUMNS:
+            parts = [
+                part
+                for title in titles
+                for part in (
+                    ipywidgets.HTML(f"<b>{title}</b>"),
+                    *(self.knobs[name] for name, option in OPTIONS.items() if option.group == title),
+                )
+            ]
+            columns.append(ipywidgets.VBox(parts, layout=COLUMN))
+        options = ipywidgets.Box(columns, layout={"flex_flow": "row wrap"})
+        super().__init__([options, line, self.rank_trouble])
         self.view.show(draw_ranks(plan))
         self._handle_change("")
 
@@ -140,6 +153,16 @@ class Configurator(FigureWidget):
         """Validate the plan after a change of the option `touched`, and show the plan or the error."""
         if self._is_quiet:
             return
+        #   this thread             thread of _tracing       thread of _counting
+        #   change
+        #     | quick to compile?
+        #     |-- no -------------> _trace: the model
+        #     | yes                   |
+        #   _accept                 _accept                  in both cases: the map of the ranks
+        #     |-----------------------|--------------------> _count: memory and time of each rank, the full figure
+        #
+        # Each thread works on the latest request only. `_turn` is held while plan, errors and figure change, so that a
+        # result that has become old meanwhile cannot overwrite a newer one.
         with self._turn, pause_gc(), self._show_plan_errors(touched):
             self._tracing.mark_done()  # discards a trace for an earlier plan
             plan = Plan(**{name: knob.value for name, knob in self.knobs.items()})
@@ -164,20 +187,16 @@ class Configurator(FigureWidget):
         """Make `plan` current and draw it, or raise `error`. Memory and times are counted in the background."""
         if error is not None:
             raise error
-        found, machine = self.planning.get_compiled(plan), self._chosen_machine
-        self._counting.mark_done()
+        found = self.planning.get_compiled(plan)
+        machine = self.machines[self.machine.value] or (self.cluster.machine if self.cluster else None)
+        self._counting.mark_done()  # discards numbers for the plan before
         self._found = found if found.is_counted(machine) else found.untimed
-        if not found.is_counted(machine):
+        if not found.is_counted(machine):  # the figure shows what is known at once, and "counting ..." for the rest
             self._counting.submit(lambda is_asked: self._count(plan, machine, is_asked))
         self.view.show(
             draw_ranks(plan, self._found.loads, COUNTING, self._describe_forecast() if self._found is found else "")
         )
         self._show_state()
-
-    @property
-    def _chosen_machine(self) -> Machine | None:
-        """The chosen machine, or the calibrated cluster; None if there is neither."""
-        return self.machines[self.machine.value] or (self.cluster.machine if self.cluster else None)
 
     def _count(self, plan: Plan, machine: Machine | None, is_asked: IsAsked) -> None:
         """Add the memory and the time of each rank to the figure, or the reason why they cannot be counted."""
@@ -220,9 +239,8 @@ class Configurator(FigureWidget):
 
     def _start(self) -> None:
         ranks = self.plan.ranks
-        self.start.disabled = True
         self._show_state(f"Starting {ranks} ranks ...")
-        self.start.disabled = True
+        self.start.disabled = True  # `_show_state` has enabled it, as the ranks do not run yet
         self._starting.submit(lambda _: self._resize(ranks))
 
     def _resize(self, ranks: int) -> None:
@@ -234,14 +252,3 @@ class Configurator(FigureWidget):
         else:
             self.rank_trouble.show("")
         self._show_state()
-
-
-def _make_columns(knobs: Mapping[str, OptionControl]) -> ipywidgets.Box:
-    """Return the controls in their groups, in as many columns side by side as there is room for."""
-    groups = {option.group: [ipywidgets.HTML(f"<b>{option.group}</b>")] for option in OPTIONS.values()}
-    for name, option in OPTIONS.items():
-        groups[option.group].append(knobs[name])
-    columns = [[part for title in titles for part in groups[title]] for titles in COLUMNS]
-    return ipywidgets.Box(
-        [ipywidgets.VBox(column, layout=COLUMN) for column in columns], layout={"flex_flow": "row wrap"}
-    )

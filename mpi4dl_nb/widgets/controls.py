@@ -25,9 +25,13 @@ __all__ = [
 _STYLE = {"description_width": "initial"}
 
 
-def make_bounded_int(label: str, value: int, low: int, high: int, tip: str = "") -> ipywidgets.BoundedIntText:
+def make_bounded_int(
+    label: str, value: int, low: int, high: int, tip: str = "", width: str | None = None
+) -> ipywidgets.BoundedIntText:
     """Create a box for an integer from `low` to `high`, to type or to step with the arrow keys."""
-    return ipywidgets.BoundedIntText(value, min=low, max=high, description=label, tooltip=tip, style=_STYLE)
+    return ipywidgets.BoundedIntText(
+        value, min=low, max=high, description=label, tooltip=tip, style=_STYLE, layout={"width": width}
+    )
 
 
 def make_int(label: str, value: int, tip: str = "") -> ipywidgets.IntText:
@@ -42,14 +46,20 @@ def make_combobox(label: str, value: str, proposed: Sequence[str] = (), tip: str
     )
 
 
-def make_dropdown(label: str, options: Sequence[Any], value: Any, tip: str = "") -> ipywidgets.Dropdown:
+def make_dropdown(
+    label: str, options: Sequence[Any], value: Any, tip: str = "", width: str | None = None
+) -> ipywidgets.Dropdown:
     """Create a menu with one of `options` selected."""
-    return ipywidgets.Dropdown(options=options, value=value, description=label, tooltip=tip, style=_STYLE)
+    return ipywidgets.Dropdown(
+        options=options, value=value, description=label, tooltip=tip, style=_STYLE, layout={"width": width}
+    )
 
 
-def make_checkbox(label: str, value: bool = False, tip: str = "") -> ipywidgets.Checkbox:
+def make_checkbox(label: str, value: bool = False, tip: str = "", width: str | None = None) -> ipywidgets.Checkbox:
     """Create a labelled checkbox."""
-    return ipywidgets.Checkbox(value, description=label, tooltip=tip, indent=False, style=_STYLE)
+    return ipywidgets.Checkbox(
+        value, description=label, tooltip=tip, indent=False, style=_STYLE, layout={"width": width}
+    )
 
 
 def make_button(label: str, on_click: Callable[[], None], tip: str = "", icon: str = "") -> ipywidgets.Button:
@@ -60,15 +70,18 @@ def make_button(label: str, on_click: Callable[[], None], tip: str = "", icon: s
 
 
 class Slider(ipywidgets.HBox):
-    """A slider and a box with the same integer."""
+    """A slider and a box with the same integer. `box_width` is the width of the box, such as `8em`."""
 
     value = traitlets.Int()
 
-    def __init__(self, label: str, value: int, low: int, high: int, tip: str = "") -> None:
+    def __init__(
+        self, label: str, value: int, low: int, high: int, tip: str = "", box_width: str | None = None
+    ) -> None:
         self._slider = RangeBar(value, min=low, max=high, label=label, tip=tip or label)
-        self._box = make_bounded_int(label, value, low, high, tip)
+        self._box = make_bounded_int(label, value, low, high, tip, box_width)
         super().__init__([self._box, self._slider], layout={"align_items": "center"})
         self.value = value
+        # Both parts are linked to the value of this object, so that its observers are called once per change.
         ipywidgets.link((self, "value"), (self._slider, "value"))
         ipywidgets.link((self, "value"), (self._box, "value"))
 

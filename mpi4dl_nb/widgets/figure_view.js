@@ -20,7 +20,7 @@ function render({ model, el }) {
   show();
   tell();
   model.on("change:png", show);
-  model.on("change:alt change:accepts", tell);
+  model.on("change:alt change:accepts change:tip", tell);
 
   image.addEventListener("click", (event) => {
     const box = image.getBoundingClientRect();
@@ -34,7 +34,7 @@ function render({ model, el }) {
   });
   return () => {
     model.off("change:png", show);
-    model.off("change:alt change:accepts", tell);
+    model.off("change:alt change:accepts change:tip", tell);
     URL.revokeObjectURL(url);
   };
 }

@@ -42,7 +42,7 @@ class FigureView(anywidget.AnyWidget):
     def show(self, figure: Drawing) -> None:
         """Show `figure` in place of the current one."""
         self.figure = figure
-        with self.hold_sync():
+        with self.hold_sync():  # one message, so that a screen reader never has the text of another figure
             self.png, self.alt = figure.to_png(), figure.alt
 
     def _handle_event(self, _widget: Any, content: dict[str, Any], _buffers: Any) -> None:

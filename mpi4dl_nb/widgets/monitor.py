@@ -85,6 +85,7 @@ class Monitor(FigureWidget):
         if not self._on_page and InteractiveShell.initialized():
             display(self)
         self._over.clear()
+        # A daemon: a cell that is killed must not leave an interpreter that waits for its drawings.
         self._drawer = Thread(target=self._draw_until_over, name="monitor", daemon=True)
         self._drawer.start()
 
@@ -115,21 +116,19 @@ class Monitor(FigureWidget):
         self._gathered = ProgressRecorder(training.plan, training.cluster.is_one_process, total)
 
     def _show(self) -> None:
-        self._show_numbers(self.progress)
+        self.numbers.value = format_progress_html(self.progress)
         self.view.show(show_progress(self.progress))
-
-    def _show_numbers(self, progress: Progress) -> None:
-        self.numbers.value = format_progress_html(progress)
 
     def _draw_until_over(self) -> None:
         for_numbers, for_figure = RefreshRate(NUMBERS_SHARE), RefreshRate(FIGURE_SHARE)
         try:
             while not self._over.wait(LOOK_S):
+                # Both rates measure what drawing costs and lengthen their own interval, see `RefreshRate`.
                 if self._gathered.last is None:
                     continue  # an empty figure would use up the interval and delay the first step's
                 with for_numbers.begin_refresh() as due:
                     if due:
-                        self._show_numbers(self.progress)
+                        self.numbers.value = format_progress_html(self.progress)
                 with for_figure.begin_refresh() as due:
                     if due:
                         self.view.show(show_progress(self.progress))

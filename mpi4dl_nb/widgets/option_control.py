@@ -30,6 +30,7 @@ class OptionControl(ipywidgets.VBox):
     @property
     def value(self) -> Any:
         """The current value, as `Plan` takes it."""
+        # Options that may be a number or a word, such as `auto`, are written as text.
         if OPTIONS[self.name].proposals is None:
             return self.control.value
         return parse_value(self.control.value) if self.control.value.strip() else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from html import escape
@@ -42,6 +42,8 @@ from mpi4dl_nb.widgets.status_line import show_status
 
 __all__ = ["Slicer"]
 
+COMPILING = "Compiling the ranks' programs ..."
+
 
 class Slicer(FigureWidget):
     """A picture or slide in the tiles of a plan: `Slicer(image, plan, model)`.
@@ -62,16 +64,27 @@ class Slicer(FigureWidget):
 
     def __init__(self, image: Source, plan: Plan, model: nn.Module | Recipe | ModelGraph | None = None) -> None:
         self._plan, self.rasters = plan, RasterCache(open_image(image))
-        self._layers = None if model is None else HaloLayers(self._trace(model), plan)
+        self._layers = None
+        if model is not None:
+            rows, cols = self.rasters.picture.shape()
+            with show_status(f"Tracing {type(model).__name__} for images of {rows} × {cols} px ..."):
+                self._layers = HaloLayers(resolve_graph(model, self.rasters.picture, plan), plan)
         self._zoom: int | None = None
-        self._place: tuple[float, float] | None = None
+        self._place: tuple[float, float] | None = None  # fractions of the image: another layer has another size
         self._settling = False
         self._controls = made = make_slicer_controls(plan)
         self.stage, self.layer, self.tile = made.stage, made.layer, made.tile
         self.fused_halos, self.together = made.fused_halos, made.together
         self.receptive, self.row, self.column = made.receptive, made.row, made.column
         self.note = ipywidgets.HTML()
-        super().__init__(self._make_rows(), (*self._make_key_actions(),), self._handle_key, self._handle_click)
+        buttons = [
+            make_button("zoom in", self.zoom_in, "show fewer pixels, larger (+)", "search-plus"),
+            make_button("zoom out", self.zoom_out, "show more pixels (-)", "search-minus"),
+            make_button("whole", self.zoom_to_whole, "show the whole layer (0)"),
+            *(make_button(name, partial(self.go, way), "the next tile; close up, pan") for way, name in WAYS.items()),
+        ]
+        rows = made.make_rows(buttons, self.note, bool(self._layers))
+        super().__init__(rows, (*self._make_key_actions(),), self._handle_key, self._handle_click)
         self._update_controls()
         for control in self._controls.all:
             control.observe(self._handle_change, "value")
@@ -86,11 +99,9 @@ class Slicer(FigureWidget):
         """Show a quarter as many pixels across. From the whole layer, zoom to the seam nearest to the current pixel."""
         point = self._get_point()
         if self._zoom is None:
-            at = (
-                find_nearest_seam(point, self._get_rank(point), self._get_pixel(point))
-                if self._place
-                else self._get_pixel(point)
-            )
+            at = self._get_pixel(point)
+            if self._place:
+                at = find_nearest_seam(point, self._get_rank(point), at)
             self._place = to_fractions(at, point.size_px)
         self._set_zoom(get_closer_zoom(self._zoom, point.size_px))
 
@@ -112,27 +123,17 @@ class Slicer(FigureWidget):
             self._place = to_fractions(at, point.size_px)
             self._redraw()
 
-    def _trace(self, model: nn.Module | Recipe | ModelGraph) -> ModelGraph:
-        rows, cols = self.rasters.picture.shape()
-        with show_status(f"Tracing {type(model).__name__} for images of {rows} × {cols} px ..."):
-            return resolve_graph(model, self.rasters.picture, self._plan)
-
-    def _make_rows(self) -> list[ipywidgets.Widget]:
-        buttons = [
-            make_button("zoom in", self.zoom_in, "show fewer pixels, larger (+)", "search-plus"),
-            make_button("zoom out", self.zoom_out, "show more pixels (-)", "search-minus"),
-            make_button("whole", self.zoom_to_whole, "show the whole layer (0)"),
-            *(make_button(name, partial(self.go, way), "the next tile; close up, pan") for way, name in WAYS.items()),
-        ]
-        return self._controls.make_rows(buttons, self.note, bool(self._layers))
-
-    def _make_key_actions(self) -> dict[str, Any]:
+    def _make_key_actions(self) -> dict[str, Callable[[], None]]:
         return {
             **{way: partial(self.go, way) for way in ARROWS},
-            "+": self.zoom_in, "=": self.zoom_in, "-": self.zoom_out, "0": self.zoom_to_whole,
-            "[": partial(self._step, -1), "]": partial(self._step, 1),
-            "d": partial(self._switch, self.fused_halos), "r": partial(self._switch, self.receptive),
-        }  # fmt: skip
+            **dict.fromkeys(("+", "="), self.zoom_in),  # the same key, with and without shift
+            "-": self.zoom_out,
+            "0": self.zoom_to_whole,
+            "[": partial(self._step, -1),
+            "]": partial(self._step, 1),
+            "d": partial(self._switch, self.fused_halos),
+            "r": partial(self._switch, self.receptive),
+        }
 
     def _handle_key(self, key: str) -> None:
         with self.show_errors():
@@ -152,6 +153,9 @@ class Slicer(FigureWidget):
         panel, x, y = place
         point, whole = self._get_point(), self._zoom is None
         at = get_pixel_at(x, y, point.size_px)
+        #                main panel          side panel
+        #   whole layer  select a tile       (a close view) zoom in there
+        #   zoomed in    move to that pixel  (the whole layer) select a tile
         closely = (panel == "side") == whole  # within the framed region, or within a zoomed view
         with self._batch_changes():
             self._zoom = NEAR_PX if whole and closely else self._zoom
@@ -173,25 +177,20 @@ class Slicer(FigureWidget):
         """Return the layers of a stage. Show a note while they are compiled, which may take a second."""
         for together in (None, self._together):
             if not self._layers.is_compiled(together):
-                with self._show_busy("Compiling the ranks' programs ..."):
+                self.note.value = f'<span role="status">{escape(COMPILING)}</span>'
+                try:
                     self._layers.find_points(stage, together)
+                finally:
+                    self.note.value = ""
         return self._layers.find_points(stage)
-
-    @contextmanager
-    def _show_busy(self, text: str) -> Iterator[None]:
-        self.note.value = f'<span role="status">{escape(text)}</span>'
-        try:
-            yield
-        finally:
-            self.note.value = ""
 
     def _get_rank(self, point: HaloPoint) -> int:
         return point.ranks.ranks[self.tile.value]
 
     def _get_pixel(self, point: HaloPoint) -> tuple[int, int]:
-        return (
-            choose_seam(point, self._get_rank(point)) if self._place is None else to_pixel(self._place, point.size_px)
-        )
+        if self._place is None:
+            return choose_seam(point, self._get_rank(point))
+        return to_pixel(self._place, point.size_px)
 
     def _set_zoom(self, zoom: int | None) -> None:
         self._zoom = zoom
@@ -202,15 +201,12 @@ class Slicer(FigureWidget):
             return
         control = change["owner"]
         if control in (self.tile, self.stage):
-            self._place = None
-        if control in (self.row, self.column):
-            self._look_at_output((self.row.value, self.column.value))
-        else:
+            self._place = None  # the view goes to a seam of the new tile
+        if control not in (self.row, self.column):
             self._redraw()
-
-    def _look_at_output(self, at: tuple[int, int]) -> None:
-        """Move the view to an output pixel, and select the tile that owns it."""
-        point = self._get_point()
+            return
+        # Another output pixel: the view moves to it, and the tile that owns it is selected.
+        point, at = self._get_point(), (self.row.value, self.column.value)
         out_px = self._layers.get_output_px(point)
         with self._batch_changes():
             self._place = to_fractions(at, out_px)
@@ -231,18 +227,15 @@ class Slicer(FigureWidget):
             self._update_controls()
             point = self._get_point()
             if self._zoom is None and not point.readers:
-                figure = draw_tiles_only(self.rasters, point, self.tile.value)
-            else:
-                figure = draw_slicing(self.rasters, point, self.tile.value, self._make_view(point))
-            self.view.show(figure)
-
-    def _make_view(self, point: HaloPoint) -> LayerView:
-        field = remarks = None
-        if point.readers and self.receptive.value:
-            field = self._layers.compute_field(point, self.row.value, self.column.value)
-        if point.readers and self._together:
-            remarks = (self._layers.describe_fusion(point.stage, self.tile.value, self._together),)
-        return LayerView(self._zoom, self._get_pixel(point), field, remarks or ())
+                self.view.show(draw_tiles_only(self.rasters, point, self.tile.value))
+                return
+            field, remarks = None, ()
+            if point.readers and self.receptive.value:
+                field = self._layers.compute_field(point, self.row.value, self.column.value)
+            if point.readers and self._together:
+                remarks = (self._layers.describe_fusion(point.stage, self.tile.value, self._together),)
+            view = LayerView(self._zoom, self._get_pixel(point), field, remarks)
+            self.view.show(draw_slicing(self.rasters, point, self.tile.value, view))
 
     def _update_controls(self) -> None:
         """Set the limits of the controls, which depend on each other, and the current output pixel."""
@@ -253,16 +246,15 @@ class Slicer(FigureWidget):
             if self._layers:
                 self.layer.set_range(0, add_clamped(len(self._find_points(stage)), -1))
                 self.together.disabled = not self.fused_halos.value
-                self._update_output_controls(self._get_point())
+                point, pixel_controls = self._get_point(), (self.row, self.column)
+                follows = bool(self.receptive.value and point.readers)
+                for control in pixel_controls:
+                    control.disabled = not follows
+                if follows:
+                    out_px = self._layers.get_output_px(point)
+                    at = to_pixel(to_fractions(self._get_pixel(point), point.size_px), out_px)
+                    at = clamp_to_tile(point.ranks.grid, self.tile.value, at, out_px)
+                    for control, limit, value in zip(pixel_controls, out_px, at, strict=True):
+                        control.max, control.value = add_clamped(limit, -1), value
         finally:
             self._settling = before
-
-    def _update_output_controls(self, point: HaloPoint) -> None:
-        for control in (self.row, self.column):
-            control.disabled = not (self.receptive.value and point.readers)
-        if point.readers and self.receptive.value:
-            out_px = self._layers.get_output_px(point)
-            at = to_pixel(to_fractions(self._get_pixel(point), point.size_px), out_px)
-            at = clamp_to_tile(point.ranks.grid, self.tile.value, at, out_px)
-            for control, limit, value in zip((self.row, self.column), out_px, at, strict=True):
-                control.max, control.value = add_clamped(limit, -1), value

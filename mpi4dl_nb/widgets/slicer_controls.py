@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from html import escape
 
 import ipywidgets
@@ -40,9 +40,7 @@ class SlicerControls:
     @property
     def all(self) -> tuple[ipywidgets.Widget, ...]:
         """All controls, in the order of the page."""
-        return (
-            self.stage, self.layer, self.tile, self.fused_halos, self.together, self.receptive, self.row, self.column,
-        )  # fmt: skip
+        return tuple(getattr(self, each.name) for each in fields(self))
 
     def make_rows(
         self, buttons: Sequence[ipywidgets.Widget], note: ipywidgets.Widget, has_model: bool
@@ -60,18 +58,13 @@ def make_slicer_controls(plan: Plan) -> SlicerControls:
     stages = find_spatial_stages(plan)
     names = [(f"{stage}, in {get_stage_ranks(plan, stage).grid} tiles", stage) for stage in stages]
     together = plan.fused_layers if plan.halo_d2 else "auto"
-    made = SlicerControls(
-        make_dropdown("stage", names, stages[0], "one of the stages that are cut into tiles"),
-        Slider("layer", 0, 0, 0, "among those that read beyond their tiles"),
-        make_bounded_int("tile", 0, 0, 0, "whose halo is shown"),
-        make_checkbox("fused halos (D2)", plan.halo_d2, "one exchange for several layers"),
-        make_dropdown("layers fused", [*dict.fromkeys((*TOGETHER, together))], together),
-        make_checkbox("receptive field", False, "what one output pixel sees of the picture"),
-        make_bounded_int("output row", 0, 0, 0),
-        make_bounded_int("output column", 0, 0, 0),
+    return SlicerControls(
+        make_dropdown("stage", names, stages[0], "one of the stages that are cut into tiles", "15em"),
+        Slider("layer", 0, 0, 0, "among those that read beyond their tiles", "8em"),
+        make_bounded_int("tile", 0, 0, 0, "whose halo is shown", "7em"),
+        make_checkbox("fused halos (D2)", plan.halo_d2, "one exchange for several layers", "12em"),
+        make_dropdown("layers fused", [*dict.fromkeys((*TOGETHER, together))], together, width="12em"),
+        make_checkbox("receptive field", False, "what one output pixel sees of the picture", "11em"),
+        make_bounded_int("output row", 0, 0, 0, width="11em"),
+        make_bounded_int("output column", 0, 0, 0, width="13em"),
     )
-    widths = ("15em", None, "7em", "12em", "12em", "11em", "11em", "13em")
-    for control, width in zip(made.all, widths, strict=True):
-        control.layout.width = width
-    made.layer.children[0].layout.width = "8em"
-    return made

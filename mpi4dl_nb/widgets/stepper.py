@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -46,11 +46,15 @@ class Stepper(FigureWidget):
 
     def __init__(self, training: Training, images: Any, labels: Any) -> None:
         self.stepping = training.stepping(images, labels)
-        self._actions = {
-            "n": partial(self._go, "instruction"), "l": partial(self._go, "layer"),
-            "m": partial(self._go, "micro-batch"), "p": partial(self._go, "phase"), "b": self._run_to_breakpoint,
-            "f": self.stepping.finish, "r": self.stepping.restart,
-        }  # fmt: skip
+        self._actions: dict[str, Callable[[], object]] = {
+            "n": partial(self._go, "instruction"),
+            "l": partial(self._go, "layer"),
+            "m": partial(self._go, "micro-batch"),
+            "p": partial(self._go, "phase"),
+            "b": self._run_to_breakpoint,
+            "f": self.stepping.finish,
+            "r": self.stepping.restart,
+        }
         self._make_controls()
         super().__init__(self._make_rows(), [*self._actions, "g"], self._handle_key, tip=TIP)
         self._quiet = False
@@ -60,22 +64,17 @@ class Stepper(FigureWidget):
 
     def _make_controls(self) -> None:
         ranks = [(f"rank {rank}", rank) for rank in range(len(self.stepping.steps))]
-        self.of = make_dropdown("Go on", [(ALL, ALL), ("the next rank", "next"), *ranks], ALL, "Who goes on")
-        self.layer = make_dropdown("Stop at layer", [ANY, *self.stepping.layers], ANY, "Breakpoint: this layer")
-        self.rank = make_dropdown("Stop at rank", [(ANY, ANY), *ranks], ANY, "Breakpoint: this rank")
-        self.kind = make_dropdown("Stop at kind", KINDS, "halo", "Breakpoint: this kind of instruction")
-        self.phase = make_dropdown("Stop at phase", PHASES, ANY, "Breakpoint: this way through the model")
-        self.show = make_dropdown("Show", SHOWN_AS, "made", "Activation, gradient, or what the last instruction made")
-        self.channel = Slider("Channel", 0, 0, 0, "Which channel is shown")
-        self.image = make_bounded_int("Image", 0, 0, 0, "Which image of the micro-batch is shown")
-        self.message = make_dropdown(
-            "Message", [("none", 0)], 0, "Of the messages that have just moved, whose values are shown"
-        )
-        for control, width in (
-            (self.of, "15em"), (self.layer, "17em"), (self.rank, "14em"), (self.kind, "14em"), (self.phase, "14em"),
-            (self.show, "15em"), (self.channel.children[0], "9em"), (self.image, "8em"), (self.message, "31em"),
-        ):  # fmt: skip
-            control.layout.width = width
+        shown = "Activation, gradient, or what the last instruction made"
+        self.of = make_dropdown("Go on", [(ALL, ALL), ("the next rank", "next"), *ranks], ALL, "Who goes on", "15em")
+        self.layer = make_dropdown("Stop at layer", [ANY, *self.stepping.layers], ANY, "Breakpoint: this layer", "17em")
+        self.rank = make_dropdown("Stop at rank", [(ANY, ANY), *ranks], ANY, "Breakpoint: this rank", "14em")
+        self.kind = make_dropdown("Stop at kind", KINDS, "halo", "Breakpoint: this kind of instruction", "14em")
+        self.phase = make_dropdown("Stop at phase", PHASES, ANY, "Breakpoint: this way through the model", "14em")
+        self.show = make_dropdown("Show", SHOWN_AS, "made", shown, "15em")
+        self.channel = Slider("Channel", 0, 0, 0, "Which channel is shown", "9em")
+        self.image = make_bounded_int("Image", 0, 0, 0, "Which image of the micro-batch is shown", "8em")
+        moved = "Of the messages that have just moved, whose values are shown"
+        self.message = make_dropdown("Message", [("none", 0)], 0, moved, "31em")
 
     def _make_rows(self) -> list[ipywidgets.Box]:
         names = {
@@ -90,12 +89,13 @@ class Stepper(FigureWidget):
         self.buttons = {
             key: make_button(name, partial(self._handle_key, key), tip) for key, (name, tip) in names.items()
         }
-        return [
-            _make_row([self.of, *self.buttons.values()]),
-            _make_row([self.kind, self.phase, self.rank, self.layer]),
-            _make_row([self.show, self.channel, self.image]),
-            _make_row([self.message]),
+        rows = [
+            [self.of, *self.buttons.values()],
+            [self.kind, self.phase, self.rank, self.layer],
+            [self.show, self.channel, self.image],
+            [self.message],
         ]
+        return [ipywidgets.HBox(row, layout={"flex_flow": "row wrap", "align_items": "center"}) for row in rows]
 
     def _go(self, unit: str) -> None:
         self.stepping.go(unit, _parse_choice(self.of.value))
@@ -111,13 +111,9 @@ class Stepper(FigureWidget):
     def _handle_key(self, key: str) -> None:
         if key == "g":
             self.show.value = "activation" if self.show.value == "gradient" else "gradient"
-        else:
-            self._run_action(self._actions[key])
-
-    def _run_action(self, action: Callable[[], object]) -> None:
-        """Run `action` and show the new position, or its error."""
+            return
         with self.show_errors():
-            action()
+            self._actions[key]()
             self._draw()
 
     def refresh(self) -> None:
@@ -128,24 +124,18 @@ class Stepper(FigureWidget):
 
     def _draw(self) -> None:
         view = self.stepping.view(self.channel.value, self.image.value, self.show.value)
-        self._update_messages([(str(transfer), index) for index, (transfer, _) in enumerate(view.landed)])
-        self._quiet = True  # new limits may change values, which would redraw again
+        messages = tuple((str(transfer), index) for index, (transfer, _) in enumerate(view.landed)) or (("none", 0),)
+        self._quiet = True  # new options and limits may change values, which would redraw again
         try:
+            if self.message.options != messages:  # new options, even if equal, reset the selection
+                self.message.options = messages
+            # A value beyond the limit of this view stays: the figure shows the last channel, and the next value that is
+            # stepped through may have more.
             self.channel.set_range(0, max(view.last_channel, self.channel.value))
             self.image.max = max(view.last_image, self.image.value)
         finally:
             self._quiet = False
         self.view.show(draw_step(view, self.message.value))
-
-    def _update_messages(self, messages: Sequence[tuple[str, int]]) -> None:
-        """Offer `messages` in the menu. If they are unchanged, the selection is kept."""
-        offered = tuple(messages) or (("none", 0),)
-        if self.message.options != offered:
-            self._quiet = True
-            try:
-                self.message.options = offered
-            finally:
-                self._quiet = False
 
     def close(self) -> None:
         """Abandon the step and remove the widget from the page."""
@@ -155,7 +145,3 @@ class Stepper(FigureWidget):
 
 def _parse_choice(value: Any) -> Any:
     return None if value in (ANY, ALL) else value
-
-
-def _make_row(controls: Sequence[ipywidgets.Widget]) -> ipywidgets.Box:
-    return ipywidgets.HBox(controls, layout={"flex_flow": "row wrap", "align_items": "center"})

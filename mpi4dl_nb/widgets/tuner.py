@@ -60,8 +60,12 @@ class Tuner(FigureWidget):
         self.neutral_batch = neutral_batch
         self.tuning = PlanTuner(model, image_shape, cluster, loss, optimiser, labels)
         self.rows = ChoiceTable()
-        self.top = make_bounded_int("plans to measure", 3, 1, 20, "how many of the best plans are trained for real")
-        self.steps = make_bounded_int("steps of each", 3, 1, 50, "training steps that are timed; the median counts")
+        best, timed = (
+            "how many of the best plans are trained for real",
+            "training steps that are timed; the median counts",
+        )
+        self.top = make_bounded_int("plans to measure", 3, 1, 20, best, "13em")
+        self.steps = make_bounded_int("steps of each", 3, 1, 50, timed, "13em")
         self.told, self.why = ipywidgets.HTML(), ipywidgets.HTML()
         self.buttons = [
             make_button("Measure the best", self.measure_best, "Train the best plans for some steps on the ranks"),
@@ -69,7 +73,6 @@ class Tuner(FigureWidget):
         ]
         for each in self.buttons:
             each.layout.flex = "0 0 auto"
-        self.top.layout.width = self.steps.layout.width = "13em"
         line = ipywidgets.HBox([self.top, self.steps, *self.buttons], layout={"flex_flow": "row wrap"})
         super().__init__([line, self.told, self.rows, self.why])
         self.candidates: tuple[Candidate, ...] = ()
@@ -111,20 +114,21 @@ class Tuner(FigureWidget):
 
     def _measure(self, candidates: Sequence[Candidate]) -> None:
         for each in self.buttons:
-            each.disabled = True
+            each.disabled = True  # a second measurement at the same time would slow down the first
         outcome = ""
         try:
             with self.show_errors():
-                measured = self.tuning.measure(candidates, self.steps.value, self._report_progress)
+                measured = self.tuning.measure(
+                    candidates,
+                    self.steps.value,
+                    lambda done, of: self._show_text(f"Measuring: step {done} of {of} ..."),
+                )
                 self._show(sort_candidates(replace_measured(self.candidates, measured), self.neutral_batch))
                 outcome = describe_measurements(measured)
         finally:
             self._show_text(outcome)
             for each in self.buttons:
                 each.disabled = False
-
-    def _report_progress(self, done: int, of: int) -> None:
-        self._show_text(f"Measuring: step {done} of {of} ...")
 
     def _show_text(self, words: str) -> None:
         self.told.value = f'<div role="status">{escape(words)}</div>'

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
+import pytest
+
+import mpi4dl_nb.widgets
 from engines.errors import PlanError
 from mpi4dl_nb.draw.figure import Drawing
 from mpi4dl_nb.widgets.controls import Slider
 from mpi4dl_nb.widgets.figure_widget import FigureWidget
+
+SCRIPTS = sorted(Path(mpi4dl_nb.widgets.__file__).parent.glob("*.js"))
 
 
 def drawing(alt: str) -> Drawing:
@@ -58,3 +66,15 @@ def test_a_page_that_cannot_run_widgets_gets_the_figure_with_its_words():
     bundle = instrument._repr_mimebundle_()
     assert "application/vnd.jupyter.widget-view+json" in bundle
     assert 'alt="a picture of nothing"' in bundle["text/html"]
+
+
+@pytest.mark.parametrize(
+    "script", sorted(Path(mpi4dl_nb.widgets.__file__).parent.glob("*.js")), ids=lambda path: path.stem
+)
+def test_a_page_shows_every_change_of_what_it_reads(script):
+    """A change of any value that a script reads, even of that value alone, has a handler that is removed at the end."""
+    text = script.read_text()
+    read = set(re.findall(r'model\.get\("(\w+)"\)', text))
+    for call in ("on", "off"):
+        events = {name for names in re.findall(rf'model\.{call}\("([^"]+)"', text) for name in names.split()}
+        assert "change" in events or {f"change:{name}" for name in read} == events
