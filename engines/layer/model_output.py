@@ -22,16 +22,17 @@ def get_prediction(answer: Any) -> Any:
 
     An output of several tensors without that name is returned unchanged, for a loss that accepts it.
     """
-    named = answer if isinstance(answer, Mapping) else vars(answer) if is_dataclass(answer) else _get_fields(answer)
+    named: Mapping[str, Any] = {}
+    if isinstance(answer, Mapping):
+        named = answer
+    elif is_dataclass(answer):
+        named = vars(answer)
+    elif hasattr(answer, "_asdict"):  # a named tuple
+        named = answer._asdict()
     if named.get("logits") is not None:
         return named["logits"]
     found = list(collect_tensors(answer).values())
     return found[0] if len(found) == 1 else answer
-
-
-def _get_fields(answer: Any) -> Mapping[str, Any]:
-    """Return the fields of a named tuple; empty for other types."""
-    return answer._asdict() if hasattr(answer, "_asdict") else {}
 
 
 def collect_tensors(answer: Any) -> dict[str, Tensor]:

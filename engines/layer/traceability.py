@@ -86,7 +86,7 @@ def make_traceable(model: nn.Module) -> nn.Module:
     """
     if not any(map(_is_cumulative, model.modules())):
         return model
-    twin = _copy_sharing_tensors(model)
+    twin: nn.Module = copy.deepcopy(model, {id(tensor): tensor for _, tensor in _iterate_tensors(model)})
     for module in filter(_is_cumulative, twin.modules()):
         module.momentum = CUMULATIVE  # type: ignore[assignment]
     return twin
@@ -95,10 +95,6 @@ def make_traceable(model: nn.Module) -> nn.Module:
 def _is_cumulative(module: nn.Module) -> bool:
     counts = isinstance(module, _BatchNorm) and module.num_batches_tracked is not None
     return counts and module.track_running_stats and module.momentum is None  # type: ignore[union-attr]
-
-
-def _copy_sharing_tensors(model: nn.Module) -> nn.Module:
-    return copy.deepcopy(model, {id(tensor): tensor for _, tensor in _iterate_tensors(model)})  # type: ignore[no-any-return]
 
 
 def check_side_effects(model: nn.Module, images: TensorSpec) -> None:
@@ -110,11 +106,10 @@ def check_side_effects(model: nn.Module, images: TensorSpec) -> None:
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        twin, whole = (
-            make_fake_copy(model, mode, getattr(torch, images.dtype)),
-            make_fake_tensor(mode, images.shape, images.dtype),
-        )
+        twin = make_fake_copy(model, mode, getattr(torch, images.dtype))
+        whole = make_fake_tensor(mode, images.shape, images.dtype)
         with mode, torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            # numbers: new --first run--> before --second run--> (read below)
             new, memory = dict(_iterate_numbers(twin)), _get_storages(twin)
             drew_first = _find_generators_used(lambda: twin(whole))
             before = dict(_iterate_numbers(twin))

@@ -57,10 +57,9 @@ class BatchAggregation:
         It is known if all are, derived if any is, and has the denominators of all. `changes` replace fields.
         """
         every = (self, *others)
-        return replace(
-            self, known=all(each.known for each in every), derived=any(each.derived for each in every),
-            over=frozenset().union(*(each.over for each in every)), **changes,
-        )  # fmt: skip
+        known, derived = all(each.known for each in every), any(each.derived for each in every)
+        over = frozenset().union(*(each.over for each in every))
+        return replace(self, known=known, derived=derived, over=over, **changes)
 
 
 CONSTANT = BatchAggregation(AggregationKind.SAME, known=True)

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from engines.layer.graph import BatchLoss, BatchTotal, ModelGraph, Node, Ref, TensorSpec, find_ref_names
-from engines.loss import arithmetic_rules, shape_rules
+from engines.loss import arithmetic_rules, shape_rules  # noqa: F401  (they register their rules)
 from engines.loss.analysis import LossAnalysis
 from engines.loss.arithmetic_rules import SUM
 from engines.loss.batch_aggregation import AggregationKind, BatchAggregation
@@ -31,7 +31,7 @@ def analyse_loss(graph: ModelGraph, twin: Callable[[], ModelGraph]) -> LossAnaly
     """Return how the loss of a micro-batch aggregates to that of the whole batch, or a text that names the obstacle."""
     totals: frozenset[str] = frozenset()
     for _ in range(_ROUNDS):
-        found = LossAnalysis(graph, twin, {**arithmetic_rules.RULES, **shape_rules.RULES}, totals)
+        found = LossAnalysis(graph, twin, totals)
         if found.analyse().kind is AggregationKind.UNKNOWN:
             return found.why
         if found.wanted <= totals:
@@ -68,9 +68,18 @@ class _LossRewrite:
         totals = [BatchTotal(_name_total(source), source, node.spec, 1) for source, node in counted.items()]
         degrees = {name: self.found._found[name].degree for name in sorted(self.found.totals)}
         totals += [BatchTotal(_name_total(name), name, nodes[name].spec, degree) for name, degree in degrees.items()]
-        made = [*nodes.values(), *(_make_count_node(node, source) for source, node in counted.items())]
-        label_nodes = _find_ancestors([total.source for total in totals], made)
-        return BatchLoss(tuple(label_nodes), tuple(totals), self.scales, weighed_by=self._find_denominator())
+        for source, node in counted.items():
+            arguments = {name: node.arguments[name] for name in ("target", "weight", "ignore_index")}
+            spec = TensorSpec((), "float64")
+            nodes[source] = replace(node, name=source, operator=COUNTED, arguments=arguments, spec=spec, flops=0)
+        asked, reached = [total.source for total in totals], set[str]()
+        while asked:  # the nodes from the labels to the totals
+            name = asked.pop()
+            if name in nodes and name not in reached:
+                reached.add(name)
+                asked += find_ref_names(nodes[name].arguments)
+        label_nodes = tuple(node for name, node in nodes.items() if name in reached)
+        return BatchLoss(label_nodes, tuple(totals), self.scales, weighed_by=self._find_denominator())
 
     @cached_property
     def sources(self) -> dict[str, str]:
@@ -105,8 +114,12 @@ class _LossRewrite:
         if _is_sum(self.loss):
             nodes.append(self._make_scaled_sum(graph, loss))
             loss = nodes[-1].name
-        kept = _drop_unused(nodes, {loss, *graph.answers}, among=cone)
-        return replace(graph, nodes=tuple(kept), loss=loss, whole=self.make_whole_loss(graph))
+        read, kept = {loss, *graph.answers}, []
+        for node in reversed(nodes):
+            if node.name in read or node.name not in cone:
+                kept.append(node)
+                read.update(node.reads)
+        return replace(graph, nodes=tuple(kept[::-1]), loss=loss, whole=self.make_whole_loss(graph))
 
     def _rewrite_node(self, node: Node) -> Iterable[Node]:
         """Yield the node, or the nodes that replace it: a mean over labels becomes (sum of the losses) / (total)."""
@@ -139,15 +152,8 @@ def _name_total(name: str) -> str:
 
 
 def _make_key(node: Node) -> str:
-    """Return the key of a class loss's denominator, as `_propagate_class_loss` puts it into `over`."""
+    """Return the key of a class loss's denominator, as `propagate_class_loss` puts it into `over`."""
     return repr([node.arguments[name] for name in ("target", "weight", "ignore_index")])
-
-
-def _make_count_node(node: Node, source: str) -> Node:
-    """Return a node that computes the denominator of a cross-entropy's mean."""
-    arguments = {name: node.arguments[name] for name in ("target", "weight", "ignore_index")}
-    spec = TensorSpec((), "float64")
-    return replace(node, name=source, operator=COUNTED, arguments=arguments, spec=spec, flops=0)
 
 
 def _replace_reads(node: Node, renamed: Mapping[str, Ref]) -> Node:
@@ -165,25 +171,3 @@ def _replace_refs(value: Any, renamed: Mapping[str, Ref]) -> Any:
             return tuple(_replace_refs(item, renamed) for item in value)
         case _:
             return value
-
-
-def _find_ancestors(wanted: Iterable[str], nodes: Iterable[Node]) -> list[Node]:
-    """Return the wanted nodes and all nodes that they depend on, in order."""
-    made = {node.name: node for node in nodes}
-    asked, reached = list(wanted), set[str]()
-    while asked:
-        name = asked.pop()
-        if name in made and name not in reached:
-            reached.add(name)
-            asked += find_ref_names(made[name].arguments)
-    return [node for name, node in made.items() if name in reached]
-
-
-def _drop_unused(nodes: Iterable[Node], ends: Iterable[str | None], among: set[str]) -> list[Node]:
-    """Return the nodes without those of `among` that nothing reads any more."""
-    read, kept = set(ends), []
-    for node in reversed(list(nodes)):
-        if node.name in read or node.name not in among:
-            kept.append(node)
-            read.update(node.reads)
-    return kept[::-1]
