@@ -128,43 +128,6 @@ def _find_bad_inputs(worker: Worker, micro_batch: int | None) -> Iterator[NonFin
                 )
 
 
-def _find_bad_weights(worker: Worker) -> Iterator[NonFiniteCause]:
-    held = {**worker.weights, **worker.buffers}
-    names = [to_user_name(name) for name, tensor in held.items() if _count_non_finite(tensor.detach())]
-    if names:
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        yield NonFiniteCause(
-            WEIGHTS,
-            f"Weights are not finite themselves after {worker.steps - 1} updates: {', '.join(names[:3])}{more}. "
-            "Load a checkpoint, or begin anew; then lower the learning rate, or bound the gradients (clip_norm).",
-        )
-
-
-def _find_growth(recent: Sequence[float]) -> Iterator[NonFiniteCause]:
-    if len(recent) > 1 and abs(recent[-1]) > _GROWN * min(map(abs, recent)):
-        losses = ", ".join(f"{loss:.4g}" for loss in recent)
-        yield NonFiniteCause(
-            GROWTH, f"The losses before it grow: {losses}. Lower the learning rate, or bound the gradients (clip_norm)."
-        )
-
-
-def _explain_prediction(graph: ModelGraph, worker: Worker, micro_batch: int) -> Iterator[NonFiniteCause]:
-    lane = worker.micro_batch_states[micro_batch]
-    answer = lane.leaves.get(graph.prediction)
-    if answer is not None and _count_non_finite(lane.fetch(answer).detach()):
-        yield NonFiniteCause(
-            ELSE,
-            "The model's answers are not finite, but images, labels and weights are, as far as this rank has them. "
-            "Lower the learning rate, or look for a division by 0 or an overflow in the model.",
-        )
-    else:
-        yield NonFiniteCause(
-            ELSE,
-            "The model's answers are finite: the loss itself has no value for them, such as a logarithm of 0, or a "
-            "mean over no labels.",
-        )
-
-
 def _describe_micro_batch(worker: Worker, number: int) -> str:
     count = worker.program.micro_batches
     return f"micro-batch {number} of {count}" if count > 1 else "the batch"

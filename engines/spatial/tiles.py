@@ -71,7 +71,11 @@ class Tile:
         return bool(self.rows) and bool(self.cols) and (self.images is None or bool(self.images))
 
     def __and__(self, other: Tile) -> Tile:
-        return Tile(self.rows & other.rows, self.cols & other.cols, _intersect(self.images, other.images))
+        if self.images is None or other.images is None:
+            images = other.images if self.images is None else self.images
+        else:
+            images = self.images & other.images
+        return Tile(self.rows & other.rows, self.cols & other.cols, images)
 
     def __or__(self, other: Tile) -> Tile:
         """Return the smallest tile that contains both."""
@@ -96,12 +100,6 @@ class Tile:
     def to_slices(self, other: Tile) -> tuple[slice, slice]:
         """Return this tile as (row, column) slices of an array that holds exactly the pixels of `other`."""
         return self.rows.to_slice(other.rows), self.cols.to_slice(other.cols)
-
-
-def _intersect(one: Span | None, other: Span | None) -> Span | None:
-    if one is None or other is None:
-        return other if one is None else one
-    return one & other
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,13 @@ class SlidingWindow:
         >>> SlidingWindow(kernel=3, padding=1)(Span(4, 8))
         Span(start=3, stop=9)
         """
+        # Kernel 3, stride 2, padding 1; outputs 2 and 3 read the inputs 2 * 2 - 1 = 3 to 3 * 2 - 1 + 2 = 7:
+        #
+        #     input      -1  0  1  2  3  4  5  6  7
+        #     output 0    x  x  x
+        #     output 1          x  x  x
+        #     output 2                x  x  x
+        #     output 3                      x  x  x
         first = out.start * self.stride - self.padding
         last = (out.stop - 1) * self.stride - self.padding + self.dilation * (self.kernel - 1)
         return Span(first, last + 1)

@@ -40,15 +40,7 @@ def check_only_first_tiled(b: Builder, node: Node) -> Ref:
     return first  # type: ignore[no-any-return]
 
 
-@register_rule(
-    *(
-        f"aten.{name}"
-        for name in (
-            "cumsum.default", "cumprod.default", "glu.default", "sort.default", "topk.default",
-            "narrow.default",
-        )
-    )
-)  # fmt: skip
+@register_rule(*(f"aten.{name}.default" for name in ("cumsum", "cumprod", "glu", "sort", "topk", "narrow")))
 def lower_per_pixel(b: Builder, node: Node) -> None:
     """Reorder, accumulate or select the values of each pixel by itself."""
     source = check_only_first_tiled(b, node)
@@ -67,36 +59,25 @@ def reorder_pixels(b: Builder, node: Node) -> None:
     if not found or not set(found) <= {rows, cols}:
         lower_per_pixel(b, node)
         return
-    sizes = zip((rows, cols), b.get_value(source).size_px, strict=True)
-    lower_resample(b, node, source, *(make_copy_taps(_order_pixels(node, found, axis, size)) for axis, size in sizes))
-
-
-def _order_pixels(node: Node, dims: Sequence[int], axis: int, size_px: int) -> list[int]:
-    """Return which pixel along an axis is at each position of the result."""
-    pixels = torch.arange(size_px)
-    for number in (number for number, dim in enumerate(dims) if dim == axis):
+    # The operator is applied to the pixels' numbers along one axis at a time.
+    pixels = {axis: torch.arange(size) for axis, size in zip((rows, cols), b.get_value(source).size_px, strict=True)}
+    for number, axis in enumerate(found):
         if node.operator == "aten.flip.default":
-            pixels = pixels.flip(0)
+            pixels[axis] = pixels[axis].flip(0)
         elif node.operator == "aten.roll.default":
-            pixels = pixels.roll(node.arguments["shifts"][number])
+            pixels[axis] = pixels[axis].roll(node.arguments["shifts"][number])
         else:
-            pixels = pixels.repeat_interleave(node.arguments["repeats"])
-    return pixels.tolist()  # type: ignore[no-any-return]
+            pixels[axis] = pixels[axis].repeat_interleave(node.arguments["repeats"])
+    lower_resample(b, node, source, *(make_copy_taps(pixels[axis].tolist()) for axis in (rows, cols)))
 
 
 @register_rule(
-    *(
-        f"aten.{name}"
-        for name in (
-            "max.dim", "min.dim", "argmax.default", "argmin.default", "median.dim", "prod.dim_int",
-            "any.dim", "all.dim",
-        )
-    )
-)  # fmt: skip
+    *(f"aten.{name}.dim" for name in ("max", "min", "median", "any", "all")),
+    *("aten.argmax.default", "aten.argmin.default", "aten.prod.dim_int"),
+)
 def reduce_channels(b: Builder, node: Node) -> None:
     """Reduce the channels of each pixel to one value."""
-    source = check_only_first_tiled(b, node)
-    reduce_other_axes(b, node, source)
+    reduce_other_axes(b, node, check_only_first_tiled(b, node))
 
 
 def reduce_other_axes(b: Builder, node: Node, source: Ref) -> None:
@@ -142,15 +123,10 @@ def stack(b: Builder, node: Node) -> None:
 register_rule("aten.concat.default")(join)
 
 
-@register_rule(
-    *(
-        f"aten.{name}"
-        for name in (
-            "transpose.int", "swapaxes.default", "swapdims.default", "movedim.int", "movedim.intlist",
-            "moveaxis.int", "mT.default",
-        )
-    )
-)  # fmt: skip
+_MOVED = ("transpose.int", "swapaxes.default", "swapdims.default", "movedim.int", "movedim.intlist", "moveaxis.int")
+
+
+@register_rule(*(f"aten.{name}" for name in (*_MOVED, "mT.default")))
 def transpose(b: Builder, node: Node) -> None:
     """Move the spatial axes with the others. ATen itself, run on a meta tensor, determines their order."""
     rows, cols, count = get_spatial_axes(b, node.arguments["self"])

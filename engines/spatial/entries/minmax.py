@@ -105,21 +105,16 @@ def reduce_twice(b: Builder, node: Node) -> None:
     if dims is None:
         reduce_other_axes(b, node, source)
     elif math.isinf(order):
-        value = b.get_value(source)
-        own = b.add_local_op(
-            f"{node.name}.absolute", "aten.abs.default", b.crop_to_own(source), like=value.spec, axes=value.axes
-        )
+        value, x = b.get_value(source), b.crop_to_own(source)
+        own = b.add_local_op(f"{node.name}.absolute", "aten.abs.default", x, like=value.spec, axes=value.axes)
         _reduce_minmax(b, node, own, dims, 1 if order > 0 else -1)
     elif order <= 0:
         raise make_gather_error(node, f"is of order {order}")
     else:
         settings = () if "logsumexp" in node.operator else (order,)
-        found = all_gather_partials(
-            b, node, source, "tile.reduced", dims, node.operator, settings, dtype=node.spec.dtype
-        )
-        b.add_local_op(
-            node.name, "tile.reduced", found, dims, node.operator, settings, node.spec.shape, like=node.spec
-        )  # fmt: skip
+        how = dims, node.operator, settings
+        found = all_gather_partials(b, node, source, "tile.reduced", *how, dtype=node.spec.dtype)
+        b.add_local_op(node.name, "tile.reduced", found, *how, node.spec.shape, like=node.spec)
 
 
 @register_kernel("tile.first_maximum")
@@ -143,15 +138,17 @@ def pool_adaptive_maximum(
     x: Tensor, rows: Cells, cols: Cells, corner: tuple[int, int], width_px: int
 ) -> tuple[Tensor, Tensor]:
     """Return the largest value of each cell and its index; cells are (start, stop) ranges of the window at `corner`."""
-    found = [[_pool_cell(x, (*row, *col), corner, width_px) for col in cols] for row in rows]
-    values, places = ([torch.cat([cell[part] for cell in row], -1) for row in found] for part in (0, 1))
+    lines = []
+    for top, bottom in rows:
+        values, places = [], []
+        for left, right in cols:
+            cell = x[..., top:bottom, left:right]
+            value, index = functional.adaptive_max_pool2d(cell, 1, return_indices=True)
+            values.append(value)
+            places.append(to_whole_index(index, right - left, (corner[0] + top, corner[1] + left), width_px))
+        lines.append((torch.cat(values, -1), torch.cat(places, -1)))
+    values, places = zip(*lines, strict=True)
     return torch.cat(values, -2), torch.cat(places, -2)
-
-
-def _pool_cell(x: Tensor, cell: tuple[int, ...], corner: tuple[int, int], width_px: int) -> tuple[Tensor, Tensor]:
-    r0, r1, c0, c1 = cell
-    value, index = functional.adaptive_max_pool2d(x[..., r0:r1, c0:c1], 1, return_indices=True)
-    return value, to_whole_index(index, c1 - c0, (corner[0] + r0, corner[1] + c0), width_px)
 
 
 @register_rule("aten.adaptive_max_pool2d.default", images=("self",))
@@ -164,9 +161,8 @@ def adaptive_max_pool2d(b: Builder, node: Node) -> None:
         tile = b.get_tiles(value.size_px)[b.rank]
         settings = (tile.rows.start, tile.cols.start), width_px
         dims = [len(like.shape) - 2, len(like.shape) - 1]
-        found = all_gather_partials(
-            b, node, source, "tile.first_maximum", dims, *settings, dtype="float64", lead=(2,)
-        )  # fmt: skip
+        how = "tile.first_maximum", dims, *settings
+        found = all_gather_partials(b, node, source, *how, dtype="float64", lead=(2,))
         b.add_local_op(node.name, "tile.first_of_all", found, getattr(torch, value.spec.dtype), like=like)
         return
     x, wanted, rows, cols = fetch_cells(b, source, out_px)

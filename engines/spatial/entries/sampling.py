@@ -29,6 +29,9 @@ Resample = Callable[[Tensor], Tensor]
 class Taps:
     """Taps along one axis: output i is the sum of `weights[i][k]` times input `inputs[i][k]`."""
 
+    # Bilinear upsampling by 2:  inputs   ((0, 0), (0, 1), (0, 1), (1, 2), ...)
+    #                            weights  ((1, 0), (.75, .25), (.25, .75), (.75, .25), ...)
+
     inputs: tuple[tuple[int, ...], ...]
     weights: tuple[tuple[float, ...], ...]
 
@@ -72,9 +75,13 @@ def lower_resample(b: Builder, node: Node, ref: Ref, rows: Taps, cols: Taps) -> 
 
 @register_kernel("tile.resample")
 def resample_tile(
-    x: Tensor, rows: Sequence[Sequence[int]], row_weights: Sequence[Sequence[float]],
-    cols: Sequence[Sequence[int]], col_weights: Sequence[Sequence[float]], axes: tuple[int, int],
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    rows: Sequence[Sequence[int]],
+    row_weights: Sequence[Sequence[float]],
+    cols: Sequence[Sequence[int]],
+    col_weights: Sequence[Sequence[float]],
+    axes: tuple[int, int],
+) -> Tensor:
     """Resample along the columns first, as ATen does."""
     wide = x.to(get_sum_type(x))
     return _sum_taps(_sum_taps(wide, axes[1], cols, col_weights), axes[0], rows, row_weights).to(x.dtype)
@@ -139,16 +146,11 @@ def pad_with_copies(b: Builder, node: Node) -> None:
     if any(pads[4:]):
         raise make_gather_error(node, "pads channels with copies")
     height, width = b.get_value(a["self"]).size_px
-    rows, cols = (
-        _make_pad_taps(size_px, border, a["mode"]) for size_px, border in ((height, pads[2:4]), (width, pads[:2]))
-    )
-    lower_resample(b, node, a["self"], rows, cols)
-
-
-def _make_pad_taps(size_px: int, pads: Sequence[int], mode: str) -> Taps:
-    return make_copy_taps(
-        functional.pad(torch.arange(size_px).double()[None], tuple(pads), mode=mode)[0].int().tolist()
-    )
+    taps = []
+    for size_px, border in ((height, pads[2:4]), (width, pads[:2])):
+        numbers = torch.arange(size_px).double()[None]  # the pixels' numbers are padded in place of the pixels
+        taps.append(make_copy_taps(functional.pad(numbers, tuple(border), mode=a["mode"])[0].int().tolist()))
+    lower_resample(b, node, a["self"], *taps)
 
 
 def make_copy_taps(picked: Sequence[int]) -> Taps:
