@@ -19,6 +19,11 @@ def check_buffer_reads(graph: ModelGraph, micro_batches: int) -> None:
     has several micro-batches: from the second on it would see the value of the first (PlanError).
     """
     changers = {name: node for node in graph.nodes for name in find_updated_buffers(graph, node)}
+    # One process, in each forward pass:   read m | m = 0.9 m + 0.1 mean | read m
+    # A rank, at the end of the step:      read m |                      | read m   ...   m = 0.9 m + 0.1 mean
+    #
+    # The first read is the same unless a micro-batch came before it in the step; the second one never is.
+    # `behind` are the buffers whose change has been passed.
     behind: set[str] = set()
     for node in graph.nodes:
         own = set(find_updated_buffers(graph, node))

@@ -78,6 +78,7 @@ class ConstantPropagationMode(TorchFunctionMode):
     def __post_init__(self) -> None:
         super().__init__()
         self._known: Any = WeakIdKeyDictionary()
+        # A training may itself be created under `torch.inference_mode()`; only a model that enters it is refused.
         self._inference = torch.is_inference_mode_enabled()
 
     def add_buffers(self, twins: Mapping[str, Tensor]) -> None:
@@ -86,6 +87,7 @@ class ConstantPropagationMode(TorchFunctionMode):
             real = self.held.get(name)
             if real is not None and not real.is_meta and real.numel() <= LIMIT:
                 with disable_tracing():
+                    # In the type of the trace, and a copy: a write within forward must not reach the user's buffer.
                     numbers = real.detach().to("cpu", twin.dtype, copy=True)
                 self._known[twin] = _ConstantValue(numbers, frozenset({name}))
 
@@ -122,6 +124,8 @@ class ConstantPropagationMode(TorchFunctionMode):
             for name in frozenset().union(*(each.buffers for each in known)):  # type: ignore[union-attr]
                 self.decided.setdefault(name, find_current_line())
             return self._evaluate(func, args, kwargs)
+        # Some trace modes answer with a symbol, and only its use fails, on some other line (see `_translate_errors`):
+        # what was asked is noted before.
         asked = next(each for each in _iterate_tensors((args, kwargs)) if not self._find_constant(each))
         kind = str(asked.dtype).removeprefix("torch.")
         self.unanswered = (
@@ -155,6 +159,7 @@ class ConstantPropagationMode(TorchFunctionMode):
         """Compute the result's numbers if all inputs are known; forget tensors written with unknown numbers."""
         given = list(_iterate_tensors((args, kwargs)))
         by_shape = func in _BY_SHAPE
+        # `zeros_like(image)` is known although the image is not.
         inputs_known = by_shape or all(self._find_constant(each) for each in given)
         small = all(each.numel() <= LIMIT for each in _iterate_tensors(made))
         draws = any(word in _get_name(func) for word in _DRAWS)
@@ -170,6 +175,7 @@ class ConstantPropagationMode(TorchFunctionMode):
                 if tensor.shape == real.shape and tensor.dtype == real.dtype:
                     self._known[tensor] = _ConstantValue(real, buffers)
         elif _is_mutating(func, kwargs):
+            # `t[0] = x` or `t.add_(x)` with an unknown x: t and all views of it are unknown from here on.
             self._forget([*given[:1], *_iterate_tensors(kwargs.get("out"))])
 
     def _forget(self, written: list[Tensor]) -> None:

@@ -40,6 +40,7 @@ def check_custom_functions() -> Iterator[None]:
 
     Raises TraceError for a function whose backward does not compute the gradient of its forward.
     """
+    # `apply` is replaced for all threads, as it is an attribute of a class; ranks may be threads that train meanwhile.
     own, thread = torch.autograd.Function.__dict__.get("apply"), threading.get_ident()
     tried: list[Any] = []
     plain = inspect.getattr_static(torch.autograd.Function, "apply")  # not a Python function in torch 2.14
@@ -105,6 +106,8 @@ def _has_same_gradients(cls: Any, arguments: tuple[Any, ...]) -> bool:
 
 def _compute_gradients(run: Callable[..., Any], given: list[Any]) -> list[Tensor | None]:
     """Return the gradients of randomly weighted results by the arguments, followed by the results."""
+    # The weights of the results are random, so that two wrong gradients do not cancel each other, and seeded, so that
+    # both sides have the same.
     leaves = [
         each.clone().requires_grad_(each.is_floating_point()) if isinstance(each, Tensor) else each for each in given
     ]

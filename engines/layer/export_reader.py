@@ -62,6 +62,8 @@ class ExportReader:
 
     def _build_graph(self, loss: str | None, answers: Sequence[str]) -> ModelGraph:
         specs = {name: make_tensor_spec(tensor) for name, tensor in self.owned.items()}
+        # A parameter that forward finds outside the user's module, such as in a closure, is a constant: no optimiser
+        # has it.
         weights = {name for name, tensor in self.owned.items() if isinstance(tensor, nn.Parameter)} - {*self.constants}
         made = [index for index, node in enumerate(self.nodes) if node.name in answers]
         if not made:
@@ -71,6 +73,7 @@ class ExportReader:
             replace(node, module="loss") if index > made[-1] and not node.module else node
             for index, node in enumerate(self.nodes)
         )
+        # A weight that the loss does not depend on has no gradient, and the ranks must not wait for one.
         reached = find_gradient_targets(loss, nodes) if loss else set()
         graph = ModelGraph(
             inputs=self.inputs,
@@ -88,6 +91,7 @@ class ExportReader:
 
     def _order_nodes(self) -> Iterator[fx.Node]:
         """Yield the nodes, each `getitem` right after the operator whose outputs it picks."""
+        # Otherwise a stage could be cut between an operator and its outputs, which would have to travel as a list.
         for node in self.module.graph.nodes:
             if node.target is not operator.getitem:
                 yield node
@@ -150,6 +154,7 @@ def make_tensor_spec(value: Tensor) -> TensorSpec:
 
 def make_constant_name(tensor: Tensor) -> str:
     """Return the name of a tensor that forward creates or finds: the same for the same numbers."""
+    # A name by content: two traces of one model, with other numbers of images, call the same constant the same.
     numbers = tensor.detach().cpu().contiguous()
     told = f"{tuple(numbers.shape)} {numbers.dtype} ".encode() + numbers.view(-1).view(torch.uint8).numpy().tobytes()
     return f"constant.{hashlib.sha256(told).hexdigest()[:16]}"

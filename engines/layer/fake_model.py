@@ -17,6 +17,8 @@ def make_fake_copy(module: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) 
 
     They are replaced before `deepcopy` would copy them. Other tensors of the module are copied with their numbers.
     """
+    # `deepcopy` takes an object in its memo for copied already, and never looks into the real tensors. Tied weights
+    # are one object and stay tied.
     memo: dict[int, Any] = {}
     with mode:
         for tensor in [*module.parameters(), *module.buffers()]:

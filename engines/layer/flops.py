@@ -59,6 +59,7 @@ def count_flops(node: fx.Node) -> int:
             return tree_map(lambda part: _TensorMeta(part) if isinstance(part, Tensor) else part, item.meta.get("val"))
         return torch.device("meta") if isinstance(item, torch.device) else item
 
+    # A deep model has few different operators: the key has shapes and settings, but no names.
     arguments = tree_map(describe, (list(node.args), dict(node.kwargs)))
     key = f"{node.target}{arguments}"
     if key in _KNOWN:

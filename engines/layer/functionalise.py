@@ -90,7 +90,7 @@ def remove_dead_nodes(module: fx.GraphModule) -> fx.GraphModule:
         if node.users or node.op != "call_function" or _find_mutated_argument(node):
             continue
         name = str(node.target)
-        # Other random operators than these stay, since each draws from the generator; so do `rand_like`, `randn_like`.
+        # An operator that draws stays although nothing reads it: draws are counted, and later ones would be others.
         is_new = name.startswith("aten.new_") or (name in WITHOUT_GRADIENT and "rand" not in name)
         checks = name.startswith(("aten.sym_size", "aten.item", "aten._assert_", "aten.index.Tensor"))
         computes_sizes = not isinstance(node.target, torch._ops.OpOverload)
@@ -112,6 +112,8 @@ class _Functionaliser:
 
     def visit(self, node: fx.Node) -> None:
         """Redirect the node's inputs to their current values, and make the node out-of-place if it writes."""
+        # A write reads its argument, too (`y += x`): it needs the current value like any other reader. Only a buffer
+        # that is counted up keeps its own node, since the increment stays in place.
         written = _find_mutated_argument(node)
         for argument in node.all_input_nodes:
             alias = self.aliases[argument]
@@ -130,10 +132,13 @@ class _Functionaliser:
 
     def _find_viewed_input(self, made: fx.Node, node: fx.Node) -> fx.Node | None:
         """Return the input of `node` that `made` (it, or one of its outputs) is a view of; None for a new storage."""
+        # A trace says that it returns its argument, but each call makes a new tensor of the constant.
         if node.target is _ATEN.lift_fresh_copy.default:
             return None
         if is_idle_dropout(node):
             return node.all_input_nodes[0]
+        # Neither the schema nor the operator's name tells whether `reshape` or `contiguous` copied. The fake tensors of
+        # the trace do: views share a storage.
         here = self.memories[made]
         return next((each for each in node.all_input_nodes if here & self.memories.get(each, frozenset())), None)
 
@@ -187,12 +192,14 @@ class _Functionaliser:
                 self.aliases[name] = self.aliases[node]
             return
         base = alias.base
+        # Autograd would go on with the gradient of the old values, which an out-of-place operator cannot express.
         if is_no_grad(node) and base.version == base.memory.version and base.value in self.carrying:
             raise TraceError(
                 f"{node.target} in {describe_location(node)} changes, under torch.no_grad(), a tensor that has a "
                 "gradient: the gradient would be that of other values. Make that operator out-of-place."
             )
         made = self._make_out_of_place(node, alias.value)
+        # `y += x` keeps the type of y, whatever autocast makes of `y + x` (see `insert_casts`).
         made.meta[WRITTEN] = alias.value
         self._propagate_write(node, alias, made)
         node.replace_all_uses_with(made)
@@ -266,6 +273,7 @@ class _Functionaliser:
         """Insert an operator before `reader`, with the source location of `origin`."""
         with self.graph.inserting_before(reader):
             made = self.graph.call_function(target, args, kwargs)
+        # The shape, type and storage of the new value, which later passes read: the operator runs once without memory.
         live = fx.node.map_aggregate(
             (args, kwargs), lambda each: each.meta["val"] if isinstance(each, fx.Node) else each
         )

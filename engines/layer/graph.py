@@ -216,6 +216,8 @@ def to_user_name(name: str) -> str:
 
 def find_gradient_targets(loss: str, nodes: Sequence[Node]) -> set[str]:
     """Return the names of all values that a gradient of `loss` reaches, walking `nodes` backwards."""
+    # A value is reached if each operator from it to the loss passes a gradient: the operator is differentiable, its
+    # result is of a floating type, and it was traced with gradients on.
     reached = {loss}
     for node in reversed(nodes):
         floating = node.spec is None or node.spec.is_floating

@@ -60,6 +60,11 @@ def _inline_subgraph(top: fx.GraphModule, owner: torch.nn.Module, node: fx.Node,
             f"{node.target} in {describe_location(node)} takes functions as arguments, for which there is no rule. "
             "Call what it calls directly."
         )
+    # The results of a nested graph are a list, of which `getitem` nodes pick:
+    #
+    #     x ----> [wrap_with_set_grad_enabled(False, inner, x)] --getitem 0--> y      inner: a -> relu -> exp -> (out,)
+    #
+    # becomes x -> relu -> exp -> y, with both operators marked as without gradient.
     inner = _get_attribute(owner, nested)  # type: ignore[arg-type]
     made: dict[fx.Node, Any] = {}
     given = iter(arguments)
@@ -73,6 +78,7 @@ def _inline_subgraph(top: fx.GraphModule, owner: torch.nn.Module, node: fx.Node,
         elif each.target is operator.getitem and isinstance(made[each.args[0]], list):
             made[each] = made[each.args[0]][each.args[1]]
         else:
+            # Attributes of a nested graph are those of its own module: they move to the top under a name that is free.
             with top.graph.inserting_before(node):
                 made[each] = copied = top.graph.node_copy(each, lambda item: made[item])
             if each.op == "get_attr":
@@ -98,6 +104,8 @@ def insert_detaches(module: fx.GraphModule) -> fx.GraphModule:
 
     Weights are read directly, since the region's operators record nothing.
     """
+    # Ranks run the whole graph with autograd on. A `detach` at the border gives the same gradients as `torch.no_grad()`
+    # inside: none flows back, and what is computed from detached values only records nothing.
     away: dict[fx.Node, fx.Node] = {}
     for node in list(module.graph.nodes):
         if not is_no_grad(node) or node.op != "call_function":

@@ -42,6 +42,7 @@ def describe_location(node: fx.Node) -> str:
 
 def find_current_line() -> str:
     """Return file, line and text of the deepest frame of the running code that is the user's."""
+    # The frame itself, not a formatted traceback: this runs at each read of numbers, and most of these succeed.
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file, line = frame.f_code.co_filename, frame.f_lineno

@@ -142,12 +142,14 @@ class _LayerFinder:
         #     --+--> conv --> conv --(+)-->      The cut | inside would send the skip connection's tensor as well.
         #       |          |         /
         #       +----------|--------+
+        # The value of `alive` at a position is the number of lines that a cut there crosses.
         within = max(self.alive[whole.start], self.alive[whole.stop])
         is_dominant = 2 * sum(node.flops for node in self.graph.nodes[whole.start : whole.stop]) > self.graph.flops
         open_anyway = wraps_all or whole.name in self.graph.chains or is_dominant
         if not open_anyway and any(self.alive[part.start] > within for part in parts[1:]):
             yield whole
             return
+        # A module around everything, such as a wrapper's `model`, must not count as one layer: it holds all weights.
         heavy = [part for part in parts if any(self.weighted[part.start : part.stop])]
         for part in parts:
             if part.stop - part.start > 1:

@@ -104,6 +104,8 @@ def check_side_effects(model: nn.Module, images: TensorSpec) -> None:
     generator. A copy without memory runs twice: numbers that only the first run sets, such as a remembered size, are
     accepted, but flags are not. A model that cannot run is skipped: tracing it reports the error.
     """
+    # The first run may set up what later runs use, as `if self.size is None: self.size = x.shape` does: what it sets
+    # stays. What the second run changes once more would change in every step.
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         twin = make_fake_copy(model, mode, getattr(torch, images.dtype))
@@ -142,6 +144,7 @@ def check_side_effects(model: nn.Module, images: TensorSpec) -> None:
 
 def _find_generators_used(run: Callable[[], object]) -> set[str]:
     """Return which random generators other than torch's a run draws from, and restore their states."""
+    # The states are restored, so that a check does not change what the user draws next.
     python, arrays = random.getstate(), np.random.get_state()  # noqa: NPY002 (the one that users may draw from)
     run()
     after = np.random.get_state()  # noqa: NPY002

@@ -27,6 +27,7 @@ def find_storages(module: fx.GraphModule) -> dict[fx.Node, frozenset[int]]:
     Two nodes share a storage exactly if they are views of the same memory. The map must be made before the graph is
     changed, since replacements of a node have storages of their own.
     """
+    # Fake tensors have no data pointers, but their storages are objects: views share one, as real tensors do.
     found = {}
     for node in module.graph.nodes:
         value = node.meta.get("val")

@@ -37,6 +37,7 @@ def propagate_pointwise(a: LossAnalysis, node: Node) -> BatchAggregation | None:
 )
 def propagate_linear(a: LossAnalysis, node: Node) -> BatchAggregation | None:
     """Return the aggregation of a change of sign or dtype; a conversion from floats to integers is pointwise only."""
+    # Rounding is not linear: trunc(x) + trunc(y) is not trunc(x + y).
     found, before = a.get_aggregation(node.reads[0]), a.graph.specs.get(node.reads[0])
     rounds = node.spec and before and before.is_floating and not node.spec.is_floating
     return propagate_pointwise(a, node) if rounds else found
@@ -51,6 +52,10 @@ def propagate_product(a: LossAnalysis, node: Node) -> BatchAggregation | None:
     one, two = a.get_operand_aggregation(node, "self"), a.get_operand_aggregation(node, "other")
     if one is None or two is None:
         return None
+    # labels.sum() * x.sum():    linear in x if the first is the total of all micro-batches, which is known before
+    # x.sum() / labels.sum():    likewise
+    # w * x.sum():               linear as it is
+    # x.sum() * z.sum():         unknown: neither sum is known before
     one, two = _resolve_factors(a, node, one, two, divides)
     # sum_i(x_i) * c = sum_i(x_i * c) holds only for a factor c that is the same for all micro-batches.
     if AggregationKind.SUM in (one.kind, two.kind) and (one.kind, two.kind).count(AggregationKind.SAME) != 1:

@@ -62,6 +62,16 @@ class BatchAggregation:
         return replace(self, known=known, derived=derived, over=over, **changes)
 
 
+# Two micro-batches (M = 2) of four images, and the mean squared error of their predictions p:
+#
+#     value               micro-batch 0      micro-batch 1      whole batch                   aggregation
+#     (p - y) ** 2        [a b]              [c d]              [a b c d]                     ROWS
+#     .sum()              a + b              c + d              their sum                     SUM, degree 0
+#     .mean()             (a + b) / 2        (c + d) / 2        their sum / 2                 SUM, degree 1
+#     weight.norm()       w                  w                  w                             SAME
+#     (p - y).sum() ** 2  ...                ...                no function of the two above  UNKNOWN
+#
+# A loss of degree 1 is what training needs: the mean of the micro-batches' losses is that of the whole batch.
 CONSTANT = BatchAggregation(AggregationKind.SAME, known=True)
 
 

@@ -45,6 +45,7 @@ class LabelCounter:
         feeds = [way.input_shards["labels"] for way in ways if "labels" in way.input_shards]
         spread = any(feed.axes or (feed.tile and feed.tile.images) for feed in feeds)
         self.sharers = len(Layout.of(plan).stages[-1].ranks) if spread else 1
+        # A program like that of a forward pass, whose only inputs are labels.
         self.worker = None
         for own in (each.program for each in program.select_instructions(CountLabels)):
             found = {name: owned[name].detach() for name in own.buffers}

@@ -33,6 +33,8 @@ class NonFiniteCause:
 
 def format_causes(found: Mapping[int, Sequence[NonFiniteCause]]) -> str:
     """Return the causes of the lowest level with the ranks that found them, or "" if there are none."""
+    # Level by level: a pixel that is no number makes the answers no numbers, which is then not worth saying.
+    # "Rank 2 has no label that counts" is a cause only if its sharers say so, too: each sees its own tile.
     finders: dict[NonFiniteCause, list[int]] = {}
     for rank, causes in sorted(found.items()):
         for cause in causes:

@@ -36,6 +36,7 @@ def propagate_permute(a: LossAnalysis, node: Node) -> BatchAggregation | None:
     found = a.get_aggregation(ref.name)
     if found.kind is not AggregationKind.ROWS:
         return found if a.is_batch_independent(node) else None
+    # A slice that takes all images, as x[:], keeps the shape.
     axis, dim, before = a.find_node_axis(node), node.arguments.get("dim"), a.get_spec(ref)
     takes_images = isinstance(dim, int) and dim % len(before.shape) == found.axis and node.spec != before
     return None if axis is None or takes_images else replace(found, axis=axis)
@@ -47,6 +48,7 @@ def propagate_expand(a: LossAnalysis, node: Node) -> BatchAggregation | None:
     ref = node.arguments.get("self")
     is_fill = not isinstance(ref, Ref) or node.operator.startswith("aten.new_")  # `new_zeros` takes only the type
     found = CONSTANT if is_fill else a.get_aggregation(ref.name)
+    # A fill with the number of images, or with its inverse, is not the same in the whole batch.
     if a.get_number_aggregation(node, "fill_value") != CONSTANT:
         return None
     if found.kind is AggregationKind.SUM:
@@ -113,6 +115,7 @@ def propagate_index(a: LossAnalysis, node: Node) -> BatchAggregation | None:
 def propagate_concat(a: LossAnalysis, node: Node) -> BatchAggregation | None:
     """Return the aggregation of a concatenation or stack along a dimension other than the batch's."""
     found = [a.get_aggregation(name) for name in node.reads]
+    # Joined values must aggregate alike: rows with rows of the same axis, sums with sums of the same degree.
     first = found[0]
     if any((each.kind, each.degree, each.axis) != (first.kind, first.degree, first.axis) for each in found):
         return None

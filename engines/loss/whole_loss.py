@@ -30,6 +30,8 @@ _ROUNDS = 8  # totals may depend on other totals: each round of the analysis fin
 def analyse_loss(graph: ModelGraph, twin: Callable[[], ModelGraph]) -> LossAnalysis | str:
     """Return how the loss of a micro-batch aggregates to that of the whole batch, or a text that names the obstacle."""
     totals: frozenset[str] = frozenset()
+    # Only a total that is known may stand in a denominator. Once a sum counts as a total, values computed from it may
+    # turn out to be needed as totals themselves: (labels == 1).sum() first, then what is divided by it.
     for _ in range(_ROUNDS):
         found = LossAnalysis(graph, twin, totals)
         if found.analyse().kind is AggregationKind.UNKNOWN:
@@ -63,6 +65,10 @@ class _LossRewrite:
 
     def make_whole_loss(self, graph: ModelGraph) -> BatchLoss:
         """Return the description of the rewritten loss, with the label nodes of `graph`."""
+        # Before the first micro-batch, on the labels alone:    count(labels) of each, summed, / M  =  total
+        # In each micro-batch, in place of the class loss:      cross_entropy(sum) / total
+        #
+        # Their mean over the M micro-batches is (sum of all losses) / (M * total), and M * total the count of all labels.
         nodes = {node.name: node for node in graph.nodes}
         counted = {source: nodes[name] for name, source in sorted(self.sources.items())}
         totals = [BatchTotal(_name_total(source), source, node.spec, 1) for source, node in counted.items()]

@@ -42,6 +42,10 @@ def align_arguments(b: Builder, node: Node) -> dict[str, Any]:
 
     Raises TraceError if the arguments cannot be aligned.
     """
+    # The largest image sets the tiles. Others have the same pixels, or one row or column that is broadcast over it:
+    #
+    #     x  (N, C, H, W)   cut into tiles         y  (N, C, 1, W)   tiled, too, along W: gathered, then cut as x is
+    #     z  (C, 1, 1)      whole on each rank     m  (H, W)         whole on each rank, and cut as x is
     images = (b.get_value(Ref(name)) for name in node.reads if b.is_tiled(Ref(name)))
     tiled = max(images, key=lambda image: math.prod(image.size_px))
     for name in node.reads:

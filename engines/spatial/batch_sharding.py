@@ -44,6 +44,8 @@ def shard_graph(whole: ModelGraph, share: ModelGraph, nodes: Iterable[Node]) -> 
 
     Raises TraceError if one of them cannot work on sharded images.
     """
+    # A node runs on the shapes of a share, but computes with the numbers of the whole batch: x / len(images) divides by
+    # the number of all images.
     parted = find_sharded_names(whole, share)
     twins = {node.name: node for node in share.nodes}
     run = {node.name: _shard_node(node, twins[node.name], parted, whole, share) for node in nodes}

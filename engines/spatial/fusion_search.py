@@ -39,6 +39,7 @@ class HaloCost:
 
         Backward transfers the bytes once more, and computes twice as much redundantly as forward.
         """
+        # More layers in a group: fewer exchanges, and a wider rim that neighbours compute as well.
         added: dict[int, float] = {}
         for node, tiles in wide.held.items():
             whole, own = extent(node)

@@ -64,6 +64,7 @@ def split_interior(b: Builder, node: Node, lower: Lower) -> None:
     begun = b.add_local_op(f"{part}.begun", "tile.begun", Ref(part), out.shape, place, axes, like=node.spec, axes=axes)
     begun = b.hold(b.get_value(begun), out)
     if first:
+        # The flush ends the segment with the interior, which runs between the two halves of the exchange.
         begins = b.instructions[-1]
         b.flush(interior=True)
         b.instructions.append(replace(begins, begins=False))

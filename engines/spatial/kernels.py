@@ -95,6 +95,7 @@ class _TileMoments(torch.autograd.Function):
         mean, variance = torch.batch_norm_update_stats(x, untouched, untouched, 0.0)
         ctx.save_for_backward(x, mean)
         ctx.slot, ctx.count = slot, x.numel() // x.shape[1]
+        # rank 0: [m0 . . .]    rank 1: [. m1 . .]    ...    and their sum, on every rank: [m0 m1 m2 m3]
         moments = x.new_zeros((slots, 2, x.shape[1]), dtype=torch.float64)
         means, squares = moments[slot].unbind()
         means.copy_(mean)
@@ -138,6 +139,9 @@ def compute_batch_statistics(moments: Tensor, counts: Sequence[int]) -> tuple[Te
 def _compute_statistics(moments: Tensor, parts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return mean, variance and (slots, C) deviations of the tiles' means from the overall mean."""
     means, squares = moments.unbind(1)
+    # The deviation from the overall mean is that from the tile's mean and that of the tile's mean itself:
+    #
+    #     sum (x - mean)^2  =  sum over tiles of  squares + n * (means - mean)^2
     mean = (means * parts).sum(0)
     apart = means - mean
     return mean, torch.addcmul(squares / count, apart, apart * parts).sum(0), apart

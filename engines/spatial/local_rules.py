@@ -66,6 +66,7 @@ def split_arguments(node: Node, changes: dict[str, Any]) -> tuple[list[Any], dic
         arguments["device"] = DEVICE
     if has_kernel(node.operator):
         return list(arguments.values()), {}
+    # A type, a device and the like are passed by name; None is their default.
     schema = get_operator(node.operator)._schema.arguments
     keyword_only = {argument.name for argument in schema if argument.kwarg_only}
     positional = [value for name, value in arguments.items() if name not in keyword_only]

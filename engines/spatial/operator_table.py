@@ -72,6 +72,12 @@ def lower(b: Builder, node: Node) -> None:
     Raises TraceError if a tiled value meets an operator without a rule, and PlanError if an operator's result of a
     large image cannot be cut into tiles.
     """
+    # What is tried, in order:
+    #
+    #     the operator's rule, or its kernel on own pixels if it is pointwise or reads no tiled value
+    #     the same once more, in pieces, if a halo exchange can overlap with the interior (`split_interior`)
+    #     refused, or too few rows or columns for the tiles: gathered, if the pixels are few (`_lower_gathered`)
+    #     no rule, one rank: the operator itself
     b.begin_node(node)
     try:
         _lower(b, node)

@@ -67,6 +67,7 @@ def sample_uniform(seed: int, draw: int, place: AxisRanges, device: torch.device
     index = torch.zeros((), dtype=torch.int64, device=device)
     for size, start, stop in place:
         index = index[..., None] * size + torch.arange(start, stop, device=device)
+    # state = seed + (index + 1) * golden, then the finaliser. int64 wraps around as uint64 does.
     word = index.add_(1).mul_(_to_signed(_GOLDEN)).add_(_to_signed(compute_step_seed(seed, draw)))
     word = word.bitwise_xor_(_shift_right(word, 30)).mul_(_to_signed(_FIRST))
     word = word.bitwise_xor_(_shift_right(word, 27)).mul_(_to_signed(_SECOND))
@@ -113,6 +114,7 @@ def sample_at(
     seed: int, number: int, place: AxisRanges, device: torch.device, name: str, dtype: torch.dtype, **arguments: Any
 ) -> Tensor:
     """Return the part at `place` of what the operator `name` draws."""
+    # Box and Muller's law takes two numbers for each position, hence two streams for each draw of the model.
     streams = iter((2 * number, 2 * number + 1))
     made = _LAWS[name](lambda: sample_uniform(seed, next(streams), place, device), arguments)
     if dtype.is_floating_point and torch.finfo(dtype).bits < 64 and name in ("rand", "rand_like", "uniform"):

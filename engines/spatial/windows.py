@@ -67,6 +67,12 @@ class TransposedWindow:
         >>> TransposedWindow(kernel=2, stride=2)(Span(2, 6))
         Span(start=1, stop=3)
         """
+        # Kernel 3, stride 2, padding 1: the inputs' writes overlap, here at outputs 1 and 3.
+        #
+        #     input 0    x  x  x
+        #     input 1          x  x  x
+        #     input 2                x  x  x
+        #     output    -1  0  1  2  3  4  5
         reach = self.dilation * (self.kernel - 1)
         # Rounded up: the first input whose last write reaches out.start.
         first = -((reach - out.start - self.padding) // self.stride)
@@ -181,6 +187,7 @@ def _is_inside(span: Span, other: Span) -> bool:
 
 def _trim_ends(out: Span, fits: Callable[[Span], bool]) -> Span:
     """Return `out` without the outputs at its ends that do not fit; empty if the rest does not fit either."""
+    # From both ends, since a monotonic rule makes the fitting outputs one run; the rule itself may be any function.
     start, stop = out.start, out.stop
     while start < stop and not fits(Span(start, start + 1)):
         start += 1

@@ -29,6 +29,7 @@ def _conv2d(
     bounds on processors without AVX-512: the heap is damaged, and the process aborts sooner or later.
     """
     if weight.shape[2:] == (1, 1):
+        # Without the pixels that a strided 1x1 kernel skips, it is the same kernel with stride 1.
         few = weight.shape[1] < _VECTOR
         if few and max(stride) > 1 and not any(padding):
             x, stride = x[..., :: stride[0], :: stride[1]], (1, 1)
