@@ -127,7 +127,7 @@ class Grid:
     @staticmethod
     def split_axis(size_px: int, parts: int) -> tuple[Span, ...]:
         """Cut `size_px` pixels at the same fractions for every size, so that the tiles of all layers line up."""
-        # 10 pixels over 4 tiles: cuts at 0, 2, 5, 7, 10. The 5 pixels of a layer with stride 2: 0, 1, 2, 3, 5. Each cut is
+        # 10 pixels over 4 tiles: cuts at 0, 2, 5, 7, 10. The 5 pixels after a stride of 2: 0, 1, 2, 3, 5. Each cut is
         # within a pixel of half the other, so that halos stay narrow.
         cuts = [size_px * part // parts for part in range(parts + 1)]
         return tuple(Span(start, stop) for start, stop in itertools.pairwise(cuts))

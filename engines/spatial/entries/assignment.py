@@ -69,6 +69,11 @@ def _assign_lines(b: Builder, node: Node, result: ValueLayout, whole: Ref, dim: 
         start, stop, step = slice(a["start"], a["end"], a["step"]).indices(size)
     out = b.get_output_tiles(result.size_px)[b.rank]
     span = out.rows if dim == axes[0] else out.cols
+    # x[2:9:3] = part, on a tile that owns rows 4 to 8:
+    #
+    #     row       0  1  2  3  4  5  6  7  8  9         first = 1, the line for row 5
+    #     tile                  |-----------|            count = 1, since row 8 is the neighbour's
+    #     part            0        1        2            place = 1, row 5 counted from row 4
     first = max(0, -((start - span.start) // step))  # the first line of the part inside the tile
     count = max(0, -((start + first * step - min(stop, span.stop)) // step))
     source, begins = _fetch_lines(b, node, result, dim, AssignmentWindow(start, step, -((start - stop) // step)))
@@ -89,6 +94,7 @@ def _fetch_lines(
         return b.pad_window(window), (window.wanted.rows if dim == axes[0] else window.wanted.cols).start
     spec = get_spec(b, part.name)
     if node.operator == "aten.select_scatter.default":
+        # The selected axis comes back with size 1: one line, written as the lines of a slice are.
         place = dim + len(node.spec.shape)
         spec = replace(spec, shape=(*spec.shape[:place], 1, *spec.shape[place:]))
         part = b.add_local_op(f"{node.name}.line", "aten.unsqueeze.default", part, place, like=spec)
@@ -155,6 +161,7 @@ def put_lines(x: Tensor, part: Tensor, dim: int, lines: Sequence[int], written: 
     """Return `x` with the lines of `part` where they are `written`; a single line is broadcast."""
     if part.dim() >= -dim and part.shape[dim] > 1:
         part = part.index_select(dim, torch.tensor(lines, device=part.device))
+    # `lines` has an entry for each line of the tile; the mask drops those of lines that are not written.
     mask = torch.tensor(written, device=x.device).view(-1, *(1,) * (-1 - dim))
     return torch.where(mask, part, x)
 

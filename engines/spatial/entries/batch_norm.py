@@ -22,6 +22,9 @@ def batch_norm(b: Builder, node: Node) -> None:
         apply_locally(b, node, value.axes)
         return
     channels = value.spec.shape[1]
+    #     own pixels -> moments, (tiles, 2, C), 0 but in its slot -> all-reduce -> moments of all tiles -> own result
+    #
+    # Backward is the same way back: the gradient of the moments is summed over the ranks, and each takes its slot's.
     counts, slot = b.count_elements(a["input"], channels), b.tile
     is_whole = len(counts) == 1
     if b.local_stats_ranks and not is_whole:  # each tile by its own moments

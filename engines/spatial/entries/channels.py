@@ -115,6 +115,7 @@ def stack(b: Builder, node: Node) -> None:
     parts = align_arguments(b, node)
     source = next(ref for ref in node.arguments["tensors"] if b.is_tiled(ref))
     rows, cols, count = get_spatial_axes(b, source)
+    # Counted from the end, an axis moves by one if the new one comes after it.
     new = node.arguments["dim"] % (count + 1)
     axes = (rows + (new <= rows) - count - 1, cols + (new <= cols) - count - 1)
     apply_locally(b, node, axes, **parts)

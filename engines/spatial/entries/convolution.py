@@ -70,6 +70,10 @@ def conv_transpose2d(b: Builder, node: Node) -> None:
     out_px = (node.spec.shape[-2], node.spec.shape[-1])
     window = b.read_window(a["input"], out_px, rules[0], rules[1])
     out = b.get_output_tiles(out_px)[b.rank]
+    # Inputs held:       start ... stop          write the outputs first ... last - 1 in full
+    # Outputs of the tile:       target
+    #
+    # The difference on each side is cropped (negative) or, where no input writes, padded (positive).
     margins: list[int] = []
     spans = zip((out.rows, out.cols), (window.held.rows, window.held.cols), rules, strict=True)
     for target, held, rule in reversed(list(spans)):

@@ -67,6 +67,7 @@ def pick_lines(b: Builder, node: Node, source: Ref, dim: int, index: Ref) -> Non
 
 def read_line_numbers(b: Builder, node: Node, index: Ref, size_px: int) -> list[int]:
     """Return the numbers of rows or columns in a list. Raises NeedsGatherError if the list is no constant."""
+    # Windows are computed before any pixel is known: only a list that the trace knows can tell which lines to fetch.
     constant = b.graph.constants.get(index.name)
     if constant is None or constant.dtype == torch.bool:
         raise make_gather_error(node, "picks rows or columns that are not known before")

@@ -67,6 +67,8 @@ def max_unpool2d(b: Builder, node: Node) -> None:
     overlap = any(rule.stride < rule.dilation * (rule.kernel - 1) + 1 for rule in rules)
     if not rules or overlap or b.get_value(pool.arguments["self"]).size_px != out_px:
         raise make_gather_error(node, "writes to places that are not known before", (-2, -1))
+    # A pooled pixel is written back into the window that it was pooled from. A tile is written by the pooled pixels
+    # whose windows meet it: those that a transposed convolution would read.
     back = [TransposedWindow(rule.kernel, rule.stride, rule.padding, rule.dilation) for rule in rules]
     values = b.pad_window(b.read_window(a["self"], out_px, *back))
     places = b.pad_window(b.read_window(a["indices"], out_px, *back, fill=-1))

@@ -48,6 +48,8 @@ class _Largest(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, found: Tensor, dims: list[int]) -> Tensor:
         largest = found[0].amax(dims, keepdim=True)
+        # As in ATen, a maximum that occurs k times passes 1/k of its gradient to each, over all tiles together: hence
+        # the counts travel with the values. `_Maxima` then hands the share to each of its own.
         winners = found[0] == largest
         ctx.save_for_backward(winners, (found[1] * winners).sum(dims, keepdim=True))
         return largest
@@ -128,6 +130,7 @@ def find_first_maximum(x: Tensor, dims: list[int], corner: tuple[int, int], widt
 def merge_first_maxima(found: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the largest value and its index; of several, those of the first pixel in row-major order, as in ATen."""
     values, places = found.flatten(-2)
+    # Float64 holds whole numbers up to 2 ** 53 exactly, so that indices may travel in one tensor with the values.
     late = places.detach().masked_fill(values != values.amax(-1, keepdim=True), math.inf)
     first = late.argmin(-1, keepdim=True)
     return values.gather(-1, first)[..., None].to(dtype), places.gather(-1, first)[..., None].long()

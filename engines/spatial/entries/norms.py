@@ -24,6 +24,10 @@ __all__: list[str] = []
 @register_kernel("tile.grouped")
 def group_values(x: Tensor, kept: Sequence[int]) -> Tensor:
     """Return (1, groups, values): one group for each position along the axes `kept`."""
+    # Whatever the norm, its groups become the channels of one image, (1, groups, values), for batch norm's kernels:
+    #
+    #     instance norm     N * C groups                layer norm over (C, H, W)    N groups
+    #     group norm        N * groups                  variance over (2, 3)         N * C
     order = [*kept, *(axis for axis in range(x.dim()) if axis not in kept)]
     groups = math.prod(x.shape[axis] for axis in kept)
     return x.permute(order).reshape(1, groups, -1)

@@ -38,6 +38,8 @@ def all_gather_partials(
     """
     value, grid = b.get_value(ref), b.stage.grid
     rows, cols, _ = get_spatial_axes(b, ref)
+    # A 4 x 6 image over 2 x 3 tiles, reduced over rows: each tile has 1 row of its 2 columns, and all of them form an
+    # image of 2 x 6 pixels. Reduced over both, they form one of 2 x 3.
     parts = {rows: grid.rows, cols: grid.cols}
     shape = [parts.get(axis, 1) if axis in dims else size for axis, size in enumerate(value.spec.shape)]
     like = TensorSpec((*lead, *shape), dtype)

@@ -65,6 +65,7 @@ def max_pool2d_with_indices(b: Builder, node: Node) -> None:
     out_px = (like.shape[-2], like.shape[-1])
     window = b.read_window(source, out_px, *rules, fill=-torch.inf)
     x, padding = fold_padding(b, window, rules, out_px)
+    # The kernel numbers the pixels of what it is given: with its fill, or, if it pads by itself, without.
     seen = window.wanted if padding == (0, 0) else window.held
     settings = [tuple(getattr(rule, name) for rule in rules) for name in ("kernel", "stride", "dilation")]
     settings += [padding, (seen.rows.start, seen.cols.start), value.size_px[1]]
@@ -160,6 +161,7 @@ def adaptive_avg_pool2d(b: Builder, node: Node) -> None:
 
 def fetch_cells(b: Builder, ref: Ref, out_px: tuple[int, int]) -> tuple[Ref, Tile, Cells, Cells]:
     """Return the window that this tile's cells read, its tile, and (start, stop) of each cell in it."""
+    # 7 pixels in 3 cells: 0 to 3, 2 to 5, 4 to 7. Neighbours overlap, so that a tile may read its neighbour's pixels.
     cells = [_split_cells(size, count) for size, count in zip(b.get_value(ref).size_px, out_px, strict=True)]
     rules = [MonotoneWindow(lambda i, c=c: c[i][0], lambda i, c=c: c[i][1] - 1) for c in cells]
     window = b.read_window(ref, out_px, rules[0], rules[1])

@@ -21,6 +21,8 @@ def lower_random(b: Builder, node: Node) -> None:
     a = node.arguments
     source = next((a[name] for name in ("self", "input") if name in a), None)
     axes = b.get_value(source).axes if isinstance(source, Ref) and b.is_tiled(source) else None
+    # Numbers follow from the place in the whole image and the number of the draw: nothing is sent, and a stage that
+    # is computed again draws the same.
     number = find_sample_number(b.graph, node)
     if number is None:
         apply_locally(b, node, axes)

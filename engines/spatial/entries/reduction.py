@@ -27,6 +27,7 @@ _NONE, _MEAN = 0, 1
 def reduce_mean(b: Builder, node: Node, ref: Ref, dims: Sequence[int], keepdim: bool) -> None:
     """Compute the mean over `dims`, which include both spatial axes."""
     sums = _sum(b, f"{node.name}.sum", ref, node.spec, dims, keepdim)
+    # The count is known from the shapes: only sums travel.
     count = sum(b.count_elements(ref, node.spec.numel))
     _cast_result(b, node, b.add_local_op(f"{node.name}.mean", "aten.div.Scalar", sums, count, like=node.spec.sums))
 

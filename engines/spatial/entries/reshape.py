@@ -43,6 +43,7 @@ def _find_unchanged_axes(shape: Sequence[int], out: Sequence[int], axis: int) ->
     >>> _find_unchanged_axes((2, 6, 5, 7), (2, 2, 3, 5, 7), 2)
     [3]
     """
+    # In row-major order an axis keeps its values if it has the same size, and as many positions before it.
     before = math.prod(shape[:axis])
     return [at for at, size in enumerate(out) if size == shape[axis] and math.prod(out[:at]) == before]
 

@@ -49,6 +49,10 @@ def find_taps(size_px: int, resample: Resample, reach_px: int) -> Taps:
     A row that is 1 at every `apart`-th input yields the weights of those inputs. The output for the ramp 0, 1, 2 ...
     identifies the one that is read: no tap is more than `reach_px` from it.
     """
+    # reach_px 1, apart 4: of the inputs r, r + 4, ... no output reads more than one.
+    #
+    #     row r      1 at r, r + 4, ...    output i is the weight of the one that it reads
+    #     ramp       0  1  2  3  4 ...     output i is about the place where it reads: the nearest one is meant
     apart = 2 * reach_px + 2
     places = torch.arange(size_px)
     answers = resample((places % apart == torch.arange(min(apart, size_px))[:, None]).double()).T.tolist()

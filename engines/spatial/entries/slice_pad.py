@@ -41,6 +41,7 @@ def crop(b: Builder, node: Node) -> None:
         apply_locally(b, node, b.get_value(a["self"]).axes)
         return
     start, stop, step = slice(a["start"], a["end"], a["step"]).indices(b.get_value(a["self"]).spec.shape[axis])
+    # x[..., start:stop:step] reads like a 1x1 kernel with that stride.
     stay, move = Shift(0), SlidingWindow(kernel=1, stride=step, padding=-start)
     out_px = (node.spec.shape[rows], node.spec.shape[cols])
     if not b.can_tile(out_px) and start < stop:
