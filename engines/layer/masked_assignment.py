@@ -9,8 +9,6 @@ from engines.layer.views import Make
 
 __all__ = ["make_masked_where"]
 
-_ATEN = torch.ops.aten
-
 
 def make_masked_where(make: Make, node: fx.Node, value: fx.Node) -> fx.Node | None:
     """Return `value` after an `index_put_` with one boolean mask, as a `torch.where`; None if that is not possible.
@@ -18,7 +16,7 @@ def make_masked_where(make: Make, node: fx.Node, value: fx.Node) -> fx.Node | No
     It is possible if all masked positions get the same number, the same vector along the axes after the mask, or the
     values of another tensor at the same positions (`y[mask] = z[mask]`).
     """
-    if node.target is not _ATEN.index_put_.default:
+    if node.target is not torch.ops.aten.index_put_.default:
         return None
     if node.kwargs.get("accumulate", node.args[3] if len(node.args) > 3 else False):
         return None
@@ -29,7 +27,7 @@ def make_masked_where(make: Make, node: fx.Node, value: fx.Node) -> fx.Node | No
     place, mask = given[0]
     behind = value.meta["val"].dim() - place - mask.meta["val"].dim()
     picked = None
-    if new.target is _ATEN.index.Tensor and _is_same(new.args[1], indices):  # y[mask] = z[mask]
+    if new.target is torch.ops.aten.index.Tensor and _is_same(new.args[1], indices):  # y[mask] = z[mask]
         source = new.args[0]
         if source.meta["val"].shape == value.meta["val"].shape:
             picked = source
@@ -37,8 +35,8 @@ def make_masked_where(make: Make, node: fx.Node, value: fx.Node) -> fx.Node | No
     if picked is None:
         return None
     if behind:
-        mask = make(_ATEN.reshape.default, mask, [*mask.meta["val"].shape, *[1] * behind])
-    return make(_ATEN.where.self, mask, picked, value)
+        mask = make(torch.ops.aten.reshape.default, mask, [*mask.meta["val"].shape, *[1] * behind])
+    return make(torch.ops.aten.where.self, mask, picked, value)
 
 
 def _is_same(one: object, other: object) -> bool:
@@ -59,4 +57,4 @@ def _make_broadcastable(make: Make, new: fx.Node, behind: int) -> fx.Node | None
         return None
     if found.dim() <= behind:
         return new
-    return make(_ATEN.reshape.default, new, []) if found.numel() == 1 else None
+    return make(torch.ops.aten.reshape.default, new, []) if found.numel() == 1 else None

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
 
-from engines.layer.graph import MODEL
-from engines.layer.trace import LOSS, find_first_names
+from engines.layer.graph import LOSS, MODEL
+from engines.layer.trace import find_first_names
 
 __all__ = ["OWNERS", "StateNames", "collect_state_names"]
 

@@ -68,7 +68,7 @@ class _LossRewrite:
         # Before the first micro-batch, on the labels alone:    count(labels) of each, summed, / M  =  total
         # In each micro-batch, in place of the class loss:      cross_entropy(sum) / total
         #
-        # Their mean over the M micro-batches is (sum of all losses) / (M * total); M * total is the count of all labels.
+        # Their mean over the M micro-batches is (sum of all losses) / (M * total), and M * total counts all labels.
         nodes = {node.name: node for node in graph.nodes}
         counted = {source: nodes[name] for name, source in sorted(self.sources.items())}
         totals = [BatchTotal(_name_total(source), source, node.spec, 1) for source, node in counted.items()]
