@@ -23,10 +23,7 @@ SHAPE = 2, 3, 10, 14
 
 @pytest.fixture(autouse=True)
 def _leaves_no_trace(monkeypatch: pytest.MonkeyPatch):
-    for module, name in (
-        (operator_table, "_TABLE"),
-        (kernels, "_KERNELS"),
-    ):
+    for module, name in ((operator_table, "_TABLE"), (kernels, "_KERNELS")):
         monkeypatch.setattr(module, name, getattr(module, name).copy())
 
 
