@@ -9,8 +9,6 @@ from engines.layer.graph import ModelGraph, Node, Ref, to_user_name
 
 __all__ = ["check_buffer_reads", "find_updated_buffers", "is_batch_dependent"]
 
-_MOVING = {"aten.batch_norm.default": "training", "aten.instance_norm.default": "use_input_stats"}
-
 
 def check_buffer_reads(graph: ModelGraph, micro_batches: int) -> None:
     """Raise an error if an operator reads a buffer that another operator of the model changes.
@@ -56,7 +54,7 @@ def find_updated_buffers(graph: ModelGraph, node: Node) -> Iterator[str]:
     arguments = node.arguments
     if node.operator == "aten.add_.Tensor" and arguments["self"].name in graph.buffers:
         yield arguments["self"].name
-    moves = _MOVING.get(node.operator)
-    for name in ("running_mean", "running_var") if moves and arguments[moves] else ():
+    mode = {"aten.batch_norm.default": "training", "aten.instance_norm.default": "use_input_stats"}.get(node.operator)
+    for name in ("running_mean", "running_var") if mode and arguments[mode] else ():
         if isinstance(arguments[name], Ref):
             yield arguments[name].name

@@ -25,8 +25,6 @@ __all__ = ["ConstantPropagationMode", "disable_tracing"]
 LIMIT = 1 << 16
 """Maximum number of elements of a tensor that is computed with real numbers."""
 
-_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
-
 _ASKING = (
     "item tolist numpy is_nonzero equal allclose "
     "__bool__ __int__ __float__ __index__ __complex__ __contains__ __array__"
@@ -94,7 +92,7 @@ class ConstantPropagationMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Intercept one torch function. Called by torch."""
         kwargs = kwargs or {}
-        if func == _DATA:
+        if func == Tensor.data.__get__:  # type: ignore[attr-defined]
             return args[0].detach()  # torch.export cannot trace `.data`
         self._refuse(func)
         if func in _ASKS:

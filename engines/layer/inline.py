@@ -22,10 +22,6 @@ UNGRADED, AUTOCAST = "without_gradient", "autocast"
 
 MARKS = (UNGRADED, AUTOCAST)
 
-_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
-_CAST = torch.ops.higher_order.wrap_with_autocast
-_DETACH = torch.ops.aten.detach.default
-
 
 def is_no_grad(node: fx.Node) -> bool:
     """Return whether an operator was traced under `torch.no_grad()`."""
@@ -49,10 +45,10 @@ def inline_subgraphs(module: fx.GraphModule) -> fx.GraphModule:
 
 def _inline_subgraph(top: fx.GraphModule, owner: torch.nn.Module, node: fx.Node, around: dict[str, Any]) -> list[Any]:
     """Insert the operators of a nested graph, an attribute of `owner`, before `node`; return its results."""
-    if node.target is _GRAD:
+    if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled:
         graded, nested, *arguments = node.args
         marks: dict[str, Any] = {**around, UNGRADED: not graded}
-    elif node.target is _CAST:
+    elif node.target is torch.ops.higher_order.wrap_with_autocast:
         kind, precision, casts, _, nested, *arguments = node.args
         marks = {**around, AUTOCAST: (kind, precision, casts)}
     else:
@@ -116,7 +112,7 @@ def insert_detaches(module: fx.GraphModule) -> fx.GraphModule:
                 continue
             if value not in away:
                 with module.graph.inserting_before(node):
-                    away[value] = made = module.graph.call_function(_DETACH, (value,))
+                    away[value] = made = module.graph.call_function(torch.ops.aten.detach.default, (value,))
                 made.meta = {**node.meta, "val": value.meta["val"].detach()}
             node.replace_input_with(value, away[value])
     return module

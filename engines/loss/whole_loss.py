@@ -24,15 +24,13 @@ COUNTED = "loss.counted.default"
 """Operator that computes the denominator of a mean over class numbers: the sum of the class weights of all labels that
 are not ignored."""
 
-_ROUNDS = 8  # totals may depend on other totals: each round of the analysis finds the next ones
-
 
 def analyse_loss(graph: ModelGraph, twin: Callable[[], ModelGraph]) -> LossAnalysis | str:
     """Return how the loss of a micro-batch aggregates to that of the whole batch, or a text that names the obstacle."""
     totals: frozenset[str] = frozenset()
     # Only a total that is known may stand in a denominator. Once a sum counts as a total, values computed from it may
     # turn out to be needed as totals themselves: (labels == 1).sum() first, then what is divided by it.
-    for _ in range(_ROUNDS):
+    for _ in range(8):
         found = LossAnalysis(graph, twin, totals)
         if found.analyse().kind is AggregationKind.UNKNOWN:
             return found.why

@@ -76,7 +76,6 @@ def sample_uniform(seed: int, draw: int, place: AxisRanges, device: torch.device
 
 
 Draw = Callable[[], Tensor]
-Law = Callable[[Draw, Mapping[str, Any]], Tensor]
 
 
 def _sample_normal(draw: Draw, a: Mapping[str, Any]) -> Tensor:
@@ -90,7 +89,7 @@ def _sample_range(draw: Draw, a: Mapping[str, Any]) -> Tensor:
     return draw() * (high - low) + low
 
 
-_LAWS: dict[str, Law] = {
+_LAWS: dict[str, Callable[[Draw, Mapping[str, Any]], Tensor]] = {
     **dict.fromkeys(("rand", "rand_like", "uniform"), _sample_range),
     **dict.fromkeys(("randn", "randn_like", "normal_functional", "normal"), _sample_normal),
     "randint": lambda draw, a: (draw() * (a["high"] - a.get("low", 0))).floor_() + a.get("low", 0),

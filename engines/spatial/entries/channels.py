@@ -8,11 +8,10 @@ import torch
 
 from engines.layer.graph import Node, Ref
 from engines.program.builder import Builder
-from engines.spatial.align import align_arguments, get_axes_without, get_spatial_axes
+from engines.spatial.align import align_arguments, get_axes_without, get_spatial_axes, get_spec
 from engines.spatial.entries.sampling import lower_resample, make_copy_taps
-from engines.spatial.entries.slice_pad import join
 from engines.spatial.kernels import get_operator
-from engines.spatial.local_rules import apply_locally, split_arguments
+from engines.spatial.local_rules import apply_locally, lower_pointwise, split_arguments
 from engines.spatial.operator_table import register_rule
 from engines.spatial.unsupported import make_gather_error
 
@@ -40,9 +39,13 @@ def check_only_first_tiled(b: Builder, node: Node) -> Ref:
     return first  # type: ignore[no-any-return]
 
 
-@register_rule(*(f"aten.{name}.default" for name in ("cumsum", "cumprod", "glu", "sort", "topk", "narrow")))
+@register_rule(
+    *(f"aten.{name}.default" for name in ("cumsum", "cumprod", "glu", "sort", "topk", "narrow")),
+    *("aten.softmax.int", "aten.log_softmax.int"),
+    *("aten.chunk.default", "aten.split.Tensor", "aten.split_with_sizes.default"),
+)
 def lower_per_pixel(b: Builder, node: Node) -> None:
-    """Reorder, accumulate or select the values of each pixel by itself."""
+    """Reorder, accumulate, select or split the values of each pixel by itself. (`getitem` picks the parts.)"""
     source = check_only_first_tiled(b, node)
     dims = node.arguments.get("dim", node.arguments.get("dims"))
     check_along_other_axes(b, node, source, dims)
@@ -121,7 +124,28 @@ def stack(b: Builder, node: Node) -> None:
     apply_locally(b, node, axes, **parts)
 
 
-register_rule("aten.concat.default")(join)
+@register_rule("aten.cat.default", "aten.concat.default")
+def join(b: Builder, node: Node) -> None:
+    """Concatenate channels; pixels stay in place."""
+    first = next(ref for ref in node.arguments["tensors"] if b.is_tiled(ref))
+    check_along_other_axes(b, node, first, node.arguments["dim"])
+    lower_pointwise(b, node)
+
+
+@register_rule("aten.unbind.int")
+def unbind(b: Builder, node: Node) -> None:
+    """Split channels and remove their axis; pixels stay in place."""
+    source = node.arguments["self"]
+    apply_locally(b, node, get_axes_without(b, source, check_along_other_axes(b, node, source, node.arguments["dim"])))
+
+
+@register_rule("aten.prelu.default")
+def prelu(b: Builder, node: Node) -> None:
+    """Apply one slope for each channel, which are along axis 1, or one for all."""
+    source = node.arguments["self"]
+    if get_spec(b, node.arguments["weight"].name).numel > 1:
+        check_along_other_axes(b, node, source, 1)
+    apply_locally(b, node, b.get_value(source).axes)
 
 
 _MOVED = ("transpose.int", "swapaxes.default", "swapdims.default", "movedim.int", "movedim.intlist", "moveaxis.int")
