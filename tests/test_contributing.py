@@ -21,9 +21,6 @@ RECIPES = {
 }
 TABLES = (
     (operator_table, "_TABLE"),
-    (operator_table, "_IMAGES"),
-    (operator_table, "_EVERYWHERE"),
-    (operator_table, "_SHARED"),
     (kernels, "_KERNELS"),
     (machines, "MACHINES"),
 )

@@ -9,8 +9,6 @@ from engines.layer.graph import ModelGraph, Node, Ref, to_user_name
 
 __all__ = ["check_buffer_reads", "find_updated_buffers", "is_batch_dependent"]
 
-_MOVING = {"aten.batch_norm.default": "training", "aten.instance_norm.default": "use_input_stats"}
-
 
 def check_buffer_reads(graph: ModelGraph, micro_batches: int) -> None:
     """Raise an error if an operator reads a buffer that another operator of the model changes.
@@ -19,6 +17,11 @@ def check_buffer_reads(graph: ModelGraph, micro_batches: int) -> None:
     has several micro-batches: from the second on it would see the value of the first (PlanError).
     """
     changers = {name: node for node in graph.nodes for name in find_updated_buffers(graph, node)}
+    # One process, in each forward pass:   read m | m = 0.9 m + 0.1 mean | read m
+    # A rank, at the end of the step:      read m |                      | read m   ...   m = 0.9 m + 0.1 mean
+    #
+    # The first read is the same unless a micro-batch came before it in the step; the second one never is.
+    # `behind` are the buffers whose change has been passed.
     behind: set[str] = set()
     for node in graph.nodes:
         own = set(find_updated_buffers(graph, node))
@@ -51,7 +54,7 @@ def find_updated_buffers(graph: ModelGraph, node: Node) -> Iterator[str]:
     arguments = node.arguments
     if node.operator == "aten.add_.Tensor" and arguments["self"].name in graph.buffers:
         yield arguments["self"].name
-    moves = _MOVING.get(node.operator)
-    for name in ("running_mean", "running_var") if moves and arguments[moves] else ():
+    mode = {"aten.batch_norm.default": "training", "aten.instance_norm.default": "use_input_stats"}.get(node.operator)
+    for name in ("running_mean", "running_var") if mode and arguments[mode] else ():
         if isinstance(arguments[name], Ref):
             yield arguments[name].name

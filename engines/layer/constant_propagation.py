@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
@@ -26,22 +25,21 @@ __all__ = ["ConstantPropagationMode", "disable_tracing"]
 LIMIT = 1 << 16
 """Maximum number of elements of a tensor that is computed with real numbers."""
 
-_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
-
-_ASKS = {
-    getattr(Tensor, name): name.strip("_")
-    for name in ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__",
-                 "numpy", "__array__", "is_nonzero", "equal", "allclose")
-} | {torch.equal: "equal", torch.allclose: "allclose", torch.is_nonzero: "is_nonzero"}  # fmt: skip
+_ASKING = (
+    "item tolist numpy is_nonzero equal allclose "
+    "__bool__ __int__ __float__ __index__ __complex__ __contains__ __array__"
+)
+_ASKS = {getattr(Tensor, name): name.strip("_") for name in _ASKING.split()}
+_ASKS |= {torch.equal: "equal", torch.allclose: "allclose", torch.is_nonzero: "is_nonzero"}
 """Functions that return numbers of a tensor rather than a tensor."""
 
 _HOOKS = {getattr(Tensor, name) for name in ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")}
 
-_MAKES = {
-    getattr(torch, name)
-    for name in ("tensor", "as_tensor", "asarray", "from_numpy", "scalar_tensor", "arange", "range", "linspace",
-                 "logspace", "zeros", "ones", "full", "eye", "tril_indices", "triu_indices")
-}  # fmt: skip
+_MAKING = (
+    "tensor as_tensor asarray from_numpy scalar_tensor arange range linspace logspace zeros ones full eye "
+    "tril_indices triu_indices"
+)
+_MAKES = {getattr(torch, name) for name in _MAKING.split()}
 """Functions that create a tensor from given numbers."""
 
 _BY_SHAPE = {
@@ -50,8 +48,9 @@ _BY_SHAPE = {
 }
 """Functions that read only a tensor's shape and type."""
 
-_DRAWS = ("rand", "dropout", "bernoulli", "normal", "multinomial", "poisson", "uniform", "exponential", "cauchy",
-          "geometric", "rrelu", "empty")  # fmt: skip
+_DRAWS = {"rand", "dropout", "bernoulli", "normal", "multinomial", "poisson", "uniform", "exponential", "cauchy"}
+_DRAWS |= {"geometric", "rrelu", "empty"}
+"""Parts of the names of functions whose results differ from call to call."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +76,7 @@ class ConstantPropagationMode(TorchFunctionMode):
     def __post_init__(self) -> None:
         super().__init__()
         self._known: Any = WeakIdKeyDictionary()
+        # A training may itself be created under `torch.inference_mode()`; only a model that enters it is refused.
         self._inference = torch.is_inference_mode_enabled()
 
     def add_buffers(self, twins: Mapping[str, Tensor]) -> None:
@@ -85,17 +85,18 @@ class ConstantPropagationMode(TorchFunctionMode):
             real = self.held.get(name)
             if real is not None and not real.is_meta and real.numel() <= LIMIT:
                 with disable_tracing():
+                    # In the type of the trace, and a copy: a write within forward must not reach the user's buffer.
                     numbers = real.detach().to("cpu", twin.dtype, copy=True)
                 self._known[twin] = _ConstantValue(numbers, frozenset({name}))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Intercept one torch function. Called by torch."""
         kwargs = kwargs or {}
-        if func == _DATA:
+        if func == Tensor.data.__get__:  # type: ignore[attr-defined]
             return args[0].detach()  # torch.export cannot trace `.data`
         self._refuse(func)
         if func in _ASKS:
-            return self._evaluate_request(func, args, kwargs)
+            return self._answer(func, args, kwargs)
         made = func(*args, **kwargs)
         if isinstance(made, Tensor | tuple | list) or _is_mutating(func, kwargs):
             self._propagate(func, args, kwargs, made)
@@ -115,12 +116,14 @@ class ConstantPropagationMode(TorchFunctionMode):
 
     # ---- reads of numbers
 
-    def _evaluate_request(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _answer(self, func: Any, args: Any, kwargs: Any) -> Any:
         known = [self._find_constant(each) for each in _iterate_tensors((args, kwargs))]
         if all(known):
             for name in frozenset().union(*(each.buffers for each in known)):  # type: ignore[union-attr]
                 self.decided.setdefault(name, find_current_line())
             return self._evaluate(func, args, kwargs)
+        # Some trace modes answer with a symbol, and only its use fails, on some other line (see `_translate_errors`):
+        # what was asked is noted before.
         asked = next(each for each in _iterate_tensors((args, kwargs)) if not self._find_constant(each))
         kind = str(asked.dtype).removeprefix("torch.")
         self.unanswered = (
@@ -143,7 +146,9 @@ class ConstantPropagationMode(TorchFunctionMode):
 
     def _find_constant(self, tensor: Tensor) -> _ConstantValue | None:
         found = self._known.get(tensor)
-        if found is None and not isinstance(tensor, FakeTensor) and not _is_opaque(tensor):
+        # A real tensor that forward finds in a module, say, is a constant if no optimiser changes it.
+        is_plain = type(tensor) is Tensor and not tensor.is_meta and not tensor.requires_grad
+        if found is None and is_plain and tensor.numel() <= LIMIT:
             with disable_tracing():
                 found = self._known[tensor] = _ConstantValue(tensor.detach().clone())
         return found  # type: ignore[no-any-return]
@@ -152,29 +157,24 @@ class ConstantPropagationMode(TorchFunctionMode):
         """Compute the result's numbers if all inputs are known; forget tensors written with unknown numbers."""
         given = list(_iterate_tensors((args, kwargs)))
         by_shape = func in _BY_SHAPE
-        if (by_shape or all(self._find_constant(each) for each in given)) and self._can_propagate(func, given, made):
+        # `zeros_like(image)` is known although the image is not.
+        inputs_known = by_shape or all(self._find_constant(each) for each in given)
+        small = all(each.numel() <= LIMIT for each in _iterate_tensors(made))
+        draws = any(word in _get_name(func) for word in _DRAWS)
+        if inputs_known and small and (given or func in _MAKES) and not draws:
             try:
                 numbers = self._evaluate(func, args, kwargs)
             except Exception:  # numbers that cannot be computed are not known
                 self._forget(given)
-            else:
-                self._store_constants(made, numbers, frozenset() if by_shape else self._collect_buffers(given))
+                return
+            read = [] if by_shape else [self._find_constant(each) for each in given]
+            buffers = frozenset().union(*(known.buffers for known in read if known))
+            for tensor, real in zip(_iterate_tensors(made), _iterate_tensors(numbers), strict=False):
+                if tensor.shape == real.shape and tensor.dtype == real.dtype:
+                    self._known[tensor] = _ConstantValue(real, buffers)
         elif _is_mutating(func, kwargs):
+            # `t[0] = x` or `t.add_(x)` with an unknown x: t and all views of it are unknown from here on.
             self._forget([*given[:1], *_iterate_tensors(kwargs.get("out"))])
-
-    @staticmethod
-    def _can_propagate(func: Any, given: list[Tensor], made: Any) -> bool:
-        small = all(each.numel() <= LIMIT for each in _iterate_tensors(made))
-        draws = any(word in _get_name(func) for word in _DRAWS)
-        return small and (bool(given) or func in _MAKES) and not draws
-
-    def _collect_buffers(self, given: list[Tensor]) -> frozenset[str]:
-        return frozenset().union(*(known.buffers for each in given if (known := self._find_constant(each))))
-
-    def _store_constants(self, made: Any, numbers: Any, buffers: frozenset[str]) -> None:
-        for tensor, real in zip(_iterate_tensors(made), _iterate_tensors(numbers), strict=False):
-            if tensor.shape == real.shape and tensor.dtype == real.dtype:
-                self._known[tensor] = _ConstantValue(real, buffers)
 
     def _forget(self, written: list[Tensor]) -> None:
         """Forget the numbers of all tensors that share storage with a written tensor."""
@@ -182,22 +182,25 @@ class ConstantPropagationMode(TorchFunctionMode):
             found = self._known.get(tensor)
             if found is None:
                 continue
+            # The known numbers were made by the same functions as the traced tensors: their views share memory, too.
             memory = found.numbers.untyped_storage().data_ptr()
             for each in list(self._known):
                 if self._known[each].numbers.untyped_storage().data_ptr() == memory:
                     del self._known[each]
 
     def _evaluate(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Return the function of the known numbers; a tensor of which only the shape matters is replaced by zeros."""
+        """Return the function of the known numbers."""
+
+        def get_numbers(tensor: Tensor) -> Tensor:
+            if known := self._find_constant(tensor):
+                return known.numbers
+            return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)  # only its shape matters (`_BY_SHAPE`)
+
         with disable_tracing():
-            given, named = _map_tensors((args, {**kwargs}), self._get_numbers)
+            given, named = _map_tensors((args, {**kwargs}), get_numbers)
             if "device" in named:
                 named["device"] = "cpu"
             return func(*given, **named)
-
-    def _get_numbers(self, tensor: Tensor) -> Tensor:
-        known = self._find_constant(tensor)
-        return known.numbers if known else torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
 
 
 @contextmanager
@@ -205,11 +208,6 @@ def disable_tracing() -> Iterator[None]:
     """Within the context, torch computes with real numbers, and nothing is traced."""
     with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
         yield
-
-
-def _is_opaque(tensor: Tensor) -> bool:
-    """Return whether a tensor's numbers cannot be read directly: a subclass, on meta, too large or with a gradient."""
-    return type(tensor) is not Tensor or tensor.is_meta or tensor.numel() > LIMIT or tensor.requires_grad
 
 
 def _get_name(func: Any) -> str:

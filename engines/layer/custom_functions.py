@@ -21,11 +21,6 @@ from engines.layer.source_location import find_current_line
 
 __all__ = ["check_custom_functions"]
 
-_LIMIT = 1 << 18
-"""Maximum number of elements of a trial tensor; larger ones are cropped along rows and columns."""
-
-_FEW_PX = 8
-
 
 class _NullContext:
     """Replaces the context of a function whose backward is not called: it ignores every call."""
@@ -40,6 +35,7 @@ def check_custom_functions() -> Iterator[None]:
 
     Raises TraceError for a function whose backward does not compute the gradient of its forward.
     """
+    # `apply` is replaced for all threads, as it is an attribute of a class; ranks may be threads that train meanwhile.
     own, thread = torch.autograd.Function.__dict__.get("apply"), threading.get_ident()
     tried: list[Any] = []
     plain = inspect.getattr_static(torch.autograd.Function, "apply")  # not a Python function in torch 2.14
@@ -63,28 +59,38 @@ def check_custom_functions() -> Iterator[None]:
 
 
 def _check(cls: Any, arguments: tuple[Any, ...]) -> None:
+    why, cause = "it is another one", None
     try:
-        agrees = _has_same_gradients(cls, arguments)
+        if _has_same_gradients(cls, arguments):
+            return
     except Exception as error:
-        raise TraceError(_format_error(cls, f"it could not be tried ({type(error).__name__}: {error})")) from error
-    if not agrees:
-        raise TraceError(_format_error(cls, "it is another one"))
-
-
-def _format_error(cls: Any, why: str) -> str:
-    return (
+        why, cause = f"it could not be tried ({type(error).__name__}: {error})", error
+    raise TraceError(
         f"{find_current_line()} calls {cls.__name__}, a torch.autograd.Function. A trace has what its forward "
         f"computes, and the gradient of that in place of its backward: {why}. Write what you mean in forward, such as "
         "x + (f(x) - x).detach() for a gradient that passes straight through."
-    )
+    ) from cause
 
 
 def _has_same_gradients(cls: Any, arguments: tuple[Any, ...]) -> bool:
     """Return whether backward computes the gradients of forward, for random numbers of similar shapes."""
+    random = torch.Generator().manual_seed(0)
+
+    def make_trial(argument: Any) -> Any:
+        if not isinstance(argument, Tensor):
+            return argument
+        shape = list(argument.shape)
+        if argument.numel() > 1 << 18:  # a few rows and columns of an image tell as much, in less time
+            shape[2:] = [min(size, 8) for size in shape[2:]]
+        if not argument.is_floating_point():
+            return torch.randint(0, 2, shape, generator=random).to(argument.dtype)
+        return torch.randn(shape, generator=random, dtype=torch.float64)
+
     with disable_tracing(), torch.enable_grad():
-        random = torch.Generator().manual_seed(0)
-        given = [_make_trial_argument(each, random) for each in arguments]
+        given = [make_trial(each) for each in arguments]
         theirs = _compute_gradients(cls.apply, given)
+        # Called without `apply`, forward is ordinary code: autograd differentiates its operators, as the ranks will. It
+        # takes a context as its first argument unless the class has a `setup_context` of its own.
         has_context = cls.setup_context is torch.autograd.Function.setup_context
         ours = _compute_gradients(lambda *these: cls.forward(*([_NullContext()] if has_context else []), *these), given)
     return len(theirs) == len(ours) and all(
@@ -93,19 +99,10 @@ def _has_same_gradients(cls: Any, arguments: tuple[Any, ...]) -> bool:
     )
 
 
-def _make_trial_argument(argument: Any, random: torch.Generator) -> Any:
-    if not isinstance(argument, Tensor):
-        return argument
-    shape = list(argument.shape)
-    if argument.numel() > _LIMIT:
-        shape[2:] = [min(size, _FEW_PX) for size in shape[2:]]
-    if not argument.is_floating_point():
-        return torch.randint(0, 2, shape, generator=random).to(argument.dtype)
-    return torch.randn(shape, generator=random, dtype=torch.float64)
-
-
 def _compute_gradients(run: Callable[..., Any], given: list[Any]) -> list[Tensor | None]:
     """Return the gradients of randomly weighted results by the arguments, followed by the results."""
+    # The weights of the results are random, so that two wrong gradients do not cancel each other, and seeded, so that
+    # both sides have the same.
     leaves = [
         each.clone().requires_grad_(each.is_floating_point()) if isinstance(each, Tensor) else each for each in given
     ]

@@ -48,7 +48,12 @@ class ExportReader:
                 self.inputs[node.name] = make_tensor_spec(node.meta["val"])
                 self.names[node.name] = node.name
             elif node.op == "get_attr":
-                self._read_attribute(node)
+                tensor = operator.attrgetter(str(node.target))(self.module)
+                name = self.first_names.get(str(node.target))
+                if name is None:  # not a weight or buffer of the user's: forward made or found it
+                    name = make_constant_name(tensor)
+                    self.constants[name] = tensor.detach()
+                self.owned[name], self.names[node.name] = tensor, name
             elif node.op == "output":
                 outputs = tuple(find_ref_names(self._to_refs(node.args[0])))
             elif not is_check(node):
@@ -57,8 +62,18 @@ class ExportReader:
 
     def _build_graph(self, loss: str | None, answers: Sequence[str]) -> ModelGraph:
         specs = {name: make_tensor_spec(tensor) for name, tensor in self.owned.items()}
+        # A parameter that forward finds outside the user's module, such as in a closure, is a constant: no optimiser
+        # has it.
         weights = {name for name, tensor in self.owned.items() if isinstance(tensor, nn.Parameter)} - {*self.constants}
-        nodes = tuple(self._label_loss_nodes(answers))
+        made = [index for index, node in enumerate(self.nodes) if node.name in answers]
+        if not made:
+            raise TraceError("The model answers with its own input: there is nothing to compute.")
+        # What follows the model's last output and is in none of its modules is the loss.
+        nodes = tuple(
+            replace(node, module="loss") if index > made[-1] and not node.module else node
+            for index, node in enumerate(self.nodes)
+        )
+        # A weight that the loss does not depend on has no gradient, and the ranks must not wait for one.
         reached = find_gradient_targets(loss, nodes) if loss else set()
         graph = ModelGraph(
             inputs=self.inputs,
@@ -74,28 +89,13 @@ class ExportReader:
             raise TraceError(f"The loss must be one number, but its shape is {graph.specs[loss].shape}. Reduce it.")
         return graph
 
-    def _label_loss_nodes(self, answers: Sequence[str]) -> Iterator[Node]:
-        """Yield the nodes; those after the last output that are in no module are labelled as the loss."""
-        made = [index for index, node in enumerate(self.nodes) if node.name in answers]
-        if not made:
-            raise TraceError("The model answers with its own input: there is nothing to compute.")
-        for index, node in enumerate(self.nodes):
-            yield replace(node, module="loss") if index > made[-1] and not node.module else node
-
     def _order_nodes(self) -> Iterator[fx.Node]:
         """Yield the nodes, each `getitem` right after the operator whose outputs it picks."""
+        # Otherwise a stage could be cut between an operator and its outputs, which would have to travel as a list.
         for node in self.module.graph.nodes:
             if node.target is not operator.getitem:
                 yield node
                 yield from (user for user in node.users if user.target is operator.getitem)
-
-    def _read_attribute(self, node: fx.Node) -> None:
-        tensor = operator.attrgetter(str(node.target))(self.module)
-        name = self.first_names.get(str(node.target))
-        if name is None:
-            name = make_constant_name(tensor)
-            self.constants[name] = tensor.detach()
-        self.owned[name], self.names[node.name] = tensor, name
 
     def _to_refs(self, value: Any) -> Any:
         if isinstance(value, fx.Node):
@@ -105,42 +105,39 @@ class ExportReader:
         return value
 
     def _read_call(self, node: fx.Node) -> None:
-        arguments = self._get_arguments(node)
-        if self._is_same(node, arguments):
+        name, made = str(node.target), node.meta["val"]
+        schema = node.target._schema if isinstance(node.target, torch._ops.OpOverload) else None
+        if schema is None:
+            arguments = {str(position): self._to_refs(value) for position, value in enumerate(node.args)}
+        else:
+            given = {each.name: value for each, value in zip(schema.arguments, node.args, strict=False)}
+            given.update(node.kwargs)
+            arguments = {
+                each.name: self._to_refs(given.get(each.name, each.default_value)) for each in schema.arguments
+            }
+        # A copy of a constant, to which no operator writes, is the constant.
+        if name == "aten.lift_fresh_copy.default" or (
+            name == "aten.detach.default" and arguments["self"].name in self.constants
+        ):
             self.names[node.name] = arguments["self"].name
             return
-        _check_shape(node)
-        self.names[node.name] = arguments["self"].name if _is_counter_update(node) else node.name
+        if isinstance(made, Tensor) and any(not isinstance(size, int) for size in made.shape):
+            raise TraceError(_BY_VALUE.format(f"{node.target} in {describe_location(node)} makes"))
+        # The only operator in place that is left counts up a buffer: its readers read the buffer.
+        counts_up = schema is not None and schema.is_mutable
+        self.names[node.name] = arguments["self"].name if counts_up else node.name
         self.nodes.append(
             Node(
                 name=node.name,
                 operator=_get_operator_name(node),
                 arguments=arguments,
-                spec=make_tensor_spec(node.meta["val"]) if isinstance(node.meta["val"], Tensor) else None,
+                spec=make_tensor_spec(made) if isinstance(made, Tensor) else None,
                 module=get_module_path(node),
                 source=find_source_line(node),
                 flops=count_flops(node),
                 graded=not is_no_grad(node),
             )
         )
-
-    def _is_same(self, node: fx.Node, arguments: Mapping[str, Any]) -> bool:
-        """Return whether a node only copies or detaches a constant, to which no operator writes."""
-        name = str(node.target)
-        return name == "aten.lift_fresh_copy.default" or (
-            name == "aten.detach.default" and arguments["self"].name in self.constants
-        )
-
-    def _get_arguments(self, node: fx.Node) -> dict[str, Any]:
-        """Return the arguments by name, in the schema's order, with defaults filled in."""
-        if not isinstance(node.target, torch._ops.OpOverload):
-            return {str(position): self._to_refs(value) for position, value in enumerate(node.args)}
-        given = {schema.name: value for schema, value in zip(node.target._schema.arguments, node.args, strict=False)}
-        given.update(node.kwargs)
-        return {
-            schema.name: self._to_refs(given.get(schema.name, schema.default_value))
-            for schema in node.target._schema.arguments
-        }
 
 
 def is_check(node: fx.Node) -> bool:
@@ -157,21 +154,10 @@ def make_tensor_spec(value: Tensor) -> TensorSpec:
 
 def make_constant_name(tensor: Tensor) -> str:
     """Return the name of a tensor that forward creates or finds: the same for the same numbers."""
+    # A name by content: two traces of one model, with other numbers of images, call the same constant the same.
     numbers = tensor.detach().cpu().contiguous()
     told = f"{tuple(numbers.shape)} {numbers.dtype} ".encode() + numbers.view(-1).view(torch.uint8).numpy().tobytes()
     return f"constant.{hashlib.sha256(told).hexdigest()[:16]}"
-
-
-def _check_shape(node: fx.Node) -> None:
-    """Raise TraceError if the node's shape is not known."""
-    made = node.meta["val"]
-    if isinstance(made, Tensor) and any(not isinstance(size, int) for size in made.shape):
-        raise TraceError(_BY_VALUE.format(f"{node.target} in {describe_location(node)} makes"))
-
-
-def _is_counter_update(node: fx.Node) -> bool:
-    """Return whether an operator increments a buffer, which is also its result."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def _get_operator_name(node: fx.Node) -> str:

@@ -17,16 +17,16 @@ def make_fake_copy(module: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) 
 
     They are replaced before `deepcopy` would copy them. Other tensors of the module are copied with their numbers.
     """
+    # `deepcopy` takes an object in its memo for copied already, and never looks into the real tensors. Tied weights
+    # are one object and stay tied.
     memo: dict[int, Any] = {}
     with mode:
         for tensor in [*module.parameters(), *module.buffers()]:
-            memo[id(tensor)] = _make_fake_like(tensor, dtype if tensor.is_floating_point() else tensor.dtype)
+            kind = dtype if tensor.is_floating_point() else tensor.dtype
+            twin = torch.empty_like(tensor.detach(), dtype=kind, device="cpu")
+            is_weight = isinstance(tensor, nn.Parameter)
+            memo[id(tensor)] = nn.Parameter(twin, requires_grad=tensor.requires_grad) if is_weight else twin
     return copy.deepcopy(module, memo)
-
-
-def _make_fake_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    twin = torch.empty_like(tensor.detach(), dtype=dtype, device="cpu")
-    return nn.Parameter(twin, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
 
 
 def make_fake_tensor(mode: FakeTensorMode, shape: tuple[int, ...], dtype: str) -> Tensor:

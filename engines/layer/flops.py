@@ -7,8 +7,9 @@ user registers there for a custom operator is used here, too.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -52,10 +53,25 @@ def count_flops(node: fx.Node) -> int:
     value = node.meta.get("val")
     if not isinstance(value, Tensor):
         return 0
-    arguments = tree_map(_to_meta_argument, (list(node.args), dict(node.kwargs)))
+
+    def describe(item: Any) -> Any:
+        if isinstance(item, fx.Node):
+            return tree_map(lambda part: _TensorMeta(part) if isinstance(part, Tensor) else part, item.meta.get("val"))
+        return torch.device("meta") if isinstance(item, torch.device) else item
+
+    # A deep model has few different operators: the key has shapes and settings, but no names.
+    arguments = tree_map(describe, (list(node.args), dict(node.kwargs)))
     key = f"{node.target}{arguments}"
-    if key not in _KNOWN:
-        _KNOWN[key] = resolve_flops(str(node.target), _count_operator(node.target, *arguments), value.shape)
+    if key in _KNOWN:
+        return _KNOWN[key]
+    counted = 0
+    if any(isinstance(item, _TensorMeta) for item in tree_leaves(arguments)):
+        args, kwargs = tree_map(lambda item: item.to_meta() if isinstance(item, _TensorMeta) else item, arguments)
+        # An operator that cannot run on the meta device is not refused for want of a count.
+        with contextlib.suppress(Exception), torch.no_grad(), FlopCount() as count:
+            node.target(*args, **kwargs)  # type: ignore[operator]
+            counted = count.total
+    _KNOWN[key] = resolve_flops(str(node.target), counted, value.shape)
     return _KNOWN[key]
 
 
@@ -78,32 +94,8 @@ class _TensorMeta:
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
 
-def _to_meta_argument(item: Any) -> Any:
-    """Replace a node by the metadata of its tensors, and a device by the meta device."""
-    if isinstance(item, fx.Node):
-        return tree_map(lambda part: _TensorMeta(part) if isinstance(part, Tensor) else part, item.meta.get("val"))
-    return torch.device("meta") if isinstance(item, torch.device) else item
-
-
-def _count_operator(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """Return the operator's FLOPs; 0 if it reads no tensor or cannot run without memory."""
-    if not any(isinstance(item, _TensorMeta) for item in tree_leaves((args, kwargs))):
-        return 0
-    args, kwargs = tree_map(lambda item: item.to_meta() if isinstance(item, _TensorMeta) else item, (args, kwargs))
-    try:
-        with torch.no_grad(), FlopCount() as count:
-            target(*args, **kwargs)
-    except Exception:  # an operator that fails on the meta device is not refused for want of a count
-        return 0
-    return count.total
-
-
 def _count_matvec(matrix: Tensor, vector: Tensor) -> int:
     return 2 * matrix.numel()
-
-
-def _count_attention(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> int:
-    return 2 * math.prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
 
 
 def _count_trilinear(one: Tensor, two: Tensor, three: Tensor, *expanded_and_summed: Sequence[int]) -> int:
@@ -122,7 +114,10 @@ _OURS: dict[Any, Callable[..., int]] = {
     torch.ops.aten.vdot: _count_matvec,
     torch.ops.aten.addmv: lambda added, matrix, vector: _count_matvec(matrix, vector),
     torch.ops.aten.addbmm: lambda added, one, other: 2 * one.numel() * other.shape[-1],
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _count_attention,
+    # (queries x keys) scores of `key size` products each, and as many weighted sums of values
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda query, key, value, *_: (
+        2 * math.prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+    ),
     torch.ops.aten._trilinear: _count_trilinear,
 }
 """Formulas for products that PyTorch's registry lacks."""

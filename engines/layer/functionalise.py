@@ -8,6 +8,7 @@ way.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -86,20 +87,16 @@ def functionalise(module: fx.GraphModule, owned: Collection[str]) -> fx.GraphMod
 def remove_dead_nodes(module: fx.GraphModule) -> fx.GraphModule:
     """Erase nodes without readers, such as written views and size checks at run time, and return the module."""
     for node in reversed(list(module.graph.nodes)):
-        if not node.users and _is_dead(node):
+        if node.users or node.op != "call_function" or _find_mutated_argument(node):
+            continue
+        name = str(node.target)
+        # An operator that draws stays although nothing reads it: draws are counted, and later ones would be others.
+        is_new = name.startswith("aten.new_") or (name in WITHOUT_GRADIENT and "rand" not in name)
+        checks = name.startswith(("aten.sym_size", "aten.item", "aten._assert_", "aten.index.Tensor"))
+        computes_sizes = not isinstance(node.target, torch._ops.OpOverload)
+        if _MADE in node.meta or _VIEW in node.meta or is_new or checks or computes_sizes:
             module.graph.erase_node(node)
     return module
-
-
-def _is_dead(node: fx.Node) -> bool:
-    """Return whether a node without readers can be erased. (`rand_like` and `randn_like` draw, and stay.)"""
-    if node.op != "call_function" or _find_mutated_argument(node):
-        return False
-    name = str(node.target)
-    is_new = name.startswith("aten.new_") or (name in WITHOUT_GRADIENT and "rand" not in name)
-    checks = name.startswith(("aten.sym_size", "aten.item", "aten._assert_", "aten.index.Tensor"))
-    computes_sizes = not isinstance(node.target, torch._ops.OpOverload)
-    return _MADE in node.meta or is_new or checks or computes_sizes or _VIEW in node.meta
 
 
 class _Functionaliser:
@@ -115,6 +112,8 @@ class _Functionaliser:
 
     def visit(self, node: fx.Node) -> None:
         """Redirect the node's inputs to their current values, and make the node out-of-place if it writes."""
+        # A write reads its argument, too (`y += x`): it needs the current value like any other reader. Only a buffer
+        # that is counted up keeps its own node, since the increment stays in place.
         written = _find_mutated_argument(node)
         for argument in node.all_input_nodes:
             alias = self.aliases[argument]
@@ -124,20 +123,22 @@ class _Functionaliser:
             self._write(node, self.aliases[written])
         elif node not in self.aliases:  # a `getitem` was tracked with the operator whose outputs it picks
             for made in (node, *(user for user in node.users if user.target is operator.getitem)):
-                self._track_value(made, node)
+                viewed = self._find_viewed_input(made, node)
+                if viewed is not None:
+                    self._add_view(made, self.aliases[viewed])
+                else:
+                    self.aliases[made] = _Alias(_Memory(node.op == "get_attr"), None, made, made, 0)
         self._track_gradient(node)
 
-    def _track_value(self, made: fx.Node, node: fx.Node) -> None:
-        """Record `made`, which is `node` or one of its outputs, as a view of an input of `node` or as a new storage."""
-        viewed = None if node.target is _ATEN.lift_fresh_copy.default else self._find_viewed_input(made, node)
-        if viewed is not None:
-            self._add_view(made, self.aliases[viewed])
-        else:
-            self.aliases[made] = _Alias(_Memory(node.op == "get_attr"), None, made, made, 0)
-
     def _find_viewed_input(self, made: fx.Node, node: fx.Node) -> fx.Node | None:
+        """Return the input of `node` that `made` (it, or one of its outputs) is a view of; None for a new storage."""
+        # A trace says that it returns its argument, but each call makes a new tensor of the constant.
+        if node.target is _ATEN.lift_fresh_copy.default:
+            return None
         if is_idle_dropout(node):
             return node.all_input_nodes[0]
+        # Neither the schema nor the operator's name tells whether `reshape` or `contiguous` copied. The fake tensors of
+        # the trace do: views share a storage.
         here = self.memories[made]
         return next((each for each in node.all_input_nodes if here & self.memories.get(each, frozenset())), None)
 
@@ -148,11 +149,13 @@ class _Functionaliser:
     def _track_gradient(self, node: fx.Node) -> None:
         """Record whether a gradient flows back through the node. (Images have none in training.)"""
         if node.op == "get_attr":
-            carries = _get_attribute(self.module, node).requires_grad
+            carries = operator.attrgetter(str(node.target))(self.module).requires_grad
         elif node.op != "call_function" or is_no_grad(node) or str(node.target) in WITHOUT_GRADIENT:
             carries = False
         else:
-            carries = _can_carry_gradient(node) and any(each in self.carrying for each in node.all_input_nodes)
+            value = node.meta.get("val")
+            is_integral = isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
+            carries = not is_integral and any(each in self.carrying for each in node.all_input_nodes)
         if carries:
             self.carrying.add(node)
 
@@ -160,7 +163,12 @@ class _Functionaliser:
         """Return the alias's current value, replaying its view before `reader` if the storage was written since."""
         if alias.version != alias.memory.version:
             if alias.parent is None or not is_replayable(alias.view):
-                raise _make_stale_read_error(reader, alias.memory.writer)
+                writer = alias.memory.writer
+                told = f"{writer.target} in {describe_location(writer)}" if writer else "another operator"
+                raise TraceError(
+                    f"{reader.target} in {describe_location(reader)} reads memory that {told} has changed through "
+                    "another view. Make that operator out-of-place."
+                )
             parent, view = self._get_current_value(alias.parent, reader), alias.view
             made = self._make(reader, view, view.target, parent, *view.args[1:], **view.kwargs)
             self._set_value(alias, made)
@@ -177,16 +185,21 @@ class _Functionaliser:
         if alias.memory.outlives:
             self._count_up_buffer(node, alias)
             return
-        if is_inplace_view(node):
-            self._write_inplace_view(node, alias)
+        if is_inplace_view(node):  # `unsqueeze_`, say: from now on, the old name refers to the new shape
+            node.target = _find_functional_target(node)
+            self._add_view(node, alias)
+            for name in [name for name, each in self.aliases.items() if each is alias]:
+                self.aliases[name] = self.aliases[node]
             return
         base = alias.base
+        # Autograd would go on with the gradient of the old values, which an out-of-place operator cannot express.
         if is_no_grad(node) and base.version == base.memory.version and base.value in self.carrying:
             raise TraceError(
                 f"{node.target} in {describe_location(node)} changes, under torch.no_grad(), a tensor that has a "
                 "gradient: the gradient would be that of other values. Make that operator out-of-place."
             )
         made = self._make_out_of_place(node, alias.value)
+        # `y += x` keeps the type of y, whatever autocast makes of `y + x` (see `insert_casts`).
         made.meta[WRITTEN] = alias.value
         self._propagate_write(node, alias, made)
         node.replace_all_uses_with(made)
@@ -208,21 +221,23 @@ class _Functionaliser:
         base.memory.version, base.memory.writer = base.memory.version + 1, node
         self.aliases[node] = alias
 
-    def _write_inplace_view(self, node: fx.Node, alias: _Alias) -> None:
-        """Rewrite `unsqueeze_` and similar operators: from now on, the old name refers to the new shape."""
-        node.target = _find_functional_target(node)
-        self._add_view(node, alias)
-        renamed = self.aliases[node]
-        for name in [name for name, each in self.aliases.items() if each is alias]:
-            self.aliases[name] = renamed
-
     def _propagate_write(self, node: fx.Node, alias: _Alias, made: fx.Node) -> None:
         """Set `made` as the written alias's value, and propagate it to the storage as far as possible."""
         # From the written view up to the base. If a view has no inverse, the walk ends early: the aliases above keep
         # their old version, and a later read of them raises TraceError instead of returning stale values.
+        #
+        #     x = zeros(4, 4)         base    version 0 -> 1: slice_scatter(x, select_scatter(y, z, 0, 0), 0, 2, 4)
+        #     y = x[2:4]              view    version 0 -> 1: select_scatter(y, z, 0, 0)
+        #     y[0].copy_(z)           written version 0 -> 1: z
+        #
+        # Any other view of x, such as x[:, 1], keeps version 0 and is replayed from the new x by its next reader.
         path, part = [(alias, made)], made
         while alias.parent is not None:
-            whole = self._find_parent_value(alias, node)
+            whole = None
+            # A view that was made without a gradient would cut off the gradient of what is now written through it.
+            if is_no_grad(node) or not is_no_grad(alias.view):
+                with contextlib.suppress(TraceError):
+                    whole = self._get_current_value(alias.parent, node)
             back = whole and invert_view(partial(self._make, node, node), alias.view, whole, part)
             if back is None:
                 break
@@ -235,40 +250,30 @@ class _Functionaliser:
         for each, value in path:
             self._set_value(each, value)
 
-    def _find_parent_value(self, alias: _Alias, node: fx.Node) -> fx.Node | None:
-        """Return the current value that a written view is a view of; None if it, or its gradient, is not known."""
-        if is_no_grad(alias.view) and not is_no_grad(node):
-            return None
-        try:
-            return self._get_current_value(alias.parent, node) if alias.parent else None
-        except TraceError:
-            return None
-
     def _make_out_of_place(self, node: fx.Node, value: fx.Node) -> fx.Node:
-        make = partial(self._make, node, node)
-        if node.target in (_ATEN.copy_.default, _ATEN.fill_.Tensor):
-            return self._make_copy(node, value, node.args[1])  # type: ignore[arg-type]
-        if (made := make_masked_where(make, node, value)) is not None:
-            return made
+        make, like = partial(self._make, node, node), value.meta["val"]
+        if node.target in (_ATEN.copy_.default, _ATEN.fill_.Tensor):  # the source, in the type and shape of `value`
+            source: fx.Node = node.args[1]  # type: ignore[assignment]
+            made = source
+            if made.meta["val"].dtype != like.dtype:
+                made = make(_ATEN._to_copy.default, made, dtype=like.dtype)
+            if made.meta["val"].shape != like.shape:
+                made = make(_ATEN.expand.default, made, list(like.shape))
+            return made if made is not source else make(_ATEN.alias.default, made)
+        if (masked := make_masked_where(make, node, value)) is not None:
+            return masked
         target = _find_functional_target(node)
-        count = len(target._schema.arguments)
-        made = make(target, value, *_get_positional_arguments(node)[1:count], **node.kwargs)
-        kind = value.meta["val"].dtype
-        return made if made.meta["val"].dtype == kind else make(_ATEN._to_copy.default, made, dtype=kind)
-
-    def _make_copy(self, node: fx.Node, value: fx.Node, source: fx.Node) -> fx.Node:
-        """Return `source` in the type and shape of `value`."""
-        make, like, made = partial(self._make, node, node), value.meta["val"], source
-        if made.meta["val"].dtype != like.dtype:
-            made = make(_ATEN._to_copy.default, made, dtype=like.dtype)
-        if made.meta["val"].shape != like.shape:
-            made = make(_ATEN.expand.default, made, list(like.shape))
-        return made if made is not source else make(_ATEN.alias.default, made)
+        # Defaults are filled in: `bernoulli.p` requires an argument that `bernoulli_` has a default for.
+        left_out = node.target._schema.arguments[len(node.args) :]  # type: ignore[union-attr]
+        given = [*node.args, *(each.default_value for each in left_out if not each.kwarg_only)]
+        made = make(target, value, *given[1 : len(target._schema.arguments)], **node.kwargs)
+        return made if made.meta["val"].dtype == like.dtype else make(_ATEN._to_copy.default, made, dtype=like.dtype)
 
     def _make(self, reader: fx.Node, origin: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Insert an operator before `reader`, with the source location of `origin`."""
         with self.graph.inserting_before(reader):
             made = self.graph.call_function(target, args, kwargs)
+        # The shape, type and storage of the new value, which later passes read: the operator runs once without memory.
         live = fx.node.map_aggregate(
             (args, kwargs), lambda each: each.meta["val"] if isinstance(each, fx.Node) else each
         )
@@ -279,18 +284,6 @@ class _Functionaliser:
         self.aliases[made] = _Alias(_Memory(False), None, made, made, 0)
         self._track_gradient(made)
         return made
-
-
-def _get_attribute(module: fx.GraphModule, node: fx.Node) -> Any:
-    found: Any = module
-    for name in str(node.target).split("."):
-        found = getattr(found, name)
-    return found
-
-
-def _can_carry_gradient(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    return not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex()
 
 
 def _find_mutated_argument(node: fx.Node) -> fx.Node | None:
@@ -317,17 +310,3 @@ def _find_functional_target(node: fx.Node) -> Any:
             f"{node.target} in {find_source_line(node)} writes to its input and has no out-of-place form. Replace it."
         )
     return getattr(plain, overload)
-
-
-def _get_positional_arguments(node: fx.Node) -> list[Any]:
-    """Return the arguments by position, with defaults: `bernoulli.p` requires one that `bernoulli_` defaults."""
-    left_out = node.target._schema.arguments[len(node.args) :]  # type: ignore[union-attr]
-    return [*node.args, *(each.default_value for each in left_out if not each.kwarg_only)]
-
-
-def _make_stale_read_error(reader: fx.Node, writer: fx.Node | None) -> TraceError:
-    told = f"{writer.target} in {describe_location(writer)}" if writer else "another operator"
-    return TraceError(
-        f"{reader.target} in {describe_location(reader)} reads memory that {told} has changed through another view. "
-        "Make that operator out-of-place."
-    )

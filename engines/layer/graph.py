@@ -27,18 +27,14 @@ MODEL, LOSS = "model.", "loss."
 """Prefixes of the names of weights and buffers: of the model's own, and of a loss that is a module."""
 
 WITHOUT_GRADIENT = frozenset(
-    f"aten.{name}.default"
-    for name in (
-        "detach", "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like",
-        "new_empty", "new_zeros", "new_ones", "new_full",
-    )
-)  # fmt: skip
+    {f"aten.{name}_like.default" for name in ("zeros", "ones", "full", "empty", "rand", "randn")}
+    | {f"aten.new_{name}.default" for name in ("empty", "zeros", "ones", "full")}
+    | {"aten.detach.default"}
+)
 """Operators through which no gradient flows to their arguments."""
 
-_ITEM_BYTES = {
-    "complex128": 16, "complex64": 8, "float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2,
-    "int16": 2,
-}  # fmt: skip
+_ITEM_BYTES = {"complex128": 16, "complex64": 8, "float64": 8, "int64": 8, "float32": 4, "int32": 4}
+_ITEM_BYTES |= {"float16": 2, "bfloat16": 2, "int16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +216,8 @@ def to_user_name(name: str) -> str:
 
 def find_gradient_targets(loss: str, nodes: Sequence[Node]) -> set[str]:
     """Return the names of all values that a gradient of `loss` reaches, walking `nodes` backwards."""
+    # A value is reached if each operator from it to the loss passes a gradient: the operator is differentiable, its
+    # result is of a floating type, and it was traced with gradients on.
     reached = {loss}
     for node in reversed(nodes):
         floating = node.spec is None or node.spec.is_floating

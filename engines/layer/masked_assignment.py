@@ -9,8 +9,6 @@ from engines.layer.views import Make
 
 __all__ = ["make_masked_where"]
 
-_ATEN = torch.ops.aten
-
 
 def make_masked_where(make: Make, node: fx.Node, value: fx.Node) -> fx.Node | None:
     """Return `value` after an `index_put_` with one boolean mask, as a `torch.where`; None if that is not possible.
@@ -18,7 +16,9 @@ def make_masked_where(make: Make, node: fx.Node, value: fx.Node) -> fx.Node | No
     It is possible if all masked positions get the same number, the same vector along the axes after the mask, or the
     values of another tensor at the same positions (`y[mask] = z[mask]`).
     """
-    if node.target is not _ATEN.index_put_.default or _is_accumulating(node):
+    if node.target is not torch.ops.aten.index_put_.default:
+        return None
+    if node.kwargs.get("accumulate", node.args[3] if len(node.args) > 3 else False):
         return None
     indices, new = node.args[1], node.args[2]
     given = [(place, index) for place, index in enumerate(indices) if index is not None]  # type: ignore[arg-type]
@@ -26,25 +26,17 @@ def make_masked_where(make: Make, node: fx.Node, value: fx.Node) -> fx.Node | No
         return None
     place, mask = given[0]
     behind = value.meta["val"].dim() - place - mask.meta["val"].dim()
-    picked = _find_masked_source(new, indices, value) or _make_broadcastable(make, new, behind)  # type: ignore[arg-type]
+    picked = None
+    if new.target is torch.ops.aten.index.Tensor and _is_same(new.args[1], indices):  # y[mask] = z[mask]
+        source = new.args[0]
+        if source.meta["val"].shape == value.meta["val"].shape:
+            picked = source
+    picked = picked or _make_broadcastable(make, new, behind)
     if picked is None:
         return None
     if behind:
-        mask = make(_ATEN.reshape.default, mask, [*mask.meta["val"].shape, *[1] * behind])
-    return make(_ATEN.where.self, mask, picked, value)
-
-
-def _is_accumulating(node: fx.Node) -> bool:
-    return bool(node.kwargs.get("accumulate", node.args[3] if len(node.args) > 3 else False))
-
-
-def _find_masked_source(new: fx.Node, indices: object, value: fx.Node) -> fx.Node | None:
-    """Return the tensor of which `new` is the masked part, if the mask is the same."""
-    if new.target is not _ATEN.index.Tensor or not _is_same(new.args[1], indices):
-        return None
-    source = new.args[0]
-    alike = isinstance(source, fx.Node) and source.meta["val"].shape == value.meta["val"].shape
-    return source if alike else None  # type: ignore[return-value]
+        mask = make(torch.ops.aten.reshape.default, mask, [*mask.meta["val"].shape, *[1] * behind])
+    return make(torch.ops.aten.where.self, mask, picked, value)
 
 
 def _is_same(one: object, other: object) -> bool:
@@ -65,4 +57,4 @@ def _make_broadcastable(make: Make, new: fx.Node, behind: int) -> fx.Node | None
         return None
     if found.dim() <= behind:
         return new
-    return make(_ATEN.reshape.default, new, []) if found.numel() == 1 else None
+    return make(torch.ops.aten.reshape.default, new, []) if found.numel() == 1 else None

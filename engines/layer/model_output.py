@@ -22,35 +22,36 @@ def get_prediction(answer: Any) -> Any:
 
     An output of several tensors without that name is returned unchanged, for a loss that accepts it.
     """
-    named = answer if isinstance(answer, Mapping) else vars(answer) if is_dataclass(answer) else _get_fields(answer)
+    named: Mapping[str, Any] = {}
+    if isinstance(answer, Mapping):
+        named = answer
+    elif is_dataclass(answer):
+        named = vars(answer)
+    elif hasattr(answer, "_asdict"):  # a named tuple
+        named = answer._asdict()
     if named.get("logits") is not None:
         return named["logits"]
     found = list(collect_tensors(answer).values())
     return found[0] if len(found) == 1 else answer
 
 
-def _get_fields(answer: Any) -> Mapping[str, Any]:
-    """Return the fields of a named tuple; empty for other types."""
-    return answer._asdict() if hasattr(answer, "_asdict") else {}
-
-
 def collect_tensors(answer: Any) -> dict[str, Tensor]:
     """Return the tensors in a model's output by their place in it, in order. Raises TraceError for other types."""
-    return dict(_iterate_tensors(answer, ()))
+    return dict(_iterate_places(answer, ()))
 
 
-def _iterate_tensors(value: Any, place: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
+def _iterate_places(value: Any, place: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield ".".join(place), value
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _iterate_tensors(item, (*place, str(key)))
+            yield from _iterate_places(item, (*place, str(key)))
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
-            yield from _iterate_tensors(item, (*place, str(index)))
+            yield from _iterate_places(item, (*place, str(index)))
     elif is_dataclass(value):
         for field in fields(value):
-            yield from _iterate_tensors(getattr(value, field.name), (*place, field.name))
+            yield from _iterate_places(getattr(value, field.name), (*place, field.name))
     elif value is not None and not isinstance(value, bool | int | float | str):
         raise TraceError(
             f"The model answers with a {type(value).__name__}, in which no tensor can be found. "

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import linecache
 import sys
-from collections.abc import Iterable
 from pathlib import Path
+from types import FrameType
 
 from torch import fx
 
@@ -26,10 +27,12 @@ def get_module_path(node: fx.Node) -> str:
 def find_source_line(node: fx.Node) -> str:
     """Return file, line and text of the deepest frame in the user's code; empty if unknown."""
     lines = (node.meta.get("stack_trace") or "").strip().splitlines()
-    heads = [
-        (head.strip(), text.strip()) for head, text in itertools.pairwise(lines) if head.strip().startswith("File ")
+    theirs = [
+        f"{head.strip().split(', in ')[0].replace('File ', '')}: {text.strip()}"
+        for head, text in itertools.pairwise(lines)
+        if head.strip().startswith("File ") and not any(ours in head.split(", in ")[0] for ours in _OURS)
     ]
-    return _find_user_frame((head.split(", in ")[0].replace("File ", ""), text) for head, text in heads)
+    return theirs[-1] if theirs else ""
 
 
 def describe_location(node: fx.Node) -> str:
@@ -39,22 +42,11 @@ def describe_location(node: fx.Node) -> str:
 
 def find_current_line() -> str:
     """Return file, line and text of the deepest frame of the running code that is the user's."""
-    frame, found = sys._getframe(1), []
+    # The frame itself, not a formatted traceback: this runs at each read of numbers, and most of these succeed.
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        found.append((f'"{frame.f_code.co_filename}", line {frame.f_lineno}', frame))
-        frame = frame.f_back  # type: ignore[assignment]
-    for head, frame in found:
-        if not any(ours in head for ours in _OURS):
-            return f"{head}: {_get_line_text(frame.f_code.co_filename, frame.f_lineno)}"
+        file, line = frame.f_code.co_filename, frame.f_lineno
+        if not any(ours in file for ours in _OURS):
+            return f'"{file}", line {line}: {linecache.getline(file, line).strip()}'
+        frame = frame.f_back
     return "source unknown"
-
-
-def _get_line_text(file: str, line: int) -> str:
-    import linecache
-
-    return linecache.getline(file, line).strip()
-
-
-def _find_user_frame(frames: Iterable[tuple[str, str]]) -> str:
-    theirs = [(head, text) for head, text in frames if not any(ours in head for ours in _OURS)]
-    return f"{theirs[-1][0]}: {theirs[-1][1]}" if theirs else ""

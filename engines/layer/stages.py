@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import accumulate, groupby, pairwise
 
 from engines.errors import PlanError
-from engines.layer.graph import ModelGraph, Node
+from engines.layer.graph import ModelGraph
 from engines.plan import Plan
 from engines.spatial.tiles import Span
 
@@ -42,7 +42,11 @@ class Layer:
 
 def find_layers(graph: ModelGraph) -> tuple[Layer, ...]:
     """Return the model's layers, in order. The nodes of the loss belong to the last layer."""
-    weighted = [_is_weighted(graph, node) for node in graph.nodes]
+    weighted = [not graph.matrices.isdisjoint(node.reads) for node in graph.nodes]
+
+    def has_weights(layer: Layer) -> bool:
+        return any(weighted[layer.nodes.start : layer.nodes.stop])
+
     parts = list(_LayerFinder(graph, weighted).find_parts())
     starts = [*(part.start for part in parts), len(graph.nodes)]
     found: list[Layer] = []
@@ -50,8 +54,12 @@ def find_layers(graph: ModelGraph) -> tuple[Layer, ...]:
         nodes = graph.nodes[start:stop]
         made = sum(node.spec.numel for node in nodes if node.spec is not None)
         layer = Layer(part.name, Span(start, stop), sum(node.flops for node in nodes), made)
-        if found and not (_has_weighted_node(layer, weighted) and _has_weighted_node(found[-1], weighted)):
-            layer = _merge_layers(found.pop(), layer, weighted)
+        # A part without weights joins the part before it; a first part without weights is joined by the next.
+        if found and not (has_weights(layer) and has_weights(found[-1])):
+            head = found.pop()
+            name = head.name if has_weights(head) else layer.name
+            flops, elements = head.flops + layer.flops, head.elements + layer.elements
+            layer = Layer(name, Span(head.nodes.start, stop), flops, elements)
         found.append(layer)
     return tuple(found)
 
@@ -66,7 +74,7 @@ def cut_stages(found: Sequence[Layer], plan: Plan) -> tuple[Span, ...]:
         raise PlanError(
             f"split_size={plan.split_size} but the model has only {len(found)} layers. Use split_size <= {len(found)}."
         )
-    balance = _find_balance(found, plan) if isinstance(plan.balance, str) else plan.balance
+    balance = plan.balance if not isinstance(plan.balance, str) else _find_balance(found, plan)
     if sum(balance) != len(found):
         raise PlanError(
             f"balance={balance} adds up to {sum(balance)} layers but the model has {len(found)}. "
@@ -85,20 +93,21 @@ def _find_balance(found: Sequence[Layer], plan: Plan) -> tuple[int, ...]:
     total = [0]
     for layer in found:
         total.append(total[-1] + layer.cost)
-    # best[end]: the first `end` layers in the stages so far, as (largest cost per rank, layers of each stage). Ranges
-    # start at the stage number, so that no stage is empty.
+    # best[end]: the first `end` layers in the stages so far, as (largest cost per rank, layers of each stage):
+    #
+    #     |  the stages so far: best[start]  |  one stage more  |   layers of later stages
+    #     0                                start               end
+    #
+    # Ranges start at the stage number, so that no stage is empty.
     best = {end: (total[end] / tiles[0], (end,)) for end in range(1, len(found) + 1)}
     for stage in range(1, len(tiles)):
-        best = {
-            end: min(
-                (
-                    max(best[start][0], (total[end] - total[start]) / tiles[stage]),
-                    (*best[start][1], end - start),
-                )
+        longer = {}
+        for end in range(stage + 1, len(found) + 1):
+            longer[end] = min(
+                (max(best[start][0], (total[end] - total[start]) / tiles[stage]), (*best[start][1], end - start))
                 for start in range(stage, end)
             )
-            for end in range(stage + 1, len(found) + 1)
-        }
+        best = longer
     return best[len(found)][1]
 
 
@@ -128,20 +137,25 @@ class _LayerFinder:
         always split, as are chains and modules with most of the FLOPs: the inner levels of a U-Net with nested modules.
         """
         parts = list(self._group_children(whole, depth))
+        # A residual block carries one tensor at its ends and two inside:
+        #
+        #     --+--> conv --> conv --(+)-->      The cut | inside would send the skip connection's tensor as well.
+        #       |          |         /
+        #       +----------|--------+
+        # The value of `alive` at a position is the number of lines that a cut there crosses.
         within = max(self.alive[whole.start], self.alive[whole.stop])
-        open_anyway = wraps_all or whole.name in self.graph.chains or self._is_dominant(whole)
+        is_dominant = 2 * sum(node.flops for node in self.graph.nodes[whole.start : whole.stop]) > self.graph.flops
+        open_anyway = wraps_all or whole.name in self.graph.chains or is_dominant
         if not open_anyway and any(self.alive[part.start] > within for part in parts[1:]):
             yield whole
             return
+        # A module around everything, such as a wrapper's `model`, must not count as one layer: it holds all weights.
         heavy = [part for part in parts if any(self.weighted[part.start : part.stop])]
         for part in parts:
             if part.stop - part.start > 1:
                 yield from self._split_module(part, depth + 1, wraps_all and heavy == [part])
             else:
                 yield part
-
-    def _is_dominant(self, part: _NodeRange) -> bool:
-        return 2 * sum(node.flops for node in self.graph.nodes[part.start : part.stop]) > self.graph.flops
 
     def _group_children(self, whole: _NodeRange, depth: int) -> Iterator[_NodeRange]:
         """Yield the runs of nodes of each child module; each node of the module itself is a part of its own."""
@@ -167,16 +181,3 @@ class _LayerFinder:
             change[made.get(name, -1) + 1] += 1
             change[use + 1] -= 1
         return list(accumulate(change))
-
-
-def _is_weighted(graph: ModelGraph, node: Node) -> bool:
-    return not graph.matrices.isdisjoint(node.reads)
-
-
-def _has_weighted_node(layer: Layer, weighted: Sequence[bool]) -> bool:
-    return any(weighted[layer.nodes.start : layer.nodes.stop])
-
-
-def _merge_layers(head: Layer, tail: Layer, weighted: Sequence[bool]) -> Layer:
-    name = head.name if _has_weighted_node(head, weighted) else tail.name
-    return Layer(name, Span(head.nodes.start, tail.nodes.stop), head.flops + tail.flops, head.elements + tail.elements)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
 
-from engines.layer.graph import MODEL
-from engines.layer.trace import LOSS, find_first_names
+from engines.layer.graph import LOSS, MODEL
+from engines.layer.trace import find_first_names
 
 __all__ = ["OWNERS", "StateNames", "collect_state_names"]
 
@@ -37,16 +37,14 @@ class StateNames:
 def collect_state_names(model: nn.Module, loss: object, used: Collection[str]) -> dict[str, StateNames]:
     """Return the names of the model and, if it is a module, of the loss; `used` are the names that graph nodes read."""
     first = find_first_names(model, loss)
-    return {
-        owner: _collect_names(module, OWNERS[owner], first, used)
-        for owner, module in (("model", model), ("loss", loss))
-        if isinstance(module, nn.Module)
-    }
-
-
-def _collect_names(module: nn.Module, prefix: str, first: Mapping[str, str], used: Collection[str]) -> StateNames:
-    named = [*module.named_parameters(), *module.named_buffers()]
-    ranks_say = {id(tensor): first[prefix + name] for name, tensor in named}
-    state = {name: t for name, t in module.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
-    held = {name: said for name, t in state.items() if (said := ranks_say.get(id(t))) in used}
-    return StateNames(tuple(state), held, {name: t.detach() for name, t in state.items() if name not in held})
+    found = {}
+    for owner, module in (("model", model), ("loss", loss)):
+        if isinstance(module, nn.Module):
+            named = [*module.named_parameters(), *module.named_buffers()]
+            # By identity: a state_dict() lists a tied weight under each of its names, the ranks know only the first.
+            ranks_say = {id(tensor): first[OWNERS[owner] + name] for name, tensor in named}
+            state = {name: t for name, t in module.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
+            held = {name: said for name, t in state.items() if (said := ranks_say.get(id(t))) in used}
+            kept = {name: t.detach() for name, t in state.items() if name not in held}
+            found[owner] = StateNames(tuple(state), held, kept)
+    return found

@@ -38,9 +38,7 @@ _ONE_AT_A_TIME = threading.Lock()  # torch.export keeps global state; ranks may 
 
 
 class _ModelWithLoss(nn.Module):
-    def __init__(
-        self, model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], asked: ConstantPropagationMode
-    ) -> None:
+    def __init__(self, model: nn.Module, loss: Callable[..., Tensor], asked: ConstantPropagationMode) -> None:
         super().__init__()
         self.model = model
         self.loss = loss
@@ -58,7 +56,12 @@ class _ModelWithLoss(nn.Module):
                 if type(error).__name__.startswith(_BY_VALUES):
                     raise
                 if isinstance(error, TypeError | AttributeError) and not isinstance(prediction, Tensor):
-                    raise TraceError(_format_output_error(prediction, list(found), error)) from error
+                    raise TraceError(
+                        f"The model answers with a {type(prediction).__name__} of {len(found)} tensors "
+                        f"({', '.join(found)}), none of them called logits, and the loss does not take it "
+                        f"({type(error).__name__}: {error}). Give a loss that does: a function of this answer and the "
+                        "labels."
+                    ) from error
                 raise TraceError(_format_loss_error(self.model, images, found, labels, error)) from error
             return loss, *found.values()
 
@@ -97,7 +100,7 @@ def trace(
         whole = _ModelWithLoss(
             make_fake_copy(model, mode, dtype), judge, ConstantPropagationMode(_collect_buffers(model, loss))
         )
-    return _export(model, whole, mode, (images, labels), precision, device, (model, loss))
+    return _export(whole, mode, (images, labels), precision, device, (model, loss))
 
 
 def trace_inference(model: nn.Module, images: TensorSpec, precision: str = "", device: str = "cpu") -> ModelGraph:
@@ -110,25 +113,39 @@ def trace_inference(model: nn.Module, images: TensorSpec, precision: str = "", d
         whole = _EvalModel(
             make_fake_copy(model, mode, getattr(torch, images.dtype)), ConstantPropagationMode(_collect_buffers(model))
         )
-    return _export(model, whole, mode, (images,), precision, device, (model,))
+    return _export(whole, mode, (images,), precision, device, (model,))
 
 
 def _export(
-    model: nn.Module, whole: Any, mode: FakeTensorMode, specs: Sequence[TensorSpec], precision: str, device: str,
-    owners: Sequence[Any],
-) -> ModelGraph:  # fmt: skip
-    inputs = [make_fake_tensor(mode, spec.shape, spec.dtype) for spec in specs]
+    whole: Any, mode: FakeTensorMode, specs: Sequence[TensorSpec], precision: str, device: str, owners: Sequence[Any]
+) -> ModelGraph:
+    """Export `whole` and rewrite its graph; `owners` are the model and, if it has one, its loss."""
+    model, inputs = owners[0], tuple(make_fake_tensor(mode, spec.shape, spec.dtype) for spec in specs)
     with _translate_errors(model, specs[0], whole.asked):
-        exported = torch.export.export(whole, tuple(inputs), strict=False).module()
+        exported = torch.export.export(whole, inputs, strict=False).module()
         names = find_first_names(*owners)
+        # The order matters: writes within nested graphs are found only after inlining; casts are inserted once no
+        # operator writes to its input, since a cast copy would be written instead; detaches then see the casts.
         plain = functionalise(inline_subgraphs(exported), names)
         with torch.device(device):
             insert_casts(plain, getattr(torch, precision) if precision in HALF else None, device)
-        graph = ExportReader(
-            insert_detaches(remove_dead_nodes(plain)), names, has_loss=isinstance(whole, _ModelWithLoss)
-        ).read_graph()
-        _check_decisions(whole.asked, graph)
-    return replace(graph, chains=frozenset(_find_chains(model)))
+        plain = insert_detaches(remove_dead_nodes(plain))
+        graph = ExportReader(plain, names, has_loss=isinstance(whole, _ModelWithLoss)).read_graph()
+        # Forward may have taken decisions by the numbers of a buffer: not if these change from step to step.
+        changing = {name for node in graph.nodes for name in find_updated_buffers(graph, node)}
+        for name, place in whole.asked.decided.items():
+            if name in changing:
+                raise TraceError(
+                    f"{place} asks for the numbers of the buffer {to_user_name(name)}, which are others in each step: "
+                    "a traced model takes its decisions once. Compute with the buffer itself."
+                )
+    chains = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList)
+        or (isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward)
+    ]
+    return replace(graph, chains=frozenset(chains))
 
 
 def _collect_buffers(*owners: object) -> dict[str, Tensor]:
@@ -139,17 +156,6 @@ def _collect_buffers(*owners: object) -> dict[str, Tensor]:
         if isinstance(owner, nn.Module)
         for name, buffer in owner.named_buffers(remove_duplicate=False)
     }
-
-
-def _check_decisions(asked: ConstantPropagationMode, graph: ModelGraph) -> None:
-    """Raise TraceError if a decision depended on the numbers of a buffer that changes from step to step."""
-    changing = {name for node in graph.nodes for name in find_updated_buffers(graph, node)}
-    for name, place in asked.decided.items():
-        if name in changing:
-            raise TraceError(
-                f"{place} asks for the numbers of the buffer {to_user_name(name)}, which are others in each step: a "
-                "traced model takes its decisions once. Compute with the buffer itself."
-            )
 
 
 def find_first_names(*owners: object) -> dict[str, str]:
@@ -202,23 +208,12 @@ def _translate_errors(
             raise cause from None
         if asked is not None and asked.unanswered and type(cause).__name__.startswith(_BY_VALUES):
             raise asked.make_error() from cause
-        raise TraceError(_format_trace_error(model, images, cause)) from cause
-
-
-def _find_chains(model: nn.Module) -> Iterator[str]:
-    for name, module in model.named_modules():
-        sequential = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
-        if sequential or isinstance(module, nn.ModuleList):
-            yield name
-
-
-def _format_trace_error(model: nn.Module, images: TensorSpec, error: Exception) -> str:
-    return (
-        f"{type(model).__name__} cannot be traced with images of shape {images.shape}: "
-        f"{type(error).__name__}: {_get_first_line(error)}. Check that it runs on images of this shape, the loss too, "
-        "and that its forward takes no decision from the values of a tensor; tensors that either keeps must be "
-        "parameters or buffers."
-    )
+        raise TraceError(
+            f"{type(model).__name__} cannot be traced with images of shape {images.shape}: "
+            f"{type(cause).__name__}: {_get_first_line(cause)}. Check that it runs on images of this shape, the loss "
+            "too, and that its forward takes no decision from the values of a tensor; tensors that either keeps must "
+            "be parameters or buffers."
+        ) from cause
 
 
 def _format_loss_error(
@@ -239,11 +234,3 @@ def _format_loss_error(
 
 def _get_first_line(error: Exception) -> str:
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
-def _format_output_error(prediction: Any, places: list[str], error: Exception) -> str:
-    return (
-        f"The model answers with a {type(prediction).__name__} of {len(places)} tensors ({', '.join(places)}), none of "
-        f"them called logits, and the loss does not take it ({type(error).__name__}: {error}). Give a loss that does: "
-        "a function of this answer and the labels."
-    )

@@ -86,7 +86,7 @@ def make_traceable(model: nn.Module) -> nn.Module:
     """
     if not any(map(_is_cumulative, model.modules())):
         return model
-    twin = _copy_sharing_tensors(model)
+    twin: nn.Module = copy.deepcopy(model, {id(tensor): tensor for _, tensor in _iterate_tensors(model)})
     for module in filter(_is_cumulative, twin.modules()):
         module.momentum = CUMULATIVE  # type: ignore[assignment]
     return twin
@@ -97,10 +97,6 @@ def _is_cumulative(module: nn.Module) -> bool:
     return counts and module.track_running_stats and module.momentum is None  # type: ignore[union-attr]
 
 
-def _copy_sharing_tensors(model: nn.Module) -> nn.Module:
-    return copy.deepcopy(model, {id(tensor): tensor for _, tensor in _iterate_tensors(model)})  # type: ignore[no-any-return]
-
-
 def check_side_effects(model: nn.Module, images: TensorSpec) -> None:
     """Raise TraceError if a run of the model has side effects that a trace does not repeat.
 
@@ -108,13 +104,14 @@ def check_side_effects(model: nn.Module, images: TensorSpec) -> None:
     generator. A copy without memory runs twice: numbers that only the first run sets, such as a remembered size, are
     accepted, but flags are not. A model that cannot run is skipped: tracing it reports the error.
     """
+    # The first run may set up what later runs use, as `if self.size is None: self.size = x.shape` does: what it sets
+    # stays. What the second run changes once more would change in every step.
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        twin, whole = (
-            make_fake_copy(model, mode, getattr(torch, images.dtype)),
-            make_fake_tensor(mode, images.shape, images.dtype),
-        )
+        twin = make_fake_copy(model, mode, getattr(torch, images.dtype))
+        whole = make_fake_tensor(mode, images.shape, images.dtype)
         with mode, torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            # numbers: new --first run--> before --second run--> (read below)
             new, memory = dict(_iterate_numbers(twin)), _get_storages(twin)
             drew_first = _find_generators_used(lambda: twin(whole))
             before = dict(_iterate_numbers(twin))
@@ -147,6 +144,7 @@ def check_side_effects(model: nn.Module, images: TensorSpec) -> None:
 
 def _find_generators_used(run: Callable[[], object]) -> set[str]:
     """Return which random generators other than torch's a run draws from, and restore their states."""
+    # The states are restored, so that a check does not change what the user draws next.
     python, arrays = random.getstate(), np.random.get_state()  # noqa: NPY002 (the one that users may draw from)
     run()
     after = np.random.get_state()  # noqa: NPY002

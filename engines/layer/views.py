@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,14 +27,13 @@ def find_storages(module: fx.GraphModule) -> dict[fx.Node, frozenset[int]]:
     Two nodes share a storage exactly if they are views of the same memory. The map must be made before the graph is
     changed, since replacements of a node have storages of their own.
     """
-    return {node: frozenset(_iterate_storages(node)) for node in module.graph.nodes}
-
-
-def _iterate_storages(node: fx.Node) -> Iterator[int]:
-    value = node.meta.get("val")
-    for part in value if isinstance(value, list | tuple) else (value,):
-        if isinstance(part, Tensor):
-            yield part.untyped_storage()._cdata
+    # Fake tensors have no data pointers, but their storages are objects: views share one, as real tensors do.
+    found = {}
+    for node in module.graph.nodes:
+        value = node.meta.get("val")
+        parts = value if isinstance(value, list | tuple) else (value,)
+        found[node] = frozenset(part.untyped_storage()._cdata for part in parts if isinstance(part, Tensor))
+    return found
 
 
 def is_idle_dropout(node: fx.Node) -> bool:
@@ -61,8 +60,16 @@ def invert_view(make: Make, view: fx.Node, base: fx.Node, part: fx.Node) -> fx.N
     `base` holds the contents before. A copy, a detached value or an expanded one has no inverse, and autograd forbids
     writes through one of several views (`chunk`, `unbind`).
     """
-    back = _BACK.get(str(view.target))
-    return back(make, view, base, part) if back else None
+    invert = _BACK.get(str(view.target))
+    return invert(make, view, base, part) if invert else None
+
+
+# Inverses. A part of the base is written back into the base; a view of all of it is turned back into the base's shape:
+#
+#     view = base[2:4]         base' = slice_scatter(base, part, 0, 2, 4)
+#     view = base.permute(p)   base' = part.permute(inverse of p)
+#
+# After `base'` is computed, every other view of the same storage is replayed from it.
 
 
 def _get_argument(node: fx.Node, name: str) -> Any:
@@ -73,28 +80,14 @@ def _get_argument(node: fx.Node, name: str) -> Any:
     return node.args[place] if place < len(node.args) else given
 
 
-def _invert_slice(make: Make, view: fx.Node, base: fx.Node, part: fx.Node) -> fx.Node:
-    settings = (_get_argument(view, name) for name in ("dim", "start", "end", "step"))
-    return make(_ATEN.slice_scatter.default, base, part, *settings)
+def _scatter(target: Any, *names: str) -> Callable[[Make, fx.Node, fx.Node, fx.Node], fx.Node]:
+    """Return the inverse of a view of a part: `target` with the view's own arguments `names`."""
+    return lambda make, view, base, part: make(target, base, part, *(_get_argument(view, name) for name in names))
 
 
 def _invert_narrow(make: Make, view: fx.Node, base: fx.Node, part: fx.Node) -> fx.Node:
-    start = _get_argument(view, "start")
-    settings = _get_argument(view, "dim"), start, start + _get_argument(view, "length")
-    return make(_ATEN.slice_scatter.default, base, part, *settings)
-
-
-def _invert_select(make: Make, view: fx.Node, base: fx.Node, part: fx.Node) -> fx.Node:
-    return make(_ATEN.select_scatter.default, base, part, _get_argument(view, "dim"), _get_argument(view, "index"))
-
-
-def _invert_diagonal(make: Make, view: fx.Node, base: fx.Node, part: fx.Node) -> fx.Node:
-    settings = (_get_argument(view, name) for name in ("offset", "dim1", "dim2"))
-    return make(_ATEN.diagonal_scatter.default, base, part, *settings)
-
-
-def _invert_reshape(make: Make, view: fx.Node, base: fx.Node, part: fx.Node) -> fx.Node:
-    return make(_ATEN.reshape.default, part, list(base.meta["val"].shape))
+    dim, start = _get_argument(view, "dim"), _get_argument(view, "start")
+    return make(_ATEN.slice_scatter.default, base, part, dim, start, start + _get_argument(view, "length"))
 
 
 def _invert_permute(make: Make, view: fx.Node, base: fx.Node, part: fx.Node) -> fx.Node:
@@ -103,34 +96,29 @@ def _invert_permute(make: Make, view: fx.Node, base: fx.Node, part: fx.Node) -> 
     return make(_ATEN.permute.default, part, [order.index(dim) for dim in range(count)])
 
 
-def _invert_transpose(make: Make, view: fx.Node, base: fx.Node, part: fx.Node) -> fx.Node:
-    return make(view.target, part, *view.args[1:])
-
-
-def _invert_movedim(make: Make, view: fx.Node, base: fx.Node, part: fx.Node) -> fx.Node:
-    return make(view.target, part, view.args[2], view.args[1])
-
-
-def _invert_alias(make: Make, view: fx.Node, base: fx.Node, part: fx.Node) -> fx.Node:
-    return part
+def _list_names(names: str) -> list[str]:
+    return [f"aten.{name}" for name in names.split()]
 
 
 _BACK: dict[str, Callable[[Make, fx.Node, fx.Node, fx.Node], fx.Node]] = {
-    "aten.alias.default": _invert_alias,
-    "aten.slice.Tensor": _invert_slice,
+    "aten.alias.default": lambda make, view, base, part: part,
+    "aten.slice.Tensor": _scatter(_ATEN.slice_scatter.default, "dim", "start", "end", "step"),
     "aten.narrow.default": _invert_narrow,
-    "aten.select.int": _invert_select,
-    "aten.diagonal.default": _invert_diagonal,
+    "aten.select.int": _scatter(_ATEN.select_scatter.default, "dim", "index"),
+    "aten.diagonal.default": _scatter(_ATEN.diagonal_scatter.default, "offset", "dim1", "dim2"),
     "aten.permute.default": _invert_permute,
-    **dict.fromkeys(
-        [f"aten.{name}" for name in ("view.default", "view_as.default", "unflatten.int", "unsqueeze.default",
-                                     "squeeze.default", "squeeze.dim", "squeeze.dims")],
-        _invert_reshape,
+    **dict.fromkeys(  # the same elements in the same order
+        _list_names(
+            "view.default view_as.default unflatten.int unsqueeze.default squeeze.default squeeze.dim squeeze.dims"
+        ),
+        lambda make, view, base, part: make(_ATEN.reshape.default, part, list(base.meta["val"].shape)),
+    ),
+    **dict.fromkeys(  # their own inverses
+        _list_names("transpose.int swapaxes.default swapdims.default t.default mT.default"),
+        lambda make, view, base, part: make(view.target, part, *view.args[1:]),
     ),
     **dict.fromkeys(
-        [f"aten.{name}" for name in ("transpose.int", "swapaxes.default", "swapdims.default", "t.default",
-                                     "mT.default")],
-        _invert_transpose,
+        _list_names("movedim.int movedim.intlist moveaxis.int"),
+        lambda make, view, base, part: make(view.target, part, view.args[2], view.args[1]),
     ),
-    **dict.fromkeys([f"aten.{name}" for name in ("movedim.int", "movedim.intlist", "moveaxis.int")], _invert_movedim),
-}  # fmt: skip
+}

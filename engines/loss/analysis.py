@@ -17,12 +17,26 @@ from engines.loss.batch_aggregation import CONSTANT, AggregationKind, BatchAggre
 from engines.spatial.local_rules import is_pointwise
 from engines.spatial.rng import find_sample_number
 
-__all__ = ["CLASS_LOSSES", "LossAnalysis", "Rule"]
+__all__ = ["CLASS_LOSSES", "LossAnalysis", "aggregates"]
 
 CLASS_LOSSES = ("cross_entropy_loss", "nll_loss_nd")
 
-Rule = Callable[["LossAnalysis", Node], BatchAggregation | None]
-"""Return the aggregation of a node's output, or None if it is unknown."""
+_Rule = Callable[["LossAnalysis", Node], BatchAggregation | None]
+
+_RULES: dict[str, _Rule] = {}
+
+
+def aggregates(*operators: str) -> Callable[[_Rule], _Rule]:
+    """Register a function as the rule of ATen operators (without overload); "*" stands for any pointwise operator.
+
+    The function returns the aggregation of a node's output, or None if it is unknown.
+    """
+
+    def register(rule: _Rule) -> _Rule:
+        _RULES.update(dict.fromkeys(operators, rule))
+        return rule
+
+    return register
 
 
 @dataclass
@@ -31,12 +45,11 @@ class LossAnalysis:
 
     `totals` are the known sums that are taken over all micro-batches, and `wanted` those that the loss needs so.
     `ratios` are the nodes that divide by a count of the labels. `scaled` holds (reader, value) pairs of sums that are
-    added to means. `rules` maps operator names to their rules; "*" is the rule of any pointwise operator.
+    added to means.
     """
 
     graph: ModelGraph
     twin: Callable[[], ModelGraph]
-    rules: Mapping[str, Rule]
     totals: frozenset[str] = frozenset()
     wanted: set[str] = field(default_factory=set)
     ratios: set[str] = field(default_factory=set)
@@ -60,29 +73,29 @@ class LossAnalysis:
     @cached_property
     def _twins(self) -> Mapping[str, Node]:
         """The twin's nodes by name; empty if the twin's sequence of operators differs."""
-        twin = self._twin
-        if twin is None or [(n.name, n.operator) for n in twin.nodes] != [
-            (n.name, n.operator) for n in self.graph.nodes
-        ]:
+        if self._twin is None:
             return {}
-        return {node.name: node for node in twin.nodes}
+        mine, theirs = ([(node.name, node.operator) for node in each.nodes] for each in (self.graph, self._twin))
+        return {node.name: node for node in self._twin.nodes} if mine == theirs else {}
 
     def analyse(self) -> BatchAggregation:
         """Return the aggregation of the loss itself."""
         for node in self._find_loss_nodes():
-            self._found[node.name] = self._check_with_twin(node, self._compute_aggregation(node))
+            found = self._compute_aggregation(node)
+            # The twin costs a second trace. It is consulted only if a rule has already computed it (cached_property).
+            if found.kind is AggregationKind.ROWS and node.spec and "_twins" in self.__dict__:
+                twin = self._twins.get(node.name)
+                if twin is None or find_batch_axis(node.spec, twin.spec) != found.axis:
+                    found = self._mark_unknown(node)
+            self._found[node.name] = found
         found = self.get_aggregation(self.graph.loss or "")
-        # The twin costs a second trace. It is consulted here only if a rule has already computed it (cached_property).
-        if "_twins" in self.__dict__ and not self._is_batch_first():
-            found = BatchAggregation(AggregationKind.ROWS)
+        if self.__dict__.get("_twins"):  # each of the model's outputs that the loss reads has its images along axis 0
+            read = {name for node in self._find_loss_nodes() for name in node.reads}.intersection(self.graph.answers)
+            if any(find_batch_axis(self.nodes[name].spec, self._twins[name].spec) != 0 for name in read):
+                found = BatchAggregation(AggregationKind.ROWS)
         if found.kind is AggregationKind.ROWS or (found.kind is AggregationKind.SUM and found.degree not in (0, 1)):
             return self._mark_unknown(self.nodes[self.graph.loss or ""])
         return found
-
-    def _is_batch_first(self) -> bool:
-        """Return whether axis 0 is the image axis of every model output that the loss reads, according to the twin."""
-        read = {name for node in self._find_loss_nodes() for name in node.reads}.intersection(self.graph.answers)
-        return all(find_batch_axis(self.nodes[name].spec, self._twins[name].spec) == 0 for name in read if self._twins)
 
     def _find_loss_nodes(self) -> list[Node]:
         """Return the nodes between the model's outputs and the loss, in order."""
@@ -100,32 +113,18 @@ class LossAnalysis:
         if name in self._found:
             return self._found[name]
         if name in self.graph.weights or name in self.graph.buffers:
-            return self._get_parameter_aggregation(name)
+            # The same for every micro-batch. But a constant that the loss creates may contain the number of images: it
+            # is then another one in the twin.
+            mine = self.graph.constants.get(name)
+            theirs = self._twin.constants.get(name) if mine is not None and self._twin else None
+            if mine is not None and (theirs is None or mine.shape != theirs.shape or (mine != theirs).any()):
+                return BatchAggregation(AggregationKind.UNKNOWN)
+            return replace(CONSTANT, known=name not in self.graph.trainable)
         spec, images = self.graph.specs.get(name), self.graph.inputs["images"].shape[0]
         given = name in self.graph.inputs or name in self.graph.answers
         if given and spec is not None and spec.shape[:1] == (images,):
             return BatchAggregation(AggregationKind.ROWS, known=name == "labels")
         return BatchAggregation(AggregationKind.UNKNOWN)
-
-    def _get_parameter_aggregation(self, name: str) -> BatchAggregation:
-        """Return the aggregation of a weight, buffer or constant.
-
-        Weights and buffers are the same for every micro-batch. A constant that the loss creates may contain the batch
-        size: it is unknown if it differs in the twin.
-        """
-        mine = self.graph.constants.get(name)
-        theirs = self._twin.constants.get(name) if mine is not None and self._twin else None
-        if mine is not None and (theirs is None or mine.shape != theirs.shape or (mine != theirs).any()):
-            return BatchAggregation(AggregationKind.UNKNOWN)
-        return replace(CONSTANT, known=name not in self.graph.trainable)
-
-    def _check_with_twin(self, node: Node, found: BatchAggregation) -> BatchAggregation:
-        """Return `found`, or unknown if the twin contradicts it. The twin is used only if it is already traced."""
-        if found.kind is AggregationKind.ROWS and node.spec and "_twins" in self.__dict__:
-            twin = self._twins.get(node.name)
-            if twin is None or find_batch_axis(node.spec, twin.spec) != found.axis:
-                return self._mark_unknown(node)
-        return found
 
     def _mark_unknown(self, node: Node) -> BatchAggregation:
         self.why = self.why or f"{node.operator.removeprefix('aten.').split('.')[0]} in {node.where}"
@@ -137,14 +136,13 @@ class LossAnalysis:
         drawn = find_sample_number(self.graph, node) is not None  # each micro-batch draws different random numbers
         if drawn or any(each.kind is AggregationKind.UNKNOWN for each in shares.values()):
             return self._mark_unknown(node)
-        rule = self.rules.get(name) or (self.rules["*"] if is_pointwise(node.operator) else None)
+        rule = _RULES.get(name) or (_RULES["*"] if is_pointwise(node.operator) else None)
         if rule:
             return rule(self, node) or self._mark_unknown(node)
         # Without a rule, any function of batch-independent values is batch-independent itself.
         plain = [self.resolve_total(ref) for ref in node.reads]
-        if all(each.kind is AggregationKind.SAME and each.degree == 0 for each in plain) and self.is_batch_independent(
-            node
-        ):
+        is_same = all(each.kind is AggregationKind.SAME and each.degree == 0 for each in plain)
+        if is_same and self.is_batch_independent(node):
             return CONSTANT.combine(*plain)
         return self._mark_unknown(node)
 
@@ -191,9 +189,9 @@ class LossAnalysis:
     def get_operand_aggregation(self, node: Node, argument: str) -> BatchAggregation | None:
         """Return the aggregation of an argument that is a tensor or a number."""
         value = node.arguments.get(argument)
-        return (
-            self.get_aggregation(value.name) if isinstance(value, Ref) else self.get_number_aggregation(node, argument)
-        )
+        if isinstance(value, Ref):
+            return self.get_aggregation(value.name)
+        return self.get_number_aggregation(node, argument)
 
     def get_spec(self, ref: Any) -> TensorSpec:
         """Return the shape and dtype of a value."""
@@ -206,17 +204,12 @@ class LossAnalysis:
         would not broadcast against the whole batch.
         """
         specs = self.graph.specs
-        ends = {
-            share.axis - len(specs[name].shape)
-            for name, share in shares.items()
-            if share.kind is AggregationKind.ROWS and name in specs
-        }
+        shapes = [(share, specs[name].shape) for name, share in shares.items() if name in specs]
+        ends = {share.axis - len(shape) for share, shape in shapes if share.kind is AggregationKind.ROWS}
         if len(ends) != 1:
             return None
         (end,) = ends
-        others = [
-            specs[name].shape for name, share in shares.items() if share.kind is AggregationKind.SAME and name in specs
-        ]
+        others = [shape for share, shape in shapes if share.kind is AggregationKind.SAME]
         return None if any(len(shape) >= -end and shape[end] != 1 for shape in others) else end
 
     def find_aligned_axis(self, node: Node, shares: Mapping[str, BatchAggregation]) -> int | None:

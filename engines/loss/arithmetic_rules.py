@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from engines.layer.graph import Node, Ref
-from engines.loss.analysis import CLASS_LOSSES, LossAnalysis
+from engines.loss.analysis import CLASS_LOSSES, LossAnalysis, aggregates
 from engines.loss.batch_aggregation import (
     CONSTANT,
     AggregationKind,
@@ -15,19 +14,13 @@ from engines.loss.batch_aggregation import (
     normalise_dims,
 )
 
-__all__ = ["RULES", "SUM"]
+__all__ = ["SUM"]
 
 NONE, MEAN, SUM = 0, 1, 2  # ATen's `reduction`
 
-_ELEMENT_LOSSES = (
-    "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "kl_div", "poisson_nll_loss",
-    "binary_cross_entropy", "binary_cross_entropy_with_logits", "hinge_embedding_loss", "margin_ranking_loss",
-    "multi_margin_loss", "multilabel_margin_loss", "cosine_embedding_loss",
-)  # fmt: skip
-_LINEAR = ("neg", "negative", "to", "type_as", "_to_copy", "alias", "clone", "contiguous", "detach", "lift_fresh_copy")
 
-
-def _propagate_pointwise(a: LossAnalysis, node: Node) -> BatchAggregation | None:
+@aggregates("*")
+def propagate_pointwise(a: LossAnalysis, node: Node) -> BatchAggregation | None:
     """Return the aggregation of any pointwise function."""
     shares = {name: a.resolve_total(name) for name in node.reads}
     if not all(each.is_plain for each in shares.values()) or not a.has_constant_arguments(node):
@@ -39,21 +32,30 @@ def _propagate_pointwise(a: LossAnalysis, node: Node) -> BatchAggregation | None
     return None if axis is None else made.combine(kind=AggregationKind.ROWS, axis=axis)
 
 
-def _propagate_linear(a: LossAnalysis, node: Node) -> BatchAggregation | None:
+@aggregates(
+    *("neg", "negative", "to", "type_as", "_to_copy", "alias", "clone", "contiguous", "detach", "lift_fresh_copy")
+)
+def propagate_linear(a: LossAnalysis, node: Node) -> BatchAggregation | None:
     """Return the aggregation of a change of sign or dtype; a conversion from floats to integers is pointwise only."""
+    # Rounding is not linear: trunc(x) + trunc(y) is not trunc(x + y).
     found, before = a.get_aggregation(node.reads[0]), a.graph.specs.get(node.reads[0])
     rounds = node.spec and before and before.is_floating and not node.spec.is_floating
-    return _propagate_pointwise(a, node) if rounds else found
+    return propagate_pointwise(a, node) if rounds else found
 
 
-def _propagate_product(a: LossAnalysis, node: Node) -> BatchAggregation | None:
+@aggregates("mul", "multiply", "div", "divide", "true_divide")
+def propagate_product(a: LossAnalysis, node: Node) -> BatchAggregation | None:
     """Return the aggregation of a product or quotient: degrees add up or are subtracted; one operand may be a sum."""
     divides = node.operator.removeprefix("aten.").startswith(("div", "true_divide"))
     if node.arguments.get("rounding_mode"):
-        return _propagate_pointwise(a, node)
+        return propagate_pointwise(a, node)
     one, two = a.get_operand_aggregation(node, "self"), a.get_operand_aggregation(node, "other")
     if one is None or two is None:
         return None
+    # labels.sum() * x.sum():    linear in x if the first is the total of all micro-batches, which is known before
+    # x.sum() / labels.sum():    likewise
+    # w * x.sum():               linear as it is
+    # x.sum() * z.sum():         unknown: neither sum is known before
     one, two = _resolve_factors(a, node, one, two, divides)
     # sum_i(x_i) * c = sum_i(x_i * c) holds only for a factor c that is the same for all micro-batches.
     if AggregationKind.SUM in (one.kind, two.kind) and (one.kind, two.kind).count(AggregationKind.SAME) != 1:
@@ -63,13 +65,14 @@ def _propagate_product(a: LossAnalysis, node: Node) -> BatchAggregation | None:
     degree = one.degree - two.degree if divides else one.degree + two.degree
     main = one if two.kind is AggregationKind.SAME else two
     made = main.combine(one, two, degree=degree)
-    if divides and two.derived:
-        made = replace(made, over=one.over | {_find_denominator(a, node)})
+    first, second = node.arguments["self"], node.arguments["other"]
+    if divides and two.derived:  # "?" stands for a denominator that is computed from totals, but is not one itself
+        is_total = isinstance(second, Ref) and second.name in a.totals | a.wanted
+        made = replace(made, over=one.over | {second.name if is_total else "?"})
     if made.kind is not AggregationKind.ROWS:
         return made
-    named = {ref.name: s for ref, s in ((node.arguments[each], s) for each, s in (("self", one), ("other", two)))
-             if isinstance(ref, Ref)}  # fmt: skip
-    axis = a.find_aligned_axis(node, named)
+    operands = {ref.name: share for ref, share in ((first, one), (second, two)) if isinstance(ref, Ref)}
+    axis = a.find_aligned_axis(node, operands)
     return None if axis is None else replace(made, axis=axis)
 
 
@@ -94,44 +97,37 @@ def _resolve_factors(
     return one, two
 
 
-def _find_denominator(a: LossAnalysis, node: Node) -> str:
-    """Return the name of the total that a quotient divides by, or "?" if its denominator is not itself a total."""
-    ref = node.arguments["other"]
-    return ref.name if isinstance(ref, Ref) and (ref.name in a.totals or ref.name in a.wanted) else "?"
-
-
-def _propagate_addition(a: LossAnalysis, node: Node) -> BatchAggregation | None:
+@aggregates("add", "sub", "subtract", "rsub")
+def propagate_addition(a: LossAnalysis, node: Node) -> BatchAggregation | None:
     """Return the aggregation of a sum or difference; sums over the batch may be added to means over it."""
     one, two = a.get_operand_aggregation(node, "self"), a.get_operand_aggregation(node, "other")
     if one is None or two is None or a.get_number_aggregation(node, "alpha") != CONSTANT:
         return None
     kinds = {one.kind, two.kind}
     if AggregationKind.ROWS in kinds or (kinds == {AggregationKind.SAME}):
-        return _propagate_pointwise(a, node) if one.degree == two.degree == 0 or AggregationKind.SUM in kinds else None
-    one, two = _to_sum(one), _to_sum(two)
+        return propagate_pointwise(a, node) if one.degree == two.degree == 0 or AggregationKind.SUM in kinds else None
+    # A value that is the same for all M micro-batches is the sum of them, divided by M once more.
+    one, two = (
+        replace(each, kind=AggregationKind.SUM, degree=each.degree + 1) if each.kind is AggregationKind.SAME else each
+        for each in (one, two)
+    )
     if one.degree == two.degree:
         return one.combine(two)
     if one.known and two.known:
-        return _propagate_pointwise(a, node)
-    return _merge_into_mean(a, node, {"self": one, "other": two})
-
-
-def _merge_into_mean(a: LossAnalysis, node: Node, operands: Mapping[str, BatchAggregation]) -> BatchAggregation | None:
-    """Return one mean over the micro-batches for operands of degree 0 and 1.
-
-    Sums (degree 0) are recorded in `scaled`: the rewritten graph multiplies them by M, which makes them means.
-    """
-    for argument, each in operands.items():
+        return propagate_pointwise(a, node)
+    # A sum (degree 0) and a mean (degree 1). The rewritten graph multiplies the sum by M, which makes it a mean, too:
+    # sum_i(x_i) + sum_i(y_i) / M = sum_i(M * x_i + y_i) / M.
+    for argument, each in (("self", one), ("other", two)):
         ref = node.arguments[argument]
         if each.degree not in (0, 1) or (each.degree == 0 and not isinstance(ref, Ref)):
             return None
         if each.degree == 0:
             a.scaled.add((node.name, ref.name))
-    one, two = operands.values()
     return one.combine(two, degree=1)
 
 
-def _propagate_reduction(a: LossAnalysis, node: Node) -> BatchAggregation | None:
+@aggregates("sum", "mean")
+def propagate_reduction(a: LossAnalysis, node: Node) -> BatchAggregation | None:
     """Return the aggregation of a sum or mean, over the batch or over other dimensions."""
     ref, mean = node.arguments["self"], ".mean." in node.operator
     found, spec = a.get_aggregation(ref.name), a.get_spec(ref)
@@ -146,7 +142,8 @@ def _propagate_reduction(a: LossAnalysis, node: Node) -> BatchAggregation | None
     return replace(found, kind=AggregationKind.SUM, degree=found.degree + mean, axis=0, over=over)
 
 
-def _propagate_class_loss(a: LossAnalysis, node: Node) -> BatchAggregation | None:
+@aggregates(*CLASS_LOSSES)
+def propagate_class_loss(a: LossAnalysis, node: Node) -> BatchAggregation | None:
     """Return the aggregation of a cross-entropy or NLL loss.
 
     The denominator of a mean over class numbers depends on the labels: the node is added to `ratios`.
@@ -162,7 +159,7 @@ def _propagate_class_loss(a: LossAnalysis, node: Node) -> BatchAggregation | Non
         return made
     if given["reduction"] == SUM:
         return replace(made, kind=AggregationKind.SUM)
-    if a.get_spec(given["target"]).is_floating:
+    if a.get_spec(given["target"]).is_floating:  # class probabilities: a mean over the images' pixels
         return replace(made, kind=AggregationKind.SUM, degree=1, over=frozenset({""}))
     if not (labels.known and weight.known):
         return None
@@ -171,12 +168,15 @@ def _propagate_class_loss(a: LossAnalysis, node: Node) -> BatchAggregation | Non
     return replace(made, kind=AggregationKind.SUM, degree=1, known=False, over=frozenset({key}))
 
 
-def _propagate_element_loss(a: LossAnalysis, node: Node) -> BatchAggregation | None:
+@aggregates(
+    *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "kl_div", "poisson_nll_loss"),
+    *("binary_cross_entropy", "binary_cross_entropy_with_logits", "hinge_embedding_loss", "margin_ranking_loss"),
+    *("multi_margin_loss", "multilabel_margin_loss", "cosine_embedding_loss"),
+)
+def propagate_element_loss(a: LossAnalysis, node: Node) -> BatchAggregation | None:
     """Return the aggregation of an element-wise loss, whose mean divides by the number of elements."""
     shares = {name: a.resolve_total(name) for name in node.reads}
-    if not all(each.is_plain for each in shares.values()):
-        return None
-    if a.find_axis_from_end(shares) is None:
+    if not all(each.is_plain for each in shares.values()) or a.find_axis_from_end(shares) is None:
         return None
     made, reduction = CONSTANT.combine(*shares.values()), node.arguments["reduction"]
     if reduction == NONE:
@@ -184,23 +184,3 @@ def _propagate_element_loss(a: LossAnalysis, node: Node) -> BatchAggregation | N
         return None if axis is None else replace(made, kind=AggregationKind.ROWS, axis=axis)
     over = frozenset({""}) if reduction == MEAN else frozenset()
     return replace(made, kind=AggregationKind.SUM, degree=int(reduction == MEAN), over=made.over | over)
-
-
-def _to_sum(share: BatchAggregation) -> BatchAggregation:
-    """Express a value that is the same for all M micro-batches as the sum over them, divided by M once more."""
-    return (
-        replace(share, kind=AggregationKind.SUM, degree=share.degree + 1)
-        if share.kind is AggregationKind.SAME
-        else share
-    )
-
-
-RULES = {
-    "*": _propagate_pointwise,
-    **dict.fromkeys(CLASS_LOSSES, _propagate_class_loss),
-    **dict.fromkeys(_ELEMENT_LOSSES, _propagate_element_loss),
-    **dict.fromkeys(("sum", "mean"), _propagate_reduction),
-    **dict.fromkeys(("mul", "multiply", "div", "divide", "true_divide"), _propagate_product),
-    **dict.fromkeys(("add", "sub", "subtract", "rsub"), _propagate_addition),
-    **dict.fromkeys(_LINEAR, _propagate_linear),
-}

@@ -57,12 +57,21 @@ class BatchAggregation:
         It is known if all are, derived if any is, and has the denominators of all. `changes` replace fields.
         """
         every = (self, *others)
-        return replace(
-            self, known=all(each.known for each in every), derived=any(each.derived for each in every),
-            over=frozenset().union(*(each.over for each in every)), **changes,
-        )  # fmt: skip
+        known, derived = all(each.known for each in every), any(each.derived for each in every)
+        over = frozenset().union(*(each.over for each in every))
+        return replace(self, known=known, derived=derived, over=over, **changes)
 
 
+# Two micro-batches (M = 2) of four images, and the mean squared error of their predictions p:
+#
+#     value               micro-batch 0      micro-batch 1      whole batch                   aggregation
+#     (p - y) ** 2        [a b]              [c d]              [a b c d]                     ROWS
+#     .sum()              a + b              c + d              their sum                     SUM, degree 0
+#     .mean()             (a + b) / 2        (c + d) / 2        their sum / 2                 SUM, degree 1
+#     weight.norm()       w                  w                  w                             SAME
+#     (p - y).sum() ** 2  ...                ...                no function of the two above  UNKNOWN
+#
+# A loss of degree 1 is what training needs: the mean of the micro-batches' losses is that of the whole batch.
 CONSTANT = BatchAggregation(AggregationKind.SAME, known=True)
 
 

@@ -28,19 +28,24 @@ class LabelCounter:
     """
 
     def __init__(
-        self, graph: ModelGraph, plan: Plan, program: Program, world: World, owned: Mapping[str, Tensor],
+        self,
+        graph: ModelGraph,
+        plan: Plan,
+        program: Program,
+        world: World,
+        owned: Mapping[str, Tensor],
         device: torch.device,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.world, self.totals, self.micro_batches = world, graph.totals, plan.micro_batches
         self.values = {
             total.name: torch.ones(total.spec.shape, dtype=getattr(torch, total.spec.dtype), device=device)
             for total in graph.totals
         }
-        feeds = [
-            way.input_shards["labels"] for way in program.direction_programs.values() if "labels" in way.input_shards
-        ]
+        ways = program.direction_programs.values()
+        feeds = [way.input_shards["labels"] for way in ways if "labels" in way.input_shards]
         spread = any(feed.axes or (feed.tile and feed.tile.images) for feed in feeds)
         self.sharers = len(Layout.of(plan).stages[-1].ranks) if spread else 1
+        # A program like that of a forward pass, whose only inputs are labels.
         self.worker = None
         for own in (each.program for each in program.select_instructions(CountLabels)):
             found = {name: owned[name].detach() for name in own.buffers}
@@ -69,11 +74,9 @@ class LabelCounter:
         return sent_bytes
 
     def _sum(self, source: str) -> Tensor:
-        """Return the sum over this rank's micro-batches, (n,), float64.
-
-        Only the rank that seeds the loss of a micro-batch contributes, so that the all-reduce counts each one once.
-        """
+        """Return the sum over this rank's micro-batches, (n,), float64."""
         worker = self.worker
+        # Only the rank that seeds the loss of a micro-batch contributes, so that the all-reduce counts each one once.
         found = [
             worker.peek(source, number).detach().double().cpu().flatten()
             for number in worker.program.directions

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from engines.layer.graph import ModelGraph, Node, Ref
@@ -12,10 +12,8 @@ from engines.loss.analysis import CLASS_LOSSES
 
 __all__ = ["LabelSpec", "find_class_count", "find_label_specs", "find_unchanged_labels", "has_accuracy"]
 
-_PASSING = (
-    "view", "reshape", "_unsafe_view", "flatten", "squeeze", "unsqueeze", "select", "slice", "permute", "transpose",
-    "to", "_to_copy", "alias", "clone", "contiguous", "detach", "long", "lift_fresh_copy",
-)  # fmt: skip
+_PASSING = {"view", "reshape", "_unsafe_view", "flatten", "squeeze", "unsqueeze", "select", "slice", "permute"}
+_PASSING |= {"transpose", "to", "_to_copy", "alias", "clone", "contiguous", "detach", "long", "lift_fresh_copy"}
 _REGRESSIONS = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "poisson_nll_loss")
 
 
@@ -33,7 +31,7 @@ class LabelSpec:
 
     def get_counted_mask(self, labels: Tensor) -> Tensor:
         """Return a mask of the labels that are not ignored."""
-        return labels != self.ignored
+        return torch.ones_like(labels, dtype=torch.bool) if self.ignored is None else labels != self.ignored
 
 
 def find_label_specs(graph: ModelGraph) -> tuple[LabelSpec, ...]:
@@ -41,19 +39,16 @@ def find_label_specs(graph: ModelGraph) -> tuple[LabelSpec, ...]:
 
     Labels that the loss changes first, such as `torch.where(labels == 255, 0, labels)`, are not followed.
     """
-    return tuple(dict.fromkeys(_iterate_label_specs(graph)))
-
-
-def _iterate_label_specs(graph: ModelGraph) -> Iterator[LabelSpec]:
-    direct = find_unchanged_labels(graph)
+    direct, found = find_unchanged_labels(graph), []
     for node in graph.nodes:
         name, a = _get_operator_name(node), node.arguments
         if name in CLASS_LOSSES and _get_ref_name(node, "target") in direct:
             shape = graph.specs[a["self"].name].shape
             if not graph.specs[a["target"].name].is_floating:
-                yield LabelSpec(shape[min(1, len(shape) - 1)], a["ignore_index"])
+                found.append(LabelSpec(shape[min(1, len(shape) - 1)], a["ignore_index"]))
         elif name == "one_hot" and _get_ref_name(node, "self") in direct and a.get("num_classes", -1) > 0:
-            yield LabelSpec(a["num_classes"])
+            found.append(LabelSpec(a["num_classes"]))
+    return tuple(dict.fromkeys(found))
 
 
 def find_unchanged_labels(graph: ModelGraph) -> set[str]:

@@ -33,18 +33,20 @@ class NonFiniteCause:
 
 def format_causes(found: Mapping[int, Sequence[NonFiniteCause]]) -> str:
     """Return the causes of the lowest level with the ranks that found them, or "" if there are none."""
+    # Level by level: a pixel that is no number makes the answers no numbers, which is then not worth saying.
+    # "Rank 2 has no label that counts" is a cause only if its sharers say so, too: each sees its own tile.
     finders: dict[NonFiniteCause, list[int]] = {}
     for rank, causes in sorted(found.items()):
         for cause in causes:
             finders.setdefault(cause, []).append(rank)
     known = sorted(cause for cause, ranks in finders.items() if len(ranks) >= cause.finders)
-    return " ".join(
-        f"{_format_ranks(finders[cause])}: {cause.words}" for cause in known if cause.level == known[0].level
-    )
-
-
-def _format_ranks(ranks: Sequence[int]) -> str:
-    return f"Found on rank{'s'[: len(ranks) > 1]} {', '.join(map(str, ranks))}"
+    told = []
+    for cause in known:
+        if cause.level == known[0].level:
+            ranks = finders[cause]
+            several = "s" if len(ranks) > 1 else ""
+            told.append(f"Found on rank{several} {', '.join(map(str, ranks))}: {cause.words}")
+    return " ".join(told)
 
 
 def find_causes(
@@ -54,20 +56,44 @@ def find_causes(
 
     `recent` are the losses of the last steps, the newest last; empty if this rank does not have them.
     """
-    found = [*_find_zero_totals(graph, counting), *_find_bad_inputs(worker, micro_batch), *_find_bad_weights(worker)]
-    if not counting.totals:
-        found += _find_uncounted_labels(graph, worker, counting.sharers, micro_batch)
-    if micro_batch is not None:
-        found += [*_find_growth(recent), *_explain_prediction(graph, worker, micro_batch)]
+    found = [*_find_uncounted_labels(graph, worker, counting, micro_batch), *_find_bad_inputs(worker, micro_batch)]
+    held = {**worker.weights, **worker.buffers}
+    names = [to_user_name(name) for name, tensor in held.items() if _count_non_finite(tensor.detach())]
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        words = (
+            f"Weights are not finite themselves after {worker.steps - 1} updates: {', '.join(names[:3])}{more}. "
+            "Load a checkpoint, or begin anew; then lower the learning rate, or bound the gradients (clip_norm)."
+        )
+        found.append(NonFiniteCause(WEIGHTS, words))
+    if micro_batch is None:
+        return found
+    if len(recent) > 1 and abs(recent[-1]) > _GROWN * min(map(abs, recent)):
+        losses = ", ".join(f"{loss:.4g}" for loss in recent)
+        words = f"The losses before it grow: {losses}. Lower the learning rate, or bound the gradients (clip_norm)."
+        found.append(NonFiniteCause(GROWTH, words))
+    lane = worker.micro_batch_states[micro_batch]
+    answer = lane.leaves.get(graph.prediction)
+    if answer is not None and _count_non_finite(lane.fetch(answer).detach()):
+        words = (
+            "The model's answers are not finite, but images, labels and weights are, as far as this rank has them. "
+            "Lower the learning rate, or look for a division by 0 or an overflow in the model."
+        )
+    else:
+        words = (
+            "The model's answers are finite: the loss itself has no value for them, such as a logarithm of 0, or a "
+            "mean over no labels."
+        )
+    found.append(NonFiniteCause(ELSE, words))
     return found
 
 
-def _find_zero_totals(graph: ModelGraph, counting: LabelCounter) -> Iterator[NonFiniteCause]:
-    """Yield a cause if the denominator of the whole batch's loss is 0; a micro-batch without labels is harmless then.
-
-    Only totals that are divided by are checked. Others may be 0, such as a count that the loss clamps, or the count of
-    an absent class.
-    """
+def _find_uncounted_labels(
+    graph: ModelGraph, worker: Worker, counting: LabelCounter, micro_batch: int | None
+) -> Iterator[NonFiniteCause]:
+    """Yield a cause for a denominator of the loss that is 0, or for each micro-batch whose labels are all ignored."""
+    # Only totals that are divided by are checked. Others may be 0: a count that the loss clamps, or that of an absent
+    # class.
     divisors = {node.arguments["other"] for node in graph.nodes if node.operator == "aten.div.Tensor"}
     if counting.worker and any(not value.any() for name, value in counting.values.items() if Ref(name) in divisors):
         yield NonFiniteCause(
@@ -75,14 +101,9 @@ def _find_zero_totals(graph: ModelGraph, counting: LabelCounter) -> Iterator[Non
             "No label counts: the loss divides by what the labels of the whole batch count, and that is 0 (all are "
             "ignored, masked, or of a class of weight 0). In plain PyTorch it is nan too. Leave such batches out.",
         )
-
-
-def _find_uncounted_labels(
-    graph: ModelGraph, worker: Worker, sharers: int, micro_batch: int | None
-) -> Iterator[NonFiniteCause]:
-    """Yield a cause for each micro-batch whose labels are all ignored; `sharers` ranks each hold a shard of them."""
     for number, lane in worker.micro_batch_states.items():
-        if lane.inputs.get("labels") is None or micro_batch not in (None, number):
+        # Where totals are taken over the whole batch, a micro-batch without labels does no harm.
+        if counting.totals or lane.inputs.get("labels") is None or micro_batch not in (None, number):
             continue
         labels = lane.fetch(lane.inputs["labels"])
         for numbers in find_label_specs(graph):
@@ -91,7 +112,7 @@ def _find_uncounted_labels(
                     LABELS,
                     f"No label of {_describe_micro_batch(worker, number)} counts: all are {numbers.ignored}, which the "
                     "loss ignores. Its mean is over none, and nan in plain PyTorch too. Leave such batches out.",
-                    sharers,
+                    counting.sharers,  # each of them holds a shard of the labels
                 )
 
 
@@ -107,43 +128,6 @@ def _find_bad_inputs(worker: Worker, micro_batch: int | None) -> Iterator[NonFin
                 yield NonFiniteCause(
                     where, f"{what} of the {name} of {_describe_micro_batch(worker, number)} {verb} not finite."
                 )
-
-
-def _find_bad_weights(worker: Worker) -> Iterator[NonFiniteCause]:
-    held = {**worker.weights, **worker.buffers}
-    names = [to_user_name(name) for name, tensor in held.items() if _count_non_finite(tensor.detach())]
-    if names:
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        yield NonFiniteCause(
-            WEIGHTS,
-            f"Weights are not finite themselves after {worker.steps - 1} updates: {', '.join(names[:3])}{more}. "
-            "Load a checkpoint, or begin anew; then lower the learning rate, or bound the gradients (clip_norm).",
-        )
-
-
-def _find_growth(recent: Sequence[float]) -> Iterator[NonFiniteCause]:
-    if len(recent) > 1 and abs(recent[-1]) > _GROWN * min(map(abs, recent)):
-        losses = ", ".join(f"{loss:.4g}" for loss in recent)
-        yield NonFiniteCause(
-            GROWTH, f"The losses before it grow: {losses}. Lower the learning rate, or bound the gradients (clip_norm)."
-        )
-
-
-def _explain_prediction(graph: ModelGraph, worker: Worker, micro_batch: int) -> Iterator[NonFiniteCause]:
-    lane = worker.micro_batch_states[micro_batch]
-    answer = lane.leaves.get(graph.prediction)
-    if answer is not None and _count_non_finite(lane.fetch(answer).detach()):
-        yield NonFiniteCause(
-            ELSE,
-            "The model's answers are not finite, but images, labels and weights are, as far as this rank has them. "
-            "Lower the learning rate, or look for a division by 0 or an overflow in the model.",
-        )
-    else:
-        yield NonFiniteCause(
-            ELSE,
-            "The model's answers are finite: the loss itself has no value for them, such as a logarithm of 0, or a "
-            "mean over no labels.",
-        )
 
 
 def _describe_micro_batch(worker: Worker, number: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from engines.layer.graph import Node, Ref, find_ref_names
-from engines.loss.analysis import LossAnalysis
+from engines.loss.analysis import LossAnalysis, aggregates
 from engines.loss.batch_aggregation import (
     CONSTANT,
     AggregationKind,
@@ -14,24 +14,11 @@ from engines.loss.batch_aggregation import (
     normalise_dims,
 )
 
-__all__ = ["RULES"]
-
-_VIEWS = ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze")
-_MOVED = ("permute", "transpose", "movedim", "swapaxes", "t", "numpy_T", "select", "slice", "narrow")
-_SPREAD = ("expand", "expand_as", "zeros", "ones", "full", "new_zeros", "new_ones", "new_full")
-_ALONG = (
-    "softmax", "log_softmax", "_softmax", "_log_softmax", "cumsum", "cumprod", "logsumexp", "amax", "amin", "argmax",
-    "argmin", "max", "min", "all", "any", "var", "std", "prod", "linalg_vector_norm", "norm", "sort", "topk",
-)  # fmt: skip
-_BY_IMAGE = (
-    "one_hot", "gather", "scatter", "scatter_add", "embedding", "conv1d", "conv2d", "conv3d", "convolution",
-    "avg_pool2d", "avg_pool3d", "max_pool2d", "max_pool3d", "adaptive_avg_pool2d", "upsample_nearest2d",
-    "upsample_bilinear2d", "constant_pad_nd", "pad", "linear", "bmm",
-)  # fmt: skip
-_PARTS = ("split", "split_with_sizes", "chunk", "unbind")
+__all__: list[str] = []
 
 
-def _propagate_view(a: LossAnalysis, node: Node) -> BatchAggregation | None:
+@aggregates("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze")
+def propagate_view(a: LossAnalysis, node: Node) -> BatchAggregation | None:
     """Return the aggregation of a view: images stay separate if the element count before their axis is unchanged."""
     ref = node.arguments["self"]
     found = a.get_aggregation(ref.name)
@@ -42,25 +29,26 @@ def _propagate_view(a: LossAnalysis, node: Node) -> BatchAggregation | None:
     return replace(found, axis=axis) if kept else None
 
 
-def _propagate_permute(a: LossAnalysis, node: Node) -> BatchAggregation | None:
+@aggregates("permute", "transpose", "movedim", "swapaxes", "t", "numpy_T", "select", "slice", "narrow")
+def propagate_permute(a: LossAnalysis, node: Node) -> BatchAggregation | None:
     """Return the aggregation of a permutation of dimensions, or of a slice along a dimension other than the batch's."""
     ref = node.arguments["self"]
     found = a.get_aggregation(ref.name)
     if found.kind is not AggregationKind.ROWS:
         return found if a.is_batch_independent(node) else None
-    axis, dim = a.find_node_axis(node), node.arguments.get("dim")
-    takes_images = (
-        isinstance(dim, int) and dim % len(a.get_spec(ref).shape) == found.axis and node.spec != a.get_spec(ref)
-    )
+    # A slice that takes all images, as x[:], keeps the shape.
+    axis, dim, before = a.find_node_axis(node), node.arguments.get("dim"), a.get_spec(ref)
+    takes_images = isinstance(dim, int) and dim % len(before.shape) == found.axis and node.spec != before
     return None if axis is None or takes_images else replace(found, axis=axis)
 
 
-def _propagate_expand(a: LossAnalysis, node: Node) -> BatchAggregation | None:
+@aggregates("expand", "expand_as", "zeros", "ones", "full", "new_zeros", "new_ones", "new_full")
+def propagate_expand(a: LossAnalysis, node: Node) -> BatchAggregation | None:
     """Return the aggregation of a broadcast or fill whose output shape may contain the batch size."""
     ref = node.arguments.get("self")
-    found = (
-        a.get_aggregation(ref.name) if isinstance(ref, Ref) and not node.operator.startswith("aten.new_") else CONSTANT
-    )
+    is_fill = not isinstance(ref, Ref) or node.operator.startswith("aten.new_")  # `new_zeros` takes only the type
+    found = CONSTANT if is_fill else a.get_aggregation(ref.name)
+    # A fill with the number of images, or with its inverse, is not the same in the whole batch.
     if a.get_number_aggregation(node, "fill_value") != CONSTANT:
         return None
     if found.kind is AggregationKind.SUM:
@@ -71,7 +59,11 @@ def _propagate_expand(a: LossAnalysis, node: Node) -> BatchAggregation | None:
     return None if axis is None or found.degree else replace(found, kind=AggregationKind.ROWS, axis=axis)
 
 
-def _propagate_along_dims(a: LossAnalysis, node: Node) -> BatchAggregation | None:
+@aggregates(
+    *("softmax", "log_softmax", "_softmax", "_log_softmax", "cumsum", "cumprod", "logsumexp", "amax", "amin", "argmax"),
+    *("argmin", "max", "min", "all", "any", "var", "std", "prod", "linalg_vector_norm", "norm", "sort", "topk"),
+)
+def propagate_along_dims(a: LossAnalysis, node: Node) -> BatchAggregation | None:
     """Return the aggregation of an operator along dimensions other than the batch's."""
     ref = node.arguments["self"]
     found = a.resolve_total(ref.name)
@@ -87,7 +79,12 @@ def _propagate_along_dims(a: LossAnalysis, node: Node) -> BatchAggregation | Non
     return None if axis is None else replace(found, axis=axis)
 
 
-def _propagate_per_image(a: LossAnalysis, node: Node) -> BatchAggregation | None:
+@aggregates(
+    *("one_hot", "gather", "scatter", "scatter_add", "embedding", "conv1d", "conv2d", "conv3d", "convolution"),
+    *("avg_pool2d", "avg_pool3d", "max_pool2d", "max_pool3d", "adaptive_avg_pool2d", "upsample_nearest2d"),
+    *("upsample_bilinear2d", "constant_pad_nd", "pad", "linear", "bmm"),
+)
+def propagate_per_image(a: LossAnalysis, node: Node) -> BatchAggregation | None:
     """Return the aggregation of an operator that processes each entry of the first dimension, the batch, separately."""
     shares = [a.resolve_total(name) for name in node.reads]
     if not all(each.is_plain and each.axis == 0 for each in shares):
@@ -101,7 +98,8 @@ def _propagate_per_image(a: LossAnalysis, node: Node) -> BatchAggregation | None
     return rows[0].combine(*shares)
 
 
-def _propagate_index(a: LossAnalysis, node: Node) -> BatchAggregation | None:
+@aggregates("index")
+def propagate_index(a: LossAnalysis, node: Node) -> BatchAggregation | None:
     """Return the aggregation of indexing a constant, such as class weights, with per-image indices."""
     table, indices = a.resolve_total(node.arguments["self"].name), node.arguments["indices"]
     shares = [a.resolve_total(name) for name in find_ref_names(indices)]
@@ -113,9 +111,11 @@ def _propagate_index(a: LossAnalysis, node: Node) -> BatchAggregation | None:
     return None if axis is None or len(shares) != 1 else replace(made, kind=AggregationKind.ROWS, axis=axis)
 
 
-def _propagate_concat(a: LossAnalysis, node: Node) -> BatchAggregation | None:
+@aggregates("stack", "cat")
+def propagate_concat(a: LossAnalysis, node: Node) -> BatchAggregation | None:
     """Return the aggregation of a concatenation or stack along a dimension other than the batch's."""
     found = [a.get_aggregation(name) for name in node.reads]
+    # Joined values must aggregate alike: rows with rows of the same axis, sums with sums of the same degree.
     first = found[0]
     if any((each.kind, each.degree, each.axis) != (first.kind, first.degree, first.axis) for each in found):
         return None
@@ -130,7 +130,8 @@ def _propagate_concat(a: LossAnalysis, node: Node) -> BatchAggregation | None:
     return replace(made, axis=axis)
 
 
-def _propagate_split(a: LossAnalysis, node: Node) -> BatchAggregation | None:
+@aggregates("split", "split_with_sizes", "chunk", "unbind")
+def propagate_split(a: LossAnalysis, node: Node) -> BatchAggregation | None:
     """Return the aggregation of a split into several tensors, each of which `getitem` reads."""
     ref = node.arguments["self"]
     found, dim = a.get_aggregation(ref.name), node.arguments.get("dim", 0)
@@ -138,22 +139,11 @@ def _propagate_split(a: LossAnalysis, node: Node) -> BatchAggregation | None:
     return found if apart else None
 
 
-def _propagate_getitem(a: LossAnalysis, node: Node) -> BatchAggregation | None:
+@aggregates("getitem")
+def propagate_getitem(a: LossAnalysis, node: Node) -> BatchAggregation | None:
+    """Return the aggregation of one of several outputs."""
     found = a.get_aggregation(node.reads[0])
     if found.kind is not AggregationKind.ROWS:
         return found
     axis = a.find_node_axis(node)
     return None if axis is None else replace(found, axis=axis)
-
-
-RULES = {
-    **dict.fromkeys(_VIEWS, _propagate_view),
-    **dict.fromkeys(_MOVED, _propagate_permute),
-    **dict.fromkeys(_SPREAD, _propagate_expand),
-    **dict.fromkeys(_ALONG, _propagate_along_dims),
-    **dict.fromkeys(_BY_IMAGE, _propagate_per_image),
-    "index": _propagate_index,
-    **dict.fromkeys(("stack", "cat"), _propagate_concat),
-    **dict.fromkeys(_PARTS, _propagate_split),
-    "getitem": _propagate_getitem,
-}

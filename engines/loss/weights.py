@@ -37,6 +37,7 @@ class ImageWeights:
         """Return the weight of one image with `labels` (1, ...); `owned` are the loss's buffers by graph name."""
         if not self.source:
             return 1.0
+        # The nodes that count labels, run one after another by their kernels.
         values: dict[str, Any] = {**owned, "labels": labels, "@device": torch.device("cpu")}
         for node in self.nodes:
             positional, keywords = split_arguments(node, {})

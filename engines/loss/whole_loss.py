@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from engines.layer.graph import BatchLoss, BatchTotal, ModelGraph, Node, Ref, TensorSpec, find_ref_names
-from engines.loss import arithmetic_rules, shape_rules
+from engines.loss import arithmetic_rules, shape_rules  # noqa: F401  (they register their rules)
 from engines.loss.analysis import LossAnalysis
 from engines.loss.arithmetic_rules import SUM
 from engines.loss.batch_aggregation import AggregationKind, BatchAggregation
@@ -24,14 +24,14 @@ COUNTED = "loss.counted.default"
 """Operator that computes the denominator of a mean over class numbers: the sum of the class weights of all labels that
 are not ignored."""
 
-_ROUNDS = 8  # totals may depend on other totals: each round of the analysis finds the next ones
-
 
 def analyse_loss(graph: ModelGraph, twin: Callable[[], ModelGraph]) -> LossAnalysis | str:
     """Return how the loss of a micro-batch aggregates to that of the whole batch, or a text that names the obstacle."""
     totals: frozenset[str] = frozenset()
-    for _ in range(_ROUNDS):
-        found = LossAnalysis(graph, twin, {**arithmetic_rules.RULES, **shape_rules.RULES}, totals)
+    # Only a total that is known may stand in a denominator. Once a sum counts as a total, values computed from it may
+    # turn out to be needed as totals themselves: (labels == 1).sum() first, then what is divided by it.
+    for _ in range(8):
+        found = LossAnalysis(graph, twin, totals)
         if found.analyse().kind is AggregationKind.UNKNOWN:
             return found.why
         if found.wanted <= totals:
@@ -63,14 +63,27 @@ class _LossRewrite:
 
     def make_whole_loss(self, graph: ModelGraph) -> BatchLoss:
         """Return the description of the rewritten loss, with the label nodes of `graph`."""
+        # Before the first micro-batch, on the labels alone:    count(labels) of each, summed, / M  =  total
+        # In each micro-batch, in place of the class loss:      cross_entropy(sum) / total
+        #
+        # Their mean over the M micro-batches is (sum of all losses) / (M * total), and M * total counts all labels.
         nodes = {node.name: node for node in graph.nodes}
         counted = {source: nodes[name] for name, source in sorted(self.sources.items())}
         totals = [BatchTotal(_name_total(source), source, node.spec, 1) for source, node in counted.items()]
         degrees = {name: self.found._found[name].degree for name in sorted(self.found.totals)}
         totals += [BatchTotal(_name_total(name), name, nodes[name].spec, degree) for name, degree in degrees.items()]
-        made = [*nodes.values(), *(_make_count_node(node, source) for source, node in counted.items())]
-        label_nodes = _find_ancestors([total.source for total in totals], made)
-        return BatchLoss(tuple(label_nodes), tuple(totals), self.scales, weighed_by=self._find_denominator())
+        for source, node in counted.items():
+            arguments = {name: node.arguments[name] for name in ("target", "weight", "ignore_index")}
+            spec = TensorSpec((), "float64")
+            nodes[source] = replace(node, name=source, operator=COUNTED, arguments=arguments, spec=spec, flops=0)
+        asked, reached = [total.source for total in totals], set[str]()
+        while asked:  # the nodes from the labels to the totals
+            name = asked.pop()
+            if name in nodes and name not in reached:
+                reached.add(name)
+                asked += find_ref_names(nodes[name].arguments)
+        label_nodes = tuple(node for name, node in nodes.items() if name in reached)
+        return BatchLoss(label_nodes, tuple(totals), self.scales, weighed_by=self._find_denominator())
 
     @cached_property
     def sources(self) -> dict[str, str]:
@@ -105,8 +118,12 @@ class _LossRewrite:
         if _is_sum(self.loss):
             nodes.append(self._make_scaled_sum(graph, loss))
             loss = nodes[-1].name
-        kept = _drop_unused(nodes, {loss, *graph.answers}, among=cone)
-        return replace(graph, nodes=tuple(kept), loss=loss, whole=self.make_whole_loss(graph))
+        read, kept = {loss, *graph.answers}, []
+        for node in reversed(nodes):
+            if node.name in read or node.name not in cone:
+                kept.append(node)
+                read.update(node.reads)
+        return replace(graph, nodes=tuple(kept[::-1]), loss=loss, whole=self.make_whole_loss(graph))
 
     def _rewrite_node(self, node: Node) -> Iterable[Node]:
         """Yield the node, or the nodes that replace it: a mean over labels becomes (sum of the losses) / (total)."""
@@ -139,15 +156,8 @@ def _name_total(name: str) -> str:
 
 
 def _make_key(node: Node) -> str:
-    """Return the key of a class loss's denominator, as `_propagate_class_loss` puts it into `over`."""
+    """Return the key of a class loss's denominator, as `propagate_class_loss` puts it into `over`."""
     return repr([node.arguments[name] for name in ("target", "weight", "ignore_index")])
-
-
-def _make_count_node(node: Node, source: str) -> Node:
-    """Return a node that computes the denominator of a cross-entropy's mean."""
-    arguments = {name: node.arguments[name] for name in ("target", "weight", "ignore_index")}
-    spec = TensorSpec((), "float64")
-    return replace(node, name=source, operator=COUNTED, arguments=arguments, spec=spec, flops=0)
 
 
 def _replace_reads(node: Node, renamed: Mapping[str, Ref]) -> Node:
@@ -165,25 +175,3 @@ def _replace_refs(value: Any, renamed: Mapping[str, Ref]) -> Any:
             return tuple(_replace_refs(item, renamed) for item in value)
         case _:
             return value
-
-
-def _find_ancestors(wanted: Iterable[str], nodes: Iterable[Node]) -> list[Node]:
-    """Return the wanted nodes and all nodes that they depend on, in order."""
-    made = {node.name: node for node in nodes}
-    asked, reached = list(wanted), set[str]()
-    while asked:
-        name = asked.pop()
-        if name in made and name not in reached:
-            reached.add(name)
-            asked += find_ref_names(made[name].arguments)
-    return [node for name, node in made.items() if name in reached]
-
-
-def _drop_unused(nodes: Iterable[Node], ends: Iterable[str | None], among: set[str]) -> list[Node]:
-    """Return the nodes without those of `among` that nothing reads any more."""
-    read, kept = set(ends), []
-    for node in reversed(list(nodes)):
-        if node.name in read or node.name not in among:
-            kept.append(node)
-            read.update(node.reads)
-    return kept[::-1]

@@ -42,10 +42,20 @@ def align_arguments(b: Builder, node: Node) -> dict[str, Any]:
 
     Raises TraceError if the arguments cannot be aligned.
     """
+    # The largest image sets the tiles. Others have the same pixels, or one row or column that is broadcast over it:
+    #
+    #     x  (N, C, H, W)   cut into tiles         y  (N, C, 1, W)   tiled, too, along W: gathered, then cut as x is
+    #     z  (C, 1, 1)      whole on each rank     m  (H, W)         whole on each rank, and cut as x is
     images = (b.get_value(Ref(name)) for name in node.reads if b.is_tiled(Ref(name)))
     tiled = max(images, key=lambda image: math.prod(image.size_px))
     for name in node.reads:
-        if not _is_aligned(b, name, tiled):
+        if b.is_tiled(Ref(name)):
+            same = zip(b.values[name].size_px, tiled.size_px, strict=True)
+            is_aligned = b.values[name].axes == tiled.axes and all(size in (1, whole) for size, whole in same)
+        else:
+            shape, pairs = get_spec(b, name).shape, zip(tiled.axes or (), tiled.size_px, strict=True)
+            is_aligned = all(len(shape) < -axis or shape[axis] in (1, size) for axis, size in pairs)
+        if not is_aligned:
             raise TraceError(
                 f"{node.operator} in {node.where} joins a tiled value of {tiled.size_px} pixels with {name} of shape "
                 f"{get_spec(b, name).shape}, which has other pixels. "
@@ -72,14 +82,6 @@ def cut_to_tile(b: Builder, node: Node, ref: Ref, tiled: ValueLayout) -> Ref:
     if not cuts:
         return ref
     return b.add_local_op(f"{node.name}.{ref.name}.tile", "tile.cut", ref, tuple(cuts), tuple(cuts.values()), like=spec)
-
-
-def _is_aligned(b: Builder, name: str, tiled: ValueLayout) -> bool:
-    if b.is_tiled(Ref(name)):
-        same = zip(b.values[name].size_px, tiled.size_px, strict=True)
-        return b.values[name].axes == tiled.axes and all(size in (1, whole) for size, whole in same)
-    shape, pairs = get_spec(b, name).shape, zip(tiled.axes or (), tiled.size_px, strict=True)
-    return all(len(shape) < -axis or shape[axis] in (1, size) for axis, size in pairs)
 
 
 def get_local_ranges(b: Builder, spec: TensorSpec, axes: tuple[int, int] | None) -> list[tuple[int, int, int]]:

@@ -17,16 +17,11 @@ from engines.spatial.unsupported import make_unsupported_error
 
 __all__ = ["find_sharded_names", "shard_graph"]
 
-# Operators whose arguments include the shape of the result.
-_SHAPED = {
-    f"aten.{name}"
-    for name in (
-        "view.default", "reshape.default", "_unsafe_view.default", "expand.default", "unflatten.int",
-        "zeros.default", "ones.default", "full.default", "empty.default", "rand.default", "randn.default",
-        "new_zeros.default", "new_ones.default", "new_full.default", "new_empty.default",
-    )
-}  # fmt: skip
-_MADE_ALIKE = {name for name in _SHAPED if name.split(".")[1] not in ("view", "reshape", "_unsafe_view", "unflatten")}
+# Operators whose arguments include the shape of the result: of the same values, or of values that are alike everywhere.
+_RESHAPED = {f"aten.{name}" for name in ("view.default", "reshape.default", "_unsafe_view.default", "unflatten.int")}
+_FILLS = ("zeros", "ones", "full", "empty", "rand", "randn", "new_zeros", "new_ones", "new_full", "new_empty", "expand")
+_MADE_ALIKE = {f"aten.{name}.default" for name in _FILLS}
+_SHAPED = _RESHAPED | _MADE_ALIKE
 _AXES = ("dim", "dims", "dim0", "dim1", "axis0", "axis1", "source", "destination")
 
 
@@ -49,6 +44,8 @@ def shard_graph(whole: ModelGraph, share: ModelGraph, nodes: Iterable[Node]) -> 
 
     Raises TraceError if one of them cannot work on sharded images.
     """
+    # A node runs on the shapes of a share, but computes with the numbers of the whole batch: x / len(images) divides by
+    # the number of all images.
     parted = find_sharded_names(whole, share)
     twins = {node.name: node for node in share.nodes}
     run = {node.name: _shard_node(node, twins[node.name], parted, whole, share) for node in nodes}
@@ -62,43 +59,29 @@ def shard_graph(whole: ModelGraph, share: ModelGraph, nodes: Iterable[Node]) -> 
 
 def _shard_node(node: Node, twin: Node, parted: frozenset[str], whole: ModelGraph, share: ModelGraph) -> Node:
     reads = parted.intersection(node.reads)
-    _check_constants(node, twin, whole, share)
+    for ours, theirs in zip(twin.reads, node.reads, strict=True):  # a constant is called after its numbers
+        if ours != theirs and share.specs[ours].shape != whole.specs[theirs].shape:
+            raise make_unsupported_error(node, "reads a constant with an entry for each image, which ranks share")
     if node.name not in parted and not reads:
         return node
     if node.name in parted:
-        _check_first_axis(node, twin)
+        mine, its = (twin.spec.shape, node.spec.shape) if node.spec and twin.spec else ((), ())
+        if mine[1:] != its[1:]:
+            raise make_unsupported_error(
+                node, f"lays images out along other axes than the first ({its}), which ranks cannot share"
+            )
         _check_image_axis(node, whole)
         if not reads and node.operator not in _MADE_ALIKE:
             raise make_unsupported_error(
                 node, "makes values for each image, for which there is no rule where ranks share images"
             )
-    changed = _format_arguments(node) != _format_arguments(twin)
-    if changed and not (is_pointwise(node.operator) or node.operator in _SHAPED):
+    mine, its = ({name: repr(value) for name, value in each.arguments.items()} for each in (twin, node))
+    if mine != its and not (is_pointwise(node.operator) or node.operator in _SHAPED):
         raise make_unsupported_error(
             node, "has the number of images as an argument, for which there is no rule where ranks share them"
         )
     shape = {name: twin.arguments[name] for name in ("size", "shape", "sizes") if name in twin.arguments}
     return replace(twin, arguments={**node.arguments, **(shape if node.operator in _SHAPED else {})})
-
-
-def _check_constants(node: Node, twin: Node, whole: ModelGraph, share: ModelGraph) -> None:
-    """Raise TraceError if a node reads a constant with an entry for each image."""
-    for ours, theirs in zip(twin.reads, node.reads, strict=True):
-        if ours != theirs and share.specs[ours].shape != whole.specs[theirs].shape:
-            raise make_unsupported_error(node, "reads a constant with an entry for each image, which ranks share")
-
-
-def _format_arguments(node: Node) -> dict[str, str]:
-    return {name: repr(value) for name, value in node.arguments.items()}
-
-
-def _check_first_axis(node: Node, twin: Node) -> None:
-    """Raise TraceError if the images are not along the first axis."""
-    ours, theirs = (twin.spec.shape, node.spec.shape) if node.spec and twin.spec else ((), ())
-    if ours[1:] != theirs[1:]:
-        raise make_unsupported_error(
-            node, f"lays images out along other axes than the first ({theirs}), which ranks cannot share"
-        )
 
 
 def _check_image_axis(node: Node, whole: ModelGraph) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from engines.spatial.halo_fusion import ExtendedTiles, TileLookup, WindowRead, extend_tiles
@@ -39,6 +39,7 @@ class HaloCost:
 
         Backward transfers the bytes once more, and computes twice as much redundantly as forward.
         """
+        # More layers in a group: fewer exchanges, and a wider rim that neighbours compute as well.
         added: dict[int, float] = {}
         for node, tiles in wide.held.items():
             whole, own = extent(node)
@@ -74,30 +75,20 @@ def group_cheapest(
 
     Dynamic programming over the start of the last group.
     """
-    price = _make_pricer(layers, reads, extent, work, cost)
-    best: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
-    for end in range(1, len(layers) + 1):
-        starts = range(max(0, end - MOST_LAYERS), end)
-        best.append(min((best[start][0] + price(start, end), (*best[start][1], end - start)) for start in starts))
-    return best[-1][1]
-
-
-def _make_pricer(
-    layers: Sequence[Sequence[str]],
-    reads: Sequence[WindowRead],
-    extent: TileLookup,
-    work: Mapping[str, ValueCost],
-    cost: HaloCost,
-) -> Callable[[int, int], float]:
-    """Return a function of (start, end): the seconds that the layers from `start` to before `end` take as one group."""
     layer_of = {node: number for number, nodes in enumerate(layers) for node in nodes}
     reads_of: list[list[WindowRead]] = [[] for _ in layers]
     for read in reads:
         reads_of[layer_of[read.node]].append(read)
 
-    def compute_price(start: int, end: int) -> float:
+    def estimate_group(start: int, end: int) -> float:
         inside = [read for found in reads_of[start:end] for read in found]
         nodes = dict.fromkeys((node for found in layers[start:end] for node in found), 0)
         return cost.estimate_seconds(extend_tiles(inside, nodes, extent), extent, work)
 
-    return compute_price
+    # best[end]: the first `end` layers, as (seconds, size of each group).
+    best: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
+    for end in range(1, len(layers) + 1):
+        starts = range(max(0, end - MOST_LAYERS), end)
+        options = ((best[start][0] + estimate_group(start, end), (*best[start][1], end - start)) for start in starts)
+        best.append(min(options))
+    return best[-1][1]

@@ -48,5 +48,6 @@ def all_gather_lines(b: Builder, node: Node, source: Ref, wanted: Tile) -> Ref:
     """Gather a few rows or columns of a tiled value on every rank. Raises NeedsGatherError beyond `WHOLE_PX`."""
     if wanted.pixels > WHOLE_PX:
         raise make_gather_error(node, f"takes {len(wanted.rows)} x {len(wanted.cols)} pixels out of {source.name}")
+    # Every rank wants the same lines, wherever its own tile lies.
     found = b.exchange(b.crop_to_own(source), dict.fromkeys(b.stage.ranks, wanted), 0.0)
     return b.pad_window(Window(found.name, b.get_held_tiles(found)[b.rank], wanted, 0.0))

@@ -56,9 +56,11 @@ def extend_tiles(reads: Iterable[WindowRead], groups: Mapping[str, int], extent:
 
     `reads` are in the nodes' order; `groups` maps each node to the number of its group.
     """
-    # Two 3 x 3 convolutions in one group, own columns 4 to 8: the second one reads columns 3 to 9 of the first, which
-    # the rank computes itself from columns 2 to 10 of the input. One exchange of two columns replaces two of one
-    # column.
+    # Two 3 x 3 convolutions in one group, on the rank that owns columns 4 to 8:
+    #
+    #     second convolution        4 |==========| 8           its own outputs
+    #     first convolution       3 |--============--| 9       computed redundantly where neighbours own the columns
+    #     input                2 |----============----| 10     fetched in one exchange of two columns, not in two of one
     held: dict[str, Tiles] = {}
     asked: dict[tuple[int, str], list[tuple[Tiles, float]]] = defaultdict(list)
     for read in reversed(list(reads)):  # backwards: `held` of a node must cover its readers before its own reads follow

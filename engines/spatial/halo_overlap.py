@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engines.comm.device import choose_memory_format
 from engines.layer.graph import Node, Ref
-from engines.program.builder import Builder, HaloRead, ValueLayout
+from engines.program.builder import Builder, HaloRead
 from engines.program.instructions import ExchangeHalf
 from engines.spatial.kernels import register_kernel
 from engines.spatial.tiles import Span, Tile
@@ -56,22 +56,38 @@ def split_interior(b: Builder, node: Node, lower: Lower) -> None:
         with b.restrict_node(source):  # this rank reads own pixels only, but its exchange still sends to the others
             lower(b, node)
         return
-    begun = _lower_interior(
-        b, replace(node, name=f"{node.name}.interior"), lower, source, inner[b.rank], outputs[b.rank]
-    )
+    # The interior, in memory for all outputs of the tile.
+    out, part = outputs[b.rank], f"{node.name}.interior"
+    with b.restrict_node(source, part, inner[b.rank]):
+        lower(b, replace(node, name=part))
+    axes, place = b.values[part].axes, _compute_range(inner[b.rank], out)
+    begun = b.add_local_op(f"{part}.begun", "tile.begun", Ref(part), out.shape, place, axes, like=node.spec, axes=axes)
+    begun = b.hold(b.get_value(begun), out)
     if first:
-        _wait_exchange(b, b.get_value(source))
-    pieces = [(Ref(strip), border) for (strip, _), border in zip(b.strips[key], borders, strict=True)]
-    _lower_borders(b, node, lower, begun, pieces, outputs[b.rank])
+        # The flush ends the segment with the interior, which runs between the two halves of the exchange.
+        begins = b.instructions[-1]
+        b.flush(interior=True)
+        b.instructions.append(replace(begins, begins=False))
+        for name, tile in begins.strips:
+            b.hold(replace(b.get_value(source), name=name), tile)
+    # The borders, each from its strip.
+    made = [f"{node.name}.border{index}" for index in range(len(borders))]
+    for name, (strip, _), border in zip(made, b.strips[key], borders, strict=True):
+        with b.restrict_node(Ref(strip), name, border):
+            lower(b, replace(node, name=name))
+    axes, places = b.get_value(begun).axes, tuple(_compute_range(border, out) for border in borders)
+    pieces = [Ref(name) for name in made]
+    b.add_local_op(node.name, "tile.completed", begun, pieces, places, axes, like=node.spec, axes=axes)
 
 
 def _find_interiors(b: Builder, source: Ref, borrowed: HaloRead, outputs: Mapping[int, Tile]) -> dict[int, Tile]:
     """Return, for each rank with a halo, the outputs that read only the rank's own pixels."""
-    value, found = b.get_value(source), {}
-    for rank, own in b.get_tiles(value.size_px).items():
-        if not (compute_window(outputs[rank], *borrowed.rules) & Tile.whole(*value.size_px)).is_inside(own):
-            axes = zip(_get_spans(outputs[rank]), borrowed.rules, _get_spans(own), value.size_px, strict=True)
-            found[rank] = Tile(*(compute_interior(*axis) for axis in axes))
+    (height, width), (rows, cols), found = b.get_value(source).size_px, borrowed.rules, {}
+    for rank, own in b.get_tiles((height, width)).items():
+        out = outputs[rank]
+        if not (compute_window(out, rows, cols) & Tile.whole(height, width)).is_inside(own):
+            inner_rows = compute_interior(out.rows, rows, own.rows, height)
+            found[rank] = Tile(inner_rows, compute_interior(out.cols, cols, own.cols, width))
     return found
 
 
@@ -112,43 +128,6 @@ def _start_exchange(
     )
     b.instructions.append(ExchangeHalf(exchange, strips, begins=True))
     return strips
-
-
-def _lower_interior(b: Builder, node: Node, lower: Lower, source: Ref, inner: Tile, out: Tile) -> Ref:
-    """Lower the interior into memory for all outputs of the tile."""
-    with b.restrict_node(source, node.name, inner):
-        lower(b, node)
-    axes = b.values[node.name].axes
-    begun = b.add_local_op(
-        f"{node.name}.begun", "tile.begun", Ref(node.name), out.shape, _compute_range(inner, out), axes,
-        like=node.spec, axes=axes,
-    )  # fmt: skip
-    return b.hold(b.get_value(begun), out)
-
-
-def _wait_exchange(b: Builder, value: ValueLayout) -> None:
-    begins = b.instructions[-1]
-    b.flush(interior=True)
-    b.instructions.append(replace(begins, begins=False))
-    for name, tile in begins.strips:
-        b.hold(replace(value, name=name), tile)
-
-
-def _lower_borders(
-    b: Builder, node: Node, lower: Lower, begun: Ref, pieces: Sequence[tuple[Ref, Tile]], out: Tile
-) -> None:
-    made = [f"{node.name}.border{index}" for index in range(len(pieces))]
-    for name, (strip, border) in zip(made, pieces, strict=True):
-        with b.restrict_node(strip, name, border):
-            lower(b, replace(node, name=name))
-    axes, places = b.get_value(begun).axes, tuple(_compute_range(border, out) for _, border in pieces)
-    b.add_local_op(
-        node.name, "tile.completed", begun, [Ref(name) for name in made], places, axes, like=node.spec, axes=axes
-    )  # fmt: skip
-
-
-def _get_spans(tile: Tile) -> tuple[Span, Span]:
-    return tile.rows, tile.cols
 
 
 def _compute_range(piece: Tile, out: Tile) -> PixelRange:
@@ -202,10 +181,6 @@ class _BorderInsertion(torch.autograd.Function):
 
 
 register_kernel("tile.begun")(_InteriorEmbedding.apply)
-
-
-@register_kernel("tile.completed")
-def _insert_borders(
-    begun: Tensor, borders: Sequence[Tensor], places: Sequence[PixelRange], axes: tuple[int, int]
-) -> Tensor:
-    return _BorderInsertion.apply(begun, places, axes, *borders)
+register_kernel("tile.completed")(
+    lambda begun, borders, places, axes: _BorderInsertion.apply(begun, places, axes, *borders)
+)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -76,10 +76,6 @@ def get_operator(name: str) -> Any:
     return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
 
 
-def _view_per_channel(vector: Tensor, x: Tensor) -> Tensor:
-    return vector.view(1, -1, *(1,) * (x.dim() - 2))
-
-
 def get_sum_type(x: Tensor) -> torch.dtype:
     """Return the type for sums and statistics of `x`: float32 for half precision, otherwise its own floating type."""
     return torch.promote_types(x.dtype, torch.float32)
@@ -99,6 +95,7 @@ class _TileMoments(torch.autograd.Function):
         mean, variance = torch.batch_norm_update_stats(x, untouched, untouched, 0.0)
         ctx.save_for_backward(x, mean)
         ctx.slot, ctx.count = slot, x.numel() // x.shape[1]
+        # rank 0: [m0 . . .]    rank 1: [. m1 . .]    ...    and their sum, on every rank: [m0 m1 m2 m3]
         moments = x.new_zeros((slots, 2, x.shape[1]), dtype=torch.float64)
         means, squares = moments[slot].unbind()
         means.copy_(mean)
@@ -108,31 +105,26 @@ class _TileMoments(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, mean = ctx.saved_tensors
-        offset, slope = (grad[ctx.slot] * _compute_scales(ctx.count, grad.device)).to(mean.dtype).unbind()
+        # The factors of a mean over `count` values, and of a sum of squares.
+        scales = _make_column((1 / ctx.count, 2.0), grad.device)
+        offset, slope = (grad[ctx.slot] * scales).to(mean.dtype).unbind()
         # grad[0] / count + 2 * grad[1] * (x - mean), as one fused call: (x - mean) * slope + offset. It calls the
         # operator itself, since `functional.batch_norm` of torch 2.11 refuses eps = 0.
         scaled = torch.batch_norm(x, slope, offset, mean, torch.ones_like(mean), False, 0.0, 0.0, False)
         return scaled, None, None
 
 
-def _make_column(numbers: Iterable[float], device: torch.device) -> Tensor:
-    """Return (numbers, 1) in float64, as a normal tensor: cached results may be used outside inference mode later."""
-    with torch.inference_mode(False):
-        return torch.tensor([*numbers], dtype=torch.float64, device=device)[:, None]
+@lru_cache(maxsize=1 << 11)
+def _make_column(numbers: tuple[float, ...], device: torch.device) -> Tensor:
+    """Return (numbers, 1) in float64. Cached, since each copy of numbers from the host to a GPU blocks."""
+    with torch.inference_mode(False):  # a tensor of inference mode could not be used outside it later
+        return torch.tensor(numbers, dtype=torch.float64, device=device)[:, None]
 
 
-# Cached: each copy of numbers from the host to a GPU blocks.
-@lru_cache(maxsize=1 << 10)
-def _compute_fractions(counts: tuple[int, ...], device: torch.device) -> Tensor:
+def _compute_fractions(counts: Sequence[int], device: torch.device) -> Tensor:
     """Return (slots, 1): the fraction of all values that each tile holds."""
     whole = sum(counts)
-    return _make_column((count / whole for count in counts), device)
-
-
-@lru_cache(maxsize=1 << 10)
-def _compute_scales(count: int, device: torch.device) -> Tensor:
-    """Return (2, 1): factors for the gradients of a mean over `count` values and of a sum of squares."""
-    return _make_column((1 / count, 2.0), device)
+    return _make_column(tuple(count / whole for count in counts), device)
 
 
 def compute_batch_statistics(moments: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -141,12 +133,15 @@ def compute_batch_statistics(moments: Tensor, counts: Sequence[int]) -> tuple[Te
     `counts` are the numbers of values on the tiles. Chan, Golub and LeVeque, 1983 (The American Statistician 37),
     equation 2.1.
     """
-    return _compute_statistics(moments, _compute_fractions(tuple(counts), moments.device), sum(counts))[:2]
+    return _compute_statistics(moments, _compute_fractions(counts, moments.device), sum(counts))[:2]
 
 
 def _compute_statistics(moments: Tensor, parts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return mean, variance and (slots, C) deviations of the tiles' means from the overall mean."""
     means, squares = moments.unbind(1)
+    # The deviation from the overall mean is that from the tile's mean and that of the tile's mean itself:
+    #
+    #     sum (x - mean)^2  =  sum over tiles of  squares + n * (means - mean)^2
     mean = (means * parts).sum(0)
     apart = means - mean
     return mean, torch.addcmul(squares / count, apart, apart * parts).sum(0), apart
@@ -161,15 +156,9 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        moments: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        counts: list[int],
-        eps: float,
+        ctx: Any, x: Tensor, moments: Tensor, weight: Tensor | None, bias: Tensor | None, counts: list[int], eps: float
     ) -> Tensor:
-        ctx.parts, ctx.count = _compute_fractions(tuple(counts), moments.device), sum(counts)
+        ctx.parts, ctx.count = _compute_fractions(counts, moments.device), sum(counts)
         mean, variance, apart = _compute_statistics(moments, ctx.parts, ctx.count)
         kind = get_sum_type(x)
         low = mean.to(kind), variance.to(kind)
@@ -200,7 +189,8 @@ class _Normalise(torch.autograd.Function):
         return grad_x, to_moments, *affine, None, None
 
 
-def _normalise_whole_batch(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+@register_kernel("tile.whole_batch_norm")
+def normalise_whole_batch(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     """Return the plain kernel's result on the whole batch, and the (1, 2, C) moments that it computes."""
     mean, variance = torch.zeros(2, x.shape[1], dtype=get_sum_type(x), device=x.device)
     result = functional.batch_norm(x, mean, variance, weight, bias, training=True, momentum=1.0, eps=eps)
@@ -208,24 +198,28 @@ def _normalise_whole_batch(x: Tensor, weight: Tensor | None, bias: Tensor | None
     return result, torch.stack([mean.double(), squares])[None]
 
 
-def _sum_pixels(x: Tensor, dims: list[int], keepdim: bool, dtype: torch.dtype) -> Tensor:
+@register_kernel("tile.sum_pixels")
+def sum_pixels(x: Tensor, dims: list[int], keepdim: bool, dtype: torch.dtype) -> Tensor:
+    """Return the sum over `dims`, computed in `dtype`."""
     return x.sum(dims, keepdim=keepdim, dtype=dtype)
 
 
-def _pool_average(
+@register_kernel("tile.average_pool")
+def pool_average(
     x: Tensor,
-    size: list[int],
-    stride: list[int],
-    padding: list[int],
-    rows: tuple[int, ...],
-    cols: tuple[int, ...],
+    size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    rows: Sequence[int],
+    cols: Sequence[int],
 ) -> Tensor:
     """Return the sum over each window divided by the number of pixels that count there: rows[i] * cols[j]."""
     sums = functional.avg_pool2d(x, size, stride, padding, divisor_override=1)
     return sums / (x.new_tensor(rows)[:, None] * x.new_tensor(cols))
 
 
-def _pad(x: Tensor, margins: Sequence[int], fill: float, axes: tuple[int, int] = (-2, -1)) -> Tensor:
+@register_kernel("tile.pad")
+def pad_pixels(x: Tensor, margins: Sequence[int], fill: float, axes: tuple[int, int] = (-2, -1)) -> Tensor:
     """Pad rows and columns, which lie along `axes`, by a constant, as `F.pad` does; nothing of `x` need remain.
 
     A crop is a copy without gaps, and so is its gradient: batch norms took 2 to 4 times as long on views.
@@ -241,24 +235,32 @@ def _pad(x: Tensor, margins: Sequence[int], fill: float, axes: tuple[int, int] =
     return functional.pad(x, around, value=fill) if any(around) else x
 
 
-def _pool_adaptive_average(x: Tensor, rows: tuple[tuple[int, int], ...], cols: tuple[tuple[int, int], ...]) -> Tensor:
+@register_kernel("tile.adaptive_average")
+def pool_adaptive_average(x: Tensor, rows: Sequence[tuple[int, int]], cols: Sequence[tuple[int, int]]) -> Tensor:
     """Return the mean of each cell; cells are (start, stop) ranges of the window."""
-    return torch.stack(
-        [torch.stack([x[..., r0:r1, c0:c1].mean((-2, -1)) for c0, c1 in cols], -1) for r0, r1 in rows], -2
-    )
+    lines = [torch.stack([x[..., r0:r1, c0:c1].mean((-2, -1)) for c0, c1 in cols], -1) for r0, r1 in rows]
+    return torch.stack(lines, -2)
 
 
-def _convolve_transposed(
-    x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], dilation: list[int], groups: int,
-    margins: tuple[int, int, int, int],
-) -> Tensor:  # fmt: skip
+@register_kernel("tile.conv_transpose")
+def convolve_transposed(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    margins: Sequence[int],
+) -> Tensor:
     """Apply a transposed convolution to a window, and crop (or pad) the result by `margins` to the tile of outputs."""
     full = functional.conv_transpose2d(x, weight, None, stride, 0, 0, groups, dilation)
-    cut = _pad(full, margins, 0.0)
-    return cut if bias is None else cut + _view_per_channel(bias, cut)
+    cut = pad_pixels(full, margins, 0.0)
+    # The bias comes last: outputs that no input writes to have it, too.
+    return cut if bias is None else cut + bias.view(1, -1, *(1,) * (cut.dim() - 2))
 
 
-def _cut(x: Tensor, axes: tuple[int, ...], spans: tuple[tuple[int, int], ...]) -> Tensor:
+@register_kernel("tile.cut")
+def cut_spans(x: Tensor, axes: Sequence[int], spans: Sequence[tuple[int, int]]) -> Tensor:
     """Return the pixels (start, stop) along each axis of a whole value."""
     for axis, (start, stop) in zip(axes, spans, strict=True):
         x = x.narrow(axis, start, stop - start)
@@ -266,14 +268,7 @@ def _cut(x: Tensor, axes: tuple[int, ...], spans: tuple[tuple[int, int], ...]) -
 
 
 _KERNELS |= {
-    "tile.cut": _cut,
     "tile.moments": _TileMoments.apply,
     "tile.batch_norm": _Normalise.apply,
-    "tile.whole_batch_norm": _normalise_whole_batch,
-    "tile.sum_pixels": _sum_pixels,
-    "tile.average_pool": _pool_average,
-    "tile.pad": _pad,
-    "tile.adaptive_average": _pool_adaptive_average,
-    "tile.conv_transpose": _convolve_transposed,
     "getitem": lambda values, index: values[index],
 }

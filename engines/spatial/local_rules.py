@@ -15,23 +15,23 @@ from engines.spatial.unsupported import check_deterministic
 
 __all__ = ["apply_locally", "is_pointwise", "lower_pointwise", "split_arguments"]
 
-# Pointwise operators that ATen does not tag as such.
-_POINTWISE = {
-    f"aten.{name}"
-    for name in (
-        "alias.default", "broadcast_tensors.default", "clone.default", "contiguous.default", "detach.default",
-        "to.device", "to.dtype", "to.dtype_layout", "to.other", "_to_copy.default", "type_as.default",
-        "lift_fresh_copy.default",
-        "zeros_like.default", "ones_like.default", "full_like.default", "empty_like.default",
-        "leaky_relu.default",  # not tagged in torch 2.11
-        "log_sigmoid.default", "hardswish.default", "special_expit.default", "special_erf.default",
-        "masked_fill.Tensor", "where.Scalar", "where.ScalarSelf", "where.ScalarOther", "isclose.default",
-        "divide.Tensor", "divide.Scalar", "multiply.Tensor", "multiply.Scalar", "subtract.Tensor", "subtract.Scalar",
-        "negative.default", "absolute.default", "arctan2.default", "__and__.Tensor", "__or__.Tensor", "__xor__.Tensor",
-        "greater.Tensor", "greater.Scalar", "greater_equal.Tensor", "greater_equal.Scalar",
-        "less.Tensor", "less.Scalar", "less_equal.Tensor", "less_equal.Scalar", "not_equal.Tensor", "not_equal.Scalar",
-    )
-}  # fmt: skip
+_COMPARED = "divide multiply subtract greater greater_equal less less_equal not_equal"
+_UNTAGGED = {
+    "default": (
+        "alias broadcast_tensors clone contiguous detach _to_copy type_as lift_fresh_copy "
+        "zeros_like ones_like full_like empty_like "
+        "leaky_relu log_sigmoid hardswish special_expit special_erf "  # leaky_relu: not tagged in torch 2.11
+        "isclose negative absolute arctan2"
+    ),
+    "Tensor": f"masked_fill __and__ __or__ __xor__ {_COMPARED}",
+    "Scalar": f"where {_COMPARED}",
+    "ScalarSelf": "where",
+    "ScalarOther": "where",
+    **dict.fromkeys(("device", "dtype", "dtype_layout", "other"), "to"),
+}
+"""Pointwise operators that ATen does not tag as such, by overload."""
+
+_POINTWISE = {f"aten.{name}.{overload}" for overload, names in _UNTAGGED.items() for name in names.split()}
 
 
 # Tensors are stored with channels last here, so a view may have to be a copy.
@@ -48,19 +48,15 @@ def apply_locally(b: Builder, node: Node, axes: tuple[int, int] | None, **change
     changes = {name: map_refs(pick, value) for name, value in node.arguments.items() if name not in changes} | changes
     positional, keywords = split_arguments(node, changes)
     kernel = _ANY_LAYOUT.get(node.operator, node.operator)
-    return b.add_local_op(
-        node.name, kernel, *positional, like=node.spec or _make_partial_spec(b, node, axes), axes=axes, **keywords
-    )
-
-
-def _make_partial_spec(b: Builder, node: Node, axes: tuple[int, int] | None) -> TensorSpec:
-    """Return a spec for several outputs: only the type, and the rows and columns of tiled values, are known."""
-    tiled = [b.values[name] for name in node.reads if b.is_tiled(Ref(name))]
-    if not (tiled and axes):
-        return TensorSpec((), "float32")
-    shape = [1] * -min(axes)
-    shape[axes[0]], shape[axes[1]] = tiled[0].size_px
-    return TensorSpec(tuple(shape), tiled[0].spec.dtype)
+    spec = node.spec
+    if spec is None:  # several outputs: only the type, and the rows and columns of tiled values, are known
+        tiled = [b.values[name] for name in node.reads if b.is_tiled(Ref(name))]
+        spec = TensorSpec((), "float32")
+        if tiled and axes:
+            shape = [1] * -min(axes)
+            shape[axes[0]], shape[axes[1]] = tiled[0].size_px
+            spec = TensorSpec(tuple(shape), tiled[0].spec.dtype)
+    return b.add_local_op(node.name, kernel, *positional, like=spec, axes=axes, **keywords)
 
 
 def split_arguments(node: Node, changes: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
@@ -70,6 +66,7 @@ def split_arguments(node: Node, changes: dict[str, Any]) -> tuple[list[Any], dic
         arguments["device"] = DEVICE
     if has_kernel(node.operator):
         return list(arguments.values()), {}
+    # A type, a device and the like are passed by name; None is their default.
     schema = get_operator(node.operator)._schema.arguments
     keyword_only = {argument.name for argument in schema if argument.kwarg_only}
     positional = [value for name, value in arguments.items() if name not in keyword_only]
@@ -86,4 +83,5 @@ def lower_pointwise(b: Builder, node: Node) -> None:
     """Lower a pointwise node: tiled arguments have the output's pixels, all others have none or all of them."""
     check_deterministic(b, node)
     changes = align_arguments(b, node)
-    apply_locally(b, node, next(b.get_value(Ref(name)).axes for name in node.reads if b.is_tiled(Ref(name))), **changes)
+    tiled = next(Ref(name) for name in node.reads if b.is_tiled(Ref(name)))
+    apply_locally(b, node, b.get_value(tiled).axes, **changes)

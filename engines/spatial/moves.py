@@ -29,6 +29,14 @@ def compute_moves(owned: Mapping[int, Tile], wanted: Mapping[int, Tile]) -> tupl
     >>> [m.source for m in compute_moves({0: left, 1: right}, {0: Tile(Span(0, 4), Span(0, 5))})]
     [0, 1]
     """
+    # Four ranks own a quarter each. Rank 0 wants its own and a halo of one pixel, marked by the numbers of the owners:
+    #
+    #     0 0 0 | 1 . .
+    #     0 0 0 | 1 . .
+    #     0 0 0 | 1 . .        0 -> 0 its own pixels, 1 -> 0 a column, 2 -> 0 a row, 3 -> 0 the corner
+    #     ------+------
+    #     2 2 2 | 3 . .
+    #     . . . | . . .
     return tuple(
         Move(source, target, overlap)
         for target, want in wanted.items()

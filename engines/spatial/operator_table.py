@@ -23,10 +23,8 @@ __all__ = ["Rule", "get_rules", "lower", "register_rule"]
 
 Rule = Callable[[Builder, Node], None]
 
-_TABLE: dict[str, Rule] = {}
-_EVERYWHERE: set[str] = set()
-_IMAGES: dict[str, tuple[str, ...]] = {}
-_SHARED: set[str] = set()
+_TABLE: dict[str, tuple[Rule, dict[str, Any]]] = {}
+"""For each operator its rule and the arguments of `register_rule`."""
 
 
 def register_rule(
@@ -51,16 +49,13 @@ def register_rule(
     >>> @register_rule("mine.blur.default", images=("x",))
     ... def blur_on_tiles(b, node):
     ...     rule = SlidingWindow(kernel=3, padding=1)
-    ...     window = b.window(node.arguments["x"], node.spec.shape[-2:], rule, rule)
-    ...     b.local(node.name, "mine.blur", b.padded(window), like=node.spec, axes=(-2, -1))
+    ...     window = b.read_window(node.arguments["x"], node.spec.shape[-2:], rule, rule)
+    ...     b.add_local_op(node.name, "mine.blur", b.pad_window(window), like=node.spec, axes=(-2, -1))
     """
 
     def add(rule: Rule) -> Rule:
         for name in operators:
-            _TABLE[name] = rule
-            _IMAGES[name] = images
-            for names, holds in ((_EVERYWHERE, everywhere), (_SHARED, shared)):
-                names.add(name) if holds else names.discard(name)
+            _TABLE[name] = rule, {"everywhere": everywhere, "images": images, "shared": shared}
         return rule
 
     return add
@@ -68,10 +63,7 @@ def register_rule(
 
 def get_rules() -> dict[str, tuple[Rule, dict[str, Any]]]:
     """Return, for each operator, its rule and the arguments of `register_rule`."""
-    return {
-        name: (rule, {"everywhere": name in _EVERYWHERE, "images": _IMAGES[name], "shared": name in _SHARED})
-        for name, rule in _TABLE.items()
-    }
+    return dict(_TABLE)
 
 
 def lower(b: Builder, node: Node) -> None:
@@ -80,6 +72,12 @@ def lower(b: Builder, node: Node) -> None:
     Raises TraceError if a tiled value meets an operator without a rule, and PlanError if an operator's result of a
     large image cannot be cut into tiles.
     """
+    # What is tried, in order:
+    #
+    #     the operator's rule, or its kernel on own pixels if it is pointwise or reads no tiled value
+    #     the same once more, in pieces, if a halo exchange can overlap with the interior (`split_interior`)
+    #     refused, or too few rows or columns for the tiles: gathered, if the pixels are few (`_lower_gathered`)
+    #     no rule, one rank: the operator itself
     b.begin_node(node)
     try:
         _lower(b, node)
@@ -120,11 +118,12 @@ def _lower_gathered(b: Builder, node: Node, refusal: NeedsGatherError | PlanErro
 def _lower(b: Builder, node: Node) -> None:
     tiled = any(b.is_tiled(Ref(name)) for name in node.reads)
     joins = any(b.is_batch_sharded(Ref(name)) for name in node.reads) and not b.is_batch_sharded(Ref(node.name))
-    if joins and node.operator not in _SHARED:
+    rule, how = _TABLE.get(node.operator, (None, {}))
+    if joins and not how.get("shared"):
         raise make_unsupported_error(node, "joins images that ranks share (local_dp), for which there is no rule")
-    if node.operator in _TABLE and (tiled or joins or node.operator in _EVERYWHERE):
-        _check_images(b, node)
-        _TABLE[node.operator](b, node)
+    if rule and (tiled or joins or how["everywhere"]):
+        _check_images(b, node, how["images"])
+        rule(b, node)
     elif not tiled:
         check_deterministic(b, node)
         apply_locally(b, node, axes=None)
@@ -134,9 +133,8 @@ def _lower(b: Builder, node: Node) -> None:
         raise make_unsupported_error(node)
 
 
-def _check_images(b: Builder, node: Node) -> None:
+def _check_images(b: Builder, node: Node, allowed: tuple[str, ...]) -> None:
     """Raise TraceError if the node reads a tiled value that its rule for images does not accept."""
-    allowed = _IMAGES[node.operator]
     for name, argument in node.arguments.items() if allowed else ():
         for tiled in (Ref(read) for read in find_ref_names(argument) if b.is_tiled(Ref(read))):
             if name not in allowed:

@@ -67,6 +67,7 @@ def sample_uniform(seed: int, draw: int, place: AxisRanges, device: torch.device
     index = torch.zeros((), dtype=torch.int64, device=device)
     for size, start, stop in place:
         index = index[..., None] * size + torch.arange(start, stop, device=device)
+    # state = seed + (index + 1) * golden, then the finaliser. int64 wraps around as uint64 does.
     word = index.add_(1).mul_(_to_signed(_GOLDEN)).add_(_to_signed(compute_step_seed(seed, draw)))
     word = word.bitwise_xor_(_shift_right(word, 30)).mul_(_to_signed(_FIRST))
     word = word.bitwise_xor_(_shift_right(word, 27)).mul_(_to_signed(_SECOND))
@@ -75,7 +76,6 @@ def sample_uniform(seed: int, draw: int, place: AxisRanges, device: torch.device
 
 
 Draw = Callable[[], Tensor]
-Law = Callable[[Draw, Mapping[str, Any]], Tensor]
 
 
 def _sample_normal(draw: Draw, a: Mapping[str, Any]) -> Tensor:
@@ -89,41 +89,22 @@ def _sample_range(draw: Draw, a: Mapping[str, Any]) -> Tensor:
     return draw() * (high - low) + low
 
 
-def _sample_integers(draw: Draw, a: Mapping[str, Any]) -> Tensor:
-    low = a.get("low", 0)
-    return (draw() * (a["high"] - low)).floor_() + low
-
-
-def _sample_bernoulli(draw: Draw, a: Mapping[str, Any]) -> Tensor:
-    return (draw() < a["p"]).double()
-
-
-_LAWS: dict[str, Law] = {
-    "rand": _sample_range,
-    "rand_like": _sample_range,
-    "uniform": _sample_range,
-    "randn": _sample_normal,
-    "randn_like": _sample_normal,
-    "normal_functional": _sample_normal,
-    "normal": _sample_normal,
-    "randint": _sample_integers,
-    "bernoulli": _sample_bernoulli,
+_LAWS: dict[str, Callable[[Draw, Mapping[str, Any]], Tensor]] = {
+    **dict.fromkeys(("rand", "rand_like", "uniform"), _sample_range),
+    **dict.fromkeys(("randn", "randn_like", "normal_functional", "normal"), _sample_normal),
+    "randint": lambda draw, a: (draw() * (a["high"] - a.get("low", 0))).floor_() + a.get("low", 0),
+    "bernoulli": lambda draw, a: (draw() < a["p"]).double(),
     "exponential": lambda draw, a: draw().neg_().log1p_().div_(-a.get("lambd", 1.0)),
 }
 SETTINGS = ("p", "from", "to", "mean", "std", "low", "high", "lambd")
 """The arguments that a law reads; a tensor of probabilities is also passed as `p`."""
 
-_DROPOUTS = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
-
-draws = tuple(
-    f"aten.{name}"
-    for name in (
-        "rand.default", "rand_like.default", "uniform.default", "randn.default", "randn_like.default",
-        "normal_functional.default", "randint.default", "randint.low",
-        "bernoulli.default", "bernoulli.p", "exponential.default", *(f"{name}.default" for name in _DROPOUTS),
-        "rrelu.default",
-    )
-)  # fmt: skip
+_DRAWN = (
+    "rand.default rand_like.default uniform.default randn.default randn_like.default normal_functional.default "
+    "randint.default randint.low bernoulli.default bernoulli.p exponential.default dropout.default "
+    "feature_dropout.default alpha_dropout.default feature_alpha_dropout.default rrelu.default"
+)
+draws = tuple(f"aten.{name}" for name in _DRAWN.split())
 """The operators that draw by position."""
 
 
@@ -132,6 +113,7 @@ def sample_at(
     seed: int, number: int, place: AxisRanges, device: torch.device, name: str, dtype: torch.dtype, **arguments: Any
 ) -> Tensor:
     """Return the part at `place` of what the operator `name` draws."""
+    # Box and Muller's law takes two numbers for each position, hence two streams for each draw of the model.
     streams = iter((2 * number, 2 * number + 1))
     made = _LAWS[name](lambda: sample_uniform(seed, next(streams), place, device), arguments)
     if dtype.is_floating_point and torch.finfo(dtype).bits < 64 and name in ("rand", "rand_like", "uniform"):
@@ -199,7 +181,12 @@ class CounterRNGMode(TorchDispatchMode):
         name = func._schema.name.removeprefix("aten::")
         law = name.removesuffix("_")
         if law == "rrelu_with_noise" and any(args[4:5]):
-            return self._run_rrelu(name.endswith("_"), *args[:4])
+            x, noise, lower, upper = args[:4]
+            place = [(size, 0, size) for size in x.shape]
+            drawn = sample_uniform(self.seed, 2 * self.number, place, x.device)
+            noise.copy_(_compute_slopes(x, drawn, lower, upper))  # ATen's backward reads the slopes there
+            self.number += 1
+            return x.mul_(noise) if name.endswith("_") else x * noise
         made = func(*args, **(kwargs or {}))
         if law not in _LAWS:
             return made
@@ -213,10 +200,3 @@ class CounterRNGMode(TorchDispatchMode):
         drawn = sample_at(self.seed, self.number, place, made.device, law, made.dtype, **given)
         self.number += 1
         return made.copy_(drawn) if name.endswith("_") else drawn
-
-    def _run_rrelu(self, in_place: bool, x: Tensor, noise: Tensor, lower: float, upper: float) -> Tensor:
-        """Run rrelu, keeping the slopes in `noise` for backward as ATen does."""
-        place = [(size, 0, size) for size in x.shape]
-        noise.copy_(_compute_slopes(x, sample_uniform(self.seed, 2 * self.number, place, x.device), lower, upper))
-        self.number += 1
-        return x.mul_(noise) if in_place else x * noise

@@ -40,6 +40,13 @@ class SlidingWindow:
         >>> SlidingWindow(kernel=3, padding=1)(Span(4, 8))
         Span(start=3, stop=9)
         """
+        # Kernel 3, stride 2, padding 1; outputs 2 and 3 read the inputs 2 * 2 - 1 = 3 to 3 * 2 - 1 + 2 = 7:
+        #
+        #     input      -1  0  1  2  3  4  5  6  7
+        #     output 0    x  x  x
+        #     output 1          x  x  x
+        #     output 2                x  x  x
+        #     output 3                      x  x  x
         first = out.start * self.stride - self.padding
         last = (out.stop - 1) * self.stride - self.padding + self.dilation * (self.kernel - 1)
         return Span(first, last + 1)
@@ -60,6 +67,12 @@ class TransposedWindow:
         >>> TransposedWindow(kernel=2, stride=2)(Span(2, 6))
         Span(start=1, stop=3)
         """
+        # Kernel 3, stride 2, padding 1: the inputs' writes overlap, here at outputs 1 and 3.
+        #
+        #     input 0    x  x  x
+        #     input 1          x  x  x
+        #     input 2                x  x  x
+        #     output    -1  0  1  2  3  4  5
         reach = self.dilation * (self.kernel - 1)
         # Rounded up: the first input whose last write reaches out.start.
         first = -((reach - out.start - self.padding) // self.stride)
@@ -174,6 +187,7 @@ def _is_inside(span: Span, other: Span) -> bool:
 
 def _trim_ends(out: Span, fits: Callable[[Span], bool]) -> Span:
     """Return `out` without the outputs at its ends that do not fit; empty if the rest does not fit either."""
+    # From both ends, since a monotonic rule makes the fitting outputs one run; the rule itself may be any function.
     start, stop = out.start, out.stop
     while start < stop and not fits(Span(start, start + 1)):
         start += 1

@@ -10,7 +10,6 @@ from torch import Tensor
 
 __all__ = ["MENDED"]
 
-_VECTOR = 8
 _SMALL, _FEW_PX = 20480, 128  # elements of an input (also a limit of PyTorch), and pixels of each image
 
 
@@ -29,7 +28,8 @@ def _conv2d(
     bounds on processors without AVX-512: the heap is damaged, and the process aborts sooner or later.
     """
     if weight.shape[2:] == (1, 1):
-        few = weight.shape[1] < _VECTOR
+        # Without the pixels that a strided 1x1 kernel skips, it is the same kernel with stride 1.
+        few = weight.shape[1] < 8  # channels of a vector register
         if few and max(stride) > 1 and not any(padding):
             x, stride = x[..., :: stride[0], :: stride[1]], (1, 1)
         if not few and max(stride) == 1 and _is_slow(x):

@@ -67,8 +67,12 @@ def nested_unet() -> nn.Module:
 
 @cache
 def graph_of(make: Callable[[], nn.Module]) -> ModelGraph:
-    return trace(make(), lambda prediction, labels: prediction.sum(),
-                 TensorSpec((1, 3, 64, 64), "float32"), TensorSpec((1,), "int64"))  # fmt: skip
+    return trace(
+        make(),
+        lambda prediction, labels: prediction.sum(),
+        TensorSpec((1, 3, 64, 64), "float32"),
+        TensorSpec((1,), "int64"),
+    )
 
 
 def amoebanet() -> nn.Module:
@@ -136,9 +140,15 @@ def test_levels_that_lie_in_each_other_are_layers_of_their_own():
     found = find_layers(graph_of(nested_unet))
     assert max(layer.flops for layer in found) < sum(layer.flops for layer in found) / 2
     assert [layer.name for layer in found] == [
-        "0", "1.down", "1.below.down", "1.below.below.down", "1.below.below.below", "1.below.below.up",
-        "1.below.up", "1.up",
-    ]  # fmt: skip
+        "0",
+        "1.down",
+        "1.below.down",
+        "1.below.below.down",
+        "1.below.below.below",
+        "1.below.below.up",
+        "1.below.up",
+        "1.up",
+    ]
 
 
 # ---- stages
@@ -147,8 +157,12 @@ def test_levels_that_lie_in_each_other_are_layers_of_their_own():
 def chain(widths: Sequence[int]) -> ModelGraph:
     """One convolution after another: the FLOPs of layer i are in proportion to widths[i] * widths[i + 1]."""
     convolutions = [nn.Conv2d(a, b, 1) for a, b in pairwise(widths)]
-    return trace(nn.Sequential(*convolutions), lambda prediction, labels: prediction.sum(),
-                 TensorSpec((1, widths[0], 4, 4), "float32"), TensorSpec((1,), "int64"))  # fmt: skip
+    return trace(
+        nn.Sequential(*convolutions),
+        lambda prediction, labels: prediction.sum(),
+        TensorSpec((1, widths[0], 4, 4), "float32"),
+        TensorSpec((1,), "int64"),
+    )
 
 
 def dearest(found: Sequence[Layer], balance: Sequence[int], plan: Plan) -> float:
@@ -167,9 +181,11 @@ def balance_of(found: Sequence[Layer], plan: Plan, graph: ModelGraph) -> list[in
 
 @settings(max_examples=60, deadline=None)
 @given(
-    widths=st.lists(st.integers(1, 9), min_size=3, max_size=9), stages=st.integers(1, 4),
-    spatial=st.integers(0, 4), grids=st.tuples(*[st.sampled_from(["1x2", "2x2", "3x3", "2x3"])] * 4),
-)  # fmt: skip
+    widths=st.lists(st.integers(1, 9), min_size=3, max_size=9),
+    stages=st.integers(1, 4),
+    spatial=st.integers(0, 4),
+    grids=st.tuples(*[st.sampled_from(["1x2", "2x2", "3x3", "2x3"])] * 4),
+)
 def test_auto_balance_is_as_good_as_any(widths: list[int], stages: int, spatial: int, grids: tuple[str, ...]):
     graph = chain(widths)
     found = find_layers(graph)

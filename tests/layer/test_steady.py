@@ -104,7 +104,7 @@ def reads_counter(m: Keeping, x: Tensor) -> Tensor:
         (normed_again, "reads the buffer norm.running_mean, which aten.batch_norm.default in norm.*changed before"),
         (reads_counter, "add_"),
     ],
-)  # fmt: skip
+)
 def test_what_a_trace_would_get_wrong_is_refused(run, text: str):
     """`renormed` and `reads_statistics` once ran, and trained other weights than one process."""
     with pytest.raises(TraceError, match=f"(?s){text}"):
@@ -183,10 +183,12 @@ def untouched() -> Cluster:
         (lambda: torch.jit.script(plain()), "The model is a RecursiveScriptModule of torch.jit"),
         (lambda: torch.jit.trace(plain(), torch.zeros(SHAPE)), "The model is a TopLevelTracedModule of torch.jit"),
         (lambda: nn.Sequential(torch.jit.script(plain()), nn.Linear(4, 2)), "The model.0 is a RecursiveScriptModule"),
-        (lambda: nn.Sequential(nn.LazyConv2d(4, 3), nn.LazyBatchNorm2d(), nn.Flatten()),
-         "lazy modules whose weights have no shape yet: 0.weight, 0.bias, 1.weight, 1.bias,.*Run it once"),
+        (
+            lambda: nn.Sequential(nn.LazyConv2d(4, 3), nn.LazyBatchNorm2d(), nn.Flatten()),
+            "lazy modules whose weights have no shape yet: 0.weight, 0.bias, 1.weight, 1.bias,.*Run it once",
+        ),
     ],
-)  # fmt: skip
+)
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning", "ignore:Lazy modules:UserWarning")
 def test_modules_without_a_plain_forward_are_refused(make, text: str):
     with pytest.raises(TraceError, match=text):

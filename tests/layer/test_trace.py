@@ -228,8 +228,11 @@ def test_module_path_and_source_line_are_the_users():
     graph = traced(Nested())
     found = {node.operator: node for node in graph.nodes[:-4]}
     assert {operator.split(".")[1]: node.module for operator, node in found.items()} == {
-        "conv2d": "body.0.conv", "tanh": "body.0", "relu": "body.1", "mul": "",
-    }  # fmt: skip
+        "conv2d": "body.0.conv",
+        "tanh": "body.0",
+        "relu": "body.1",
+        "mul": "",
+    }
     for operator, text in (
         ("aten.conv2d.default", "return torch.tanh(self.conv(x))"),
         ("aten.tanh.default", "return torch.tanh(self.conv(x))"),
@@ -259,9 +262,12 @@ def test_a_loss_module_keeps_its_name():
 
 @settings(max_examples=25, deadline=None)
 @given(
-    kernel=st.tuples(*[st.integers(1, 3)] * 2), groups=st.integers(1, 3), out=st.integers(1, 3),
-    stride=st.integers(1, 2), batch=st.integers(1, 3),
-)  # fmt: skip
+    kernel=st.tuples(*[st.integers(1, 3)] * 2),
+    groups=st.integers(1, 3),
+    out=st.integers(1, 3),
+    stride=st.integers(1, 2),
+    batch=st.integers(1, 3),
+)
 def test_flops_of_convolutions(kernel: tuple[int, int], groups: int, out: int, stride: int, batch: int):
     """Each output is a dot product over kernel x channels of its group; transposed, each input is spread."""
     channels, size_px = 2 * groups, 7
@@ -285,9 +291,14 @@ def test_arguments_are_named_and_complete():
     (node,) = traced(nn.Conv2d(2, 2, 3, padding=1, bias=False)).nodes[:-4]
     plain = {name: tuple(value) if isinstance(value, list) else value for name, value in node.arguments.items()}
     assert plain == {
-        "input": Ref("images"), "weight": Ref("model.weight"), "bias": None, "stride": (1, 1),
-        "padding": (1, 1), "dilation": (1, 1), "groups": 1,
-    }  # fmt: skip
+        "input": Ref("images"),
+        "weight": Ref("model.weight"),
+        "bias": None,
+        "stride": (1, 1),
+        "padding": (1, 1),
+        "dilation": (1, 1),
+        "groups": 1,
+    }
     assert node.reads == ("images", "model.weight")
 
 
@@ -328,8 +339,10 @@ def test_only_plain_chains_are_chains():
 def test_the_users_model_is_neither_changed_nor_moved():
     model = resnet_v1(8).eval()
     model.stem.requires_grad_(False)
-    before = {name: (id(tensor), tensor.device, tensor.dtype, tensor.requires_grad, tensor.clone())
-              for name, tensor in model.state_dict(keep_vars=True).items()}  # fmt: skip
+    before = {
+        name: (id(tensor), tensor.device, tensor.dtype, tensor.requires_grad, tensor.clone())
+        for name, tensor in model.state_dict(keep_vars=True).items()
+    }
     modes = [module.training for module in model.modules()]
     trace(model, nn.CrossEntropyLoss(), TensorSpec((1, 3, 32, 32), "float64"), TensorSpec((1,), "int64"))
     after = model.state_dict(keep_vars=True)
@@ -411,5 +424,9 @@ def test_a_shape_that_depends_on_values_is_an_error_of_ours():
 
 def test_a_loss_that_is_no_number_is_an_error():
     with pytest.raises(TraceError, match=r"must be one number, but its shape is \(1, 2, 6, 6\)"):
-        trace(Calls(torch.relu), lambda prediction, labels: prediction + labels,
-              TensorSpec((1, 2, 6, 6), "float64"), TensorSpec((1,), "float64"))  # fmt: skip
+        trace(
+            Calls(torch.relu),
+            lambda prediction, labels: prediction + labels,
+            TensorSpec((1, 2, 6, 6), "float64"),
+            TensorSpec((1,), "float64"),
+        )

@@ -105,6 +105,19 @@ def test_weights_that_are_lost_are_named():
     assert "4.weight" in text or "0.weight" in text
 
 
+@pytest.mark.parametrize(("name", "which"), [("tiles", "the batch"), ("parts", "micro-batch 0 of 2")])
+def test_a_loss_that_ignores_no_label_counts_them_all(name: str, which: str):
+    """`one_hot` takes every label for a class: the search for the cause goes on to the images."""
+
+    def squared(scores, labels):
+        return (scores - F.one_hot(labels, scores.shape[1]).movedim(-1, 1)).square().mean()
+
+    images, labels = unbalanced(4, 0)
+    images[0, 0, 0, 0] = torch.nan
+    text = str(failed(PLANS[name], images.float(), labels.clamp(min=0), squared))
+    assert f"Found on rank 0: 1 value of the images of {which} is not finite." in text
+
+
 def test_a_loss_that_grows_is_told_with_its_numbers():
     images, labels = unbalanced(4, 0)
     text = str(failed(PLANS["tiles"], images.float(), labels, lambda p, y: p.square().square().mean(), 60.0, 12))

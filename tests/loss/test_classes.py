@@ -43,20 +43,26 @@ def numbers(low: int, high: int, *shape: int) -> torch.Tensor:
 VOID = torch.where(numbers(0, 4, 2, *SIZE) == 3, 255, numbers(0, 3, 2, *SIZE))
 TAKEN = {
     "one logit for each pixel": (
-        segmenter(1), lambda p, y: F.binary_cross_entropy_with_logits(p[:, 0], y.to(p.dtype)), numbers(0, 2, 2, *SIZE)
+        segmenter(1),
+        lambda p, y: F.binary_cross_entropy_with_logits(p[:, 0], y.to(p.dtype)),
+        numbers(0, 2, 2, *SIZE),
     ),
     "one logit for each image": (
-        classifier(), lambda p, y: F.binary_cross_entropy_with_logits(p[:, 0], y.to(p.dtype)), torch.tensor([0, 1])
+        classifier(),
+        lambda p, y: F.binary_cross_entropy_with_logits(p[:, 0], y.to(p.dtype)),
+        torch.tensor([0, 1]),
     ),
     "counts": (classifier(), lambda p, y: F.poisson_nll_loss(p[:, 0], y), torch.tensor([5, 17])),
     "negative amounts": (classifier(), lambda p, y: F.mse_loss(p[:, 0], y.to(p.dtype)), torch.tensor([-5, 17])),
     "ignored in a function": (segmenter(3), lambda p, y: F.cross_entropy(p, y, ignore_index=255), VOID),
     "ignored in a module": (segmenter(3), Hidden(), VOID),
     "masked by hand": (
-        segmenter(3), lambda p, y: (F.cross_entropy(p, y.clamp(max=2), reduction="none") * (y != 255)).mean(), VOID
+        segmenter(3),
+        lambda p, y: (F.cross_entropy(p, y.clamp(max=2), reduction="none") * (y != 255)).mean(),
+        VOID,
     ),
     "more channels than classes": (segmenter(5), lambda p, y: F.cross_entropy(p[:, :3], y), numbers(0, 3, 2, *SIZE)),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

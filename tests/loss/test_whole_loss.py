@@ -32,7 +32,7 @@ PLANS = {
     ),
     "1f1b": float64(split_size=2, spatial_size=0, parts=4, schedule="1f1b", checkpoint_activations=True),
     "zero bubble": float64(split_size=2, spatial_size=0, parts=4, schedule="zero_bubble"),
-}  # fmt: skip
+}
 SOME = (
     [("parts", name) for name in WHOLE] + [(plan, "wrapped") for plan in PLANS] + [(plan, "masked") for plan in PLANS]
 )

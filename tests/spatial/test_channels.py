@@ -99,7 +99,7 @@ ALONG = {
     "einsum over all": lambda x: torch.einsum("nchw,nchw->", x, 2 * x),
     "where a scalar": lambda x: torch.where(x > 0, x, 1.0),
     "masked": lambda x: x.masked_fill(x > 1, 0.5),
-}  # fmt: skip
+}
 
 CLOSE = {
     "glu": lambda x: F.glu(x, 1),

@@ -76,8 +76,10 @@ def test_unpooling(case: tuple[Grid, Pair], kernel: Pair, apart: int, seed: int)
 @given(case=images_on_grids(), fraction=st.tuples(*[st.floats(0.25, 1.5)] * 2), seed=seeds)
 def test_adaptive_max_pool(case: tuple[Grid, Pair], fraction: tuple[float, float], seed: int):
     grid, size_px = case
-    out_px = tuple(max(parts, math.ceil(size * share)) for size, share, parts in
-                   zip(size_px, fraction, (grid.rows, grid.cols), strict=True))  # fmt: skip
+    out_px = tuple(
+        max(parts, math.ceil(size * share))
+        for size, share, parts in zip(size_px, fraction, (grid.rows, grid.cols), strict=True)
+    )
     image = whole_numbers(1, 2, *size_px, seed=seed)
     check(nn.AdaptiveMaxPool2d(out_px), image, grid)
     check(lambda x: _with_places(*F.adaptive_max_pool2d(x, out_px, return_indices=True)), image, grid)

@@ -97,9 +97,12 @@ def test_total_variation(case: tuple[Grid, Pair], seed: int):
 
 @trials(10)
 @given(
-    case=images_on_grids(), weighted=st.booleans(), reduction=st.sampled_from(["mean", "sum"]), seed=seeds,
+    case=images_on_grids(),
+    weighted=st.booleans(),
+    reduction=st.sampled_from(["mean", "sum"]),
+    seed=seeds,
     ignored=st.sampled_from([-100, 2]),
-)  # fmt: skip
+)
 def test_negative_log_likelihood(case: tuple[Grid, Pair], weighted: bool, reduction: str, seed: int, ignored: int):
     grid, size_px = case
     weight = torch.tensor([1.0, 2.0, 0.5, 3.0]).double() if weighted else None

@@ -92,11 +92,21 @@ def exchange(rank: int, case: Case, fill: float) -> Exchange:
     (height_px, width_px), owned, wanted = case
     travelling = [move for move in compute_moves(owned, wanted) if move.source != move.target]
     return Exchange(
-        name="x", purpose="test", source="x", target="y", axes=(-2, -1), shape=(2, 1, height_px, width_px),
-        dtype="float64", own=owned.get(rank), window=wanted.get(rank), fill=fill,
+        name="x",
+        purpose="test",
+        source="x",
+        target="y",
+        axes=(-2, -1),
+        shape=(2, 1, height_px, width_px),
+        dtype="float64",
+        own=owned.get(rank),
+        window=wanted.get(rank),
+        fill=fill,
         sends=tuple(move for move in travelling if move.source == rank),
-        receives=tuple(move for move in travelling if move.target == rank), tag=1, differentiable=True,
-    )  # fmt: skip
+        receives=tuple(move for move in travelling if move.target == rank),
+        tag=1,
+        differentiable=True,
+    )
 
 
 class FarMemory(LoopbackWorld):

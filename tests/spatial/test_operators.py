@@ -22,8 +22,12 @@ from tests.spatial.drawn import Calls, Geometry, Pair, check, geometries, images
 
 def test_the_search_space_holds_tiles_thinner_than_their_halo():
     thin = find(geometries(), lambda g: g.has_tile_thinner_than_its_halo and g.grid.rows > 1 < g.grid.cols)
-    check(nn.Conv2d(1, 1, thin.kernel, thin.stride, thin.padding, thin.dilation).double(),
-          whole_numbers(1, 1, *thin.image_px), thin.grid, same=close)  # fmt: skip
+    check(
+        nn.Conv2d(1, 1, thin.kernel, thin.stride, thin.padding, thin.dilation).double(),
+        whole_numbers(1, 1, *thin.image_px),
+        thin.grid,
+        same=close,
+    )
 
 
 @pytest.mark.parametrize(
@@ -114,9 +118,12 @@ def test_max_pool(g: Geometry, ceil: bool, high: int, seed: int):
 
 @trials(60)
 @given(
-    g=geometries(pool=True, dilated=False), ceil=st.booleans(), counted=st.booleans(),
-    divisor=st.sampled_from([None, 1, 4]), seed=seeds,
-)  # fmt: skip
+    g=geometries(pool=True, dilated=False),
+    ceil=st.booleans(),
+    counted=st.booleans(),
+    divisor=st.sampled_from([None, 1, 4]),
+    seed=seeds,
+)
 def test_average_pool(g: Geometry, ceil: bool, counted: bool, divisor: int | None, seed: int):
     """Bit-equal: pixels and gradients are multiples of 144, which every count (1 to 4 squared) divides."""
     pool = nn.AvgPool2d(g.kernel, g.stride, g.padding, ceil, counted, divisor)
@@ -129,8 +136,10 @@ def test_average_pool(g: Geometry, ceil: bool, counted: bool, divisor: int | Non
 def test_adaptive_average_pool(case: tuple[Grid, Pair], fraction: tuple[float, float], seed: int):
     """Bit-equal: cells have 1 to 6 rows and columns, and pixels and gradients are multiples of 3600."""
     grid, size_px = case
-    out_px = tuple(max(parts, math.ceil(size * share)) for size, share, parts in
-                   zip(size_px, fraction, (grid.rows, grid.cols), strict=True))  # fmt: skip
+    out_px = tuple(
+        max(parts, math.ceil(size * share))
+        for size, share, parts in zip(size_px, fraction, (grid.rows, grid.cols), strict=True)
+    )
     assume(out_px != (1, 1))
     pool, image = nn.AdaptiveAvgPool2d(out_px), whole_numbers(1, 2, *size_px, seed=seed, step=3600)
     check(pool, image, grid, labels=whole_numbers(*pool(image).shape, seed=seed, step=3600))
@@ -347,9 +356,13 @@ class Judge(nn.Module):
 
 @trials(30)
 @given(
-    case=images_on_grids(), weighted=st.booleans(), ignored=st.sampled_from([-100, 2]), seed=seeds,
-    reduction=st.sampled_from(["mean", "sum", "none"]), smoothing=st.sampled_from([0.0, 0.1]),
-)  # fmt: skip
+    case=images_on_grids(),
+    weighted=st.booleans(),
+    ignored=st.sampled_from([-100, 2]),
+    seed=seeds,
+    reduction=st.sampled_from(["mean", "sum", "none"]),
+    smoothing=st.sampled_from([0.0, 0.1]),
+)
 def test_cross_entropy(
     case: tuple[Grid, Pair], weighted: bool, ignored: int, seed: int, reduction: str, smoothing: float
 ):
@@ -469,9 +482,13 @@ def test_chains(case: tuple[Grid, Pair], names: list[str], fork: bool, fused: in
 
 @trials(20)
 @given(
-    first=images_on_grids(), second=st.sampled_from(["1x1", "1x2", "2x1", "2x2", "3x1"]), names=chains,
-    spatial=st.integers(1, 3), fork=st.booleans(), seed=seeds,
-)  # fmt: skip
+    first=images_on_grids(),
+    second=st.sampled_from(["1x1", "1x2", "2x1", "2x2", "3x1"]),
+    names=chains,
+    spatial=st.integers(1, 3),
+    fork=st.booleans(),
+    seed=seeds,
+)
 def test_stages_with_other_grids(
     first: tuple[Grid, Pair], second: str, names: list[str], spatial: int, fork: bool, seed: int
 ):

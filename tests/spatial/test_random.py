@@ -155,9 +155,13 @@ def test_numbers_are_uniform_and_do_not_follow_from_their_neighbours():
     centred = (u - 0.5) * 12**0.5
     assert abs(centred.mean()) < 5 / n**0.5
     assert abs(centred.square().mean() - 1) < 5 / n**0.5
-    others = [centred.roll(1, 0), centred.roll(1, 1), centred.roll((1, 1), (0, 1)),
-              (sample_uniform(1, 1, [(1024, 0, 1024)] * 2, CPU) - 0.5) * 12**0.5,
-              (sample_uniform(2, 0, [(1024, 0, 1024)] * 2, CPU) - 0.5) * 12**0.5]  # fmt: skip
+    others = [
+        centred.roll(1, 0),
+        centred.roll(1, 1),
+        centred.roll((1, 1), (0, 1)),
+        (sample_uniform(1, 1, [(1024, 0, 1024)] * 2, CPU) - 0.5) * 12**0.5,
+        (sample_uniform(2, 0, [(1024, 0, 1024)] * 2, CPU) - 0.5) * 12**0.5,
+    ]
     assert all(abs((centred * other).mean()) < 5 / n**0.5 for other in others)
     counts = torch.histc(u, 64, 0, 1)
     assert ((counts - n / 64).square() / (n / 64)).sum() < 130  # chi squared, 63 degrees of freedom

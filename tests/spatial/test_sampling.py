@@ -17,8 +17,12 @@ from engines.spatial.tiles import Grid
 from tests.exact import close, whole_numbers, with_whole_weights
 from tests.spatial.drawn import Pair, check, images_on_grids, seeds, trials
 
-SMOOTH = [{"mode": "bilinear"}, {"mode": "bilinear", "align_corners": True}, {"mode": "bicubic"},
-          {"mode": "bicubic", "align_corners": True}]  # fmt: skip
+SMOOTH = [
+    {"mode": "bilinear"},
+    {"mode": "bilinear", "align_corners": True},
+    {"mode": "bicubic"},
+    {"mode": "bicubic", "align_corners": True},
+]
 
 
 @trials(25)

@@ -40,8 +40,10 @@ def test_within_finds_the_pixels_again(outer: Tile, inner: Tile):
     if not inner:
         return
     rows, cols = inner.to_slices(outer)
-    table = [[(row, col) for col in range(outer.cols.start, outer.cols.stop)]
-             for row in range(outer.rows.start, outer.rows.stop)]  # fmt: skip
+    table = [
+        [(row, col) for col in range(outer.cols.start, outer.cols.stop)]
+        for row in range(outer.rows.start, outer.rows.stop)
+    ]
     found = [line[cols] for line in table[rows]]
     assert {pixel for line in found for pixel in line} == pixels(inner)
     assert (len(found), len(found[0])) == inner.shape

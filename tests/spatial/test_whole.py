@@ -68,7 +68,7 @@ BIT_EQUAL = {
     "sums of rows": lambda x: x.sum(2).flatten(1),
     "sums of columns and channels": lambda x: x * x.sum((1, 3), keepdim=True),
     "sums of rows behind permute": lambda x: x.permute(0, 2, 3, 1).sum(1).flatten(1),
-}  # fmt: skip
+}
 MOVED = {
     "upside down": lambda x: x.flip(2),
     "turned by half": lambda x: x.flip(2, 3) - x,
@@ -187,9 +187,12 @@ def test_max_pool_that_leaves_few_pixels(g: Geometry, ceil: bool, seed: int):
 
 @trials(40)
 @given(
-    g=geometries(pool=True, dilated=False, few=True), ceil=st.booleans(), counted=st.booleans(),
-    divisor=st.sampled_from([None, 1, 4]), seed=seeds,
-)  # fmt: skip
+    g=geometries(pool=True, dilated=False, few=True),
+    ceil=st.booleans(),
+    counted=st.booleans(),
+    divisor=st.sampled_from([None, 1, 4]),
+    seed=seeds,
+)
 def test_average_pool_that_leaves_few_pixels(g: Geometry, ceil: bool, counted: bool, divisor: int | None, seed: int):
     """Bit-equal: pixels and gradients are multiples of 144, which every count divides."""
     model = nn.Sequential(nn.AvgPool2d(g.kernel, g.stride, g.padding, ceil, counted, divisor), nn.Flatten())

@@ -17,9 +17,11 @@ from engines.spatial.windows import (
 )
 
 settings = {
-    "kernel": st.integers(1, 6), "stride": st.integers(1, 5), "padding": st.integers(0, 6),
+    "kernel": st.integers(1, 6),
+    "stride": st.integers(1, 5),
+    "padding": st.integers(0, 6),
     "dilation": st.integers(1, 4),
-}  # fmt: skip
+}
 outputs = st.builds(lambda start, length: Span(start, start + length), st.integers(0, 12), st.integers(1, 9))
 
 
@@ -64,9 +66,7 @@ def test_a_transposed_window_is_what_writes_to_its_outputs(rule: TransposedWindo
         assert around == writers
 
 
-@given(
-    rule=st.builds(SlidingWindow, **settings), out=outputs, image_px=st.integers(1, 40), held=outputs,
-)  # fmt: skip
+@given(rule=st.builds(SlidingWindow, **settings), out=outputs, image_px=st.integers(1, 40), held=outputs)
 @example(rule=SlidingWindow(1), out=Span(0, 3), image_px=2, held=Span(0, 1))
 @example(rule=SlidingWindow(3, padding=1), out=Span(0, 8), image_px=8, held=Span(0, 8))
 @example(rule=SlidingWindow(3, padding=1), out=Span(0, 4), image_px=8, held=Span(0, 4))
@@ -111,8 +111,11 @@ def test_a_window_has_a_rule_for_each_axis(rows: SlidingWindow, cols: Transposed
     assert compute_window(Tile(a, b), rows, cols) == Tile(rows(a), cols(b))
 
 
-@given(image_px=st.integers(1, 20), own=outputs, reads=st.builds(
-    lambda start, length: Span(start, start + length), st.integers(-6, 20), st.integers(1, 20)))  # fmt: skip
+@given(
+    image_px=st.integers(1, 20),
+    own=outputs,
+    reads=st.builds(lambda start, length: Span(start, start + length), st.integers(-6, 20), st.integers(1, 20)),
+)
 def test_halo_widths_count_the_borrowed_pixels(image_px: int, own: Span, reads: Span):
     """Where the window touches the tile. (One that does not is no halo, but a whole tile from elsewhere.)"""
     assume(own.stop <= image_px and own & reads)

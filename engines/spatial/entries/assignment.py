@@ -28,9 +28,15 @@ __all__: list[str] = []
 @register_rule("aten.slice_scatter.default", "aten.select_scatter.default")
 def assign(b: Builder, node: Node) -> None:
     """Assign a part: along a spatial axis each tile takes the lines of the part inside it, along others its pixels."""
-    a = node.arguments
-    axes = _get_axes(b, node)
-    dim = a["dim"] - (len(node.spec.shape) if a["dim"] >= 0 else 0)
+    a, count = node.arguments, len(node.spec.shape)
+    dim = a["dim"] - (count if a["dim"] >= 0 else 0)
+    if b.is_tiled(a["self"]):
+        rows, cols = b.get_value(a["self"]).axes or (-2, -1)
+    else:
+        rows, cols = b.get_value(a["src"]).axes or (-2, -1)
+        if node.operator == "aten.select_scatter.default":  # the part lacks the axis that is selected
+            rows, cols = (axis - (axis <= dim) for axis in (rows, cols))
+    axes = rows, cols
     result = ValueLayout(node.name, node.spec, axes, differentiable=True)
     whole = a["self"] if b.is_tiled(a["self"]) else cut_to_tile(b, node, a["self"], result)
     if dim in axes:
@@ -39,32 +45,14 @@ def assign(b: Builder, node: Node) -> None:
         apply_locally(b, node, axes, self=b.align_to_output(whole), src=_align_part(b, node, result, dim))
 
 
-def _get_axes(b: Builder, node: Node) -> tuple[int, int]:
-    """Return the rows and columns of the result: those of the whole, or of the part that is written."""
-    whole, part = node.arguments["self"], node.arguments["src"]
-    if b.is_tiled(whole):
-        return b.get_value(whole).axes or (-2, -1)
-    rows, cols = b.get_value(part).axes or (-2, -1)
-    return _to_whole_axis(node, rows), _to_whole_axis(node, cols)
-
-
-def _to_whole_axis(node: Node, axis: int) -> int:
-    """Convert an axis of the part, counted from the end, to one of the whole, which also has the selected axis."""
-    if node.operator != "aten.select_scatter.default":
-        return axis
-    dim = node.arguments["dim"] % len(node.spec.shape)
-    return axis - (axis + len(node.spec.shape) <= dim)
-
-
 def _align_part(b: Builder, node: Node, result: ValueLayout, dim: int) -> Ref:
     """Return the part that is written along a non-spatial axis: its pixels under those of the result."""
     part = node.arguments["src"]
     gone = node.operator == "aten.select_scatter.default"
     rows, cols = (axis + (gone and axis < dim) for axis in result.axes or (-2, -1))
     if not b.is_tiled(part):
-        return cut_to_tile(
-            b, node, part, ValueLayout(part.name, get_spec(b, part.name), (rows, cols), differentiable=True)
-        )
+        layout = ValueLayout(part.name, get_spec(b, part.name), (rows, cols), differentiable=True)
+        return cut_to_tile(b, node, part, layout)
     if b.get_value(part).axes != (rows, cols):
         raise make_gather_error(
             node, "writes a part whose rows and columns are other axes than those of the whole", result.axes
@@ -74,23 +62,24 @@ def _align_part(b: Builder, node: Node, result: ValueLayout, dim: int) -> Ref:
 
 def _assign_lines(b: Builder, node: Node, result: ValueLayout, whole: Ref, dim: int) -> None:
     """Assign the lines of the part to the rows or columns from `start` to `stop`, `step` apart."""
-    axes = result.axes or (-2, -1)
-    start, stop, step = _get_slice(node, dim)
+    a, size, axes = node.arguments, node.spec.shape[dim], result.axes or (-2, -1)
+    if node.operator == "aten.select_scatter.default":
+        start, stop, step = a["index"] % size, a["index"] % size + 1, 1
+    else:
+        start, stop, step = slice(a["start"], a["end"], a["step"]).indices(size)
     out = b.get_output_tiles(result.size_px)[b.rank]
     span = out.rows if dim == axes[0] else out.cols
+    # x[2:9:3] = part, on a tile that owns rows 4 to 8:
+    #
+    #     row       0  1  2  3  4  5  6  7  8  9         first = 1, the line for row 5
+    #     tile                  |-----------|            count = 1, since row 8 is the neighbour's
+    #     part            0        1        2            place = 1, row 5 counted from row 4
     first = max(0, -((start - span.start) // step))  # the first line of the part inside the tile
     count = max(0, -((start + first * step - min(stop, span.stop)) // step))
     source, begins = _fetch_lines(b, node, result, dim, AssignmentWindow(start, step, -((start - stop) // step)))
     place = start + first * step - span.start
     lines = (dim, place, step, first - begins, count) if count else (dim, 0, 1, 0, 0)
     b.add_local_op(node.name, "tile.assign", b.align_to_output(whole), source, *lines, like=node.spec, axes=axes)
-
-
-def _get_slice(node: Node, dim: int) -> tuple[int, int, int]:
-    size, a = node.spec.shape[dim], node.arguments
-    if node.operator == "aten.select_scatter.default":
-        return a["index"] % size, a["index"] % size + 1, 1
-    return slice(a["start"], a["end"], a["step"]).indices(size)
 
 
 def _fetch_lines(
@@ -105,6 +94,7 @@ def _fetch_lines(
         return b.pad_window(window), (window.wanted.rows if dim == axes[0] else window.wanted.cols).start
     spec = get_spec(b, part.name)
     if node.operator == "aten.select_scatter.default":
+        # The selected axis comes back with size 1: one line, written as the lines of a slice are.
         place = dim + len(node.spec.shape)
         spec = replace(spec, shape=(*spec.shape[:place], 1, *spec.shape[place:]))
         part = b.add_local_op(f"{node.name}.line", "aten.unsqueeze.default", part, place, like=spec)
@@ -151,24 +141,19 @@ def _put_lines(b: Builder, node: Node, axes: tuple[int, int], dim: int, index: R
     result = ValueLayout(node.name, node.spec, axes, differentiable=True)
     whole = a["self"] if b.is_tiled(a["self"]) else cut_to_tile(b, node, a["self"], result)
     line_of = {number: line for line, number in enumerate(numbers)}
+    shape = get_spec(b, a["values"].name).shape
+    last = shape[dim] - 1 if len(shape) >= -dim else 0  # a single line is broadcast
     table, line = [], 0
     for number in range(size):  # a line that is not written repeats an entry, so that no more lines are fetched
         line = line_of.get(number, line)
-        table.append(min(line, _count_lines(b, a["values"], dim) - 1))
+        table.append(min(line, last))
     source, begins = _fetch_lines(b, node, result, dim, TableWindow(tuple((line,) for line in table)))
     out = b.get_output_tiles(result.size_px)[b.rank]
     span: Span = out.rows if dim == axes[0] else out.cols
-    own = range(span.start, span.stop)
+    own, x = range(span.start, span.stop), b.align_to_output(whole)
     written = [number in line_of for number in own]
     lines = [table[number] - begins for number in own]
-    b.add_local_op(
-        node.name, "tile.put", b.align_to_output(whole), source, dim, lines, written, like=node.spec, axes=axes
-    )
-
-
-def _count_lines(b: Builder, values: Ref, dim: int) -> int:
-    shape = get_spec(b, values.name).shape
-    return shape[dim] if len(shape) >= -dim else 1
+    b.add_local_op(node.name, "tile.put", x, source, dim, lines, written, like=node.spec, axes=axes)
 
 
 @register_kernel("tile.put")
@@ -176,6 +161,7 @@ def put_lines(x: Tensor, part: Tensor, dim: int, lines: Sequence[int], written: 
     """Return `x` with the lines of `part` where they are `written`; a single line is broadcast."""
     if part.dim() >= -dim and part.shape[dim] > 1:
         part = part.index_select(dim, torch.tensor(lines, device=part.device))
+    # `lines` has an entry for each line of the tile; the mask drops those of lines that are not written.
     mask = torch.tensor(written, device=x.device).view(-1, *(1,) * (-1 - dim))
     return torch.where(mask, part, x)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engines.layer.graph import Node, Ref, TensorSpec, to_user_name
+from engines.layer.graph import Node, TensorSpec, to_user_name
 from engines.layer.traceability import CUMULATIVE
 from engines.program.builder import Builder
 from engines.program.instructions import RunningStatistics
@@ -21,55 +21,41 @@ def batch_norm(b: Builder, node: Node) -> None:
     if not a["training"]:
         apply_locally(b, node, value.axes)
         return
-    counts = b.count_elements(a["input"], value.spec.shape[1])
-    moments = _normalise_tiles(b, node, counts) if len(counts) > 1 else _normalise_whole(b, node)
+    channels = value.spec.shape[1]
+    #     own pixels -> moments, (tiles, 2, C), 0 but in its slot -> all-reduce -> moments of all tiles -> own result
+    #
+    # Backward is the same way back: the gradient of the moments is summed over the ranks, and each takes its slot's.
+    counts, slot = b.count_elements(a["input"], channels), b.tile
+    is_whole = len(counts) == 1
+    if b.local_stats_ranks and not is_whole:  # each tile by its own moments
+        counts, slot = [counts[b.tile]], 0
+    like = TensorSpec((len(counts), 2, channels), "float64")
+    affine = a["weight"], a["bias"]
+    if is_whole:  # the rank holds whole images: the plain kernel alone
+        both = b.add_local_op(
+            f"{node.name}.both", "tile.whole_batch_norm", a["input"], *affine, a["eps"], like=node.spec
+        )
+        b.add_local_op(node.name, "getitem", both, 0, like=node.spec, axes=value.axes)
+        moments = b.add_local_op(f"{node.name}.moments", "getitem", both, 1, like=like)
+    else:
+        x = b.crop_to_own(a["input"])
+        moments = b.add_local_op(f"{node.name}.moments", "tile.moments", x, slot, len(counts), like=like)
+        if not b.local_stats_ranks:
+            moments = b.all_reduce(moments)
+        x = b.align_to_output(a["input"])
+        b.add_local_op(
+            node.name, "tile.batch_norm", x, moments, *affine, counts, a["eps"], like=node.spec, axes=value.axes
+        )
     if a["running_mean"]:
         names = a["running_mean"].name, a["running_var"].name
-        counts = [counts[b.tile]] if b.local_stats_ranks else counts
-        counter = _find_counter(b, node) if a["momentum"] == CUMULATIVE else None
+        counter = f"{names[0].removesuffix('running_mean')}num_batches_tracked" if a["momentum"] == CUMULATIVE else None
+        if counter and counter not in b.graph.buffers:
+            raise make_unsupported_error(
+                node, f"has momentum=None, but there is no {to_user_name(counter)} to count its batches"
+            )
         b.statistics.append(
             RunningStatistics(*names, moments.name, a["momentum"], tuple(counts), b.local_stats_ranks, counter)
         )
-
-
-def _find_counter(b: Builder, node: Node) -> str:
-    """Return the buffer that counts the batches of a batch norm with momentum=None.
-
-    Raises TraceError if there is none beside its statistics.
-    """
-    name = f"{node.arguments['running_mean'].name.removesuffix('running_mean')}num_batches_tracked"
-    if name not in b.graph.buffers:
-        raise make_unsupported_error(
-            node, f"has momentum=None, but there is no {to_user_name(name)} to count its batches"
-        )
-    return name
-
-
-def _normalise_tiles(b: Builder, node: Node, counts: list[int]) -> Ref:
-    """Normalise each tile by the moments of all tiles, or by its own (`local_stats_ranks`); return the moments."""
-    a, value = node.arguments, b.get_value(node.arguments["input"])
-    counts, slot = ([counts[b.tile]], 0) if b.local_stats_ranks else (counts, b.tile)
-    like = TensorSpec((len(counts), 2, value.spec.shape[1]), "float64")
-    own = b.add_local_op(
-        f"{node.name}.moments", "tile.moments", b.crop_to_own(a["input"]), slot, len(counts), like=like
-    )
-    moments = own if b.local_stats_ranks else b.all_reduce(own)
-    b.add_local_op(
-        node.name, "tile.batch_norm", b.align_to_output(a["input"]), moments, a["weight"], a["bias"], counts, a["eps"],
-        like=node.spec, axes=value.axes,
-    )  # fmt: skip
-    return moments
-
-
-def _normalise_whole(b: Builder, node: Node) -> Ref:
-    """Normalise on a rank that holds whole images, by the plain kernel alone; return the moments."""
-    a, value = node.arguments, b.get_value(node.arguments["input"])
-    like = TensorSpec((1, 2, value.spec.shape[1]), "float64")
-    both = b.add_local_op(
-        f"{node.name}.both", "tile.whole_batch_norm", a["input"], a["weight"], a["bias"], a["eps"], like=node.spec
-    )
-    b.add_local_op(node.name, "getitem", both, 0, like=node.spec, axes=value.axes)
-    return b.add_local_op(f"{node.name}.moments", "getitem", both, 1, like=like)
 
 
 @register_rule("aten.add_.Tensor", everywhere=True)

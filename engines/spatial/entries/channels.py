@@ -8,11 +8,10 @@ import torch
 
 from engines.layer.graph import Node, Ref
 from engines.program.builder import Builder
-from engines.spatial.align import align_arguments, get_axes_without, get_spatial_axes
+from engines.spatial.align import align_arguments, get_axes_without, get_spatial_axes, get_spec
 from engines.spatial.entries.sampling import lower_resample, make_copy_taps
-from engines.spatial.entries.slice_pad import join
 from engines.spatial.kernels import get_operator
-from engines.spatial.local_rules import apply_locally, split_arguments
+from engines.spatial.local_rules import apply_locally, lower_pointwise, split_arguments
 from engines.spatial.operator_table import register_rule
 from engines.spatial.unsupported import make_gather_error
 
@@ -41,16 +40,12 @@ def check_only_first_tiled(b: Builder, node: Node) -> Ref:
 
 
 @register_rule(
-    *(
-        f"aten.{name}"
-        for name in (
-            "cumsum.default", "cumprod.default", "glu.default", "sort.default", "topk.default",
-            "narrow.default",
-        )
-    )
-)  # fmt: skip
+    *(f"aten.{name}.default" for name in ("cumsum", "cumprod", "glu", "sort", "topk", "narrow")),
+    *("aten.softmax.int", "aten.log_softmax.int"),
+    *("aten.chunk.default", "aten.split.Tensor", "aten.split_with_sizes.default"),
+)
 def lower_per_pixel(b: Builder, node: Node) -> None:
-    """Reorder, accumulate or select the values of each pixel by itself."""
+    """Reorder, accumulate, select or split the values of each pixel by itself. (`getitem` picks the parts.)"""
     source = check_only_first_tiled(b, node)
     dims = node.arguments.get("dim", node.arguments.get("dims"))
     check_along_other_axes(b, node, source, dims)
@@ -67,36 +62,25 @@ def reorder_pixels(b: Builder, node: Node) -> None:
     if not found or not set(found) <= {rows, cols}:
         lower_per_pixel(b, node)
         return
-    sizes = zip((rows, cols), b.get_value(source).size_px, strict=True)
-    lower_resample(b, node, source, *(make_copy_taps(_order_pixels(node, found, axis, size)) for axis, size in sizes))
-
-
-def _order_pixels(node: Node, dims: Sequence[int], axis: int, size_px: int) -> list[int]:
-    """Return which pixel along an axis is at each position of the result."""
-    pixels = torch.arange(size_px)
-    for number in (number for number, dim in enumerate(dims) if dim == axis):
+    # The operator is applied to the pixels' numbers along one axis at a time.
+    pixels = {axis: torch.arange(size) for axis, size in zip((rows, cols), b.get_value(source).size_px, strict=True)}
+    for number, axis in enumerate(found):
         if node.operator == "aten.flip.default":
-            pixels = pixels.flip(0)
+            pixels[axis] = pixels[axis].flip(0)
         elif node.operator == "aten.roll.default":
-            pixels = pixels.roll(node.arguments["shifts"][number])
+            pixels[axis] = pixels[axis].roll(node.arguments["shifts"][number])
         else:
-            pixels = pixels.repeat_interleave(node.arguments["repeats"])
-    return pixels.tolist()  # type: ignore[no-any-return]
+            pixels[axis] = pixels[axis].repeat_interleave(node.arguments["repeats"])
+    lower_resample(b, node, source, *(make_copy_taps(pixels[axis].tolist()) for axis in (rows, cols)))
 
 
 @register_rule(
-    *(
-        f"aten.{name}"
-        for name in (
-            "max.dim", "min.dim", "argmax.default", "argmin.default", "median.dim", "prod.dim_int",
-            "any.dim", "all.dim",
-        )
-    )
-)  # fmt: skip
+    *(f"aten.{name}.dim" for name in ("max", "min", "median", "any", "all")),
+    *("aten.argmax.default", "aten.argmin.default", "aten.prod.dim_int"),
+)
 def reduce_channels(b: Builder, node: Node) -> None:
     """Reduce the channels of each pixel to one value."""
-    source = check_only_first_tiled(b, node)
-    reduce_other_axes(b, node, source)
+    reduce_other_axes(b, node, check_only_first_tiled(b, node))
 
 
 def reduce_other_axes(b: Builder, node: Node, source: Ref) -> None:
@@ -134,23 +118,40 @@ def stack(b: Builder, node: Node) -> None:
     parts = align_arguments(b, node)
     source = next(ref for ref in node.arguments["tensors"] if b.is_tiled(ref))
     rows, cols, count = get_spatial_axes(b, source)
+    # Counted from the end, an axis moves by one if the new one comes after it.
     new = node.arguments["dim"] % (count + 1)
     axes = (rows + (new <= rows) - count - 1, cols + (new <= cols) - count - 1)
     apply_locally(b, node, axes, **parts)
 
 
-register_rule("aten.concat.default")(join)
+@register_rule("aten.cat.default", "aten.concat.default")
+def join(b: Builder, node: Node) -> None:
+    """Concatenate channels; pixels stay in place."""
+    first = next(ref for ref in node.arguments["tensors"] if b.is_tiled(ref))
+    check_along_other_axes(b, node, first, node.arguments["dim"])
+    lower_pointwise(b, node)
 
 
-@register_rule(
-    *(
-        f"aten.{name}"
-        for name in (
-            "transpose.int", "swapaxes.default", "swapdims.default", "movedim.int", "movedim.intlist",
-            "moveaxis.int", "mT.default",
-        )
-    )
-)  # fmt: skip
+@register_rule("aten.unbind.int")
+def unbind(b: Builder, node: Node) -> None:
+    """Split channels and remove their axis; pixels stay in place."""
+    source = node.arguments["self"]
+    apply_locally(b, node, get_axes_without(b, source, check_along_other_axes(b, node, source, node.arguments["dim"])))
+
+
+@register_rule("aten.prelu.default")
+def prelu(b: Builder, node: Node) -> None:
+    """Apply one slope for each channel, which are along axis 1, or one for all."""
+    source = node.arguments["self"]
+    if get_spec(b, node.arguments["weight"].name).numel > 1:
+        check_along_other_axes(b, node, source, 1)
+    apply_locally(b, node, b.get_value(source).axes)
+
+
+_MOVED = ("transpose.int", "swapaxes.default", "swapdims.default", "movedim.int", "movedim.intlist", "moveaxis.int")
+
+
+@register_rule(*(f"aten.{name}" for name in (*_MOVED, "mT.default")))
 def transpose(b: Builder, node: Node) -> None:
     """Move the spatial axes with the others. ATen itself, run on a meta tensor, determines their order."""
     rows, cols, count = get_spatial_axes(b, node.arguments["self"])

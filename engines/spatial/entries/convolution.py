@@ -31,17 +31,12 @@ def fold_padding(
     left, _, above, _ = window.margins
     padding, held = (above, left), window.held.shape
     out = b.get_output_tiles(out_px)[b.rank].shape
-    sizes = tuple(_count_outputs(*what) for what in zip(held, padding, rules, strict=True))
-    if min(padding) >= 0 and sizes == out:
-        return Ref(window.name), padding
-    return b.pad_window(window), (0, 0)
-
-
-def _count_outputs(held: int, padding: int, rule: SlidingWindow) -> int:
-    """Return a kernel's outputs along one axis; -1 if its padding exceeds half the kernel, which pools refuse."""
-    if padding > rule.kernel // 2 * rule.dilation:
-        return -1
-    return (held + 2 * padding - rule.dilation * (rule.kernel - 1) - 1) // rule.stride + 1
+    for size_px, pad_px, rule, wanted in zip(held, padding, rules, out, strict=True):
+        found = (size_px + 2 * pad_px - rule.dilation * (rule.kernel - 1) - 1) // rule.stride + 1
+        # Pools refuse a padding of more than half the kernel.
+        if not 0 <= pad_px <= rule.kernel // 2 * rule.dilation or found != wanted:
+            return b.pad_window(window), (0, 0)
+    return Ref(window.name), padding
 
 
 @register_rule("aten.conv2d.default", "aten.conv2d.padding", images=("input",))
@@ -51,23 +46,18 @@ def conv2d(b: Builder, node: Node) -> None:
     value = b.get_value(a["input"])
     kernel = get_spec(b, a["weight"].name).shape[2:]
     stride, dilation = to_pair(a["stride"]), to_pair(a["dilation"])
-    padding = _resolve_padding(a["padding"], kernel, dilation)
+    if a["padding"] == "valid":
+        padding = (0, 0)
+    elif a["padding"] == "same":
+        padding = (dilation[0] * (kernel[0] - 1) // 2, dilation[1] * (kernel[1] - 1) // 2)
+    else:
+        padding = to_pair(a["padding"])
     rules = [SlidingWindow(*axis) for axis in zip(kernel, stride, padding, dilation, strict=True)]
     out_px = (node.spec.shape[-2], node.spec.shape[-1]) if node.spec else value.size_px
     window = b.read_window(a["input"], out_px, rules[0], rules[1])
     x, native = fold_padding(b, window, rules, out_px)
-    b.add_local_op(
-        node.name, "aten.conv2d.default", x, a["weight"], a["bias"], stride, native, dilation, a["groups"],
-        like=node.spec, axes=(-2, -1),
-    )  # fmt: skip
-
-
-def _resolve_padding(padding: Any, kernel: Sequence[int], dilation: Sequence[int]) -> tuple[int, int]:
-    if padding == "valid":
-        return (0, 0)
-    if padding == "same":
-        return (dilation[0] * (kernel[0] - 1) // 2, dilation[1] * (kernel[1] - 1) // 2)
-    return to_pair(padding)
+    settings = a["weight"], a["bias"], stride, native, dilation, a["groups"]
+    b.add_local_op(node.name, "aten.conv2d.default", x, *settings, like=node.spec, axes=(-2, -1))
 
 
 @register_rule("aten.conv_transpose2d.input", images=("input",))
@@ -80,13 +70,15 @@ def conv_transpose2d(b: Builder, node: Node) -> None:
     out_px = (node.spec.shape[-2], node.spec.shape[-1])
     window = b.read_window(a["input"], out_px, rules[0], rules[1])
     out = b.get_output_tiles(out_px)[b.rank]
+    # Inputs held:       start ... stop          write the outputs first ... last - 1 in full
+    # Outputs of the tile:       target
+    #
+    # The difference on each side is cropped (negative) or, where no input writes, padded (positive).
     margins: list[int] = []
     spans = zip((out.rows, out.cols), (window.held.rows, window.held.cols), rules, strict=True)
     for target, held, rule in reversed(list(spans)):
         first = held.start * rule.stride - rule.padding
         last = (held.stop - 1) * rule.stride - rule.padding + rule.dilation * (rule.kernel - 1) + 1
         margins += [first - target.start, target.stop - last]
-    b.add_local_op(
-        node.name, "tile.conv_transpose", Ref(window.name), a["weight"], a["bias"], stride, dilation, a["groups"],
-        tuple(margins), like=node.spec, axes=(-2, -1),
-    )  # fmt: skip
+    settings = a["weight"], a["bias"], stride, dilation, a["groups"], tuple(margins)
+    b.add_local_op(node.name, "tile.conv_transpose", Ref(window.name), *settings, like=node.spec, axes=(-2, -1))

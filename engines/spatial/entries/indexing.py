@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from engines.layer.graph import Node, Ref
@@ -28,11 +26,12 @@ def select(b: Builder, node: Node) -> None:
     if place % count not in (rows, cols):
         apply_locally(b, node, get_axes_without(b, source, [place % count]))
         return
-    size_px = b.get_value(source).size_px
-    line = node.arguments["index"] % size_px[place % count == cols]
-    spans = [Span(line, line + 1) if place % count == axis else Span(0, size) for axis, size in
-             zip((rows, cols), size_px, strict=True)]  # fmt: skip
-    line_of_all = all_gather_lines(b, node, source, Tile(*spans))
+    height, width = b.get_value(source).size_px
+    is_row = place % count == rows
+    number = node.arguments["index"] % (height if is_row else width)
+    line = Span(number, number + 1)
+    wanted = Tile(line, Span(0, width)) if is_row else Tile(Span(0, height), line)
+    line_of_all = all_gather_lines(b, node, source, wanted)
     b.add_local_op(node.name, "aten.select.int", line_of_all, place, 0, like=node.spec)
 
 
@@ -40,10 +39,13 @@ def select(b: Builder, node: Node) -> None:
 def pick_channels(b: Builder, node: Node) -> None:
     """Pick channels by a list of their numbers; or rows and columns by a constant list."""
     source, indices = node.arguments["self"], node.arguments["indices"]
-    picked = [dim for dim, index in enumerate(indices) if index is not None]
-    if len(picked) != 1 or not b.is_tiled(source) or not _is_list(b, indices[picked[0]]):
-        raise make_gather_error(node, "picks by something other than one list of channels, rows or columns")
-    pick_lines(b, node, source, picked[0], indices[picked[0]])
+    picked = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+    if len(picked) == 1 and b.is_tiled(source) and not b.is_tiled(picked[0][1]):
+        (dim, index), spec = picked[0], get_spec(b, picked[0][1].name)
+        if len(spec.shape) == 1 and spec.dtype != "bool":
+            pick_lines(b, node, source, dim, index)
+            return
+    raise make_gather_error(node, "picks by something other than one list of channels, rows or columns")
 
 
 @register_rule("aten.index_select.default")
@@ -65,12 +67,8 @@ def pick_lines(b: Builder, node: Node, source: Ref, dim: int, index: Ref) -> Non
 
 def read_line_numbers(b: Builder, node: Node, index: Ref, size_px: int) -> list[int]:
     """Return the numbers of rows or columns in a list. Raises NeedsGatherError if the list is no constant."""
+    # Windows are computed before any pixel is known: only a list that the trace knows can tell which lines to fetch.
     constant = b.graph.constants.get(index.name)
     if constant is None or constant.dtype == torch.bool:
         raise make_gather_error(node, "picks rows or columns that are not known before")
     return [number % size_px for number in constant.flatten().tolist()]
-
-
-def _is_list(b: Builder, ref: Any) -> bool:
-    spec = get_spec(b, ref.name)
-    return not b.is_tiled(ref) and len(spec.shape) == 1 and spec.dtype != "bool"

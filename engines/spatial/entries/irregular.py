@@ -14,7 +14,7 @@ from engines.spatial.kernels import register_kernel
 from engines.spatial.local_rules import apply_locally
 from engines.spatial.operator_table import register_rule
 from engines.spatial.unsupported import make_gather_error
-from engines.spatial.windows import SlidingWindow, TransposedWindow
+from engines.spatial.windows import TransposedWindow
 
 __all__: list[str] = []
 
@@ -35,15 +35,10 @@ def grid_sampler(b: Builder, node: Node) -> None:
     apply_locally(b, node, (-2, -1), input=all_gather_pixels(b, node, a["input"]), grid=own)
 
 
-@register_rule(
-    *(
-        f"aten.{name}"
-        for name in (
-            "rot90.default", "median.default", "prod.default", "argsort.default", "argsort.stable", "kthvalue.default",
-            "msort.default", "im2col.default", "unfold.default", "bmm.default", "tril.default", "triu.default",
-        )
-    )
-)  # fmt: skip
+_ANYWHERE = ("rot90", "median", "prod", "argsort", "kthvalue", "msort", "im2col", "unfold", "bmm", "tril", "triu")
+
+
+@register_rule(*(f"aten.{name}.default" for name in _ANYWHERE), "aten.argsort.stable")
 def require_gather(b: Builder, node: Node) -> None:
     """Refuse tiles: any output may read any pixel."""
     raise make_gather_error(node, "reads pixels that lie anywhere")
@@ -69,8 +64,11 @@ def max_unpool2d(b: Builder, node: Node) -> None:
     a, out_px = node.arguments, (node.spec.shape[-2], node.spec.shape[-1])
     pool = _find_pool(b, a["indices"])
     rules = make_pool_windows(pool) if pool else ()
-    if not rules or b.get_value(pool.arguments["self"]).size_px != out_px or any(map(_has_overlap, rules)):
+    overlap = any(rule.stride < rule.dilation * (rule.kernel - 1) + 1 for rule in rules)
+    if not rules or overlap or b.get_value(pool.arguments["self"]).size_px != out_px:
         raise make_gather_error(node, "writes to places that are not known before", (-2, -1))
+    # A pooled pixel is written back into the window that it was pooled from. A tile is written by the pooled pixels
+    # whose windows meet it: those that a transposed convolution would read.
     back = [TransposedWindow(rule.kernel, rule.stride, rule.padding, rule.dilation) for rule in rules]
     values = b.pad_window(b.read_window(a["self"], out_px, *back))
     places = b.pad_window(b.read_window(a["indices"], out_px, *back, fill=-1))
@@ -88,7 +86,3 @@ def _find_pool(b: Builder, places: Ref) -> Node | None:
     pool = nodes.get(pick.arguments["0"].name)
     known = pool and pool.operator == "aten.max_pool2d_with_indices.default"
     return pool if known and b.is_tiled(pool.arguments["self"]) else None
-
-
-def _has_overlap(rule: SlidingWindow) -> bool:
-    return rule.stride < rule.dilation * (rule.kernel - 1) + 1

@@ -19,6 +19,7 @@ def count_labels(target: Tensor, weight: Tensor | None, ignore_index: int) -> Te
     valid = target != ignore_index
     if weight is None:
         return valid.sum().double()
+    # `weight[target[valid]]` would have a shape that depends on the labels; this one suits a compiled segment.
     return weight.double()[torch.where(valid, target, 0)].mul(valid).sum()
 
 

@@ -41,6 +41,9 @@ def einsum(b: Builder, node: Node) -> None:
     equation = node.arguments["equation"].replace(" ", "")
     terms, arrow, out = equation.partition("->")
     operands = list(zip(terms.split(","), node.arguments["tensors"], strict=True))
+    #     nchw,kc->nkhw      h and w stay: each pixel by itself
+    #     nchw,ndhw->ncd     both are summed over: on each tile, then over the ranks
+    #     nchw,nchv->nwv     joins pixels of different columns: refused
     letters = _find_spatial_letters(b, operands)
     if not arrow or "." in equation or len(letters) != 1:
         raise make_gather_error(node, "has no explicit result, or its operands name rows and columns differently")

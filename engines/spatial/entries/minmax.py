@@ -48,6 +48,8 @@ class _Largest(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, found: Tensor, dims: list[int]) -> Tensor:
         largest = found[0].amax(dims, keepdim=True)
+        # As in ATen, a maximum that occurs k times passes 1/k of its gradient to each, over all tiles together: hence
+        # the counts travel with the values. `_Maxima` then hands the share to each of its own.
         winners = found[0] == largest
         ctx.save_for_backward(winners, (found[1] * winners).sum(dims, keepdim=True))
         return largest
@@ -105,21 +107,16 @@ def reduce_twice(b: Builder, node: Node) -> None:
     if dims is None:
         reduce_other_axes(b, node, source)
     elif math.isinf(order):
-        value = b.get_value(source)
-        own = b.add_local_op(
-            f"{node.name}.absolute", "aten.abs.default", b.crop_to_own(source), like=value.spec, axes=value.axes
-        )
+        value, x = b.get_value(source), b.crop_to_own(source)
+        own = b.add_local_op(f"{node.name}.absolute", "aten.abs.default", x, like=value.spec, axes=value.axes)
         _reduce_minmax(b, node, own, dims, 1 if order > 0 else -1)
     elif order <= 0:
         raise make_gather_error(node, f"is of order {order}")
     else:
         settings = () if "logsumexp" in node.operator else (order,)
-        found = all_gather_partials(
-            b, node, source, "tile.reduced", dims, node.operator, settings, dtype=node.spec.dtype
-        )
-        b.add_local_op(
-            node.name, "tile.reduced", found, dims, node.operator, settings, node.spec.shape, like=node.spec
-        )  # fmt: skip
+        how = dims, node.operator, settings
+        found = all_gather_partials(b, node, source, "tile.reduced", *how, dtype=node.spec.dtype)
+        b.add_local_op(node.name, "tile.reduced", found, *how, node.spec.shape, like=node.spec)
 
 
 @register_kernel("tile.first_maximum")
@@ -133,6 +130,7 @@ def find_first_maximum(x: Tensor, dims: list[int], corner: tuple[int, int], widt
 def merge_first_maxima(found: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the largest value and its index; of several, those of the first pixel in row-major order, as in ATen."""
     values, places = found.flatten(-2)
+    # Float64 holds whole numbers up to 2 ** 53 exactly, so that indices may travel in one tensor with the values.
     late = places.detach().masked_fill(values != values.amax(-1, keepdim=True), math.inf)
     first = late.argmin(-1, keepdim=True)
     return values.gather(-1, first)[..., None].to(dtype), places.gather(-1, first)[..., None].long()
@@ -143,15 +141,17 @@ def pool_adaptive_maximum(
     x: Tensor, rows: Cells, cols: Cells, corner: tuple[int, int], width_px: int
 ) -> tuple[Tensor, Tensor]:
     """Return the largest value of each cell and its index; cells are (start, stop) ranges of the window at `corner`."""
-    found = [[_pool_cell(x, (*row, *col), corner, width_px) for col in cols] for row in rows]
-    values, places = ([torch.cat([cell[part] for cell in row], -1) for row in found] for part in (0, 1))
+    lines = []
+    for top, bottom in rows:
+        values, places = [], []
+        for left, right in cols:
+            cell = x[..., top:bottom, left:right]
+            value, index = functional.adaptive_max_pool2d(cell, 1, return_indices=True)
+            values.append(value)
+            places.append(to_whole_index(index, right - left, (corner[0] + top, corner[1] + left), width_px))
+        lines.append((torch.cat(values, -1), torch.cat(places, -1)))
+    values, places = zip(*lines, strict=True)
     return torch.cat(values, -2), torch.cat(places, -2)
-
-
-def _pool_cell(x: Tensor, cell: tuple[int, ...], corner: tuple[int, int], width_px: int) -> tuple[Tensor, Tensor]:
-    r0, r1, c0, c1 = cell
-    value, index = functional.adaptive_max_pool2d(x[..., r0:r1, c0:c1], 1, return_indices=True)
-    return value, to_whole_index(index, c1 - c0, (corner[0] + r0, corner[1] + c0), width_px)
 
 
 @register_rule("aten.adaptive_max_pool2d.default", images=("self",))
@@ -164,9 +164,8 @@ def adaptive_max_pool2d(b: Builder, node: Node) -> None:
         tile = b.get_tiles(value.size_px)[b.rank]
         settings = (tile.rows.start, tile.cols.start), width_px
         dims = [len(like.shape) - 2, len(like.shape) - 1]
-        found = all_gather_partials(
-            b, node, source, "tile.first_maximum", dims, *settings, dtype="float64", lead=(2,)
-        )  # fmt: skip
+        how = "tile.first_maximum", dims, *settings
+        found = all_gather_partials(b, node, source, *how, dtype="float64", lead=(2,))
         b.add_local_op(node.name, "tile.first_of_all", found, getattr(torch, value.spec.dtype), like=like)
         return
     x, wanted, rows, cols = fetch_cells(b, source, out_px)

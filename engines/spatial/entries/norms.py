@@ -24,6 +24,10 @@ __all__: list[str] = []
 @register_kernel("tile.grouped")
 def group_values(x: Tensor, kept: Sequence[int]) -> Tensor:
     """Return (1, groups, values): one group for each position along the axes `kept`."""
+    # Whatever the norm, its groups become the channels of one image, (1, groups, values), for batch norm's kernels:
+    #
+    #     instance norm     N * C groups                layer norm over (C, H, W)    N groups
+    #     group norm        N * groups                  variance over (2, 3)         N * C
     order = [*kept, *(axis for axis in range(x.dim()) if axis not in kept)]
     groups = math.prod(x.shape[axis] for axis in kept)
     return x.permute(order).reshape(1, groups, -1)
@@ -31,9 +35,15 @@ def group_values(x: Tensor, kept: Sequence[int]) -> Tensor:
 
 @register_kernel("tile.normalise_groups")
 def normalise_groups(
-    x: Tensor, moments: Tensor, weight: Tensor | None, bias: Tensor | None, counts: list[int], eps: float,
-    rows: int, shape: Sequence[int],
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    moments: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    counts: list[int],
+    eps: float,
+    rows: int,
+    shape: Sequence[int],
+) -> Tensor:
     """Normalise `x`, (1, groups, values), by its groups' moments; weight and bias repeat to one for each of `rows`.
 
     Wu and He, 2018 (arXiv:1803.08494), section 3. One fused kernel call: each row is a channel of one image, with the
@@ -58,18 +68,14 @@ Rows = Callable[[Ref], Ref]
 """Maps (...) to (1, groups, values): the values of a tensor by group."""
 
 
-def _group_along(b: Builder, node: Node, kept: Sequence[int]) -> Rows:
-    """Return a grouping with one group for each position along the axes `kept`, counted from the front."""
-    return lambda x: _get_or_run(b, f"{node.name}.{x.name}.grouped", "tile.grouped", x, tuple(kept))
+def _group_by(b: Builder, node: Node, kernel: str, setting: Sequence[int]) -> Rows:
+    """Return a grouping by `kernel(x, setting)`, which runs once for each value."""
 
+    def group(x: Ref) -> Ref:
+        name = f"{node.name}.{x.name}.grouped"
+        return Ref(name) if name in b.values else b.add_local_op(name, kernel, x, setting, like=b.get_value(x).spec)
 
-def _group_runs(b: Builder, node: Node, groups: int) -> Rows:
-    """Return a grouping into `groups` runs of consecutive values."""
-    return lambda x: _get_or_run(b, f"{node.name}.{x.name}.grouped", "aten.reshape.default", x, (1, groups, -1))
-
-
-def _get_or_run(b: Builder, name: str, kernel: str, x: Ref, setting: Sequence[int]) -> Ref:
-    return Ref(name) if name in b.values else b.add_local_op(name, kernel, x, setting, like=b.get_value(x).spec)
+    return group
 
 
 def _compute_moments(b: Builder, name: str, x: Ref, rows: Rows, groups: int) -> tuple[Ref, list[int]]:
@@ -85,13 +91,12 @@ def _normalise_channels(b: Builder, node: Node, groups: int) -> tuple[Ref, list[
     """Normalise (N, C, ...) over `groups` runs of channels of one image; return the moments and the tiles' counts."""
     a, value = node.arguments, b.get_value(node.arguments["input"])
     channels = value.spec.shape[1]
-    rows = _group_runs(b, node, groups)
+    rows = _group_by(b, node, "aten.reshape.default", (1, groups, -1))
     moments, counts = _compute_moments(b, node.name, a["input"], rows, groups)
     shape = get_local_shape(b, node.spec, value.axes)
-    b.add_local_op(
-        node.name, "tile.normalise_groups", rows(b.align_to_output(a["input"])), moments, a["weight"], a["bias"],
-        counts, a["eps"], value.spec.shape[0] * channels, shape, like=node.spec, axes=value.axes,
-    )  # fmt: skip
+    settings = a["weight"], a["bias"], counts, a["eps"], value.spec.shape[0] * channels, shape
+    x = rows(b.align_to_output(a["input"]))
+    b.add_local_op(node.name, "tile.normalise_groups", x, moments, *settings, like=node.spec, axes=value.axes)
     return moments, counts
 
 
@@ -138,11 +143,9 @@ def _scale_and_shift(b: Builder, node: Node, name: str, shape: Sequence[int], ax
     """Apply the weight and bias of a layer norm over space: each tile takes its own pixels of them."""
     for argument, operator in (("weight", "mul"), ("bias", "add")):
         if (vector := node.arguments.get(argument)) is not None:
-            part = cut_to_tile(b, node, vector, b.get_value(Ref(name)))
-            b.add_local_op(
-                f"{node.name}.{operator}", f"aten.{operator}.Tensor", Ref(name), part, like=node.spec, axes=axes
-            )
+            x, part = Ref(name), cut_to_tile(b, node, vector, b.get_value(Ref(name)))
             name = f"{node.name}.{operator}"
+            b.add_local_op(name, f"aten.{operator}.Tensor", x, part, like=node.spec, axes=axes)
     dtype = getattr(torch, node.spec.dtype)
     b.add_local_op(node.name, "tile.reshaped", Ref(name), shape, dtype, like=node.spec, axes=axes)
 
@@ -157,14 +160,11 @@ def layer_norm(b: Builder, node: Node) -> None:
     shape = get_local_shape(b, node.spec, value.axes)
     kept = range(len(shape) - len(node.arguments["normalized_shape"]))
     groups = math.prod(value.spec.shape[axis] for axis in kept)
-    rows = _group_along(b, node, kept)
+    rows = _group_by(b, node, "tile.grouped", tuple(kept))
     moments, counts = _compute_moments(b, node.name, node.arguments["input"], rows, groups)
-    whole = f"{node.name}.normalised"
-    b.add_local_op(
-        whole, "tile.normalise_groups", rows(b.align_to_output(node.arguments["input"])), moments, None, None,
-        counts, node.arguments["eps"], groups, shape,
-        like=node.spec, axes=value.axes,
-    )  # fmt: skip
+    x, whole = rows(b.align_to_output(node.arguments["input"])), f"{node.name}.normalised"
+    settings = None, None, counts, node.arguments["eps"], groups, shape
+    b.add_local_op(whole, "tile.normalise_groups", x, moments, *settings, like=node.spec, axes=value.axes)
     _scale_and_shift(b, node, whole, shape, value.axes)
 
 
@@ -189,23 +189,17 @@ def rms_norm(b: Builder, node: Node) -> None:
         apply_locally(b, node, value.axes)
         return
     like = TensorSpec((*value.spec.shape[:-axes], *(1,) * axes), value.spec.sums.dtype)
-    total = b.all_reduce(
-        b.add_local_op(f"{node.name}.squares", "tile.square_sums", b.crop_to_own(source), axes, like=like)
-    )
-    whole, count = f"{node.name}.normalised", value.spec.numel // like.numel
-    b.add_local_op(
-        whole, "tile.by_root_mean_square", b.align_to_output(source), total, count, node.arguments["eps"],
-        like=node.spec, axes=value.axes,
-    )  # fmt: skip
+    own = b.add_local_op(f"{node.name}.squares", "tile.square_sums", b.crop_to_own(source), axes, like=like)
+    total, x = b.all_reduce(own), b.align_to_output(source)
+    whole, settings = f"{node.name}.normalised", (value.spec.numel // like.numel, node.arguments["eps"])
+    b.add_local_op(whole, "tile.by_root_mean_square", x, total, *settings, like=node.spec, axes=value.axes)
     _scale_and_shift(b, node, whole, get_local_shape(b, node.spec, value.axes), value.axes)
 
 
-_SPREADS = [
-    f"aten.{name}.{overload}" for name in ("var", "std", "var_mean", "std_mean") for overload in ("dim", "correction")
-]
-
-
-@register_rule(*_SPREADS)
+@register_rule(
+    *(f"aten.{name}.dim" for name in ("var", "std", "var_mean", "std_mean")),
+    *(f"aten.{name}.correction" for name in ("var", "std", "var_mean", "std_mean")),
+)
 def lower_variance(b: Builder, node: Node) -> None:
     """Lower variances and standard deviations; over space, from the moments of all tiles."""
     a, source = node.arguments, node.arguments["self"]
@@ -217,16 +211,15 @@ def lower_variance(b: Builder, node: Node) -> None:
     if not {rows, cols} <= dims:
         raise make_gather_error(node, "reduces one spatial axis of two")
     correction = a.get("correction", a.get("unbiased", True))
-    sizes = b.get_value(source).spec.shape
+    correction, root = float(1 if correction is None else correction), "std" in node.operator
+    sizes, dtype = b.get_value(source).spec.shape, b.get_value(source).spec.dtype
     kept = [axis for axis in range(count) if axis not in dims]
     shape = [1 if axis in dims else sizes[axis] for axis in range(count) if axis not in dims or a.get("keepdim")]
     groups = math.prod(sizes[axis] for axis in kept)
-    moments, counts = _compute_moments(b, node.name, source, _group_along(b, node, kept), groups)
-    dtype = getattr(torch, b.get_value(source).spec.dtype)
+    rows = _group_by(b, node, "tile.grouped", tuple(kept))
+    moments, counts = _compute_moments(b, node.name, source, rows, groups)
     name = node.name if node.spec is None else f"{node.name}.both"
-    both = b.add_local_op(
-        name, "tile.variance", moments, counts, float(1 if correction is None else correction), "std" in node.operator,
-        shape, dtype, like=TensorSpec(tuple(shape), b.get_value(source).spec.dtype),
-    )  # fmt: skip
+    settings = counts, correction, root, shape, getattr(torch, dtype)
+    both = b.add_local_op(name, "tile.variance", moments, *settings, like=TensorSpec(tuple(shape), dtype))
     if node.spec is not None:
         b.add_local_op(node.name, "getitem", both, 0, like=node.spec)

@@ -22,9 +22,15 @@ def find_spatial_dims(b: Builder, node: Node, ref: Ref) -> list[int] | None:
 
 
 def all_gather_partials(
-    b: Builder, node: Node, ref: Ref, kernel: str, dims: Sequence[int], *settings: Any, dtype: str,
+    b: Builder,
+    node: Node,
+    ref: Ref,
+    kernel: str,
+    dims: Sequence[int],
+    *settings: Any,
+    dtype: str,
     lead: tuple[int, ...] = (),
-) -> Ref:  # fmt: skip
+) -> Ref:
     """Return `kernel(own pixels, dims, *settings)` of all tiles, on every rank.
 
     The kernel reduces `dims` to 1 and may add leading axes `lead`. Reduced rows are then as many as those of the grid,
@@ -32,10 +38,12 @@ def all_gather_partials(
     """
     value, grid = b.get_value(ref), b.stage.grid
     rows, cols, _ = get_spatial_axes(b, ref)
+    # A 4 x 6 image over 2 x 3 tiles, reduced over rows: each tile has 1 row of its 2 columns, and all of them form an
+    # image of 2 x 6 pixels. Reduced over both, they form one of 2 x 3.
     parts = {rows: grid.rows, cols: grid.cols}
     shape = [parts.get(axis, 1) if axis in dims else size for axis, size in enumerate(value.spec.shape)]
     like = TensorSpec((*lead, *shape), dtype)
-    own = b.add_local_op(
-        f"{node.name}.own", kernel, b.crop_to_own(ref), list(dims), *settings, like=like, axes=value.axes
+    x = b.crop_to_own(ref)
+    return b.all_gather(
+        b.add_local_op(f"{node.name}.own", kernel, x, list(dims), *settings, like=like, axes=value.axes)
     )
-    return b.all_gather(own)

@@ -58,24 +58,18 @@ def max_pool2d_with_indices(b: Builder, node: Node) -> None:
     """Pool by maximum; the indices number the pixels of the whole image in row-major order."""
     source, rules = node.arguments["self"], make_pool_windows(node)
     value = b.get_value(source)
-    like = _infer_pool_spec(node, value.spec)
+    # The node has two outputs and therefore no spec: ATen itself tells the shape.
+    image = torch.empty(value.spec.shape, dtype=getattr(torch, value.spec.dtype), device="meta")
+    positional, keywords = split_arguments(node, {"self": image})
+    like = TensorSpec(tuple(get_operator(node.operator)(*positional, **keywords)[0].shape), value.spec.dtype)
     out_px = (like.shape[-2], like.shape[-1])
     window = b.read_window(source, out_px, *rules, fill=-torch.inf)
     x, padding = fold_padding(b, window, rules, out_px)
+    # The kernel numbers the pixels of what it is given: with its fill, or, if it pads by itself, without.
     seen = window.wanted if padding == (0, 0) else window.held
     settings = [tuple(getattr(rule, name) for rule in rules) for name in ("kernel", "stride", "dilation")]
-    corner = (seen.rows.start, seen.cols.start)
-    b.add_local_op(
-        node.name, "tile.max_pool_with_places", x, *settings, padding, corner, value.size_px[1],
-        like=like, axes=(-2, -1),
-    )  # fmt: skip
-
-
-def _infer_pool_spec(node: Node, spec: TensorSpec) -> TensorSpec:
-    """Return the spec of ATen's own result for an image of that shape."""
-    image = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")
-    positional, keywords = split_arguments(node, {"self": image})
-    return TensorSpec(tuple(get_operator(node.operator)(*positional, **keywords)[0].shape), spec.dtype)
+    settings += [padding, (seen.rows.start, seen.cols.start), value.size_px[1]]
+    b.add_local_op(node.name, "tile.max_pool_with_places", x, *settings, like=like, axes=(-2, -1))
 
 
 @register_kernel("tile.max_pool_with_places")
@@ -95,27 +89,24 @@ def avg_pool2d(b: Builder, node: Node) -> None:
     stride, padding = to_pair(a["stride"] or kernel), to_pair(a["padding"])
     rules = [SlidingWindow(*axis) for axis in zip(kernel, stride, padding, strict=True)]
     border = padding if a["count_include_pad"] else (0, 0)
-    if not b.can_tile(_get_out_px(node)):
-        reads = [[rule(Span(i, i + 1)) for i in range(n)] for rule, n in zip(rules, _get_out_px(node), strict=True)]
+    out_px = _get_out_px(node)
+    if not b.can_tile(out_px):
+        reads = [[rule(Span(i, i + 1)) for i in range(count)] for rule, count in zip(rules, out_px, strict=True)]
         _average_few(b, node, reads, border)
         return
-    window = b.read_window(a["self"], _get_out_px(node), rules[0], rules[1])
-    x, native = fold_padding(b, window, rules, _get_out_px(node))
-    out = b.get_output_tiles(_get_out_px(node))[b.rank]
-    spans = zip((out.rows, out.cols), rules, value.size_px, border, strict=True)
-    rows, cols = (tuple(_count_window_pixels(*what)) for what in spans)
+    window = b.read_window(a["self"], out_px, rules[0], rules[1])
+    x, native = fold_padding(b, window, rules, out_px)
+    out = b.get_output_tiles(out_px)[b.rank]
+    rows, cols = (  # how many of the pixels that each output reads are in the image with its border
+        tuple(len(rule(Span(i, i + 1)) & Span(-edge, image_px + edge)) for i in range(span.start, span.stop))
+        for rule, span, image_px, edge in zip(rules, (out.rows, out.cols), value.size_px, border, strict=True)
+    )
+    # The plain kernel divides by one number, whatever lies outside the image.
     if a["divisor_override"] or (set(rows), set(cols)) == ({kernel[0]}, {kernel[1]}):
         apply_locally(b, node, (-2, -1), self=x, padding=native, ceil_mode=False)
         return
-    b.add_local_op(
-        node.name, "tile.average_pool", x, kernel, stride, native, rows, cols, like=node.spec, axes=(-2, -1)
-    )  # fmt: skip
-
-
-def _count_window_pixels(out: Span, rule: SlidingWindow, image_px: int, border_px: int) -> list[int]:
-    """Return how many of the pixels that each output reads are in the image with its border."""
-    counted = Span(-border_px, image_px + border_px)
-    return [len(rule(Span(index, index + 1)) & counted) for index in range(out.start, out.stop)]
+    settings = kernel, stride, native, rows, cols
+    b.add_local_op(node.name, "tile.average_pool", x, *settings, like=node.spec, axes=(-2, -1))
 
 
 def _average_few(b: Builder, node: Node, reads: Sequence[Sequence[Span]], border_px: Pair = (0, 0)) -> None:
@@ -125,7 +116,10 @@ def _average_few(b: Builder, node: Node, reads: Sequence[Sequence[Span]], border
     """
     source = node.arguments["self"]
     size_px, own = b.get_value(source).size_px, b.get_tiles(b.get_value(source).size_px)[b.rank]
-    cells = [_clip_to_tile(axis, span) for axis, span in zip(reads, (own.rows, own.cols), strict=True)]
+    cells = []
+    for axis, span in zip(reads, (own.rows, own.cols), strict=True):  # the part of each in this tile, may be empty
+        parts = [read & span for read in axis]
+        cells.append(tuple((part.start - span.start, part.stop - span.start) if part else (0, 0) for part in parts))
     sums = b.add_local_op(f"{node.name}.sums", "tile.cell_sums", b.crop_to_own(source), *cells, like=node.spec.sums)
     counts = [
         tuple(len(read & Span(-border, px + border)) for read in axis)
@@ -133,12 +127,6 @@ def _average_few(b: Builder, node: Node, reads: Sequence[Sequence[Span]], border
     ]
     divisor, dtype = node.arguments.get("divisor_override"), getattr(torch, node.spec.dtype)
     b.add_local_op(node.name, "tile.averages", b.all_reduce(sums), *counts, divisor, dtype, like=node.spec)
-
-
-def _clip_to_tile(reads: Sequence[Span], own: Span) -> Cells:
-    """Return the part of each span inside a tile, counted from the tile's first pixel."""
-    parts = [read & own for read in reads]
-    return tuple((part.start - own.start, part.stop - own.start) if part else (0, 0) for part in parts)
 
 
 @register_kernel("tile.cell_sums")
@@ -173,17 +161,17 @@ def adaptive_avg_pool2d(b: Builder, node: Node) -> None:
 
 def fetch_cells(b: Builder, ref: Ref, out_px: tuple[int, int]) -> tuple[Ref, Tile, Cells, Cells]:
     """Return the window that this tile's cells read, its tile, and (start, stop) of each cell in it."""
+    # 7 pixels in 3 cells: 0 to 3, 2 to 5, 4 to 7. Neighbours overlap, so that a tile may read its neighbour's pixels.
     cells = [_split_cells(size, count) for size, count in zip(b.get_value(ref).size_px, out_px, strict=True)]
     rules = [MonotoneWindow(lambda i, c=c: c[i][0], lambda i, c=c: c[i][1] - 1) for c in cells]
     window = b.read_window(ref, out_px, rules[0], rules[1])
     x, out = b.pad_window(window), b.get_output_tiles(out_px)[b.rank]
+    wanted = window.wanted
     rows, cols = (
-        tuple((start - wanted.start, stop - wanted.start) for start, stop in axis[span.start : span.stop])
-        for axis, span, wanted in zip(
-            cells, (out.rows, out.cols), (window.wanted.rows, window.wanted.cols), strict=True
-        )
+        tuple((start - first.start, stop - first.start) for start, stop in axis[span.start : span.stop])
+        for axis, span, first in zip(cells, (out.rows, out.cols), (wanted.rows, wanted.cols), strict=True)
     )
-    return x, window.wanted, rows, cols
+    return x, wanted, rows, cols
 
 
 def _split_cells(size_px: int, count: int) -> list[tuple[int, int]]:

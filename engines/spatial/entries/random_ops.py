@@ -10,7 +10,7 @@ from engines.program.instructions import DEVICE, SEED
 from engines.spatial.align import get_local_ranges
 from engines.spatial.local_rules import apply_locally
 from engines.spatial.operator_table import register_rule
-from engines.spatial.rng import SETTINGS, AxisRanges, draws, find_sample_number
+from engines.spatial.rng import SETTINGS, draws, find_sample_number
 
 __all__: list[str] = []
 
@@ -21,47 +21,28 @@ def lower_random(b: Builder, node: Node) -> None:
     a = node.arguments
     source = next((a[name] for name in ("self", "input") if name in a), None)
     axes = b.get_value(source).axes if isinstance(source, Ref) and b.is_tiled(source) else None
+    # Numbers follow from the place in the whole image and the number of the draw: nothing is sent, and a stage that
+    # is computed again draws the same.
     number = find_sample_number(b.graph, node)
     if number is None:
         apply_locally(b, node, axes)
         return
-    place = _get_ranges(b, node, axes)
+    place = get_local_ranges(b, node.spec, axes)
+    if b.is_batch_sharded(Ref(node.name)):  # this rank's images of all those that the ranks share
+        own = node.spec.shape[0]
+        place[0] = (own * b.stage.shares, own * b.tile, own * (b.tile + 1))
     if not {"train", "training"} & set(a):
         settings = {name: a[name] for name in SETTINGS if name in a}
         if node.operator == "aten.bernoulli.default":
             settings["p"] = b.align_to_output(source)
-        name, dtype = node.operator.split(".")[1], getattr(torch, node.spec.dtype)
-        b.add_local_op(
-            node.name, "tile.draw", SEED, number, place, DEVICE, name, dtype, like=node.spec, axes=axes, **settings
-        )
-        return
-    if node.operator == "aten.rrelu.default":
-        b.add_local_op(
-            node.name, "tile.rrelu", b.align_to_output(source), SEED, number, place, DEVICE, a["lower"], a["upper"],
-            like=node.spec, axes=axes,
-        )  # fmt: skip
+        draw = SEED, number, place, DEVICE, node.operator.split(".")[1], getattr(torch, node.spec.dtype)
+        b.add_local_op(node.name, "tile.draw", *draw, like=node.spec, axes=axes, **settings)
         return
     if "feature" in node.operator:
         place = [*place[:2], *((1, 0, 1) for _ in place[2:])]  # one number for each channel, broadcast over pixels
-    b.add_local_op(
-        node.name,
-        "tile.dropout",
-        b.align_to_output(source),
-        SEED,
-        number,
-        place,
-        DEVICE,
-        a["p"],
-        "alpha" in node.operator,
-        like=node.spec,
-        axes=axes,
-    )
-
-
-def _get_ranges(b: Builder, node: Node, axes: tuple[int, int] | None) -> AxisRanges:
-    """Return the ranges of the whole value, or of this rank's tile or share of it."""
-    place = get_local_ranges(b, node.spec, axes)
-    if b.is_batch_sharded(Ref(node.name)):
-        own = node.spec.shape[0]
-        place[0] = (own * b.stage.shares, own * b.tile, own * (b.tile + 1))
-    return place
+    if node.operator == "aten.rrelu.default":
+        kernel, settings = "tile.rrelu", (a["lower"], a["upper"])
+    else:
+        kernel, settings = "tile.dropout", (a["p"], "alpha" in node.operator)
+    x = b.align_to_output(source)
+    b.add_local_op(node.name, kernel, x, SEED, number, place, DEVICE, *settings, like=node.spec, axes=axes)

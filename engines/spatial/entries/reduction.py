@@ -27,6 +27,7 @@ _NONE, _MEAN = 0, 1
 def reduce_mean(b: Builder, node: Node, ref: Ref, dims: Sequence[int], keepdim: bool) -> None:
     """Compute the mean over `dims`, which include both spatial axes."""
     sums = _sum(b, f"{node.name}.sum", ref, node.spec, dims, keepdim)
+    # The count is known from the shapes: only sums travel.
     count = sum(b.count_elements(ref, node.spec.numel))
     _cast_result(b, node, b.add_local_op(f"{node.name}.mean", "aten.div.Scalar", sums, count, like=node.spec.sums))
 
@@ -41,18 +42,6 @@ def _cast_result(b: Builder, node: Node, ref: Ref) -> None:
     b.add_local_op(node.name, "aten._to_copy.default", ref, dtype=getattr(torch, node.spec.dtype), like=node.spec)
 
 
-def _sum_lines(b: Builder, node: Node, source: Ref, dims: list[int], keepdim: bool) -> None:
-    """Sum over rows, or over columns: each tile sums its own part, and every rank holds the whole result."""
-    like = node.spec.sums
-    dtype = getattr(torch, like.dtype)
-    parts = all_gather_partials(b, node, source, "tile.sum_pixels", dims, True, dtype, dtype=like.dtype)
-    total = b.add_local_op(f"{node.name}.sum", "tile.sum_pixels", parts, dims, keepdim, dtype, like=like)
-    if node.operator.startswith("aten.mean."):
-        count = b.get_value(source).spec.numel // node.spec.numel
-        total = b.add_local_op(f"{node.name}.mean", "aten.div.Scalar", total, count, like=like)
-    _cast_result(b, node, total)
-
-
 @register_rule("aten.mean.default", "aten.mean.dim", "aten.sum.default", "aten.sum.dim_IntList", shared=True)
 def reduce_sum(b: Builder, node: Node) -> None:
     """Sum or average over space, by local sums and an all-reduce, or over other axes, each pixel by itself."""
@@ -61,7 +50,14 @@ def reduce_sum(b: Builder, node: Node) -> None:
     if dims is None:
         reduce_other_axes(b, node, source)
     elif b.is_tiled(source) and not set(get_spatial_axes(b, source)[:2]) <= set(dims):
-        _sum_lines(b, node, source, dims, keepdim)
+        # Over rows, or over columns: each tile sums its own part, and every rank holds the whole result.
+        like, dtype = node.spec.sums, getattr(torch, node.spec.sums.dtype)
+        parts = all_gather_partials(b, node, source, "tile.sum_pixels", dims, True, dtype, dtype=like.dtype)
+        total = b.add_local_op(f"{node.name}.sum", "tile.sum_pixels", parts, dims, keepdim, dtype, like=like)
+        if node.operator.startswith("aten.mean."):
+            count = b.get_value(source).spec.numel // node.spec.numel
+            total = b.add_local_op(f"{node.name}.mean", "aten.div.Scalar", total, count, like=like)
+        _cast_result(b, node, total)
     elif node.operator.startswith("aten.mean."):
         reduce_mean(b, node, source, dims, keepdim)
     else:
@@ -105,46 +101,34 @@ def take_first(sums: Tensor) -> Tensor:
     return sums[0]
 
 
-def _align_labels(b: Builder, node: Node) -> dict[str, Ref]:
-    """Return prediction and labels; if only one of them is tiled, each rank takes its own tile of the other."""
-    pair = {name: node.arguments[name] for name in ("self", "target")}
-    tiled = next((b.get_value(ref) for ref in pair.values() if b.is_tiled(ref)), None)
-    if tiled is None:
-        return pair
-    if len(get_spec(b, pair["self"].name).shape) < 4:
-        raise make_gather_error(node, "compares classes along a spatial axis")
-    return {name: ref if b.is_tiled(ref) else cut_to_tile(b, node, ref, tiled) for name, ref in pair.items()}
-
-
 @register_rule("aten.cross_entropy_loss.default", "aten.nll_loss_nd.default", images=("self", "target"), shared=True)
 def cross_entropy_loss(b: Builder, node: Node) -> None:
     """Sum the loss of tiled predictions (N, K, H, W), and the divisor of its mean, over the ranks."""
     a = node.arguments
-    pair = _align_labels(b, node)
+    pair = {name: a[name] for name in ("self", "target")}
+    tiled = next((b.get_value(ref) for ref in pair.values() if b.is_tiled(ref)), None)
+    if tiled is not None:  # if only one of the two is, each rank takes its own tile of the other
+        if len(get_spec(b, pair["self"].name).shape) < 4:
+            raise make_gather_error(node, "compares classes along a spatial axis")
+        pair = {name: ref if b.is_tiled(ref) else cut_to_tile(b, node, ref, tiled) for name, ref in pair.items()}
     if a["reduction"] == _NONE:
         whole = {name: ref for name, ref in pair.items() if not b.is_tiled(ref)}
         apply_locally(b, node, (-2, -1) if any(map(b.is_tiled, node.arguments.values())) else None, **whole)
         return
-    plain = node.operator == "aten.cross_entropy_loss.default"
-    kernel, smoothing = ("tile.cross_entropy_sums", (a["label_smoothing"],)) if plain else ("tile.nll_sums", ())
-    sums = b.add_local_op(
-        f"{node.name}.sums", kernel, *map(b.crop_to_own, pair.values()), a["weight"], a["ignore_index"],
-        *smoothing, like=replace(node.spec, shape=(2,)),
-    )  # fmt: skip
+    kernel, settings = "tile.nll_sums", [a["weight"], a["ignore_index"]]
+    if node.operator == "aten.cross_entropy_loss.default":
+        kernel, settings = "tile.cross_entropy_sums", [*settings, a["label_smoothing"]]
+    own, like = map(b.crop_to_own, pair.values()), replace(node.spec, shape=(2,))
+    sums = b.add_local_op(f"{node.name}.sums", kernel, *own, *settings, like=like)
     kernel = "tile.ratio" if a["reduction"] == _MEAN else "tile.first"
     b.add_local_op(node.name, kernel, b.all_reduce(sums), like=node.spec)
 
 
-@register_rule(
-    *(
-        f"aten.{name}.default"
-        for name in (
-            "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "kl_div", "poisson_nll_loss",
-            "binary_cross_entropy", "binary_cross_entropy_with_logits",
-        )
-    ),
-    shared=True,
-)  # fmt: skip
+_PIXEL_LOSSES = "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "kl_div", "poisson_nll_loss"
+_BINARY_LOSSES = "binary_cross_entropy", "binary_cross_entropy_with_logits"
+
+
+@register_rule(*(f"aten.{name}.default" for name in (*_PIXEL_LOSSES, *_BINARY_LOSSES)), shared=True)
 def lower_pixel_loss(b: Builder, node: Node) -> None:
     """Compute the loss of each pixel by itself, and sum it over the tile and the ranks."""
     source = next(ref for ref in node.arguments.values() if b.is_sharded(ref))

@@ -17,15 +17,9 @@ __all__: list[str] = []
 
 
 @register_rule(
-    *(
-        f"aten.{name}"
-        for name in (
-            "view.default", "reshape.default", "view_as.default", "reshape_as.default",
-            "flatten.using_ints", "unflatten.int", "squeeze.default", "squeeze.dim", "squeeze.dims",
-            "unsqueeze.default",
-        )
-    )
-)  # fmt: skip
+    *(f"aten.{name}.default" for name in ("view", "reshape", "view_as", "reshape_as", "squeeze", "unsqueeze")),
+    *("aten.squeeze.dim", "aten.squeeze.dims", "aten.flatten.using_ints", "aten.unflatten.int"),
+)
 def reshape(b: Builder, node: Node) -> None:
     """Reshape values in the same order; rows and columns must each remain an axis of its own."""
     source = next(iter(node.arguments.values()))
@@ -39,14 +33,8 @@ def reshape(b: Builder, node: Node) -> None:
     count = len(node.spec.shape)
     # Axes of size 1 leave a choice: prefer the last two axes, where rules for images expect rows and columns.
     axes = tuple(axis - count for axis in max(pairs, key=lambda pair: (pair == (count - 2, count - 1), pair)))
-    b.add_local_op(
-        node.name,
-        "aten.reshape.default",
-        b.align_to_output(source),
-        get_local_shape(b, node.spec, axes),
-        like=node.spec,
-        axes=axes,
-    )
+    x, own = b.align_to_output(source), get_local_shape(b, node.spec, axes)
+    b.add_local_op(node.name, "aten.reshape.default", x, own, like=node.spec, axes=axes)
 
 
 def _find_unchanged_axes(shape: Sequence[int], out: Sequence[int], axis: int) -> list[int]:
@@ -55,6 +43,7 @@ def _find_unchanged_axes(shape: Sequence[int], out: Sequence[int], axis: int) ->
     >>> _find_unchanged_axes((2, 6, 5, 7), (2, 2, 3, 5, 7), 2)
     [3]
     """
+    # In row-major order an axis keeps its values if it has the same size, and as many positions before it.
     before = math.prod(shape[:axis])
     return [at for at, size in enumerate(out) if size == shape[axis] and math.prod(out[:at]) == before]
 
@@ -67,9 +56,8 @@ def expand(b: Builder, node: Node) -> None:
     whole = get_spec(b, source.name).shape
     if b.is_tiled(source) and any(whole[axis] != node.spec.shape[axis] for axis in axes):
         raise make_gather_error(node, "repeats rows or columns")
-    b.add_local_op(
-        node.name, "aten.expand.default", source, get_local_shape(b, node.spec, axes), like=node.spec, axes=axes
-    )
+    own = get_local_shape(b, node.spec, axes)
+    b.add_local_op(node.name, "aten.expand.default", source, own, like=node.spec, axes=axes)
 
 
 @register_rule("aten.repeat.default", "aten.tile.default", images=("self",))

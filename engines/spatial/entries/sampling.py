@@ -29,6 +29,9 @@ Resample = Callable[[Tensor], Tensor]
 class Taps:
     """Taps along one axis: output i is the sum of `weights[i][k]` times input `inputs[i][k]`."""
 
+    # Bilinear upsampling by 2:  inputs   ((0, 0), (0, 1), (0, 1), (1, 2), ...)
+    #                            weights  ((1, 0), (.75, .25), (.25, .75), (.75, .25), ...)
+
     inputs: tuple[tuple[int, ...], ...]
     weights: tuple[tuple[float, ...], ...]
 
@@ -46,6 +49,10 @@ def find_taps(size_px: int, resample: Resample, reach_px: int) -> Taps:
     A row that is 1 at every `apart`-th input yields the weights of those inputs. The output for the ramp 0, 1, 2 ...
     identifies the one that is read: no tap is more than `reach_px` from it.
     """
+    # reach_px 1, apart 4: of the inputs r, r + 4, ... no output reads more than one.
+    #
+    #     row r      1 at r, r + 4, ...    output i is the weight of the one that it reads
+    #     ramp       0  1  2  3  4 ...     output i is about the place where it reads: the nearest one is meant
     apart = 2 * reach_px + 2
     places = torch.arange(size_px)
     answers = resample((places % apart == torch.arange(min(apart, size_px))[:, None]).double()).T.tolist()
@@ -72,9 +79,13 @@ def lower_resample(b: Builder, node: Node, ref: Ref, rows: Taps, cols: Taps) -> 
 
 @register_kernel("tile.resample")
 def resample_tile(
-    x: Tensor, rows: Sequence[Sequence[int]], row_weights: Sequence[Sequence[float]],
-    cols: Sequence[Sequence[int]], col_weights: Sequence[Sequence[float]], axes: tuple[int, int],
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    rows: Sequence[Sequence[int]],
+    row_weights: Sequence[Sequence[float]],
+    cols: Sequence[Sequence[int]],
+    col_weights: Sequence[Sequence[float]],
+    axes: tuple[int, int],
+) -> Tensor:
     """Resample along the columns first, as ATen does."""
     wide = x.to(get_sum_type(x))
     return _sum_taps(_sum_taps(wide, axes[1], cols, col_weights), axes[0], rows, row_weights).to(x.dtype)
@@ -139,16 +150,11 @@ def pad_with_copies(b: Builder, node: Node) -> None:
     if any(pads[4:]):
         raise make_gather_error(node, "pads channels with copies")
     height, width = b.get_value(a["self"]).size_px
-    rows, cols = (
-        _make_pad_taps(size_px, border, a["mode"]) for size_px, border in ((height, pads[2:4]), (width, pads[:2]))
-    )
-    lower_resample(b, node, a["self"], rows, cols)
-
-
-def _make_pad_taps(size_px: int, pads: Sequence[int], mode: str) -> Taps:
-    return make_copy_taps(
-        functional.pad(torch.arange(size_px).double()[None], tuple(pads), mode=mode)[0].int().tolist()
-    )
+    taps = []
+    for size_px, border in ((height, pads[2:4]), (width, pads[:2])):
+        numbers = torch.arange(size_px).double()[None]  # the pixels' numbers are padded in place of the pixels
+        taps.append(make_copy_taps(functional.pad(numbers, tuple(border), mode=a["mode"])[0].int().tolist()))
+    lower_resample(b, node, a["self"], *taps)
 
 
 def make_copy_taps(picked: Sequence[int]) -> Taps:

@@ -1,16 +1,15 @@
-"""Slicing, padding, joining and reordering: operators that move pixels or leave them in place."""
+"""Slicing, padding, picking and permuting: operators that move pixels or leave them in place."""
 
 from __future__ import annotations
 
-from engines.layer.graph import Node, Ref
+from engines.layer.graph import Node
 from engines.program.builder import Builder
-from engines.spatial.align import get_axes_without, get_spatial_axes, get_spec
+from engines.spatial.align import get_spatial_axes
 from engines.spatial.entries.sampling import pad_with_copies
 from engines.spatial.gather_fallback import all_gather_lines
-from engines.spatial.local_rules import apply_locally, lower_pointwise
+from engines.spatial.local_rules import apply_locally
 from engines.spatial.operator_table import register_rule
 from engines.spatial.tiles import Span, Tile
-from engines.spatial.unsupported import make_gather_error
 from engines.spatial.windows import Shift, SlidingWindow
 
 __all__: list[str] = []
@@ -41,6 +40,7 @@ def crop(b: Builder, node: Node) -> None:
         apply_locally(b, node, b.get_value(a["self"]).axes)
         return
     start, stop, step = slice(a["start"], a["end"], a["step"]).indices(b.get_value(a["self"]).spec.shape[axis])
+    # x[..., start:stop:step] reads like a 1x1 kernel with that stride.
     stay, move = Shift(0), SlidingWindow(kernel=1, stride=step, padding=-start)
     out_px = (node.spec.shape[rows], node.spec.shape[cols])
     if not b.can_tile(out_px) and start < stop:
@@ -54,30 +54,6 @@ def crop(b: Builder, node: Node) -> None:
     apply_locally(b, node, b.get_value(a["self"]).axes, self=b.pad_window(window), start=0, end=None)
 
 
-@register_rule("aten.cat.default")
-def join(b: Builder, node: Node) -> None:
-    """Concatenate channels; pixels stay in place."""
-    first = next(ref for ref in node.arguments["tensors"] if b.is_tiled(ref))
-    _check_not_spatial(b, node, first, node.arguments["dim"])
-    lower_pointwise(b, node)
-
-
-@register_rule("aten.chunk.default", "aten.split.Tensor", "aten.split_with_sizes.default")
-def split(b: Builder, node: Node) -> None:
-    """Split channels; pixels stay in place. (`getitem` picks the parts.)"""
-    source = node.arguments["self"]
-    _check_not_spatial(b, node, source, node.arguments["dim"])
-    apply_locally(b, node, b.get_value(source).axes)
-
-
-@register_rule("aten.unbind.int")
-def unbind(b: Builder, node: Node) -> None:
-    """Split channels and remove their axis; pixels stay in place."""
-    source, dim = node.arguments["self"], node.arguments["dim"]
-    _check_not_spatial(b, node, source, dim)
-    apply_locally(b, node, get_axes_without(b, source, [dim % get_spatial_axes(b, source)[2]]))
-
-
 @register_rule("getitem")
 def pick(b: Builder, node: Node) -> None:
     """Pick one of several outputs, tiled as they are."""
@@ -86,32 +62,9 @@ def pick(b: Builder, node: Node) -> None:
     b.hold_like(apply_locally(b, node, b.get_value(several).axes, **{"0": several}), several)
 
 
-@register_rule("aten.softmax.int", "aten.log_softmax.int")
-def softmax(b: Builder, node: Node) -> None:
-    """Apply softmax to each pixel over its channels."""
-    source = node.arguments["self"]
-    _check_not_spatial(b, node, source, node.arguments["dim"])
-    apply_locally(b, node, b.get_value(source).axes)
-
-
-@register_rule("aten.prelu.default")
-def prelu(b: Builder, node: Node) -> None:
-    """Apply one slope for each channel, which are along axis 1, or one for all."""
-    source = node.arguments["self"]
-    if get_spec(b, node.arguments["weight"].name).numel > 1:
-        _check_not_spatial(b, node, source, 1)
-    apply_locally(b, node, b.get_value(source).axes)
-
-
 @register_rule("aten.permute.default")
 def permute(b: Builder, node: Node) -> None:
     """Permute axes; the spatial axes move with the others."""
     rows, cols, count = get_spatial_axes(b, node.arguments["self"])
     order = [dim % count for dim in node.arguments["dims"]]
     apply_locally(b, node, (order.index(rows) - count, order.index(cols) - count))
-
-
-def _check_not_spatial(b: Builder, node: Node, ref: Ref, dim: int) -> None:
-    rows, cols, count = get_spatial_axes(b, ref)
-    if dim % count in (rows, cols):
-        raise make_gather_error(node, f"works along a spatial axis (dim={dim})")
