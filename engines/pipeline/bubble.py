@@ -35,7 +35,20 @@ def compute_bubble_share(
     (0.25, 0.1)
     """
     check_name(name)
-    _check(name, stages, micro_batches, stages_per_rank, batches)
+    if min(stages, micro_batches, stages_per_rank, batches) < 1 or stages % stages_per_rank:
+        raise PlanError(
+            f"There are {stages} stages, {stages_per_rank} per rank, {micro_batches} micro-batches and {batches} "
+            "batches. Each must be at least 1, and stages a multiple of stages_per_rank."
+        )
+    if name == "gems" and stages_per_rank > 1:
+        raise PlanError(f"There is no formula for gems with stages_per_rank={stages_per_rank}: use 1, or a schedule.")
+    # Every rank idles as long as the others together need to pass one micro-batch on, forward (1 unit each) and back (2
+    # units). For p = 4, m = 3 that is 9 units beside 9 of work; the common factor 3 is left out below.
+    #
+    #   rank 0   F0 F1 F2 .  .  .  .  .  .  .  .  .  B0 B0 B1 B1 B2 B2
+    #   rank 1   .  F0 F1 F2 .  .  .  .  .  .  B0 B0 B1 B1 B2 B2 .  .
+    #   rank 2   .  .  F0 F1 F2 .  .  .  B0 B0 B1 B1 B2 B2 .  .  .  .
+    #   rank 3   .  .  .  F0 F1 F2 B0 B0 B1 B1 B2 B2 .  .  .  .  .  .
     p, m = stages // stages_per_rank, micro_batches
     if name == "gems":
         work, idle = 3 * m * batches, (p - 1) * (2 * batches + 1)
@@ -61,13 +74,3 @@ def compute_plan_bubble(plan: Plan) -> float | None:
     if not one_batch and (plan.schedule != "gems" or plan.stages_per_rank > 1 or plan.accumulate > 1):
         return None
     return compute_bubble_share(plan.schedule, plan.split_size, plan.parts, plan.stages_per_rank, plan.replica_batches)
-
-
-def _check(name: str, stages: int, micro_batches: int, stages_per_rank: int, batches: int) -> None:
-    if min(stages, micro_batches, stages_per_rank, batches) < 1 or stages % stages_per_rank:
-        raise PlanError(
-            f"There are {stages} stages, {stages_per_rank} per rank, {micro_batches} micro-batches and {batches} "
-            "batches. Each must be at least 1, and stages a multiple of stages_per_rank."
-        )
-    if name == "gems" and stages_per_rank > 1:
-        raise PlanError(f"There is no formula for gems with stages_per_rank={stages_per_rank}: use 1, or a schedule.")

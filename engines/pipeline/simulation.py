@@ -85,8 +85,14 @@ class _StageState:
         if kind is BACKWARD:
             needs = self.queue[place].batch.stop if self.rule.drains else place + 1
             return self.done[FORWARD] >= needs and (self.behind is None or self.behind.done[BACKWARD] > place)
-        fed = self.before is None or self.before.done[FORWARD] > place
-        return fed and self._can_begin(self.queue[place]) and self._is_next(self.queue[place]) and self._has_room()
+        turn = self.queue[place]
+        if self.before is not None and self.before.done[FORWARD] <= place:
+            return False
+        # The batches before must be finished: on this stage, or (`alone`) on all stages of its ranks. `last` is the
+        # kind that ends a micro-batch here: WEIGHTS where the rule splits it off, else BACKWARD.
+        watched = self.beside if self.rule.alone else (self,)
+        begins = all(post.done[post.last] >= turn.earlier[post.direction] for post in watched)
+        return begins and self._is_next(turn) and self._has_room()
 
     def start(self, kind: ActionKind, now: int) -> Slot:
         """Start the next micro-batch."""
@@ -94,14 +100,11 @@ class _StageState:
         self.started[kind] += 1
         return Slot(work, now, now + self.rule.units[kind])
 
-    def _can_begin(self, turn: QueuedMicroBatch) -> bool:
-        """Return whether the batches before are finished."""
-        watched = self.beside if self.rule.alone else (self,)
-        # `last` is the kind that ends a micro-batch here: WEIGHTS where the rule splits it off, else BACKWARD.
-        return all(post.done[post.last] >= turn.earlier[post.direction] for post in watched)
-
     def _is_next(self, turn: QueuedMicroBatch) -> bool:
         """Return whether its ranks' other stages have started all that comes first: by group, in stage order."""
+        # A rank with the stages 0 and 2 starts, in groups of two (`F1/2`: micro-batch 1 in stage 2):
+        #
+        #   F0/0 F1/0   F0/2 F1/2   F2/0 F3/0   F2/2 F3/2
         return all(
             # earlier stages: this group included; later stages: all groups before it
             post.started[FORWARD] >= (turn.group.stop if post.stage < self.stage else turn.group.start)
@@ -116,6 +119,11 @@ class _StageState:
         """
         if not self.rule.limited:
             return True
+        # 1F1B on three ranks, the limits are 3, 2 and 1:
+        #
+        #   F0 F1 F2 .  .  .  .  B0 B0 F3        3 held: F3 waits for B0
+        #   .  F0 F1 .  .  B0 B0 F2              2 held: F2 waits for B0
+        #   .  .  F0 B0 B0 F1 B1 B1
         return all(
             _count_held(share.posts, BACKWARD) < share.limit and _count_held(share.posts, self.last) < self.stages
             for share in self.shares
@@ -157,6 +165,9 @@ def simulate(
     posts = [post for line in lines for post in line]
     for post in posts:
         post.beside = [other for other in posts if set(other.ranks) & set(post.ranks)]
+    # A simulation by events: at each time at which an action ends, start whatever can start, in order of priority.
+    #
+    #   now = 2    running: F1 on rank 0 (ends at 3), B0 on rank 3 (ends at 4)    -> next event at 3
     lanes: list[list[Slot]] = [[] for _ in {rank for post in posts for rank in post.ranks}]
     running: list[tuple[_StageState, Slot]] = []
     now = 0

@@ -34,9 +34,13 @@ class Segment:
     ) -> None:
         self.inputs, self.outputs, self.owned = segment.inputs, segment.outputs, owned
         read = {name for op in segment.ops if op.graded for name in op.reads}
-        self.trained = [owned[name] for name in sorted(read & owned.keys()) if _is_trained(owned[name])]
+        # `owned` also has entries that are no tensors, such as the device.
+        mine = [owned[name] for name in sorted(read & owned.keys())]
+        self.trained = [weight for weight in mine if isinstance(weight, Tensor) and weight.requires_grad]
         self.late = self.trained if any(weight.dim() > 1 for weight in self.trained) else []
         over = find_in_place(segment)
+        # What a step would look up again and again is resolved here, once: the kernel, its variants (in place, into a
+        # window), where its arguments come from, and which values nobody reads after it.
         plain = [bind_kernel(op, IN_PLACE[op.kernel] if op.out in over else op.kernel) for op in segment.ops]
         self.calls = [
             (
@@ -90,10 +94,6 @@ def find_last_reads(segment: Compute) -> list[list[str]]:
         found.append([name for name in here if name in made and name not in needed])
         needed.update(here)
     return found[::-1]
-
-
-def _is_trained(owned: Any) -> bool:
-    return isinstance(owned, Tensor) and owned.requires_grad
 
 
 def _make_lookup(value: Any) -> Lookup:
