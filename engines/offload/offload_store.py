@@ -20,7 +20,6 @@ from engines.formatting import format_bytes
 __all__ = ["OffloadStore", "find_disk_folder"]
 
 _CHUNK_BYTES = 256 << 20
-_IN_MEMORY = ("tmpfs", "ramfs")
 
 
 @dataclass(frozen=True)
@@ -123,4 +122,4 @@ def find_disk_folder() -> Path:
         return usual
     mounts = {Path(part.mountpoint): part.fstype for part in psutil.disk_partitions(all=True)}
     kind = next((mounts[folder] for folder in (usual, *usual.parents) if folder in mounts), "")
-    return other if kind in _IN_MEMORY and os.access(other, os.W_OK) else usual
+    return other if kind in ("tmpfs", "ramfs") and os.access(other, os.W_OK) else usual

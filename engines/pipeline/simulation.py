@@ -91,26 +91,24 @@ class _StageState:
         # The batches before must be finished: on this stage, or (`alone`) on all stages of its ranks. `last` is the
         # kind that ends a micro-batch here: WEIGHTS where the rule splits it off, else BACKWARD.
         watched = self.beside if self.rule.alone else (self,)
-        begins = all(post.done[post.last] >= turn.earlier[post.direction] for post in watched)
-        return begins and self._is_next(turn) and self._has_room()
+        if any(post.done[post.last] < turn.earlier[post.direction] for post in watched):
+            return False
+        # The other stages of its ranks must have started all that comes first: of earlier stages this group as well, of
+        # later stages all groups before it. A rank with the stages 0 and 2 thus starts, in groups of two (`F1/2`:
+        # micro-batch 1 in stage 2):
+        #
+        #   F0/0 F1/0   F0/2 F1/2   F2/0 F3/0   F2/2 F3/2
+        for post in self.beside:
+            first = turn.group.stop if post.stage < self.stage else turn.group.start
+            if post is not self and post.direction == self.direction and post.started[FORWARD] < first:
+                return False
+        return self._has_room()
 
     def start(self, kind: ActionKind, now: int) -> Slot:
         """Start the next micro-batch."""
         work = PipelineAction(kind, self.direction, self.stage, self.queue[self.started[kind]].micro_batch)
         self.started[kind] += 1
         return Slot(work, now, now + self.rule.units[kind])
-
-    def _is_next(self, turn: QueuedMicroBatch) -> bool:
-        """Return whether its ranks' other stages have started all that comes first: by group, in stage order."""
-        # A rank with the stages 0 and 2 starts, in groups of two (`F1/2`: micro-batch 1 in stage 2):
-        #
-        #   F0/0 F1/0   F0/2 F1/2   F2/0 F3/0   F2/2 F3/2
-        return all(
-            # earlier stages: this group included; later stages: all groups before it
-            post.started[FORWARD] >= (turn.group.stop if post.stage < self.stage else turn.group.start)
-            for post in self.beside
-            if post.direction == self.direction and post is not self
-        )
 
     def _has_room(self) -> bool:
         """Return whether the ranks may hold one more forward.

@@ -157,8 +157,11 @@ class Builder(ValueLayouts):
     ) -> Window:
         """Return the window of a tiled value that this rank's part of an `out_px` image reads, exchanged if needed."""
         self.reads.append(WindowRead(self._node, ref.name, rows, cols, fill))
-        key = ("window", self._node, ref.name)
-        wanted = self.memo.get_or_compute(key, (self.get_output_tiles(out_px), rows, cols), _compute_windows)
+        wanted = self.memo.get_or_compute(
+            ("window", self._node, ref.name),
+            (self.get_output_tiles(out_px), rows, cols),
+            lambda outputs, rows, cols: {rank: compute_window(tile, rows, cols) for rank, tile in outputs.items()},
+        )
         given = self.get_value(ref).size_px, self.get_held_tiles(ref), wanted
         found = ref
         if self._from is not None:
@@ -273,10 +276,6 @@ class Builder(ValueLayouts):
         """Return all instructions, each segment with its inputs and outputs; `kept` values are outputs in any case."""
         self.flush()
         return resolve_segment_io(self.instructions, self.values, kept)
-
-
-def _compute_windows(outputs: Mapping[int, Tile], rows: SpanRule, cols: SpanRule) -> dict[int, Tile]:
-    return {rank: compute_window(tile, rows, cols) for rank, tile in outputs.items()}
 
 
 def _needs_exchange(size_px: tuple[int, int], held: Mapping[int, Tile], wanted: Mapping[int, Tile]) -> bool:

@@ -16,8 +16,6 @@ from engines.spatial.kernels import get_kernel
 
 __all__ = ["Segment", "bind_kernel", "find_last_reads"]
 
-Lookup = Callable[[dict[str, Any]], Any]
-
 
 class Segment:
     """Calls a segment's kernels in order; `owned` are the rank's weights and buffers.
@@ -96,7 +94,7 @@ def find_last_reads(segment: Compute) -> list[list[str]]:
     return found[::-1]
 
 
-def _make_lookup(value: Any) -> Lookup:
+def _make_lookup(value: Any) -> Callable[[dict[str, Any]], Any]:
     """Return a function that replaces each `Ref` in `value` by the tensor of that name."""
     match value:
         case Ref(name):

@@ -66,9 +66,14 @@ def make(tmp_path):
         model = Net()
         recipe = prepare(model, plan, SHAPE, device="cpu", **rules)
         one = ReferenceTraining(
-            model, nn.CrossEntropyLoss(), recipe.optimiser, torch.float64, recipe.draws, plan.micro_batches,
+            model,
+            nn.CrossEntropyLoss(),
+            recipe.optimiser,
+            torch.float64,
+            recipe.draws,
+            plan.micro_batches,
             recipe.rules,
-        )  # fmt: skip
+        )
         made.append(StreamedTraining(recipe, tmp_path, threads=1))
         for shelf_ in made[0]._shelves:
             shelf_.reads_files = reads_files
@@ -139,7 +144,7 @@ def test_while_a_tile_waits_it_holds_next_to_nothing(make):
             here = [s for key, s in live.items() if key not in kept and not training.store.has_storage(s)]
             held.append(sum(s.nbytes() for s in here))
 
-        training._relay.enter(rank, watched, training._relay._progress[rank])
+        training._relay.register(rank, watched, training._relay._progress[rank])
     training.step(training.cut(whole[0]))
     assert held
     assert max(held) == 0
