@@ -70,8 +70,8 @@ class ExchangeRunner:
         self._outside = find_outside(exchange, exchange.window)
         # Where the pixels that stay on this rank are: in its tile of the source, and in its window.
         #
-        #   source, own columns 4..8      . . . . [4 5 6 7]
-        #   window, columns 3..9          . . . 3 [4 5 6 7] 8      3 and 8 arrive from the neighbours
+        #   source, own columns 4 to 7         [4 5 6 7]
+        #   window, columns 3 to 8           3 [4 5 6 7] 8      3 and 8 arrive from the neighbours
         kept = exchange.own & exchange.window if exchange.own and exchange.window else None
         self._kept = (
             (make_index(exchange, kept, exchange.own), make_index(exchange, kept, exchange.window)) if kept else None

@@ -26,13 +26,11 @@ from engines.spatial.tiles import Grid, Span, Tile
 
 __all__ = ["STAGE_TAGS", "Lowering", "add_inputs"]
 
-# Blocks of tags:
+# Tags in blocks of STAGE_TAGS, for S stages:
 #
-#   0                 1             ...  S              S+1                ...  2S
-#   between stages |  stage 0's       |  stage S-1's  |  stage 0 mirrored    |  stage S-1 mirrored
-#   then gradients |  exchanges       |  exchanges    |
-#
-# The second half of block 0 is that of the gradient sums, the second half of the last stage's that of the label counts.
+#   block 0           transfers between stages  |  sums of gradients (second half of the block)
+#   block 1 + s       exchanges within stage s  |  counts of labels (second half, last stage only)
+#   block 1 + S + s   the same in the mirrored direction
 STAGE_TAGS = 1 << 14
 """The number of message tags in one block. Tags are even; the odd tag after each is that of the exchange's gradient.
 
