@@ -20,7 +20,6 @@ from engines.formatting import format_bytes
 __all__ = ["OffloadStore", "find_disk_folder"]
 
 _CHUNK_BYTES = 256 << 20
-_IN_MEMORY = ("tmpfs", "ramfs")
 
 
 @dataclass(frozen=True)
@@ -47,6 +46,11 @@ class OffloadStore:
         except OSError as error:
             raise RankError(f"Nothing can be stored in {self.folder}: {error}. Choose another folder.") from error
         weakref.finalize(self, self._file.close).atexit = False
+        #   file    | chunk 0, mapped                     | chunk 1, mapped                     |
+        #   used    | 3 MB | 8 MB | (free) | 8 MB | 8 MB  | 3 MB | 3 MB | rest ...
+        #
+        # `_free` holds the regions to use again, by the size they were made for: the tiles of a plan have few different
+        # sizes, and each step stores the same ones.
         self._free: dict[int, list[_FileRegion]] = defaultdict(list)
         self._rest: _FileRegion | None = None  # the free end of the last chunk
         self._used: weakref.WeakValueDictionary[int, np.ndarray] = weakref.WeakValueDictionary()
@@ -80,30 +84,25 @@ class OffloadStore:
         needed = -(-size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
         try:
             if self._rest is None or self._rest.start + needed > len(self._rest.chunk):
-                self._rest = self._map_chunk(max(needed, _CHUNK_BYTES))
+                # Extend the file by a chunk and map it. This takes address space only; disk space is reserved below,
+                # region by region.
+                mapped = max(needed, _CHUNK_BYTES)
+                os.ftruncate(self._file.fileno(), self._mapped_bytes + mapped)
+                chunk = mmap.mmap(self._file.fileno(), mapped, offset=self._mapped_bytes)
+                self._rest = _FileRegion(chunk, self._mapped_bytes, 0)
+                self._mapped_bytes += mapped
             place = self._rest
             _reserve(self._file.fileno(), place.offset + place.start, needed)
         except OSError as error:
-            raise self._make_disk_error(error, size) from error
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise RankError(f"{self.folder} cannot be written: {error}. Choose another folder.") from error
+            raise RankError(
+                f"{self.folder} is full: {format_bytes(size)} more are to be stored beside "
+                f"{format_bytes(self.end_bytes)}. Make room, choose another folder (TMPDIR), or use a smaller image."
+            ) from error
         self._rest = replace(place, start=place.start + needed)
         self.end_bytes += needed
         return place
-
-    def _map_chunk(self, size: int) -> _FileRegion:
-        """Extend the file by `size` bytes and map them, without reserving disk space."""
-        os.ftruncate(self._file.fileno(), self._mapped_bytes + size)
-        chunk = mmap.mmap(self._file.fileno(), size, offset=self._mapped_bytes)
-        place = _FileRegion(chunk, self._mapped_bytes, 0)
-        self._mapped_bytes += size
-        return place
-
-    def _make_disk_error(self, error: OSError, size: int) -> RankError:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            return RankError(f"{self.folder} cannot be written: {error}. Choose another folder.")
-        return RankError(
-            f"{self.folder} is full: {format_bytes(size)} more are to be stored beside {format_bytes(self.end_bytes)}. "
-            "Make room, choose another folder (TMPDIR), or use a smaller image."
-        )
 
 
 def _reserve(file: int, start: int, size: int) -> None:
@@ -123,4 +122,4 @@ def find_disk_folder() -> Path:
         return usual
     mounts = {Path(part.mountpoint): part.fstype for part in psutil.disk_partitions(all=True)}
     kind = next((mounts[folder] for folder in (usual, *usual.parents) if folder in mounts), "")
-    return other if kind in _IN_MEMORY and os.access(other, os.W_OK) else usual
+    return other if kind in ("tmpfs", "ramfs") and os.access(other, os.W_OK) else usual

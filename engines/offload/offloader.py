@@ -27,6 +27,12 @@ class Offloader:
 
     def __init__(self, store: OffloadStore, stays: Iterable[Tensor] = (), reads_files: bool = True) -> None:
         self.store, self.reads_files = store, reads_files
+        # A storage is identified by its C++ object: two tensors that are views of one storage move together.
+        #
+        #   in use (`_used`) --next call (`_later`)--> in the file --fetch--> in use
+        #
+        # On the CPU, "in the file" means that the tensor's memory is the file's; on a GPU, that the tensor has no
+        # memory and `_away` knows its copy in the file.
         self._stay = {tensor.untyped_storage()._cdata for tensor in stays}
         self._used: set[int] = set()
         self._later: list[Tensor] = []
@@ -69,21 +75,19 @@ class Offloader:
             # Kernels may hold addresses of memory in use; such a tensor is moved by the next call.
             if key in self._used:
                 self._later.append(tensor)
+                continue
+            if key not in stored:
+                stored[key] = self.store.put(storage)
+            there = torch.empty(0, dtype=tensor.dtype)
+            there.set_(stored[key], tensor.storage_offset(), tensor.size(), tensor.stride())
+            # `data` is replaced, not the tensor: autograd's nodes, and all names, still refer to the same object.
+            if self.reads_files:
+                tensor.data = there
             else:
-                if key not in stored:
-                    stored[key] = self.store.put(storage)
-                self._move(tensor, stored[key])
-
-    def _move(self, tensor: Tensor, storage: torch.UntypedStorage) -> None:
-        there = torch.empty(0, dtype=tensor.dtype)
-        there.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
-        if self.reads_files:
-            tensor.data = there
-        else:
-            self._away[tensor] = there
-            strides = tensor.stride()
-            tensor.data = tensor.new_empty(()).expand(tensor.size())  # free the old memory before allocating anew
-            tensor.data = _make_storageless(tensor, strides)
+                self._away[tensor] = there
+                strides = tensor.stride()
+                tensor.data = tensor.new_empty(()).expand(tensor.size())  # free the old memory before allocating anew
+                tensor.data = _make_storageless(tensor, strides)
 
     def clear(self) -> None:
         """Forget all tensors."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -32,9 +32,12 @@ class OffloadingMicroBatch(MicroBatchState):
     def run_instruction(self, instruction: ModelInstruction, phase: Phase) -> int:
         """Run one instruction with all that it reads in memory; return the bytes sent."""
         if phase is Phase.FORWARD:
-            self.offloader.fetch(self._get_read_values(instruction))
+            names = instruction.inputs if isinstance(instruction, Compute) else (instruction.source,)
+            self.offloader.fetch(self.values[name] for name in names if name in self.values)
         else:
-            self.offloader.fetch(self._take_saved(instruction.name, phase))
+            # What autograd saved for a segment is read twice if the weights' gradients follow later (WEIGHTS).
+            take = self._saved.get if phase is Phase.INPUTS else self._saved.pop
+            self.offloader.fetch(take(instruction.name, ()))
             self.offloader.fetch(self._get_gradients(instruction))
             self._going_back = instruction
         try:
@@ -43,10 +46,6 @@ class OffloadingMicroBatch(MicroBatchState):
             self._going_back = None
             self.offloader.end_instruction()
             self._touched[instruction.name] = instruction
-
-    def _take_saved(self, name: str, phase: Phase) -> Sequence[Tensor]:
-        """Return what autograd saved for a segment, and release it unless the weights' gradients follow later."""
-        return self._saved.get(name, ()) if phase is Phase.INPUTS else self._saved.pop(name, ())
 
     def collect_touched(self) -> Iterator[Tensor]:
         """Yield what instructions have made or added to since the last call, as far as it is still alive.
@@ -89,16 +88,20 @@ class OffloadingMicroBatch(MicroBatchState):
         if not (segment.differentiable and self.runtime.keeps_graphs):
             return super()._compute(segment)
         saved: list[Tensor] = []
-        # The hooks see every tensor that autograd saves, including intermediate results without a name.
-        with saved_tensors_hooks(lambda tensor: _record_saved(saved, tensor), lambda tensor: tensor):
+
+        # The hooks see every tensor that autograd saves, including intermediate results without a name. Autograd keeps
+        # an alias in the tensor's place. If it kept an output itself, the output's graph would refer to the output: a
+        # cycle that only a backward pass frees.
+        #
+        #   output --grad_fn--> node --saved--> output         output --grad_fn--> node --saved--> alias
+        def record(tensor: Tensor) -> Tensor:
+            saved.append(tensor.data)
+            return saved[-1]
+
+        with saved_tensors_hooks(record, lambda tensor: tensor):
             sent = super()._compute(segment)
         self._saved[segment.name] = saved
         return sent
-
-    def _get_read_values(self, instruction: ModelInstruction) -> Iterator[Tensor]:
-        """Return the values that an instruction reads in the forward pass."""
-        names = instruction.inputs if isinstance(instruction, Compute) else (instruction.source,)
-        return (self.values[name] for name in names if name in self.values)
 
     def _get_gradients(self, instruction: ModelInstruction) -> Iterator[Tensor]:
         """Return the gradients that an instruction reads or adds to."""
@@ -114,24 +117,26 @@ class EagerOffloadingMicroBatch(OffloadingMicroBatch):
     """
 
     def __post_init__(self) -> None:
-        self.inputs = {name: _copy_if_view(part) for name, part in self.inputs.items()}
+        # The caller's pixels, in tensors of their own memory, so that moving one moves nothing else.
+        self.inputs = {
+            name: part.detach() if part.untyped_storage().nbytes() == part.nbytes else part.clone()
+            for name, part in self.inputs.items()
+        }
         super().__post_init__()
 
     def run_instruction(self, instruction: ModelInstruction, phase: Phase) -> int:
         """Run one instruction; return the bytes sent."""
         sent = super().run_instruction(instruction, phase)
-        self.offloader.offload(self.collect_touched() if phase is Phase.FORWARD else self._get_reread(instruction))
-        return sent
-
-    def _get_reread(self, instruction: ModelInstruction) -> Iterator[Tensor]:
-        """Yield what was fetched for a backward instruction and will be read by another one."""
-        yield from self._saved.get(instruction.name, ())
+        if phase is Phase.FORWARD:
+            self.offloader.offload(self.collect_touched())
+            return sent
+        # Going backward, only what was fetched for this instruction and will be read by another one is worth a copy:
+        # the rest is freed soon.
         names = instruction.inputs if isinstance(instruction, Compute) else ()
-        yield from (
-            self.leaves[name]
-            for name in names
-            if name in self.leaves and name not in self.direction_program.kept_to_end
-        )
+        lasting = self.direction_program.kept_to_end
+        leaves = [self.leaves[name] for name in names if name in self.leaves and name not in lasting]
+        self.offloader.offload([*self._saved.get(instruction.name, ()), *leaves])
+        return sent
 
     def _recompute(self, segment: Compute) -> None:
         self.offloader.fetch(self._get_inputs(segment))
@@ -146,18 +151,3 @@ def _get_value_names(instruction: ModelInstruction) -> tuple[str, ...]:
         case ExchangeHalf():
             return (instruction.source, *(strip for strip, _ in instruction.strips))
     return (instruction.source, instruction.target)
-
-
-def _copy_if_view(part: Tensor) -> Tensor:
-    """Return the caller's pixels in a tensor of their own memory, so that moving it moves nothing else."""
-    return part.detach() if part.untyped_storage().nbytes() == part.nbytes else part.clone()
-
-
-def _record_saved(saved: list[Tensor], tensor: Tensor) -> Tensor:
-    """Record the tensor that autograd saves, and return an alias for autograd to keep in its place.
-
-    If autograd kept an output itself, the output's graph would refer to the output: a cycle that only a backward pass
-    frees.
-    """
-    saved.append(tensor.data)
-    return saved[-1]

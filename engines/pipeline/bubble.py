@@ -42,6 +42,13 @@ def compute_bubble_share(
         )
     if rule.count_bubble is None or (rule.mirrored and stages_per_rank > 1):
         raise PlanError(f"There is no formula for {name} with stages_per_rank={stages_per_rank}: use 1, or a schedule.")
+    # Every rank idles as long as the others together need to pass one micro-batch on, forward (1 unit each) and back (2
+    # units). For p = 4, m = 3 that is 9 units beside 9 of work.
+    #
+    #   rank 0   F0 F1 F2 .  .  .  .  .  .  .  .  .  B0 B0 B1 B1 B2 B2
+    #   rank 1   .  F0 F1 F2 .  .  .  .  .  .  B0 B0 B1 B1 B2 B2 .  .
+    #   rank 2   .  .  F0 F1 F2 .  .  .  B0 B0 B1 B1 B2 B2 .  .  .  .
+    #   rank 3   .  .  .  F0 F1 F2 B0 B0 B1 B1 B2 B2 .  .  .  .  .  .
     work, idle = rule.count_bubble(stages // stages_per_rank, micro_batches, stages_per_rank, batches)
     return idle / (work + idle)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -36,19 +36,20 @@ def make_queues(placement: Sequence[Stages], batches: Sequence[Batch]) -> list[l
     """
     sizes = [_compute_group_size(stages) for stages in placement]
     found: list[list[QueuedMicroBatch]] = [[] for _ in placement]
+    # Positions in the queue of one direction, for batches of 3 micro-batches and groups of 2:
+    #
+    #   position   0 1 2   3 4 5   6 7 8
+    #   batch     |     |       |       |
+    #   group     |   | |   |   |   |   |      a batch ends its last group early
     for batch in batches:
         # Counted in the order of `batches`, so it also covers the batches of the other directions.
         earlier = tuple(len(queue) for queue in found)
-        found[batch.direction] += _queue_batch(batch, sizes[batch.direction], earlier)
+        queue, size = found[batch.direction], sizes[batch.direction]
+        places = range(len(queue), len(queue) + len(batch.micro_batches))
+        for index, micro_batch in enumerate(batch.micro_batches):
+            start = index // size * size
+            queue.append(QueuedMicroBatch(micro_batch, places, places[start : start + size], earlier))
     return found
-
-
-def _queue_batch(batch: Batch, size: int, earlier: tuple[int, ...]) -> Iterator[QueuedMicroBatch]:
-    first = earlier[batch.direction]
-    places = range(first, first + len(batch.micro_batches))
-    for index, micro_batch in enumerate(batch.micro_batches):
-        start = index // size * size
-        yield QueuedMicroBatch(micro_batch, places, places[start : start + size], earlier)
 
 
 def _compute_group_size(stages: Stages) -> int:

@@ -49,7 +49,17 @@ def make_schedule(name: str, placement: Sequence[Stages], batches: Sequence[Batc
             "Set bidirectional=True, or choose fill_drain."
         )
     _check_placement(placement)
-    _check_batches(batches, len(placement))
+    for batch in batches:
+        if batch.direction not in range(len(placement)):
+            raise PlanError(
+                f"A batch goes in direction {batch.direction}, but the placement has {len(placement)}: "
+                f"use 0 to {len(placement) - 1}, or place another direction."
+            )
+    times = Counter(number for batch in batches for number in batch.micro_batches)
+    if twice := [number for number, count in times.items() if count > 1]:
+        raise PlanError(
+            f"Micro-batch {_format_numbers(twice)} is in the step more than once. Number them through over its batches."
+        )
     return Schedule(name, simulate(rule, placement, make_queues(placement, batches)))
 
 
@@ -65,20 +75,6 @@ def _check_placement(placement: Sequence[Stages]) -> None:
     if not found or found != set(range(len(found))):
         raise PlanError(
             f"The placement names the ranks {_format_numbers(found)}. Number them from 0, and leave none out."
-        )
-
-
-def _check_batches(batches: Sequence[Batch], directions: int) -> None:
-    for batch in batches:
-        if batch.direction not in range(directions):
-            raise PlanError(
-                f"A batch goes in direction {batch.direction}, but the placement has {directions}: "
-                f"use 0 to {directions - 1}, or place another direction."
-            )
-    times = Counter(number for batch in batches for number in batch.micro_batches)
-    if twice := [number for number, count in times.items() if count > 1]:
-        raise PlanError(
-            f"Micro-batch {_format_numbers(twice)} is in the step more than once. Number them through over its batches."
         )
 
 

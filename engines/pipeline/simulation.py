@@ -63,29 +63,30 @@ class _StageState:
         if kind is BACKWARD:
             needs = self.queue[place].batch.stop if self.rule.drains else place + 1
             return self.done[FORWARD] >= needs and (self.behind is None or self.behind.done[BACKWARD] > place)
-        fed = self.before is None or self.before.done[FORWARD] > place
-        return fed and self._can_begin(self.queue[place]) and self._is_next(self.queue[place]) and self._has_room()
+        turn = self.queue[place]
+        if self.before is not None and self.before.done[FORWARD] <= place:
+            return False
+        # The batches before must be finished: on this stage, or (`alone`) on all stages of its ranks. `last` is the
+        # kind that ends a micro-batch here: WEIGHTS where the rule splits it off, else BACKWARD.
+        watched = self.beside if self.rule.alone else (self,)
+        if any(post.done[post.last] < turn.earlier[post.direction] for post in watched):
+            return False
+        # The other stages of its ranks must have started all that comes first: of earlier stages this group as well, of
+        # later stages all groups before it. A rank with the stages 0 and 2 thus starts, in groups of two (`F1/2`:
+        # micro-batch 1 in stage 2):
+        #
+        #   F0/0 F1/0   F0/2 F1/2   F2/0 F3/0   F2/2 F3/2
+        for post in self.beside:
+            first = turn.group.stop if post.stage < self.stage else turn.group.start
+            if post is not self and post.direction == self.direction and post.started[FORWARD] < first:
+                return False
+        return self._has_room()
 
     def start(self, kind: ActionKind, now: int) -> Slot:
         """Start the next micro-batch."""
         work = PipelineAction(kind, self.direction, self.stage, self.queue[self.started[kind]].micro_batch)
         self.started[kind] += 1
         return Slot(work, now, now + self.rule.units[kind])
-
-    def _can_begin(self, turn: QueuedMicroBatch) -> bool:
-        """Return whether the batches before are finished."""
-        watched = self.beside if self.rule.alone else (self,)
-        # `last` is the kind that ends a micro-batch here: WEIGHTS where the rule splits it off, else BACKWARD.
-        return all(post.done[post.last] >= turn.earlier[post.direction] for post in watched)
-
-    def _is_next(self, turn: QueuedMicroBatch) -> bool:
-        """Return whether its ranks' other stages have started all that comes first: by group, in stage order."""
-        return all(
-            # earlier stages: this group included; later stages: all groups before it
-            post.started[FORWARD] >= (turn.group.stop if post.stage < self.stage else turn.group.start)
-            for post in self.beside
-            if post.direction == self.direction and post is not self
-        )
 
     def _has_room(self) -> bool:
         """Return whether the ranks may hold one more forward.
@@ -94,6 +95,11 @@ class _StageState:
         """
         if not self.rule.limited:
             return True
+        # 1F1B on three ranks, the limits are 3, 2 and 1:
+        #
+        #   F0 F1 F2 .  .  .  .  B0 B0 F3        3 held: F3 waits for B0
+        #   .  F0 F1 .  .  B0 B0 F2              2 held: F2 waits for B0
+        #   .  .  F0 B0 B0 F1 B1 B1
         return all(
             _count_held(share.posts, BACKWARD) < share.limit and _count_held(share.posts, self.last) < self.stages
             for share in self.shares
@@ -135,6 +141,9 @@ def simulate(
     posts = [post for line in lines for post in line]
     for post in posts:
         post.beside = [other for other in posts if set(other.ranks) & set(post.ranks)]
+    # A simulation by events: at each time at which an action ends, start whatever can start, in order of priority.
+    #
+    #   now = 2    running: F1 on rank 0 (ends at 3), B0 on rank 3 (ends at 4)    -> next event at 3
     lanes: list[list[Slot]] = [[] for _ in {rank for post in posts for rank in post.ranks}]
     running: list[tuple[_StageState, Slot]] = []
     now = 0

@@ -84,13 +84,11 @@ class Schedule:
 
         These are micro-batches if the rank has one stage; with several stages each counts separately.
         """
-        last = (
-            ActionKind.WEIGHTS
-            if any(work.kind is ActionKind.WEIGHTS for work in self.get_actions(rank))
-            else ActionKind.BACKWARD
-        )
+        kinds = [work.kind for work in self.get_actions(rank)]
+        last = ActionKind.WEIGHTS if ActionKind.WEIGHTS in kinds else ActionKind.BACKWARD
+        # The running sum of +1 and -1 is what the rank holds after each action.
         steps = {ActionKind.FORWARD: 1, last: -1}
-        return max(accumulate((steps.get(work.kind, 0) for work in self.get_actions(rank)), initial=0))
+        return max(accumulate((steps.get(kind, 0) for kind in kinds), initial=0))
 
     def format_table(self) -> str:
         """Return a table with one line per rank and one column per unit of time.
@@ -98,7 +96,10 @@ class Schedule:
         `F0` is the forward of micro-batch 0, `B0` its backward, `W0` its weights' gradient, `.` idle. Directions other
         than the first are in lower case. `F0/2` also names the stage, if a rank has several.
         """
-        rows = [self._make_cells(lane) for lane in self.lanes]
+        rows = [["."] * self.length for _ in self.lanes]
+        for row, lane in zip(rows, self.lanes, strict=True):
+            for slot in lane:
+                row[slot.start : slot.stop] = [self.format_action(slot.work)] * (slot.stop - slot.start)
         width = max((len(cell) for row in rows for cell in row), default=1)
         return "\n".join(" ".join(cell.ljust(width) for cell in row).rstrip() for row in rows)
 
@@ -112,12 +113,6 @@ class Schedule:
         """Return `F0`, `b3` or `W1/2`, as in the table."""
         letter = work.kind.value.lower() if work.direction else work.kind.value
         return f"{letter}{work.micro_batch}" + f"/{work.stage}" * self.is_interleaved
-
-    def _make_cells(self, lane: tuple[Slot, ...]) -> list[str]:
-        cells = ["."] * self.length
-        for slot in lane:
-            cells[slot.start : slot.stop] = [self.format_action(slot.work)] * (slot.stop - slot.start)
-        return cells
 
 
 def _compute_idle_share(lanes: Sequence[Sequence[Slot]], length: int) -> float:

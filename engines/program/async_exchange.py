@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engines.comm.streams import copy_to_device
 from engines.comm.world import Pending, World
-from engines.program.exchange_runner import ExchangeRunner, make_exchange_runners
+from engines.program.exchange_runner import ExchangeRunner, ReceivedMessage, make_exchange_runners
 from engines.program.instructions import Exchange, ExchangeHalf, ModelInstruction
 from engines.program.message_buffers import find_outside, make_index
 from engines.program.send_queue import SendQueue
@@ -42,12 +42,20 @@ class StartedExchange:
 class AsyncExchangeRunner(ExchangeRunner):
     """Runs both halves of an exchange on one rank, forward and backward; `tiles` are the strips of its window."""
 
-    def __init__(
-        self, tiles: Sequence[Tile], exchange: Exchange, world: World, device: torch.device, outbox: SendQueue,
-        arena: Tensor | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(exchange, world, device, outbox, arena)
+    def __init__(self, tiles: Sequence[Tile], exchange: Exchange, *rest: Any) -> None:
+        super().__init__(exchange, *rest)
         self.tiles = tiles
+        # With a kernel of 3 x 3, only the outputs of the border read the halo, and of the own pixels only the outer two
+        # rows and columns. The top strip therefore is three rows high:
+        #
+        #   h h h h h h h h      h  received (halo)
+        #   h o o o o o o h      o  own pixels, copied into the strip
+        #   h o o o o o o h
+        #   h o o . . o o h      .  read by interior outputs only, from the source itself
+        #   ...
+        #
+        # `_shared` places own pixels (strip, index in the source, index in the strip), `_arrivals` received ones
+        # (message, strip, index in the message, index in the strip).
         self._frames = [find_outside(exchange, tile) for tile in self.tiles]
         own = [(tile, exchange.own & tile) for tile in self.tiles] if exchange.own else []
         self._shared = [
@@ -66,10 +74,14 @@ class AsyncExchangeRunner(ExchangeRunner):
     def start_forward(self, source: Tensor | None) -> tuple[StartedExchange, int]:
         """Post the messages and copy this rank's own pixels into the strips; return the bytes that this rank sends."""
         with torch.no_grad():
+            # No window: its strips are no parts of one tensor, so messages need memory of their own.
             route = self._get_message_set()
             pending = self.outbox.start_after(self._pack(route.sent, source), route.start_forward)
             # After the sends have started: everything below overlaps with their transfer.
-            strips = [self._make_strip(number) for number in range(len(self.tiles))]
+            strips = [self._allocate(tile) for tile in self.tiles]
+            for strip, outside in zip(strips, self._frames, strict=True):
+                for index in outside:
+                    strip[index].fill_(self.exchange.fill)
             for number, here, there in self._shared:
                 strips[number][there].copy_(source[here])
         return StartedExchange(pending, route.received, strips), self._sent[0]
@@ -81,7 +93,9 @@ class AsyncExchangeRunner(ExchangeRunner):
             pixels = copy_to_device([parcel.pixels for parcel in begun.expected], self.device, self._where)
             for parcel, number, arrived, there in self._arrivals:
                 begun.strips[number][there].copy_(pixels[parcel][arrived])
-            self._record_received(begun.expected)
+            if self.received is not None:
+                for move, each in zip(self.exchange.receives, begun.expected, strict=True):
+                    self.received.append(ReceivedMessage(move, None, each.pixels.clone(), each.pixels.clone()))
         return begun.strips
 
     def start_backward(self, grads: Sequence[Tensor | None]) -> tuple[StartedExchange, int]:
@@ -111,13 +125,6 @@ class AsyncExchangeRunner(ExchangeRunner):
                 if begun.strips[number] is not None:
                     source.grad[here].add_(begun.strips[number][there])
             self._unpack(self.exchange.sends, begun.expected, source.grad, adds=True)
-
-    def _make_strip(self, number: int) -> Tensor:
-        """Allocate a strip and write the fill where it extends beyond the image."""
-        strip = self._allocate(self.tiles[number])
-        for index in self._frames[number]:
-            strip[index].fill_(self.exchange.fill)
-        return strip
 
 
 def make_async_runners(

@@ -55,11 +55,16 @@ class Builder(ValueLayouts):
     overlaps: bool = False
     reads: list[WindowRead] = field(default_factory=list)
     strips: dict[tuple[Any, ...], tuple[tuple[str, Tile], ...]] = field(default_factory=dict)
+    # Kernels collect in `_open` until a communication closes them into a segment:
+    #
+    #   nodes         conv, relu          conv                     pool over the image     linear
+    #   instructions  [segment0]  (exchange)  [segment2: conv, sum]  (all-reduce)  [segment4: divide, linear]
     _open: list[LocalOp] = field(default_factory=list)
+    # The exchanges made so far, by what they fetch: (value, tiles of all ranks, fill) -> name of the result.
     _windows: dict[tuple[Any, ...], str] = field(default_factory=dict)
     _module: str = ""
     _graded: bool = True
-    _from: Ref | None = None
+    _from: Ref | None = None  # what the current node reads instead of its own window (interior and strips)
     _before: tuple[int, list[LocalOp], list[int]] = field(default=(0, [], []))
 
     @property
@@ -126,13 +131,13 @@ class Builder(ValueLayouts):
         op = LocalOp(out, kernel, arguments, keywords, self._module, self._graded)
         self._open.append(op)
         may_carry = self._graded and like.is_floating and kernel not in WITHOUT_GRADIENT
-        differentiable = may_carry and any(self._needs_gradient(name) for name in op.reads)
+        differentiable = may_carry and any(
+            name in self.graph.trainable or (name in self.values and self.values[name].differentiable)
+            for name in op.reads
+        )
         self.values[out] = ValueLayout(out, like, axes, differentiable)
         self.hold_extended(out)
         return Ref(out)
-
-    def _needs_gradient(self, name: str) -> bool:
-        return name in self.graph.trainable or (name in self.values and self.values[name].differentiable)
 
     def all_reduce(self, ref: Ref) -> Ref:
         """Return the sum of a value over the ranks of the stage."""
@@ -152,27 +157,26 @@ class Builder(ValueLayouts):
     ) -> Window:
         """Return the window of a tiled value that this rank's part of an `out_px` image reads, exchanged if needed."""
         self.reads.append(WindowRead(self._node, ref.name, rows, cols, fill))
-        key = ("window", self._node, ref.name)
-        wanted = self.memo.get_or_compute(key, (self.get_output_tiles(out_px), rows, cols), _compute_windows)
-        found = self._fetch_window(ref, wanted, fill)
-        return Window(found.name, self.get_held_tiles(found)[self.rank], wanted[self.rank], fill)
-
-    def _fetch_window(self, ref: Ref, wanted: Mapping[int, Tile], fill: float) -> Ref:
-        """Return a value that holds the pixels wanted: `ref` itself, or the result of an exchange."""
-        if self._from is not None:
-            return self._from
+        wanted = self.memo.get_or_compute(
+            ("window", self._node, ref.name),
+            (self.get_output_tiles(out_px), rows, cols),
+            lambda outputs, rows, cols: {rank: compute_window(tile, rows, cols) for rank, tile in outputs.items()},
+        )
         given = self.get_value(ref).size_px, self.get_held_tiles(ref), wanted
-        if not self.memo.get_or_compute(("lacks", self._node, ref.name), given, _needs_exchange):
-            return ref
-        # Fused halos: all nodes of the group that read this value share one wider window.
-        if shared := self.extended.get_fetched(self._node, ref.name):
-            wanted, fill = shared, 0.0
-        # Two reads of the same window share one exchange. The key holds the tiles of all ranks, not only of this one,
-        # so that every rank decides alike and the tags stay in step.
-        key = (ref.name, tuple(wanted.values()), fill)
-        if key not in self._windows:
-            self._windows[key] = self.exchange(self.crop_to_own(ref), wanted, fill)
-        return self._windows[key]
+        found = ref
+        if self._from is not None:
+            found = self._from
+        elif self.memo.get_or_compute(("lacks", self._node, ref.name), given, _needs_exchange):
+            # Fused halos: all nodes of the group that read this value share one wider window.
+            shared = self.extended.get_fetched(self._node, ref.name)
+            tiles, beyond = (shared, 0.0) if shared else (wanted, fill)
+            # Two reads of the same window share one exchange. The key holds the tiles of all ranks, not only of this
+            # one, so that every rank decides alike and the tags stay in step.
+            fetched = (ref.name, tuple(tiles.values()), beyond)
+            if fetched not in self._windows:
+                self._windows[fetched] = self.exchange(self.crop_to_own(ref), tiles, beyond)
+            found = self._windows[fetched]
+        return Window(found.name, self.get_held_tiles(found)[self.rank], wanted[self.rank], fill)
 
     def exchange(self, ref: Ref, wanted: Mapping[int, Tile], fill: float) -> Ref:
         """Return a value that holds the pixels `wanted`, by an exchange within the stage if one is needed.
@@ -219,9 +223,16 @@ class Builder(ValueLayouts):
         return self.pad_window(self.read_window(ref, self.get_value(ref).size_px, Shift(0), Shift(0)))
 
     def transfer(
-        self, value: ValueLayout, purpose: str, name: str, target: str, tag: int,
-        owned: Mapping[int, Tile], wanted: Mapping[int, Tile], fill: float = 0.0,
-    ) -> str:  # fmt: skip
+        self,
+        value: ValueLayout,
+        purpose: str,
+        name: str,
+        target: str,
+        tag: int,
+        owned: Mapping[int, Tile],
+        wanted: Mapping[int, Tile],
+        fill: float = 0.0,
+    ) -> str:
         """Add the exchange that fills each rank's `wanted` tile, and return the name of what this rank then holds.
 
         The name is `target` if the rank receives anything, else the name of `value`.
@@ -236,13 +247,11 @@ class Builder(ValueLayouts):
         if not (sends or receives):
             return value.name
         self.flush()
-        window = wanted[self.rank] if receives else None
+        spec, own, window = value.spec, owned.get(self.rank), wanted[self.rank] if receives else None
+        pixels = value.axes, spec.shape, spec.dtype, own, window, fill
         self.instructions.append(
-            Exchange(
-                name, purpose, value.name, target, value.axes, value.spec.shape, value.spec.dtype,
-                owned.get(self.rank), window, fill, sends, receives, tag, value.differentiable,
-            )
-        )  # fmt: skip
+            Exchange(name, purpose, value.name, target, *pixels, sends, receives, tag, value.differentiable)
+        )
         if receives:
             self.values[target] = ValueLayout(target, value.spec, value.axes, value.differentiable)
         return target if receives else value.name
@@ -253,10 +262,8 @@ class Builder(ValueLayouts):
             return Ref(window.name)
         value = self.values[window.name]
         name = f"{window.name}.padded{len(self._open)}_{len(self.instructions)}"
-        return self.add_local_op(
-            name, "tile.pad", Ref(window.name), window.margins, window.fill, value.axes,
-            like=value.spec, axes=value.axes,
-        )  # fmt: skip
+        pad = Ref(window.name), window.margins, window.fill, value.axes
+        return self.add_local_op(name, "tile.pad", *pad, like=value.spec, axes=value.axes)
 
     def flush(self, interior: bool = False) -> None:
         """Close the open segment, before a communication."""
@@ -269,10 +276,6 @@ class Builder(ValueLayouts):
         """Return all instructions, each segment with its inputs and outputs; `kept` values are outputs in any case."""
         self.flush()
         return resolve_segment_io(self.instructions, self.values, kept)
-
-
-def _compute_windows(outputs: Mapping[int, Tile], rows: SpanRule, cols: SpanRule) -> dict[int, Tile]:
-    return {rank: compute_window(tile, rows, cols) for rank, tile in outputs.items()}
 
 
 def _needs_exchange(size_px: tuple[int, int], held: Mapping[int, Tile], wanted: Mapping[int, Tile]) -> bool:

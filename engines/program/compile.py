@@ -12,14 +12,12 @@ from engines.layer.graph import ModelGraph
 from engines.layout import Layout, Role
 from engines.pipeline.schedule import ActionKind, Batch, PipelineAction, Schedule, make_schedule
 from engines.plan import Plan
-from engines.program.builder import Builder
 from engines.program.gradient_buckets import insert_gradient_sums, make_buckets
 from engines.program.instructions import (
     Compute,
     ExchangeHalf,
     FiniteCheckAllReduce,
     Instruction,
-    ModelInstruction,
     Phase,
     ReduceBatchStats,
     SumGradients,
@@ -27,7 +25,7 @@ from engines.program.instructions import (
 )
 from engines.program.label_counts import make_count_steps
 from engines.program.lowering import STAGE_TAGS, Lowering
-from engines.program.program import DirectionProgram, Program, ShardSpec, Step
+from engines.program.program import DirectionProgram, Program, Step
 
 __all__ = ["Compiler", "compile_plan"]
 
@@ -91,16 +89,24 @@ class Compiler:
 
     def compile_rank(self, rank: int) -> Program:
         """Return the program of rank `rank` for one training step, or for one prediction."""
-        roles = self.layout.roles[rank]
+        roles, plan = self.layout.roles[rank], self.plan
         ways = {
             direction: self._make_direction_program([role for role in roles if role.direction == direction])
             for direction in sorted({role.direction for role in roles})
         }
-        work = self._get_rank_actions(roles[0].replica, rank)
+        # All replicas follow one schedule; micro-batches are numbered over the replicas, one after another.
+        first = roles[0].replica * plan.replica_batches * plan.parts
+        work = [
+            replace(action, micro_batch=first + action.micro_batch)
+            for action in self.schedule.get_actions(rank % plan.replica_ranks)
+            if self.graph.loss or action.kind is ActionKind.FORWARD
+        ]
         held = {role.stage for role in roles}
         sums = [each for each in self.gradient_buckets if rank in each.group]
         trained = self._get_trained_weights if self.overlap else lambda _: set()
         # Each sum appears twice: its start among the backward steps here, its end in `ends`.
+        #
+        #   F0 F1 B0 B1(last layers) start(bucket 0) B1(first layers) start(bucket 1) | end, end, agree, update
         steps = insert_gradient_sums(self._make_steps(work, ways), sums, trained)
         ends = (*sums, *self._make_updates(rank, roles, work)) if self.graph.loss else ()
         program = Program(
@@ -108,19 +114,12 @@ class Compiler:
             steps=(*steps, *(Step(item, Phase.UPDATE) for item in ends)),
             direction_programs=ways,
             directions={item.micro_batch: item.direction for item in work},
-            micro_batches=self.plan.micro_batches,
+            micro_batches=plan.micro_batches,
             weights=self.lowering.select_read_names(held, self.graph.weights),
             buffers=self.lowering.select_read_names(held, self.graph.buffers),
         )
-        before = make_count_steps(self.graph, self.plan, self.layout, program)
+        before = make_count_steps(self.graph, plan, self.layout, program)
         return replace(program, steps=(*before, *program.steps))
-
-    def _get_rank_actions(self, replica: int, rank: int) -> list[PipelineAction]:
-        """Return a rank's actions in order, with micro-batches numbered over all replicas, one after another."""
-        first = replica * self.plan.replica_batches * self.plan.parts
-        order = self.schedule.get_actions(rank % self.plan.replica_ranks)
-        asked = [work for work in order if self.graph.loss or work.kind is ActionKind.FORWARD]
-        return [replace(work, micro_batch=first + work.micro_batch) for work in asked]
 
     def _make_steps(self, work: Iterable[PipelineAction], ways: dict[int, DirectionProgram]) -> Iterable[Step]:
         apart = self.plan.rule.splits
@@ -128,17 +127,16 @@ class Compiler:
             forward = ways[item.direction].stages[item.stage]
             if item.kind is ActionKind.FORWARD:
                 yield from (Step(each, Phase.FORWARD, item.micro_batch) for each in forward)
-            else:
-                phase = Phase.WEIGHTS if item.kind is ActionKind.WEIGHTS else Phase.INPUTS if apart else Phase.BACKWARD
-                # The forward order reversed, in which each half of an overlapped exchange takes the place of the other
-                # one.
-                back = (each for each in reversed(forward) if self._has_backward(each, phase))
-                adjoint = (each.adjoint if isinstance(each, ExchangeHalf) else each for each in back)
-                yield from (Step(each, phase, item.micro_batch) for each in adjoint)
-
-    def _has_backward(self, item: ModelInstruction, phase: Phase) -> bool:
-        late = not self.graph.matrices.isdisjoint(self._get_trained_weights(item))
-        return item.differentiable and (phase is not Phase.WEIGHTS or late)
+                continue
+            phase = Phase.WEIGHTS if item.kind is ActionKind.WEIGHTS else Phase.INPUTS if apart else Phase.BACKWARD
+            for each in reversed(forward):
+                # The weights' pass has work only in segments with matrices or convolutions: the gradients of all other
+                # weights cost next to nothing and come with those of the inputs (see `Segment.late`).
+                late = not self.graph.matrices.isdisjoint(self._get_trained_weights(each))
+                if each.differentiable and (late or phase is not Phase.WEIGHTS):
+                    # In reverse order, each half of an overlapped exchange takes the place of the other one:
+                    #   forward   start, interior, end, border       backward   border', start', interior', end'
+                    yield Step(each.adjoint if isinstance(each, ExchangeHalf) else each, phase, item.micro_batch)
 
     def _get_trained_weights(self, item: Instruction) -> set[str]:
         """Return the trained weights that a segment reads."""
@@ -152,28 +150,35 @@ class Compiler:
         lasting = {entry.moments for builder in builders.values() for entry in builder.statistics}
         ends = (self.graph.prediction, *([self.graph.loss] if self.graph.loss else []))
         lasting.update(ends if last else ())
+        shard = self.lowering.get_prediction_shard(last) if last else None
+        # Tile 0 alone reports a prediction that all tiles hold whole.
+        if shard and shard.axes is None and (shard.tile is None or shard.tile.images is None) and last.tile != 0:
+            shard = None
         return DirectionProgram(
             stages={role.stage: self.lowering.build_forward(role, lasting) for role in roles},
             input_shards={name: feed for role in roles for name, feed in self.lowering.get_input_shards(role)},
             loss=self.graph.loss if last else None,
             prediction=self.graph.prediction if last else None,
-            prediction_shard=self._get_prediction_shard(last) if last else None,
+            prediction_shard=shard,
             seeds_loss=self.graph.loss is not None and last is not None and last.tile == 0,
             kept_to_end=frozenset(lasting),
         )
 
-    def _get_prediction_shard(self, role: Role) -> ShardSpec | None:
-        """Return the part of the prediction that this rank reports; tile 0 alone reports what all tiles hold."""
-        found = self.lowering.get_prediction_shard(role)
-        own = found.axes is not None or (found.tile is not None and found.tile.images is not None)
-        return found if own or role.tile == 0 else None
-
     def _make_updates(self, rank: int, roles: Sequence[Role], work: Sequence[PipelineAction]) -> Iterable[Instruction]:
         """Yield the instructions after the gradient sums: statistics, the finite check, and the optimiser step."""
-        stages = {role.stage for role in roles}
+        stages = sorted({role.stage for role in roles})
         builders = {role.stage: self.lowering.get_builder(role) for role in roles}
-        for stage in sorted(stages):
-            yield from self._make_stats_reduction(stage, builders[stage], roles, work)
+        for stage in stages:
+            moments = tuple(entry.moments for entry in builders[stage].statistics if not entry.mean_over)
+            # Replicas and directions see different micro-batches, while the running statistics follow all of them. Tile
+            # 0 speaks for the tiles of a stage: with synchronised batch norm all of them have the same moments.
+            if moments and len(self.layout.pipes) > 1:
+                first = {role.direction for role in roles if role.stage == stage and role.tile == 0}
+                tells = sorted({item.micro_batch for item in work if item.stage == stage and item.direction in first})
+                values = builders[stage].values
+                count = self.plan.micro_batches * sum(values[name].spec.bytes for name in moments)
+                group = self.layout.find_ranks([stage])
+                yield ReduceBatchStats(f"statistics{stage}", moments, tuple(tells), count, group)
         if self.layout.size > 1:
             counted = tuple(
                 name
@@ -184,20 +189,8 @@ class Compiler:
             yield FiniteCheckAllReduce("agree", tuple(range(self.layout.size)), counted)
         statistics = tuple(
             replace(entry, mean_over=self.layout.find_ranks([stage])) if entry.mean_over else entry
-            for stage in sorted(stages)
+            for stage in stages
             for entry in builders[stage].statistics
         )
         counters = {name: grown for builder in builders.values() for name, grown in builder.counters.items()}
         yield Update("update", statistics, {name: self.plan.micro_batches * grown for name, grown in counters.items()})
-
-    def _make_stats_reduction(
-        self, stage: int, builder: Builder, roles: Sequence[Role], work: Sequence[PipelineAction]
-    ) -> Iterable[ReduceBatchStats]:
-        """Yield the reduction of batch statistics, if replicas or directions see different micro-batches."""
-        moments = tuple(entry.moments for entry in builder.statistics if not entry.mean_over)
-        if not moments or len(self.layout.pipes) == 1:
-            return
-        first = {role.direction for role in roles if role.stage == stage and role.tile == 0}
-        tells = sorted({item.micro_batch for item in work if item.stage == stage and item.direction in first})
-        count = self.plan.micro_batches * sum(builder.values[name].spec.bytes for name in moments)
-        yield ReduceBatchStats(f"statistics{stage}", moments, tuple(tells), count, self.layout.find_ranks([stage]))

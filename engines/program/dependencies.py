@@ -8,7 +8,7 @@ ones.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from engines.program.instructions import (
@@ -52,7 +52,21 @@ class DependencyOrder:
         self.programs = programs
         self.ends: StepCounts = tuple(len(program.steps) for program in programs)
         everyone = frozenset(range(len(programs)))
-        met = [_number_sync_points(_make_sync_point(step, everyone) for step in program.steps) for program in programs]
+        # Equal keys are numbered on each rank: its first one meets the first ones of the others, its second one theirs.
+        #
+        #   rank 0   exchange 2 #0 --> exchange 2 #1 --> update
+        #   rank 1                     exchange 2 #0 --> exchange 2 #1 --> update      (#0 waits for #0, never for #1)
+        met: list[list[_SyncPoint]] = []
+        for program in programs:
+            seen: Counter[Hashable] = Counter()
+            meetings = []
+            for step in program.steps:
+                meeting = _make_sync_point(step, everyone)
+                number = seen[meeting.key]
+                asks = meeting.key if meeting.asks is None else meeting.asks
+                meetings.append(_SyncPoint((meeting.key, number), meeting.waits_for, (asks, number)))
+                seen[meeting.key] += 1
+            met.append(meetings)
         where = [{meeting.key: index for index, meeting in enumerate(each)} for each in met]
         # needs[rank][index] are the (peer, step of the peer) pairs that the step waits for
         self.needs = tuple(
@@ -106,18 +120,6 @@ class DependencyOrder:
         if places[rank] == self.ends[rank]:
             return ()
         return tuple(peer for peer, needed in self.needs[rank][places[rank]] if places[peer] < needed)
-
-
-def _number_sync_points(meetings: Iterable[_SyncPoint]) -> list[_SyncPoint]:
-    """Number equal keys on each rank: the first occurrence matches the first on the other ranks, and so on."""
-    seen: Counter[Hashable] = Counter()
-    found = []
-    for meeting in meetings:
-        number = seen[meeting.key]
-        asks = meeting.key if meeting.asks is None else meeting.asks
-        found.append(_SyncPoint((meeting.key, number), meeting.waits_for, (asks, number)))
-        seen[meeting.key] += 1
-    return found
 
 
 def find_peers(program: Program, step: Step) -> tuple[int, ...]:

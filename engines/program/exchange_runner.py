@@ -68,6 +68,10 @@ class ExchangeRunner:
         self.exchange, self.world, self.device, self.outbox = exchange, world, device, outbox
         self._sent = exchange.compute_bytes(exchange.sends), exchange.compute_bytes(exchange.receives)
         self._outside = find_outside(exchange, exchange.window)
+        # Where the pixels that stay on this rank are: in its tile of the source, and in its window.
+        #
+        #   source, own columns 4 to 7         [4 5 6 7]
+        #   window, columns 3 to 8           3 [4 5 6 7] 8      3 and 8 arrive from the neighbours
         kept = exchange.own & exchange.window if exchange.own and exchange.window else None
         self._kept = (
             (make_index(exchange, kept, exchange.own), make_index(exchange, kept, exchange.window)) if kept else None
@@ -75,6 +79,7 @@ class ExchangeRunner:
         self._keeps_all = exchange.window_covers_own
         self._lends_all = is_all_sent(exchange)
         self.received: list[ReceivedMessage] | None = None  # set to a list to record what arrives
+        # The window of which `allocate_source` handed out the middle, and how to recognise that middle later.
         self._room: Tensor | None = None
         self._middle: tuple[int, tuple[int, ...]] | None = None
         self._memory, self._where = make_message_allocator(device, world), choose_message_device(device, world)
@@ -102,11 +107,19 @@ class ExchangeRunner:
     def forward(self, source: Tensor | None) -> tuple[Tensor | None, int]:
         """Return this rank's window (None if it wants none) and the bytes that it sent."""
         with torch.no_grad():
-            window, complete = self._get_window_buffer(source)
+            window, in_place = None, False
+            if self.exchange.window is not None:
+                room, self._room = self._room, None
+                # The source must still be exactly the tensor handed out: a kernel may have ignored it, or offloading
+                # moved it.
+                in_place = bool(
+                    room is not None and source is not None and (source.data_ptr(), source.stride()) == self._middle
+                )
+                window = room if in_place else self._make_window()
             route = self._get_message_set(source, window)
             pending = self.outbox.start_after(self._pack(route.sent, source), route.start_forward)
             # Copy the rank's own pixels while the messages are in transit.
-            if self._kept and not complete:
+            if self._kept and not in_place:
                 window[self._kept[1]].copy_(source[self._kept[0]])
             self._finish(pending, route.received)
             self._unpack(self.exchange.receives, route.received, window, adds=False)
@@ -120,7 +133,7 @@ class ExchangeRunner:
         """
         with torch.no_grad():
             if grad is None and self.exchange.window is not None:
-                grad = self._allocate_window().zero_()
+                grad = self._allocate(self.exchange.window).zero_()
             # If every pixel was sent to exactly one rank and none stays, the arriving gradients cover the source
             # exactly once: they can be received straight into uninitialised memory instead of being added to zeros.
             first = source is not None and source.grad is None and self._lends_all
@@ -162,30 +175,12 @@ class ExchangeRunner:
             if self.received is not None:
                 self.received.append(ReceivedMessage(move, before, parcel.pixels.clone(), place.clone()))
 
-    def _record_received(self, borrowed: Sequence[MessageBuffer]) -> None:
-        """Record the received messages, for runners that do not unpack them into a window."""
-        if self.received is not None:
-            pairs = zip(self.exchange.receives, borrowed, strict=True)
-            self.received += [
-                ReceivedMessage(move, None, each.pixels.clone(), each.pixels.clone()) for move, each in pairs
-            ]
-
     def _finish(self, pending: Pending, expected: Sequence[MessageBuffer]) -> None:
         """Wait if messages are expected, else queue the sends: waiting for them would block the pipeline."""
         if expected:
             pending.wait()
         else:
             self.outbox.add(pending)
-
-    def _get_window_buffer(self, source: Tensor | None) -> tuple[Tensor | None, bool]:
-        """Return memory for the window, and whether it already contains the part that `source` holds."""
-        if self.exchange.window is None:
-            return None, True
-        room, self._room = self._room, None
-        # The source must still be exactly the tensor handed out: a kernel may have ignored it, or offloading moved it.
-        if room is None or source is None or (source.data_ptr(), source.stride()) != self._middle:
-            return self._make_window(), False
-        return room, True
 
     def _add_own_gradient(self, grad: Tensor | None, source: Tensor, alone: bool) -> None:
         """Add the gradient of the pixels that stayed on this rank."""
@@ -200,13 +195,10 @@ class ExchangeRunner:
 
     def _make_window(self) -> Tensor:
         """Allocate a window and write the fill where it extends beyond the image."""
-        window = self._allocate_window()
+        window = self._allocate(self.exchange.window)
         for index in self._outside:
             window[index].fill_(self.exchange.fill)
         return window
-
-    def _allocate_window(self) -> Tensor:
-        return self._allocate(self.exchange.window)
 
     def _allocate(self, tile: Tile) -> Tensor:
         shape, dtype = self.exchange.compute_shape(tile), getattr(torch, self.exchange.dtype)
@@ -214,9 +206,12 @@ class ExchangeRunner:
 
 
 def make_exchange_runners(
-    exchanges: Iterable[Exchange], world: World, device: torch.device, outbox: SendQueue,
+    exchanges: Iterable[Exchange],
+    world: World,
+    device: torch.device,
+    outbox: SendQueue,
     make: Callable[..., Made] = ExchangeRunner,
-) -> dict[str, Made]:  # fmt: skip
+) -> dict[str, Made]:
     """Make a runner for each exchange of a program, by name; persistent exchanges share one message arena."""
     found = {item.name: item for item in exchanges}
     arena = make_message_allocator(device, world)(compute_arena_bytes(found.values()))

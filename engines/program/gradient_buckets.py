@@ -27,23 +27,15 @@ def make_buckets(
             groups[holders[name]].append(name)
     found: list[SumGradients] = []
     for group, names in sorted(groups.items()):
-        for part in _fill_buckets(names, graph, bucket_bytes):
-            count = sum(graph.weights[name].bytes for name in part)
-            found.append(SumGradients(f"gradients{len(found)}", tuple(part), count, group, tag + 2 * len(found)))
+        part: list[str] = []
+        for name in names:
+            part.append(name)
+            filled = sum(graph.weights[each].bytes for each in part)
+            if filled >= bucket_bytes or name == names[-1]:
+                number = len(found)
+                found.append(SumGradients(f"gradients{number}", tuple(part), filled, group, tag + 2 * number))
+                part = []
     return tuple(found)
-
-
-def _fill_buckets(names: Sequence[str], graph: ModelGraph, bucket_bytes: int) -> Iterator[list[str]]:
-    part: list[str] = []
-    filled = 0
-    for name in names:
-        part.append(name)
-        filled += graph.weights[name].bytes
-        if filled >= bucket_bytes:
-            yield part
-            part, filled = [], 0
-    if part:
-        yield part
 
 
 def insert_gradient_sums(

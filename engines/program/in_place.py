@@ -16,9 +16,9 @@ IN_PLACE = {"aten.relu.default": "aten.relu_.default"}
 """Kernels, and the variants that overwrite their argument."""
 
 FORGETFUL = (
-    "aten.conv2d.default", "tile.conv_transpose", "tile.batch_norm", "tile.whole_batch_norm", "aten.batch_norm.default",
-    "aten.add.Tensor",
-)  # fmt: skip
+    *("aten.conv2d.default", "tile.conv_transpose", "aten.add.Tensor"),
+    *("tile.batch_norm", "tile.whole_batch_norm", "aten.batch_norm.default"),
+)
 """Kernels that allocate their result, and whose backward does not read it."""
 
 
@@ -36,6 +36,11 @@ def find_in_place(segment: Compute) -> frozenset[str]:
     if not active:
         return frozenset()
     made = {op.out: op for op in segment.ops}
+    # Readers of each value, the world outside the segment included. A ReLU may overwrite what nobody else reads:
+    #
+    #   y = conv(x); z = relu(y)              z in y's memory
+    #   y = conv(x); z = relu(y); w = y + z   a second reader: z gets its own
+    #   y = sigmoid(x); z = relu(y)           the backward pass of sigmoid reads y: z gets its own
     asked_for = Counter(segment.outputs) + Counter(name for op in segment.ops for name in op.reads)
     return frozenset(op.out for op in active if asked_for[op.reads[0]] == 1 and _is_free(op.reads[0], made))
 

@@ -1,6 +1,7 @@
 """Instructions of a rank's program, as data: local computation between linear communications.
 
 A value is identified by its name. The name means the same value on every rank; each rank holds its own part of it.
+The `kind` of an instruction is the category shown in figures.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from engines.layer.graph import Ref, TensorSpec, find_ref_names
 from engines.spatial.moves import Move
@@ -87,17 +88,13 @@ class Compute:
     only by the next segment, which completes them in the same memory.
     """
 
+    kind: ClassVar[str] = "compute"
     name: str
     ops: tuple[LocalOp, ...]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     differentiable: bool
     interior: bool = False
-
-    @property
-    def kind(self) -> str:
-        """The category shown in figures."""
-        return "compute"
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,17 +199,13 @@ def get_received_exchange(instruction: Instruction) -> Exchange | None:
 class AllReduce:
     """`target` is the sum of `source` over the ranks in `group`; backward sums the gradients over the same ranks."""
 
+    kind: ClassVar[str] = "all-reduce"
     name: str
     source: str
     target: str
     spec: TensorSpec
     group: tuple[int, ...]
     differentiable: bool
-
-    @property
-    def kind(self) -> str:
-        """The category shown in figures."""
-        return "all-reduce"
 
     @property
     def bytes(self) -> int:
@@ -228,17 +221,13 @@ class SumGradients:
     separates its messages from those of other sums.
     """
 
+    kind: ClassVar[str] = "all-reduce"
     name: str
     weights: tuple[str, ...]
     bytes: int
     group: tuple[int, ...]
     tag: int
     differentiable: bool = False
-
-    @property
-    def kind(self) -> str:
-        """The category shown in figures."""
-        return "all-reduce"
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,16 +238,12 @@ class FiniteCheckAllReduce:
     only.
     """
 
+    kind: ClassVar[str] = "all-reduce"
     name: str
     group: tuple[int, ...]
     counted: tuple[str, ...] = ()
     bytes: int = 16
     differentiable: bool = False
-
-    @property
-    def kind(self) -> str:
-        """The category shown in figures."""
-        return "all-reduce"
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,17 +274,13 @@ class ReduceBatchStats:
     This rank contributes the moments of its `own_micro_batches`.
     """
 
+    kind: ClassVar[str] = "all-reduce"
     name: str
     moments: tuple[str, ...]
     own_micro_batches: tuple[int, ...]
     bytes: int
     group: tuple[int, ...]
     differentiable: bool = False
-
-    @property
-    def kind(self) -> str:
-        """The category shown in figures."""
-        return "all-reduce"
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,15 +305,11 @@ class RunningStatistics:
 class Update:
     """The optimiser step, and the update of the buffers: running statistics, and counters that grow by a constant."""
 
+    kind: ClassVar[str] = "update"
     name: str
     statistics: tuple[RunningStatistics, ...]
     counters: Mapping[str, int]
     differentiable: bool = False
-
-    @property
-    def kind(self) -> str:
-        """The category shown in figures."""
-        return "update"
 
 
 ModelInstruction = Compute | Exchange | ExchangeHalf | AllReduce

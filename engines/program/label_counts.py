@@ -26,23 +26,16 @@ def make_count_steps(graph: ModelGraph, plan: Plan, layout: Layout, program: Pro
     """Yield the step before a rank's `program`, if the rank has labels of the last stage and the loss counts them."""
     last = plan.split_size - 1
     roles = {role.direction: role for role in layout.roles[program.rank] if role.stage == last}
-    if graph.totals and roles:
-        own = _make_count_program(graph, plan, layout, program, roles)
-        count = 8 * sum(total.spec.numel for total in graph.totals)  # in float64
-        yield Step(
-            CountLabels("labels", own, count, layout.find_ranks([last])), Phase.FORWARD, program.steps[0].micro_batch
-        )
-
-
-def _make_count_program(
-    graph: ModelGraph, plan: Plan, layout: Layout, program: Program, roles: dict[int, Role]
-) -> Program:
-    """Return the program that counts the labels of a rank's micro-batches in the last stage, one after another."""
+    if not (graph.totals and roles):
+        return
     ways = {direction: _make_direction_program(graph, plan, layout, role) for direction, role in roles.items()}
     numbers = {number: way for number, way in sorted(program.directions.items()) if way in ways}
     steps = [Step(item, Phase.FORWARD, number) for number, way in numbers.items() for item in ways[way].forward]
     buffers = sorted(graph.whole.reads - graph.inputs.keys())
-    return Program(program.rank, tuple(steps), ways, numbers, program.micro_batches, (), tuple(buffers))
+    own = Program(program.rank, tuple(steps), ways, numbers, program.micro_batches, (), tuple(buffers))
+    count = 8 * sum(total.spec.numel for total in graph.totals)  # in float64
+    counting = CountLabels("labels", own, count, layout.find_ranks([last]))
+    yield Step(counting, Phase.FORWARD, program.steps[0].micro_batch)
 
 
 def _make_direction_program(graph: ModelGraph, plan: Plan, layout: Layout, role: Role) -> DirectionProgram:

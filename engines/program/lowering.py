@@ -26,6 +26,11 @@ from engines.spatial.tiles import Grid, Span, Tile
 
 __all__ = ["STAGE_TAGS", "Lowering", "add_inputs"]
 
+# Tags in blocks of STAGE_TAGS, for S stages:
+#
+#   block 0           transfers between stages  |  sums of gradients (second half of the block)
+#   block 1 + s       exchanges within stage s  |  counts of labels (second half, last stage only)
+#   block 1 + S + s   the same in the mirrored direction
 STAGE_TAGS = 1 << 14
 """The number of message tags in one block. Tags are even; the odd tag after each is that of the exchange's gradient.
 
@@ -96,7 +101,10 @@ class Lowering:
         """Return the builder of a stage for tile `role.tile`: values received, the stage's nodes, values sent."""
         if role not in self._builders:
             builder = self._lower_stage(role, self._get_extended_tiles(role), self.plan.overlap_halos)
-            self._send(builder, role)
+            for crossing in self.crossings:
+                if crossing.source == role.stage:
+                    value = builder.get_value(builder.crop_to_own(Ref(crossing.value)))
+                    self._add_transfer(builder, role, crossing, value)
             self._builders[role] = builder
         return self._builders[role]
 
@@ -192,25 +200,23 @@ class Lowering:
         """Return what the ranks of a stage hold beyond their tiles, for fused halos; for tiles in turn, of one tile at
         a time.
         """
-        key = role if self.in_turn else replace(role, tile=0)
+        first = replace(role, tile=0)
+        key = role if self.in_turn else first
         if key not in self._wides:
             self._wides[key] = ExtendedTiles()
             if self.plan.halo_d2 and self._get_stage_ranks(role, role.stage).grid.tiles > 1:
-                scout = self._get_unfused_builder(role)
+                # What each node reads is known only after lowering. The stage is therefore lowered twice: first without
+                # fused halos, by a scout that records the reads (the same for every tile), then with them.
+                #
+                #   scout: reads of each node --> groups --> extend_tiles --> builder of every tile
+                if first not in self._scouts:
+                    self._scouts[first] = self._lower_stage(first, ExtendedTiles(), overlaps=False)
+                scout = self._scouts[first]
                 scout.tile = key.tile
                 self._wides[key] = extend_tiles(
                     scout.reads, self._group_nodes(role.stage, scout), scout.get_image_tiles
                 )
         return self._wides[key]
-
-    def _get_unfused_builder(self, role: Role) -> Builder:
-        """Return the stage built without fused halos. It records what each node reads, which is the same for every
-        tile.
-        """
-        first = replace(role, tile=0)
-        if first not in self._scouts:
-            self._scouts[first] = self._lower_stage(first, ExtendedTiles(), overlaps=False)
-        return self._scouts[first]
 
     @cached_property
     def _segment_starts(self) -> set[str]:
@@ -250,13 +256,27 @@ class Lowering:
     def _lower_stage(self, role: Role, wide: ExtendedTiles, overlaps: bool) -> Builder:
         block = 1 + role.stage + role.direction * len(self.spans)
         ranks = self._get_stage_ranks(role, role.stage)
-        parted = self.batch_sharded if ranks.shares > 1 else frozenset()
         builder = Builder(
-            self._stage_graphs[role.stage], ranks, role.tile, STAGE_TAGS * block, extended=wide, batch_sharded=parted,
-            in_turn=self.in_turn, sync_batchnorm=self.plan.sync_batchnorm, overlaps=overlaps,
+            self._stage_graphs[role.stage],
+            ranks,
+            role.tile,
+            STAGE_TAGS * block,
+            extended=wide,
+            batch_sharded=self.batch_sharded if ranks.shares > 1 else frozenset(),
+            in_turn=self.in_turn,
+            sync_batchnorm=self.plan.sync_batchnorm,
+            overlaps=overlaps,
             memo=self._commons[replace(role, tile=0)],
-        )  # fmt: skip
-        self._receive(builder, role)
+        )
+        add_inputs(builder, self.input_gradient)
+        for crossing in self.crossings:
+            if crossing.target == role.stage:
+                value = self.crossing_values[crossing.value]
+                self._add_transfer(builder, role, crossing, value)
+                # Where ranks share a micro-batch by images, the value arrives as a part of its images, with all pixels.
+                spec = builder.graph.specs.get(value.name, value.spec)
+                axes = value.axes if ranks.shares == 1 else None
+                builder.values[value.name] = replace(value, spec=spec, axes=axes)
         span = self.spans[role.stage]
         for node in builder.graph.nodes[span.start : span.stop]:
             if node.name in self._segment_starts:
@@ -267,28 +287,18 @@ class Lowering:
                 raise PlanError(f"{node.operator} in {node.where}, stage {role.stage}: {error}") from error
         return builder
 
-    def _receive(self, builder: Builder, role: Role) -> None:
-        add_inputs(builder, self.input_gradient)
-        for crossing in self.crossings:
-            if crossing.target == role.stage:
-                value = self.crossing_values[crossing.value]
-                self._add_transfer(builder, role, crossing, value)
-                spec = builder.graph.specs.get(value.name, value.spec)
-                axes = value.axes if builder.stage.shares == 1 else None
-                builder.values[value.name] = replace(value, spec=spec, axes=axes)
-
-    def _send(self, builder: Builder, role: Role) -> None:
-        for crossing in self.crossings:
-            if crossing.source == role.stage:
-                value = builder.get_value(builder.crop_to_own(Ref(crossing.value)))
-                self._add_transfer(builder, role, crossing, value)
-
     def _add_transfer(self, builder: Builder, role: Role, crossing: _CrossStageValue, value: ValueLayout) -> None:
         """Add the transfer of a value between two stages (the joint): a repartition or a copy, given by the tiles
         alone.
         """
         if not crossing.travels:
             return
+        # Both stages compute the same moves from their tiles, without a word between them. For example, from 4 vertical
+        # tiles to 2 horizontal ones each source rank sends 2 messages:
+        #
+        #   | 0 | 1 | 2 | 3 |        |   4   |        4 receives the upper half of each of 0 to 3,
+        #   |   |   |   |   |  --->  |-------|
+        #   |   |   |   |   |        |   5   |        5 the lower half
         whole = replace(value, spec=self.graph.specs.get(crossing.value, value.spec))
         stages = (self._get_stage_ranks(role, stage) for stage in (crossing.source, crossing.target))
         owned, wanted = (self._get_stage_tiles(stage, whole, crossing.value) for stage in stages)

@@ -57,8 +57,12 @@ class MessageSet:
 
 def make_persistent_messages(exchange: Exchange, world: World, arena: Tensor) -> MessageSet:
     """Make persistent messages in the memory of `arena`, prepared once and reused in each step."""
-    places = _make_slicer(arena)
-    parcels = [_make_staged_buffer(exchange, move, places) for move in (*exchange.sends, *exchange.receives)]
+    # | send to 0 |pad| send to 2 |pad| receive from 0 |pad| receive from 2 |pad|    the next exchange begins at 0, too
+    parcels, used = [], 0
+    for move in (*exchange.sends, *exchange.receives):
+        count_bytes = exchange.compute_bytes([move])
+        parcels.append(_make_staged_buffer(exchange, move, arena[used : used + count_bytes]))
+        used += -(-count_bytes // ALIGNED_BYTES) * ALIGNED_BYTES  # rounded up
     return _make_message_set(exchange, parcels, world.prepare)
 
 
@@ -76,7 +80,8 @@ def make_temporary_messages(
     """
     ends = (*((move, source) for move in exchange.sends), *((move, window) for move in exchange.receives))
     parcels = [
-        _make_direct_buffer(exchange, move, whole, world) or _make_staged_buffer(exchange, move, memory)
+        _make_direct_buffer(exchange, move, whole, world)
+        or _make_staged_buffer(exchange, move, memory(exchange.compute_bytes([move])))
         for move, whole in ends
     ]
     return _make_message_set(exchange, parcels, lambda *both: partial(world.exchange, *both))
@@ -100,6 +105,10 @@ def _make_message_set(
     exchange: Exchange, parcels: Sequence[MessageBuffer], ready: Callable[..., Callable[[], Pending]]
 ) -> MessageSet:
     lent, borrowed = parcels[: len(exchange.sends)], parcels[len(exchange.sends) :]
+    # Two ranks match their messages by (peer, tag) alone:
+    #
+    #   forward    tag    pixels of `own`        rank 0  ---->  rank 1   into its window
+    #   backward   tag+1  gradients of these     rank 0  <----  rank 1   out of its window's gradient
     there = ready(_make_messages(lent, exchange.tag), _make_messages(borrowed, exchange.tag))
     # The odd tag keeps gradients apart from activations: with several micro-batches in flight, both travel between the
     # same two ranks, and neither may match the other's receive.
@@ -118,10 +127,15 @@ def _get_endpoint(exchange: Exchange, move: Move) -> tuple[int, Index]:
     return peer, make_index(exchange, move.tile, frame)
 
 
-def _make_staged_buffer(exchange: Exchange, move: Move, memory: Callable[[int], Tensor]) -> MessageBuffer:
-    """Make a message with a buffer of its own, into which pixels are packed."""
-    flat = memory(exchange.compute_bytes([move])).view(getattr(torch, exchange.dtype))
-    return MessageBuffer(*_get_endpoint(exchange, move), flat, _view_as_image(flat, exchange.compute_shape(move.tile)))
+def _make_staged_buffer(exchange: Exchange, move: Move, memory: Tensor) -> MessageBuffer:
+    """Make a message whose buffer is `memory` (bytes), into which pixels are packed."""
+    flat, shape = memory.view(getattr(torch, exchange.dtype)), exchange.compute_shape(move.tile)
+    pixels = flat.view(shape)
+    if _is_image(shape):
+        # Channels last, as in the tensors that pixels are copied from and to: rows are then copied whole.
+        batch, channels, height, width = shape
+        pixels = flat.view(batch, height, width, channels).permute(0, 3, 1, 2)
+    return MessageBuffer(*_get_endpoint(exchange, move), flat, pixels)
 
 
 def _make_direct_buffer(exchange: Exchange, move: Move, whole: Tensor | None, world: World) -> MessageBuffer | None:
@@ -130,34 +144,15 @@ def _make_direct_buffer(exchange: Exchange, move: Move, whole: Tensor | None, wo
         return None
     peer, index = _get_endpoint(exchange, move)
     pixels = whole.data[index]  # `data`: autograd must not count packing as a change
+    # MPI sends one run of memory. Channels are innermost, so whole rows of a tile over all columns are one run, while
+    # columns are many short ones. Lazily conjugated or negated values differ from their memory.
     ordered = pixels.permute(0, 2, 3, 1) if _is_image(pixels.shape) else pixels
     as_stored = ordered.is_contiguous() and not (ordered.is_conj() or ordered.is_neg())
     return MessageBuffer(peer, index, ordered.view(-1), pixels) if as_stored else None
 
 
-def _make_slicer(arena: Tensor) -> Callable[[int], Tensor]:
-    """Return a function that takes aligned slices from `arena`, one after another."""
-    used = 0
-
-    def take_slice(count_bytes: int) -> Tensor:
-        nonlocal used
-        # `-(-n // a) * a` rounds n up to a multiple of a.
-        begin, used = used, used - (-count_bytes // ALIGNED_BYTES) * ALIGNED_BYTES
-        return arena[begin : begin + count_bytes]
-
-    return take_slice
-
-
 def _is_image(shape: Sequence[int]) -> bool:
     return choose_memory_format(len(shape)) is torch.channels_last
-
-
-def _view_as_image(flat: Tensor, shape: Sequence[int]) -> Tensor:
-    """View a flat tensor as an image with channels last (see `choose_memory_format`): rows are copied whole."""
-    if not _is_image(shape):
-        return flat.view(shape)
-    batch, channels, height, width = shape
-    return flat.view(batch, height, width, channels).permute(0, 3, 1, 2)
 
 
 def make_index(exchange: Exchange, tile: Tile, frame: Tile) -> Index:

@@ -48,8 +48,14 @@ class MicroBatchState:
     loss_gradient: float
     values: dict[str, Tensor] = field(default_factory=dict)
     leaves: dict[str, Tensor] = field(default_factory=dict)
+    # By segment, from its forward to its backward pass: the outputs with their local graph.
+    #
+    #   forward    leaf x --[segment graph]--> made y ..detach..> leaf y --[next segment's graph]--> ...
+    #   backward   x.grad <--[segment graph]-- y.grad <---------- (read and released) <---- summed here by all readers
     _made: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
+    # By segment, from INPUTS to WEIGHTS: its differentiable outputs, and their gradients.
     _late: dict[str, tuple[list[Tensor], list[Tensor]]] = field(default_factory=dict)
+    # By exchange, between its halves.
     _under_way: dict[str, StartedExchange] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -122,6 +128,8 @@ class MicroBatchState:
                 and name not in self.direction_program.kept_to_end
             ):
                 value = self.values.pop(name, None)
+                # Autograd itself keeps what a graph saved. The leaf is needed only to collect a gradient, or to
+                # recompute the segment.
                 if self.runtime.keeps_graphs and not asked_for and value is not None and not value.requires_grad:
                     self.leaves.pop(name, None)
 
@@ -137,14 +145,21 @@ class MicroBatchState:
             for name in self.direction_program.interiors.keys() & set(segment.inputs):
                 del self.leaves[name]  # the recomputation in backward makes it anew
         if self.direction_program.loss in segment.outputs:
-            self._seed_gradient(self.leaves[self.direction_program.loss])
+            # On one rank only: the other ranks that share this loss start with zero, or it would count several times.
+            loss = self.leaves[self.direction_program.loss]
+            loss.grad = torch.full_like(loss, self.loss_gradient if self.direction_program.seeds_loss else 0.0)
         return 0
 
-    def _seed_gradient(self, loss: Tensor) -> None:
-        """Set the gradient of the loss: `loss_gradient` on one rank, zero on the other ranks that share this loss."""
-        loss.grad = torch.full_like(loss, self.loss_gradient if self.direction_program.seeds_loss else 0.0)
-
     def _compute_backward(self, segment: Compute, phase: Phase) -> int:
+        """Run a segment's backward pass, or one of the halves into which zero bubble splits it.
+
+        BACKWARD computes all gradients at once; INPUTS those of the inputs alone, which other ranks wait for, and
+        WEIGHTS those of the weights alone, which can wait (Qi et al., 2024, arXiv:2401.10241, section 2).
+        """
+        # `_late` takes what the second half needs from the first one:
+        #
+        #   INPUTS    outputs' gradients, graph --> inputs' gradients         graph kept in `_late`
+        #   WEIGHTS   `_late`                   --> weights' gradients        graph freed
         roots, grads = (
             self._late.pop(segment.name, ([], [])) if phase is Phase.WEIGHTS else self._collect_roots(segment)
         )
@@ -153,8 +168,13 @@ class MicroBatchState:
         ready = self.runtime.segments[segment.name]
         if phase is Phase.BACKWARD or not ready.late:
             ready.backward(roots, grads)
+        elif phase is Phase.WEIGHTS:
+            torch.autograd.backward(roots, grads, inputs=ready.late)
         else:
-            self._run_split_backward(segment, roots, grads, phase)
+            inputs = [leaf for leaf in self._get_inputs(segment) if leaf.requires_grad]
+            if inputs:
+                torch.autograd.backward(roots, grads, inputs=inputs, retain_graph=True)
+            self._late[segment.name] = roots, grads
         # Not in WEIGHTS: that phase accumulates into the weights only, so no leaf got a gradient.
         if phase is not Phase.WEIGHTS:
             self._copy_shared_gradients(segment, self._late.get(segment.name, ((), ()))[1])
@@ -180,18 +200,6 @@ class MicroBatchState:
             for begun, value in zip(interior.outputs, self._made[interior.name], strict=True):
                 self.leaves[begun] = value.detach().requires_grad_(value.requires_grad)
         self._made[segment.name] = self.runtime.segments[segment.name](self.leaves, self.seed, again=True)
-
-    def _run_split_backward(self, segment: Compute, roots: list[Tensor], grads: list[Tensor], phase: Phase) -> None:
-        """Compute gradients of the inputs alone or of the weights alone (Qi et al., 2024, arXiv:2401.10241, sec. 2)."""
-        late = self.runtime.segments[segment.name].late
-        if phase is Phase.WEIGHTS:
-            torch.autograd.backward(roots, grads, inputs=late)
-            return
-        inputs = [leaf for leaf in self._get_inputs(segment) if leaf.requires_grad]
-        if inputs:
-            # The weights' pass runs later on the same graph.
-            torch.autograd.backward(roots, grads, inputs=inputs, retain_graph=True)
-        self._late[segment.name] = roots, grads
 
     def _copy_shared_gradients(self, segment: Compute, kept: Sequence[Tensor]) -> None:
         """Give each leaf a gradient whose memory no other leaf, weight or `kept` gradient shares.

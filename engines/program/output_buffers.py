@@ -5,7 +5,7 @@ A kernel that can write to given memory gets the middle of that window; the exch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any
@@ -72,15 +72,12 @@ class _CatOut(torch.autograd.Function):
         ctx.dim, ctx.sizes = dim, [tensor.shape[dim] for tensor in tensors]
         shape = list(tensors[0].shape)
         shape[dim] = sum(ctx.sizes)
-        return torch.cat(tensors, dim, out=_allocate_out(room, torch.Size(shape), _promote_types(tensors)))
+        dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+        return torch.cat(tensors, dim, out=_allocate_out(room, torch.Size(shape), dtype))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return None, None, *grad.split(ctx.sizes, ctx.dim)
-
-
-def _promote_types(tensors: Sequence[Tensor]) -> torch.dtype:
-    return reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
 
 
 # Only kernels whose result is bitwise the same in strided memory; that is not so for exponentials.
@@ -101,6 +98,9 @@ _INTO: Mapping[str, Callable[..., Tensor]] = {
 
 def find_output_allocators(way: DirectionProgram, carriers: Mapping[str, ExchangeRunner]) -> dict[str, OutputAllocator]:
     """Return allocators for the values that only one exchange reads, and whose own part is inside its window."""
+    # relu ----> y ----copy----> window of y      becomes      relu ----> middle of the window, halo added around it
+    #
+    # A second reader would keep the whole window alive for as long as it needs y.
     return {
         item.source: carriers[item.name].allocate_source
         for item in way.forward

@@ -69,16 +69,15 @@ class DirectionProgram:
         """The names of the forward instructions that read each value, in order."""
         found: dict[str, tuple[str, ...]] = {}
         for instruction in self.forward:
-            names = _get_read_values(instruction)
+            names: tuple[str, ...]
+            if isinstance(instruction, Compute):
+                names = instruction.inputs
+            elif isinstance(instruction, ExchangeHalf) and not instruction.begins:
+                names = ()  # the first half has read the source
+            else:
+                names = (instruction.source,)
             found.update({name: (*found.get(name, ()), instruction.name) for name in names})
         return found
-
-
-def _get_read_values(instruction: ModelInstruction) -> tuple[str, ...]:
-    """Return the names of the values that an instruction reads in the forward pass."""
-    if isinstance(instruction, Compute):
-        return instruction.inputs
-    return () if isinstance(instruction, ExchangeHalf) and not instruction.begins else (instruction.source,)
 
 
 @dataclass(frozen=True, repr=False)

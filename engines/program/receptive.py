@@ -62,6 +62,8 @@ class ReceptiveFields:
                 f"Pixel ({row}, {col}) is not one of the {rows} x {cols} of {node}: "
                 f"use rows 0 to {rows - 1} and columns 0 to {cols - 1}."
             )
+        # Backward through the nodes: all readers of a value come after it, so its rectangle is complete when it is
+        # reached. Two branches that read different windows of one value are joined to the smallest rectangle of both.
         found = {node: Tile(Span(row, row + 1), Span(col, col + 1))}
         for each in reversed(self.graph.nodes):
             if each.name in found:
@@ -91,19 +93,18 @@ class ReceptiveFields:
 
     def _find_reads(self, node: Node, outputs: Tile) -> Iterable[tuple[str, Tile]]:
         """Yield what some outputs of a node read of each tiled value."""
+        values = self._builder.values
+        made = values.get(node.name)
         for name in dict.fromkeys(node.reads):
-            value = self._builder.values.get(name)
-            if value is not None and value.axes is not None:
-                whole = Tile.whole(*value.size_px)
-                for tile in self._compute_windows(node, name, outputs, whole):
-                    yield name, tile & whole
-
-    def _compute_windows(self, node: Node, name: str, outputs: Tile, whole: Tile) -> Iterable[Tile]:
-        if rules := self._rules.get((node.name, name)):
-            return [compute_window(outputs, rule.rows, rule.cols) for rule in rules]
-        # No window rule: a pointwise operator reads the pixel at the same position; any other one reads the whole
-        # value, as does one whose input was all-gathered.
-        made = self._builder.values.get(node.name)
-        beneath = made is not None and made.axes is not None and made.size_px == whole.shape
-        gathered = f"{name}.whole" in self._builder.values
-        return [outputs if beneath and not gathered else whole]
+            value = values.get(name)
+            if value is None or value.axes is None:
+                continue
+            whole = Tile.whole(*value.size_px)
+            if rules := self._rules.get((node.name, name)):
+                windows = [compute_window(outputs, rule.rows, rule.cols) for rule in rules]
+            else:
+                # No window rule: a pointwise operator reads the pixel at the same position; any other one reads the
+                # whole value, as does one whose input was all-gathered.
+                beneath = made is not None and made.axes is not None and made.size_px == whole.shape
+                windows = [outputs if beneath and f"{name}.whole" not in values else whole]
+            yield from ((name, tile & whole) for tile in windows)

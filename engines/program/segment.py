@@ -16,8 +16,6 @@ from engines.spatial.kernels import get_kernel
 
 __all__ = ["Segment", "bind_kernel", "find_last_reads"]
 
-Lookup = Callable[[dict[str, Any]], Any]
-
 
 class Segment:
     """Calls a segment's kernels in order; `owned` are the rank's weights and buffers.
@@ -34,9 +32,13 @@ class Segment:
     ) -> None:
         self.inputs, self.outputs, self.owned = segment.inputs, segment.outputs, owned
         read = {name for op in segment.ops if op.graded for name in op.reads}
-        self.trained = [owned[name] for name in sorted(read & owned.keys()) if _is_trained(owned[name])]
+        # `owned` also has entries that are no tensors, such as the device.
+        mine = [owned[name] for name in sorted(read & owned.keys())]
+        self.trained = [weight for weight in mine if isinstance(weight, Tensor) and weight.requires_grad]
         self.late = self.trained if any(weight.dim() > 1 for weight in self.trained) else []
         over = find_in_place(segment)
+        # What a step would look up again and again is resolved here, once: the kernel, its variants (in place, into a
+        # window), where its arguments come from, and which values nobody reads after it.
         plain = [bind_kernel(op, IN_PLACE[op.kernel] if op.out in over else op.kernel) for op in segment.ops]
         self.calls = [
             (
@@ -92,11 +94,7 @@ def find_last_reads(segment: Compute) -> list[list[str]]:
     return found[::-1]
 
 
-def _is_trained(owned: Any) -> bool:
-    return isinstance(owned, Tensor) and owned.requires_grad
-
-
-def _make_lookup(value: Any) -> Lookup:
+def _make_lookup(value: Any) -> Callable[[dict[str, Any]], Any]:
     """Return a function that replaces each `Ref` in `value` by the tensor of that name."""
     match value:
         case Ref(name):

@@ -17,20 +17,21 @@ def resolve_segment_io(
     """Return the instructions with each segment's inputs, and as outputs what later instructions read or is `kept`."""
     wanted, done = set(kept), []
     # Liveness, from the end backward: `wanted` are the values read by the instructions after this one.
+    #
+    #   wanted {a} <- [s0: a -> b, c]  {b, c} <- (exchange b -> w)  {c, w} <- [s1: c, w -> y]  {y} = kept
+    #
+    # A value that only its own segment reads is in no set, so it is no output and dies inside the segment.
     for instruction in reversed(list(instructions)):
         if isinstance(instruction, Compute):
-            instruction = _resolve_segment(instruction, values, wanted)
-            wanted.update(instruction.inputs)
+            made = {op.out for op in instruction.ops}
+            read = dict.fromkeys(name for op in instruction.ops for name in op.reads)
+            # Names that are not in `values` are weights and buffers, which the rank owns.
+            inputs = tuple(name for name in read if name in values and name not in made)
+            outputs = tuple(op.out for op in instruction.ops if op.out in wanted)
+            differentiable = any(values[name].differentiable for name in outputs)
+            instruction = replace(instruction, inputs=inputs, outputs=outputs, differentiable=differentiable)
+            wanted.update(inputs)
         else:
             wanted.add(instruction.source)
         done.append(instruction)
     return done[::-1]
-
-
-def _resolve_segment(segment: Compute, values: Mapping[str, ValueLayout], wanted: set[str]) -> Compute:
-    made = {op.out for op in segment.ops}
-    read = dict.fromkeys(name for op in segment.ops for name in op.reads)
-    inputs = tuple(name for name in read if name in values and name not in made)
-    outputs = tuple(op.out for op in segment.ops if op.out in wanted)
-    differentiable = any(values[name].differentiable for name in outputs)
-    return replace(segment, inputs=inputs, outputs=outputs, differentiable=differentiable)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from engines.errors import PlanError
@@ -76,7 +76,7 @@ class ShardIndex:
         direction, stage = place.work.direction, place.work.stage
         found = [self.find_shard(rank, direction, stage, name) for name in _get_value_names(place)]
         extents = [extent for extent in found if extent is not None]
-        return max(extents, key=lambda each: (each.axes is not None, _count_elements(each.shape)), default=None)
+        return max(extents, key=lambda each: (each.axes is not None, math.prod(each.shape)), default=None)
 
     def find_shards(self, micro_batch: int, name: str) -> Iterator[tuple[int, Shard]]:
         """Yield (rank, shard) of a micro-batch's value, by its own name or that of the module that makes it.
@@ -112,27 +112,20 @@ def assemble_shards(parts: Iterable[tuple[Shard, Tensor]], adds: bool) -> Tensor
     for extent, tensor in parts:
         if whole is None:
             whole = tensor.new_zeros(extent.shape)
-        into, source = _get_copy_views(extent, whole, tensor)
-        into.add_(source) if adds else into.copy_(source)
+        into = whole if extent.images is None else whole[extent.images.start : extent.images.stop]
+        if extent.axes is not None:
+            if tuple(tensor.shape[axis] for axis in extent.axes) != extent.held.shape:
+                raise PlanError(f"{extent.name} has shape {tuple(tensor.shape)}, which is not that of {extent.held}.")
+            # A window may extend beyond the image: only what is inside is part of the value.
+            inside = extent.held & Tile.whole(*extent.size_px)
+            spans, frames = (inside.rows, inside.cols), (extent.held.rows, extent.held.cols)
+            for axis, span, frame in zip(extent.axes, spans, frames, strict=True):
+                into = into.narrow(axis, span.start, len(span))
+                tensor = tensor.narrow(axis, span.start - frame.start, len(span))
+        into.add_(tensor) if adds else into.copy_(tensor)
     if whole is None:
         raise PlanError("No rank holds this value now.")
     return whole
-
-
-def _get_copy_views(extent: Shard, whole: Tensor, tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Return views of the destination in the whole value, and of the part of the tensor inside the image."""
-    into = whole if extent.images is None else whole[extent.images.start : extent.images.stop]
-    if extent.axes is None:
-        return into, tensor
-    if tuple(tensor.shape[axis] for axis in extent.axes) != extent.held.shape:
-        raise PlanError(f"{extent.name} has shape {tuple(tensor.shape)}, which is not that of {extent.held}.")
-    inside = extent.held & Tile.whole(*extent.size_px)
-    for axis, span, frame in zip(
-        extent.axes, (inside.rows, inside.cols), (extent.held.rows, extent.held.cols), strict=True
-    ):
-        into = into.narrow(axis, span.start, len(span))
-        tensor = tensor.narrow(axis, span.start - frame.start, len(span))
-    return into, tensor
 
 
 def _make_shard(builder: Builder, role: Role, name: str) -> Shard:
@@ -169,7 +162,3 @@ def _get_value_names(place: StepLabel) -> tuple[str, ...]:
         case AllReduce(source=source, target=target):
             return (target if forward else source,)
     return ()
-
-
-def _count_elements(shape: Sequence[int]) -> int:
-    return int(torch.Size(shape).numel())

@@ -51,14 +51,17 @@ def is_all_sent(exchange: Exchange) -> bool:
 
 def is_tile_contiguous(exchange: Exchange, tile: Tile, frame: Tile) -> bool:
     """Return whether the pixels of `tile` are contiguous in a tensor of those of `frame`, stored channels last."""
-    part, whole = (_to_memory_order(exchange.compute_shape(each)) for each in (tile, frame))
+    part, whole = list(exchange.compute_shape(tile)), list(exchange.compute_shape(frame))
+    if len(part) == 4:
+        for shape in (part, whole):
+            shape.append(shape.pop(1))  # (N, H, W, C), the order in memory
     cut = [index for index, (here, all_here) in enumerate(zip(part, whole, strict=True)) if here < all_here]
     # Contiguous if only the outermost axis longer than 1 is cut: all axes before the last cut one have length 1.
+    #
+    #   rows 0 and 1 of one image    (1, [2], 8, 16)   contiguous
+    #   columns 0 and 1              (1, 8, [2], 16)   8 pieces
+    #   rows 0 and 1 of two images   (2, [2], 8, 16)   2 pieces
     return all(size == 1 for size in part[: max(cut, default=0)])
-
-
-def _to_memory_order(shape: Sequence[int]) -> tuple[int, ...]:
-    return (shape[0], *shape[2:], shape[1]) if len(shape) == 4 else tuple(shape)
 
 
 def count_staged_bytes(exchange: Exchange, forward: bool) -> tuple[int, int]:

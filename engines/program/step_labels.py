@@ -19,8 +19,6 @@ __all__ = ["UNITS", "StepLabel", "describe_steps", "find_block_end", "label_step
 UNITS = ("instruction", "layer", "micro-batch", "phase")
 """Units by which a run can advance, from the smallest to the largest."""
 
-_KINDS = {Phase.FORWARD: ActionKind.FORWARD, Phase.WEIGHTS: ActionKind.WEIGHTS}
-
 
 @dataclass(frozen=True, slots=True)
 class StepLabel:
@@ -85,6 +83,7 @@ def label_steps(graph: ModelGraph, program: Program) -> tuple[StepLabel, ...]:
         for way in program.direction_programs.values()
         for name, where in _locate_instructions(graph, way.stages)
     }
+    kinds = {Phase.FORWARD: ActionKind.FORWARD, Phase.WEIGHTS: ActionKind.WEIGHTS}  # else BACKWARD
     found: list[StepLabel] = []
     for step in program.steps:
         if step.phase is Phase.UPDATE:
@@ -95,7 +94,7 @@ def label_steps(graph: ModelGraph, program: Program) -> tuple[StepLabel, ...]:
             found.append(replace(found[-1], step=step))
             continue
         stage, layer, modules = here
-        kind = _KINDS.get(step.phase, ActionKind.BACKWARD)
+        kind = kinds.get(step.phase, ActionKind.BACKWARD)
         work = PipelineAction(kind, program.directions[step.micro_batch], stage, step.micro_batch)
         found.append(StepLabel(step, work, layer, modules))
     return tuple(found)
@@ -120,10 +119,6 @@ def find_block_end(found: tuple[StepLabel, ...], start: int, unit: str) -> int:
     return next((index for index in range(start, len(found)) if found[index].get_block(unit) != block), len(found))
 
 
-_Location = tuple[str, tuple[str, ...]]
-"""Layer and modules."""
-
-
 def _locate_instructions(
     graph: ModelGraph, stages: Mapping[int, Iterable[ModelInstruction]]
 ) -> Iterator[tuple[str, tuple[int, str, tuple[str, ...]]]]:
@@ -138,17 +133,13 @@ def _locate_instructions(
     }
     for stage, items in stages.items():
         waiting: list[str] = []
-        here: _Location = ("", ())
+        layer, modules = "", ()
         for item in items:
             waiting.append(item.name)
             if isinstance(item, Compute):
-                here = _locate_segment(item, layer_of, here[0])
-                yield from ((name, (stage, *here)) for name in waiting)
+                # A segment that only prepares something, such as a padded window, counts to the layer before.
+                layer = next((layer_of[op.out] for op in item.ops if op.out in layer_of), layer)
+                modules = tuple(dict.fromkeys(op.module for op in item.ops if op.module))
+                yield from ((name, (stage, layer, modules)) for name in waiting)
                 waiting = []
-        yield from ((name, (stage, *here)) for name in waiting)  # the sends at the end of the stage
-
-
-def _locate_segment(segment: Compute, layer_of: Mapping[str, str], before: str) -> _Location:
-    """Return the layer and modules of a segment; the layer is the previous one if the segment only prepares."""
-    layer = next((layer_of[op.out] for op in segment.ops if op.out in layer_of), before)
-    return layer, tuple(dict.fromkeys(op.module for op in segment.ops if op.module))
+        yield from ((name, (stage, layer, modules)) for name in waiting)  # the sends at the end of the stage

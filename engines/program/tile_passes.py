@@ -8,7 +8,7 @@ another sum, and a last time for the prediction. Only the sums are kept between 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from engines.errors import PlanError, TraceError
@@ -54,10 +54,8 @@ class TilePasses:
 
     def __init__(self, graph: ModelGraph, grid: Grid) -> None:
         self.graph, self.grid = graph, grid
-        plan = Plan(
-            split_size=1, spatial_size=1, num_spatial_parts=grid.tiles, slice_method=str(grid), halo_d2=True,
-            fused_layers="auto",
-        )  # fmt: skip
+        cut = {"split_size": 1, "spatial_size": 1, "num_spatial_parts": grid.tiles, "slice_method": str(grid)}
+        plan = Plan(**cut, halo_d2=True, fused_layers="auto")
         try:
             self.lowering = Lowering(graph, plan, Layout.of(plan), input_gradient=False, in_turn=True)
         except (TraceError, PlanError) as error:
@@ -67,20 +65,28 @@ class TilePasses:
         """Return what one tile computes if some sums are `known`: up to the next sums, or to the prediction."""
         role, known = Role(0, tile), frozenset(known)
         forward = self.lowering.build_forward(role, [self.graph.prediction])
-        window, predicts = (
-            dict(self.lowering.get_input_shards(role))["images"],
-            self.lowering.get_prediction_shard(role),
-        )
+        window = dict(self.lowering.get_input_shards(role))["images"]
+        predicts = self.lowering.get_prediction_shard(role)
         self.lowering.drop_builder(role)
         able, sums, blocked = _find_computable(forward, known)
         ends = self.graph.prediction not in blocked
-        wanted = {self.graph.prediction} if ends else {each.source for each in sums}
-        run = _select_needed(able, wanted)
-        reads = {name for item in run for name in item.inputs}
+        wanted = frozenset({self.graph.prediction} if ends else {each.source for each in sums})
+        # Of the computable segments, those on which something wanted depends, from the last one backward. A later pass
+        # thus skips whatever led only to sums that are known by now.
+        needed, kept = set(wanted), []
+        for item in reversed(able):
+            if not needed.isdisjoint(item.outputs):
+                kept.append(item)
+                needed.update(item.inputs)
+        run = tuple(reversed(kept))
         way = DirectionProgram(
-            stages={0: run}, input_shards={"images": window} if "images" in reads else {}, loss=None,
-            prediction=self.graph.prediction if ends else None, seeds_loss=False, kept_to_end=frozenset(wanted),
-        )  # fmt: skip
+            stages={0: run},
+            input_shards={"images": window} if any("images" in item.inputs for item in run) else {},
+            loss=None,
+            prediction=self.graph.prediction if ends else None,
+            seeds_loss=False,
+            kept_to_end=wanted,
+        )
         program = Program(
             rank=0,
             steps=tuple(Step(item, Phase.FORWARD) for item in run),
@@ -97,6 +103,10 @@ def _find_computable(
     forward: Iterable[ModelInstruction], known: frozenset[str]
 ) -> tuple[list[Compute], list[AllReduce], set[str]]:
     """Return the segments computable from the known sums, the sums they lead to, and the values that must wait."""
+    #            conv --> (sums of the norm) --> norm --> conv --> (sum of the pool) --> linear
+    #   pass 1   ------------------>| blocked ...
+    #   pass 2   --------- known -------------------------------------------->| blocked ...
+    #   pass 3                                                        known ----------------->  prediction
     able: list[Compute] = []
     sums: list[AllReduce] = []
     blocked: set[str] = set()
@@ -114,13 +124,3 @@ def _find_computable(
             else:
                 blocked.update(item.outputs)
     return able, sums, blocked
-
-
-def _select_needed(able: Sequence[Compute], wanted: Iterable[str]) -> tuple[Compute, ...]:
-    """Return the segments on which something wanted depends."""
-    names, found = set(wanted), []
-    for item in reversed(able):
-        if not names.isdisjoint(item.outputs):
-            found.append(item)
-            names.update(item.inputs)
-    return tuple(reversed(found))

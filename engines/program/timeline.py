@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -134,30 +134,24 @@ class Timeline:
         `predicted` is written as a second process beside the measured one; both begin at 0.
         """
         parts = {"measured": self} | ({"predicted": predicted} if predicted else {})
-        rows = [
-            row for number, (name, part) in enumerate(parts.items()) for row in _make_process_rows(name, number, part)
-        ]
+        rows: list[dict[str, object]] = []
+        for process, (name, part) in enumerate(parts.items()):
+            # "M" rows (metadata) name the process and its threads, the ranks; "X" rows are events, in microseconds.
+            rows.append({"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}})
+            for rank in part.ranks:
+                thread = {"pid": process, "tid": rank, "args": {"name": f"rank {rank}"}}
+                rows.append({"ph": "M", "name": "thread_name", **thread})
+            for event in part.events:
+                row = {
+                    "name": f"{event.name} ({event.phase})",
+                    "cat": event.kind,
+                    "ph": "X",
+                    "ts": (event.start_s - part.start_s) * 1e6,
+                    "dur": (event.end_s - event.start_s) * 1e6,
+                    "pid": process,
+                    "tid": event.rank,
+                    "args": asdict(event),
+                }
+                rows.append(row)
         Path(path).write_text(json.dumps({"traceEvents": rows}))
         return Path(path)
-
-
-def _make_process_rows(name: str, number: int, timeline: Timeline) -> Iterator[dict[str, object]]:
-    """Yield the names of a process and of its ranks, and the events."""
-    yield {"ph": "M", "name": "process_name", "pid": number, "args": {"name": name}}
-    for rank in timeline.ranks:
-        yield {"ph": "M", "name": "thread_name", "pid": number, "tid": rank, "args": {"name": f"rank {rank}"}}
-    for event in timeline.events:
-        yield _to_chrome(event, number, timeline.start_s)
-
-
-def _to_chrome(event: TimelineEvent, process: int, zero_s: float) -> dict[str, object]:
-    return {
-        "name": f"{event.name} ({event.phase})",
-        "cat": event.kind,
-        "ph": "X",
-        "ts": (event.start_s - zero_s) * 1e6,
-        "dur": (event.end_s - event.start_s) * 1e6,
-        "pid": process,
-        "tid": event.rank,
-        "args": asdict(event),
-    }

@@ -42,6 +42,9 @@ class GradientBucket:
         world: World,
         added: Callable[[Tensor], NcclAllReduce] | None = None,
     ) -> None:
+        #   weights   w0 (stays)   w1 (stays)
+        #   grads     own memory  --pack-->  flat [ g0 | g1 ]  --all-reduce in place-->  flat [ sum0 | sum1 ]
+        #   after     w0.grad and w1.grad are views of `flat` (or, from a host's `flat`, copies on the GPU)
         self.shared = [weights[name] for name in bucket.weights]
         sizes, (first, *_) = [weight.numel() for weight in self.shared], self.shared
         self.device = first.device
@@ -128,25 +131,18 @@ class OptimiserStep:
         if self.scaled and bad:
             self.scale, self.good_steps = self.scale * BACKOFF, 0
             return
-        self._scale_gradients(self._compute_clip_factor(math.sqrt(square)) / self.scale)
-        for moved in (self.optimiser, self.scheduler):
-            if moved is not None:
-                moved.step()
-        self._grow_scale()
-
-    def _compute_clip_factor(self, norm: float) -> float:
-        """Return the factor by which `torch.nn.utils.clip_grad_norm_` would scale the gradients."""
-        if self.rules.clip_norm is None:
-            return 1.0
-        factor = self.rules.clip_norm / (norm + 1e-6)
-        return 1.0 if factor >= 1 else factor
-
-    def _scale_gradients(self, factor: float) -> None:
+        factor = 1.0
+        if self.rules.clip_norm is not None:
+            # As `torch.nn.utils.clip_grad_norm_` would scale the gradients. Written so that a norm of NaN gives a NaN.
+            clip = self.rules.clip_norm / (math.sqrt(square) + 1e-6)
+            factor = 1.0 if clip >= 1 else clip
+        factor /= self.scale
         for weight in self.weights.values():
             if weight.grad is not None and factor != 1:
                 weight.grad.mul_(factor)
-
-    def _grow_scale(self) -> None:
+        for moved in (self.optimiser, self.scheduler):
+            if moved is not None:
+                moved.step()
         self.good_steps += 1
         if self.scaled and self.good_steps == GOOD_STEPS:
             self.scale, self.good_steps = self.scale * GROWTH, 0
@@ -177,9 +173,16 @@ def update_buffers(
                 )
         for name, amount in update.counters.items():
             buffers[name].add_(amount)
-        return sum(
-            _average_over(group, tensors, world) for group, tensors in sorted(apart.items(), key=lambda it: it[0])
-        )
+        sent_bytes = 0
+        # One message per group, in the same order on all ranks.
+        for group, tensors in sorted(apart.items(), key=lambda it: it[0]):
+            flat = torch.cat([tensor.flatten() for tensor in tensors])
+            under_way = all_reduce(world, flat, group)
+            under_way.wait()
+            sent_bytes += under_way.sent_bytes
+            for tensor, total in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+                tensor.copy_(total.view_as(tensor) / len(group))
+        return sent_bytes
 
 
 class _BatchCounts:
@@ -208,13 +211,3 @@ def _update_running_stats(
     for name, now in ((entry.mean_buffer, mean), (entry.variance_buffer, unbiased)):
         buffer = buffers[name]
         buffer.lerp_(now.view(-1, *buffer.shape).mean(0).to(buffer.dtype), momentum)
-
-
-def _average_over(group: tuple[int, ...], tensors: list[Tensor], world: World) -> int:
-    """Replace each tensor by its mean over the ranks of the group, in one message; return the bytes sent."""
-    flat = torch.cat([tensor.flatten() for tensor in tensors])
-    under_way = all_reduce(world, flat, group)
-    under_way.wait()
-    for tensor, total in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
-        tensor.copy_(total.view_as(tensor) / len(group))
-    return under_way.sent_bytes

@@ -94,7 +94,11 @@ class ValueLayouts:
         """Return the tile that each rank owns of an image of that size."""
         if self.in_turn:
             return {self.rank: self.stage.grid.get_tile(self.tile, *size_px)}
-        return self.memo.get_or_compute(("tiles", size_px), (self.stage, size_px), _cut_tiles)
+        return self.memo.get_or_compute(
+            ("tiles", size_px),
+            (self.stage, size_px),
+            lambda stage, size_px: dict(zip(stage.ranks, stage.grid.cut(*size_px), strict=True)),
+        )
 
     def can_tile(self, size_px: tuple[int, int]) -> bool:
         """Return whether an image of that size can be cut into tiles."""
@@ -131,7 +135,3 @@ class ValueLayouts:
         """Return the cost of computing a tiled value, and of sending it."""
         value, flops = self.values[name], self._flops.get(name, 0)
         return ValueCost(flops, value.spec.bytes / math.prod(value.size_px))
-
-
-def _cut_tiles(stage: StageRanks, size_px: tuple[int, int]) -> dict[int, Tile]:
-    return dict(zip(stage.ranks, stage.grid.cut(*size_px), strict=True))

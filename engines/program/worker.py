@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -80,23 +80,21 @@ class Worker:
         self._send_queue = SendQueue()
         self._sums: dict[str, GradientBucket] = {}
         self._collectives: Collectives | None = None
-        self.runtime = self._prepare(keeps_graphs, make_segment)
-        self.restart({})
-
-    def _prepare(self, keeps_graphs: bool, make_segment: Callable[..., Segment]) -> Runtime:
-        """Make every exchange and every segment ready to run; done once."""
+        # Every exchange and every segment is made ready to run here, once. The micro-batches, of which there are new
+        # ones in each step, share them.
         owned: dict[str, Any] = {**self.weights, **self.buffers, **self.constants, DEVICE.name: self.device}
-        exchanges = [item for item in self.program.forward if isinstance(item, Exchange)]
-        found = make_exchange_runners(exchanges, self.world, self.device, self._send_queue)
+        exchanges = [item for item in program.forward if isinstance(item, Exchange)]
+        found = make_exchange_runners(exchanges, world, self.device, self._send_queue)
         segments = {
             item.name: make_segment(item, owned, rooms)
-            for way in self.program.direction_programs.values()
+            for way in program.direction_programs.values()
             for rooms in [find_output_allocators(way, found)]
             for item in way.forward
             if isinstance(item, Compute)
         }
-        halves = make_async_runners(self.program.forward, self.world, self.device, self._send_queue)
-        return Runtime(self.world, found, segments, keeps_graphs, halves)
+        halves = make_async_runners(program.forward, world, self.device, self._send_queue)
+        self.runtime = Runtime(world, found, segments, keeps_graphs, halves)
+        self.restart({})
 
     def connect(self) -> None:
         """Set up all-reduces of gradients on the device, if the world has collectives; collective over all ranks.
@@ -105,22 +103,19 @@ class Worker:
         connected.
         """
         found = self.world.collectives(self.device)
-        if found is not self._collectives:
-            self._collectives = found
-            self._sums = dict(self._connect_buckets(found)) if found else {}
-
-    def _connect_buckets(self, found: Collectives) -> Iterator[tuple[str, GradientBucket]]:
-        """Yield this rank's gradient buckets, connected in tag order.
-
-        All ranks use the same order: connecting is collective over each group, so groups that share ranks would
-        deadlock in different orders.
-        """
-        sums = {each for step in self.program.steps if isinstance(each := step.instruction, SumGradients)}
+        if found is self._collectives:
+            return
+        self._collectives = found
+        connected: dict[str, GradientBucket] = {}
+        sums = {each for step in self.program.steps if found and isinstance(each := step.instruction, SumGradients)}
         order = OrderedStarter(len(sums))
+        # In tag order on every rank: connecting is collective over each group. If rank 1 connected to {1, 2} first, and
+        # rank 2 to {0, 2}, and rank 0 to {0, 1}, all three would wait for ever.
         for number, bucket in enumerate(sorted(sums, key=lambda each: each.tag)):
             group = found.connect_group(bucket.group, self.device)
             added = partial(NcclAllReduce, group=group, number=number, order=order, check=found.check)
-            yield bucket.name, GradientBucket(self.weights, bucket, self.world, added)
+            connected[bucket.name] = GradientBucket(self.weights, bucket, self.world, added)
+        self._sums = connected
 
     def resume_from(self, other: Worker) -> None:
         """Continue from another worker of the same weights: optimiser, loss scale, step count, gradient buckets.
@@ -231,7 +226,10 @@ class Worker:
 
     def _run_step(self, step: Step) -> int:
         # Any instruction other than a segment may block on another rank, which in turn may need a message that still
-        # waits for the device here. Starting it first avoids a deadlock.
+        # waits for the device here. Starting it first avoids a deadlock:
+        #
+        #   rank 0   pack a (GPU busy, send deferred)   wait for b from rank 1
+        #   rank 1   pack b (GPU busy, send deferred)   wait for a from rank 0
         if not isinstance(step.instruction, Compute):
             self.flush_sends()
         match step.instruction:
@@ -244,7 +242,11 @@ class Worker:
             case ReduceBatchStats() as share:
                 return self._batch_stats.reduce(share, self.world)
             case FiniteCheckAllReduce() as agreement:
-                return self._reduce_gradient_stats(agreement)
+                self._send_queue.wait()  # a failed send must show before any rank changes its weights
+                self._agreed = self.optimiser_step.compute_gradient_stats(agreement.counted)
+                under_way = all_reduce(self.world, self._agreed, agreement.group)
+                under_way.wait()
+                return under_way.sent_bytes
             case Update() as update:
                 return self._update(update)
             case instruction:
@@ -260,13 +262,6 @@ class Worker:
         # Non-blocking: the sum proceeds during the backward pass, driven by `SendQueue.poll` after each instruction.
         self._send_queue.add(self._send_queue.start_after(own.pack(), own.total.begin))
         return own.total.sent_bytes
-
-    def _reduce_gradient_stats(self, agreement: FiniteCheckAllReduce) -> int:
-        self._send_queue.wait()
-        self._agreed = self.optimiser_step.compute_gradient_stats(agreement.counted)
-        under_way = all_reduce(self.world, self._agreed, agreement.group)
-        under_way.wait()
-        return under_way.sent_bytes
 
     def _update(self, update: Update) -> int:
         self.steps += 1  # first: a rank that fails from here on has an incomplete update

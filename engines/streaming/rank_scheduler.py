@@ -7,7 +7,7 @@ single thread, each kernel has all cores and no two ranks compute at once.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -102,35 +102,33 @@ class RankScheduler:
         gradients = torch.is_grad_enabled()
         try:
             while len(results) < len(works):
-                rank, result = self._resume_one(stacks, sorted(stacks.keys() - results.keys()))
+                left = sorted(stacks.keys() - results.keys())
+                able = [rank for rank in left if self._mail.can_run(rank)]
+                if able:
+                    # The rank with the most progress is resumed. A tile whose halo has arrived thus continues before
+                    # another tile starts work that it would have to hold while it waits. What a waiting tile holds is
+                    # offloaded, but unread messages are not, so this order keeps them few.
+                    #
+                    #   tile 0   layer 1, sends to 1 | waits for 1                  | layer 2 ...
+                    #   tile 1                       | layer 1, sends to 0 | waits for 2
+                    #   tile 2     (begins only when 0 and 1 can do no more)        | layer 1 ...
+                    rank = max(able, key=lambda rank: self._progress[rank]())
+                    result = stacks[rank].switch()
+                else:
+                    rank = left[0]
+                    result = stacks[rank].throw(RankError(f"ranks {left} all wait for each other"))
                 torch.set_grad_enabled(gradients)
                 if stacks[rank].dead:
                     results[rank] = result
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)  # frames would keep the tiles' tensors alive
-            self._abort_all(stacks)
+            # End all stacks and discard all messages; only the first failure is reported.
+            for stack in stacks.values():
+                with suppress(Exception):
+                    stack.throw()
+            self._mail.waits_for.clear()
+            self._mail.clear()
             raise
         finally:
             torch.set_grad_enabled(gradients)
         return [results[rank] for rank in range(len(works))]
-
-    def _resume_one(self, stacks: Mapping[int, greenlet], ranks: Sequence[int]) -> tuple[int, Any]:
-        """Resume one rank until it waits or ends; return the rank and its result.
-
-        Of the ranks that can run, the one with the most progress is resumed. A tile whose halo has arrived thus
-        continues before another tile starts work that it would have to hold while it waits. What a waiting tile holds
-        is offloaded, but unread messages are not, so this order keeps them few.
-        """
-        able = [rank for rank in ranks if self._mail.can_run(rank)]
-        if not able:
-            return ranks[0], stacks[ranks[0]].throw(RankError(f"ranks {ranks} all wait for each other"))
-        rank = max(able, key=lambda rank: self._progress[rank]())
-        return rank, stacks[rank].switch()
-
-    def _abort_all(self, stacks: Mapping[int, greenlet]) -> None:
-        """End all stacks and discard all messages after a failure."""
-        for stack in stacks.values():
-            with suppress(Exception):  # only the first failure is reported
-                stack.throw()
-        self._mail.waits_for.clear()
-        self._mail.clear()

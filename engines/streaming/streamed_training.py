@@ -84,11 +84,18 @@ class StreamedTraining:
         recipe = self.recipe
         stage = Layout.of(recipe.plan).roles[program.rank][0].stage
         worker = Worker(
-            program, world, self.weights, self.buffers, recipe.make_optimiser(self.weights) if moves else None,
-            self.device, recipe.seed, recipe.rules if moves else None,
-            make_lane=partial(OffloadingMicroBatch, offloader=shelf), constants=self._countings[program.rank].values,
+            program,
+            world,
+            self.weights,
+            self.buffers,
+            optimiser=recipe.make_optimiser(self.weights) if moves else None,
+            device=self.device,
+            seed=recipe.seed,
+            rules=recipe.rules if moves else None,
+            make_lane=partial(OffloadingMicroBatch, offloader=shelf),
+            constants=self._countings[program.rank].values,
             count_labels=self._countings[program.rank].count,
-        )  # fmt: skip
+        )
         self._relay.register(
             program.rank,
             worker.offload,
@@ -117,7 +124,10 @@ class StreamedTraining:
                     worker.step()
         finally:
             torch.set_num_threads(before)
-            self._reset_tiles()
+            for worker, shelf in zip(self.workers, self._shelves, strict=True):
+                worker.steps = self._leaders[-1].steps  # it determines the random numbers
+                worker.restart({})
+                shelf.clear()
         return losses
 
     def _explain_loss(self, micro_batch: int) -> str:
@@ -132,26 +142,20 @@ class StreamedTraining:
 
     def _run_pass(self, worker: Worker, feed: Callable[[int], Inputs]) -> None:
         """Run forward and backward of all micro-batches of one tile."""
-        worker.restart(self._copy_inputs(feed(worker.program.rank)))
+        # Copies, on the device: offloading moves their memory, and the caller's must stay. No name here refers to them,
+        # so that each is freed after its last use.
+        worker.restart(
+            {
+                number: {
+                    name: part.to(self.device).clone(memory_format=choose_memory_format(part.dim()))
+                    for name, part in own.items()
+                }
+                for number, own in feed(worker.program.rank).items()
+            }
+        )
         while not (worker.done or isinstance(worker.program.steps[worker.position].instruction, Update)):
             worker.step()
         worker.flush_sends()
-
-    def _copy_inputs(self, parts: Inputs) -> Inputs:
-        """Return copies on the device: offloading moves their memory, and the caller's must stay."""
-        return {
-            number: {
-                name: part.to(self.device).clone(memory_format=choose_memory_format(part.dim()))
-                for name, part in own.items()
-            }
-            for number, own in parts.items()
-        }
-
-    def _reset_tiles(self) -> None:
-        for worker, shelf in zip(self.workers, self._shelves, strict=True):
-            worker.steps = self._leaders[-1].steps  # it determines the random numbers
-            worker.restart({})
-            shelf.clear()
 
     def cut(self, inputs: Mapping[str, Tensor]) -> Callable[[int], Inputs]:
         """Return a function from a tile to its parts of the whole inputs of a step, cut when called."""

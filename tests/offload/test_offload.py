@@ -33,7 +33,7 @@ PLANS = {
     "both ways, computed again": Plan(split_size=2, spatial_size=0, bidirectional=True, checkpoint_activations=True),
     "half precision": Plan(split_size=2, spatial_size=0, parts=4, schedule="zero_bubble", precision="bfloat16"),
     "shares and replicas": Plan(split_size=2, slice_method="1x2", local_dp=2, data_parallel=2),
-}  # fmt: skip
+}
 MODELS = {"ResNet": resnet20_v1, "U-Net": UNet}
 
 

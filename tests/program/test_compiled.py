@@ -28,21 +28,27 @@ SHAPE = (4, 3, 20, 20)
 CASES = {
     "tiles, halos meanwhile": (Skips, Plan(split_size=1, slice_method="2x1", overlap_halos=True)),
     "tiles to the loss, fused halos": (
-        Segmenter, Plan(split_size=1, slice_method="1x2", halo_d2=True, fused_layers=2),
+        Segmenter,
+        Plan(split_size=1, slice_method="1x2", halo_d2=True, fused_layers=2),
     ),
     "1F1B behind tiles, again, in a file": (
         Chain,
         Plan(
-            split_size=2, slice_method="1x2", parts=2, schedule="1f1b", checkpoint_activations=True,
+            split_size=2,
+            slice_method="1x2",
+            parts=2,
+            schedule="1f1b",
+            checkpoint_activations=True,
             offload_activations=True,
         ),
     ),
     "both ways, replicas": (Chain, Plan(split_size=2, spatial_size=0, bidirectional=True, data_parallel=2)),
     "zero bubble, shared batch": (
-        Skips, Plan(split_size=2, slice_method="1x2", local_dp=2, parts=2, schedule="zero_bubble"),
+        Skips,
+        Plan(split_size=2, slice_method="1x2", local_dp=2, parts=2, schedule="zero_bubble"),
     ),
     "half precision": (Chain, Plan(split_size=1, slice_method="1x2", precision="bfloat16")),
-}  # fmt: skip
+}
 
 
 def recipe_of(model: nn.Module, plan: Plan) -> Recipe:

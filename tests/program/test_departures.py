@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -26,17 +27,13 @@ from engines.program.worker import Worker
 from engines.streaming.streamed_training import StreamedTraining
 from engines.training import RankTraining, prepare
 
+plan64 = partial(Plan, precision="float64")
 CASES = {
-    "tiles": (resnet20_v1, Plan(split_size=1, slice_method="2x2", overlap_halos=True, precision="float64")),
-    "tiles to the loss": (UNet, Plan(split_size=1, slice_method="1x3", overlap_halos=True, precision="float64")),
-    "pipeline behind tiles": (
-        resnet20_v1, Plan(split_size=3, slice_method="1x2", parts=2, schedule="1f1b", precision="float64"),
-    ),
-    "replicas of tiles": (
-        resnet20_v1,
-        Plan(split_size=1, slice_method="1x2", data_parallel=2, overlap_halos=True, precision="float64"),
-    ),
-}  # fmt: skip
+    "tiles": (resnet20_v1, plan64(split_size=1, slice_method="2x2", overlap_halos=True)),
+    "tiles to the loss": (UNet, plan64(split_size=1, slice_method="1x3", overlap_halos=True)),
+    "pipeline behind tiles": (resnet20_v1, plan64(split_size=3, slice_method="1x2", parts=2, schedule="1f1b")),
+    "replicas of tiles": (resnet20_v1, plan64(split_size=1, slice_method="1x2", data_parallel=2, overlap_halos=True)),
+}
 
 
 class Device:

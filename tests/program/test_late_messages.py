@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 import torch
@@ -86,20 +87,23 @@ def embedding() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1), Tail())
 
 
+plan64 = partial(Plan, precision="float64")
 CASES = {
-    "shared gradient": (embedding, Plan(split_size=2, spatial_size=0, parts=4, precision="float64"), 16),
+    "shared gradient": (embedding, plan64(split_size=2, spatial_size=0, parts=4), 16),
     "shared gradient, weights later": (
-        embedding, Plan(split_size=2, spatial_size=0, parts=4, schedule="zero_bubble", precision="float64"), 16,
+        embedding,
+        plan64(split_size=2, spatial_size=0, parts=4, schedule="zero_bubble"),
+        16,
     ),
-    "1f1b": (resnet20_v1, Plan(split_size=3, spatial_size=0, parts=4, schedule="1f1b", precision="float64"), 32),
-    "tiles": (resnet20_v1, Plan(split_size=2, slice_method="2x2", parts=2, precision="float64"), 32),
-    "skips": (UNet, Plan(split_size=3, spatial_size=0, parts=2, precision="float64"), 32),
+    "1f1b": (resnet20_v1, plan64(split_size=3, spatial_size=0, parts=4, schedule="1f1b"), 32),
+    "tiles": (resnet20_v1, plan64(split_size=2, slice_method="2x2", parts=2), 32),
+    "skips": (UNet, plan64(split_size=3, spatial_size=0, parts=2), 32),
     "away": (
         resnet20_v1,
-        Plan(split_size=3, spatial_size=1, slice_method="1x2", parts=2, offload_activations=True, precision="float64"),
+        plan64(split_size=3, spatial_size=1, slice_method="1x2", parts=2, offload_activations=True),
         32,
     ),
-}  # fmt: skip
+}
 
 
 def trained(recipe: Recipe, late: bool) -> list[dict[str, dict[str, Tensor]]]:

@@ -41,18 +41,28 @@ def handed_on(rank: int, grid: Grid, images: int = 1) -> Exchange:
     wanted = dict(enumerate(grid.cut(SIDE_PX, SIDE_PX), start=1))
     travelling = compute_moves({0: WHOLE}, wanted)
     return Exchange(
-        name="x", purpose="stage", source="x", target="y", axes=(-2, -1), shape=(images, 3, SIDE_PX, SIDE_PX),
-        dtype="float32", own=WHOLE if rank == 0 else None, window=wanted.get(rank), fill=0.0,
+        name="x",
+        purpose="stage",
+        source="x",
+        target="y",
+        axes=(-2, -1),
+        shape=(images, 3, SIDE_PX, SIDE_PX),
+        dtype="float32",
+        own=WHOLE if rank == 0 else None,
+        window=wanted.get(rank),
+        fill=0.0,
         sends=tuple(move for move in travelling if move.source == rank),
-        receives=tuple(move for move in travelling if move.target == rank), tag=2, differentiable=True,
-    )  # fmt: skip
+        receives=tuple(move for move in travelling if move.target == rank),
+        tag=2,
+        differentiable=True,
+    )
 
 
 @pytest.mark.parametrize(
     ("grid", "images", "bare"),
     [(Grid(1, 1), 2, True), (Grid(2, 1), 1, True), (Grid(2, 1), 2, False), (Grid(1, 2), 1, False)],
     ids=["a whole batch", "rows of one image", "rows of two images", "columns"],
-)  # fmt: skip
+)
 def test_pixels_in_a_row_travel_between_the_tensors_themselves(grid: Grid, images: int, bare: bool):
     def work(world: LoopbackWorld) -> None:
         step, watched, row = handed_on(world.rank, grid, images), Watched(world), SIDE_PX * 3 * 4

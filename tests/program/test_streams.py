@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -18,32 +19,25 @@ from engines.program import async_exchange, exchange_runner, update
 from engines.training import RankTraining, prepare
 from tests.program.streams import RaceError, rank, use_streams, watched
 
+plan64 = partial(Plan, precision="float64")
 CASES = {
-    "tiles": (resnet20_v1, Plan(split_size=1, slice_method="1x2", precision="float64")),
-    "halos meanwhile": (resnet20_v1, Plan(split_size=1, slice_method="2x2", overlap_halos=True, precision="float64")),
-    "tiles to the loss": (UNet, Plan(split_size=1, slice_method="1x2", precision="float64")),
+    "tiles": (resnet20_v1, plan64(split_size=1, slice_method="1x2")),
+    "halos meanwhile": (resnet20_v1, plan64(split_size=1, slice_method="2x2", overlap_halos=True)),
+    "tiles to the loss": (UNet, plan64(split_size=1, slice_method="1x2")),
     "fused halos, again": (
         resnet20_v1,
-        Plan(
-            split_size=1, slice_method="1x2", halo_d2=True, fused_layers=2, checkpoint_activations=True,
-            precision="float64",
-        ),
+        plan64(split_size=1, slice_method="1x2", halo_d2=True, fused_layers=2, checkpoint_activations=True),
     ),
-    "pipeline behind tiles": (
-        resnet20_v1, Plan(split_size=3, slice_method="1x2", parts=2, schedule="1f1b", precision="float64"),
-    ),
+    "pipeline behind tiles": (resnet20_v1, plan64(split_size=3, slice_method="1x2", parts=2, schedule="1f1b")),
     "both ways, replicas": (
         resnet20_v1,
-        Plan(split_size=2, spatial_size=0, bidirectional=True, parts=2, data_parallel=2, precision="float64"),
+        plan64(split_size=2, spatial_size=0, bidirectional=True, parts=2, data_parallel=2),
     ),
     "zero bubble, shared batch": (
         resnet20_v1,
-        Plan(
-            split_size=2, num_spatial_parts=2, slice_method="vertical", local_dp=2, parts=2, schedule="zero_bubble",
-            precision="float64",
-        ),
+        plan64(split_size=2, num_spatial_parts=2, slice_method="vertical", local_dp=2, parts=2, schedule="zero_bubble"),
     ),
-}  # fmt: skip
+}
 
 
 def exact(name: str) -> bool:

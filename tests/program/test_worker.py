@@ -226,8 +226,12 @@ def test_released_values_are_gone(plan: Plan):
     """When a step is over, what segments handed on is gone: only loss, prediction and moments are kept."""
     for rank, program in enumerate(programs(plan)):
         kept = {recipe(plan).graph.loss, recipe(plan).graph.prediction}
-        kept.update(entry.moments for step in program.steps if isinstance(update := step.instruction, Update)
-                    for entry in update.statistics)  # fmt: skip
+        kept.update(
+            entry.moments
+            for step in program.steps
+            if isinstance(update := step.instruction, Update)
+            for entry in update.statistics
+        )
         handed_on = {name for item in program.forward if isinstance(item, Compute) for name in item.outputs}
         handed_on |= {item.target for item in program.forward if isinstance(item, Exchange) and item.window}
         for name in sorted(handed_on - kept):

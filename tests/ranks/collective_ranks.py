@@ -143,9 +143,11 @@ def _wait_but_for_rank_2(world: MpiWorld, waiting: NcclAllReduce) -> None:
 
 CASES = {name: lambda world, plan=plan: the_same_as_one_process(world, plan) for name, plan in PLANS.items()}
 OTHERS = (
-    gradients_are_added_by_it, begun_in_any_order, after_a_failure_it_is_connected_anew,
+    gradients_are_added_by_it,
+    begun_in_any_order,
+    after_a_failure_it_is_connected_anew,
     what_cannot_be_connected_is_said,
-)  # fmt: skip
+)
 CASES |= {case.__name__: case for case in OTHERS}
 
 

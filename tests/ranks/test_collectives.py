@@ -54,7 +54,7 @@ class Told:
     ("own", "others", "used"),
     [("a 0", ["a 1", "b 0"], True), ("a 0", ["a 0"], False), ("a 0", [""], False), ("", ["a 1"], False)],
     ids=["one each", "two on one GPU", "one without", "here is none"],
-)  # fmt: skip
+)
 def test_it_is_used_where_each_rank_has_a_gpu_of_its_own(monkeypatch, own: str, others: list[str], used: bool):
     monkeypatch.setattr(nccl, "_get_nccl_gpu", lambda device: own)
     assert (make_collectives(Told(*others), torch.device("cuda"), lambda: None) is not None) == used

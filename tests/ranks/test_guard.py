@@ -147,8 +147,10 @@ def test_a_guard_that_is_not_heard_any_more_watches_no_more(monkeypatch):
     assert sorted(reports.find_stalled_ranks()) == [1, 2]
     found = ask_for(reports, 3.5, monkeypatch)
     assert {rank: (still.silent, still.idle) for rank, still in found.items()} == {
-        0: (True, False), 1: (True, False), 2: (False, True),
-    }  # fmt: skip
+        0: (True, False),
+        1: (True, False),
+        2: (False, True),
+    }
     hang = find_hang((0, 1, 2), found, after_s=3, began_s=time.monotonic() - 20)
     assert hang.words.startswith("Rank 0 does not go on: nothing has been heard of it for 3.5 s.")
     take(reports, line(0, "watches") + line(1, "watches"))

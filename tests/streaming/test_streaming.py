@@ -66,9 +66,14 @@ def make(tmp_path):
         model = Net()
         recipe = prepare(model, plan, SHAPE, device="cpu", **rules)
         one = ReferenceTraining(
-            model, nn.CrossEntropyLoss(), recipe.optimiser, torch.float64, recipe.draws, plan.micro_batches,
+            model,
+            nn.CrossEntropyLoss(),
+            recipe.optimiser,
+            torch.float64,
+            recipe.draws,
+            plan.micro_batches,
             recipe.rules,
-        )  # fmt: skip
+        )
         made.append(StreamedTraining(recipe, tmp_path, threads=1))
         for shelf_ in made[0]._shelves:
             shelf_.reads_files = reads_files
