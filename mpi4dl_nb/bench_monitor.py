@@ -53,7 +53,9 @@ class StepTimer:
     def end(self, outcome: History | BaseException) -> None:
         """Read the processor time of the drawing thread, then forward the call to the monitor."""
         if self.monitor:
-            self.drawing_s = _get_thread_cpu_s(self.monitor.thread_id)
+            threads = psutil.Process().threads()
+            mine = (each for each in threads if each.id == self.monitor.thread_id)
+            self.drawing_s = sum(each.user_time + each.system_time for each in mine)
             self.monitor.end(outcome)
 
     @property
@@ -65,11 +67,6 @@ class StepTimer:
     def seconds(self) -> float:
         """Seconds from the end of the first step to that of the last one."""
         return self.ends_s[-1] - self.ends_s[0]
-
-
-def _get_thread_cpu_s(thread: int | None) -> float:
-    """Return the processor time of one thread of this process so far, in seconds."""
-    return sum(each.user_time + each.system_time for each in psutil.Process().threads() if each.id == thread)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
