@@ -35,8 +35,7 @@ def prepare_batch(recipe: Recipe, images: Any, labels: Any) -> dict[str, Tensor]
                 f"{name} are {tensor.dtype}, but the training was made for {spec.dtype}. Give whole numbers, or "
                 "make a Training with labels=EXAMPLE, a tensor like the labels of a batch."
             )
-        # Bytes of 0 to 255 would be cast without an error, and train a model on images 255 times as bright as those
-        # that ranks read from files.
+        # A picture's bytes could be cast without an error; that they are not scaled would only show as poor learning.
         if name == "images" and spec.is_floating and not (tensor.is_floating_point() or tensor.is_complex()):
             raise ImageError(
                 f"images are {tensor.dtype}, but the training computes in {spec.dtype}, and a cast would not scale "
@@ -44,7 +43,7 @@ def prepare_batch(recipe: Recipe, images: Any, labels: Any) -> dict[str, Tensor]
                 "they are."
             )
         whole[name] = tensor.detach().to(getattr(torch, spec.dtype))
-    # An index beyond the classes is found here: on a GPU it would be an assertion in a kernel, which ends the process.
+    # An index beyond the classes must not reach a GPU: the assertion in its kernel leaves the process without that GPU.
     for numbers in find_label_specs(recipe.graph):
         wrong = numbers.find_invalid(whole["labels"])
         if wrong.numel():

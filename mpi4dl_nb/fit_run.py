@@ -21,7 +21,7 @@ from engines.checkpoint.writer import check_writable
 from engines.epoch_log import EpochLog
 from engines.errors import RankError
 from engines.train_loop import run
-from engines.training_events import EpochResult, Recovered, SkippedImage, StepResult, TrainingEvent
+from engines.training_events import EpochResult, Recovered, StepResult, TrainingEvent
 from engines.working_folder import make_absolute
 from mpi4dl_nb.loops import BatchLoop, ImageLoop
 from mpi4dl_nb.recovery import FailureRecovery, FitPosition, is_whole
@@ -134,6 +134,12 @@ class _FitRun:
 
     def run_to_end(self) -> None:
         """Run until the training ends or stops, resuming after each failure that was recovered."""
+        # A first checkpoint is written before step 1, so that there is always one to go back to. With a checkpoint
+        # after every second step, and a rank that dies in step 4:
+        #
+        #     step      1   2   3   4 (dies)
+        #     saved   0       2
+        #     again             3   4   5 ...
         if self.healing:
             self.healing.record_checkpoint(self._mark, self.keeper.save_now())
         mark = self._mark
@@ -152,6 +158,7 @@ class _FitRun:
                 self.keeper.save_at_end()
             return True
         except RankError as error:
+            # A batch system that ends the job often kills the ranks, too: their death is no failure to recover from.
             if self.asked() and self.keeper and self.keeper.path:
                 raise StoppedError(f"{error} {self._last}", self.asked()) from error
             if self.healing is None or self.asked():
@@ -166,6 +173,7 @@ class _FitRun:
 
     def _stop(self) -> None:
         """End the training on request. Raises StoppedError if it was saved, else KeyboardInterrupt."""
+        # An abandoned step may have ended in the middle of the update, on some ranks: such weights must not be saved.
         if self.keeper and is_whole(self.course.training):
             self.keeper.save_after_step()
         if self.keeper and self.keeper.path:
@@ -178,7 +186,8 @@ class _FitRun:
 
     def _iterate_events(self, mark: FitPosition) -> Iterator[TrainingEvent]:
         """Iterate over the remaining events. An overdue interrupt abandons calls to the ranks, but no checkpoint."""
-        cluster, events = self.course.training.cluster, self._make_events(mark)
+        cluster = self.course.training.cluster
+        events = run(self.course, self.epochs - mark.epochs, mark.begun, mark.is_over)
         while True:
             # Only drawing the next event may be abandoned. The consumer saves checkpoints outside of this block, where
             # a late interrupt must not cut a half-written one off.
@@ -187,9 +196,6 @@ class _FitRun:
             if event is None:
                 return
             yield event
-
-    def _make_events(self, mark: FitPosition) -> Iterator[SkippedImage | StepResult | EpochResult]:
-        return run(self.course, self.epochs - mark.epochs, mark.begun, mark.is_over)
 
     def _handle_event(self, event: TrainingEvent) -> None:
         match event:

@@ -93,7 +93,11 @@ class UserModules:
             if known.reloaded and known.version not in (None, _ANOTHER) and name in sys.modules
         }
         changed = tuple(name for name, known in self._known.items() if known.version is not None and not known.current)
-        return NotebookImports(tuple(_get_search_path()), reloaded, changed)
+        paths = []
+        for path in sys.path:
+            with suppress(FileNotFoundError):  # "" where the working folder was deleted: nothing is there
+                paths.append(os.path.abspath(path))  # noqa: PTH100 (keeps links)
+        return NotebookImports(tuple(paths), reloaded, changed)
 
     def pack(self, values: Iterable[Any]) -> list[bytes]:
         """Pickle the values. Raises PlanError, with the name, if a module must be sent by value and cannot be."""
@@ -111,7 +115,14 @@ class UserModules:
                 f"constant), and it cannot be sent as it is: {error}. Reload what has changed, and restart the ranks: "
                 "cluster.restart()."
             ) from error
-        self._report_by_value(used & by_value)
+        for name in sorted((used & by_value) - self._said):
+            self._said.add(name)
+            print(
+                f"The module {name}, or one that it uses, is not the one that the ranks have or would import: they "
+                "are sent its functions and classes as this notebook has them.",
+                file=sys.stderr,
+                flush=True,
+            )
         for name in used & self._known.keys() - by_value:
             for each in (name, *self._find_dependencies(name)):
                 self._held.setdefault(each, self._known[each].version)
@@ -165,23 +176,6 @@ class UserModules:
             found |= new
         return found - {name}
 
-    def _report_by_value(self, names: Iterable[str]) -> None:
-        for name in sorted(set(names) - self._said):
-            self._said.add(name)
-            print(
-                f"The module {name}, or one that it uses, is not the one that the ranks have or would import: they "
-                "are sent its functions and classes as this notebook has them.",
-                file=sys.stderr,
-                flush=True,
-            )
-
-
-def _get_search_path() -> Iterator[str]:
-    """Iterate over Python's search path. If the working folder was deleted, its entry is skipped: nothing is there."""
-    for path in sys.path:
-        with suppress(FileNotFoundError):
-            yield os.path.abspath(path)  # noqa: PTH100 (keeps links)
-
 
 def _find_owners(values: Iterable[object]) -> Iterator[str]:
     """Iterate over the modules in which `values` are defined."""
@@ -204,19 +198,17 @@ def is_user_module(name: str, module: object) -> bool:
         return False
     if name == "__main__" or name.partition(".")[0] in _OURS:
         return False
-    return not any(origin.startswith(folder) for folder in _get_install_folders()) and not _is_standard(origin)
+    return not origin.startswith(_get_install_folders())
 
 
 @cache
 def _get_install_folders() -> tuple[str, ...]:
-    folders = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), site.getusersitepackages()}
+    """Return the folders of the standard library and of installed packages."""
+    folders = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    folders |= {site.getusersitepackages(), *site.getsitepackages()}
     # A .pth file may have added the folders of another environment.
-    others = {folder for folder in sys.path if Path(folder).name in ("site-packages", "dist-packages")}
-    return tuple(folder + os.sep for folder in folders | others | set(site.getsitepackages()))
-
-
-def _is_standard(origin: str) -> bool:
-    return origin.startswith(tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")))
+    folders |= {folder for folder in sys.path if Path(folder).name in ("site-packages", "dist-packages")}
+    return tuple(folder + os.sep for folder in folders)
 
 
 def _get_version(file: str) -> SourceVersion | None:

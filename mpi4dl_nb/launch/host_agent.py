@@ -131,7 +131,8 @@ class _LineReader:
 
 
 def make_memory_folder(home: str, ranks: int) -> str:
-    """Return a folder in shared memory for `ranks` ranks if there is room, else `home`."""
+    """Return a folder in shared memory for `ranks` ranks, or `home` if there is too little room: ranks would crash."""
+    # Docker gives a container 64 MiB of shared memory unless told otherwise, enough for three ranks.
     memory = Path(_SHARED_MEMORY, Path(home).name)
     try:
         room = os.statvfs(_SHARED_MEMORY)

@@ -51,14 +51,10 @@ class _CallOutput:
             yield OutputLine(stream, before)
         if mark:
             self.lines += 1
-            yield _decode_line(stream, told)
-
-
-def _decode_line(stream: str, told: str) -> OutputLine:
-    try:
-        return OutputLine(*json.loads(told))
-    except (ValueError, TypeError):  # garbled by output of a library
-        return OutputLine(stream, told)
+            try:
+                yield OutputLine(*json.loads(told))
+            except (ValueError, TypeError):  # garbled by output of a library
+                yield OutputLine(stream, told)
 
 
 class RankOutput:

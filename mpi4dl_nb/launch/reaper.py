@@ -26,15 +26,8 @@ class Reaper:
     """
 
     def __init__(self, name: str, paths: Sequence[Path]) -> None:
-        self._command = [
-            sys.executable,
-            "-P",
-            reaper_process.__file__,
-            "hold",
-            name,
-            str(os.getpid()),
-            *map(str, paths),
-        ]
+        program = [sys.executable, "-P", reaper_process.__file__]
+        self._command = [*program, "hold", name, str(os.getpid()), *map(str, paths)]
         self._held: list[int] = []
         self._heard = b""
         self._lock, self._given_up = Lock(), False
@@ -42,10 +35,9 @@ class Reaper:
         Thread(target=self._supervise, name="mpi4dl_nb leash", daemon=True).start()
 
     def _start(self) -> None:
-        self._process = subprocess.Popen(
-            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            start_new_session=True,  # not interrupted together with the notebook
-        )  # fmt: skip
+        pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
+        # In a session of its own, so that it is not interrupted together with the notebook.
+        self._process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, stderr=nowhere, start_new_session=True)
         os.set_blocking(self._process.stdout.fileno(), False)
         self._send_pids(self._held)
 
@@ -56,11 +48,17 @@ class Reaper:
 
     def _supervise(self) -> None:
         """Wait for the reaper process to end, and replace it if a signal ended it."""
-        while (code := self._wait()) is None or code < 0:
+        code = None
+        while code is None or code < 0:
+            try:
+                code = self._process.wait(_LOOK_S)
+            except subprocess.TimeoutExpired:
+                code = None
+                self._process.send_signal(signal.SIGCONT)  # in case it was stopped
             with self._lock:
                 if self._given_up:
                     return
-                if code is not None:
+                if code is not None and code < 0:
                     self._replace()
 
     def _replace(self) -> None:
@@ -72,13 +70,6 @@ class Reaper:
     def _read_ended(self) -> None:
         if not self._process.stdout.closed:
             self._heard += self._process.stdout.read() or b""
-
-    def _wait(self) -> int | None:
-        """Return the exit code if the process ends within a second; otherwise continue it in case it was stopped."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return self._process.wait(_LOOK_S)
-        self._process.send_signal(signal.SIGCONT)
-        return None
 
     def _close(self) -> None:
         with contextlib.suppress(BrokenPipeError):

@@ -156,12 +156,8 @@ def _run_launcher(name: str, paths: Iterable[str], command: Sequence[str]) -> No
             launcher.send_signal(heard.si_signo)
     end_cluster(name)
     remove_paths(paths)
-    _exit_with(launcher.returncode)
-
-
-def _exit_with(code: int) -> NoReturn:
-    """Exit with that code; if it is negative, by that signal, provided that the signal ends a process."""
-    if code < 0:
+    code = launcher.returncode
+    if code < 0:  # a signal has ended the launcher: end by the same one, provided that it ends a process
         with contextlib.suppress(OSError):  # SIGKILL has no handler
             signal.signal(-code, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
