@@ -99,6 +99,8 @@ def fit(
     folder, SIGTERM and SIGUSR1, by which batch systems announce the end of a job, do the same and then end this process
     as they would have without a training.
     """
+    # Entered in this order and left in the reverse one: the callbacks hear of the end, then the ranks stop reading
+    # images, and only then a signal has its usual effect again.
     with ExitStack() as stack:
         asked = stack.enter_context(Interrupts(SIGNALS if saving.folder else (signal.SIGINT,), obeyed=True))
         stack.enter_context(closing(course))
@@ -256,6 +258,7 @@ class _FitRun:
     @property
     def history(self) -> History:
         """The history up to now."""
+        # Steps that were done again after a failure count twice, as their time does.
         rate = self.images / (time.perf_counter() - self.start_s)
         saved = self.keeper and self.keeper.path
         return History(tuple(self.losses), rate, tuple(self.ended), tuple(self.course.bad), self.stopped, saved)

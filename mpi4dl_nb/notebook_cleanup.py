@@ -70,6 +70,10 @@ def find_holder_name(
     ... )
     ('mine', '')
     """
+    # Walk against the direction of the references, from the cluster to the first name:
+    #
+    #     training ──> Training ──> Cluster       in use by `training`
+    #     Out ──> {4: Cluster}                    not in use: paths through IPython's caches end before they begin
     given = {id(value): name for name, value in names.items() if name not in hidden and not _KEPT.fullmatch(name)}
     at_work = _get_thread_locals()
     modules = []

@@ -71,6 +71,15 @@ class _UserModule:
         )
 
 
+# A module of the user, and how ranks get its functions:
+#
+#     its file is as the notebook has loaded it      by name: ranks import the file
+#     reloaded since (importlib, %autoreload)        by name, unless the ranks have imported an older version
+#     its file has changed, but it was not reloaded  by value: ranks would import newer code
+#     one of its constants was set                   by value
+#     it uses a module that is sent by value         by value: its imported copy would use the rank's own version
+
+
 class UserModules:
     """Pickles the calls for one group of ranks, and holds what the ranks must `follow`.
 
@@ -123,6 +132,7 @@ class UserModules:
                 file=sys.stderr,
                 flush=True,
             )
+        # Ranks keep what they import now. If the notebook reloads it later, it differs from theirs.
         for name in used & self._known.keys() - by_value:
             for each in (name, *self._find_dependencies(name)):
                 self._held.setdefault(each, self._known[each].version)

@@ -35,7 +35,12 @@ def main(arguments: Sequence[str]) -> int:
         if not studies:
             known = ", ".join(study.title for study in STUDIES)
             raise PlanError(f"No study begins with {' or '.join(chosen.only)}. There are {known}.")
-        before = _load_previous(folder / DATA, studies)
+        before = BenchmarkResults.load(folder / DATA) if (folder / DATA).exists() else None
+        measured = {study.title for study in studies}
+        if before and (lost := [title for title, rows in before.rows.items() if rows and title not in measured]):
+            raise PlanError(
+                f"{folder / DATA} also has figures of {', '.join(lost)}. Choose another --folder, or measure all."
+            )
         found = measure_studies(studies)
     except Mpi4dlError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
@@ -45,16 +50,6 @@ def main(arguments: Sequence[str]) -> int:
     for said in (*found.failures, *(change.words for change in changed or ())):
         print(said)
     return 1 if found.failures else 0
-
-
-def _load_previous(path: Path, studies: Sequence[BenchmarkStudy]) -> BenchmarkResults | None:
-    """Return the earlier figures in the folder. Raises PlanError if they cannot be read, or would be lost."""
-    if not path.exists():
-        return None
-    before = BenchmarkResults.load(path)
-    if lost := [title for title, rows in before.rows.items() if rows and title not in {s.title for s in studies}]:
-        raise PlanError(f"{path} also has figures of {', '.join(lost)}. Choose another --folder, or measure all.")
-    return before
 
 
 def _write(

@@ -6,16 +6,26 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from threading import Lock, Thread
 
-from mpi4dl_nb.launch import reaper_process
+from mpi4dl_nb.launch.reaper_process import PROGRAM
 
 __all__ = ["Reaper"]
 
-_LOOK_S = 1.0
+_CHECK_S = 1.0
+
+
+# Two processes that look after each other; both must be killed at once to leave a cluster behind, and the next start
+# finds even that one by its record (pid_file.py).
+#
+#     notebook ── pids to watch, as lines ──> reaper process ── SIGTERM, SIGKILL ──> all with the cluster's MARK
+#        ^  │                                    │   ^
+#        │  └── waits for it, starts another ────┼───┘
+#        └───── pids that had ended ─────────────┘
+#
+# The end of the pipe is the only message that arrives even if the notebook is killed: the kernel closes it.
 
 
 class Reaper:
@@ -26,8 +36,7 @@ class Reaper:
     """
 
     def __init__(self, name: str, paths: Sequence[Path]) -> None:
-        program = [sys.executable, "-P", reaper_process.__file__]
-        self._command = [*program, "hold", name, str(os.getpid()), *map(str, paths)]
+        self._command = [*PROGRAM, "hold", name, str(os.getpid()), *map(str, paths)]
         self._held: list[int] = []
         self._heard = b""
         self._lock, self._given_up = Lock(), False
@@ -51,7 +60,7 @@ class Reaper:
         code = None
         while code is None or code < 0:
             try:
-                code = self._process.wait(_LOOK_S)
+                code = self._process.wait(_CHECK_S)
             except subprocess.TimeoutExpired:
                 code = None
                 self._process.send_signal(signal.SIGCONT)  # in case it was stopped

@@ -17,6 +17,13 @@ PREFIX = "mpi4dl_nb-"
 _FILES_BYTES = 4 << 20  # keys, logs and files of MPI's runtime
 
 
+# What a cluster has on disk while it runs:
+#
+#     home      /tmp/mpi4dl_nb-ab12cd34        connection files with their keys, MPI's session (ompi.*)
+#     memory    /dev/shm/mpi4dl_nb-ab12cd34    the segments through which the ranks send messages
+#     record    .../mpi4dl_nb-ab12cd34.json    the pids of its processes (pid_file.py)
+
+
 @dataclass(frozen=True)
 class RunDirectory:
     """Folders of a cluster: `home` for keys, logs and MPI's files, `memory` for the ranks' shared memory.
