@@ -288,7 +288,8 @@ class Cluster:
         self._check_alive()
         if self._last is None or self._last.clean:
             return
-        # Ranks may still run a call that has failed: the next one must not start before all of them have returned.
+        # Ranks may still run a call that has failed: the next one must not start before all of them have returned. Then
+        # they drop the messages of that call that nobody has received, or the next call would receive them.
         if not self._last.release(_PATIENCE_S):
             rank = min(self._last.waiting.values())
             self._mark_dead(RankError(f"Rank {rank}: it has not come back within {_PATIENCE_S:.0f} s.", rank))

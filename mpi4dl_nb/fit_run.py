@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -75,14 +75,6 @@ class CheckpointOptions:
     every: int | None
     keep: int
 
-    def make_checkpoint_manager(self, training: Training, asked: Callable[[], int]) -> CheckpointManager | None:
-        """Return the manager that saves a training, or None. Raises CheckpointError if the folder is not writable."""
-        if self.folder is None:
-            return None
-        check_writable(make_absolute(self.folder))
-        save = partial(training.save, self.folder, self.keep)
-        return CheckpointManager(save, lambda: training.steps, self.every, asked, tqdm.write)
-
 
 def fit(
     course: BatchLoop | ImageLoop,
@@ -107,7 +99,11 @@ def fit(
         fitting = _FitRun(course, epochs, watchers, healing, asked)
         stack.enter_context(fitting.notify_callbacks())
         fitting.book = None if log is None else stack.enter_context(EpochLog(log))
-        fitting.keeper = saving.make_checkpoint_manager(course.training, fitting.asked)
+        if saving.folder is not None:
+            check_writable(make_absolute(saving.folder))  # an error now, and not after the first epoch
+            training, tell = course.training, tqdm.write
+            save = partial(training.save, saving.folder, saving.keep)
+            fitting.keeper = CheckpointManager(save, lambda: training.steps, saving.every, asked, tell)
         fitting.run_to_end()
     if not fitting.losses and not fitting.stopped:
         text = "Nothing was trained: no step was left to do. Call fit() again for the next epoch."

@@ -80,6 +80,7 @@ class PlanTrial:
             if last:
                 self.peak_bytes = tuple(self.cluster.call(_measure_bytes, self.name, per_rank=self._inputs))
             else:
+                # A step is over when the slowest rank is.
                 self._seconds.append(max(self.cluster.call(_time_step, self.name, per_rank=self._inputs)))
         except Mpi4dlError as error:
             self.failure = str(error)

@@ -216,6 +216,9 @@ def tune(
     """
     if top < 0 or steps < 1:
         raise PlanError(f"top={top} plans are to be measured for steps={steps}: use 0 or more plans, 1 or more steps.")
+    # Predictions are cheap and rank hundreds of plans, but may be wrong by some percent: the few best are measured.
+    #
+    #     all plans for n ranks ── trace, compile, simulate ──> fastest first ── the `top` best, trained ──> best first
     tuning = PlanTuner(model, image_shape, cluster, loss, optimiser, labels, device)
     with make_progress_bar("plans predicted", progress) as seen:
         found = tuning.find(rank_bytes, seen, neutral_batch)

@@ -102,6 +102,8 @@ def predict_picture(
                 f"The prediction of {asked.picture_px[0]} x {asked.picture_px[1]} px takes {size / 1e9:.1f} GB. "
                 "Write it to a file (to='prediction.tif'), or predict a region or a coarser level."
             )
+    # One call per round rather than one for the whole picture: the bar advances, and the stop button takes effect
+    # between two rounds. If anything fails, `drop` closes what the ranks have opened.
     try:
         (rounds, *_) = training.cluster.call(_begin_sweep, training.name, held, replace(recipe, state={}), ask, sink)
         for _ in tqdm(range(rounds), unit="round", disable=not progress):

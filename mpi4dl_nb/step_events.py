@@ -189,5 +189,9 @@ def compute_schedule_time(lane: Sequence[Slot], steps: Sequence[StepLabel], done
     slot = next((slot for slot in lane if slot.work == work), None)
     if slot is None:
         return float(lane[-1].stop) if lane else 0.0
+    # A slot is as long as the schedule says, however many instructions it has:
+    #
+    #     lane    | F0         | F1         |           1 of 4 instructions of F1 are done:
+    #     steps     a  b  c  d   e  f  g  h             1 + (2 - 1) * 1 / 4 = 1.25
     mine = [index for index, place in enumerate(steps) if place.work == work]
     return slot.start + (slot.stop - slot.start) * (mine.index(done - 1) + 1) / len(mine)

@@ -162,6 +162,12 @@ class Training:
 
         `count` is the number of images if it is smaller than usual; `make_ready` must have prepared the ranks for it.
         """
+        # The notebook has the whole batch, a rank gets what its program reads, and all of them give back the same loss:
+        #
+        #     images (N, C, H, W) ── cut_inputs ──> rank 0: tile 0 of each image ──> report, statistics
+        #                                      └──> rank 1: tile 1               ──> report, statistics
+        #
+        # Pixels beside a tile are not sent: ranks exchange them layer by layer.
         recipe, programs = self._sizes[count or count_step_images(self.recipe)]
         whole = prepare_batch(recipe, images, labels)
         parts = [(cut_inputs(program, whole),) for program in programs]

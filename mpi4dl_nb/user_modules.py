@@ -247,6 +247,9 @@ def _read_compiled_version(file: str) -> SourceVersion | None:
     """Return the (mtime in s, size) of the source of Python's compiled file; None if there is none that holds them."""
     if sys.dont_write_bytecode:
         return None
+    # The head of a .pyc file (PEP 552), little-endian:
+    #
+    #     magic number | flags | mtime of the source | size of the source      4 bytes each
     try:
         with Path(importlib.util.cache_from_source(file)).open("rb") as compiled:
             _, flags, changed_s, length = unpack("<4sIII", compiled.read(16))

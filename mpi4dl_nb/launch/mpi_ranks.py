@@ -226,6 +226,10 @@ class MpiRanks:
     def _order_by_rank(self) -> None:
         """Put the engines in rank order, once: engine ids need not be MPI ranks."""
         views = {number: self._client.direct_view(number) for number in self._client.ids}
+        #     ipyparallel's ids    0  1  2      in the order in which the engines have registered
+        #     MPI's ranks          2  0  1      as mpiexec has started them
+        #     self._ids            1  2  0      id of each rank
+        #
         # Start `join` on all engines before waiting for any of them: MPI's initialisation is collective.
         told = {number: view.apply_async(rank_server.join) for number, view in views.items()}
         self._wait_for_ranks(lambda: len([f.result() for f in told.values() if f.done()]), "have joined")

@@ -38,6 +38,8 @@ class StartupMonitor:
         self._done_s = self._done_before_s = 0.0
         self._sign_s, self._say_s = self._began_s, _SAY_S
 
+    # A start has two phases, in each of which all ranks must turn up: as engines that have registered, which takes most
+    # of the processor time, for imports; then in MPI, after its collective initialisation.
     def begin_phase(self) -> None:
         """Start counting the ranks again from zero."""
         self._count, self._since_s, self._done_before_s = 0, time.monotonic(), self._done_s
@@ -47,6 +49,7 @@ class StartupMonitor:
         now_s = time.monotonic()
         if count > self._count:
             self._count, self._since_s, self._sign_s, self._done_before_s = count, now_s, now_s, self._done_s
+        # Walking the process tree costs some ms, so it is done once a second, and not in each poll.
         if now_s - self._at_s >= _LOOK_S:
             self._at_s, done_s = now_s, self._work()
             if done_s > self._done_s + _SIGN_S:
