@@ -287,9 +287,7 @@ class Training:
         with nullcontext() if held_out is None else closing(Evaluator(self, held_out, on_bad_image)) as judge:
 
             def evaluate() -> Scores | None:
-                return judge and judge.compute_scores(
-                    lambda: self.cluster.call(remote_functions.get_tensors, self.name, self.steps)
-                )
+                return judge and judge.compute_scores(self._get_tensors)
 
             renew = judge.begin if judge else lambda: None
             healing = None if on_failure == "raise" else FailureRecovery(self, on_failure == "shrink", renew)
@@ -316,11 +314,10 @@ class Training:
         # The ranks run the same plan as here, but in float64, in which a wrong halo or a sum that counts a pixel twice
         # cannot hide behind rounding.
         recipe = with_small_loss_scale(self._prepare(replace(self.plan, precision=precision)))
-        whole = (
-            make_batches(recipe, seed)
-            if data is None
-            else [prepare_batch(recipe, *batch) for batch in islice(data, STEPS)]
-        )
+        if data is None:
+            whole = make_batches(recipe, seed)
+        else:
+            whole = [prepare_batch(recipe, *batch) for batch in islice(data, STEPS)]
         if not whole:
             raise ImageError("verify was given no batch. Give it at least one, or leave data out.")
         work = [
@@ -383,13 +380,14 @@ class Training:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the trained weights and buffers by the names of the plain model, for `model.load_state_dict`."""
-        return collect_state_dict(self.recipe, self.cluster.call(remote_functions.get_tensors, self.name, self.steps))
+        return collect_state_dict(self.recipe, self._get_tensors())
 
     def loss_state_dict(self) -> dict[str, Tensor]:
         """Return the state of a loss that is a module, for `loss.load_state_dict`; empty if it has none."""
-        return collect_state_dict(
-            self.recipe, self.cluster.call(remote_functions.get_tensors, self.name, self.steps), "loss"
-        )
+        return collect_state_dict(self.recipe, self._get_tensors(), "loss")
+
+    def _get_tensors(self) -> list[dict[str, dict[str, Tensor]]]:
+        return self.cluster.call(remote_functions.get_tensors, self.name, self.steps)
 
     def save(self, folder: str | PathLike[str], keep: int = KEEP) -> Path:
         """Write a checkpoint into `folder`, which keeps the last `keep` checkpoints, and return its path.
