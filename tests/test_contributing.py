@@ -66,7 +66,7 @@ def test_a_recipe_is_short_and_checks_itself(title: str):
 def test_what_a_recipe_adds_is_not_there_yet(title: str):
     """Otherwise the recipe would hold without what it shows."""
     code = RECIPES[title]
-    added = re.findall(r'@entry\("(.+?)"|RULES\["(.+?)"\]|MACHINES\["(.+?)"\] =|\*folder.ENDINGS, "(.+?)"', code)
+    added = re.findall(r'@register_rule\("(.+?)"|RULES\["(.+?)"\]|MACHINES\["(.+?)"\] =|\*folder.ENDINGS, "(.+?)"', code)
     assert added
     known = {*operator_table.get_rules(), *schedule.RULES, *machines.MACHINES, *folder.ENDINGS}
     assert not known & {name for names in added for name in names if name}

@@ -15,7 +15,8 @@ from mpi4dl_nb.widgets.figure_view import FigureView
 from mpi4dl_nb.widgets.figure_widget import FigureWidget
 
 tried = FigureWidget([
-    make_bounded_int("stages", 2, 1, 9), make_dropdown("schedule", ["1f1b", "gems"], "gems"), make_checkbox("both ways"),
+    make_bounded_int("stages", 2, 1, 9), make_dropdown("schedule", ["1f1b", "gems"], "gems"),
+    make_checkbox("both ways"),
     make_button("begin", print), Slider("layer", 3, 0, 9),
 ], keys=["+"])
 tried.trouble.show("split_size=99 is too many")

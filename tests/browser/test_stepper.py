@@ -46,8 +46,8 @@ def same(of, gradient):
     for panel in view.panels:
         if panel.seen is not None and panel.extent.module == of:
             inside = panel.extent.held & Tile.whole(*panel.extent.size_px)
-            mine = panel.seen.pixels[inside.within(panel.extent.held)]
-            theirs = plain[stepper.image.value, stepper.channel.value][inside.within(Tile.whole(0, 0))]
+            mine = panel.seen.pixels[inside.to_slices(panel.extent.held)]
+            theirs = plain[stepper.image.value, stepper.channel.value][inside.to_slices(Tile.whole(0, 0))]
             equal.append(torch.equal(mine, theirs) and panel.gradient == gradient)
     return len(equal), all(equal), torch.equal(stepping.tensor(of, gradient=gradient), plain)
 """,

@@ -71,7 +71,7 @@ def test_the_end_of_python_does_not_hold_it():
 def test_a_copy_of_the_process_ends_nothing():
     """As workers of a data loader, which collect their memory, too."""
     cluster = Cluster(1, backend="loopback").start()
-    (held,) = [each for each in gc.get_objects() if type(each).__name__ == "Held" and each.cluster() is cluster]
+    (held,) = [each for each in gc.get_objects() if type(each).__name__ == "OwnedRanks" and each.cluster() is cluster]
     held._process = os.getppid()
     del cluster
     assert within(1, lambda: not get_running_clusters())

@@ -234,7 +234,7 @@ def test_an_interrupt_ends_fit_and_its_workers_and_it_goes_on(ranks, monkeypatch
     second, begin = threading.Event(), mine.cluster.call
 
     def call(function, *arguments, **more):
-        if function.__name__ == "_go_on" and mine.feed_state is not None:
+        if function.__name__ == "_run_step" and mine.feed_state is not None:
             second.set()
         return begin(function, *arguments, **more)
 
@@ -270,7 +270,7 @@ def test_weights_that_only_some_ranks_have_changed_are_told(ranks):
     begin = mine.cluster.call
 
     def call(function, *arguments, **more):
-        if function.__name__ == "_go_on":
+        if function.__name__ == "_run_step":
             begin(change, mine.name)
         return begin(function, *arguments, **more)
 

@@ -277,14 +277,14 @@ def test_an_outpost_tells_of_its_host(post):
 
 def test_keys_are_for_their_owner_only_and_go_with_the_cluster(post):
     posts, _ = post
-    home = Path(posts.folders("here")[0])
+    home = Path(posts.get_folders("here")[0])
     with socket.create_server(("127.0.0.1", 0)) as controller:
-        posts.arm({"security/key": "secret"}, controller.getsockname())
+        posts.send_connection_file({"security/key": "secret"}, controller.getsockname())
     file = home / "security" / "key"
     assert file.read_text() == "secret"
     assert [stat.S_IMODE(path.stat().st_mode) for path in (home, file.parent, file)] == [0o700, 0o700, 0o600]
     assert "secret" not in Path(f"/proc/{posts.posts['here'].process.pid}/cmdline").read_text()
-    memory = Path(posts.folders("here")[1])
+    memory = Path(posts.get_folders("here")[1])
     assert stat.S_IMODE(memory.stat().st_mode) == 0o700
     posts.close()
     assert not home.exists()
@@ -296,7 +296,7 @@ def test_a_controller_that_is_out_of_reach_is_told(post):
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         port = nobody.getsockname()[1]
     with pytest.raises(RankError, match=rf"here can't connect to this machine at 127.0.0.1, port {port}: .*refused"):
-        posts.arm({}, ("127.0.0.1", port))
+        posts.send_connection_file({}, ("127.0.0.1", port))
 
 
 def test_a_host_that_falls_silent_is_noticed_and_one_that_comes_back_too(post, monkeypatch):
@@ -304,23 +304,23 @@ def test_a_host_that_falls_silent_is_noticed_and_one_that_comes_back_too(post, m
     posts, _ = post
     process = posts.posts["here"].process
     time.sleep(1.5)
-    assert not posts.silent()
+    assert not posts.find_silent_hosts()
     process.send_signal(signal.SIGSTOP)
     time.sleep(1.8)
-    assert 1.0 < posts.silent()["here"] < 3.0
+    assert 1.0 < posts.find_silent_hosts()["here"] < 3.0
     process.send_signal(signal.SIGCONT)
     time.sleep(1.0)
-    assert not posts.silent()
+    assert not posts.find_silent_hosts()
     process.kill()
     process.wait()
-    assert "here" in posts.silent()
-    for folder in posts.folders("here"):  # it can't do so itself any more
+    assert "here" in posts.find_silent_hosts()
+    for folder in posts.get_folders("here"):  # it can't do so itself any more
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def test_what_is_left_on_a_host_ends_when_nobody_beats_any_more(post):
     posts, _ = post
-    environment = {**os.environ, "IPP_PROFILE_DIR": posts.folders("here")[0]}
+    environment = {**os.environ, "IPP_PROFILE_DIR": posts.get_folders("here")[0]}
     with subprocess.Popen(["sleep", "60"], env=environment) as left:
         posts.close()
         assert left.wait(5) == -signal.SIGKILL

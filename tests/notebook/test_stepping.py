@@ -322,7 +322,7 @@ def check_lent(view, seen: dict[str, Tensor]) -> None:
     """What has arrived are the neighbours' pixels; the window had no content there."""
     assert view.landed
     for transfer, landed in view.landed:
-        whole = seen["3"][1, 2][transfer.move.tile.within(Tile.whole(0, 0))]
+        whole = seen["3"][1, 2][transfer.move.tile.to_slices(Tile.whole(0, 0))]
         assert landed.before is None
         assert torch.equal(landed.arrived, whole)
         assert torch.equal(landed.after, whole)

@@ -168,7 +168,7 @@ def test_a_plan_that_fails_is_told_and_the_others_are_measured(cluster, monkeypa
             return lambda: (_ for _ in ()).throw(PlanError("it does not <run>"))
         return whole(plan)
 
-    monkeypatch.setattr(tuner.tuning, "_recipe", failing)
+    monkeypatch.setattr(tuner.tuning, "_make_recipe_factory", failing)
     tuner.top.value, tuner.steps.value = 2, 1
     tuner.measure_best()
     assert tuner.candidates[0].plan == second.plan

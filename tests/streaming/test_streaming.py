@@ -139,7 +139,7 @@ def test_while_a_tile_waits_it_holds_next_to_nothing(make):
             here = [s for key, s in live.items() if key not in kept and not training.store.has_storage(s)]
             held.append(sum(s.nbytes() for s in here))
 
-        training._relay.enter(rank, watched, training._relay._progress[rank])
+        training._relay.register(rank, watched, training._relay._progress[rank])
     training.step(training.cut(whole[0]))
     assert held
     assert max(held) == 0

@@ -138,8 +138,8 @@ def test_what_is_wrong_is_said_beside_its_knob_until_it_is_mended(chosen, knob, 
 
 def test_what_needs_a_trace_comes_later_and_a_cell_waits_for_it(chosen, monkeypatch):
     chosen.planning.traces._graphs.clear()
-    go_on, trace = Event(), chosen.planning.traces._traced
-    monkeypatch.setattr(type(chosen.planning.traces), "_traced", lambda self, plan: go_on.wait(20) and trace(plan))
+    go_on, trace = Event(), chosen.planning.traces._trace_plan
+    monkeypatch.setattr(type(chosen.planning.traces), "_trace_plan", lambda self, plan: go_on.wait(20) and trace(plan))
     start_s = time.monotonic()
     chosen.knobs["parts"].value = 2
     assert time.monotonic() - start_s < 2
