@@ -43,26 +43,17 @@ def find_batch_sizes(data: Iterable[Batch], full: int) -> Sequence[int] | None:
     Raises ImageError if a later batch of a list has a wrong size.
     """
     if isinstance(data, list | tuple):
-        return _find_list_sizes(data, full)
-    return _find_loader_sizes(data) if isinstance(data, DataLoader) and data.batch_size == full else None
-
-
-def _find_list_sizes(data: Sequence[Batch], full: int) -> Sequence[int] | None:
-    counts = [count_images(batch) for batch in data]
-    if not counts or counts[0] != full:
-        return None  # the first step raises the error
-    wrong = next((number for number, count in enumerate(counts) if not 0 < count <= full), None)
-    if wrong is not None:
-        raise ImageError(
-            f"Batch {wrong} has {counts[wrong]} images, but a step takes {full}. Give batches of {full} images, or "
-            "fewer in the last one."
-        )
-    return counts
-
-
-def _find_loader_sizes(data: DataLoader) -> Sequence[int] | None:
-    """Return the batch sizes of a DataLoader with a fixed batch size; None if its length is unknown."""
-    if isinstance(data.dataset, IterableDataset):
+        counts = [count_images(batch) for batch in data]
+        if not counts or counts[0] != full:
+            return None  # the first step raises the error
+        wrong = next((number for number, count in enumerate(counts) if not 0 < count <= full), None)
+        if wrong is not None:
+            raise ImageError(
+                f"Batch {wrong} has {counts[wrong]} images, but a step takes {full}. Give batches of {full} images, or "
+                "fewer in the last one."
+            )
+        return counts
+    if not isinstance(data, DataLoader) or data.batch_size != full or isinstance(data.dataset, IterableDataset):
         return None
     try:
         whole, rest = divmod(len(data.sampler), data.batch_size)  # type: ignore[arg-type]

@@ -53,7 +53,9 @@ class StepTimer:
     def end(self, outcome: History | BaseException) -> None:
         """Read the processor time of the drawing thread, then forward the call to the monitor."""
         if self.monitor:
-            self.drawing_s = _get_thread_cpu_s(self.monitor.thread_id)
+            threads = psutil.Process().threads()
+            mine = (each for each in threads if each.id == self.monitor.thread_id)
+            self.drawing_s = sum(each.user_time + each.system_time for each in mine)
             self.monitor.end(outcome)
 
     @property
@@ -65,11 +67,6 @@ class StepTimer:
     def seconds(self) -> float:
         """Seconds from the end of the first step to that of the last one."""
         return self.ends_s[-1] - self.ends_s[0]
-
-
-def _get_thread_cpu_s(thread: int | None) -> float:
-    """Return the processor time of one thread of this process so far, in seconds."""
-    return sum(each.user_time + each.system_time for each in psutil.Process().threads() if each.id == thread)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -89,22 +86,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 runs[watched] += [timed] if pair else []
                 told = "with" if watched else "without"
                 print(f"pair {pair}, {told} a monitor: {timed.steps_per_s:.3f} steps/s", flush=True)
-    print(json.dumps(_summarise(plan, chosen.steps, runs)), flush=True)
-
-
-def _summarise(plan: Plan, steps: int, runs: dict[bool, list[StepTimer]]) -> dict[str, object]:
-    """Return medians; `ratio` is the median over adjacent pairs, `spread` half of its interquartile range.
-
-    `drawing_share` is a share of the processor time of all cores, `telling_share` one of the time of the thread that
-    runs `fit`.
-    """
+    # `ratio` is the median over adjacent pairs, `spread` half of its interquartile range. `drawing_share` is a share of
+    # the processor time of all cores, `telling_share` one of the time of the thread that runs `fit`.
     speeds = {watched: [timed.steps_per_s for timed in all_of_them] for watched, all_of_them in runs.items()}
     seconds = sum(timed.seconds for timed in runs[True])
     ratios = [with_it / without for without, with_it in zip(speeds[False], speeds[True], strict=True)]
     low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else (ratios[0],) * 3
-    return {
+    line = {
         "ranks": plan.ranks,
-        "steps": steps,
+        "steps": chosen.steps,
         "pairs": len(ratios),
         "steps_per_s": round(statistics.median(speeds[False]), 3),
         "steps_per_s_monitored": round(statistics.median(speeds[True]), 3),
@@ -114,6 +104,7 @@ def _summarise(plan: Plan, steps: int, runs: dict[bool, list[StepTimer]]) -> dic
         "telling_share": round(sum(timed.telling_s for timed in runs[True]) / seconds, 5),
         "load": round(os.getloadavg()[0], 1),
     }
+    print(json.dumps(line), flush=True)
 
 
 def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:

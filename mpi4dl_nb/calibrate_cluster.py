@@ -30,6 +30,7 @@ def calibrate_cluster(
     machine = _measure(cluster, rehearsal, quick, progress)
     if machine.noise.is_good or accept_noise:
         return machine
+    # Noise comes from other programs, mostly in bursts, so a second measurement is often a good one.
     machine = min(machine, _measure(cluster, rehearsal, quick, progress), key=lambda each: each.noise.level)
     if machine.noise.is_useless:
         raise PlanError(

@@ -66,6 +66,7 @@ class CalibrationCache:
             return
         with suppress(*(OSError,) * self.usual):
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            # Written beside it and renamed: a notebook that reads now sees the old file or the new one, but whole.
             part = self.path.with_name(f"{self.path.name}.{os.getpid()}")
             part.write_text(machine.to_json())
             part.replace(self.path)

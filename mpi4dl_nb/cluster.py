@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import pickle
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
@@ -78,9 +78,13 @@ class Cluster:
     """
 
     def __init__(
-        self, n: int, backend: str = "mpi", hang_after_s: float | None = 300.0,
-        hosts: Sequence[str] | Mapping[str, int] | str | PathLike[str] | None = None, output: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        n: int,
+        backend: str = "mpi",
+        hang_after_s: float | None = 300.0,
+        hosts: Sequence[str] | Mapping[str, int] | str | PathLike[str] | None = None,
+        output: bool = True,
+    ) -> None:
         _check_count(n)
         if hang_after_s is not None and not hang_after_s >= 1:
             raise PlanError(f"hang_after_s={hang_after_s!r} must be 1 second or more, or None for no limit.")
@@ -97,16 +101,14 @@ class Cluster:
         self._shown = OutputPrinter(output)
         self._last: RemoteCall | None = None
         self.machine: Machine | None = None
-        self._turn = RLock()  # concurrent calls, from a widget's thread and a cell, would mix their messages
+        # Concurrent calls, from a widget's thread and a cell, would mix their messages. It is reentrant because
+        # `heal` and `resize` call further methods that take it.
+        self._turn = RLock()
 
     @property
     def is_one_process(self) -> bool:
         """Whether all ranks are in this process."""
         return self.backend != "mpi"
-
-    @property
-    def _threads(self) -> int:
-        return {"mpi": compute_threads_per_rank(self.n), "loopback": 1, "in_turn": count_cores()}[self.backend]
 
     def start(self) -> Cluster:
         """Start the ranks and wait until they are ready. Raises RankError, with their output, if they do not start."""
@@ -147,12 +149,28 @@ class Cluster:
         ranks move to the other hosts, or are dropped (`fewer`). Raises RankError.
         """
         with self._turn:
-            if self._ranks and (cut := self._ranks.find_lost_hosts()):
-                self._drop_hosts(cut, fewer)
-                return self.restart()
+            # From the largest loss to the smallest:
+            #
+            #     a host is silent          drop it, restart all ranks on the others
+            #     ranks are dead, `fewer`   shrink the communicator (ULFM), without a restart
+            #     ranks are dead            restart all ranks
+            #     all ranks are alive       synchronise them; if that fails, restart all
+            cut = self._ranks.find_lost_hosts() if self._ranks else ()
             lost = self._ranks.find_lost_ranks() if self._ranks else {}
+            if cut:
+                left = self.hosts.exclude(cut)
+                n = self.n - fewer * sum(isinstance(each, HostLost) for each in lost.values())
+                left.assign_ranks(n)  # raises PlanError before anything has ended, if the ranks do not fit
+                self.hosts, self.n, self.machine = left, n, None
+                return self.restart()
             if fewer and lost:
-                self._shrink(lost)
+                if len(lost) == self.n:
+                    raise RankError(f"None of the {self.n} ranks is left to go on. Call heal() to start them anew.")
+                if self._last is not None:
+                    self._last.release(_PATIENCE_S)
+                self._ranks.exclude_ranks(lost)
+                self.n, self.dead, self.machine = self.n - len(lost), "", None
+                self._resync(recover_and_reset)
                 return self
             if self._ranks is None or self.dead or lost:
                 return self.restart()
@@ -161,22 +179,6 @@ class Cluster:
             except RankError:
                 self.restart()
         return self
-
-    def _drop_hosts(self, cut: Collection[str], fewer: bool) -> None:
-        """Drop hosts that do not answer. Raises RankError if none is left, PlanError if ranks do not fit the others."""
-        left = self.hosts.exclude(cut)
-        n = self.n - fewer * sum(isinstance(each, HostLost) for each in self._ranks.find_lost_ranks().values())
-        left.assign_ranks(n)
-        self.hosts, self.n, self.machine = left, n, None
-
-    def _shrink(self, lost: Collection[int]) -> None:
-        if len(lost) == self.n:
-            raise RankError(f"None of the {self.n} ranks is left to go on. Call heal() to start them anew.")
-        if self._last is not None:
-            self._last.release(_PATIENCE_S)
-        self._ranks.exclude_ranks(lost)
-        self.n, self.dead, self.machine = self.n - len(lost), "", None
-        self._resync(recover_and_reset)
 
     def resize(self, n: int) -> Cluster:
         """Change the cluster to `n` started ranks.
@@ -209,20 +211,18 @@ class Cluster:
             raise PlanError(f"per_rank has {len(parts)} entries, but the cluster has {self.n} ranks.")
         with self._turn:
             self._make_ready()
-            common, *own = self._pack(function, [(function, args), *parts])
+            try:
+                # What is common to all ranks, with the function, is pickled once, and sent to each with its own part.
+                common, *own = self._ranks.pack([(function, args), *parts])
+            except (TypeError, AttributeError, pickle.PicklingError) as error:
+                name = getattr(function, "__qualname__", repr(function))
+                raise PlanError(f"{name} and its arguments cannot be sent to the ranks: {error}") from error
             self._last = call = RemoteCall(self._ranks, self._shown.show, self.hang_after_s, self._is_late)
             call.run(common, own)
             if call.failures or call.hang:
                 self._check_alive(call.make_error())
                 raise call.make_error()
         return [call.answers[rank].value for rank in range(self.n)]
-
-    def _pack(self, function: Callable[..., Any], values: Sequence[Any]) -> list[bytes]:
-        try:
-            return self._ranks.pack(values)
-        except (TypeError, AttributeError, pickle.PicklingError) as error:
-            name = getattr(function, "__qualname__", repr(function))
-            raise PlanError(f"{name} and its arguments cannot be sent to the ranks: {error}") from error
 
     @contextmanager
     def hurried(self, is_late: Callable[[], bool]) -> Iterator[None]:
@@ -288,7 +288,8 @@ class Cluster:
         self._check_alive()
         if self._last is None or self._last.clean:
             return
-        # Ranks may still run a call that has failed: the next one must not start before all of them have returned.
+        # Ranks may still run a call that has failed: the next one must not start before all of them have returned. Then
+        # they drop the messages of that call that nobody has received, or the next call would receive them.
         if not self._last.release(_PATIENCE_S):
             rank = min(self._last.waiting.values())
             self._mark_dead(RankError(f"Rank {rank}: it has not come back within {_PATIENCE_S:.0f} s.", rank))
@@ -314,6 +315,7 @@ class Cluster:
     def _mark_dead(self, error: Mpi4dlError) -> NoReturn:
         """Mark the cluster as unusable until it is healed, and raise an error with the reason."""
         self.dead, self._dead_rank = f"{str(error).rstrip('.')}. {HELP}", error.rank
+        # A new object for each raise: notes and tracebacks would otherwise grow with every call on a dead cluster.
         told = RankError(self.dead, error.rank)
         for note in getattr(error, "__notes__", ()):
             told.add_note(note)
@@ -328,9 +330,10 @@ class Cluster:
         return f"<Cluster of {self.n} ranks, backend={self.backend!r}: {self.state}; {_describe_alive()}>"
 
     def _repr_html_(self) -> str:
+        threads = {"mpi": compute_threads_per_rank(self.n), "loopback": 1, "in_turn": count_cores()}
         facts = {
             "Ranks": self.n,
-            **({"Hosts": self.hosts} if self.hosts else {"Threads per rank": self._threads}),
+            **({"Hosts": self.hosts} if self.hosts else {"Threads per rank": threads[self.backend]}),
             "Backend": _SAID[self.backend],
             "State": self.state,
             "This notebook": _describe_alive(),

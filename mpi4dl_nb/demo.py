@@ -49,7 +49,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ours, theirs = _measure_rates(training, batches)
         print("Comparing three steps in float64 with one process ...", flush=True)
         proof = training.verify(batches)
-        figures = _draw(training, picture, Path(chosen.figures))
+        folder = Path(chosen.figures)
+        folder.mkdir(parents=True, exist_ok=True)
+        figures = [folder / "slicing.png", folder / "timeline.png"]
+        show_slicing(picture, PLAN, training.model).savefig(figures[0])
+        show_timeline(training.timeline(), PLAN).savefig(figures[1])
     losses = _average_by_epoch(history.losses, len(batches))
     line = {
         "ranks": PLAN.ranks,
@@ -93,14 +97,6 @@ def _measure_rates(training: Training, batches: Sequence[Batch], rounds: int = 3
         ours.append(middle_s - start_s)
         theirs.append(time.perf_counter() - middle_s)
     return len(images) / statistics.median(ours), len(images) / statistics.median(theirs)
-
-
-def _draw(training: Training, picture: object, folder: Path) -> list[Path]:
-    folder.mkdir(parents=True, exist_ok=True)
-    slicing, timeline = folder / "slicing.png", folder / "timeline.png"
-    show_slicing(picture, training.plan, training.model).savefig(slicing)
-    show_timeline(training.timeline(), training.plan).savefig(timeline)
-    return [slicing, timeline]
 
 
 if __name__ == "__main__":

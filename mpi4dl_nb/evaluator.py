@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 __all__ = ["Evaluator"]
 
 
+# One evaluation: the ranks predict the images in steps of the plan, each of them reading its own pixels, and give their
+# parts of the predictions back. Only the notebook has all of them, and computes the scores as one process would.
+
+
 class Evaluator:
     """Evaluates a training as it is now. Raises ImageError, TraceError or PlanError before any rank is called."""
 

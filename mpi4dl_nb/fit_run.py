@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,7 +21,7 @@ from engines.checkpoint.writer import check_writable
 from engines.epoch_log import EpochLog
 from engines.errors import RankError
 from engines.train_loop import run
-from engines.training_events import EpochResult, Recovered, SkippedImage, StepResult, TrainingEvent
+from engines.training_events import EpochResult, Recovered, StepResult, TrainingEvent
 from engines.working_folder import make_absolute
 from mpi4dl_nb.loops import BatchLoop, ImageLoop
 from mpi4dl_nb.recovery import FailureRecovery, FitPosition, is_whole
@@ -75,14 +75,6 @@ class CheckpointOptions:
     every: int | None
     keep: int
 
-    def make_checkpoint_manager(self, training: Training, asked: Callable[[], int]) -> CheckpointManager | None:
-        """Return the manager that saves a training, or None. Raises CheckpointError if the folder is not writable."""
-        if self.folder is None:
-            return None
-        check_writable(make_absolute(self.folder))
-        save = partial(training.save, self.folder, self.keep)
-        return CheckpointManager(save, lambda: training.steps, self.every, asked, tqdm.write)
-
 
 def fit(
     course: BatchLoop | ImageLoop,
@@ -99,13 +91,19 @@ def fit(
     folder, SIGTERM and SIGUSR1, by which batch systems announce the end of a job, do the same and then end this process
     as they would have without a training.
     """
+    # Entered in this order and left in the reverse one: the callbacks hear of the end, then the ranks stop reading
+    # images, and only then a signal has its usual effect again.
     with ExitStack() as stack:
         asked = stack.enter_context(Interrupts(SIGNALS if saving.folder else (signal.SIGINT,), obeyed=True))
         stack.enter_context(closing(course))
         fitting = _FitRun(course, epochs, watchers, healing, asked)
         stack.enter_context(fitting.notify_callbacks())
         fitting.book = None if log is None else stack.enter_context(EpochLog(log))
-        fitting.keeper = saving.make_checkpoint_manager(course.training, fitting.asked)
+        if saving.folder is not None:
+            check_writable(make_absolute(saving.folder))  # an error now, and not after the first epoch
+            training, tell = course.training, tqdm.write
+            save = partial(training.save, saving.folder, saving.keep)
+            fitting.keeper = CheckpointManager(save, lambda: training.steps, saving.every, asked, tell)
         fitting.run_to_end()
     if not fitting.losses and not fitting.stopped:
         text = "Nothing was trained: no step was left to do. Call fit() again for the next epoch."
@@ -134,6 +132,12 @@ class _FitRun:
 
     def run_to_end(self) -> None:
         """Run until the training ends or stops, resuming after each failure that was recovered."""
+        # A first checkpoint is written before step 1, so that there is always one to go back to. With a checkpoint
+        # after every second step, and a rank that dies in step 4:
+        #
+        #     step      1   2   3   4 (dies)
+        #     saved   0       2
+        #     again             3   4   5 ...
         if self.healing:
             self.healing.record_checkpoint(self._mark, self.keeper.save_now())
         mark = self._mark
@@ -152,6 +156,7 @@ class _FitRun:
                 self.keeper.save_at_end()
             return True
         except RankError as error:
+            # A batch system that ends the job often kills the ranks, too: their death is no failure to recover from.
             if self.asked() and self.keeper and self.keeper.path:
                 raise StoppedError(f"{error} {self._last}", self.asked()) from error
             if self.healing is None or self.asked():
@@ -166,6 +171,7 @@ class _FitRun:
 
     def _stop(self) -> None:
         """End the training on request. Raises StoppedError if it was saved, else KeyboardInterrupt."""
+        # An abandoned step may have ended in the middle of the update, on some ranks: such weights must not be saved.
         if self.keeper and is_whole(self.course.training):
             self.keeper.save_after_step()
         if self.keeper and self.keeper.path:
@@ -178,7 +184,8 @@ class _FitRun:
 
     def _iterate_events(self, mark: FitPosition) -> Iterator[TrainingEvent]:
         """Iterate over the remaining events. An overdue interrupt abandons calls to the ranks, but no checkpoint."""
-        cluster, events = self.course.training.cluster, self._make_events(mark)
+        cluster = self.course.training.cluster
+        events = run(self.course, self.epochs - mark.epochs, mark.begun, mark.is_over)
         while True:
             # Only drawing the next event may be abandoned. The consumer saves checkpoints outside of this block, where
             # a late interrupt must not cut a half-written one off.
@@ -187,9 +194,6 @@ class _FitRun:
             if event is None:
                 return
             yield event
-
-    def _make_events(self, mark: FitPosition) -> Iterator[SkippedImage | StepResult | EpochResult]:
-        return run(self.course, self.epochs - mark.epochs, mark.begun, mark.is_over)
 
     def _handle_event(self, event: TrainingEvent) -> None:
         match event:
@@ -250,6 +254,7 @@ class _FitRun:
     @property
     def history(self) -> History:
         """The history up to now."""
+        # Steps that were done again after a failure count twice, as their time does.
         rate = self.images / (time.perf_counter() - self.start_s)
         saved = self.keeper and self.keeper.path
         return History(tuple(self.losses), rate, tuple(self.ended), tuple(self.course.bad), self.stopped, saved)

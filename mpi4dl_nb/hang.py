@@ -32,6 +32,16 @@ def find_hang(
     """
     if time.monotonic() - began_s < after_s:
         return None
+    # One rank that progresses is enough to rule a hang out: the others wait for it, or will be waited for by it.
+    #
+    #     rank 0  computes (progress)          no hang, whatever the others do
+    #     rank 1  waits ──> rank 0
+    #
+    #     rank 0  computes, same place         no hang: nobody waits, it may be one long kernel on every rank
+    #     rank 1  computes, same place
+    #
+    #     rank 0  computes, same place         a hang: rank 1 can only go on if rank 0 does
+    #     rank 1  waits ──> rank 0
     stuck = {rank: still[rank] for rank in sorted(working) if rank in still and still[rank].for_s >= after_s}
     if (
         not stuck
@@ -45,16 +55,15 @@ def find_hang(
         stuck, key=lambda rank: (not stuck[rank].stopped, not stuck[rank].silent, stuck[rank].at.waits, rank)
     )
     first, *others = order
-    lines = [_describe_rank(rank, stuck[rank]) for rank in others]
+    lines = [
+        f"Rank {rank} {'waits' if stuck[rank].at.waits else 'stands still'}: {_describe_state(stuck[rank])}."
+        for rank in others
+    ]
     said = (
         f"Rank {first} does not go on: {_describe_state(stuck[first])}. No rank has for {after_s:.0f} s "
         "(hang_after_s). If work may take as long, start the cluster with a larger one."
     )
     return Hang(first, "\n".join([said, *lines]))
-
-
-def _describe_rank(rank: int, still: StalledRank) -> str:
-    return f"Rank {rank} {'waits' if still.at.waits else 'stands still'}: {_describe_state(still)}."
 
 
 def _describe_state(still: StalledRank) -> str:

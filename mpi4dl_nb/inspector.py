@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from engines.errors import PlanError
 from engines.pipeline.work import PipelineAction, Schedule
 from engines.program.shards import Shard, ShardIndex, assemble_shards
 from engines.program.step_labels import StepLabel
-from mpi4dl_nb.step_events import RankEvent, RankPanel, StepEvent, StepView, Transfer
+from mpi4dl_nb.step_events import RankEvent, RankPanel, StepEvent, StepView
 
 __all__ = ["BOUND_PX", "SHOWN", "StepInspector"]
 
@@ -41,18 +41,18 @@ class _ViewTarget:
         return ViewRequest(extent.name, self.micro_batch, self.gradient, extent.axes, mine, channel, bound_px)
 
     def make_panel(self, rank: RankEvent, seen: ViewResult | None) -> RankPanel:
-        """Return the panel for the rank's reply."""
-        return RankPanel(
-            rank.rank, self.extent, self.gradient, seen, "" if seen is not None else self._explain_missing(rank)
-        )
-
-    def _explain_missing(self, rank: RankEvent) -> str:
-        """Return the reason why there is nothing to show."""
-        if rank.did is None:
-            return "nothing has come to it yet"
-        if self.extent is not None:
-            return f"no {'gradient' if self.gradient else 'activation'} of {self.extent.name} here now"
-        return f"{rank.did.kind}: the weights, no image" if rank.did.work is None else "no single value to show"
+        """Return the panel for the rank's reply, or with the reason why there is nothing to show."""
+        if seen is not None:
+            why = ""
+        elif rank.did is None:
+            why = "nothing has come to it yet"
+        elif self.extent is not None:
+            why = f"no {'gradient' if self.gradient else 'activation'} of {self.extent.name} here now"
+        elif rank.did.work is None:
+            why = f"{rank.did.kind}: the weights, no image"
+        else:
+            why = "no single value to show"
+        return RankPanel(rank.rank, self.extent, self.gradient, seen, why)
 
 
 @dataclass(frozen=True)
@@ -73,25 +73,34 @@ class StepInspector:
         panels = tuple(
             each.make_panel(rank, seen) for rank, each, (seen, _) in zip(event.ranks, asked, answers, strict=True)
         )
-        landed = tuple(_match_effects(event, [landed for _, landed in answers]))
+        # The messages of the last instructions, each with its effect on the rank that received it. A rank tells of no
+        # effect if the value is gone by now.
+        effects = [landed for _, landed in answers]
+        landed = tuple(
+            (
+                sent,
+                next(
+                    (each for each in effects[sent.target] if each.move == sent.move),
+                    MessageEffect(sent.move, None, None, None),
+                ),
+            )
+            for sent in event.transfers
+        )
         return StepView(event, panels, landed, channel, image, self.schedule)
 
     def _choose_target(self, rank: RankEvent, show: str) -> _ViewTarget:
         did = rank.did
         if did is None:
-            return self._choose_input(rank.rank)
+            # The rank has executed nothing yet: it shows its part of the images of its first micro-batch.
+            first: PipelineAction | None = next((place.work for place in self.steps[rank.rank] if place.work), None)
+            if first is None:
+                return _ViewTarget(None)
+            extent = self.extents.find_shard(rank.rank, first.direction, first.stage, INPUT)
+            return _ViewTarget(extent, False, first.micro_batch)
         if did.work is None:
             return _ViewTarget(None)
         gradient = did.phase_name == "backward" if show == "made" else show == "gradient"
         return _ViewTarget(self.extents.find_step_shard(rank.rank, did), gradient, did.work.micro_batch)
-
-    def _choose_input(self, rank: int) -> _ViewTarget:
-        """Return the input images of a rank that has executed nothing yet."""
-        first: PipelineAction | None = next((place.work for place in self.steps[rank] if place.work), None)
-        if first is None:
-            return _ViewTarget(None)
-        extent = self.extents.find_shard(rank, first.direction, first.stage, INPUT)
-        return _ViewTarget(extent, False, first.micro_batch)
 
     def assemble_tensor(self, name: str, gradient: bool, micro_batch: int) -> Tensor:
         """See `mpi4dl_nb.step_debugger.StepDebugger.tensor`."""
@@ -109,12 +118,3 @@ class StepInspector:
         if found[0][1].axes is None and found[0][1].images is None and not gradient:
             return there[0][1]  # replicated: every rank holds the same
         return assemble_shards(there, adds=gradient)
-
-
-def _match_effects(
-    event: StepEvent, landed: Sequence[Sequence[MessageEffect]]
-) -> Iterator[tuple[Transfer, MessageEffect]]:
-    """Iterate over the messages of the last instructions, with the effect of each on the rank that received it."""
-    for transfer in event.transfers:
-        found = [each for each in landed[transfer.target] if each.move == transfer.move]
-        yield transfer, found[0] if found else MessageEffect(transfer.move, None, None, None)

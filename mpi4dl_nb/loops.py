@@ -79,6 +79,14 @@ class BatchLoop:
         for count in {} if self.drop_last or not self.known else dict.fromkeys(self.known[: self.limit]):
             self.training.make_ready(count)
 
+    # What becomes of batches where a step takes 4 images:
+    #
+    #     sizes given   4 4 3     the last one is trained by programs for 3 images
+    #                   4 4 3     or left out (`drop_last`)
+    #                   3 4 4     an error, as it was 3 images for which the training should have been made
+    #                   4 5       an error
+    #
+    # The errors are those of the step itself, as for any batch of a wrong shape.
     def _skip_dropped(self, data: Iterable[Batch]) -> Iterator[Batch]:
         for batch in data:
             count = count_images(batch)
@@ -121,27 +129,23 @@ class BatchLoop:
             self._batch = next(self.batches, None)
         wait_s = time.perf_counter() - start_s
         if self._batch is None:
-            self._end_epoch()
+            if not self.number and not self.epoch:
+                raise ImageError("fit was given no batch. Give it at least one; a generator gives each of them once.")
+            if not self.number and self._kept:
+                text = f"The batches have ended after {self.epoch} epochs: there are none for another one."
+                warnings.warn(text, stacklevel=2)
+            self._seek((self.epoch + 1, 0))
+            self.is_over = True
             return None
-        heard = self._train_batch(self._batch)
+        count = count_images(self._batch)
+        if self.has_full and 0 < count < self.full:
+            self.training.make_ready(count)
+            heard = self.training.take(*self._batch, count)
+        else:
+            heard = self.training.take(*self._batch)
+        # Only now is the batch used up: if the step has raised an error, a retry after healing trains it again.
         self.number, self.is_over, self._batch = self.number + 1, False, None
         return merge_stats([replace(rank, epoch=self.epoch, step=self.number - 1, wait_s=wait_s) for rank in heard])
-
-    def _train_batch(self, batch: Batch) -> list[RankStepStats]:
-        count = count_images(batch)
-        if not (self.has_full and 0 < count < self.full):
-            return self.training.take(*batch)
-        self.training.make_ready(count)
-        return self.training.take(*batch, count)
-
-    def _end_epoch(self) -> None:
-        if not self.number and not self.epoch:
-            raise ImageError("fit was given no batch. Give it at least one; a generator gives each of them once.")
-        if not self.number and self._kept:
-            text = f"The batches have ended after {self.epoch} epochs: there are none for another one."
-            warnings.warn(text, stacklevel=2)
-        self._seek((self.epoch + 1, 0))
-        self.is_over = True
 
     def close(self) -> None:
         """Do nothing: there are no resources to release."""
@@ -195,7 +199,8 @@ class ImageLoop:
         """Run one step on all ranks."""
         with explain_loss(self.training.cluster, self.training.name):
             answers = self.training.cluster.call(_run_step, self.training.name, self.training.steps)
-        if isinstance(answers[0].heard, NotReady):  # bad images were skipped: the last step is smaller
+        # Bad images were skipped, so that fewer are left for the last step, which takes programs of another size.
+        if isinstance(answers[0].heard, NotReady):
             self.training.make_ready(answers[0].heard.images)
             return self.step()
         self.bad = (*self._known, *(text for text in answers[0].bad if text not in self._known))
@@ -211,6 +216,7 @@ class ImageLoop:
     def close(self) -> None:
         """End the loader workers on the ranks. If ranks have died, their workers have ended too."""
         with suppress(RankError):
+            # An interrupt may have met some ranks before their update and others after it.
             updates = self.training.cluster.call(end_rank_loop, self.training.name)
             if set(updates) != {self.updates}:
                 warnings.warn(

@@ -7,9 +7,10 @@ ended, unless another name refers to it, such as that of a training.
 from __future__ import annotations
 
 import gc
+import operator
 import re
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from threading import get_ident
 from types import FrameType, ModuleType
 from typing import Any
@@ -39,20 +40,18 @@ def _end_unreachable(*result: object) -> None:
     """End all clusters but the newest that no name refers to. Report once which name keeps a cluster alive."""
     shell, running = _get_shell(), get_running_clusters()
     for cluster in running[:-1]:
-        name = find_holder_name(cluster, shell.user_ns, (shell, *_get_caches(shell.user_ns)), shell.user_ns_hidden)
+        names = shell.user_ns
+        caches = [held for name, held in names.items() if _KEPT.fullmatch(name) and isinstance(held, dict | list)]
+        name = find_holder_name(cluster, names, (shell, *caches), shell.user_ns_hidden)
         if not name:
             cluster.end_later()
-        elif shell.user_ns.get(name) is not cluster and cluster.kept_by != name:
+        elif names.get(name) is not cluster and cluster.kept_by != name:
             cluster.kept_by = name
             print(
                 f"The {cluster.n} ranks of an earlier cluster stay alive: they are in use by `{name}`. They end with "
                 "it, or when you stop() that cluster.",
                 file=sys.stderr,
             )
-
-
-def _get_caches(names: Mapping[str, Any]) -> Iterator[object]:
-    return (value for name, value in names.items() if _KEPT.fullmatch(name) and isinstance(value, dict | list))
 
 
 def find_holder_name(
@@ -71,6 +70,10 @@ def find_holder_name(
     ... )
     ('mine', '')
     """
+    # Walk against the direction of the references, from the cluster to the first name:
+    #
+    #     training ──> Training ──> Cluster       in use by `training`
+    #     Out ──> {4: Cluster}                    not in use: paths through IPython's caches end before they begin
     given = {id(value): name for name, value in names.items() if name not in hidden and not _KEPT.fullmatch(name)}
     at_work = _get_thread_locals()
     modules = []
@@ -101,14 +104,11 @@ def _find_referrers(things: list[object], seen: set[int]) -> list[object]:
         if each is not things
         and id(each) not in seen
         and not isinstance(each, FrameType | ModuleType)
-        and not (isinstance(each, tuple) and len(each) == len(things) and all(map(_is_same, each, things)))
+        # `*things` has made a tuple of them for the call above, which refers to them, too
+        and not (isinstance(each, tuple) and len(each) == len(things) and all(map(operator.is_, each, things)))
     ]
     seen.update(map(id, found))
     return found
-
-
-def _is_same(one: object, other: object) -> bool:
-    return one is other
 
 
 def _get_thread_locals() -> set[int]:

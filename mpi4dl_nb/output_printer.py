@@ -25,15 +25,13 @@ class OutputPrinter:
 
     def show(self, lines: Iterable[tuple[int, OutputLine]]) -> None:
         """Print lines with their ranks. If printing fails, the lines are dropped, and work continues."""
-        passed = [(line.stream, self._format_line(rank, line)) for rank, line in lines if self.on]
+        passed = []
+        for rank, line in lines if self.on else ():
+            if self._meter.allow(line.text):
+                note = self._meter.report_dropped()
+                passed.append((line.stream, f"{note}{chr(10) * bool(note)}[rank {rank}] {line.text}\n"))
+        # Neighbours of the same stream are written at once: each write costs a message to the page.
         for stream, texts in groupby(passed, key=lambda each: each[0]):
-            if text := "".join(text for _, text in texts):
-                with suppress(OSError, ValueError):
-                    # Not `print`, which would write into a progress bar.
-                    tqdm.write(text, file=getattr(sys, stream), end="")
-
-    def _format_line(self, rank: int, line: OutputLine) -> str:
-        if not self._meter.allow(line.text):
-            return ""
-        note = self._meter.report_dropped()
-        return f"{note}{chr(10) * bool(note)}[rank {rank}] {line.text}\n"
+            with suppress(OSError, ValueError):
+                # Not `print`, which would write into a progress bar.
+                tqdm.write("".join(text for _, text in texts), file=getattr(sys, stream), end="")

@@ -17,6 +17,16 @@ if TYPE_CHECKING:
 __all__ = ["OwnedRanks", "count_alive_ranks", "get_running_clusters"]
 
 
+# How a cluster ends without a call of `stop`, and who ends its ranks then:
+#
+#     its last reference goes       the finalizer of OwnedRanks, in a thread
+#     no name refers to it          notebook_cleanup.py, after the next cell; then as above
+#     Python exits                  `_end_all`
+#     this process is killed        the cluster's reaper process (launch/reaper_process.py)
+#     both are killed               the next start, which finds the record (launch/pid_file.py)
+#     another host loses this one   that host's agent (launch/host_agent.py), and each rank's guard (engines.supervisor)
+
+
 class OwnedRanks:
     """The ranks of a cluster. The cluster itself is referenced weakly: once it is collected, a thread ends the ranks.
 

@@ -71,20 +71,19 @@ class PlanTrial:
             return
         try:
             if not self._inputs:
-                self._begin()
+                recipe = self.recipe()
+                programs = compile_plan(recipe.graph, recipe.plan)
+                whole = make_batches(recipe, 0, steps=1)[0]
+                own = [(recipe.restrict_to_rank(program),) for program in programs]
+                self.cluster.call(_create, self.name, per_rank=own)
+                self._inputs = [(cut_inputs(program, whole),) for program in programs]
             if last:
                 self.peak_bytes = tuple(self.cluster.call(_measure_bytes, self.name, per_rank=self._inputs))
             else:
+                # A step is over when the slowest rank is.
                 self._seconds.append(max(self.cluster.call(_time_step, self.name, per_rank=self._inputs)))
         except Mpi4dlError as error:
             self.failure = str(error)
-
-    def _begin(self) -> None:
-        recipe = self.recipe()
-        programs = compile_plan(recipe.graph, recipe.plan)
-        whole = make_batches(recipe, 0, steps=1)[0]
-        self.cluster.call(_create, self.name, per_rank=[(recipe.restrict_to_rank(program),) for program in programs])
-        self._inputs = [(cut_inputs(program, whole),) for program in programs]
 
 
 def run_interleaved(
@@ -95,6 +94,10 @@ def run_interleaved(
     Each trial takes `steps` timed turns, and one that counts bytes.
     """
     rounds = steps + count_bytes
+    # In turns rather than one plan after another: what disturbs the machine for a while disturbs all plans alike.
+    #
+    #     plan  A B C   A B C   A B C   A B C
+    #           time    time    time    bytes
     try:
         for turn in range(rounds):
             for index, trial in enumerate(trials):
@@ -102,14 +105,10 @@ def run_interleaved(
                 seen(turn * len(trials) + index + 1, rounds * len(trials))
     finally:
         for trial in trials:
-            _drop_trial(trial)
-
-
-def _drop_trial(trial: PlanTrial) -> None:
-    try:
-        trial.cluster.call(_drop, trial.name)
-    except Mpi4dlError as error:  # lost ranks hold nothing to free
-        trial.failure = trial.failure or str(error)
+            try:
+                trial.cluster.call(_drop, trial.name)
+            except Mpi4dlError as error:  # lost ranks hold nothing to free
+                trial.failure = trial.failure or str(error)
 
 
 def _create(host: RankServer, name: str, recipe: Recipe) -> None:
@@ -118,7 +117,7 @@ def _create(host: RankServer, name: str, recipe: Recipe) -> None:
 
 def _time_step(host: RankServer, name: str, inputs: Inputs) -> float:
     training = host.trainings[name]
-    training.step(inputs)
+    training.step(inputs)  # fills the caches that the other plans have evicted
     host.world.barrier()
     start_s = time.perf_counter()
     training.step(inputs)

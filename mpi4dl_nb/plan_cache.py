@@ -65,7 +65,11 @@ class PlanCache:
 
     def get_compiled(self, plan: Plan) -> CompiledPlan:
         """Return the compiled plan. Raises PlanError or TraceError if the plan does not fit the model."""
-        found = self._found.pop(plan, None) or self._compile(plan)
+        found = self._found.pop(plan, None)
+        if found is None:
+            graph = self.traces.get_graph(plan)
+            programs = compile_plan(graph, plan)
+            found = CompiledPlan(plan, graph, programs, tuple(count_load(program, graph) for program in programs))
         self._keep(found)
         return found
 
@@ -85,28 +89,21 @@ class PlanCache:
                 return None
             loads[number] = with_memory(loads[number], program, found.graph, plan)
         found = replace(found, loads=tuple(loads))
-        self._keep(found)
-        found = _with_machine_times(found, machine)
+        self._keep(found)  # the memory stays known, even if no time can be computed
+        if machine is None:
+            found = found.untimed
+        else:
+            made = forecast(found.graph, plan, machine)
+            found = replace(found, loads=tuple(with_time(found.loads, made)), machine=machine, forecast=made)
         self._keep(found)
         return found
 
-    def _compile(self, plan: Plan) -> CompiledPlan:
-        graph = self.traces.get_graph(plan)
-        programs = compile_plan(graph, plan)
-        return CompiledPlan(plan, graph, programs, tuple(count_load(program, graph) for program in programs))
-
     def _keep(self, found: CompiledPlan) -> None:
+        # A dict keeps the order of insertion, and `get_compiled` takes a plan out before it is put in again: the first
+        # ones are those that were not used for the longest time.
         self._found[found.plan] = found
         for old in list(self._found)[:-KEPT]:
             self._found.pop(old, None)
-
-
-def _with_machine_times(found: CompiledPlan, machine: Machine | None) -> CompiledPlan:
-    """Replace the times by those on `machine`."""
-    if machine is None:
-        return found.untimed
-    made = forecast(found.graph, found.plan, machine)
-    return replace(found, loads=tuple(with_time(found.loads, made)), machine=machine, forecast=made)
 
 
 @contextmanager

@@ -156,10 +156,8 @@ class PlanTuner:
         if rank_bytes is None:
             rank_bytes = machine.get_rank_bytes(self.cluster.n)
         states = count_optimiser_states(self.optimiser, self.model, self.loss)
-        found = search(
-            self.cluster.n, self.image_shape[0], self.get_graph, machine, rank_bytes, states, seen,
-            neutral_batch=neutral_batch,
-        )  # fmt: skip
+        n, batch = self.cluster.n, self.image_shape[0]
+        found = search(n, batch, self.get_graph, machine, rank_bytes, states, seen, neutral_batch=neutral_batch)
         return PlanSearchResult(tuple(map(Candidate, found.fitting)), explain(found, rank_bytes), found.refused)
 
     def measure(
@@ -178,10 +176,11 @@ class PlanTuner:
         ]
 
     def _make_recipe_factory(self, plan: Plan) -> Callable[[], Recipe]:
-        return lambda: prepare(
-            self.model, plan, self.image_shape, self.loss, self.optimiser, self.labels, self.device,
-            graph=self.get_graph(plan),
-        )  # fmt: skip
+        def make_recipe() -> Recipe:
+            own = self.loss, self.optimiser, self.labels, self.device
+            return prepare(self.model, plan, self.image_shape, *own, graph=self.get_graph(plan))
+
+        return make_recipe
 
 
 def tune(
@@ -217,6 +216,9 @@ def tune(
     """
     if top < 0 or steps < 1:
         raise PlanError(f"top={top} plans are to be measured for steps={steps}: use 0 or more plans, 1 or more steps.")
+    # Predictions are cheap and rank hundreds of plans, but may be wrong by some percent: the few best are measured.
+    #
+    #     all plans for n ranks ── trace, compile, simulate ──> fastest first ── the `top` best, trained ──> best first
     tuning = PlanTuner(model, image_shape, cluster, loss, optimiser, labels, device)
     with make_progress_bar("plans predicted", progress) as seen:
         found = tuning.find(rank_bytes, seen, neutral_batch)

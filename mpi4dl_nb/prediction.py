@@ -64,6 +64,7 @@ def predict_batch(training: Training, images: Any, held: Callable[[RankServer, s
             f"({training.plan.micro_batches} micro-batches). Give {count} images, or use model.eval() itself."
         )
     training.cluster.call(_prepare, training.name, held, recipe)
+    # 7 images at 3 a step:  [0 1 2] [3 4 5] [6 6 6]; the repeated ones are dropped from the predictions.
     found = []
     for part in images.to(getattr(torch, training.plan.held_in)).split(count):
         # Programs have a fixed batch size: fill the last part up with repeated images, and drop their predictions.
@@ -75,9 +76,16 @@ def predict_batch(training: Training, images: Any, held: Callable[[RankServer, s
 
 
 def predict_picture(
-    training: Training, source: Source, held: Callable[[RankServer, str], RankTraining], to: str | PathLike[str] | None,
-    region: Sequence[int] | None, level: int, kind: str, memory_mb: int, progress: bool,
-) -> TiledPrediction:  # fmt: skip
+    training: Training,
+    source: Source,
+    held: Callable[[RankServer, str], RankTraining],
+    to: str | PathLike[str] | None,
+    region: Sequence[int] | None,
+    level: int,
+    kind: str,
+    memory_mb: int,
+    progress: bool,
+) -> TiledPrediction:
     """Predict a region of a picture tile by tile on all ranks of the training."""
     check_kind(kind)
     where = make_absolute(source) if isinstance(source, str | PathLike) else source
@@ -85,8 +93,17 @@ def predict_picture(
     recipe, asked = prepare_region(training.model, asked, training.plan.precision, training.recipe.device)
     ask = PredictionRequest(asked, kind, memory_mb * 10**6)
     sink: MakeSink = partial(make_pyramid, make_absolute(to), asked, kind) if to is not None else ArraySink
-    if to is None:
-        _check_small(recipe, ask)
+    spec = recipe.graph.specs[recipe.graph.prediction]
+    if to is None and len(spec.shape) >= 4:  # a prediction per pixel, which will be sent to the notebook as an array
+        channels, dtype = spec.shape[1], get_output_dtype(kind, spec.shape[1], spec.dtype)
+        size = math.prod(spec.shape[2:]) * get_output_channels(kind, channels) * dtype.itemsize
+        if size > ARRAY_BYTES:
+            raise PlanError(
+                f"The prediction of {asked.picture_px[0]} x {asked.picture_px[1]} px takes {size / 1e9:.1f} GB. "
+                "Write it to a file (to='prediction.tif'), or predict a region or a coarser level."
+            )
+    # One call per round rather than one for the whole picture: the bar advances, and the stop button takes effect
+    # between two rounds. If anything fails, `drop` closes what the ranks have opened.
     try:
         (rounds, *_) = training.cluster.call(_begin_sweep, training.name, held, replace(recipe, state={}), ask, sink)
         for _ in tqdm(range(rounds), unit="round", disable=not progress):
@@ -95,21 +112,6 @@ def predict_picture(
     finally:
         with suppress(Mpi4dlError):
             training.cluster.call(drop, training.name)
-
-
-def _check_small(recipe: Recipe, ask: PredictionRequest) -> None:
-    """Raise PlanError if a per-pixel prediction is larger than an array should be."""
-    spec = recipe.graph.specs[recipe.graph.prediction]
-    if len(spec.shape) < 4:
-        return
-    bytes_px = (
-        get_output_channels(ask.kind, spec.shape[1]) * get_output_dtype(ask.kind, spec.shape[1], spec.dtype).itemsize
-    )
-    if (size := math.prod(spec.shape[2:]) * bytes_px) > ARRAY_BYTES:
-        raise PlanError(
-            f"The prediction of {ask.region.picture_px[0]} x {ask.region.picture_px[1]} px takes {size / 1e9:.1f} GB. "
-            "Write it to a file (to='prediction.tif'), or predict a region or a coarser level."
-        )
 
 
 def _prepare(host: RankServer, name: str, held: Callable[[RankServer, str], RankTraining], recipe: Recipe) -> None:

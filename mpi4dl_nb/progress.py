@@ -76,24 +76,32 @@ class ProgressRecorder:
                     self.ends.append(len(self.losses))
                 case SkippedImage():
                     self.left_out += 1
-                case Recovered(steps=steps, epochs=epochs):
+                case Recovered(steps=steps, epochs=epochs):  # what follows the checkpoint will come again
                     del self.losses[steps:], self.speeds[steps:], self.epochs[epochs:], self.ends[epochs:]
 
     def get_progress(self, state: str, running: bool) -> Progress:
         """Return a snapshot of the current state."""
         with self._lock:
+            # The rest is estimated from all steps but the first, which includes the setup; evaluations count.
+            done, left_s = len(self.losses), None
+            if running and self.total is not None and done >= 2:
+                left_s = (self.total - done) * (self._now_s - self._first_s) / (done - 1)
             return Progress(
-                self.plan, state, running, self.total, tuple(self.losses), tuple(self.speeds), self.last,
-                tuple(self.epochs), tuple(self.ends), self.reports, self._now_s - self._start_s,
-                self._estimate_left_s() if running else None, self.left_out, self.one_process,
-            )  # fmt: skip
-
-    def _estimate_left_s(self) -> float | None:
-        """Estimate the remaining seconds from all steps but the first, which includes the setup; evaluations count."""
-        done = len(self.losses)
-        if self.total is None or done < 2:
-            return None
-        return (self.total - done) * (self._now_s - self._first_s) / (done - 1)
+                self.plan,
+                state,
+                running,
+                self.total,
+                tuple(self.losses),
+                tuple(self.speeds),
+                self.last,
+                tuple(self.epochs),
+                tuple(self.ends),
+                self.reports,
+                self._now_s - self._start_s,
+                left_s,
+                self.left_out,
+                self.one_process,
+            )
 
 
 class RefreshRate:
@@ -112,6 +120,7 @@ class RefreshRate:
         start_s = time.thread_time()
         due = time.perf_counter() >= self._due_s
         yield due
+        # If drawing takes 50 ms, and 1 % of 4 cores is granted, the next is due after 0.05 / (0.01 * 4) = 1.25 s.
         if due:
             cost_s = time.thread_time() - start_s
             self._due_s = time.perf_counter() + max(self.every_s, cost_s / (self.share * count_cores()))

@@ -67,9 +67,19 @@ class FailureRecovery:
         start_s = time.perf_counter()
         self._check_repeated(error)
         self._passed_over.clear()
+        training = self.training
         for tried in range(_TRIES):
             try:
-                self._heal(course, now)
+                cluster = training.cluster.heal(self.fewer)
+                self.mark = now
+                # The ranks keep their state if none died and none was caught within an update. Otherwise weights are
+                # lost or inconsistent between ranks, and only a checkpoint has them whole.
+                if not is_whole(training):
+                    plan = training.plan if cluster.n == training.plan.ranks else choose_plan(training, cluster.n)
+                    self._load(plan)
+                course.resume(self.mark.place)
+                course.is_over = self.mark.is_over
+                self.renew()
                 break
             except RankError as again:
                 if tried + 1 == _TRIES:
@@ -87,25 +97,13 @@ class FailureRecovery:
         here = self.training.steps, error.rank
         if self._failed and here[0] > max(steps for steps, _ in self._failed):
             self._failed.clear()
+        # An error in the model or in an image comes in the same place again, those of a machine do not.
         again = here in self._failed or len(self._failed) + 1 == _FAILURES
         self._failed.append(here)
         if again:
             where = ", ".join(f"rank {rank} after {steps} steps" for steps, rank in self._failed)
             error.add_note(f"It was not healed again, for ranks failed in the same place: {where}.")
             raise error
-
-    def _heal(self, course: BatchLoop | ImageLoop, now: FitPosition) -> None:
-        training = self.training
-        cluster = training.cluster.heal(self.fewer)
-        self.mark = now
-        # The ranks keep their state if none died and none was caught within an update. Otherwise weights are lost or
-        # inconsistent between ranks, and only a checkpoint has them whole.
-        if not is_whole(training):
-            plan = training.plan if cluster.n == training.plan.ranks else choose_plan(training, cluster.n)
-            self._load(plan)
-        course.resume(self.mark.place)
-        course.is_over = self.mark.is_over
-        self.renew()
 
     def _load(self, plan: Plan) -> None:
         """Load the newest undamaged checkpoint. Raises DamagedError if there is none; other errors are passed on."""
@@ -138,6 +136,8 @@ def choose_plan(training: Training, ranks: int) -> Plan:
 
     Such plans have the same numbers of batches and micro-batches. Raises PlanError if there is none.
     """
+    # The same numbers of batches and micro-batches make the same batch of each optimiser step, summed up in as many
+    # parts: losses and weights go on as they would have with all ranks.
     now, batch = training.plan, training.recipe.graph.inputs["images"].shape[0] * training.plan.parts
     same = {name: getattr(now, name) for name, option in OPTIONS.items() if option.kept}
     asked = [
@@ -153,6 +153,5 @@ def choose_plan(training: Training, ranks: int) -> Plan:
         )
     states = count_states(training.recipe.optimiser, training.recipe.parameters)
     machine = training.cluster.calibrate(accept_noise=True)
-    return (
-        search(ranks, batch, training.traces.get_graph, machine, optimiser_states=states, asked=asked).fitting[0].plan
-    )
+    found = search(ranks, batch, training.traces.get_graph, machine, optimiser_states=states, asked=asked)
+    return found.fitting[0].plan

@@ -37,12 +37,8 @@ _HEARD_S = 1.0  # output of ranks may arrive this much later than their replies
 
 _DEATH = Failure("Death", "its process has ended")
 _SILENCE = Failure("Silence", "it does not answer any more, and the others could not go on without it")
-_TYPED = {
-    kind.__name__: kind
-    for kind in (
-        CheckpointError, DamagedError, ImageError, LossError, PlanError, RankError, TraceError, UnreadableError,
-    )
-}  # fmt: skip
+_KINDS = CheckpointError, DamagedError, ImageError, LossError, PlanError, RankError, TraceError, UnreadableError
+_TYPED = {kind.__name__: kind for kind in _KINDS}
 
 
 class Ranks(Protocol):
@@ -115,6 +111,17 @@ class RemoteCall:
 
     def run(self, common: bytes, parts: Sequence[bytes], within_s: float = float("inf")) -> None:
         """Run the call until all ranks have replied, or until one has failed and the others have had time to return."""
+        # The way of a call, with the time that each stage may take:
+        #
+        #     submit to every rank ──> collect replies ──> all have replied: done
+        #                                   │ a failure, or a hang
+        #                                   v
+        #                 collect for _GRACE_S: the others fail by themselves, as MPI reports the failure to them
+        #                                   │ some are still at work
+        #                                   v
+        #                 interrupt, and collect for _GRACE_S again (a hang: what is left is killed, _END_S)
+        #
+        # What is left then stays in `waiting`; the next call, or `heal`, waits for it longer.
         with self._ranks.capture_output():
             try:
                 for rank, part in enumerate(parts):
@@ -168,11 +175,12 @@ class RemoteCall:
         while self.waiting and time.monotonic() < deadline and not (until_failure and (self.failures or self.hang)):
             wait(self.waiting, _LOOK_S, FIRST_COMPLETED)
             self._show(self._ranks.read_output())
-            # Sort by the order of deaths: survivors fail because of the first death, so their replies must not come
-            # before it.
+            # Sort by the order of deaths, then of replies: survivors fail because of the first death, so their replies
+            # must not come before it, and of several deaths at once the first is the cause.
             lost = self._ranks.find_lost_ranks()
+            deaths = {rank: order for order, rank in enumerate(lost)}
             over = [each for each, rank in self.waiting.items() if each.done() or rank in lost]
-            for future in sorted(over, key=lambda each: _get_death_order(lost, self.waiting[each])):
+            for future in sorted(over, key=lambda each: deaths.get(self.waiting[each], len(deaths))):
                 rank = self.waiting.pop(future)
                 self.answers[rank] = _read(future, rank in lost)
             if until_failure:
@@ -216,11 +224,6 @@ class RemoteCall:
 
 def _is_never_late() -> bool:
     return False
-
-
-def _get_death_order(lost: Mapping[int, RankExit], rank: int) -> int:
-    """Return the sort key of a rank: the first to die is the cause if several ranks end at once."""
-    return list(lost).index(rank) if rank in lost else len(lost)
 
 
 def _read(future: Future[bytes], lost: bool) -> Reply:

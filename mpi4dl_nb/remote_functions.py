@@ -20,6 +20,9 @@ from mpi4dl_nb.loops import end_rank_loop, get_rank_training
 if TYPE_CHECKING:
     from engines.rank_server import RankServer
 
+# Each function takes the rank's own RankServer first, which holds its trainings by the names that the notebook gave
+# them. `steps` is the notebook's count of updates: a rank that has done more or fewer refuses.
+
 __all__ = ["add_size", "create", "drop", "get_tensors", "has_training", "load", "record_reference", "save", "step"]
 
 

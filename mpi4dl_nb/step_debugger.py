@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -55,6 +55,10 @@ class StepDebugger:
         self._inputs = [cut_inputs(program, whole) for program in training.programs]
         self.order = DependencyOrder(training.programs)
         self.steps = tuple(label_steps(graph, program) for program in training.programs)
+        self._roles = [
+            "; ".join(f"stage {role.stage}, tile {role.tile}{', mirrored' * role.direction}" for role in roles)
+            for roles in Layout.of(training.plan).roles
+        ]
         self._begin()
 
     @cached_property
@@ -70,13 +74,6 @@ class StepDebugger:
     def _inspector(self) -> StepInspector:
         extents = ShardIndex(self._compiler, self.training.programs)
         return StepInspector(extents, self.steps, self.schedule, self._call)
-
-    @cached_property
-    def _roles(self) -> list[str]:
-        return [
-            "; ".join(f"stage {role.stage}, tile {role.tile}{', mirrored' * role.direction}" for role in roles)
-            for roles in Layout.of(self.training.plan).roles
-        ]
 
     def _begin(self) -> None:
         self.number, self.loss = uuid.uuid4().hex, None
@@ -110,26 +107,33 @@ class StepDebugger:
         self._check_open()
         now = self.event.places
         ends = [find_block_end(each, at, unit) for each, at in zip(self.steps, now, strict=True)]
-        # All ranks: each stops at the end of its own unit, or where it would need a rank to go beyond its unit. One
-        # rank: the others execute only the instructions that it depends on.
+        # Instructions of two ranks, with `|` at the end of the current unit of each:
+        #
+        #     rank 0   a  b |  send  c
+        #                        \
+        #     rank 1   d        recv  e |
+        #
+        # All ranks: each stops at the end of its own unit, or before an instruction for which another rank would have
+        # to go beyond its unit. Rank 0 executes a and b, and rank 1 only d. One rank: it executes its whole unit, and
+        # the others only what that depends on. For rank 1 these are d, recv and e, and a, b and send on rank 0.
         if rank is None:
             return self._advance(self.order.advance_within(now, ends))
-        chosen = self._resolve_rank(rank)
+        ranks = self.training.plan.ranks
+        chosen = self.order.choose_next_rank(now) if rank == "next" else rank
+        if not isinstance(chosen, int) or not 0 <= chosen < ranks:
+            raise PlanError(f"rank={rank!r} must be 0 to {ranks - 1}, 'next', or None for all.")
+        if self.event.ranks[chosen].next is None:
+            raise PlanError(f"Rank {chosen} has done its part of the step. Choose another one, or None for all.")
         return self._advance(self.order.compute_closure(now, {chosen: ends[chosen]}))
 
-    def _resolve_rank(self, rank: int | str) -> int:
-        ranks = self.training.plan.ranks
-        found = self.order.choose_next_rank(self.event.places) if rank == "next" else rank
-        if not isinstance(found, int) or not 0 <= found < ranks:
-            raise PlanError(f"rank={rank!r} must be 0 to {ranks - 1}, 'next', or None for all.")
-        if self.event.ranks[found].next is None:
-            raise PlanError(f"Rank {found} has done its part of the step. Choose another one, or None for all.")
-        return found
-
     def until(
-        self, layer: str | None = None, rank: int | None = None, kind: str | None = None, phase: str | None = None,
+        self,
+        layer: str | None = None,
+        rank: int | None = None,
+        kind: str | None = None,
+        phase: str | None = None,
         micro_batch: int | None = None,
-    ) -> StepEvent:  # fmt: skip
+    ) -> StepEvent:
         """Execute until an instruction that meets all given conditions is done, or to the end of the step.
 
         `layer` is the name of a layer or of a module in it, `kind` one of compute, halo, stage, all-reduce and update,
@@ -140,15 +144,20 @@ class StepDebugger:
         def is_target(who: int, place: StepLabel) -> bool:
             return (
                 rank in (None, who)
-                and (layer is None or any(_is_inside(each, layer) for each in (place.layer, *place.modules)))
+                # "layer1" is met by the module layer1.0, but not by layer10
+                and (layer is None or any(f"{each}.".startswith(f"{layer}.") for each in (place.layer, *place.modules)))
                 and kind in (None, place.kind)
                 and phase in (None, place.phase_name)
                 and micro_batch in (None, place.step.micro_batch)
             )
 
-        self._check_target(
-            is_target, {"layer": layer, "rank": rank, "kind": kind, "phase": phase, "micro_batch": micro_batch}
-        )
+        if not any(is_target(who, place) for who, steps in enumerate(self.steps) for place in steps):
+            asked = {"layer": layer, "rank": rank, "kind": kind, "phase": phase, "micro_batch": micro_batch}
+            told = ", ".join(f"{name}={value!r}" for name, value in asked.items() if value is not None)
+            some = ", ".join(list(self.layers)[:6])
+            raise PlanError(f"No instruction of the step is of {told}. The first layers are {some}.")
+        # Advance as all ranks do at once, one instruction each where possible, but only on paper: the ranks are called
+        # once, with the place that was found.
         target = self.event.places
         while target != self.order.ends:
             before, target = target, self.order.advance_once(target)
@@ -156,12 +165,6 @@ class StepDebugger:
             if any(is_target(who, self.steps[who][start]) for who, (start, stop) in pairs if stop > start):
                 break
         return self._advance(target)
-
-    def _check_target(self, stops: Callable[[int, StepLabel], bool], asked: Mapping[str, object]) -> None:
-        if not any(stops(who, place) for who, steps in enumerate(self.steps) for place in steps):
-            told = ", ".join(f"{name}={value!r}" for name, value in asked.items() if value is not None)
-            some = ", ".join(list(self.layers)[:6])
-            raise PlanError(f"No instruction of the step is of {told}. The first layers are {some}.")
 
     def finish(self) -> float:
         """Execute the rest of the step at full speed and return its loss, as `training.step` does."""
@@ -237,11 +240,14 @@ class StepDebugger:
             )
 
     def _advance(self, target: StepCounts) -> StepEvent:
+        # The ranks are told only how far to go. They execute at once, as in any step, and wait for each other's
+        # messages; by the order of dependencies, none waits for an instruction beyond another one's target.
         last = target == self.order.ends
         standings = self._call("advance", [(place,) for place in target])
         self._update_event(target, self.event.number + 1, standings, self.event.places)
-        if last:
-            self._count(standings)
+        if last:  # the update is done: this was a step of the training
+            self.training.heard([standing.told[0] for standing in standings])
+            self.loss = merge_stats([standing.told[1] for standing in standings]).loss
         return self.event
 
     def _call(self, what: str, per_rank: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -256,40 +262,29 @@ class StepDebugger:
             raise PlanError("The ranks have done other work, and gave this step up for it. restart() begins it anew.")
         return [answer for (answer,) in answers]
 
-    def _count(self, standings: Sequence[StepState]) -> None:
-        """Count the finished step as a step of the training."""
-        self.training.heard([standing.told[0] for standing in standings])
-        self.loss = merge_stats([standing.told[1] for standing in standings]).loss
-
     def _update_event(
         self, now: StepCounts, number: int, standings: Sequence[StepState], before: StepCounts | None = None
     ) -> None:
         losses = {n: loss for standing in standings for n, loss in standing.losses.items()}
-        before = before or now
-        ranks = tuple(self._make_rank_event(rank, now, before, standing) for rank, standing in enumerate(standings))
+        before, ranks = before or now, []
+        for rank, (standing, at, steps) in enumerate(zip(standings, now, self.steps, strict=True)):
+            event = RankEvent(
+                rank,
+                self._roles[rank],
+                steps[at - 1] if at else None,
+                steps[at] if at < len(steps) else None,
+                self.order.find_blocking_ranks(now, rank),
+                at > before[rank],
+                compute_schedule_time(self.schedule.lanes[rank], steps, at),
+                standing.activation_bytes,
+                standing.weight_bytes,
+                standing.process_bytes,
+            )
+            ranks.append(event)
         moved = (each for each in ranks if each.moved and each.did is not None)
         just_moved = tuple(transfer for each in moved for transfer in find_transfers(each.rank, each.did))
         loss = statistics.fmean(losses.values()) if losses else None
-        self.event = StepEvent(number, ranks, just_moved, now, now == self.order.ends, loss)
-
-    def _make_rank_event(self, rank: int, now: StepCounts, before: StepCounts, standing: StepState) -> RankEvent:
-        at, steps = now[rank], self.steps[rank]
-        return RankEvent(
-            rank,
-            self._roles[rank],
-            steps[at - 1] if at else None,
-            steps[at] if at < len(steps) else None,
-            self.order.find_blocking_ranks(now, rank),
-            at > before[rank],
-            compute_schedule_time(self.schedule.lanes[rank], steps, at),
-            standing.activation_bytes,
-            standing.weight_bytes,
-            standing.process_bytes,
-        )
-
-
-def _is_inside(module: str, layer: str) -> bool:
-    return f"{module}.".startswith(f"{layer}.")
+        self.event = StepEvent(number, tuple(ranks), just_moved, now, now == self.order.ends, loss)
 
 
 # ---- on a rank

@@ -8,7 +8,6 @@ from functools import cached_property
 
 from engines.debug_step import MessageEffect, ViewResult
 from engines.pipeline.work import Schedule, Slot
-from engines.plan import Plan
 from engines.program.compile import Compiler
 from engines.program.dependencies import StepCounts
 from engines.program.instructions import Phase, get_received_exchange
@@ -155,6 +154,9 @@ def find_transfers(rank: int, did: StepLabel) -> Iterator[Transfer]:
     if exchange is not None:
         forward = did.step.phase is Phase.FORWARD
         # In the backward pass an exchange runs in reverse: gradients arrive along the moves that the rank sent forward.
+        #
+        #     forward   rank 0 ── edge pixels ──> rank 1
+        #     backward  rank 0 <── their gradients ── rank 1, added to the rank's own
         for move in exchange.receives if forward else exchange.sends:
             source = move.source if forward else move.target
             size = exchange.compute_bytes([move])
@@ -164,16 +166,19 @@ def find_transfers(rank: int, did: StepLabel) -> Iterator[Transfer]:
 def make_schedule(compiler: Compiler) -> Schedule:
     """Return the schedule of all replicas, with one lane per rank."""
     plan, one = compiler.plan, compiler.schedule
-    return Schedule(one.name, tuple(_make_lane(one, plan, rank) for rank in range(plan.ranks)))
-
-
-def _make_lane(one: Schedule, plan: Plan, rank: int) -> tuple[Slot, ...]:
-    """Return the lane of one rank; its replica's micro-batches are numbered after those of the replicas before."""
-    replica, lane = divmod(rank, plan.replica_ranks)
-    first = replica * plan.replica_batches * plan.parts
-    return tuple(
-        replace(slot, work=replace(slot.work, micro_batch=first + slot.work.micro_batch)) for slot in one.lanes[lane]
-    )
+    lanes = []
+    for rank in range(plan.ranks):
+        # All replicas have the same schedule; the micro-batches of each are numbered after those of the ones before.
+        #
+        #     rank 0  replica 0, lane 0    micro-batches 0 1
+        #     rank 1  replica 0, lane 1    micro-batches 0 1
+        #     rank 2  replica 1, lane 0    micro-batches 2 3
+        #     rank 3  replica 1, lane 1    micro-batches 2 3
+        replica, lane = divmod(rank, plan.replica_ranks)
+        first = replica * plan.replica_batches * plan.parts
+        works = (replace(slot.work, micro_batch=first + slot.work.micro_batch) for slot in one.lanes[lane])
+        lanes.append(tuple(replace(slot, work=work) for slot, work in zip(one.lanes[lane], works, strict=True)))
+    return Schedule(one.name, tuple(lanes))
 
 
 def compute_schedule_time(lane: Sequence[Slot], steps: Sequence[StepLabel], done: int) -> float:
@@ -184,5 +189,9 @@ def compute_schedule_time(lane: Sequence[Slot], steps: Sequence[StepLabel], done
     slot = next((slot for slot in lane if slot.work == work), None)
     if slot is None:
         return float(lane[-1].stop) if lane else 0.0
+    # A slot is as long as the schedule says, however many instructions it has:
+    #
+    #     lane    | F0         | F1         |           1 of 4 instructions of F1 are done:
+    #     steps     a  b  c  d   e  f  g  h             1 + (2 - 1) * 1 / 4 = 1.25
     mine = [index for index, place in enumerate(steps) if place.work == work]
     return slot.start + (slot.stop - slot.start) * (mine.index(done - 1) + 1) / len(mine)

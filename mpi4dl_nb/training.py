@@ -123,10 +123,11 @@ class Training:
         self.model, self.plan, self.cluster = model, plan, cluster
         self.loss = loss or nn.CrossEntropyLoss()
         self.traces = TraceCache(model, image_shape, self.loss, labels, device)
+        # `load` and `verify` prepare the same training for another plan or precision.
+        own = self.loss, optimiser, labels, device, clip_norm, scheduler
         self._prepare: Callable[[Plan], Recipe] = lambda plan: prepare(
-            model, plan, image_shape, self.loss, optimiser, labels, device, clip_norm, scheduler,
-            self.traces.get_graph(plan),
-        )  # fmt: skip
+            model, plan, image_shape, *own, self.traces.get_graph(plan)
+        )
         self.recipe = self._prepare(plan)
         warn_of_mean(self.recipe.graph, plan, stacklevel=2)
         if changed := describe_precision_change(model, self.loss, plan):
@@ -141,6 +142,7 @@ class Training:
         self._create()
 
     def _create(self) -> None:
+        # Programs have a fixed batch size: `make_ready` adds those of smaller steps, by their numbers of images.
         self._sizes = {count_step_images(self.recipe): (self.recipe, self.programs)}
         own = [(self.recipe.restrict_to_rank(program),) for program in self.programs]
         self.cluster.call(remote_functions.create, self.name, per_rank=own)
@@ -160,6 +162,12 @@ class Training:
 
         `count` is the number of images if it is smaller than usual; `make_ready` must have prepared the ranks for it.
         """
+        # The notebook has the whole batch, a rank gets what its program reads, and all of them give back the same loss:
+        #
+        #     images (N, C, H, W) ── cut_inputs ──> rank 0: tile 0 of each image ──> report, statistics
+        #                                      └──> rank 1: tile 1               ──> report, statistics
+        #
+        # Pixels beside a tile are not sent: ranks exchange them layer by layer.
         recipe, programs = self._sizes[count or count_step_images(self.recipe)]
         whole = prepare_batch(recipe, images, labels)
         parts = [(cut_inputs(program, whole),) for program in programs]
@@ -175,7 +183,7 @@ class Training:
 
         See `mpi4dl_nb.step_debugger.StepDebugger`. Raises ImageError for a wrong shape or label.
         """
-        return StepDebugger(self, self._prepare_batch(images, labels))
+        return StepDebugger(self, prepare_batch(self.recipe, images, labels))
 
     def make_ready(self, images: int) -> None:
         """Prepare the ranks for steps of fewer images, such as the last step of an epoch.
@@ -279,9 +287,7 @@ class Training:
         with nullcontext() if held_out is None else closing(Evaluator(self, held_out, on_bad_image)) as judge:
 
             def evaluate() -> Scores | None:
-                return judge and judge.compute_scores(
-                    lambda: self.cluster.call(remote_functions.get_tensors, self.name, self.steps)
-                )
+                return judge and judge.compute_scores(self._get_tensors)
 
             renew = judge.begin if judge else lambda: None
             healing = None if on_failure == "raise" else FailureRecovery(self, on_failure == "shrink", renew)
@@ -305,12 +311,13 @@ class Training:
         start_s = time.perf_counter()
         if data is not None:
             check_batches(data)
+        # The ranks run the same plan as here, but in float64, in which a wrong halo or a sum that counts a pixel twice
+        # cannot hide behind rounding.
         recipe = with_small_loss_scale(self._prepare(replace(self.plan, precision=precision)))
-        whole = (
-            make_batches(recipe, seed)
-            if data is None
-            else [prepare_batch(recipe, *batch) for batch in islice(data, STEPS)]
-        )
+        if data is None:
+            whole = make_batches(recipe, seed)
+        else:
+            whole = [prepare_batch(recipe, *batch) for batch in islice(data, STEPS)]
         if not whole:
             raise ImageError("verify was given no batch. Give it at least one, or leave data out.")
         work = [
@@ -322,9 +329,15 @@ class Training:
         return {**line, "seconds": round(time.perf_counter() - start_s, 2)}
 
     def predict(
-        self, source: Any, to: str | Path | None = None, region: Sequence[int] | None = None, level: int = 0,
-        kind: str = "classes", memory_mb: int = 1000, progress: bool = True,
-    ) -> Any:  # fmt: skip
+        self,
+        source: Any,
+        to: str | Path | None = None,
+        region: Sequence[int] | None = None,
+        level: int = 0,
+        kind: str = "classes",
+        memory_mb: int = 1000,
+        progress: bool = True,
+    ) -> Any:
         """Predict with the current weights, in evaluation mode.
 
         For a batch (N, C, H, W), of any N: return the tensor `model.eval()(batch)`, computed under the plan.
@@ -367,13 +380,14 @@ class Training:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the trained weights and buffers by the names of the plain model, for `model.load_state_dict`."""
-        return collect_state_dict(self.recipe, self.cluster.call(remote_functions.get_tensors, self.name, self.steps))
+        return collect_state_dict(self.recipe, self._get_tensors())
 
     def loss_state_dict(self) -> dict[str, Tensor]:
         """Return the state of a loss that is a module, for `loss.load_state_dict`; empty if it has none."""
-        return collect_state_dict(
-            self.recipe, self.cluster.call(remote_functions.get_tensors, self.name, self.steps), "loss"
-        )
+        return collect_state_dict(self.recipe, self._get_tensors(), "loss")
+
+    def _get_tensors(self) -> list[dict[str, dict[str, Tensor]]]:
+        return self.cluster.call(remote_functions.get_tensors, self.name, self.steps)
 
     def save(self, folder: str | PathLike[str], keep: int = KEEP) -> Path:
         """Write a checkpoint into `folder`, which keeps the last `keep` checkpoints, and return its path.
@@ -399,6 +413,7 @@ class Training:
         recipe = self.recipe if plan == self.plan else self._prepare(plan)
         found = open_checkpoint(make_absolute(path), recipe)
         found.warn_of_passed_over(stacklevel=2)
+        # For another plan, or if a rank has lost the training, all ranks make it anew: no rank can do so alone.
         if recipe is not self.recipe or not all(self.cluster.call(remote_functions.has_training, self.name)):
             warn_of_mean(recipe.graph, plan, stacklevel=2)
             self.plan, self.recipe, self.programs = plan, recipe, compile_plan(recipe.graph, plan)
@@ -411,9 +426,6 @@ class Training:
         """Free the memory that the ranks hold for this training."""
         self.cluster.call(drop, self.name)
         self.cluster.call(remote_functions.drop, self.name)
-
-    def _prepare_batch(self, images: Any, labels: Any) -> dict[str, Tensor]:
-        return prepare_batch(self.recipe, images, labels)
 
     def __repr__(self) -> str:
         spec = self.recipe.step_specs["images"]

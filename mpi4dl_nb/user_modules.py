@@ -71,6 +71,15 @@ class _UserModule:
         )
 
 
+# A module of the user, and how ranks get its functions:
+#
+#     its file is as the notebook has loaded it      by name: ranks import the file
+#     reloaded since (importlib, %autoreload)        by name, unless the ranks have imported an older version
+#     its file has changed, but it was not reloaded  by value: ranks would import newer code
+#     one of its constants was set                   by value
+#     it uses a module that is sent by value         by value: its imported copy would use the rank's own version
+
+
 class UserModules:
     """Pickles the calls for one group of ranks, and holds what the ranks must `follow`.
 
@@ -93,7 +102,11 @@ class UserModules:
             if known.reloaded and known.version not in (None, _ANOTHER) and name in sys.modules
         }
         changed = tuple(name for name, known in self._known.items() if known.version is not None and not known.current)
-        return NotebookImports(tuple(_get_search_path()), reloaded, changed)
+        paths = []
+        for path in sys.path:
+            with suppress(FileNotFoundError):  # "" where the working folder was deleted: nothing is there
+                paths.append(os.path.abspath(path))  # noqa: PTH100 (keeps links)
+        return NotebookImports(tuple(paths), reloaded, changed)
 
     def pack(self, values: Iterable[Any]) -> list[bytes]:
         """Pickle the values. Raises PlanError, with the name, if a module must be sent by value and cannot be."""
@@ -111,7 +124,15 @@ class UserModules:
                 f"constant), and it cannot be sent as it is: {error}. Reload what has changed, and restart the ranks: "
                 "cluster.restart()."
             ) from error
-        self._report_by_value(used & by_value)
+        for name in sorted((used & by_value) - self._said):
+            self._said.add(name)
+            print(
+                f"The module {name}, or one that it uses, is not the one that the ranks have or would import: they "
+                "are sent its functions and classes as this notebook has them.",
+                file=sys.stderr,
+                flush=True,
+            )
+        # Ranks keep what they import now. If the notebook reloads it later, it differs from theirs.
         for name in used & self._known.keys() - by_value:
             for each in (name, *self._find_dependencies(name)):
                 self._held.setdefault(each, self._known[each].version)
@@ -165,23 +186,6 @@ class UserModules:
             found |= new
         return found - {name}
 
-    def _report_by_value(self, names: Iterable[str]) -> None:
-        for name in sorted(set(names) - self._said):
-            self._said.add(name)
-            print(
-                f"The module {name}, or one that it uses, is not the one that the ranks have or would import: they "
-                "are sent its functions and classes as this notebook has them.",
-                file=sys.stderr,
-                flush=True,
-            )
-
-
-def _get_search_path() -> Iterator[str]:
-    """Iterate over Python's search path. If the working folder was deleted, its entry is skipped: nothing is there."""
-    for path in sys.path:
-        with suppress(FileNotFoundError):
-            yield os.path.abspath(path)  # noqa: PTH100 (keeps links)
-
 
 def _find_owners(values: Iterable[object]) -> Iterator[str]:
     """Iterate over the modules in which `values` are defined."""
@@ -204,19 +208,17 @@ def is_user_module(name: str, module: object) -> bool:
         return False
     if name == "__main__" or name.partition(".")[0] in _OURS:
         return False
-    return not any(origin.startswith(folder) for folder in _get_install_folders()) and not _is_standard(origin)
+    return not origin.startswith(_get_install_folders())
 
 
 @cache
 def _get_install_folders() -> tuple[str, ...]:
-    folders = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), site.getusersitepackages()}
+    """Return the folders of the standard library and of installed packages."""
+    folders = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    folders |= {site.getusersitepackages(), *site.getsitepackages()}
     # A .pth file may have added the folders of another environment.
-    others = {folder for folder in sys.path if Path(folder).name in ("site-packages", "dist-packages")}
-    return tuple(folder + os.sep for folder in folders | others | set(site.getsitepackages()))
-
-
-def _is_standard(origin: str) -> bool:
-    return origin.startswith(tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")))
+    folders |= {folder for folder in sys.path if Path(folder).name in ("site-packages", "dist-packages")}
+    return tuple(folder + os.sep for folder in folders)
 
 
 def _get_version(file: str) -> SourceVersion | None:
@@ -245,6 +247,9 @@ def _read_compiled_version(file: str) -> SourceVersion | None:
     """Return the (mtime in s, size) of the source of Python's compiled file; None if there is none that holds them."""
     if sys.dont_write_bytecode:
         return None
+    # The head of a .pyc file (PEP 552), little-endian:
+    #
+    #     magic number | flags | mtime of the source | size of the source      4 bytes each
     try:
         with Path(importlib.util.cache_from_source(file)).open("rb") as compiled:
             _, flags, changed_s, length = unpack("<4sIII", compiled.read(16))

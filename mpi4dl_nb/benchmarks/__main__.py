@@ -25,11 +25,22 @@ PAGE, DATA, PICTURES = "BENCHMARKS.md", "benchmarks.json", "figures"
 
 def main(arguments: Sequence[str]) -> int:
     """Run the studies. Return 0, 1 if something could not be measured, or 2 if the request was invalid."""
-    chosen = _make_parser().parse_args(arguments)
+    flags = argparse.ArgumentParser(prog="python -m mpi4dl_nb.benchmarks", description=__doc__.splitlines()[0])
+    flags.add_argument("--folder", default=".", help="where the page is written")
+    flags.add_argument("--only", nargs="+", default=[""], metavar="TITLE", help="studies whose titles begin so")
+    chosen = flags.parse_args(arguments)
     folder = Path(chosen.folder)
     try:
-        studies = _choose_studies(chosen.only)
-        before = _load_previous(folder / DATA, studies)
+        studies = [study for study in STUDIES if study.title.startswith(tuple(chosen.only))]
+        if not studies:
+            known = ", ".join(study.title for study in STUDIES)
+            raise PlanError(f"No study begins with {' or '.join(chosen.only)}. There are {known}.")
+        before = BenchmarkResults.load(folder / DATA) if (folder / DATA).exists() else None
+        measured = {study.title for study in studies}
+        if before and (lost := [title for title, rows in before.rows.items() if rows and title not in measured]):
+            raise PlanError(
+                f"{folder / DATA} also has figures of {', '.join(lost)}. Choose another --folder, or measure all."
+            )
         found = measure_studies(studies)
     except Mpi4dlError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
@@ -39,30 +50,6 @@ def main(arguments: Sequence[str]) -> int:
     for said in (*found.failures, *(change.words for change in changed or ())):
         print(said)
     return 1 if found.failures else 0
-
-
-def _make_parser() -> argparse.ArgumentParser:
-    flags = argparse.ArgumentParser(prog="python -m mpi4dl_nb.benchmarks", description=__doc__.splitlines()[0])
-    flags.add_argument("--folder", default=".", help="where the page is written")
-    flags.add_argument("--only", nargs="+", default=[""], metavar="TITLE", help="studies whose titles begin so")
-    return flags
-
-
-def _choose_studies(only: Sequence[str]) -> list[BenchmarkStudy]:
-    found = [study for study in STUDIES if study.title.startswith(tuple(only))]
-    if not found:
-        raise PlanError(f"No study begins with {' or '.join(only)}. There are {', '.join(s.title for s in STUDIES)}.")
-    return found
-
-
-def _load_previous(path: Path, studies: Sequence[BenchmarkStudy]) -> BenchmarkResults | None:
-    """Return the earlier figures in the folder. Raises PlanError if they cannot be read, or would be lost."""
-    if not path.exists():
-        return None
-    before = BenchmarkResults.load(path)
-    if lost := [title for title, rows in before.rows.items() if rows and title not in {s.title for s in studies}]:
-        raise PlanError(f"{path} also has figures of {', '.join(lost)}. Choose another --folder, or measure all.")
-    return before
 
 
 def _write(

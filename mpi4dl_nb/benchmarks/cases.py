@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 __all__ = ["STUDIES", "BenchmarkCase", "BenchmarkStudy"]
@@ -38,15 +38,9 @@ class BenchmarkStudy:
     drawn: tuple[str, ...] = ()
 
 
-_CHAIN = ("--model", "engines.bench.chain:chain")
-_MONAI = (
-    "--model", "monai.networks.nets:resnet18",
-    "--model-args", json.dumps({"spatial_dims": 2, "n_input_channels": 3, "num_classes": 10}),
-)  # fmt: skip
-_MONAI_HALVED = (
-    *_MONAI[:-1],
-    json.dumps({"spatial_dims": 2, "n_input_channels": 3, "num_classes": 10, "conv1_t_stride": 2}),
-)
+# The commands are written as on a command line, and split at spaces: JSON among the flags must have none.
+_CHAIN = "--model engines.bench.chain:chain"
+_MONAI_ARGS = {"spatial_dims": 2, "n_input_channels": 3, "num_classes": 10}
 _SPEED = {
     "images_per_s": "images/s",
     "one_process_images_per_s": "one process",
@@ -57,64 +51,23 @@ _SPEED = {
 _MIB = 1 << 20
 
 
-def _make_strip_flags(ranks: int) -> tuple[str, ...]:
+def _make_case(name: str, ranks: int, command: str, at: int | None = None) -> BenchmarkCase:
+    return BenchmarkCase(name, ranks, tuple(command.split()), at)
+
+
+def _make_step_case(name: str, ranks: int, flags: str, at: int | None = None, times: int = 7) -> BenchmarkCase:
+    return _make_case(name, ranks, f"bench step --iterations {times} {flags}", at)
+
+
+def _make_strip_flags(ranks: int) -> str:
     if ranks == 1:
-        return ("--split-size", "1", "--spatial-size", "0")
-    tiles = ("--num-spatial-parts", str(ranks), "--slice-method", "horizontal")
-    return ("--split-size", "1", "--spatial-size", "1", *tiles)
+        return "--split-size 1 --spatial-size 0"
+    return f"--split-size 1 --spatial-size 1 --num-spatial-parts {ranks} --slice-method horizontal"
 
 
-def _make_step_case(name: str, ranks: int, *more: str, times: int = 7, at: int | None = None) -> BenchmarkCase:
-    return BenchmarkCase(name, ranks, ("bench", "step", "--iterations", str(times), *more), at)
-
-
-def _make_image_cases() -> Iterator[BenchmarkCase]:
-    for side_px in (256, 512, 1024, 2048, 4096):
-        size = ("--image-size", str(side_px))
-        times = 7 if side_px < 4096 else 3
-        yield _make_step_case(f"{side_px:,} px", 2, *_CHAIN, *size, *_make_strip_flags(2), times=times, at=side_px)
-
-
-def _make_rank_cases() -> Iterator[BenchmarkCase]:
-    for ranks in (1, 2, 4, 8):
-        name = f"{ranks} rank{'s'[: ranks > 1]}"
-        yield _make_step_case(name, ranks, *_CHAIN, "--image-size", "1024", *_make_strip_flags(ranks), at=ranks)
-
-
-def _make_layer_cases() -> Iterator[BenchmarkCase]:
-    for layers in (20, 50, 100, 200):
-        more = ("--num-layers", str(layers), "--image-size", "512")
-        yield _make_step_case(f"{layers} layers", 2, *_CHAIN, *more, *_make_strip_flags(2), at=layers)
-
-
-def _make_memory_cases() -> Iterator[BenchmarkCase]:
-    for side_px in (512, 1024, 2048, 4096):
-        plan = ("--split-size", "1", "--spatial-size", "1", "--num-spatial-parts", "4")
-        arguments = ("bench", "memory", *_CHAIN, "--image-size", str(side_px), *plan)
-        yield BenchmarkCase(f"{side_px:,} px", 4, arguments, side_px)
-
-
-def _make_largest_cases() -> Iterator[BenchmarkCase]:
-    arguments = (
-        "bench",
-        "largest",
-        *_CHAIN,
-        "--memory-mb",
-        "300",
-        "--image-size",
-        "1024",
-        "--step-px",
-        "128",
-        "--most-px",
-        "4096",
-    )
-    for name, way, *tiles in (
-        ("PyTorch's own loop", "plain"),
-        ("activations computed again", "again"),
-        ("activations in a file", "away"),
-        ("8 strips in turn", "in-turn", "--split-size", "1", "--slice-method", "8x1"),
-    ):
-        yield BenchmarkCase(name, 1, (*arguments, "--way", way, *tiles))
+def _make_monai_flags(**more: int) -> str:
+    arguments = json.dumps(_MONAI_ARGS | more, separators=(",", ":"))
+    return f"--model monai.networks.nets:resnet18 --model-args {arguments}"
 
 
 STUDIES: tuple[BenchmarkStudy, ...] = (
@@ -125,11 +78,14 @@ STUDIES: tuple[BenchmarkStudy, ...] = (
         _SPEED,
         (
             _make_step_case(
-                "MONAI ResNet-18, 1,024 px, 2 strips", 2, *_MONAI, "--image-size", "1024", *_make_strip_flags(2)
+                "MONAI ResNet-18, 1,024 px, 2 strips",
+                2,
+                f"{_make_monai_flags()} --image-size 1024 {_make_strip_flags(2)}",
             ),
             _make_step_case(
-                "ResNet-110 v2, 512 px, 2 x 2 tiles and a layer stage", 5, "--image-size", "512", "--split-size", "2",
-                "--spatial-size", "1", "--num-spatial-parts", "4", "--slice-method", "square",
+                "ResNet-110 v2, 512 px, 2 x 2 tiles and a layer stage",
+                5,
+                "--image-size 512 --split-size 2 --spatial-size 1 --num-spatial-parts 4 --slice-method square",
             ),
         ),
         phases=True,
@@ -137,24 +93,53 @@ STUDIES: tuple[BenchmarkStudy, ...] = (
     BenchmarkStudy(
         "Larger images",
         "Twenty layers of 16 filters on a quarter of the image's side, 2 strips on 2 ranks.",
-        _SPEED, tuple(_make_image_cases()), grows="pixels a side", phases=True,
+        _SPEED,
+        tuple(
+            _make_step_case(f"{px:,} px", 2, f"{_CHAIN} --image-size {px} {_make_strip_flags(2)}", px, times)
+            for px, times in ((256, 7), (512, 7), (1024, 7), (2048, 7), (4096, 3))
+        ),
+        grows="pixels a side",
+        phases=True,
     ),
     BenchmarkStudy(
         "More ranks",
         "The same layers at 1,024 px in as many strips as there are ranks. More ranks than cores take turns.",
-        _SPEED, tuple(_make_rank_cases()), grows="ranks", phases=True,
+        _SPEED,
+        tuple(
+            _make_step_case(name, n, f"{_CHAIN} --image-size 1024 {_make_strip_flags(n)}", n)
+            for name, n in (("1 rank", 1), ("2 ranks", 2), ("4 ranks", 4), ("8 ranks", 8))
+        ),
+        grows="ranks",
+        phases=True,
     ),
     BenchmarkStudy(
         "More layers",
         "As many layers of 16 filters at 512 px, 2 strips on 2 ranks.",
-        _SPEED, tuple(_make_layer_cases()), grows="layers", phases=True,
+        _SPEED,
+        tuple(
+            _make_step_case(f"{n} layers", 2, f"{_CHAIN} --num-layers {n} --image-size 512 {_make_strip_flags(2)}", n)
+            for n in (20, 50, 100, 200)
+        ),
+        grows="layers",
+        phases=True,
     ),
     BenchmarkStudy(
         "Memory",
         "Peak bytes of a training step beyond what a process had before, of the fullest of 4 ranks with a quarter of "
         "the image each, and of one process with all of it; 0.25 would be an even share.",
         {"peak_bytes": "fullest rank", "one_process_peak_bytes": "one process", "share": "share"},
-        tuple(_make_memory_cases()), ratio="share", more_is_better=False, grows="pixels a side",
+        tuple(
+            _make_case(
+                f"{px:,} px",
+                4,
+                f"bench memory {_CHAIN} --image-size {px} --split-size 1 --spatial-size 1 --num-spatial-parts 4",
+                px,
+            )
+            for px in (512, 1024, 2048, 4096)
+        ),
+        ratio="share",
+        more_is_better=False,
+        grows="pixels a side",
         drawn=("peak_bytes", "one_process_peak_bytes"),
     ),
     BenchmarkStudy(
@@ -163,72 +148,101 @@ STUDIES: tuple[BenchmarkStudy, ...] = (
         "kernel enforces, beside one process with the whole image and no bound: how many times the bound that needs, "
         "and how many times as long a step takes in turn.",
         {
-            "memory_bytes": "bound", "peak_bytes": "peak, with the file's pages",
-            "one_process_peak_bytes": "one process", "needs": "needs",
-            "stored_bytes": "in the file", "time_ratio": "time", "spread": "spread",
+            "memory_bytes": "bound",
+            "peak_bytes": "peak, with the file's pages",
+            "one_process_peak_bytes": "one process",
+            "needs": "needs",
+            "stored_bytes": "in the file",
+            "time_ratio": "time",
+            "spread": "spread",
         },
         (
-            BenchmarkCase(
-                "MONAI ResNet-18 (stride 2), 1,536 px", 1,
-                (
-                    "bench", "streaming", "--memory-mb", "600", "--iterations", "3", "--image-size", "1536",
-                    "--split-size", "2", "--balance", "6,4", "--spatial-size", "1", "--slice-method", "8x1",
-                    *_MONAI_HALVED,
-                ),
+            _make_case(
+                "MONAI ResNet-18 (stride 2), 1,536 px",
+                1,
+                "bench streaming --memory-mb 600 --iterations 3 --image-size 1536 --split-size 2 --balance 6,4 "
+                f"--spatial-size 1 --slice-method 8x1 {_make_monai_flags(conv1_t_stride=2)}",
             ),
         ),
-        ratio="time_ratio", more_is_better=False,
+        ratio="time_ratio",
+        more_is_better=False,
     ),
     BenchmarkStudy(
         "Largest images",
         "The largest square image (in steps of 128 px, to 4,096) whose training takes no more than 300 MB, which the "
         "kernel enforces, in one process: the same twenty layers.",
         {"largest_px": "px a side", "peak_bytes": "peak, with the file's pages", "s_per_megapixel": "s a megapixel"},
-        tuple(_make_largest_cases()), ratio="largest_px",
+        tuple(
+            _make_case(
+                name,
+                1,
+                f"bench largest {_CHAIN} --memory-mb 300 --image-size 1024 --step-px 128 --most-px 4096 --way {way}",
+            )
+            for name, way in (
+                ("PyTorch's own loop", "plain"),
+                ("activations computed again", "again"),
+                ("activations in a file", "away"),
+                ("8 strips in turn", "in-turn --split-size 1 --slice-method 8x1"),
+            )
+        ),
+        ratio="largest_px",
     ),
     BenchmarkStudy(
         "Halos",
         "One exchange of 3 pixels around 4 strips of a 1,024 px image, there and back, against the same by hand in "
         "mpi4py, and against its messages alone: 1 is as fast, more is slower.",
         {
-            "forward.ms": "there, ms", "forward.ratio": "to by hand", "backward.ms": "back, ms",
-            "backward.ratio": "to by hand", "ratio_messages_only": "to messages alone", "forward.spread": "spread",
+            "forward.ms": "there, ms",
+            "forward.ratio": "to by hand",
+            "backward.ms": "back, ms",
+            "backward.ratio": "to by hand",
+            "ratio_messages_only": "to messages alone",
+            "forward.spread": "spread",
         },
-        (
-            BenchmarkCase(
-                "1,024 px, 4 ranks", 4, ("bench", "halo", "--slice-method", "vertical", "--num-spatial-parts", "4")
-            ),
-        ),
+        (_make_case("1,024 px, 4 ranks", 4, "bench halo --slice-method vertical --num-spatial-parts 4"),),
         more_is_better=False,
     ),
     BenchmarkStudy(
         "Sums",
         "A sum over 4 ranks as gradients are summed, beside MPI's own and gloo's: above 1 is faster than MPI's.",
-        {"ours_ms": "ours, ms", "raw_mpi_ms": "MPI, ms", "gloo_ms": "gloo, ms", "ratio_to_mpi": "ratio",
-         "spread": "spread"},
-        (BenchmarkCase("", 4, ("bench", "allreduce", "--max-bytes", str(64 * _MIB), "--iterations", "15")),),
-        ratio="ratio_to_mpi", grows="bytes",
+        {
+            "ours_ms": "ours, ms",
+            "raw_mpi_ms": "MPI, ms",
+            "gloo_ms": "gloo, ms",
+            "ratio_to_mpi": "ratio",
+            "spread": "spread",
+        },
+        (_make_case("", 4, f"bench allreduce --max-bytes {64 * _MIB} --iterations 15"),),
+        ratio="ratio_to_mpi",
+        grows="bytes",
     ),
     BenchmarkStudy(
         "Overhead",
         "What an instruction of a program costs beside its kernels, in microseconds of one thread, and what a kernel's "
         "call costs beside its work.",
         {"instruction_us": "instruction", "call_us": "call", "back_call_us": "call, backward", "spread": "spread"},
-        (BenchmarkCase("1 rank", 1, ("bench", "overhead")),), ratio="instruction_us", more_is_better=False,
+        (_make_case("1 rank", 1, "bench overhead"),),
+        ratio="instruction_us",
+        more_is_better=False,
     ),
     BenchmarkStudy(
         "Compiled segments",
         "The same training as PyTorch runs it, and with `compile_segments`, interleaved: above 1 is faster "
         "compiled. The first step compiles.",
-        {"step_s": "s a step", "compiled_step_s": "compiled", "ratio": "ratio", "first_s": "first step, s",
-         "spread": "spread"},
+        {
+            "step_s": "s a step",
+            "compiled_step_s": "compiled",
+            "ratio": "ratio",
+            "first_s": "first step, s",
+            "spread": "spread",
+        },
         tuple(
-            BenchmarkCase(name, ranks, ("bench", "compiled", "--iterations", "7", *more, *_make_strip_flags(ranks)))
-            for name, ranks, *more in (
-                ("MONAI ResNet-18, 512 px, 1 rank", 1, *_MONAI, "--image-size", "512"),
-                ("the twenty layers, 512 px, 2 strips", 2, *_CHAIN, "--image-size", "512"),
+            _make_case(name, n, f"bench compiled --iterations 7 {model} --image-size 512 {_make_strip_flags(n)}")
+            for name, n, model in (
+                ("MONAI ResNet-18, 512 px, 1 rank", 1, _make_monai_flags()),
+                ("the twenty layers, 512 px, 2 strips", 2, _CHAIN),
             )
         ),
     ),
-)  # fmt: skip
+)
 """In the order of the page; together they take about ten minutes on two cores."""

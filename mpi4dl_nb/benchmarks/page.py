@@ -22,8 +22,15 @@ def build_page(
 
     `pictures` maps a study to the path and alt text of its picture. `changed` is None if there were no earlier figures.
     """
-    lines = ["# Benchmarks", "", "Written by `make bench`. " + _describe_machine(found), ""]
-    lines += _describe_changes(changed)
+    machine = "; ".join(f"{name}: {said}" for name, said in found.machine.items())
+    lines = ["# Benchmarks", "", f"Written by `make bench`. {machine}.", ""]
+    if changed is None:
+        lines += ["There were no figures before."]
+    elif not changed:
+        lines += ["No ratio differs from the figures before by more than noise."]
+    else:
+        lines += ["Ratios that differ from the figures before by more than noise:", ""]
+        lines += [f"- {change.words}" for change in changed]
     lines += ["", "Not measured:", "", *(f"- {said}" for said in found.failures)] if found.failures else []
     for study in studies:
         if rows := found.rows.get(study.title):
@@ -32,21 +39,6 @@ def build_page(
                 path, alt = pictures[study.title]
                 lines += ["", f"![{alt}]({path})"]
     return "\n".join(lines) + "\n"
-
-
-def _describe_machine(found: BenchmarkResults) -> str:
-    return f"{'; '.join(f'{name}: {said}' for name, said in found.machine.items())}."
-
-
-def _describe_changes(changed: Sequence[RatioChange] | None) -> Iterator[str]:
-    if changed is None:
-        yield "There were no figures before."
-    elif not changed:
-        yield "No ratio differs from the figures before by more than noise."
-    else:
-        yield "Ratios that differ from the figures before by more than noise:"
-        yield ""
-        yield from (f"- {change.words}" for change in changed)
 
 
 def _format_table(study: BenchmarkStudy, rows: Sequence[BenchmarkRow]) -> Iterator[str]:

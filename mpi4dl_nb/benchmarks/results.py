@@ -15,6 +15,12 @@ from mpi4dl_nb.benchmarks.cases import BenchmarkCase
 __all__ = ["BenchmarkResults", "BenchmarkRow", "make_rows"]
 
 
+# From the line that a command prints to a cell of the page:
+#
+#     {"forward": {"ms": [1.0, 3.0], "spread": 0.04}}      one line of JSON on standard output
+#     BenchmarkRow("1,024 px, 4 ranks", None, line)        get_number("forward.ms") = 3.0, of the slowest rank
+
+
 @dataclass(frozen=True)
 class BenchmarkRow:
     """One line of output of a case: its `name` in the study's table, and `at`, the value that grows."""

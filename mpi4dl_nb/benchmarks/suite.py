@@ -34,10 +34,8 @@ def run_case(case: BenchmarkCase) -> list[dict[str, Any]]:
     """Return the lines that a case prints. Raises RankError if it fails or does not end."""
     environment = os.environ | make_mpi_environment(case.ranks)
     try:
-        done = subprocess.run(
-            make_engine_command(case.ranks, *case.arguments),
-            env=environment, capture_output=True, text=True, timeout=_LONGEST_S, check=False,
-        )  # fmt: skip
+        command = make_engine_command(case.ranks, *case.arguments)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_LONGEST_S, check=False)
     except subprocess.TimeoutExpired as error:
         raise RankError(f"`{' '.join(case.arguments)}` on {case.ranks} ranks took more than {_LONGEST_S} s.") from error
     if done.returncode:
@@ -71,18 +69,15 @@ def measure_studies(
 def describe_machine() -> dict[str, str]:
     """Return the processor, memory, GPU, versions and date."""
     names = ("torch", "mpi4py", "numpy")
+    path = Path("/proc/cpuinfo")  # on Linux `platform.processor()` says no more than "x86_64"
+    lines = path.read_text().splitlines() if path.exists() else []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    processor = next(named, platform.processor() or platform.machine())
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     return {
-        "processor": f"{_find_processor()}, {count_cores()} cores",
+        "processor": f"{processor}, {count_cores()} cores",
         "memory": format_bytes(psutil.virtual_memory().total),
         "GPU": device,
         "versions": ", ".join([f"Python {platform.python_version()}", *(f"{name} {version(name)}" for name in names)]),
         "date": time.strftime("%Y-%m-%d"),
     }
-
-
-def _find_processor() -> str:
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.processor() or platform.machine())

@@ -95,6 +95,7 @@ def expand_nodes(nodes: str) -> list[str]:
 
 def _split_nodes(nodes: str) -> list[str]:
     """Split at commas outside of brackets; an empty part marks unbalanced brackets."""
+    # "node[1-3,7],gpu1" has two parts, "node[1-3,7]" and "gpu1"; "node[1,[2]]" and "node]" have an empty one.
     parts, at = [], 0
     while at <= len(nodes):
         found = _PARTS.match(nodes, at)

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from mpi4dl_nb.launch import reaper_process
 from mpi4dl_nb.launch.allocation import read_allocation
 from mpi4dl_nb.launch.mpi_environment import make_mpi_environment
 from mpi4dl_nb.launch.pid_file import PidFile, remove_stale_clusters
+from mpi4dl_nb.launch.reaper_process import PROGRAM
 from mpi4dl_nb.launch.run_directory import RunDirectory
 
 __all__ = ["exec_launcher"]
@@ -29,7 +29,14 @@ def exec_launcher(command: Sequence[str], n: int) -> NoReturn:
     remove_stale_clusters()
     job = read_allocation()
     place = RunDirectory.make(n)
+    # The process keeps its pid, but not its memory:
+    #
+    #     python -m mpi4dl_nb -n 2 ...             exec         reaper_process keep ...
+    #     (pid 7, has imported torch perhaps)      ───>         (pid 7)
+    #                                                            └── mpiexec
+    #                                                                 ├── rank 0
+    #                                                                 └── rank 1
     paths = [*place.folders, *filter(None, [PidFile.of(place).write()])]
-    keeper = [sys.executable, "-P", reaper_process.__file__, "keep", place.name, *map(str, paths), "--", *command]
+    keeper = [*PROGRAM, "keep", place.name, *map(str, paths), "--", *command]
     is_alone = job is None or len(job.hosts) == 1
     os.execve(keeper[0], keeper, {**environment, **place.make_environment(is_alone)})

@@ -37,19 +37,17 @@ class RankExit:
     helper: str = ""
 
     def __str__(self) -> str:
-        return f"its process {self._how}" + (f" in {self.last}" if self.last else "")
-
-    @property
-    def _how(self) -> str:
         if self.helper:
-            return f"has ended with {self.helper}"
-        if self.code is None:
-            return "has ended"
-        if self.code >= 0:
-            return f"has left with exit code {self.code}"
-        name = signal.Signals(-self.code).name if -self.code in set(signal.Signals) else f"signal {-self.code}"
-        why = {"SIGKILL": " (the system does so where memory runs out)", "SIGSEGV": " (a fault in compiled code)"}
-        return f"was killed by {name}{why.get(name, '')}"
+            how = f"has ended with {self.helper}"
+        elif self.code is None:
+            how = "has ended"
+        elif self.code >= 0:
+            how = f"has left with exit code {self.code}"
+        else:
+            name = signal.Signals(-self.code).name if -self.code in set(signal.Signals) else f"signal {-self.code}"
+            why = {"SIGKILL": " (the system does so where memory runs out)", "SIGSEGV": " (a fault in compiled code)"}
+            how = f"was killed by {name}{why.get(name, '')}"
+        return f"its process {how}" + (f" in {self.last}" if self.last else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,20 +107,23 @@ class GuardReports:
                 self._cut_off_s = None
             self._asked_s = now_s
             self._cut_off_s = (self._cut_off_s or now_s) if is_cut_off else None
-            return self._find_stalled(now_s)
-
-    def _find_stalled(self, now_s: float) -> dict[int, StalledRank]:
-        silent = {
-            rank: StalledRank(RankStatus("", heard_s), silent=True)
-            for rank, heard_s in self._heard_s.items()
-            if now_s - heard_s >= _SILENT_S
-        }
-        idle = {rank: still for rank, still in self._still.items() if still.idle}
-        found = {**self._still, **silent, **idle}
-        if self._cut_off_s is None:
-            return found
-        cut_off = StalledRank(RankStatus("", self._cut_off_s))
-        return {rank: max(found.get(rank, cut_off), cut_off, key=lambda each: each.for_s) for rank in self._heard_s}
+            # What is known of a rank, and what it counts as:
+            #
+            #     last report             guard since then     counts as
+            #     "stalled in halo 3"     heard                stalled in halo 3
+            #     "stalled in halo 3"     silent for 3 s       silent: it may have gone on unseen
+            #     "stalled, no work"      need not report      idle
+            silent = {
+                rank: StalledRank(RankStatus("", heard_s), silent=True)
+                for rank, heard_s in self._heard_s.items()
+                if now_s - heard_s >= _SILENT_S
+            }
+            idle = {rank: still for rank, still in self._still.items() if still.idle}
+            found = {**self._still, **silent, **idle}
+            if self._cut_off_s is None:
+                return found
+            cut_off = StalledRank(RankStatus("", self._cut_off_s))
+            return {rank: max(found.get(rank, cut_off), cut_off, key=lambda each: each.for_s) for rank in self._heard_s}
 
     def parse_line(self, line: bytes) -> None:
         """Parse a line of mpiexec's output, which may be a guard's report or anything else."""
@@ -134,6 +135,8 @@ class GuardReports:
                     self._record_event(facts)
 
     def _record_event(self, facts: Mapping[str, Any]) -> None:
+        # A guard writes "still" when its rank stalls, "moves" when it goes on, "ended" once, and "watches" every second
+        # while the rank has work.
         rank, event = facts["rank"], facts["event"]
         self._heard_s[rank] = time.monotonic()
         if event == "watches":

@@ -53,6 +53,7 @@ def _hash_code():
     spec = importlib.util.find_spec("engines")
     if spec is None or not spec.origin:
         return None
+    # The version number stays the same while someone works on the code; ranks of two states of it could hang.
     home, mark = Path(spec.origin).parent, hashlib.sha256()
     for file in sorted(home.rglob("*.py")):
         mark.update(str(file.relative_to(home)).encode() + b"\0" + file.read_bytes())
@@ -100,6 +101,7 @@ def write_connection_file(home: str, order: dict) -> str:
     for name, text in order["files"].items():
         path = Path(home, name)
         path.parent.mkdir(mode=0o700, exist_ok=True)
+        # Created with these permissions: a file whose permissions are changed later could be read in between.
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(text)
     try:
@@ -131,7 +133,8 @@ class _LineReader:
 
 
 def make_memory_folder(home: str, ranks: int) -> str:
-    """Return a folder in shared memory for `ranks` ranks if there is room, else `home`."""
+    """Return a folder in shared memory for `ranks` ranks, or `home` if there is too little room: ranks would crash."""
+    # Docker gives a container 64 MiB of shared memory unless told otherwise, enough for three ranks.
     memory = Path(_SHARED_MEMORY, Path(home).name)
     try:
         room = os.statvfs(_SHARED_MEMORY)
@@ -161,6 +164,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # interrupts are for the ranks
     for number in (signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, lambda *_: sys.exit(1))  # sent by batch systems: exit through the cleanup
+    # 60 s for the first order; after that the notebook says how long it may be silent.
     lines, silence_s = _LineReader(), 60.0
     home = memory = tempfile.mkdtemp(prefix="mpi4dl_nb-")
     try:

@@ -41,16 +41,30 @@ _WORDS = {
 }
 
 
+# What passes between the notebook and an agent, line by line, over ssh's own input and output. No port is opened, and
+# the file of keys never travels in the clear.
+#
+#     notebook                                        agent on a host
+#     the text of host_agent.py             ──>       compiled and run (BOOT)
+#     tell: folder, mpiexec, ranks          ──>
+#                                           <──       told: versions, network, cores; its folders
+#     arm: connection file, the controller  ──>
+#                                           <──       unreachable: "", or why
+#     beat, every half second               ──>
+#                                           <──       beat
+#     (end of input, or silence)                      end the ranks left here, remove the folders
+
+
 class HostAgent:
     """Connection to the agent process on one host, with the latest replies."""
 
     def __init__(self, host: str, command: list[str], words_at: Path) -> None:
         self.host, self._words_at = host, words_at
         with words_at.open("wb") as words:
+            # In a session of its own, so that it is not interrupted together with the notebook.
             self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=words,
-                start_new_session=True,  # not interrupted together with the notebook
-            )  # fmt: skip
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=words, start_new_session=True
+            )
         self.heard_s, self.said = time.monotonic(), dict[str, Any]()
         self._send(Path(host_agent.__file__).read_text())
         self._ear = Thread(target=self._read_replies, name=f"outpost {host}", daemon=True)
@@ -122,14 +136,8 @@ class HostAgents:
         """Return the facts of all hosts (`host_agent.collect_facts`). Raises RankError if one is silent or differs."""
         until_s = time.monotonic() + _TELL_S
         for host, post in self.posts.items():
-            post.send_request(
-                "tell",
-                folder=folder,
-                mpiexec=mpiexec,
-                towards=towards[host],
-                ranks=ranks[host],
-                silence_s=_REMOTE_SILENCE_S,
-            )
+            own = {"towards": towards[host], "ranks": ranks[host]}
+            post.send_request("tell", folder=folder, mpiexec=mpiexec, silence_s=_REMOTE_SILENCE_S, **own)
         own = host_agent.collect_versions(mpiexec)
         found = {host: post.wait_for_reply("told", until_s) for host, post in self.posts.items()}
         for host, told in found.items():

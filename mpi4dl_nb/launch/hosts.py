@@ -61,7 +61,14 @@ def read_hosts(wish: Iterable[str] | Mapping[str, int] | str | PathLike[str] | N
     if wish is None:
         return ()
     if isinstance(wish, str | PathLike):
-        found = _read_hostfile(Path(wish))
+        try:
+            lines = read_bounded(Path(wish)).decode().splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlanError(
+                f"hosts={str(Path(wish))!r} is no hostfile that can be read ({error}). "
+                "A list of names goes as hosts=[...]."
+            ) from error
+        found = [_parse_host(text) for line in lines if (text := line.split("#")[0].strip())]
     elif isinstance(wish, Mapping):
         found = [_make_host(name, name, slots) for name, slots in wish.items()]
     elif isinstance(wish, Iterable):
@@ -74,16 +81,6 @@ def read_hosts(wish: Iterable[str] | Mapping[str, int] | str | PathLike[str] | N
     if twice := [name for name in names if names.count(name) > 1]:
         raise PlanError(f"hosts names {twice[0]!r} {names.count(twice[0])} times. Name it once, with its slots.")
     return tuple(found)
-
-
-def _read_hostfile(path: Path) -> list[Host]:
-    try:
-        lines = read_bounded(path).decode().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise PlanError(
-            f"hosts={str(path)!r} is no hostfile that can be read ({error}). A list of names goes as hosts=[...]."
-        ) from error
-    return [_parse_host(text) for line in lines if (text := line.split("#")[0].strip())]
 
 
 def _parse_host(text: Any) -> Host:
@@ -136,23 +133,22 @@ class Hosts:
                 f"{n} ranks do not fit: {self.whose} {self} have {fixed} slots together. "
                 "Give more slots or hosts, or start fewer ranks."
             )
-        counts = _count_ranks([host.slots for host in self.hosts], n, divmod(max(0, n - fixed), max(1, others)))
+        # 8 ranks on a, b:3, c: b has 3 slots, and the rest is shared evenly, the first hosts taking one more.
+        #
+        #     a      b:3    c
+        #     0 1 2  3 4 5  6 7
+        left, counts = n, []
+        even, more = divmod(max(0, n - fixed), max(1, others))
+        for host in self.hosts:
+            if host.slots is None:
+                counts.append(even + (more > 0))
+                more -= 1
+            else:
+                counts.append(min(left, host.slots))
+                left -= counts[-1]
         ends = accumulate(counts)
         return tuple(
             HostRanks(host.name, range(end - count, end))
             for host, count, end in zip(self.hosts, counts, ends, strict=True)
             if count
         )
-
-
-def _count_ranks(slots: Sequence[int | None], n: int, evenly: tuple[int, int]) -> list[int]:
-    """Return the ranks per host; hosts without slots get `evenly[0]`, and the first `evenly[1]` of them one more."""
-    left, more, counts = n, evenly[1], []
-    for each in slots:
-        if each is None:
-            counts.append(evenly[0] + (more > 0))
-            more -= 1
-        else:
-            counts.append(min(left, each))
-            left -= counts[-1]
-    return counts

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from functools import partial
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any
@@ -32,7 +31,7 @@ class LoopbackRanks:
         self._hosts = [rank_server.RankServer(world) for world in worlds]
         self._said: SimpleQueue[tuple[int, OutputLine]] = SimpleQueue()
         for rank, each in enumerate(self._hosts):
-            each.board.output = LineBuffer(partial(_put, self._said, rank))
+            each.board.output = LineBuffer(lambda line, rank=rank, said=self._said: said.put((rank, line)))
 
     def count(self) -> int:
         """Return the number of ranks."""
@@ -95,7 +94,3 @@ class LoopbackRanks:
     def stop(self) -> None:
         """Release the ranks that wait."""
         self.interrupt()
-
-
-def _put(said: SimpleQueue[tuple[int, OutputLine]], rank: int, line: OutputLine) -> None:
-    said.put((rank, line))

@@ -78,12 +78,15 @@ def _query_library(mpiexec: str, python: str) -> MpiLibrary:
     release, name, version, file, revokes = _query_mpi4py(python)
     if tuple(map(int, re.findall(r"\d+", release)[:2])) < _OLDEST:
         raise RankError(f"mpi4py {release} is too old: 4.1 or later is needed. pip install --upgrade mpi4py.")
+    # Open MPI and mpi4py of two releases, and of two MPIs all the more, start without an error: each process then is
+    # rank 0 of 1. The descendants of MPICH share one interface between launcher and library.
     same_release = starter_version.split(".")[:2] == [str(part) for part in version[:2]]
     if starter and (_get_family(starter) != _get_family(name) or (name == "Open MPI" and not same_release)):
         raise RankError(
             f"mpiexec and mpi4py belong to two MPIs: {mpiexec} is of {starter} {starter_version}, but mpi4py uses "
             f"{name} {'.'.join(map(str, version))} ({file}). Each rank would be alone in a world of size 1. {_MEND}."
         )
+    # Not every build of Open MPI 5 has ULFM: mpi4py's library must have the function, and mpiexec take the flag.
     flags = ("--with-ft", "ulfm")
     has_ulfm = name == "Open MPI" and revokes and not _run([mpiexec, *flags, "--version"]).returncode
     return MpiLibrary(f"{name} {'.'.join(map(str, version))}", flags if has_ulfm else ())
@@ -118,10 +121,10 @@ def _query_mpi4py(python: str) -> tuple[str, str, Sequence[int], str, bool]:
 
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     try:
+        environment = {**os.environ, **get_home_variable()}
         return subprocess.run(
-            command, capture_output=True, text=True, timeout=_ASKED_S, check=False, errors="replace",
-            env={**os.environ, **get_home_variable()},
-        )  # fmt: skip
+            command, capture_output=True, text=True, timeout=_ASKED_S, check=False, errors="replace", env=environment
+        )
     except subprocess.TimeoutExpired:
         raise RankError(f"{command[0]} does not answer within {_ASKED_S:.0f} s (asked: {command[-1]:.20}).") from None
     except OSError as error:

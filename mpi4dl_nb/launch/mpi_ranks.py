@@ -100,6 +100,10 @@ class _Launcher(CaptureMixin, MPIEngineSetLauncher):
         return super().start(n)
 
 
+def _make_refusal(n: int, error: BaseException) -> RankError:
+    return RankError(f"The cluster of {n} ranks did not start: {error}. {find_startup_cause(str(error))}")
+
+
 class MpiRanks:
     """ipyparallel engines, one per MPI process, in the order of their MPI ranks."""
 
@@ -110,7 +114,13 @@ class MpiRanks:
         self._mpi = find_mpi_library(find_mpiexec())
         self._across = MultiHost.of(n, hosts) if hosts else None
         self._place = RunDirectory.make(n)
-        self._leash = self._start_reaper()
+        paths = self._place.folders
+        try:
+            paths += filter(None, [PidFile.of(self._place).write()])
+            self._leash = Reaper(self._place.name, paths)  # it cleans up from here on
+        except OSError as error:  # even that process cannot be started
+            remove_paths(paths)
+            raise _make_refusal(n, error) from error
         self._client: ipyparallel.Client | None = None
         self._launchers: list[Any] = []
         self._reports = GuardReports()
@@ -125,33 +135,31 @@ class MpiRanks:
             self.stop()
             if isinstance(error, RankError) or not isinstance(error, _TROUBLES):
                 raise
-            raise RankError(
-                f"The cluster of {n} ranks did not start: {error}. {find_startup_cause(str(error))}"
-            ) from error
-
-    def _start_reaper(self) -> Reaper:
-        """Start the reaper, which cleans up from here on. Raises RankError if even that process cannot be started."""
-        paths = self._place.folders
-        try:
-            paths += filter(None, [PidFile.of(self._place).write()])
-            return Reaper(self._place.name, paths)
-        except OSError as error:
-            remove_paths(paths)
-            said = str(error)
-            raise RankError(
-                f"The cluster of {self._n} ranks did not start: {said}. {find_startup_cause(said)}"
-            ) from error
+            raise _make_refusal(n, error) from error
 
     def _start(self) -> None:
         far = self._across
         if far:
             far.prepare(str(self._place.home))
         flags, environment = far.make_controller_flags() if far else [], self._place.make_environment(alone=not far)
+        # Order of a start: controller, client, mpiexec with the engines, MPI. Each stage has its own errors and limits.
+        #
+        #     notebook ── client ──> controller <── engine ── guard ── mpiexec (or its daemon on another host)
+        #         └── pipe ──> reaper: ends all of these when one helper ends, or the notebook
         cluster = ipyparallel.Cluster(
-            n=self._n, engines=_Launcher, controller=_Controller, controller_args=[*_CONTROLLER, *flags], delay=0,
-            profile_dir=str(self._place.home), load_profile=False, cluster_file="", shutdown_atexit=False,
-            send_engines_connection_env=not far, parent=None, log=_LOG,
-        )  # fmt: skip
+            n=self._n,
+            engines=_Launcher,
+            controller=_Controller,
+            controller_args=[*_CONTROLLER, *flags],
+            delay=0,
+            profile_dir=str(self._place.home),
+            load_profile=False,
+            cluster_file="",
+            shutdown_atexit=False,
+            send_engines_connection_env=not far,
+            parent=None,
+            log=_LOG,
+        )
         run_in_loop(cluster.start_controller(environment={**environment, start.SAFE: "1"}))
         self._register(cluster.controller)
         self._wait_for_controller(cluster.controller)
@@ -193,7 +201,11 @@ class MpiRanks:
         most = 0
         self._starting.begin_phase()
         while (now := count()) < self._n:
-            if (alive := self._count_alive()) < most:
+            alive = -1  # the children of mpiexec; -1 if it or the controller has ended
+            if not self._has_ended():
+                with suppress(psutil.NoSuchProcess):  # mpiexec has just ended
+                    alive = len(self._launchers[-1].process.children())
+            if alive < most:
                 raise self._make_start_error(
                     f"The ranks did not start: of {self._n} processes {max(0, alive)} are left."
                 )
@@ -202,25 +214,9 @@ class MpiRanks:
                 raise self._make_start_error(trouble)
             time.sleep(_LOOK_S)
 
-    def _count_alive(self) -> int:
-        """Return the number of child processes of mpiexec; -1 if mpiexec or the controller has ended."""
-        if self._has_ended():
-            return -1
-        try:
-            return len(self._launchers[-1].process.children())
-        except psutil.NoSuchProcess:  # mpiexec has just ended
-            return -1
-
     def _has_ended(self) -> bool:
         """Return whether mpiexec or the controller has ended: the reaper then ends the other processes too."""
         return any(launcher.poll() is not None for launcher in self._launchers)
-
-    def _describe_first_ended(self) -> str:
-        """Name the helper that ended first: the reaper, which may have ended the other one since, knows the order."""
-        first = self._leash.get_ended_pids()
-        found = [each for each in zip(_HELPERS, self._launchers, strict=True) if each[1].poll() is not None]
-        name, launcher = min(found, key=lambda each: each[1].pid not in first)
-        return f"{name} (process {launcher.pid})"
 
     def _make_start_error(self, what: str) -> RankError:
         """Build an error with its cause, if known, and the output of the process that was started last."""
@@ -230,6 +226,10 @@ class MpiRanks:
     def _order_by_rank(self) -> None:
         """Put the engines in rank order, once: engine ids need not be MPI ranks."""
         views = {number: self._client.direct_view(number) for number in self._client.ids}
+        #     ipyparallel's ids    0  1  2      in the order in which the engines have registered
+        #     MPI's ranks          2  0  1      as mpiexec has started them
+        #     self._ids            1  2  0      id of each rank
+        #
         # Start `join` on all engines before waiting for any of them: MPI's initialisation is collective.
         told = {number: view.apply_async(rank_server.join) for number, view in views.items()}
         self._wait_for_ranks(lambda: len([f.result() for f in told.values() if f.done()]), "have joined")
@@ -307,6 +307,15 @@ class MpiRanks:
             time.sleep(_LOOK_S)
 
     def _find_lost(self) -> Mapping[int, RankExit]:
+        # Who reports the end of a rank, and with what:
+        #
+        #     its guard, through mpiexec's output    exit code or signal, last status
+        #     its nanny, through the hub             only that the engine is gone
+        #     a SIGKILL from here                    the process itself is looked at, as its guard may be stopped
+        #     its host's agent                       silence
+        #     the end of the controller or mpiexec   takes all ranks with it
+        #
+        # Guards keep the numbers that MPI gave the ranks at the start (`_began_as`), also after a shrink.
         cut = self._across.find_lost_ranks() if self._across else {}
         alive, ended = [] if self._has_ended() else self._client.ids, {**self._reports.ended, **cut}
         for rank in self._processes.killed():
@@ -314,9 +323,12 @@ class MpiRanks:
         if self._has_ended() and not self._ended_with_helper:  # ranks that end later end because of the helper
             self._launchers[-1].get_output()  # read the guards' earlier reports first
             ended |= self._reports.ended
-            self._ended_with_helper = {
-                rank: ended.get(rank, RankExit(None, helper=self._describe_first_ended())) for rank in self._began_as
-            }
+            # Name the helper that ended first: the reaper, which may have ended the other one since, knows the order.
+            first = self._leash.get_ended_pids()
+            gone = [each for each in zip(_HELPERS, self._launchers, strict=True) if each[1].poll() is not None]
+            name, launcher = min(gone, key=lambda each: each[1].pid not in first)
+            with_helper = RankExit(None, helper=f"{name} (process {launcher.pid})")
+            self._ended_with_helper = {rank: ended.get(rank, with_helper) for rank in self._began_as}
         ended |= self._ended_with_helper
         found = {
             rank: began_as

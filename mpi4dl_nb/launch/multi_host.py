@@ -67,10 +67,12 @@ class MultiHost:
 
     def make_controller_flags(self) -> list[str]:
         """Return flags of the controller: engines connect from the hosts, and the client from this machine."""
+        own = self.address
         return [
-            f"--IPController.engine_ip={self.address}", f"--IPController.location={self.address}",
+            f"--IPController.engine_ip={own}",
+            f"--IPController.location={own}",
             "--IPController.client_ip=127.0.0.1",
-        ]  # fmt: skip
+        ]
 
     def prepare(self, home: str) -> None:
         """Check that all hosts answer and are alike. Raises RankError that names the host and a remedy."""
@@ -91,40 +93,31 @@ class MultiHost:
 
     def make_engine_flags(self, program: Sequence[str], cluster_id: str) -> list[str]:
         """Return the flags with which mpiexec runs `program`, the engine, on the hosts in each one's cluster folder."""
-        found = [
-            *self.reach.make_mpiexec_flags(),
-            *self._make_network_flags(),
-            "--prtemca",
-            "prte_local_tmpdir_base",
-            self._home,
-        ]
-        for name, value in _ALIVE.items():
+        found = [*self.reach.make_mpiexec_flags(), *self._make_network_flags()]
+        for name, value in {"prte_local_tmpdir_base": self._home, **_ALIVE}.items():
             found += ["--prtemca", name, str(value)]
+        # One program after another, each with its own environment, but all in the same MPI_COMM_WORLD:
+        #
+        #     mpiexec ... -n 2 -H node1:2 -x A=1 python ... : -n 1 -H node2:1 -x A=2 python ...
         for number, share in enumerate(self.shares):
+            count = len(share.ranks)
+            home, memory = self._posts.get_folders(share.name)
+            environment = {
+                **select_environment(os.environ),
+                **make_mpi_environment(count),
+                "IPYTHONDIR": home,
+                "IPP_PROFILE_DIR": home,
+                "IPP_CLUSTER_ID": cluster_id,
+                "OMPI_MCA_btl_sm_backing_directory": memory,
+                # The ranks share the cores of their own host, whatever this machine has.
+                "OMP_NUM_THREADS": str(max(1, self._told[share.name]["cores"] // count)),
+            }
             found += [":"] * (number > 0)
-            found += ["-n", str(len(share.ranks)), "-H", f"{share.name}:{len(share.ranks)}", "-wdir", str(Path.cwd())]
-            for name, value in self._make_environment(share, cluster_id).items():
+            found += ["-n", str(count), "-H", f"{share.name}:{count}", "-wdir", str(Path.cwd())]
+            for name, value in environment.items():
                 found += ["-x", f"{name}={value}"]
             found += program
         return found
-
-    def _make_environment(self, share: HostRanks, cluster_id: str) -> dict[str, str]:
-        """Return the environment of a host's ranks, which share the cores of that host."""
-        cores = self._told[share.name]["cores"]
-        threads = max(1, cores // len(share.ranks))
-        home, memory = self._posts.get_folders(share.name)
-        theirs = {
-            "IPYTHONDIR": home,
-            "IPP_PROFILE_DIR": home,
-            "IPP_CLUSTER_ID": cluster_id,
-            "OMPI_MCA_btl_sm_backing_directory": memory,
-        }
-        return {
-            **select_environment(os.environ),
-            **make_mpi_environment(len(share.ranks)),
-            **theirs,
-            "OMP_NUM_THREADS": str(threads),
-        }
 
     def _make_network_flags(self) -> list[str]:
         """Restrict MPI to the networks that lead to the hosts: others may have the same addresses on every host."""

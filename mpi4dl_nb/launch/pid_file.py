@@ -9,10 +9,8 @@ import re
 import socket
 import stat
 import tempfile
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -51,7 +49,9 @@ class PidFile:
     @classmethod
     def read(cls, path: Path) -> PidFile:
         """Read a record. Raises ValueError if the file is none. Its content is not trusted."""
-        with _open_file(path) as file:
+        # The folder is this user's own, but a record may still be replaced by a link to a device or a pipe, which
+        # would not end.
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
             fields = json.loads(file.read(_MOST_BYTES))
         try:
             record = cls(**fields)
@@ -84,6 +84,7 @@ class PidFile:
 
     def clean(self) -> None:
         """End what is left: processes with the cluster's marker, or of this user with a recorded pid and start time."""
+        # After a new boot all pids are those of others; and a pid may be used again, but not with its start time.
         others = []
         for pid, began in self.processes if self.boot == _identify_machine()[1] else ():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -147,10 +148,3 @@ def _identify_machine() -> tuple[str, str, str]:
         boot.read_text().strip() if boot.exists() else str(psutil.boot_time()),
         str(pids.readlink()) if pids.exists() else "",
     )
-
-
-@contextlib.contextmanager
-def _open_file(path: Path) -> Iterator[Any]:
-    """Open a regular path without following symbolic links. Raises OSError."""
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
-        yield file

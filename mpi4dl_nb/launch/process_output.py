@@ -27,6 +27,12 @@ class ProcessOutput:
         self.path = f"/dev/fd/{self._write}"
         self._thread = Thread(target=self._read_lines, name="mpi4dl_nb listener", daemon=True)
 
+    # ipyparallel's launchers take a file name for the output, so the pipe is given as one:
+    #
+    #     launcher (here) ── opens /dev/fd/5 ──> the process ── writes ──> pipe ── _read_lines ──> told(line)
+    #
+    # Once the process has inherited it, this side closes its own writing end: the reader then sees the end of the pipe
+    # as soon as the last process of the family has ended.
     def begin(self) -> None:
         """Start reading, until no process has the pipe open for writing."""
         os.close(self._write)

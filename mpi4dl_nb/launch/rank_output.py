@@ -15,6 +15,14 @@ __all__ = ["RankOutput"]
 _CALLS = 3  # threads of a rank may print after their call, while the next ones run
 
 
+# The client keeps the output of each call as one growing text per stream, under the id of the call's message:
+#
+#     metadata[id]["stdout"]    "SPOKEN{json of a line}\n" "output of a C library\n" "SPOKEN{json" ...
+#                               └── read before ──────┘ └── new, whole lines ────┘ └── later
+#
+# Lines of Python code carry SPOKEN and their stream; all else was written by libraries to the process's own output.
+
+
 class _CallOutput:
     """The output of one call, which the client stores under the call's id and extends as more arrives.
 
@@ -51,14 +59,10 @@ class _CallOutput:
             yield OutputLine(stream, before)
         if mark:
             self.lines += 1
-            yield _decode_line(stream, told)
-
-
-def _decode_line(stream: str, told: str) -> OutputLine:
-    try:
-        return OutputLine(*json.loads(told))
-    except (ValueError, TypeError):  # garbled by output of a library
-        return OutputLine(stream, told)
+            try:
+                yield OutputLine(*json.loads(told))
+            except (ValueError, TypeError):  # garbled by output of a library
+                yield OutputLine(stream, told)
 
 
 class RankOutput:

@@ -6,16 +6,26 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from threading import Lock, Thread
 
-from mpi4dl_nb.launch import reaper_process
+from mpi4dl_nb.launch.reaper_process import PROGRAM
 
 __all__ = ["Reaper"]
 
-_LOOK_S = 1.0
+_CHECK_S = 1.0
+
+
+# Two processes that look after each other; both must be killed at once to leave a cluster behind, and the next start
+# finds even that one by its record (pid_file.py).
+#
+#     notebook ── pids to watch, as lines ──> reaper process ── SIGTERM, SIGKILL ──> all with the cluster's MARK
+#        ^  │                                    │   ^
+#        │  └── waits for it, starts another ────┼───┘
+#        └───── pids that had ended ─────────────┘
+#
+# The end of the pipe is the only message that arrives even if the notebook is killed: the kernel closes it.
 
 
 class Reaper:
@@ -26,15 +36,7 @@ class Reaper:
     """
 
     def __init__(self, name: str, paths: Sequence[Path]) -> None:
-        self._command = [
-            sys.executable,
-            "-P",
-            reaper_process.__file__,
-            "hold",
-            name,
-            str(os.getpid()),
-            *map(str, paths),
-        ]
+        self._command = [*PROGRAM, "hold", name, str(os.getpid()), *map(str, paths)]
         self._held: list[int] = []
         self._heard = b""
         self._lock, self._given_up = Lock(), False
@@ -42,10 +44,9 @@ class Reaper:
         Thread(target=self._supervise, name="mpi4dl_nb leash", daemon=True).start()
 
     def _start(self) -> None:
-        self._process = subprocess.Popen(
-            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            start_new_session=True,  # not interrupted together with the notebook
-        )  # fmt: skip
+        pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
+        # In a session of its own, so that it is not interrupted together with the notebook.
+        self._process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, stderr=nowhere, start_new_session=True)
         os.set_blocking(self._process.stdout.fileno(), False)
         self._send_pids(self._held)
 
@@ -56,11 +57,17 @@ class Reaper:
 
     def _supervise(self) -> None:
         """Wait for the reaper process to end, and replace it if a signal ended it."""
-        while (code := self._wait()) is None or code < 0:
+        code = None
+        while code is None or code < 0:
+            try:
+                code = self._process.wait(_CHECK_S)
+            except subprocess.TimeoutExpired:
+                code = None
+                self._process.send_signal(signal.SIGCONT)  # in case it was stopped
             with self._lock:
                 if self._given_up:
                     return
-                if code is not None:
+                if code is not None and code < 0:
                     self._replace()
 
     def _replace(self) -> None:
@@ -72,13 +79,6 @@ class Reaper:
     def _read_ended(self) -> None:
         if not self._process.stdout.closed:
             self._heard += self._process.stdout.read() or b""
-
-    def _wait(self) -> int | None:
-        """Return the exit code if the process ends within a second; otherwise continue it in case it was stopped."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return self._process.wait(_LOOK_S)
-        self._process.send_signal(signal.SIGCONT)
-        return None
 
     def _close(self) -> None:
         with contextlib.suppress(BrokenPipeError):

@@ -21,7 +21,10 @@ from typing import NoReturn
 
 import psutil  # its processes are never confused with later ones of the same pid
 
-__all__ = ["MARK", "end_cluster", "get_start_time", "is_running", "remove_paths"]
+__all__ = ["MARK", "PROGRAM", "end_cluster", "get_start_time", "is_running", "remove_paths"]
+
+PROGRAM = (sys.executable, "-P", __file__)
+"""Command that runs this file: with `hold`, the process that watches a cluster, with `keep`, a launcher's parent."""
 
 MARK = "MPI4DL_NB_CLUSTER"
 """Environment variable of every process of a cluster, with the cluster's name, which is unique for all time."""
@@ -62,6 +65,8 @@ def end_cluster(name: str, others: Iterable[psutil.Process] = ()) -> None:
     for process in tuple(family):
         with contextlib.suppress(psutil.Error):
             family |= set(process.children(recursive=True))
+    # The first search is for descendants that have changed their environment, such as programs started by a rank, and
+    # must come before anything has ended: orphans have no parent to be found by.
     for within_s, force in ((_ORDERLY_S, False), (_FORCED_S, True)):
         deadline, asked = time.monotonic() + within_s, set()
         # Search again in every round: a process may start children while it is being ended.
@@ -109,6 +114,11 @@ def _watch_cluster(name: str, notebook: int, paths: Iterable[str]) -> None:
     The pids to watch arrive as lines on standard input, which the notebook closes to release the cluster. The pids that
     had ended before the others were ended are written to standard output.
     """
+    # The three ends of a cluster, in the order in which they are noticed here:
+    #
+    #     let_go                   end of input: the notebook has closed the pipe
+    #     getppid() != notebook    the notebook has died; its forks may still hold the pipe open
+    #     not is_running           the controller or mpiexec has ended, without which the ranks are of no use
     held, let_go = [], False
     with contextlib.suppress(psutil.NoSuchProcess):
         while not let_go and os.getppid() == notebook and all(map(is_running, held)):
@@ -156,12 +166,8 @@ def _run_launcher(name: str, paths: Iterable[str], command: Sequence[str]) -> No
             launcher.send_signal(heard.si_signo)
     end_cluster(name)
     remove_paths(paths)
-    _exit_with(launcher.returncode)
-
-
-def _exit_with(code: int) -> NoReturn:
-    """Exit with that code; if it is negative, by that signal, provided that the signal ends a process."""
-    if code < 0:
+    code = launcher.returncode
+    if code < 0:  # a signal has ended the launcher: end by the same one, provided that it ends a process
         with contextlib.suppress(OSError):  # SIGKILL has no handler
             signal.signal(-code, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})

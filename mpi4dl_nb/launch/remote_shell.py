@@ -50,25 +50,23 @@ class RemoteShell:
         """Return addresses by host. Raises PlanError if a host has no address, or if there is no ssh."""
         if not self.srun and not shutil.which(self.agent[0]):
             raise PlanError(f"There is no program {self.agent[0]!r} to reach hosts with. Install an ssh client.")
-        return {host: self._resolve_address(host) for host in hosts}
-
-    def _resolve_address(self, host: str) -> str:
-        name = host if self.srun else self._resolve_host_name(host)
-        try:
-            return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
-        except OSError as error:
-            raise PlanError(
-                f"The host {host!r} has no address: {error.strerror or error}. Is it spelled right? A name of your own "
-                "goes into ~/.ssh/config (Host, HostName) or /etc/hosts."
-            ) from error
+        found = {}
+        for host in hosts:
+            name = host if self.srun else self._resolve_host_name(host)
+            try:
+                found[host] = str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+            except OSError as error:
+                raise PlanError(
+                    f"The host {host!r} has no address: {error.strerror or error}. Is it spelled right? A name of your "
+                    "own goes into ~/.ssh/config (Host, HostName) or /etc/hosts."
+                ) from error
+        return found
 
     def _resolve_host_name(self, host: str) -> str:
         """Return the host name by the user's ssh configuration, which may define short names."""
         try:
-            asked = subprocess.run(
-                [*self.agent, "-G", host], stdin=subprocess.DEVNULL, capture_output=True, text=True,
-                timeout=_ASK_S, check=False,
-            )  # fmt: skip
+            command, nothing = [*self.agent, "-G", host], subprocess.DEVNULL
+            asked = subprocess.run(command, stdin=nothing, capture_output=True, text=True, timeout=_ASK_S, check=False)
         except (OSError, subprocess.TimeoutExpired):
             return host.rpartition("@")[2]
         named = [line.split()[1] for line in asked.stdout.splitlines() if line.startswith("hostname ")]

@@ -8,14 +8,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engines.errors import RankError
+from mpi4dl_nb.launch import host_agent
 from mpi4dl_nb.launch.reaper_process import MARK, remove_paths
 
 __all__ = ["PREFIX", "RunDirectory"]
 
 PREFIX = "mpi4dl_nb-"
-_SHARED_MEMORY = Path("/dev/shm")
 _FILES_BYTES = 4 << 20  # keys, logs and files of MPI's runtime
-_SEGMENT_BYTES = 17 << 20  # Open MPI maps 16 MiB for each rank, and some more pages
+
+
+# What a cluster has on disk while it runs:
+#
+#     home      /tmp/mpi4dl_nb-ab12cd34        connection files with their keys, MPI's session (ompi.*)
+#     memory    /dev/shm/mpi4dl_nb-ab12cd34    the segments through which the ranks send messages
+#     record    .../mpi4dl_nb-ab12cd34.json    the pids of its processes (pid_file.py)
 
 
 @dataclass(frozen=True)
@@ -35,7 +41,12 @@ class RunDirectory:
         home = None
         try:
             home = Path(tempfile.mkdtemp(prefix=PREFIX))
-            _check_room(home)
+            # A file of the usual size must fit: on a full disk the controller would fail later, without saying why.
+            with tempfile.TemporaryFile(dir=home) as file:
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(file.fileno(), 0, _FILES_BYTES)
+                else:  # macOS
+                    file.write(bytes(_FILES_BYTES))
         except OSError as error:
             if home is not None:
                 remove_paths([home])
@@ -44,7 +55,7 @@ class RunDirectory:
                 f"({home or tempfile.gettempdir()}; {_FILES_BYTES >> 20} MiB are needed). "
                 "Make room there, or set TMPDIR to a folder that can be written, before Python starts."
             ) from None
-        return cls(home, _make_memory_folder(home, n))
+        return cls(home, Path(host_agent.make_memory_folder(str(home), n)))
 
     @property
     def folders(self) -> list[Path]:
@@ -69,25 +80,3 @@ class RunDirectory:
             # Ranks on one machine communicate through shared memory: they should open no port for others to find.
             "OMPI_MCA_btl": os.environ.get("OMPI_MCA_btl", "^tcp"),  # noqa: SIM112 (so it is called)
         }
-
-
-def _check_room(folder: Path) -> None:
-    """Raise OSError if a file of the usual size does not fit."""
-    with tempfile.TemporaryFile(dir=folder) as file:
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(file.fileno(), 0, _FILES_BYTES)
-        else:  # macOS
-            file.write(bytes(_FILES_BYTES))
-
-
-def _make_memory_folder(home: Path, n: int) -> Path:
-    """Return a folder in shared memory, or `home` if that is too small, as in many containers: ranks would crash."""
-    try:
-        room = os.statvfs(_SHARED_MEMORY)
-        if room.f_bavail * room.f_frsize < n * _SEGMENT_BYTES:
-            return home
-        memory = _SHARED_MEMORY / home.name
-        memory.mkdir(mode=0o700)
-    except OSError:
-        return home
-    return memory

@@ -20,6 +20,14 @@ __all__ = ["SingleThreadRanks"]
 _Work = Callable[[], None]
 
 
+# Two ranks in one thread, `~` where a rank waits for a message of the other:
+#
+#     rank 0    compute, send ~              receive, compute, done
+#     rank 1                    compute, receive, send ~              done
+#
+# Their memory is that of one rank if activations are written to a file at each `~` (`_offload_trainings`).
+
+
 class SingleThreadRanks(LoopbackRanks):
     """Ranks that share one thread of this process: when a rank must wait, another rank continues."""
 
@@ -70,7 +78,8 @@ class SingleThreadRanks(LoopbackRanks):
             if one is None or len(asked) == len(self._hosts):
                 self._relay.run(asked)  # after an interrupt, none of them starts
                 asked, self._interrupted = [], self._interrupted and one is not None
-            one = None  # release the reference to the call before blocking
+            # Release the call before blocking in `get`: its closure holds the pickled arguments, maybe a whole model.
+            one = None
 
 
 def _offload_trainings(own: rank_server.RankServer) -> None:

@@ -38,6 +38,8 @@ class StartupMonitor:
         self._done_s = self._done_before_s = 0.0
         self._sign_s, self._say_s = self._began_s, _SAY_S
 
+    # A start has two phases, in each of which all ranks must turn up: as engines that have registered, which takes most
+    # of the processor time, for imports; then in MPI, after its collective initialisation.
     def begin_phase(self) -> None:
         """Start counting the ranks again from zero."""
         self._count, self._since_s, self._done_before_s = 0, time.monotonic(), self._done_s
@@ -47,14 +49,13 @@ class StartupMonitor:
         now_s = time.monotonic()
         if count > self._count:
             self._count, self._since_s, self._sign_s, self._done_before_s = count, now_s, now_s, self._done_s
+        # Walking the process tree costs some ms, so it is done once a second, and not in each poll.
         if now_s - self._at_s >= _LOOK_S:
             self._at_s, done_s = now_s, self._work()
             if done_s > self._done_s + _SIGN_S:
                 self._done_s, self._sign_s = done_s, now_s
         self._report_delay(now_s, what)
-        return self._describe_trouble(now_s, what)
-
-    def _describe_trouble(self, now_s: float, what: str) -> str:
+        # Too little work, or far too much of it. A limit on the time alone would end good starts on a busy machine.
         silent_s, idle_s = now_s - self._since_s, now_s - self._sign_s
         if idle_s > _IDLE_S * compute_load_factor():
             return (
@@ -74,24 +75,23 @@ class StartupMonitor:
         if now_s - self._since_s < _SAY_S or taken_s < self._say_s:
             return
         self._say_s = 2 * taken_s
+        if (idle_s := now_s - self._sign_s) > _SAY_S / 2:
+            limit_s = _IDLE_S * compute_load_factor()
+            progress = (
+                f"Their processes have done nothing for {idle_s:.0f} s; after {limit_s:.0f} s of that it is given up."
+            )
+        else:
+            waits = os.getloadavg()[0] / count_cores()
+            others = f", and {waits:.1f} programs wait for each core" if waits > 1.5 else ""
+            left_s = max(self.n * self.usual_s - self._done_s, 0.0) * taken_s / max(self._done_s, 1.0)
+            more = f"it may take {left_s:.0f} s more" if left_s > 5 else "it should be there soon"
+            progress = f"The ranks have had {self._done_s:.0f} s of a processor by now{others}: {more}."
         print(
             f"The start takes longer than usual, and goes on: {self._count} of {self.n} ranks {what} after "
-            f"{taken_s:.0f} s. {self._describe_progress(now_s, taken_s)}",
+            f"{taken_s:.0f} s. {progress}",
             file=sys.stderr,
             flush=True,
         )
-
-    def _describe_progress(self, now_s: float, taken_s: float) -> str:
-        if (idle_s := now_s - self._sign_s) > _SAY_S / 2:
-            limit_s = _IDLE_S * compute_load_factor()
-            return (
-                f"Their processes have done nothing for {idle_s:.0f} s; after {limit_s:.0f} s of that it is given up."
-            )
-        waits = os.getloadavg()[0] / count_cores()
-        others = f", and {waits:.1f} programs wait for each core" if waits > 1.5 else ""
-        left_s = max(self.n * self.usual_s - self._done_s, 0.0) * taken_s / max(self._done_s, 1.0)
-        more = f"it may take {left_s:.0f} s more" if left_s > 5 else "it should be there soon"
-        return f"The ranks have had {self._done_s:.0f} s of a processor by now{others}: {more}."
 
     def finish(self) -> None:
         """Record this start's processor time as the usual one."""

@@ -112,9 +112,9 @@ def test_what_was_said_is_shown_from_the_cause_on():
 
 def test_little_shared_memory_is_left_alone(monkeypatch, tmp_path):
     """As in a container, where Docker gives 64 MB: more ranks than fit would die of SIGBUS."""
-    from mpi4dl_nb.launch import run_directory
+    from mpi4dl_nb.launch import host_agent, run_directory
 
-    monkeypatch.setattr(run_directory, "_SEGMENT_BYTES", 1 << 60)
+    monkeypatch.setattr(host_agent, "_SEGMENT_BYTES", 1 << 60)
     made = run_directory.RunDirectory.make(2)
     try:
         assert made.memory == made.home
