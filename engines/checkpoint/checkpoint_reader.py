@@ -33,10 +33,8 @@ STATE = "training.safetensors"
 
 _CHUNK_BYTES = 1 << 22
 _LARGE_BYTES = 1 << 30
-_WRONG = (
-    OSError, SafetensorError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError,
-    MemoryError,
-)  # fmt: skip
+# What malformed contents may raise: in safetensors, in torch, or in the code that takes the JSON apart.
+_MALFORMED = (SafetensorError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError)
 
 
 def get_tensor_file(owner: str) -> str:
@@ -81,7 +79,11 @@ class Checkpoint:
             try:
                 if each != path and is_outside_link(each):
                     raise make_damaged_error(each, "it is a link that leads out of its folder")
-                checkpoint = cls(each, read_manifest(each), tuple(map(_describe_passed_over, found, wrong)))
+                passed_over = tuple(
+                    f"{damaged} is damaged, and an older checkpoint is taken: {error.why}."
+                    for damaged, error in zip(found, wrong, strict=False)
+                )
+                checkpoint = cls(each, read_manifest(each), passed_over)
                 checkpoint.check_files(hold, only)
                 return checkpoint
             # Only damage leads to the next older checkpoint. A checkpoint that does not fit, or that cannot be read
@@ -111,9 +113,24 @@ class Checkpoint:
     @cached_property
     def weight_states(self) -> dict[str, WeightState]:
         """The optimiser's state by weight, for every weight that the optimiser updates."""
+        states = {}
         with self.translate_errors():
             stored = self.manifest["optimiser"] or {"options": [], "weights": {}}
-            return {name: _parse_weight_state(stored["options"], each) for name, each in stored["weights"].items()}
+            options = stored["options"]
+            for name, each in stored["weights"].items():
+                number = each["options"]
+                # Python would take True as index 1, and -1 as the last index.
+                if not isinstance(options, list) or isinstance(number, bool) or not 0 <= number < len(options):
+                    raise IndexError(f"there are no options {str(number)[:20]}")
+                tensors, values = each["tensors"], each["values"]
+                if not all(isinstance(found, dict) for found in (options[number], values)):
+                    raise TypeError("the options or values of a weight are no dict")
+                if not isinstance(tensors, list) or not all(isinstance(key, str) for key in tensors):
+                    raise TypeError("the names of a weight's tensors are no list of texts")
+                if reserved := {"params", "param_names"} & options[number].keys():
+                    raise ValueError(f"{min(reserved)!r} is no option")
+                states[name] = WeightState(options[number], values, tuple(tensors))
+        return states
 
     def check_files(
         self, hold: Callable[[Checkpoint], object] | None = None, only: Collection[str] | None = None
@@ -131,7 +148,18 @@ class Checkpoint:
                 file, sums[name] = self.path / name, int(told["crc32"])
                 if file.parent != self.path or file.is_symlink():
                     raise make_damaged_error(self.path, f"{name!r} is no file of its own")
-                size += self._check_size(file, int(told["bytes"]))
+                expected = int(told["bytes"])
+                try:
+                    found = file.stat()
+                except OSError as error:
+                    raise make_read_error(self.path, file.name, error) from error
+                if not stat.S_ISREG(found.st_mode):  # reading a pipe, for example, would block
+                    raise make_damaged_error(self.path, f"{file.name} is no regular file")
+                if found.st_size != expected:
+                    raise make_damaged_error(
+                        self.path, f"{file.name} has {found.st_size:,} bytes instead of {expected:,}"
+                    )
+                size += expected
         if other := sums.keys() - set(_FILES):
             raise make_damaged_error(self.path, f"{min(other)!r} is no file of a checkpoint")
         # Cheap checks come first: names and sizes above, then whether the checkpoint fits. The checksums read every
@@ -139,28 +167,18 @@ class Checkpoint:
         if hold and size > _LARGE_BYTES:
             hold(self)
         for name, crc32 in sums.items():
-            self._check_crc32(self.path / name, crc32)
+            self._check_crc32(name, crc32)
 
-    def _check_size(self, file: Path, size: int) -> int:
+    def _check_crc32(self, name: str, crc32: int) -> None:
+        found = 0
         try:
-            found = file.stat()
-        except OSError as error:
-            raise make_read_error(self.path, file.name, error) from error
-        if not stat.S_ISREG(found.st_mode):
-            raise make_damaged_error(
-                self.path, f"{file.name} is no regular file"
-            )  # reading a pipe, for example, would block
-        if found.st_size != size:
-            raise make_damaged_error(self.path, f"{file.name} has {found.st_size:,} bytes instead of {size:,}")
-        return size
-
-    def _check_crc32(self, file: Path, crc32: int) -> None:
-        try:
-            found = _compute_file_crc32(file)
+            with open_regular(self.path / name) as opened:
+                while chunk := opened.read(_CHUNK_BYTES):
+                    found = zlib.crc32(chunk, found)
         except (OSError, MemoryError) as error:
-            raise make_read_error(self.path, file.name, error) from error
+            raise make_read_error(self.path, name, error) from error
         if found != crc32:
-            raise make_damaged_error(self.path, f"the contents of {file.name} are not those that were written")
+            raise make_damaged_error(self.path, f"the contents of {name} are not those that were written")
 
     def read_shapes(self, file: str) -> dict[str, tuple[tuple[int, ...], str]]:
         """Return the shape and the format's dtype code of each tensor in `file`."""
@@ -206,32 +224,5 @@ class Checkpoint:
             yield
         except Mpi4dlError:
             raise
-        except _WRONG as error:
+        except (OSError, MemoryError, *_MALFORMED) as error:
             raise make_read_error(self.path, "", error) from error
-
-
-def _describe_passed_over(path: Path, error: DamagedError) -> str:
-    return f"{path} is damaged, and an older checkpoint is taken: {error.why}."
-
-
-def _parse_weight_state(options: Any, each: Any) -> WeightState:
-    """Return the state of one weight. Raises TypeError, LookupError or ValueError if `each` is malformed."""
-    number = each["options"]
-    if not isinstance(options, list) or isinstance(number, bool) or not 0 <= number < len(options):
-        raise IndexError(f"there are no options {str(number)[:20]}")
-    tensors, values = each["tensors"], each["values"]
-    if not all(isinstance(found, dict) for found in (options[number], values)):
-        raise TypeError("the options or values of a weight are no dict")
-    if not isinstance(tensors, list) or not all(isinstance(key, str) for key in tensors):
-        raise TypeError("the names of a weight's tensors are no list of texts")
-    if reserved := {"params", "param_names"} & options[number].keys():
-        raise ValueError(f"{min(reserved)!r} is no option")
-    return WeightState(options[number], values, tuple(tensors))
-
-
-def _compute_file_crc32(file: Path) -> int:
-    crc32 = 0
-    with open_regular(file) as opened:
-        while chunk := opened.read(_CHUNK_BYTES):
-            crc32 = zlib.crc32(chunk, crc32)
-    return crc32

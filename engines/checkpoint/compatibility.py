@@ -37,9 +37,22 @@ def check_fits_recipe(checkpoint: Checkpoint, recipe: Recipe) -> None:
         kept = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in names.kept.items()}
         if held or kept or owner == "model":
             check_shapes(checkpoint, owner, held | kept)
-    trained = recipe.graph.trainable & recipe.graph.weights.keys()
-    _check_trained_weights(checkpoint, trained)
-    _check_optimisation(checkpoint, recipe, bool(trained))
+    ours = set(recipe.graph.trainable & recipe.graph.weights.keys())
+    theirs = checkpoint.weight_states.keys()
+    for what, differing in (("not trained there", ours - theirs), ("not trained here", theirs - ours)):
+        if differing:
+            raise CheckpointError(
+                f"{checkpoint.path}: this checkpoint trains {len(theirs)} weights, and this training {len(ours)}: "
+                f"{_describe_names(what, differing)}. Give all weights the requires_grad that they had, or load the "
+                "weights alone: safetensors.torch.load_file."
+            )
+    with checkpoint.translate_errors():
+        needed = {f"{name}/{key}" for name, state in checkpoint.weight_states.items() for key in state.tensors}
+    found = checkpoint.read_shapes(STATE).keys()
+    if needed != found:
+        told = (_describe_names("not in it", needed - found), _describe_names("of no weight", found - needed))
+        raise make_damaged_error(checkpoint.path, f"of {STATE}, {'; '.join(text for text in told if text)}")
+    _check_optimisation(checkpoint, recipe, bool(ours))
     if checkpoint.feed is not None:
         with checkpoint.translate_errors():
             SamplerState.of(checkpoint.feed)
@@ -53,7 +66,12 @@ def check_shapes(checkpoint: Checkpoint, owner: str, ours: Outlines) -> None:
     with checkpoint.translate_errors():
         theirs = {name: (shape, parse_dtype(code)) for name, (shape, code) in checkpoint.read_shapes(file).items()}
     missing, unknown = ours.keys() - theirs.keys(), theirs.keys() - ours.keys()
-    other = {name for name in ours.keys() & theirs.keys() if not _is_compatible(ours[name], theirs[name])}
+    # Dtypes may differ, as another precision is another plan; but a counter cannot become a weight.
+    other = {
+        name
+        for name in ours.keys() & theirs.keys()
+        if ours[name][0] != theirs[name][0] or ours[name][1].is_floating_point != theirs[name][1].is_floating_point
+    }
     if not (missing or unknown or other):
         return
     told = (
@@ -73,11 +91,6 @@ def check_shapes(checkpoint: Checkpoint, owner: str, ours: Outlines) -> None:
     )
 
 
-def _is_compatible(mine: Outline, theirs: Outline) -> bool:
-    """Return whether the shapes are equal and both dtypes are floating, or neither is. Dtypes may differ."""
-    return mine[0] == theirs[0] and mine[1].is_floating_point == theirs[1].is_floating_point
-
-
 def _describe_outline(outline: Outline) -> str:
     shape, dtype = outline
     return f"{shape}" if dtype.is_floating_point else f"{shape} of {dtype}"
@@ -89,25 +102,9 @@ def _describe_names(what: str, names: Collection[str], tell: Callable[[str], str
     return f"{len(names)} {what}: {shown}{more}" if names else ""
 
 
-def _check_trained_weights(checkpoint: Checkpoint, trained: Collection[str]) -> None:
-    theirs, ours = checkpoint.weight_states.keys(), set(trained)
-    for what, names in (("not trained there", ours - theirs), ("not trained here", theirs - ours)):
-        if names:
-            raise CheckpointError(
-                f"{checkpoint.path}: this checkpoint trains {len(theirs)} weights, and this training {len(ours)}: "
-                f"{_describe_names(what, names)}. Give all weights the requires_grad that they had, or load the "
-                "weights alone: safetensors.torch.load_file."
-            )
-    with checkpoint.translate_errors():
-        needed = {f"{name}/{key}" for name, state in checkpoint.weight_states.items() for key in state.tensors}
-    found = checkpoint.read_shapes(STATE).keys()
-    if needed != found:
-        told = (_describe_names("not in it", needed - found), _describe_names("of no weight", found - needed))
-        raise make_damaged_error(checkpoint.path, f"of {STATE}, {'; '.join(text for text in told if text)}")
-
-
 def _check_optimisation(checkpoint: Checkpoint, recipe: Recipe, trains: bool) -> None:
     """Compare the classes of optimiser and scheduler, then check that both can continue from their saved state."""
+    # Placeholders of all ranks' weights: a rank alone would only see those that it updates.
     given = {spec.name: spec.make_placeholder() for spec in recipe.parameters}
     optimiser = make_optimiser(recipe.optimiser, given) if trains else None
     paced = recipe.scheduler(optimiser) if recipe.scheduler and optimiser else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -87,16 +88,14 @@ class CheckpointContents:
             for owner, names in recipe.names.items()
             if names.names or owner == "model"
         }
-        states = cls(parts, files).states
+        contents = cls(parts, files)
+        states = contents.states
         files[STATE] = {f"{name}/{key}": f"{name}/{key}" for name, state in states.items() for key in state.tensors}
-        unsorted = cls(parts, files)
-        return cls(parts, {file: unsorted._sort_widest_first(file) for file in files})
-
-    def _sort_widest_first(self, file: str) -> Mapping[str, str]:
-        """Order by decreasing element size: the format requires each tensor aligned to its element size."""
-        specs, held = self.get_specs(file), self.files[file]
-        widths = {name: getattr(torch, spec.dtype).itemsize for name, spec in specs.items()}
-        return {name: held[name] for name in sorted(held, key=lambda name: -widths[name])}
+        # By decreasing element size: the format requires each tensor aligned to its element size, and has no gaps.
+        for file, held in files.items():
+            widths = {name: getattr(torch, spec.dtype).itemsize for name, spec in contents.get_specs(file).items()}
+            files[file] = {name: held[name] for name in sorted(held, key=widths.__getitem__, reverse=True)}
+        return contents
 
     @property
     def states(self) -> dict[str, WeightState]:
@@ -124,12 +123,8 @@ class CheckpointContents:
     @property
     def bytes(self) -> int:
         """Free disk space in bytes that the checkpoint needs, slightly overestimated."""
-        counted = len(self.states)
-        return (
-            sum(count_file_bytes(self.get_specs(file)) for file in self.files)
-            + _JSON_BYTES
-            + _BYTES_PER_WEIGHT * counted
-        )
+        tensors = sum(count_file_bytes(self.get_specs(file)) for file in self.files)
+        return tensors + _JSON_BYTES + _BYTES_PER_WEIGHT * len(self.states)
 
     def make_manifest(self, training: RankTraining, written: Mapping[str, Any], feed: Any) -> dict[str, Any]:
         """Return everything that is not a tensor. `written` holds the size and checksum of each file."""
@@ -137,9 +132,20 @@ class CheckpointContents:
         descent = worker.optimiser_step
         optimiser = next((part.optimiser for part in self.parts if part.optimiser), None)
         model = self.get_specs(get_tensor_file("model"))
+        package = "unknown"
+        with suppress(PackageNotFoundError):
+            package = version("mpi4dl_nb")
+        # Options that many weights share are stored once; a weight refers to them by number.
+        options: list[Mapping[str, Any]] = []
+        weights = {}
+        for name, state in self.states.items():
+            if state.options not in options:
+                options.append(state.options)
+            number = options.index(state.options)
+            weights[name] = {"options": number, "tensors": list(state.tensors), "values": dict(state.values)}
         return {
             "format": FORMAT,
-            "package": _get_package_version(),
+            "package": package,
             "torch": torch.__version__,
             "step": worker.steps - 1,
             "seed": worker.seed,
@@ -147,7 +153,7 @@ class CheckpointContents:
             "plan": asdict(plan),
             "model": {"tensors": len(model), "fingerprint": compute_fingerprint(model)},
             "files": dict(written),
-            "optimiser": {"kind": optimiser, **_deduplicate_options(self.states)} if optimiser else None,
+            "optimiser": {"kind": optimiser, "options": options, "weights": weights} if optimiser else None,
             "scheduler": next((part.scheduler for part in self.parts if part.scheduler), None),
             "loss_scale": descent.scale if descent.scaled else None,
             "good_steps": descent.good_steps,
@@ -159,22 +165,3 @@ def compute_fingerprint(model: Mapping[str, TensorSpec]) -> str:
     """Return a hash of a model's names, shapes and dtypes; models that differ in one of them have different hashes."""
     told = [[name, list(spec.shape), spec.dtype] for name, spec in sorted(model.items())]
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()
-
-
-def _deduplicate_options(states: Mapping[str, WeightState]) -> dict[str, Any]:
-    """Store options that many weights share only once."""
-    options: list[Mapping[str, Any]] = []
-    weights = {}
-    for name, state in states.items():
-        if state.options not in options:
-            options.append(state.options)
-        number = options.index(state.options)
-        weights[name] = {"options": number, "tensors": list(state.tensors), "values": dict(state.values)}
-    return {"options": options, "weights": weights}
-
-
-def _get_package_version() -> str:
-    try:
-        return version("mpi4dl_nb")
-    except PackageNotFoundError:
-        return "unknown"

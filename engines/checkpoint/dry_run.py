@@ -28,8 +28,6 @@ from engines.program.update import Scheduler
 
 __all__ = ["check_optimiser_step", "check_scheduler_step"]
 
-_OWN = "torch.optim"
-
 
 def check_optimiser_step(optimiser: torch.optim.Optimizer, made: Mapping[str, Any], names: Mapping[int, str]) -> None:
     """Compare `made` with the state that a fresh `optimiser` builds, and try a step from it.
@@ -40,17 +38,24 @@ def check_optimiser_step(optimiser: torch.optim.Optimizer, made: Mapping[str, An
     weights = [weight for group in optimiser.param_groups for weight in group["params"]]
     kept = {index: (weights[index], names[id(weights[index])], held) for index, held in made["state"].items()}
     for weight, name, held in kept.values():
+        # Optimisers' largest states have the weight's size, or are square matrices over one of its sides (Shampoo).
+        most = max(weight.numel(), *(side**2 for side in weight.shape), 1)
         for key, value in held.items():
-            _check_size(value, weight, f"{name}/{key}")
+            if isinstance(value, Tensor) and value.numel() > most:
+                raise ValueError(
+                    f"{name}/{key} has the shape {tuple(value.shape)}, and its weight {tuple(weight.shape)}"
+                )
     # Each trial uses its own copy, because a step changes the optimiser's state and its options.
     if not _can_step(lambda: _copy_to_meta(optimiser).step()):
         return
     after = _copy_to_meta(optimiser, made)
     _try_step(after.step, f"{get_class_name(optimiser)} with these options")
     usual = dict(enumerate(after.state.get(weight, {}) for group in after.param_groups for weight in group["params"]))
-    is_own = type(optimiser).__module__.startswith(_OWN)
+    is_own = type(optimiser).__module__.startswith("torch.optim")
     for index, (_, name, held) in kept.items():
         _check_weight_values(held, usual[index], name, is_own)
+    # The state is put in place by hand: `load_state_dict` would move it to the device of the weights, which is "meta",
+    # and a step could not read its own count then.
     again = _copy_to_meta(optimiser, made)
     moved = [weight for group in again.param_groups for weight in group["params"]]
     for index, (_, _, held) in kept.items():
@@ -144,39 +149,26 @@ def _convert_like(value: Any, usual: Any) -> Any:
     return value.to("meta") if value.dim() else value
 
 
-def _check_size(value: Any, weight: Tensor, where: str) -> None:
-    """Check that `value` is no larger than optimisers' largest state: the weight, or the square of one of its sides."""
-    most = max(weight.numel(), *(side**2 for side in weight.shape), 1)
-    if isinstance(value, Tensor) and value.numel() > most:
-        raise ValueError(f"{where} has the shape {tuple(value.shape)}, and its weight {tuple(weight.shape)}")
-
-
 def _check_weight_values(held: Mapping[str, Any], usual: Mapping[str, Any], name: str, is_own: bool) -> None:
     """Check the state of one weight. A third-party optimiser may create some of it in a later step only."""
     for key, value in held.items():
         where = f"{name}/{key}"
         if key in usual:
-            check_like(value, usual[key], where)
-            _check_tensor(value, usual[key], where)
+            like = usual[key]
+            check_like(value, like, where)
+            if isinstance(value, Tensor) and isinstance(like, Tensor):
+                if value.shape != like.shape:
+                    raise ValueError(f"{where} has the shape {tuple(value.shape)} instead of {tuple(like.shape)}")
+                # The width of a dtype may differ, as with another precision; `load_state_dict` converts it.
+                classes = [(each.is_floating_point(), each.is_complex()) for each in (value, like)]
+                if classes[0] != classes[1]:
+                    raise ValueError(f"{where} is of type {value.dtype}, and here of type {like.dtype}")
+                if not value.dim() and not value.is_meta and not is_finite(value):
+                    raise ValueError(f"{where} is {value.item()}")
         elif is_own:
             raise ValueError(f"{where} is none of what it keeps: {', '.join(usual) or 'nothing'}")
         if key == "step" and not 0 <= _to_float(value) <= MOST_STEPS:
             raise ValueError(f"{where} is {_to_float(value)}, which is no number of steps")
-
-
-def _check_tensor(value: Any, usual: Any, where: str) -> None:
-    if not isinstance(value, Tensor) or not isinstance(usual, Tensor):
-        return
-    if value.shape != usual.shape:
-        raise ValueError(f"{where} has the shape {tuple(value.shape)} instead of {tuple(usual.shape)}")
-    if _get_number_class(value) != _get_number_class(usual):
-        raise ValueError(f"{where} is of type {value.dtype}, and here of type {usual.dtype}")
-    if not value.dim() and not value.is_meta and not is_finite(value):
-        raise ValueError(f"{where} is {value.item()}")
-
-
-def _get_number_class(tensor: Tensor) -> tuple[bool, bool]:
-    return tensor.is_floating_point(), tensor.is_complex()
 
 
 def _to_float(value: Any) -> float:

@@ -56,7 +56,9 @@ def find_checkpoints(path: Path) -> list[Path]:
     try:
         if not stat.S_ISDIR(path.stat().st_mode):
             raise NotADirectoryError
-        if _is_present(path / MANIFEST):
+        # Only a manifest that is missing for sure makes it a folder of checkpoints; one of any type counts as present.
+        with suppress(FileNotFoundError, NotADirectoryError):
+            (path / MANIFEST).lstat()
             return [path]
         found = list_checkpoints(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -70,15 +72,6 @@ def find_checkpoints(path: Path) -> list[Path]:
     if not found:
         raise CheckpointError(f"{path}: there is no checkpoint in this folder.")
     return found[::-1]
-
-
-def _is_present(path: Path) -> bool:
-    """Return whether `path` exists, of whatever type. Raises OSError if that cannot be determined."""
-    try:
-        path.lstat()
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return True
 
 
 def is_outside_link(path: Path) -> bool:
@@ -115,13 +108,10 @@ def create_draft(folder: Path) -> Path:
     # Safe only under `lock_folder`: no other process is writing any of these.
     for path in folder.glob(f"{_PARTIAL}*"):
         shutil.rmtree(path)
-    made = folder / f"{_PARTIAL}{_find_next_number(folder):05}"
+    number = max((int(path.name.partition("-")[0]) for path in list_checkpoints(folder)), default=0) + 1
+    made = folder / f"{_PARTIAL}{number:05}"
     made.mkdir()
     return made
-
-
-def _find_next_number(folder: Path) -> int:
-    return max((int(path.name.partition("-")[0]) for path in list_checkpoints(folder)), default=0) + 1
 
 
 def check_space(folder: Path, needed_bytes: int) -> None:

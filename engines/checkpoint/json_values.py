@@ -36,26 +36,20 @@ def encode_value(value: Any, where: str) -> Any:
         case list():
             return [encode_value(item, where) for item in value]
         case Tensor() if value.numel() <= _MOST and not value.is_complex():
-            return _encode_tensor(value)
+            # float64 holds every value of the narrower types exactly, and JSON has its shortest exact decimal.
+            wide = value.detach().cpu().to(torch.float64 if value.is_floating_point() else value.dtype)
+            listed = encode_value(wide.tolist(), "a tensor")
+            return {_KIND: "tensor", "dtype": str(value.dtype).removeprefix("torch."), "value": listed}
         case dict():
-            return _encode_dict(value, where)
+            # JSON's keys are strings: a dict with others becomes a list of pairs.
+            if all(isinstance(key, str) for key in value) and _KIND not in value and not isinstance(value, Counter):
+                return {key: encode_value(item, where) for key, item in value.items()}
+            pairs = [[encode_value(key, where), encode_value(item, where)] for key, item in value.items()]
+            return {_KIND: "Counter" if isinstance(value, Counter) else "dict", "value": pairs}
     raise CheckpointError(
         f"{where} keeps a {type(value).__name__}, which a checkpoint does not hold: it has numbers, texts, lists and "
         "tensors only. Use one of torch.optim's own, or leave that out of its state_dict()."
     )
-
-
-def _encode_tensor(value: Tensor) -> dict[str, Any]:
-    wide = value.detach().cpu().to(torch.float64 if value.is_floating_point() else value.dtype)
-    listed = encode_value(wide.tolist(), "a tensor")
-    return {_KIND: "tensor", "dtype": str(value.dtype).removeprefix("torch."), "value": listed}
-
-
-def _encode_dict(value: dict[Any, Any], where: str) -> dict[str, Any]:
-    if all(isinstance(key, str) for key in value) and _KIND not in value and not isinstance(value, Counter):
-        return {key: encode_value(item, where) for key, item in value.items()}
-    pairs = [[encode_value(key, where), encode_value(item, where)] for key, item in value.items()]
-    return {_KIND: "Counter" if isinstance(value, Counter) else "dict", "value": pairs}
 
 
 def decode_value(value: Any) -> Any:
@@ -63,32 +57,24 @@ def decode_value(value: Any) -> Any:
     match value:
         case list():
             return [decode_value(item) for item in value]
-        case {"python": str(kind), "value": held}:
-            return _decode_marked(kind, held, value.get("dtype", ""))
+        case {"python": "float", "value": held}:
+            return float(held)
+        case {"python": "tuple", "value": held}:
+            return tuple(decode_value(item) for item in held)
+        case {"python": "tensor", "value": held}:
+            listed, name = decode_value(held), value.get("dtype", "")
+            dtype = getattr(torch, name, None)
+            if not isinstance(dtype, torch.dtype):
+                raise ValueError(f"{name!r} is no type of tensor")
+            return torch.tensor(listed, dtype=dtype)
+        case {"python": "dict" | "Counter" as kind, "value": held}:
+            pairs = {decode_value(key): decode_value(item) for key, item in held}
+            return Counter(pairs) if kind == "Counter" else pairs
+        case {"python": str(kind), "value": _}:
+            raise ValueError(f"{kind!r} is no kind of value")
         case dict():
             return {key: decode_value(item) for key, item in value.items()}
     return value
-
-
-def _decode_marked(kind: str, held: Any, dtype: str) -> Any:
-    match kind:
-        case "float":
-            return float(held)
-        case "tuple":
-            return tuple(decode_value(item) for item in held)
-        case "tensor":
-            return torch.tensor(decode_value(held), dtype=_parse_dtype_name(dtype))
-        case "dict" | "Counter":
-            pairs = {decode_value(key): decode_value(item) for key, item in held}
-            return Counter(pairs) if kind == "Counter" else pairs
-    raise ValueError(f"{kind!r} is no kind of value")
-
-
-def _parse_dtype_name(name: str) -> torch.dtype:
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"{name!r} is no type of tensor")
-    return found
 
 
 def check_scheduler_state(found: dict[str, Any], owner: Any) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -43,35 +42,20 @@ def load(training: RankTraining, path: Path) -> Checkpoint:
     # Each rank then stages its state, and nothing is applied before `run_on_all` has shown that no rank failed.
     first = run_on_all(world, lambda: None if world.rank else open_checkpoint(path, training.recipe), CheckpointError)
     found, passed_over = world.all_gather(first and (first.path, first.passed_over))[0]
-    staged = run_on_all(world, partial(_stage_state, training, found), CheckpointError)
-    staged.apply_to(training)
-    return replace(staged.checkpoint, passed_over=passed_over)
-
-
-@dataclass(frozen=True)
-class _StagedState:
-    """All that a rank has read, ready to be applied: nothing that remains to be done can fail."""
-
-    checkpoint: Checkpoint
-    tensors: Mapping[str, Tensor]
-    descent: OptimiserStep
-
-    @torch.no_grad()
-    def apply_to(self, training: RankTraining) -> None:
+    checkpoint, tensors, descent = run_on_all(world, partial(_stage_state, training, found), CheckpointError)
+    # From here on nothing can fail, so that no rank is left with half of the state.
+    with torch.no_grad():
         for held in (training.weights, training.buffers, training.kept):
-            for name in held.keys() & self.tensors.keys():
-                held[name].copy_(self.tensors[name])
-        training.worker.optimiser_step = self.descent
-        training.worker.steps, training.worker.seed = self.checkpoint.step + 1, self.checkpoint.manifest["seed"]
+            for name in held.keys() & tensors.keys():
+                held[name].copy_(tensors[name])
+    training.worker.optimiser_step = descent
+    training.worker.steps, training.worker.seed = checkpoint.step + 1, checkpoint.manifest["seed"]
+    return replace(checkpoint, passed_over=passed_over)
 
 
-def _stage_state(training: RankTraining, path: Path) -> _StagedState:
+def _stage_state(training: RankTraining, path: Path) -> tuple[Checkpoint, dict[str, Tensor], OptimiserStep]:
+    """Read this rank's weights and buffers, and make its optimiser, without changing the training."""
     checkpoint = Checkpoint.from_path(path)
-    return _StagedState(checkpoint, _read_tensors(checkpoint, training), _restore_optimiser(checkpoint, training))
-
-
-def _read_tensors(checkpoint: Checkpoint, training: RankTraining) -> dict[str, Tensor]:
-    """Return this rank's weights and buffers."""
     found: dict[str, Tensor] = {}
     own = {**training.weights, **training.buffers, **training.kept}
     for owner, names in training.recipe.names.items():
@@ -81,7 +65,7 @@ def _read_tensors(checkpoint: Checkpoint, training: RankTraining) -> dict[str, T
     for name, tensor in found.items():
         if tensor.is_floating_point() != own[name].is_floating_point():
             raise CheckpointError(f"{checkpoint.path}: {name} is {tensor.dtype} there, and {own[name].dtype} here.")
-    return found
+    return checkpoint, found, _restore_optimiser(checkpoint, training)
 
 
 def _restore_optimiser(checkpoint: Checkpoint, training: RankTraining) -> OptimiserStep:

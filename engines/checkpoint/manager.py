@@ -27,9 +27,13 @@ class CheckpointManager:
     """
 
     def __init__(
-        self, save: Callable[[], Path], step: Callable[[], int], every: int | None, asked: Callable[[], int],
+        self,
+        save: Callable[[], Path],
+        step: Callable[[], int],
+        every: int | None,
+        asked: Callable[[], int],
         tell: Callable[[str], object],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.save, self.step, self.every, self.asked, self.tell = save, step, every, asked, tell
         self.saved_step = step()
         self.path: Path | None = None  # of the last checkpoint
@@ -72,9 +76,13 @@ class CheckpointManager:
 
 
 def make_rank_manager(
-    training: RankTraining, folder: Path, state: Callable[[], Any], every: int | None = None, keep: int = KEEP,
+    training: RankTraining,
+    folder: Path,
+    state: Callable[[], Any],
+    every: int | None = None,
+    keep: int = KEEP,
     asked: Callable[[], int] = lambda: 0,
-) -> CheckpointManager:  # fmt: skip
+) -> CheckpointManager:
     """Return a manager for all ranks. Collective, as are the calls of its methods.
 
     `state()` returns the feed's state, and `asked()` the signal that this rank has received, or 0. Raises

@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from engines.checkpoint.contents import CheckpointContents, RankState
 from engines.checkpoint.writer import CheckpointWriter
 from engines.comm.collective_errors import run_on_all
 from engines.comm.world import Message, World
 from engines.errors import CheckpointError
-from engines.layer.graph import TensorSpec
 from engines.status_board import get_status_board
 from engines.training import RankTraining
 
@@ -42,9 +40,10 @@ def save(training: RankTraining, folder: Path, feed: Any = None, keep: int = KEE
         for file in contents.files:
             _write_file(world, writer, file, contents, share)
         done = run_on_all(
-            world, lambda: writer and writer.finish(contents.make_manifest(training, writer.written, feed), keep),
+            world,
+            lambda: writer and writer.finish(contents.make_manifest(training, writer.written, feed), keep),
             CheckpointError,
-        )  # fmt: skip
+        )
         return world.all_gather(done)[0]  # type: ignore[no-any-return]
     finally:
         if writer:
@@ -67,28 +66,26 @@ def _collect_rank_state(training: RankTraining, feed: Any, keep: int) -> RankSta
 def _write_file(
     world: World, writer: CheckpointWriter | None, file: str, contents: CheckpointContents, share: RankState
 ) -> None:
-    """Write one file: its tensors are sent to rank 0 one after another."""
+    """Write one file: its tensors are sent to rank 0 one after another.
+
+    for each tensor of the file, on every rank in the same order:
+        its first holder   --- tensor --->   rank 0 appends it to the file; other ranks do nothing
+    """
     if writer:
         writer.begin(file, contents.get_specs(file))
     for held, spec, giver in contents.iterate_tensors(file):
         get_status_board().report(f"saves {held}".encode())
-        # All ranks iterate in the same order. So one tag suffices, and sends and receives match.
-        given = _send_to_rank0(world, share.tensors.get(held), spec, giver)
+        if world.rank == giver:
+            tensor = share.tensors[held].detach().cpu().contiguous()
+        elif world.rank == 0:
+            tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
+        else:
+            continue
+        # As all ranks iterate in the same order, one tag suffices, and sends and receives match.
+        if giver and spec.numel:
+            message = [Message(0 if world.rank else giver, _GIVEN, tensor)]
+            world.exchange(*((message, []) if world.rank else ([], message))).wait()
         if writer:
-            writer.add(given)
+            writer.add(tensor)
     if writer:
         writer.end(file)
-
-
-def _send_to_rank0(world: World, own: Tensor | None, spec: TensorSpec, giver: int) -> Tensor | None:
-    """Return, on rank 0, the tensor of rank `giver`, contiguous in host memory."""
-    if world.rank not in (0, giver):
-        return None
-    if world.rank == giver:
-        tensor = own.detach().cpu().contiguous()
-    else:
-        tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
-    if giver and spec.numel:
-        message = [Message(0 if world.rank else giver, _GIVEN, tensor)]
-        world.exchange(*((message, []) if world.rank else ([], message))).wait()
-    return tensor

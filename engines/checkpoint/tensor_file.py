@@ -24,10 +24,15 @@ HEADER_BYTES = 1 << 24
 """Largest header that is read: enough for about 150,000 tensors."""
 
 _CODES = {
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
-    "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL", "complex64": "C64", "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2", "uint16": "U16", "uint32": "U32", "uint64": "U64",
-}  # fmt: skip
+    **{f"float{bits}": f"F{bits}" for bits in (16, 32, 64)},
+    **{f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)},
+    **{f"uint{bits}": f"U{bits}" for bits in (8, 16, 32, 64)},
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "complex64": "C64",
+    "bool": "BOOL",
+}
 
 
 def get_tensor_spec(tensor: Tensor, where: str) -> TensorSpec:
@@ -62,7 +67,7 @@ def _make_header(specs: Mapping[str, TensorSpec]) -> bytes:
         entries[name] = {"dtype": _CODES[spec.dtype], "shape": list(spec.shape), "data_offsets": [start, stop]}
         start = stop
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # the tensors after it start at a multiple of 8 bytes
     if len(text) > HEADER_BYTES:
         raise CheckpointError(f"{len(specs):,} tensors are more than a checkpoint's file can list.")
     return len(text).to_bytes(8, "little") + text
@@ -86,6 +91,7 @@ class TensorFile:
 
     def add(self, tensor: Tensor) -> None:
         """Append the next tensor, which must be contiguous and in host memory."""
+        # Viewed as bytes, because numpy has no bfloat16 or float8.
         self._write(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
 
     def _write(self, data: bytes | memoryview) -> None:

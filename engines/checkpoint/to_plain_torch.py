@@ -46,7 +46,13 @@ def optimiser_state(
     checkpoint = Checkpoint.open(Path(path), lambda found: _check_owners(found, model, loss))
     checkpoint.warn_of_passed_over(stacklevel=2)
     _check_owners(checkpoint, model, loss)
-    names = _map_weight_names(model, loss)
+    first = find_first_names(model, loss)  # of tied weights, the name under which the ranks know them
+    names = {
+        id(weight): first[prefix + name]
+        for prefix, owner in zip(OWNERS.values(), (model, loss), strict=True)
+        if owner is not None
+        for name, weight in owner.named_parameters()
+    }
     stored = (checkpoint.manifest["optimiser"] or {}).get("kind", "none")
     if stored != get_class_name(optimiser):
         raise CheckpointError(
@@ -95,14 +101,3 @@ def _check_owners(checkpoint: Checkpoint, model: nn.Module, loss: nn.Module | No
         if module is not None:
             outlines = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in module.state_dict().items()}
             check_shapes(checkpoint, owner, outlines)
-
-
-def _map_weight_names(model: nn.Module, loss: nn.Module | None) -> dict[int, str]:
-    first = find_first_names(model, loss)
-    owners = zip(OWNERS.values(), (model, loss), strict=True)
-    return {
-        id(weight): first[prefix + name]
-        for prefix, owner in owners
-        if owner is not None
-        for name, weight in owner.named_parameters()
-    }

@@ -75,7 +75,13 @@ def make_optimiser_state(
     made = optimiser.state_dict()
     for group, packed in zip(optimiser.param_groups, made["param_groups"], strict=True):
         said = [names[id(weight)] for weight in group["params"]]
-        options = _get_shared_options([name for name in said if name in states], states)
+        saved = [name for name in said if name in states]
+        if other := next((name for name in saved if states[name].options != states[saved[0]].options), None):
+            raise CheckpointError(
+                f"{saved[0]} and {other} were in groups of the optimiser with other options, and are in one group now. "
+                "Make the optimiser with the groups that it had."
+            )
+        options = decode_value(states[saved[0]].options) if saved else {}
         known = options.keys() & packed.keys()  # schedulers add others, which no step reads
         check_like({key: options[key] for key in known}, {key: packed[key] for key in known}, get_class_name(optimiser))
         packed.update(options)
@@ -83,16 +89,6 @@ def make_optimiser_state(
             if name in states and (kept := _read_weight_state(name, weight, states[name], tensor)):
                 made["state"][index] = kept
     return made
-
-
-def _get_shared_options(names: list[str], states: Mapping[str, WeightState]) -> dict[str, Any]:
-    found = [states[name].options for name in names]
-    if other := next((name for name, options in zip(names, found, strict=True) if options != found[0]), None):
-        raise CheckpointError(
-            f"{names[0]} and {other} were in groups of the optimiser with other options, and are in one group now. "
-            "Make the optimiser with the groups that it had."
-        )
-    return decode_value(found[0]) if found else {}
 
 
 def _read_weight_state(

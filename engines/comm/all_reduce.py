@@ -76,47 +76,44 @@ class AllReduceRequest:
 
     def __init__(self, world: World, tensor: Tensor, group: Sequence[int], tag: int = 0, again: bool = False) -> None:
         self.world, self.tag, self.again = world, tag, again
-        self.flat, self.group = tensor.detach().view(-1), tuple(group)
-        self.mine = self.group.index(world.rank)
-        self.sent_bytes = count_sends(self.flat.nbytes, len(self.group))[1]
-        self.long = self.flat.nbytes >= LONG_BYTES and len(self.group) > 1
-        cuts = self._cut_pieces()
-        self.lent = self._allocate_terms(cuts)
-        self.pieces = [self._make_piece(cut, self.lent[index % AHEAD]) for index, cut in enumerate(cuts)]
+        flat, self.group = tensor.detach().view(-1), tuple(group)
+        mine = self.group.index(world.rank)
+        self.sent_bytes = count_sends(flat.nbytes, len(self.group))[1]
+        self.long = flat.nbytes >= LONG_BYTES and len(self.group) > 1
+        # Per piece, what each rank of the group sums. Of a long tensor each rank has one chunk, and piece i is the i-th
+        # part of every chunk. With 3 ranks and 2 pieces:
+        #
+        #   chunk of rank      0       1       2
+        #   tensor         | a : b | c : d | e : f |     piece 0: a c e,  piece 1: b d f
+        cuts: list[Sequence[Tensor]] = [[flat] * len(self.group)]
+        if self.long:
+            count = count_pieces(flat.nbytes)
+            chunks = [_cut(chunk, count) for chunk in _cut(flat, len(self.group))]
+            cuts = list(zip(*chunks, strict=True))
+        # Memory for the other ranks' terms, of as many pieces as are in flight at once.
+        largest = max((cut[mine] for cut in cuts), key=Tensor.numel)
+        allocate = _spare.take if self.long and not self.again else torch.empty_like
+        self.lent = [[allocate(largest) for _ in self.group[1:]] for _ in cuts[:AHEAD]]
+        self.pieces = []
+        for index, cut in enumerate(cuts):
+            own = cut[mine]
+            terms = [term[: own.numel()] for term in self.lent[index % AHEAD]]
+            terms.insert(mine, own)
+            pass_on = self._make_exchange(_SUMS, [own] * len(cut), cut) if self.long else None
+            self.pieces.append(_AllReducePiece(own, terms, self._make_exchange(_PARTS, cut, terms), pass_on))
         self.round: Pending | None = None
-
-    def _cut_pieces(self) -> list[list[Tensor]]:
-        """Return, per piece, what each rank of the group sums: its own part of a long tensor, all of a short one."""
-        if not self.long:
-            return [[self.flat] * len(self.group)]
-        count = count_pieces(self.flat.nbytes)
-        chunks = [_cut(chunk, count) for chunk in _cut(self.flat, len(self.group))]
-        return [list(parts) for parts in zip(*chunks, strict=True)]
-
-    def _allocate_terms(self, cuts: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-        """Allocate memory for the other ranks' terms, of as many pieces as are in flight at once."""
-        own = max((cut[self.mine] for cut in cuts), key=Tensor.numel)
-        made = _spare.take if self.long and not self.again else torch.empty_like
-        return [[made(own) for _ in self.group[1:]] for _ in cuts[:AHEAD]]
-
-    def _make_piece(self, cut: Sequence[Tensor], lent: Sequence[Tensor]) -> _AllReducePiece:
-        own = cut[self.mine]
-        terms = [tensor[: own.numel()] for tensor in lent]
-        terms.insert(self.mine, own)
-        pass_on = self._make_exchange(_SUMS, [own] * len(cut), cut) if self.long else None
-        return _AllReducePiece(own, terms, self._make_exchange(_PARTS, cut, terms), pass_on)
 
     def _make_exchange(self, tag: int, sent: Sequence[Tensor], received: Sequence[Tensor]) -> Callable[[], Pending]:
         """Return a function that starts the sends of `sent` and the receives of `received`, one tensor per rank."""
-        tag += self.tag
         sends, receives = (
-            [Message(peer, tag, each) for peer, each in self._select_peers(own)] for own in (sent, received)
+            [
+                Message(peer, self.tag + tag, each)
+                for peer, each in zip(self.group, tensors, strict=True)
+                if peer != self.world.rank
+            ]
+            for tensors in (sent, received)
         )
         return self.world.prepare(sends, receives) if self.again else partial(self.world.exchange, sends, receives)
-
-    def _select_peers(self, tensors: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
-        pairs = zip(self.group, tensors, strict=True)
-        return [(peer, tensor) for peer, tensor in pairs if peer != self.world.rank]
 
     def begin(self) -> AllReduceRequest:
         """Start to replace the tensor by the sum; collective over the group."""
@@ -142,7 +139,13 @@ class AllReduceRequest:
         going_round = []
         for index, piece in enumerate(self.pieces):
             yield arriving[index]
-            _add(piece.terms, piece.own)
+            if len(piece.terms) > 1:
+                # From first to last, so that the sum has the same bits whichever rank forms it. `own` is among the
+                # terms; the others' memory is scratch from here on.
+                first, *between, last = piece.terms
+                for term in between:
+                    first.add_(term)
+                torch.add(first, last, out=piece.own)
             going_round += [piece.pass_on()] if piece.pass_on else []
             # Every AHEAD-th piece uses the same buffers: this piece's terms are added up, so piece index + AHEAD may be
             # received.
@@ -157,16 +160,6 @@ def _cut(flat: Tensor, count: int) -> list[Tensor]:
     """Cut into parts that differ in length by at most one element."""
     cuts = [flat.numel() * index // count for index in range(count + 1)]
     return [flat[start:stop] for start, stop in pairwise(cuts)]
-
-
-def _add(terms: Sequence[Tensor], out: Tensor) -> None:
-    """Add the terms, from first to last, into `out`, which is one of them; the other terms are overwritten."""
-    if len(terms) == 1:
-        return
-    first, *between, last = terms
-    for term in between:
-        first.add_(term)
-    torch.add(first, last, out=out)
 
 
 def all_reduce(world: World, tensor: Tensor, group: Sequence[int], tag: int = 0) -> AllReduceRequest:

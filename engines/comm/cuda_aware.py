@@ -12,7 +12,6 @@ from mpi4py import MPI
 __all__ = ["is_cuda_aware"]
 
 _MAPS = Path("/proc/self/maps")
-_CUDA = 0  # MPIX_GPU_SUPPORT_CUDA, from MPICH's mpi.h
 
 
 @cache
@@ -21,7 +20,16 @@ def is_cuda_aware() -> bool:
 
     An MPI that does not report support gets its messages in host memory.
     """
-    return any(_has_cuda_support(library) for library in _find_mpi_libraries())
+    for library in _find_mpi_libraries():
+        if hasattr(library, "MPIX_Query_cuda_support"):  # Open MPI
+            if library.MPIX_Query_cuda_support():
+                return True
+        elif hasattr(library, "MPIX_GPU_query_support"):  # MPICH; the first argument is MPIX_GPU_SUPPORT_CUDA
+            supported = ctypes.c_int(0)
+            failed = library.MPIX_GPU_query_support(0, ctypes.byref(supported))
+            if not failed and supported.value:
+                return True
+    return False
 
 
 def _find_mpi_libraries() -> list[ctypes.CDLL]:
@@ -29,13 +37,3 @@ def _find_mpi_libraries() -> list[ctypes.CDLL]:
     lines = _MAPS.read_text().splitlines() if _MAPS.exists() and MPI.Is_initialized() else []
     files = {line.split(maxsplit=5)[-1] for line in lines if re.search(r"/libmpi[^/]*\.so[.\d]*$", line)}
     return [ctypes.CDLL(file) for file in sorted(files)]
-
-
-def _has_cuda_support(library: ctypes.CDLL) -> bool:
-    if hasattr(library, "MPIX_Query_cuda_support"):
-        return bool(library.MPIX_Query_cuda_support())
-    if not hasattr(library, "MPIX_GPU_query_support"):
-        return False
-    supported = ctypes.c_int(0)
-    failed = library.MPIX_GPU_query_support(_CUDA, ctypes.byref(supported))
-    return not failed and bool(supported.value)

@@ -135,6 +135,8 @@ def keep_memory_tight(tight: bool, above_bytes: int = 1 << 20) -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return
+    # A block above the threshold gets a mapping of its own, which ends when the block is freed. A smaller one is cut
+    # from the heap, which shrinks only from its end: one living block there keeps all freed memory below it.
     if tight:
         trim_memory()
     mallopt(_MMAP_THRESHOLD, above_bytes if tight else 32 << 20)

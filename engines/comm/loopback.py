@@ -35,11 +35,16 @@ class Mailbox:
 
     Messages and receives are numbered per route when they are posted. Which receive is waited for first is therefore
     irrelevant.
+
+        route 0 -> 1, tag 7     sent        letters                   wanted
+        rank 0 posts a, b       0, 1        {#0: a, #1: b}
+        rank 1 reserves twice               {#0: a, #1: b}            0, 1
+        rank 1 fetches #1                   {#0: a}            gets b, though #0 is still unread
     """
 
     def __init__(self, size: int) -> None:
         self.all_here = threading.Barrier(size, action=self.clear)
-        self.arrived = threading.Condition()
+        self.arrived = threading.Condition()  # one lock for all routes, as a failure has to wake every rank
         self.letters: dict[_MessageKey, Any] = {}
         self.sent, self.wanted = Counter[_Route](), Counter[_Route]()
         self.failed = False
@@ -111,7 +116,7 @@ class _PendingReceive:
         self.fetches = self.arrived = ()
 
     def is_completed(self) -> bool:
-        # All or none: the fetches of one request then cannot block.
+        # All or none: once every message of the request is here, no fetch can block.
         if not all(waiting() for waiting in self.arrived):
             return False
         self.wait()
@@ -146,7 +151,11 @@ class LoopbackWorld:
         """Return None: there are only messages."""
 
     def _fetch_into(self, tensor: Tensor, place: _MessageKey) -> None:
-        _copy(tensor, self._mail.fetch(place))
+        letter = self._mail.fetch(place)
+        # MPI rejects a message that is too long; `copy_` alone would broadcast one that is too short.
+        if tensor.shape != letter.shape:
+            raise RankError(f"a message of shape {tuple(letter.shape)} came where {tuple(tensor.shape)} was expected")
+        tensor.copy_(letter)
 
     def all_gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks."""
@@ -169,12 +178,6 @@ class LoopbackWorld:
     def recover(self) -> None:
         """Discard old messages once every rank is here."""
         self._mail.recover(self.rank)
-
-
-def _copy(into: Tensor, letter: Tensor) -> None:
-    if into.shape != letter.shape:
-        raise RankError(f"a message of shape {tuple(letter.shape)} came where {tuple(into.shape)} was expected")
-    into.copy_(letter)
 
 
 def make_loopback_worlds(size: int) -> list[LoopbackWorld]:

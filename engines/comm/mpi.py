@@ -14,12 +14,12 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from engines.comm import value_messages
 from engines.comm.cuda_aware import is_cuda_aware
 from engines.comm.device import has_own_memory
 from engines.comm.nccl import Collectives, make_collectives
 from engines.comm.streams import wait_for_stream
 from engines.comm.value_codec import pack_value
+from engines.comm.value_messages import VALUE_TAG, all_gather_by_messages, receive_value, send_value
 from engines.comm.wait_time import measure_wait
 from engines.comm.world import Message, Pending
 from engines.errors import RankError, ReleasedError
@@ -30,7 +30,7 @@ __all__ = ["MpiWorld"]
 # sleeps of _PART of the time waited so far, at most _REST_S. Where ranks share cores, the rank that is waited for needs
 # the core, and each poll holds up all threads of its kernels.
 _EAGER, _YIELDING, _NAP_S, _REST_S, _PART = 2, 100, 5e-5, 2e-3, 1 / 16
-_HERE = value_messages.VALUE - 1  # a tag that no program uses
+_HERE = VALUE_TAG - 1  # a tag that no program uses
 _BY_OTHERS = (MPI.ERR_REVOKED, MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING)
 # Open MPI supports Revoke and Shrink only if mpiexec was started with `--with-ft ulfm`, which sets this variable;
 # without it Revoke does nothing and Shrink never returns. Other MPIs are not trusted: none was seen to survive the
@@ -50,16 +50,6 @@ def _is_complete(request: MPI.Request) -> bool:
         return MPI.Is_finalized() or request.Test()
     except MPI.Exception:
         return True
-
-
-def _free_abandoned() -> None:
-    """Free the abandoned requests that have completed.
-
-    Iterates over a copy: garbage collection may add requests (`_Requests.__del__`) or another thread remove them.
-    """
-    for number, (requests, _) in list(_left.items()):
-        if all(map(_is_complete, requests)):
-            _left.pop(number, None)
 
 
 class _Requests:
@@ -123,17 +113,15 @@ class _PersistentRequests:
 
     def __call__(self) -> Pending:
         with self.world:
-            if self.comm is not self.world.comm:  # the first call, or the first after a failure
-                self._connect(self.world.comm)
+            comm = self.world.comm
+            if self.comm is not comm:  # the first call, or the first after a failure
+                requests = [comm.Recv_init(_make_buffer(m.tensor), m.peer, m.tag) for m in self.receives]
+                requests += [comm.Send_init(_make_buffer(m.tensor), m.peer, m.tag) for m in self.sends]
+                buffers = [message.tensor for message in (*self.receives, *self.sends)]
+                self.comm, self.pending = comm, _Requests(requests, [], self.world, buffers)
             _wait_for_streams(self.pending.buffers)
             MPI.Prequest.Startall(self.pending.requests)
         return self.pending
-
-    def _connect(self, comm: MPI.Intracomm) -> None:
-        requests = [comm.Recv_init(_make_buffer(m.tensor), m.peer, m.tag) for m in self.receives]
-        requests += [comm.Send_init(_make_buffer(m.tensor), m.peer, m.tag) for m in self.sends]
-        buffers = [message.tensor for message in (*self.receives, *self.sends)]
-        self.comm, self.pending = comm, _Requests(requests, [], self.world, buffers)
 
     def __del__(self) -> None:
         """Free completed requests only: MPI ends the program if a request freed after a failure fails later."""
@@ -161,18 +149,16 @@ class MpiWorld:
         """Convert MPI errors to RankError or ReleasedError, and abort the communicator so that no other rank waits."""
         if not isinstance(error, MPI.Exception):
             return
-        released = self._has_peer_failed(error)
+        # The error's class alone does not tell who has failed: for several requests MPI reports only that one of them
+        # has. So ask the communicator too, and before `abort` revokes it.
+        released = _ULFM and (
+            error.Get_error_class() in _BY_OTHERS or self.comm.Is_revoked() or self.comm.Get_failed().size > 0
+        )
         self.abort()
         said = error.Get_error_string()
         if released:
             raise ReleasedError(f"released: another rank has failed ({said})") from error
         raise RankError(f"MPI failed ({said})") from error
-
-    def _has_peer_failed(self, error: MPI.Exception) -> bool:
-        """Return whether another rank caused the error: for several requests MPI reports only that one has failed."""
-        if not _ULFM:
-            return False
-        return error.Get_error_class() in _BY_OTHERS or self.comm.Is_revoked() or self.comm.Get_failed().size > 0
 
     def check(self) -> None:
         """Raise ReleasedError if the communicator was revoked: persistent requests do not report failed ranks."""
@@ -187,12 +173,14 @@ class MpiWorld:
         """Start messages. Tensors that MPI cannot access are staged through the host."""
         incoming = [(message, self._stage_tensor(message.tensor)) for message in receives]
         outgoing = [(message, self._stage_tensor(message.tensor, filled=True)) for message in sends]
-        _wait_for_streams([host for _, host in (*incoming, *outgoing)])
+        buffers = [host for _, host in (*incoming, *outgoing)]
+        _wait_for_streams(buffers)
         with self:
+            # Receives first: a message whose receive is posted needs no buffer inside MPI.
             requests = [self.comm.Irecv(_make_buffer(host), m.peer, m.tag) for m, host in incoming]
             requests += [self.comm.Isend(_make_buffer(host), m.peer, m.tag) for m, host in outgoing]
         staged = [(message.tensor, host) for message, host in incoming if host is not message.tensor]
-        return _Requests(requests, staged, self, [host for _, host in (*incoming, *outgoing)])
+        return _Requests(requests, staged, self, buffers)
 
     def prepare(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], Pending]:
         """Return a function that starts the same messages each time, persistent ones if MPI accesses all tensors."""
@@ -209,7 +197,7 @@ class MpiWorld:
         """Raise ReleasedError if a rank has failed, even while no MPI request is waited for that would report it."""
         with self:
             # Only a call on the communicator makes MPI report a failure; the result of the probe does not matter.
-            self.comm.Iprobe(MPI.ANY_SOURCE, value_messages.VALUE)
+            self.comm.Iprobe(MPI.ANY_SOURCE, VALUE_TAG)
         self.check()
 
     def _stage_tensor(self, tensor: Tensor, filled: bool = False) -> Tensor:
@@ -220,16 +208,20 @@ class MpiWorld:
 
     def all_gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, pickled."""
-        _free_abandoned()
+        # Free abandoned requests that have completed meanwhile. Over a copy: garbage collection may add requests
+        # (`_Requests.__del__`), or another thread remove them.
+        for number, (requests, _) in list(_left.items()):
+            if all(map(_is_complete, requests)):
+                _left.pop(number, None)
         self.barrier()
-        return value_messages.all_gather(self, value, self._check_whole)
+        return all_gather_by_messages(self, value, self._check_whole)
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks on rank 0, pickled and received one after another; [] on other ranks."""
         self.barrier()
         if self.rank == 0:
-            return [value, *(value_messages.receive(self, peer, self._check_whole) for peer in range(1, self.size))]
-        value_messages.send(self, 0, pack_value(value)).wait()
+            return [value, *(receive_value(self, peer, self._check_whole) for peer in range(1, self.size))]
+        send_value(self, 0, pack_value(value)).wait()
         return []
 
     def _check_whole(self) -> None:
@@ -243,7 +235,11 @@ class MpiWorld:
         """Return when every rank is here. Ranks sleep while they wait; a second barrier then aligns their wake-up.
 
         A dissemination barrier (Hensgen, Finkel and Manber, 1988): each round doubles the number of ranks that a rank
-        knows to be here.
+        knows to be here. Of 5 ranks, rank 0 knows after the rounds:
+
+            step 1, from rank 4:    4 0
+            step 2, from rank 3:    2 3 4 0
+            step 4, from rank 1:    2 3 4 0 1
         """
         nothing = torch.empty(0)
         for nap_s in (_REST_S, _NAP_S):

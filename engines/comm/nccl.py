@@ -29,9 +29,8 @@ from engines.errors import RankError
 
 __all__ = ["Collectives", "NcclAllReduce", "OrderedStarter", "make_collectives"]
 
-_NAP_S = 5e-5
 _SWITCH = "MPI4DL_NB_NCCL"
-_ENDLESS = timedelta(days=365)  # waits check whether the other ranks are alive; they have no time limit
+
 
 Group = Any
 """A process group of torch.distributed, of any backend."""
@@ -53,7 +52,8 @@ class Collectives:
             part = SubGroup(self._world, key)
             try:
                 found = self._made(make_tcp_store(part), part.rank, part.size)
-                found.allreduce([torch.zeros(1, device=device)]).wait()  # the first sum connects, which is slow
+                # The first sum connects the GPUs, which takes seconds: here, not within a step.
+                found.allreduce([torch.zeros(1, device=device)]).wait()
             except RuntimeError as error:
                 raise RankError(
                     f"NCCL cannot connect the GPUs of ranks {', '.join(map(str, key))}: {error}. NCCL_DEBUG=INFO "
@@ -74,13 +74,13 @@ def make_collectives(world: World, device: torch.device, check: Callable[[], Non
     if not all(gpus) or len(set(gpus)) < world.size:
         return None
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # `check` detects failed ranks
-    return Collectives(world, check, _make_nccl_group)
 
+    def make_group(store: dist.Store, rank: int, size: int) -> Group:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(days=365)  # waits check whether the other ranks are alive; they have no time limit
+        return dist.ProcessGroupNCCL(store, rank, size, options)
 
-def _make_nccl_group(store: dist.Store, rank: int, size: int) -> Group:
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = _ENDLESS
-    return dist.ProcessGroupNCCL(store, rank, size, options)
+    return Collectives(world, check, make_group)
 
 
 def _get_nccl_gpu(device: torch.device) -> str:
@@ -99,6 +99,7 @@ class OrderedStarter:
     def begin(self, number: int, start: Callable[[], None]) -> None:
         """Start the request if it is its turn, and then all held requests that follow; otherwise hold it."""
         self._held[number] = start
+        # One start may make several held ones due; after the last number the next step begins again at 0.
         while self._next in self._held:
             self._held.pop(self._next)()
             self._next = (self._next + 1) % self._count
@@ -137,7 +138,7 @@ class NcclAllReduce:
                 # `work.wait` would block without noticing a failed rank; a held sum has no work object yet.
                 while not self.is_completed():
                     self.check()
-                    time.sleep(_NAP_S)
+                    time.sleep(5e-5)
         try:
             self.work.wait()
         except RuntimeError as error:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from engines.comm import value_messages
+from engines.comm.value_messages import all_gather_by_messages
 from engines.comm.world import Message, Pending, World
 from engines.errors import PlanError
 
@@ -51,7 +51,7 @@ class SubGroup:
 
     def all_gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks of the group, pickled."""
-        return value_messages.all_gather(self, value)
+        return all_gather_by_messages(self, value)
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks of the group on its rank 0, [] elsewhere."""

@@ -30,7 +30,9 @@ class ThrottledWorld:
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Start messages."""
-        now, stamps = torch.tensor([time.perf_counter()], dtype=torch.float64), [_make_stamp() for _ in receives]
+        # Each message is followed on its route by a stamp, the time at which it was sent.
+        now = torch.tensor([time.perf_counter()], dtype=torch.float64)
+        stamps = [torch.empty_like(now) for _ in receives]
         both = [part for message in sends for part in (message, Message(message.peer, message.tag, now))]
         pairs = zip(receives, stamps, strict=True)
         arriving = [part for message, stamp in pairs for part in (message, Message(message.peer, message.tag, stamp))]
@@ -44,10 +46,6 @@ class ThrottledWorld:
     def __getattr__(self, name: str) -> object:
         """Delegate all but messages to the underlying world: values, barriers, failures."""
         return getattr(self.world, name)
-
-
-def _make_stamp() -> Tensor:
-    return torch.empty(1, dtype=torch.float64)
 
 
 class _DelayedMessages:

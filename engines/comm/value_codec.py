@@ -34,6 +34,7 @@ def unpack_value(sealed: bytes | bytearray | memoryview) -> Any:
     if len(view) >= _HEAD.size:
         length, checksum, is_plain = _HEAD.unpack_from(view)
         body = view[_HEAD.size :]
+        # Nothing is unpickled before both are right: MPI may complete a receive of a failed rank with any bytes.
         if len(body) == length and zlib.crc32(body, _SEED) == checksum:
             return json.loads(bytes(body)) if is_plain else pickle.loads(body)
     raise ReleasedError("released: what another rank has sent did not come whole")

@@ -47,20 +47,17 @@ class Asynchrony:
             _check_count(name, getattr(self, name), 1)
         if self.max_staleness is not None:
             _check_count("max_staleness", self.max_staleness, 0)
-        self._check_slow()
-        for name, mode in (("max_staleness", "server"), ("staleness_aware", "server"), ("average_every", "peers")):
-            if self.mode != mode and getattr(self, name) != type(self).__dataclass_fields__[name].default:
-                raise PlanError(
-                    f"{name}={getattr(self, name)!r} says nothing about mode={self.mode!r}. "
-                    f"Leave it out, or set mode={mode!r}."
-                )
-
-    def _check_slow(self) -> None:
         for replica, seconds in self.slow.items():
             if replica not in range(self.replicas) or not (math.isfinite(seconds) and seconds >= 0):
                 raise PlanError(
                     f"slow={dict(self.slow)} must say how many seconds (0 or more) replicas 0 to {self.replicas - 1} "
                     f"sleep in each step, but it says {seconds} for replica {replica}."
+                )
+        for name, mode in (("max_staleness", "server"), ("staleness_aware", "server"), ("average_every", "peers")):
+            if self.mode != mode and getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                raise PlanError(
+                    f"{name}={getattr(self, name)!r} says nothing about mode={self.mode!r}. "
+                    f"Leave it out, or set mode={mode!r}."
                 )
 
     @property

@@ -107,30 +107,37 @@ class PeerReplica:
             self._record_event("step", batch)
             self.process_arrivals()
             if not self.offer and self.higher and self.steps % self.asynchrony.average_every == 0:
-                self._make_offer()
+                peer = self.higher[self.offers % len(self.higher)]
+                self.offers += 1
+                self.offer = _OpenOffer(peer, self._flatten_weights(), self.steps, self._post_receive(peer))
+                self._send(peer, _WEIGHTS, self.offer.row)
+                self._record_event("offer", peer)
         self._finish()
         return self.replica.finish_log()
 
     def process_arrivals(self) -> None:
         """Handle the messages that have arrived on every rank of the replica."""
         letters = self.letters | ({self.offer.peer: self.offer.answer} if self.offer else {})
-        arrived = [peer for peer, here in zip(letters, self._find_arrived(list(letters.values())), strict=True) if here]
+        group = range(self.replica.world.size)
+        # A message may have arrived on some ranks only. If these acted on it alone, the ranks would hold parts of
+        # different weights. So they vote, with the same list of messages at the same point of their work.
+        votes = torch.tensor([float(letter.has_arrived) for letter in letters.values()])
+        if letters and len(group) > 1:
+            all_reduce(self.replica.world, votes, group).wait()
+        arrived = [peer for peer, vote in zip(letters, votes.tolist(), strict=True) if vote == len(group)]
+        # The answer first: once the own offer is closed, this replica may answer others within the same step.
         if self.offer and self.offer.peer in arrived:
-            self._close_offer(self.offer)
+            offer = self.offer
+            self._merge_step_counts(offer.answer)
+            add_half_difference(self.replica.trained, offer.answer.row, offer.row)
+            self._record_event("close", offer.peer)
+            if self.replica.is_log_rank:
+                self.replica.diary.staleness.append(self.steps - offer.step)
+            self.offer = None
         for peer in arrived:
             if not self.offer and peer < self.number:
                 self._accept_offer(peer)
         self._outbox.poll()
-
-    def _find_arrived(self, letters: Sequence[_IncomingWeights]) -> list[bool]:
-        """Return for each message whether it has arrived on every rank of the replica."""
-        group = range(self.replica.world.size)
-        # A message may have arrived on some ranks only. If these acted on it alone, the ranks would hold parts of
-        # different weights. So they vote, with the same list of messages at the same point of their work.
-        votes = torch.tensor([float(letter.has_arrived) for letter in letters])
-        if letters and len(group) > 1:
-            all_reduce(self.replica.world, votes, group).wait()
-        return [vote == len(group) for vote in votes.tolist()]
 
     def _finish(self) -> None:
         """Close the open offer, send a farewell to higher replicas, and answer lower ones until they send theirs."""
@@ -145,13 +152,6 @@ class PeerReplica:
             time.sleep(_NAP_S)
         self._outbox.wait()
 
-    def _make_offer(self) -> None:
-        peer = self.higher[self.offers % len(self.higher)]
-        self.offers += 1
-        self.offer = _OpenOffer(peer, self._flatten_weights(), self.steps, self._post_receive(peer))
-        self._send(peer, _WEIGHTS, self.offer.row)
-        self._record_event("offer", peer)
-
     def _accept_offer(self, peer: int) -> None:
         letter, own = self.letters.pop(peer), self._flatten_weights()
         self._merge_step_counts(letter)
@@ -163,14 +163,6 @@ class PeerReplica:
         self._record_event("answer", peer)
         self.letters[peer] = self._post_receive(peer)
 
-    def _close_offer(self, offer: _OpenOffer) -> None:
-        self._merge_step_counts(offer.answer)
-        add_half_difference(self.replica.trained, offer.answer.row, offer.row)
-        self._record_event("close", offer.peer)
-        if self.replica.is_log_rank:
-            self.replica.diary.staleness.append(self.steps - offer.step)
-        self.offer = None
-
     def _merge_step_counts(self, letter: _IncomingWeights) -> None:
         self.known = torch.maximum(self.known, letter.header[1:])
 
@@ -179,8 +171,7 @@ class PeerReplica:
 
     def _get_peer_rank(self, peer: int) -> int:
         """Return the rank that holds the same part of another replica."""
-        size = self.replica.world.size
-        return peer * size + self.replica.world.rank
+        return peer * self.replica.world.size + self.replica.world.rank
 
     def _post_receive(self, peer: int) -> _IncomingWeights:
         return _IncomingWeights(self.world, self._get_peer_rank(peer), self.known, self._flatten_weights())

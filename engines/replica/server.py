@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,10 +56,21 @@ class ParameterStore:
         self.weights, self.divisor = weights, 1
         optimiser = make_on_rank(recipe.optimiser, recipe.parameters, weights)
         self.descent = OptimiserStep(weights, optimiser, recipe.rules)
-        # As hooks of the optimiser step, so that the scheduler always sees the undivided rates.
         if aware:
-            optimiser.register_step_pre_hook(lambda *_: self._scale_rates(optimiser))
-            optimiser.register_step_post_hook(lambda *_: self._restore_rates(optimiser))
+            # As hooks of the optimiser's step, so that the scheduler always sees the undivided rates.
+            rates: list[Any] = []
+
+            def divide_rates(*_: object) -> None:
+                rates[:] = [group["lr"] for group in optimiser.param_groups]
+                for group in optimiser.param_groups:
+                    group["lr"] = group["lr"] / self.divisor
+
+            def restore_rates(*_: object) -> None:
+                for group, rate in zip(optimiser.param_groups, rates, strict=True):
+                    group["lr"] = rate
+
+            optimiser.register_step_pre_hook(divide_rates)
+            optimiser.register_step_post_hook(restore_rates)
 
     def apply(self, gradients: Mapping[str, Tensor], staleness: int) -> None:
         """Run one update with `gradients`, by the graph's names."""
@@ -66,15 +78,6 @@ class ParameterStore:
             self.weights[name].grad = gradient
         self.divisor = max(1, staleness)
         self.descent.step(self.descent.compute_gradient_stats(self.weights))
-
-    def _scale_rates(self, optimiser: torch.optim.Optimizer) -> None:
-        self._rates = [group["lr"] for group in optimiser.param_groups]
-        for group in optimiser.param_groups:
-            group["lr"] = group["lr"] / self.divisor
-
-    def _restore_rates(self, optimiser: torch.optim.Optimizer) -> None:
-        for group, rate in zip(optimiser.param_groups, self._rates, strict=True):
-            group["lr"] = rate
 
 
 def assign_gradients(held: Sequence[Sequence[str]]) -> list[list[str]]:
@@ -106,12 +109,10 @@ class ParameterClient:
         number = self._push_pull([])
         while number != _NO_MORE:
             self.replica.train_batch(number, self.feed(number))
-            number = self._push_pull([Message(self.server, BODY, self._flatten_gradients())] if self.sent else [])
+            weights = [self.replica.training.weights[name] for name in self.sent]
+            gradients = flatten_tensors([torch.zeros_like(w) if w.grad is None else w.grad for w in weights])
+            number = self._push_pull([Message(self.server, BODY, gradients)] if self.sent else [])
         return self.replica.finish_log()
-
-    def _flatten_gradients(self) -> Tensor:
-        weights = (self.replica.training.weights[name] for name in self.sent)
-        return flatten_tensors([torch.zeros_like(w) if w.grad is None else w.grad for w in weights])
 
     def _push_pull(self, sends: Sequence[Message]) -> int:
         """Send `sends`, receive the server's weights, and return the number of the next batch."""
@@ -174,14 +175,10 @@ class ParameterServer:
     def _apply(self) -> int:
         """Apply at most one gradient, the first to arrive that may be applied, and return the number applied."""
         # One at a time: an update raises the version, so the next `can_apply` must see it.
-        ready = [replica for replica in self.arrived if self.ledger.can_apply(replica)][:1]
-        for replica in ready:
-            self.arrived.remove(replica)
-            self._update(replica)
-            self.waiting.append(replica)
-        return len(ready)
-
-    def _update(self, replica: int) -> None:
+        replica = next((replica for replica in self.arrived if self.ledger.can_apply(replica)), None)
+        if replica is None:
+            return 0
+        self.arrived.remove(replica)
         read = self.ledger.readers[replica]
         staleness = self.ledger.apply(replica)
         gradients: dict[str, Tensor] = {}
@@ -191,11 +188,13 @@ class ParameterServer:
         self.keeper.apply(gradients, staleness)
         self.diary.staleness.append(staleness)
         self.diary.deeds.append(ReplicaEvent("update", replica, self.batches[replica], read))
+        self.waiting.append(replica)
+        return 1
 
     def _serve_waiting(self) -> int:
         """Send weights and batches to waiting replicas while they may read, and return their number."""
         count = 0
-        while self.waiting and self._can_serve:
+        while self.waiting and (self._is_exhausted or self.ledger.can_read):
             self._send_weights(self.waiting.popleft())
             count += 1
         return count
@@ -203,10 +202,6 @@ class ParameterServer:
     @property
     def _is_exhausted(self) -> bool:
         return self.granted == self.asynchrony.budget
-
-    @property
-    def _can_serve(self) -> bool:
-        return self._is_exhausted or self.ledger.can_read
 
     def _send_weights(self, replica: int) -> None:
         number = _NO_MORE if self._is_exhausted else self.granted
@@ -219,11 +214,8 @@ class ParameterServer:
             self.granted += 1
             self.ledger.read(replica)
             self.batches[replica] = number
-            self._post_receives(replica, ranks)
-
-    def _post_receives(self, replica: int, ranks: Sequence[int]) -> None:
-        """Post the receives for a replica's gradient."""
-        rows = [flatten_tensors([self.keeper.weights[name] for name in names]) for names in self.sent]
-        self.rows[replica] = rows
-        receives = [Message(rank, BODY, row) for rank, row in zip(ranks, rows, strict=True) if row.numel()]
-        self.at_work[replica] = self.world.exchange([], receives)
+            # The gradient comes in rows of the weights' sizes, one from each rank that is assigned some.
+            rows = [flatten_tensors([self.keeper.weights[name] for name in names]) for names in self.sent]
+            self.rows[replica] = rows
+            receives = [Message(rank, BODY, row) for rank, row in zip(ranks, rows, strict=True) if row.numel()]
+            self.at_work[replica] = self.world.exchange([], receives)

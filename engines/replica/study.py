@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -75,7 +75,16 @@ class ReplicaStudy:
     def of(cls, asynchrony: Asynchrony, images_per_batch: int, diaries: Sequence[RankLog]) -> ReplicaStudy:
         """Merge the logs of all ranks."""
         replicas = [[d for d in diaries if d.replica == number] for number in range(asynchrony.replicas)]
-        turns = [turn for number, group in enumerate(replicas) for turn in _merge_steps(number, group)]
+        turns = []
+        for number, group in enumerate(replicas):
+            # The ranks of one replica may have losses of different micro-batches, or none.
+            losses: dict[int, dict[int, float]] = {}
+            ends: dict[int, float] = {}
+            for diary in group:
+                for batch, known, end_s in diary.turns:
+                    losses.setdefault(batch, {}).update(known)
+                    ends[batch] = max(end_s, ends.get(batch, 0.0))
+            turns += [ReplicaStep(number, b, sum(known.values()) / len(known), ends[b]) for b, known in losses.items()]
         servers = [diary for diary in diaries if diary.replica is None and diary.weights]
         copies = [servers] if servers else replicas if asynchrony.mode == "peers" else replicas[:1]
         return cls(
@@ -135,14 +144,3 @@ class ReplicaStudy:
             "images_per_s": round(self.images_per_s, 3),
             "seconds": round(self.seconds, 3),
         }
-
-
-def _merge_steps(replica: int, diaries: Iterable[RankLog]) -> Iterable[ReplicaStep]:
-    """Merge the logs of one replica's ranks, which may have losses of different micro-batches, or none."""
-    losses: dict[int, dict[int, float]] = {}
-    ends: dict[int, float] = {}
-    for diary in diaries:
-        for batch, known, end_s in diary.turns:
-            losses.setdefault(batch, {}).update(known)
-            ends[batch] = max(end_s, ends.get(batch, 0.0))
-    return (ReplicaStep(replica, b, sum(known.values()) / len(known), ends[b]) for b, known in losses.items())

@@ -57,7 +57,9 @@ def _replay_server(
     for deed in study.deeds:
         replica = replicas[deed.replica]
         weights = _get_trained(replica, recipe)
-        _load_weights(weights, versions[deed.read])
+        with torch.no_grad():
+            for name, weight in weights.items():
+                weight.copy_(versions[deed.read][name])
         replica.step(feed(deed.subject))
         gradients = {name: weight.grad.clone() for name, weight in weights.items() if weight.grad is not None}
         keeper.apply(gradients, staleness=len(versions) - 1 - deed.read)
@@ -69,51 +71,36 @@ def _copy_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: weight.detach().clone() for name, weight in weights.items()}
 
 
-def _load_weights(weights: Mapping[str, Tensor], version: Mapping[str, Tensor]) -> None:
-    with torch.no_grad():
-        for name, weight in weights.items():
-            weight.copy_(version[name])
-
-
-class _OfferExchange:
-    """The offers and answers between peers, by sender and receiver of the offer. Each pair has at most one pending."""
-
-    def __init__(self) -> None:
-        self.offers: dict[tuple[int, int], Tensor] = {}
-        self.answers: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-
-    def is_ready(self, deed: ReplicaEvent) -> bool:
-        """Return whether the message that an event depends on has been sent."""
-        if deed.kind == "answer":
-            return (deed.subject, deed.replica) in self.offers
-        return deed.kind != "close" or (deed.replica, deed.subject) in self.answers
-
-    def apply_event(self, deed: ReplicaEvent, weights: Sequence[Tensor]) -> None:
-        """Apply an offer, an answer or a close."""
-        own = flatten_tensors(weights)
-        if deed.kind == "offer":
-            self.offers[deed.replica, deed.subject] = own
-        elif deed.kind == "answer":
-            offered = self.offers.pop((deed.subject, deed.replica))
-            self.answers[deed.subject, deed.replica] = own, offered
-            add_half_difference(weights, offered, own)
-        else:
-            add_half_difference(weights, *self.answers.pop((deed.replica, deed.subject)))
-
-
 def _replay_peers(
     study: ReplicaStudy, replicas: Sequence[ReferenceTraining], recipe: Recipe, feed: Feed
 ) -> list[dict[str, Tensor]]:
     """Replay each peer's events in order, each one as soon as the message that it depends on has been sent."""
-    post, trained = _OfferExchange(), [_get_trained(process, recipe) for process in replicas]
+    trained = [_get_trained(process, recipe) for process in replicas]
     queues = [deque(deed for deed in study.deeds if deed.replica == number) for number in range(len(replicas))]
+    # By sender and receiver of the offer; each pair has at most one pending.
+    offers: dict[tuple[int, int], Tensor] = {}
+    answers: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    def is_ready(deed: ReplicaEvent) -> bool:
+        if deed.kind == "answer":
+            return (deed.subject, deed.replica) in offers
+        return deed.kind != "close" or (deed.replica, deed.subject) in answers
+
     while any(queues):
-        ready = next((queue for queue in queues if queue and post.is_ready(queue[0])), None)
+        ready = next((queue for queue in queues if queue and is_ready(queue[0])), None)
         if ready is None:
             raise PlanError("The study's deeds wait for each other: it is not whole. Take it from train_replicas.")
         deed = ready.popleft()
-        if deed.kind == "step":
-            replicas[deed.replica].step(feed(deed.subject))
-        else:
-            post.apply_event(deed, list(trained[deed.replica].values()))
+        weights = list(trained[deed.replica].values())
+        match deed.kind:
+            case "step":
+                replicas[deed.replica].step(feed(deed.subject))
+            case "offer":
+                offers[deed.replica, deed.subject] = flatten_tensors(weights)
+            case "answer":
+                own, offered = flatten_tensors(weights), offers.pop((deed.subject, deed.replica))
+                answers[deed.subject, deed.replica] = own, offered
+                add_half_difference(weights, offered, own)
+            case "close":
+                add_half_difference(weights, *answers.pop((deed.replica, deed.subject)))
     return [_copy_weights(weights) for weights in trained]

@@ -6,8 +6,6 @@ tested, is that one process can replay what the replicas did (`engines.replica.s
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from engines.comm.world import World
 from engines.replica.asynchrony import Asynchrony
 from engines.replica.peers import PeerReplica
@@ -20,10 +18,6 @@ from engines.training import Recipe
 __all__ = ["train_replicas"]
 
 
-class _ReplicaRole(Protocol):
-    def run(self) -> RankLog: ...
-
-
 def train_replicas(world: World, recipe: Recipe, asynchrony: Asynchrony, feed: Feed) -> ReplicaStudy:
     """Train `asynchrony.replicas` copies of the recipe's plan, and return the same study on every rank. Collective.
 
@@ -34,19 +28,15 @@ def train_replicas(world: World, recipe: Recipe, asynchrony: Asynchrony, feed: F
     caller has to release the other ranks (`world.abort()`), as in any work of ranks.
     """
     asynchrony.check(recipe.plan, world.size)
-    role = _make_role(world, recipe, asynchrony, feed)
+    replica = world.rank // recipe.plan.ranks
+    role: SynchronousReplica | ParameterClient | PeerReplica | ParameterServer | None = None
+    if replica < asynchrony.replicas:
+        kind = {"synchronous": SynchronousReplica, "server": ParameterClient, "peers": PeerReplica}[asynchrony.mode]
+        role = kind(world, recipe, asynchrony, feed)
+    elif world.rank == asynchrony.replicas * recipe.plan.ranks and asynchrony.mode == "server":
+        role = ParameterServer(world, recipe, asynchrony)
+    # The clocks of all replicas start here: making a role compiles the plan, which takes some ranks longer than others.
     world.barrier()
     diary = role.run() if role else RankLog(None)
     images = recipe.step_specs["images"].shape[0]
     return ReplicaStudy.of(asynchrony, images, world.all_gather(diary))
-
-
-def _make_role(world: World, recipe: Recipe, asynchrony: Asynchrony, feed: Feed) -> _ReplicaRole | None:
-    """Return this rank's role, or None if the rank is not needed."""
-    replica = world.rank // recipe.plan.ranks
-    if replica < asynchrony.replicas:
-        kind = {"synchronous": SynchronousReplica, "server": ParameterClient, "peers": PeerReplica}[asynchrony.mode]
-        return kind(world, recipe, asynchrony, feed)
-    if world.rank == asynchrony.replicas * recipe.plan.ranks and asynchrony.mode == "server":
-        return ParameterServer(world, recipe, asynchrony)
-    return None
