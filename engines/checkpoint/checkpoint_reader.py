@@ -73,6 +73,10 @@ class Checkpoint:
         damaged; UnreadableError if memory, file handles or permissions are lacking, which says nothing about the files;
         and CheckpointError.
         """
+        #   newest    damaged                  -> the next older one, and a warning at the end
+        #             does not fit             -> raises
+        #             cannot be read now       -> raises
+        #             whole                    -> taken
         found = find_checkpoints(path)
         wrong: list[DamagedError] = []
         for each in found:
@@ -141,6 +145,7 @@ class Checkpoint:
         """
         sums: dict[str, int] = {}
         size = 0
+        # The manifest is untrusted: its names must not lead out of the checkpoint ("../x", or a link).
         for name, told in self.manifest["files"].items():
             if only is not None and name not in only:
                 continue
@@ -203,6 +208,7 @@ class Checkpoint:
         if file not in self.manifest["files"]:
             raise make_damaged_error(self.path, f"{file} is not among the files that it lists")
         with self.translate_errors():
+            # The library parses the whole header, of any length that the first 8 bytes state.
             with open_regular(self.path / file) as own:
                 header = own.read(8)
             if len(header) == 8 and (size := int.from_bytes(header, "little")) > HEADER_BYTES:

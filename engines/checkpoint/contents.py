@@ -51,6 +51,7 @@ class RankState:
     def of(cls, training: RankTraining) -> RankState:
         """Return the state of this rank. Raises CheckpointError if something cannot be written."""
         descent = training.worker.optimiser_step
+
         tensors = {**training.kept, **training.weights, **training.own_buffers}
         states: dict[str, WeightState] = {}
         if descent.optimiser:

@@ -47,6 +47,7 @@ _PARTIAL = ".partial-"
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints of a folder, the oldest first."""
+    # By the number, not by the name: 100000 comes after 99999.
     found = [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
     return [path for _, path in sorted(found) if path.is_dir()]
 
@@ -86,6 +87,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
     Without the lock, another training's draft could be taken for a leftover and removed. The system releases the lock
     when the process ends, however it ends. Raises CheckpointError, OSError.
     """
+    # The lock is on the folder itself, so that no lock file is left behind.
     folder.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -122,6 +124,7 @@ def check_space(folder: Path, needed_bytes: int) -> None:
 
 def get_free_bytes(folder: Path) -> int:
     """Return the free bytes of the disk that `folder` is on, or will be on."""
+    # `folder` may not exist yet: its nearest existing parent is on the same disk, unless one is mounted in between.
     there = next(path for path in (make_absolute(folder), *make_absolute(folder).parents) if path.exists())
     return shutil.disk_usage(there).free
 
@@ -139,6 +142,9 @@ def publish_draft(written: Path, step: int) -> Path:
     """Rename a draft, whose files are on disk already, to its final name and return that."""
     # Order matters: the draft's directory entries must be on disk before the rename, so that a crash never leaves a
     # published checkpoint with missing files. The second flush makes the rename itself durable.
+    #
+    #   crash after    files   1st flush   rename          2nd flush
+    #   next start     draft   draft       draft or whole  whole
     flush_to_disk(written)
     whole = written.with_name(f"{written.name.removeprefix(_PARTIAL)}-step-{step}")
     written.rename(whole)

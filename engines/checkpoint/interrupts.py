@@ -63,5 +63,6 @@ class Interrupts:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not installed from Python
 
     def _record_signal(self, number: int, frame: FrameType | None) -> None:
+        # Nothing else happens in the handler: it may run between any two bytecodes of the step.
         self._number, self._since_s = number, time.monotonic()
-        self._restore_handlers()
+        self._restore_handlers()  # a second signal ends the process at once

@@ -96,6 +96,8 @@ def check_like(found: Any, fresh: Any, where: str) -> None:
     A fresh None may have become a number or a string, and a switch (a bool) may have been None, its default. Raises
     ValueError: a value of another type would be accepted and then fail in every step.
     """
+    # A dict with string keys has fixed names, such as options: each value is compared with that of the same name. Other
+    # dicts and lists have any length: their items are compared with the fresh ones as samples.
     if isinstance(found, dict) and isinstance(fresh, dict) and all(isinstance(key, str) for key in fresh):
         if unknown := [key for key in found if key not in fresh]:
             raise ValueError(f"{where} has no {str(unknown[0])!r}")
@@ -109,7 +111,7 @@ def check_like(found: Any, fresh: Any, where: str) -> None:
         said = found.item() if isinstance(found, Tensor) else found
         raise ValueError(f"{where} is {str(said)[:20]}, which is no number that a step can take")
     elif isinstance(found, list | tuple) and fresh:
-        for index, value in enumerate(found):
+        for index, value in enumerate(found):  # past the end of `fresh`, its last item is the sample
             check_like(value, fresh[min(index, len(fresh) - 1)], f"{where}[{index}]")
     elif isinstance(found, dict) and fresh:
         for key, value in found.items():  # keys are numbers, as in milestones

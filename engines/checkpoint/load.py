@@ -57,6 +57,7 @@ def _stage_state(training: RankTraining, path: Path) -> tuple[Checkpoint, dict[s
     """Read this rank's weights and buffers, and make its optimiser, without changing the training."""
     checkpoint = Checkpoint.from_path(path)
     found: dict[str, Tensor] = {}
+    # Each rank reads what it holds under its own plan, from files that list everything by the model's names.
     own = {**training.weights, **training.buffers, **training.kept}
     for owner, names in training.recipe.names.items():
         said = {name: names.held.get(name, OWNERS[owner] + name) for name in names.names}
@@ -71,6 +72,7 @@ def _stage_state(training: RankTraining, path: Path) -> tuple[Checkpoint, dict[s
 def _restore_optimiser(checkpoint: Checkpoint, training: RankTraining) -> OptimiserStep:
     """Return a fresh optimiser and scheduler with the saved state."""
     optimiser = training.recipe.make_optimiser(training.weights)
+    # A fresh one on the training's own weights: they get their saved values later, when all ranks have succeeded.
     descent = OptimiserStep(training.weights, optimiser, training.recipe.rules)
     if optimiser:
         names = {id(weight): name for name, weight in training.weights.items()}

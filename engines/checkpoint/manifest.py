@@ -49,6 +49,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if (path / MANIFEST).is_symlink():
         raise make_damaged_error(path, f"{MANIFEST} is no regular file of its own, but a link")
     try:
+        # The checksum covers the parsed values in a canonical form, not the text: other indentation is no damage.
         read = json.loads(read_bounded(path / MANIFEST, _BYTES))
         whole = isinstance(read, dict) and read.pop(_SEAL, None) == _compute_checksum(read)
     except (OSError, MemoryError) as error:

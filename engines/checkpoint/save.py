@@ -29,6 +29,13 @@ def save(training: RankTraining, folder: Path, feed: Any = None, keep: int = KEE
     `feed` is the result of `Feed.state`, or None; `load` returns it. Rank 0 writes, and holds one tensor of another
     rank at a time. Raises CheckpointError on every rank. The training and the existing checkpoints are then unchanged.
     """
+    # A rank that fails on its own would leave the others in a collective call. So each phase that may fail ends with an
+    # exchange, after which either all ranks go on or all raise:
+    #
+    #   all ranks    state of this rank, checked     | all agree on `contents`
+    #   rank 0       lock, draft, disk space         |
+    #   all ranks    tensors to rank 0, file by file | rank 0 keeps its errors until the end
+    #   rank 0       manifest, publish, prune        |
     world = training.worker.world
     share = run_on_all(world, partial(_collect_rank_state, training, feed, keep), CheckpointError)
     contents = CheckpointContents.of(training.recipe, world.all_gather(share.part))
@@ -45,6 +52,7 @@ def save(training: RankTraining, folder: Path, feed: Any = None, keep: int = KEE
             CheckpointError,
         )
         return world.all_gather(done)[0]  # type: ignore[no-any-return]
+    # Whatever has failed, also on another rank: the draft goes and the lock is released.
     finally:
         if writer:
             writer.discard()

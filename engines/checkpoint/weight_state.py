@@ -72,6 +72,11 @@ def make_optimiser_state(
     `tensor` reads a tensor by its name; a tensor on the meta device stays there. Raises CheckpointError if weights of
     one group had different options.
     """
+    # The optimiser's own state_dict() has the numbers of its weights; saved options and state are put in their places:
+    #
+    #   saved, by name     {"conv.weight": state, "fc.bias": state, "fc.weight": state}
+    #   this rank holds    group 0: fc.weight, fc.bias
+    #   result             group 0: params [0, 1], saved options;  state {0: of fc.weight, 1: of fc.bias}
     made = optimiser.state_dict()
     for group, packed in zip(optimiser.param_groups, made["param_groups"], strict=True):
         said = [names[id(weight)] for weight in group["params"]]

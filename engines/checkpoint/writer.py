@@ -96,8 +96,8 @@ class CheckpointWriter:
                 file.flush()
                 os.fsync(file.fileno())
             found = publish_draft(self._path, manifest["step"])
-            self._path = None
-            prune(self.folder, keep)
+            self._path = None  # it is no draft any more, so `discard` must not remove it
+            prune(self.folder, keep)  # last: until the new checkpoint is on disk, no old one goes
             return found
         except OSError as error:
             self.discard()

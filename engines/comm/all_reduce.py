@@ -79,6 +79,7 @@ class AllReduceRequest:
         flat, self.group = tensor.detach().view(-1), tuple(group)
         mine = self.group.index(world.rank)
         self.sent_bytes = count_sends(flat.nbytes, len(self.group))[1]
+        # A short tensor costs the latency of one message rather than its bytes; a second round would double that.
         self.long = flat.nbytes >= LONG_BYTES and len(self.group) > 1
         # Per piece, what each rank of the group sums. Of a long tensor each rank has one chunk, and piece i is the i-th
         # part of every chunk. With 3 ranks and 2 pieces:
@@ -90,7 +91,8 @@ class AllReduceRequest:
             count = count_pieces(flat.nbytes)
             chunks = [_cut(chunk, count) for chunk in _cut(flat, len(self.group))]
             cuts = list(zip(*chunks, strict=True))
-        # Memory for the other ranks' terms, of as many pieces as are in flight at once.
+        # Memory for the other ranks' terms, of as many pieces as are in flight at once. A request that is kept for the
+        # whole training owns its memory: between two steps another sum could otherwise take it from the pool.
         largest = max((cut[mine] for cut in cuts), key=Tensor.numel)
         allocate = _spare.take if self.long and not self.again else torch.empty_like
         self.lent = [[allocate(largest) for _ in self.group[1:]] for _ in cuts[:AHEAD]]
@@ -99,6 +101,8 @@ class AllReduceRequest:
             own = cut[mine]
             terms = [term[: own.numel()] for term in self.lent[index % AHEAD]]
             terms.insert(mine, own)
+            # The sums arrive where they belong in the tensor, which needs no further copy: its old terms there were
+            # sent away before, in `gather`.
             pass_on = self._make_exchange(_SUMS, [own] * len(cut), cut) if self.long else None
             self.pieces.append(_AllReducePiece(own, terms, self._make_exchange(_PARTS, cut, terms), pass_on))
         self.round: Pending | None = None
@@ -118,7 +122,7 @@ class AllReduceRequest:
     def begin(self) -> AllReduceRequest:
         """Start to replace the tensor by the sum; collective over the group."""
         self.rounds = self._run_rounds()
-        self.round = next(self.rounds)
+        self.round = next(self.rounds)  # runs up to the first `yield`: posts the first messages
         return self
 
     def wait(self) -> None:
@@ -129,6 +133,7 @@ class AllReduceRequest:
 
     def is_completed(self) -> bool:
         """Advance as far as messages have arrived, and return whether the sum is complete."""
+        # Nothing else drives the sum: between two calls no piece is added up, and no further message is sent.
         while self.round is not None and self.round.is_completed():
             self.round = next(self.rounds, None)
         return self.round is None

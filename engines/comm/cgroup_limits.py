@@ -33,6 +33,7 @@ def _read_limits(
     """Yield the limits, of `count` numbers each, of this process's control group and of all groups above it."""
     for controller, names in kinds:
         top = groups / controller
+        # A limit on any group above holds for this process, too: a job's limit is often set two levels up.
         place = top / _find_group(controller, _read_text(own))
         for folder in (place, *place.parents):
             told = " ".join(_read_text(folder / name) for name in names).split()

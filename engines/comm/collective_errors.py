@@ -20,6 +20,10 @@ def run_on_all(world: World, work: Callable[[], Made], kind: type[Mpi4dlError] =
     The error has type `kind`; OSError is converted. On the ranks that did not fail, the error's cause is a
     ReleasedError, so that the error reported is attributed to the rank where it happened.
     """
+    #   rank 0: work fails       "no such file" --.
+    #   rank 1: work succeeds    "" --------------+--> all_gather: both raise kind("no such file")
+    #
+    # Without this exchange, rank 1 would go on to its next collective call, and wait there for rank 0.
     made, failure = None, ""
     try:
         made = work()
@@ -41,7 +45,7 @@ def run_on_first(world: World, work: Callable[[], Made]) -> Made:
             failure = error
     found = all_gather_or_raise(world, failure or made, failure)[0]
     if isinstance(found, Mpi4dlError):
-        if failure:
+        if failure:  # on rank 0: its own error, with its traceback
             raise failure
         raise copy(found) from make_released_error()  # ranks in threads share the exception object
     return found  # type: ignore[no-any-return]

@@ -90,6 +90,8 @@ class Mailbox:
 
     def recover(self, rank: int) -> None:
         """Discard old messages once every rank is here. Raises RankError if not all ranks arrive in time."""
+        # The barrier's action clears the mailbox while all ranks are here, so that no message sent after the recovery
+        # is lost.
         try:
             self.all_here.wait(timeout=_RECOVERY_S)
         except threading.BrokenBarrierError as error:
@@ -159,6 +161,7 @@ class LoopbackWorld:
 
     def all_gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks."""
+        # The values themselves, not copies: ranks of one process may share an object.
         for peer in range(self.size):
             self._mail.post((self.rank, peer, _GATHER), value)
         return [self._mail.fetch(self._mail.reserve((peer, self.rank, _GATHER))) for peer in range(self.size)]
@@ -191,7 +194,7 @@ def run_ranks(size: int, work: Callable[[LoopbackWorld], Any]) -> list[Any]:
     worlds = make_loopback_worlds(size)
 
     def run_rank(world: LoopbackWorld) -> Any:
-        share_process()
+        share_process()  # first: what the work does may start kernels at once
         try:
             return work(world)
         except BaseException:

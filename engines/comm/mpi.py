@@ -74,6 +74,7 @@ class _Requests:
 
     def wait(self, nap_s: float = _NAP_S) -> None:
         with self.world:
+            # Test once before measuring: where messages were faster than computation, no wait is counted.
             if not MPI.Request.Testall(self.requests):
                 with measure_wait():
                     self._poll_until_complete(nap_s)
@@ -86,6 +87,8 @@ class _Requests:
             if looks > _YIELDING:
                 # Polling alone would never end if a peer has died: persistent requests do not report it.
                 self.world.check()
+                # In proportion to the time waited: it delays a long wait by 1/16 at most, and a rank that waits for
+                # minutes leaves its core to the others.
                 time.sleep(min(max(nap_s, (time.perf_counter() - began_s) * _PART), _REST_S))
             elif looks > _EAGER:
                 os.sched_yield()
@@ -184,6 +187,7 @@ class MpiWorld:
 
     def prepare(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], Pending]:
         """Return a function that starts the same messages each time, persistent ones if MPI accesses all tensors."""
+        # A staged tensor is copied to a new host buffer in every round, to which no persistent request could be tied.
         all_reached = all(self.can_access(message.tensor.device) for message in (*sends, *receives))
         return _PersistentRequests(self, sends, receives) if all_reached else partial(self.exchange, sends, receives)
 
@@ -213,6 +217,7 @@ class MpiWorld:
         for number, (requests, _) in list(_left.items()):
             if all(map(_is_complete, requests)):
                 _left.pop(number, None)
+        # A rank that is early sleeps in the barrier, so that the polls for the messages after it are few.
         self.barrier()
         return all_gather_by_messages(self, value, self._check_whole)
 

@@ -49,7 +49,7 @@ class Collectives:
     def connect_group(self, ranks: Sequence[int], device: torch.device) -> Group:
         """Return the process group of these ranks; collective over them. Raises RankError if connecting fails."""
         if (key := tuple(ranks)) not in self._groups:
-            part = SubGroup(self._world, key)
+            part = SubGroup(self._world, key)  # ranks outside of the group do not take part in the rendezvous
             try:
                 found = self._made(make_tcp_store(part), part.rank, part.size)
                 # The first sum connects the GPUs, which takes seconds: here, not within a step.
@@ -70,6 +70,7 @@ class Collectives:
 
 def make_collectives(world: World, device: torch.device, check: Callable[[], None]) -> Collectives | None:
     """Return NCCL's collectives if it is available and each rank has a GPU of its own, else None; collective."""
+    # NCCL connects GPUs, not processes: two ranks that share a GPU cannot be in one group.
     gpus = world.all_gather(_get_nccl_gpu(device))
     if not all(gpus) or len(set(gpus)) < world.size:
         return None

@@ -51,6 +51,7 @@ class SubGroup:
 
     def all_gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks of the group, pickled."""
+        # The world's own `all_gather` is collective over all of its ranks; the others are at work on something else.
         return all_gather_by_messages(self, value)
 
     def gather(self, value: Any) -> list[Any]:

@@ -58,7 +58,12 @@ class _DelayedMessages:
     def _compute_end(self) -> float:
         """Return the time at which they have passed the link; call only once they have arrived."""
         if self.end_s is None:
-            # The stamps arrive with the messages, so they may be read only now.
+            # The stamps arrive with the messages, so they may be read only now. The link transfers one message at a
+            # time, and idles until the next one is sent:
+            #
+            #   sent       a     b                   c
+            #   link       [--a--][-----b-----]      [---c---]
+            #   complete         a            b              c
             sent_s = max((stamp.item() for stamp in self.stamps), default=0.0)
             self.end_s = max(sent_s, self.world.free_s) + self.count_bytes / self.world.bytes_per_s
             self.world.free_s = max(self.world.free_s, self.end_s) if self.stamps else self.world.free_s

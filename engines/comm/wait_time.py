@@ -45,6 +45,7 @@ def measure_wait() -> Iterator[None]:
 @contextmanager
 def measure_suspension() -> Iterator[None]:
     """As `measure_wait`, while other ranks use this thread: what they record is not added to this rank's times."""
+    # The other ranks add to the counters of this thread, and set their own status boards: both are put back at the end.
     board, start_s, processor_s = get_status_board(), time.perf_counter(), _held.processor_s
     held_s = _held.seconds
     board.report_waiting(True)

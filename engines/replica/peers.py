@@ -41,6 +41,8 @@ _WEIGHTS, _FAREWELL = 0, 1  # the kinds of messages
 
 def add_half_difference(weights: Sequence[Tensor], toward: Tensor, away: Tensor) -> None:
     """Add half of `toward - away`, two flat rows, to the weights."""
+    # Of a pair with weights x and y, one adds (x - y) / 2 and the other (y - x) / 2: the sum of all replicas' weights
+    # stays the same, and without steps in between both hold (x + y) / 2.
     with torch.no_grad():
         for weight, part in zip(weights, unflatten_like((toward - away) / 2, weights), strict=True):
             weight.add_(part)
@@ -54,6 +56,7 @@ class _IncomingWeights:
 
     def __init__(self, world: World, rank: int, known: Tensor, row: Tensor) -> None:
         self.header, self.row = torch.empty(1 + known.numel(), dtype=torch.int64), torch.empty_like(row)
+        # Posted long before it is needed: the sender never waits for this replica to be ready.
         self._pending = world.exchange([], [Message(rank, HEADER, self.header), Message(rank, BODY, self.row)])
         self._here = False
 
@@ -101,6 +104,7 @@ class PeerReplica:
         """Train on this replica's own batches until all replicas together have taken enough."""
         self.replica.start_clock()
         while self.known.sum() < self.asynchrony.budget:
+            # Replica r takes batches r, r + replicas, ...: no two take the same one, without asking each other.
             batch = self.steps * self.asynchrony.replicas + self.number
             self.replica.train_batch(batch, self.feed(batch))
             self.known[self.number] += 1
@@ -141,6 +145,12 @@ class PeerReplica:
 
     def _finish(self) -> None:
         """Close the open offer, send a farewell to higher replicas, and answer lower ones until they send theirs."""
+        #   lower                                             higher
+        #     | (waits for the answer to its open offer)        | (answers offers)
+        #     | -- farewell --------------------------------->  | posts no further receive for this one
+        #
+        # The answer always comes, as the receiver of an offer goes on answering until it has the farewell. The highest
+        # replica never has an offer of its own, so the waits cannot form a circle.
         told = False
         while self.letters or self.offer or not told:
             # The last message to each higher replica, which then posts no further receive for this one.
@@ -157,7 +167,8 @@ class PeerReplica:
         self._merge_step_counts(letter)
         if int(letter.header[0]) == _FAREWELL:
             return
-        # `own` is a copy from before the move: the offering replica must move by the same difference, reversed.
+        # `own` is a copy from before the move: the offering replica must move by the same difference, reversed. And the
+        # answer is sent before the move, because the send reads `own` while this replica goes on.
         self._send(peer, _WEIGHTS, own)
         add_half_difference(self.replica.trained, letter.row, own)
         self._record_event("answer", peer)

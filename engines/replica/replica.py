@@ -53,8 +53,11 @@ class Replica:
         size = recipe.plan.ranks
         self.asynchrony, self.number = asynchrony, world.rank // size
         self.world = SubGroup(world, range(self.number * size, (self.number + 1) * size))
+        # By the rank in the whole world, so that replicas on one host get other GPUs. Each replica has its own seed,
+        # as all would draw the same dropout masks otherwise.
         device, seed = str(choose_device(recipe.device, world.rank)), recipe.seed + self.number
         self.training = RankTraining(self.world, replace(recipe, device=device, seed=seed))
+        # The training itself knows only the ranks of this replica, but all replicas share the cores.
         self.training.threads = compute_threads_per_rank(count_local_ranks(world.size))
         self.diary = RankLog(self.number)
         self._start_s = time.perf_counter()

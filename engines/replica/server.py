@@ -86,6 +86,7 @@ def assign_gradients(held: Sequence[Sequence[str]]) -> list[list[str]]:
     >>> assign_gradients([["a", "b"], ["b", "c"]])
     [['a', 'b'], ['c']]
     """
+    # Spatial parallelism gives several ranks the same weight, and all of them have its whole gradient.
     seen: set[str] = set()
     found = []
     for names in held:
@@ -139,6 +140,7 @@ class ParameterServer:
         self.world, self.asynchrony, self.size = world, asynchrony, recipe.plan.ranks
         dtype = getattr(torch, recipe.plan.held_in)
         names = [name for name in recipe.graph.weights if name in recipe.graph.trainable]
+        # Copies on the host: the server has no device of its own, and `recipe.state` belongs to the user's model.
         weights = {name: recipe.state[name].detach().to(device="cpu", dtype=dtype, copy=True) for name in names}
         self.keeper = ParameterStore(weights, recipe, asynchrony.staleness_aware)
         self.held = list_trained_weights(recipe)
@@ -156,6 +158,7 @@ class ParameterServer:
     def run(self) -> RankLog:
         """Serve until every replica has received the message that there are no more batches."""
         while self.waiting or self.at_work or self.arrived:
+            # All three in every round, so that no replica in one of the states starves those in another.
             if not (self._collect() + self._apply() + self._serve_waiting()):
                 time.sleep(_NAP_S)
             # The sends complete without blocking the loop: a slow replica must not delay the others.
@@ -181,6 +184,7 @@ class ParameterServer:
         self.arrived.remove(replica)
         read = self.ledger.readers[replica]
         staleness = self.ledger.apply(replica)
+        # Each rank has sent one flat row with the gradients that it is assigned.
         gradients: dict[str, Tensor] = {}
         for names, row in zip(self.sent, self.rows.pop(replica), strict=True):
             parts = unflatten_like(row, [self.keeper.weights[name] for name in names])
@@ -206,6 +210,7 @@ class ParameterServer:
     def _send_weights(self, replica: int) -> None:
         number = _NO_MORE if self._is_exhausted else self.granted
         ranks = range(replica * self.size, (replica + 1) * self.size)
+        # The rows are copies: a later update must not change weights that are still on their way.
         header = torch.tensor([number])
         for rank, names in zip(ranks, self.held, strict=True):
             body = flatten_tensors([self.keeper.weights[name] for name in names])

@@ -86,6 +86,7 @@ class ReplicaStudy:
                     ends[batch] = max(end_s, ends.get(batch, 0.0))
             turns += [ReplicaStep(number, b, sum(known.values()) / len(known), ends[b]) for b, known in losses.items()]
         servers = [diary for diary in diaries if diary.replica is None and diary.weights]
+        # As many sets of weights as differ: the server's, those of each peer, or one for all synchronous replicas.
         copies = [servers] if servers else replicas if asynchrony.mode == "peers" else replicas[:1]
         return cls(
             asynchrony,

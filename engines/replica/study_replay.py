@@ -53,6 +53,8 @@ def _replay_server(
     study: ReplicaStudy, replicas: Sequence[ReferenceTraining], recipe: Recipe, feed: Feed
 ) -> dict[str, Tensor]:
     keeper = ParameterStore(_copy_weights(_get_trained(replicas[0], recipe)), recipe, study.asynchrony.staleness_aware)
+    # The server applied the gradients one after another. So each one has only to be computed from the same version of
+    # the weights as then; when it was computed does not matter.
     versions = [_copy_weights(keeper.weights)]
     for deed in study.deeds:
         replica = replicas[deed.replica]
@@ -77,6 +79,12 @@ def _replay_peers(
     """Replay each peer's events in order, each one as soon as the message that it depends on has been sent."""
     trained = [_get_trained(process, recipe) for process in replicas]
     queues = [deque(deed for deed in study.deeds if deed.replica == number) for number in range(len(replicas))]
+    # The study has each peer's events in order, but no common order of all peers. Any order in which messages are sent
+    # before they are used gives the same weights, because between messages a peer depends on nobody:
+    #
+    #   peer 0    step   offer 1   step   close 1        close needs peer 1's answer
+    #   peer 1    step   step      answer 0   step       answer needs peer 0's offer
+    #
     # By sender and receiver of the offer; each pair has at most one pending.
     offers: dict[tuple[int, int], Tensor] = {}
     answers: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}

@@ -27,6 +27,8 @@ def with_global_loss(graph: ModelGraph, plan: Plan) -> ModelGraph:
 
     Raises PlanError if that loss cannot be derived from this graph.
     """
+    # A loss that was rewritten for micro-batches holds for any number of them, except where it multiplies a sum by that
+    # number (`scaled`): there it has the number of one replica.
     if plan.micro_batches == 1 or (graph.whole and not graph.whole.scaled):
         return graph
     found = graph if graph.whole else with_whole_loss(graph, _raise_no_model, plan.micro_batches)
