@@ -29,76 +29,83 @@ from engines.errors import PlanError
 
 __all__ = ["CHECKS", "find_cause", "launch", "measure_link_speeds", "print_link_speeds", "run_gpu_checks"]
 
-RESNET = "engines.models:resnet20_v1"
-AMOEBANET = ("--model", "amoebanet", "--num-filters", "214")
-ONE_RANK = ("--split-size", "1", "--spatial-size", "0")
-LARGE = (
-    "bench", "largest", "--precision", "bfloat16", "--memory-mb", "1000000", "--step-px", "256", "--image-size", "2048",
-)  # fmt: skip
 LINK_BYTES, LINK_TIMES = 1 << 26, 15
-_ENDING_S = 20.0
-_CAUSE_CHARACTERS = 400
 
+_RESNET = "--model engines.models:resnet20_v1"
+_AMOEBANET = "--model amoebanet --num-filters 214"
+_ONE = "--split-size 1 --spatial-size 0"
+_TILES = "--image-size 1024 --split-size 1"
+_LARGEST = "bench largest --precision bfloat16 --memory-mb 1000000 --step-px 256 --image-size 2048"
+_TABLE = (
+    ("exact, ResNet-20 v1, 2x2 tiles", 5, f"verify {_RESNET} --image-size 128"),
+    ("exact, ResNet-110 v2, 2x3 tiles", 7, "verify --image-size 100x132 --slice-method 2x3"),
+    ("exact, U-Net tiled to its loss", 4, "verify --model engines.models.unet:UNet --image-size 128 --split-size 1"),
+    (
+        "exact, 1F1B behind tiles",
+        4,
+        f"verify {_RESNET} --image-size 64 --split-size 3 --slice-method 1x2 --parts 4 --batch-size 4 --schedule 1f1b",
+    ),
+    (
+        "exact, both ways, two replicas, fused halos",
+        6,
+        (
+            f"verify {_RESNET} --image-size 64 --slice-method 1x2 --bidirectional --data-parallel 2 --halo-d2 "
+            "--fused-layers 2 --checkpoint-activations"
+        ),
+    ),
+    (
+        "exact, shared batch, zero bubble",
+        5,
+        (
+            f"verify {_RESNET} --image-size 64 --split-size 3 --num-spatial-parts 1 --parts 2 --local-dp 2 --batch-size 4 "
+            "--schedule zero_bubble"
+        ),
+    ),
+    (
+        "exact, activations on the host",
+        5,
+        f"verify {_RESNET} --image-size 128 --parts 2 --batch-size 4 --offload-activations",
+    ),
+    ("exact, compiled segments", 5, f"verify {_RESNET} --image-size 64 --overlap-halos --compile-segments"),
+    ("bfloat16, ResNet-20 v1", 5, f"verify {_RESNET} --image-size 128 --precision bfloat16"),
+    ("float16, ResNet-20 v1", 5, f"verify {_RESNET} --image-size 128 --precision float16"),
+    ("float32, ResNet-110 v2", 5, "verify --image-size 256 --dtype float32"),
+    ("memory, ResNet-110 v2, 512 px, 2x2 tiles", 4, "bench memory --image-size 512 --split-size 1"),
+    (
+        "speed, bfloat16, 4 micro-batches, 2 stages",
+        2,
+        "bench step --image-size 512 --spatial-size 0 --parts 4 --batch-size 4 --precision bfloat16 --schedule 1f1b",
+    ),
+    ("speed, ResNet-110 v2, 512 px", 5, "bench step --image-size 512 --iterations 5"),
+    ("speed, 1 rank, 512 px", 1, f"bench step --image-size 512 --iterations 9 {_ONE}"),
+    (
+        "speed, 1 rank, 2,048 px, bfloat16",
+        1,
+        f"bench step --image-size 2048 --iterations 5 --precision bfloat16 {_ONE}",
+    ),
+    ("speed, 2x2 tiles, 1,024 px, D1", 4, f"bench step {_TILES}"),
+    ("speed, 2x2 tiles, 1,024 px, D2", 4, f"bench step {_TILES} --halo-d2 --fused-layers 2"),
+    ("speed, 2x2 tiles, 1,024 px, overlapped", 4, f"bench step {_TILES} --overlap-halos"),
+    ("compiled segments, ResNet-110 v2, 512 px", 1, f"bench compiled --image-size 512 {_ONE}"),
+    (
+        "compiled segments, ResNet-110 v2, 2,048 px, bfloat16",
+        1,
+        f"bench compiled --image-size 2048 --precision bfloat16 {_ONE}",
+    ),
+    (
+        "halos, 4 strips of 64 channels, 4,096 px",
+        4,
+        "bench halo --image-size 4096 --in-channels 64 --num-spatial-parts 4 --slice-method vertical --iterations 30",
+    ),
+    ("largest image, ResNet-110 v2, plain", 1, f"{_LARGEST} --way plain {_ONE}"),
+    ("largest image, ResNet-110 v2, again", 1, f"{_LARGEST} --way again {_ONE}"),
+    ("largest image, ResNet-110 v2, in turn", 1, f"{_LARGEST} --way in-turn --split-size 1 --slice-method 8x1"),
+    ("largest image, AmoebaNet-D 214, plain", 1, f"{_LARGEST} {_AMOEBANET} --way plain {_ONE}"),
+    ("largest image, AmoebaNet-D 214, again", 1, f"{_LARGEST} {_AMOEBANET} --way again {_ONE}"),
+)
 CHECKS: Mapping[str, tuple[int, Sequence[str]]] = {
-    "exact, ResNet-20 v1, 2x2 tiles": (5, ("verify", "--model", "engines.models:resnet20_v1", "--image-size", "128")),
-    "exact, ResNet-110 v2, 2x3 tiles": (7, ("verify", "--image-size", "100x132", "--slice-method", "2x3")),
-    "exact, U-Net tiled to its loss": (
-        4, ("verify", "--model", "engines.models.unet:UNet", "--image-size", "128", "--split-size", "1"),
-    ),
-    "exact, 1F1B behind tiles": (
-        4, ("verify", "--model", RESNET, "--image-size", "64", "--split-size", "3", "--slice-method", "1x2",
-            "--parts", "4", "--batch-size", "4", "--schedule", "1f1b"),
-    ),
-    "exact, both ways, two replicas, fused halos": (
-        6, ("verify", "--model", RESNET, "--image-size", "64", "--slice-method", "1x2", "--bidirectional",
-            "--data-parallel", "2", "--halo-d2", "--fused-layers", "2", "--checkpoint-activations"),
-    ),
-    "exact, shared batch, zero bubble": (
-        5, ("verify", "--model", RESNET, "--image-size", "64", "--split-size", "3", "--num-spatial-parts", "1",
-            "--parts", "2", "--local-dp", "2", "--batch-size", "4", "--schedule", "zero_bubble"),
-    ),
-    "exact, activations on the host": (
-        5, ("verify", "--model", RESNET, "--image-size", "128", "--parts", "2", "--batch-size", "4",
-            "--offload-activations"),
-    ),
-    "exact, compiled segments": (
-        5, ("verify", "--model", RESNET, "--image-size", "64", "--overlap-halos", "--compile-segments"),
-    ),
-    "bfloat16, ResNet-20 v1": (5, ("verify", "--model", RESNET, "--image-size", "128", "--precision", "bfloat16")),
-    "float16, ResNet-20 v1": (5, ("verify", "--model", RESNET, "--image-size", "128", "--precision", "float16")),
-    "float32, ResNet-110 v2": (5, ("verify", "--image-size", "256", "--dtype", "float32")),
-    "memory, ResNet-110 v2, 512 px, 2x2 tiles": (4, ("bench", "memory", "--image-size", "512", "--split-size", "1")),
-    "speed, bfloat16, 4 micro-batches, 2 stages": (
-        2, ("bench", "step", "--image-size", "512", "--spatial-size", "0", "--parts", "4", "--batch-size", "4",
-            "--precision", "bfloat16", "--schedule", "1f1b"),
-    ),
-    "speed, ResNet-110 v2, 512 px": (5, ("bench", "step", "--image-size", "512", "--iterations", "5")),
-    "speed, 1 rank, 512 px": (1, ("bench", "step", "--image-size", "512", "--iterations", "9", *ONE_RANK)),
-    "speed, 1 rank, 2,048 px, bfloat16": (
-        1, ("bench", "step", "--image-size", "2048", "--iterations", "5", "--precision", "bfloat16", *ONE_RANK),
-    ),
-    "speed, 2x2 tiles, 1,024 px, D1": (4, ("bench", "step", "--image-size", "1024", "--split-size", "1")),
-    "speed, 2x2 tiles, 1,024 px, D2": (
-        4, ("bench", "step", "--image-size", "1024", "--split-size", "1", "--halo-d2", "--fused-layers", "2"),
-    ),
-    "speed, 2x2 tiles, 1,024 px, overlapped": (
-        4, ("bench", "step", "--image-size", "1024", "--split-size", "1", "--overlap-halos"),
-    ),
-    "compiled segments, ResNet-110 v2, 512 px": (1, ("bench", "compiled", "--image-size", "512", *ONE_RANK)),
-    "compiled segments, ResNet-110 v2, 2,048 px, bfloat16": (
-        1, ("bench", "compiled", "--image-size", "2048", "--precision", "bfloat16", *ONE_RANK),
-    ),
-    "halos, 4 strips of 64 channels, 4,096 px": (
-        4, ("bench", "halo", "--image-size", "4096", "--in-channels", "64", "--num-spatial-parts", "4",
-            "--slice-method", "vertical", "--iterations", "30"),
-    ),
-    **{f"largest image, ResNet-110 v2, {way}": (1, (*LARGE, "--way", way, *ONE_RANK)) for way in ("plain", "again")},
-    "largest image, ResNet-110 v2, in turn": (
-        1, (*LARGE, "--way", "in-turn", "--split-size", "1", "--slice-method", "8x1"),
-    ),
-    **{f"largest image, AmoebaNet-D 214, {way}": (1, (*LARGE, *AMOEBANET, "--way", way, *ONE_RANK))
-       for way in ("plain", "again")},
-}  # fmt: skip
+    name: (ranks, tuple(command.split())) for name, ranks, command in _TABLE
+}
 """Number of ranks and command by name. In speed checks, `of_limit` / `ratio` is the share of convolutions."""
 
 
@@ -123,22 +130,16 @@ def run_gpu_checks(arguments: Sequence[str] = ()) -> int:
         return 0
     results = {}
     for name in names:
-        results[name] = _run_check(name, chosen.timeout)
+        if name == "link":  # in a process of its own, whose end frees its memory for the other checks
+            results[name] = run_in_subprocess("engines.bench.gpu_check:print_link_speeds", [])
+        elif "in-turn" in CHECKS[name][1] and not find_spec("greenlet"):
+            results[name] = {"skipped": "tiles in turn need greenlet"}
+        else:
+            results[name] = _run_command(*CHECKS[name], chosen.timeout)
         facts = ", ".join(f"{key} {value}" for key, value in results[name].items())
         print(f"{name:42} {facts}", flush=True)
     print(json.dumps({"device": torch.cuda.get_device_name(), **results}))
     return 1 if any("error" in result or not result.get("ok", True) for result in results.values()) else 0
-
-
-def _run_check(name: str, timeout_s: float) -> dict[str, object]:
-    if name == "link":
-        return run_in_subprocess(
-            "engines.bench.gpu_check:print_link_speeds", []
-        )  # in a process, which frees its memory for the other checks
-    ranks, command = CHECKS[name]
-    if "in-turn" in command and not find_spec("greenlet"):
-        return {"skipped": "tiles in turn need greenlet"}
-    return _run_command(ranks, command, timeout_s)
 
 
 def print_link_speeds(_: Sequence[str]) -> None:
@@ -185,7 +186,7 @@ def find_cause(stderr: str) -> str:
     """
     text = stderr.replace("\0", "").strip()
     by_ranks = re.split(r"^-{5,}$", text, maxsplit=1, flags=re.MULTILINE)[0].strip()
-    return (by_ranks or text)[-_CAUSE_CHARACTERS:]
+    return (by_ranks or text)[-400:]
 
 
 def launch(ranks: int, arguments: Sequence[str], timeout_s: float = 600) -> subprocess.CompletedProcess[str]:
@@ -204,7 +205,7 @@ def launch(ranks: int, arguments: Sequence[str], timeout_s: float = 600) -> subp
         except subprocess.TimeoutExpired:
             process.terminate()  # mpiexec then ends its ranks
             with suppress(subprocess.TimeoutExpired):
-                process.communicate(timeout=_ENDING_S)
+                process.communicate(timeout=20.0)
             process.kill()
             raise
     return subprocess.CompletedProcess(command, process.returncode, *told)

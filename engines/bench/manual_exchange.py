@@ -60,15 +60,13 @@ class ManualExchange:
     def _make_strips(
         self, exchange: Exchange, moves: Sequence[Move], peer: Callable[[Move], int]
     ) -> list[_StripBuffer]:
-        return [
-            _StripBuffer(
-                peer(move),
-                pixels := self._get_view(self.window, exchange, move.tile),
-                self._get_view(self.grad, exchange, move.tile),
-                _make_cpu_buffer(pixels),
-            )
-            for move in moves
-        ]
+        strips = []
+        for move in moves:
+            pixels, grad = (self._get_view(tensor, exchange, move.tile) for tensor in (self.window, self.grad))
+            buffer = torch.empty(pixels.shape, dtype=pixels.dtype, memory_format=torch.channels_last)
+            # MPI reads and writes the buffer, which is pinned if a GPU copies to it.
+            strips.append(_StripBuffer(peer(move), pixels, grad, buffer.pin_memory() if pixels.is_cuda else buffer))
+        return strips
 
     def prepare(self, pixels: Tensor) -> Callable[[], None]:
         """Copy a fresh tile into the middle of the window; return the function to be timed."""
@@ -90,9 +88,3 @@ class ManualExchange:
         self.messages_back()
         for strip in self.lent:
             strip.grad.add_(strip.buffer.to(strip.grad.device))
-
-
-def _make_cpu_buffer(like: Tensor) -> Tensor:
-    """Return a buffer that MPI reads and writes, pinned if a GPU copies to it."""
-    buffer = torch.empty(like.shape, dtype=like.dtype, memory_format=torch.channels_last)
-    return buffer.pin_memory() if like.is_cuda else buffer

@@ -36,9 +36,8 @@ def run_in_subprocess(function: str, arguments: Sequence[str], threads: int | No
     code = f"import sys; from {module} import {name}; {name}(sys.argv[1:])"
     command = [sys.executable, "-c", code, *arguments]
     done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, check=False,
-        preexec_fn=set_parent_death_signal,
-    )  # fmt: skip
+        command, env=environment, capture_output=True, text=True, check=False, preexec_fn=set_parent_death_signal
+    )
     if done.returncode:
         raise SubprocessExitError(
             f"{name} in a process of its own ended with code {done.returncode}: {done.stderr[-300:]}", done.returncode

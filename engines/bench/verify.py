@@ -44,23 +44,18 @@ TIMES = 4
 """Beyond TOLERANCE, the error of the ranks may be this multiple of the error of one process in the same precision."""
 
 
-_INCOMPLETE = "Some losses or gradients are on ranks only, in one process only, or not finite."
-
-
 def make_batches(recipe: Recipe, seed: int, steps: int = STEPS, classes: int | None = None) -> list[dict[str, Tensor]]:
     """Return whole random batches, identical on every rank for the same seed."""
     random = torch.Generator().manual_seed(seed)
     classes = classes or find_class_count(recipe.graph)
-    return [
-        {name: _sample_tensor(spec, classes, random) for name, spec in recipe.step_specs.items()} for _ in range(steps)
-    ]
 
+    def sample(spec: TensorSpec) -> Tensor:
+        dtype = getattr(torch, spec.dtype)
+        if spec.is_floating:  # drawn in float64, so that every precision gets the same images, rounded
+            return torch.randn(spec.shape, generator=random, dtype=torch.float64).to(dtype)
+        return torch.randint(classes, spec.shape, generator=random, dtype=dtype)
 
-def _sample_tensor(spec: TensorSpec, classes: int, random: torch.Generator) -> Tensor:
-    dtype = getattr(torch, spec.dtype)
-    if spec.is_floating:
-        return torch.randn(spec.shape, generator=random, dtype=torch.float64).to(dtype)
-    return torch.randint(classes, spec.shape, generator=random, dtype=dtype)
+    return [{name: sample(spec) for name, spec in recipe.step_specs.items()} for _ in range(steps)]
 
 
 def record_rank_run(training: RankTraining, parts: Iterable[Inputs]) -> TrainingRecord:
@@ -112,11 +107,10 @@ def compare_records(
     def run_plain_model(
         dtype: torch.dtype, begin: Begin = lambda process: None, batches: Any = whole
     ) -> TrainingRecord:
-        count = recipe.plan.micro_batches
+        count, whole_loss = recipe.plan.micro_batches, recipe.has_whole_loss
         return train_reference(
-            model, loss, recipe.optimiser, batches, dtype, recipe.draws, count, recipe.rules, recipe.has_whole_loss,
-            begin,
-        )  # fmt: skip
+            model, loss, recipe.optimiser, batches, dtype, recipe.draws, count, recipe.rules, whole_loss, begin
+        )
 
     def run_perturbed(
         begin: Begin, meanwhile: AbstractContextManager[object], change: Callable[[Any], Any]
@@ -135,7 +129,12 @@ def compare_records(
         complete = math.isfinite(found.loss_rel) and math.isfinite(found.grad_rel)
         far = rounding.find_differences() if complete else []
         line["ok"] = complete and not far
-        why = describe_fault(far) if far else describe_rounding(rounding, where) if complete else [_INCOMPLETE]
+        if far:
+            why = describe_fault(far)
+        elif complete:
+            why = describe_rounding(rounding, where)
+        else:
+            why = ["Some losses or gradients are on ranks only, in one process only, or not finite."]
     else:
         same = run_plain_model(getattr(torch, precision))
         usual = compare(oracle, [same.restrict_to(record) for record in records])
