@@ -36,75 +36,53 @@ _AMOEBANET = "--model amoebanet --num-filters 214"
 _ONE = "--split-size 1 --spatial-size 0"
 _TILES = "--image-size 1024 --split-size 1"
 _LARGEST = "bench largest --precision bfloat16 --memory-mb 1000000 --step-px 256 --image-size 2048"
-_TABLE = (
-    ("exact, ResNet-20 v1, 2x2 tiles", 5, f"verify {_RESNET} --image-size 128"),
-    ("exact, ResNet-110 v2, 2x3 tiles", 7, "verify --image-size 100x132 --slice-method 2x3"),
-    ("exact, U-Net tiled to its loss", 4, "verify --model engines.models.unet:UNet --image-size 128 --split-size 1"),
-    (
-        "exact, 1F1B behind tiles",
-        4,
-        f"verify {_RESNET} --image-size 64 --split-size 3 --slice-method 1x2 --parts 4 --batch-size 4 --schedule 1f1b",
+_COMMANDS = {  # the number of ranks, and the command
+    "exact, ResNet-20 v1, 2x2 tiles": f"5 verify {_RESNET} --image-size 128",
+    "exact, ResNet-110 v2, 2x3 tiles": "7 verify --image-size 100x132 --slice-method 2x3",
+    "exact, U-Net tiled to its loss": "4 verify --model engines.models.unet:UNet --image-size 128 --split-size 1",
+    "exact, 1F1B behind tiles": (
+        f"4 verify {_RESNET} --image-size 64 --split-size 3 --slice-method 1x2 --parts 4 --batch-size 4 --schedule 1f1b"
     ),
-    (
-        "exact, both ways, two replicas, fused halos",
-        6,
-        (
-            f"verify {_RESNET} --image-size 64 --slice-method 1x2 --bidirectional --data-parallel 2 --halo-d2 "
-            "--fused-layers 2 --checkpoint-activations"
-        ),
+    "exact, both ways, two replicas, fused halos": (
+        f"6 verify {_RESNET} --image-size 64 --slice-method 1x2 --bidirectional --data-parallel 2 --halo-d2 "
+        "--fused-layers 2 --checkpoint-activations"
     ),
-    (
-        "exact, shared batch, zero bubble",
-        5,
-        (
-            f"verify {_RESNET} --image-size 64 --split-size 3 --num-spatial-parts 1 --parts 2 --local-dp 2 --batch-size 4 "
-            "--schedule zero_bubble"
-        ),
+    "exact, shared batch, zero bubble": (
+        f"5 verify {_RESNET} --image-size 64 --split-size 3 --num-spatial-parts 1 --parts 2 --local-dp 2 "
+        "--batch-size 4 --schedule zero_bubble"
     ),
-    (
-        "exact, activations on the host",
-        5,
-        f"verify {_RESNET} --image-size 128 --parts 2 --batch-size 4 --offload-activations",
+    "exact, activations on the host": (
+        f"5 verify {_RESNET} --image-size 128 --parts 2 --batch-size 4 --offload-activations"
     ),
-    ("exact, compiled segments", 5, f"verify {_RESNET} --image-size 64 --overlap-halos --compile-segments"),
-    ("bfloat16, ResNet-20 v1", 5, f"verify {_RESNET} --image-size 128 --precision bfloat16"),
-    ("float16, ResNet-20 v1", 5, f"verify {_RESNET} --image-size 128 --precision float16"),
-    ("float32, ResNet-110 v2", 5, "verify --image-size 256 --dtype float32"),
-    ("memory, ResNet-110 v2, 512 px, 2x2 tiles", 4, "bench memory --image-size 512 --split-size 1"),
-    (
-        "speed, bfloat16, 4 micro-batches, 2 stages",
-        2,
-        "bench step --image-size 512 --spatial-size 0 --parts 4 --batch-size 4 --precision bfloat16 --schedule 1f1b",
+    "exact, compiled segments": f"5 verify {_RESNET} --image-size 64 --overlap-halos --compile-segments",
+    "bfloat16, ResNet-20 v1": f"5 verify {_RESNET} --image-size 128 --precision bfloat16",
+    "float16, ResNet-20 v1": f"5 verify {_RESNET} --image-size 128 --precision float16",
+    "float32, ResNet-110 v2": "5 verify --image-size 256 --dtype float32",
+    "memory, ResNet-110 v2, 512 px, 2x2 tiles": "4 bench memory --image-size 512 --split-size 1",
+    "speed, bfloat16, 4 micro-batches, 2 stages": (
+        "2 bench step --image-size 512 --spatial-size 0 --parts 4 --batch-size 4 --precision bfloat16 --schedule 1f1b"
     ),
-    ("speed, ResNet-110 v2, 512 px", 5, "bench step --image-size 512 --iterations 5"),
-    ("speed, 1 rank, 512 px", 1, f"bench step --image-size 512 --iterations 9 {_ONE}"),
-    (
-        "speed, 1 rank, 2,048 px, bfloat16",
-        1,
-        f"bench step --image-size 2048 --iterations 5 --precision bfloat16 {_ONE}",
+    "speed, ResNet-110 v2, 512 px": "5 bench step --image-size 512 --iterations 5",
+    "speed, 1 rank, 512 px": f"1 bench step --image-size 512 --iterations 9 {_ONE}",
+    "speed, 1 rank, 2,048 px, bfloat16": f"1 bench step --image-size 2048 --iterations 5 --precision bfloat16 {_ONE}",
+    "speed, 2x2 tiles, 1,024 px, D1": f"4 bench step {_TILES}",
+    "speed, 2x2 tiles, 1,024 px, D2": f"4 bench step {_TILES} --halo-d2 --fused-layers 2",
+    "speed, 2x2 tiles, 1,024 px, overlapped": f"4 bench step {_TILES} --overlap-halos",
+    "compiled segments, ResNet-110 v2, 512 px": f"1 bench compiled --image-size 512 {_ONE}",
+    "compiled segments, ResNet-110 v2, 2,048 px, bfloat16": (
+        f"1 bench compiled --image-size 2048 --precision bfloat16 {_ONE}"
     ),
-    ("speed, 2x2 tiles, 1,024 px, D1", 4, f"bench step {_TILES}"),
-    ("speed, 2x2 tiles, 1,024 px, D2", 4, f"bench step {_TILES} --halo-d2 --fused-layers 2"),
-    ("speed, 2x2 tiles, 1,024 px, overlapped", 4, f"bench step {_TILES} --overlap-halos"),
-    ("compiled segments, ResNet-110 v2, 512 px", 1, f"bench compiled --image-size 512 {_ONE}"),
-    (
-        "compiled segments, ResNet-110 v2, 2,048 px, bfloat16",
-        1,
-        f"bench compiled --image-size 2048 --precision bfloat16 {_ONE}",
+    "halos, 4 strips of 64 channels, 4,096 px": (
+        "4 bench halo --image-size 4096 --in-channels 64 --num-spatial-parts 4 --slice-method vertical --iterations 30"
     ),
-    (
-        "halos, 4 strips of 64 channels, 4,096 px",
-        4,
-        "bench halo --image-size 4096 --in-channels 64 --num-spatial-parts 4 --slice-method vertical --iterations 30",
-    ),
-    ("largest image, ResNet-110 v2, plain", 1, f"{_LARGEST} --way plain {_ONE}"),
-    ("largest image, ResNet-110 v2, again", 1, f"{_LARGEST} --way again {_ONE}"),
-    ("largest image, ResNet-110 v2, in turn", 1, f"{_LARGEST} --way in-turn --split-size 1 --slice-method 8x1"),
-    ("largest image, AmoebaNet-D 214, plain", 1, f"{_LARGEST} {_AMOEBANET} --way plain {_ONE}"),
-    ("largest image, AmoebaNet-D 214, again", 1, f"{_LARGEST} {_AMOEBANET} --way again {_ONE}"),
-)
+    "largest image, ResNet-110 v2, plain": f"1 {_LARGEST} --way plain {_ONE}",
+    "largest image, ResNet-110 v2, again": f"1 {_LARGEST} --way again {_ONE}",
+    "largest image, ResNet-110 v2, in turn": f"1 {_LARGEST} --way in-turn --split-size 1 --slice-method 8x1",
+    "largest image, AmoebaNet-D 214, plain": f"1 {_LARGEST} {_AMOEBANET} --way plain {_ONE}",
+    "largest image, AmoebaNet-D 214, again": f"1 {_LARGEST} {_AMOEBANET} --way again {_ONE}",
+}
 CHECKS: Mapping[str, tuple[int, Sequence[str]]] = {
-    name: (ranks, tuple(command.split())) for name, ranks, command in _TABLE
+    name: (int(ranks), words) for name, (ranks, *words) in ((name, row.split()) for name, row in _COMMANDS.items())
 }
 """Number of ranks and command by name. In speed checks, `of_limit` / `ratio` is the share of convolutions."""
 
