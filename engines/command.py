@@ -37,14 +37,14 @@ __all__ = ["main"]
 
 # PyTorch's messages: on a CPU, memory that runs out has no exception type of its own.
 _NO_MEMORY = re.compile(r"can't allocate memory|not enough memory|out of memory|bad_alloc", re.IGNORECASE)
-_ASKED = re.compile(r"tried to allocate (\d+) bytes")
 
 Command = Callable[[World, Sequence[str]], bool]
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run one command on this rank; rank 0 prints one line of JSON, or a one-line error."""
-    name, rest = _split(arguments)
+    words = 2 if arguments[:1] == ["bench"] else 1
+    name, rest = " ".join(arguments[:words]), arguments[words:]
     if name == "gpu-check":
         from engines.bench.gpu_check import run_gpu_checks
 
@@ -90,17 +90,11 @@ def _run_command(name: str, world: World, arguments: Sequence[str]) -> bool:
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RankError) or not (isinstance(error, MemoryError) or _NO_MEMORY.search(str(error))):
             raise
-        asked = _ASKED.search(str(error))
+        asked = re.search(r"tried to allocate (\d+) bytes", str(error))
         told = f" ({format_bytes(int(asked[1]))} were asked for at once)" if asked else ""
         raise RankError(
             f"there is not enough memory for what the flags ask{told}. Use more ranks or tiles, or smaller images."
         ) from error
-
-
-def _split(arguments: Sequence[str]) -> tuple[str, Sequence[str]]:
-    """Split `bench step --x` into `bench step` and [`--x`]."""
-    words = 2 if arguments[:1] == ["bench"] else 1
-    return " ".join(arguments[:words]), arguments[words:]
 
 
 def _print_error(world: World, text: str) -> None:
@@ -131,16 +125,12 @@ def _predict(world: World, arguments: Sequence[str]) -> bool:
 def _verify(world: World, arguments: Sequence[str]) -> bool:
     """Compare ranks to one process over three optimiser steps."""
     flags = options.make_parser("Compare a plan on the ranks with the plain model in one process.")
-    chosen = flags.parse_args([*_get_default_flags("float64", arguments), *arguments])
+    given = any(argument.split("=")[0] in ("--dtype", "--precision") for argument in arguments)
+    chosen = flags.parse_args([*([] if given else ["--dtype", "float64"]), *arguments])
     model, recipe = options.make_recipe(chosen, world.size, world)
     line = verify(world, recipe, model, nn.CrossEntropyLoss(), chosen.seed)
     _print(world, line)
     return bool(line["ok"])
-
-
-def _get_default_flags(precision: str, arguments: Sequence[str]) -> list[str]:
-    given = any(argument.split("=")[0] in ("--dtype", "--precision") for argument in arguments)
-    return [] if given else ["--dtype", precision]
 
 
 def _run_bench_step(world: World, arguments: Sequence[str]) -> bool:

@@ -29,22 +29,20 @@ def _format_csv(records: Iterable[Record]) -> str:
 
 
 def _parse_csv(text: str) -> list[Record]:
-    return [{name: _parse_number(word) for name, word in row.items()} for row in csv.DictReader(io.StringIO(text))]
+    def parse_number(word: str) -> float | int | None:
+        if not word:
+            return None
+        return int(word) if word.lstrip("-").isdecimal() else float(word)
 
-
-def _parse_number(word: str) -> float | int | None:
-    if not word:
-        return None
-    return int(word) if word.lstrip("-").isdecimal() else float(word)
-
-
-def _parse_json(text: str) -> list[Record]:
-    return [dict(record) for record in json.loads(text)]
+    return [{name: parse_number(word) for name, word in row.items()} for row in csv.DictReader(io.StringIO(text))]
 
 
 _FORMS: dict[str, tuple[Callable[[Iterable[Record]], str], Callable[[str], list[Record]]]] = {
     ".csv": (_format_csv, _parse_csv),
-    ".json": (lambda records: json.dumps(list(records), indent=1) + "\n", _parse_json),
+    ".json": (
+        lambda records: json.dumps(list(records), indent=1) + "\n",
+        lambda text: [dict(record) for record in json.loads(text)],
+    ),
     ".jsonl": (
         lambda records: "".join(json.dumps(record) + "\n" for record in records),
         lambda text: [dict(json.loads(line)) for line in text.splitlines()],
@@ -78,7 +76,12 @@ class EpochLog:
                 f"{self.path} is there already, and is no log of a training ({type(error).__name__}: {error}). "
                 "Name another file."
             ) from error
-        self._board = _make_summary_writer(self.path.with_suffix(".tensorboard"))
+        self._board: Any = None
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:  # TensorBoard is optional
+            return
+        self._board = SummaryWriter(str(self.path.with_suffix(".tensorboard")))
 
     def add(self, record: Record) -> None:
         """Add a record. If it cannot be written (a full disk), a warning is issued and the training continues."""
@@ -114,12 +117,3 @@ class EpochLog:
 
     def __exit__(self, *failure: object) -> None:
         self.close()
-
-
-def _make_summary_writer(folder: Path) -> Any:
-    """Make a TensorBoard writer, or return None if TensorBoard is not installed."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        return None
-    return SummaryWriter(str(folder))

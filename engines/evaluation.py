@@ -37,8 +37,6 @@ __all__ = ["HeldOutSet", "PredictedBatch", "RankEvaluation", "collect_state_dict
 
 State = Mapping[str, Tensor]
 
-_INPUTS = ("images", "labels")
-
 
 @dataclass(frozen=True)
 class PredictedBatch:
@@ -152,8 +150,13 @@ class HeldOutSet:
 
         `ranks` returns the ranks' tensors, which are needed if the loss has some. Raises ImageError.
         """
+        loss = copy.deepcopy(self.loss)
+        if isinstance(loss, nn.Module):
+            if self.recipe.names.get("loss", StateNames()).names:
+                loss.load_state_dict(collect_state_dict(self.recipe, ranks(), "loss"))
+            loss.to(getattr(torch, self.recipe.graph.inputs["images"].dtype)).eval()
         bad: dict[int, str] = {}
-        steps = list(self._score_steps(ask, bad, self._make_loss(ranks)))
+        steps = list(self._score_steps(ask, bad, loss))
         if not steps:
             raise ImageError(
                 f"None of the {len(self.images)} held-out images can be read, the first one: {next(iter(bad.values()))}"
@@ -168,7 +171,8 @@ class HeldOutSet:
         graph, plan = self.recipe.graph, self.recipe.plan
 
         def trace_images(images: int) -> ModelGraph:
-            specs = (replace(graph.inputs[name], shape=(images, *graph.inputs[name].shape[1:])) for name in _INPUTS)
+            inputs = (graph.inputs["images"], graph.inputs["labels"])
+            specs = (replace(spec, shape=(images, *spec.shape[1:])) for spec in inputs)
             return trace(model, judge, *specs, plan.precision, choose_autocast_type(self.recipe.device))
 
         model, judge = copy.deepcopy(self.model).eval(), self.loss  # batch norm may reject one image in training
@@ -211,14 +215,6 @@ class HeldOutSet:
             waiting = [number for number in waiting if number not in found] if found else waiting[size:]
             if not found:
                 yield len(members), answers
-
-    def _make_loss(self, ranks: Callable[[], Sequence[Mapping[str, State]]]) -> Loss:
-        loss = copy.deepcopy(self.loss)
-        if isinstance(loss, nn.Module):
-            if self.recipe.names.get("loss", StateNames()).names:
-                loss.load_state_dict(collect_state_dict(self.recipe, ranks(), "loss"))
-            loss.to(getattr(torch, self.recipe.graph.inputs["images"].dtype)).eval()
-        return loss
 
 
 def collect_state_dict(recipe: Recipe, ranks: Sequence[Mapping[str, State]], owner: str = "model") -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ The optimiser is made with the model's real shapes. Steps are tried on a few sma
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,7 +26,6 @@ _STEPS = 3
 _OF_EACH_GROUP = 2  # weights per rank and group with which steps are tried: a norm over two differs from that of one
 _LARGEST = 1 << 20  # most elements of a weight with which steps are tried
 _COUNTED = 1 << 22  # most elements of all weights together on which optimiser states are counted
-_FAR = 1e-3  # tolerance relative to a weight's displacement: far more than rounding in float32
 
 
 def find_frozen(function: Optimiser, specs: Sequence[ParameterSpec]) -> frozenset[str]:
@@ -170,8 +170,13 @@ def check_on_ranks(
         return  # a model without weights trains nothing
     trial, distinct = _OptimiserTrial(function, specs, state), list(dict.fromkeys(map(frozenset, holdings)))
     whole = trial.collect_options(frozenset().union(*distinct))
-    for held in distinct:
-        _check_options(trial.collect_options(held), whole)
+    for key, options in ((key, options) for held in distinct for key, options in trial.collect_options(held).items()):
+        if other := [name for name, value in options.items() if not _is_same(value, whole[key].get(name))]:
+            raise PlanError(
+                f"The optimiser's function gives {key} {other[0]}={options[other[0]]!r} on a rank that has not all "
+                f"weights, and {other[0]}={whole[key].get(other[0])!r} in one process. Let it choose by the names, "
+                "positions or shapes of the parameters, not by their values, by chance, or by how often it was called."
+            )
     few = trial.choose_sample(distinct, whole)
     if not few:
         return
@@ -218,16 +223,6 @@ def count_states(function: Optimiser, specs: Sequence[ParameterSpec]) -> int:
     return round(numbers / sum(weight.numel() for weight in weights.values()))
 
 
-def _check_options(rank: Mapping[str, Mapping[str, Any]], whole: Mapping[str, Mapping[str, Any]]) -> None:
-    for key, options in rank.items():
-        if other := [name for name, value in options.items() if not _is_same(value, whole[key].get(name))]:
-            raise PlanError(
-                f"The optimiser's function gives {key} {other[0]}={options[other[0]]!r} on a rank that has not all "
-                f"weights, and {other[0]}={whole[key].get(other[0])!r} in one process. Let it choose by the names, "
-                "positions or shapes of the parameters, not by their values, by chance, or by how often it was called."
-            )
-
-
 def _is_same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
@@ -252,7 +247,8 @@ def _find_differing(
     def is_far(start: Tensor, end: Tensor, expected: Tensor) -> bool:
         if torch.allclose(end, expected, rtol=0, atol=0, equal_nan=True):
             return False
-        return not (end - expected).norm() <= _FAR * max((end - start).norm(), (expected - start).norm())
+        # Relative to the weight's displacement, and far more than rounding in float32; `not <=` catches nans.
+        return not (end - expected).norm() <= 1e-3 * max((end - start).norm(), (expected - start).norm())
 
     return frozenset(key for key, (start, end) in other.items() if is_far(start, end, one[key][1]))
 
@@ -263,7 +259,4 @@ def _make_random(spec: ParameterSpec, seed: int, size: float) -> Tensor:
 
 
 def _count_elements(spec: ParameterSpec) -> int:
-    size = 1
-    for count in spec.shape:
-        size *= count
-    return size
+    return math.prod(spec.shape)

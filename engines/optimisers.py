@@ -130,7 +130,14 @@ def make_on_rank(
             f"The optimiser's function has frozen {format_names(lost)} on a rank, but not before. Let it make the same "
             "optimiser whenever it is called."
         )
-    _keep_only(made, {id(weight) for weight in weights.values()})
+    # Only this rank's own weights stay in the optimiser; its groups stay, in their order.
+    kept = {id(weight) for weight in weights.values()}
+    for group in made.param_groups:
+        mine = [id(weight) in kept for weight in group["params"]]
+        for key in group.keys() & {"params", "param_names"}:
+            group[key][:] = list(compress(group[key], mine))
+    for weight in [key for key in made.state if isinstance(key, Tensor) and id(key) not in kept]:
+        del made.state[weight]
     return made
 
 
@@ -146,29 +153,19 @@ def _call_function(function: Optimiser, named: Mapping[str, Tensor]) -> Any:
             f"optimiser is a {type(function).__name__}, not a function. Ranks make it of their own weights: give a "
             "function of parameters, such as partial(torch.optim.SGD, lr=0.1)."
         )
-    pairs = _needs_names(function)
+    try:
+        pairs = next(iter(inspect.signature(function).parameters), None) == NAMED
+    except (TypeError, ValueError):  # some callables written in C have no signature
+        pairs = False
     try:
         return function(list(named.items()) if pairs else list(named.values()))
     except PlanError:
         raise
     except Exception as error:
-        advice = "" if pairs else _suggest_fix(error)
+        advice = ""
+        if not pairs and "unpack" in str(error):  # the function takes parameters for pairs
+            advice = f". It is given (name, parameter) pairs if its first argument is called {NAMED}."
         raise PlanError(f"The optimiser cannot be made: {type(error).__name__}: {error}{advice}") from error
-
-
-def _suggest_fix(error: Exception) -> str:
-    """Return advice for a function that unpacks parameters as if they were pairs."""
-    if "unpack" not in str(error):
-        return ""
-    return f". It is given (name, parameter) pairs if its first argument is called {NAMED}."
-
-
-def _needs_names(function: Optimiser) -> bool:
-    try:
-        arguments = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # some callables written in C have no signature
-        return False
-    return next(iter(arguments), None) == NAMED
 
 
 def _check_groups(made: torch.optim.Optimizer, named: Mapping[str, Tensor]) -> None:
@@ -187,13 +184,3 @@ def _check_groups(made: torch.optim.Optimizer, named: Mapping[str, Tensor]) -> N
             f"given: {format_names(missing)}. To freeze them call requires_grad_(False) on them, in the model or in "
             "the function; otherwise put them into a group."
         )
-
-
-def _keep_only(made: torch.optim.Optimizer, kept: Collection[int]) -> None:
-    """Remove all parameters but those with these ids from the optimiser; its groups stay, in their order."""
-    for group in made.param_groups:
-        mine = [id(weight) in kept for weight in group["params"]]
-        for key in group.keys() & {"params", "param_names"}:
-            group[key][:] = list(compress(group[key], mine))
-    for weight in [key for key in made.state if isinstance(key, Tensor) and id(key) not in kept]:
-        del made.state[weight]

@@ -71,10 +71,17 @@ class ReferenceTraining:
     """
 
     def __init__(
-        self, model: nn.Module, loss: Loss, optimiser: Optimiser, dtype: torch.dtype = torch.float32,
-        seed: int | None = None, micro_batches: int = 1, rules: UpdateRules | None = None,
-        device: torch.device | None = None, whole_loss: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module,
+        loss: Loss,
+        optimiser: Optimiser,
+        dtype: torch.dtype = torch.float32,
+        seed: int | None = None,
+        micro_batches: int = 1,
+        rules: UpdateRules | None = None,
+        device: torch.device | None = None,
+        whole_loss: bool = False,
+    ) -> None:
         self.device, self.whole_loss = device or torch.device("cpu"), whole_loss and micro_batches > 1
         self.seed, self.micro_batches, self.rules = seed, micro_batches, rules or UpdateRules()
         # Ranks seed micro-batch `number` of a step with `steps * micro_batches + number`, and count steps from 1.
@@ -188,10 +195,17 @@ class ReferenceTraining:
 
 
 def train_reference(
-    model: nn.Module, loss: Loss, optimiser: Optimiser, batches: Iterable[Mapping[str, Tensor]], dtype: torch.dtype,
-    seed: int | None = None, micro_batches: int = 1, rules: UpdateRules | None = None, whole_loss: bool = False,
+    model: nn.Module,
+    loss: Loss,
+    optimiser: Optimiser,
+    batches: Iterable[Mapping[str, Tensor]],
+    dtype: torch.dtype,
+    seed: int | None = None,
+    micro_batches: int = 1,
+    rules: UpdateRules | None = None,
+    whole_loss: bool = False,
     begin: Callable[[ReferenceTraining], None] = lambda process: None,
-) -> TrainingRecord:  # fmt: skip
+) -> TrainingRecord:
     """Train on these batches in one process, and record the results.
 
     Each batch has `micro_batches` micro-batches; `whole_loss` is that of `ReferenceTraining`. `begin` may change the

@@ -103,11 +103,8 @@ class LineBuffer:
     def _end_line(self, stream: str, line: str) -> None:
         more, self._more[stream] = self._more[stream], 0
         _, anew, text = line.rstrip("\r").rpartition("\r")
-        self._emit_line(stream, text, 0 if anew else more)
-
-    def _emit_line(self, stream: str, text: str, more: int) -> None:
-        """Emit a whole line, of which `more` characters were not kept."""
-        if more := more + max(0, len(text) - _LONGEST):
+        # `more` characters of the line were not kept; they were overwritten if a carriage return followed.
+        if more := (0 if anew else more) + max(0, len(text) - _LONGEST):
             text = f"{text[:_LONGEST]} ... ({more:,} characters more)"
         if self._meter.allow(text):
             self._emit_note()

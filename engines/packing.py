@@ -27,17 +27,18 @@ class _Pickler(cloudpickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         # Pickling a view would send the storage of its whole image to every rank: send a copy of the tile.
-        if type(obj) is Tensor and not obj.requires_grad and _is_part(obj):
+        if (
+            type(obj) is Tensor
+            and not obj.requires_grad
+            and obj.layout is torch.strided
+            and obj.untyped_storage().nbytes() > obj.nbytes
+        ):
             return obj.clone().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         if isinstance(obj, FunctionType | type):
             self.modules.add(obj.__module__)
         elif isinstance(obj, ModuleType):
             self.modules.add(obj.__name__)
         return super().reducer_override(obj)
-
-
-def _is_part(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and tensor.untyped_storage().nbytes() > tensor.nbytes
 
 
 def pack(value: Any, by_value: Collection[str] = (), modules: set[str] | None = None) -> bytes:

@@ -34,7 +34,6 @@ RANK_NAMES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 _LOOK_S, _REST_S = 0.5, 1.0  # seconds between two checks, and without progress until the rank counts as stalled
 _BEAT_S = 1.0  # seconds between heartbeats while the rank has work: without them the supervisor counts as stopped
 _STOPPED = "T"
-_PR_SET_PDEATHSIG = 1  # a constant of Linux's prctl
 # Loaded here, because a forked child must not load a library before exec.
 _LINUX = ctypes.CDLL(None) if sys.platform == "linux" else None
 
@@ -51,9 +50,11 @@ class _Supervisor:
             self.board = StatusBoard.from_file(file.fileno())
             self.board.report(b"")
             self.process = subprocess.Popen(
-                command, pass_fds=[file.fileno()], env={**os.environ, BOARD: str(file.fileno())},
+                command,
+                pass_fds=[file.fileno()],
+                env={**os.environ, BOARD: str(file.fileno())},
                 preexec_fn=set_parent_death_signal,  # noqa: PLW1509 (there are no threads here)
-            )  # fmt: skip
+            )
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # SIGINT for the rank is sent to the rank's own process
         signal.signal(signal.SIGTERM, lambda number, frame: self.process.terminate())
 
@@ -96,7 +97,7 @@ class _Supervisor:
 def set_parent_death_signal() -> None:
     """Make the kernel kill this process when its parent dies (Linux only); a child runs this before exec."""
     if _LINUX:
-        _LINUX.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        _LINUX.prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
 
 
 def _get_process_state(pid: int) -> str:
@@ -107,22 +108,18 @@ def _get_process_state(pid: int) -> str:
         return ""
 
 
-def _exit_like(code: int) -> None:
-    """Exit as the rank did, but with a signal for any failure: MPI does not notice a process that exits with a code."""
+def main(command: Sequence[str]) -> None:
+    """Run a command as a rank."""
+    guard = _Supervisor(command)
+    code = guard.watch()
+    guard.report_event("ended", code=code)
+    # Exit as the rank did, but with a signal for any failure: MPI does not notice a process that exits with a code.
     if code:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no second core dump: the rank may have written one
         number = -code if code < 0 else signal.SIGKILL
         if number != signal.SIGKILL:
             signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
-
-
-def main(command: Sequence[str]) -> None:
-    """Run a command as a rank."""
-    guard = _Supervisor(command)
-    code = guard.watch()
-    guard.report_event("ended", code=code)
-    _exit_like(code)
 
 
 if __name__ == "__main__":

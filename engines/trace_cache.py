@@ -71,7 +71,12 @@ class TraceCache:
         """
         key = self._make_key(plan)
         if key not in self._graphs:
-            self._graphs[key] = self._trace_plan(plan)
+            images, answers = self._get_specs(plan)
+            graph = self._trace(plan, images, answers)
+            if plan.local_dp > 1:
+                share = self._trace(plan, get_shard_spec(images, plan), get_shard_spec(answers, plan))
+                graph = replace(graph, share=share)
+            self._graphs[key] = graph
         check_buffer_reads(self._graphs[key], plan.micro_batches)
         return self._graphs[key] if plan.micro_batches == 1 else self._get_whole_loss_graph(key, plan)
 
@@ -83,7 +88,12 @@ class TraceCache:
         for known in ((key, None), (key, plan.micro_batches)):
             if known in self._wholes:
                 return self._wholes[known]
-        found = with_whole_loss(self._graphs[key], lambda: self._trace_doubled(plan), plan.micro_batches)
+
+        def trace_doubled() -> ModelGraph:  # a micro-batch of twice as many images
+            twice = (replace(spec, shape=(2 * spec.shape[0], *spec.shape[1:])) for spec in self._get_specs(plan))
+            return self._trace(plan, *twice)
+
+        found = with_whole_loss(self._graphs[key], trace_doubled, plan.micro_batches)
         scaled = found.whole is not None and found.whole.scaled
         self._wholes[key, plan.micro_batches if scaled else None] = found
         return found
@@ -105,24 +115,14 @@ class TraceCache:
     def _get_image_spec(self, plan: Plan) -> TensorSpec:
         return get_micro_batch_spec("images", TensorSpec(tuple(self.image_shape), plan.held_in), plan)
 
-    def _trace_plan(self, plan: Plan) -> ModelGraph:
-        images, answers = self._get_specs(plan)
-        whole = self._trace(plan, images, answers)
-        if plan.local_dp == 1:
-            return whole
-        return replace(whole, share=self._trace(plan, get_shard_spec(images, plan), get_shard_spec(answers, plan)))
-
     def _get_specs(self, plan: Plan) -> tuple[TensorSpec, TensorSpec]:
         """Return the specs of a micro-batch's images and labels."""
         images = self._get_image_spec(plan)
-        return images, get_micro_batch_spec("labels", self.labels, plan) if self.labels else _make_label_spec(
-            self._traceable, images
-        )
-
-    def _trace_doubled(self, plan: Plan) -> ModelGraph:
-        """Trace a micro-batch of twice as many images."""
-        twice = (replace(spec, shape=(2 * spec.shape[0], *spec.shape[1:])) for spec in self._get_specs(plan))
-        return self._trace(plan, *twice)
+        if self.labels:
+            return images, get_micro_batch_spec("labels", self.labels, plan)
+        # Class numbers: one for each row of the model's output, or for each pixel.
+        shape = infer_output_spec(self._traceable, images).shape
+        return images, TensorSpec((*shape[:1], *shape[2:]), "int64")
 
     def _trace(self, plan: Plan, images: TensorSpec, answers: TensorSpec) -> ModelGraph:
         """Trace the model for these specs.
@@ -178,9 +178,3 @@ def _resolve_labels(labels: object) -> TensorSpec | None:
         f"labels={labels!r} must be an example tensor of the labels of one batch, such as "
         "torch.zeros(4, 1, 32, 32), or its TensorSpec(shape, dtype), with a type such as 'float32'."
     )
-
-
-def _make_label_spec(model: nn.Module, images: TensorSpec) -> TensorSpec:
-    """Return the spec of class numbers for the model's output: one for each of its rows, or for each pixel."""
-    shape = infer_output_spec(model, images).shape
-    return TensorSpec((*shape[:1], *shape[2:]), "int64")

@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from torch import Tensor
-
 from engines.comm.world import World
 from engines.images.dataset import LabelledImages
 from engines.images.ignored_label import find_ignored_label
@@ -120,25 +118,19 @@ def collect_stats(
     training: RankTraining, parts: Inputs, images: int, seconds: float
 ) -> tuple[StepReport, RankStepStats]:
     """Return this rank's report and statistics of a completed step."""
+    counts = Counts()
     judged = parts.items() if has_accuracy(training.graph) else ()
-    counts = sum_counts(
-        _count_micro_batch(training, number, part["labels"]) for number, part in judged if "labels" in part
-    )
+    for number, part in judged:
+        if "labels" not in part:
+            continue
+        way = training.program.get_direction_program(number)
+        feed = way.input_shards["labels"]
+        own = feed.axes is not None or (feed.tile is not None and feed.tile.images is not None)
+        # A prediction that several ranks hold whole is counted on one of them, that which starts the backward pass.
+        if way.prediction is not None and (own or way.seeds_loss):
+            scores = training.worker.peek(way.prediction, number).detach()
+            counts += count_predictions(scores, part["labels"].to(scores.device))
     return training.report, RankStepStats(images, seconds, training.report.losses, counts)
-
-
-def _count_micro_batch(training: RankTraining, micro_batch: int, labels: Tensor) -> Counts:
-    """Count this rank's predictions for a micro-batch, as the step has left them.
-
-    Predictions that several ranks hold are counted on one of them.
-    """
-    way = training.program.get_direction_program(micro_batch)
-    feed = way.input_shards["labels"]
-    own = feed.axes is not None or (feed.tile is not None and feed.tile.images is not None)
-    if way.prediction is None or not (own or way.seeds_loss):
-        return Counts()
-    scores = training.worker.peek(way.prediction, micro_batch).detach()
-    return count_predictions(scores, labels.to(scores.device))
 
 
 def merge_stats(ranks: Sequence[RankStepStats]) -> StepResult:
