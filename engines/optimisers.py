@@ -105,7 +105,21 @@ def make_optimiser(function: Optimiser, named: Mapping[str, Tensor]) -> torch.op
             f"optimiser makes a {type(made).__name__}, not a torch.optim.Optimizer. Give a function of parameters that "
             "returns one, such as partial(torch.optim.SGD, lr=0.1)."
         )
-    _check_groups(made, named)
+    known = {id(weight) for weight in named.values()}
+    moved = [weight for group in made.param_groups for weight in group["params"]]
+    if foreign := [weight for weight in moved if id(weight) not in known]:
+        raise PlanError(
+            f"The optimiser has {len(foreign)} parameters that its function was not given, the first of shape "
+            f"{tuple(foreign[0].shape)}: they are not the weights that ranks train. Use the function's argument, as in "
+            "lambda params: torch.optim.SGD(params, lr=0.1), and not model.parameters()."
+        )
+    held = {id(weight) for weight in moved}
+    if missing := [name for name, weight in named.items() if weight.requires_grad and id(weight) not in held]:
+        raise PlanError(
+            f"The optimiser has no group for {len(missing)} of the {len(named)} parameters that its function was "
+            f"given: {format_names(missing)}. To freeze them call requires_grad_(False) on them, in the model or in "
+            "the function; otherwise put them into a group."
+        )
     if woken := [name for name in frozen if named[name].requires_grad]:
         raise PlanError(
             f"The optimiser's function sets requires_grad on {format_names(woken)}, which the model has frozen. Call "
@@ -166,21 +180,3 @@ def _call_function(function: Optimiser, named: Mapping[str, Tensor]) -> Any:
         if not pairs and "unpack" in str(error):  # the function takes parameters for pairs
             advice = f". It is given (name, parameter) pairs if its first argument is called {NAMED}."
         raise PlanError(f"The optimiser cannot be made: {type(error).__name__}: {error}{advice}") from error
-
-
-def _check_groups(made: torch.optim.Optimizer, named: Mapping[str, Tensor]) -> None:
-    known = {id(weight) for weight in named.values()}
-    moved = [weight for group in made.param_groups for weight in group["params"]]
-    if foreign := [weight for weight in moved if id(weight) not in known]:
-        raise PlanError(
-            f"The optimiser has {len(foreign)} parameters that its function was not given, the first of shape "
-            f"{tuple(foreign[0].shape)}: they are not the weights that ranks train. Use the function's argument, as in "
-            "lambda params: torch.optim.SGD(params, lr=0.1), and not model.parameters()."
-        )
-    held = {id(weight) for weight in moved}
-    if missing := [name for name, weight in named.items() if weight.requires_grad and id(weight) not in held]:
-        raise PlanError(
-            f"The optimiser has no group for {len(missing)} of the {len(named)} parameters that its function was "
-            f"given: {format_names(missing)}. To freeze them call requires_grad_(False) on them, in the model or in "
-            "the function; otherwise put them into a group."
-        )

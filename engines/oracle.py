@@ -115,7 +115,17 @@ class ReferenceTraining:
         self.losses = []
         parts = {name: tensor.chunk(self.micro_batches) for name, tensor in batch.items()}
         if self.whole_loss:
-            self._add_whole([images.to(self.device) for images in parts["images"]], batch["labels"].to(self.device))
+            outputs = []
+            for images in (part.to(self.device) for part in parts["images"]):
+                with self._make_rng_mode(), self._make_autocast(images):
+                    outputs.append(get_prediction(self.model(images.to(self.dtype))))
+                self.begun += 1
+            labels = batch["labels"].to(self.device)
+            with self._make_autocast(labels):
+                value = self.loss(merge_outputs(outputs), labels)
+            self.losses = [float(value.item())] * self.micro_batches
+            if self.optimiser:
+                self.scaler.scale(value).backward()
         else:
             for images, labels in zip(parts["images"], parts["labels"], strict=True):
                 self._add(images.to(self.device), labels.to(self.device))
@@ -132,19 +142,6 @@ class ReferenceTraining:
         self.losses.append(float(value.item()))
         if self.optimiser:
             self.scaler.scale(value / self.micro_batches).backward()
-
-    def _add_whole(self, micro_batches: Sequence[Tensor], labels: Tensor) -> None:
-        """Compute the gradient of the loss of the whole batch."""
-        answers = []
-        for images in micro_batches:
-            with self._make_rng_mode(), self._make_autocast(images):
-                answers.append(get_prediction(self.model(images.to(self.dtype))))
-            self.begun += 1
-        with self._make_autocast(labels):
-            value = self.loss(merge_outputs(answers), labels)
-        self.losses = [float(value.item())] * self.micro_batches
-        if self.optimiser:
-            self.scaler.scale(value).backward()
 
     def _make_rng_mode(self) -> AbstractContextManager[object]:
         return nullcontext() if self.seed is None else CounterRNGMode(self.seed, self.begun)

@@ -73,7 +73,11 @@ class _Supervisor:
         The receiver decides whether a stalled rank should have progressed. The supervisor sends heartbeats, except
         after it has reported an idle rank as stalled.
         """
-        now, state = self.board.read(), _get_process_state(self.process.pid)
+        now = self.board.read()
+        try:  # the letter of ps: R runs, S sleeps, D waits for I/O, T is stopped
+            state = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (OSError, IndexError):
+            state = ""
         rests = time.monotonic() - self.board.since_s >= _REST_S
         # A stopped process (SIGSTOP) is reported at once, any other stall only after `_REST_S`.
         found = (now, state == _STOPPED) if rests or state == _STOPPED else None
@@ -98,14 +102,6 @@ def set_parent_death_signal() -> None:
     """Make the kernel kill this process when its parent dies (Linux only); a child runs this before exec."""
     if _LINUX:
         _LINUX.prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
-
-
-def _get_process_state(pid: int) -> str:
-    """Return the state letter of a process as in ps: R runs, S sleeps, D waits for I/O, T is stopped; "" if unknown."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
 
 
 def main(command: Sequence[str]) -> None:

@@ -47,7 +47,17 @@ class TraceCache:
         check_modules(self.model, self.loss)
         if len(self.image_shape) != 4 or any(size < 1 for size in self.image_shape):
             raise ImageError(f"image_shape={tuple(self.image_shape)} must be (N, C, H, W), four positive numbers.")
-        object.__setattr__(self, "labels", _resolve_labels(self.labels))
+        labels = self.labels
+        if isinstance(labels, Tensor):
+            labels = make_tensor_spec(labels)
+        elif isinstance(labels, TensorSpec) and isinstance(dtype := getattr(torch, labels.dtype, None), torch.dtype):
+            labels = TensorSpec(tuple(labels.shape), str(dtype).removeprefix("torch."))  # "float" becomes float32
+        elif labels is not None:
+            raise ImageError(
+                f"labels={labels!r} must be an example tensor of the labels of one batch, such as "
+                "torch.zeros(4, 1, 32, 32), or its TensorSpec(shape, dtype), with a type such as 'float32'."
+            )
+        object.__setattr__(self, "labels", labels)
 
     def with_batch(self, images: int) -> TraceCache:
         """Return a cache for the same model with batches of `images` images; both share their traces."""
@@ -164,17 +174,3 @@ def get_shard_spec(micro_batch: TensorSpec, plan: Plan) -> TensorSpec:
             f"Use a batch size that is a multiple of {plan.parts * plan.local_dp} (parts x local_dp)."
         )
     return replace(micro_batch, shape=(count // plan.local_dp, *micro_batch.shape[1:]))
-
-
-def _resolve_labels(labels: object) -> TensorSpec | None:
-    """Return the spec of an example tensor, or the given spec. Raises ImageError for anything else."""
-    if labels is None:
-        return None
-    if isinstance(labels, Tensor):
-        return make_tensor_spec(labels)
-    if isinstance(labels, TensorSpec) and isinstance(dtype := getattr(torch, labels.dtype, None), torch.dtype):
-        return TensorSpec(tuple(labels.shape), str(dtype).removeprefix("torch."))  # "float" becomes float32
-    raise ImageError(
-        f"labels={labels!r} must be an example tensor of the labels of one batch, such as "
-        "torch.zeros(4, 1, 32, 32), or its TensorSpec(shape, dtype), with a type such as 'float32'."
-    )

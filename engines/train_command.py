@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 
 from torch import nn
@@ -55,24 +55,17 @@ def run_train(world: World, arguments: Sequence[str]) -> bool:
         evaluation = RankEvaluation(world, training, held_out.forward, recipe.step_specs["labels"], held_out.images)
         evaluate = partial(evaluate_on_ranks, world, training, held_out, evaluation)
     log = run_on_all(world, lambda: EpochLog(chosen.log) if chosen.log and not world.rank else None, PlanError)
-    with RankTrainLoop(world, training, recipe.step_specs, images, feeding) as course, log or nullcontext():
-        done = _resume(course, chosen)
-        with _manage_checkpoints(course, chosen) as kept:
-            loop = CollectiveTrainLoop(course, evaluate or (lambda: None), smaller)
-            _run_and_print(loop, max(0, chosen.num_epochs - done), chosen.verbose, log, kept)
+    with RankTrainLoop(world, training, recipe.step_specs, images, feeding) as course, ExitStack() as stack:
+        if log is not None:
+            stack.enter_context(log)
+        done, kept = _resume(course, chosen), None
+        if chosen.save is not None:
+            # Signals are caught only now: before the first step there is nothing to save.
+            asked, state = stack.enter_context(Interrupts()), course.feed.get_state
+            kept = make_rank_manager(training, chosen.save, state, chosen.save_every, chosen.keep, asked)
+        loop = CollectiveTrainLoop(course, evaluate or (lambda: None), smaller)
+        _run_and_print(loop, max(0, chosen.num_epochs - done), chosen.verbose, log, kept)
     return True
-
-
-@contextmanager
-def _manage_checkpoints(course: RankTrainLoop, chosen: argparse.Namespace) -> Iterator[CheckpointManager | None]:
-    """Yield the manager that saves the training as the flags say, and on a signal; None if nothing is to be saved."""
-    if chosen.save is None:
-        yield None
-        return
-    with Interrupts() as asked:
-        yield make_rank_manager(
-            course.training, chosen.save, course.feed.get_state, chosen.save_every, chosen.keep, asked
-        )
 
 
 def _resume(course: RankTrainLoop, chosen: argparse.Namespace) -> int:
