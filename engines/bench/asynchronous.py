@@ -55,6 +55,7 @@ def make_crops_feed(recipe: Recipe, seed: int = 0, count: int = 512) -> Feed:
     if height != width:
         raise PlanError(f"The crops of this study are square, not {height} x {width} pixels. Use one --image-size.")
     crops = StainCrops(immunohistochemistry(), height, max(count, batch), seed)
+    # Cut once: a study measures waiting and staleness, which reading images in each step would blur.
     found = list(crops.iterate_batches(batch))
     dtype = getattr(torch, images.dtype)
 

@@ -52,6 +52,12 @@ class _DelayedSegment:
 
     def __call__(self, values: Mapping[str, Tensor], seed: int, again: bool = False) -> tuple[Tensor, ...]:
         time.sleep(self.seconds)
+        # The sleeps of the backward pass hang on the inputs and weights themselves, as nodes of autograd's graph:
+        #
+        #     image  --sleep-->  segment's kernels  -->  outputs
+        #     weight --sleep-->
+        #
+        # So a schedule that computes the weights' gradients later (zero bubble) also sleeps for them later.
         self.segment.owned = {name: self._delay_gradient(held) for name, held in self.owned.items()}
         return self.segment({name: self._delay_gradient(values[name]) for name in self.segment.inputs}, seed, again)  # type: ignore[no-any-return]
 

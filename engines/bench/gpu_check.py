@@ -140,6 +140,7 @@ def _time_copy(into: torch.Tensor, of: torch.Tensor) -> float:
     for _ in range(LINK_TIMES):
         start_s = time.perf_counter()
         into.copy_(of, non_blocking=True)
+        # One of the two is on the host and needs no wait, whichever direction is measured.
         for tensor in (into, of):
             wait_for_device(tensor.device)
         found.append(time.perf_counter() - start_s)
@@ -171,6 +172,7 @@ def launch(ranks: int, arguments: Sequence[str], timeout_s: float = 600) -> subp
     """Run `mpiexec -n RANKS python -m mpi4py ARGUMENTS`, with the environment that Open MPI needs."""
     beside = Path(sys.prefix) / "bin" / "mpiexec"
     mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec") or "mpiexec"
+    # More ranks than cores: Open MPI refuses to start them otherwise, and several ranks share one GPU here.
     environment = {**os.environ, "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
     if os.geteuid() == 0:
         environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

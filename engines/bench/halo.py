@@ -81,6 +81,8 @@ def _make_works(
         source = pixels.detach()
         return lambda: carrier.backward(grad, source, alone=True)
 
+    # Each entry is called before a barrier (allocation and copies of the input), and its result after it (the
+    # exchange).
     works = {
         "forward.ms": prepare_forward,
         "forward.by_hand_ms": lambda: by_hand.prepare(pixels),
@@ -112,6 +114,7 @@ def _make_works(
 
 def _make_line(case: HaloCase, ranks: Sequence[tuple[Times, int, int]]) -> dict[str, object]:
     ways = {way: _make_direction_line(way, [times for times, _, _ in ranks]) for way in ("forward", "backward")}
+    # Sums over ranks and directions before the division: a mean of ratios would weigh a small message like a large one.
     both = {key: sum(sum(way[key]) for way in ways.values()) for key in ("ms", "by_hand_ms", "messages_ms")}
     return {
         "ranks": len(ranks),

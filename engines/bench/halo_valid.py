@@ -24,6 +24,8 @@ def make_pattern(exchange: Exchange, tile: Tile, device: torch.device, salt: int
     """Return the pixels of `tile`, which may exceed the image: (N, C, h, w), integers from -510 to 510."""
     places = [range(exchange.shape[0]), range(exchange.shape[1])]
     places += [range(span.start, span.stop) for span in (tile.rows, tile.cols)]
+    # value = (salt * 127 + n * 17 + c * 31 + y * 7919 + x * 104729) mod 1021 - 510, one axis after another by
+    # broadcasting. Coordinates beyond the image count on as usual, so that a window has a pattern all around.
     total = torch.tensor(salt * 127)
     for axis, (step, place) in enumerate(zip(_STEPS, places, strict=True)):
         total = total + (torch.tensor(place) * step).view(-1, *(1,) * (3 - axis))
@@ -36,6 +38,10 @@ def is_valid_exchange(world: World, exchange: Exchange, carrier: ExchangeRunner,
     pixels = make_pattern(exchange, exchange.own, device)
     grad = make_pattern(exchange, exchange.window, device, salt=1 + world.rank)
     windows = world.all_gather(exchange.window)
+    # Forward F puts the neighbours' borders around a tile, backward F* adds up the gradients of all copies of a pixel:
+    #
+    #     rank 0    tile  p q r    window  p q r s        gradient of r = that in window 0 + that in window 1
+    #     rank 1    tile  s t u    window    r s t u      gradient of s = likewise
     copied = carrier.forward(pixels)[0]
     # Both paths of the forward pass: a tile that is copied into a new window, and one allocated inside its window.
     made_in_place = (

@@ -99,6 +99,7 @@ def bench_largest(arguments: Sequence[str]) -> dict[str, object]:
     The first size is that of `--image-size`. Raises PlanError if no size trains, or TraceError.
     """
     chosen = make_largest_parser().parse_args(list(arguments))
+    # A set: `512x512` is square as well, and has one element.
     first, *others = set(options.parse_image_size(chosen.image_size))
     if others:
         raise PlanError(f"--image-size {chosen.image_size}: images are square here. Name one number of pixels.")
@@ -151,6 +152,7 @@ def search_largest(fits: Callable[[int], bool], first: int, step: int, most: int
     >>> search_largest(lambda size: True, first=512, step=64, most=1000)
     (960, None)
     """
+    # Invariant: `low` steps fit (0 is taken to), `high` do not, or are beyond `most` while `beyond` is False.
     low, high, last = 0, most // step + 1, most // step
     size = min(max(1, first // step), last)
     beyond = False
@@ -167,6 +169,7 @@ def train_within_limit(arguments: Sequence[str]) -> None:
     """Train some steps in this process within the limit; print `peak_bytes` and `step_s`, or `failure`, as JSON."""
     chosen = make_largest_parser().parse_args(list(arguments))
     device = choose_device(chosen.device, rank=0)
+    # Blocks that glibc keeps for reuse would count against the limit, although no tensor uses them.
     keep_memory_tight(True, KEPT_BYTES)
     # Whatever libraries allocate once, threads and a GPU's context, is allocated before the limit applies.
     torch.set_num_threads(count_cores())

@@ -39,6 +39,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
+        # Arguments made before the context are unknown, and must not count when an in-place operator returns them.
         given = {_get_storage_id(item) for item in tree_leaves((args, kwargs)) if isinstance(item, Tensor)}
         for item in tree_leaves(made):
             if not isinstance(item, Tensor):
@@ -54,6 +55,7 @@ class LiveBytes(TorchDispatchMode):
         return made
 
     def _release(self, place: int, size: int) -> None:
+        # The address may be used again by a later storage: it must be unknown by then.
         self._known.discard(place)
         self.now -= size
 

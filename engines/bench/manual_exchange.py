@@ -33,6 +33,7 @@ class _StripBuffer:
     @property
     def message(self) -> Message:
         """The message with the buffer as one row of memory."""
+        # Channels last: the permuted view is contiguous, and `reshape` copies nothing.
         return Message(self.peer, _TAG, self.buffer.permute(0, 2, 3, 1).reshape(-1))
 
 
@@ -47,6 +48,11 @@ class ManualExchange:
             for _ in range(2)
         )
         self.tile = self._get_view(self.window, exchange, exchange.own)
+        # Borders of the own tile are lent to neighbours, those around it are borrowed from them:
+        #
+        #     borrowed | lent    ...    lent | borrowed
+        #              |<---- self.tile ---->|
+        #     |<------------ self.window ------------->|
         self.lent = self._make_strips(exchange, exchange.sends, lambda move: move.target)
         self.borrowed = self._make_strips(exchange, exchange.receives, lambda move: move.source)
         lent, borrowed = ([strip.message for strip in strips] for strips in (self.lent, self.borrowed))

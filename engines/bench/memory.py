@@ -50,6 +50,7 @@ def _measure_rank(world: World, recipe: Recipe, seed: int) -> int:
     own = {number: {name: part.clone() for name, part in parts.items()} for number, parts in cut.items()}
     del cut
 
+    # The training is made inside, so that its weights, gradients and optimiser state count.
     def run_steps() -> None:
         training = RankTraining(world, recipe)
         for _ in range(STEPS):
@@ -83,6 +84,7 @@ def measure_peak_bytes(device: torch.device, work: Callable[[], object]) -> int:
 def measure_host_peak_bytes(work: Callable[[], object]) -> int:
     """Return the peak host memory in bytes while `work` runs, beyond that of the process before."""
     before = read_process_bytes("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak (VmHWM)
+    # The kernel keeps the peak since the process began, imports and tracing included, so that it must start anew.
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM = VmRSS
     work()
     return read_process_bytes("VmHWM") - before

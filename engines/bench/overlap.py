@@ -51,6 +51,8 @@ def bench_overlap(
             names = {item.name for item in both[number].program.select_instructions(SumGradients)}
             events = (event for event in worker.events if event.name in names)
             seconds = worker.helping_s + sum(event.end_s - event.start_s for event in events)
+        # Collective after the step's own barrier (`time_interleaved`), so that it does not disturb the next
+        # measurement.
         sums[number].append(statistics.mean(world.all_gather(seconds)))
 
     steps = time_interleaved(world, both, own, iterations + 1, record_traffic)

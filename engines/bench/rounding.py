@@ -102,6 +102,7 @@ class RoundingCheck:
     def ensure_nears(self, times: int) -> None:
         """Run until there are `times` `nears`."""
         for seed in range(3 * len(self.nears), 3 * times, 3):
+            # Three seeds for each run: the noise of low-precision results, the weights, the images.
             meanwhile = UlpNoiseMode(seed) if self.eps > DOUBLE else nullcontext()
             begin, change = partial(nudge_weights, seed=seed + 1), partial(nudge_images, seed=seed + 2)
             self.nears.append(collect_quantities(self.run(begin, meanwhile, change), self.start))
@@ -154,6 +155,8 @@ class RoundingCheck:
         found: dict[Key, Tensor] = {}
         for key, gradient in self.oracle.items():
             if key[0] == "gradient":
+                # A gradient that is zero in theory may be exactly 0 in one process (two terms cancel bit by bit), and
+                # not on ranks, which add the terms in another order. There the rank's value stands for the noise.
                 zero, found[key] = (gradient == 0) & (self.nears[0][key] == 0), torch.zeros_like(gradient)
                 for mine in (record[key] for record in self._records if key in record):
                     found[key] = torch.where(
@@ -168,6 +171,7 @@ class RoundingCheck:
         """
         records = self._records
         found = self._find_beyond(records, self._is_exact)
+        # An error within EXACT of the tensor's own size needs no explanation, and mostly there is no other.
         # From cheap to expensive: without a run, one perturbed run, the mirrored run, then `_RUNS` perturbed runs.
         for times in (1, _RUNS):
             if found:
@@ -193,6 +197,8 @@ class RoundingCheck:
             for key, mine in record.items():
                 if key not in found and not is_right(key, mine - self.oracle[key]):
                     own = _compute_norm(self.oracle[key])
+                    # A tensor that is exactly zero has no size of its own: all tensors of its kind in that step lend
+                    # theirs.
                     size = own or self._sizes[key[:2]] or 1.0
                     usual = max((_compute_norm(near[key] - self.oracle[key]) for near in self.nears), default=0.0)
                     found[key] = TensorDifference(
@@ -220,6 +226,11 @@ class RoundingCheck:
         they do in one process and in its `others`.
         """
         usual = [near[key] - self.oracle[key] for near in self.nears]
+        # Elements are of two kinds, and bounds differ:
+        #
+        #     real    |off| <= 64 x the effect of an ulp's change, and a millionth of the tensor at most
+        #     noise   |off| <= 64 x the size that noise has in any run: its sign is a matter of chance, and an optimiser
+        #             such as Adam moves the weight by a full step in either direction
         own, spread = (
             _compute_norm(self._select_real(key, self.oracle[key])),
             max(_compute_norm(self._select_real(key, each)) for each in usual),
@@ -231,6 +242,8 @@ class RoundingCheck:
         stored = self._estimate_storage_error(key, lambda tensor: self._select_real(key, tensor))
         if not _compute_norm(self._select_real(key, off)) <= max(EXACT * own, ulps, may, stored):
             return False
+        # The noise of a gradient is as large as the effect of an ulp's change on it, that of a weight as large as its
+        # move.
         if (mask := self._get_noise_mask(key)) is None:
             return True
         if key[0] == "gradient":
@@ -245,6 +258,7 @@ class RoundingCheck:
         """Return the error from rounding a weight in each step, which may exceed the precision of a small change."""
         if key[0] != _MOVED:
             return 0.0
+        # A small change of a large weight is rounded to the weight's own precision in each step, on both sides.
         return 2 * DOUBLE * len(self.record.losses) * _compute_norm(part(self.record.weights[key[2]].detach().double()))
 
     def _get_noise_mask(self, key: Key) -> Tensor | None:
@@ -275,6 +289,7 @@ class RoundingCheck:
         steps = count(1)
 
         def reverse_gradients(*_: object) -> None:
+            # Called before each optimiser step, after the gradients of the whole step are complete.
             step = next(steps)
             for name, mask in self.noise.items():
                 gradient = process.weights[name].grad

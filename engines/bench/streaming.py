@@ -58,6 +58,7 @@ def bench_streaming(arguments: Sequence[str]) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as folder:
         ways = {name: Path(folder, name) for name in ("streamed", "alone")}
         functions = {"streamed": train_streamed.__name__, "alone": train_plain.__name__}
+        # One process after another, each with all cores and with memory that no earlier work has enlarged.
         lines = {
             name: run_in_subprocess(f"{__name__}:{functions[name]}", [str(path), *arguments], count_cores())
             for name, path in ways.items()

@@ -41,6 +41,7 @@ def bench_throughput(
         slowest_s = max(world.all_gather(time.perf_counter() - start_s))
         each.append(images * steps / slowest_s / world.size)
         print(f"Iter #{index}: {each[-1]:.1f} img/sec per {device}", flush=True)
+    # 1.96 standard deviations contain 95 % of the iterations if they are normally distributed.
     mean, around = statistics.fmean(each), 1.96 * statistics.pstdev(each)
     print(f"Img/sec per {device}: {mean:.1f} +-{around:.1f}", flush=True)
     total, around_total = mean * world.size, around * world.size

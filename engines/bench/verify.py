@@ -121,6 +121,7 @@ def compare_records(
     seen, precision = _UpdateWatcher(), recipe.plan.precision
     oracle = run_plain_model(torch.float64, seen.watch_updates)
     found = compare(oracle, records)
+    # In float64 the model itself may still compute in float32 somewhere (a cast in its forward): then rounding is that.
     eps, where = find_lowest_precision(recipe.graph) if precision == "float64" else (DOUBLE, "")
     rounding = RoundingCheck(oracle, run_perturbed, eps, seen.start, records)
     line = {"ok": found.worst <= TOLERANCE.get(precision, 0.0), "ranks": len(records), **asdict(found)}
@@ -136,6 +137,8 @@ def compare_records(
         else:
             why = ["Some losses or gradients are on ranks only, in one process only, or not finite."]
     else:
+        # A lower precision has no bound of its own that fits all models: one process in that precision is the
+        # yardstick.
         same = run_plain_model(getattr(torch, precision))
         usual = compare(oracle, [same.restrict_to(record) for record in records])
         line |= {"ok": line["ok"] or found.is_within(TIMES, usual), "one_process": asdict(usual)}
@@ -155,6 +158,8 @@ class _UpdateWatcher:
         """Record the weights and, before each optimiser step, the gradients: the step may clear them."""
         self.start |= {name: weight.detach().clone() for name, weight in process.weights.items()}
 
+        # A weight whose gradient is zero may rest. One with a gradient that stays all the same is a fault of the
+        # optimiser.
         def record_gradients(*_: object) -> None:
             grads = {name: weight.grad for name, weight in process.weights.items()}
             self.pushed |= {name for name, grad in grads.items() if grad is not None and grad.any()}
