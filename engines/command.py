@@ -61,6 +61,7 @@ def main(arguments: Sequence[str]) -> int:
 
     world = MpiWorld()
     if world.rank:
+        # Every rank runs the same command, and would print the same lines.
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 (only rank 0 prints, whatever the user's model prints)
     try:
         world.exit_process(0 if _run_command(name, world, rest) else 1)
@@ -71,6 +72,7 @@ def main(arguments: Sequence[str]) -> int:
         _print_error(world, str(stopped))
         world.exit_process(128 + stopped.number)
     except RankError as error:  # raised on one rank; `abort` releases the others
+        # A rank that only stopped waiting has nothing to tell: the rank that failed prints the cause.
         if not isinstance(error, ReleasedError):
             print(f"rank {world.rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         world.abort()
@@ -248,6 +250,7 @@ def _run_bench_overhead(world: World, arguments: Sequence[str]) -> bool:
     flags = options.FlagParser(description="Measure what an instruction of a program costs beside its kernels.")
     flags.add_argument("--iterations", type=options.parse_positive, default=7)
     chosen = flags.parse_args(arguments)
+    # It needs one rank; the others wait, so that they do not take its cores.
     if world.rank == 0:
         _print(world, bench_overhead(chosen.iterations))
     world.barrier()

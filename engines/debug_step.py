@@ -97,6 +97,10 @@ class RankStepper:
         use_threads(self.training.threads)  # per thread, and this one may differ from the one that started the step
         if worker.position < target:
             self._landings = []
+        # Only the last instruction is recorded, the one that a notebook shows:
+        #
+        #     position ... target - 1        target
+        #     run, nothing kept              run; of an exchange: pixels before, arrived, and after each message
         while worker.position < target - 1:
             self.training.advance()
         if worker.position < target:
@@ -145,6 +149,7 @@ class RankStepper:
             return None
         try:
             found = self.training.worker.peek(name, micro_batch)
+        # Not made yet, released already, or another rank's: for a view that is no error.
         except PlanError:
             return None
         chosen = found.grad if gradient else found
@@ -184,6 +189,7 @@ class RankStepper:
 
 def _count_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the memory of the tensors' storages, each counted once."""
+    # Views share a storage, and so do a value and its window: the key counts it once.
     storages = {each.data_ptr(): each.nbytes() for each in (tensor.untyped_storage() for tensor in tensors)}
     return sum(storages.values())
 

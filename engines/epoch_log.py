@@ -22,6 +22,7 @@ Record = Mapping[str, float | int | None]
 def _format_csv(records: Iterable[Record]) -> str:
     text = io.StringIO()
     rows = list(records)
+    # A later training may have more columns (held-out images): the header has those of all records.
     writer = csv.DictWriter(text, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
@@ -97,6 +98,7 @@ class EpochLog:
             self._board.flush()
 
     def _save(self) -> None:
+        # A reader, or a crash, sees the old file or the new one, and never half of one: write beside it, sync, rename.
         beside = self.path.with_name(f".{self.path.name}.{os.getpid()}.new")
         try:
             with beside.open("w", encoding="utf-8") as file:

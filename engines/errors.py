@@ -96,6 +96,7 @@ class LossError(RankError):
         """Return the same error with another cause, found by more ranks."""
         head, _, _ = str(self).partition(_UNCHANGED)
         found = LossError(f"{head}{_UNCHANGED} {cause}", self.rank, self.remote_traceback)
+        # A new exception does not inherit the notes of the old one.
         for note in getattr(self, "__notes__", ()):
             found.add_note(note)
         return found

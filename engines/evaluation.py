@@ -74,6 +74,7 @@ class RankEvaluation:
         self.world, self.training, self.recipe, self.images = world, training, recipe, images
         self.specs = {**recipe.step_specs, "labels": labels}
         ignored = find_ignored_label(training.graph)
+        # Rank 0 alone evaluates: it reads the labels whole, whatever part of them it has in training.
         self.labels = None if world.rank else ShardReader(_LabelsOnly(), images, self.specs, ignored)
 
     def begin(self) -> None:
@@ -86,6 +87,8 @@ class RankEvaluation:
         step = [(number, None) for number in numbers]
         bad: dict[int, str] = {}
         read = {part: self._read(part, step, bad) for part in (self.own, self.labels) if part is not None}
+        # All ranks must agree before anyone predicts: a rank that cannot read its pixels would leave the others waiting
+        # in the first exchange. Reversed, so that the text of the lowest rank wins.
         found = {number: text for each in reversed(self.world.all_gather(bad)) for number, text in each.items()}
         if found:
             return PredictedBatch({}, None, found)
@@ -131,6 +134,7 @@ class HeldOutSet:
         """
         plan, images = self.recipe.plan, self.recipe.graph.inputs["images"]
         shape = (images.shape[0] * plan.parts, *images.shape[1:])
+        # The state stays empty: ranks predict with the weights that they train, without copies.
         made = replace(prepare_prediction(self.model, plan, shape, self.recipe.device), state={})
         step = made.step_specs["images"].shape[0]
         if is_batch_dependent(made.graph) and len(self.images) % step:
@@ -190,10 +194,13 @@ class HeldOutSet:
             if not answers:
                 yield [], Counts()
                 continue
+            # The step is filled up with copies of its last image: only the first `members` are evaluated.
             labels = next(answer.labels for answer in answers if answer.labels is not None)[:members]
             whole = join_predictions(
                 self.programs, [answer.parts for answer in answers], graph.specs[graph.prediction]
             )[:members]
+            # A loss of half-precision predictions would lose digits that training keeps (autocast computes losses in
+            # float32).
             whole = whole.to(torch.promote_types(whole.dtype, torch.float32))
             pairs = zip(whole.split(1), labels.split(1), strict=True)
             found = [

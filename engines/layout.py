@@ -118,6 +118,7 @@ class Layout:
 
     def find_ranks(self, stages: Iterable[int]) -> tuple[int, ...]:
         """Return all ranks that hold one of these stages in any copy of the model, ascending."""
+        # Cached: the compiler asks for the same stages again and again.
         key = tuple(stages)
         if key not in self._groups:
             found = {rank for stage in key for pipe in self.pipes for rank in pipe.stages[stage].ranks}
@@ -138,6 +139,11 @@ def _make_stages(plan: Plan) -> list[StageRanks]:
 
     The stages after the spatial ones are dealt out to the ranks in turn, so that stages per rank are interleaved.
     """
+    # With spatial_size=1, 4 tiles, split_size=5 and two ranks behind (two stages for each of them):
+    #
+    #     rank     0 1 2 3   4   5
+    #     stage    0 0 0 0   1   2
+    #                        3   4
     found, first = [], 0
     for grid in plan.grids[: plan.spatial_size]:
         found.append(StageRanks(grid, tuple(range(first, first + grid.tiles))))
@@ -167,6 +173,7 @@ def compute_threads(plan: Plan, rank: int, cores: int, here: int | None = None) 
     layout = Layout.of(plan)
     (role, *_) = layout.roles[rank]
     here = here or plan.ranks
+    # With one micro-batch the stages compute one after another, so that a stage's ranks have all cores to themselves.
     together = min(here, plan.ranks if plan.micro_batches > 1 else len(layout.stages[role.stage].ranks))
     left = together == 1 < min(here, plan.ranks) and cores > 2
     return max(1, cores // together - left)

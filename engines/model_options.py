@@ -62,6 +62,7 @@ def build_model(options: argparse.Namespace) -> nn.Module:
         told = json.loads(options.model_args)
     except (ValueError, RecursionError) as error:
         raise PlanError(f"--model-args {options.model_args!r} is not JSON ({error}).") from error
+    # What `--model-args` says wins over what the other flags imply.
     positional, keywords = _split_arguments(_build_values(told))
     model = _call(path, positional, {**_build_values(known), **keywords})
     if not isinstance(model, nn.Module):

@@ -54,12 +54,14 @@ _paths: list[tuple[str, ...]] = []
 
 def sync_imports(told: NotebookImports) -> None:
     """Apply the notebook's latest imports. A module whose reload fails is blocked for code that imports it."""
+    # The search path is set only when it changes: `invalidate_caches` makes the next imports read all folders again.
     if _paths != [told.paths]:
         _paths[:] = [told.paths]
         sys.path[:] = order_search_path(told.paths)
         importlib.invalidate_caches()
         if os.environ.get(SAFE) == "rank":  # needed at start only: programs that users start must not inherit it
             del os.environ[SAFE]
+    # First on the path, so that no other finder loads the module before it is refused.
     if _refuser not in sys.meta_path:
         sys.meta_path.insert(0, _refuser)
     _refuser.changed = {
@@ -75,6 +77,8 @@ def sync_imports(told: NotebookImports) -> None:
                 importlib.invalidate_caches()
                 importlib.reload(sys.modules[name])
             except Exception as error:
+                # The half-executed module must not be used: the next import is refused with the reason, until the
+                # notebook reloads a version that works.
                 del sys.modules[name]
                 why = f"{type(error).__name__}: {error}"
                 _refuser.failed[name] = f"the notebook has reloaded {name}, but ranks cannot: {why}"

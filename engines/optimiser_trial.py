@@ -63,6 +63,7 @@ def check_groups(function: Optimiser, specs: Sequence[ParameterSpec], own: Mappi
     mine = {spec.name: own[spec.key] for spec in specs}
     requires = {name: weight.requires_grad for name, weight in mine.items()}
     try:
+        # The function may freeze parameters, here the user's own: `requires_grad` is put back in any case.
         pairs = zip(_find_groups(function, given).items(), _find_groups(function, mine).values(), strict=True)
         differing = [name for (name, on_rank), with_own in pairs if on_rank != with_own]
     finally:
@@ -133,6 +134,8 @@ class _OptimiserTrial:
         made = make_on_rank(self.function, specs, weights)
         for step in range(_STEPS):
             for number, spec in moved:
+                # Weights with equally large gradients would hide a norm over all of them: sizes differ by weight and by
+                # step.
                 size = 10.0 ** ((number + step) % 3 - 1)  # norms that change from step to step
                 weights[spec.key].grad = _make_random(spec, number + (1 + step) * len(specs), size)
             _step(made)
@@ -142,6 +145,8 @@ class _OptimiserTrial:
         self, holdings: Iterable[Collection[str]], options: Mapping[str, Mapping[str, Any]]
     ) -> frozenset[str]:
         """Choose the smallest weights of each group on each rank, so that every rank and every group is represented."""
+        # A coupling shows if two weights of one group lie on one rank and others elsewhere, so that two of each group
+        # on each rank are enough. The smallest ones keep the trial short.
         small = sorted((spec for spec in self.specs if _count_elements(spec) <= _LARGEST), key=_count_elements)
         chosen: set[str] = set()
         for held in holdings:
@@ -168,7 +173,11 @@ def check_on_ranks(
     """
     if not specs:
         return  # a model without weights trains nothing
+    # Ranks that hold the same weights (tiles of a stage, replicas) are tried once.
     trial, distinct = _OptimiserTrial(function, specs, state), list(dict.fromkeys(map(frozenset, holdings)))
+    #     whole                 one process with all weights: the options that each weight should have
+    #     held in distinct      each rank with its own weights: must agree with `whole`, weight by weight
+    #     few                   a sample of the weights; steps along the same gradients, together and rank by rank
     whole = trial.collect_options(frozenset().union(*distinct))
     for key, options in ((key, options) for held in distinct for key, options in trial.collect_options(held).items()):
         if other := [name for name, value in options.items() if not _is_same(value, whole[key].get(name))]:
@@ -218,6 +227,7 @@ def count_states(function: Optimiser, specs: Sequence[ParameterSpec]) -> int:
         return 0
     made = make_on_rank(function, specs, weights)
     _step(made)
+    # Scalars such as Adam's step count are no memory per element: `value.dim()` leaves them out.
     kept = (value for weight in weights.values() for value in made.state.get(weight, {}).values())
     numbers = sum(value.numel() for value in kept if isinstance(value, Tensor) and value.dim())
     return round(numbers / sum(weight.numel() for weight in weights.values()))

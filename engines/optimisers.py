@@ -65,6 +65,7 @@ def collect_parameter_specs(
     found: dict[int, ParameterSpec] = {}
     for prefix, owner in zip(OWNERS.values(), (model, loss), strict=True):
         for name, weight in owner.named_parameters() if isinstance(owner, nn.Module) else ():
+            # Weights tied between model and loss: on ranks the loss has its own copy, which would be trained apart.
             if id(weight) in found:
                 if prefix + name not in used:
                     continue
@@ -136,6 +137,11 @@ def make_on_rank(
     Groups without a weight of this rank are empty. Raises PlanError as `make_optimiser` does, and if the function
     freezes one of `weights`.
     """
+    # The function sees the whole model on every rank. Placeholders of other ranks' parameters share one zero each:
+    #
+    #     model      a  b  c  d
+    #     rank 0     a  b  .  .        groups as the function makes them, then only a and b are kept
+    #     rank 1     .  .  c  d
     device = next((weight.device for weight in weights.values()), torch.device("cpu"))
     named = {spec.name: weights[spec.key] if spec.key in weights else spec.make_placeholder(device) for spec in specs}
     made = make_optimiser(function, named)

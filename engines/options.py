@@ -79,6 +79,7 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     for field in fields(Plan):
         names = [f"--{field.name.replace('_', '-')}", *aliases.get(field.name, ())]
         told: dict[str, Any] = {"dest": field.name, "help": HELP[field.name]}
+        # A switch that is off has no opposite flag; one that is on can be turned off by `--no-NAME`.
         if field.default is False:
             flags.add_argument(*names, action="store_true", **told)
         elif field.default is True:
@@ -174,5 +175,6 @@ def make_recipe(options: argparse.Namespace, ranks: int, world: World | None = N
     trace = partial(trace_model, model, wanted, shape, loss, device=device)
     if (changed := describe_precision_change(model, loss, wanted)) and (world is None or world.rank == 0):
         warnings.warn(changed, stacklevel=2)
+    # Every rank has built the model itself, from the same seed; only the trace is shared.
     graph = run_on_first(world, trace) if world else trace()
     return model, prepare(model, wanted, shape, loss, moves, device=device, clip_norm=clip_norm, graph=graph)

@@ -89,6 +89,7 @@ class ReferenceTraining:
         self.precision, self.dtype = dtype, torch.promote_types(dtype, torch.float32)
         self.model = copy.deepcopy(model).to(self.device, self.dtype)
         self.loss = copy.deepcopy(loss).to(self.device, self.dtype) if isinstance(loss, nn.Module) else loss
+        # The function may freeze weights, so that what is trained is known only after it was called.
         trains = any(weight.requires_grad for weight in self.weights.values())
         made = make_optimiser(optimiser, self.weights) if trains else None
         self.trained = [weight for weight in self.weights.values() if weight.requires_grad]
@@ -115,6 +116,8 @@ class ReferenceTraining:
         self.losses = []
         parts = {name: tensor.chunk(self.micro_batches) for name, tensor in batch.items()}
         if self.whole_loss:
+            # A loss of the whole batch is computed once, from the outputs of all micro-batches; their graphs stay until
+            # then.
             outputs = []
             for images in (part.to(self.device) for part in parts["images"]):
                 with self._make_rng_mode(), self._make_autocast(images):
@@ -152,6 +155,7 @@ class ReferenceTraining:
 
     def _update(self, optimiser: torch.optim.Optimizer) -> None:
         self.scaler.unscale_(optimiser)
+        # Clipping bounds the true gradients, so that the loss scale is divided out first.
         if self.rules.clip_norm is not None:
             nn.utils.clip_grad_norm_(self.trained, self.rules.clip_norm)
         self.rates.append([float(group.get("lr", 1.0)) for group in optimiser.param_groups])
@@ -269,6 +273,7 @@ def compare(oracle: TrainingRecord, ranks: Sequence[TrainingRecord]) -> Comparis
     )
     worst_rel, worst = max((each for step in steps for each in step.compute_by_name()), default=(0.0, ""))
     return Comparison(
+        # A value that no rank has makes the result infinite: a comparison of what is there would call it right.
         loss_rel=max(_replace_nan(abs(mine - theirs) / max(abs(theirs), 1e-300)) for mine, theirs in losses)
         if told
         else math.inf,

@@ -45,6 +45,8 @@ class RateLimiter:
     def allow(self, text: str) -> bool:
         """Return whether there is room for one more line, and count the line."""
         now_s = self._clock()
+        # A token bucket: room grows by `_per_s` characters each second up to `_most`, and each line takes its share of
+        # it.
         self._room = min(self._most, self._room + (now_s - self._at_s) * self._per_s)
         self._at_s, cost = now_s, len(text) + _EACH
         # Hysteresis: after a flood, wait until half of the room is free. Otherwise every second line would be a note.
@@ -81,6 +83,10 @@ class LineBuffer:
 
     def write(self, stream: str, text: str) -> None:
         """Write any part of a text. A carriage return restarts its line, as in a progress bar."""
+        # Prints arrive in pieces, and a rank's threads may print at once:
+        #
+        #     "loss 0.1"     " ok\nstep"                 " 2\rstep 3"
+        #     kept           one line; "step" is kept    "step 3" is kept, since \r starts the line anew
         with self._lock:
             *lines, begun = (self._begun[stream] + text).split("\n")
             for line in lines:
@@ -176,6 +182,8 @@ class _StreamRedirection:
                     before = getattr(sys, name)
                     self.streams.append((name, before, RankStream(name, before, whose)))
                     setattr(sys, name, self.streams[-1][2])
+                # `logging.StreamHandler` holds the stream itself: replacing `sys.stderr` alone would miss all log
+                # lines.
                 _redirect_handlers((before, mine) for _, before, mine in self.streams)
 
     def end(self) -> None:

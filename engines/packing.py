@@ -34,6 +34,7 @@ class _Pickler(cloudpickle.Pickler):
             and obj.untyped_storage().nbytes() > obj.nbytes
         ):
             return obj.clone().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        # By these names the sender knows which modules ranks will import.
         if isinstance(obj, FunctionType | type):
             self.modules.add(obj.__module__)
         elif isinstance(obj, ModuleType):
@@ -58,6 +59,7 @@ def _pickle_by_value(by_value: Collection[str]) -> Iterator[None]:
         yield
         return
     with _registry:
+        # A module that the user has registered already stays registered afterwards.
         named = {module.__name__: module for module in map(sys.modules.__getitem__, by_value)}  # some have two names
         mine = [named[name] for name in named.keys() - cloudpickle.list_registry_pickle_by_value()]
         for module in mine:

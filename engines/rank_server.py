@@ -111,6 +111,7 @@ class Failure:
         while link is not None:
             chain.append(link)
             link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+        # Frames are strings and numbers, so that the notebook needs none of the rank's modules to read them.
         links = tuple((f"{type(each).__name__}: {each}", tuple(_select_frames(each))) for each in reversed(chain))
         # It only follows from another rank's failure, or from an interrupt, if any exception of its chain does.
         released = any(
@@ -164,9 +165,11 @@ def execute(host: RankServer, common: bytes, own: bytes, followed: NotebookImpor
             except ImportError as error:
                 raise make_import_error(error) from error
             host.board.report(getattr(function, "__qualname__", repr(function)).encode())
+            # A debug step is stopped between two instructions, with messages under way: other work must not meet them.
             if not getattr(function, "allow_during_step", False):
                 host.abort_debug_step()
             return _pack_reply(host, function(host, *args, *own_args), before)
+        # SystemExit and interrupts too: an exception that left here would end the rank without a word to the notebook.
         except BaseException as error:
             return _abort_and_reply(host, error, before)
 
@@ -207,6 +210,7 @@ def _get_server() -> RankServer:
     way = sys.stdout
 
     def emit(line: OutputLine) -> None:
+        # mpiexec forwards this line among others of all ranks; the line break before it ends whatever C code has begun.
         way.write(f"\n{SPOKEN}{json.dumps([line.stream, line.text])}\n")
 
     output = host.board.output = LineBuffer(emit, way.flush)

@@ -37,6 +37,9 @@ def order_search_path(paths: Iterable[str]) -> list[str]:
     >>> ordered.index("") > ordered.index(sysconfig.get_path("stdlib"))
     True
     """
+    # A file `random.py` of the user's must not hide the standard library's, but may hide an installed package's:
+    #
+    #     standard library | PYTHONPATH, working folder | this package's folder | installed packages
     known = list(dict.fromkeys(paths))
     standard = [path for path in known if _is_standard(path)]
     return [*standard, *(path for path in known if path not in standard), *([_HOME] * (_HOME not in known))]

@@ -42,6 +42,8 @@ class _Supervisor:
     """The parent of a rank's process. `told` is the last stall that was reported."""
 
     def __init__(self, command: Sequence[str]) -> None:
+        # mpiexec -- supervisor (what MPI takes for the rank)
+        #                `-- rank: writes its status to a file that both have mapped, dies with the supervisor
         self.rank = next((int(os.environ[name]) for name in RANK_NAMES if name in os.environ), 0)
         self.parent = os.getppid()
         self.told: tuple[RankStatus | None, bool] | None = None
@@ -63,6 +65,7 @@ class _Supervisor:
         while True:
             with suppress(subprocess.TimeoutExpired):
                 return self.process.wait(_LOOK_S)
+            # A process whose parent has died belongs to another one: mpiexec or its daemon is gone.
             if os.getppid() != self.parent:
                 self.process.kill()
             self._report_progress()
@@ -95,6 +98,7 @@ class _Supervisor:
 
     def _write(self, line: dict[str, object]) -> None:
         self.said_s = time.monotonic()
+        # One write of less than PIPE_BUF bytes is atomic: the rank writes to the same pipe.
         os.write(1, f"\n{MARK}{json.dumps(line)}\n".encode())
 
 

@@ -39,6 +39,11 @@ class TraceCache:
     loss: Loss
     labels: TensorSpec | Tensor | None = None
     device: str = "auto"
+    # Three levels, from what costs seconds to what costs nothing:
+    #
+    #     _traces   by image and label specs and precision           one run of the model
+    #     _graphs   by micro-batch, precision and share              a trace, with that of a rank's share
+    #     _wholes   the same, by the number of micro-batches too     the graph with the whole batch's loss
     _graphs: dict[Hashable, ModelGraph] = field(default_factory=dict, repr=False, compare=False)
     _wholes: dict[Hashable, ModelGraph] = field(default_factory=dict, repr=False, compare=False)
     _traces: dict[Hashable, ModelGraph] = field(default_factory=dict, repr=False, compare=False)
@@ -95,6 +100,7 @@ class TraceCache:
 
         Their number matters only to losses that are sums, which are multiplied by it.
         """
+        # None: a loss that does not depend on the number of micro-batches serves every number.
         for known in ((key, None), (key, plan.micro_batches)):
             if known in self._wholes:
                 return self._wholes[known]

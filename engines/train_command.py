@@ -45,6 +45,7 @@ def run_train(world: World, arguments: Sequence[str]) -> bool:
     def smaller(images: int) -> Recipe:  # collective: rank 0 traces the model for all
         return run_on_first(world, lambda: make_smaller_recipe(recipe, traces, images))
 
+    # Before the first step: a plan that cannot divide the last step of an epoch should not fail an hour later.
     if rest := run_on_all(
         world, lambda: count_left_over(len(images), recipe, feeding.steps, feeding.drop_last), PlanError
     ):
@@ -54,6 +55,7 @@ def run_train(world: World, arguments: Sequence[str]) -> bool:
         held_out = HeldOutSet(model, loss, recipe, others, chosen.on_bad_image)
         evaluation = RankEvaluation(world, training, held_out.forward, recipe.step_specs["labels"], held_out.images)
         evaluate = partial(evaluate_on_ranks, world, training, held_out, evaluation)
+    # Rank 0 writes the log; if it cannot, all ranks must stop with the same error, and none wait for the others.
     log = run_on_all(world, lambda: EpochLog(chosen.log) if chosen.log and not world.rank else None, PlanError)
     with RankTrainLoop(world, training, recipe.step_specs, images, feeding) as course, ExitStack() as stack:
         if log is not None:

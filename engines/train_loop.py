@@ -135,6 +135,7 @@ def collect_stats(
 
 def merge_stats(ranks: Sequence[RankStepStats]) -> StepResult:
     """Merge the statistics of all ranks into the result of a step."""
+    # Several ranks may report the loss of one micro-batch: by its number it counts once.
     losses = {number: loss for heard in ranks for number, loss in heard.losses.items()}
     seconds, wait_s = max(heard.seconds for heard in ranks), max(heard.wait_s for heard in ranks)
     first, counts = ranks[0], sum_counts(heard.counts for heard in ranks)
@@ -182,6 +183,8 @@ class CollectiveTrainLoop:
         """Run the next step, and return its result on every rank."""
         heard = self.course.step()
         if isinstance(heard, NotReady) and self.smaller:
+            # All ranks learn of the smaller step at the same place, so that preparing it may be collective. Then try
+            # again.
             self.course.training.add_size(self.smaller(heard.images))
             return self.step()
         return None if heard is None else merge_stats(self.course.world.all_gather(heard))
@@ -195,9 +198,11 @@ def run(
     An epoch that has already begun counts as one. `begun` are its steps to include in the epoch's result, and `is_over`
     says that they are all of its steps. Between two results the caller may save the training, or stop.
     """
+    # `said`: how many bad images the events have named so far, `judged`: those of the held-out images.
     said, judged = len(course.bad), set[str]()
     for number in range(epochs):
         steps = list(begun) if number == 0 else []
+        # A training resumed exactly at the end of an epoch still owes that epoch's result, but no step.
         more = number > 0 or not is_over
         while more:
             step = course.step()

@@ -124,6 +124,7 @@ def make_datasets(chosen: argparse.Namespace, images_per_step: int) -> tuple[Lab
         raise PlanError("--validate-path and --held-out both say which images are judged by. Give one of them.")
     images, others = make_dataset(chosen, images_per_step), None
     crops = _CROP in chosen.augment
+    # Held-out images are not augmented; where training takes random crops, they are cropped as well.
     judged = {**vars(chosen), "augment": (), "fit": "crop" if crops else chosen.fit}
     if chosen.validate_path:
         judged |= {"datapath": chosen.validate_path, "names": getattr(images, "names", None), "test": True}

@@ -135,6 +135,7 @@ class Recipe:
 
         Raises TraceError if a weight has no values.
         """
+        # A meta tensor has a shape and no values, and would fail on the rank, far from its cause.
         if absent := [name for name in (*program.weights, *program.buffers) if self.state[name].is_meta]:
             raise TraceError(
                 f"{to_user_name(absent[0])} of the model is on the meta device and has no values. Make the model on "
@@ -188,6 +189,7 @@ def prepare(
         check_scheduler(
             scheduler, make_optimiser(optimiser, {spec.name: spec.make_placeholder() for spec in parameters})
         )
+    # An optimiser for GPUs only (fused kernels) cannot step here: its trial is skipped unless ranks use the CPU.
     on_cpu = device in ("auto", "cpu") and choose_autocast_type(device) == "cpu"
     check_on_ranks(optimiser, parameters, state, [graph.trainable & set(p.weights) for p in programs], on_cpu)
     names = collect_state_names(model, loss, used)
@@ -298,6 +300,7 @@ class RankTraining:
             offloader = Offloader(OffloadStore(), stays, reads_files=self.device.type == "cpu")
             self._make_lane = partial(EagerOffloadingMicroBatch, offloader=offloader)
         self._make_segment = SegmentCompiler() if recipe.plan.compile_segments else Segment
+        # One setup for each number of images in a step; weights, buffers and optimiser are the same in all of them.
         found = self._make_setup(recipe, program, recipe.make_optimiser(self.weights), recipe.rules)
         self.images = count_step_images(recipe)
         self.sizes = {self.images: found}
@@ -409,6 +412,7 @@ class RankTraining:
             self.recent.append(loss)
         self.use_size(images or self.images)
         use_threads(self.threads)
+        # Connected anew after a failure: the old connections do not survive the world's recovery.
         self.worker.connect()
         for weight in self.weights.values():
             weight.grad = None
@@ -476,10 +480,12 @@ def cut_inputs(program: Program, inputs: Mapping[str, Tensor]) -> dict[int, dict
 
 def _cut_part(whole: Tensor, feed: ShardSpec, number: int, micro_batches: int) -> Tensor:
     """Return a micro-batch's images, or the share of its images and pixels that `feed` names."""
+    # whole (N, C, H, W)  --chunk-->  micro-batch  --images-->  share  --rows, cols-->  tile
     part = whole.chunk(micro_batches)[number] if micro_batches > 1 else whole
     if feed.tile is not None and feed.tile.images is not None:
         part = part.narrow(0, feed.tile.images.start, len(feed.tile.images))
     if feed.tile is not None and feed.axes is not None:
         for axis, span in zip(feed.axes, (feed.tile.rows, feed.tile.cols), strict=True):
             part = part.narrow(axis, span.start, len(span))
+    # Not a view: pickling would send the whole batch, and a kernel would read with the strides of the whole image.
     return part.contiguous()

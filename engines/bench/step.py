@@ -61,11 +61,11 @@ def bench_step(
         world.barrier()
     images, answer = recipe.step_specs["images"].shape[0], None
     if alone:
+        # The profiled step comes last: a profiler slows down what it watches.
         torch.set_num_threads(threads)
         answer = _make_line(
             ranks_s[1:], alone_s[1:], images, threads, measure_arithmetic_share(lambda: alone.step(batch))
         )
-    # The profiled step comes last: a profiler slows down what it watches.
     line = world.all_gather(answer)[0]
     return {**line, "phases": compute_shares(world.all_gather(spent))}
 
