@@ -37,14 +37,14 @@ __all__ = ["main"]
 
 # PyTorch's messages: on a CPU, memory that runs out has no exception type of its own.
 _NO_MEMORY = re.compile(r"can't allocate memory|not enough memory|out of memory|bad_alloc", re.IGNORECASE)
-_ASKED = re.compile(r"tried to allocate (\d+) bytes")
 
 Command = Callable[[World, Sequence[str]], bool]
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run one command on this rank; rank 0 prints one line of JSON, or a one-line error."""
-    name, rest = _split(arguments)
+    words = 2 if arguments[:1] == ["bench"] else 1
+    name, rest = " ".join(arguments[:words]), arguments[words:]
     if name == "gpu-check":
         from engines.bench.gpu_check import run_gpu_checks
 
@@ -61,6 +61,7 @@ def main(arguments: Sequence[str]) -> int:
 
     world = MpiWorld()
     if world.rank:
+        # Every rank runs the same command, and would print the same lines.
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 (only rank 0 prints, whatever the user's model prints)
     try:
         world.exit_process(0 if _run_command(name, world, rest) else 1)
@@ -71,6 +72,7 @@ def main(arguments: Sequence[str]) -> int:
         _print_error(world, str(stopped))
         world.exit_process(128 + stopped.number)
     except RankError as error:  # raised on one rank; `abort` releases the others
+        # A rank that only stopped waiting has nothing to tell: the rank that failed prints the cause.
         if not isinstance(error, ReleasedError):
             print(f"rank {world.rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         world.abort()
@@ -90,17 +92,11 @@ def _run_command(name: str, world: World, arguments: Sequence[str]) -> bool:
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RankError) or not (isinstance(error, MemoryError) or _NO_MEMORY.search(str(error))):
             raise
-        asked = _ASKED.search(str(error))
+        asked = re.search(r"tried to allocate (\d+) bytes", str(error))
         told = f" ({format_bytes(int(asked[1]))} were asked for at once)" if asked else ""
         raise RankError(
             f"there is not enough memory for what the flags ask{told}. Use more ranks or tiles, or smaller images."
         ) from error
-
-
-def _split(arguments: Sequence[str]) -> tuple[str, Sequence[str]]:
-    """Split `bench step --x` into `bench step` and [`--x`]."""
-    words = 2 if arguments[:1] == ["bench"] else 1
-    return " ".join(arguments[:words]), arguments[words:]
 
 
 def _print_error(world: World, text: str) -> None:
@@ -131,16 +127,12 @@ def _predict(world: World, arguments: Sequence[str]) -> bool:
 def _verify(world: World, arguments: Sequence[str]) -> bool:
     """Compare ranks to one process over three optimiser steps."""
     flags = options.make_parser("Compare a plan on the ranks with the plain model in one process.")
-    chosen = flags.parse_args([*_get_default_flags("float64", arguments), *arguments])
+    given = any(argument.split("=")[0] in ("--dtype", "--precision") for argument in arguments)
+    chosen = flags.parse_args([*([] if given else ["--dtype", "float64"]), *arguments])
     model, recipe = options.make_recipe(chosen, world.size, world)
     line = verify(world, recipe, model, nn.CrossEntropyLoss(), chosen.seed)
     _print(world, line)
     return bool(line["ok"])
-
-
-def _get_default_flags(precision: str, arguments: Sequence[str]) -> list[str]:
-    given = any(argument.split("=")[0] in ("--dtype", "--precision") for argument in arguments)
-    return [] if given else ["--dtype", precision]
 
 
 def _run_bench_step(world: World, arguments: Sequence[str]) -> bool:
@@ -258,6 +250,7 @@ def _run_bench_overhead(world: World, arguments: Sequence[str]) -> bool:
     flags = options.FlagParser(description="Measure what an instruction of a program costs beside its kernels.")
     flags.add_argument("--iterations", type=options.parse_positive, default=7)
     chosen = flags.parse_args(arguments)
+    # It needs one rank; the others wait, so that they do not take its cores.
     if world.rank == 0:
         _print(world, bench_overhead(chosen.iterations))
     world.barrier()

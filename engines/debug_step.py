@@ -22,9 +22,6 @@ from engines.training import RankTraining, StepReport
 
 __all__ = ["MessageEffect", "RankStepper", "StepState", "ViewRequest", "ViewResult"]
 
-_WATCHED_BYTES = 1 << 26
-"""Larger exchanges are carried out without copies of their effects."""
-
 
 @dataclass(frozen=True, slots=True)
 class StepState:
@@ -100,30 +97,30 @@ class RankStepper:
         use_threads(self.training.threads)  # per thread, and this one may differ from the one that started the step
         if worker.position < target:
             self._landings = []
-        while worker.position < target:
-            if worker.position == target - 1:
-                self._advance_recording()
-            else:
+        # Only the last instruction is recorded, the one that a notebook shows:
+        #
+        #     position ... target - 1        target
+        #     run, nothing kept              run; of an exchange: pixels before, arrived, and after each message
+        while worker.position < target - 1:
+            self.training.advance()
+        if worker.position < target:
+            carrier = None
+            exchange = get_received_exchange(worker.program.steps[worker.position].instruction)
+            # A larger exchange (64 MiB) is carried out without copies of its effects.
+            if exchange is not None and exchange.compute_bytes((*exchange.sends, *exchange.receives)) <= 1 << 26:
+                carrier = {**worker.runtime.exchange_runners, **worker.runtime.async_runners}[exchange.name]
+                carrier.received = self._landings
+            try:
                 self.training.advance()
+            finally:
+                if carrier is not None:
+                    carrier.received = None
         # Some transports progress a large message only while its sender polls: without this a receiver could block,
         # since this rank may have nothing more to run before the barrier.
         worker.flush_sends()
         worker.world.barrier()
         self.seconds += time.perf_counter() - start_s
         return self.standing
-
-    def _advance_recording(self) -> None:
-        """Run one instruction, and record the messages that it receives."""
-        worker = self.training.worker
-        exchange = get_received_exchange(worker.program.steps[worker.position].instruction)
-        if exchange is None or exchange.compute_bytes((*exchange.sends, *exchange.receives)) > _WATCHED_BYTES:
-            return self.training.advance()
-        carrier = {**worker.runtime.exchange_runners, **worker.runtime.async_runners}[exchange.name]
-        carrier.received = self._landings
-        try:
-            self.training.advance()
-        finally:
-            carrier.received = None
 
     @property
     def standing(self) -> StepState:
@@ -152,6 +149,7 @@ class RankStepper:
             return None
         try:
             found = self.training.worker.peek(name, micro_batch)
+        # Not made yet, released already, or another rank's: for a view that is no error.
         except PlanError:
             return None
         chosen = found.grad if gradient else found
@@ -159,23 +157,29 @@ class RankStepper:
 
     def view(self, look: ViewRequest | None) -> tuple[ViewResult | None, list[MessageEffect]]:
         """Return the requested view, reduced in size, and the effects of the last exchange."""
-        return (
-            (None, [])
-            if look is None
-            else (self._make_view(look), [_make_effect(each, look) for each in self._landings])
-        )
+        if look is None:
+            return None, []
 
-    def _make_view(self, look: ViewRequest) -> ViewResult | None:
+        def cut_plane(tensor: Tensor | None) -> Tensor | None:
+            """Cut one channel of a message at full scale, at most `bound_px` rows and columns."""
+            plane = None if tensor is None else _get_plane(_to_planes(tensor, look.axes), look)
+            return None if plane is None else plane[: look.bound_px, : look.bound_px].clone()
+
+        effects = [
+            MessageEffect(each.move, cut_plane(each.before), cut_plane(each.arrived), cut_plane(each.after))
+            for each in self._landings
+        ]
         found = self.get_tensor(look.name, look.micro_batch, look.gradient)
         if found is None:
-            return None
+            return None, effects
         planes = _to_planes(found, look.axes)
-        if look.image >= planes.shape[0]:
-            return None
-        block_px = max(1, math.ceil(max(planes.shape[2:]) / look.bound_px))
-        return ViewResult(
-            _reduce_plane(_get_plane(planes, look), block_px), block_px, tuple(found.shape), planes.shape[1]
-        )
+        plane = _get_plane(planes, look)
+        if plane is None:
+            return None, effects
+        block_px = max(1, math.ceil(max(plane.shape) / look.bound_px))
+        if block_px > 1 and plane.numel():
+            plane = functional.adaptive_avg_pool2d(plane[None], [math.ceil(side / block_px) for side in plane.shape])[0]
+        return ViewResult(plane.clone(), block_px, tuple(found.shape), planes.shape[1]), effects
 
     def drop(self) -> None:
         """Free all values of the step. Weights, buffers and the random seed are as before the step."""
@@ -185,6 +189,7 @@ class RankStepper:
 
 def _count_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the memory of the tensors' storages, each counted once."""
+    # Views share a storage, and so do a value and its window: the key counts it once.
     storages = {each.data_ptr(): each.nbytes() for each in (tensor.untyped_storage() for tensor in tensors)}
     return sum(storages.values())
 
@@ -198,26 +203,8 @@ def _to_planes(tensor: Tensor, axes: tuple[int, int] | None) -> Tensor:
     return moved.reshape(images, -1, *moved.shape[-2:])
 
 
-def _get_plane(planes: Tensor, look: ViewRequest) -> Tensor:
+def _get_plane(planes: Tensor, look: ViewRequest) -> Tensor | None:
+    """Return the requested (h, w) in float64 on the host; None if there is no such image."""
+    if look.image >= planes.shape[0]:
+        return None
     return planes[look.image, min(look.channel, planes.shape[1] - 1)].double().cpu()
-
-
-def _reduce_plane(plane: Tensor, block_px: int) -> Tensor:
-    if block_px == 1 or not plane.numel():
-        return plane.clone()
-    size = [math.ceil(side / block_px) for side in plane.shape]
-    return functional.adaptive_avg_pool2d(plane[None], size)[0]
-
-
-def _make_effect(landing: ReceivedMessage, look: ViewRequest) -> MessageEffect:
-    """Cut the pixels of one channel from a received message, at most `bound_px` rows and columns, at full scale."""
-
-    def cut_plane(tensor: Tensor | None) -> Tensor | None:
-        if tensor is None:
-            return None
-        planes = _to_planes(tensor, look.axes)
-        if look.image >= planes.shape[0]:
-            return None
-        return _get_plane(planes, look)[: look.bound_px, : look.bound_px].clone()
-
-    return MessageEffect(landing.move, cut_plane(landing.before), cut_plane(landing.arrived), cut_plane(landing.after))

@@ -22,6 +22,7 @@ Record = Mapping[str, float | int | None]
 def _format_csv(records: Iterable[Record]) -> str:
     text = io.StringIO()
     rows = list(records)
+    # A later training may have more columns (held-out images): the header has those of all records.
     writer = csv.DictWriter(text, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
@@ -29,22 +30,20 @@ def _format_csv(records: Iterable[Record]) -> str:
 
 
 def _parse_csv(text: str) -> list[Record]:
-    return [{name: _parse_number(word) for name, word in row.items()} for row in csv.DictReader(io.StringIO(text))]
+    def parse_number(word: str) -> float | int | None:
+        if not word:
+            return None
+        return int(word) if word.lstrip("-").isdecimal() else float(word)
 
-
-def _parse_number(word: str) -> float | int | None:
-    if not word:
-        return None
-    return int(word) if word.lstrip("-").isdecimal() else float(word)
-
-
-def _parse_json(text: str) -> list[Record]:
-    return [dict(record) for record in json.loads(text)]
+    return [{name: parse_number(word) for name, word in row.items()} for row in csv.DictReader(io.StringIO(text))]
 
 
 _FORMS: dict[str, tuple[Callable[[Iterable[Record]], str], Callable[[str], list[Record]]]] = {
     ".csv": (_format_csv, _parse_csv),
-    ".json": (lambda records: json.dumps(list(records), indent=1) + "\n", _parse_json),
+    ".json": (
+        lambda records: json.dumps(list(records), indent=1) + "\n",
+        lambda text: [dict(record) for record in json.loads(text)],
+    ),
     ".jsonl": (
         lambda records: "".join(json.dumps(record) + "\n" for record in records),
         lambda text: [dict(json.loads(line)) for line in text.splitlines()],
@@ -78,7 +77,12 @@ class EpochLog:
                 f"{self.path} is there already, and is no log of a training ({type(error).__name__}: {error}). "
                 "Name another file."
             ) from error
-        self._board = _make_summary_writer(self.path.with_suffix(".tensorboard"))
+        self._board: Any = None
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:  # TensorBoard is optional
+            return
+        self._board = SummaryWriter(str(self.path.with_suffix(".tensorboard")))
 
     def add(self, record: Record) -> None:
         """Add a record. If it cannot be written (a full disk), a warning is issued and the training continues."""
@@ -94,6 +98,7 @@ class EpochLog:
             self._board.flush()
 
     def _save(self) -> None:
+        # A reader, or a crash, sees the old file or the new one, and never half of one: write beside it, sync, rename.
         beside = self.path.with_name(f".{self.path.name}.{os.getpid()}.new")
         try:
             with beside.open("w", encoding="utf-8") as file:
@@ -114,12 +119,3 @@ class EpochLog:
 
     def __exit__(self, *failure: object) -> None:
         self.close()
-
-
-def _make_summary_writer(folder: Path) -> Any:
-    """Make a TensorBoard writer, or return None if TensorBoard is not installed."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        return None
-    return SummaryWriter(str(folder))

@@ -20,25 +20,23 @@ __all__ = [
 ]
 
 
-_INSIDE = tuple(f"{Path(__file__).parents[1] / package}{os.sep}" for package in ("engines", "mpi4dl_nb"))
-_MACHINERY = tuple(f"{os.sep}{package}{os.sep}" for package in ("IPython", "ipykernel"))
-
-
 class Mpi4dlError(Exception):
     """The base class of all errors that this package raises on purpose."""
 
     def _render_traceback_(self) -> list[str]:
-        """Return the text for a notebook: the user's own lines, the message and its notes.
+        """Return the text for a notebook (IPython calls this): the user's own lines, the message and its notes.
 
         `__traceback__` stays complete.
         """
-        frames = [each for each in traceback.extract_tb(self.__traceback__) if _is_user_code(each.filename)]
+        ours = tuple(f"{Path(__file__).parents[1] / package}{os.sep}" for package in ("engines", "mpi4dl_nb"))
+        notebook = [f"{os.sep}{package}{os.sep}" for package in ("IPython", "ipykernel")]
+        frames = [
+            frame
+            for frame in traceback.extract_tb(self.__traceback__)
+            if not frame.filename.startswith(ours) and not any(part in frame.filename for part in notebook)
+        ]
         name = type(self).__name__
         return ["".join(traceback.format_list(frames)), f"{name}: {self}", *getattr(self, "__notes__", ())]
-
-
-def _is_user_code(file: str) -> bool:
-    return not file.startswith(_INSIDE) and not any(part in file for part in _MACHINERY)
 
 
 class PlanError(Mpi4dlError, ValueError):
@@ -98,6 +96,7 @@ class LossError(RankError):
         """Return the same error with another cause, found by more ranks."""
         head, _, _ = str(self).partition(_UNCHANGED)
         found = LossError(f"{head}{_UNCHANGED} {cause}", self.rank, self.remote_traceback)
+        # A new exception does not inherit the notes of the old one.
         for note in getattr(self, "__notes__", ()):
             found.add_note(note)
         return found

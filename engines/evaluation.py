@@ -37,8 +37,6 @@ __all__ = ["HeldOutSet", "PredictedBatch", "RankEvaluation", "collect_state_dict
 
 State = Mapping[str, Tensor]
 
-_INPUTS = ("images", "labels")
-
 
 @dataclass(frozen=True)
 class PredictedBatch:
@@ -76,6 +74,7 @@ class RankEvaluation:
         self.world, self.training, self.recipe, self.images = world, training, recipe, images
         self.specs = {**recipe.step_specs, "labels": labels}
         ignored = find_ignored_label(training.graph)
+        # Rank 0 alone evaluates: it reads the labels whole, whatever part of them it has in training.
         self.labels = None if world.rank else ShardReader(_LabelsOnly(), images, self.specs, ignored)
 
     def begin(self) -> None:
@@ -88,6 +87,8 @@ class RankEvaluation:
         step = [(number, None) for number in numbers]
         bad: dict[int, str] = {}
         read = {part: self._read(part, step, bad) for part in (self.own, self.labels) if part is not None}
+        # All ranks must agree before anyone predicts: a rank that cannot read its pixels would leave the others waiting
+        # in the first exchange. Reversed, so that the text of the lowest rank wins.
         found = {number: text for each in reversed(self.world.all_gather(bad)) for number, text in each.items()}
         if found:
             return PredictedBatch({}, None, found)
@@ -133,6 +134,7 @@ class HeldOutSet:
         """
         plan, images = self.recipe.plan, self.recipe.graph.inputs["images"]
         shape = (images.shape[0] * plan.parts, *images.shape[1:])
+        # The state stays empty: ranks predict with the weights that they train, without copies.
         made = replace(prepare_prediction(self.model, plan, shape, self.recipe.device), state={})
         step = made.step_specs["images"].shape[0]
         if is_batch_dependent(made.graph) and len(self.images) % step:
@@ -152,8 +154,13 @@ class HeldOutSet:
 
         `ranks` returns the ranks' tensors, which are needed if the loss has some. Raises ImageError.
         """
+        loss = copy.deepcopy(self.loss)
+        if isinstance(loss, nn.Module):
+            if self.recipe.names.get("loss", StateNames()).names:
+                loss.load_state_dict(collect_state_dict(self.recipe, ranks(), "loss"))
+            loss.to(getattr(torch, self.recipe.graph.inputs["images"].dtype)).eval()
         bad: dict[int, str] = {}
-        steps = list(self._score_steps(ask, bad, self._make_loss(ranks)))
+        steps = list(self._score_steps(ask, bad, loss))
         if not steps:
             raise ImageError(
                 f"None of the {len(self.images)} held-out images can be read, the first one: {next(iter(bad.values()))}"
@@ -168,7 +175,8 @@ class HeldOutSet:
         graph, plan = self.recipe.graph, self.recipe.plan
 
         def trace_images(images: int) -> ModelGraph:
-            specs = (replace(graph.inputs[name], shape=(images, *graph.inputs[name].shape[1:])) for name in _INPUTS)
+            inputs = (graph.inputs["images"], graph.inputs["labels"])
+            specs = (replace(spec, shape=(images, *spec.shape[1:])) for spec in inputs)
             return trace(model, judge, *specs, plan.precision, choose_autocast_type(self.recipe.device))
 
         model, judge = copy.deepcopy(self.model).eval(), self.loss  # batch norm may reject one image in training
@@ -186,10 +194,13 @@ class HeldOutSet:
             if not answers:
                 yield [], Counts()
                 continue
+            # The step is filled up with copies of its last image: only the first `members` are evaluated.
             labels = next(answer.labels for answer in answers if answer.labels is not None)[:members]
             whole = join_predictions(
                 self.programs, [answer.parts for answer in answers], graph.specs[graph.prediction]
             )[:members]
+            # A loss of half-precision predictions would lose digits that training keeps (autocast computes losses in
+            # float32).
             whole = whole.to(torch.promote_types(whole.dtype, torch.float32))
             pairs = zip(whole.split(1), labels.split(1), strict=True)
             found = [
@@ -211,14 +222,6 @@ class HeldOutSet:
             waiting = [number for number in waiting if number not in found] if found else waiting[size:]
             if not found:
                 yield len(members), answers
-
-    def _make_loss(self, ranks: Callable[[], Sequence[Mapping[str, State]]]) -> Loss:
-        loss = copy.deepcopy(self.loss)
-        if isinstance(loss, nn.Module):
-            if self.recipe.names.get("loss", StateNames()).names:
-                loss.load_state_dict(collect_state_dict(self.recipe, ranks(), "loss"))
-            loss.to(getattr(torch, self.recipe.graph.inputs["images"].dtype)).eval()
-        return loss
 
 
 def collect_state_dict(recipe: Recipe, ranks: Sequence[Mapping[str, State]], owner: str = "model") -> dict[str, Tensor]:

@@ -35,6 +35,8 @@ def count_left_over(total: int, recipe: Recipe, steps: int | None, drop_last: bo
     An epoch has at most `steps` steps (None: no limit), and no smaller step if `drop_last` is set.
     Raises PlanError if the plan cannot divide them.
     """
+    # An epoch of 22 images in steps of 8:    8 | 8 | 6
+    # Without a full step before it there is nothing to be smaller than: the loader reports too few images instead.
     full, rest = divmod(total, count_step_images(recipe))
     if drop_last or not full or (steps is not None and steps <= full):
         return 0

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import product
 
 from engines.errors import PlanError
 from engines.plan import Plan
 from engines.spatial.tiles import Grid
 
 __all__ = ["Layout", "Pipeline", "Role", "StageRanks", "check_fits", "compute_threads"]
-
-_COUNTED = 256  # most ranks of a plan that an error lists stage by stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +66,17 @@ class Layout:
     @lru_cache(maxsize=16)
     def of(cls, plan: Plan) -> Layout:
         """Return the layout of a plan."""
-        size, directions = plan.replica_ranks, range(1 + plan.bidirectional)
-        stages = _make_stages(plan)
-        return cls(
-            tuple(
-                Pipeline(replica, direction, tuple(_place_stage(stage, size, replica, direction) for stage in stages))
-                for replica in range(plan.data_parallel)
-                for direction in directions
-            )
-        )
+        size, stages, pipes = plan.replica_ranks, _make_stages(plan), []
+        for replica, direction in product(range(plan.data_parallel), range(1 + plan.bidirectional)):
+            placed = []
+            for stage in stages:
+                # A mirrored copy runs through the same ranks from the last to the first:
+                #     direction 0   stage 0: 0 1 2 3   stage 1: 4
+                #     direction 1   stage 0: 4 3 2 1   stage 1: 0
+                ranks = (size - 1 - rank if direction else rank for rank in stage.ranks)
+                placed.append(replace(stage, ranks=tuple(replica * size + rank for rank in ranks)))
+            pipes.append(Pipeline(replica, direction, tuple(placed)))
+        return cls(tuple(pipes))
 
     @property
     def stages(self) -> tuple[StageRanks, ...]:
@@ -117,6 +118,7 @@ class Layout:
 
     def find_ranks(self, stages: Iterable[int]) -> tuple[int, ...]:
         """Return all ranks that hold one of these stages in any copy of the model, ascending."""
+        # Cached: the compiler asks for the same stages again and again.
         key = tuple(stages)
         if key not in self._groups:
             found = {rank for stage in key for pipe in self.pipes for rank in pipe.stages[stage].ranks}
@@ -137,6 +139,11 @@ def _make_stages(plan: Plan) -> list[StageRanks]:
 
     The stages after the spatial ones are dealt out to the ranks in turn, so that stages per rank are interleaved.
     """
+    # With spatial_size=1, 4 tiles, split_size=5 and two ranks behind (two stages for each of them):
+    #
+    #     rank     0 1 2 3   4   5
+    #     stage    0 0 0 0   1   2
+    #                        3   4
     found, first = [], 0
     for grid in plan.grids[: plan.spatial_size]:
         found.append(StageRanks(grid, tuple(range(first, first + grid.tiles))))
@@ -147,11 +154,6 @@ def _make_stages(plan: Plan) -> list[StageRanks]:
         start = turns[index % len(turns)]
         found.append(StageRanks(Grid(1, 1), tuple(range(start, start + plan.local_dp)), plan.local_dp))
     return found
-
-
-def _place_stage(stage: StageRanks, size: int, replica: int, direction: int) -> StageRanks:
-    ranks = (size - 1 - rank if direction else rank for rank in stage.ranks)
-    return StageRanks(stage.grid, tuple(replica * size + rank for rank in ranks), stage.shares)
 
 
 def compute_threads(plan: Plan, rank: int, cores: int, here: int | None = None) -> int:
@@ -171,6 +173,7 @@ def compute_threads(plan: Plan, rank: int, cores: int, here: int | None = None) 
     layout = Layout.of(plan)
     (role, *_) = layout.roles[rank]
     here = here or plan.ranks
+    # With one micro-batch the stages compute one after another, so that a stage's ranks have all cores to themselves.
     together = min(here, plan.ranks if plan.micro_batches > 1 else len(layout.stages[role.stage].ranks))
     left = together == 1 < min(here, plan.ranks) and cores > 2
     return max(1, cores // together - left)
@@ -180,15 +183,10 @@ def check_fits(plan: Plan, engines: int) -> None:
     """Raise PlanError unless a plan needs exactly `engines` ranks."""
     if plan.ranks != engines:
         times = f", {plan.data_parallel} times" if plan.data_parallel > 1 else ""
+        counts = ""
+        if plan.ranks <= 256:  # more than these are too many to read
+            counts = " + ".join(map(str, {s.ranks: len(s.ranks) for s in Layout.of(plan).stages}.values())) + " "
         raise PlanError(
-            f"The plan needs {plan.ranks} ranks ({_format_rank_counts(plan)}over {plan.split_size} stages{times}), but "
+            f"The plan needs {plan.ranks} ranks ({counts}over {plan.split_size} stages{times}), but "
             f"there are {engines}. Start {plan.ranks} ranks, or change split_size, spatial_size or num_spatial_parts."
         )
-
-
-def _format_rank_counts(plan: Plan) -> str:
-    """Format the ranks of each stage as `4 + 1 `; an empty string if there are too many to read."""
-    if plan.ranks > _COUNTED:
-        return ""
-    counts = {stage.ranks: len(stage.ranks) for stage in Layout.of(plan).stages}
-    return " + ".join(map(str, counts.values())) + " "

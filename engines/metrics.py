@@ -89,6 +89,7 @@ def count_predictions(scores: Tensor, labels: Tensor) -> Counts:
     truth = labels.to(guess)
     judged = (truth >= 0) & (truth < classes)
     guess, truth = guess[judged], truth[judged]
+    # Three histograms over the classes: right, predicted, true.
     each = (guess[guess == truth], guess, truth)
     found = (tuple(torch.bincount(numbers, minlength=classes).tolist()) for numbers in each)
     return Counts(*found, labels.dim() > 1)

@@ -7,6 +7,7 @@ import importlib
 import inspect
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from operator import attrgetter
 from typing import Any
@@ -19,10 +20,6 @@ from engines.errors import PlanError, TraceError
 
 __all__ = ["add_model_flags", "build_model"]
 
-_MODEL_ARGS = (
-    "JSON: an object of keywords, or a list of arguments; "
-    'an object {"PACKAGE.MODULE:CALLABLE": its arguments} in it is what that call returns'
-)
 _DEPTH, _CELLS, _FILTERS = 110, 18, 416  # defaults: the predecessor's ResNet and AmoebaNet
 
 Named = tuple[str, dict[str, Any]]
@@ -36,7 +33,12 @@ def add_model_flags(flags: argparse.ArgumentParser) -> None:
         default="engines.models:resnet110_v2",
         help=f"{', '.join(_SHORT)}, a name in engines.models, or PACKAGE.MODULE:CALLABLE that returns a plain module",
     )
-    flags.add_argument("--model-args", default="{}", help=_MODEL_ARGS)
+    flags.add_argument(
+        "--model-args",
+        default="{}",
+        help="JSON: an object of keywords, or a list of arguments; "
+        'an object {"PACKAGE.MODULE:CALLABLE": its arguments} in it is what that call returns',
+    )
     flags.add_argument("--num-classes", type=int, default=10, help="given to the model if it takes num_classes")
     flags.add_argument(
         "--num-layers",
@@ -56,7 +58,12 @@ def build_model(options: argparse.Namespace) -> nn.Module:
     """
     torch.manual_seed(options.seed)
     path, known = _SHORT[options.model](options) if options.model in _SHORT else _resolve_callable(options)
-    positional, keywords = _split_arguments(_build_values(_parse_model_args(options.model_args)))
+    try:
+        told = json.loads(options.model_args)
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"--model-args {options.model_args!r} is not JSON ({error}).") from error
+    # What `--model-args` says wins over what the other flags imply.
+    positional, keywords = _split_arguments(_build_values(told))
     model = _call(path, positional, {**_build_values(known), **keywords})
     if not isinstance(model, nn.Module):
         raise TraceError(f"{path} returned {type(model).__name__}, not a torch.nn.Module.")
@@ -67,14 +74,11 @@ def _resolve_callable(options: argparse.Namespace) -> Named:
     """Return the path of a callable, and the flags' values for which it has parameters."""
     ours = ":" not in options.model and options.model in models.__all__
     path = f"{models.__name__}:{options.model}" if ours else options.model
-    layers = options.num_layers
-    told = {
-        "num_classes": options.num_classes,
-        "num_layers": layers,
-        "depth": layers,
-        "num_filters": options.num_filters,
-    }
-    takes = _get_parameter_names(_import_callable(path))
+    told = {"num_classes": options.num_classes, "num_layers": options.num_layers, "depth": options.num_layers}
+    told["num_filters"] = options.num_filters
+    make, takes = _import_callable(path), ()
+    with suppress(TypeError, ValueError):  # some callables written in C have no signature
+        takes = tuple(inspect.signature(make).parameters)
     return path, {name: value for name, value in told.items() if value is not None and name in takes}
 
 
@@ -101,15 +105,8 @@ def _resolve_amoebanet(options: argparse.Namespace) -> Named:
             f"--num-layers {cells} --num-filters {filters}: an amoebanet has three equal groups of normal cells, so a "
             "multiple of 3 layers, and at least 8 filters. Use --num-layers 18 --num-filters 416, for instance."
         )
-    return "engines.models:amoebanetd", {
-        "num_layers": cells,
-        "num_filters": filters,
-        "num_classes": options.num_classes,
-    }
-
-
-def _resolve_unet(options: argparse.Namespace) -> Named:
-    return "engines.models.unet:UNet", {"num_classes": options.num_classes}
+    sizes = {"num_layers": cells, "num_filters": filters}
+    return "engines.models:amoebanetd", {**sizes, "num_classes": options.num_classes}
 
 
 def _resolve_resnet50(options: argparse.Namespace) -> Named:
@@ -129,16 +126,9 @@ def _resolve_resnet50(options: argparse.Namespace) -> Named:
 _SHORT: dict[str, Callable[[argparse.Namespace], Named]] = {
     "resnet": _resolve_resnet,
     "amoebanet": _resolve_amoebanet,
-    "unet": _resolve_unet,
+    "unet": lambda options: ("engines.models.unet:UNet", {"num_classes": options.num_classes}),
     "resnet50": _resolve_resnet50,
 }
-
-
-def _parse_model_args(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise PlanError(f"--model-args {text!r} is not JSON ({error}).") from error
 
 
 def _build_values(value: Any) -> Any:
@@ -172,10 +162,3 @@ def _import_callable(path: str) -> Callable[..., Any]:
         return attrgetter(name)(importlib.import_module(module))  # type: ignore[no-any-return]
     except (Exception, SystemExit) as error:
         raise TraceError(f"{path!r} cannot be imported ({error}). Name it PACKAGE.MODULE:CALLABLE.") from error
-
-
-def _get_parameter_names(make: Callable[..., Any]) -> Sequence[str]:
-    try:
-        return tuple(inspect.signature(make).parameters)
-    except (TypeError, ValueError):
-        return ()

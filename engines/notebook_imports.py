@@ -31,12 +31,6 @@ class NotebookImports:
     changed: tuple[str, ...] = ()
 
 
-_CHANGED = (
-    "the file of {0} has changed since the notebook imported it; reload it there (importlib.reload({0})), "
-    "and call again"
-)
-
-
 class _ImportBlocker(MetaPathFinder):
     """The first finder on `sys.meta_path`, which blocks imports of code that differs from the notebook's.
 
@@ -60,30 +54,35 @@ _paths: list[tuple[str, ...]] = []
 
 def sync_imports(told: NotebookImports) -> None:
     """Apply the notebook's latest imports. A module whose reload fails is blocked for code that imports it."""
+    # The search path is set only when it changes: `invalidate_caches` makes the next imports read all folders again.
     if _paths != [told.paths]:
         _paths[:] = [told.paths]
         sys.path[:] = order_search_path(told.paths)
         importlib.invalidate_caches()
         if os.environ.get(SAFE) == "rank":  # needed at start only: programs that users start must not inherit it
             del os.environ[SAFE]
+    # First on the path, so that no other finder loads the module before it is refused.
     if _refuser not in sys.meta_path:
         sys.meta_path.insert(0, _refuser)
-    _refuser.changed = {name: _CHANGED.format(name) for name in told.changed}
+    _refuser.changed = {
+        name: f"the file of {name} has changed since the notebook imported it; reload it there "
+        f"(importlib.reload({name})), and call again"
+        for name in told.changed
+    }
     for name, version in told.reloaded.items():
-        if name in sys.modules and _known.get(name) != version:
-            _reload_module(name)
-        elif _known.get(name) != version:
+        if _known.get(name) != version and name not in sys.modules:
             _refuser.failed.pop(name, None)
+        elif _known.get(name) != version:
+            try:
+                importlib.invalidate_caches()
+                importlib.reload(sys.modules[name])
+            except Exception as error:
+                # The half-executed module must not be used: the next import is refused with the reason, until the
+                # notebook reloads a version that works.
+                del sys.modules[name]
+                why = f"{type(error).__name__}: {error}"
+                _refuser.failed[name] = f"the notebook has reloaded {name}, but ranks cannot: {why}"
         _known[name] = version
-
-
-def _reload_module(name: str) -> None:
-    try:
-        importlib.invalidate_caches()
-        importlib.reload(sys.modules[name])
-    except Exception as error:
-        del sys.modules[name]
-        _refuser.failed[name] = f"the notebook has reloaded {name}, but ranks cannot: {type(error).__name__}: {error}"
 
 
 def make_import_error(error: ImportError) -> PlanError:

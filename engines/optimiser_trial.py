@@ -6,6 +6,7 @@ The optimiser is made with the model's real shapes. Steps are tried on a few sma
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,7 +26,6 @@ _STEPS = 3
 _OF_EACH_GROUP = 2  # weights per rank and group with which steps are tried: a norm over two differs from that of one
 _LARGEST = 1 << 20  # most elements of a weight with which steps are tried
 _COUNTED = 1 << 22  # most elements of all weights together on which optimiser states are counted
-_FAR = 1e-3  # tolerance relative to a weight's displacement: far more than rounding in float32
 
 
 def find_frozen(function: Optimiser, specs: Sequence[ParameterSpec]) -> frozenset[str]:
@@ -63,6 +63,7 @@ def check_groups(function: Optimiser, specs: Sequence[ParameterSpec], own: Mappi
     mine = {spec.name: own[spec.key] for spec in specs}
     requires = {name: weight.requires_grad for name, weight in mine.items()}
     try:
+        # The function may freeze parameters, here the user's own: `requires_grad` is put back in any case.
         pairs = zip(_find_groups(function, given).items(), _find_groups(function, mine).values(), strict=True)
         differing = [name for (name, on_rank), with_own in pairs if on_rank != with_own]
     finally:
@@ -133,6 +134,8 @@ class _OptimiserTrial:
         made = make_on_rank(self.function, specs, weights)
         for step in range(_STEPS):
             for number, spec in moved:
+                # Weights with equally large gradients would hide a norm over all of them: sizes differ by weight and by
+                # step.
                 size = 10.0 ** ((number + step) % 3 - 1)  # norms that change from step to step
                 weights[spec.key].grad = _make_random(spec, number + (1 + step) * len(specs), size)
             _step(made)
@@ -142,6 +145,8 @@ class _OptimiserTrial:
         self, holdings: Iterable[Collection[str]], options: Mapping[str, Mapping[str, Any]]
     ) -> frozenset[str]:
         """Choose the smallest weights of each group on each rank, so that every rank and every group is represented."""
+        # A coupling shows if two weights of one group lie on one rank and others elsewhere, so that two of each group
+        # on each rank are enough. The smallest ones keep the trial short.
         small = sorted((spec for spec in self.specs if _count_elements(spec) <= _LARGEST), key=_count_elements)
         chosen: set[str] = set()
         for held in holdings:
@@ -168,10 +173,19 @@ def check_on_ranks(
     """
     if not specs:
         return  # a model without weights trains nothing
+    # Ranks that hold the same weights (tiles of a stage, replicas) are tried once.
     trial, distinct = _OptimiserTrial(function, specs, state), list(dict.fromkeys(map(frozenset, holdings)))
+    #     whole                 one process with all weights: the options that each weight should have
+    #     held in distinct      each rank with its own weights: must agree with `whole`, weight by weight
+    #     few                   a sample of the weights; steps along the same gradients, together and rank by rank
     whole = trial.collect_options(frozenset().union(*distinct))
-    for held in distinct:
-        _check_options(trial.collect_options(held), whole)
+    for key, options in ((key, options) for held in distinct for key, options in trial.collect_options(held).items()):
+        if other := [name for name, value in options.items() if not _is_same(value, whole[key].get(name))]:
+            raise PlanError(
+                f"The optimiser's function gives {key} {other[0]}={options[other[0]]!r} on a rank that has not all "
+                f"weights, and {other[0]}={whole[key].get(other[0])!r} in one process. Let it choose by the names, "
+                "positions or shapes of the parameters, not by their values, by chance, or by how often it was called."
+            )
     few = trial.choose_sample(distinct, whole)
     if not few:
         return
@@ -213,19 +227,10 @@ def count_states(function: Optimiser, specs: Sequence[ParameterSpec]) -> int:
         return 0
     made = make_on_rank(function, specs, weights)
     _step(made)
+    # Scalars such as Adam's step count are no memory per element: `value.dim()` leaves them out.
     kept = (value for weight in weights.values() for value in made.state.get(weight, {}).values())
     numbers = sum(value.numel() for value in kept if isinstance(value, Tensor) and value.dim())
     return round(numbers / sum(weight.numel() for weight in weights.values()))
-
-
-def _check_options(rank: Mapping[str, Mapping[str, Any]], whole: Mapping[str, Mapping[str, Any]]) -> None:
-    for key, options in rank.items():
-        if other := [name for name, value in options.items() if not _is_same(value, whole[key].get(name))]:
-            raise PlanError(
-                f"The optimiser's function gives {key} {other[0]}={options[other[0]]!r} on a rank that has not all "
-                f"weights, and {other[0]}={whole[key].get(other[0])!r} in one process. Let it choose by the names, "
-                "positions or shapes of the parameters, not by their values, by chance, or by how often it was called."
-            )
 
 
 def _is_same(one: Any, other: Any) -> bool:
@@ -252,7 +257,8 @@ def _find_differing(
     def is_far(start: Tensor, end: Tensor, expected: Tensor) -> bool:
         if torch.allclose(end, expected, rtol=0, atol=0, equal_nan=True):
             return False
-        return not (end - expected).norm() <= _FAR * max((end - start).norm(), (expected - start).norm())
+        # Relative to the weight's displacement, and far more than rounding in float32; `not <=` catches nans.
+        return not (end - expected).norm() <= 1e-3 * max((end - start).norm(), (expected - start).norm())
 
     return frozenset(key for key, (start, end) in other.items() if is_far(start, end, one[key][1]))
 
@@ -263,7 +269,4 @@ def _make_random(spec: ParameterSpec, seed: int, size: float) -> Tensor:
 
 
 def _count_elements(spec: ParameterSpec) -> int:
-    size = 1
-    for count in spec.shape:
-        size *= count
-    return size
+    return math.prod(spec.shape)

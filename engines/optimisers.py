@@ -65,6 +65,7 @@ def collect_parameter_specs(
     found: dict[int, ParameterSpec] = {}
     for prefix, owner in zip(OWNERS.values(), (model, loss), strict=True):
         for name, weight in owner.named_parameters() if isinstance(owner, nn.Module) else ():
+            # Weights tied between model and loss: on ranks the loss has its own copy, which would be trained apart.
             if id(weight) in found:
                 if prefix + name not in used:
                     continue
@@ -105,7 +106,21 @@ def make_optimiser(function: Optimiser, named: Mapping[str, Tensor]) -> torch.op
             f"optimiser makes a {type(made).__name__}, not a torch.optim.Optimizer. Give a function of parameters that "
             "returns one, such as partial(torch.optim.SGD, lr=0.1)."
         )
-    _check_groups(made, named)
+    known = {id(weight) for weight in named.values()}
+    moved = [weight for group in made.param_groups for weight in group["params"]]
+    if foreign := [weight for weight in moved if id(weight) not in known]:
+        raise PlanError(
+            f"The optimiser has {len(foreign)} parameters that its function was not given, the first of shape "
+            f"{tuple(foreign[0].shape)}: they are not the weights that ranks train. Use the function's argument, as in "
+            "lambda params: torch.optim.SGD(params, lr=0.1), and not model.parameters()."
+        )
+    held = {id(weight) for weight in moved}
+    if missing := [name for name, weight in named.items() if weight.requires_grad and id(weight) not in held]:
+        raise PlanError(
+            f"The optimiser has no group for {len(missing)} of the {len(named)} parameters that its function was "
+            f"given: {format_names(missing)}. To freeze them call requires_grad_(False) on them, in the model or in "
+            "the function; otherwise put them into a group."
+        )
     if woken := [name for name in frozen if named[name].requires_grad]:
         raise PlanError(
             f"The optimiser's function sets requires_grad on {format_names(woken)}, which the model has frozen. Call "
@@ -122,6 +137,11 @@ def make_on_rank(
     Groups without a weight of this rank are empty. Raises PlanError as `make_optimiser` does, and if the function
     freezes one of `weights`.
     """
+    # The function sees the whole model on every rank. Placeholders of other ranks' parameters share one zero each:
+    #
+    #     model      a  b  c  d
+    #     rank 0     a  b  .  .        groups as the function makes them, then only a and b are kept
+    #     rank 1     .  .  c  d
     device = next((weight.device for weight in weights.values()), torch.device("cpu"))
     named = {spec.name: weights[spec.key] if spec.key in weights else spec.make_placeholder(device) for spec in specs}
     made = make_optimiser(function, named)
@@ -130,7 +150,14 @@ def make_on_rank(
             f"The optimiser's function has frozen {format_names(lost)} on a rank, but not before. Let it make the same "
             "optimiser whenever it is called."
         )
-    _keep_only(made, {id(weight) for weight in weights.values()})
+    # Only this rank's own weights stay in the optimiser; its groups stay, in their order.
+    kept = {id(weight) for weight in weights.values()}
+    for group in made.param_groups:
+        mine = [id(weight) in kept for weight in group["params"]]
+        for key in group.keys() & {"params", "param_names"}:
+            group[key][:] = list(compress(group[key], mine))
+    for weight in [key for key in made.state if isinstance(key, Tensor) and id(key) not in kept]:
+        del made.state[weight]
     return made
 
 
@@ -146,54 +173,16 @@ def _call_function(function: Optimiser, named: Mapping[str, Tensor]) -> Any:
             f"optimiser is a {type(function).__name__}, not a function. Ranks make it of their own weights: give a "
             "function of parameters, such as partial(torch.optim.SGD, lr=0.1)."
         )
-    pairs = _needs_names(function)
+    try:
+        pairs = next(iter(inspect.signature(function).parameters), None) == NAMED
+    except (TypeError, ValueError):  # some callables written in C have no signature
+        pairs = False
     try:
         return function(list(named.items()) if pairs else list(named.values()))
     except PlanError:
         raise
     except Exception as error:
-        advice = "" if pairs else _suggest_fix(error)
+        advice = ""
+        if not pairs and "unpack" in str(error):  # the function takes parameters for pairs
+            advice = f". It is given (name, parameter) pairs if its first argument is called {NAMED}."
         raise PlanError(f"The optimiser cannot be made: {type(error).__name__}: {error}{advice}") from error
-
-
-def _suggest_fix(error: Exception) -> str:
-    """Return advice for a function that unpacks parameters as if they were pairs."""
-    if "unpack" not in str(error):
-        return ""
-    return f". It is given (name, parameter) pairs if its first argument is called {NAMED}."
-
-
-def _needs_names(function: Optimiser) -> bool:
-    try:
-        arguments = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # some callables written in C have no signature
-        return False
-    return next(iter(arguments), None) == NAMED
-
-
-def _check_groups(made: torch.optim.Optimizer, named: Mapping[str, Tensor]) -> None:
-    known = {id(weight) for weight in named.values()}
-    moved = [weight for group in made.param_groups for weight in group["params"]]
-    if foreign := [weight for weight in moved if id(weight) not in known]:
-        raise PlanError(
-            f"The optimiser has {len(foreign)} parameters that its function was not given, the first of shape "
-            f"{tuple(foreign[0].shape)}: they are not the weights that ranks train. Use the function's argument, as in "
-            "lambda params: torch.optim.SGD(params, lr=0.1), and not model.parameters()."
-        )
-    held = {id(weight) for weight in moved}
-    if missing := [name for name, weight in named.items() if weight.requires_grad and id(weight) not in held]:
-        raise PlanError(
-            f"The optimiser has no group for {len(missing)} of the {len(named)} parameters that its function was "
-            f"given: {format_names(missing)}. To freeze them call requires_grad_(False) on them, in the model or in "
-            "the function; otherwise put them into a group."
-        )
-
-
-def _keep_only(made: torch.optim.Optimizer, kept: Collection[int]) -> None:
-    """Remove all parameters but those with these ids from the optimiser; its groups stay, in their order."""
-    for group in made.param_groups:
-        mine = [id(weight) in kept for weight in group["params"]]
-        for key in group.keys() & {"params", "param_names"}:
-            group[key][:] = list(compress(group[key], mine))
-    for weight in [key for key in made.state if isinstance(key, Tensor) and id(key) not in kept]:
-        del made.state[weight]

@@ -40,7 +40,6 @@ __all__ = [
 ]
 
 _SIDE = re.compile(r"\d{1,9}", re.ASCII)
-_SEEDS = range(-(1 << 63), 1 << 63)  # the seeds that torch accepts
 _OPTIMISERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": partial(torch.optim.SGD, momentum=0.9),
     "adam": torch.optim.Adam,
@@ -76,7 +75,17 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     flags.add_argument("--learning-rate", type=float, default=0.001)
     flags.add_argument("--clip-norm", type=float, default=None, help="bound of the norm of all gradients together")
     flags.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:1")
-    _add_plan_flags(flags)
+    for field in fields(Plan):
+        option = OPTIONS[field.name]
+        names = [f"--{field.name.replace('_', '-')}", *option.flags]
+        told: dict[str, Any] = {"dest": field.name, "help": option.help}
+        # A switch that is off has no opposite flag; one that is on can be turned off by `--no-NAME`.
+        if field.default is False:
+            flags.add_argument(*names, action="store_true", **told)
+        elif field.default is True:
+            flags.add_argument(*names, action=argparse.BooleanOptionalAction, default=True, **told)
+        else:
+            flags.add_argument(*names, type=parse_value, default=field.default, **told)
     return flags
 
 
@@ -103,33 +112,11 @@ def make_halo_parser() -> argparse.ArgumentParser:
 
 def make_halo_case(options: argparse.Namespace) -> HaloCase:
     """Make the case that the flags of the halo benchmark describe. Raises PlanError."""
-    wanted = Plan(
-        split_size=1,
-        num_spatial_parts=options.num_spatial_parts,
-        slice_method=options.slice_method,
-        precision=options.dtype,
-    )
+    tiles = {"num_spatial_parts": options.num_spatial_parts, "slice_method": options.slice_method}
+    wanted = Plan(split_size=1, precision=options.dtype, **tiles)
     shape = (options.batch_size, options.in_channels, *parse_image_size(options.image_size))
-    return HaloCase(
-        plan=wanted,
-        image_shape=shape,
-        out_channels=options.out_channels,
-        halo_px=options.halo_len,
-        device=options.device,
-    )
-
-
-def _add_plan_flags(flags: argparse.ArgumentParser) -> None:
-    for field in fields(Plan):
-        option = OPTIONS[field.name]
-        names = [f"--{field.name.replace('_', '-')}", *option.flags]
-        told: dict[str, Any] = {"dest": field.name, "help": option.help}
-        if field.default is False:
-            flags.add_argument(*names, action="store_true", **told)
-        elif field.default is True:
-            flags.add_argument(*names, action=argparse.BooleanOptionalAction, default=True, **told)
-        else:
-            flags.add_argument(*names, type=parse_value, default=field.default, **told)
+    channels, halo_px = options.out_channels, options.halo_len
+    return HaloCase(plan=wanted, image_shape=shape, out_channels=channels, halo_px=halo_px, device=options.device)
 
 
 def parse_positive(text: str) -> int:
@@ -148,7 +135,7 @@ def parse_seconds(text: str) -> float:
 
 def parse_seed(text: str) -> int:
     """Parse a 64-bit integer."""
-    if (found := int(text)) not in _SEEDS:
+    if (found := int(text)) not in range(-(1 << 63), 1 << 63):  # the seeds that torch accepts
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of 64 bits.")
     return found
 
@@ -186,11 +173,10 @@ def make_recipe(options: argparse.Namespace, ranks: int, world: World | None = N
     check_fits(wanted, ranks)
     model, loss = build_model(options), nn.CrossEntropyLoss()
     shape = get_image_shape(options)
-    trace = partial(trace_model, model, wanted, shape, loss, device=options.device)
-    moves = choose_optimiser(options)
+    device, clip_norm, moves = options.device, options.clip_norm, choose_optimiser(options)
+    trace = partial(trace_model, model, wanted, shape, loss, device=device)
     if (changed := describe_precision_change(model, loss, wanted)) and (world is None or world.rank == 0):
         warnings.warn(changed, stacklevel=2)
-    return model, prepare(
-        model, wanted, shape, loss, moves, device=options.device, clip_norm=options.clip_norm,
-        graph=run_on_first(world, trace) if world else trace(),
-    )  # fmt: skip
+    # Every rank has built the model itself, from the same seed; only the trace is shared.
+    graph = run_on_first(world, trace) if world else trace()
+    return model, prepare(model, wanted, shape, loss, moves, device=device, clip_norm=clip_norm, graph=graph)

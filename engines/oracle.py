@@ -71,10 +71,17 @@ class ReferenceTraining:
     """
 
     def __init__(
-        self, model: nn.Module, loss: Loss, optimiser: Optimiser, dtype: torch.dtype = torch.float32,
-        seed: int | None = None, micro_batches: int = 1, rules: UpdateRules | None = None,
-        device: torch.device | None = None, whole_loss: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module,
+        loss: Loss,
+        optimiser: Optimiser,
+        dtype: torch.dtype = torch.float32,
+        seed: int | None = None,
+        micro_batches: int = 1,
+        rules: UpdateRules | None = None,
+        device: torch.device | None = None,
+        whole_loss: bool = False,
+    ) -> None:
         self.device, self.whole_loss = device or torch.device("cpu"), whole_loss and micro_batches > 1
         self.seed, self.micro_batches, self.rules = seed, micro_batches, rules or UpdateRules()
         # Ranks seed micro-batch `number` of a step with `steps * micro_batches + number`, and count steps from 1.
@@ -82,6 +89,7 @@ class ReferenceTraining:
         self.precision, self.dtype = dtype, torch.promote_types(dtype, torch.float32)
         self.model = copy.deepcopy(model).to(self.device, self.dtype)
         self.loss = copy.deepcopy(loss).to(self.device, self.dtype) if isinstance(loss, nn.Module) else loss
+        # The function may freeze weights, so that what is trained is known only after it was called.
         trains = any(weight.requires_grad for weight in self.weights.values())
         made = make_optimiser(optimiser, self.weights) if trains else None
         self.trained = [weight for weight in self.weights.values() if weight.requires_grad]
@@ -108,7 +116,19 @@ class ReferenceTraining:
         self.losses = []
         parts = {name: tensor.chunk(self.micro_batches) for name, tensor in batch.items()}
         if self.whole_loss:
-            self._add_whole([images.to(self.device) for images in parts["images"]], batch["labels"].to(self.device))
+            # A loss of the whole batch is computed once, from the outputs of all micro-batches; their graphs stay until
+            # then.
+            outputs = []
+            for images in (part.to(self.device) for part in parts["images"]):
+                with self._make_rng_mode(), self._make_autocast(images):
+                    outputs.append(get_prediction(self.model(images.to(self.dtype))))
+                self.begun += 1
+            labels = batch["labels"].to(self.device)
+            with self._make_autocast(labels):
+                value = self.loss(merge_outputs(outputs), labels)
+            self.losses = [float(value.item())] * self.micro_batches
+            if self.optimiser:
+                self.scaler.scale(value).backward()
         else:
             for images, labels in zip(parts["images"], parts["labels"], strict=True):
                 self._add(images.to(self.device), labels.to(self.device))
@@ -126,19 +146,6 @@ class ReferenceTraining:
         if self.optimiser:
             self.scaler.scale(value / self.micro_batches).backward()
 
-    def _add_whole(self, micro_batches: Sequence[Tensor], labels: Tensor) -> None:
-        """Compute the gradient of the loss of the whole batch."""
-        answers = []
-        for images in micro_batches:
-            with self._make_rng_mode(), self._make_autocast(images):
-                answers.append(get_prediction(self.model(images.to(self.dtype))))
-            self.begun += 1
-        with self._make_autocast(labels):
-            value = self.loss(merge_outputs(answers), labels)
-        self.losses = [float(value.item())] * self.micro_batches
-        if self.optimiser:
-            self.scaler.scale(value).backward()
-
     def _make_rng_mode(self) -> AbstractContextManager[object]:
         return nullcontext() if self.seed is None else CounterRNGMode(self.seed, self.begun)
 
@@ -148,6 +155,7 @@ class ReferenceTraining:
 
     def _update(self, optimiser: torch.optim.Optimizer) -> None:
         self.scaler.unscale_(optimiser)
+        # Clipping bounds the true gradients, so that the loss scale is divided out first.
         if self.rules.clip_norm is not None:
             nn.utils.clip_grad_norm_(self.trained, self.rules.clip_norm)
         self.rates.append([float(group.get("lr", 1.0)) for group in optimiser.param_groups])
@@ -188,10 +196,17 @@ class ReferenceTraining:
 
 
 def train_reference(
-    model: nn.Module, loss: Loss, optimiser: Optimiser, batches: Iterable[Mapping[str, Tensor]], dtype: torch.dtype,
-    seed: int | None = None, micro_batches: int = 1, rules: UpdateRules | None = None, whole_loss: bool = False,
+    model: nn.Module,
+    loss: Loss,
+    optimiser: Optimiser,
+    batches: Iterable[Mapping[str, Tensor]],
+    dtype: torch.dtype,
+    seed: int | None = None,
+    micro_batches: int = 1,
+    rules: UpdateRules | None = None,
+    whole_loss: bool = False,
     begin: Callable[[ReferenceTraining], None] = lambda process: None,
-) -> TrainingRecord:  # fmt: skip
+) -> TrainingRecord:
     """Train on these batches in one process, and record the results.
 
     Each batch has `micro_batches` micro-batches; `whole_loss` is that of `ReferenceTraining`. `begin` may change the
@@ -258,6 +273,7 @@ def compare(oracle: TrainingRecord, ranks: Sequence[TrainingRecord]) -> Comparis
     )
     worst_rel, worst = max((each for step in steps for each in step.compute_by_name()), default=(0.0, ""))
     return Comparison(
+        # A value that no rank has makes the result infinite: a comparison of what is there would call it right.
         loss_rel=max(_replace_nan(abs(mine - theirs) / max(abs(theirs), 1e-300)) for mine, theirs in losses)
         if told
         else math.inf,

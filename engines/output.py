@@ -45,6 +45,8 @@ class RateLimiter:
     def allow(self, text: str) -> bool:
         """Return whether there is room for one more line, and count the line."""
         now_s = self._clock()
+        # A token bucket: room grows by `_per_s` characters each second up to `_most`, and each line takes its share of
+        # it.
         self._room = min(self._most, self._room + (now_s - self._at_s) * self._per_s)
         self._at_s, cost = now_s, len(text) + _EACH
         # Hysteresis: after a flood, wait until half of the room is free. Otherwise every second line would be a note.
@@ -81,6 +83,10 @@ class LineBuffer:
 
     def write(self, stream: str, text: str) -> None:
         """Write any part of a text. A carriage return restarts its line, as in a progress bar."""
+        # Prints arrive in pieces, and a rank's threads may print at once:
+        #
+        #     "loss 0.1"     " ok\nstep"                 " 2\rstep 3"
+        #     kept           one line; "step" is kept    "step 3" is kept, since \r starts the line anew
         with self._lock:
             *lines, begun = (self._begun[stream] + text).split("\n")
             for line in lines:
@@ -103,11 +109,8 @@ class LineBuffer:
     def _end_line(self, stream: str, line: str) -> None:
         more, self._more[stream] = self._more[stream], 0
         _, anew, text = line.rstrip("\r").rpartition("\r")
-        self._emit_line(stream, text, 0 if anew else more)
-
-    def _emit_line(self, stream: str, text: str, more: int) -> None:
-        """Emit a whole line, of which `more` characters were not kept."""
-        if more := more + max(0, len(text) - _LONGEST):
+        # `more` characters of the line were not kept; they were overwritten if a carriage return followed.
+        if more := (0 if anew else more) + max(0, len(text) - _LONGEST):
             text = f"{text[:_LONGEST]} ... ({more:,} characters more)"
         if self._meter.allow(text):
             self._emit_note()
@@ -179,6 +182,8 @@ class _StreamRedirection:
                     before = getattr(sys, name)
                     self.streams.append((name, before, RankStream(name, before, whose)))
                     setattr(sys, name, self.streams[-1][2])
+                # `logging.StreamHandler` holds the stream itself: replacing `sys.stderr` alone would miss all log
+                # lines.
                 _redirect_handlers((before, mine) for _, before, mine in self.streams)
 
     def end(self) -> None:

@@ -27,17 +27,19 @@ class _Pickler(cloudpickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         # Pickling a view would send the storage of its whole image to every rank: send a copy of the tile.
-        if type(obj) is Tensor and not obj.requires_grad and _is_part(obj):
+        if (
+            type(obj) is Tensor
+            and not obj.requires_grad
+            and obj.layout is torch.strided
+            and obj.untyped_storage().nbytes() > obj.nbytes
+        ):
             return obj.clone().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        # By these names the sender knows which modules ranks will import.
         if isinstance(obj, FunctionType | type):
             self.modules.add(obj.__module__)
         elif isinstance(obj, ModuleType):
             self.modules.add(obj.__name__)
         return super().reducer_override(obj)
-
-
-def _is_part(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and tensor.untyped_storage().nbytes() > tensor.nbytes
 
 
 def pack(value: Any, by_value: Collection[str] = (), modules: set[str] | None = None) -> bytes:
@@ -57,6 +59,7 @@ def _pickle_by_value(by_value: Collection[str]) -> Iterator[None]:
         yield
         return
     with _registry:
+        # A module that the user has registered already stays registered afterwards.
         named = {module.__name__: module for module in map(sys.modules.__getitem__, by_value)}  # some have two names
         mine = [named[name] for name in named.keys() - cloudpickle.list_registry_pickle_by_value()]
         for module in mine:

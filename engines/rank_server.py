@@ -107,9 +107,17 @@ class Failure:
     @classmethod
     def of(cls, error: BaseException, where: object = "") -> Failure:
         """Make the failure from an exception, without the exception itself: the notebook may not know its type."""
-        chain = list(_iterate_chain(error))
-        links = tuple((_format_title(link), tuple(_select_frames(link))) for link in reversed(chain))
-        return cls(type(error).__name__, str(error), any(map(_is_consequence, chain)), links, str(where or ""))
+        chain, link = [], error
+        while link is not None:
+            chain.append(link)
+            link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+        # Frames are strings and numbers, so that the notebook needs none of the rank's modules to read them.
+        links = tuple((f"{type(each).__name__}: {each}", tuple(_select_frames(each))) for each in reversed(chain))
+        # It only follows from another rank's failure, or from an interrupt, if any exception of its chain does.
+        released = any(
+            isinstance(each, ReleasedError | KeyboardInterrupt) or _BY_OTHERS.search(str(each)) for each in chain
+        )
+        return cls(type(error).__name__, str(error), released, links, str(where or ""))
 
     def format_traceback(self) -> str:
         """Format the traceback as Python does. Only the notebook can: it alone has the source of its cells."""
@@ -129,16 +137,6 @@ class Reply:
     lines: int = 0
 
 
-def _iterate_chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-
-
-def _format_title(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
 def _select_frames(error: BaseException) -> Iterator[tuple[str, int, str]]:
     """Yield the user's own frames, or ours if there are none, and always the last frame."""
     frames = traceback.StackSummary.extract(traceback.walk_tb(error.__traceback__), lookup_lines=False)
@@ -147,11 +145,6 @@ def _select_frames(error: BaseException) -> Iterator[tuple[str, int, str]]:
     for frame in frames:
         if frame in (users or known) or frame is frames[-1]:
             yield frame.filename, frame.lineno or 0, frame.name
-
-
-def _is_consequence(error: BaseException) -> bool:
-    """Return whether an exception only follows from another rank's failure or from an interrupt."""
-    return isinstance(error, ReleasedError | KeyboardInterrupt) or bool(_BY_OTHERS.search(str(error)))
 
 
 def execute(host: RankServer, common: bytes, own: bytes, followed: NotebookImports | None = None) -> bytes:
@@ -167,21 +160,18 @@ def execute(host: RankServer, common: bytes, own: bytes, followed: NotebookImpor
         try:
             if followed is not None:
                 sync_imports(followed)
-            function, args, own_args = _unpack_call(common, own)
+            try:
+                (function, args), own_args = cloudpickle.loads(common), cloudpickle.loads(own)
+            except ImportError as error:
+                raise make_import_error(error) from error
             host.board.report(getattr(function, "__qualname__", repr(function)).encode())
+            # A debug step is stopped between two instructions, with messages under way: other work must not meet them.
             if not getattr(function, "allow_during_step", False):
                 host.abort_debug_step()
             return _pack_reply(host, function(host, *args, *own_args), before)
+        # SystemExit and interrupts too: an exception that left here would end the rank without a word to the notebook.
         except BaseException as error:
             return _abort_and_reply(host, error, before)
-
-
-def _unpack_call(common: bytes, own: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]:
-    try:
-        function, args = cloudpickle.loads(common)
-        return function, args, cloudpickle.loads(own)
-    except ImportError as error:
-        raise make_import_error(error) from error
 
 
 def _pack_reply(host: RankServer, value: Any, before: int, failure: Failure | None = None) -> bytes:
@@ -216,7 +206,15 @@ def _get_server() -> RankServer:
     from engines.comm.mpi import MpiWorld
 
     host = RankServer(MpiWorld(), StatusBoard.from_environment())
-    host.board.output = _redirect_output()
+    # All output of this process, from any thread, goes to the notebook, line by line.
+    way = sys.stdout
+
+    def emit(line: OutputLine) -> None:
+        # mpiexec forwards this line among others of all ranks; the line break before it ends whatever C code has begun.
+        way.write(f"\n{SPOKEN}{json.dumps([line.stream, line.text])}\n")
+
+    output = host.board.output = LineBuffer(emit, way.flush)
+    sys.stdout, sys.stderr = (RankStream(each, getattr(sys, each), lambda: output) for each in ("stdout", "stderr"))
     # MPI_Finalize waits for all ranks, and those may wait for this one. The process exits without it, so that MPI
     # reports to the others that this rank has failed.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -228,18 +226,6 @@ def _exit_at_once(rank_pid: int) -> None:
     """Exit without MPI_Finalize; processes that the rank has forked exit as usual."""
     if os.getpid() == rank_pid:
         os._exit(1)
-
-
-def _redirect_output() -> LineBuffer:
-    """Redirect all output of this process, from any thread, to the notebook, line by line."""
-    way = sys.stdout
-
-    def emit(line: OutputLine) -> None:
-        way.write(f"\n{SPOKEN}{json.dumps([line.stream, line.text])}\n")
-
-    output = LineBuffer(emit, way.flush)
-    sys.stdout, sys.stderr = (RankStream(each, getattr(sys, each), lambda: output) for each in ("stdout", "stderr"))
-    return output
 
 
 def join() -> tuple[int, int, int]:

@@ -37,6 +37,9 @@ def order_search_path(paths: Iterable[str]) -> list[str]:
     >>> ordered.index("") > ordered.index(sysconfig.get_path("stdlib"))
     True
     """
+    # A file `random.py` of the user's must not hide the standard library's, but may hide an installed package's:
+    #
+    #     standard library | PYTHONPATH, working folder | this package's folder | installed packages
     known = list(dict.fromkeys(paths))
     standard = [path for path in known if _is_standard(path)]
     return [*standard, *(path for path in known if path not in standard), *([_HOME] * (_HOME not in known))]
@@ -49,18 +52,13 @@ def _is_standard(path: str) -> bool:
 
 
 def _main(module: str, *arguments: str) -> None:
-    # This package's folder before the installed packages, so that ranks use the notebook's copy and no other.
-    sys.path[:] = order_search_path(
-        [*filter(_is_standard, sys.path), *_get_pythonpath(), str(Path.cwd()), _HOME, *sys.path]
-    )
+    # The folders of PYTHONPATH, which Python has put first, stay before the working folder. This package's folder comes
+    # before the installed packages, so that ranks use the notebook's copy and no other.
+    told = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]  # noqa: PTH100
+    sys.path[:] = order_search_path([*filter(_is_standard, sys.path), *told, str(Path.cwd()), _HOME, *sys.path])
     os.environ.setdefault(SAFE, "rank")
     sys.argv[:] = [sys.argv[0], *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
-
-
-def _get_pythonpath() -> list[str]:
-    """Return the folders of PYTHONPATH, which Python has put first."""
-    return [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]  # noqa: PTH100
 
 
 if __name__ == "__main__":

@@ -73,6 +73,10 @@ class StatusBoard:
 
     def report(self, text: bytes, step: int = 0) -> None:
         """Set the rank's current work; an empty text means that it is idle."""
+        # The memory, which the supervisor maps as well, so that it can be read after the rank's death:
+        #
+        #     0         8      16            18      19               512
+        #     | since_s | step | text length | waits | text           |
         text = text[: _SIZE - _HEAD.size]
         self._length, self._step = len(text), step
         self._memory[_HEAD.size : _HEAD.size + len(text)] = text
@@ -81,6 +85,7 @@ class StatusBoard:
 
     def report_waiting(self, waits: bool) -> None:
         """Set whether the rank waits for a message."""
+        # Called before and after each wait: the text stays, only the header is written.
         _HEAD.pack_into(self._memory, 0, time.monotonic(), self._step, self._length, waits)
 
     @property

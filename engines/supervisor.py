@@ -34,7 +34,6 @@ RANK_NAMES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 _LOOK_S, _REST_S = 0.5, 1.0  # seconds between two checks, and without progress until the rank counts as stalled
 _BEAT_S = 1.0  # seconds between heartbeats while the rank has work: without them the supervisor counts as stopped
 _STOPPED = "T"
-_PR_SET_PDEATHSIG = 1  # a constant of Linux's prctl
 # Loaded here, because a forked child must not load a library before exec.
 _LINUX = ctypes.CDLL(None) if sys.platform == "linux" else None
 
@@ -43,6 +42,8 @@ class _Supervisor:
     """The parent of a rank's process. `told` is the last stall that was reported."""
 
     def __init__(self, command: Sequence[str]) -> None:
+        # mpiexec -- supervisor (what MPI takes for the rank)
+        #                `-- rank: writes its status to a file that both have mapped, dies with the supervisor
         self.rank = next((int(os.environ[name]) for name in RANK_NAMES if name in os.environ), 0)
         self.parent = os.getppid()
         self.told: tuple[RankStatus | None, bool] | None = None
@@ -51,9 +52,11 @@ class _Supervisor:
             self.board = StatusBoard.from_file(file.fileno())
             self.board.report(b"")
             self.process = subprocess.Popen(
-                command, pass_fds=[file.fileno()], env={**os.environ, BOARD: str(file.fileno())},
+                command,
+                pass_fds=[file.fileno()],
+                env={**os.environ, BOARD: str(file.fileno())},
                 preexec_fn=set_parent_death_signal,  # noqa: PLW1509 (there are no threads here)
-            )  # fmt: skip
+            )
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # SIGINT for the rank is sent to the rank's own process
         signal.signal(signal.SIGTERM, lambda number, frame: self.process.terminate())
 
@@ -62,6 +65,7 @@ class _Supervisor:
         while True:
             with suppress(subprocess.TimeoutExpired):
                 return self.process.wait(_LOOK_S)
+            # A process whose parent has died belongs to another one: mpiexec or its daemon is gone.
             if os.getppid() != self.parent:
                 self.process.kill()
             self._report_progress()
@@ -72,7 +76,11 @@ class _Supervisor:
         The receiver decides whether a stalled rank should have progressed. The supervisor sends heartbeats, except
         after it has reported an idle rank as stalled.
         """
-        now, state = self.board.read(), _get_process_state(self.process.pid)
+        now = self.board.read()
+        try:  # the letter of ps: R runs, S sleeps, D waits for I/O, T is stopped
+            state = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (OSError, IndexError):
+            state = ""
         rests = time.monotonic() - self.board.since_s >= _REST_S
         # A stopped process (SIGSTOP) is reported at once, any other stall only after `_REST_S`.
         found = (now, state == _STOPPED) if rests or state == _STOPPED else None
@@ -90,31 +98,14 @@ class _Supervisor:
 
     def _write(self, line: dict[str, object]) -> None:
         self.said_s = time.monotonic()
+        # One write of less than PIPE_BUF bytes is atomic: the rank writes to the same pipe.
         os.write(1, f"\n{MARK}{json.dumps(line)}\n".encode())
 
 
 def set_parent_death_signal() -> None:
     """Make the kernel kill this process when its parent dies (Linux only); a child runs this before exec."""
     if _LINUX:
-        _LINUX.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _get_process_state(pid: int) -> str:
-    """Return the state letter of a process as in ps: R runs, S sleeps, D waits for I/O, T is stopped; "" if unknown."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
-
-
-def _exit_like(code: int) -> None:
-    """Exit as the rank did, but with a signal for any failure: MPI does not notice a process that exits with a code."""
-    if code:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no second core dump: the rank may have written one
-        number = -code if code < 0 else signal.SIGKILL
-        if number != signal.SIGKILL:
-            signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
+        _LINUX.prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
 
 
 def main(command: Sequence[str]) -> None:
@@ -122,7 +113,13 @@ def main(command: Sequence[str]) -> None:
     guard = _Supervisor(command)
     code = guard.watch()
     guard.report_event("ended", code=code)
-    _exit_like(code)
+    # Exit as the rank did, but with a signal for any failure: MPI does not notice a process that exits with a code.
+    if code:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no second core dump: the rank may have written one
+        number = -code if code < 0 else signal.SIGKILL
+        if number != signal.SIGKILL:
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,11 @@ class TraceCache:
     loss: Loss
     labels: TensorSpec | Tensor | None = None
     device: str = "auto"
+    # Three levels, from what costs seconds to what costs nothing:
+    #
+    #     _traces   by image and label specs and precision           one run of the model
+    #     _graphs   by micro-batch, precision and share              a trace, with that of a rank's share
+    #     _wholes   the same, by the number of micro-batches too     the graph with the whole batch's loss
     _graphs: dict[Hashable, ModelGraph] = field(default_factory=dict, repr=False, compare=False)
     _wholes: dict[Hashable, ModelGraph] = field(default_factory=dict, repr=False, compare=False)
     _traces: dict[Hashable, ModelGraph] = field(default_factory=dict, repr=False, compare=False)
@@ -47,7 +52,17 @@ class TraceCache:
         check_modules(self.model, self.loss)
         if len(self.image_shape) != 4 or any(size < 1 for size in self.image_shape):
             raise ImageError(f"image_shape={tuple(self.image_shape)} must be (N, C, H, W), four positive numbers.")
-        object.__setattr__(self, "labels", _resolve_labels(self.labels))
+        labels = self.labels
+        if isinstance(labels, Tensor):
+            labels = make_tensor_spec(labels)
+        elif isinstance(labels, TensorSpec) and isinstance(dtype := getattr(torch, labels.dtype, None), torch.dtype):
+            labels = TensorSpec(tuple(labels.shape), str(dtype).removeprefix("torch."))  # "float" becomes float32
+        elif labels is not None:
+            raise ImageError(
+                f"labels={labels!r} must be an example tensor of the labels of one batch, such as "
+                "torch.zeros(4, 1, 32, 32), or its TensorSpec(shape, dtype), with a type such as 'float32'."
+            )
+        object.__setattr__(self, "labels", labels)
 
     def with_batch(self, images: int) -> TraceCache:
         """Return a cache for the same model with batches of `images` images; both share their traces."""
@@ -71,7 +86,12 @@ class TraceCache:
         """
         key = self._make_key(plan)
         if key not in self._graphs:
-            self._graphs[key] = self._trace_plan(plan)
+            images, answers = self._get_specs(plan)
+            graph = self._trace(plan, images, answers)
+            if plan.local_dp > 1:
+                share = self._trace(plan, get_shard_spec(images, plan), get_shard_spec(answers, plan))
+                graph = replace(graph, share=share)
+            self._graphs[key] = graph
         check_buffer_reads(self._graphs[key], plan.micro_batches)
         return self._graphs[key] if plan.micro_batches == 1 else self._get_whole_loss_graph(key, plan)
 
@@ -80,10 +100,16 @@ class TraceCache:
 
         Their number matters only to losses that are sums, which are multiplied by it.
         """
+        # None: a loss that does not depend on the number of micro-batches serves every number.
         for known in ((key, None), (key, plan.micro_batches)):
             if known in self._wholes:
                 return self._wholes[known]
-        found = with_whole_loss(self._graphs[key], lambda: self._trace_doubled(plan), plan.micro_batches)
+
+        def trace_doubled() -> ModelGraph:  # a micro-batch of twice as many images
+            twice = (replace(spec, shape=(2 * spec.shape[0], *spec.shape[1:])) for spec in self._get_specs(plan))
+            return self._trace(plan, *twice)
+
+        found = with_whole_loss(self._graphs[key], trace_doubled, plan.micro_batches)
         scaled = found.whole is not None and found.whole.scaled
         self._wholes[key, plan.micro_batches if scaled else None] = found
         return found
@@ -105,24 +131,14 @@ class TraceCache:
     def _get_image_spec(self, plan: Plan) -> TensorSpec:
         return get_micro_batch_spec("images", TensorSpec(tuple(self.image_shape), plan.held_in), plan)
 
-    def _trace_plan(self, plan: Plan) -> ModelGraph:
-        images, answers = self._get_specs(plan)
-        whole = self._trace(plan, images, answers)
-        if plan.local_dp == 1:
-            return whole
-        return replace(whole, share=self._trace(plan, get_shard_spec(images, plan), get_shard_spec(answers, plan)))
-
     def _get_specs(self, plan: Plan) -> tuple[TensorSpec, TensorSpec]:
         """Return the specs of a micro-batch's images and labels."""
         images = self._get_image_spec(plan)
-        return images, get_micro_batch_spec("labels", self.labels, plan) if self.labels else _make_label_spec(
-            self._traceable, images
-        )
-
-    def _trace_doubled(self, plan: Plan) -> ModelGraph:
-        """Trace a micro-batch of twice as many images."""
-        twice = (replace(spec, shape=(2 * spec.shape[0], *spec.shape[1:])) for spec in self._get_specs(plan))
-        return self._trace(plan, *twice)
+        if self.labels:
+            return images, get_micro_batch_spec("labels", self.labels, plan)
+        # Class numbers: one for each row of the model's output, or for each pixel.
+        shape = infer_output_spec(self._traceable, images).shape
+        return images, TensorSpec((*shape[:1], *shape[2:]), "int64")
 
     def _trace(self, plan: Plan, images: TensorSpec, answers: TensorSpec) -> ModelGraph:
         """Trace the model for these specs.
@@ -164,23 +180,3 @@ def get_shard_spec(micro_batch: TensorSpec, plan: Plan) -> TensorSpec:
             f"Use a batch size that is a multiple of {plan.parts * plan.local_dp} (parts x local_dp)."
         )
     return replace(micro_batch, shape=(count // plan.local_dp, *micro_batch.shape[1:]))
-
-
-def _resolve_labels(labels: object) -> TensorSpec | None:
-    """Return the spec of an example tensor, or the given spec. Raises ImageError for anything else."""
-    if labels is None:
-        return None
-    if isinstance(labels, Tensor):
-        return make_tensor_spec(labels)
-    if isinstance(labels, TensorSpec) and isinstance(dtype := getattr(torch, labels.dtype, None), torch.dtype):
-        return TensorSpec(tuple(labels.shape), str(dtype).removeprefix("torch."))  # "float" becomes float32
-    raise ImageError(
-        f"labels={labels!r} must be an example tensor of the labels of one batch, such as "
-        "torch.zeros(4, 1, 32, 32), or its TensorSpec(shape, dtype), with a type such as 'float32'."
-    )
-
-
-def _make_label_spec(model: nn.Module, images: TensorSpec) -> TensorSpec:
-    """Return the spec of class numbers for the model's output: one for each of its rows, or for each pixel."""
-    shape = infer_output_spec(model, images).shape
-    return TensorSpec((*shape[:1], *shape[2:]), "int64")

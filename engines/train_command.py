@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 
 from torch import nn
@@ -40,51 +40,34 @@ def run_train(world: World, arguments: Sequence[str]) -> bool:
     images, others = run_on_all(world, lambda: train_options.make_datasets(chosen, count_step_images(recipe)))
     training = RankTraining(world, recipe)
     loss = nn.CrossEntropyLoss()
-    smaller = _make_recipe_maker(
-        world, recipe, TraceCache(model, options.get_image_shape(chosen), loss, device=chosen.device)
-    )
+    traces = TraceCache(model, options.get_image_shape(chosen), loss, device=chosen.device)
+
+    def smaller(images: int) -> Recipe:  # collective: rank 0 traces the model for all
+        return run_on_first(world, lambda: make_smaller_recipe(recipe, traces, images))
+
+    # Before the first step: a plan that cannot divide the last step of an epoch should not fail an hour later.
     if rest := run_on_all(
         world, lambda: count_left_over(len(images), recipe, feeding.steps, feeding.drop_last), PlanError
     ):
         training.add_size(smaller(rest))
-    held_out = None if others is None else HeldOutSet(model, loss, recipe, others, chosen.on_bad_image)
-    evaluate = _make_evaluate(world, training, held_out) if held_out else lambda: None
+    evaluate: Callable[[], Scores | None] | None = None
+    if others is not None:
+        held_out = HeldOutSet(model, loss, recipe, others, chosen.on_bad_image)
+        evaluation = RankEvaluation(world, training, held_out.forward, recipe.step_specs["labels"], held_out.images)
+        evaluate = partial(evaluate_on_ranks, world, training, held_out, evaluation)
+    # Rank 0 writes the log; if it cannot, all ranks must stop with the same error, and none wait for the others.
     log = run_on_all(world, lambda: EpochLog(chosen.log) if chosen.log and not world.rank else None, PlanError)
-    with RankTrainLoop(world, training, recipe.step_specs, images, feeding) as course, log or nullcontext():
-        done = _resume(course, chosen)
-        with _manage_checkpoints(course, chosen) as kept:
-            _run_and_print(
-                CollectiveTrainLoop(course, evaluate, smaller),
-                max(0, chosen.num_epochs - done),
-                chosen.verbose,
-                log,
-                kept,
-            )
+    with RankTrainLoop(world, training, recipe.step_specs, images, feeding) as course, ExitStack() as stack:
+        if log is not None:
+            stack.enter_context(log)
+        done, kept = _resume(course, chosen), None
+        if chosen.save is not None:
+            # Signals are caught only now: before the first step there is nothing to save.
+            asked, state = stack.enter_context(Interrupts()), course.feed.get_state
+            kept = make_rank_manager(training, chosen.save, state, chosen.save_every, chosen.keep, asked)
+        loop = CollectiveTrainLoop(course, evaluate or (lambda: None), smaller)
+        _run_and_print(loop, max(0, chosen.num_epochs - done), chosen.verbose, log, kept)
     return True
-
-
-def _make_recipe_maker(world: World, recipe: Recipe, traces: TraceCache) -> Callable[[int], Recipe]:
-    """Return a collective function that makes the recipe of a smaller step; rank 0 traces the model for all."""
-    return lambda images: run_on_first(world, lambda: make_smaller_recipe(recipe, traces, images))
-
-
-def _make_evaluate(world: World, training: RankTraining, held_out: HeldOutSet) -> Callable[[], Scores]:
-    """Return the function that evaluates the training after each epoch."""
-    labels = training.recipe.step_specs["labels"]
-    evaluation = RankEvaluation(world, training, held_out.forward, labels, held_out.images)
-    return partial(evaluate_on_ranks, world, training, held_out, evaluation)
-
-
-@contextmanager
-def _manage_checkpoints(course: RankTrainLoop, chosen: argparse.Namespace) -> Iterator[CheckpointManager | None]:
-    """Yield the manager that saves the training as the flags say, and on a signal; None if nothing is to be saved."""
-    if chosen.save is None:
-        yield None
-        return
-    with Interrupts() as asked:
-        yield make_rank_manager(
-            course.training, chosen.save, course.feed.get_state, chosen.save_every, chosen.keep, asked
-        )
 
 
 def _resume(course: RankTrainLoop, chosen: argparse.Namespace) -> int:

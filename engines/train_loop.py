@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from torch import Tensor
-
 from engines.comm.world import World
 from engines.images.dataset import LabelledImages
 from engines.images.ignored_label import find_ignored_label
@@ -120,29 +118,24 @@ def collect_stats(
     training: RankTraining, parts: Inputs, images: int, seconds: float
 ) -> tuple[StepReport, RankStepStats]:
     """Return this rank's report and statistics of a completed step."""
+    counts = Counts()
     judged = parts.items() if has_accuracy(training.graph) else ()
-    counts = sum_counts(
-        _count_micro_batch(training, number, part["labels"]) for number, part in judged if "labels" in part
-    )
+    for number, part in judged:
+        if "labels" not in part:
+            continue
+        way = training.program.get_direction_program(number)
+        feed = way.input_shards["labels"]
+        own = feed.axes is not None or (feed.tile is not None and feed.tile.images is not None)
+        # A prediction that several ranks hold whole is counted on one of them, that which starts the backward pass.
+        if way.prediction is not None and (own or way.seeds_loss):
+            scores = training.worker.peek(way.prediction, number).detach()
+            counts += count_predictions(scores, part["labels"].to(scores.device))
     return training.report, RankStepStats(images, seconds, training.report.losses, counts)
-
-
-def _count_micro_batch(training: RankTraining, micro_batch: int, labels: Tensor) -> Counts:
-    """Count this rank's predictions for a micro-batch, as the step has left them.
-
-    Predictions that several ranks hold are counted on one of them.
-    """
-    way = training.program.get_direction_program(micro_batch)
-    feed = way.input_shards["labels"]
-    own = feed.axes is not None or (feed.tile is not None and feed.tile.images is not None)
-    if way.prediction is None or not (own or way.seeds_loss):
-        return Counts()
-    scores = training.worker.peek(way.prediction, micro_batch).detach()
-    return count_predictions(scores, labels.to(scores.device))
 
 
 def merge_stats(ranks: Sequence[RankStepStats]) -> StepResult:
     """Merge the statistics of all ranks into the result of a step."""
+    # Several ranks may report the loss of one micro-batch: by its number it counts once.
     losses = {number: loss for heard in ranks for number, loss in heard.losses.items()}
     seconds, wait_s = max(heard.seconds for heard in ranks), max(heard.wait_s for heard in ranks)
     first, counts = ranks[0], sum_counts(heard.counts for heard in ranks)
@@ -190,6 +183,8 @@ class CollectiveTrainLoop:
         """Run the next step, and return its result on every rank."""
         heard = self.course.step()
         if isinstance(heard, NotReady) and self.smaller:
+            # All ranks learn of the smaller step at the same place, so that preparing it may be collective. Then try
+            # again.
             self.course.training.add_size(self.smaller(heard.images))
             return self.step()
         return None if heard is None else merge_stats(self.course.world.all_gather(heard))
@@ -203,9 +198,11 @@ def run(
     An epoch that has already begun counts as one. `begun` are its steps to include in the epoch's result, and `is_over`
     says that they are all of its steps. Between two results the caller may save the training, or stop.
     """
+    # `said`: how many bad images the events have named so far, `judged`: those of the held-out images.
     said, judged = len(course.bad), set[str]()
     for number in range(epochs):
         steps = list(begun) if number == 0 else []
+        # A training resumed exactly at the end of an epoch still owes that epoch's result, but no step.
         more = number > 0 or not is_over
         while more:
             step = course.step()

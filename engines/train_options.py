@@ -21,7 +21,6 @@ from engines.images.tables import table_images
 
 __all__ = ["describe_ineffective", "find_resume_path", "make_dataset", "make_datasets", "make_train_parser"]
 
-_SYNTHETIC_STEPS = 10  # steps in an epoch of synthetic images
 _CROP = "crop"
 
 Size = tuple[int, int]
@@ -59,10 +58,8 @@ def make_train_parser() -> argparse.ArgumentParser:
         "--save-every", type=options.parse_positive, metavar="STEPS", help="save so often; else once an epoch"
     )
     flags.add_argument("--keep", type=options.parse_positive, default=KEEP, help="how many checkpoints stay")
-    flags.add_argument(
-        "--resume", nargs="?", const="", metavar="FOLDER",
-        help="go on from this checkpoint, or the newest of this folder; alone: from that of --save, if there is one",
-    )  # fmt: skip
+    resumes = "go on from this checkpoint, or the newest of this folder; alone: from that of --save, if there is one"
+    flags.add_argument("--resume", nargs="?", const="", metavar="FOLDER", help=resumes)
     flags.add_argument("--enable-master-comm-opt", action="store_true", help="accepted, without effect")
     flags.add_argument("-v", "--verbose", action="store_true", help="tell loss and accuracy of every step")
     return flags
@@ -72,9 +69,12 @@ def _add_image_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument("--fit", choices=FITS, default="scale", help="bring medical images to the size, or crop or pad")
     flags.add_argument("--mask-threshold", type=int, help="the number of a mask above which a pixel is of class 1")
     flags.add_argument(
-        "--mask-ignore", type=_parse_numbers, default=(), metavar="N[,N]",
+        "--mask-ignore",
+        type=_parse_numbers,
+        default=(),
+        metavar="N[,N]",
         help="numbers of a mask that are no class, such as 255 for void: the loss leaves their pixels out",
-    )  # fmt: skip
+    )
     flags.add_argument(
         "--augment",
         type=_parse_augmentations,
@@ -124,6 +124,7 @@ def make_datasets(chosen: argparse.Namespace, images_per_step: int) -> tuple[Lab
         raise PlanError("--validate-path and --held-out both say which images are judged by. Give one of them.")
     images, others = make_dataset(chosen, images_per_step), None
     crops = _CROP in chosen.augment
+    # Held-out images are not augmented; where training takes random crops, they are cropped as well.
     judged = {**vars(chosen), "augment": (), "fit": "crop" if crops else chosen.fit}
     if chosen.validate_path:
         judged |= {"datapath": chosen.validate_path, "names": getattr(images, "names", None), "test": True}
@@ -159,7 +160,7 @@ def make_dataset(chosen: argparse.Namespace, images_per_step: int) -> LabelledIm
 
 
 def _make_synthetic(chosen: argparse.Namespace, size: Size, images_per_step: int) -> LabelledImages:
-    return SyntheticImages(_SYNTHETIC_STEPS * images_per_step, size, chosen.num_classes, chosen.seed)
+    return SyntheticImages(10 * images_per_step, size, chosen.num_classes, chosen.seed)
 
 
 def _make_medical(chosen: argparse.Namespace, size: Size, images_per_step: int) -> LabelledImages:

@@ -71,8 +71,6 @@ __all__ = [
     "trace_model",
 ]
 
-_RECENT = 5  # number of past losses that are kept, to find out whether they grew
-
 sgd: Optimiser = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
 
 
@@ -137,6 +135,7 @@ class Recipe:
 
         Raises TraceError if a weight has no values.
         """
+        # A meta tensor has a shape and no values, and would fail on the rank, far from its cause.
         if absent := [name for name in (*program.weights, *program.buffers) if self.state[name].is_meta]:
             raise TraceError(
                 f"{to_user_name(absent[0])} of the model is on the meta device and has no values. Make the model on "
@@ -190,13 +189,14 @@ def prepare(
         check_scheduler(
             scheduler, make_optimiser(optimiser, {spec.name: spec.make_placeholder() for spec in parameters})
         )
+    # An optimiser for GPUs only (fused kernels) cannot step here: its trial is skipped unless ranks use the CPU.
     on_cpu = device in ("auto", "cpu") and choose_autocast_type(device) == "cpu"
     check_on_ranks(optimiser, parameters, state, [graph.trainable & set(p.weights) for p in programs], on_cpu)
     names = collect_state_names(model, loss, used)
+    seed, additions = torch.initial_seed(), UserOps.snapshot()
     return Recipe(
-        graph, plan, optimiser, state, device, torch.initial_seed(), UserOps.snapshot(), clip_norm, scheduler,
-        names=names, parameters=parameters,
-    )  # fmt: skip
+        graph, plan, optimiser, state, device, seed, additions, clip_norm, scheduler, names=names, parameters=parameters
+    )
 
 
 def freeze_weights(graph: ModelGraph, frozen: frozenset[str]) -> ModelGraph:
@@ -227,9 +227,13 @@ def describe_precision_change(model: nn.Module, loss: object, plan: Plan) -> str
 
 
 def trace_model(
-    model: nn.Module, plan: Plan, image_shape: Sequence[int], loss: Loss, labels: TensorSpec | Tensor | None = None,
+    model: nn.Module,
+    plan: Plan,
+    image_shape: Sequence[int],
+    loss: Loss,
+    labels: TensorSpec | Tensor | None = None,
     device: str = "auto",
-) -> ModelGraph:  # fmt: skip
+) -> ModelGraph:
     """Trace the graph of one micro-batch under a plan, and of one rank's share of it if ranks share micro-batches.
 
     The arguments are those of `prepare`. Of the plan the graph depends on `parts`, `local_dp` and `precision` alone.
@@ -278,7 +282,10 @@ class RankTraining:
         self.recipe, self.program, self.graph = recipe, program, recipe.graph
         self.device = choose_device(recipe.device, world.rank)
         self.threads = choose_thread_count(recipe.plan, world.rank)
-        self.weights = {name: self._copy_weight(name) for name in program.weights}
+        self.weights = {
+            name: nn.Parameter(self._copy_tensor(name), requires_grad=name in recipe.graph.trainable)
+            for name in program.weights
+        }
         self.buffers = {name: self._copy_tensor(name) for name in program.buffers}
         self.kept = {
             f"{prefix}{name}": tensor.clone()
@@ -286,13 +293,19 @@ class RankTraining:
             if owner in recipe.names and world.rank == 0
             for name, tensor in recipe.names[owner].kept.items()
         }
-        self._make_lane = self._prepare_offloading() if recipe.plan.offload_activations else MicroBatchState
+        self._make_lane: Callable[..., MicroBatchState] = MicroBatchState
+        if recipe.plan.offload_activations:
+            # Activations go to a file of this rank; what the rank holds in any case stays.
+            stays = [*self.weights.values(), *self.buffers.values()]
+            offloader = Offloader(OffloadStore(), stays, reads_files=self.device.type == "cpu")
+            self._make_lane = partial(EagerOffloadingMicroBatch, offloader=offloader)
         self._make_segment = SegmentCompiler() if recipe.plan.compile_segments else Segment
+        # One setup for each number of images in a step; weights, buffers and optimiser are the same in all of them.
         found = self._make_setup(recipe, program, recipe.make_optimiser(self.weights), recipe.rules)
         self.images = count_step_images(recipe)
         self.sizes = {self.images: found}
         self.worker, self.counting = found.worker, found.counting
-        self.recent: deque[float] = deque(maxlen=_RECENT)
+        self.recent: deque[float] = deque(maxlen=5)  # past losses, to find out whether they grew
 
     def _make_setup(
         self, recipe: Recipe, program: Program, optimiser: torch.optim.Optimizer | None, rules: UpdateRules
@@ -300,11 +313,20 @@ class RankTraining:
         owned = {**self.weights, **self.buffers}
         counting = LabelCounter(recipe.graph, recipe.plan, program, self.world, owned, self.device)
         worker = Worker(
-            program, self.world, self.weights, self.buffers, optimiser, self.device, self.recipe.seed, rules,
+            program,
+            self.world,
+            self.weights,
+            self.buffers,
+            optimiser,
+            self.device,
+            self.recipe.seed,
+            rules,
             keeps_graphs=not recipe.plan.checkpoint_activations,
-            make_lane=self._make_lane, make_segment=self._make_segment,
-            constants=counting.values, count_labels=counting.count,
-        )  # fmt: skip
+            make_lane=self._make_lane,
+            make_segment=self._make_segment,
+            constants=counting.values,
+            count_labels=counting.count,
+        )
         worker.step_labels = describe_steps(recipe.graph, recipe.plan, program)
         return _StepSetup(recipe.graph, worker, counting)
 
@@ -341,21 +363,8 @@ class RankTraining:
             raise PlanError(f"A step of {images} images was not prepared; steps of {known} images were.")
         return self.sizes[images]
 
-    def _prepare_offloading(self) -> Callable[..., MicroBatchState]:
-        """Return a factory of micro-batch states whose activations are offloaded to a file of this rank.
-
-        Raises RankError if there can be no such file.
-        """
-        stays = [*self.weights.values(), *self.buffers.values()]
-        return partial(
-            EagerOffloadingMicroBatch, offloader=Offloader(OffloadStore(), stays, reads_files=self.device.type == "cpu")
-        )
-
     def _copy_tensor(self, name: str) -> Tensor:
         return copy_state_tensor(self.recipe.state[name], self.recipe.graph.specs[name], self.device)
-
-    def _copy_weight(self, name: str) -> nn.Parameter:
-        return nn.Parameter(self._copy_tensor(name), requires_grad=name in self.graph.trainable)
 
     def step(self, inputs: Inputs, images: int | None = None) -> StepReport:
         """Run one training step on this rank's parts of the inputs.
@@ -371,7 +380,12 @@ class RankTraining:
     def advance(self) -> None:
         """Run one instruction of the step that was started. Raises LossError if the loss is not finite."""
         self.worker.step()
-        self._check_loss()
+        step = self.program.steps[self.worker.position - 1]
+        made = getattr(step.instruction, "outputs", ()) if step.phase is Phase.FORWARD else ()
+        # Checked right after the instruction that computes the loss, so before any update: no weight has changed yet.
+        if self.graph.loss in made and not math.isfinite(loss := self.worker.losses[step.micro_batch]):
+            cause = said_causes({self.program.rank: self.find_causes(step.micro_batch)})
+            raise LossError.of(loss, step.micro_batch, self.program.micro_batches, cause)
 
     @property
     def report(self) -> StepReport:
@@ -394,30 +408,22 @@ class RankTraining:
     def start(self, inputs: Inputs, images: int | None = None) -> None:
         """Go to the start of a step of `images` images (None: a full step), and discard the gradients. Collective."""
         # Before `use_size`, which may replace the worker that still holds the last step's loss.
-        self._record_loss()
+        if self.worker.done and (loss := self.worker.loss) is not None:
+            self.recent.append(loss)
         self.use_size(images or self.images)
         use_threads(self.threads)
+        # Connected anew after a failure: the old connections do not survive the world's recovery.
         self.worker.connect()
         for weight in self.weights.values():
             weight.grad = None
         self.worker.restart(
-            {number: {name: self._to_device(p) for name, p in parts.items()} for number, parts in inputs.items()}
+            {
+                number: {
+                    name: p.to(self.device, memory_format=choose_memory_format(p.dim())) for name, p in parts.items()
+                }
+                for number, parts in inputs.items()
+            }
         )
-
-    def _record_loss(self) -> None:
-        if self.worker.done and (loss := self.worker.loss) is not None:
-            self.recent.append(loss)
-
-    def _to_device(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.device, memory_format=choose_memory_format(tensor.dim()))
-
-    def _check_loss(self) -> None:
-        step = self.program.steps[self.worker.position - 1]
-        made = getattr(step.instruction, "outputs", ()) if step.phase is Phase.FORWARD else ()
-        # Checked right after the instruction that computes the loss, so before any update: no weight has changed yet.
-        if self.graph.loss in made and not math.isfinite(loss := self.worker.losses[step.micro_batch]):
-            cause = said_causes({self.program.rank: self.find_causes(step.micro_batch)})
-            raise LossError.of(loss, step.micro_batch, self.program.micro_batches, cause)
 
     def find_causes(self, micro_batch: int | None = None) -> list[NonFiniteCause]:
         """Return the causes of a non-finite loss that this rank finds, in one micro-batch or (None) in all its own."""
@@ -440,9 +446,8 @@ class RankTraining:
     def copy_tensors(self) -> dict[str, dict[str, Tensor]]:
         """Copy the rank's weights, gradients and buffers to the host, and on rank 0 tensors that the graph ignores."""
         grads = {name: weight.grad for name, weight in self.weights.items() if weight.grad is not None}
-        groups: dict[str, Any] = {
-            "weights": self.weights, "gradients": grads, "buffers": self.own_buffers, "kept": self.kept,
-        }  # fmt: skip
+        groups: dict[str, Any] = {"weights": self.weights, "gradients": grads}
+        groups |= {"buffers": self.own_buffers, "kept": self.kept}
         return {
             group: {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
             for group, tensors in groups.items()
@@ -475,10 +480,12 @@ def cut_inputs(program: Program, inputs: Mapping[str, Tensor]) -> dict[int, dict
 
 def _cut_part(whole: Tensor, feed: ShardSpec, number: int, micro_batches: int) -> Tensor:
     """Return a micro-batch's images, or the share of its images and pixels that `feed` names."""
+    # whole (N, C, H, W)  --chunk-->  micro-batch  --images-->  share  --rows, cols-->  tile
     part = whole.chunk(micro_batches)[number] if micro_batches > 1 else whole
     if feed.tile is not None and feed.tile.images is not None:
         part = part.narrow(0, feed.tile.images.start, len(feed.tile.images))
     if feed.tile is not None and feed.axes is not None:
         for axis, span in zip(feed.axes, (feed.tile.rows, feed.tile.cols), strict=True):
             part = part.narrow(axis, span.start, len(span))
+    # Not a view: pickling would send the whole batch, and a kernel would read with the strides of the whole image.
     return part.contiguous()

@@ -77,6 +77,7 @@ class EpochResult:
         seconds, wait_s, images = (
             sum(getattr(step, name) for step in steps) for name in ("seconds", "wait_s", "images")
         )
+        # A smaller last step weighs less, so that the mean is that over images.
         loss = statistics.fmean([step.loss for step in steps], [step.images for step in steps])
         counts = sum_counts(step.counts for step in steps)
         return cls(steps[0].epoch, len(steps), images, seconds, wait_s, loss, counts, left_out, held_out)

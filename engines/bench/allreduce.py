@@ -62,6 +62,7 @@ def _time_sums(world: MpiWorld, tensor: Tensor, sums: Mapping[str, Sum], iterati
     """Return the seconds of this rank, by name. The tensor is zero, so that repeated sums leave it unchanged."""
     times: dict[str, list[float]] = {name: [] for name in sums}
     for index in range(_WARMUP + iterations):
+        # The seed is the number of the iteration, so that all ranks take the same order: each sum is collective.
         for name in Random(index).sample(sorted(sums), len(sums)):
             world.comm.Barrier()
             start_s = time.perf_counter()
@@ -71,6 +72,8 @@ def _time_sums(world: MpiWorld, tensor: Tensor, sums: Mapping[str, Sum], iterati
 
 
 def _make_line(count_bytes: int, ranks: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, object]:
+    # The maximum of the ranks in each iteration, and only then the median: medians of ranks would hide a straggler that
+    # is another rank each time.
     slowest = {name: [max(each) for each in zip(*(times[name] for times in ranks), strict=True)] for name in ranks[0]}
     medians = {name: round(statistics.median(seconds) * 1e3, 4) for name, seconds in slowest.items()}
     low, middle, high = statistics.quantiles(slowest["ours_ms"], n=4)

@@ -26,15 +26,15 @@ from engines.training import Recipe, prepare
 __all__ = ["bench_asynchronous", "expand_modes", "make_crops_feed", "make_crops_recipe"]
 
 _ALONE = Plan(split_size=1, spatial_size=0)
-_ONLY = {"max_staleness": "server", "staleness_aware": "server", "average_every": "peers"}
 
 
 def expand_modes(mode: str, **chosen: object) -> list[Asynchrony]:
     """Return the studies for one mode, or for `all`, each with the options that apply to its mode. Raises PlanError."""
     if mode != "all":
         return [Asynchrony(mode=mode, **chosen)]
+    only = {"max_staleness": "server", "staleness_aware": "server", "average_every": "peers"}
     return [
-        Asynchrony(mode=each, **{name: value for name, value in chosen.items() if _ONLY.get(name, each) == each})
+        Asynchrony(mode=each, **{name: value for name, value in chosen.items() if only.get(name, each) == each})
         for each in MODES
     ]
 
@@ -55,6 +55,7 @@ def make_crops_feed(recipe: Recipe, seed: int = 0, count: int = 512) -> Feed:
     if height != width:
         raise PlanError(f"The crops of this study are square, not {height} x {width} pixels. Use one --image-size.")
     crops = StainCrops(immunohistochemistry(), height, max(count, batch), seed)
+    # Cut once: a study measures waiting and staleness, which reading images in each step would blur.
     found = list(crops.iterate_batches(batch))
     dtype = getattr(torch, images.dtype)
 
@@ -80,10 +81,8 @@ def bench_asynchronous(world: World, studies: Sequence[Asynchrony], recipe: Reci
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command's flags."""
     flags = options.make_parser("Train replicas that do not wait for each other, and replicas that do. For study.")
-    flags.set_defaults(
-        model="engines.models:resnet20_v1", num_classes=2, image_size="32", batch_size=8, learning_rate=0.005,
-        split_size=1, spatial_size=0,
-    )  # fmt: skip
+    flags.set_defaults(model="engines.models:resnet20_v1", num_classes=2, image_size="32", batch_size=8)
+    flags.set_defaults(learning_rate=0.005, split_size=1, spatial_size=0)
     flags.add_argument("--mode", choices=[*MODES, "all"], default="all")
     flags.add_argument("--replicas", type=options.parse_positive, default=3)
     flags.add_argument("--steps", type=options.parse_positive, default=30, help="batches of each replica, on average")

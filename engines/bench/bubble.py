@@ -21,7 +21,7 @@ from engines.plan import Plan
 from engines.program.compile import Compiler
 from engines.program.timeline import Timeline
 from engines.program.worker import Worker
-from engines.training import Recipe, cut_inputs, prepare
+from engines.training import cut_inputs, prepare
 
 __all__ = ["bench_bubble"]
 
@@ -52,6 +52,12 @@ class _DelayedSegment:
 
     def __call__(self, values: Mapping[str, Tensor], seed: int, again: bool = False) -> tuple[Tensor, ...]:
         time.sleep(self.seconds)
+        # The sleeps of the backward pass hang on the inputs and weights themselves, as nodes of autograd's graph:
+        #
+        #     image  --sleep-->  segment's kernels  -->  outputs
+        #     weight --sleep-->
+        #
+        # So a schedule that computes the weights' gradients later (zero bubble) also sleeps for them later.
         self.segment.owned = {name: self._delay_gradient(held) for name, held in self.owned.items()}
         return self.segment({name: self._delay_gradient(values[name]) for name in self.segment.inputs}, seed, again)  # type: ignore[no-any-return]
 
@@ -66,7 +72,15 @@ def bench_bubble(world: World, plan: Plan, stage_s: float) -> dict[str, object]:
     parallelism with as many micro-batches, one after another: a schedule's share of work over 1 / ranks.
     """
     worker, inputs = _make_worker(world, plan, stage_s)
-    shares = [_run_step(world, worker, inputs).idle for _ in range(_STEPS + 1)][1:]
+    shares = []
+    for _ in range(_STEPS + 1):
+        world.barrier()
+        # Fresh leaves in each step: the image takes part in the backward pass, as every other stage's input does.
+        worker.run(
+            {m: {name: t.clone().requires_grad_(name == "images") for name, t in p.items()} for m, p in inputs.items()}
+        )
+        shares.append(Timeline.of(world.all_gather(worker.events)).idle)
+    del shares[0]  # the warm-up
     measured = statistics.median(shares)
     formula = compute_plan_bubble(plan)
     depth = plan.spatial_size + (plan.split_size - plan.spatial_size) // plan.stages_per_rank
@@ -82,25 +96,15 @@ def bench_bubble(world: World, plan: Plan, stage_s: float) -> dict[str, object]:
     }
 
 
-def _make_model(stages: int) -> nn.Module:
-    return nn.Sequential(*(nn.Conv2d(_CHANNELS, _CHANNELS, 1) for _ in range(stages)))
-
-
-def _compute_loss(prediction: Tensor, labels: Tensor) -> Tensor:
-    return (prediction * labels).sum()
-
-
-def _make_recipe(plan: Plan) -> Recipe:
-    shape = (plan.parts * plan.local_dp, _CHANNELS, _PIXELS, _PIXELS)
-    return prepare(_make_model(plan.split_size), plan, shape, _compute_loss, labels=TensorSpec(shape, plan.precision))
-
-
 def _make_worker(world: World, plan: Plan, stage_s: float) -> tuple[Worker, dict[int, dict[str, Tensor]]]:
     """Return a worker with delayed stages, and its inputs.
 
     The image has a gradient, as the input of every other stage has, so that all stages cost the same.
     """
-    recipe = _make_recipe(plan)
+    shape = (plan.parts * plan.local_dp, _CHANNELS, _PIXELS, _PIXELS)
+    model = nn.Sequential(*(nn.Conv2d(_CHANNELS, _CHANNELS, 1) for _ in range(plan.split_size)))
+    labels = TensorSpec(shape, plan.precision)
+    recipe = prepare(model, plan, shape, lambda prediction, labels: (prediction * labels).sum(), labels=labels)
     program = Compiler(recipe.graph, plan, input_gradient=True).compile_rank(world.rank)
     dtype = getattr(torch, plan.precision)
     weights = {name: recipe.state[name].to(dtype).requires_grad_() for name in program.weights}
@@ -110,11 +114,3 @@ def _make_worker(world: World, plan: Plan, stage_s: float) -> tuple[Worker, dict
             worker.runtime.segments[name] = _DelayedSegment(segment, stage_s)
     whole = {name: torch.ones(spec.shape, dtype=dtype) for name, spec in recipe.step_specs.items()}
     return worker, cut_inputs(program, whole)
-
-
-def _run_step(world: World, worker: Worker, inputs: Mapping[int, Mapping[str, Tensor]]) -> Timeline:
-    world.barrier()
-    worker.run(
-        {m: {name: t.clone().requires_grad_(name == "images") for name, t in p.items()} for m, p in inputs.items()}
-    )
-    return Timeline.of(world.all_gather(worker.events))

@@ -10,8 +10,6 @@ from engines.training import Recipe
 
 __all__ = ["make_allreduce_parser", "make_throughput_parser", "make_throughput_recipe"]
 
-_MAX_BYTES = 1 << 28
-
 
 def make_throughput_parser() -> argparse.ArgumentParser:
     """Return the parser of `bench throughput`, with the flag names of common synthetic benchmarks."""
@@ -41,7 +39,7 @@ def make_allreduce_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     flags.add_argument(
-        "--max-bytes", type=options.parse_positive, default=_MAX_BYTES, help="the largest sum; each 4 x the last"
+        "--max-bytes", type=options.parse_positive, default=1 << 28, help="the largest sum; each 4 x the last"
     )
     flags.add_argument("--iterations", type=options.parse_positive, default=30)
     return flags

@@ -29,76 +29,61 @@ from engines.errors import PlanError
 
 __all__ = ["CHECKS", "find_cause", "launch", "measure_link_speeds", "print_link_speeds", "run_gpu_checks"]
 
-RESNET = "engines.models:resnet20_v1"
-AMOEBANET = ("--model", "amoebanet", "--num-filters", "214")
-ONE_RANK = ("--split-size", "1", "--spatial-size", "0")
-LARGE = (
-    "bench", "largest", "--precision", "bfloat16", "--memory-mb", "1000000", "--step-px", "256", "--image-size", "2048",
-)  # fmt: skip
 LINK_BYTES, LINK_TIMES = 1 << 26, 15
-_ENDING_S = 20.0
-_CAUSE_CHARACTERS = 400
 
-CHECKS: Mapping[str, tuple[int, Sequence[str]]] = {
-    "exact, ResNet-20 v1, 2x2 tiles": (5, ("verify", "--model", "engines.models:resnet20_v1", "--image-size", "128")),
-    "exact, ResNet-110 v2, 2x3 tiles": (7, ("verify", "--image-size", "100x132", "--slice-method", "2x3")),
-    "exact, U-Net tiled to its loss": (
-        4, ("verify", "--model", "engines.models.unet:UNet", "--image-size", "128", "--split-size", "1"),
-    ),
+_RESNET = "--model engines.models:resnet20_v1"
+_AMOEBANET = "--model amoebanet --num-filters 214"
+_ONE = "--split-size 1 --spatial-size 0"
+_TILES = "--image-size 1024 --split-size 1"
+_LARGEST = "bench largest --precision bfloat16 --memory-mb 1000000 --step-px 256 --image-size 2048"
+_COMMANDS = {  # the number of ranks, and the command
+    "exact, ResNet-20 v1, 2x2 tiles": f"5 verify {_RESNET} --image-size 128",
+    "exact, ResNet-110 v2, 2x3 tiles": "7 verify --image-size 100x132 --slice-method 2x3",
+    "exact, U-Net tiled to its loss": "4 verify --model engines.models.unet:UNet --image-size 128 --split-size 1",
     "exact, 1F1B behind tiles": (
-        4, ("verify", "--model", RESNET, "--image-size", "64", "--split-size", "3", "--slice-method", "1x2",
-            "--parts", "4", "--batch-size", "4", "--schedule", "1f1b"),
+        f"4 verify {_RESNET} --image-size 64 --split-size 3 --slice-method 1x2 --parts 4 --batch-size 4 --schedule 1f1b"
     ),
     "exact, both ways, two replicas, fused halos": (
-        6, ("verify", "--model", RESNET, "--image-size", "64", "--slice-method", "1x2", "--bidirectional",
-            "--data-parallel", "2", "--halo-d2", "--fused-layers", "2", "--checkpoint-activations"),
+        f"6 verify {_RESNET} --image-size 64 --slice-method 1x2 --bidirectional --data-parallel 2 --halo-d2 "
+        "--fused-layers 2 --checkpoint-activations"
     ),
     "exact, shared batch, zero bubble": (
-        5, ("verify", "--model", RESNET, "--image-size", "64", "--split-size", "3", "--num-spatial-parts", "1",
-            "--parts", "2", "--local-dp", "2", "--batch-size", "4", "--schedule", "zero_bubble"),
+        f"5 verify {_RESNET} --image-size 64 --split-size 3 --num-spatial-parts 1 --parts 2 --local-dp 2 "
+        "--batch-size 4 --schedule zero_bubble"
     ),
     "exact, activations on the host": (
-        5, ("verify", "--model", RESNET, "--image-size", "128", "--parts", "2", "--batch-size", "4",
-            "--offload-activations"),
+        f"5 verify {_RESNET} --image-size 128 --parts 2 --batch-size 4 --offload-activations"
     ),
-    "exact, compiled segments": (
-        5, ("verify", "--model", RESNET, "--image-size", "64", "--overlap-halos", "--compile-segments"),
-    ),
-    "bfloat16, ResNet-20 v1": (5, ("verify", "--model", RESNET, "--image-size", "128", "--precision", "bfloat16")),
-    "float16, ResNet-20 v1": (5, ("verify", "--model", RESNET, "--image-size", "128", "--precision", "float16")),
-    "float32, ResNet-110 v2": (5, ("verify", "--image-size", "256", "--dtype", "float32")),
-    "memory, ResNet-110 v2, 512 px, 2x2 tiles": (4, ("bench", "memory", "--image-size", "512", "--split-size", "1")),
+    "exact, compiled segments": f"5 verify {_RESNET} --image-size 64 --overlap-halos --compile-segments",
+    "bfloat16, ResNet-20 v1": f"5 verify {_RESNET} --image-size 128 --precision bfloat16",
+    "float16, ResNet-20 v1": f"5 verify {_RESNET} --image-size 128 --precision float16",
+    "float32, ResNet-110 v2": "5 verify --image-size 256 --dtype float32",
+    "memory, ResNet-110 v2, 512 px, 2x2 tiles": "4 bench memory --image-size 512 --split-size 1",
     "speed, bfloat16, 4 micro-batches, 2 stages": (
-        2, ("bench", "step", "--image-size", "512", "--spatial-size", "0", "--parts", "4", "--batch-size", "4",
-            "--precision", "bfloat16", "--schedule", "1f1b"),
+        "2 bench step --image-size 512 --spatial-size 0 --parts 4 --batch-size 4 --precision bfloat16 --schedule 1f1b"
     ),
-    "speed, ResNet-110 v2, 512 px": (5, ("bench", "step", "--image-size", "512", "--iterations", "5")),
-    "speed, 1 rank, 512 px": (1, ("bench", "step", "--image-size", "512", "--iterations", "9", *ONE_RANK)),
-    "speed, 1 rank, 2,048 px, bfloat16": (
-        1, ("bench", "step", "--image-size", "2048", "--iterations", "5", "--precision", "bfloat16", *ONE_RANK),
-    ),
-    "speed, 2x2 tiles, 1,024 px, D1": (4, ("bench", "step", "--image-size", "1024", "--split-size", "1")),
-    "speed, 2x2 tiles, 1,024 px, D2": (
-        4, ("bench", "step", "--image-size", "1024", "--split-size", "1", "--halo-d2", "--fused-layers", "2"),
-    ),
-    "speed, 2x2 tiles, 1,024 px, overlapped": (
-        4, ("bench", "step", "--image-size", "1024", "--split-size", "1", "--overlap-halos"),
-    ),
-    "compiled segments, ResNet-110 v2, 512 px": (1, ("bench", "compiled", "--image-size", "512", *ONE_RANK)),
+    "speed, ResNet-110 v2, 512 px": "5 bench step --image-size 512 --iterations 5",
+    "speed, 1 rank, 512 px": f"1 bench step --image-size 512 --iterations 9 {_ONE}",
+    "speed, 1 rank, 2,048 px, bfloat16": f"1 bench step --image-size 2048 --iterations 5 --precision bfloat16 {_ONE}",
+    "speed, 2x2 tiles, 1,024 px, D1": f"4 bench step {_TILES}",
+    "speed, 2x2 tiles, 1,024 px, D2": f"4 bench step {_TILES} --halo-d2 --fused-layers 2",
+    "speed, 2x2 tiles, 1,024 px, overlapped": f"4 bench step {_TILES} --overlap-halos",
+    "compiled segments, ResNet-110 v2, 512 px": f"1 bench compiled --image-size 512 {_ONE}",
     "compiled segments, ResNet-110 v2, 2,048 px, bfloat16": (
-        1, ("bench", "compiled", "--image-size", "2048", "--precision", "bfloat16", *ONE_RANK),
+        f"1 bench compiled --image-size 2048 --precision bfloat16 {_ONE}"
     ),
     "halos, 4 strips of 64 channels, 4,096 px": (
-        4, ("bench", "halo", "--image-size", "4096", "--in-channels", "64", "--num-spatial-parts", "4",
-            "--slice-method", "vertical", "--iterations", "30"),
+        "4 bench halo --image-size 4096 --in-channels 64 --num-spatial-parts 4 --slice-method vertical --iterations 30"
     ),
-    **{f"largest image, ResNet-110 v2, {way}": (1, (*LARGE, "--way", way, *ONE_RANK)) for way in ("plain", "again")},
-    "largest image, ResNet-110 v2, in turn": (
-        1, (*LARGE, "--way", "in-turn", "--split-size", "1", "--slice-method", "8x1"),
-    ),
-    **{f"largest image, AmoebaNet-D 214, {way}": (1, (*LARGE, *AMOEBANET, "--way", way, *ONE_RANK))
-       for way in ("plain", "again")},
-}  # fmt: skip
+    "largest image, ResNet-110 v2, plain": f"1 {_LARGEST} --way plain {_ONE}",
+    "largest image, ResNet-110 v2, again": f"1 {_LARGEST} --way again {_ONE}",
+    "largest image, ResNet-110 v2, in turn": f"1 {_LARGEST} --way in-turn --split-size 1 --slice-method 8x1",
+    "largest image, AmoebaNet-D 214, plain": f"1 {_LARGEST} {_AMOEBANET} --way plain {_ONE}",
+    "largest image, AmoebaNet-D 214, again": f"1 {_LARGEST} {_AMOEBANET} --way again {_ONE}",
+}
+CHECKS: Mapping[str, tuple[int, Sequence[str]]] = {
+    name: (int(ranks), words) for name, (ranks, *words) in ((name, row.split()) for name, row in _COMMANDS.items())
+}
 """Number of ranks and command by name. In speed checks, `of_limit` / `ratio` is the share of convolutions."""
 
 
@@ -123,22 +108,16 @@ def run_gpu_checks(arguments: Sequence[str] = ()) -> int:
         return 0
     results = {}
     for name in names:
-        results[name] = _run_check(name, chosen.timeout)
+        if name == "link":  # in a process of its own, whose end frees its memory for the other checks
+            results[name] = run_in_subprocess("engines.bench.gpu_check:print_link_speeds", [])
+        elif "in-turn" in CHECKS[name][1] and not find_spec("greenlet"):
+            results[name] = {"skipped": "tiles in turn need greenlet"}
+        else:
+            results[name] = _run_command(*CHECKS[name], chosen.timeout)
         facts = ", ".join(f"{key} {value}" for key, value in results[name].items())
         print(f"{name:42} {facts}", flush=True)
     print(json.dumps({"device": torch.cuda.get_device_name(), **results}))
     return 1 if any("error" in result or not result.get("ok", True) for result in results.values()) else 0
-
-
-def _run_check(name: str, timeout_s: float) -> dict[str, object]:
-    if name == "link":
-        return run_in_subprocess(
-            "engines.bench.gpu_check:print_link_speeds", []
-        )  # in a process, which frees its memory for the other checks
-    ranks, command = CHECKS[name]
-    if "in-turn" in command and not find_spec("greenlet"):
-        return {"skipped": "tiles in turn need greenlet"}
-    return _run_command(ranks, command, timeout_s)
 
 
 def print_link_speeds(_: Sequence[str]) -> None:
@@ -161,6 +140,7 @@ def _time_copy(into: torch.Tensor, of: torch.Tensor) -> float:
     for _ in range(LINK_TIMES):
         start_s = time.perf_counter()
         into.copy_(of, non_blocking=True)
+        # One of the two is on the host and needs no wait, whichever direction is measured.
         for tensor in (into, of):
             wait_for_device(tensor.device)
         found.append(time.perf_counter() - start_s)
@@ -185,13 +165,14 @@ def find_cause(stderr: str) -> str:
     """
     text = stderr.replace("\0", "").strip()
     by_ranks = re.split(r"^-{5,}$", text, maxsplit=1, flags=re.MULTILINE)[0].strip()
-    return (by_ranks or text)[-_CAUSE_CHARACTERS:]
+    return (by_ranks or text)[-400:]
 
 
 def launch(ranks: int, arguments: Sequence[str], timeout_s: float = 600) -> subprocess.CompletedProcess[str]:
     """Run `mpiexec -n RANKS python -m mpi4py ARGUMENTS`, with the environment that Open MPI needs."""
     beside = Path(sys.prefix) / "bin" / "mpiexec"
     mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec") or "mpiexec"
+    # More ranks than cores: Open MPI refuses to start them otherwise, and several ranks share one GPU here.
     environment = {**os.environ, "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
     if os.geteuid() == 0:
         environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -204,7 +185,7 @@ def launch(ranks: int, arguments: Sequence[str], timeout_s: float = 600) -> subp
         except subprocess.TimeoutExpired:
             process.terminate()  # mpiexec then ends its ranks
             with suppress(subprocess.TimeoutExpired):
-                process.communicate(timeout=_ENDING_S)
+                process.communicate(timeout=20.0)
             process.kill()
             raise
     return subprocess.CompletedProcess(command, process.returncode, *told)

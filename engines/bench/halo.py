@@ -54,7 +54,11 @@ def bench_halo(
         for name in random.Random(index).sample(sorted(works), len(works)):  # the predecessor warms the caches
             work = works[name]()
             world.comm.Barrier()
-            times[name].append(_time_work(work, own.device))
+            wait_for_device(own.device)
+            start_s = time.perf_counter()
+            work()
+            wait_for_device(own.device)
+            times[name].append(time.perf_counter() - start_s)
             world.comm.Barrier()  # what a finished rank does next must not take cores from the others
     told = {name: seconds[warmup:] for name, seconds in times.items()}
     traffic = own.exchange.compute_bytes(own.exchange.sends), len(own.exchange.sends)
@@ -77,6 +81,8 @@ def _make_works(
         source = pixels.detach()
         return lambda: carrier.backward(grad, source, alone=True)
 
+    # Each entry is called before a barrier (allocation and copies of the input), and its result after it (the
+    # exchange).
     works = {
         "forward.ms": prepare_forward,
         "forward.by_hand_ms": lambda: by_hand.prepare(pixels),
@@ -86,36 +92,29 @@ def _make_works(
         "backward.by_hand_ms": lambda: by_hand.backward,
         "backward.messages_ms": lambda: by_hand.messages_back,
     }
-    return works | _make_convolution_works(own, pixels) if with_compute else works
-
-
-def _make_convolution_works(own: HaloSetup, pixels: Tensor) -> dict[str, Callable[[], Callable[[], object]]]:
-    """Return the variants that run the convolution of the window, forward and backward."""
-    window = own.carrier.forward(pixels)[0].requires_grad_()
+    if not with_compute:
+        return works
+    window = carrier.forward(pixels)[0].requires_grad_()
     made: list[Tensor] = []
 
     def prepare_conv_forward() -> Callable[[], object]:
         made.clear()
-        return lambda: made.extend(own.convolution({own.exchange.target: window}, seed=0))
+        return lambda: made.extend(own.convolution({exchange.target: window}, seed=0))
 
     def prepare_conv_backward() -> Callable[[], object]:
-        outputs = own.convolution({own.exchange.target: window}, seed=0)
+        outputs = own.convolution({exchange.target: window}, seed=0)
         grads = [torch.ones_like(output) for output in outputs]
         return lambda: torch.autograd.backward(outputs, grads)
 
-    return {"forward.convolution_ms": prepare_conv_forward, "backward.convolution_ms": prepare_conv_backward}
-
-
-def _time_work(work: Callable[[], object], device: torch.device) -> float:
-    wait_for_device(device)
-    start_s = time.perf_counter()
-    work()
-    wait_for_device(device)
-    return time.perf_counter() - start_s
+    return works | {
+        "forward.convolution_ms": prepare_conv_forward,
+        "backward.convolution_ms": prepare_conv_backward,
+    }
 
 
 def _make_line(case: HaloCase, ranks: Sequence[tuple[Times, int, int]]) -> dict[str, object]:
     ways = {way: _make_direction_line(way, [times for times, _, _ in ranks]) for way in ("forward", "backward")}
+    # Sums over ranks and directions before the division: a mean of ratios would weigh a small message like a large one.
     both = {key: sum(sum(way[key]) for way in ways.values()) for key in ("ms", "by_hand_ms", "messages_ms")}
     return {
         "ranks": len(ranks),
@@ -137,7 +136,12 @@ def _make_direction_line(way: str, ranks: Sequence[Times]) -> dict[str, object]:
     line: dict[str, object] = {
         name: [round(statistics.median(times[f"{way}.{name}"]) * 1e3, 4) for times in ranks] for name in names
     }
-    line["spread"] = [_compute_spread(times[f"{way}.ms"]) for times in ranks]
+    spreads = []
+    for times in ranks:
+        seconds = times[f"{way}.ms"]
+        low, middle, high = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else (0.0, 1.0, 0.0)
+        spreads.append(round((high - low) / middle, 3))
+    line["spread"] = spreads
     total = {name: sum(line[name]) for name in names}
     line["ratio"] = _compute_ratio(total["ms"], total["by_hand_ms"])
     line["ratio_messages_only"] = _compute_ratio(total["ms"], total["messages_ms"])
@@ -148,10 +152,3 @@ def _make_direction_line(way: str, ranks: Sequence[Times]) -> dict[str, object]:
 
 def _compute_ratio(ours: float, theirs: float) -> float:
     return round(ours / theirs, 3)
-
-
-def _compute_spread(seconds: Sequence[float]) -> float:
-    if len(seconds) < 2:
-        return 0.0
-    low, middle, high = statistics.quantiles(seconds, n=4)
-    return round((high - low) / middle, 3)

@@ -61,6 +61,10 @@ def make_halo_setup(case: HaloCase, world: World) -> HaloSetup:
     kernel_px = 2 * case.halo_px + 1
     model = nn.Conv2d(case.image_shape[1], case.out_channels, kernel_px, padding=case.halo_px)
     recipe = prepare(model, case.plan, case.image_shape)
+    # The window's gradient is needed for the way back, although no weight lies before the image: `input_gradient`.
+    #
+    #     image tile --exchange--> window --conv2d--> output
+    #                <--adjoint---        <--backward--
     forward = Compiler(recipe.graph, case.plan, input_gradient=True).compile_rank(world.rank).forward
     (exchange,) = (item for item in forward if isinstance(item, Exchange))
     (op,) = (op for item in forward if isinstance(item, Compute) for op in item.ops if "conv2d" in op.kernel)

@@ -6,8 +6,6 @@ holding it, nothing is rounded, and comparisons are exact.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 import torch
 from torch import Tensor
 
@@ -26,6 +24,8 @@ def make_pattern(exchange: Exchange, tile: Tile, device: torch.device, salt: int
     """Return the pixels of `tile`, which may exceed the image: (N, C, h, w), integers from -510 to 510."""
     places = [range(exchange.shape[0]), range(exchange.shape[1])]
     places += [range(span.start, span.stop) for span in (tile.rows, tile.cols)]
+    # value = (salt * 127 + n * 17 + c * 31 + y * 7919 + x * 104729) mod 1021 - 510, one axis after another by
+    # broadcasting. Coordinates beyond the image count on as usual, so that a window has a pattern all around.
     total = torch.tensor(salt * 127)
     for axis, (step, place) in enumerate(zip(_STEPS, places, strict=True)):
         total = total + (torch.tensor(place) * step).view(-1, *(1,) * (3 - axis))
@@ -38,6 +38,10 @@ def is_valid_exchange(world: World, exchange: Exchange, carrier: ExchangeRunner,
     pixels = make_pattern(exchange, exchange.own, device)
     grad = make_pattern(exchange, exchange.window, device, salt=1 + world.rank)
     windows = world.all_gather(exchange.window)
+    # Forward F puts the neighbours' borders around a tile, backward F* adds up the gradients of all copies of a pixel:
+    #
+    #     rank 0    tile  p q r    window  p q r s        gradient of r = that in window 0 + that in window 1
+    #     rank 1    tile  s t u    window    r s t u      gradient of s = likewise
     copied = carrier.forward(pixels)[0]
     # Both paths of the forward pass: a tile that is copied into a new window, and one allocated inside its window.
     made_in_place = (
@@ -45,36 +49,24 @@ def is_valid_exchange(world: World, exchange: Exchange, carrier: ExchangeRunner,
     )
     source = pixels.clone()
     carrier.backward(grad.clone(memory_format=torch.preserve_format), source, alone=True)
-    expected = _make_expected_window(exchange, device)
+    # The window cut out of the whole image, with the fill value around the image.
+    inside = exchange.window & Tile.whole(*exchange.shape[-2:])
+    expected = make_pattern(exchange, exchange.window, device).fill_(exchange.fill)
+    expected[..., *inside.to_slices(exchange.window)] = make_pattern(exchange, inside, device)
+    # The gradients of this rank's pixels, summed over all windows that contain them.
+    expected_grad = torch.zeros_like(pixels)
+    for rank, window in enumerate(windows):
+        if seen := window & exchange.own:
+            expected_grad[..., *seen.to_slices(exchange.own)] += make_pattern(exchange, seen, device, salt=1 + rank)
     right = (
         torch.equal(copied, expected)
         and torch.equal(made_in_place, expected)
-        and torch.equal(source.grad, _compute_expected_gradient(exchange, dict(enumerate(windows)), device))
+        and torch.equal(source.grad, expected_grad)
     )
+    # Forward F and backward F* are adjoint only over all ranks together: a pixel meets the gradients of other ranks.
     reports = world.all_gather((right, _compute_dot(copied, grad), _compute_dot(pixels, source.grad)))
-    return _is_valid_on_all(reports)
-
-
-def _is_valid_on_all(reports: Sequence[tuple[bool, float, float]]) -> bool:
     there, back = (sum(report[side] for report in reports) for side in (1, 2))
     return all(report[0] for report in reports) and there == back
-
-
-def _make_expected_window(exchange: Exchange, device: torch.device) -> Tensor:
-    """Return the window cut out of the whole image, with the fill value around the image."""
-    inside = exchange.window & Tile.whole(*exchange.shape[-2:])
-    window = make_pattern(exchange, exchange.window, device).fill_(exchange.fill)
-    window[..., *inside.to_slices(exchange.window)] = make_pattern(exchange, inside, device)
-    return window
-
-
-def _compute_expected_gradient(exchange: Exchange, windows: Mapping[int, Tile], device: torch.device) -> Tensor:
-    """Return the gradients of this rank's pixels, summed over all windows that contain them."""
-    home = torch.zeros_like(make_pattern(exchange, exchange.own, device))
-    for rank, window in windows.items():
-        if seen := window & exchange.own:
-            home[..., *seen.to_slices(exchange.own)] += make_pattern(exchange, seen, device, salt=1 + rank)
-    return home
 
 
 def _compute_dot(one: Tensor, other: Tensor) -> float:

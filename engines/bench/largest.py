@@ -99,14 +99,28 @@ def bench_largest(arguments: Sequence[str]) -> dict[str, object]:
     The first size is that of `--image-size`. Raises PlanError if no size trains, or TraceError.
     """
     chosen = make_largest_parser().parse_args(list(arguments))
+    # A set: `512x512` is square as well, and has one element.
     first, *others = set(options.parse_image_size(chosen.image_size))
     if others:
         raise PlanError(f"--image-size {chosen.image_size}: images are square here. Name one number of pixels.")
-    _check(chosen)
+    if chosen.most_px < chosen.step_px:
+        raise PlanError(f"--most-px {chosen.most_px} is less than one step of {chosen.step_px} px (--step-px).")
+    if chosen.way == "in-turn":
+        from engines.streaming.streamed_training import check_streamable
+
+        check_streamable(options.make_plan(chosen))
+    _make_recipe(chosen)  # a fault of the model or the plan is found before any trial
     seen: dict[int | None, Mapping[str, Any]] = {None: {"failure": None}}
 
     def can_train(size_px: int) -> bool:
-        seen[size_px] = _try_size([*arguments, "--image-size", str(size_px)])
+        try:
+            seen[size_px] = run_in_subprocess(
+                "engines.bench.largest:train_within_limit", [*arguments, "--image-size", str(size_px)], count_cores()
+            )
+        except SubprocessExitError as error:  # a library that gets no memory may end its process by a signal
+            if error.code >= 0:
+                raise
+            seen[size_px] = {"failure": f"the process was ended by {Signals(-error.code).name}"}
         return "failure" not in seen[size_px]
 
     found, beyond = search_largest(can_train, first, chosen.step_px, chosen.most_px)
@@ -118,30 +132,6 @@ def bench_largest(arguments: Sequence[str]) -> dict[str, object]:
     line = {"way": chosen.way, "memory_bytes": chosen.memory_mb * MIB, "largest_px": found, **seen[found]}
     line["s_per_megapixel"] = round(1e6 * seen[found]["step_s"] / (chosen.batch_size * found**2), 6)
     return {**line, "next_px": beyond, "next_failure": seen[beyond]["failure"]}
-
-
-def _try_size(arguments: Sequence[str]) -> Mapping[str, Any]:
-    """Return the measurements or the failure of one size, tried in a process of its own.
-
-    A library that gets no memory may end that process by a signal.
-    """
-    try:
-        return run_in_subprocess("engines.bench.largest:train_within_limit", arguments, count_cores())
-    except SubprocessExitError as error:
-        if error.code >= 0:
-            raise
-        return {"failure": f"the process was ended by {Signals(-error.code).name}"}
-
-
-def _check(chosen: Namespace) -> None:
-    """Raise PlanError or TraceError for errors that are known without a trial."""
-    if chosen.most_px < chosen.step_px:
-        raise PlanError(f"--most-px {chosen.most_px} is less than one step of {chosen.step_px} px (--step-px).")
-    if chosen.way == "in-turn":
-        from engines.streaming.streamed_training import check_streamable
-
-        check_streamable(options.make_plan(chosen))
-    _make_recipe(chosen)
 
 
 def _make_recipe(chosen: Namespace) -> tuple[nn.Module, Recipe]:
@@ -162,6 +152,7 @@ def search_largest(fits: Callable[[int], bool], first: int, step: int, most: int
     >>> search_largest(lambda size: True, first=512, step=64, most=1000)
     (960, None)
     """
+    # Invariant: `low` steps fit (0 is taken to), `high` do not, or are beyond `most` while `beyond` is False.
     low, high, last = 0, most // step + 1, most // step
     size = min(max(1, first // step), last)
     beyond = False
@@ -178,8 +169,12 @@ def train_within_limit(arguments: Sequence[str]) -> None:
     """Train some steps in this process within the limit; print `peak_bytes` and `step_s`, or `failure`, as JSON."""
     chosen = make_largest_parser().parse_args(list(arguments))
     device = choose_device(chosen.device, rank=0)
+    # Blocks that glibc keeps for reuse would count against the limit, although no tensor uses them.
     keep_memory_tight(True, KEPT_BYTES)
-    _warm_up(device)
+    # Whatever libraries allocate once, threads and a GPU's context, is allocated before the limit applies.
+    torch.set_num_threads(count_cores())
+    layer = nn.Conv2d(4, 4, 3).to(device)
+    layer(torch.zeros(1, 4, 64, 64, device=device)).sum().backward()
     try:
         model, recipe = _make_recipe(chosen)
         batch = make_batches(recipe, chosen.seed, steps=1)[0]
@@ -202,10 +197,3 @@ def _measure_steps(device: torch.device, begun: Callable[[], Trained]) -> dict[s
             seconds.append(time.perf_counter() - start_s)
 
     return {"peak_bytes": measure_peak_bytes(device, run_steps), "step_s": round(seconds[-1], 6)}
-
-
-def _warm_up(device: torch.device) -> None:
-    """Allocate what libraries allocate once, threads and a GPU's context, before the limit applies."""
-    torch.set_num_threads(count_cores())
-    layer = nn.Conv2d(4, 4, 3).to(device)
-    layer(torch.zeros(1, 4, 64, 64, device=device)).sum().backward()

@@ -39,23 +39,23 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
+        # Arguments made before the context are unknown, and must not count when an in-place operator returns them.
         given = {_get_storage_id(item) for item in tree_leaves((args, kwargs)) if isinstance(item, Tensor)}
         for item in tree_leaves(made):
-            if isinstance(item, Tensor) and _get_storage_id(item) not in given:
-                self._track(item)
+            if not isinstance(item, Tensor):
+                continue
+            storage, place = item.untyped_storage(), _get_storage_id(item)
+            size = storage.nbytes()
+            # A view shares its storage with a tensor that was given, or that is known: its bytes count once.
+            if size and place not in given and place not in self._known:
+                self._known.add(place)
+                self.now += size
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._release, place, size)
         return made
 
-    def _track(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        place, size = _get_storage_id(tensor), storage.nbytes()
-        if place in self._known or not size:
-            return
-        self._known.add(place)
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._release, place, size)
-
     def _release(self, place: int, size: int) -> None:
+        # The address may be used again by a later storage: it must be unknown by then.
         self._known.discard(place)
         self.now -= size
 

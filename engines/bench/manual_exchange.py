@@ -33,6 +33,7 @@ class _StripBuffer:
     @property
     def message(self) -> Message:
         """The message with the buffer as one row of memory."""
+        # Channels last: the permuted view is contiguous, and `reshape` copies nothing.
         return Message(self.peer, _TAG, self.buffer.permute(0, 2, 3, 1).reshape(-1))
 
 
@@ -47,6 +48,11 @@ class ManualExchange:
             for _ in range(2)
         )
         self.tile = self._get_view(self.window, exchange, exchange.own)
+        # Borders of the own tile are lent to neighbours, those around it are borrowed from them:
+        #
+        #     borrowed | lent    ...    lent | borrowed
+        #              |<---- self.tile ---->|
+        #     |<------------ self.window ------------->|
         self.lent = self._make_strips(exchange, exchange.sends, lambda move: move.target)
         self.borrowed = self._make_strips(exchange, exchange.receives, lambda move: move.source)
         lent, borrowed = ([strip.message for strip in strips] for strips in (self.lent, self.borrowed))
@@ -60,15 +66,13 @@ class ManualExchange:
     def _make_strips(
         self, exchange: Exchange, moves: Sequence[Move], peer: Callable[[Move], int]
     ) -> list[_StripBuffer]:
-        return [
-            _StripBuffer(
-                peer(move),
-                pixels := self._get_view(self.window, exchange, move.tile),
-                self._get_view(self.grad, exchange, move.tile),
-                _make_cpu_buffer(pixels),
-            )
-            for move in moves
-        ]
+        strips = []
+        for move in moves:
+            pixels, grad = (self._get_view(tensor, exchange, move.tile) for tensor in (self.window, self.grad))
+            buffer = torch.empty(pixels.shape, dtype=pixels.dtype, memory_format=torch.channels_last)
+            # MPI reads and writes the buffer, which is pinned if a GPU copies to it.
+            strips.append(_StripBuffer(peer(move), pixels, grad, buffer.pin_memory() if pixels.is_cuda else buffer))
+        return strips
 
     def prepare(self, pixels: Tensor) -> Callable[[], None]:
         """Copy a fresh tile into the middle of the window; return the function to be timed."""
@@ -90,9 +94,3 @@ class ManualExchange:
         self.messages_back()
         for strip in self.lent:
             strip.grad.add_(strip.buffer.to(strip.grad.device))
-
-
-def _make_cpu_buffer(like: Tensor) -> Tensor:
-    """Return a buffer that MPI reads and writes, pinned if a GPU copies to it."""
-    buffer = torch.empty(like.shape, dtype=like.dtype, memory_format=torch.channels_last)
-    return buffer.pin_memory() if like.is_cuda else buffer

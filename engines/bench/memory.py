@@ -14,16 +14,9 @@ from torch import nn
 
 from engines.bench.subprocess_call import run_in_subprocess
 from engines.bench.verify import make_batches
-from engines.comm.device import (
-    choose_device,
-    has_own_memory,
-    measure_device_peak,
-    read_process_bytes,
-    trim_memory,
-)
+from engines.comm.device import choose_device, has_own_memory, measure_device_peak, read_process_bytes, trim_memory
 from engines.comm.world import World
 from engines.oracle import ReferenceTraining
-from engines.program.worker import Inputs
 from engines.training import RankTraining, Recipe
 
 __all__ = ["STEPS", "bench_memory", "measure_host_peak_bytes", "measure_one_process", "measure_peak_bytes"]
@@ -52,20 +45,18 @@ def bench_memory(world: World, recipe: Recipe, arguments: Sequence[str], seed: i
 
 
 def _measure_rank(world: World, recipe: Recipe, seed: int) -> int:
-    own = _make_rank_inputs(world, recipe, seed)
+    cut = RankTraining(world, recipe).cut(make_batches(recipe, seed, steps=1)[0])
+    # Copies of this rank's parts: views would keep the whole batches alive, and count them as the rank's memory.
+    own = {number: {name: part.clone() for name, part in parts.items()} for number, parts in cut.items()}
+    del cut
 
+    # The training is made inside, so that its weights, gradients and optimiser state count.
     def run_steps() -> None:
         training = RankTraining(world, recipe)
         for _ in range(STEPS):
             training.step(own)
 
     return measure_peak_bytes(choose_device(recipe.device, world.rank), run_steps)
-
-
-def _make_rank_inputs(world: World, recipe: Recipe, seed: int) -> Inputs:
-    """Return copies of this rank's parts of random batches, so that the whole batches are freed."""
-    cut = RankTraining(world, recipe).cut(make_batches(recipe, seed, steps=1)[0])
-    return {number: {name: part.clone() for name, part in parts.items()} for number, parts in cut.items()}
 
 
 def measure_one_process(arguments: Sequence[str]) -> None:
@@ -87,14 +78,13 @@ def measure_one_process(arguments: Sequence[str]) -> None:
 
 def measure_peak_bytes(device: torch.device, work: Callable[[], object]) -> int:
     """Return the peak bytes while `work` runs, beyond those before: of the process, or of a device's own memory."""
-    if has_own_memory(device):
-        return measure_device_peak(device, work)
-    return measure_host_peak_bytes(work)
+    return measure_device_peak(device, work) if has_own_memory(device) else measure_host_peak_bytes(work)
 
 
 def measure_host_peak_bytes(work: Callable[[], object]) -> int:
     """Return the peak host memory in bytes while `work` runs, beyond that of the process before."""
     before = read_process_bytes("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak (VmHWM)
+    # The kernel keeps the peak since the process began, imports and tracing included, so that it must start anew.
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM = VmRSS
     work()
     return read_process_bytes("VmHWM") - before

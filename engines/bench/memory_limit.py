@@ -28,6 +28,8 @@ def limit_memory(device: torch.device, size_bytes: int) -> Iterator[None]:
         limit_device_memory(device, size_bytes)
         yield
         return
+    # RLIMIT_DATA bounds private writable memory: heap and anonymous mappings, where tensors lie, but no libraries'
+    # code.
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (read_process_bytes("VmData") + size_bytes, hard))
     try:

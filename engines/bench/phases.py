@@ -11,22 +11,19 @@ from engines.program.timeline import TimelineEvent
 __all__ = ["PHASES", "compute_shares", "sum_by_phase"]
 
 PHASES = ("forward", "backward", "messages", "sums", "update", "waiting")
-_KINDS = {"all-reduce": "sums", "update": "update"}
 
 
 def sum_by_phase(events: Iterable[TimelineEvent]) -> Counter[str]:
     """Return the seconds of one rank by phase; waiting is counted apart from the phases in which it occurs."""
-    found = Counter[str]()
+    found, kinds = Counter[str](), {"all-reduce": "sums", "update": "update"}
     for event in events:
-        found[_get_phase(event)] += event.busy_s
+        if event.kind == "compute":
+            phase = "forward" if event.phase == Phase.FORWARD.value else "backward"
+        else:
+            phase = kinds.get(event.kind, "messages")
+        found[phase] += event.busy_s
         found["waiting"] += event.wait_s
     return found
-
-
-def _get_phase(event: TimelineEvent) -> str:
-    if event.kind == "compute":
-        return "forward" if event.phase == Phase.FORWARD.value else "backward"
-    return _KINDS.get(event.kind, "messages")
 
 
 def compute_shares(ranks: Sequence[Counter[str]]) -> dict[str, float]:

@@ -12,14 +12,14 @@ from engines.comm.collective_errors import run_on_all
 from engines.comm.world import World
 from engines.errors import PlanError
 from engines.images.arrays import ArrayPicture
-from engines.images.picture import Picture, Pixels, open_image
+from engines.images.picture import Pixels, open_image
 from engines.plan import Plan
-from engines.spatial.tiles import Tile
 
 __all__ = ["bench_read", "make_read_parser"]
 
 ALLOWED_BYTES = 64 << 20  # allowed beyond a rank's part of the picture: a reader's working memory
 Box = tuple[int, int, int, int]
+"""First row, first column, height and width."""
 
 
 def make_read_parser() -> argparse.ArgumentParser:
@@ -43,17 +43,24 @@ def bench_read(world: World, path: str, method: str = "square", halo_px: int = 0
     """
     if halo_px < 0:
         raise PlanError(f"halo_px={halo_px}: a halo has 0 pixels or more.")
-    box = run_on_all(world, lambda: _compute_box(open_image(path), method, halo_px, level, world.size, world.rank))
     found: list[object] = []
+
+    def compute_box() -> Box:
+        (grid,) = Plan(split_size=1, spatial_size=1, num_spatial_parts=world.size, slice_method=method).grids
+        tile = grid.cut(*open_image(path).shape(level))[world.rank]
+        height, width = tile.shape
+        return tile.rows.start - halo_px, tile.cols.start - halo_px, height + 2 * halo_px, width + 2 * halo_px
 
     def read_box() -> None:
         start_s, picture = time.perf_counter(), open_image(path)
         pixels = picture.read(*box, level)
         found.extend((time.perf_counter() - start_s, picture.bytes_read, _compute_digest(pixels)))
 
+    box = run_on_all(world, compute_box)
     peak = run_on_all(world, lambda: measure_host_peak_bytes(read_box))
     told = world.all_gather((box, peak, *found))
     boxes, peaks, seconds, read, digests = zip(*told, strict=True)
+    # Digests travel instead of pixels: rank 0 cuts each rank's box out of its own read and compares sums.
     line = run_on_all(world, lambda: _read_in_one_process(path, level, boxes, digests) if world.rank == 0 else {})
     share = max(height * width for _, _, height, width in boxes) * 3
     kept = max(peaks) <= share + ALLOWED_BYTES
@@ -65,17 +72,6 @@ def bench_read(world: World, path: str, method: str = "square", halo_px: int = 0
         "largest_part_bytes": share,
         "ok": bool(line.get("same_pixels", True)) and kept,
     }
-
-
-def _compute_box(picture: Picture, method: str, halo_px: int, level: int, ranks: int, rank: int) -> Box:
-    """Return the first row, first column, height and width of what one rank reads."""
-    (grid,) = Plan(split_size=1, spatial_size=1, num_spatial_parts=ranks, slice_method=method).grids
-    return _extend_box(grid.cut(*picture.shape(level))[rank], halo_px)
-
-
-def _extend_box(tile: Tile, halo_px: int) -> Box:
-    (height, width), (y0, x0) = tile.shape, (tile.rows.start, tile.cols.start)
-    return y0 - halo_px, x0 - halo_px, height + 2 * halo_px, width + 2 * halo_px
 
 
 def _read_in_one_process(path: str, level: int, boxes: tuple[Box, ...], digests: tuple[str, ...]) -> dict[str, object]:

@@ -19,6 +19,7 @@ def measure_arithmetic_share(step: Callable[[], object]) -> float:
     """
     with profile(activities=supported_activities()) as seen:
         step()
+    # Self times: an operator's own kernels without those of the operators that it calls, which have rows of their own.
     rows = [(row.key, row.self_device_time_total or row.self_cpu_time_total) for row in seen.key_averages()]
     total = sum(seconds for _, seconds in rows)
     return sum(seconds for name, seconds in rows if any(part in name for part in _KERNELS)) / total if total else 0.0

@@ -32,7 +32,6 @@ TIMES = 64
 
 EXACT = 1e-10  # relative to a tensor's own size: an error within it needs no other explanation
 _RUNS = 4  # runs of one process with changes by an ulp, if the first one does not explain all
-_ABOVE_NOISE = 1e3  # a gradient larger than this multiple of its noise is not zero in theory
 Begin = Callable[[ReferenceTraining], None]
 Key = tuple[str, int, str]
 """Kind (loss, gradient, change of the weight, buffer), step (0: after all of them), and name of a quantity."""
@@ -62,18 +61,6 @@ def _collect_losses(record: TrainingRecord) -> dict[Key, Tensor]:
             for number, loss in losses.items()
         }
     return {key: torch.tensor(loss, dtype=torch.float64) for key, loss in found.items()}
-
-
-def _collect_by_rank(
-    ranks: Sequence[TrainingRecord], start: Mapping[str, Tensor], whole: bool
-) -> list[dict[Key, Tensor]]:
-    """Return each rank's quantities. A whole batch's loss, combined from its parts on ranks, is one more."""
-    if not whole:
-        return [collect_quantities(rank, start) for rank in ranks]
-    count = len(ranks[0].losses)
-    together = tuple({n: loss for rank in ranks for n, loss in rank.losses[step].items()} for step in range(count))
-    alone = [collect_quantities(replace(rank, losses=()), start) for rank in ranks]
-    return [*alone, _collect_losses(TrainingRecord(together, (), {}, {}, whole=True))]
 
 
 @dataclass(frozen=True)
@@ -115,6 +102,7 @@ class RoundingCheck:
     def ensure_nears(self, times: int) -> None:
         """Run until there are `times` `nears`."""
         for seed in range(3 * len(self.nears), 3 * times, 3):
+            # Three seeds for each run: the noise of low-precision results, the weights, the images.
             meanwhile = UlpNoiseMode(seed) if self.eps > DOUBLE else nullcontext()
             begin, change = partial(nudge_weights, seed=seed + 1), partial(nudge_images, seed=seed + 2)
             self.nears.append(collect_quantities(self.run(begin, meanwhile, change), self.start))
@@ -132,22 +120,33 @@ class RoundingCheck:
     def noise(self) -> dict[str, Tensor]:
         """Masks by weight of the elements whose gradient, in some step, is zero in theory and rounding in fact."""
         self.ensure_nears(1)
+        gradients = {key: tensor for key, tensor in self.oracle.items() if key[0] == "gradient" and tensor.numel()}
+        largest: dict[int, Tensor] = {}
+        for (_, step, _), gradient in gradients.items():
+            largest[step] = torch.maximum(largest.get(step, gradient.new_zeros(())), gradient.abs().max())
         found: dict[str, Tensor] = {}
-        for (what, step, name), gradient in self.oracle.items():
-            if what == "gradient" and gradient.numel():
-                other = self.nears[0][what, step, name]
-                # Two bounds: small compared with the effect of an ulp's change, and small compared with the step's
-                # largest gradient. A gradient that is exactly 0 in both runs is a real zero, not noise.
-                usual = (gradient - other).square().mean().sqrt()
-                bound = torch.minimum(_ABOVE_NOISE * usual, self._largest[step] * max(1e-9, self._slack))
-                mask = (gradient.abs() <= bound) & ((gradient != 0) | (other != 0))
-                mask |= self._strays[what, step, name] != 0
-                found[name] = found[name] | mask if name in found else mask
+        for (what, step, name), gradient in gradients.items():
+            other = self.nears[0][what, step, name]
+            # Two bounds: small compared with the effect of an ulp's change, and small compared with the step's
+            # largest gradient. A gradient that is exactly 0 in both runs is a real zero, not noise.
+            usual = (gradient - other).square().mean().sqrt()
+            bound = torch.minimum(1e3 * usual, largest[step] * max(1e-9, self._slack))
+            mask = (gradient.abs() <= bound) & ((gradient != 0) | (other != 0))
+            mask |= self._strays[what, step, name] != 0
+            found[name] = found[name] | mask if name in found else mask
         return {name: mask for name, mask in found.items() if mask.any()}
 
     @cached_property
     def _records(self) -> list[dict[Key, Tensor]]:
-        return _collect_by_rank(self.ranks, self.start, self.record.whole)
+        """Each rank's quantities. A whole batch's loss, combined from its parts on ranks, is one more record."""
+        if not self.record.whole:
+            return [collect_quantities(rank, self.start) for rank in self.ranks]
+        together = tuple(
+            {n: loss for rank in self.ranks for n, loss in rank.losses[step].items()}
+            for step in range(len(self.ranks[0].losses))
+        )
+        alone = [collect_quantities(replace(rank, losses=()), self.start) for rank in self.ranks]
+        return [*alone, _collect_losses(TrainingRecord(together, (), {}, {}, whole=True))]
 
     @cached_property
     def _strays(self) -> dict[Key, Tensor]:
@@ -156,6 +155,8 @@ class RoundingCheck:
         found: dict[Key, Tensor] = {}
         for key, gradient in self.oracle.items():
             if key[0] == "gradient":
+                # A gradient that is zero in theory may be exactly 0 in one process (two terms cancel bit by bit), and
+                # not on ranks, which add the terms in another order. There the rank's value stands for the noise.
                 zero, found[key] = (gradient == 0) & (self.nears[0][key] == 0), torch.zeros_like(gradient)
                 for mine in (record[key] for record in self._records if key in record):
                     found[key] = torch.where(
@@ -170,11 +171,12 @@ class RoundingCheck:
         """
         records = self._records
         found = self._find_beyond(records, self._is_exact)
+        # An error within EXACT of the tensor's own size needs no explanation, and mostly there is no other.
         # From cheap to expensive: without a run, one perturbed run, the mirrored run, then `_RUNS` perturbed runs.
         for times in (1, _RUNS):
             if found:
                 self.ensure_nears(times)
-                found = self._find_beyond(records, self._is_near)
+                found = self._find_beyond(records, lambda key, off: self._is_usual(key, off, self.nears, 0.0))
             if found and self.noise:
                 found = self._find_beyond(records, self._is_like_mirrored)
         return sorted(found.values(), key=lambda each: -each.rel / max(each.usual, 1e-16))
@@ -195,6 +197,8 @@ class RoundingCheck:
             for key, mine in record.items():
                 if key not in found and not is_right(key, mine - self.oracle[key]):
                     own = _compute_norm(self.oracle[key])
+                    # A tensor that is exactly zero has no size of its own: all tensors of its kind in that step lend
+                    # theirs.
                     size = own or self._sizes[key[:2]] or 1.0
                     usual = max((_compute_norm(near[key] - self.oracle[key]) for near in self.nears), default=0.0)
                     found[key] = TensorDifference(
@@ -206,9 +210,6 @@ class RoundingCheck:
         return _compute_norm(off) <= max(
             EXACT * _compute_norm(self.oracle[key]), self._estimate_storage_error(key, lambda tensor: tensor)
         )
-
-    def _is_near(self, key: Key, off: Tensor) -> bool:
-        return self._is_usual(key, off, self.nears, 0.0)
 
     def _is_like_mirrored(self, key: Key, off: Tensor) -> bool:
         may = TIMES * _compute_norm(self._select_real(key, self.mirrored[key] - self.oracle[key]))
@@ -225,6 +226,11 @@ class RoundingCheck:
         they do in one process and in its `others`.
         """
         usual = [near[key] - self.oracle[key] for near in self.nears]
+        # Elements are of two kinds, and bounds differ:
+        #
+        #     real    |off| <= 64 x the effect of an ulp's change, and a millionth of the tensor at most
+        #     noise   |off| <= 64 x the size that noise has in any run: its sign is a matter of chance, and an optimiser
+        #             such as Adam moves the weight by a full step in either direction
         own, spread = (
             _compute_norm(self._select_real(key, self.oracle[key])),
             max(_compute_norm(self._select_real(key, each)) for each in usual),
@@ -236,6 +242,8 @@ class RoundingCheck:
         stored = self._estimate_storage_error(key, lambda tensor: self._select_real(key, tensor))
         if not _compute_norm(self._select_real(key, off)) <= max(EXACT * own, ulps, may, stored):
             return False
+        # The noise of a gradient is as large as the effect of an ulp's change on it, that of a weight as large as its
+        # move.
         if (mask := self._get_noise_mask(key)) is None:
             return True
         if key[0] == "gradient":
@@ -250,6 +258,7 @@ class RoundingCheck:
         """Return the error from rounding a weight in each step, which may exceed the precision of a small change."""
         if key[0] != _MOVED:
             return 0.0
+        # A small change of a large weight is rounded to the weight's own precision in each step, on both sides.
         return 2 * DOUBLE * len(self.record.losses) * _compute_norm(part(self.record.weights[key[2]].detach().double()))
 
     def _get_noise_mask(self, key: Key) -> Tensor | None:
@@ -263,15 +272,6 @@ class RoundingCheck:
     def _slack(self) -> float:
         """Allowed effect of chaos in a model that computes in a lower precision, relative to a tensor's size."""
         return min(0.3, 1e4 * self.eps) if self.eps > DOUBLE else 0.0
-
-    @cached_property
-    def _largest(self) -> dict[int, Tensor]:
-        """By step: the largest element of all gradients."""
-        found: dict[int, Tensor] = {}
-        for (what, step, _), tensor in self.oracle.items():
-            if what == "gradient" and tensor.numel():
-                found[step] = torch.maximum(found.get(step, torch.zeros(())).double(), tensor.abs().max())
-        return found
 
     @cached_property
     def _sizes(self) -> dict[tuple[str, int], float]:
@@ -289,6 +289,7 @@ class RoundingCheck:
         steps = count(1)
 
         def reverse_gradients(*_: object) -> None:
+            # Called before each optimiser step, after the gradients of the whole step are complete.
             step = next(steps)
             for name, mask in self.noise.items():
                 gradient = process.weights[name].grad

@@ -43,6 +43,8 @@ def bench_step(
     threads = count_cores()
     ranks_s, alone_s, spent = [], [], Counter[str]()
     for number in range(iterations + 1):
+        # Ranks and one process take turns, so that a slow phase of the machine hits both. Meanwhile the other ranks
+        # wait at the barrier below, and rank 0 may use all cores.
         world.barrier()
         ranks_s.append(_time_work(lambda: (training.step(own), wait_for_device(training.device), world.barrier())))
         spent += sum_by_phase(training.report.events if number else ())
@@ -51,6 +53,7 @@ def bench_step(
             trim_memory()
             world.barrier()
         if alone:
+            # The ranks' step has left the thread count of a rank's share of the cores.
             torch.set_num_threads(threads)
             alone_s.append(_time_work(lambda: (alone.step(batch), wait_for_device(training.device))))
             if in_turns:
@@ -58,6 +61,7 @@ def bench_step(
         world.barrier()
     images, answer = recipe.step_specs["images"].shape[0], None
     if alone:
+        # The profiled step comes last: a profiler slows down what it watches.
         torch.set_num_threads(threads)
         answer = _make_line(
             ranks_s[1:], alone_s[1:], images, threads, measure_arithmetic_share(lambda: alone.step(batch))

@@ -58,11 +58,14 @@ def bench_streaming(arguments: Sequence[str]) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as folder:
         ways = {name: Path(folder, name) for name in ("streamed", "alone")}
         functions = {"streamed": train_streamed.__name__, "alone": train_plain.__name__}
+        # One process after another, each with all cores and with memory that no earlier work has enlarged.
         lines = {
             name: run_in_subprocess(f"{__name__}:{functions[name]}", [str(path), *arguments], count_cores())
             for name, path in ways.items()
         }
-        ours, theirs = (load_file(path) for path in ways.values())
+        tensors = [load_file(path) for path in ways.values()]
+    # All gradients as one vector each, in one order of names.
+    ours, theirs = (torch.cat([each[name].double().flatten() for name in sorted(tensors[0])]) for each in tensors)
     return {
         "memory_bytes": chosen.memory_mb * MIB,
         "peak_bytes": lines["streamed"]["peak_bytes"],
@@ -73,7 +76,7 @@ def bench_streaming(arguments: Sequence[str]) -> dict[str, object]:
         "time_ratio": round(lines["streamed"]["step_s"] / lines["alone"]["step_s"], 3),
         "spread": round(max(line["spread"] for line in lines.values()), 3),
         "stored_bytes": lines["streamed"]["stored_bytes"],
-        "grad_rel": _compute_distance(ours, theirs),
+        "grad_rel": float((ours - theirs).norm() / theirs.norm()),
     }
 
 
@@ -133,9 +136,3 @@ def _measure_steps(step: Callable[[], object], iterations: int) -> dict[str, flo
 
 def _make_contiguous(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: grad.contiguous() for name, grad in gradients.items()}
-
-
-def _compute_distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    """Return the norm of the difference of all gradients, relative to the norm of `theirs`."""
-    flat = [torch.cat([tensors[name].double().flatten() for name in sorted(ours)]) for tensors in (ours, theirs)]
-    return float((flat[0] - flat[1]).norm() / flat[1].norm())

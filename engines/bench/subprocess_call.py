@@ -29,6 +29,7 @@ def run_in_subprocess(function: str, arguments: Sequence[str], threads: int | No
     `threads` is the number of threads of torch (None: unchanged). The process ends when this one does. Raises
     SubprocessExitError if it fails.
     """
+    # A child that inherits a rank's variables would take itself for that rank, and wait for the others.
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_", "PRTE_"))}
     environment |= {"THP_MEM_ALLOC_ENABLE": "1"}  # huge pages make fresh memory cheap
     environment |= {"OMP_NUM_THREADS": str(threads)} if threads else {}
@@ -36,9 +37,8 @@ def run_in_subprocess(function: str, arguments: Sequence[str], threads: int | No
     code = f"import sys; from {module} import {name}; {name}(sys.argv[1:])"
     command = [sys.executable, "-c", code, *arguments]
     done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, check=False,
-        preexec_fn=set_parent_death_signal,
-    )  # fmt: skip
+        command, env=environment, capture_output=True, text=True, check=False, preexec_fn=set_parent_death_signal
+    )
     if done.returncode:
         raise SubprocessExitError(
             f"{name} in a process of its own ended with code {done.returncode}: {done.stderr[-300:]}", done.returncode

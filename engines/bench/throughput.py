@@ -13,7 +13,6 @@ from engines.bench.verify import make_batches
 from engines.comm.device import has_own_memory
 from engines.comm.streams import wait_for_device
 from engines.comm.world import World
-from engines.program.worker import Inputs
 from engines.training import RankTraining, Recipe
 
 __all__ = ["bench_throughput"]
@@ -27,20 +26,26 @@ def bench_throughput(
     device = "GPU" if has_own_memory(training.device) else "CPU"
     whole = make_batches(recipe, seed, steps=1)[0]
     images, own = len(whole["images"]), training.cut(whole)
-    _print_lines(
-        f"Model: {model}", f"Batch size: {images // recipe.plan.batches}", f"Number of {device}s: {world.size}"
-    )
-    _print_lines("Running warmup...")
+    print(f"Model: {model}", f"Batch size: {images // recipe.plan.batches}", sep="\n", flush=True)
+    print(f"Number of {device}s: {world.size}", "Running warmup...", sep="\n", flush=True)
     for _ in range(warmup):
         training.step(own)
-    _print_lines("Running benchmark...")
+    print("Running benchmark...", flush=True)
     each = []
     for index in range(iterations):
-        each.append(images * steps / _time_steps(world, training, own, steps) / world.size)
-        _print_lines(f"Iter #{index}: {each[-1]:.1f} img/sec per {device}")
+        world.barrier()
+        start_s = time.perf_counter()
+        for _ in range(steps):
+            training.step(own)
+        wait_for_device(training.device)
+        slowest_s = max(world.all_gather(time.perf_counter() - start_s))
+        each.append(images * steps / slowest_s / world.size)
+        print(f"Iter #{index}: {each[-1]:.1f} img/sec per {device}", flush=True)
+    # 1.96 standard deviations contain 95 % of the iterations if they are normally distributed.
     mean, around = statistics.fmean(each), 1.96 * statistics.pstdev(each)
-    _print_lines(f"Img/sec per {device}: {mean:.1f} +-{around:.1f}")
-    _print_lines(f"Total img/sec on {world.size} {device}(s): {mean * world.size:.1f} +-{around * world.size:.1f}")
+    print(f"Img/sec per {device}: {mean:.1f} +-{around:.1f}", flush=True)
+    total, around_total = mean * world.size, around * world.size
+    print(f"Total img/sec on {world.size} {device}(s): {total:.1f} +-{around_total:.1f}", flush=True)
     return {
         "model": model,
         "device": device,
@@ -51,18 +56,3 @@ def bench_throughput(
         "spread": round(around / mean, 4),
         "iterations": [round(speed, 4) for speed in each],
     }
-
-
-def _time_steps(world: World, training: RankTraining, own: Inputs, steps: int) -> float:
-    """Return the seconds of `steps` steps on the slowest rank."""
-    world.barrier()
-    start_s = time.perf_counter()
-    for _ in range(steps):
-        training.step(own)
-    wait_for_device(training.device)
-    return max(world.all_gather(time.perf_counter() - start_s))  # type: ignore[no-any-return]
-
-
-def _print_lines(*lines: str) -> None:
-    for line in lines:
-        print(line, flush=True)

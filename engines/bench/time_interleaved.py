@@ -31,6 +31,7 @@ def time_interleaved(
             start_s = time.perf_counter()
             training.step(own)
             wait_for_device(training.device)
+            # The step ends when the last rank is done: a rank that only sends early has not finished the step.
             world.barrier()
             seconds[number].append(time.perf_counter() - start_s)
             after(number)

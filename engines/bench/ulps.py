@@ -46,6 +46,7 @@ def nudge_weights(process: ReferenceTraining, seed: int) -> None:
 
 def _nudge(tensor: Tensor, random: torch.Generator) -> Tensor:
     up = torch.randint(2, tensor.shape, generator=random).bool()
+    # Each element moves to its next neighbour above or below.
     far = torch.full_like(tensor, torch.inf)
     return torch.nextafter(tensor, torch.where(up, far, -far))
 
@@ -60,11 +61,13 @@ class UlpNoiseMode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator and perturb its results, except views and in-place results, which were perturbed before."""
         out = func(*args, **(kwargs or {}))
+        # Noise on a view or an in-place result would be added to the same memory a second time.
         fresh = not any(result.alias_info for result in func._schema.returns)
         return tree_map_only(Tensor, self._add_noise, out) if fresh else out
 
     def _add_noise(self, tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point() or torch.finfo(tensor.dtype).eps <= DOUBLE:
             return tensor
+        # Times 1 + eps or 1 - eps: `nextafter` does not exist for half precisions on all devices.
         sign = 2 * torch.randint(2, tensor.shape, generator=self.random, dtype=torch.int8) - 1
         return tensor * (1 + sign.to(tensor.dtype) * torch.finfo(tensor.dtype).eps)

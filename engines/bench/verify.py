@@ -44,23 +44,18 @@ TIMES = 4
 """Beyond TOLERANCE, the error of the ranks may be this multiple of the error of one process in the same precision."""
 
 
-_INCOMPLETE = "Some losses or gradients are on ranks only, in one process only, or not finite."
-
-
 def make_batches(recipe: Recipe, seed: int, steps: int = STEPS, classes: int | None = None) -> list[dict[str, Tensor]]:
     """Return whole random batches, identical on every rank for the same seed."""
     random = torch.Generator().manual_seed(seed)
     classes = classes or find_class_count(recipe.graph)
-    return [
-        {name: _sample_tensor(spec, classes, random) for name, spec in recipe.step_specs.items()} for _ in range(steps)
-    ]
 
+    def sample(spec: TensorSpec) -> Tensor:
+        dtype = getattr(torch, spec.dtype)
+        if spec.is_floating:  # drawn in float64, so that every precision gets the same images, rounded
+            return torch.randn(spec.shape, generator=random, dtype=torch.float64).to(dtype)
+        return torch.randint(classes, spec.shape, generator=random, dtype=dtype)
 
-def _sample_tensor(spec: TensorSpec, classes: int, random: torch.Generator) -> Tensor:
-    dtype = getattr(torch, spec.dtype)
-    if spec.is_floating:
-        return torch.randn(spec.shape, generator=random, dtype=torch.float64).to(dtype)
-    return torch.randint(classes, spec.shape, generator=random, dtype=dtype)
+    return [{name: sample(spec) for name, spec in recipe.step_specs.items()} for _ in range(steps)]
 
 
 def record_rank_run(training: RankTraining, parts: Iterable[Inputs]) -> TrainingRecord:
@@ -112,11 +107,10 @@ def compare_records(
     def run_plain_model(
         dtype: torch.dtype, begin: Begin = lambda process: None, batches: Any = whole
     ) -> TrainingRecord:
-        count = recipe.plan.micro_batches
+        count, whole_loss = recipe.plan.micro_batches, recipe.has_whole_loss
         return train_reference(
-            model, loss, recipe.optimiser, batches, dtype, recipe.draws, count, recipe.rules, recipe.has_whole_loss,
-            begin,
-        )  # fmt: skip
+            model, loss, recipe.optimiser, batches, dtype, recipe.draws, count, recipe.rules, whole_loss, begin
+        )
 
     def run_perturbed(
         begin: Begin, meanwhile: AbstractContextManager[object], change: Callable[[Any], Any]
@@ -127,6 +121,7 @@ def compare_records(
     seen, precision = _UpdateWatcher(), recipe.plan.precision
     oracle = run_plain_model(torch.float64, seen.watch_updates)
     found = compare(oracle, records)
+    # In float64 the model itself may still compute in float32 somewhere (a cast in its forward): then rounding is that.
     eps, where = find_lowest_precision(recipe.graph) if precision == "float64" else (DOUBLE, "")
     rounding = RoundingCheck(oracle, run_perturbed, eps, seen.start, records)
     line = {"ok": found.worst <= TOLERANCE.get(precision, 0.0), "ranks": len(records), **asdict(found)}
@@ -135,8 +130,15 @@ def compare_records(
         complete = math.isfinite(found.loss_rel) and math.isfinite(found.grad_rel)
         far = rounding.find_differences() if complete else []
         line["ok"] = complete and not far
-        why = describe_fault(far) if far else describe_rounding(rounding, where) if complete else [_INCOMPLETE]
+        if far:
+            why = describe_fault(far)
+        elif complete:
+            why = describe_rounding(rounding, where)
+        else:
+            why = ["Some losses or gradients are on ranks only, in one process only, or not finite."]
     else:
+        # A lower precision has no bound of its own that fits all models: one process in that precision is the
+        # yardstick.
         same = run_plain_model(getattr(torch, precision))
         usual = compare(oracle, [same.restrict_to(record) for record in records])
         line |= {"ok": line["ok"] or found.is_within(TIMES, usual), "one_process": asdict(usual)}
@@ -156,6 +158,8 @@ class _UpdateWatcher:
         """Record the weights and, before each optimiser step, the gradients: the step may clear them."""
         self.start |= {name: weight.detach().clone() for name, weight in process.weights.items()}
 
+        # A weight whose gradient is zero may rest. One with a gradient that stays all the same is a fault of the
+        # optimiser.
         def record_gradients(*_: object) -> None:
             grads = {name: weight.grad for name, weight in process.weights.items()}
             self.pushed |= {name for name, grad in grads.items() if grad is not None and grad.any()}

@@ -15,11 +15,14 @@ def describe_fault(far: Sequence[TensorDifference]) -> list[str]:
     """Describe the tensor that differs most: by how much, and how much rounding explains."""
     first = far[0]
     others = f" So are {len(far) - 1} other tensors." if len(far) > 1 else ""
+    size = "its size"
+    if first.is_zero:
+        what, step, _ = first.key
+        size = f"the size of every {what}{' of the step' if step else ''} together (it is exactly 0 in one process)"
     return [
         (
-            f"This is a fault, not rounding: {_describe_key(first.key)} is off by {first.rel:.1e} of "
-            f"{_describe_size(first)}, and by {first.usual:.1e} in one process whose weights and images change by an "
-            f"ulp.{others}"
+            f"This is a fault, not rounding: {_describe_key(first.key)} is off by {first.rel:.1e} of {size}, and by "
+            f"{first.usual:.1e} in one process whose weights and images change by an ulp.{others}"
         )
     ]
 
@@ -53,13 +56,6 @@ def describe_unmoved(names: Sequence[str]) -> str:
         f"The optimiser does not move {format_names(names)}, on ranks and in one process, although the gradient is not "
         "zero and the learning rate not 0: nothing is learned there. Look at the function that makes the optimiser."
     )
-
-
-def _describe_size(difference: TensorDifference) -> str:
-    if not difference.is_zero:
-        return "its size"
-    what, step, _ = difference.key
-    return f"the size of every {what}{' of the step' if step else ''} together (it is exactly 0 in one process)"
 
 
 def _describe_key(key: Key) -> str:

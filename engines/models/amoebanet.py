@@ -66,6 +66,7 @@ def stack_cells(channels: int, repeats: int) -> tuple[list[Cell], int]:
     """Return all cells in order and the channels after the last: 2 reductions, then 3 groups separated by 2 more."""
     group = [NORMAL] * repeats
     cells, x_channels, skip_channels, skip_is_larger = [], channels, channels, False
+    # The skip comes from one cell earlier, so that after a reduction it is still twice as large as x.
     for genotype in (REDUCTION, REDUCTION, *group, REDUCTION, *group, REDUCTION, *group):
         channels *= genotype.stride  # half as many rows and columns, twice as many channels
         cells.append(Cell(genotype, channels, x_channels, skip_channels, skip_is_larger))
@@ -94,6 +95,9 @@ class Cell(nn.Module):
         )
 
     def forward(self, state: State) -> State:
+        # x    --enter_x-----> states[0]
+        # skip --enter_skip--> states[1]
+        # two earlier states   --sums[k]--> states[2 + k], for five k;  concat --> the next x;  x --> the next skip
         x, skip = state
         states = [self.enter_x(x), self.enter_skip(skip)]
         for total, (left, right) in zip(self.sums, self.genotype.sums, strict=True):
@@ -128,6 +132,7 @@ class FactorizedReduction(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.relu(x)
+        # One row and column of padding at the end, and one cut off at the start: the odd pixels come to even places.
         shifted = nn.functional.pad(x, (0, 1, 0, 1))[:, :, 1:, 1:]
         out: Tensor = self.norm(torch.cat([self.even(x), self.odd(shifted)], dim=1))
         return out

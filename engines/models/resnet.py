@@ -41,6 +41,8 @@ class Residual(nn.Module):
         self.after = after
 
     def forward(self, x: Tensor) -> Tensor:
+        # v1:  x --- conv norm relu conv norm --- + --- relu        v2:  x --- norm relu conv (3 times) --- +
+        #       `------------ shortcut -----------'                       `---------- shortcut -------------'
         out: Tensor = self.after(self.branch(x) + self.shortcut(x))
         return out
 

@@ -30,6 +30,11 @@ class UNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits per pixel: (N, 3, H, W) -> (N, num_classes, H, W)."""
+        # For depth=2:
+        #
+        #     down[0] ----------------- skip ----------------> merge[1] --> head    full size, `width` channels
+        #        `-- pool, down[1] ---- skip ---> merge[0] --up[1]--'               half, 2 * `width`
+        #               `-- pool, down[2] --up[0]--'                                quarter, 4 * `width`
         skips: list[Tensor] = []
         for level, block in enumerate(self.down):
             x = block(self.pool(x) if level else x)
