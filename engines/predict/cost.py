@@ -84,14 +84,18 @@ def estimate_segment_work(
 ) -> ComputeWork:
     """Return the work of one phase of a segment on one or several threads."""
     if phase is Phase.FORWARD:
-        forward = sum((_estimate_forward(op, machine, threads) for op in segment.ops), ComputeWork(0.0))
+        forward = ComputeWork(0.0)
+        for op in segment.ops:
+            forward += _estimate_kernel(machine, machine.call_s, threads, op.kind, *count_work(op))
         return forward.with_minimum(machine.least_s * len(segment.ops))
     if phase is Phase.WEIGHTS and not segment.late:
         return ComputeWork(0.0)
     way = phase if segment.late else Phase.BACKWARD
     back = sum((_estimate_backward(op, machine, threads, way) for op in segment.ops), ComputeWork(0.0))
     if phase is not Phase.WEIGHTS:
-        back = sum((_estimate_gradient_move(size, machine, threads) for size in segment.moves), back)
+        # A gradient that is added to another one, or copied.
+        for size in segment.moves:
+            back += _estimate_kernel(machine, machine.call_s, threads, "pointwise", size, (size,))
     back = back.with_minimum(machine.least_s * sum(op.gradients > 0 for op in segment.ops))
     recomputed = again and phase is not Phase.WEIGHTS
     return back + estimate_segment_work(segment, machine, threads, Phase.FORWARD) if recomputed else back
@@ -105,21 +109,12 @@ def count_work(op: OpTally) -> tuple[int, tuple[float, ...]]:
     return op.flops, (dot, filters, max(1.0, op.flops / (2 * dot * filters)), *images)
 
 
-def _estimate_forward(op: OpTally, machine: Machine, threads: int) -> ComputeWork:
-    amount, at = count_work(op)
-    return _estimate_kernel(machine, machine.call_s, threads, op.kind, amount, at)
-
-
-def _estimate_gradient_move(size: int, machine: Machine, threads: int) -> ComputeWork:
-    """Return the work of adding a gradient to another one, or of copying it."""
-    return _estimate_kernel(machine, machine.call_s, threads, "pointwise", size, (size,))
-
-
 def _estimate_backward(op: OpTally, machine: Machine, threads: int, phase: Phase) -> ComputeWork:
     """Return the work of all gradients of a call, or of those of its inputs or weights alone."""
     if not op.gradients:
         return ComputeWork(0.0)
     amount, at = count_work(op)
+    # Kernels other than convolutions and products count as backward of the inputs, in zero-bubble schedules too.
     part = 0.0 if phase is Phase.WEIGHTS else 1.0
     if op.kind in BY_ARITHMETIC:
         inputs, weights = machine.estimate_gradient_parts(op.kind, at)
@@ -127,11 +122,9 @@ def _estimate_backward(op: OpTally, machine: Machine, threads: int, phase: Phase
         parts = {Phase.INPUTS: inputs * both, Phase.WEIGHTS: weights}
         # `inputs` and `weights` are fractions of a backward that computes both, which counts as two forward passes.
         part = 2 * parts.get(phase, 1.0 if both else weights)
-    return (
-        _estimate_kernel(machine, machine.back_call_s, threads, op.kind, amount * part, at, back=True)
-        if part
-        else ComputeWork(0.0)
-    )
+    if not part:
+        return ComputeWork(0.0)
+    return _estimate_kernel(machine, machine.back_call_s, threads, op.kind, amount * part, at, back=True)
 
 
 def _estimate_kernel(
@@ -161,19 +154,17 @@ class _ActionBuilder:
     def build_steps(self) -> Iterator[tuple[Action, ...]]:
         waited = False
         for step in self.program.steps:
-            actions = (ComputeWork(self._get_overhead_s(step)), *self._build_actions(step, waited))
+            machine = self.machine
+            match step.instruction:
+                case Exchange():
+                    overhead_s = max(machine.instruction_s, machine.exchange_s)
+                case AllReduce() | CountLabels() | ReduceBatchStats() | FiniteCheckAllReduce() | SumGradients():
+                    overhead_s = machine.sum_s or machine.instruction_s
+                case _:
+                    overhead_s = machine.instruction_s
+            actions = (ComputeWork(overhead_s), *self._build_actions(step, waited))
             waited = any(isinstance(action, WaitMessage | WaitAllReduce) for action in actions)
             yield actions
-
-    def _get_overhead_s(self, step: Step) -> float:
-        """Return the seconds that the instruction takes regardless of its size."""
-        machine = self.machine
-        match step.instruction:
-            case Exchange():
-                return max(machine.instruction_s, machine.exchange_s)
-            case AllReduce() | CountLabels() | ReduceBatchStats() | FiniteCheckAllReduce() | SumGradients():
-                return machine.sum_s or machine.instruction_s
-        return machine.instruction_s
 
     def _build_actions(self, step: Step, waited: bool) -> Iterable[Action]:
         """Yield the actions of a step; `waited` says whether the rank waited in the step before."""
@@ -188,9 +179,7 @@ class _ActionBuilder:
                     )
                 yield work
                 if self.away:
-                    yield self._estimate_offload(
-                        sum(size for size in tally.fresh.values() if size >= LEAST_BYTES), step.phase
-                    )
+                    yield self._estimate_offload(tally, step.phase)
             case Exchange() as exchange:
                 yield from self._build_exchange(exchange, step)
             case CountLabels() as counting:  # its own computation is negligible beside a convolution
@@ -212,12 +201,13 @@ class _ActionBuilder:
             count_bytes / self.machine.copy_per_s, self.machine.estimate_crowding("copy", (2 * count_bytes,))
         )
 
-    def _estimate_offload(self, count_bytes: float, phase: Phase) -> ComputeWork:
-        """Return the work of offloading saved activations, or of loading those that cannot be read in place."""
-        host_per_s = self.machine.host_per_s
-        if host_per_s is None:
-            return self._estimate_copy(count_bytes if phase is Phase.FORWARD else 0)
-        return ComputeWork(count_bytes / min(host_per_s, self.machine.copy_per_s))
+    def _estimate_offload(self, tally: SegmentTally, phase: Phase) -> ComputeWork:
+        """Return the work of offloading a segment's saved activations, or of loading them again for backward."""
+        away_bytes = sum(size for size in tally.fresh.values() if size >= LEAST_BYTES)
+        if self.machine.host_per_s is None:
+            # Without a device, backward reads the offloaded activations in place: only forward copies.
+            return self._estimate_copy(away_bytes if phase is Phase.FORWARD else 0)
+        return ComputeWork(away_bytes / min(self.machine.host_per_s, self.machine.copy_per_s))
 
     def _build_exchange(self, exchange: Exchange, step: Step) -> Iterator[Action]:
         """Yield the actions of an exchange: pack, send, wait for each message, and unpack.
@@ -240,18 +230,16 @@ class _ActionBuilder:
             yield WaitMessage(route)
             yield CopyMessage(route, exchange.compute_bytes([move]))
         own = 0
-        if exchange.window and exchange.own and not self._can_skip_copy(exchange, step):
-            own = exchange.compute_bytes([Move(0, 0, exchange.own & exchange.window)])
+        if exchange.window and exchange.own:
+            # The rank's own pixels are copied too, unless they were computed inside the window or, in backward, unless
+            # their gradients may stay there because no other reader adds to them.
+            if forward:
+                stay = exchange.target in self._get_direction_tally(step).roomy
+            else:
+                way = self.program.get_direction_program(step.micro_batch)
+                stay = exchange.window_covers_own and len(way.reads[exchange.source]) == 1
+            own = 0 if stay else exchange.compute_bytes([Move(0, 0, exchange.own & exchange.window)])
         yield self._estimate_copy(unpacked + own)
-
-    def _can_skip_copy(self, exchange: Exchange, step: Step) -> bool:
-        """Return whether the rank's own pixels are already in the window, or their gradients may stay there."""
-        if step.phase is Phase.FORWARD:
-            return exchange.target in self._get_direction_tally(step).roomy
-        return (
-            exchange.window_covers_own
-            and len(self.program.get_direction_program(step.micro_batch).reads[exchange.source]) == 1
-        )
 
     @staticmethod
     def _reverse_moves(moves: Sequence[Move]) -> tuple[Move, ...]:
@@ -277,7 +265,7 @@ class _ActionBuilder:
         name = ("gradients", bucket.name)
         if begins:
             yield self._estimate_copy(bucket.bytes)
-            yield JoinAllReduce(name, bucket.group, bucket.bytes, behind=True)
+            yield JoinAllReduce(name, bucket.group, bucket.bytes, behind=True)  # and backward goes on
         else:
             yield WaitAllReduce(name, bucket.group)
             yield ComputeWork(self.prices.get_all_reduce_cost(bucket.group, bucket.bytes).fetched_s)

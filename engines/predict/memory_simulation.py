@@ -9,7 +9,7 @@ from engines.comm.all_reduce_sizes import compute_workspace_bytes
 from engines.offload.min_bytes import LEAST_BYTES
 from engines.plan import Plan
 from engines.predict.memory_tracker import MemoryTracker
-from engines.predict.tallies import DirectionTally, RankTally, SegmentTally
+from engines.predict.tallies import DirectionTally, RankTally
 from engines.program.instructions import AllReduce, Compute, Exchange, Instruction, Phase, SumGradients
 from engines.program.program import DirectionProgram, Program, Step
 from engines.program.staging import compute_arena_bytes, count_staged_bytes, is_persistent
@@ -26,7 +26,18 @@ def simulate_memory(
     one.
     """
     ledger = ledger or MemoryTracker()
-    _hold_persistent(ledger, program, tally, states)
+    # What exists throughout the step: weights and optimiser states, inputs, and buffers that are allocated only once.
+    trained = sum(tally.weights[name] for name in tally.trained)
+    owned = sum(tally.weights.values()) + sum(tally.buffers.values())
+    ledger.hold("owned", {"weights": owned, "optimiser": states * trained})
+    for number, direction in program.directions.items():
+        ledger.hold(("inputs", number), {"inputs": sum(tally.ways[direction].inputs.values())})
+    exchanges = [item for item in program.forward if isinstance(item, Exchange)]
+    sums = {item.name: item for item in program.select_instructions(SumGradients)}
+    lent = sum(compute_workspace_bytes(each.bytes, len(each.group)) for each in sums.values())
+    ledger.hold("messages", {"messages": lent + compute_arena_bytes(exchanges)})
+    ledger.hold("sums", {"gradients": sum(each.bytes for each in sums.values())})
+
     walkers = {
         number: _MicroBatchMemory(number, program.get_direction_program(number), tally.ways[direction], ledger, plan)
         for number, direction in program.directions.items()
@@ -47,20 +58,6 @@ def simulate_memory(
             ledger.release(key)
         after.append(ledger.total)
     return ledger, after
-
-
-def _hold_persistent(ledger: MemoryTracker, program: Program, tally: RankTally, states: int) -> None:
-    """Hold the memory that exists throughout the training step."""
-    trained = sum(tally.weights[name] for name in tally.trained)
-    owned = sum(tally.weights.values()) + sum(tally.buffers.values())
-    ledger.hold("owned", {"weights": owned, "optimiser": states * trained})
-    for number, direction in program.directions.items():
-        ledger.hold(("inputs", number), {"inputs": sum(tally.ways[direction].inputs.values())})
-    exchanges = [item for item in program.forward if isinstance(item, Exchange)]
-    sums = {item.name: item for item in program.select_instructions(SumGradients)}
-    lent = sum(compute_workspace_bytes(each.bytes, len(each.group)) for each in sums.values())
-    ledger.hold("messages", {"messages": lent + compute_arena_bytes(exchanges)})
-    ledger.hold("sums", {"gradients": sum(each.bytes for each in sums.values())})
 
 
 @dataclass
@@ -97,6 +94,15 @@ class _WeightGradients:
 class _MicroBatchMemory:
     """The memory of one micro-batch: the values still to be read in forward, and the leaves and graphs for backward."""
 
+    # Segments are cut apart at their boundaries: each output is detached, and the leaf that results is the input of the
+    # next segment. A block can thus be held for three reasons at once, and is freed with the last of them:
+    #
+    #              values                leaves                      graphs
+    #   from       its instruction       its instruction             a segment that saves it
+    #   until      its last reader       backward of its writer      backward of that segment
+    #
+    # A leaf that backward does not need goes together with its value.
+
     number: int
     way: DirectionProgram
     tally: DirectionTally
@@ -122,8 +128,12 @@ class _MicroBatchMemory:
                 self._compute(item) if forward else self._compute_back(item, step.phase)
             case Exchange():
                 self._exchange(item) if forward else self._exchange_back(item)
+            case AllReduce() if forward:
+                self._keep(item.target)
+                self._release(item, (item.source,))
             case AllReduce():
-                self._reduce(item) if forward else self._reduce_back(item)
+                self._hold_gradient(item.source, item.spec.bytes)
+                self._release_leaf(item.target)
         return self.leaving
 
     def _hold_key(self, key: str) -> None:
@@ -176,19 +186,15 @@ class _MicroBatchMemory:
         segment = self.tally.segments[item.name]
         self.ledger.add_transient(passing=segment.inside + self._count_offloaded_inputs(item))
         if item.differentiable and not self.checkpoints:
-            self._hold_graph(item.name, segment)
+            self.graphs.add(item.name)
+            for key in segment.keeps:
+                if key in self.tally.bytes:
+                    self._hold_key(key)
+                else:
+                    self._hold_block((self.number, key), activations=segment.fresh.get(key, 0))
         for name in item.outputs:
             self._keep(name)
         self._release(item, item.inputs)
-
-    def _hold_graph(self, name: str, segment: SegmentTally) -> None:
-        self.graphs.add(name)
-        for key in segment.keeps:
-            parts = {"activations": segment.fresh.get(key, 0)}
-            if key in self.tally.bytes:
-                self._hold_key(key)
-            else:
-                self._hold_block((self.number, key), **parts)
 
     def _compute_back(self, item: Compute, phase: Phase) -> None:
         segment = self.tally.segments[item.name]
@@ -251,15 +257,6 @@ class _MicroBatchMemory:
     def _exchange_back(self, item: Exchange) -> None:
         self._hold_messages(item, forward=False)
         if item.own is not None and item.source in self.tally.needs_gradient:
-            source = self.tally.bytes[self.tally.lies_in[item.source]]
-            self._hold_gradient(item.source, source)
+            self._hold_gradient(item.source, self.tally.bytes[self.tally.lies_in[item.source]])
         if item.window is not None:
             self._release_leaf(item.target)
-
-    def _reduce(self, item: AllReduce) -> None:
-        self._keep(item.target)
-        self._release(item, (item.source,))
-
-    def _reduce_back(self, item: AllReduce) -> None:
-        self._hold_gradient(item.source, item.spec.bytes)
-        self._release_leaf(item.target)

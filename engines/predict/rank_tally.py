@@ -48,10 +48,8 @@ class _DirectionCounter(DirectionValues):
                 case AllReduce():
                     self.add_value(item.target, self.values[item.source], item.differentiable, item.target)
         gradients = frozenset(name for name, local in self.values.items() if local.needs_gradient)
-        return DirectionTally(
-            self.lies_in, self.bytes, self.halo_bytes, gradients, segments, inputs,
-            frozenset(e.target for source, e in self.rooms.items() if self.lies_in.get(source) == get_window_key(e)),
-        )  # fmt: skip
+        roomy = frozenset(e.target for name, e in self.rooms.items() if self.lies_in.get(name) == get_window_key(e))
+        return DirectionTally(self.lies_in, self.bytes, self.halo_bytes, gradients, segments, inputs, roomy)
 
     def _add_input(self, name: str, feed: ShardSpec) -> int:
         spec, shape = self.graph.inputs[name], list(self.graph.inputs[name].shape)

@@ -27,7 +27,7 @@ from engines.predict.links import BackgroundAllReduce, LinkQueues
 from engines.predict.machine import Link, Machine
 from engines.predict.tallies import RankTally
 from engines.program.instructions import Phase
-from engines.program.program import Program, Step
+from engines.program.program import Program
 from engines.program.timeline import Timeline, TimelineEvent
 from engines.program.traffic import count_step_traffic
 
@@ -58,7 +58,7 @@ def simulate(
         (
             program,
             build_step_actions(program, tally, prices, count, again, away),
-            [_count_sent_bytes(step) for step in program.steps],
+            [sum(part.bytes for part in count_step_traffic(step)) for step in program.steps],
         )
         for program, tally, count in zip(programs, tallies, threads, strict=True)
     ]
@@ -66,10 +66,6 @@ def simulate(
     counts = {lane.rank: count for lane, count in zip(lanes, list(threads) * copies, strict=True)}
     processors = SharedCores(prices.machine, counts) if prices.machine.cores else DedicatedCores()
     return _Simulation(lanes, processors, prices, len(programs)).run()
-
-
-def _count_sent_bytes(step: Step) -> int:
-    return sum(part.bytes for part in count_step_traffic(step))
 
 
 @dataclass
@@ -148,6 +144,17 @@ class _DelayedRank:
 class _Simulation:
     """The event loop: advances every rank that can run, then moves time to the next end, arrival or all-reduce."""
 
+    # A message between two nodes:
+    #
+    #   sender    PostSend                              the rank continues at once
+    #                └─ link "out" ──> _MessageArrival
+    #                                     └─ link "in" ──> arrived[route]
+    #   receiver            WaitMessage . . . . . . . . . . . . └─> resumes
+    #
+    # Whichever comes first leaves a note for the other: a message in `arrived`, with the time at which it can be read,
+    # a waiting rank in `expected`. Routes count the messages of one sender, receiver and tag, so that they match in
+    # order, as they do in MPI.
+
     def __init__(
         self, lanes: Sequence[_RankState], processors: CoreScheduler, prices: CostModel, replica_ranks: int
     ) -> None:
@@ -175,7 +182,15 @@ class _Simulation:
             self.ready.extend(self.processors.advance_to(self.now))
             while self.later and self.later[0][0] <= self.now:
                 self._handle_event(heapq.heappop(self.later)[2])
-        self._check_done()
+        if stuck := [lane for lane in self.lanes.values() if not lane.done]:
+            lane = stuck[0]
+            step = lane.program.steps[lane.step]
+            ranks = ", ".join(str(each.rank) for each in stuck)
+            raise PlanError(
+                f"The programs would wait for ever: ranks {ranks} wait, rank {lane.rank} in step {lane.step} "
+                f"({step.instruction.name}, {step.phase.value}) for what no rank sends. Compile all ranks' programs "
+                "from one plan, and give all of them."
+            )
         return Timeline.of(lane.events for lane in self.lanes.values())
 
     def _schedule(self, then: float, what: int | _DelayedRank | _MessageArrival | _AllReduceState) -> None:
@@ -189,7 +204,15 @@ class _Simulation:
             start_s = self.links.schedule_message(what.route[1], "in", seconds, self.now)
             self._record_arrival(what.route, start_s + seconds + what.link.latency_s)
         elif isinstance(what, _AllReduceState):
-            self._end_all_reduce(what)
+            # Foreground traffic that used the links in the meantime has delayed a background all-reduce: look again
+            # later.
+            more_s = self.links.update_delay(what.passing) if what.passing else 0.0
+            if more_s > 0:
+                self._schedule(self.now + more_s, what)
+            else:
+                what.complete = True
+                for rank in what.waiting:
+                    self._schedule(self.now, rank)
         elif isinstance(what, _DelayedRank):
             self.ready.append(what.rank)
         # A rank whose wait is over resumes late if other ranks occupy all cores: an event of type int becomes a
@@ -222,7 +245,13 @@ class _Simulation:
                 self._post_send(_shift_route(route, lane.shift), count)
                 return True
             case WaitMessage(route):
-                return self._wait_message(lane.rank, _shift_route(route, lane.shift))
+                route = _shift_route(route, lane.shift)
+                then = self.arrived.pop(route, None)
+                if then is None:
+                    self.expected[route] = lane.rank
+                elif then > self.now:
+                    self._schedule(then, lane.rank)
+                return then is not None and then <= self.now
             case CopyMessage(route, count):
                 here = self.machine.needs_core_copy(*_shift_route(route, lane.shift)[:2])
                 return not here or self._start_work(lane, ComputeWork(count / self.machine.bytes_per_s))
@@ -230,22 +259,18 @@ class _Simulation:
                 self._join_all_reduce(self._get_all_reduce(lane, action))
                 return True
             case WaitAllReduce():
-                return self._wait_all_reduce(lane.rank, self._get_all_reduce(lane, action))
+                total = self._get_all_reduce(lane, action)
+                if not total.complete:
+                    total.waiting.append(lane.rank)
+                return total.complete
 
     def _start_work(self, lane: _RankState, work: ComputeWork) -> bool:
         if work.seconds > 0:
             jitter = self.machine.jitter
+            # An exponential share with mean 1 keeps the mean duration, but of several ranks the slowest counts.
             drawn = work.scale(1 - jitter + jitter * lane.random.expovariate(1.0)) if jitter else work
             self.processors.start(lane.rank, drawn, self.now)
         return work.seconds <= 0
-
-    def _wait_message(self, rank: int, route: Route) -> bool:
-        then = self.arrived.pop(route, None)
-        if then is None:
-            self.expected[route] = rank
-        elif then > self.now:
-            self._schedule(then, rank)
-        return then is not None and then <= self.now
 
     def _post_send(self, route: Route, count: int) -> None:
         link = self.links.find_link(route[0], route[1])
@@ -292,33 +317,6 @@ class _Simulation:
         else:
             start_s = self.links.schedule_all_reduce(total.here, cost.carried_s, self.now) if cost.crosses else self.now
             self._schedule(start_s + cost.carried_s + cost.latency_s, total)
-
-    def _end_all_reduce(self, total: _AllReduceState) -> None:
-        # Foreground traffic that used the links in the meantime has delayed a background all-reduce: check again later.
-        more_s = self.links.update_delay(total.passing) if total.passing else 0.0
-        if more_s > 0:
-            self._schedule(self.now + more_s, total)
-        else:
-            total.complete = True
-            for rank in total.waiting:
-                self._schedule(self.now, rank)
-
-    def _wait_all_reduce(self, rank: int, total: _AllReduceState) -> bool:
-        if not total.complete:
-            total.waiting.append(rank)
-        return total.complete
-
-    def _check_done(self) -> None:
-        stuck = [lane for lane in self.lanes.values() if not lane.done]
-        if stuck:
-            lane = stuck[0]
-            step = lane.program.steps[lane.step]
-            ranks = ", ".join(str(each.rank) for each in stuck)
-            raise PlanError(
-                f"The programs would wait for ever: ranks {ranks} wait, rank {lane.rank} in step {lane.step} "
-                f"({step.instruction.name}, {step.phase.value}) for what no rank sends. Compile all ranks' programs "
-                "from one plan, and give all of them."
-            )
 
 
 def _shift_route(route: Route, shift: int) -> Route:
