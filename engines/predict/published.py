@@ -127,9 +127,9 @@ PUBLISHED: tuple[PublishedResult, ...] = (
         run=_HY_FI,
         against=_with_one_replica(_HY_FI),
         variants=(RunVariant("links between nodes a tenth as fast", changes=_SLOW_LINKS),),
-        why="Of the 5.5 % that are lost nearly nothing is lost here, with links between nodes a tenth as fast neither. Why "
-        "they lose it is not known; ranks of unequal speed, other jobs on the network and reading of images are not "
-        "simulated.",
+        why="Of the 5.5 % that are lost nearly nothing is lost here, with links between nodes a tenth as fast neither. "
+        "Why they lose it is not known; ranks of unequal speed, other jobs on the network and reading of images are "
+        "not simulated.",
     ),
     PublishedResult(
         "amoebanet/8192",
@@ -208,7 +208,8 @@ PUBLISHED: tuple[PublishedResult, ...] = (
         "260,000 images/s on 2,048 CPU nodes",
         published=260_000,
         measure="images/s",
-        source=f"{TALK}, Distributed TensorFlow on TACC Frontera; Jain et al., DLS 2019, abstract (four processes a node)",
+        source=f"{TALK}, Distributed TensorFlow on TACC Frontera; Jain et al., DLS 2019, abstract (four processes a "
+        "node)",
         assumed=("64 images a process", "synthetic images of 224 x 224"),
         run=_FRONTERA,
         against=None,
