@@ -150,8 +150,6 @@ class Calibration:
     def _run(self) -> Iterator[None]:
         world = self.world
         kernels = make_calls(SIZES, self.effort.most_operations)
-        # Each rank begins at another kernel. All run the same list: in step, they would all meet the same bottleneck at
-        # the same time, which the layers of different ranks of a network do not.
         crowded = KernelTimer(kernels, late=world.rank / world.size)
         self._measure_slice()
         on_one = KernelTimer(kernels, apart=True)
@@ -315,6 +313,7 @@ def _measure_messages(world: World) -> tuple[float, float]:
     """
     if world.size == 1:
         return 0.0, float("inf")
+    # Both take the latency once, so that the difference is the time of the bytes alone.
     small = min(_measure_ring_seconds(world, 1 << 10, 1))
     large = statistics.median(_measure_ring_seconds(world, _LARGE_BYTES, _BLOCKS // 2))
     means = [sum(found) / world.size for found in zip(*world.all_gather((small, large)), strict=True)]
@@ -334,5 +333,6 @@ def _measure_ring_seconds(world: World, count_bytes: int, blocks: int) -> list[f
             for there, here in zip(out, into, strict=True)
         ]
     )
+    # The wall clock, since a message also travels while its receiver sleeps.
     world.barrier()
     return measure_seconds(lambda: next(turns)().wait(), max(blocks, _ROUNDS), time.perf_counter)

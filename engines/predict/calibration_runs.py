@@ -76,6 +76,7 @@ class CalibrationRecipes:
 
 
 def _build_network() -> nn.Module:
+    # Convolutions, batch norms and ReLUs, in three widths: halos and all-reduces of several sizes, if cut into strips.
     layers: list[nn.Module] = []
     read = 3
     for width in _WIDTHS:
@@ -144,7 +145,7 @@ class _CalibrationRun:
 
     def _run_step(self) -> tuple[float, list[float]]:
         """Return the seconds of a step, and the CPU time of each instruction without polling."""
-        self.world.barrier()
+        self.world.barrier()  # a rank that is late would make the others wait, and their waiting part of the step
         start_s = time.perf_counter()
         self.training.start(self.inputs)
         spent_s = []
@@ -186,6 +187,7 @@ def fit_machine(machine: Machine, rehearsal: CalibrationRecipes, seen: Sequence[
     known_s = sum(each.estimate_total_s(machine, "update") for each in (tiled, few))
     updates = len(tiled.programs) + len(few.programs)
     machine = replace(machine, update_s=max(0.0, (taken_s - known_s) / updates))
+    # Only ranks that wait for each other show these: the slowest counts, and without a free core a wait ends late.
     if len(tiled.programs) > 1:
         machine = replace(machine, jitter=tiled.seen.jitter)
     if machine.cores and len(tiled.programs) > machine.cores:
@@ -256,8 +258,9 @@ class RunComparison:
         The value is bounded by the measured step time divided by the number of convolutions.
         """
         most_s, step_s = self.seen.step_s / len(_WIDTHS) / _DEPTH, self.seen.step_s
+        # A step takes longer the larger the parameter is, as far as the simulation is monotonic: bisection.
         low_s, high_s = 0.0, most_s
-        for _ in range(15):  # bisections
+        for _ in range(15):
             middle_s = (low_s + high_s) / 2
             if self.simulate_seconds(replace(machine, **{name: middle_s})) < step_s:
                 low_s = middle_s

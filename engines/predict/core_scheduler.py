@@ -34,6 +34,8 @@ class CoreScheduler(Protocol):
 class DedicatedCores:
     """Every rank has its own processor."""
 
+    # Work in progress cannot be slowed down by that of others, so that its end is known at its start: a heap of ends.
+
     def __init__(self) -> None:
         self._ends: list[tuple[float, int]] = []
 

@@ -54,6 +54,9 @@ def build_step_actions(
 class CostModel:
     """The costs of segments and all-reduces on a machine, cached for those that are alike."""
 
+    # A search prices thousands of plans that differ little. The keys hold all that a cost depends on, and no name, so
+    # that equal layers of one network share an entry, and equal stages of different plans do.
+
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self._known: dict[Hashable, ComputeWork] = {}
@@ -83,10 +86,19 @@ def estimate_segment_work(
     segment: SegmentTally, machine: Machine, threads: int, phase: Phase, again: bool = False
 ) -> ComputeWork:
     """Return the work of one phase of a segment on one or several threads."""
+    # Phases, and what they compute in a segment with (`late`) and without matrices among its weights:
+    #
+    #              BACKWARD            INPUTS              WEIGHTS
+    #   late       all gradients       of inputs           of weights
+    #   not late   all gradients       all gradients       nothing
+    #
+    # INPUTS and WEIGHTS are the two halves of backward in a zero-bubble schedule. What is recomputed for the first half
+    # is kept for the second.
     if phase is Phase.FORWARD:
         forward = ComputeWork(0.0)
         for op in segment.ops:
             forward += _estimate_kernel(machine, machine.call_s, threads, op.kind, *count_work(op))
+        # A device cannot finish kernels faster than its host launches them.
         return forward.with_minimum(machine.least_s * len(segment.ops))
     if phase is Phase.WEIGHTS and not segment.late:
         return ComputeWork(0.0)
@@ -215,6 +227,9 @@ class _ActionBuilder:
         Packing and unpacking are charged only for bytes that are copied, among them the rank's own pixels. On a host
         whose cores the ranks share, the receiver copies each message.
         """
+        # Backward sends each gradient the way that its pixels came: what forward received is sent, and the other way
+        # round. The tag of its own keeps a late message of forward from being taken for an early one
+        # of backward.
         forward = step.phase is Phase.FORWARD
         sends, receives = exchange.sends, exchange.receives
         if not forward:
@@ -278,4 +293,4 @@ class _ActionBuilder:
         moving_s = machine.estimate_seconds("pointwise", moved, (moved,))
         yield ComputeWork(machine.update_s + machine.weight_s * len(trained) + machine.statistic_s * counted + moving_s)
         for group in sorted({entry.mean_over for entry in update.statistics if entry.mean_over}):
-            yield from self._build_all_reduce(group, 16)
+            yield from self._build_all_reduce(group, 16)  # so few bytes that the latency alone counts

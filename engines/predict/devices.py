@@ -108,6 +108,9 @@ def _make_speed(kind: str, processor: Processor, memory_per_s: float) -> Speed:
 
     2 x dot x filters x outputs FLOPs move number_bytes x (outputs x dot + outputs x filters + dot x filters) bytes.
     """
+    # Time is the sum of both parts, arithmetic and memory. `Speed.compute_rate` therefore divides the peak by
+    # 1 + half / dot + half / filters + half / outputs: each of the three matrices is read or written once, and matters
+    # the more, the shorter the axis is along which its numbers are used again.
     if kind not in BY_ARITHMETIC:
         forward, back = PASSES[kind]
         return Speed((), memory_per_s / forward, memory_per_s / back)

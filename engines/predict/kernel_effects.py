@@ -92,6 +92,7 @@ def infer_effect(name: str, arguments: Sequence[Any], keywords: Mapping[str, Any
 
     Raises TraceError if the kernel has no meta implementation and its arguments are too large to run it on the CPU.
     """
+    # Arguments may be lists, which cannot be hashed: their text is the key.
     key = f"{name}{arguments}{keywords}"
     if key in _KNOWN:
         return _KNOWN[key]
@@ -120,6 +121,7 @@ def _run_kernel(name: str, arguments: Sequence[Any], keywords: Mapping[str, Any]
                 tensor.zero_()
             tensors.append(tensor.requires_grad_(item.needs_gradient))
             return tensor
+        # Kernels of random numbers have placeholders among their arguments, which the ranks fill in.
         if item in (DEVICE, SEED) if isinstance(item, Ref) else False:
             return torch.device(device) if item == DEVICE else 0
         return item
@@ -162,6 +164,8 @@ def _infer_backward(results: Sequence[Tensor], tensors: Sequence[Tensor]) -> tup
     leaves = [index for index, tensor in enumerate(tensors) if tensor.requires_grad]
     if not roots or not leaves:
         return frozenset(), 0
+    # Meta tensors have storages with sizes, although without memory: what backward needs for a while can be counted. A
+    # gradient with the storage of a given one is that gradient, passed on unchanged, as to both terms of a sum.
     given = [torch.empty_like(root) for root in roots]
     try:
         with LiveBytes() as live, _MetaKernelMode():

@@ -83,6 +83,7 @@ class KernelTimer:
     ) -> None:
         self._apart = apart
         self._samples = [_TimedKernel(call, clock) for call in calls]
+        # Ranks that time the same kernels at once begin at different ones, like ranks at different layers of a network.
         middle = int(late * len(self._samples))
         self._order = [*self._samples[middle:], *self._samples[:middle]]
 
@@ -197,6 +198,7 @@ class _TimedKernel:
     def time_backward(self, leaves: Sequence[Tensor], result: Tensor) -> float:
         """Return the seconds until the leaves have their gradients."""
         self._report_working()
+        # The gradient was just written by the layer behind, so that it is in the cache.
         grad = torch.ones_like(result)
         start_s = self.clock()
         found = torch.autograd.grad(result, leaves, grad, retain_graph=True)

@@ -46,6 +46,8 @@ class LayerTally:
         """Return the calls for another fraction of the image, or of the images of a batch."""
         scaled = []
         of_images = part if images else 1.0
+        # Fewer pixels or images mean less work, except for a call whose values are whole on every rank, as those of a
+        # classifier behind the pooling: fewer images change that, too.
         for op, fixed in zip(self.ops, self.fixed, strict=True):
             by = of_images if fixed else part / self.part
             if by == of_images == 1:
@@ -109,6 +111,7 @@ class _LayerTallyBuilder:
         segments = [item for item in sketch.items if isinstance(item, Compute)]
         tallies = [self.way.segments[segment.name] for segment in segments]
         calls = [op for segment in segments for op in segment.ops if op.kernel != "getitem"]
+        # A block that several layers save is memory of the first of them alone.
         kept = 0
         for each in tallies:
             new = each.keeps - self.seen

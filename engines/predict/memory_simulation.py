@@ -52,6 +52,7 @@ def simulate_memory(
             weights.sum_bucket(step.instruction, begins=step.phase is not Phase.UPDATE)
         elif step.phase is not Phase.UPDATE:
             leaving = walkers[step.micro_batch].run_step(step)
+            # Within backward, gradients of weights are part of its peak (`back_inside`). From its end on they are held.
             if step.phase is not Phase.FORWARD:
                 weights.add_segment(step.instruction, step.phase, walkers[step.micro_batch].tally)
         for key in left:
@@ -184,7 +185,9 @@ class _MicroBatchMemory:
 
     def _compute(self, item: Compute) -> None:
         segment = self.tally.segments[item.name]
+        # `inside` is the peak within the segment. What outlives the segment is held from here on.
         self.ledger.add_transient(passing=segment.inside + self._count_offloaded_inputs(item))
+        # With checkpointing, nothing of the segment stays but its outputs: backward computes it again from its inputs.
         if item.differentiable and not self.checkpoints:
             self.graphs.add(item.name)
             for key in segment.keeps:
@@ -245,6 +248,7 @@ class _MicroBatchMemory:
         If a rank only sends or only receives, its send is not waited for in this instruction, and its buffer is held
         longer.
         """
+        # The buffers of two-way exchanges are kept between steps, in an arena that `simulate_memory` holds throughout.
         if is_persistent(item):
             return
         self.ledger.add_transient(messages=sum(count_staged_bytes(item, forward)))

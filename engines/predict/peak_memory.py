@@ -118,6 +118,7 @@ class _PeakTracker(MemoryTracker):
 
     def add_transient(self, **kinds: int) -> None:
         super().add_transient(**kinds)
+        # The first moment at the peak. The simulation may reach it again later, with other blocks.
         if not self.blocks and self.peak == self._wanted:
             self.blocks, self.passing = self.held, kinds
 

@@ -128,19 +128,6 @@ class _PlanSearch:
             rates += [each.compute_throughput(self.neutral_batch) for each in self.fitting[count:]]
             rates = sorted(rates)[-best:]
 
-    def _compute_bounds(self, asked: Sequence[Plan]) -> Iterator[PlanBound]:
-        bounds = BoundCalculator(self.graph_of, self.prices, self.states)
-        for plan in asked:
-            try:
-                bound = bounds.compute_bound(plan)
-                yield (
-                    bound
-                    if self._can_fit(bound) or plan.checkpoint_activations
-                    else bounds.compute_bound(_with_checkpointing(plan))
-                )
-            except (PlanError, TraceError) as error:
-                self._refuse(plan, error)
-
     def _can_fit(self, found: Forecast | PlanBound) -> bool:
         return self.rank_bytes is None or found.peak_bytes <= self.rank_bytes
 

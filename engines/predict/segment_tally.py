@@ -83,6 +83,15 @@ class _SegmentCall:
 class SegmentCounter:
     """The counter of one segment: its calls in order, and the memory key of each result."""
 
+    # Names and memory are apart, because several values may lie in one block, which is counted once:
+    #
+    #   y = relu(x)        y lies in "y": new memory
+    #   v = view(y)        v lies in "y", too
+    #   z = relu_(v)       z lies in "y": written over
+    #   w = conv(z)        w lies in "window:halo3", if only that exchange reads it: written into the window's middle
+    #
+    # `keys` says where a value lies, `fresh` how large the blocks are that the segment allocates. The weights, under
+    # "weight:...", are held by the rank at all times and never counted here.
     segment: Compute
     way: DirectionValues
     scope: dict[str, Abstract] = field(default_factory=dict)
@@ -135,6 +144,7 @@ class SegmentCounter:
         return {self.keys[part] for name in self.segment.outputs for part in self.names[name]}
 
     def _count_forward(self, op: LocalOp, inside: MemoryTracker) -> Iterator[_SegmentCall]:
+        # Not a kernel, but Python's choice of one of the results of a kernel: another name for the same memory.
         if op.kernel == "getitem":
             source, index = op.arguments
             part = self.names[source.name][index]
@@ -148,6 +158,8 @@ class SegmentCounter:
         makes = tuple(f"{op.out}[{i}]" for i in range(len(effect.made))) if effect.several else (op.out,)
         call = _SegmentCall(op, effect, tuple(read), makes, tuple(find_local_tensors((arguments, keywords))))
         self._add_results(call)
+        # A result is held until its last reader, and once more if backward needs it; that reference is never released
+        # here, since the block outlives the forward pass of the segment.
         for name in makes:
             inside.hold(self.keys[name], {"made": self.fresh.get(self.keys[name], 0)})
         if call.leads_back:
@@ -208,6 +220,8 @@ class SegmentCounter:
         # At the start of backward the outputs and the saved tensors are held; only memory beyond these counts.
         start = ledger.peak = ledger.total
         grads = GradientTracker(ledger, {part for name in self.segment.outputs for part in self.names[name]})
+        # Autograd visits the calls in reverse, and each receives the finished gradients of its results. A call whose
+        # results nobody reads on the way to the outputs receives none, and is not visited.
         for call in reversed(calls):
             if any(name in grads.arrived for name in call.makes):
                 whole = call.effect.made[0].local.spec.bytes
@@ -219,6 +233,7 @@ class SegmentCounter:
                 # A convolution or product needs a contiguous gradient: a part of a larger gradient is copied first.
                 copied = whole if call.is_arithmetic and call.makes[0] in grads.parts else 0
                 ledger.add_transient(back=call.effect.back_bytes + copied)
+                # Autograd frees as it goes: the gradients of the results, and what this call has saved.
                 grads.release(call.makes)
                 for key in self._get_saved_keys(call):
                     ledger.release(key)
@@ -236,9 +251,12 @@ def build_op_tally(kernel: str, arguments: Sequence[Any], keywords: Mapping[str,
 def _make_op_tally(kernel: str, effect: KernelEffect, locals_: Sequence[LocalTensor]) -> OpTally:
     shapes = [local.spec.shape for local in locals_]
     made = [each.local.spec for each in effect.made]
+    # A view costs neither arithmetic nor traffic, only the call itself.
     views = not made or effect.made[0].shares is not None
     kind = classify_kernel(kernel, effect.flops)
     matrices = kind in BY_ARITHMETIC
+    # What counts are gradients that cost work: one that is passed on costs none, and that of a bias next to none beside
+    # a convolution's.
     gradients = sum(
         local.needs_gradient and index not in effect.passes and (len(local.spec.shape) > 1 or not matrices)
         for index, local in enumerate(locals_)

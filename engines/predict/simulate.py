@@ -54,6 +54,7 @@ def simulate(
     long as for all of them. Raises PlanError if ranks would wait for ever.
     """
     prices = CostModel.from_machine(machine)
+    # All replicas run the same programs: the costs of a rank's steps are computed once, and its copies share them.
     ranks = [
         (
             program,
@@ -170,6 +171,11 @@ class _Simulation:
         self.count = 0
 
     def run(self) -> Timeline:
+        # The loop, in which time stands still above and moves below:
+        #
+        #   ready ranks run, each until it computes or waits ──> all others compute or wait, too
+        #        ^                                                        │
+        #        └── ranks whose work or wait is over <── now = the earliest end of work, or event
         while True:
             # Run all ready ranks before time advances: their sends and joins may schedule earlier events.
             while self.ready:
@@ -182,6 +188,7 @@ class _Simulation:
             self.ready.extend(self.processors.advance_to(self.now))
             while self.later and self.later[0][0] <= self.now:
                 self._handle_event(heapq.heappop(self.later)[2])
+        # Nothing more will happen: a rank that is not at its end waits for a message or all-reduce that never comes.
         if stuck := [lane for lane in self.lanes.values() if not lane.done]:
             lane = stuck[0]
             step = lane.program.steps[lane.step]
@@ -315,6 +322,8 @@ class _Simulation:
             total.passing = self.links.schedule_background(total.here, cost.carried_s, cost.crosses, self.now)
             self._schedule(total.passing.end_s + cost.latency_s, total)
         else:
+            # All ranks wait for it, so that it takes its turn on the links like any message. Within a node, all-reduces
+            # of different groups do not meet.
             start_s = self.links.schedule_all_reduce(total.here, cost.carried_s, self.now) if cost.crosses else self.now
             self._schedule(start_s + cost.carried_s + cost.latency_s, total)
 
