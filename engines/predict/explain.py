@@ -6,11 +6,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any, Protocol
+from typing import Any
 
 from engines.formatting import format_bytes, format_number, format_percent
 from engines.plan import Plan
 from engines.predict.forecast import Forecast
+from engines.predict.lower_bound import PlanBound
 from engines.predict.parallelism import KINDS, WORDS, classify_plan, describe_plan
 from engines.predict.search import SearchResult
 from engines.predict.time_breakdown import compute_time_shares
@@ -18,19 +19,6 @@ from engines.predict.time_breakdown import compute_time_shares
 __all__ = ["Explanation", "Verdict", "explain", "explain_forecasts"]
 
 WORTH_SAYING = 0.05  # fraction of a step's time
-
-
-class BoundedPlan(Protocol):
-    """A plan that was not simulated, with an upper bound on images per second and a lower bound on bytes."""
-
-    @property
-    def plan(self) -> Plan: ...
-
-    @property
-    def images_per_s(self) -> float: ...
-
-    @property
-    def peak_bytes(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -47,7 +35,7 @@ class Verdict:
     fits: bool = False
     share: float = 0.0
     reason: str = ""
-    bound: BoundedPlan | None = None
+    bound: PlanBound | None = None
 
     @property
     def plan(self) -> Plan | None:
@@ -139,7 +127,7 @@ class Explanation:
         rate = format_number(found.images_per_s)
         return f"{rate} images/s in steps of {images}, {self._format_memory(found)}{losses}"
 
-    def _format_memory(self, found: Forecast | BoundedPlan) -> str:
+    def _format_memory(self, found: Forecast | PlanBound) -> str:
         """Return `3.1 GB of 16.0 GB`, for the fullest rank."""
         limit = f" of {format_bytes(self.rank_bytes)}" if self.rank_bytes else ""
         return f"{format_bytes(found.peak_bytes)}{limit}"
@@ -154,7 +142,7 @@ def explain_forecasts(
     forecasts: Iterable[Forecast],
     refused: Sequence[tuple[Plan, str]] = (),
     rank_bytes: int | None = None,
-    bounded: Sequence[BoundedPlan] = (),
+    bounded: Sequence[PlanBound] = (),
 ) -> Explanation:
     """Explain forecasts, refused plans with their reasons, and bounded plans, kind by kind."""
     found, bounds, reasons = (
@@ -192,5 +180,5 @@ def _group_by_kind(pairs: Iterable[tuple[Plan, Any]]) -> defaultdict[str, list[A
     return found
 
 
-def _can_fit(each: Forecast | BoundedPlan, rank_bytes: int | None) -> bool:
+def _can_fit(each: Forecast | PlanBound, rank_bytes: int | None) -> bool:
     return rank_bytes is None or each.peak_bytes <= rank_bytes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from engines.layer.graph import ModelGraph
 from engines.layer.stages import Layer
@@ -67,14 +67,6 @@ def build_layer_tallies(graph: ModelGraph, layers: Sequence[Layer], plan: Plan) 
     return tuple(known.setdefault(each, each) for each in _LayerTallyBuilder(graph, layers, plan).build())
 
 
-@dataclass
-class _LayerItems:
-    """The instructions that belong to one layer."""
-
-    items: list[ModelInstruction] = field(default_factory=list)
-    moments_bytes: int = 0
-
-
 class _LayerTallyBuilder:
     def __init__(self, graph: ModelGraph, layers: Sequence[Layer], plan: Plan) -> None:
         compiler = Compiler(graph, plan)
@@ -90,7 +82,8 @@ class _LayerTallyBuilder:
         self.seen: set[str] = set()
 
     def build(self) -> Iterator[LayerTally]:
-        sketches = [_LayerItems() for _ in range(self.count)]
+        items: list[list[ModelInstruction]] = [[] for _ in range(self.count)]
+        moments_bytes = [0] * self.count
         layer = 0
         for item in self.items:
             # A segment belongs to the layer of its results. A communication serves what follows: it belongs to the
@@ -99,16 +92,16 @@ class _LayerTallyBuilder:
                 layer = max(self._find_layer(op.out, layer) for op in item.ops)
             else:
                 layer = max(layer, self._find_layer(item.source, layer))
-            sketches[layer].items.append(item)
+            items[layer].append(item)
         for entry in self.builder.statistics:
-            sketches[self._find_layer(entry.moments, 0)].moments_bytes += self.builder.values[entry.moments].spec.bytes
-        return map(self._build_layer_tally, sketches)
+            moments_bytes[self._find_layer(entry.moments, 0)] += self.builder.values[entry.moments].spec.bytes
+        return map(self._build_layer_tally, items, moments_bytes)
 
     def _find_layer(self, name: str, otherwise: int) -> int:
         return self.layer_of.get(name, self.layer_of.get(name.split(".", maxsplit=1)[0], otherwise))
 
-    def _build_layer_tally(self, sketch: _LayerItems) -> LayerTally:
-        segments = [item for item in sketch.items if isinstance(item, Compute)]
+    def _build_layer_tally(self, items: Sequence[ModelInstruction], moments_bytes: int) -> LayerTally:
+        segments = [item for item in items if isinstance(item, Compute)]
         tallies = [self.way.segments[segment.name] for segment in segments]
         calls = [op for segment in segments for op in segment.ops if op.kernel != "getitem"]
         # A block that several layers save is memory of the first of them alone.
@@ -122,12 +115,12 @@ class _LayerTallyBuilder:
             tuple(op for each in tallies for op in each.ops),
             tuple(not self._is_tiled(call) for call in calls),
             late=any(each.late for each in tallies),
-            sums=tuple(item.bytes for item in sketch.items if isinstance(item, AllReduce)),
-            exchanges=sum(not isinstance(item, Compute | AllReduce) for item in sketch.items),
-            instructions=len(sketch.items),
-            goes_back=sum(item.differentiable for item in sketch.items),
+            sums=tuple(item.bytes for item in items if isinstance(item, AllReduce)),
+            exchanges=sum(not isinstance(item, Compute | AllReduce) for item in items),
+            instructions=len(items),
+            goes_back=sum(item.differentiable for item in items),
             kept_bytes=kept,
-            moments_bytes=sketch.moments_bytes,
+            moments_bytes=moments_bytes,
         )
 
     def _is_tiled(self, call: LocalOp) -> bool:

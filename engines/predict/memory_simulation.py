@@ -10,7 +10,7 @@ from engines.offload.min_bytes import LEAST_BYTES
 from engines.plan import Plan
 from engines.predict.memory_tracker import MemoryTracker
 from engines.predict.tallies import DirectionTally, RankTally
-from engines.program.instructions import AllReduce, Compute, Exchange, Instruction, Phase, SumGradients
+from engines.program.instructions import AllReduce, Compute, Exchange, Phase, SumGradients
 from engines.program.program import DirectionProgram, Program, Step
 from engines.program.staging import compute_arena_bytes, count_staged_bytes, is_persistent
 
@@ -38,57 +38,30 @@ def simulate_memory(
     ledger.hold("messages", {"messages": lent + compute_arena_bytes(exchanges)})
     ledger.hold("sums", {"gradients": sum(each.bytes for each in sums.values())})
 
-    walkers = {
-        number: _MicroBatchMemory(number, program.get_direction_program(number), tally.ways[direction], ledger, plan)
-        for number, direction in program.directions.items()
-    }
-    weights, after = _WeightGradients(tally, ledger), []
+    trained_now: set[str] = set()  # the weights that have gradients
+    walkers = {}
+    for number, direction in program.directions.items():
+        way = program.get_direction_program(number)
+        walkers[number] = _MicroBatchMemory(number, way, tally.ways[direction], ledger, plan, trained_now)
+    after = []
     leaving: list[Hashable] = []
     for index, step in enumerate(program.steps):
         ledger.step = index
         # The buffer of a send-only exchange is freed one instruction later: the send is still in progress until then.
         left, leaving = leaving, []
         if isinstance(step.instruction, SumGradients):
-            weights.sum_bucket(step.instruction, begins=step.phase is not Phase.UPDATE)
+            # At its beginning the all-reduce copies the gradients of the bucket into memory that is kept. At its end,
+            # in the update, that memory replaces the gradients.
+            ended = step.instruction.weights if step.phase is Phase.UPDATE else ()
+            for name in trained_now.intersection(ended):
+                trained_now.remove(name)
+                ledger.release(("gradient", name))
         elif step.phase is not Phase.UPDATE:
             leaving = walkers[step.micro_batch].run_step(step)
-            # Within backward, gradients of weights are part of its peak (`back_inside`). From its end on they are held.
-            if step.phase is not Phase.FORWARD:
-                weights.add_segment(step.instruction, step.phase, walkers[step.micro_batch].tally)
         for key in left:
             ledger.release(key)
         after.append(ledger.total)
     return ledger, after
-
-
-@dataclass
-class _WeightGradients:
-    """The gradients of weights, each held from the first backward that adds to it."""
-
-    tally: RankTally
-    ledger: MemoryTracker
-    there: set[str] = field(default_factory=set)
-
-    def add_segment(self, instruction: Instruction, phase: Phase, way: DirectionTally) -> None:
-        """Hold the gradients of a segment's weights after its backward."""
-        segment = way.segments.get(instruction.name)
-        if segment is None or (phase is Phase.INPUTS and segment.late):
-            return
-        for name, size in segment.trains.items():
-            if name not in self.there:
-                self.there.add(name)
-                self.ledger.hold(("gradient", name), {"gradients": size})
-
-    def sum_bucket(self, bucket: SumGradients, begins: bool) -> None:
-        """Update the tracker for a bucket's all-reduce.
-
-        At its beginning the bucket copies the gradients into memory that it keeps. At its end that memory replaces the
-        gradients.
-        """
-        if not begins:
-            for name in self.there.intersection(bucket.weights):
-                self.there.remove(name)
-                self.ledger.release(("gradient", name))
 
 
 @dataclass
@@ -109,6 +82,7 @@ class _MicroBatchMemory:
     tally: DirectionTally
     ledger: MemoryTracker
     plan: Plan
+    trained_now: set[str]
     values: set[str] = field(default_factory=set)
     leaves: set[str] = field(default_factory=set)
     grads: dict[str, str] = field(default_factory=dict)
@@ -222,6 +196,12 @@ class _MicroBatchMemory:
             self.graphs.remove(item.name)
             for key in segment.keeps:
                 self.ledger.release((self.number, key))
+        # Until here, gradients of weights are part of the peak of backward (`back_inside`). Now they are held, from the
+        # first micro-batch on; further ones are added to them.
+        for name, size in segment.trains.items():
+            if name not in self.trained_now:
+                self.trained_now.add(name)
+                self.ledger.hold(("gradient", name), {"gradients": size})
 
     def _hold_gradient(self, name: str, size: int) -> None:
         if name not in self.grads:

@@ -21,7 +21,7 @@ from engines.predict.actions import (
     WaitMessage,
 )
 from engines.predict.all_reduce_cost import AllReduceCost
-from engines.predict.core_scheduler import CoreScheduler, DedicatedCores, SharedCores
+from engines.predict.core_scheduler import DedicatedCores, SharedCores
 from engines.predict.cost import CostModel, build_step_actions
 from engines.predict.links import BackgroundAllReduce, LinkQueues
 from engines.predict.machine import Link, Machine
@@ -157,7 +157,11 @@ class _Simulation:
     # order, as they do in MPI.
 
     def __init__(
-        self, lanes: Sequence[_RankState], processors: CoreScheduler, prices: CostModel, replica_ranks: int
+        self,
+        lanes: Sequence[_RankState],
+        processors: DedicatedCores | SharedCores,
+        prices: CostModel,
+        replica_ranks: int,
     ) -> None:
         self.lanes = {lane.rank: lane for lane in lanes}
         self.processors, self.prices, self.replica_ranks = processors, prices, replica_ranks
