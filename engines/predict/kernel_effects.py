@@ -8,7 +8,7 @@ pool its indices. Each kernel and shape is run once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,10 +49,6 @@ class LocalTensor:
         """Return the description of a tensor."""
         spec = TensorSpec(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
         return cls(spec, tuple(tensor.stride()), tensor.requires_grad)
-
-    def detach(self) -> LocalTensor:
-        """Return the description of the leaf that a segment boundary makes of the tensor."""
-        return replace(self, needs_gradient=self.needs_gradient and self.spec.is_floating)
 
 
 @dataclass(frozen=True, slots=True)
