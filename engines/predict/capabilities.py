@@ -103,5 +103,6 @@ def select_plans(ranks: int, batch: int, each: int = EACH) -> Iterator[Plan]:
         by_kind[classify_plan(plan)].append(plan)
     for found in by_kind.values():
         found.sort(key=lambda plan: plan.replica_ranks)
+        # The middle of each of `count` equal parts of the list: neither end is preferred.
         count = min(each, len(found))
         yield from (found[(2 * index + 1) * len(found) // (2 * count)] for index in range(count))

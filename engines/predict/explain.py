@@ -156,6 +156,8 @@ def explain_forecasts(
     fastest = max(rates, default=0.0)
     verdicts = []
     for kind in KINDS:
+        # Plans that were simulated and fit come first. Bounds are used only where there are none: they say that a kind
+        # is slower, or does not fit, but not by how much.
         everything = [*found[kind], *bounds[kind]]
         count = len(everything) + len(reasons[kind])
         if fitting := [each for each in found[kind] if _can_fit(each, rank_bytes)]:

@@ -92,6 +92,7 @@ class KernelTimer:
         # As in training: all forward, all backward in reverse, and then separate gradients, if they are wanted.
         results = [sample.time_forward() for sample in self._order]
         layers = list(zip(self._order, results, strict=True))[::-1]
+        # The graphs are kept for the parts that follow, and freed with `results` at the end of the round.
         for sample, result in layers:
             sample.timed.backward.append(sample.time_backward(sample.leaves, result))
         if self._apart:
@@ -128,6 +129,7 @@ def compute_speeds(
     same.
     """
     found: dict[str, list[Speed]] = defaultdict(list)
+    # Each rank had len(crowded) - 1 neighbours. With all cores busy it would have cores - 1: `more` times as many.
     more = max(1.0, (cores - 1) / max(1, len(crowded) - 1))
     for op, own, shared, *others in zip(ops, alone, spread, *crowded, strict=True):
         amount, at = count_work(op)

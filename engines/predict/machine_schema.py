@@ -22,6 +22,7 @@ def _make_number_check(least: float, most: float, endless: bool = False) -> Chec
     """Return a check for an integer or float in that range; with `endless` infinity is allowed, too."""
 
     def check(name: str, value: Any) -> None:
+        # To Python, True is a number too. The comparison is written so that nan fails.
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise TypeError(f"{name} is {_format_value(value)}, which is no number")
         if not (least <= value <= most or (endless and value == math.inf)):
@@ -78,6 +79,7 @@ def _make_table_check(checks: Mapping[str, Check], needed: tuple[str, ...]) -> C
 
 
 def _format_value(value: Any) -> str:
+    # Python refuses to print integers of more than some thousand digits: they could be the wrong value.
     if isinstance(value, int) and value.bit_length() > 64:
         return f"a whole number of some {int(value.bit_length() * math.log10(2)):,} digits"
     text = str(value) if isinstance(value, int | float | None) else repr(value)[: 2 * _SHOWN]

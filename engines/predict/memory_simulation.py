@@ -68,14 +68,12 @@ def simulate_memory(
 class _MicroBatchMemory:
     """The memory of one micro-batch: the values still to be read in forward, and the leaves and graphs for backward."""
 
-    # Segments are cut apart at their boundaries: each output is detached, and the leaf that results is the input of the
-    # next segment. A block can thus be held for three reasons at once, and is freed with the last of them:
+    # Each output of a segment is detached; the leaf that results is the input of the next segment. A block can thus be
+    # held for three reasons at once, and is freed with the last of them:
     #
-    #              values                leaves                      graphs
-    #   from       its instruction       its instruction             a segment that saves it
-    #   until      its last reader       backward of its writer      backward of that segment
-    #
-    # A leaf that backward does not need goes together with its value.
+    #            values               leaves (if backward needs them)    graphs
+    #   from     its instruction      its instruction                    a segment that saves it
+    #   until    its last reader      backward of its writer             backward of that segment
 
     number: int
     way: DirectionProgram
@@ -178,8 +176,7 @@ class _MicroBatchMemory:
         if phase is Phase.WEIGHTS and not (segment.late and item.name in self.graphs):
             return
         again = sum(segment.fresh.values()) + self._count_offloaded_inputs(item) if self.checkpoints else 0
-        # With checkpointing, the recomputed activations count here; without it, the offloaded ones that are loaded
-        # again.
+        # With checkpointing, recomputed activations count here; without it, offloaded ones that are loaded again.
         back = sum(map(self._get_offloaded_bytes, segment.keeps)) if item.name in self.graphs else 0
         self.ledger.add_transient(passing=again + back + segment.back_inside)
         self.ledger.add_transient(passing=segment.inside if self.checkpoints else 0)

@@ -194,6 +194,7 @@ class PublishedReplay:
 
     def forecast_run(self, run: StudyRun, changes: Mapping[str, Any] | None = None) -> RunResult:
         """Return the summary of one run, on its machine with `changes` applied."""
+        # Rows share runs, mostly those that they compare with. Changes are a dict, which has no hash: its text has.
         key = run, repr(sorted((changes or {}).items()))
         if key not in self._known:
             asked = replace(get_machine(run.machine), **(changes or {}))

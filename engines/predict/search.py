@@ -89,6 +89,7 @@ class _PlanSearch:
 
     def evaluate_plan(self, plan: Plan) -> None:
         """Simulate a plan and, if it does not fit, the same plan with activation checkpointing."""
+        # Checkpointing costs another forward pass. A plan that fits without it is never faster with it.
         try:
             found = self._forecast_plan(plan)
             if not self._can_fit(found) and not plan.checkpoint_activations:
@@ -172,6 +173,7 @@ def generate_plans(ranks: int, batch: int) -> Iterator[Plan]:
     2 stages: 1 rank -> 1 rank; 2 micro-batches, both ways; 2 ranks
     1 stage: 1 rank; 2 micro-batches; 2 replicas; 2 ranks
     """
+    # A dict, as a set in order: different ways lead to the same plan, for instance to the only grid of two tiles.
     found: dict[Plan, None] = {}
     for replicas in (count for count in range(1, ranks + 1) if ranks % count == 0):
         each = ranks // replicas
