@@ -6,8 +6,9 @@ import heapq
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from random import Random
 
 from engines.errors import PlanError
@@ -126,31 +127,15 @@ class _AllReduceState:
 Route = tuple[int, int, int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class _MessageArrival:
-    """Event: a message reaches the link of its receiver's node."""
-
-    route: Route
-    link: Link
-    bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class _DelayedRank:
-    """Event: a rank resumes after the delay `resume_s`, which it incurred because others had all cores."""
-
-    rank: int
-
-
 class _Simulation:
     """The event loop: advances every rank that can run, then moves time to the next end, arrival or all-reduce."""
 
     # A message between two nodes:
     #
     #   sender    PostSend                              the rank continues at once
-    #                └─ link "out" ──> _MessageArrival
+    #                └─ link "out" ──> _pass_on
     #                                     └─ link "in" ──> arrived[route]
-    #   receiver            WaitMessage . . . . . . . . . . . . └─> resumes
+    #   receiver            WaitMessage . . . . . . . . . . . . └─> _end_wait
     #
     # Whichever comes first leaves a note for the other: a message in `arrived`, with the time at which it can be read,
     # a waiting rank in `expected`. Routes count the messages of one sender, receiver and tag, so that they match in
@@ -171,7 +156,7 @@ class _Simulation:
         self.arrived: dict[Route, float] = {}
         self.expected: dict[Route, int] = {}
         self.sums: dict[Hashable, _AllReduceState] = {}
-        self.later: list[tuple[float, int, int | _DelayedRank | _MessageArrival | _AllReduceState]] = []
+        self.later: list[tuple[float, int, Callable[[], None]]] = []
         self.count = 0
 
     def run(self) -> Timeline:
@@ -191,7 +176,7 @@ class _Simulation:
             # The cores advance first, so that the events at `now` see the state of the cores at that time.
             self.ready.extend(self.processors.advance_to(self.now))
             while self.later and self.later[0][0] <= self.now:
-                self._handle_event(heapq.heappop(self.later)[2])
+                heapq.heappop(self.later)[2]()
         # Nothing more will happen: a rank that is not at its end waits for a message or all-reduce that never comes.
         if stuck := [lane for lane in self.lanes.values() if not lane.done]:
             lane = stuck[0]
@@ -204,34 +189,16 @@ class _Simulation:
             )
         return Timeline.of(lane.events for lane in self.lanes.values())
 
-    def _schedule(self, then: float, what: int | _DelayedRank | _MessageArrival | _AllReduceState) -> None:
+    def _schedule(self, then: float, event: Callable[[], None]) -> None:
         self.count += 1  # ties in time are broken by the order of scheduling, which keeps the simulation deterministic
-        heapq.heappush(self.later, (then, self.count, what))
+        heapq.heappush(self.later, (then, self.count, event))
 
-    def _handle_event(self, what: int | _DelayedRank | _MessageArrival | _AllReduceState) -> None:
-        """Resume a rank, pass a message on to its second link, or complete an all-reduce that has not been delayed."""
-        if isinstance(what, _MessageArrival):
-            seconds = what.bytes / what.link.bytes_per_s
-            start_s = self.links.schedule_message(what.route[1], "in", seconds, self.now)
-            self._record_arrival(what.route, start_s + seconds + what.link.latency_s)
-        elif isinstance(what, _AllReduceState):
-            # Foreground traffic that used the links in the meantime has delayed a background all-reduce: look again
-            # later.
-            more_s = self.links.update_delay(what.passing) if what.passing else 0.0
-            if more_s > 0:
-                self._schedule(self.now + more_s, what)
-            else:
-                what.complete = True
-                for rank in what.waiting:
-                    self._schedule(self.now, rank)
-        elif isinstance(what, _DelayedRank):
-            self.ready.append(what.rank)
-        # A rank whose wait is over resumes late if other ranks occupy all cores: an event of type int becomes a
-        # `_DelayedRank`, which is not delayed again.
-        elif self.machine.resume_s and self.processors.is_saturated(what):
-            self._schedule(self.now + self.machine.resume_s, _DelayedRank(what))
+    def _end_wait(self, rank: int) -> None:
+        """Resume a rank whose wait is over, or delay it by `resume_s` because others occupy all cores."""
+        if self.machine.resume_s and self.processors.is_saturated(rank):
+            self._schedule(self.now + self.machine.resume_s, partial(self.ready.append, rank))
         else:
-            self.ready.append(what)
+            self.ready.append(rank)
 
     def _advance_rank(self, lane: _RankState) -> None:
         """Run the actions of a rank until it computes or waits."""
@@ -261,7 +228,7 @@ class _Simulation:
                 if then is None:
                     self.expected[route] = lane.rank
                 elif then > self.now:
-                    self._schedule(then, lane.rank)
+                    self._schedule(then, partial(self._end_wait, lane.rank))
                 return then is not None and then <= self.now
             case CopyMessage(route, count):
                 here = self.machine.needs_core_copy(*_shift_route(route, lane.shift)[:2])
@@ -294,11 +261,17 @@ class _Simulation:
             # Cut-through: the second link sees the beginning of the message as soon as the first link starts to send
             # it.
             start_s = self.links.schedule_message(route[0], "out", count / link.bytes_per_s, self.now)
-            self._schedule(start_s, _MessageArrival(route, link, count))
+            self._schedule(start_s, partial(self._pass_on, route, link, count))
+
+    def _pass_on(self, route: Route, link: Link, count: int) -> None:
+        """Send a message from another node through the link of its receiver's node."""
+        seconds = count / link.bytes_per_s
+        start_s = self.links.schedule_message(route[1], "in", seconds, self.now)
+        self._record_arrival(route, start_s + seconds + link.latency_s)
 
     def _record_arrival(self, route: Route, then: float) -> None:
         if route in self.expected:
-            self._schedule(then, self.expected.pop(route))
+            self._schedule(then, partial(self._end_wait, self.expected.pop(route)))
         else:
             self.arrived[route] = then
 
@@ -324,12 +297,22 @@ class _Simulation:
         cost = total.cost
         if total.behind:
             total.passing = self.links.schedule_background(total.here, cost.carried_s, cost.crosses, self.now)
-            self._schedule(total.passing.end_s + cost.latency_s, total)
+            self._schedule(total.passing.end_s + cost.latency_s, partial(self._end_all_reduce, total))
         else:
             # All ranks wait for it, so that it takes its turn on the links like any message. Within a node, all-reduces
             # of different groups do not meet.
             start_s = self.links.schedule_all_reduce(total.here, cost.carried_s, self.now) if cost.crosses else self.now
-            self._schedule(start_s + cost.carried_s + cost.latency_s, total)
+            self._schedule(start_s + cost.carried_s + cost.latency_s, partial(self._end_all_reduce, total))
+
+    def _end_all_reduce(self, total: _AllReduceState) -> None:
+        # Foreground traffic that used the links in the meantime has delayed a background all-reduce: look again later.
+        more_s = self.links.update_delay(total.passing) if total.passing else 0.0
+        if more_s > 0:
+            self._schedule(self.now + more_s, partial(self._end_all_reduce, total))
+        else:
+            total.complete = True
+            for rank in total.waiting:
+                self._schedule(self.now, partial(self._end_wait, rank))
 
 
 def _shift_route(route: Route, shift: int) -> Route:
