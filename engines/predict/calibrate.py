@@ -149,6 +149,7 @@ class Calibration:
 
     def _run(self) -> Iterator[None]:
         world = self.world
+        # Each `yield` ends a part. `count_parts` announces as many, and the caller may stop after any of them.
         kernels = make_calls(SIZES, self.effort.most_operations)
         crowded = KernelTimer(kernels, late=world.rank / world.size)
         self._measure_slice()

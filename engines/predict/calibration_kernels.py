@@ -103,6 +103,7 @@ def _make_size_calls(size: LayerSize) -> Iterator[KernelCall]:
     channels, side = size.channels, size.side_px
     x = _make_values(1, channels, side, side)
     gain, offset = torch.ones(channels, requires_grad=True), torch.zeros(channels, requires_grad=True)
+    # A tile's moments come from an all-reduce: for the norm they are a leaf, and receive a gradient of their own.
     moments = get_kernel("tile.moments")(x, 0, 1).detach().requires_grad_()
     yield "tile.moments", (x, 0, 4)
     yield "tile.batch_norm", (x, moments, gain, offset, [side * side], 1e-5)
@@ -110,6 +111,7 @@ def _make_size_calls(size: LayerSize) -> Iterator[KernelCall]:
     yield "aten.relu.default", (x,)
     yield "aten.max_pool2d.default", (x, [2, 2], [2, 2])
     yield "aten.cat.default", ([x, _make_values(1, channels, side, side)], 1)
+    # A pad at the border of the image, and a crop on one side with a pad on the other.
     yield "tile.pad", (x, [1, 1, 1, 1], 0.0)
     yield "tile.pad", (x, [-1, 1, -1, 1], 0.0)
     # A transposed convolution that doubles the pixels along each side, of two images: see `_CONVOLUTIONS`.
@@ -117,6 +119,7 @@ def _make_size_calls(size: LayerSize) -> Iterator[KernelCall]:
     bias = torch.zeros(weight.shape[1], requires_grad=True)
     images = _make_values(2, channels, side, side)
     yield "tile.conv_transpose", (images, weight, bias, [2, 2], [1, 1], 1, (0, 0, 0, 0))
+    # A loss for each pixel, as of a segmentation into four classes.
     few = _make_values(1, 4, side, side)
     labels = torch.zeros(1, side, side, dtype=torch.int64)
     yield "tile.cross_entropy_sums", (few, labels, None, -100, 0.0)

@@ -162,7 +162,6 @@ class _SizeProbe:
 
     def _compute_rank_peaks(self, count: int, ranks: Iterable[int]) -> dict[int, int]:
         side = count * self.step_px
-        # Tallies know no overlap: it splits a layer into its interior and its borders, which hold the same memory.
         plan = replace(self.plan, overlap_halos=False)
         graph = self.sizes.graph(plan, (*self.batch, side, side))
         compiler = Compiler(graph, plan)

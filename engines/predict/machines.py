@@ -129,6 +129,7 @@ _PROCESSORS = (V100, V100, V100_PCIE, A100, H100, H200, QUARTER_8280)
 MACHINES = {node.name: make_machine(node, each) for node, each in zip(_NODES, _PROCESSORS, strict=True)}
 """The machines by name, those of GPUs in half precision too; `source` says where each number is from."""
 
+# Half precision moves half of the bytes, and its products run on the tensor cores.
 for _node, _processor in zip(_NODES, _PROCESSORS, strict=True):
     if _processor in _HALF:
         _half = replace(_processor, flop_per_s=_HALF[_processor], number_bytes=2)

@@ -151,6 +151,7 @@ class RunQueue:
             free = not core.load and (core is known or core.looks_until_s <= self._now)
             return not free, core is not known, core.load
 
+        # Operating systems keep a thread where its caches are warm, unless it would have to wait there.
         if known is not None and not known.load:
             return known  # no core would be better
         taken = set(map(id, used))

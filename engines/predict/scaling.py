@@ -121,6 +121,7 @@ def scaling(
                     f"Give a multiple of {plan.batches}, or fewer ranks."
                 )
             shape = (images // plan.batches, *shape[1:])
+        # Pixels per rank stay constant if both sides grow with the square root of the ranks.
         elif grown != 1:
             sides = (max(1, round(side * math.sqrt(grown) / STEP_PX)) * STEP_PX for side in shape[2:])
             shape = (*shape[:2], *sides)

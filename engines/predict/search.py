@@ -175,6 +175,7 @@ def generate_plans(ranks: int, batch: int) -> Iterator[Plan]:
     """
     # A dict, as a set in order: different ways lead to the same plan, for instance to the only grid of two tiles.
     found: dict[Plan, None] = {}
+    # First the replicas, which need no messages but gradients; what is left of the ranks is for one of them.
     for replicas in (count for count in range(1, ranks + 1) if ranks % count == 0):
         each = ranks // replicas
         for plans in (

@@ -105,6 +105,7 @@ class _RankState:
 
     def end_step(self, now: float) -> None:
         step = self.program.steps[self.step]
+        # In a timeline of several replicas, each has micro-batches of its own; they meet in the update.
         if self.copy and step.phase is not Phase.UPDATE:
             step = replace(step, micro_batch=step.micro_batch + self.copy * len(self.program.directions))
         self.events.append(TimelineEvent.of(self.rank, step, self.began_s, now, self.sent[self.step], self.waited_s))
@@ -252,6 +253,8 @@ class _Simulation:
 
     def _post_send(self, route: Route, count: int) -> None:
         link = self.links.find_link(route[0], route[1])
+        # A send never blocks. How long the message is under way depends on links that other messages use, too, so that
+        # its arrival is an event of its own.
         if link is None:
             # The receiver's core copies the bytes (`CopyMessage`) where ranks share a host; then only the latency
             # counts here.
