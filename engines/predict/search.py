@@ -167,25 +167,20 @@ def generate_plans(ranks: int, batch: int) -> Iterator[Plan]:
     ...     print(plan.summary)
     1 stage: 1x2 tiles; 2 ranks
     1 stage: 2x1 tiles; 2 ranks
-    1 stage: 1x2 tiles; 2 ranks
-    1 stage: 2x1 tiles; 2 ranks
+    1 stage: 1x2 tiles; fused halos; 2 ranks
+    1 stage: 2x1 tiles; fused halos; 2 ranks
     2 stages: 1 rank -> 1 rank; 2 ranks
     2 stages: 1 rank -> 1 rank; 2 micro-batches, both ways; 2 ranks
     1 stage: 1 rank; 2 micro-batches; 2 replicas; 2 ranks
     """
-    # A dict, as a set in order: different ways lead to the same plan, for instance to the only grid of two tiles.
-    found: dict[Plan, None] = {}
-    # First the replicas, which need no messages but gradients; what is left of the ranks is for one of them.
+    # First the replicas, which need no messages but gradients; what is left of the ranks is for one of them. The four
+    # families have no plan in common.
     for replicas in (count for count in range(1, ranks + 1) if ranks % count == 0):
         each = ranks // replicas
-        for plans in (
-            _generate_tiled(each, replicas),
-            _generate_mixed(each, replicas, batch),
-            _generate_narrowing(each, replicas, batch),
-            _generate_layered(each, replicas, batch),
-        ):
-            found.update(dict.fromkeys(plans))
-    yield from found
+        yield from _generate_tiled(each, replicas)
+        yield from _generate_mixed(each, replicas, batch)
+        yield from _generate_narrowing(each, replicas, batch)
+        yield from _generate_layered(each, replicas, batch)
 
 
 def _list_grids(tiles: int) -> tuple[str, ...]:
