@@ -161,11 +161,11 @@ class _Simulation:
         self.count = 0
 
     def run(self) -> Timeline:
-        # The loop, in which time stands still above and moves below:
+        # Time stands still while ranks run, and moves when none is ready:
         #
-        #   ready ranks run, each until it computes or waits ──> all others compute or wait, too
-        #        ^                                                        │
-        #        └── ranks whose work or wait is over <── now = the earliest end of work, or event
+        #   ready ranks run, until each computes or waits ──> now = the earliest end of work, or event
+        #        ^                                                     │
+        #        └──────── ranks whose work or wait is over <──────────┘
         while True:
             # Run all ready ranks before time advances: their sends and joins may schedule earlier events.
             while self.ready:
