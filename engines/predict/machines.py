@@ -124,13 +124,20 @@ FRONTERA = NodeSpec(
 _HALF = {V100: 125e12, V100_PCIE: 112e12, A100: 312e12, H100: 989.4e12, H200: 989.4e12}
 """Peak FLOP/s of the tensor cores in half precision, dense, from the same data sheets."""
 
-_NODES = (SUMMIT, LASSEN, PITZER, DGX_A100, DGX_H100, DGX_H200, FRONTERA)
-_PROCESSORS = (V100, V100, V100_PCIE, A100, H100, H200, QUARTER_8280)
-MACHINES = {node.name: make_machine(node, each) for node, each in zip(_NODES, _PROCESSORS, strict=True)}
+_BUILT = (
+    (SUMMIT, V100),
+    (LASSEN, V100),
+    (PITZER, V100_PCIE),
+    (DGX_A100, A100),
+    (DGX_H100, H100),
+    (DGX_H200, H200),
+    (FRONTERA, QUARTER_8280),
+)
+MACHINES = {node.name: make_machine(node, processor) for node, processor in _BUILT}
 """The machines by name, those of GPUs in half precision too; `source` says where each number is from."""
 
 # Half precision moves half of the bytes, and its products run on the tensor cores.
-for _node, _processor in zip(_NODES, _PROCESSORS, strict=True):
+for _node, _processor in _BUILT:
     if _processor in _HALF:
         _half = replace(_processor, flop_per_s=_HALF[_processor], number_bytes=2)
         _name = f"{_node.name}, half precision"
