@@ -57,6 +57,7 @@ def estimate_all_reduce(machine: Machine, members: Sequence[int], count_bytes: i
     cost = travels(machine, members, count_bytes)
     if machine.cores is None or cost.crosses:
         return cost
+    # Within a host, messages are copies by the cores that also compute: no link is occupied, but the ranks are.
     return AllReduceCost(0.0, cost.latency_s, crosses=False, fetched_s=cost.carried_s)
 
 
@@ -65,7 +66,9 @@ def _estimate_two_level(machine: Machine, members: Sequence[int], count_bytes: i
     inside, across = _estimate_tree(here, max(members), count_bytes, 1), AllReduceCost(0.0, 0.0, False)
     if between and len(members) > 1:
         across = _estimate_tree(between, len(members), count_bytes, max(members))
+    # Up and down both trees, each message costs its sender or receiver `message_s`.
     messages = 2 * (math.ceil(math.log2(max(members))) + math.ceil(math.log2(len(members))))
+    # The pieces of a long all-reduce are at different levels at the same time: latencies add up, transfers overlap.
     latency_s = inside.latency_s + across.latency_s + messages * machine.message_s
     return AllReduceCost(max(inside.carried_s, across.carried_s), latency_s, len(members) > 1)
 
@@ -73,10 +76,13 @@ def _estimate_two_level(machine: Machine, members: Sequence[int], count_bytes: i
 def _estimate_direct(machine: Machine, members: Sequence[int], count_bytes: int) -> AllReduceCost:
     ranks = sum(members)
     messages, sent = count_sends(count_bytes, ranks)
+    # One round: all numbers to all others. Two rounds: each rank sums a part of the numbers, and then hands it out.
     rounds = 2 if messages > ranks - 1 else 1
     latency_s, carried_s = machine.latency_s, sent / machine.bytes_per_s
     if machine.between and len(members) > 1:
         latency_s = max(latency_s, machine.between.latency_s)
+        # On a node with `count` ranks, each of them sends to the ranks - count others over the node's only link. The
+        # bottleneck is that link, or the messages of a rank within its node.
         each = sent / (ranks - 1)
         leaving = max(count * (ranks - count) for count in set(members)) * each
         carried_s = max((max(members) - 1) * each / machine.bytes_per_s, leaving / machine.between.bytes_per_s)
@@ -87,6 +93,8 @@ def _estimate_tree(link: Link, ends: int, count_bytes: int, sharing: int) -> All
     """Return the cost over `ends` link ends, by recursive halving; `sharing` ranks of each end could send at once."""
     if ends < 2:
         return AllReduceCost(0.0, 0.0, False)
+    # Long: a reduce-scatter by halving and an all-gather by doubling, in which the sizes of the messages add up to all
+    # numbers but one part, twice. Short: all numbers in each of half as many rounds.
     rounds = math.ceil(math.log2(ends))
     long = AllReduceCost(2 * (ends - 1) / ends * count_bytes / link.bytes_per_s, 2 * rounds * link.latency_s, False)
     short = AllReduceCost(rounds * count_bytes / link.bytes_per_s, rounds * link.latency_s, False)

@@ -149,18 +149,21 @@ class Calibration:
 
     def _run(self) -> Iterator[None]:
         world = self.world
+        # Each `yield` ends a part. `count_parts` announces as many, and the caller may stop after any of them.
         kernels = make_calls(SIZES, self.effort.most_operations)
         crowded = KernelTimer(kernels, late=world.rank / world.size)
         self._measure_slice()
-        alone = yield from self._time_on_rank0(self.effort.alone, KernelTimer(kernels, apart=True), lambda work: work())
+        on_one = KernelTimer(kernels, apart=True)
+        alone = yield from self._time_on_rank0(self.effort.alone, on_one, threads=1)
         on_all = KernelTimer(kernels, clock=time.perf_counter)
-        spread = yield from self._time_on_rank0(self.effort.spread, on_all, _run_on_all_cores)
+        spread = yield from self._time_on_rank0(self.effort.spread, on_all, threads=count_cores())
         ops, facts = _run_on_rank0(world, lambda: (build_op_tallies(kernels), _measure_rank())) or ([], {})
         ops, alone, spread, facts = world.all_gather((ops, alone, spread, facts))[0]
         yield
         for _ in range(self.effort.crowded if world.size > 1 else 0):
             crowded.run_round()
             yield
+        # All ranks build the same machine, and therefore need the same times: those of rank 0, and those of all.
         of_all = world.all_gather(crowded.timed) if world.size > 1 else []
         known = compute_speeds(ops, alone, spread, of_all, facts["call_s"], facts["back_call_s"], facts["cores"])
         latency_s, bytes_per_s = _measure_messages(world)
@@ -178,6 +181,8 @@ class Calibration:
             **facts,
         )
         yield
+        # Kernels and messages alone predict too short a step. The training of a small network shows what is missing,
+        # and `fit_machine` chooses the remaining parameters accordingly.
         rehearsing = CalibrationRuns(world, self.rehearsal, self.effort.steps)
         for _ in range(self.effort.rehearsals):
             rehearsing.run_round()
@@ -191,11 +196,19 @@ class Calibration:
         yield
 
     def _time_on_rank0(
-        self, turns: int, samples: KernelTimer, how: Callable[[Callable[[], None]], None]
+        self, turns: int, samples: KernelTimer, threads: int
     ) -> Generator[None, None, list[KernelTimes]]:
         """Return the samples of rank 0, timed while all other ranks sleep in a barrier."""
+
+        def run_round() -> None:
+            use_threads(threads)
+            try:
+                samples.run_round()
+            finally:
+                use_threads(1)
+
         for _ in range(turns):
-            _run_on_rank0(self.world, lambda: how(samples.run_round))
+            _run_on_rank0(self.world, run_round)
             yield
         return samples.timed
 
@@ -217,29 +230,25 @@ def _run_on_rank0(world: World, work: Callable[[], Any]) -> Any:
 
 def _measure_rank() -> dict[str, Any]:
     """Return the numbers that one rank measures alone, by the names of the machine's fields."""
-    return {
-        **measure_overheads(),
-        "weight_s": _measure_weight_seconds(),
-        "statistic_s": _measure_statistic_seconds(),
-        "copy_per_s": _measure_copy_rate(),
-        "cores": count_cores(),
-        "memory_bytes": get_memory_bytes(),
-    }
+    found: dict[str, Any] = measure_overheads()
 
+    count = 40
+    weights = [nn.Parameter(torch.zeros(8)) for _ in range(count)]
+    for weight in weights:
+        weight.grad = torch.zeros(8)
+    found["weight_s"] = measure_median_seconds(torch.optim.SGD(weights, lr=0.1, momentum=0.9).step, 9) / count
 
-def _run_on_all_cores(work: Callable[[], None]) -> None:
-    """Run `work` with each kernel split over all cores."""
-    use_threads(count_cores())
-    try:
-        work()
-    finally:
-        use_threads(1)
+    count = 20
+    buffers = {name: torch.zeros(8) for name in ("mean", "variance")}
+    moments = torch.zeros(2, 2, 8, dtype=torch.float64)
+    update = Update("update", (RunningStatistics("mean", "variance", "moments", 0.1, (4, 4)),) * count, {})
+    run_update = partial(update_buffers, buffers, update, lambda _: [moments], _SingleRankWorld())
+    found["statistic_s"] = measure_median_seconds(run_update, 5) / count
 
-
-def _measure_copy_rate() -> float:
-    """Return the bytes per second of copies into new memory, as messages are packed, of data that no cache holds."""
+    # Messages are packed into new memory, of data that no cache holds: together the blocks exceed every cache.
     blocks = torch.rand(_BLOCKS, _LARGE_BYTES // 16)
-    return blocks.nbytes / measure_median_seconds(lambda: [block.clone() for block in blocks])
+    copied_s = measure_median_seconds(lambda: [block.clone() for block in blocks])
+    return found | {"copy_per_s": blocks.nbytes / copied_s, "cores": count_cores(), "memory_bytes": get_memory_bytes()}
 
 
 def _measure_spin(world: World) -> tuple[Spin, list[float]]:
@@ -259,15 +268,8 @@ def _measure_spin(world: World) -> tuple[Spin, list[float]]:
 
 def measure_overheads() -> dict[str, float]:
     """Return `call_s`, `back_call_s` and `instruction_s` of this rank, as in `Machine`."""
-    call_s, back_call_s = _measure_call_seconds()
-    instruction_s = _measure_instruction_seconds(call_s, back_call_s)
-    return {"call_s": call_s, "back_call_s": back_call_s, "instruction_s": instruction_s}
-
-
-def _measure_call_seconds() -> tuple[float, float]:
-    """Return the seconds of a kernel call in addition to its work, forward and backward."""
     calls = 50
-    x = torch.zeros(1, 4, 2, 2)
+    x = torch.zeros(1, 4, 2, 2)  # so small that the time of a call is all overhead
 
     def forward() -> Tensor:
         value = x.detach().requires_grad_()
@@ -277,27 +279,22 @@ def _measure_call_seconds() -> tuple[float, float]:
 
     call_s = measure_median_seconds(forward, 40) / calls
     both_s = measure_median_seconds(lambda: forward().backward(x), 40) / calls
-    return call_s, max(call_s, both_s - call_s)
+    back_call_s = max(call_s, both_s - call_s)
 
-
-def _measure_instruction_seconds(call_s: float, back_call_s: float) -> float:
-    """Return the seconds of one instruction in addition to its kernels.
-
-    The measured program has many instructions that do next to nothing, forward and backward.
-    """
-    weight = torch.ones(1, requires_grad=True)
-    segments = [
-        Compute(f"s{i}", (LocalOp(f"v{i + 1}", "aten.mul.Tensor", (Ref(f"v{i}"), Ref("w"))),), (f"v{i}",),
-                (f"v{i + 1}",), True)
-        for i in range(_SEGMENTS)
-    ]  # fmt: skip
+    # A program of many instructions that do next to nothing, forward and backward. What it takes beyond its kernels is
+    # the interpreter's own time.
+    segments = []
+    for i in range(_SEGMENTS):
+        op = LocalOp(f"v{i + 1}", "aten.mul.Tensor", (Ref(f"v{i}"), Ref("w")))
+        segments.append(Compute(f"s{i}", (op,), (f"v{i}",), (f"v{i + 1}",), True))
     steps = [Step(each, Phase.FORWARD) for each in segments] + [Step(each, Phase.BACKWARD) for each in segments[::-1]]
     last = f"v{_SEGMENTS}"
     way = DirectionProgram({0: tuple(segments)}, {"v0": ShardSpec(None, None)}, last, last, True, frozenset({last}))
     program = Program(0, tuple(steps), {0: way}, {0: 0}, 1, ("w",), ())
-    worker = Worker(program, _SingleRankWorld(), {"w": weight}, {})
+    worker = Worker(program, _SingleRankWorld(), {"w": torch.ones(1, requires_grad=True)}, {})
     seconds = measure_median_seconds(lambda: worker.run({0: {"v0": torch.ones(1)}}), 9)
-    return max(0.0, seconds / len(steps) - (call_s + 2 * back_call_s) / 2)
+    instruction_s = max(0.0, seconds / len(steps) - (call_s + 2 * back_call_s) / 2)
+    return {"call_s": call_s, "back_call_s": back_call_s, "instruction_s": instruction_s}
 
 
 class _SingleRankWorld:
@@ -309,26 +306,6 @@ class _SingleRankWorld:
         return True
 
 
-def _measure_weight_seconds() -> float:
-    count = 40
-    weights = [nn.Parameter(torch.zeros(8)) for _ in range(count)]
-    for weight in weights:
-        weight.grad = torch.zeros(8)
-    return measure_median_seconds(torch.optim.SGD(weights, lr=0.1, momentum=0.9).step, 9) / count
-
-
-def _measure_statistic_seconds() -> float:
-    count = 20
-    buffers = {name: torch.zeros(8) for name in ("mean", "variance")}
-    entry = RunningStatistics("mean", "variance", "moments", 0.1, (4, 4))
-    moments = torch.zeros(2, 2, 8, dtype=torch.float64)
-    update = Update("update", (entry,) * count, {})
-    return (
-        measure_median_seconds(partial(update_buffers, buffers, update, lambda _: [moments], _SingleRankWorld()), 5)
-        / count
-    )
-
-
 def _measure_messages(world: World) -> tuple[float, float]:
     """Return latency in seconds and bytes per second of messages to the neighbours while all ranks send.
 
@@ -337,6 +314,7 @@ def _measure_messages(world: World) -> tuple[float, float]:
     """
     if world.size == 1:
         return 0.0, float("inf")
+    # Both take the latency once, so that the difference is the time of the bytes alone.
     small = min(_measure_ring_seconds(world, 1 << 10, 1))
     large = statistics.median(_measure_ring_seconds(world, _LARGE_BYTES, _BLOCKS // 2))
     means = [sum(found) / world.size for found in zip(*world.all_gather((small, large)), strict=True)]
@@ -356,5 +334,6 @@ def _measure_ring_seconds(world: World, count_bytes: int, blocks: int) -> list[f
             for there, here in zip(out, into, strict=True)
         ]
     )
+    # The wall clock, since a message also travels while its receiver sleeps.
     world.barrier()
     return measure_seconds(lambda: next(turns)().wait(), max(blocks, _ROUNDS), time.perf_counter)

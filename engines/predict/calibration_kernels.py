@@ -87,25 +87,15 @@ def make_calls(sizes: Sequence[LayerSize], most_operations: float = math.inf) ->
 
     Convolutions of several images are included only up to `most_operations`.
     """
-    convolutions = [
-        _make_convolution(each) for each in _CONVOLUTIONS if each.images == 1 or each.operations <= most_operations
-    ]
-    return [*(call for size in sizes for call in _make_size_calls(size)), *convolutions]
-
-
-def _make_convolution(filters: ConvolutionSpec) -> KernelCall:
-    x = _make_values(filters.images, filters.read, filters.side_px, filters.side_px)
-    weight = _make_weight(filters.made, filters.read // filters.groups, filters.kernel_px)
-    pad = filters.kernel_px // 2
-    bias = torch.zeros(filters.made, requires_grad=True) if filters.bias else None
-    return "aten.conv2d.default", (x, weight, bias, [1, 1], [pad, pad], [1, 1], filters.groups)
-
-
-def _make_transposed(channels: int, side: int) -> KernelCall:
-    """Return a transposed convolution that doubles the pixels along each side, of two images: see `_CONVOLUTIONS`."""
-    x, weight = _make_values(2, channels, side, side), _make_weight(channels, max(1, channels // 2), 2)
-    bias = torch.zeros(weight.shape[1], requires_grad=True)
-    return "tile.conv_transpose", (x, weight, bias, [2, 2], [1, 1], 1, (0, 0, 0, 0))
+    calls = [call for size in sizes for call in _make_size_calls(size)]
+    for each in _CONVOLUTIONS:
+        if each.images == 1 or each.operations <= most_operations:
+            x = _make_values(each.images, each.read, each.side_px, each.side_px)
+            weight = _make_values(each.made, each.read // each.groups, each.kernel_px, each.kernel_px)
+            bias = torch.zeros(each.made, requires_grad=True) if each.bias else None
+            pad = each.kernel_px // 2
+            calls.append(("aten.conv2d.default", (x, weight, bias, [1, 1], [pad, pad], [1, 1], each.groups)))
+    return calls
 
 
 def _make_size_calls(size: LayerSize) -> Iterator[KernelCall]:
@@ -113,6 +103,7 @@ def _make_size_calls(size: LayerSize) -> Iterator[KernelCall]:
     channels, side = size.channels, size.side_px
     x = _make_values(1, channels, side, side)
     gain, offset = torch.ones(channels, requires_grad=True), torch.zeros(channels, requires_grad=True)
+    # A tile's moments come from an all-reduce: for the norm they are a leaf, and receive a gradient of their own.
     moments = get_kernel("tile.moments")(x, 0, 1).detach().requires_grad_()
     yield "tile.moments", (x, 0, 4)
     yield "tile.batch_norm", (x, moments, gain, offset, [side * side], 1e-5)
@@ -120,9 +111,15 @@ def _make_size_calls(size: LayerSize) -> Iterator[KernelCall]:
     yield "aten.relu.default", (x,)
     yield "aten.max_pool2d.default", (x, [2, 2], [2, 2])
     yield "aten.cat.default", ([x, _make_values(1, channels, side, side)], 1)
+    # A pad at the border of the image, and a crop on one side with a pad on the other.
     yield "tile.pad", (x, [1, 1, 1, 1], 0.0)
     yield "tile.pad", (x, [-1, 1, -1, 1], 0.0)
-    yield _make_transposed(channels, side)
+    # A transposed convolution that doubles the pixels along each side, of two images: see `_CONVOLUTIONS`.
+    weight = _make_values(channels, max(1, channels // 2), 2, 2)
+    bias = torch.zeros(weight.shape[1], requires_grad=True)
+    images = _make_values(2, channels, side, side)
+    yield "tile.conv_transpose", (images, weight, bias, [2, 2], [1, 1], 1, (0, 0, 0, 0))
+    # A loss for each pixel, as of a segmentation into four classes.
     few = _make_values(1, 4, side, side)
     labels = torch.zeros(1, side, side, dtype=torch.int64)
     yield "tile.cross_entropy_sums", (few, labels, None, -100, 0.0)
@@ -132,7 +129,3 @@ def _make_size_calls(size: LayerSize) -> Iterator[KernelCall]:
 
 def _make_values(*shape: int) -> Tensor:
     return torch.empty(shape, memory_format=choose_memory_format(len(shape))).fill_(0.5).requires_grad_()
-
-
-def _make_weight(filters: int, channels: int, side: int) -> Tensor:
-    return _make_values(filters, channels, side, side)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -76,6 +76,7 @@ class CalibrationRecipes:
 
 
 def _build_network() -> nn.Module:
+    # Convolutions, batch norms and ReLUs, in three widths: halos and all-reduces of several sizes, if cut into strips.
     layers: list[nn.Module] = []
     read = 3
     for width in _WIDTHS:
@@ -136,47 +137,32 @@ class _CalibrationRun:
         found = [self._run_step() for _ in range(_WARM_UP + steps)][_WARM_UP:]
         self.steps += [step_s for step_s, _ in found]
         self.spent += [spent_s for _, spent_s in found]
-        self.apart += [_compute_difference(one, other) for (_, one), (_, other) in pairwise(found)]
+        # The relative difference of two steps. Two draws from an exponential distribution differ, on average, by the
+        # mean of the distribution: what `Machine.jitter` asks for.
+        for (_, one_s), (_, other_s) in pairwise(found):
+            apart_s = sum(abs(one - other) for one, other in zip(one_s, other_s, strict=True))
+            self.apart.append(min(1.0, apart_s / sum(other_s)))
 
     def _run_step(self) -> tuple[float, list[float]]:
-        self.world.barrier()
+        """Return the seconds of a step, and the CPU time of each instruction without polling."""
+        self.world.barrier()  # a rank that is late would make the others wait, and their waiting part of the step
         start_s = time.perf_counter()
         self.training.start(self.inputs)
-        spent_s = list(_measure_instructions(self.training))
+        spent_s = []
+        before_s = time.thread_time() - get_wait_cpu_s()
+        while not self.training.worker.done:
+            self.training.advance()
+            now_s = time.thread_time() - get_wait_cpu_s()
+            spent_s.append(now_s - before_s)
+            before_s = now_s
         return time.perf_counter() - start_s, spent_s
 
     def gather_times(self) -> CalibrationTimes:
         """Return the times gathered from all ranks; collective."""
-        own = (
-            statistics.median(self.steps),
-            _compute_medians(self.spent),
-            statistics.median(self.apart),
-            compute_spread([self.steps]),
-        )
+        spent = tuple(statistics.median(each) for each in zip(*self.spent, strict=True))
+        own = statistics.median(self.steps), spent, statistics.median(self.apart), compute_spread([self.steps])
         steps_s, spent_s, apart, spreads = zip(*self.world.all_gather(own), strict=True)
         return CalibrationTimes(max(steps_s), spent_s, statistics.fmean(apart), statistics.fmean(spreads))
-
-
-def _measure_instructions(training: RankTraining) -> Iterator[float]:
-    """Yield the CPU time in seconds of each instruction of the step, without polling."""
-    before_s = time.thread_time() - get_wait_cpu_s()
-    while not training.worker.done:
-        training.advance()
-        now_s = time.thread_time() - get_wait_cpu_s()
-        yield now_s - before_s
-        before_s = now_s
-
-
-def _compute_medians(steps: Sequence[Sequence[float]]) -> tuple[float, ...]:
-    return tuple(statistics.median(each) for each in zip(*steps, strict=True))
-
-
-def _compute_difference(one_s: Sequence[float], other_s: Sequence[float]) -> float:
-    """Return the relative difference of the instruction times of two steps.
-
-    For an exponential distribution the expectation of this difference is the mean of the distribution.
-    """
-    return min(1.0, sum(abs(one - other) for one, other in zip(one_s, other_s, strict=True)) / sum(other_s))
 
 
 def fit_machine(machine: Machine, rehearsal: CalibrationRecipes, seen: Sequence[CalibrationTimes]) -> Machine:
@@ -187,7 +173,7 @@ def fit_machine(machine: Machine, rehearsal: CalibrationRecipes, seen: Sequence[
     the run in stages gives the cost of a kernel of several threads beyond its parallel part. A single rank never waits,
     so its jitter is not fitted.
     """
-    tiled, few, turns = played = [RunComparison(*act, each) for act, each in zip(rehearsal.acts, seen, strict=True)]
+    tiled, few, turns = [RunComparison(*act, each) for act, each in zip(rehearsal.acts, seen, strict=True)]
     # The order of the fits matters: each parameter explains what those fitted before it leave unexplained.
     bare = replace(machine, cold_copies=0.0, **dict.fromkeys(_OVERHEADS.values(), 0.0))
     over = _reduce_to_medians(tiled.compute_overheads_s(bare)) | {
@@ -195,7 +181,13 @@ def fit_machine(machine: Machine, rehearsal: CalibrationRecipes, seen: Sequence[
     }
     over["instruction_s"] = max(over["instruction_s"], machine.instruction_s)  # where kernels ran faster than alone
     machine = replace(bare, **over)
-    machine = _fit_update_s(replace(machine, cold_copies=tiled.fit_cold_copies(machine)), played[:-1])
+    machine = replace(machine, cold_copies=tiled.fit_cold_copies(machine))
+    # `update_s` is what the costs of weights and running statistics leave unexplained.
+    taken_s = sum(each.get_measured_s("update") for each in (tiled, few))
+    known_s = sum(each.estimate_total_s(machine, "update") for each in (tiled, few))
+    updates = len(tiled.programs) + len(few.programs)
+    machine = replace(machine, update_s=max(0.0, (taken_s - known_s) / updates))
+    # Only ranks that wait for each other show these: the slowest counts, and without a free core a wait ends late.
     if len(tiled.programs) > 1:
         machine = replace(machine, jitter=tiled.seen.jitter)
     if machine.cores and len(tiled.programs) > machine.cores:
@@ -206,22 +198,6 @@ def fit_machine(machine: Machine, rehearsal: CalibrationRecipes, seen: Sequence[
 def _reduce_to_medians(over: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """Return the median of each number that was measured, at least 0."""
     return {name: max(0.0, statistics.median(found)) for name, found in over.items() if found}
-
-
-def _fit_update_s(machine: Machine, played: Sequence[RunComparison]) -> Machine:
-    """Return the machine with the `update_s` that the costs of weights and running statistics leave unexplained."""
-    taken_s = sum(each.get_measured_s("update") for each in played)
-    known_s = sum(each.estimate_total_s(machine, "update") for each in played)
-    return replace(machine, update_s=max(0.0, (taken_s - known_s) / sum(len(each.programs) for each in played)))
-
-
-def _bisect(most: float, is_too_little: Callable[[float], bool]) -> float:
-    """Return the number between 0 and `most` up to which `is_too_little` holds, after 15 bisections."""
-    low, high = 0.0, most
-    for _ in range(15):
-        middle = (low + high) / 2
-        low, high = (middle, high) if is_too_little(middle) else (low, middle)
-    return low
 
 
 @dataclass
@@ -282,8 +258,15 @@ class RunComparison:
         The value is bounded by the measured step time divided by the number of convolutions.
         """
         most_s, step_s = self.seen.step_s / len(_WIDTHS) / _DEPTH, self.seen.step_s
-        found_s = _bisect(most_s, lambda each_s: self.simulate_seconds(replace(machine, **{name: each_s})) < step_s)
-        return replace(machine, **{name: found_s})
+        # A step takes longer the larger the parameter is, as far as the simulation is monotonic: bisection.
+        low_s, high_s = 0.0, most_s
+        for _ in range(15):
+            middle_s = (low_s + high_s) / 2
+            if self.simulate_seconds(replace(machine, **{name: middle_s})) < step_s:
+                low_s = middle_s
+            else:
+                high_s = middle_s
+        return replace(machine, **{name: low_s})
 
     def simulate_seconds(self, machine: Machine) -> float:
         """Return the simulated seconds of a step of all ranks."""

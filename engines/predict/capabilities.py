@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from torch import nn
 
 from engines.errors import PlanError, TraceError
 from engines.plan import Plan
 from engines.predict.explain import Explanation, Verdict, explain_forecasts
-from engines.predict.forecast import Forecast, forecast
+from engines.predict.forecast import forecast
 from engines.predict.machine import Machine
 from engines.predict.machine_lookup import resolve_machine
 from engines.predict.parallelism import KINDS, classify_plan
@@ -78,10 +77,17 @@ def capabilities(
     machine = resolve_machine(machine)
     limit = machine.get_rank_bytes(ranks) if rank_bytes is None else rank_bytes
     sizes, found = Sizes.of(model, loss), {}
-    for turn, size in enumerate(sizes_px):
-        count = partial(_report_progress, seen, turn * len(chosen), len(chosen) * len(sizes_px))
-        shape = (batch, channels, size, size)
-        forecasts, refused = _forecast_plans(sizes, chosen, shape, machine, optimiser_states, count)
+    done = 0
+    for size in sizes_px:
+        forecasts, refused = [], []
+        for plan in chosen:
+            try:
+                graph = sizes.graph(plan, (batch, channels, size, size))
+                forecasts.append(forecast(graph, plan, machine, optimiser_states))
+            except (PlanError, TraceError) as error:
+                refused.append((plan, str(error)))
+            done += 1
+            seen(done, len(chosen) * len(sizes_px))
         found[size] = explain_forecasts(forecasts, refused, limit)
     return Capabilities(sizes.name, machine.name, ranks, batch, limit, found)
 
@@ -97,23 +103,6 @@ def select_plans(ranks: int, batch: int, each: int = EACH) -> Iterator[Plan]:
         by_kind[classify_plan(plan)].append(plan)
     for found in by_kind.values():
         found.sort(key=lambda plan: plan.replica_ranks)
+        # The middle of each of `count` equal parts of the list: neither end is preferred.
         count = min(each, len(found))
         yield from (found[(2 * index + 1) * len(found) // (2 * count)] for index in range(count))
-
-
-def _report_progress(seen: Callable[[int, int], None], before: int, of: int, done: int) -> None:
-    seen(before + done, of)
-
-
-def _forecast_plans(
-    sizes: Sizes, chosen: Sequence[Plan], image_shape: Sequence[int], machine: Machine, states: int,
-    seen: Callable[[int], None],
-) -> tuple[list[Forecast], list[tuple[Plan, str]]]:  # fmt: skip
-    forecasts, refused = [], []
-    for number, plan in enumerate(chosen, 1):
-        try:
-            forecasts.append(forecast(sizes.graph(plan, image_shape), plan, machine, states))
-        except (PlanError, TraceError) as error:
-            refused.append((plan, str(error)))
-        seen(number)
-    return forecasts, refused

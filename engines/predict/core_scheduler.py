@@ -6,33 +6,26 @@ import heapq
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 from engines.predict.actions import ComputeWork
 from engines.predict.machine import Machine
 from engines.predict.run_queue import RunQueue
 
-__all__ = ["CoreScheduler", "DedicatedCores", "SharedCores"]
+__all__ = ["DedicatedCores", "SharedCores"]
 
 
-class CoreScheduler(Protocol):
-    """The computation in progress. Times never decrease."""
-
-    def start(self, rank: int, work: ComputeWork, now: float) -> None:
-        """Start work on a rank."""
-
-    def is_saturated(self, rank: int) -> bool:
-        """Return whether other ranks occupy all cores on which the rank could continue."""
-
-    def find_next_end(self) -> float:
-        """Return when the next work is done, if no other work starts before."""
-
-    def advance_to(self, now: float) -> Sequence[int]:
-        """Advance the time to `now` and return the ranks whose work is done."""
+# Both kinds of cores are used alike, by `simulate`. Times never decrease:
+#
+#   start(rank, work, now)        start work on a rank
+#   is_saturated(rank)            whether other ranks occupy all cores on which the rank could continue
+#   find_next_end()               when the next work is done, if no other work starts before
+#   advance_to(now)               advance the time, and return the ranks whose work is done
 
 
 class DedicatedCores:
     """Every rank has its own processor."""
+
+    # Work in progress cannot be slowed down by that of others, so that its end is known at its start: a heap of ends.
 
     def __init__(self) -> None:
         self._ends: list[tuple[float, int]] = []

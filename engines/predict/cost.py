@@ -54,6 +54,9 @@ def build_step_actions(
 class CostModel:
     """The costs of segments and all-reduces on a machine, cached for those that are alike."""
 
+    # A search prices thousands of plans that differ little. The keys hold all that a cost depends on, and no name, so
+    # that equal layers of one network share an entry, and equal stages of different plans do.
+
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self._known: dict[Hashable, ComputeWork] = {}
@@ -83,15 +86,28 @@ def estimate_segment_work(
     segment: SegmentTally, machine: Machine, threads: int, phase: Phase, again: bool = False
 ) -> ComputeWork:
     """Return the work of one phase of a segment on one or several threads."""
+    # Phases, and what they compute in a segment with (`late`) and without matrices among its weights:
+    #
+    #              BACKWARD            INPUTS              WEIGHTS
+    #   late       all gradients       of inputs           of weights
+    #   not late   all gradients       all gradients       nothing
+    #
+    # INPUTS and WEIGHTS are the two halves of backward in a zero-bubble schedule. What is recomputed for the first half
+    # is kept for the second.
     if phase is Phase.FORWARD:
-        forward = sum((_estimate_forward(op, machine, threads) for op in segment.ops), ComputeWork(0.0))
+        forward = ComputeWork(0.0)
+        for op in segment.ops:
+            forward += _estimate_kernel(machine, machine.call_s, threads, op.kind, *count_work(op))
+        # A device cannot finish kernels faster than its host launches them.
         return forward.with_minimum(machine.least_s * len(segment.ops))
     if phase is Phase.WEIGHTS and not segment.late:
         return ComputeWork(0.0)
     way = phase if segment.late else Phase.BACKWARD
     back = sum((_estimate_backward(op, machine, threads, way) for op in segment.ops), ComputeWork(0.0))
     if phase is not Phase.WEIGHTS:
-        back = sum((_estimate_gradient_move(size, machine, threads) for size in segment.moves), back)
+        # A gradient that is added to another one, or copied.
+        for size in segment.moves:
+            back += _estimate_kernel(machine, machine.call_s, threads, "pointwise", size, (size,))
     back = back.with_minimum(machine.least_s * sum(op.gradients > 0 for op in segment.ops))
     recomputed = again and phase is not Phase.WEIGHTS
     return back + estimate_segment_work(segment, machine, threads, Phase.FORWARD) if recomputed else back
@@ -105,21 +121,12 @@ def count_work(op: OpTally) -> tuple[int, tuple[float, ...]]:
     return op.flops, (dot, filters, max(1.0, op.flops / (2 * dot * filters)), *images)
 
 
-def _estimate_forward(op: OpTally, machine: Machine, threads: int) -> ComputeWork:
-    amount, at = count_work(op)
-    return _estimate_kernel(machine, machine.call_s, threads, op.kind, amount, at)
-
-
-def _estimate_gradient_move(size: int, machine: Machine, threads: int) -> ComputeWork:
-    """Return the work of adding a gradient to another one, or of copying it."""
-    return _estimate_kernel(machine, machine.call_s, threads, "pointwise", size, (size,))
-
-
 def _estimate_backward(op: OpTally, machine: Machine, threads: int, phase: Phase) -> ComputeWork:
     """Return the work of all gradients of a call, or of those of its inputs or weights alone."""
     if not op.gradients:
         return ComputeWork(0.0)
     amount, at = count_work(op)
+    # Kernels other than convolutions and products count as backward of the inputs, in zero-bubble schedules too.
     part = 0.0 if phase is Phase.WEIGHTS else 1.0
     if op.kind in BY_ARITHMETIC:
         inputs, weights = machine.estimate_gradient_parts(op.kind, at)
@@ -127,11 +134,9 @@ def _estimate_backward(op: OpTally, machine: Machine, threads: int, phase: Phase
         parts = {Phase.INPUTS: inputs * both, Phase.WEIGHTS: weights}
         # `inputs` and `weights` are fractions of a backward that computes both, which counts as two forward passes.
         part = 2 * parts.get(phase, 1.0 if both else weights)
-    return (
-        _estimate_kernel(machine, machine.back_call_s, threads, op.kind, amount * part, at, back=True)
-        if part
-        else ComputeWork(0.0)
-    )
+    if not part:
+        return ComputeWork(0.0)
+    return _estimate_kernel(machine, machine.back_call_s, threads, op.kind, amount * part, at, back=True)
 
 
 def _estimate_kernel(
@@ -161,19 +166,17 @@ class _ActionBuilder:
     def build_steps(self) -> Iterator[tuple[Action, ...]]:
         waited = False
         for step in self.program.steps:
-            actions = (ComputeWork(self._get_overhead_s(step)), *self._build_actions(step, waited))
+            machine = self.machine
+            match step.instruction:
+                case Exchange():
+                    overhead_s = max(machine.instruction_s, machine.exchange_s)
+                case AllReduce() | CountLabels() | ReduceBatchStats() | FiniteCheckAllReduce() | SumGradients():
+                    overhead_s = machine.sum_s or machine.instruction_s
+                case _:
+                    overhead_s = machine.instruction_s
+            actions = (ComputeWork(overhead_s), *self._build_actions(step, waited))
             waited = any(isinstance(action, WaitMessage | WaitAllReduce) for action in actions)
             yield actions
-
-    def _get_overhead_s(self, step: Step) -> float:
-        """Return the seconds that the instruction takes regardless of its size."""
-        machine = self.machine
-        match step.instruction:
-            case Exchange():
-                return max(machine.instruction_s, machine.exchange_s)
-            case AllReduce() | CountLabels() | ReduceBatchStats() | FiniteCheckAllReduce() | SumGradients():
-                return machine.sum_s or machine.instruction_s
-        return machine.instruction_s
 
     def _build_actions(self, step: Step, waited: bool) -> Iterable[Action]:
         """Yield the actions of a step; `waited` says whether the rank waited in the step before."""
@@ -188,9 +191,7 @@ class _ActionBuilder:
                     )
                 yield work
                 if self.away:
-                    yield self._estimate_offload(
-                        sum(size for size in tally.fresh.values() if size >= LEAST_BYTES), step.phase
-                    )
+                    yield self._estimate_offload(tally, step.phase)
             case Exchange() as exchange:
                 yield from self._build_exchange(exchange, step)
             case CountLabels() as counting:  # its own computation is negligible beside a convolution
@@ -212,12 +213,13 @@ class _ActionBuilder:
             count_bytes / self.machine.copy_per_s, self.machine.estimate_crowding("copy", (2 * count_bytes,))
         )
 
-    def _estimate_offload(self, count_bytes: float, phase: Phase) -> ComputeWork:
-        """Return the work of offloading saved activations, or of loading those that cannot be read in place."""
-        host_per_s = self.machine.host_per_s
-        if host_per_s is None:
-            return self._estimate_copy(count_bytes if phase is Phase.FORWARD else 0)
-        return ComputeWork(count_bytes / min(host_per_s, self.machine.copy_per_s))
+    def _estimate_offload(self, tally: SegmentTally, phase: Phase) -> ComputeWork:
+        """Return the work of offloading a segment's saved activations, or of loading them again for backward."""
+        away_bytes = sum(size for size in tally.fresh.values() if size >= LEAST_BYTES)
+        if self.machine.host_per_s is None:
+            # Without a device, backward reads the offloaded activations in place: only forward copies.
+            return self._estimate_copy(away_bytes if phase is Phase.FORWARD else 0)
+        return ComputeWork(away_bytes / min(self.machine.host_per_s, self.machine.copy_per_s))
 
     def _build_exchange(self, exchange: Exchange, step: Step) -> Iterator[Action]:
         """Yield the actions of an exchange: pack, send, wait for each message, and unpack.
@@ -225,6 +227,9 @@ class _ActionBuilder:
         Packing and unpacking are charged only for bytes that are copied, among them the rank's own pixels. On a host
         whose cores the ranks share, the receiver copies each message.
         """
+        # Backward sends each gradient the way that its pixels came: what forward received is sent, and the other way
+        # round. The tag of its own keeps a late message of forward from being taken for an early one
+        # of backward.
         forward = step.phase is Phase.FORWARD
         sends, receives = exchange.sends, exchange.receives
         if not forward:
@@ -240,18 +245,16 @@ class _ActionBuilder:
             yield WaitMessage(route)
             yield CopyMessage(route, exchange.compute_bytes([move]))
         own = 0
-        if exchange.window and exchange.own and not self._can_skip_copy(exchange, step):
-            own = exchange.compute_bytes([Move(0, 0, exchange.own & exchange.window)])
+        if exchange.window and exchange.own:
+            # The rank's own pixels are copied too, unless they were computed inside the window or, in backward, unless
+            # their gradients may stay there because no other reader adds to them.
+            if forward:
+                stay = exchange.target in self._get_direction_tally(step).roomy
+            else:
+                way = self.program.get_direction_program(step.micro_batch)
+                stay = exchange.window_covers_own and len(way.reads[exchange.source]) == 1
+            own = 0 if stay else exchange.compute_bytes([Move(0, 0, exchange.own & exchange.window)])
         yield self._estimate_copy(unpacked + own)
-
-    def _can_skip_copy(self, exchange: Exchange, step: Step) -> bool:
-        """Return whether the rank's own pixels are already in the window, or their gradients may stay there."""
-        if step.phase is Phase.FORWARD:
-            return exchange.target in self._get_direction_tally(step).roomy
-        return (
-            exchange.window_covers_own
-            and len(self.program.get_direction_program(step.micro_batch).reads[exchange.source]) == 1
-        )
 
     @staticmethod
     def _reverse_moves(moves: Sequence[Move]) -> tuple[Move, ...]:
@@ -277,7 +280,7 @@ class _ActionBuilder:
         name = ("gradients", bucket.name)
         if begins:
             yield self._estimate_copy(bucket.bytes)
-            yield JoinAllReduce(name, bucket.group, bucket.bytes, behind=True)
+            yield JoinAllReduce(name, bucket.group, bucket.bytes, behind=True)  # and backward goes on
         else:
             yield WaitAllReduce(name, bucket.group)
             yield ComputeWork(self.prices.get_all_reduce_cost(bucket.group, bucket.bytes).fetched_s)
@@ -290,4 +293,4 @@ class _ActionBuilder:
         moving_s = machine.estimate_seconds("pointwise", moved, (moved,))
         yield ComputeWork(machine.update_s + machine.weight_s * len(trained) + machine.statistic_s * counted + moving_s)
         for group in sorted({entry.mean_over for entry in update.statistics if entry.mean_over}):
-            yield from self._build_all_reduce(group, 16)
+            yield from self._build_all_reduce(group, 16)  # so few bytes that the latency alone counts

@@ -34,10 +34,12 @@ short to matter on a V100 (NVIDIA DeepLearningExamples, ResNet50 v1.5 for PyTorc
 batch 1). Assumed of all GPUs, and of backward."""
 
 PASSES = {
-    "moments": (1, 2), "norm": (1, 5 / 2), "whole_norm": (3 / 2, 5 / 2), "pool": (1, 3 / 2),
-    "transcendental": (1, 3 / 2), "loss": (1, 3 / 2), "pointwise": (1, 3 / 2), "pad": (1, 1),
-    "copy": (1, 1),
-}  # fmt: skip
+    "moments": (1, 2),
+    "norm": (1, 5 / 2),
+    "whole_norm": (3 / 2, 5 / 2),
+    **dict.fromkeys(("pool", "transcendental", "loss", "pointwise"), (1, 3 / 2)),
+    **dict.fromkeys(("pad", "copy"), (1, 1)),
+}
 """How often a kernel reads or writes the bytes counted for it, forward and backward. The count is of arguments and
 results once, in forward: a ReLU reads and writes (2), and backward reads a gradient and the result and writes a
 gradient (3). A batch norm reads twice and writes (3 of 2), and backward reads both image and gradient twice and writes
@@ -85,14 +87,20 @@ def make_machine(node: NodeSpec, processor: Processor) -> Machine:
     """
     memory_per_s = MEMORY_SHARE * processor.memory_per_s
     return Machine(
-        node.name, f"{node.source} {processor.source} Made by the rule of engines/predict/devices.py.",
+        node.name,
+        f"{node.source} {processor.source} Made by the rule of engines/predict/devices.py.",
         {kind: (_make_speed(kind, processor, memory_per_s),) for kind in CLASSES},
-        least_s=processor.start_s, instruction_s=processor.start_s,
-        copy_per_s=memory_per_s / 2, host_per_s=node.host_per_s,
-        latency_s=node.inside.latency_s, bytes_per_s=node.inside.bytes_per_s,
-        memory_bytes=processor.memory_bytes, node_ranks=node.ranks, between=node.between,
+        least_s=processor.start_s,
+        instruction_s=processor.start_s,
+        copy_per_s=memory_per_s / 2,
+        host_per_s=node.host_per_s,
+        latency_s=node.inside.latency_s,
+        bytes_per_s=node.inside.bytes_per_s,
+        memory_bytes=processor.memory_bytes,
+        node_ranks=node.ranks,
+        between=node.between,
         sums="two_level",
-    )  # fmt: skip
+    )
 
 
 def _make_speed(kind: str, processor: Processor, memory_per_s: float) -> Speed:
@@ -100,6 +108,9 @@ def _make_speed(kind: str, processor: Processor, memory_per_s: float) -> Speed:
 
     2 x dot x filters x outputs FLOPs move number_bytes x (outputs x dot + outputs x filters + dot x filters) bytes.
     """
+    # Time is the sum of both parts, arithmetic and memory. `Speed.compute_rate` therefore divides the peak by
+    # 1 + half / dot + half / filters + half / outputs: each of the three matrices is read or written once, and matters
+    # the more, the shorter the axis is along which its numbers are used again.
     if kind not in BY_ARITHMETIC:
         forward, back = PASSES[kind]
         return Speed((), memory_per_s / forward, memory_per_s / back)

@@ -6,11 +6,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any, Protocol
+from typing import Any
 
 from engines.formatting import format_bytes, format_number, format_percent
 from engines.plan import Plan
 from engines.predict.forecast import Forecast
+from engines.predict.lower_bound import PlanBound
 from engines.predict.parallelism import KINDS, WORDS, classify_plan, describe_plan
 from engines.predict.search import SearchResult
 from engines.predict.time_breakdown import compute_time_shares
@@ -18,19 +19,6 @@ from engines.predict.time_breakdown import compute_time_shares
 __all__ = ["Explanation", "Verdict", "explain", "explain_forecasts"]
 
 WORTH_SAYING = 0.05  # fraction of a step's time
-
-
-class BoundedPlan(Protocol):
-    """A plan that was not simulated, with an upper bound on images per second and a lower bound on bytes."""
-
-    @property
-    def plan(self) -> Plan: ...
-
-    @property
-    def images_per_s(self) -> float: ...
-
-    @property
-    def peak_bytes(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -47,7 +35,7 @@ class Verdict:
     fits: bool = False
     share: float = 0.0
     reason: str = ""
-    bound: BoundedPlan | None = None
+    bound: PlanBound | None = None
 
     @property
     def plan(self) -> Plan | None:
@@ -89,9 +77,16 @@ class Explanation:
     def sentences(self) -> tuple[str, ...]:
         """One sentence for each kind: the best first, then the faster before the slower, then those that do not fit."""
         chosen = self.best
-        others = sorted((each for each in self.verdicts if each is not chosen), key=_get_sort_key)
-        first = [self._describe_best(chosen.kind, chosen.best)] if chosen and chosen.best else []
-        return (*first, *(self._describe_other(each) for each in others))
+        others = sorted(
+            (each for each in self.verdicts if each is not chosen),
+            key=lambda each: (each.plan is None, not each.fits, -each.share),
+        )
+        told = [self._describe_other(each) for each in others]
+        if chosen and chosen.best:
+            best, ranks = chosen.best, f"{self.ranks:,} rank{'s'[: self.ranks > 1]}"
+            plan = f"{WORDS[chosen.kind]}, {describe_plan(best.plan)}"
+            told.insert(0, f"The best for {ranks} is {plan}: {self._format_numbers(best)}.")
+        return tuple(told)
 
     @property
     def words(self) -> str:
@@ -104,10 +99,6 @@ class Explanation:
     def _repr_html_(self) -> str:
         items = "".join(f"<li>{escape(sentence)}</li>" for sentence in self.sentences)
         return f'<ul style="max-width: 60em; line-height: 1.4; margin: 0.3em 0">{items}</ul>'
-
-    def _describe_best(self, kind: str, found: Forecast) -> str:
-        ranks = f"{self.ranks:,} rank{'s'[: self.ranks > 1]}"
-        return f"The best for {ranks} is {WORDS[kind]}, {describe_plan(found.plan)}: {self._format_numbers(found)}."
 
     def _describe_other(self, verdict: Verdict) -> str:
         found = verdict.best or verdict.bound
@@ -127,10 +118,16 @@ class Explanation:
     def _format_numbers(self, found: Forecast) -> str:
         """Return the speed, the memory, and the largest losses beside computing."""
         images = f"{found.images:,} image{'s'[: found.images > 1]}"
-        more = f"{self._format_memory(found)}{_format_losses(found)}"
-        return f"{format_number(found.images_per_s)} images/s in steps of {images}, {more}"
+        shares = {kind: share for kind, share in compute_time_shares(found.timeline).items() if kind != "compute"}
+        large = sorted(
+            (kind for kind, share in shares.items() if share >= WORTH_SAYING), key=lambda kind: -shares[kind]
+        )
+        told = [f"{format_percent(shares[kind])} {kind if 'waiting' in kind else f'on {kind}'}" for kind in large]
+        losses = f"; of a rank's time {', '.join(told)}" if told else ""
+        rate = format_number(found.images_per_s)
+        return f"{rate} images/s in steps of {images}, {self._format_memory(found)}{losses}"
 
-    def _format_memory(self, found: Forecast | BoundedPlan) -> str:
+    def _format_memory(self, found: Forecast | PlanBound) -> str:
         """Return `3.1 GB of 16.0 GB`, for the fullest rank."""
         limit = f" of {format_bytes(self.rank_bytes)}" if self.rank_bytes else ""
         return f"{format_bytes(found.peak_bytes)}{limit}"
@@ -145,7 +142,7 @@ def explain_forecasts(
     forecasts: Iterable[Forecast],
     refused: Sequence[tuple[Plan, str]] = (),
     rank_bytes: int | None = None,
-    bounded: Sequence[BoundedPlan] = (),
+    bounded: Sequence[PlanBound] = (),
 ) -> Explanation:
     """Explain forecasts, refused plans with their reasons, and bounded plans, kind by kind."""
     found, bounds, reasons = (
@@ -157,8 +154,24 @@ def explain_forecasts(
     ranks = ranks or (refused[0][0].ranks if refused else 0)
     rates = [each.images_per_s for of in found.values() for each in of if _can_fit(each, rank_bytes)]
     fastest = max(rates, default=0.0)
-    verdicts = (_make_verdict(kind, found[kind], bounds[kind], reasons[kind], rank_bytes, fastest) for kind in KINDS)
-    return Explanation(ranks, tuple(each for each in verdicts if each.looked_at), rank_bytes)
+    verdicts = []
+    for kind in KINDS:
+        # Plans that were simulated and fit come first. Bounds are used only where there are none: they say that a kind
+        # is slower, or does not fit, but not by how much.
+        everything = [*found[kind], *bounds[kind]]
+        count = len(everything) + len(reasons[kind])
+        if fitting := [each for each in found[kind] if _can_fit(each, rank_bytes)]:
+            best = max(fitting, key=lambda each: each.images_per_s)
+            verdicts.append(Verdict(kind, count, best, True, best.images_per_s / fastest))
+        elif slower := [each for each in bounds[kind] if _can_fit(each, rank_bytes)]:
+            verdicts.append(Verdict(kind, count, fits=True, bound=max(slower, key=lambda each: each.images_per_s)))
+        elif everything:
+            least = min(everything, key=lambda each: each.peak_bytes)
+            is_simulated = isinstance(least, Forecast)
+            verdicts.append(Verdict(kind, count, least) if is_simulated else Verdict(kind, count, bound=least))
+        elif count:
+            verdicts.append(Verdict(kind, count, reason=reasons[kind][0]))
+    return Explanation(ranks, tuple(verdicts), rank_bytes)
 
 
 def _group_by_kind(pairs: Iterable[tuple[Plan, Any]]) -> defaultdict[str, list[Any]]:
@@ -169,34 +182,5 @@ def _group_by_kind(pairs: Iterable[tuple[Plan, Any]]) -> defaultdict[str, list[A
     return found
 
 
-def _make_verdict(
-    kind: str, found: Sequence[Forecast], bounds: Sequence[BoundedPlan], why: Sequence[str], rank_bytes: int | None,
-    fastest: float,
-) -> Verdict:  # fmt: skip
-    """Return the verdict of a kind from its simulated, bounded and refused plans."""
-    count = len(found) + len(bounds) + len(why)
-    if fitting := [each for each in found if _can_fit(each, rank_bytes)]:
-        best = max(fitting, key=lambda each: each.images_per_s)
-        return Verdict(kind, count, best, True, best.images_per_s / fastest)
-    if slower := [each for each in bounds if _can_fit(each, rank_bytes)]:
-        return Verdict(kind, count, fits=True, bound=max(slower, key=lambda each: each.images_per_s))
-    if all_of_them := [*found, *bounds]:
-        least = min(all_of_them, key=lambda each: each.peak_bytes)
-        return Verdict(kind, count, least) if isinstance(least, Forecast) else Verdict(kind, count, bound=least)
-    return Verdict(kind, count, reason=next(iter(why), ""))
-
-
-def _can_fit(each: Forecast | BoundedPlan, rank_bytes: int | None) -> bool:
+def _can_fit(each: Forecast | PlanBound, rank_bytes: int | None) -> bool:
     return rank_bytes is None or each.peak_bytes <= rank_bytes
-
-
-def _get_sort_key(verdict: Verdict) -> tuple[bool, bool, float]:
-    return verdict.plan is None, not verdict.fits, -verdict.share
-
-
-def _format_losses(found: Forecast) -> str:
-    """Return the kinds of time other than computing that take a large fraction, the largest first."""
-    parts = {kind: share for kind, share in compute_time_shares(found.timeline).items() if kind != "compute"}
-    large = sorted((kind for kind, share in parts.items() if share >= WORTH_SAYING), key=lambda kind: -parts[kind])
-    told = [f"{format_percent(parts[kind])} {kind if 'waiting' in kind else f'on {kind}'}" for kind in large]
-    return f"; of a rank's time {', '.join(told)}" if told else ""

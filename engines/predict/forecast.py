@@ -120,6 +120,10 @@ def count_copies(plan: Plan, machine: Machine) -> int:
     >>> [count_copies(Plan(split_size=n, spatial_size=0, data_parallel=32), machine) for n in (1, 3, 4, 5, 12)]
     [1, 1, 3, 6, 1]
     """
+    # Nodes of 6, replicas of 4: the third replica ends where a node ends, and the fourth is placed like the first.
+    #
+    #   nodes      |0 0 0 0 0 0|1 1 1 1 1 1|2 2 ...
+    #   replicas   |0 0 0 0|1 1 1 1|2 2 2 2|3 3 ...
     size, node = plan.replica_ranks, machine.node_ranks
     if not node or not (machine.cores or machine.between):
         return plan.data_parallel if machine.cores else 1

@@ -7,28 +7,34 @@ from collections.abc import Sequence
 
 __all__ = ["BY_ARITHMETIC", "CLASSES", "classify_kernel", "get_convolution_shape"]
 
-CLASSES = (
-    "convolution", "transposed", "product",
-    "moments", "norm", "whole_norm", "pool", "transcendental", "loss", "pointwise", "pad", "copy",
-)  # fmt: skip
+_BEGINNINGS = {
+    "convolution": "conv",
+    "transposed": "conv_transpose",
+    "product": "linear matmul mm addmm bmm",
+    "moments": "moments",
+    "norm": "batch_norm",
+    "whole_norm": "whole_batch_norm instance_norm group_norm layer_norm",
+    "pool": "max_pool avg_pool average_pool adaptive upsample",
+    "transcendental": "softmax log_softmax exp log sigmoid tanh gelu silu mish elu softplus",
+    "loss": "cross_entropy binary_cross_entropy nll",
+    "pointwise": "logical",
+    "pad": "pad constant_pad",
+    "copy": "cat pixel_ clone _to_copy stack expand",
+}
+"""The beginnings of the names of the kernels of each class."""
+
+CLASSES = tuple(_BEGINNINGS)
 """Convolutions (plain and transposed) and matrix products are bound by arithmetic, the others by memory, or by a
 processor's exponentials. A `norm` receives its `moments`, a `whole_norm` computes them. A `pad` may also crop, and a
 `loss` of labels is several kernels."""
 
 BY_ARITHMETIC = ("convolution", "transposed", "product")
 
-_BEGINNINGS = {
-    "conv_transpose": "transposed", "conv": "convolution", "linear": "product", "matmul": "product", "mm": "product",
-    "addmm": "product", "bmm": "product", "moments": "moments", "batch_norm": "norm",
-    "whole_batch_norm": "whole_norm", "instance_norm": "whole_norm", "group_norm": "whole_norm",
-    "layer_norm": "whole_norm", "max_pool": "pool", "avg_pool": "pool", "average_pool": "pool", "adaptive": "pool",
-    "upsample": "pool", "pad": "pad", "cat": "copy", "pixel_": "copy", "clone": "copy", "_to_copy": "copy",
-    "stack": "copy", "constant_pad": "pad", "softmax": "transcendental", "log_softmax": "transcendental",
-    "cross_entropy": "loss", "binary_cross_entropy": "loss", "nll": "loss", "expand": "copy",
-    "exp": "transcendental", "logical": "pointwise", "log": "transcendental", "sigmoid": "transcendental",
-    "tanh": "transcendental", "gelu": "transcendental", "silu": "transcendental", "mish": "transcendental",
-    "elu": "transcendental", "softplus": "transcendental",
-}  # fmt: skip
+# The longest first, so that `conv_transpose` is not taken for a `conv`, or `expand` for an `exp`.
+_CLASS_OF = sorted(
+    ((start, kind) for kind, starts in _BEGINNINGS.items() for start in starts.split()),
+    key=lambda pair: -len(pair[0]),
+)
 
 
 def classify_kernel(kernel: str, flops: int = 0) -> str:
@@ -45,7 +51,7 @@ def classify_kernel(kernel: str, flops: int = 0) -> str:
     """
     name = kernel.split(".")[1] if "." in kernel else kernel
     unknown = "product" if flops else "pointwise"
-    return next((kind for start, kind in _BEGINNINGS.items() if name.startswith(start)), unknown)
+    return next((kind for start, kind in _CLASS_OF if name.startswith(start)), unknown)
 
 
 def get_convolution_shape(kernel: str, shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:

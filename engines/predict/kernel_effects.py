@@ -8,7 +8,7 @@ pool its indices. Each kernel and shape is run once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,9 +44,11 @@ class LocalTensor:
         twin = torch.empty(spec.shape, device="meta", memory_format=layout)
         return cls(spec, twin.stride(), needs_gradient and spec.is_floating)
 
-    def detach(self) -> LocalTensor:
-        """Return the description of the leaf that a segment boundary makes of the tensor."""
-        return replace(self, needs_gradient=self.needs_gradient and self.spec.is_floating)
+    @classmethod
+    def describe(cls, tensor: Tensor) -> LocalTensor:
+        """Return the description of a tensor."""
+        spec = TensorSpec(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        return cls(spec, tuple(tensor.stride()), tensor.requires_grad)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,15 +88,12 @@ def infer_effect(name: str, arguments: Sequence[Any], keywords: Mapping[str, Any
 
     Raises TraceError if the kernel has no meta implementation and its arguments are too large to run it on the CPU.
     """
+    # Arguments may be lists, which cannot be hashed: their text is the key.
     key = f"{name}{arguments}{keywords}"
-    if key not in _KNOWN:
-        _KNOWN[key] = _infer_uncached(name, arguments, keywords)
-    return _KNOWN[key]
-
-
-def _infer_uncached(name: str, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> KernelEffect:
+    if key in _KNOWN:
+        return _KNOWN[key]
     try:
-        return _run_kernel(name, arguments, keywords, "meta")
+        effect = _run_kernel(name, arguments, keywords, "meta")
     except (NotImplementedError, RuntimeError, TypeError) as error:
         size = sum(local.spec.bytes for local in find_local_tensors((arguments, keywords)))
         if size > _TOO_LARGE:
@@ -102,7 +101,9 @@ def _infer_uncached(name: str, arguments: Sequence[Any], keywords: Mapping[str, 
                 f"{name} cannot be run without memory ({type(error).__name__}), and its arguments of {size} bytes are "
                 "too many to try it. Register a meta kernel for it (torch.library.register_fake)."
             ) from error
-        return _run_kernel(name, arguments, keywords, "cpu")
+        effect = _run_kernel(name, arguments, keywords, "cpu")
+    _KNOWN[key] = effect
+    return effect
 
 
 def _run_kernel(name: str, arguments: Sequence[Any], keywords: Mapping[str, Any], device: str) -> KernelEffect:
@@ -110,8 +111,13 @@ def _run_kernel(name: str, arguments: Sequence[Any], keywords: Mapping[str, Any]
 
     def materialise(item: Any) -> Any:
         if isinstance(item, LocalTensor):
-            tensors.append(_make_tensor(item, device))
-            return tensors[-1]
+            dtype = getattr(torch, item.spec.dtype)
+            tensor = torch.empty_strided(item.spec.shape, item.strides, dtype=dtype, device=device)
+            if device != "meta":
+                tensor.zero_()
+            tensors.append(tensor.requires_grad_(item.needs_gradient))
+            return tensor
+        # Kernels of random numbers have placeholders among their arguments, which the ranks fill in.
         if item in (DEVICE, SEED) if isinstance(item, Ref) else False:
             return torch.device(device) if item == DEVICE else 0
         return item
@@ -123,22 +129,29 @@ def _run_kernel(name: str, arguments: Sequence[Any], keywords: Mapping[str, Any]
         result = get_kernel(name)(*args, **kwargs)
     several = isinstance(result, list | tuple)
     results = [item for item in (result if several else [result]) if isinstance(item, Tensor)]
+    # A kernel's results and saved tensors are identified by their storage: a view has that of an argument, and what
+    # autograd saves may be an argument, a result, or memory of its own.
     # Reversed, so that the first of several tensors with the same storage wins.
     places = {_get_storage_id(tensor): index for index, tensor in reversed(list(enumerate(tensors)))}
     own = {_get_storage_id(tensor): index for index, tensor in reversed(list(enumerate(results)))}
     kept = {_get_storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in saved}
     made = tuple(
-        KernelOutput(_make_local_tensor(tensor), tensor.untyped_storage().nbytes(), places.get(_get_storage_id(tensor)))
+        KernelOutput(
+            LocalTensor.describe(tensor), tensor.untyped_storage().nbytes(), places.get(_get_storage_id(tensor))
+        )
         for tensor in results
     )
     passes, back_bytes = _infer_backward(results, tensors)
     return KernelEffect(
-        made, several,
+        made,
+        several,
         saves=frozenset(places[memory] for memory in kept if memory in places),
         saves_made=frozenset(own[memory] for memory in kept if memory in own and memory not in places),
         saves_bytes=sum(size for memory, size in kept.items() if memory not in places and memory not in own),
-        passes=passes, back_bytes=back_bytes, flops=count.total,
-    )  # fmt: skip
+        passes=passes,
+        back_bytes=back_bytes,
+        flops=count.total,
+    )
 
 
 def _infer_backward(results: Sequence[Tensor], tensors: Sequence[Tensor]) -> tuple[frozenset[int], int]:
@@ -147,6 +160,8 @@ def _infer_backward(results: Sequence[Tensor], tensors: Sequence[Tensor]) -> tup
     leaves = [index for index, tensor in enumerate(tensors) if tensor.requires_grad]
     if not roots or not leaves:
         return frozenset(), 0
+    # Meta tensors have storages with sizes, although without memory: what backward needs for a while can be counted. A
+    # gradient with the storage of a given one is that gradient, passed on unchanged, as to both terms of a sum.
     given = [torch.empty_like(root) for root in roots]
     try:
         with LiveBytes() as live, _MetaKernelMode():
@@ -188,19 +203,6 @@ def find_local_tensors(value: Any) -> Iterator[LocalTensor]:
     elif isinstance(value, dict):
         for item in value.values():
             yield from find_local_tensors(item)
-
-
-def _make_tensor(local: LocalTensor, device: str) -> Tensor:
-    shape, dtype = local.spec.shape, getattr(torch, local.spec.dtype)
-    made = torch.empty_strided(shape, local.strides, dtype=dtype, device=device)
-    if device != "meta":
-        made.zero_()
-    return made.requires_grad_(local.needs_gradient)
-
-
-def _make_local_tensor(tensor: Tensor) -> LocalTensor:
-    spec = TensorSpec(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-    return LocalTensor(spec, tuple(tensor.stride()), tensor.requires_grad)
 
 
 def _get_storage_id(tensor: Tensor) -> int:

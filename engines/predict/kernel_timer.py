@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 import engines.spatial.entries.reduction  # noqa: F401  (gives the kernels of losses their names)
-from engines.layer.graph import TensorSpec
 from engines.predict.calibration_kernels import KernelCall
 from engines.predict.cost import count_work
 from engines.predict.kernel_classes import BY_ARITHMETIC, classify_kernel
@@ -84,12 +83,24 @@ class KernelTimer:
     ) -> None:
         self._apart = apart
         self._samples = [_TimedKernel(call, clock) for call in calls]
+        # Ranks that time the same kernels at once begin at different ones, like ranks at different layers of a network.
         middle = int(late * len(self._samples))
         self._order = [*self._samples[middle:], *self._samples[:middle]]
 
     def run_round(self) -> None:
         """Time each call once more."""
-        _time_kernels(self._order, self._apart)
+        # As in training: all forward, all backward in reverse, and then separate gradients, if they are wanted.
+        results = [sample.time_forward() for sample in self._order]
+        layers = list(zip(self._order, results, strict=True))[::-1]
+        # The graphs are kept for the parts that follow, and freed with `results` at the end of the round.
+        for sample, result in layers:
+            sample.timed.backward.append(sample.time_backward(sample.leaves, result))
+        if self._apart:
+            layers = [each for each in layers if classify_kernel(each[0].call[0]) in BY_ARITHMETIC]
+            for sample, result in layers:
+                sample.timed.inputs.append(sample.time_backward(sample.leaves[:1], result))
+            for sample, result in layers:
+                sample.timed.weights.append(sample.time_backward(sample.leaves[1:], result))
 
     @property
     def timed(self) -> list[KernelTimes]:
@@ -118,9 +129,24 @@ def compute_speeds(
     same.
     """
     found: dict[str, list[Speed]] = defaultdict(list)
+    # Each rank had len(crowded) - 1 neighbours. With all cores busy it would have cores - 1: `more` times as many.
     more = max(1.0, (cores - 1) / max(1, len(crowded) - 1))
-    for op, sample, shared, *others in zip(ops, alone, spread, *crowded, strict=True):
-        found[op.kind].append(_compute_speed(op, sample, shared, others, call_s, back_call_s, more))
+    for op, own, shared, *others in zip(ops, alone, spread, *crowded, strict=True):
+        amount, at = count_work(op)
+        back_amount = amount * (2 if op.kind in BY_ARITHMETIC else 1)  # gradients of the inputs, and of the weights
+        own_s, own_back_s = _subtract_overhead(own.forward_s, call_s), _subtract_overhead(own.back_s, back_call_s)
+        shared_s = _subtract_overhead(shared.forward_s, call_s) + _subtract_overhead(shared.back_s, back_call_s)
+        slower = [(each.forward_s + each.back_s) / (own.forward_s + own.back_s) for each in others]
+        speed = Speed(
+            tuple(map(float, at)),
+            amount / own_s,
+            back_amount / own_back_s,
+            crowded=1 + more * (max(1.0, statistics.median(slower)) - 1) if slower else 1.0,
+            spread=shared_s / (own_s + own_back_s),
+            inputs=_compute_part(own.inputs, own_back_s, back_call_s),
+            weights=_compute_part(own.weights, own_back_s, back_call_s),
+        )
+        found[op.kind].append(speed)
     return {kind: tuple(samples) for kind, samples in found.items()}
 
 
@@ -140,31 +166,6 @@ def measure_seconds(work: Callable[[], object], times: int, clock: Callable[[], 
     return found
 
 
-def _compute_speed(
-    op: OpTally,
-    alone: KernelTimes,
-    spread: KernelTimes,
-    crowded: Sequence[KernelTimes],
-    call_s: float,
-    back_call_s: float,
-    more: float,
-) -> Speed:
-    amount, at = count_work(op)
-    back_amount = amount * (2 if op.kind in BY_ARITHMETIC else 1)  # gradients of the inputs, and of the weights
-    own_s, own_back_s = _subtract_overhead(alone.forward_s, call_s), _subtract_overhead(alone.back_s, back_call_s)
-    shared_s = _subtract_overhead(spread.forward_s, call_s) + _subtract_overhead(spread.back_s, back_call_s)
-    slower = [(each.forward_s + each.back_s) / (alone.forward_s + alone.back_s) for each in crowded]
-    return Speed(
-        tuple(map(float, at)),
-        amount / own_s,
-        back_amount / own_back_s,
-        crowded=1 + more * (max(1.0, statistics.median(slower)) - 1) if slower else 1.0,
-        spread=shared_s / (own_s + own_back_s),
-        inputs=_compute_part(alone.inputs, own_back_s, back_call_s),
-        weights=_compute_part(alone.weights, own_back_s, back_call_s),
-    )
-
-
 def _compute_part(seconds: Sequence[float], whole_s: float, call_s: float) -> float:
     return _subtract_overhead(statistics.median(seconds), call_s) / whole_s if seconds else 0.5
 
@@ -172,21 +173,6 @@ def _compute_part(seconds: Sequence[float], whole_s: float, call_s: float) -> fl
 def _subtract_overhead(seconds: float, overhead_s: float) -> float:
     """Return the seconds without the overhead, but at least a tenth of the measured time."""
     return max(0.1 * seconds, seconds - overhead_s)
-
-
-def _time_kernels(samples: Sequence[_TimedKernel], in_parts: bool) -> None:
-    """Time the kernels like the layers of a network: all forward, all backward, then separate gradients if wanted."""
-    results = [sample.time_forward() for sample in samples]
-    layers = list(zip(samples, results, strict=True))[::-1]
-    apart = [
-        (sample, result) for sample, result in layers if in_parts and classify_kernel(sample.call[0]) in BY_ARITHMETIC
-    ]
-    for sample, result in layers:
-        sample.timed.backward.append(sample.time_backward(sample.leaves, result))
-    for sample, result in apart:
-        sample.timed.inputs.append(sample.time_backward(sample.leaves[:1], result))
-    for sample, result in apart:
-        sample.timed.weights.append(sample.time_backward(sample.leaves[1:], result))
 
 
 @dataclass
@@ -214,6 +200,7 @@ class _TimedKernel:
     def time_backward(self, leaves: Sequence[Tensor], result: Tensor) -> float:
         """Return the seconds until the leaves have their gradients."""
         self._report_working()
+        # The gradient was just written by the layer behind, so that it is in the cache.
         grad = torch.ones_like(result)
         start_s = self.clock()
         found = torch.autograd.grad(result, leaves, grad, retain_graph=True)
@@ -231,8 +218,7 @@ class _TimedKernel:
 def _to_local_tensors(arguments: Any) -> Any:
     """Return the arguments with each tensor replaced by its description."""
     if isinstance(arguments, Tensor):
-        spec = TensorSpec(tuple(arguments.shape), str(arguments.dtype).removeprefix("torch."))
-        return LocalTensor(spec, tuple(arguments.stride()), arguments.requires_grad)
+        return LocalTensor.describe(arguments)
     if isinstance(arguments, list | tuple):
         return type(arguments)(_to_local_tensors(item) for item in arguments)
     return arguments

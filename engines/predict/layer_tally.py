@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 from engines.layer.graph import ModelGraph
 from engines.layer.stages import Layer
@@ -44,19 +44,18 @@ class LayerTally:
 
     def scale_ops(self, part: float, images: bool = False) -> tuple[OpTally, ...]:
         """Return the calls for another fraction of the image, or of the images of a batch."""
-        pairs = zip(self.ops, self.fixed, strict=True)
-        return tuple(
-            _scale_op(op, part if images and fixed else 1.0 if fixed else part / self.part, part if images else 1.0)
-            for op, fixed in pairs
-        )
-
-
-def _scale_op(op: OpTally, by: float, images: float) -> OpTally:
-    """Return a call scaled by `by`, with the fraction `images` of its images."""
-    if by == images == 1:
-        return op
-    shape = (*op.shape[:2], *(max(1, int(count * images)) for count in op.shape[2:]))
-    return OpTally(op.kernel, op.kind, int(op.flops * by), int(op.bytes * by), shape, op.gradients)
+        scaled = []
+        of_images = part if images else 1.0
+        # Fewer pixels or images mean less work, except for a call whose values are whole on every rank, as those of a
+        # classifier behind the pooling: fewer images change that, too.
+        for op, fixed in zip(self.ops, self.fixed, strict=True):
+            by = of_images if fixed else part / self.part
+            if by == of_images == 1:
+                scaled.append(op)
+                continue
+            shape = (*op.shape[:2], *(max(1, int(count * of_images)) for count in op.shape[2:]))
+            scaled.append(replace(op, flops=int(op.flops * by), bytes=int(op.bytes * by), shape=shape))
+        return tuple(scaled)
 
 
 def build_layer_tallies(graph: ModelGraph, layers: Sequence[Layer], plan: Plan) -> tuple[LayerTally, ...]:
@@ -66,14 +65,6 @@ def build_layer_tallies(graph: ModelGraph, layers: Sequence[Layer], plan: Plan) 
     """
     known: dict[LayerTally, LayerTally] = {}
     return tuple(known.setdefault(each, each) for each in _LayerTallyBuilder(graph, layers, plan).build())
-
-
-@dataclass
-class _LayerItems:
-    """The instructions that belong to one layer."""
-
-    items: list[ModelInstruction] = field(default_factory=list)
-    moments_bytes: int = 0
 
 
 class _LayerTallyBuilder:
@@ -91,32 +82,29 @@ class _LayerTallyBuilder:
         self.seen: set[str] = set()
 
     def build(self) -> Iterator[LayerTally]:
-        sketches = [_LayerItems() for _ in range(self.count)]
+        items: list[list[ModelInstruction]] = [[] for _ in range(self.count)]
+        moments_bytes = [0] * self.count
         layer = 0
         for item in self.items:
-            layer = self._choose_layer(item, layer)
-            sketches[layer].items.append(item)
+            # A segment belongs to the layer of its results. A communication serves what follows: it belongs to the
+            # layer of its source, or to the current layer if that is later.
+            if isinstance(item, Compute):
+                layer = max(self._find_layer(op.out, layer) for op in item.ops)
+            else:
+                layer = max(layer, self._find_layer(item.source, layer))
+            items[layer].append(item)
         for entry in self.builder.statistics:
-            sketches[self._find_layer(entry.moments, 0)].moments_bytes += self.builder.values[entry.moments].spec.bytes
-        return map(self._build_layer_tally, sketches)
+            moments_bytes[self._find_layer(entry.moments, 0)] += self.builder.values[entry.moments].spec.bytes
+        return map(self._build_layer_tally, items, moments_bytes)
 
     def _find_layer(self, name: str, otherwise: int) -> int:
         return self.layer_of.get(name, self.layer_of.get(name.split(".", maxsplit=1)[0], otherwise))
 
-    def _choose_layer(self, item: ModelInstruction, before: int) -> int:
-        """Return the layer of an instruction.
-
-        A segment belongs to the layer of its results. A communication serves what follows: it belongs to the layer of
-        its source, or to the current layer if that is later.
-        """
-        if isinstance(item, Compute):
-            return max(self._find_layer(op.out, before) for op in item.ops)
-        return max(before, self._find_layer(item.source, before))
-
-    def _build_layer_tally(self, sketch: _LayerItems) -> LayerTally:
-        segments = [item for item in sketch.items if isinstance(item, Compute)]
+    def _build_layer_tally(self, items: Sequence[ModelInstruction], moments_bytes: int) -> LayerTally:
+        segments = [item for item in items if isinstance(item, Compute)]
         tallies = [self.way.segments[segment.name] for segment in segments]
         calls = [op for segment in segments for op in segment.ops if op.kernel != "getitem"]
+        # A block that several layers save is memory of the first of them alone.
         kept = 0
         for each in tallies:
             new = each.keeps - self.seen
@@ -127,12 +115,12 @@ class _LayerTallyBuilder:
             tuple(op for each in tallies for op in each.ops),
             tuple(not self._is_tiled(call) for call in calls),
             late=any(each.late for each in tallies),
-            sums=tuple(item.bytes for item in sketch.items if isinstance(item, AllReduce)),
-            exchanges=sum(not isinstance(item, Compute | AllReduce) for item in sketch.items),
-            instructions=len(sketch.items),
-            goes_back=sum(item.differentiable for item in sketch.items),
+            sums=tuple(item.bytes for item in items if isinstance(item, AllReduce)),
+            exchanges=sum(not isinstance(item, Compute | AllReduce) for item in items),
+            instructions=len(items),
+            goes_back=sum(item.differentiable for item in items),
             kept_bytes=kept,
-            moments_bytes=sketch.moments_bytes,
+            moments_bytes=moments_bytes,
         )
 
     def _is_tiled(self, call: LocalOp) -> bool:

@@ -102,6 +102,8 @@ def _search_size(weighing: _SizeProbe, limit: int, most: int) -> tuple[int, int]
         except PlanError as error:
             refused, fits = error, True
         low, high = (size, high) if fits else (low, size)
+        # Extrapolation needs few guesses, which matters, since each costs a trace and a compilation.
+        # Bisection, slower but certain, is for memory that does not grow with the pixels.
         guess = _guess_size(weighing.known, limit) if turn < PATIENCE else 0
         guess = guess or (low + high) // 2
     if refused and not weighing.known:
@@ -115,6 +117,7 @@ def _guess_size(known: Mapping[int, int], limit: int) -> int:
     >>> _guess_size({4: 116, 8: 164}, limit=200), _guess_size({}, limit=5)
     (10, 0)
     """
+    # bytes = fixed + per_px * size^2, through the two measured sizes that are nearest to the limit.
     near = sorted(known.items(), key=lambda item: abs(item[1] - limit))[:2]
     if not near:
         return 0

@@ -35,6 +35,11 @@ class LinkQueues:
     traffic. Among themselves they run in order, one at a time on each link and each rank.
     """
 
+    # `free_s`: when a link end has passed on all that is scheduled. `used_s`: the seconds that foreground traffic has
+    # used it so far; the difference of two readings is what a background all-reduce has lost in between.
+    #
+    #   foreground   ███░░███████░░░░███
+    #   background   ···██·······████···     the end moves by as much as the foreground takes
     machine: Machine
     free_s: dict[tuple[int, str], float] = field(default_factory=lambda: defaultdict(float))
     used_s: dict[tuple[int, str], float] = field(default_factory=lambda: defaultdict(float))

@@ -81,6 +81,8 @@ class _ModelCost:
     @cached_property
     def quarter(self) -> tuple[LayerTally, ...]:
         """The tallies for a quarter of the image; empty ones if the image is too small for four tiles."""
+        # A tiled layer has other kernels than a whole one, and halos and all-reduces in addition. They are counted
+        # once, in four tiles, and scaled to other grids: to compile each grid would cost as much as to simulate it.
         try:
             return build_layer_tallies(self.graph, self.layers, QUARTER)
         except (PlanError, TraceError):
@@ -115,6 +117,7 @@ class _ModelCost:
         if key not in self._seconds:
             ops = outline.scale_ops(part, images)
             segment = SegmentTally(ops, frozenset(), {}, 0, 0, {}, {}, outline.late)
+            # Every instruction costs at least what the cheapest does; WEIGHTS has none of its own.
             walked = {Phase.FORWARD: outline.instructions, Phase.WEIGHTS: 0}.get(phase, outline.goes_back)
             machine = self.prices.machine
             each_s = min(machine.instruction_s, machine.sum_s or math.inf)
@@ -206,6 +209,14 @@ class _PlanCost:
         The fill is the forward pass up to the rank's first stage, and the drain is the backward pass to the first
         stage. The drain does not wait for the gradients of weights if these are computed separately.
         """
+        # The second of three stages, with two micro-batches:
+        #
+        #   stage 0   F0 F1 .  .  .  .  .  B0 B1
+        #   stage 1   .  F0 F1 .  .  B0 B1 .  .
+        #   stage 2   .  .  F0 F1 B0 B1 .  .  .
+        #            |fill|   own work    |drain|
+        #
+        # A rank with several stages waits as long as for the one that is reached first.
         stages, times = [self.stages[stage] for stage in held], self._times
         forward_s, back_s = sum(times * each.forward_s for each in stages), sum(times * each.back_s for each in stages)
         before_s = min(sum(other.forward_s for other in self.stages[:stage]) for stage in held)
@@ -247,6 +258,7 @@ class _PlanCost:
         return self.prices.get_all_reduce_cost(group, self.plan.micro_batches * size).seconds
 
     def _compute_update_seconds(self, held: tuple[int, ...]) -> float:
+        # As in `build_step_actions`: weight, gradient and momentum, of which two are written back.
         fetched_s = sum(self._get_gradient_cost(stage).fetched_s for stage in held)
         return fetched_s + 5 * sum(self.stages[stage].trained_bytes for stage in held) / self.machine.copy_per_s
 
@@ -257,6 +269,8 @@ class _PlanCost:
         return owned + max(self._count_in_flight(stage) * self.stages[stage].kept_bytes for stage in held)
 
     def _count_in_flight(self, stage: int) -> int:
+        # A schedule that drains has all micro-batches in forward before the first backward. In 1F1B a stage has as many
+        # as there are stages from it to the last. Interleaved schedules differ: at least one.
         if self.plan.rule.drains:
             return self.plan.parts
         return 1 if self.plan.rule.interleaved else min(self.plan.parts, self.plan.split_size - stage)

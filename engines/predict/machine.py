@@ -191,6 +191,8 @@ class Machine:
         count = min(threads, self.cores or 1)
         if count <= 1:
             return seconds
+        # Amdahl: on all cores a kernel takes `spread` = alone + (1 - alone) / cores of its time on one, which gives the
+        # serial fraction `alone`. The same formula then holds for `count` threads.
         least = 1 / self.cores  # type: ignore[operator]
         alone = min(1.0, max(0.0, (spread - least) / (1 - least)))
         return seconds * (alone + (1 - alone) / count) + (1 - alone) * (count - 1) * self.thread_s
@@ -227,6 +229,8 @@ class Machine:
         Raises PlanError if the text is anything else, or has numbers that would overflow later.
         """
         try:
+            # The file may come from anywhere. A wrong number would show up much later, as an overflow in a forecast, or
+            # as a simulation without end.
             fields = json.loads(text)
             check_machine(fields)
             fields["speeds"] = {

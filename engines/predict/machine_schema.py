@@ -22,6 +22,7 @@ def _make_number_check(least: float, most: float, endless: bool = False) -> Chec
     """Return a check for an integer or float in that range; with `endless` infinity is allowed, too."""
 
     def check(name: str, value: Any) -> None:
+        # To Python, True is a number too. The comparison is written so that nan fails.
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise TypeError(f"{name} is {_format_value(value)}, which is no number")
         if not (least <= value <= most or (endless and value == math.inf)):
@@ -78,6 +79,7 @@ def _make_table_check(checks: Mapping[str, Check], needed: tuple[str, ...]) -> C
 
 
 def _format_value(value: Any) -> str:
+    # Python refuses to print integers of more than some thousand digits: they could be the wrong value.
     if isinstance(value, int) and value.bit_length() > 64:
         return f"a whole number of some {int(value.bit_length() * math.log10(2)):,} digits"
     text = str(value) if isinstance(value, int | float | None) else repr(value)[: 2 * _SHOWN]
@@ -106,24 +108,15 @@ _SPEED = _make_table_check(
     needed=("at", "per_s", "back_per_s"),
 )
 _LINK = {"latency_s": _SECONDS, "bytes_per_s": _PER_SECOND_OR_ALL}
-_NOISE = _make_number_check(0, 1e9)
+_IN_SECONDS = (
+    *("call_s", "back_call_s", "least_s", "instruction_s", "exchange_s", "sum_s"),
+    *("weight_s", "statistic_s", "update_s", "resume_s", "thread_s", "message_s"),
+)
 _CHECKS: dict[str, Check] = {
-    "name": _TEXT,
-    "source": _TEXT,
+    **dict.fromkeys(("name", "source", "sums"), _TEXT),
     "speeds": _make_table_check(dict.fromkeys(CLASSES, _make_list_check(_SPEED, _SAMPLES)), needed=()),
-    "call_s": _SECONDS,
-    "back_call_s": _SECONDS,
-    "least_s": _SECONDS,
-    "instruction_s": _SECONDS,
-    "exchange_s": _SECONDS,
-    "sum_s": _SECONDS,
-    "weight_s": _SECONDS,
-    "statistic_s": _SECONDS,
-    "update_s": _SECONDS,
+    **dict.fromkeys(_IN_SECONDS, _SECONDS),
     "slice_s": _TURN,
-    "resume_s": _SECONDS,
-    "thread_s": _SECONDS,
-    "message_s": _SECONDS,
     **_LINK,
     "copy_per_s": _PER_SECOND_OR_ALL,
     "host_per_s": _make_optional_check(_PER_SECOND_OR_ALL),
@@ -131,11 +124,9 @@ _CHECKS: dict[str, Check] = {
     "jitter": _make_number_check(0, 1),
     "cores": _make_optional_check(_make_count_check(1024)),
     "memory_bytes": _make_optional_check(_make_count_check(1 << 60)),
-    "ranks": _make_optional_check(_make_count_check(1 << 20)),
-    "node_ranks": _make_optional_check(_make_count_check(1 << 20)),
+    **dict.fromkeys(("ranks", "node_ranks"), _make_optional_check(_make_count_check(1 << 20))),
     "between": _make_optional_check(_make_table_check(_LINK, needed=tuple(_LINK))),
-    "sums": _TEXT,
-    "noise": _make_table_check({"elsewhere": _NOISE, "spread": _NOISE}, needed=()),
+    "noise": _make_table_check(dict.fromkeys(("elsewhere", "spread"), _make_number_check(0, 1e9)), needed=()),
     "quick": _make_type_check(bool, "switch (true or false)"),
 }
 

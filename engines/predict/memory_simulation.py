@@ -9,8 +9,8 @@ from engines.comm.all_reduce_sizes import compute_workspace_bytes
 from engines.offload.min_bytes import LEAST_BYTES
 from engines.plan import Plan
 from engines.predict.memory_tracker import MemoryTracker
-from engines.predict.tallies import DirectionTally, RankTally, SegmentTally
-from engines.program.instructions import AllReduce, Compute, Exchange, Instruction, Phase, SumGradients
+from engines.predict.tallies import DirectionTally, RankTally
+from engines.program.instructions import AllReduce, Compute, Exchange, Phase, SumGradients
 from engines.program.program import DirectionProgram, Program, Step
 from engines.program.staging import compute_arena_bytes, count_staged_bytes, is_persistent
 
@@ -26,31 +26,7 @@ def simulate_memory(
     one.
     """
     ledger = ledger or MemoryTracker()
-    _hold_persistent(ledger, program, tally, states)
-    walkers = {
-        number: _MicroBatchMemory(number, program.get_direction_program(number), tally.ways[direction], ledger, plan)
-        for number, direction in program.directions.items()
-    }
-    weights, after = _WeightGradients(tally, ledger), []
-    leaving: list[Hashable] = []
-    for index, step in enumerate(program.steps):
-        ledger.step = index
-        # The buffer of a send-only exchange is freed one instruction later: the send is still in progress until then.
-        left, leaving = leaving, []
-        if isinstance(step.instruction, SumGradients):
-            weights.sum_bucket(step.instruction, begins=step.phase is not Phase.UPDATE)
-        elif step.phase is not Phase.UPDATE:
-            leaving = walkers[step.micro_batch].run_step(step)
-            if step.phase is not Phase.FORWARD:
-                weights.add_segment(step.instruction, step.phase, walkers[step.micro_batch].tally)
-        for key in left:
-            ledger.release(key)
-        after.append(ledger.total)
-    return ledger, after
-
-
-def _hold_persistent(ledger: MemoryTracker, program: Program, tally: RankTally, states: int) -> None:
-    """Hold the memory that exists throughout the training step."""
+    # What exists throughout the step: weights and optimiser states, inputs, and buffers that are allocated only once.
     trained = sum(tally.weights[name] for name in tally.trained)
     owned = sum(tally.weights.values()) + sum(tally.buffers.values())
     ledger.hold("owned", {"weights": owned, "optimiser": states * trained})
@@ -62,46 +38,49 @@ def _hold_persistent(ledger: MemoryTracker, program: Program, tally: RankTally, 
     ledger.hold("messages", {"messages": lent + compute_arena_bytes(exchanges)})
     ledger.hold("sums", {"gradients": sum(each.bytes for each in sums.values())})
 
-
-@dataclass
-class _WeightGradients:
-    """The gradients of weights, each held from the first backward that adds to it."""
-
-    tally: RankTally
-    ledger: MemoryTracker
-    there: set[str] = field(default_factory=set)
-
-    def add_segment(self, instruction: Instruction, phase: Phase, way: DirectionTally) -> None:
-        """Hold the gradients of a segment's weights after its backward."""
-        segment = way.segments.get(instruction.name)
-        if segment is None or (phase is Phase.INPUTS and segment.late):
-            return
-        for name, size in segment.trains.items():
-            if name not in self.there:
-                self.there.add(name)
-                self.ledger.hold(("gradient", name), {"gradients": size})
-
-    def sum_bucket(self, bucket: SumGradients, begins: bool) -> None:
-        """Update the tracker for a bucket's all-reduce.
-
-        At its beginning the bucket copies the gradients into memory that it keeps. At its end that memory replaces the
-        gradients.
-        """
-        if not begins:
-            for name in self.there.intersection(bucket.weights):
-                self.there.remove(name)
-                self.ledger.release(("gradient", name))
+    trained_now: set[str] = set()  # the weights that have gradients
+    walkers = {}
+    for number, direction in program.directions.items():
+        way = program.get_direction_program(number)
+        walkers[number] = _MicroBatchMemory(number, way, tally.ways[direction], ledger, plan, trained_now)
+    after = []
+    leaving: list[Hashable] = []
+    for index, step in enumerate(program.steps):
+        ledger.step = index
+        # The buffer of a send-only exchange is freed one instruction later: the send is still in progress until then.
+        left, leaving = leaving, []
+        if isinstance(step.instruction, SumGradients):
+            # At its beginning the all-reduce copies the gradients of the bucket into memory that is kept. At its end,
+            # in the update, that memory replaces the gradients.
+            ended = step.instruction.weights if step.phase is Phase.UPDATE else ()
+            for name in trained_now.intersection(ended):
+                trained_now.remove(name)
+                ledger.release(("gradient", name))
+        elif step.phase is not Phase.UPDATE:
+            leaving = walkers[step.micro_batch].run_step(step)
+        for key in left:
+            ledger.release(key)
+        after.append(ledger.total)
+    return ledger, after
 
 
 @dataclass
 class _MicroBatchMemory:
     """The memory of one micro-batch: the values still to be read in forward, and the leaves and graphs for backward."""
 
+    # Each output of a segment is detached; the leaf that results is the input of the next segment. A block can thus be
+    # held for three reasons at once, and is freed with the last of them:
+    #
+    #            values               leaves (if backward needs them)    graphs
+    #   from     its instruction      its instruction                    a segment that saves it
+    #   until    its last reader      backward of its writer             backward of that segment
+
     number: int
     way: DirectionProgram
     tally: DirectionTally
     ledger: MemoryTracker
     plan: Plan
+    trained_now: set[str]
     values: set[str] = field(default_factory=set)
     leaves: set[str] = field(default_factory=set)
     grads: dict[str, str] = field(default_factory=dict)
@@ -122,8 +101,12 @@ class _MicroBatchMemory:
                 self._compute(item) if forward else self._compute_back(item, step.phase)
             case Exchange():
                 self._exchange(item) if forward else self._exchange_back(item)
+            case AllReduce() if forward:
+                self._keep(item.target)
+                self._release(item, (item.source,))
             case AllReduce():
-                self._reduce(item) if forward else self._reduce_back(item)
+                self._hold_gradient(item.source, item.spec.bytes)
+                self._release_leaf(item.target)
         return self.leaving
 
     def _hold_key(self, key: str) -> None:
@@ -174,29 +157,26 @@ class _MicroBatchMemory:
 
     def _compute(self, item: Compute) -> None:
         segment = self.tally.segments[item.name]
+        # `inside` is the peak within the segment. What outlives the segment is held from here on.
         self.ledger.add_transient(passing=segment.inside + self._count_offloaded_inputs(item))
+        # With checkpointing, nothing of the segment stays but its outputs: backward computes it again from its inputs.
         if item.differentiable and not self.checkpoints:
-            self._hold_graph(item.name, segment)
+            self.graphs.add(item.name)
+            for key in segment.keeps:
+                if key in self.tally.bytes:
+                    self._hold_key(key)
+                else:
+                    self._hold_block((self.number, key), activations=segment.fresh.get(key, 0))
         for name in item.outputs:
             self._keep(name)
         self._release(item, item.inputs)
-
-    def _hold_graph(self, name: str, segment: SegmentTally) -> None:
-        self.graphs.add(name)
-        for key in segment.keeps:
-            parts = {"activations": segment.fresh.get(key, 0)}
-            if key in self.tally.bytes:
-                self._hold_key(key)
-            else:
-                self._hold_block((self.number, key), **parts)
 
     def _compute_back(self, item: Compute, phase: Phase) -> None:
         segment = self.tally.segments[item.name]
         if phase is Phase.WEIGHTS and not (segment.late and item.name in self.graphs):
             return
         again = sum(segment.fresh.values()) + self._count_offloaded_inputs(item) if self.checkpoints else 0
-        # With checkpointing, the recomputed activations count here; without it, the offloaded ones that are loaded
-        # again.
+        # With checkpointing, recomputed activations count here; without it, offloaded ones that are loaded again.
         back = sum(map(self._get_offloaded_bytes, segment.keeps)) if item.name in self.graphs else 0
         self.ledger.add_transient(passing=again + back + segment.back_inside)
         self.ledger.add_transient(passing=segment.inside if self.checkpoints else 0)
@@ -213,6 +193,12 @@ class _MicroBatchMemory:
             self.graphs.remove(item.name)
             for key in segment.keeps:
                 self.ledger.release((self.number, key))
+        # Until here, gradients of weights are part of the peak of backward (`back_inside`). Now they are held, from the
+        # first micro-batch on; further ones are added to them.
+        for name, size in segment.trains.items():
+            if name not in self.trained_now:
+                self.trained_now.add(name)
+                self.ledger.hold(("gradient", name), {"gradients": size})
 
     def _hold_gradient(self, name: str, size: int) -> None:
         if name not in self.grads:
@@ -239,6 +225,7 @@ class _MicroBatchMemory:
         If a rank only sends or only receives, its send is not waited for in this instruction, and its buffer is held
         longer.
         """
+        # The buffers of two-way exchanges are kept between steps, in an arena that `simulate_memory` holds throughout.
         if is_persistent(item):
             return
         self.ledger.add_transient(messages=sum(count_staged_bytes(item, forward)))
@@ -251,15 +238,6 @@ class _MicroBatchMemory:
     def _exchange_back(self, item: Exchange) -> None:
         self._hold_messages(item, forward=False)
         if item.own is not None and item.source in self.tally.needs_gradient:
-            source = self.tally.bytes[self.tally.lies_in[item.source]]
-            self._hold_gradient(item.source, source)
+            self._hold_gradient(item.source, self.tally.bytes[self.tally.lies_in[item.source]])
         if item.window is not None:
             self._release_leaf(item.target)
-
-    def _reduce(self, item: AllReduce) -> None:
-        self._keep(item.target)
-        self._release(item, (item.source,))
-
-    def _reduce_back(self, item: AllReduce) -> None:
-        self._hold_gradient(item.source, item.spec.bytes)
-        self._release_leaf(item.target)

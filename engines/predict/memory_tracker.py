@@ -80,6 +80,8 @@ class GradientTracker:
 
     def add(self, name: str, size: int, passed_from: Sequence[str]) -> None:
         """Add a gradient to a value: in new memory, or in the memory of a result's gradient that is passed on."""
+        # "given": the gradient of an output of the segment, whose memory the caller holds. "new": a block of this
+        # backward. A gradient that is passed on keeps the name of the block in which it lies.
         self.count += 1
         given = next((self.lies_in.get(each, f"given:{each}") for each in passed_from if each in self.arrived), None)
         key = given or f"new:{self.count}"

@@ -72,6 +72,7 @@ def compute_foreign_share(seen: Sequence[Spin], cores: int) -> float:
     hosts: dict[str, list[Spin]] = defaultdict(list)
     for spin in seen:
         hosts[spin.host].append(spin)
+    # Fewer processes than cores cannot ask for all of them. Threads of one interpreter take turns at one core.
     shares = []
     for spins in hosts.values():
         wanted = min(cores, len({spin.process for spin in spins})) * max(spin.wall_s for spin in spins)

@@ -77,7 +77,20 @@ class PlanMemory:
 
     def find_peak(self, rank: int) -> PeakMemory:
         """Return the memory peak of a rank."""
-        return _find_peak(self.programs[rank], self.graph, self.plan, self.optimiser_states, self.ranks[rank])
+        program, memory = self.programs[rank], self.ranks[rank]
+        counted, where = build_tally(program, self.graph), label_steps(self.graph, program)
+        # The peak is known already. The same simulation again, with a tracker that looks at the blocks at that moment.
+        ledger = _PeakTracker(memory.peak_bytes)
+        simulate_memory(program, counted, self.plan, self.optimiser_states, ledger)
+        place = where[memory.peak_step]
+        owners = _LayerAssignment(self.graph, program, counted, self.optimiser_states, where)
+        found: dict[str, Counter[str]] = {name: Counter() for name in owners.names}
+        rest: Counter[str] = Counter()
+        blocks = [part for key, kinds in ledger.blocks.items() for part in owners.split_block(key, kinds)]
+        for layer, kinds in [*blocks, (place.layer or None, ledger.passing)]:
+            (rest if layer is None else found.setdefault(layer, Counter())).update(kinds)
+        filled = {layer: dict(+kinds) for layer, kinds in found.items() if +kinds}
+        return PeakMemory(program.rank, memory.peak_step, len(program.steps), place, filled, dict(+rest))
 
 
 def predict_plan_memory(graph: ModelGraph, plan: Plan, optimiser_states: int = 1) -> PlanMemory:
@@ -94,21 +107,6 @@ def predict_plan_memory(graph: ModelGraph, plan: Plan, optimiser_states: int = 1
     return PlanMemory(plan, graph, programs, ranks, optimiser_states)
 
 
-def _find_peak(program: Program, graph: ModelGraph, plan: Plan, states: int, memory: RankMemory) -> PeakMemory:
-    counted, where = build_tally(program, graph), label_steps(graph, program)
-    ledger = _PeakTracker(memory.peak_bytes)
-    simulate_memory(program, counted, plan, states, ledger)
-    place = where[memory.peak_step]
-    owners = _LayerAssignment(graph, program, counted, states, where)
-    found: dict[str, Counter[str]] = {name: Counter() for name in owners.names}
-    rest: Counter[str] = Counter()
-    blocks = [part for key, kinds in ledger.blocks.items() for part in owners.split_block(key, kinds)]
-    for layer, kinds in [*blocks, (place.layer or None, ledger.passing)]:
-        (rest if layer is None else found.setdefault(layer, Counter())).update(kinds)
-    filled = {layer: dict(+kinds) for layer, kinds in found.items() if +kinds}
-    return PeakMemory(program.rank, memory.peak_step, len(program.steps), place, filled, dict(+rest))
-
-
 class _PeakTracker(MemoryTracker):
     """A memory tracker that records the held `blocks` and the `passing` bytes when the known peak is reached."""
 
@@ -120,6 +118,7 @@ class _PeakTracker(MemoryTracker):
 
     def add_transient(self, **kinds: int) -> None:
         super().add_transient(**kinds)
+        # The first moment at the peak. The simulation may reach it again later, with other blocks.
         if not self.blocks and self.peak == self._wanted:
             self.blocks, self.passing = self.held, kinds
 
@@ -145,27 +144,29 @@ class _LayerAssignment:
                 nodes[node.name] = layer.name
                 for name in node.reads:
                     self.weights.setdefault(name, layer.name)
+        # Each result of an instruction belongs to the layer of its node, or else to the layer of the instruction.
         for place in self.where:
-            self._assign_values(place, nodes)
-
-    def _assign_values(self, place: StepLabel, nodes: Mapping[str, str]) -> None:
-        """Assign each result of an instruction to the layer of its node, or else to the layer of the instruction."""
-        item = place.step.instruction
-        self.values.setdefault(f"window:{item.name}", place.layer)
-        if target := getattr(item, "target", ""):
-            self.values.setdefault(target, place.layer)
-        layer = place.layer
-        for op in item.ops if isinstance(item, Compute) else ():
-            layer = nodes.get(op.out) or nodes.get(op.out.partition(".")[0]) or layer
-            self.values[op.out] = layer
+            item, layer = place.step.instruction, place.layer
+            self.values.setdefault(f"window:{item.name}", layer)
+            if target := getattr(item, "target", ""):
+                self.values.setdefault(target, layer)
+            for op in item.ops if isinstance(item, Compute) else ():
+                layer = nodes.get(op.out) or nodes.get(op.out.partition(".")[0]) or layer
+                self.values[op.out] = layer
 
     def split_block(self, key: Hashable, kinds: Kinds) -> Iterator[tuple[str | None, Kinds]]:
         """Yield the parts of a block by layer."""
         match key:
             case "owned":
-                yield from self._split_weights()
+                for name, size in {**self.counted.weights, **self.counted.buffers}.items():
+                    states = self.states * size if name in self.counted.trained else 0
+                    yield self.weights.get(name), {"weights": size, "optimiser": states}
             case "sums":
-                yield from self._split_buckets()
+                buckets = {item.name: item for item in self.program.select_instructions(SumGradients)}
+                for bucket in buckets.values():
+                    sizes = {name: self.counted.weights[name] for name in bucket.weights}
+                    yield from ((self.weights.get(name), {"gradients": size}) for name, size in sizes.items())
+                    yield None, {"gradients": bucket.bytes - sum(sizes.values())}
             case ("gradient", str(name)):
                 yield self.weights.get(name), kinds
             case (int(), str(name)):
@@ -176,15 +177,3 @@ class _LayerAssignment:
     def _find_layer(self, key: str) -> str | None:
         name = key.removeprefix("gradient of ").removesuffix(":saved")
         return self.values.get(name) or self.values.get(name.partition("[")[0])
-
-    def _split_weights(self) -> Iterator[tuple[str | None, Kinds]]:
-        for name, size in {**self.counted.weights, **self.counted.buffers}.items():
-            states = self.states * size if name in self.counted.trained else 0
-            yield self.weights.get(name), {"weights": size, "optimiser": states}
-
-    def _split_buckets(self) -> Iterator[tuple[str | None, Kinds]]:
-        buckets = {item.name: item for item in self.program.select_instructions(SumGradients)}
-        for bucket in buckets.values():
-            sizes = {name: self.counted.weights[name] for name in bucket.weights}
-            yield from ((self.weights.get(name), {"gradients": size}) for name, size in sizes.items())
-            yield None, {"gradients": bucket.bytes - sum(sizes.values())}

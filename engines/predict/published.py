@@ -52,9 +52,7 @@ _HY_FI_ASSUMED = (
 
 # 8192 x 8192 and 16,384 x 16,384
 _SPATIAL = StudyRun(AMOEBANET, 8192, 1, Plan(split_size=8, spatial_size=8, num_spatial_parts=16), "Lassen")
-_OVER_SPATIAL = replace(
-    _SPATIAL, plan=replace(_SPATIAL.plan, bidirectional=True, schedule="gems", halo_d2=True)
-)  # fmt: skip
+_OVER_SPATIAL = replace(_SPATIAL, plan=replace(_SPATIAL.plan, bidirectional=True, schedule="gems", halo_d2=True))
 _TWICE = replace(_OVER_SPATIAL, plan=replace(_OVER_SPATIAL.plan, num_spatial_parts=32, slice_method="4x8"))
 _LARGER = replace(_SPATIAL, image_px=16384, plan=replace(_SPATIAL.plan, num_spatial_parts=64))
 _OVER_LARGER = replace(_OVER_SPATIAL, image_px=16384, plan=replace(_OVER_SPATIAL.plan, num_spatial_parts=64))
@@ -72,10 +70,8 @@ _HALOS = (
 )
 
 # ResNet-1k
-_GEMS = StudyRun(
-    RESNET_1K, 512, 1, Plan(split_size=8, spatial_size=0, bidirectional=True, schedule="gems", data_parallel=128),
-    "Lassen",
-)  # fmt: skip
+_GEMS_PLAN = Plan(split_size=8, spatial_size=0, bidirectional=True, schedule="gems", data_parallel=128)
+_GEMS = StudyRun(RESNET_1K, 512, 1, _GEMS_PLAN, "Lassen")
 
 # Data parallelism
 _SUMMIT = StudyRun(RESNET_50, 224, 64, Plan(split_size=1, spatial_size=0, data_parallel=1536), "Summit")
@@ -93,34 +89,58 @@ def _with_one_replica(run: StudyRun) -> StudyRun:
 
 PUBLISHED: tuple[PublishedResult, ...] = (
     PublishedResult(
-        "hy-fi/layers", "2.67x over layer parallelism, 2048 x 2048", 2.67, "times as fast", HY_FI, _HY_FI_ASSUMED,
-        _HY_FI, replace(_HY_FI, plan=_LAYERS),
-        (
+        "hy-fi/layers",
+        "2.67x over layer parallelism, 2048 x 2048",
+        published=2.67,
+        measure="times as fast",
+        source=HY_FI,
+        assumed=_HY_FI_ASSUMED,
+        run=_HY_FI,
+        against=replace(_HY_FI, plan=_LAYERS),
+        variants=(
             RunVariant("8 GPUs a replica, layers with one image", _EIGHT, _EIGHT_LAYERS),
             RunVariant("two pairs of batches", replace(_HY_FI, plan=replace(_ALL_FIVE, times=2))),
             RunVariant("ResNet-110 v2, one image a direction", _RESNET, replace(_RESNET, plan=_LAYERS)),
         ),
     ),
     PublishedResult(
-        "hy-fi/pipeline", "1.68x over pipeline parallelism, 2048 x 2048", 1.68, "times as fast", HY_FI, _HY_FI_ASSUMED,
-        _HY_FI, replace(_HY_FI, plan=_PIPELINE),
-        (
+        "hy-fi/pipeline",
+        "1.68x over pipeline parallelism, 2048 x 2048",
+        published=1.68,
+        measure="times as fast",
+        source=HY_FI,
+        assumed=_HY_FI_ASSUMED,
+        run=_HY_FI,
+        against=replace(_HY_FI, plan=_PIPELINE),
+        variants=(
             RunVariant("8 GPUs a replica", _EIGHT, replace(_EIGHT, plan=replace(_EIGHT_LAYERS.plan, parts=2))),
             RunVariant("two pairs of batches", replace(_HY_FI, plan=replace(_ALL_FIVE, times=2))),
         ),
     ),
     PublishedResult(
-        "hy-fi/scaling", "94.5 % on 2,048 V100", 94.5, "% of linear", HY_FI,
-        (*_HY_FI_ASSUMED, "linear is what 128 times one replica would do"), _HY_FI, _with_one_replica(_HY_FI),
-        (RunVariant("links between nodes a tenth as fast", changes=_SLOW_LINKS),),
-        "Of the 5.5 % that are lost nearly nothing is lost here, with links between nodes a tenth as fast neither. Why "
-        "they lose it is not known; ranks of unequal speed, other jobs on the network and reading of images are not "
-        "simulated.",
+        "hy-fi/scaling",
+        "94.5 % on 2,048 V100",
+        published=94.5,
+        measure="% of linear",
+        source=HY_FI,
+        assumed=(*_HY_FI_ASSUMED, "linear is what 128 times one replica would do"),
+        run=_HY_FI,
+        against=_with_one_replica(_HY_FI),
+        variants=(RunVariant("links between nodes a tenth as fast", changes=_SLOW_LINKS),),
+        why="Of the 5.5 % that are lost nearly nothing is lost here, with links between nodes a tenth as fast neither. "
+        "Why they lose it is not known; ranks of unequal speed, other jobs on the network and reading of images are "
+        "not simulated.",
     ),
     PublishedResult(
-        "amoebanet/8192", "1.476x over spatial parallelism, 8192 x 8192", 1.476, "times as fast", VERY_LARGE,
-        (*_SPATIAL_ASSUMED, "16 tiles, 128 GPUs"), _OVER_SPATIAL, _SPATIAL,
-        (
+        "amoebanet/8192",
+        "1.476x over spatial parallelism, 8192 x 8192",
+        published=1.476,
+        measure="times as fast",
+        source=VERY_LARGE,
+        assumed=(*_SPATIAL_ASSUMED, "16 tiles, 128 GPUs"),
+        run=_OVER_SPATIAL,
+        against=_SPATIAL,
+        variants=(
             RunVariant(
                 "a halo before each windowed layer in both",
                 replace(_OVER_SPATIAL, plan=replace(_OVER_SPATIAL.plan, halo_d2=False)),
@@ -129,46 +149,74 @@ PUBLISHED: tuple[PublishedResult, ...] = (
                 "a message of a halo keeps its ranks for 0.25 ms: 2 ms with four neighbours", changes=_SLOW_HALOS
             ),
         ),
-        _HALOS,
+        why=_HALOS,
     ),
     PublishedResult(
-        "amoebanet/8192 strong", "2.26x over spatial parallelism, 8192 x 8192, strong scaling", 2.26, "times as fast",
-        VERY_LARGE, (*_SPATIAL_ASSUMED, "Hy-Fi has twice the tiles and GPUs: 4 x 8 and 256"), _TWICE, _SPATIAL,
+        "amoebanet/8192 strong",
+        "2.26x over spatial parallelism, 8192 x 8192, strong scaling",
+        published=2.26,
+        measure="times as fast",
+        source=VERY_LARGE,
+        assumed=(*_SPATIAL_ASSUMED, "Hy-Fi has twice the tiles and GPUs: 4 x 8 and 256"),
+        run=_TWICE,
+        against=_SPATIAL,
     ),
     PublishedResult(
-        "amoebanet/16384", "1.47x over spatial parallelism, 16,384 x 16,384", 1.47, "times as fast", VERY_LARGE,
-        (*_SPATIAL_ASSUMED, "64 tiles, 512 GPUs"), _OVER_LARGER, _LARGER, (), _HALOS,
+        "amoebanet/16384",
+        "1.47x over spatial parallelism, 16,384 x 16,384",
+        published=1.47,
+        measure="times as fast",
+        source=VERY_LARGE,
+        assumed=(*_SPATIAL_ASSUMED, "64 tiles, 512 GPUs"),
+        run=_OVER_LARGER,
+        against=_LARGER,
+        variants=(),
+        why=_HALOS,
     ),
     PublishedResult(
-        "gems/resnet-1k", "97.32 % scaling of ResNet-1k on 1,024 V100", 97.32, "% of linear",
-        "Jain et al., GEMS, SC 2020, abstract",
-        (
+        "gems/resnet-1k",
+        "97.32 % scaling of ResNet-1k on 1,024 V100",
+        published=97.32,
+        measure="% of linear",
+        source="Jain et al., GEMS, SC 2020, abstract",
+        assumed=(
             "ResNet-1001 v2 on 512 x 512, the smallest images that the group calls out of core",
             "GEMS-Hybrid: 8 stages, one image in each of both directions, 128 replicas, on nodes like Lassen's",
             "linear is what 128 times one replica would do",
         ),
-        _GEMS, _with_one_replica(_GEMS),
-        (RunVariant("links between nodes a tenth as fast", changes=_SLOW_LINKS),),
-        "Of the 2.7 % that are lost nearly nothing is lost here: as for Hy-Fi's scaling.",
+        run=_GEMS,
+        against=_with_one_replica(_GEMS),
+        variants=(RunVariant("links between nodes a tenth as fast", changes=_SLOW_LINKS),),
+        why="Of the 2.7 % that are lost nearly nothing is lost here: as for Hy-Fi's scaling.",
     ),
     PublishedResult(
-        "resnet-50/summit", "90 epochs in 4.5 minutes on 1,536 V100: 3 s an epoch", 3.0, "s per epoch",
-        f"{TALK}, Distributed TensorFlow on ORNL Summit",
-        ("64 images a GPU, as in the same talk's runs of ResNet-50", "synthetic images of 224 x 224"),
-        _SUMMIT, None,
-        (
+        "resnet-50/summit",
+        "90 epochs in 4.5 minutes on 1,536 V100: 3 s an epoch",
+        published=3.0,
+        measure="s per epoch",
+        source=f"{TALK}, Distributed TensorFlow on ORNL Summit",
+        assumed=("64 images a GPU, as in the same talk's runs of ResNet-50", "synthetic images of 224 x 224"),
+        run=_SUMMIT,
+        against=None,
+        variants=(
             RunVariant("32 images a GPU", replace(_SUMMIT, images=32)),
             RunVariant("128 images a GPU", replace(_SUMMIT, images=128)),
         ),
     ),
     PublishedResult(
-        "resnet-50/frontera", "260,000 images/s on 2,048 CPU nodes", 260_000, "images/s",
-        f"{TALK}, Distributed TensorFlow on TACC Frontera; Jain et al., DLS 2019, abstract (four processes a node)",
-        ("64 images a process", "synthetic images of 224 x 224"), _FRONTERA, None,
-        (
+        "resnet-50/frontera",
+        "260,000 images/s on 2,048 CPU nodes",
+        published=260_000,
+        measure="images/s",
+        source=f"{TALK}, Distributed TensorFlow on TACC Frontera; Jain et al., DLS 2019, abstract (four processes a "
+        "node)",
+        assumed=("64 images a process", "synthetic images of 224 x 224"),
+        run=_FRONTERA,
+        against=None,
+        variants=(
             RunVariant("32 images a process", replace(_FRONTERA, images=32)),
             RunVariant("128 images a process", replace(_FRONTERA, images=128)),
         ),
     ),
-)  # fmt: skip
+)
 """The rows in the order of the talk."""

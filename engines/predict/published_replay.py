@@ -140,23 +140,32 @@ class ReplayOutcome:
     @property
     def line(self) -> dict[str, Any]:
         """The outcome as data, to be printed as JSON."""
-        row = self.row
+        row, both = self.row, (self.run, self.against)
         return {
-            "row": row.name, "claim": row.claim, "published": row.published, "simulated": round(self.simulated, 3),
-            "unit": row.measure, "ratio": round(self.ratio, 3), "agrees": self.agrees, "why": row.why,
-            "ranks": self.run.ranks, "machine": row.run.machine, "plan": repr(row.run.plan),
+            "row": row.name,
+            "claim": row.claim,
+            "published": row.published,
+            "simulated": round(self.simulated, 3),
+            "unit": row.measure,
+            "ratio": round(self.ratio, 3),
+            "agrees": self.agrees,
+            "why": row.why,
+            "ranks": self.run.ranks,
+            "machine": row.run.machine,
+            "plan": repr(row.run.plan),
             "against": repr(row.against.plan) if row.against else "",
-            "images_per_s": [round(each.images_per_s, 3) for each in (self.run, self.against)],
+            "images_per_s": [round(each.images_per_s, 3) for each in both],
             "work_messages_waiting": [
-                [round(part, 3) for part in (each.work, each.messages, each.waiting)]
-                for each in (self.run, self.against)
+                [round(part, 3) for part in (each.work, each.messages, each.waiting)] for each in both
             ],
-            "peak_gib": round(self.peak_bytes / 2**30, 2), "fits": self.peak_bytes <= self.memory_bytes,
+            "peak_gib": round(self.peak_bytes / 2**30, 2),
+            "fits": self.peak_bytes <= self.memory_bytes,
             "variants": [
                 {"words": words, "simulated": round(value, 3), "fits": fits} for words, value, fits in self.varied
             ],
-            "assumed": list(row.assumed), "source": row.source,
-        }  # fmt: skip
+            "assumed": list(row.assumed),
+            "source": row.source,
+        }
 
 
 class PublishedReplay:
@@ -169,14 +178,14 @@ class PublishedReplay:
     def simulate_result(self, row: PublishedResult) -> ReplayOutcome:
         """Simulate a row and its variants. Raises PlanError if a model's package is not installed."""
         run, against = self._forecast_pair(row, RunVariant("as it is"))
+        memory_bytes = get_machine(row.run.machine).memory_bytes or 0
         varied = []
         for variant in row.variants:
             pair = self._forecast_pair(row, variant)
-            value = MEASURES[row.measure](*pair)
-            varied.append((variant.words, value, max(each.peak_bytes for each in pair) <= _get_memory_bytes(row.run)))
-        return ReplayOutcome(
-            row, MEASURES[row.measure](run, against), run, against, _get_memory_bytes(row.run), tuple(varied)
-        )
+            fits = max(each.peak_bytes for each in pair) <= memory_bytes
+            varied.append((variant.words, MEASURES[row.measure](*pair), fits))
+        value = MEASURES[row.measure](run, against)
+        return ReplayOutcome(row, value, run, against, memory_bytes, tuple(varied))
 
     def _forecast_pair(self, row: PublishedResult, variant: RunVariant) -> tuple[RunResult, RunResult]:
         run, against = variant.run or row.run, variant.against or row.against
@@ -185,22 +194,17 @@ class PublishedReplay:
 
     def forecast_run(self, run: StudyRun, changes: Mapping[str, Any] | None = None) -> RunResult:
         """Return the summary of one run, on its machine with `changes` applied."""
+        # Rows share runs, mostly those that they compare with. Changes are a dict, which has no hash: its text has.
         key = run, repr(sorted((changes or {}).items()))
         if key not in self._known:
             asked = replace(get_machine(run.machine), **(changes or {}))
-            self._known[key] = RunResult.of(forecast(self._get_traces(run).get_graph(run.plan), run.plan, asked))
+            traced = run.model, run.image_px, run.images
+            if traced not in self._traces:
+                shape = run.images, 3, run.image_px, run.image_px
+                self._traces[traced] = TraceCache(build_meta_model(run.model), shape, nn.CrossEntropyLoss())
+            graph = self._traces[traced].get_graph(run.plan)
+            self._known[key] = RunResult.of(forecast(graph, run.plan, asked))
         return self._known[key]
-
-    def _get_traces(self, run: StudyRun) -> TraceCache:
-        key = run.model, run.image_px, run.images
-        if key not in self._traces:
-            shape = run.images, 3, run.image_px, run.image_px
-            self._traces[key] = TraceCache(build_meta_model(run.model), shape, nn.CrossEntropyLoss())
-        return self._traces[key]
-
-
-def _get_memory_bytes(run: StudyRun) -> int:
-    return get_machine(run.machine).memory_bytes or 0
 
 
 def build_meta_model(model: ModelReference) -> nn.Module:

@@ -56,7 +56,7 @@ def with_time(loads: Sequence[RankLoad], found: Forecast) -> list[RankLoad]:
     uses, seconds = found.timeline.time_shares, found.seconds
     made = []
     for rank, load in enumerate(loads):
-        use = uses[rank % len(uses)]
+        use = uses[rank % len(uses)]  # whole replicas are simulated, and the others do the same
         busy = (use.work + use.communication) * seconds
         made.append(replace(load, busy_s=_round_seconds(busy), wait_s=_round_seconds(max(0.0, seconds - busy))))
     return made

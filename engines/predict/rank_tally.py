@@ -48,12 +48,12 @@ class _DirectionCounter(DirectionValues):
                 case AllReduce():
                     self.add_value(item.target, self.values[item.source], item.differentiable, item.target)
         gradients = frozenset(name for name, local in self.values.items() if local.needs_gradient)
-        return DirectionTally(
-            self.lies_in, self.bytes, self.halo_bytes, gradients, segments, inputs,
-            frozenset(e.target for source, e in self.rooms.items() if self.lies_in.get(source) == get_window_key(e)),
-        )  # fmt: skip
+        roomy = frozenset(e.target for name, e in self.rooms.items() if self.lies_in.get(name) == get_window_key(e))
+        return DirectionTally(self.lies_in, self.bytes, self.halo_bytes, gradients, segments, inputs, roomy)
 
     def _add_input(self, name: str, feed: ShardSpec) -> int:
+        # The model was traced with whole images. A rank receives its tile of them, or, in a stage whose ranks share the
+        # batch, some of the images.
         spec, shape = self.graph.inputs[name], list(self.graph.inputs[name].shape)
         if feed.tile is not None and feed.tile.images is not None:
             shape[0] = len(feed.tile.images)
@@ -69,6 +69,7 @@ class _DirectionCounter(DirectionValues):
         window, key = exchange.window, get_window_key(exchange)
         spec = TensorSpec(exchange.compute_shape(window), exchange.dtype)
         self.bytes[key] = spec.bytes
+        # A window is the rank's own tile and the halo around it. Only the halo is memory due to spatial parallelism.
         if exchange.kind == "halo":
             own = exchange.own & window if exchange.own else None
             kept = TensorSpec(exchange.compute_shape(own), exchange.dtype).bytes if own else 0

@@ -65,6 +65,17 @@ class RunQueue:
     its last rank polls for messages. `threads` holds the thread count of each rank.
     """
 
+    # The way of a thread through a core:
+    #
+    #   start() ──> queue ──> running ── time slice over ──> end of the queue
+    #                            │
+    #                            └── work done ──> ended ── start() at once ──> running   (the rank keeps its core)
+    #                                                │
+    #                                                └── else the rank waits: the core polls for it, and runs its queue
+    #
+    # A core that polls takes over nothing. Only when `looks_until_s` is over, an idle core takes from the longest queue
+    # of the others, as the balancing of an operating system does after a while.
+
     def __init__(self, machine: Machine, threads: Mapping[int, int]) -> None:
         self.machine, self.threads = machine, threads
         self.cores = [_SharedCore() for _ in range(machine.cores or len(threads))]
@@ -77,6 +88,7 @@ class RunQueue:
         self._advance(now)
         count = self._left[rank] = min(self.threads[rank], len(self.cores))
         places = []
+        # Threads that have just ended go on with the new work, within their old time slices.
         for core in self.cores:
             if (task := core.ended) and task.rank == rank:
                 task.left_s, task.crowded = work.seconds, work.crowded
@@ -119,10 +131,12 @@ class RunQueue:
             if task is None or core.turn_s > self._nothing_s:
                 continue
             core.running = None
+            # Without others in the queue the slice would not have ended here: `turn_s` is then all of the work.
             if task.left_s > self._nothing_s:
                 task.slice_s = self._compute_slice_s(task.left_s)
                 core.queue.append(task)
                 continue
+            # A rank is done when its last thread is. The cores of the others do not wait for that: see `find_next_end`.
             core.ended = task
             self._left[task.rank] -= 1
             if not self._left[task.rank]:
@@ -137,6 +151,7 @@ class RunQueue:
             free = not core.load and (core is known or core.looks_until_s <= self._now)
             return not free, core is not known, core.load
 
+        # Operating systems keep a thread where its caches are warm, unless it would have to wait there.
         if known is not None and not known.load:
             return known  # no core would be better
         taken = set(map(id, used))
@@ -169,6 +184,7 @@ class RunQueue:
         return len({core.running.rank for core in self.cores if core.running})
 
     def _advance(self, now: float) -> None:
+        # Who runs does not change between two calls, and neither does the slowdown.
         busy = self._busy
         for core in self.cores:
             if core.running:

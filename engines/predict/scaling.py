@@ -111,7 +111,20 @@ def scaling(
         raise PlanError("There is no plan to scale: give plans for two or more numbers of ranks, or ranks=(1, 2, 4).")
     sizes, points = Sizes.of(model, loss), []
     for plan in chosen:
-        shape = (_compute_strong_shape if how == "strong" else _compute_weak_shape)(tuple(image_shape), plan, chosen[0])
+        shape = tuple(image_shape)
+        grown = plan.replica_ranks / chosen[0].replica_ranks
+        if how == "strong":
+            images = shape[0]
+            if images % plan.batches:
+                raise PlanError(
+                    f"{images} images of a step cannot be shared by the {plan.batches} batches of {plan.summary}. "
+                    f"Give a multiple of {plan.batches}, or fewer ranks."
+                )
+            shape = (images // plan.batches, *shape[1:])
+        # Pixels per rank stay constant if both sides grow with the square root of the ranks.
+        elif grown != 1:
+            sides = (max(1, round(side * math.sqrt(grown) / STEP_PX)) * STEP_PX for side in shape[2:])
+            shape = (*shape[:2], *sides)
         points.append(ScalingPoint(forecast(sizes.graph(plan, shape), plan, machine, optimiser_states), shape))
     return Scaling(sizes.name, machine.name, how, tuple(points))
 
@@ -125,21 +138,3 @@ def _resolve_plans(plans: Plan | Sequence[Plan], ranks: Sequence[int] | None) ->
     if odd := [count for count in ranks or () if count < each or count % each]:
         raise PlanError(f"{odd[0]} ranks are no multiple of the {each} that a replica of the plan needs.")
     return [replace(plans, data_parallel=count // each) for count in ranks or (plans.ranks,)]
-
-
-def _compute_strong_shape(image_shape: tuple[int, ...], plan: Plan, _first: Plan) -> tuple[int, ...]:
-    images = image_shape[0]
-    if images % plan.batches:
-        raise PlanError(
-            f"{images} images of a step cannot be shared by the {plan.batches} batches of {plan.summary}. "
-            f"Give a multiple of {plan.batches}, or fewer ranks."
-        )
-    return (images // plan.batches, *image_shape[1:])
-
-
-def _compute_weak_shape(image_shape: tuple[int, ...], plan: Plan, first: Plan) -> tuple[int, ...]:
-    grown = plan.replica_ranks / first.replica_ranks
-    if grown == 1:
-        return image_shape
-    sides = (max(1, round(side * math.sqrt(grown) / STEP_PX)) * STEP_PX for side in image_shape[2:])
-    return (*image_shape[:2], *sides)

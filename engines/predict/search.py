@@ -89,6 +89,7 @@ class _PlanSearch:
 
     def evaluate_plan(self, plan: Plan) -> None:
         """Simulate a plan and, if it does not fit, the same plan with activation checkpointing."""
+        # Checkpointing costs another forward pass. A plan that fits without it is never faster with it.
         try:
             found = self._forecast_plan(plan)
             if not self._can_fit(found) and not plan.checkpoint_activations:
@@ -104,8 +105,20 @@ class _PlanSearch:
 
     def search_best(self, best: int, asked: Sequence[Plan]) -> None:
         """Simulate plans until the `best` fastest are certain, in order of decreasing upper bounds."""
+        calculator = BoundCalculator(self.graph_of, self.prices, self.states)
+        bounds = []
+        for plan in asked:
+            try:
+                bound = calculator.compute_bound(plan)
+                if not self._can_fit(bound) and not plan.checkpoint_activations:
+                    bound = calculator.compute_bound(_with_checkpointing(plan))
+            except (PlanError, TraceError) as error:
+                self._refuse(plan, error)
+            else:
+                bounds.append(bound)
+        # Branch and bound: once `best` plans are faster than the largest remaining bound, no other plan can be.
         rates: list[float] = []  # of the best plans so far, ascending
-        for bound in sorted(self._compute_bounds(asked), key=lambda each: -each.images_per_s):
+        for bound in sorted(bounds, key=lambda each: -each.images_per_s):
             is_slower = len(rates) == best and bound.images_per_s < rates[0]
             if is_slower or not self._can_fit(bound):
                 self.bounded.append(bound)
@@ -113,22 +126,8 @@ class _PlanSearch:
                 continue
             count = len(self.fitting)
             self.evaluate_plan(bound.plan)
-            rates = sorted([*rates, *(each.compute_throughput(self.neutral_batch) for each in self.fitting[count:])])[
-                -best:
-            ]
-
-    def _compute_bounds(self, asked: Sequence[Plan]) -> Iterator[PlanBound]:
-        bounds = BoundCalculator(self.graph_of, self.prices, self.states)
-        for plan in asked:
-            try:
-                bound = bounds.compute_bound(plan)
-                yield (
-                    bound
-                    if self._can_fit(bound) or plan.checkpoint_activations
-                    else bounds.compute_bound(_with_checkpointing(plan))
-                )
-            except (PlanError, TraceError) as error:
-                self._refuse(plan, error)
+            rates += [each.compute_throughput(self.neutral_batch) for each in self.fitting[count:]]
+            rates = sorted(rates)[-best:]
 
     def _can_fit(self, found: Forecast | PlanBound) -> bool:
         return self.rank_bytes is None or found.peak_bytes <= self.rank_bytes
@@ -168,22 +167,20 @@ def generate_plans(ranks: int, batch: int) -> Iterator[Plan]:
     ...     print(plan.summary)
     1 stage: 1x2 tiles; 2 ranks
     1 stage: 2x1 tiles; 2 ranks
-    1 stage: 1x2 tiles; 2 ranks
-    1 stage: 2x1 tiles; 2 ranks
+    1 stage: 1x2 tiles; fused halos; 2 ranks
+    1 stage: 2x1 tiles; fused halos; 2 ranks
     2 stages: 1 rank -> 1 rank; 2 ranks
     2 stages: 1 rank -> 1 rank; 2 micro-batches, both ways; 2 ranks
     1 stage: 1 rank; 2 micro-batches; 2 replicas; 2 ranks
     """
-    found: dict[Plan, None] = {}
+    # First the replicas, which need no messages but gradients; what is left of the ranks is for one of them. The four
+    # families have no plan in common.
     for replicas in (count for count in range(1, ranks + 1) if ranks % count == 0):
         each = ranks // replicas
-        tiled = (
-            *_generate_tiled(each, replicas),
-            *_generate_mixed(each, replicas, batch),
-            *_generate_narrowing(each, replicas, batch),
-        )
-        found.update(dict.fromkeys((*tiled, *_generate_layered(each, replicas, batch))))
-    yield from found
+        yield from _generate_tiled(each, replicas)
+        yield from _generate_mixed(each, replicas, batch)
+        yield from _generate_narrowing(each, replicas, batch)
+        yield from _generate_layered(each, replicas, batch)
 
 
 def _list_grids(tiles: int) -> tuple[str, ...]:
@@ -197,10 +194,9 @@ def _generate_tiled(ranks: int, replicas: int) -> Iterator[Plan]:
     if ranks > 1:
         for fused in (False, True):
             for grid in _list_grids(ranks):
-                yield Plan(
-                    split_size=1, spatial_size=1, slice_method=grid, data_parallel=replicas, halo_d2=fused,
-                    fused_layers="auto" if fused else 1,
-                )  # fmt: skip
+                layers = "auto" if fused else 1
+                plan = Plan(split_size=1, spatial_size=1, slice_method=grid, data_parallel=replicas)
+                yield replace(plan, halo_d2=fused, fused_layers=layers)
 
 
 def _generate_mixed(ranks: int, replicas: int, batch: int) -> Iterator[Plan]:
@@ -208,12 +204,9 @@ def _generate_mixed(ranks: int, replicas: int, batch: int) -> Iterator[Plan]:
     for tiles in range(2, ranks):
         behind = ranks - tiles
         for grid in _list_grids(tiles):
+            plan = Plan(split_size=1 + behind, spatial_size=1, slice_method=grid, data_parallel=replicas)
             for parts in _generate_parts(batch):
-                order = "1f1b" if parts > 1 else "fill_drain"
-                yield Plan(
-                    split_size=1 + behind, spatial_size=1, slice_method=grid, data_parallel=replicas, parts=parts,
-                    schedule=order,
-                )  # fmt: skip
+                yield replace(plan, parts=parts, schedule="1f1b" if parts > 1 else "fill_drain")
             if behind > 1 and batch % behind == 0:
                 yield Plan(split_size=2, spatial_size=1, slice_method=grid, local_dp=behind, data_parallel=replicas)
 
@@ -225,11 +218,9 @@ def _generate_narrowing(ranks: int, replicas: int, batch: int) -> Iterator[Plan]
             behind = ranks - first - second
             if behind >= 0:
                 grids = _list_grids(first)[0], _list_grids(second)[0]
+                plan = Plan(split_size=2 + behind, spatial_size=2, slice_method=grids, data_parallel=replicas)
                 for parts in _generate_parts(batch):
-                    yield Plan(
-                        split_size=2 + behind, spatial_size=2, slice_method=grids, data_parallel=replicas, parts=parts,
-                        schedule="1f1b" if parts > 1 else "fill_drain",
-                    )  # fmt: skip
+                    yield replace(plan, parts=parts, schedule="1f1b" if parts > 1 else "fill_drain")
 
 
 def _generate_layered(ranks: int, replicas: int, batch: int) -> Iterator[Plan]:
@@ -237,15 +228,13 @@ def _generate_layered(ranks: int, replicas: int, batch: int) -> Iterator[Plan]:
     if ranks == 1:
         yield Plan(split_size=1, spatial_size=0, data_parallel=replicas)
         return
+    plan = Plan(split_size=ranks, spatial_size=0, data_parallel=replicas)
     for parts in _generate_parts(batch):
         for order in ("fill_drain", "1f1b", "zero_bubble") if parts > 1 else ("fill_drain",):
-            yield Plan(split_size=ranks, spatial_size=0, data_parallel=replicas, parts=parts, schedule=order)
+            yield replace(plan, parts=parts, schedule=order)
         if parts > 1:
-            yield Plan(
-                split_size=2 * ranks, spatial_size=0, data_parallel=replicas, parts=parts, schedule="interleaved",
-                stages_per_rank=2,
-            )  # fmt: skip
-    yield Plan(split_size=ranks, spatial_size=0, data_parallel=replicas, bidirectional=True, schedule="gems")
+            yield replace(plan, split_size=2 * ranks, parts=parts, schedule="interleaved", stages_per_rank=2)
+    yield replace(plan, bidirectional=True, schedule="gems")
 
 
 def _generate_parts(batch: int) -> Iterator[int]:

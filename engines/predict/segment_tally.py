@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -83,6 +83,15 @@ class _SegmentCall:
 class SegmentCounter:
     """The counter of one segment: its calls in order, and the memory key of each result."""
 
+    # Names and memory are apart, because several values may lie in one block, which is counted once:
+    #
+    #   y = relu(x)        y lies in "y": new memory
+    #   v = view(y)        v lies in "y", too
+    #   z = relu_(v)       z lies in "y": written over
+    #   w = conv(z)        w lies in "window:halo3", if only that exchange reads it: written into the window's middle
+    #
+    # `keys` says where a value lies, `fresh` how large the blocks are that the segment allocates. The weights, under
+    # "weight:...", are held by the rank at all times and never counted here.
     segment: Compute
     way: DirectionValues
     scope: dict[str, Abstract] = field(default_factory=dict)
@@ -106,29 +115,27 @@ class SegmentCounter:
                 for part in self.names[name]:
                     inside.release(self.keys[part])
         keeps = frozenset(key for call in calls if call.leads_back for key in self._get_saved_keys(call))
-        self._publish_outputs()
+        for name in self.segment.outputs:  # from here on, values of the rank
+            (part,) = self.names[name]
+            local, key = self.scope[name], self.keys[part]
+            self.way.bytes[key] = self.fresh.get(key, self.way.bytes.get(key, 0))
+            self.way.add_value(name, local, local.needs_gradient, key)  # type: ignore[arg-type, union-attr]
         back, gradients = self._count_backward([call for call in calls if call.leads_back])
         trains = {name: size for name, size in gradients.sizes.items() if name in self.way.graph.weights}
         grads = {name: size for name, size in gradients.sizes.items() if name not in trains}
         matrices = [name for name in trains if len(self.way.graph.weights[name].shape) > 1]
-        fresh = (2 * trains[name] for name in matrices)  # copied to the weight's layout, or added
-        moves = (*gradients.moved, *self._count_join_bytes(grads, gradients.passed), *fresh)
+        moves = list(gradients.moved)
+        for name, size in grads.items():
+            # Backward visits the readers of a value in reverse: the gradient from the last reader arrives first and
+            # needs no addition, but a copy if it was passed on, because it is then the memory of another gradient.
+            if self.way.way.reads[name][-1] != self.segment.name:
+                moves.append(3 * size)
+            elif name in gradients.passed:
+                moves.append(2 * size)
+        moves += [2 * trains[name] for name in matrices]  # copied to the weight's layout, or added
         kept = {key: size for key, size in self.fresh.items() if key in keeps or key in self._get_output_keys()}
         ops = tuple(_make_op_tally(call.op.kernel, call.effect, call.locals) for call in calls)
-        return SegmentTally(ops, keeps, kept, inside.peak, back, grads, trains, bool(matrices), moves)
-
-    def _count_join_bytes(self, grads: Mapping[str, int], passed: Collection[str]) -> Iterator[int]:
-        """Yield the bytes moved to add gradients of inputs to those from the value's later readers.
-
-        The first gradient of a value is copied if it was `passed` on, because it is then the memory of another
-        gradient.
-        """
-        for name, size in grads.items():
-            # Backward visits the readers in reverse, so the last reader's gradient arrives first and needs no addition.
-            if self.way.way.reads[name][-1] != self.segment.name:
-                yield 3 * size
-            elif name in passed:
-                yield 2 * size
+        return SegmentTally(ops, keeps, kept, inside.peak, back, grads, trains, bool(matrices), tuple(moves))
 
     def _enter(self, name: str, local: LocalTensor, key: str) -> None:
         self.scope[name], self.names[name], self.keys[name] = local, (name,), key
@@ -136,15 +143,8 @@ class SegmentCounter:
     def _get_output_keys(self) -> set[str]:
         return {self.keys[part] for name in self.segment.outputs for part in self.names[name]}
 
-    def _publish_outputs(self) -> None:
-        """Register the outputs as values of the rank."""
-        for name in self.segment.outputs:
-            (part,) = self.names[name]
-            local, key = self.scope[name], self.keys[part]
-            self.way.bytes[key] = self.fresh.get(key, self.way.bytes.get(key, 0))
-            self.way.add_value(name, local, local.needs_gradient, key)  # type: ignore[arg-type, union-attr]
-
     def _count_forward(self, op: LocalOp, inside: MemoryTracker) -> Iterator[_SegmentCall]:
+        # Not a kernel, but Python's choice of one of the results of a kernel: another name for the same memory.
         if op.kernel == "getitem":
             source, index = op.arguments
             part = self.names[source.name][index]
@@ -152,15 +152,14 @@ class SegmentCounter:
             inside.hold(self.keys[part])
             return
         read: list[str] = []
-        arguments, keywords = (
-            self._resolve_arguments(list(op.arguments), read),
-            self._resolve_arguments(dict(op.keywords), read),
-        )
+        arguments = self._resolve_arguments(list(op.arguments), read)
+        keywords = self._resolve_arguments(dict(op.keywords), read)
         effect = infer_effect(op.kernel, arguments, keywords)
         makes = tuple(f"{op.out}[{i}]" for i in range(len(effect.made))) if effect.several else (op.out,)
-        locals_ = tuple(self._get_local_tensor(name) for name in read)
-        call = _SegmentCall(op, effect, tuple(read), makes, locals_)
+        call = _SegmentCall(op, effect, tuple(read), makes, tuple(find_local_tensors((arguments, keywords))))
         self._add_results(call)
+        # A result is held until its last reader, and once more if backward needs it; that reference is never released
+        # here, since the block outlives the forward pass of the segment.
         for name in makes:
             inside.hold(self.keys[name], {"made": self.fresh.get(self.keys[name], 0)})
         if call.leads_back:
@@ -181,12 +180,6 @@ class SegmentCounter:
         (part,) = self.names[value.name]
         read.append(part)
         return self.scope[value.name]
-
-    def _get_local_tensor(self, part: str) -> LocalTensor:
-        if part in self.scope:
-            return self.scope[part]  # type: ignore[return-value]
-        whole, _, index = part.rpartition("[")
-        return self.scope[whole][int(index[:-1])]  # type: ignore[index]
 
     def _add_results(self, call: _SegmentCall) -> None:
         """Register the results of a call, their memory keys, and the sizes of newly allocated memory."""
@@ -227,6 +220,8 @@ class SegmentCounter:
         # At the start of backward the outputs and the saved tensors are held; only memory beyond these counts.
         start = ledger.peak = ledger.total
         grads = GradientTracker(ledger, {part for name in self.segment.outputs for part in self.names[name]})
+        # Autograd visits the calls in reverse, and each receives the finished gradients of its results. A call whose
+        # results nobody reads on the way to the outputs receives none, and is not visited.
         for call in reversed(calls):
             if any(name in grads.arrived for name in call.makes):
                 whole = call.effect.made[0].local.spec.bytes
@@ -236,13 +231,9 @@ class SegmentCounter:
                         grads.add(name, local.spec.bytes, call.makes if passes else ())
                         grads.parts.update({name} if passes and local.spec.bytes < whole else ())
                 # A convolution or product needs a contiguous gradient: a part of a larger gradient is copied first.
-                copied = (
-                    whole
-                    if classify_kernel(call.op.kernel, call.effect.flops) in BY_ARITHMETIC
-                    and call.makes[0] in grads.parts
-                    else 0
-                )
+                copied = whole if call.is_arithmetic and call.makes[0] in grads.parts else 0
                 ledger.add_transient(back=call.effect.back_bytes + copied)
+                # Autograd frees as it goes: the gradients of the results, and what this call has saved.
                 grads.release(call.makes)
                 for key in self._get_saved_keys(call):
                     ledger.release(key)
@@ -260,9 +251,12 @@ def build_op_tally(kernel: str, arguments: Sequence[Any], keywords: Mapping[str,
 def _make_op_tally(kernel: str, effect: KernelEffect, locals_: Sequence[LocalTensor]) -> OpTally:
     shapes = [local.spec.shape for local in locals_]
     made = [each.local.spec for each in effect.made]
+    # A view costs neither arithmetic nor traffic, only the call itself.
     views = not made or effect.made[0].shares is not None
     kind = classify_kernel(kernel, effect.flops)
     matrices = kind in BY_ARITHMETIC
+    # What counts are gradients that cost work: one that is passed on costs none, and that of a bias next to none beside
+    # a convolution's.
     gradients = sum(
         local.needs_gradient and index not in effect.passes and (len(local.spec.shape) > 1 or not matrices)
         for index, local in enumerate(locals_)

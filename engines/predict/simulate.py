@@ -6,8 +6,9 @@ import heapq
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from random import Random
 
 from engines.errors import PlanError
@@ -21,13 +22,13 @@ from engines.predict.actions import (
     WaitMessage,
 )
 from engines.predict.all_reduce_cost import AllReduceCost
-from engines.predict.core_scheduler import CoreScheduler, DedicatedCores, SharedCores
+from engines.predict.core_scheduler import DedicatedCores, SharedCores
 from engines.predict.cost import CostModel, build_step_actions
 from engines.predict.links import BackgroundAllReduce, LinkQueues
 from engines.predict.machine import Link, Machine
 from engines.predict.tallies import RankTally
 from engines.program.instructions import Phase
-from engines.program.program import Program, Step
+from engines.program.program import Program
 from engines.program.timeline import Timeline, TimelineEvent
 from engines.program.traffic import count_step_traffic
 
@@ -54,11 +55,12 @@ def simulate(
     long as for all of them. Raises PlanError if ranks would wait for ever.
     """
     prices = CostModel.from_machine(machine)
+    # All replicas run the same programs: the costs of a rank's steps are computed once, and its copies share them.
     ranks = [
         (
             program,
             build_step_actions(program, tally, prices, count, again, away),
-            [_count_sent_bytes(step) for step in program.steps],
+            [sum(part.bytes for part in count_step_traffic(step)) for step in program.steps],
         )
         for program, tally, count in zip(programs, tallies, threads, strict=True)
     ]
@@ -66,10 +68,6 @@ def simulate(
     counts = {lane.rank: count for lane, count in zip(lanes, list(threads) * copies, strict=True)}
     processors = SharedCores(prices.machine, counts) if prices.machine.cores else DedicatedCores()
     return _Simulation(lanes, processors, prices, len(programs)).run()
-
-
-def _count_sent_bytes(step: Step) -> int:
-    return sum(part.bytes for part in count_step_traffic(step))
 
 
 @dataclass
@@ -107,6 +105,7 @@ class _RankState:
 
     def end_step(self, now: float) -> None:
         step = self.program.steps[self.step]
+        # In a timeline of several replicas, each has micro-batches of its own; they meet in the update.
         if self.copy and step.phase is not Phase.UPDATE:
             step = replace(step, micro_batch=step.micro_batch + self.copy * len(self.program.directions))
         self.events.append(TimelineEvent.of(self.rank, step, self.began_s, now, self.sent[self.step], self.waited_s))
@@ -129,27 +128,26 @@ class _AllReduceState:
 Route = tuple[int, int, int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class _MessageArrival:
-    """Event: a message reaches the link of its receiver's node."""
-
-    route: Route
-    link: Link
-    bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class _DelayedRank:
-    """Event: a rank resumes after the delay `resume_s`, which it incurred because others had all cores."""
-
-    rank: int
-
-
 class _Simulation:
     """The event loop: advances every rank that can run, then moves time to the next end, arrival or all-reduce."""
 
+    # A message between two nodes:
+    #
+    #   sender    PostSend                              the rank continues at once
+    #                └─ link "out" ──> _pass_on
+    #                                     └─ link "in" ──> arrived[route]
+    #   receiver            WaitMessage . . . . . . . . . . . . └─> _end_wait
+    #
+    # Whichever comes first leaves a note for the other: a message in `arrived`, with the time at which it can be read,
+    # a waiting rank in `expected`. Routes count the messages of one sender, receiver and tag, so that they match in
+    # order, as they do in MPI.
+
     def __init__(
-        self, lanes: Sequence[_RankState], processors: CoreScheduler, prices: CostModel, replica_ranks: int
+        self,
+        lanes: Sequence[_RankState],
+        processors: DedicatedCores | SharedCores,
+        prices: CostModel,
+        replica_ranks: int,
     ) -> None:
         self.lanes = {lane.rank: lane for lane in lanes}
         self.processors, self.prices, self.replica_ranks = processors, prices, replica_ranks
@@ -159,10 +157,15 @@ class _Simulation:
         self.arrived: dict[Route, float] = {}
         self.expected: dict[Route, int] = {}
         self.sums: dict[Hashable, _AllReduceState] = {}
-        self.later: list[tuple[float, int, int | _DelayedRank | _MessageArrival | _AllReduceState]] = []
+        self.later: list[tuple[float, int, Callable[[], None]]] = []
         self.count = 0
 
     def run(self) -> Timeline:
+        # Time stands still while ranks run, and moves when none is ready:
+        #
+        #   ready ranks run, until each computes or waits ──> now = the earliest end of work, or event
+        #        ^                                                     │
+        #        └──────── ranks whose work or wait is over <──────────┘
         while True:
             # Run all ready ranks before time advances: their sends and joins may schedule earlier events.
             while self.ready:
@@ -174,30 +177,29 @@ class _Simulation:
             # The cores advance first, so that the events at `now` see the state of the cores at that time.
             self.ready.extend(self.processors.advance_to(self.now))
             while self.later and self.later[0][0] <= self.now:
-                self._handle_event(heapq.heappop(self.later)[2])
-        self._check_done()
+                heapq.heappop(self.later)[2]()
+        # Nothing more will happen: a rank that is not at its end waits for a message or all-reduce that never comes.
+        if stuck := [lane for lane in self.lanes.values() if not lane.done]:
+            lane = stuck[0]
+            step = lane.program.steps[lane.step]
+            ranks = ", ".join(str(each.rank) for each in stuck)
+            raise PlanError(
+                f"The programs would wait for ever: ranks {ranks} wait, rank {lane.rank} in step {lane.step} "
+                f"({step.instruction.name}, {step.phase.value}) for what no rank sends. Compile all ranks' programs "
+                "from one plan, and give all of them."
+            )
         return Timeline.of(lane.events for lane in self.lanes.values())
 
-    def _schedule(self, then: float, what: int | _DelayedRank | _MessageArrival | _AllReduceState) -> None:
+    def _schedule(self, then: float, event: Callable[[], None]) -> None:
         self.count += 1  # ties in time are broken by the order of scheduling, which keeps the simulation deterministic
-        heapq.heappush(self.later, (then, self.count, what))
+        heapq.heappush(self.later, (then, self.count, event))
 
-    def _handle_event(self, what: int | _DelayedRank | _MessageArrival | _AllReduceState) -> None:
-        """Resume a rank, pass a message on to its second link, or complete an all-reduce that has not been delayed."""
-        if isinstance(what, _MessageArrival):
-            seconds = what.bytes / what.link.bytes_per_s
-            start_s = self.links.schedule_message(what.route[1], "in", seconds, self.now)
-            self._record_arrival(what.route, start_s + seconds + what.link.latency_s)
-        elif isinstance(what, _AllReduceState):
-            self._end_all_reduce(what)
-        elif isinstance(what, _DelayedRank):
-            self.ready.append(what.rank)
-        # A rank whose wait is over resumes late if other ranks occupy all cores: an event of type int becomes a
-        # `_DelayedRank`, which is not delayed again.
-        elif self.machine.resume_s and self.processors.is_saturated(what):
-            self._schedule(self.now + self.machine.resume_s, _DelayedRank(what))
+    def _end_wait(self, rank: int) -> None:
+        """Resume a rank whose wait is over, or delay it by `resume_s` because others occupy all cores."""
+        if self.machine.resume_s and self.processors.is_saturated(rank):
+            self._schedule(self.now + self.machine.resume_s, partial(self.ready.append, rank))
         else:
-            self.ready.append(what)
+            self.ready.append(rank)
 
     def _advance_rank(self, lane: _RankState) -> None:
         """Run the actions of a rank until it computes or waits."""
@@ -222,7 +224,13 @@ class _Simulation:
                 self._post_send(_shift_route(route, lane.shift), count)
                 return True
             case WaitMessage(route):
-                return self._wait_message(lane.rank, _shift_route(route, lane.shift))
+                route = _shift_route(route, lane.shift)
+                then = self.arrived.pop(route, None)
+                if then is None:
+                    self.expected[route] = lane.rank
+                elif then > self.now:
+                    self._schedule(then, partial(self._end_wait, lane.rank))
+                return then is not None and then <= self.now
             case CopyMessage(route, count):
                 here = self.machine.needs_core_copy(*_shift_route(route, lane.shift)[:2])
                 return not here or self._start_work(lane, ComputeWork(count / self.machine.bytes_per_s))
@@ -230,25 +238,23 @@ class _Simulation:
                 self._join_all_reduce(self._get_all_reduce(lane, action))
                 return True
             case WaitAllReduce():
-                return self._wait_all_reduce(lane.rank, self._get_all_reduce(lane, action))
+                total = self._get_all_reduce(lane, action)
+                if not total.complete:
+                    total.waiting.append(lane.rank)
+                return total.complete
 
     def _start_work(self, lane: _RankState, work: ComputeWork) -> bool:
         if work.seconds > 0:
             jitter = self.machine.jitter
+            # An exponential share with mean 1 keeps the mean duration, but of several ranks the slowest counts.
             drawn = work.scale(1 - jitter + jitter * lane.random.expovariate(1.0)) if jitter else work
             self.processors.start(lane.rank, drawn, self.now)
         return work.seconds <= 0
 
-    def _wait_message(self, rank: int, route: Route) -> bool:
-        then = self.arrived.pop(route, None)
-        if then is None:
-            self.expected[route] = rank
-        elif then > self.now:
-            self._schedule(then, rank)
-        return then is not None and then <= self.now
-
     def _post_send(self, route: Route, count: int) -> None:
         link = self.links.find_link(route[0], route[1])
+        # A send never blocks. How long the message is under way depends on links that other messages use, too, so that
+        # its arrival is an event of its own.
         if link is None:
             # The receiver's core copies the bytes (`CopyMessage`) where ranks share a host; then only the latency
             # counts here.
@@ -258,11 +264,17 @@ class _Simulation:
             # Cut-through: the second link sees the beginning of the message as soon as the first link starts to send
             # it.
             start_s = self.links.schedule_message(route[0], "out", count / link.bytes_per_s, self.now)
-            self._schedule(start_s, _MessageArrival(route, link, count))
+            self._schedule(start_s, partial(self._pass_on, route, link, count))
+
+    def _pass_on(self, route: Route, link: Link, count: int) -> None:
+        """Send a message from another node through the link of its receiver's node."""
+        seconds = count / link.bytes_per_s
+        start_s = self.links.schedule_message(route[1], "in", seconds, self.now)
+        self._record_arrival(route, start_s + seconds + link.latency_s)
 
     def _record_arrival(self, route: Route, then: float) -> None:
         if route in self.expected:
-            self._schedule(then, self.expected.pop(route))
+            self._schedule(then, partial(self._end_wait, self.expected.pop(route)))
         else:
             self.arrived[route] = then
 
@@ -288,37 +300,22 @@ class _Simulation:
         cost = total.cost
         if total.behind:
             total.passing = self.links.schedule_background(total.here, cost.carried_s, cost.crosses, self.now)
-            self._schedule(total.passing.end_s + cost.latency_s, total)
+            self._schedule(total.passing.end_s + cost.latency_s, partial(self._end_all_reduce, total))
         else:
+            # All ranks wait for it, so that it takes its turn on the links like any message. Within a node, all-reduces
+            # of different groups do not meet.
             start_s = self.links.schedule_all_reduce(total.here, cost.carried_s, self.now) if cost.crosses else self.now
-            self._schedule(start_s + cost.carried_s + cost.latency_s, total)
+            self._schedule(start_s + cost.carried_s + cost.latency_s, partial(self._end_all_reduce, total))
 
     def _end_all_reduce(self, total: _AllReduceState) -> None:
-        # Foreground traffic that used the links in the meantime has delayed a background all-reduce: check again later.
+        # Foreground traffic that used the links in the meantime has delayed a background all-reduce: look again later.
         more_s = self.links.update_delay(total.passing) if total.passing else 0.0
         if more_s > 0:
-            self._schedule(self.now + more_s, total)
+            self._schedule(self.now + more_s, partial(self._end_all_reduce, total))
         else:
             total.complete = True
             for rank in total.waiting:
-                self._schedule(self.now, rank)
-
-    def _wait_all_reduce(self, rank: int, total: _AllReduceState) -> bool:
-        if not total.complete:
-            total.waiting.append(rank)
-        return total.complete
-
-    def _check_done(self) -> None:
-        stuck = [lane for lane in self.lanes.values() if not lane.done]
-        if stuck:
-            lane = stuck[0]
-            step = lane.program.steps[lane.step]
-            ranks = ", ".join(str(each.rank) for each in stuck)
-            raise PlanError(
-                f"The programs would wait for ever: ranks {ranks} wait, rank {lane.rank} in step {lane.step} "
-                f"({step.instruction.name}, {step.phase.value}) for what no rank sends. Compile all ranks' programs "
-                "from one plan, and give all of them."
-            )
+                self._schedule(self.now, partial(self._end_wait, rank))
 
 
 def _shift_route(route: Route, shift: int) -> Route:

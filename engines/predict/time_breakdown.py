@@ -20,6 +20,7 @@ def compute_time_shares(timeline: Timeline) -> Mapping[str, float]:
         kind = "compute" if event.kind in WORK else "sums" if event.kind == "all-reduce" else "messages"
         found[kind] += event.busy_s
         found[f"waiting for {'sums' if kind == 'sums' else 'messages'}"] += event.wait_s
+    # Events do not cover all of a rank's time. What is missing is waiting, so that the shares add up to 1.
     whole = len(timeline.ranks) * timeline.seconds
     parts = {kind: seconds / whole for kind, seconds in found.items()}
     parts["waiting for messages"] += max(0.0, 1 - sum(parts.values()))  # between instructions, or after the rank's end

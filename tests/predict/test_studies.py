@@ -8,7 +8,6 @@ import pytest
 
 from engines.errors import PlanError
 from engines.plan import Plan
-from engines.predict import limits
 from engines.predict.capabilities import capabilities, select_plans
 from engines.predict.forecast import forecast
 from engines.predict.limits import largest_image
@@ -82,7 +81,7 @@ def test_limits_at_the_ends(monkeypatch):
     assert none.next_bytes > 100
     all_of_them = largest_image(MODEL, ONE, SMALL, most_px=128, step_px=64, rank_bytes=1 << 30)
     assert (all_of_them.size_px, all_of_them.next_bytes) == (128, None)
-    monkeypatch.setattr(limits, "START_PX", 16)  # 16 rows of pixels cannot be cut so
+    monkeypatch.setattr("engines.predict.limits.START_PX", 16)  # 16 rows of pixels cannot be cut so
     found = largest_image(MODEL, Plan(split_size=1, slice_method="40x1"), SMALL, step_px=16)
     assert found.bytes <= ROOM < found.next_bytes
     with pytest.raises(PlanError, match=r"is not known\. Say it: rank_bytes="):
