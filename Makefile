@@ -15,15 +15,14 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 # The rooms whose files import the standard library and numpy only: checked strictly, their examples run.
-PURE := $(wildcard engines/errors.py engines/html_table.py engines/supervisor.py engines/plan_options.py engines/output.py engines/regular_file.py engines/start.py engines/status_board.py \
-	engines/plan.py engines/layout.py engines/layer/graph.py engines/spatial/tiles.py engines/spatial/windows.py engines/spatial/moves.py engines/pipeline/*.py engines/program/instructions.py \
-	engines/program/program.py engines/program/staging.py engines/program/timeline.py engines/program/traffic.py engines/checkpoint/checkpoint_errors.py engines/comm/value_codec.py engines/comm/all_reduce_sizes.py engines/offload/min_bytes.py \
-	engines/predict/actions.py engines/predict/interpolation.py engines/predict/kernel_classes.py engines/predict/run_queue.py engines/predict/cost.py engines/predict/devices.py \
-	engines/predict/machine_lookup.py engines/predict/parallelism.py engines/predict/memory_tracker.py engines/predict/links.py \
-	engines/predict/machine.py engines/predict/machines.py engines/predict/noise.py engines/predict/machine_schema.py engines/predict/core_scheduler.py engines/predict/time_breakdown.py \
-	engines/predict/simulate.py engines/predict/all_reduce_cost.py engines/predict/tallies.py engines/predict/memory_simulation.py \
-	engines/replica/asynchrony.py engines/replica/version_tracker.py \
-	engines/formatting.py engines/working_folder.py)
+PURE := engines/train/checkpoint_folder.py engines/errors.py engines/formatting.py engines/comm/supervisor.py engines/cli/plan_options.py engines/plan.py \
+	engines/spatial/layout.py engines/graph/model_graph.py engines/comm/output.py engines/images/regular_file.py engines/comm/start.py \
+	engines/spatial/tiles.py engines/spatial/windows.py engines/program/schedule.py engines/program/schedule_rules.py \
+	engines/program/schedule_simulation.py engines/program/make_schedule.py engines/program/instructions.py engines/program/program.py \
+	engines/program/traffic.py engines/program/timeline.py engines/comm/subgroup.py engines/comm/all_reduce_sizes.py engines/predict/actions.py \
+	engines/predict/machine.py engines/predict/tallies.py engines/predict/cores.py engines/predict/cost.py engines/predict/machines.py \
+	engines/predict/parallelism.py engines/predict/memory_simulation.py engines/predict/links.py engines/predict/noise.py engines/predict/machine_schema.py \
+	engines/predict/simulate.py engines/train/asynchrony.py engines/comm/status_board.py
 
 # Tests that measure no time, and seldom start processes, may run beside each other.
 SIDE_BY_SIDE := $(addprefix tests/,draw images layer loss models pipeline program spatial)

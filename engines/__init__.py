@@ -2,7 +2,7 @@
 
 import sys
 
-from engines.working_folder import is_deleted
+from engines.errors import is_deleted
 
 if "torch" not in sys.modules and is_deleted():
     raise ImportError(

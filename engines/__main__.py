@@ -8,6 +8,6 @@ import sys
 if sys.argv[1:2] == ["predict"]:  # torch reads this when it is imported; see `keep_memory_tight`
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
-from engines.command import main
+from engines.cli.command import main
 
 sys.exit(main(sys.argv[1:]))

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from engines.errors import PlanError
-from engines.html_table import format_html_table
-from engines.pipeline.rules import SCHEDULES, ScheduleRule, get_schedule_rule
+from engines.formatting import format_html_table
+from engines.program.schedule_rules import SCHEDULES, ScheduleRule, get_schedule_rule
 from engines.spatial.tiles import Grid
 
 __all__ = ["HALF", "OPTIONS", "PRECISIONS", "Plan", "PlanOption"]

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-from engines.checkpoint.to_plain_torch import optimiser_state, scheduler_state
 from engines.images.augmented import Augmented
 from engines.images.folder import folder_images
 from engines.images.picture import open_image
 from engines.images.tables import table_images
 from engines.plan import Plan
-from engines.predict.capabilities import capabilities
-from engines.predict.limits import largest_image
-from engines.predict.scaling import scaling
-from engines.predict.sizes import Sizes
+from engines.predict.sizes import Sizes, largest_image
+from engines.predict.studies import capabilities, scaling
+from engines.train.checkpoint_load import optimiser_state, scheduler_state
 from mpi4dl_nb.cluster import Cluster
 from mpi4dl_nb.draw.asynchrony import show_asynchrony
-from mpi4dl_nb.draw.capabilities import show_capabilities
 from mpi4dl_nb.draw.memory import show_memory
 from mpi4dl_nb.draw.rank_map import show_ranks
-from mpi4dl_nb.draw.scaling import show_limits, show_scaling
+from mpi4dl_nb.draw.scaling import show_capabilities, show_limits, show_scaling
 from mpi4dl_nb.draw.schedule import show_schedule
 from mpi4dl_nb.draw.slicing import show_slicing
 from mpi4dl_nb.draw.stepper import show_step
-from mpi4dl_nb.draw.timeline import show_timeline
-from mpi4dl_nb.draw.traffic import show_traffic
+from mpi4dl_nb.draw.timeline import show_timeline, show_traffic
 from mpi4dl_nb.plan_forecast import forecast
 from mpi4dl_nb.plan_tuner import tune
-from mpi4dl_nb.training import Training
+from mpi4dl_nb.training.training import Training
 from mpi4dl_nb.widgets.configurator import Configurator
 from mpi4dl_nb.widgets.monitor import Monitor
 from mpi4dl_nb.widgets.slicer import Slicer

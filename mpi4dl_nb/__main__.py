@@ -11,11 +11,10 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from engines.cli.options import FlagParser, parse_positive
 from engines.errors import PlanError, RankError
-from engines.options import FlagParser, parse_positive
-from mpi4dl_nb.launch.engine_command import make_engine_command
-from mpi4dl_nb.launch.exec_launcher import exec_launcher
-from mpi4dl_nb.launch.preflight import check_command
+from mpi4dl_nb.launch.exec_launcher import exec_launcher, make_engine_command
+from mpi4dl_nb.launch.startup_monitor import check_command
 
 __all__ = ["main"]
 

@@ -18,11 +18,11 @@ import psutil
 import torch
 
 from engines.comm.cgroup_limits import count_cores
-from engines.images.synthetic import SyntheticImages
+from engines.images.dataset import SyntheticImages
 from engines.models import resnet20_v1
-from engines.training_events import EpochResult, SkippedImage, StepResult
+from engines.train.training_events import EpochResult, SkippedImage, StepResult
 from mpi4dl_nb import Cluster, Monitor, Plan, Training
-from mpi4dl_nb.fit_run import History
+from mpi4dl_nb.training.fit_run import History
 
 __all__ = ["main"]
 

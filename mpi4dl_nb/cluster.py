@@ -13,26 +13,30 @@ from typing import Any, NoReturn
 
 from engines.comm.cgroup_limits import count_cores
 from engines.comm.device import compute_threads_per_rank
+from engines.comm.notebook_imports import pack
+from engines.comm.rank_server import recover, recover_and_reset
 from engines.errors import Mpi4dlError, PlanError, RankError
-from engines.html_table import format_html_table
-from engines.packing import pack
+from engines.formatting import format_html_table
 from engines.predict.machine import Machine
-from engines.rank_server import recover, recover_and_reset
-from mpi4dl_nb.calibrate_cluster import calibrate_cluster
-from mpi4dl_nb.calibration_cache import CalibrationCache
-from mpi4dl_nb.launch.allocation import choose_hosts
-from mpi4dl_nb.launch.backend import choose_backend
-from mpi4dl_nb.launch.loopback_ranks import LoopbackRanks
+from mpi4dl_nb.calibrate_cluster import CalibrationCache, calibrate_cluster
+from mpi4dl_nb.launch.hosts import choose_hosts
+from mpi4dl_nb.launch.loopback_ranks import LoopbackRanks, SingleThreadRanks
+from mpi4dl_nb.launch.mpi_library import choose_backend
 from mpi4dl_nb.launch.mpi_ranks import MpiRanks
 from mpi4dl_nb.launch.multi_host import HostLost
-from mpi4dl_nb.launch.single_thread import SingleThreadRanks
-from mpi4dl_nb.notebook_cleanup import watch_notebook
-from mpi4dl_nb.output_printer import OutputPrinter
-from mpi4dl_nb.owned_ranks import OwnedRanks, count_alive_ranks, get_running_clusters
-from mpi4dl_nb.public_names import get_public_names
+from mpi4dl_nb.launch.rank_output import OutputPrinter
+from mpi4dl_nb.owned_ranks import OwnedRanks, count_alive_ranks, get_running_clusters, watch_notebook
 from mpi4dl_nb.remote_call import Ranks, RemoteCall
 
-__all__ = ["HELP", "Cluster"]
+__all__ = ["HELP", "Cluster", "get_public_names"]
+
+# Names that completion offers for the public objects.
+
+
+def get_public_names(thing: object) -> list[str]:
+    """Return the sorted names of an object without private ones."""
+    return sorted(name for name in object.__dir__(thing) if not name.startswith("_"))
+
 
 _BACKENDS: dict[str, Callable[[int], Ranks]] = {
     "mpi": MpiRanks,
@@ -203,7 +207,7 @@ class Cluster:
     ) -> list[Any]:
         """Run `function(host, *args, *per_rank[rank])` on every rank at once and return the results in rank order.
 
-        `host` is the rank's own `engines.rank_server.RankServer`. Functions may be defined in a cell. If a rank fails,
+        `host` is the `RankServer` of the rank. Functions may be defined in a cell. If a rank fails,
         the other ranks stop waiting, and its error is raised within a second, with `rank` and `remote_traceback`.
         """
         parts = [()] * self.n if per_rank is None else list(per_rank)

@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 
 from engines.comm.cgroup_limits import count_cores
-from engines.images.crops import StainCrops
 from engines.images.picture import open_image
-from engines.images.samples import immunohistochemistry
+from engines.images.stains import StainCrops, immunohistochemistry
 from engines.models import resnet110_v2
-from engines.oracle import ReferenceTraining
+from engines.train.oracle import ReferenceTraining
 from mpi4dl_nb import Cluster, Plan, Training, show_slicing, show_timeline
 
 __all__ = ["main"]

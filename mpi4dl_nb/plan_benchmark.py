@@ -9,16 +9,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from engines.bench.live_bytes import LiveBytes
-from engines.bench.verify import make_batches
 from engines.comm.streams import wait_for_device
 from engines.errors import Mpi4dlError
+from engines.predict.live_bytes import LiveBytes
 from engines.program.compile import compile_plan
 from engines.program.worker import Inputs
-from engines.training import RankTraining, Recipe, cut_inputs
+from engines.train.training import RankTraining, Recipe, cut_inputs
+from engines.train.verify import make_batches
 
 if TYPE_CHECKING:
-    from engines.rank_server import RankServer
+    from engines.comm.rank_server import RankServer
     from mpi4dl_nb.cluster import Cluster
 
 __all__ = ["Measurement", "PlanTrial", "ProgressCallback", "ignore_progress", "run_interleaved"]

@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from engines.layer.graph import ModelGraph
+from engines.graph.model_graph import ModelGraph
+from engines.graph.trace_cache import TraceCache
 from engines.plan import Plan
-from engines.predict.forecast import Forecast, forecast
+from engines.predict.forecast import Forecast, RankLoad, count_load, forecast, with_memory, with_time
 from engines.predict.machine import Machine
-from engines.predict.rank_load import RankLoad, count_load, with_memory, with_time
 from engines.program.compile import compile_plan
 from engines.program.program import Program
-from engines.trace_cache import TraceCache
 from mpi4dl_nb.cluster import Cluster
 
 __all__ = ["ClusterFit", "CompiledPlan", "PlanCache", "describe_cluster_fit", "pause_gc"]

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from engines.graph.trace_cache import Loss
 from engines.plan import Plan
 from engines.predict import forecast as predicted
 from engines.predict.forecast import Forecast
 from engines.predict.machine import Machine
-from engines.predict.machine_lookup import resolve_machine
+from engines.predict.machines import resolve_machine
 from engines.predict.sizes import Sizes
-from engines.trace_cache import Loss
-from engines.training import Optimiser, sgd
+from engines.train.training import Optimiser, sgd
 from mpi4dl_nb.plan_tuner import count_optimiser_states
 
 __all__ = ["forecast"]

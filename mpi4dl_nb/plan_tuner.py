@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from engines.errors import PlanError
-from engines.layer.graph import ModelGraph, TensorSpec
-from engines.optimiser_trial import count_states
-from engines.optimisers import collect_parameter_specs
+from engines.graph.model_graph import ModelGraph, TensorSpec
 from engines.plan import Plan
 from engines.predict.explain import Explanation, explain
 from engines.predict.forecast import Forecast, compute_throughput
 from engines.predict.machine import Machine
 from engines.predict.search import search
-from engines.training import Loss, Optimiser, Recipe, prepare, sgd, trace_model
+from engines.train.optimiser_trial import count_states
+from engines.train.optimisers import collect_parameter_specs
+from engines.train.training import Loss, Optimiser, Recipe, prepare, sgd, trace_model
 from mpi4dl_nb.plan_benchmark import Measurement, PlanTrial, ProgressCallback, ignore_progress, run_interleaved
 
 if TYPE_CHECKING:

@@ -27,9 +27,8 @@ from typing import Any
 
 import psutil
 
+from engines.comm.notebook_imports import NotebookImports, SourceVersion, pack
 from engines.errors import PlanError
-from engines.notebook_imports import NotebookImports, SourceVersion
-from engines.packing import pack
 
 __all__ = ["UserModules", "is_user_module"]
 

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from engines.comm.loopback import LoopbackWorld, run_ranks
-from engines.layer.graph import TensorSpec
-from engines.layer.model_output import collect_tensors, get_prediction
-from engines.layer.trace import MODEL
+from engines.graph.model_graph import TensorSpec
+from engines.graph.trace import MODEL
+from engines.graph.traceability import collect_tensors, get_prediction
 from engines.plan import Plan
 from engines.program.compile import Compiler
 from engines.program.worker import Worker
 from engines.spatial.rng import CounterRNGMode
 from engines.spatial.tiles import Tile
-from engines.training import Loss, cut_inputs, prepare
+from engines.train.training import Loss, cut_inputs, prepare
 
 Same = Callable[[Tensor, Tensor], bool]
 close: Same = partial(torch.allclose, rtol=1e-12, atol=1e-12)

@@ -23,8 +23,7 @@ from scipy.stats import kendalltau
 from torch import nn
 
 from engines.errors import RankError
-from engines.models import resnet20_v1
-from engines.models.unet import UNet
+from engines.models import UNet, resnet20_v1
 from engines.plan import Plan
 from engines.predict.forecast import Forecast, forecast
 from engines.predict.machine import Machine

@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from engines.comm.loopback import LoopbackWorld, run_ranks
-from engines.images.crops import StainCrops
-from engines.images.samples import immunohistochemistry
+from engines.images.stains import StainCrops, immunohistochemistry
 from engines.models import resnet20_v1
 from engines.plan import Plan
-from engines.training import RankTraining, Recipe, prepare
+from engines.train.training import RankTraining, Recipe, prepare
 
 PRECISIONS = ("float32", "bfloat16")
 Batch = tuple[Tensor, Tensor]

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from engines import options
-from engines.bench.verify import verify
+from engines.cli import options
+from engines.cli.model_options import build_model
 from engines.comm.mpi import MpiWorld
-from engines.layer.graph import TensorSpec
-from engines.model_options import build_model
-from engines.training import Recipe, prepare
+from engines.graph.model_graph import TensorSpec
+from engines.train.training import Recipe, prepare
+from engines.train.verify import verify
 from tests.stock import LOSSES
 
 __all__ = ["judged"]

@@ -23,7 +23,7 @@ from torch import nn
 
 from engines.images.dataset import to_network_input
 from engines.images.picture import Picture, open_image
-from engines.models.unet import UNet
+from engines.models import UNet
 from tests.mpi import mpi_command, mpi_environment
 
 RANKS, LEVELS, TILE, REGION, MARGIN, REGIONS = 4, 4, 512, 1024, 64, 10
@@ -100,7 +100,7 @@ def main(arguments: Sequence[str]) -> int:
         weights, slide, answer = (Path(scratch, name) for name in ("unet.safetensors", "slide.tif", "classes.tif"))
         model = segmenter(weights)
         make_slide(slide, chosen.side_px - MARGIN, chosen.side_px)
-        command = ["-m", "engines", "predict", "--model", "engines.models.unet:UNet", "--num-classes", CLASSES]
+        command = ["-m", "engines", "predict", "--model", "engines.models:UNet", "--num-classes", CLASSES]
         command += ["--model-args", json.dumps(ARGUMENTS), "--weights", weights, "--image", slide, "--to", answer]
         command = mpi_command(RANKS, *command, "--memory-mb", chosen.memory_mb)
         told = subprocess.run(command, env=mpi_environment(), stdout=subprocess.PIPE, text=True, check=True).stdout

@@ -22,16 +22,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from engines.images.annotations import write_boxes_table, write_masks_table
-from engines.images.dataset import LabelledImages
-from engines.images.subset import Subset
+from engines.images.dataset import LabelledImages, Subset
+from engines.images.folder import write_boxes_table, write_masks_table
 from engines.images.tables import table_images
-from engines.metrics import count_predictions
-from engines.models import resnet20_v1
-from engines.models.unet import UNet
+from engines.models import UNet, resnet20_v1
 from engines.spatial.tiles import Tile
+from engines.train.training_events import count_predictions
 from mpi4dl_nb import Cluster, Plan, Training
-from mpi4dl_nb.fit_run import History
+from mpi4dl_nb.training.fit_run import History
 
 ROOT = Path(__file__).parents[1]
 SIZE = 1024, 1360  # of a picture of BreCaHAD

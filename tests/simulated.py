@@ -17,14 +17,14 @@ import torch
 from torch import nn
 
 from engines.errors import PlanError
+from engines.graph.trace_cache import TraceCache
 from engines.models import amoebanetd, resnet20_v1, resnet110_v2
 from engines.plan import Plan
 from engines.predict.forecast import forecast
-from engines.predict.kernel_classes import BY_ARITHMETIC, CLASSES
 from engines.predict.machine import Link, Machine, Speed
 from engines.predict.machines import MACHINES
 from engines.predict.search import SearchResult, generate_plans, search
-from engines.trace_cache import TraceCache
+from engines.predict.tallies import BY_ARITHMETIC, CLASSES
 
 MADE_UP = Machine(
     "made up: 6 devices on a node", "round numbers of the size of those of a V100 with NVLink and two rails",

@@ -25,7 +25,7 @@ import pytest
 
 from engines.errors import RankError
 from mpi4dl_nb.cluster import Cluster
-from mpi4dl_nb.launch import mpi_library, mpi_ranks, reaper, startup_monitor
+from mpi4dl_nb.launch import mpi_library, mpi_ranks, reaper_process, startup_monitor
 
 CASES: dict[str, Case] = {}
 OPEN: list[socket.socket] = []
@@ -158,7 +158,7 @@ def no_more_processes(patch, folder):
         raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
     mpi_library.find_mpi_library(mpi_ranks.find_mpiexec())  # asked before, as in a notebook that goes on
-    patch.setattr(reaper.Reaper, "_start", refused)
+    patch.setattr(reaper_process.Reaper, "_start", refused)
     return 2
 
 

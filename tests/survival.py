@@ -24,7 +24,7 @@ from pathlib import Path
 
 import psutil
 
-from engines.checkpoint.folder import list_checkpoints
+from engines.train.checkpoint_folder import list_checkpoints
 from tests.mpi import TRIES, has_begun, mpi_command, mpi_environment
 
 RANKS, EPOCHS, STEPS = 3, 2, 6

@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engines import command, options
+from engines.cli import command, options
 from engines.comm.device import choose_device
 from engines.errors import ImageError, PlanError, RankError, TraceError
 from engines.images.arrays import ArrayPicture
 from engines.inference.padded_region import make_padded_region
-from engines.layout import check_fits
 from engines.plan import Plan
+from engines.spatial.layout import check_fits
 from tests.fuzz.commands import OneOfMany, run, write_files
 
 ROOT = Path(__file__).parents[1]

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_plan import CONTRADICTIONS, REFUSED
 
+from engines.cli.plan_options import find_plan_option, find_plan_options, format_value, parse_value
 from engines.errors import Mpi4dlError
 from engines.models import resnet20_v1
 from engines.plan import OPTIONS, Plan
-from engines.plan_options import find_plan_option, find_plan_options, format_value, parse_value
-from engines.training import prepare
+from engines.train.training import prepare
 
 WRONG = {kind: case[0] for kind, case in {**REFUSED, **CONTRADICTIONS}.items()}
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.errors import PlanError
-from engines.layout import Layout, Role, check_fits
 from engines.plan import Plan
+from engines.spatial.layout import Layout, Role, check_fits
 from engines.spatial.tiles import Grid
 
 grids = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), max_size=3)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engines.metrics import Counts, count_predictions, sum_counts
+from engines.train.training_events import Counts, count_predictions, sum_counts
 
 
 def brute(scores: Tensor, labels: Tensor, classes: int) -> list[tuple[int, ...]]:

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from engines import options, train_options
 from engines.bench.halo_case import make_halo_setup
+from engines.cli import options, train_command
 from engines.comm.loopback import run_ranks
 from engines.comm.world import World
+from engines.images.dataset import SyntheticImages
 from engines.images.loader import LoaderOptions
-from engines.images.synthetic import SyntheticImages
-from engines.train_loop import CollectiveTrainLoop, RankTrainLoop, run
-from engines.training import RankTraining, Recipe, count_step_images
-from engines.training_events import StepResult
+from engines.train.train_loop import CollectiveTrainLoop, RankTrainLoop, run
+from engines.train.training import RankTraining, Recipe, count_step_images
+from engines.train.training_events import StepResult
 
 README = Path(__file__).parents[1] / "README.md"
 ROW = re.compile(
@@ -35,7 +35,7 @@ def test_every_kind_of_the_predecessors_benchmarks_is_there():
 
 @pytest.mark.parametrize(("name", "flags", "ranks"), TRAININGS)
 def test_a_row_needs_the_ranks_that_it_names(name: str, flags: str, ranks: int):
-    assert options.make_plan(train_options.make_train_parser().parse_args(flags.split())).ranks == ranks
+    assert options.make_plan(train_command.make_train_parser().parse_args(flags.split())).ranks == ranks
 
 
 def steps(world: World, recipe: Recipe, images: SyntheticImages) -> list[StepResult]:
@@ -47,7 +47,7 @@ def steps(world: World, recipe: Recipe, images: SyntheticImages) -> list[StepRes
 @pytest.mark.parametrize(("name", "flags", "ranks"), TRAININGS)
 def test_a_row_runs_with_a_small_model(name: str, flags: str, ranks: int):
     small = f"{SMALL[name.split('_', maxsplit=1)[0]]} --image-size 64 --batch-size 2"
-    chosen = train_options.make_train_parser().parse_args(f"{flags} {small}".split())
+    chosen = train_command.make_train_parser().parse_args(f"{flags} {small}".split())
     _, recipe = options.make_recipe(chosen, ranks)
     images = SyntheticImages(count_step_images(recipe), (64, 64), chosen.num_classes)
     (told,) = run_ranks(ranks, lambda world: steps(world, recipe, images))[0]

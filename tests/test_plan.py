@@ -12,8 +12,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from engines.errors import Mpi4dlError, PlanError
-from engines.layout import Layout
 from engines.plan import Plan
+from engines.spatial.layout import Layout
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from engines.models import resnet20_v1
 from engines.plan import Plan
 from engines.program.compile import compile_plan
 from engines.program.traffic import count_traffic
-from engines.training import prepare
+from engines.train.training import prepare
 
 
 @given(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from engines import trace_cache
 from engines.errors import ImageError, PlanError
+from engines.graph import trace_cache
+from engines.graph.trace_cache import TraceCache
 from engines.models import resnet20_v1
 from engines.plan import Plan
-from engines.trace_cache import TraceCache
 
 
 @pytest.fixture

@@ -12,24 +12,22 @@ import torch
 from PIL import Image
 from torch import nn
 
-from engines import options, train_options
+from engines.cli import options, train_command
 from engines.comm.collective_errors import run_on_all, run_on_first
 from engines.comm.loopback import LoopbackWorld, run_ranks
+from engines.comm.rank_server import Failure
 from engines.errors import ImageError, PlanError, ReleasedError
-from engines.images.dataset import LabelledImages, shuffle_indices
+from engines.images.dataset import LabelledImages, SyntheticImages, shuffle_indices
 from engines.images.loader import LoaderOptions
 from engines.images.picture import open_image
 from engines.images.shard_reader import ShardReader
-from engines.images.synthetic import SyntheticImages
-from engines.metrics import Counts
-from engines.models.unet import UNet
-from engines.oracle import ReferenceTraining
+from engines.models import UNet
 from engines.plan import Plan
-from engines.rank_server import Failure
 from engines.spatial.tiles import Tile
-from engines.train_loop import CollectiveTrainLoop, RankTrainLoop, run
-from engines.training import RankTraining, Recipe, count_step_images, prepare, sgd
-from engines.training_events import EpochResult, StepResult, summarise
+from engines.train.oracle import ReferenceTraining
+from engines.train.train_loop import CollectiveTrainLoop, RankTrainLoop, run
+from engines.train.training import RankTraining, Recipe, count_step_images, prepare, sgd
+from engines.train.training_events import Counts, EpochResult, StepResult, summarise
 
 SIZE, BATCH, COUNT = (20, 26), 4, 40
 
@@ -315,7 +313,7 @@ def test_fewer_images_than_a_step_takes():
 
 
 def chosen(*flags: str):
-    return train_options.make_train_parser().parse_args(flags)
+    return train_command.make_train_parser().parse_args(flags)
 
 
 def test_the_predecessors_defaults():
@@ -345,13 +343,13 @@ def test_every_flag_of_the_predecessor_is_taken():
         slice_method="vertical",
     )  # fmt: skip
     assert (given.num_layers, given.num_filters, given.num_classes, given.num_epochs) == (6, 64, 5, 2)
-    said = list(train_options.describe_ineffective(given))
+    said = list(train_command.describe_ineffective(given))
     assert [text.split()[0] for text in said] == ["--enable-master-comm-opt"]
     assert all("has no effect" in text for text in said)
 
 
 def test_nothing_is_said_of_flags_that_were_not_given():
-    assert not list(train_options.describe_ineffective(chosen()))
+    assert not list(train_command.describe_ineffective(chosen()))
 
 
 @pytest.mark.parametrize(("name", "number"), [("synthetic", "3"), ("cifar", "2"), ("medical", "1")])
@@ -360,7 +358,7 @@ def test_applications_have_names_and_numbers(name: str, number: str, tmp_path: P
         (tmp_path / kind).mkdir()
         Image.fromarray(np.zeros((5, 5, 3), np.uint8)).save(tmp_path / kind / "1.png")
     made = [
-        train_options.make_dataset(chosen("--app", app, "--datapath", str(tmp_path), "--image-size", "8x9"), 4)
+        train_command.make_dataset(chosen("--app", app, "--datapath", str(tmp_path), "--image-size", "8x9"), 4)
         for app in (name, number)
     ]
     assert type(made[0]) is type(made[1])
@@ -370,13 +368,13 @@ def test_applications_have_names_and_numbers(name: str, number: str, tmp_path: P
 
 def test_applications_that_do_not_fit(tmp_path: Path):
     with pytest.raises(PlanError, match=r"--app '4' is unknown. Choose one of 1, medical, 2"):
-        train_options.make_dataset(chosen("--app", "4"), 4)
+        train_command.make_dataset(chosen("--app", "4"), 4)
     for kind in ("a", "b"):
         (tmp_path / kind).mkdir()
         Image.fromarray(np.zeros((5, 5, 3), np.uint8)).save(tmp_path / kind / "1.png")
     flags = ("--app", "1", "--datapath", str(tmp_path), "--num-classes", "1")
     with pytest.raises(PlanError, match=r"2 classes, but --num-classes is 1\. Use --num-classes 2"):
-        train_options.make_dataset(chosen(*flags), 4)
+        train_command.make_dataset(chosen(*flags), 4)
 
 
 # ---- as a shell starts it

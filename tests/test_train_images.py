@@ -11,16 +11,16 @@ import pytest
 import torch
 from PIL import Image
 
-from engines import train_options
+from engines.cli import train_command
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.errors import ImageError, PlanError
 from engines.images.augmented import KINDS, Augmented
 from engines.images.shard_reader import ShardReader
 from engines.images.tables import table_images
-from engines.models.unet import UNet
+from engines.models import UNet
 from engines.plan import Plan
 from engines.spatial.tiles import Tile
-from engines.training import RankTraining, prepare
+from engines.train.training import RankTraining, prepare
 
 SIZE = (24, 24)
 PLANS = {
@@ -83,12 +83,12 @@ def test_images_travel_to_the_ranks_as_their_paths(table: Path):
 
 
 def chosen(*flags: object):
-    return train_options.make_train_parser().parse_args([str(flag) for flag in flags])
+    return train_command.make_train_parser().parse_args([str(flag) for flag in flags])
 
 
 def medical(table: Path, *flags: object):
     app = ("--app", "medical", "--datapath", table, "--image-size", "24", "--num-classes", 2)
-    return train_options.make_datasets(chosen(*app, *flags), 4)
+    return train_command.make_datasets(chosen(*app, *flags), 4)
 
 
 def test_a_table_is_taken_where_a_folder_is(table: Path):
@@ -157,23 +157,23 @@ def test_the_test_batch_of_cifar_judges(tmp_path: Path):
         records[:, 0] = label
         records.tofile(tmp_path / f"{name}.bin")
     flags = chosen("--app", "cifar", "--datapath", tmp_path, "--validate-path", tmp_path, "--augment", "flip")
-    images, others = train_options.make_datasets(flags, 4)
+    images, others = train_command.make_datasets(flags, 4)
     assert {images.label(index) for index in range(len(images))} == {3, 4}
     assert {others.label(index) for index in range(len(others))} == {7}
     (tmp_path / "test_batch.bin").unlink()
     with pytest.raises(ImageError, match=r"no CIFAR-10 in .*: neither test_batch\.bin nor test_batch, nor a folder"):
-        train_options.make_datasets(flags, 4)
+        train_command.make_datasets(flags, 4)
 
 
 def test_flags_that_cannot_be(table: Path):
     with pytest.raises(PlanError, match=r"'spin' is none of flip, rotate, stain, brightness, contrast, crop"):
         chosen("--augment", "flip,spin")
     with pytest.raises(PlanError, match=r"--augment crop takes parts of images .* only --app medical"):
-        train_options.make_datasets(chosen("--app", "synthetic", "--augment", "crop"), 4)
+        train_command.make_datasets(chosen("--app", "synthetic", "--augment", "crop"), 4)
 
 
 def test_a_segmenter_learns_from_a_table_as_a_shell_starts_it(mpiexec, table: Path):
-    flags = ("--model", "engines.models.unet:UNet", "--model-args", '{"num_classes": 2, "width": 4, "depth": 1}')
+    flags = ("--model", "engines.models:UNet", "--model-args", '{"num_classes": 2, "width": 4, "depth": 1}')
     plan = ("--split-size", 1, "--slice-method", "1x2", "--num-spatial-parts", 2, "--spatial-size", 1)
     data = ("--app", "medical", "--datapath", table, "--mask-threshold", 127, "--num-classes", 2, "--image-size", 24)
     more = ("--augment", "flip,rotate,crop,stain", "--held-out", 0.25, "--batch-size", 2, "--num-epochs", 2)

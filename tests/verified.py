@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
 
-from engines import options
 from engines.bench.gpu_check import launch
+from engines.cli import options
 from engines.program.compile import compile_plan
 from engines.program.traffic import count_traffic
 from tests.stock import AS_WRITTEN, LOSSES, STOCK, Stock
@@ -19,7 +19,7 @@ from tests.stock import AS_WRITTEN, LOSSES, STOCK, Stock
 PAGE = Path(__file__).parents[1] / "VERIFIED.md"
 SIZES = ("128", "100x132")
 RESNETS = ("--model engines.models:resnet110_v2", "--model engines.models:resnet20_v1")
-UNET = "--model engines.models.unet:UNet --num-classes 3"
+UNET = "--model engines.models:UNet --num-classes 3"
 AMOEBA = """--model engines.models:amoebanetd --model-args '{"num_layers":6,"num_filters":64}' --batch-size 2"""
 
 # Every model meets every grid, every number of stages and both numbers of spatial stages.

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from engines.comm.all_reduce import AllReduceRequest
-from engines.comm.gloo import connect_gloo
+from engines.comm.rendezvous import connect_gloo
 
 if TYPE_CHECKING:  # mpi4py starts MPI when it is imported
     from engines.comm.mpi import MpiWorld

@@ -9,19 +9,17 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engines import options
+from engines.cli import options
 from engines.comm.collective_errors import run_on_first
 from engines.comm.world import World
 from engines.errors import PlanError
-from engines.images.crops import StainCrops
-from engines.images.samples import immunohistochemistry
+from engines.images.stains import StainCrops, immunohistochemistry
 from engines.models import resnet20_v1
 from engines.plan import Plan
-from engines.replica.asynchrony import MODES, Asynchrony
-from engines.replica.replica import Feed
-from engines.replica.study import ReplicaStudy
-from engines.replica.train_replicas import train_replicas
-from engines.training import Recipe, prepare
+from engines.train.asynchrony import MODES, Asynchrony
+from engines.train.replica import Feed, ReplicaStudy
+from engines.train.train_replicas import train_replicas
+from engines.train.training import Recipe, prepare
 
 __all__ = ["bench_asynchronous", "expand_modes", "make_crops_feed", "make_crops_recipe"]
 

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from engines.comm.world import World
-from engines.layer.graph import TensorSpec
-from engines.pipeline.bubble import compute_plan_bubble
+from engines.graph.model_graph import TensorSpec
 from engines.plan import Plan
 from engines.program.compile import Compiler
+from engines.program.make_schedule import compute_plan_bubble
 from engines.program.timeline import Timeline
 from engines.program.worker import Worker
-from engines.training import cut_inputs, prepare
+from engines.train.training import cut_inputs, prepare
 
 __all__ = ["bench_bubble"]
 

@@ -3,14 +3,44 @@
 from __future__ import annotations
 
 import statistics
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from engines.bench.time_interleaved import time_interleaved
-from engines.bench.verify import make_batches
+from engines.comm.streams import wait_for_device
 from engines.comm.world import World
-from engines.training import RankTraining, Recipe
+from engines.program.worker import Inputs
+from engines.train.training import RankTraining, Recipe
+from engines.train.verify import make_batches
 
-__all__ = ["bench_compiled"]
+__all__ = ["bench_compiled", "time_interleaved"]
+
+# Time several trainings with interleaved steps, so that a temporary slowdown of the machine affects all of them.
+
+
+def time_interleaved(
+    world: World,
+    trainings: Sequence[RankTraining],
+    own: Inputs,
+    times: int,
+    after: Callable[[int], object] = lambda number: None,
+) -> list[list[float]]:
+    """Return the seconds of each step of each training, measured until all ranks have completed it.
+
+    `after` is called after each step with the number of its training.
+    """
+    seconds: list[list[float]] = [[] for _ in trainings]
+    for _ in range(times):
+        for number, training in enumerate(trainings):
+            world.barrier()
+            start_s = time.perf_counter()
+            training.step(own)
+            wait_for_device(training.device)
+            # The step ends when the last rank is done: a rank that only sends early has not finished the step.
+            world.barrier()
+            seconds[number].append(time.perf_counter() - start_s)
+            after(number)
+    return seconds
 
 
 def bench_compiled(world: World, recipe: Recipe, iterations: int, seed: int) -> dict[str, object]:

@@ -21,8 +21,8 @@ from pathlib import Path
 
 import torch
 
-from engines import options
-from engines.bench.subprocess_call import run_in_subprocess
+from engines.bench.memory import run_in_subprocess
+from engines.cli import options
 from engines.comm.device import has_own_memory
 from engines.comm.streams import wait_for_device
 from engines.errors import PlanError
@@ -39,7 +39,7 @@ _LARGEST = "bench largest --precision bfloat16 --memory-mb 1000000 --step-px 256
 _COMMANDS = {  # the number of ranks, and the command
     "exact, ResNet-20 v1, 2x2 tiles": f"5 verify {_RESNET} --image-size 128",
     "exact, ResNet-110 v2, 2x3 tiles": "7 verify --image-size 100x132 --slice-method 2x3",
-    "exact, U-Net tiled to its loss": "4 verify --model engines.models.unet:UNet --image-size 128 --split-size 1",
+    "exact, U-Net tiled to its loss": "4 verify --model engines.models:UNet --image-size 128 --split-size 1",
     "exact, 1F1B behind tiles": (
         f"4 verify {_RESNET} --image-size 64 --split-size 3 --slice-method 1x2 --parts 4 --batch-size 4 --schedule 1f1b"
     ),

@@ -10,14 +10,14 @@ from torch import nn
 from engines.comm.device import choose_device, choose_memory_format
 from engines.comm.world import World
 from engines.errors import PlanError
-from engines.layout import check_fits
 from engines.plan import Plan
 from engines.program.compile import Compiler
 from engines.program.exchange_runner import ExchangeRunner, make_exchange_runners
 from engines.program.instructions import Compute, Exchange
+from engines.program.message_buffers import SendQueue
 from engines.program.segment import Segment
-from engines.program.send_queue import SendQueue
-from engines.training import prepare
+from engines.spatial.layout import check_fits
+from engines.train.training import prepare
 
 __all__ = ["HaloCase", "HaloSetup", "make_halo_setup"]
 

@@ -17,18 +17,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engines import options
-from engines.bench.memory import STEPS, measure_peak_bytes
-from engines.bench.memory_limit import KEPT_BYTES, MIB, limit_memory
-from engines.bench.subprocess_call import SubprocessExitError, run_in_subprocess
-from engines.bench.verify import make_batches
+from engines.bench.memory import (
+    KEPT_BYTES,
+    MIB,
+    STEPS,
+    SubprocessExitError,
+    limit_memory,
+    measure_peak_bytes,
+    run_in_subprocess,
+)
+from engines.cli import options
 from engines.comm.cgroup_limits import count_cores
 from engines.comm.device import choose_device, keep_memory_tight
 from engines.comm.loopback import make_loopback_worlds
 from engines.comm.streams import wait_for_device
 from engines.errors import PlanError, TraceError
-from engines.oracle import ReferenceTraining
-from engines.training import RankTraining, Recipe
+from engines.train.oracle import ReferenceTraining
+from engines.train.training import RankTraining, Recipe
+from engines.train.verify import make_batches
 
 __all__ = ["bench_largest", "make_largest_parser", "search_largest", "train_within_limit"]
 
@@ -51,7 +57,7 @@ def _make_one_rank_step(_: nn.Module, recipe: Recipe, batch: Batch) -> Trained:
 
 
 def _make_streamed_step(_: nn.Module, recipe: Recipe, batch: Batch) -> Trained:
-    from engines.streaming.streamed_training import StreamedTraining
+    from engines.program.streamed_training import StreamedTraining
 
     training = StreamedTraining(recipe)
     feed = training.cut(batch)
@@ -106,7 +112,7 @@ def bench_largest(arguments: Sequence[str]) -> dict[str, object]:
     if chosen.most_px < chosen.step_px:
         raise PlanError(f"--most-px {chosen.most_px} is less than one step of {chosen.step_px} px (--step-px).")
     if chosen.way == "in-turn":
-        from engines.streaming.streamed_training import check_streamable
+        from engines.program.streamed_training import check_streamable
 
         check_streamable(options.make_plan(chosen))
     _make_recipe(chosen)  # a fault of the model or the plan is found before any trial

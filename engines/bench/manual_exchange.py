@@ -13,8 +13,7 @@ from engines.comm.mpi import MpiWorld
 from engines.comm.raw_mpi import RawMessages
 from engines.comm.world import Message
 from engines.program.instructions import Exchange
-from engines.spatial.moves import Move
-from engines.spatial.tiles import Tile
+from engines.spatial.tiles import Move, Tile
 
 __all__ = ["ManualExchange"]
 

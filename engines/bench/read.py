@@ -6,8 +6,8 @@ import argparse
 import time
 from hashlib import sha256
 
-from engines import options
 from engines.bench.memory import measure_host_peak_bytes
+from engines.cli import options
 from engines.comm.collective_errors import run_on_all
 from engines.comm.world import World
 from engines.errors import PlanError

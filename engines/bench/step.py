@@ -8,22 +8,72 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
+from torch.profiler import profile, supported_activities
 
-from engines.bench.phases import compute_shares, sum_by_phase
-from engines.bench.roofline import measure_arithmetic_share
-from engines.bench.verify import make_batches
 from engines.comm.cgroup_limits import count_cores
 from engines.comm.device import trim_memory
 from engines.comm.streams import wait_for_device
 from engines.comm.world import World
-from engines.oracle import ReferenceTraining
-from engines.training import RankTraining, Recipe
+from engines.program.instructions import Phase
+from engines.program.timeline import TimelineEvent
+from engines.train.oracle import ReferenceTraining
+from engines.train.training import RankTraining, Recipe
+from engines.train.verify import make_batches
 
-__all__ = ["bench_step"]
+__all__ = ["PHASES", "bench_step", "compute_shares", "measure_arithmetic_share", "sum_by_phase"]
+
+# Breakdown of the time of steps by phase, from each rank's own events.
+
+
+PHASES = ("forward", "backward", "messages", "sums", "update", "waiting")
+
+
+def sum_by_phase(events: Iterable[TimelineEvent]) -> Counter[str]:
+    """Return the seconds of one rank by phase; waiting is counted apart from the phases in which it occurs."""
+    found, kinds = Counter[str](), {"all-reduce": "sums", "update": "update"}
+    for event in events:
+        if event.kind == "compute":
+            phase = "forward" if event.phase == Phase.FORWARD.value else "backward"
+        else:
+            phase = kinds.get(event.kind, "messages")
+        found[phase] += event.busy_s
+        found["waiting"] += event.wait_s
+    return found
+
+
+def compute_shares(ranks: Sequence[Counter[str]]) -> dict[str, float]:
+    """Return the share of each phase in the time of all ranks.
+
+    >>> compute_shares([Counter(forward=1.0, waiting=1.0), Counter(forward=2.0)])["forward"]
+    0.75
+    """
+    together = sum(ranks, Counter())
+    total = sum(together.values())
+    return {name: round(together[name] / total, 4) if total else 0.0 for name in PHASES}
+
+
+# Share of convolutions and matrix products in a step: a lower bound for its duration.
+
+
+_KERNELS = ("conv", "addmm", "aten::mm", "aten::bmm", "matmul")
+"""Parts of the profiler's operator names, on all devices."""
+
+
+def measure_arithmetic_share(step: Callable[[], object]) -> float:
+    """Return the share of operator time in convolutions and matrix products, forward and backward, in one step.
+
+    Device time if there is any, else CPU time. The profiled step is not timed otherwise.
+    """
+    with profile(activities=supported_activities()) as seen:
+        step()
+    # Self times: an operator's own kernels without those of the operators that it calls, which have rows of their own.
+    rows = [(row.key, row.self_device_time_total or row.self_cpu_time_total) for row in seen.key_averages()]
+    total = sum(seconds for _, seconds in rows)
+    return sum(seconds for name, seconds in rows if any(part in name for part in _KERNELS)) / total if total else 0.0
 
 
 def bench_step(

@@ -20,23 +20,21 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from engines.bench.memory import measure_host_peak_bytes
-from engines.bench.memory_limit import KEPT_BYTES, MIB, limit_memory
-from engines.bench.subprocess_call import run_in_subprocess
-from engines.bench.verify import make_batches
+from engines.bench.memory import KEPT_BYTES, MIB, limit_memory, measure_host_peak_bytes, run_in_subprocess
 from engines.comm.cgroup_limits import count_cores
 from engines.comm.device import keep_memory_tight
 from engines.errors import RankError
-from engines.offload.offload_store import find_disk_folder
-from engines.oracle import ReferenceTraining
-from engines.streaming.streamed_training import StreamedTraining, check_streamable
+from engines.program.offloader import find_disk_folder
+from engines.program.streamed_training import StreamedTraining, check_streamable
+from engines.train.oracle import ReferenceTraining
+from engines.train.verify import make_batches
 
 __all__ = ["bench_streaming", "make_streaming_parser", "train_plain", "train_streamed"]
 
 
 def make_streaming_parser() -> ArgumentParser:
     """Return the parser: the flags of a step, and the limit."""
-    from engines import options
+    from engines.cli import options
 
     flags = options.make_parser(
         "Train an image tile after tile within a bound of memory, beside one process with it all."
@@ -51,7 +49,7 @@ def make_streaming_parser() -> ArgumentParser:
 
 def bench_streaming(arguments: Sequence[str]) -> dict[str, object]:
     """Return one line of measurements. Raises PlanError, and RankError if the limit is too small."""
-    from engines import options
+    from engines.cli import options
 
     chosen = make_streaming_parser().parse_args(list(arguments))
     check_streamable(options.make_plan(chosen))
@@ -82,7 +80,7 @@ def bench_streaming(arguments: Sequence[str]) -> dict[str, object]:
 
 def train_streamed(arguments: Sequence[str]) -> None:
     """Train tile by tile within the limit; write the gradients to the first argument, and print a line of JSON."""
-    from engines import options
+    from engines.cli import options
 
     path, chosen = _parse_arguments(arguments)
     _, recipe = options.make_recipe(chosen, options.make_plan(chosen).ranks)
@@ -103,7 +101,7 @@ def train_streamed(arguments: Sequence[str]) -> None:
 
 def train_plain(arguments: Sequence[str]) -> None:
     """Train the plain model on the whole image, with the same arguments and results as `train_streamed`."""
-    from engines import options
+    from engines.cli import options
 
     path, chosen = _parse_arguments(arguments)
     model, recipe = options.make_recipe(chosen, options.make_plan(chosen).ranks)

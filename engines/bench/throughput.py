@@ -9,11 +9,11 @@ from __future__ import annotations
 import statistics
 import time
 
-from engines.bench.verify import make_batches
 from engines.comm.device import has_own_memory
 from engines.comm.streams import wait_for_device
 from engines.comm.world import World
-from engines.training import RankTraining, Recipe
+from engines.train.training import RankTraining, Recipe
+from engines.train.verify import make_batches
 
 __all__ = ["bench_throughput"]
 

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import torch
 
-from engines import layout
-from engines.comm import vml_warmup  # noqa: F401
 from engines.comm.cgroup_limits import count_cores
 from engines.errors import PlanError
 from engines.plan import Plan
+from engines.spatial import layout
 
 __all__ = [
     "choose_autocast_type",
@@ -36,6 +35,17 @@ __all__ = [
     "trim_memory",
     "use_threads",
 ]
+
+# Makes the first call into the library of vector functions from one thread, before several threads can.
+
+
+__all__: list[str] = []
+
+# PyTorch takes square roots, exponentials and the like of contiguous tensors from MKL, which looks up its functions on
+# the first call. If several threads make that call at once, one of them occasionally computes its part to 12 bits only
+# (seen with PyTorch 2.13: in 2 of 100 processes, most often in the first update of Adam). Once any of these functions
+# has been called, all are found: here, from one thread. `python -m tests.first_call` shows the difference.
+torch.ones(8).sqrt()
 
 
 # Environment variables for a process's number on its host, and for the number of these: Open MPI, MPICH.

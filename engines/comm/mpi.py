@@ -2,29 +2,61 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import count
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from engines.comm.cuda_aware import is_cuda_aware
 from engines.comm.device import has_own_memory
 from engines.comm.nccl import Collectives, make_collectives
 from engines.comm.streams import wait_for_stream
-from engines.comm.value_codec import pack_value
-from engines.comm.value_messages import VALUE_TAG, all_gather_by_messages, receive_value, send_value
+from engines.comm.subgroup import VALUE_TAG, all_gather_by_messages, pack_value, receive_value, send_value
 from engines.comm.wait_time import measure_wait
 from engines.comm.world import Message, Pending
 from engines.errors import RankError, ReleasedError
 
-__all__ = ["MpiWorld"]
+__all__ = ["MpiWorld", "is_cuda_aware"]
+
+# Detects whether this MPI reads and writes the memory of NVIDIA GPUs itself (CUDA-aware MPI).
+
+
+_MAPS = Path("/proc/self/maps")
+
+
+@cache
+def is_cuda_aware() -> bool:
+    """Return what the running MPI library reports: Open MPI and MPICH have a function for this, others none.
+
+    An MPI that does not report support gets its messages in host memory.
+    """
+    for library in _find_mpi_libraries():
+        if hasattr(library, "MPIX_Query_cuda_support"):  # Open MPI
+            if library.MPIX_Query_cuda_support():
+                return True
+        elif hasattr(library, "MPIX_GPU_query_support"):  # MPICH; the first argument is MPIX_GPU_SUPPORT_CUDA
+            supported = ctypes.c_int(0)
+            failed = library.MPIX_GPU_query_support(0, ctypes.byref(supported))
+            if not failed and supported.value:
+                return True
+    return False
+
+
+def _find_mpi_libraries() -> list[ctypes.CDLL]:
+    """Return the MPI library that mpi4py has loaded, if the system lists the files mapped into this process."""
+    lines = _MAPS.read_text().splitlines() if _MAPS.exists() and MPI.Is_initialized() else []
+    files = {line.split(maxsplit=5)[-1] for line in lines if re.search(r"/libmpi[^/]*\.so[.\d]*$", line)}
+    return [ctypes.CDLL(file) for file in sorted(files)]
+
 
 # How a waiting rank polls: _EAGER times at once, up to _YIELDING times with a yield of the core in between, then with
 # sleeps of _PART of the time waited so far, at most _REST_S. Where ranks share cores, the rank that is waited for needs

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch import Tensor
 
 from engines.comm.world import World
 
-__all__ = ["PATIENCE", "make_tcp_store"]
+__all__ = ["PATIENCE", "GlooAllReduce", "connect_gloo", "make_tcp_store"]
 
 PATIENCE = timedelta(seconds=60)
 """How long to wait for the other ranks."""
@@ -25,3 +28,31 @@ def make_tcp_store(world: World) -> dist.TCPStore:
         own = dist.TCPStore(host, 0, world.size, is_master=True, wait_for_workers=False, timeout=PATIENCE)
     port = world.all_gather(own and own.port)[0]
     return own or dist.TCPStore(host, port, world.size, is_master=False, wait_for_workers=False, timeout=PATIENCE)
+
+
+# torch.distributed's all-reduce over the same ranks, for comparison.
+
+
+class GlooAllReduce:
+    """`torch.distributed.all_reduce` over gloo, in place, over all ranks."""
+
+    def __call__(self, tensor: Tensor) -> None:
+        dist.all_reduce(tensor)
+
+
+@contextmanager
+def connect_gloo(world: World) -> Iterator[GlooAllReduce | None]:
+    """Connect the ranks of a world by gloo within the context, or yield None if that is not available; collective.
+
+    Rank 0 listens; the world's messages carry its address to the others.
+    """
+    if not all(world.all_gather(dist.is_available() and dist.is_gloo_available())):
+        yield None
+        return
+    dist.init_process_group(
+        "gloo", store=make_tcp_store(world), rank=world.rank, world_size=world.size, timeout=PATIENCE
+    )
+    try:
+        yield GlooAllReduce()
+    finally:
+        dist.destroy_process_group()

@@ -2,17 +2,100 @@
 
 from __future__ import annotations
 
+import json
+import pickle
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from struct import Struct
 from typing import Any
 
 import torch
 
-from engines.comm.value_messages import all_gather_by_messages
 from engines.comm.world import Message, Pending, World
-from engines.errors import PlanError
+from engines.errors import PlanError, ReleasedError
 
-__all__ = ["SubGroup"]
+__all__ = [
+    "VALUE_TAG",
+    "SubGroup",
+    "all_gather_by_messages",
+    "pack_value",
+    "receive_value",
+    "send_value",
+    "unpack_value",
+]
+
+# Python values as bytes with a checksum: unpickling incomplete or undefined bytes could run arbitrary code.
+
+
+_HEAD = Struct("<QI?")  # length and checksum of the body, and whether it is JSON
+_SEED = 1  # of checksums, so that all zeros are not a valid value
+_PLAIN = (type(None), bool, int, float, str)
+
+
+def pack_value(value: Any) -> bytearray:
+    """Return the value after its length and checksum: as JSON if it is a plain value, else pickled."""
+    is_plain = type(value) in _PLAIN
+    body = json.dumps(value).encode() if is_plain else pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+    return bytearray(_HEAD.pack(len(body), zlib.crc32(body, _SEED), is_plain)) + body
+
+
+def unpack_value(sealed: bytes | bytearray | memoryview) -> Any:
+    """Return the value. Raises ReleasedError if the bytes are not those that were sent: a failure has cut them short.
+
+    >>> unpack_value(pack_value("no space left")), unpack_value(pack_value({"rank": 1}))
+    ('no space left', {'rank': 1})
+    """
+    view = memoryview(sealed)
+    if len(view) >= _HEAD.size:
+        length, checksum, is_plain = _HEAD.unpack_from(view)
+        body = view[_HEAD.size :]
+        # Nothing is unpickled before both are right: MPI may complete a receive of a failed rank with any bytes.
+        if len(body) == length and zlib.crc32(body, _SEED) == checksum:
+            return json.loads(bytes(body)) if is_plain else pickle.loads(body)
+    raise ReleasedError("released: what another rank has sent did not come whole")
+
+
+# Python values as messages.
+
+
+# Python values travel as two messages: the length, then the packed value. MPI has calls of its own for values, but they
+# block inside MPI: if the communicator was revoked just as such a call began, about one in two hundred waited for ever.
+# Waits for messages poll, and check whether a rank has failed.
+
+VALUE_TAG = (1 << 23) - 1
+"""A tag that no program uses."""
+
+
+def all_gather_by_messages(world: World, value: Any, check: Callable[[], None] = lambda: None) -> list[Any]:
+    """Return the values of all ranks, in rank order, on every rank; collective."""
+    sealed = pack_value(value)
+    under_way = [send_value(world, peer, sealed) for peer in range(world.size) if peer != world.rank]
+    # This rank's own value is unpacked, too: every rank gets copies, never the sender's object.
+    found = [
+        unpack_value(sealed) if peer == world.rank else receive_value(world, peer, check) for peer in range(world.size)
+    ]
+    for pending in under_way:
+        pending.wait()
+    return found
+
+
+def send_value(world: World, peer: int, sealed: bytearray) -> Pending:
+    """Start to send a value packed by `pack_value`."""
+    parts = torch.tensor([len(sealed)]), torch.frombuffer(sealed, dtype=torch.uint8)
+    return world.exchange([Message(peer, VALUE_TAG, part) for part in parts], [])
+
+
+def receive_value(world: World, peer: int, check: Callable[[], None] = lambda: None) -> Any:
+    """Return the next value of a rank. `check` raises if what has arrived may be invalid."""
+    length = torch.zeros(1, dtype=torch.int64)
+    world.exchange([], [Message(peer, VALUE_TAG, length)]).wait()
+    check()
+    # `check` comes first: after a failure the length may be garbage.
+    sealed = torch.empty(int(length), dtype=torch.uint8)
+    world.exchange([], [Message(peer, VALUE_TAG, sealed)]).wait()
+    check()
+    return unpack_value(sealed.numpy().data)
 
 
 class SubGroup:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from engines.status_board import get_status_board, set_status_board
+from engines.comm.status_board import get_status_board, set_status_board
 
 __all__ = ["get_wait_cpu_s", "get_wait_s", "measure_suspension", "measure_wait"]
 

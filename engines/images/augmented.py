@@ -65,7 +65,7 @@ class Augmented:
     (height, width), an image is a random crop of that size; without a draw, the centre crop.
     Masks are transformed with their images. Raises ImageError if a kind is unknown or a fraction invalid.
 
-    >>> from engines.images.synthetic import SyntheticImages
+    >>> from engines.images.dataset import SyntheticImages
     >>> from mpi4dl_nb import Augmented
     >>> images = Augmented(SyntheticImages(8, (64, 64), classes=3), kinds=("flip", "rotate"), size=(32, 32))
     >>> len(images), images.shape(0)

@@ -17,14 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engines.errors import ImageError
+from engines.errors import ImageError, describe_working_folder
 from engines.images.dataset import LabelledImages, SingleLabelImages, to_network_input
 from engines.images.files import translate_errors
 from engines.images.folder import folder_images
+from engines.images.regular_file import read_bounded
 from engines.images.resize import resize_tile
-from engines.regular_file import read_bounded
 from engines.spatial.tiles import Tile
-from engines.working_folder import describe_working_folder
 
 __all__ = ["CifarImages", "load_cifar_images"]
 

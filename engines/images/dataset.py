@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from engines.errors import ImageError
+from engines.graph.label_spec import find_label_specs, find_unchanged_labels
+from engines.graph.model_graph import ModelGraph, Ref
 from engines.images.picture import Pixels
-from engines.spatial.rng import compute_step_seed
+from engines.spatial.rng import compute_step_seed, sample_uniform
 from engines.spatial.tiles import Tile
 
-__all__ = ["LabelledImages", "SingleLabelImages", "shuffle_indices", "to_network_input"]
+__all__ = [
+    "IGNORED",
+    "LabelledImages",
+    "SingleLabelImages",
+    "Subset",
+    "SyntheticImages",
+    "check_ignored",
+    "find_ignored_label",
+    "shuffle_indices",
+    "split_by_slide",
+    "split_indices",
+    "to_network_input",
+]
 
 
 class LabelledImages(Protocol):
@@ -92,3 +109,199 @@ def to_network_input(pixels: Pixels) -> Tensor:
     """Normalise bytes with mean and deviation 0.5, as in the predecessor: (h, w, 3) -> (3, h, w), float32."""
     part = np.array(pixels.transpose(2, 0, 1), order="C")  # a writable copy, which torch requires
     return torch.from_numpy(part).float().div_(255).sub_(0.5).div_(0.5)
+
+
+# The label of pixels without a class, as determined by the training loss.
+
+
+IGNORED = -100
+"""The internal label of pixels outside of a mask or with an ignored number: PyTorch's default `ignore_index`."""
+
+
+def find_ignored_label(graph: ModelGraph) -> int | None:
+    """Return the label that a traced loss ignores; None if there is none, or several.
+
+    It is the `ignore_index` of a cross-entropy or negative log-likelihood of the labels themselves, or a number that is
+    no class and that the loss compares its labels with; `labels >= 0` ignores `IGNORED`.
+    """
+    shape = graph.specs[graph.prediction].shape
+    classes = range(max(2, shape[1] if len(shape) > 1 else 2))
+    found = {numbers.ignored for numbers in find_label_specs(graph)}
+    # A loss may also compute its mask itself: `labels != 255`, or `labels >= 0`. An equality names the number, unless
+    # it is a class. An inequality leaves out `IGNORED` if that is on another side of the bound than class 0.
+    labels = find_unchanged_labels(graph)
+    for node in graph.nodes:
+        read, other = node.arguments.get("self"), node.arguments.get("other")
+        if not isinstance(read, Ref) or read.name not in labels or not isinstance(other, int | float):
+            continue
+        operator = node.operator.split(".")[1]
+        if operator in ("eq", "ne") and int(other) not in classes:
+            found.add(int(other))
+        elif (operator in ("ge", "lt") and IGNORED < other <= 0) or (operator in ("gt", "le") and IGNORED <= other < 0):
+            found.add(IGNORED)
+    return found.pop() if len(found) == 1 else None
+
+
+def check_ignored(images: LabelledImages, label: int | None) -> None:
+    """Raise ImageError if masks have ignored numbers (`ignore=`) but the loss has no ignored label."""
+    if getattr(images, "ignore", ()) and label is None:
+        raise ImageError(f"The masks have pixels without a class, ignore={images.ignore}. {NOT_LEFT_OUT}")
+
+
+NOT_LEFT_OUT = (
+    "The loss does not leave these out: it would take their label for a class or a number. Use one with an "
+    f"ignore_index, such as torch.nn.CrossEntropyLoss, or leave out where labels == {IGNORED} in the loss."
+)
+
+
+# Random images that need no storage: each pixel is a function of the seed, the image's index and its position.
+
+
+_CPU = torch.device("cpu")
+
+
+class SyntheticImages(SingleLabelImages):
+    """`count` uniformly random images of `size` = (height, width) pixels, with random classes of images and pixels.
+
+    Each pixel is a function of the seed, the image's index and its position, so that nothing is stored.
+
+    >>> from engines.spatial.tiles import Span
+    >>> images = SyntheticImages(count=2, size=(4, 6), classes=10)
+    >>> whole = images.part(1, Tile.whole(4, 6))
+    >>> torch.equal(images.part(1, Tile(Span(1, 3), Span(2, 6))), whole[:, 1:3, 2:6])
+    True
+    """
+
+    def __init__(self, count: int, size: tuple[int, int], classes: int, seed: int = 0) -> None:
+        self.count, self.size, self.classes, self.seed = count, size, classes, seed
+
+    def __len__(self) -> int:
+        return self.count
+
+    def name(self, index: int) -> str:
+        """Return a name that contains the image's index."""
+        return f"random image {index}"
+
+    def shape(self, index: int) -> tuple[int, int]:
+        """Return height and width in pixels."""
+        return self.size
+
+    def part(self, index: int, tile: Tile, draw: int | None = None) -> Tensor:
+        """Return the pixels of a tile, (3, h, w), float32 from -1 to 1; only these are generated."""
+        return self._sample_uniform(3 * index, 3, tile).mul_(2).sub_(1).float()
+
+    def label(self, index: int) -> int:
+        """Return the class of an image."""
+        return math.floor(sample_uniform(self.seed, 3 * index + 1, [], _CPU).item() * self.classes)
+
+    def mask(self, index: int, tile: Tile, draw: int | None = None) -> Tensor:
+        """Return the classes of the pixels of a tile, (h, w), int64; only these are generated."""
+        return self._sample_uniform(3 * index + 2, 1, tile)[0].mul_(self.classes).long()
+
+    def _sample_uniform(self, number: int, channels: int, tile: Tile) -> Tensor:
+        """Return uniform samples for a tile, (channels, h, w), float64 in [0, 1)."""
+        spans = zip(self.size, (tile.rows, tile.cols), strict=True)
+        place = [(channels, 0, channels), *((size, span.start, span.stop) for size, span in spans)]
+        return sample_uniform(self.seed, number, place, _CPU)
+
+
+# Split into training and held-out images by slide, so that no slide is used for both training and evaluation.
+
+
+def split_indices(
+    slides: Sequence[str], labels: Sequence[Hashable] | None = None, held_out: float = 0.2, seed: int = 0
+) -> tuple[list[int], list[int]]:
+    """Return the indices of the training images and of the held-out images; about a `held_out` share of the slides.
+
+    Image i belongs to slide `slides[i]` and class `labels[i]`. All images of a slide are on the same side, so that no
+    slide is used for both training and evaluation. The split is stratified: the same share of the slides with the same
+    set of classes is held out, at least one of two or more. The same slides, labels and seed give the same sides, in
+    any order of the images. Raises ImageError if a side would be empty.
+
+    >>> split_indices(["a", "a", "b", "c"], held_out=0.3)
+    ([0, 1, 2], [3])
+    """
+    if not 0 < held_out < 1:
+        raise ImageError(f"held_out={held_out} must be a share of the slides, between 0 and 1.")
+    classes: dict[str, set[str]] = defaultdict(set)
+    for slide, label in zip(slides, labels or [None] * len(slides), strict=True):
+        classes[slide].add(str(label))
+    alike: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for slide in sorted(classes):
+        alike[tuple(sorted(classes[slide]))].append(slide)
+    # Everything is sorted before it is shuffled, so that the order in which files were listed makes no difference.
+    judged: set[str] = set()
+    for number, (_, group) in enumerate(sorted(alike.items())):
+        count = min(max(round(held_out * len(group)), 1), len(group) - 1)
+        judged |= {group[place] for place in shuffle_indices(len(group), seed, number)[:count]}
+    if not judged:
+        raise ImageError(
+            f"The images are of {len(classes)} slides, no two of them of the same classes, so none can be held out. "
+            "Add slides, or name the slides of the images where their files are not one slide each."
+        )
+    sides = [[index for index, slide in enumerate(slides) if (slide in judged) == side] for side in (False, True)]
+    return sides[0], sides[1]
+
+
+# Subsets of a data set, and its split into training and held-out images.
+
+
+class Subset:
+    """The data set of the images with the indices `numbers`, in that order.
+
+    Raises ImageError if an index is out of range.
+    """
+
+    def __init__(self, images: LabelledImages, numbers: Sequence[int]) -> None:
+        wrong = [number for number in numbers if not 0 <= number < len(images)]
+        if wrong:
+            raise ImageError(f"There is no image {wrong[0]} among {len(images)}: they go from 0 to {len(images) - 1}.")
+        self.images, self.numbers, self.classes = images, tuple(numbers), images.classes
+
+    @property
+    def ignore(self) -> Sequence[int]:
+        """The numbers in masks that stand for no class."""
+        return getattr(self.images, "ignore", ())
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def name(self, index: int) -> str:
+        """Return the name of an image in the full set."""
+        return self.images.name(self.numbers[index])
+
+    def slide(self, index: int) -> str:
+        """Return the slide of an image."""
+        return self.images.slide(self.numbers[index])
+
+    def shape(self, index: int) -> tuple[int, int]:
+        """Return height and width in pixels."""
+        return self.images.shape(self.numbers[index])
+
+    def part(self, index: int, tile: Tile, draw: int | None = None) -> Tensor:
+        """Return the pixels of a tile, (3, h, w)."""
+        return self.images.part(self.numbers[index], tile, draw)
+
+    def label(self, index: int) -> int:
+        """Return the class of an image."""
+        return self.images.label(self.numbers[index])
+
+    def mask(self, index: int, tile: Tile, draw: int | None = None) -> Tensor:
+        """Return the classes of a tile, (h, w)."""
+        return self.images.mask(self.numbers[index], tile, draw)
+
+
+def split_by_slide(images: LabelledImages, share: float, seed: int = 0) -> tuple[Subset, Subset]:
+    """Split into (training images, held-out images), with about `share` of the slides held out; see `split_indices`.
+
+    Raises ImageError if one of the two would be empty.
+    """
+    slides = [images.slide(index) for index in range(len(images))]
+    labels: list[int | None] = []
+    for index in range(len(images)):
+        try:
+            labels.append(images.label(index))
+        except ImageError:  # an image with only a mask has none
+            labels.append(None)
+    train, held = split_indices(slides, labels, share, seed)
+    return Subset(images, train), Subset(images, held)

@@ -6,29 +6,42 @@ A file's header cannot be trusted. Sizes are checked before memory is allocated;
 from __future__ import annotations
 
 import os
+import re
+import struct
 import threading
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Generic, TypeVar
+from weakref import WeakValueDictionary
 
-from engines.errors import ImageError
+from numpy.typing import NDArray
+
+from engines.comm.cgroup_limits import get_memory_bytes
+from engines.errors import ImageError, describe_working_folder, make_absolute
+from engines.formatting import format_bytes
 from engines.images.picture_reader import Level, PictureReader
-from engines.regular_file import NotRegularError, open_regular
-from engines.working_folder import describe_working_folder, make_absolute
+from engines.images.regular_file import NotRegularError, open_regular
 
 __all__ = [
     "JPEG_HEAD",
     "MEND",
+    "MOST_SCANS",
     "PIXELS_PER_BYTE",
     "PNG_HEAD",
     "TIFF_HEADS",
+    "DecodeCache",
     "FileReader",
+    "check_budget",
     "check_size",
+    "count_jpeg_scans",
     "make_changed_error",
     "make_damaged_error",
     "read_head",
+    "read_jpeg_2000_size",
+    "read_jpeg_size",
     "translate_errors",
 ]
 
@@ -141,3 +154,131 @@ def read_head(path: Path, count: int) -> bytes:
     """Return the first `count` bytes of a file. Raises ImageError if it is missing, no regular file, or unreadable."""
     with translate_errors(path), open_regular(path) as file:
         return file.read(count)
+
+
+# Limit on the memory of one read, checked before allocation, since a file's header cannot be trusted.
+
+
+# A file's header cannot be trusted, so that the memory of a read is limited by the bytes that the file really has.
+ANY_FILE_BYTES = 2 << 30  # for a file of any size: a mask of 30,000 x 30,000 px compresses to a thousandth
+PER_BYTE = 128  # per byte of the file: highly compressed photographs take a hundred times their bytes
+SMALL_BYTES = 64 << 20  # smaller reads are not checked
+
+
+def check_budget(path: Path, wanted_bytes: int, what: str, mend: str) -> None:
+    """Raise ImageError if a read would take too much memory for a file of this size, or for the free memory.
+
+    The limit is 2 GB or 128 times the file's bytes, whichever is more, but never more than half of the free memory,
+    since other ranks read at the same time. In the message, `what` says what takes the memory, and `mend` how to avoid
+    it.
+    """
+    # One limit stops a small file that claims to be huge (a decompression bomb), the other an honest file that is too
+    # large for this host. The message names the one that was hit.
+    if wanted_bytes <= SMALL_BYTES:
+        return
+    there = path.stat().st_size
+    right, free = max(ANY_FILE_BYTES, PER_BYTE * there), _get_free_bytes() // 2
+    if wanted_bytes <= min(right, free):
+        return
+    most = (
+        f"{format_bytes(right)} are the most for a file of {format_bytes(there)}"
+        if right < free
+        else f"{format_bytes(free)} are the most here, half of what is free"
+    )
+    raise ImageError(f"{path}: {what}, which takes {format_bytes(wanted_bytes)} of memory, and {most}. {mend}")
+
+
+def _get_free_bytes() -> int:
+    """Return the free memory of the host, or the limit of this process's cgroup if that is less."""
+    import psutil  # imported here: a host that only checks its GPU need not have it
+
+    return min(int(psutil.virtual_memory().available), get_memory_bytes())
+
+
+# Cache of files that can only be decoded whole; their pixels are shared within the process.
+
+
+KEPT_BYTES = 1 << 26  # of decoded files that the cache keeps alive by itself
+
+
+class DecodeCache:
+    """Cache of the arrays that `decode(path, page)` returns: all that are in use, and the last up to `KEPT_BYTES`."""
+
+    def __init__(self, decode: Callable[[Path, int], NDArray[Any]]) -> None:
+        self._decode, self._lock = decode, threading.Lock()
+        self._in_use: WeakValueDictionary[tuple[object, ...], NDArray[Any]] = WeakValueDictionary()
+        self._kept: OrderedDict[tuple[object, ...], NDArray[Any]] = OrderedDict()
+
+    def get_pixels(self, path: Path, page: int = 0) -> NDArray[Any]:
+        """Return the shared, read-only array of a page of a file in its current state.
+
+        Raises ImageError if the file cannot be read.
+        """
+        with translate_errors(path):
+            state = path.stat()
+        # A file that was written anew has another key, so that its old pixels are never taken for it.
+        key = (path, page, state.st_mtime_ns, state.st_size, state.st_ino)
+        with self._lock:
+            found = self._in_use.get(key)
+        if found is None:
+            # Outside of the lock, so that other files are decoded meanwhile. If two threads decode one file at once,
+            # the later array replaces the earlier one, which goes when its reader is gone.
+            found = self._decode(path, page)
+            found.flags.writeable = False
+        with self._lock:
+            self._in_use[key] = found
+            self._kept.pop(key, None)
+            # Readers keep a large array alive themselves; held here too, it would outlive them.
+            if found.nbytes <= KEPT_BYTES:
+                self._kept[key] = found
+            while sum(each.nbytes for each in self._kept.values()) > KEPT_BYTES:
+                self._kept.popitem(last=False)
+        return found
+
+
+# The image size in the headers of compressed data. Decoders trust it, so it is checked before decoding.
+
+
+MOST_SCANS = 32  # of a progressive picture: programs write about 10, and a decoder visits every block in every scan
+_MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")  # a marker that ends a scan: no stuffed 0, restart or padding
+_SCAN, _END = 0xDA, 0xD9
+
+
+def read_jpeg_size(data: bytes) -> tuple[int, int] | None:
+    """Return rows and columns from the frame header of JPEG data (ITU T.81, B.2.2), or None if there is none."""
+    #     FFD8 | FFE0 length ... | FFDB length ... | FFC0 length, precision, rows, columns, ... | FFDA length ... | data
+    #
+    # FFC0 to FFCF begin a frame, except C4 (Huffman tables), C8 (reserved) and CC (arithmetic coding tables). A marker
+    # may be preceded by any number of FF.
+    at = 2
+    while at + 9 <= len(data) and data[at] == 0xFF:
+        marker, (length,) = data[at + 1], struct.unpack_from(">H", data, at + 2)
+        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
+            rows, cols = struct.unpack_from(">HH", data, at + 5)
+            return rows, cols
+        at += 1 if marker == 0xFF else 2 + length
+    return None
+
+
+def count_jpeg_scans(data: bytes) -> int:
+    """Count the scans of JPEG data (ITU T.81, B.2.3), at most up to `MOST_SCANS` + 1."""
+    # Data of a scan have no length: its end is the next marker. FF in data is followed by a stuffed 0, or by a restart
+    # marker (D0 to D7), neither of which ends it.
+    at, scans = 2, 0
+    while scans <= MOST_SCANS and (found := _MARKER.search(data, at)) and found.end() + 2 <= len(data):
+        marker, at = data[found.end() - 1], found.end()
+        if marker == _END:
+            break
+        scans += marker == _SCAN
+        (length,) = struct.unpack_from(">H", data, at)
+        at += length
+    return scans
+
+
+def read_jpeg_2000_size(data: bytes) -> tuple[int, int] | None:
+    """Return rows and columns of a JPEG 2000 code stream (ITU T.800, A.5.1), with or without enclosing boxes."""
+    at = data.find(b"\xff\x4f\xff\x51")
+    if at < 0 or at + 24 > len(data):
+        return None
+    right, bottom, left, top = struct.unpack_from(">4I", data, at + 8)
+    return bottom - top, right - left

@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 
 from engines.comm.collective_errors import all_gather_or_raise, make_released_error
+from engines.comm.output import LineBuffer
+from engines.comm.status_board import get_status_board
 from engines.comm.world import World
 from engines.errors import ImageError, PlanError
-from engines.images.sampler import Sample, Sampler, SamplerState
-from engines.images.shard_reader import ReadRequest, ShardReader
-from engines.output import LineBuffer
+from engines.images.shard_reader import ReadRequest, Sample, Sampler, SamplerState, ShardReader
 from engines.program.worker import Inputs
-from engines.status_board import get_status_board
 
 __all__ = ["LoadedBatch", "LoaderOptions", "NotReady", "RankLoader", "SamplerState", "describe_read_error"]
 

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engines.errors import ImageError
-from engines.images.ignored_label import IGNORED
-from engines.images.picture_cache import FileCache
+from engines.images.dataset import IGNORED
+from engines.images.picture import FileCache
 from engines.images.raw_image import RawImage, open_raw_image
 from engines.spatial.tiles import Tile
 

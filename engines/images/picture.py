@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from os import PathLike
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from PIL import Image
 
-from engines.errors import ImageError
+from engines.errors import ImageError, make_absolute
 from engines.images.arrays import ArrayPicture, convert_array, convert_tensor
 from engines.images.files import JPEG_HEAD, PNG_HEAD, TIFF_HEADS, read_head, translate_errors
 from engines.images.openslide import (
@@ -22,12 +26,24 @@ from engines.images.openslide import (
     has_openslide,
     make_openslide_error,
 )
-from engines.images.picture_reader import Level, Pixels
-from engines.images.pillow import PillowPicture
+from engines.images.picture_reader import Level, PictureReader, Pixels, make_thumbnail, split_row_bands
+from engines.images.pillow import ORIENTATION, PillowPicture, allow_any_size
+from engines.images.regular_file import open_regular
 from engines.images.tiff import TiffPicture, check_segments, detect_vendor, find_whole_page
 from engines.images.zarr import ZarrPicture, is_zarr
 
-__all__ = ["Level", "Picture", "Pixels", "Source", "open_image"]
+__all__ = [
+    "FileCache",
+    "Level",
+    "Picture",
+    "Pixels",
+    "RegionPicture",
+    "Source",
+    "crop_picture",
+    "open_cached",
+    "open_image",
+    "read_shape",
+]
 
 
 @runtime_checkable
@@ -132,3 +148,104 @@ def _open_slide(path: Path, head: bytes) -> Picture:
         begins = f"it begins with {head!r}" if head else "it is empty"
         raise ImageError(f"{path} is not a PNG, JPEG or TIFF picture, nor a slide that OpenSlide knows: {begins}.")
     return OpenSlidePicture(path)
+
+
+# A rectangle of a picture, with the interface of a picture.
+
+
+class RegionPicture(PictureReader):
+    """A view of a rectangle of one level of another picture; pixel (0, 0) is its row `y0`, column `x0`.
+
+    The view has one level; its thumbnail is made from the picture's coarser levels, if there are any.
+    """
+
+    def __init__(self, picture: Picture, y0: int, x0: int, height_px: int, width_px: int, level: int) -> None:
+        name = f"{picture.name}[{y0}:{y0 + height_px}, {x0}:{x0 + width_px}]" + (f" of level {level}" if level else "")
+        microns = picture.microns_per_px and picture.microns_per_px * picture.levels[level].downsample
+        super().__init__(name, [Level(height_px, width_px)], microns)
+        self.picture, self.box, self.level = picture, (y0, x0, height_px, width_px), level
+
+    def thumbnail(self, longest_px: int) -> Pixels:
+        """Return the whole region, shrunk until neither side is longer than `longest_px`."""
+        return make_thumbnail(self.picture, longest_px, self.box, self.level)
+
+    def _fill(self, out: Pixels, y0: int, x0: int, level: int) -> None:
+        # In bands, since `read` returns a new array: a region as large as its picture would be held twice.
+        height_px, width_px = out.shape[:2]
+        for top, bottom in split_row_bands(0, height_px, width_px * 3):
+            place = self.box[0] + y0 + top, self.box[1] + x0
+            out[top:bottom] = self.picture.read(*place, bottom - top, width_px, self.level)
+
+
+def crop_picture(picture: Picture, y0: int, x0: int, height_px: int, width_px: int, level: int = 0) -> Picture:
+    """Return a rectangle of one level, in pixels of that level, as a picture; pixels outside of `picture` are white.
+
+    Raises ImageError if the rectangle has no pixels, or none in common with the picture.
+    """
+    rows, cols = picture.shape(level)
+    if min(height_px, width_px) < 1:
+        raise ImageError(f"A region of {height_px} x {width_px} px of {picture.name} has no pixels.")
+    if not (-height_px < y0 < rows and -width_px < x0 < cols):
+        raise ImageError(
+            f"The region of {height_px} x {width_px} px from row {y0}, column {x0} lies outside of {picture.name}, "
+            f"which has {rows} x {cols} px at level {level}. Mind that rows and columns are in pixels of that level."
+        )
+    return RegionPicture(picture, y0, x0, height_px, width_px, level)
+
+
+# LRU cache of open pictures. A table may name thousands of regions of one slide.
+
+
+Kind = TypeVar("Kind")
+
+_KEPT = 4  # open files; OpenSlide caches up to 32 MB of decoded pixels for each
+
+
+class FileCache(Generic[Kind]):
+    """LRU cache of the files that `open_file` opened, while they are unchanged; fully decoded files are not kept.
+
+    A table may name thousands of regions of one slide, which is then opened once.
+    """
+
+    def __init__(self, open_file: Callable[[Path], Kind]) -> None:
+        self._lock, self._open = threading.Lock(), open_file
+        self._files: OrderedDict[tuple[object, ...], Kind] = OrderedDict()
+
+    def __call__(self, path: Path) -> Kind:
+        """Return the open file at a path. Raises ImageError, naming the file, if it cannot be read."""
+        with translate_errors(path):
+            state = path.stat()
+        key = (make_absolute(path), state.st_mtime_ns, state.st_size)
+        # The entry is taken out, and put back as the newest. A thread that asks meanwhile opens the file once more:
+        # that costs little, whereas a lock held during the opening would make readers of other files wait.
+        with self._lock:
+            file = self._files.pop(key, None)
+        file = file or self._open(path)
+        if not isinstance(file, PillowPicture):
+            with self._lock:
+                self._files[key] = file
+                while len(self._files) > _KEPT:
+                    self._files.popitem(last=False)
+        return file
+
+
+open_cached: FileCache[Picture] = FileCache(open_image)
+
+
+def read_shape(path: Path, level: int = 0) -> tuple[int, int]:
+    """Return height and width in pixels of one level of a picture; for PNG and JPEG only the header is read.
+
+    Raises ImageError, naming the file, if it cannot be read or has no such level.
+    """
+    # Opening a PNG or JPEG decodes all of it, and a data set asks for the shape of every image before it starts. A
+    # damaged header may raise anything; opening the picture then raises the proper error.
+    if not level:
+        with (
+            suppress(Exception),
+            open_regular(path) as file,
+            allow_any_size(),
+            Image.open(file, formats=("PNG", "JPEG")) as image,
+        ):
+            turned = image.getexif().get(ORIENTATION, 1) in (5, 6, 7, 8)
+            return image.size if turned else image.size[::-1]
+    return open_cached(path).shape(level)

@@ -16,15 +16,20 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 from PIL.TiffImagePlugin import TiffImageFile
 
-from engines.errors import ImageError
+from engines.errors import ImageError, make_absolute
 from engines.images.arrays import composite_on_white
-from engines.images.budget import check_budget
-from engines.images.decode_cache import DecodeCache
-from engines.images.files import PIXELS_PER_BYTE, check_size, make_changed_error, translate_errors
-from engines.images.jpeg import MOST_SCANS, count_jpeg_scans
+from engines.images.files import (
+    MOST_SCANS,
+    PIXELS_PER_BYTE,
+    DecodeCache,
+    check_budget,
+    check_size,
+    count_jpeg_scans,
+    make_changed_error,
+    translate_errors,
+)
 from engines.images.picture_reader import Level, PictureReader, Pixels, split_row_bands
-from engines.regular_file import open_regular
-from engines.working_folder import make_absolute
+from engines.images.regular_file import open_regular
 
 __all__ = [
     "FORMATS",

@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 from PIL import Image
 from tifffile import TiffFile, TiffPage
 
-from engines.errors import ImageError
-from engines.images.budget import check_budget
-from engines.images.decode_cache import DecodeCache
+from engines.errors import ImageError, make_absolute
 from engines.images.files import (
     JPEG_HEAD,
     PNG_HEAD,
     TIFF_HEADS,
+    DecodeCache,
+    check_budget,
     make_changed_error,
     read_head,
     translate_errors,
@@ -36,7 +36,6 @@ from engines.images.tiff_layout import find_picture
 from engines.images.tiff_page import DECODED, JPEG, TiffPageReader, check_segment_size, find_alpha_channel
 from engines.images.zarr import is_zarr
 from engines.spatial.tiles import Tile
-from engines.working_folder import make_absolute
 
 __all__ = ["RawImage", "open_raw_image"]
 

@@ -10,13 +10,11 @@ from io import StringIO
 from os import PathLike
 from pathlib import Path
 
-from engines.errors import ImageError
-from engines.images.example import Example
-from engines.images.examples import ExampleImages
+from engines.errors import ImageError, describe_working_folder
+from engines.images.examples import Example, ExampleImages
 from engines.images.mask_file import Ignore
-from engines.regular_file import is_within, read_bounded
+from engines.images.regular_file import is_within, read_bounded
 from engines.spatial.tiles import Span, Tile
-from engines.working_folder import describe_working_folder
 
 __all__ = ["COLUMNS", "table_images", "write_table"]
 

@@ -17,7 +17,7 @@ from tifffile import COMPRESSION, PHOTOMETRIC, TiffFile, TiffPage
 
 from engines.errors import ImageError
 from engines.images.files import make_damaged_error
-from engines.images.ome import OmeImage
+from engines.images.safe_xml import OmeImage
 from engines.images.tiff_page import DECODED, find_alpha_channel
 
 __all__ = ["TiffLayout", "check_picture", "find_picture", "list_pages", "list_sub_pages"]

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from engines.errors import ImageError
 from engines.images.dataset import to_network_input
-from engines.images.picture import Picture
-from engines.images.region_picture import crop_picture
+from engines.images.picture import Picture, crop_picture
 from engines.spatial.tiles import Tile
 
 __all__ = ["PaddedRegion", "make_padded_region"]

@@ -19,10 +19,10 @@ import numpy as np
 import tifffile
 from numpy.typing import NDArray
 
+from engines.comm.status_board import get_status_board
 from engines.inference.padded_region import PaddedRegion
-from engines.inference.tile_sink import Shape
+from engines.inference.tile_stitcher import Shape
 from engines.spatial.tiles import Span, Tile
-from engines.status_board import get_status_board
 
 __all__ = ["PyramidSink", "make_pyramid"]
 

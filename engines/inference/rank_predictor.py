@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -16,19 +17,20 @@ from engines.comm.device import (
     use_threads,
 )
 from engines.comm.world import World
-from engines.errors import PlanError
-from engines.layer.graph import TensorSpec
-from engines.layer.trace import trace_inference
+from engines.errors import PlanError, TraceError
+from engines.graph.model_graph import TensorSpec
+from engines.graph.trace import trace_inference
+from engines.graph.trace_cache import get_micro_batch_spec, get_shard_spec
+from engines.inference.padded_region import PaddedRegion
 from engines.plan import Plan
 from engines.program.compile import Compiler, compile_plan
 from engines.program.program import Program
 from engines.program.step_labels import describe_steps
 from engines.program.worker import Inputs, Worker
-from engines.spatial.user_ops import UserOps
-from engines.trace_cache import get_micro_batch_spec, get_shard_spec
-from engines.training import Recipe, collect_state, copy_state_tensor, cut_inputs, sgd
+from engines.spatial.operator_table import UserOps
+from engines.train.training import Recipe, collect_state, copy_state_tensor, cut_inputs, sgd
 
-__all__ = ["Prediction", "RankPredictor", "fetch_tensors", "join_predictions", "prepare_prediction"]
+__all__ = ["Prediction", "RankPredictor", "fetch_tensors", "join_predictions", "prepare_prediction", "prepare_region"]
 
 Prediction = Mapping[int, Tensor]
 """A rank's parts of the predictions, by micro-batch, in host memory."""
@@ -134,3 +136,33 @@ def join_predictions(programs: Sequence[Program], parts: Sequence[Prediction], s
                     view = view.narrow(axis, span.start, len(span))
             view.copy_(tensor)
     return whole
+
+
+# Prepare the recipe with which ranks predict a region of a picture tile by tile.
+
+
+def prepare_region(
+    model: nn.Module, region: PaddedRegion, precision: str = "float32", device: str = "auto"
+) -> tuple[Recipe, PaddedRegion]:
+    """Return the recipe of the model at the region's size, and the region, padded if the model needs that.
+
+    Some models take only multiples of a power of two: powers up to 256 are tried. Raises the TraceError for the
+    unpadded size if the model takes none of them.
+    """
+    plan = Plan(split_size=1, spatial_size=0, precision=precision)
+    # torch logs on stderr what it cannot trace, besides raising the error; a refused size would look like a failure.
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    refusals: list[TraceError] = []
+    try:
+        for px in (1, 2, 4, 8, 16, 32, 64, 128, 256):
+            padded = region.pad_to_multiple(px)
+            if refusals and padded.size_px == region.size_px:
+                continue
+            try:
+                return prepare_prediction(model, plan, (1, 3, *padded.size_px), device), padded
+            except TraceError as error:
+                refusals.append(error)
+    finally:
+        log.disabled = before
+    raise refusals[0]

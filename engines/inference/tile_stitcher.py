@@ -3,23 +3,138 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from engines.comm.collective_errors import run_on_all
 from engines.comm.world import Message, World
-from engines.errors import TraceError
-from engines.inference.output_kinds import get_output_channels, get_output_dtype
+from engines.errors import PlanError, TraceError
+from engines.graph.model_graph import TensorSpec
 from engines.inference.padded_region import PaddedRegion
-from engines.inference.tile_sink import MakeSink
-from engines.layer.graph import TensorSpec
 from engines.program.program import ShardSpec
 from engines.spatial.tiles import Grid, Tile
 
-__all__ = ["TileStitcher"]
+__all__ = [
+    "KINDS",
+    "ArraySink",
+    "MakeSink",
+    "Shape",
+    "TileSink",
+    "TileStitcher",
+    "check_kind",
+    "compute_probabilities",
+    "convert_image_scores",
+    "convert_pixel_scores",
+    "get_output_channels",
+    "get_output_dtype",
+]
+
+# Sinks for the tiles of a prediction, in any order: memory, for small ones, or a file (see `pyramid_sink.py`).
+
+
+Shape = tuple[int, int, int]
+"""Height, width, and channels per pixel."""
+
+
+class TileSink(Protocol):
+    """Sink that receives every tile once. Its methods raise OSError if they fail."""
+
+    def put(self, tile: Tile, pixels: NDArray[Any]) -> None:
+        """Store the (h, w, C) `pixels` of `tile`."""
+
+    def finish(self) -> Any:
+        """Complete the output after all tiles, and return the result."""
+
+    def close(self) -> None:
+        """Discard what is unfinished; a no-op after `finish`."""
+
+
+MakeSink = Callable[[Shape, np.dtype[Any]], TileSink]
+
+
+class ArraySink:
+    """Sink that holds the whole prediction as an (H, W, C) array, or (H, W) if C is 1."""
+
+    def __init__(self, shape: Shape, dtype: np.dtype[Any]) -> None:
+        self.whole = np.zeros(shape, dtype)
+
+    def put(self, tile: Tile, pixels: NDArray[Any]) -> None:
+        """Copy the tile into the array."""
+        self.whole[tile.rows.start : tile.rows.stop, tile.cols.start : tile.cols.stop] = pixels
+
+    def finish(self) -> NDArray[Any]:
+        """Return the array."""
+        return self.whole[..., 0] if self.whole.shape[2] == 1 else self.whole
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+# What is kept of a model's scores for each pixel: the class, the probabilities, or the scores themselves.
+
+
+KINDS = ("classes", "probabilities", "scores")
+
+
+def check_kind(kind: str) -> None:
+    """Raise PlanError if `kind` is unknown."""
+    if kind not in KINDS:
+        raise PlanError(f"kind={kind!r} is unknown. Choose one of {', '.join(KINDS)}.")
+
+
+def get_output_dtype(kind: str, channels: int, computed: str = "float32") -> np.dtype[Any]:
+    """Return the dtype of the output: uint8, or uint16 for more than 256 classes; scores are float32 or float64.
+
+    `computed` is the dtype in which the model computes; scores in half precision are kept as float32.
+    """
+    if kind == "scores":
+        return np.dtype(np.float64 if computed == "float64" else np.float32)
+    return np.dtype(np.uint16 if kind == "classes" and channels > 256 else np.uint8)
+
+
+def get_output_channels(kind: str, channels: int) -> int:
+    """Return how many numbers are kept for each pixel if the model has `channels` outputs."""
+    return 1 if kind == "classes" else channels
+
+
+def compute_probabilities(scores: Tensor) -> Tensor:
+    """Return the probabilities of (N, K, ...) scores: softmax over K classes, or the logistic function if K is 1."""
+    scores = scores.float() if scores.element_size() < 4 else scores
+    return scores.sigmoid() if scores.shape[1] == 1 else scores.softmax(1)
+
+
+def convert_pixel_scores(scores: Tensor, kind: str) -> NDArray[Any]:
+    """Convert (1, K, h, w) scores to an (h, w, C) array on the host.
+
+    `classes`: C is 1, the class with the highest score (of one score: 1 where it is above 0). `probabilities`: C is K,
+    scaled to 0 to 255. `scores`: C is K.
+    """
+    channels = scores.shape[1]
+    if kind == "classes":
+        found = (scores > 0) if channels == 1 else scores.argmax(1, keepdim=True)
+    elif kind == "probabilities":
+        found = compute_probabilities(scores).mul(255).round_()
+    else:
+        found = scores
+    # Only what is kept crosses to the host: for classes, one number per pixel instead of K scores.
+    made = found[0].permute(1, 2, 0).cpu()
+    made = made.float() if made.is_floating_point() and made.element_size() < 4 else made
+    return np.ascontiguousarray(
+        made.numpy(), get_output_dtype(kind, channels, str(scores.dtype).removeprefix("torch."))
+    )
+
+
+def convert_image_scores(scores: Tensor, kind: str) -> Any:
+    """Convert the (K,) scores of one image to its class, or to the probabilities or scores of all classes."""
+    if kind == "classes":
+        return int(scores > 0) if scores.shape[0] == 1 else int(scores.argmax(0))
+    return compute_probabilities(scores[None])[0] if kind == "probabilities" else scores
+
 
 _TAG = 2
 

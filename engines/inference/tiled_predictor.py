@@ -32,16 +32,20 @@ from engines.comm.device import (
     use_threads,
 )
 from engines.comm.world import World
-from engines.inference.output_kinds import convert_image_scores, convert_pixel_scores
 from engines.inference.padded_region import PaddedRegion
 from engines.inference.rank_predictor import fetch_tensors
 from engines.inference.tile_fitting import choose_grid, iterate_passes
-from engines.inference.tile_sink import ArraySink, MakeSink
-from engines.inference.tile_stitcher import TileStitcher
+from engines.inference.tile_stitcher import (
+    ArraySink,
+    MakeSink,
+    TileStitcher,
+    convert_image_scores,
+    convert_pixel_scores,
+)
 from engines.program.tile_passes import TilePass, TilePasses
 from engines.program.worker import Worker
 from engines.spatial.tiles import Tile
-from engines.training import Recipe, copy_state_tensor
+from engines.train.training import Recipe, copy_state_tensor
 
 __all__ = ["PredictionRequest", "TiledPrediction", "TiledPredictor"]
 

@@ -19,16 +19,17 @@ from torch import Tensor, nn
 from engines.comm.cgroup_limits import count_cores, get_memory_bytes
 from engines.comm.device import count_local_ranks, use_threads
 from engines.comm.world import Message, World
-from engines.layer.graph import Ref
-from engines.predict.calibration_kernels import LayerSize, make_calls
+from engines.graph.model_graph import Ref
 from engines.predict.calibration_runs import STEPS, CalibrationRecipes, CalibrationRuns, fit_machine
 from engines.predict.calibration_runs import TURNS as REHEARSALS
 from engines.predict.kernel_timer import (
     TURNS,
     KernelTimer,
     KernelTimes,
+    LayerSize,
     build_op_tallies,
     compute_speeds,
+    make_calls,
     measure_median_seconds,
     measure_seconds,
 )
@@ -40,7 +41,7 @@ from engines.program.update import update_buffers
 from engines.program.worker import Worker
 
 if TYPE_CHECKING:
-    from engines.rank_server import RankServer
+    from engines.comm.rank_server import RankServer
 
 __all__ = ["Calibration", "calibrate", "measure_overheads"]
 

@@ -11,10 +11,8 @@ from itertools import pairwise
 
 from torch import nn
 
-from engines.bench.verify import make_batches
 from engines.comm.wait_time import get_wait_cpu_s
 from engines.comm.world import World
-from engines.layout import compute_threads
 from engines.plan import Plan
 from engines.predict.actions import ComputeWork
 from engines.predict.cost import CostModel, build_step_actions
@@ -23,7 +21,9 @@ from engines.predict.noise import compute_spread
 from engines.predict.rank_tally import build_tally
 from engines.predict.simulate import simulate
 from engines.program.compile import compile_plan
-from engines.training import RankTraining, Recipe, prepare
+from engines.spatial.layout import compute_threads
+from engines.train.training import RankTraining, Recipe, prepare
+from engines.train.verify import make_batches
 
 __all__ = [
     "STEPS",

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from engines.offload.min_bytes import LEAST_BYTES
 from engines.predict.actions import (
     Action,
     ComputeWork,
@@ -16,10 +15,9 @@ from engines.predict.actions import (
     WaitAllReduce,
     WaitMessage,
 )
-from engines.predict.all_reduce_cost import AllReduceCost, count_members, estimate_all_reduce
-from engines.predict.kernel_classes import BY_ARITHMETIC
+from engines.predict.links import AllReduceCost, count_members, estimate_all_reduce
 from engines.predict.machine import Machine
-from engines.predict.tallies import DirectionTally, OpTally, RankTally, SegmentTally
+from engines.predict.tallies import BY_ARITHMETIC, DirectionTally, OpTally, RankTally, SegmentTally
 from engines.program.instructions import (
     AllReduce,
     Compute,
@@ -32,8 +30,8 @@ from engines.program.instructions import (
     Update,
 )
 from engines.program.program import Program, Step
-from engines.program.staging import count_staged_bytes
-from engines.spatial.moves import Move
+from engines.program.traffic import LEAST_BYTES, count_staged_bytes
+from engines.spatial.tiles import Move
 
 __all__ = ["CostModel", "build_step_actions", "count_work", "estimate_segment_work"]
 

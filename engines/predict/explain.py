@@ -14,7 +14,7 @@ from engines.predict.forecast import Forecast
 from engines.predict.lower_bound import PlanBound
 from engines.predict.parallelism import KINDS, WORDS, classify_plan, describe_plan
 from engines.predict.search import SearchResult
-from engines.predict.time_breakdown import compute_time_shares
+from engines.program.timeline import compute_time_shares
 
 __all__ = ["Explanation", "Verdict", "explain", "explain_forecasts"]
 

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import engines.spatial.rng  # noqa: F401  (gives the kernels of random numbers their names)
-from engines.bench.live_bytes import LiveBytes
 from engines.comm.device import choose_memory_format
 from engines.errors import TraceError
-from engines.layer.flops import FlopCount
-from engines.layer.graph import Ref, TensorSpec
+from engines.graph.export_reader import FlopCount
+from engines.graph.model_graph import Ref, TensorSpec
+from engines.predict.live_bytes import LiveBytes
 from engines.program.instructions import DEVICE, SEED
 from engines.spatial.kernels import get_kernel
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from engines.layer.graph import ModelGraph
-from engines.layer.stages import Layer
-from engines.layout import Role
+from engines.graph.model_graph import ModelGraph
+from engines.graph.stages import Layer
 from engines.plan import Plan
 from engines.predict.rank_tally import build_tally
 from engines.predict.tallies import DirectionTally, OpTally
 from engines.program.builder import Builder
 from engines.program.compile import Compiler
 from engines.program.instructions import AllReduce, Compute, LocalOp, ModelInstruction
+from engines.spatial.layout import Role
 
 __all__ = ["LayerTally", "build_layer_tallies"]
 

@@ -9,15 +9,15 @@ from functools import cached_property
 from itertools import pairwise
 
 from engines.errors import PlanError, TraceError
-from engines.layer.graph import ModelGraph
-from engines.layer.stages import Layer, cut_stages, find_layers
-from engines.layout import Layout, compute_threads
+from engines.graph.model_graph import ModelGraph
+from engines.graph.stages import Layer, cut_stages, find_layers
 from engines.plan import Plan
-from engines.predict.all_reduce_cost import AllReduceCost
 from engines.predict.cost import CostModel
 from engines.predict.layer_tally import QUARTER, WHOLE, LayerTally, build_layer_tallies
+from engines.predict.links import AllReduceCost
 from engines.predict.tallies import SegmentTally
 from engines.program.instructions import Phase
+from engines.spatial.layout import Layout, compute_threads
 
 __all__ = ["BoundCalculator", "PlanBound"]
 

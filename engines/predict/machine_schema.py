@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from engines.predict.kernel_classes import CLASSES
+from engines.predict.tallies import CLASSES
 
 __all__ = ["check_machine", "find_missing_speeds"]
 

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from engines.errors import PlanError
+from engines.graph.trace_cache import TraceCache
 from engines.plan import Plan
 from engines.predict.forecast import Forecast, forecast
 from engines.predict.machines import get_machine
-from engines.trace_cache import TraceCache
 
 __all__ = [
     "MEASURES",

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from engines.layer.graph import ModelGraph
+from engines.graph.model_graph import ModelGraph
+from engines.graph.stages import find_layers
 from engines.plan import Plan
-from engines.predict.memory_simulation import simulate_memory
+from engines.predict.memory_simulation import MemoryTracker, simulate_memory
 from engines.predict.rank_tally import build_tally
 from engines.predict.tallies import RankTally
 from engines.program.compile import Compiler
+from engines.program.instructions import Compute, SumGradients
 from engines.program.program import Program
+from engines.program.step_labels import StepLabel, label_steps
 
-__all__ = ["KINDS", "RankMemory", "predict_rank_memory", "predict_tallied_memory"]
+__all__ = [
+    "KINDS",
+    "PeakMemory",
+    "PlanMemory",
+    "RankMemory",
+    "predict_plan_memory",
+    "predict_rank_memory",
+    "predict_tallied_memory",
+]
 
 KINDS = ("weights", "gradients", "optimiser", "inputs", "activations", "halos", "passing", "messages")
 """`activations` are saved for backward, `halos` are their received parts. `passing` is the temporary memory of a
@@ -57,3 +69,164 @@ def predict_tallied_memory(program: Program, tally: RankTally, plan: Plan, optim
     return RankMemory(
         program.rank, {kind: ledger.at_peak.get(kind, 0) for kind in KINDS}, ledger.peak_step, tuple(after)
     )
+
+
+# The memory peak of a rank's training step: the instruction at the peak, and the memory of each layer at that time.
+
+
+Kinds = Mapping[str, int]
+"""Bytes by kind, as in `engines.predict.rank_memory.KINDS`."""
+
+
+@dataclass(frozen=True)
+class PeakMemory:
+    """The memory peak of a rank, in step `step` of its program (from 0), which is at `place`.
+
+    `layers` are bytes by kind of each layer of the user's model, in the model's order. `rest` belongs to no layer:
+    images, labels, and message buffers. Together they are the peak.
+    """
+
+    rank: int
+    step: int
+    steps: int
+    place: StepLabel
+    layers: Mapping[str, Kinds]
+    rest: Kinds
+
+    @property
+    def bytes(self) -> int:
+        """The bytes at the peak."""
+        return sum(self.rest.values()) + sum(sum(kinds.values()) for kinds in self.layers.values())
+
+    @property
+    def words(self) -> str:
+        """`instruction 266 of 533, backward compute · micro-batch 0 · blocks.28`."""
+        return f"instruction {self.step + 1} of {self.steps}, {self.place.text}"
+
+    def get_largest_layers(self, count: int) -> list[tuple[str, Kinds]]:
+        """Return the `count` layers that hold most, the largest first."""
+        return sorted(self.layers.items(), key=lambda item: -sum(item[1].values()))[:count]
+
+
+@dataclass(frozen=True)
+class PlanMemory:
+    """The bytes of each rank in a training step. All replicas are alike, so `ranks` are those of the first replica."""
+
+    plan: Plan
+    graph: ModelGraph
+    programs: tuple[Program, ...]
+    ranks: tuple[RankMemory, ...]
+    optimiser_states: int
+
+    @property
+    def fullest(self) -> int:
+        """The rank that holds most."""
+        return max(self.ranks, key=lambda memory: memory.peak_bytes).rank
+
+    @property
+    def peak_bytes(self) -> int:
+        """The peak bytes of the fullest rank."""
+        return self.ranks[self.fullest].peak_bytes
+
+    def find_peak(self, rank: int) -> PeakMemory:
+        """Return the memory peak of a rank."""
+        program, memory = self.programs[rank], self.ranks[rank]
+        counted, where = build_tally(program, self.graph), label_steps(self.graph, program)
+        # The peak is known already. The same simulation again, with a tracker that looks at the blocks at that moment.
+        ledger = _PeakTracker(memory.peak_bytes)
+        simulate_memory(program, counted, self.plan, self.optimiser_states, ledger)
+        place = where[memory.peak_step]
+        owners = _LayerAssignment(self.graph, program, counted, self.optimiser_states, where)
+        found: dict[str, Counter[str]] = {name: Counter() for name in owners.names}
+        rest: Counter[str] = Counter()
+        blocks = [part for key, kinds in ledger.blocks.items() for part in owners.split_block(key, kinds)]
+        for layer, kinds in [*blocks, (place.layer or None, ledger.passing)]:
+            (rest if layer is None else found.setdefault(layer, Counter())).update(kinds)
+        filled = {layer: dict(+kinds) for layer, kinds in found.items() if +kinds}
+        return PeakMemory(program.rank, memory.peak_step, len(program.steps), place, filled, dict(+rest))
+
+
+def predict_plan_memory(graph: ModelGraph, plan: Plan, optimiser_states: int = 1) -> PlanMemory:
+    """Return the memory of the ranks of a plan; `optimiser_states` as in `predict_rank_memory`.
+
+    Raises PlanError or TraceError if the plan does not fit the model.
+    """
+    plan = replace(plan, overlap_halos=False)
+    compiler = Compiler(graph, plan)
+    programs = tuple(compiler.compile_rank(rank) for rank in range(plan.replica_ranks))
+    ranks = tuple(
+        predict_tallied_memory(program, build_tally(program, graph), plan, optimiser_states) for program in programs
+    )
+    return PlanMemory(plan, graph, programs, ranks, optimiser_states)
+
+
+class _PeakTracker(MemoryTracker):
+    """A memory tracker that records the held `blocks` and the `passing` bytes when the known peak is reached."""
+
+    def __init__(self, peak_bytes: int) -> None:
+        super().__init__()
+        self._wanted = peak_bytes
+        self.blocks: dict[Hashable, Kinds] = {}
+        self.passing: Kinds = {}
+
+    def add_transient(self, **kinds: int) -> None:
+        super().add_transient(**kinds)
+        # The first moment at the peak. The simulation may reach it again later, with other blocks.
+        if not self.blocks and self.peak == self._wanted:
+            self.blocks, self.passing = self.held, kinds
+
+
+@dataclass
+class _LayerAssignment:
+    """Maps each block of a rank's memory to its layer, or to None if it belongs to no layer."""
+
+    graph: ModelGraph
+    program: Program
+    counted: RankTally
+    states: int
+    where: Sequence[StepLabel]
+    names: dict[str, None] = field(default_factory=dict)
+    weights: dict[str, str] = field(default_factory=dict)
+    values: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        nodes: dict[str, str] = {}
+        for layer in find_layers(self.graph):
+            self.names[layer.name] = None
+            for node in self.graph.nodes[layer.nodes.start : layer.nodes.stop]:
+                nodes[node.name] = layer.name
+                for name in node.reads:
+                    self.weights.setdefault(name, layer.name)
+        # Each result of an instruction belongs to the layer of its node, or else to the layer of the instruction.
+        for place in self.where:
+            item, layer = place.step.instruction, place.layer
+            self.values.setdefault(f"window:{item.name}", layer)
+            if target := getattr(item, "target", ""):
+                self.values.setdefault(target, layer)
+            for op in item.ops if isinstance(item, Compute) else ():
+                layer = nodes.get(op.out) or nodes.get(op.out.partition(".")[0]) or layer
+                self.values[op.out] = layer
+
+    def split_block(self, key: Hashable, kinds: Kinds) -> Iterator[tuple[str | None, Kinds]]:
+        """Yield the parts of a block by layer."""
+        match key:
+            case "owned":
+                for name, size in {**self.counted.weights, **self.counted.buffers}.items():
+                    states = self.states * size if name in self.counted.trained else 0
+                    yield self.weights.get(name), {"weights": size, "optimiser": states}
+            case "sums":
+                buckets = {item.name: item for item in self.program.select_instructions(SumGradients)}
+                for bucket in buckets.values():
+                    sizes = {name: self.counted.weights[name] for name in bucket.weights}
+                    yield from ((self.weights.get(name), {"gradients": size}) for name, size in sizes.items())
+                    yield None, {"gradients": bucket.bytes - sum(sizes.values())}
+            case ("gradient", str(name)):
+                yield self.weights.get(name), kinds
+            case (int(), str(name)):
+                yield self._find_layer(name), kinds
+            case _:
+                yield None, kinds
+
+    def _find_layer(self, key: str) -> str | None:
+        name = key.removeprefix("gradient of ").removesuffix(":saved")
+        return self.values.get(name) or self.values.get(name.partition("[")[0])

@@ -2,16 +2,281 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
-from engines.layer.graph import ModelGraph, TensorSpec
-from engines.predict.kernel_effects import LocalTensor
-from engines.predict.segment_tally import DirectionValues, SegmentCounter, get_window_key
-from engines.predict.tallies import DirectionTally, RankTally
-from engines.program.instructions import AllReduce, Compute, Exchange
-from engines.program.program import Program, ShardSpec
+from engines.graph.export_reader import resolve_flops
+from engines.graph.model_graph import ModelGraph, Ref, TensorSpec
+from engines.predict.kernel_effects import KernelEffect, LocalTensor, find_local_tensors, infer_effect
+from engines.predict.memory_simulation import GradientTracker, MemoryTracker
+from engines.predict.tallies import (
+    BY_ARITHMETIC,
+    DirectionTally,
+    OpTally,
+    RankTally,
+    SegmentTally,
+    classify_kernel,
+    get_convolution_shape,
+)
+from engines.program.instructions import DEVICE, SEED, AllReduce, Compute, Exchange, LocalOp
+from engines.program.program import DirectionProgram, Program, ShardSpec
+from engines.program.segment import find_in_place, find_last_reads, find_out_kernel
 
-__all__ = ["build_tally"]
+__all__ = ["DirectionValues", "SegmentCounter", "build_op_tally", "build_tally", "get_window_key"]
+
+# Counts the memory and arithmetic of one segment of a rank, call by call, forward and backward.
+
+
+Abstract = LocalTensor | tuple[LocalTensor, ...]
+
+
+@dataclass
+class DirectionValues:
+    """One direction of a rank, walked forward: the description of each value, and the key of its memory."""
+
+    way: DirectionProgram
+    graph: ModelGraph
+    values: dict[str, LocalTensor] = field(default_factory=dict)
+    lies_in: dict[str, str] = field(default_factory=dict)
+    bytes: dict[str, int] = field(default_factory=dict)
+
+    @cached_property
+    def rooms(self) -> dict[str, Exchange]:
+        """The values that may be written into the middle of their window: those that exactly one exchange reads."""
+        exchanges = [item for item in self.way.forward if isinstance(item, Exchange) and item.axes is not None]
+        return {e.source: e for e in exchanges if e.window_covers_own and len(self.way.reads[e.source]) == 1}
+
+    def find_owned(self, name: str) -> LocalTensor | None:
+        """Return the description of a weight, buffer or total, or None if the name is none of these."""
+        totals = {total.name: total.spec for total in self.graph.totals}
+        spec = self.graph.weights.get(name) or self.graph.buffers.get(name) or totals.get(name)
+        return None if spec is None else LocalTensor.of(spec, name in self.graph.trainable)
+
+    def add_value(self, name: str, local: LocalTensor, needs_gradient: bool, key: str) -> None:
+        """Register a value that the rank holds from here on, in the memory block `key`."""
+        self.values[name] = LocalTensor(local.spec, local.strides, needs_gradient and local.spec.is_floating)
+        self.lies_in[name] = key
+        self.bytes.setdefault(key, local.spec.bytes)
+
+
+def get_window_key(exchange: Exchange) -> str:
+    """Return the memory key of the window of an exchange."""
+    return f"window:{exchange.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class _SegmentCall:
+    """One kernel call in a segment: the names of its tensor arguments, in order, and of its results."""
+
+    op: LocalOp
+    effect: KernelEffect
+    reads: tuple[str, ...]
+    makes: tuple[str, ...]
+    locals: tuple[LocalTensor, ...]
+
+    @property
+    def leads_back(self) -> bool:
+        """Whether backward passes through the call."""
+        return any(made.local.needs_gradient for made in self.effect.made)
+
+    @property
+    def is_arithmetic(self) -> bool:
+        """Whether the call is bound by arithmetic rather than by memory."""
+        return classify_kernel(self.op.kernel, self.effect.flops) in BY_ARITHMETIC
+
+
+@dataclass
+class SegmentCounter:
+    """The counter of one segment: its calls in order, and the memory key of each result."""
+
+    # Names and memory are apart, because several values may lie in one block, which is counted once:
+    #
+    #   y = relu(x)        y lies in "y": new memory
+    #   v = view(y)        v lies in "y", too
+    #   z = relu_(v)       z lies in "y": written over
+    #   w = conv(z)        w lies in "window:halo3", if only that exchange reads it: written into the window's middle
+    #
+    # `keys` says where a value lies, `fresh` how large the blocks are that the segment allocates. The weights, under
+    # "weight:...", are held by the rank at all times and never counted here.
+    segment: Compute
+    way: DirectionValues
+    scope: dict[str, Abstract] = field(default_factory=dict)
+    names: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    keys: dict[str, str] = field(default_factory=dict)
+    fresh: dict[str, int] = field(default_factory=dict)
+
+    @cached_property
+    def over(self) -> frozenset[str]:
+        """The values that overwrite the memory of their argument."""
+        return find_in_place(self.segment)
+
+    def build_tally(self) -> SegmentTally:
+        """Return the tally of the segment and register its outputs as values of the rank; to be called once."""
+        for name in self.segment.inputs:
+            self._enter(name, self.way.values[name], self.way.lies_in[name])
+        inside, calls = MemoryTracker(), []
+        for op, of_no_use in zip(self.segment.ops, find_last_reads(self.segment), strict=True):
+            calls += self._count_forward(op, inside)
+            for name in of_no_use:
+                for part in self.names[name]:
+                    inside.release(self.keys[part])
+        keeps = frozenset(key for call in calls if call.leads_back for key in self._get_saved_keys(call))
+        for name in self.segment.outputs:  # from here on, values of the rank
+            (part,) = self.names[name]
+            local, key = self.scope[name], self.keys[part]
+            self.way.bytes[key] = self.fresh.get(key, self.way.bytes.get(key, 0))
+            self.way.add_value(name, local, local.needs_gradient, key)  # type: ignore[arg-type, union-attr]
+        back, gradients = self._count_backward([call for call in calls if call.leads_back])
+        trains = {name: size for name, size in gradients.sizes.items() if name in self.way.graph.weights}
+        grads = {name: size for name, size in gradients.sizes.items() if name not in trains}
+        matrices = [name for name in trains if len(self.way.graph.weights[name].shape) > 1]
+        moves = list(gradients.moved)
+        for name, size in grads.items():
+            # Backward visits the readers of a value in reverse: the gradient from the last reader arrives first and
+            # needs no addition, but a copy if it was passed on, because it is then the memory of another gradient.
+            if self.way.way.reads[name][-1] != self.segment.name:
+                moves.append(3 * size)
+            elif name in gradients.passed:
+                moves.append(2 * size)
+        moves += [2 * trains[name] for name in matrices]  # copied to the weight's layout, or added
+        kept = {key: size for key, size in self.fresh.items() if key in keeps or key in self._get_output_keys()}
+        ops = tuple(_make_op_tally(call.op.kernel, call.effect, call.locals) for call in calls)
+        return SegmentTally(ops, keeps, kept, inside.peak, back, grads, trains, bool(matrices), tuple(moves))
+
+    def _enter(self, name: str, local: LocalTensor, key: str) -> None:
+        self.scope[name], self.names[name], self.keys[name] = local, (name,), key
+
+    def _get_output_keys(self) -> set[str]:
+        return {self.keys[part] for name in self.segment.outputs for part in self.names[name]}
+
+    def _count_forward(self, op: LocalOp, inside: MemoryTracker) -> Iterator[_SegmentCall]:
+        # Not a kernel, but Python's choice of one of the results of a kernel: another name for the same memory.
+        if op.kernel == "getitem":
+            source, index = op.arguments
+            part = self.names[source.name][index]
+            self.scope[op.out], self.names[op.out] = self.scope[source.name][index], (part,)  # type: ignore[index]
+            inside.hold(self.keys[part])
+            return
+        read: list[str] = []
+        arguments = self._resolve_arguments(list(op.arguments), read)
+        keywords = self._resolve_arguments(dict(op.keywords), read)
+        effect = infer_effect(op.kernel, arguments, keywords)
+        makes = tuple(f"{op.out}[{i}]" for i in range(len(effect.made))) if effect.several else (op.out,)
+        call = _SegmentCall(op, effect, tuple(read), makes, tuple(find_local_tensors((arguments, keywords))))
+        self._add_results(call)
+        # A result is held until its last reader, and once more if backward needs it; that reference is never released
+        # here, since the block outlives the forward pass of the segment.
+        for name in makes:
+            inside.hold(self.keys[name], {"made": self.fresh.get(self.keys[name], 0)})
+        if call.leads_back:
+            for key in self._get_saved_keys(call):
+                inside.hold(key, {"made": self.fresh.get(key, 0)})
+        yield call
+
+    def _resolve_arguments(self, value: Any, read: list[str]) -> Any:
+        """Return the arguments with each tensor name replaced by the tensor's description."""
+        if isinstance(value, list | tuple):
+            return [self._resolve_arguments(item, read) for item in value]
+        if isinstance(value, dict):
+            return {key: self._resolve_arguments(item, read) for key, item in value.items()}
+        if not isinstance(value, Ref) or value in (DEVICE, SEED):
+            return value
+        if value.name not in self.scope:
+            self._enter(value.name, self.way.find_owned(value.name), f"weight:{value.name}")  # type: ignore[arg-type]
+        (part,) = self.names[value.name]
+        read.append(part)
+        return self.scope[value.name]
+
+    def _add_results(self, call: _SegmentCall) -> None:
+        """Register the results of a call, their memory keys, and the sizes of newly allocated memory."""
+        made = tuple(each.local for each in call.effect.made)
+        self.scope[call.op.out] = made if call.effect.several else made[0]
+        self.names[call.op.out] = call.makes
+        for name, each in zip(call.makes, call.effect.made, strict=True):
+            self.keys[name] = name if each.shares is None else self.keys[call.reads[each.shares]]
+            if each.shares is None:
+                self.fresh[name] = each.bytes
+        if call.op.out in self.way.rooms and find_out_kernel(self.segment, call.op, self.way.rooms) is not None:
+            # The kernel writes its result into the middle of the window, so the block that is allocated is the whole
+            # window.
+            exchange = self.way.rooms[call.op.out]
+            key = get_window_key(exchange)
+            self.fresh.pop(call.op.out, None)
+            self.keys[call.op.out] = key
+            self.fresh[key] = TensorSpec(exchange.compute_shape(exchange.window), exchange.dtype).bytes
+        # In-place: the result lives in the memory of the call's first argument, and nothing new is allocated.
+        elif call.op.out in self.over:
+            self.fresh.pop(call.op.out, None)
+            self.keys[call.op.out] = self.keys[call.reads[0]]
+        if call.effect.saves_bytes and call.leads_back:
+            self.fresh[f"{call.op.out}:saved"] = call.effect.saves_bytes
+
+    def _get_saved_keys(self, call: _SegmentCall) -> list[str]:
+        """Return the keys of the memory that autograd saves for a call, without weights, which are held anyway."""
+        found = {self.keys[call.reads[index]] for index in call.effect.saves}
+        found |= {self.keys[call.makes[index]] for index in call.effect.saves_made}
+        found |= {f"{call.op.out}:saved"} if call.effect.saves_bytes else set()
+        return sorted(key for key in found if not key.startswith("weight:"))
+
+    def _count_backward(self, calls: Sequence[_SegmentCall]) -> tuple[int, GradientTracker]:
+        """Return the peak bytes of backward beyond the memory at its start, and the gradients that remain."""
+        ledger = MemoryTracker()
+        for key in (*self._get_output_keys(), *(key for call in calls for key in self._get_saved_keys(call))):
+            ledger.hold(key, {"kept": self.fresh.get(key, 0)})
+        # At the start of backward the outputs and the saved tensors are held; only memory beyond these counts.
+        start = ledger.peak = ledger.total
+        grads = GradientTracker(ledger, {part for name in self.segment.outputs for part in self.names[name]})
+        # Autograd visits the calls in reverse, and each receives the finished gradients of its results. A call whose
+        # results nobody reads on the way to the outputs receives none, and is not visited.
+        for call in reversed(calls):
+            if any(name in grads.arrived for name in call.makes):
+                whole = call.effect.made[0].local.spec.bytes
+                for index, (name, local) in enumerate(zip(call.reads, call.locals, strict=True)):
+                    if local.needs_gradient:
+                        passes = index in call.effect.passes
+                        grads.add(name, local.spec.bytes, call.makes if passes else ())
+                        grads.parts.update({name} if passes and local.spec.bytes < whole else ())
+                # A convolution or product needs a contiguous gradient: a part of a larger gradient is copied first.
+                copied = whole if call.is_arithmetic and call.makes[0] in grads.parts else 0
+                ledger.add_transient(back=call.effect.back_bytes + copied)
+                # Autograd frees as it goes: the gradients of the results, and what this call has saved.
+                grads.release(call.makes)
+                for key in self._get_saved_keys(call):
+                    ledger.release(key)
+        grads.hold_passed()
+        return ledger.peak - start, grads
+
+
+def build_op_tally(kernel: str, arguments: Sequence[Any], keywords: Mapping[str, Any] | None = None) -> OpTally:
+    """Return the tally of a single call, with `LocalTensor` objects in place of the tensor arguments."""
+    return _make_op_tally(
+        kernel, infer_effect(kernel, arguments, keywords or {}), tuple(find_local_tensors((arguments, keywords or {})))
+    )
+
+
+def _make_op_tally(kernel: str, effect: KernelEffect, locals_: Sequence[LocalTensor]) -> OpTally:
+    shapes = [local.spec.shape for local in locals_]
+    made = [each.local.spec for each in effect.made]
+    # A view costs neither arithmetic nor traffic, only the call itself.
+    views = not made or effect.made[0].shares is not None
+    kind = classify_kernel(kernel, effect.flops)
+    matrices = kind in BY_ARITHMETIC
+    # What counts are gradients that cost work: one that is passed on costs none, and that of a bias next to none beside
+    # a convolution's.
+    gradients = sum(
+        local.needs_gradient and index not in effect.passes and (len(local.spec.shape) > 1 or not matrices)
+        for index, local in enumerate(locals_)
+    )
+    return OpTally(
+        kernel,
+        kind,
+        0 if views else resolve_flops(kernel, effect.flops, made[0].shape),
+        0 if views else sum(spec.bytes for spec in (*(local.spec for local in locals_), *made)),
+        get_convolution_shape(kernel, shapes),
+        gradients if any(each.local.needs_gradient for each in effect.made) else 0,
+    )
 
 
 def build_tally(program: Program, graph: ModelGraph) -> RankTally:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from engines.errors import PlanError, TraceError
-from engines.layer.graph import ModelGraph
+from engines.graph.model_graph import ModelGraph
 from engines.plan import Plan
 from engines.predict.cost import CostModel
 from engines.predict.forecast import Forecast, forecast

@@ -21,10 +21,9 @@ from engines.predict.actions import (
     WaitAllReduce,
     WaitMessage,
 )
-from engines.predict.all_reduce_cost import AllReduceCost
-from engines.predict.core_scheduler import DedicatedCores, SharedCores
+from engines.predict.cores import DedicatedCores, SharedCores
 from engines.predict.cost import CostModel, build_step_actions
-from engines.predict.links import BackgroundAllReduce, LinkQueues
+from engines.predict.links import AllReduceCost, BackgroundAllReduce, LinkQueues
 from engines.predict.machine import Link, Machine
 from engines.predict.tallies import RankTally
 from engines.program.instructions import Phase

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
 from engines.errors import PlanError
-from engines.layer.graph import ModelGraph
-from engines.layout import Layout, Role
-from engines.pipeline.schedule import ActionKind, Batch, PipelineAction, Schedule, make_schedule
+from engines.graph.model_graph import BatchLoss, ModelGraph
 from engines.plan import Plan
-from engines.program.gradient_buckets import insert_gradient_sums, make_buckets
+from engines.program.builder import Builder
 from engines.program.instructions import (
     Compute,
+    CountLabels,
     ExchangeHalf,
     FiniteCheckAllReduce,
     Instruction,
@@ -23,11 +22,110 @@ from engines.program.instructions import (
     SumGradients,
     Update,
 )
-from engines.program.label_counts import make_count_steps
-from engines.program.lowering import STAGE_TAGS, Lowering
+from engines.program.lowering import STAGE_TAGS, Lowering, add_inputs
+from engines.program.make_schedule import ActionKind, Batch, PipelineAction, Schedule, make_schedule
 from engines.program.program import DirectionProgram, Program, Step
+from engines.spatial.batch_sharding import find_sharded_names, shard_graph
+from engines.spatial.layout import Layout, Role
+from engines.spatial.operator_table import lower
 
-__all__ = ["Compiler", "compile_plan"]
+__all__ = ["Compiler", "compile_plan", "insert_gradient_sums", "make_buckets", "make_count_steps"]
+
+# Buckets of gradients: which weights are reduced together, and where in a program their all-reduce starts.
+
+
+def make_buckets(
+    graph: ModelGraph, holders: Mapping[str, tuple[int, ...]], tag: int, bucket_bytes: int = 1 << 22
+) -> tuple[SumGradients, ...]:
+    """Return the gradient all-reduces of a training step; `holders` are the ranks that hold each weight, ascending.
+
+    Weights held by the same ranks share buckets of `bucket_bytes` or a little more, the last layers first, as the
+    backward pass reaches them first (Li et al., 2020, PyTorch Distributed, arXiv:2006.15704, section 3.2.3). Ranks may
+    start the buckets in different orders; each bucket therefore has its own tag, from `tag` on.
+    """
+    groups: dict[tuple[int, ...], list[str]] = defaultdict(list)
+    for name in reversed(graph.weights):
+        if name in graph.trainable and len(holders[name]) > 1:
+            groups[holders[name]].append(name)
+    found: list[SumGradients] = []
+    for group, names in sorted(groups.items()):
+        part: list[str] = []
+        for name in names:
+            part.append(name)
+            filled = sum(graph.weights[each].bytes for each in part)
+            if filled >= bucket_bytes or name == names[-1]:
+                number = len(found)
+                found.append(SumGradients(f"gradients{number}", tuple(part), filled, group, tag + 2 * number))
+                part = []
+    return tuple(found)
+
+
+def insert_gradient_sums(
+    steps: Iterable[Step], sums: Sequence[SumGradients], trained: Callable[[Instruction], set[str]]
+) -> Iterator[Step]:
+    """Yield a rank's steps, with each all-reduce started after the last step that adds to a gradient in its bucket.
+
+    `trained` returns the weights to whose gradients an instruction adds in the backward pass.
+    """
+    steps = tuple(steps)
+    last: dict[str, int] = {}
+    for index, step in enumerate(steps):
+        if step.phase is not Phase.FORWARD:
+            last.update(dict.fromkeys(trained(step.instruction), index))
+    begun: dict[int, list[SumGradients]] = defaultdict(list)
+    for each in sums:
+        # A weight that no step trains here has no gradient; the bucket then starts at the end, as other ranks still
+        # take part.
+        begun[max(last.get(name, len(steps) - 1) for name in each.weights)].append(each)
+    for index, step in enumerate(steps):
+        yield step
+        yield from (Step(each, Phase.BACKWARD, step.micro_batch) for each in begun[index])
+
+
+# The count, before a step, of what the loss of the whole batch is divided by; done by the ranks of the last stage.
+#
+# Each rank counts over its own labels, micro-batch by micro-batch, with a small program; one all-reduce adds the
+# counts
+# over all replicas and directions. A loss whose divisor does not depend on labels has no such program.
+
+
+def make_count_steps(graph: ModelGraph, plan: Plan, layout: Layout, program: Program) -> Iterator[Step]:
+    """Yield the step before a rank's `program`, if the rank has labels of the last stage and the loss counts them."""
+    last = plan.split_size - 1
+    roles = {role.direction: role for role in layout.roles[program.rank] if role.stage == last}
+    if not (graph.totals and roles):
+        return
+    ways = {direction: _make_direction_program(graph, plan, layout, role) for direction, role in roles.items()}
+    numbers = {number: way for number, way in sorted(program.directions.items()) if way in ways}
+    steps = [Step(item, Phase.FORWARD, number) for number, way in numbers.items() for item in ways[way].forward]
+    buffers = sorted(graph.whole.reads - graph.inputs.keys())
+    own = Program(program.rank, tuple(steps), ways, numbers, program.micro_batches, (), tuple(buffers))
+    count = 8 * sum(total.spec.numel for total in graph.totals)  # in float64
+    counting = CountLabels("labels", own, count, layout.find_ranks([last]))
+    yield Step(counting, Phase.FORWARD, program.steps[0].micro_batch)
+
+
+def _make_direction_program(graph: ModelGraph, plan: Plan, layout: Layout, role: Role) -> DirectionProgram:
+    """Return a rank's work on the labels of a micro-batch of one direction."""
+    stage = layout.get_pipeline(role).stages[role.stage]
+    labels, parted = _extract_label_graph(graph, graph.whole), frozenset[str]()
+    if stage.shares > 1:
+        share = _extract_label_graph(graph.share, graph.share.whole)
+        labels, parted = shard_graph(labels, share, labels.nodes), find_sharded_names(labels, share)
+    # The second half of the last stage's block of tags: the stage's own exchanges count up from its start.
+    block = 1 + role.stage + role.direction * plan.split_size
+    builder = Builder(labels, stage, role.tile, STAGE_TAGS * block + STAGE_TAGS // 2, batch_sharded=parted)
+    add_inputs(builder)
+    for node in labels.nodes:
+        lower(builder, node)
+    sources = frozenset(total.source for total in graph.totals)
+    return DirectionProgram({role.stage: tuple(builder.finish(sources))}, {}, None, None, role.tile == 0, sources)
+
+
+def _extract_label_graph(graph: ModelGraph, whole: BatchLoss) -> ModelGraph:
+    """Return the part of a graph that depends on the labels alone."""
+    inputs = {"labels": graph.inputs["labels"]}
+    return replace(graph, inputs=inputs, nodes=whole.nodes, trainable=frozenset(), share=None, whole=None)
 
 
 def compile_plan(graph: ModelGraph, plan: Plan, input_gradient: bool = False) -> tuple[Program, ...]:

@@ -12,9 +12,8 @@ from enum import Enum
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from engines.layer.graph import Ref, TensorSpec, find_ref_names
-from engines.spatial.moves import Move
-from engines.spatial.tiles import Tile
+from engines.graph.model_graph import Ref, TensorSpec, find_ref_names
+from engines.spatial.tiles import Move, Tile
 
 if TYPE_CHECKING:
     from engines.program.program import Program

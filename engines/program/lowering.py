@@ -9,18 +9,16 @@ from functools import cached_property
 
 import engines.spatial.entries  # noqa: F401  (fills the operator table)
 from engines.errors import PlanError
-from engines.layer.graph import ModelGraph, Node, Ref
-from engines.layer.stages import cut_stages, find_layers
-from engines.layout import Layout, Role, StageRanks
+from engines.graph.model_graph import ModelGraph, Node, Ref
+from engines.graph.stages import cut_stages, find_layers
 from engines.plan import Plan
 from engines.program.builder import POINT, Builder
 from engines.program.instructions import ModelInstruction, with_prefix
-from engines.program.memo import Memo
 from engines.program.program import ShardSpec
-from engines.program.value_layout import ValueLayout
+from engines.program.value_layout import Memo, ValueLayout
 from engines.spatial.batch_sharding import find_sharded_names, shard_graph
-from engines.spatial.fusion_search import HaloCost, group_cheapest, group_evenly
-from engines.spatial.halo_fusion import ExtendedTiles, extend_tiles
+from engines.spatial.halo_fusion import ExtendedTiles, HaloCost, extend_tiles, group_cheapest, group_evenly
+from engines.spatial.layout import Layout, Role, StageRanks
 from engines.spatial.operator_table import lower
 from engines.spatial.tiles import Grid, Span, Tile
 

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from engines.comm.all_reduce import all_reduce
 from engines.comm.world import World
-from engines.program.async_exchange import AsyncExchangeRunner, StartedExchange
-from engines.program.exchange_runner import ExchangeRunner
+from engines.program.exchange_runner import AsyncExchangeRunner, ExchangeRunner, StartedExchange
 from engines.program.instructions import AllReduce, Compute, Exchange, ExchangeHalf, ModelInstruction, Phase
 from engines.program.program import DirectionProgram
 from engines.program.segment import Segment

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
-from engines.html_table import format_html_table
+from engines.formatting import format_html_table
 from engines.program.instructions import Compute, ExchangeHalf, Instruction, ModelInstruction, Phase
 from engines.program.traffic import count_traffic
 from engines.spatial.tiles import Tile

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from engines.errors import PlanError
-from engines.layer.graph import ModelGraph, Node
-from engines.layout import Layout, Role
+from engines.graph.model_graph import ModelGraph, Node
 from engines.plan import Plan
 from engines.program.builder import Builder
 from engines.program.lowering import Lowering
 from engines.spatial.halo_fusion import WindowRead
+from engines.spatial.layout import Layout, Role
 from engines.spatial.tiles import Span, Tile
 from engines.spatial.windows import compute_window
 
@@ -41,7 +41,7 @@ class ReceptiveFields:
     """Traces windows backward through a model by the rules of the operator table, which are looked up once.
 
     >>> from torch import nn
-    >>> from engines.training import prepare
+    >>> from engines.train.training import prepare
     >>> model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.AvgPool2d(2), nn.Conv2d(4, 4, 3, padding=1))
     >>> fields = ReceptiveFields(prepare(model, Plan(split_size=1), (1, 3, 32, 32)).graph)
     >>> fields.compute_field("conv2d_1", 5, 5).image.shape

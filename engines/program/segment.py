@@ -2,19 +2,191 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial, reduce
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from engines.layer.graph import Ref
-from engines.program.in_place import IN_PLACE, find_in_place
-from engines.program.instructions import SEED, Compute, LocalOp
-from engines.program.output_buffers import OutputAllocator, find_out_kernel
-from engines.spatial.kernels import get_kernel
+from engines.graph.model_graph import Ref
+from engines.program.exchange_runner import ExchangeRunner
+from engines.program.instructions import SEED, Compute, Exchange, LocalOp
+from engines.program.program import DirectionProgram
+from engines.spatial.kernels import get_kernel, has_kernel
 
-__all__ = ["Segment", "bind_kernel", "find_last_reads"]
+__all__ = [
+    "IN_PLACE",
+    "OutputAllocator",
+    "Segment",
+    "bind_kernel",
+    "find_in_place",
+    "find_last_reads",
+    "find_out_kernel",
+    "find_output_allocators",
+]
+
+# ReLUs that overwrite their input where neither later operators nor the backward pass read it again.
+#
+# A ReLU's gradient follows from its result, bit for bit. That is not so for other activations.
+
+
+IN_PLACE = {"aten.relu.default": "aten.relu_.default"}
+"""Kernels, and the variants that overwrite their argument."""
+
+FORGETFUL = (
+    *("aten.conv2d.default", "tile.conv_transpose", "aten.add.Tensor"),
+    *("tile.batch_norm", "tile.whole_batch_norm", "aten.batch_norm.default"),
+)
+"""Kernels that allocate their result, and whose backward does not read it."""
+
+
+def find_in_place(segment: Compute) -> frozenset[str]:
+    """Return the results of a segment that may overwrite the values they are computed from.
+
+    >>> from engines.graph.model_graph import Ref
+    >>> ops = LocalOp("y", "aten.add.Tensor", (Ref("a"), Ref("b"))), LocalOp("z", "aten.relu.default", (Ref("y"),))
+    >>> sorted(find_in_place(Compute("s", ops, ("a", "b"), ("z",), True)))
+    ['z']
+    >>> sorted(find_in_place(Compute("s", ops, ("a", "b"), ("y", "z"), True)))
+    []
+    """
+    active = [op for op in segment.ops if op.kernel in IN_PLACE and not _is_replaced(op)]
+    if not active:
+        return frozenset()
+    made = {op.out: op for op in segment.ops}
+    # Readers of each value, the world outside the segment included. A ReLU may overwrite what nobody else reads:
+    #
+    #   y = conv(x); z = relu(y)              z in y's memory
+    #   y = conv(x); z = relu(y); w = y + z   a second reader: z gets its own
+    #   y = sigmoid(x); z = relu(y)           the backward pass of sigmoid reads y: z gets its own
+    asked_for = Counter(segment.outputs) + Counter(name for op in segment.ops for name in op.reads)
+    return frozenset(op.out for op in active if asked_for[op.reads[0]] == 1 and _is_free(op.reads[0], made))
+
+
+def _is_free(name: str, made: dict[str, LocalOp]) -> bool:
+    """Return whether a value that is read once has memory of its own, of which autograd keeps no reference."""
+    op = made.get(name)
+    if op is not None and op.kernel == "getitem":  # one of several results, unless it is taken twice
+        alike = sum(each.kernel == op.kernel and each.arguments == op.arguments for each in made.values())
+        op = made.get(op.reads[0]) if alike == 1 else None
+    return op is not None and op.kernel in FORGETFUL and not _is_replaced(op)
+
+
+def _is_replaced(op: LocalOp) -> bool:
+    """Return whether a user's own kernel replaces one of ATen's."""
+    return op.kernel.startswith("aten.") and has_kernel(op.kernel)
+
+
+# Outputs written in place into the window of the next exchange, which saves a copy and a second buffer.
+#
+# A kernel that can write to given memory gets the middle of that window; the exchange then only adds the halo around
+# it.
+
+
+OutputAllocator = Callable[[], Tensor]
+"""Returns a new tensor for a value, the middle of a larger allocation."""
+
+
+def _allocate_out(room: OutputAllocator, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Return the tensor of `room` if it has that shape and type, else a new one."""
+    there = room()
+    return (
+        there if (there.shape, there.dtype) == (shape, dtype) else torch.empty(shape, dtype=dtype, device=there.device)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _PointwiseRule:
+    """How to write an activation to given memory, and how to compute its gradient.
+
+    The gradient is computed from the input or (`by_result`) from the result. Both functions take the operator's other
+    arguments in ATen's order.
+    """
+
+    write: Callable[..., object]
+    gradient: Callable[..., Tensor]
+    by_result: bool = False
+
+    def __call__(self, room: OutputAllocator, x: Tensor, *arguments: Any) -> Tensor:
+        return _PointwiseOut.apply(x, room, self, *arguments)
+
+
+class _PointwiseOut(torch.autograd.Function):
+    """Applies a pointwise operator, (N, C, h, w) -> the same shape, in the memory that `room` allocates."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, room: OutputAllocator, rule: _PointwiseRule, *arguments: Any) -> Tensor:
+        made = _allocate_out(room, x.shape, x.dtype)
+        rule.write(x, *arguments, out=made)
+        ctx.rule, ctx.arguments = rule, arguments
+        ctx.save_for_backward(made if rule.by_result else x)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (kept,) = ctx.saved_tensors
+        return ctx.rule.gradient(grad, kept, *ctx.arguments), None, None, *(None for _ in ctx.arguments)
+
+
+class _CatOut(torch.autograd.Function):
+    """Concatenates tensors along `dim` in the memory that `room` allocates."""
+
+    @staticmethod
+    def forward(ctx: Any, room: OutputAllocator, dim: int, *tensors: Tensor) -> Tensor:
+        ctx.dim, ctx.sizes = dim, [tensor.shape[dim] for tensor in tensors]
+        shape = list(tensors[0].shape)
+        shape[dim] = sum(ctx.sizes)
+        dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+        return torch.cat(tensors, dim, out=_allocate_out(room, torch.Size(shape), dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *grad.split(ctx.sizes, ctx.dim)
+
+
+# Only kernels whose result is bitwise the same in strided memory; that is not so for exponentials.
+_aten = torch.ops.aten
+_INTO: Mapping[str, Callable[..., Tensor]] = {
+    "aten.relu.default": _PointwiseRule(
+        lambda x, out: torch.clamp_min(x, 0, out=out),
+        lambda grad, made: _aten.threshold_backward(grad, made, 0),
+        by_result=True,
+    ),
+    "aten.leaky_relu.default": _PointwiseRule(
+        _aten.leaky_relu.out, lambda grad, x, slope=0.01: _aten.leaky_relu_backward(grad, x, slope, False)
+    ),
+    "aten.hardswish.default": _PointwiseRule(_aten.hardswish.out, _aten.hardswish_backward),
+    "aten.cat.default": lambda room, tensors, dim=0: _CatOut.apply(room, dim, *tensors),
+}
+
+
+def find_output_allocators(way: DirectionProgram, carriers: Mapping[str, ExchangeRunner]) -> dict[str, OutputAllocator]:
+    """Return allocators for the values that only one exchange reads, and whose own part is inside its window."""
+    # relu ----> y ----copy----> window of y      becomes      relu ----> middle of the window, halo added around it
+    #
+    # A second reader would keep the whole window alive for as long as it needs y.
+    return {
+        item.source: carriers[item.name].allocate_source
+        for item in way.forward
+        if isinstance(item, Exchange) and len(way.reads[item.source]) == 1 and carriers[item.name].can_allocate_source
+    }
+
+
+def find_out_kernel(
+    segment: Compute, op: LocalOp, rooms: Mapping[str, OutputAllocator]
+) -> Callable[..., Tensor] | None:
+    """Return the variant of `op`'s kernel that writes into the window, or None if there is no such memory or kernel.
+
+    An op of the same segment that also read the value would get strided memory: a convolution would then make the very
+    copy that is saved.
+    """
+    read = any(op.out in other.reads for other in segment.ops)
+    if op.out not in rooms or op.kernel not in _INTO or read:
+        return None
+    return partial(_INTO[op.kernel], rooms[op.out])
 
 
 class Segment:

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from engines.errors import PlanError, RankError
-from engines.layer.graph import Ref
+from engines.graph.model_graph import Ref
 from engines.program.instructions import DEVICE, SEED, Compute, LocalOp
-from engines.program.output_buffers import OutputAllocator
-from engines.program.segment import Segment, bind_kernel
+from engines.program.segment import OutputAllocator, Segment, bind_kernel
 from engines.spatial.kernels import get_kernel
 
 __all__ = ["SegmentCompiler", "check_compiler"]

@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from engines.errors import PlanError
-from engines.layer.graph import Ref
-from engines.layout import Role
+from engines.graph.model_graph import Ref
 from engines.program.builder import Builder
 from engines.program.compile import Compiler
 from engines.program.instructions import AllReduce, Compute, Exchange, ExchangeHalf, Phase
 from engines.program.program import Program
 from engines.program.step_labels import StepLabel
+from engines.spatial.layout import Role
 from engines.spatial.tiles import Grid, Span, Tile
 
 __all__ = ["Shard", "ShardIndex", "assemble_shards"]

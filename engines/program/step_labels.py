@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from engines.layer.graph import ModelGraph
-from engines.layer.stages import find_layers
-from engines.layout import Layout
-from engines.pipeline.work import ActionKind, PipelineAction
+from engines.graph.model_graph import ModelGraph
+from engines.graph.stages import find_layers
 from engines.plan import Plan
 from engines.program.dependencies import find_peers
 from engines.program.instructions import Compute, CountLabels, ModelInstruction, Phase
 from engines.program.program import Program, Step
+from engines.program.schedule import ActionKind, PipelineAction
+from engines.spatial.layout import Layout
 
 __all__ = ["UNITS", "StepLabel", "describe_steps", "find_block_end", "label_steps"]
 

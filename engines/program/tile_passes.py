@@ -12,12 +12,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from engines.errors import PlanError, TraceError
-from engines.layer.graph import ModelGraph
-from engines.layout import Layout, Role
+from engines.graph.model_graph import ModelGraph
 from engines.plan import Plan
 from engines.program.instructions import AllReduce, Compute, ModelInstruction, Phase
 from engines.program.lowering import Lowering
 from engines.program.program import DirectionProgram, Program, ShardSpec, Step
+from engines.spatial.layout import Layout, Role
 from engines.spatial.tiles import Grid
 
 __all__ = ["TilePass", "TilePasses"]

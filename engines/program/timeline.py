@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +11,7 @@ from pathlib import Path
 from engines.program.instructions import Phase
 from engines.program.program import Step
 
-__all__ = ["WORK", "TimeShares", "Timeline", "TimelineEvent"]
+__all__ = ["SHARES", "WORK", "TimeShares", "Timeline", "TimelineEvent", "compute_time_shares"]
 
 WORK = ("compute", "update")
 """The kinds of instructions in which a rank depends on no other."""
@@ -155,3 +155,25 @@ class Timeline:
                 rows.append(row)
         Path(path).write_text(json.dumps({"traceEvents": rows}))
         return Path(path)
+
+
+# The breakdown of a step's time: computing, handling messages and all-reduces, and waiting for either.
+
+
+SHARES = ("compute", "messages", "waiting for messages", "sums", "waiting for sums")
+"""`compute` includes updates. `messages` are halos and transfers between stages, packed and unpacked. `sums` are
+all-reduces of gradients, norms and statistics. Waiting includes the travel time and the delay of other ranks."""
+
+
+def compute_time_shares(timeline: Timeline) -> Mapping[str, float]:
+    """Return the fractions of all ranks' time, by `SHARES`; they add up to 1."""
+    found = dict.fromkeys(SHARES, 0.0)
+    for event in timeline.events:
+        kind = "compute" if event.kind in WORK else "sums" if event.kind == "all-reduce" else "messages"
+        found[kind] += event.busy_s
+        found[f"waiting for {'sums' if kind == 'sums' else 'messages'}"] += event.wait_s
+    # Events do not cover all of a rank's time. What is missing is waiting, so that the shares add up to 1.
+    whole = len(timeline.ranks) * timeline.seconds
+    parts = {kind: seconds / whole for kind, seconds in found.items()}
+    parts["waiting for messages"] += max(0.0, 1 - sum(parts.values()))  # between instructions, or after the rank's end
+    return parts

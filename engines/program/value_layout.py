@@ -3,18 +3,43 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-from engines.layer.graph import ModelGraph, Ref, TensorSpec
-from engines.layout import StageRanks
-from engines.program.memo import Memo
-from engines.spatial.fusion_search import ValueCost
-from engines.spatial.halo_fusion import ExtendedTiles
+from engines.graph.model_graph import ModelGraph, Ref, TensorSpec
+from engines.spatial.halo_fusion import ExtendedTiles, ValueCost
+from engines.spatial.layout import StageRanks
 from engines.spatial.tiles import Tile
 
-__all__ = ["ValueLayout", "ValueLayouts"]
+__all__ = ["Memo", "ValueLayout", "ValueLayouts"]
+
+# A memo for what all ranks of a stage compute alike: the first rank computes it, the others reuse it.
+
+
+T = TypeVar("T")
+
+
+@dataclass
+class Memo:
+    """Cached results, each reused for as long as its arguments are equal.
+
+    >>> common = Memo()
+    >>> common.get_or_compute("sum", ([1, 2],), sum), common.get_or_compute("sum", ([1, 2],), lambda _: "not called")
+    (3, 3)
+    >>> common.get_or_compute("sum", ([5, 2],), sum)
+    7
+    """
+
+    _found: dict[Hashable, tuple[tuple[Any, ...], Any]] = field(default_factory=dict)
+
+    def get_or_compute(self, key: Hashable, given: tuple[Any, ...], find: Callable[..., T]) -> T:
+        """Return `find(*given)`, which must depend on `given` alone; only the last result of each `key` is kept."""
+        before = self._found.get(key)
+        if before is None or before[0] != given:
+            before = self._found[key] = given, find(*given)
+        answer: T = before[1]
+        return answer
 
 
 @dataclass(frozen=True, slots=True)

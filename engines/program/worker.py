@@ -12,12 +12,11 @@ from torch import Tensor
 
 from engines.comm.all_reduce import all_reduce
 from engines.comm.nccl import Collectives, NcclAllReduce, OrderedStarter
+from engines.comm.status_board import get_status_board
 from engines.comm.wait_time import get_wait_s
 from engines.comm.world import World
 from engines.errors import PlanError
-from engines.program.async_exchange import make_async_runners
-from engines.program.batch_stats import BatchStats
-from engines.program.exchange_runner import make_exchange_runners
+from engines.program.exchange_runner import make_async_runners, make_exchange_runners
 from engines.program.instructions import (
     DEVICE,
     Compute,
@@ -29,15 +28,13 @@ from engines.program.instructions import (
     SumGradients,
     Update,
 )
+from engines.program.message_buffers import SendQueue
 from engines.program.micro_batch import MicroBatchState, Runtime
-from engines.program.output_buffers import find_output_allocators
 from engines.program.program import Program, Step
-from engines.program.segment import Segment
-from engines.program.send_queue import SendQueue
+from engines.program.segment import Segment, find_output_allocators
 from engines.program.timeline import TimelineEvent
-from engines.program.update import GradientBucket, OptimiserStep, UpdateRules, update_buffers
+from engines.program.update import BatchStats, GradientBucket, OptimiserStep, UpdateRules, update_buffers
 from engines.spatial.rng import compute_step_seed
-from engines.status_board import get_status_board
 
 __all__ = ["Inputs", "Worker"]
 

@@ -11,9 +11,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from engines.errors import PlanError
-from engines.layer.graph import ModelGraph, Node
-from engines.spatial.local_rules import is_pointwise
-from engines.spatial.unsupported import make_unsupported_error
+from engines.graph.model_graph import ModelGraph, Node
+from engines.spatial.local_rules import is_pointwise, make_unsupported_error
 
 __all__ = ["find_sharded_names", "shard_graph"]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engines.comm.device import choose_memory_format
-from engines.layer.graph import Node, Ref
+from engines.graph.model_graph import Node, Ref
 from engines.program.builder import Builder, HaloRead
 from engines.program.instructions import ExchangeHalf
 from engines.spatial.kernels import register_kernel

@@ -2,18 +2,182 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from engines.layer.graph import Node, Ref, TensorSpec
+from engines.errors import TraceError
+from engines.graph.model_graph import Node, Ref, TensorSpec, find_ref_names
 from engines.program.builder import Builder
 from engines.program.instructions import DEVICE
-from engines.spatial.align import align_arguments, map_refs
+from engines.program.value_layout import ValueLayout
 from engines.spatial.kernels import get_operator, has_kernel
-from engines.spatial.unsupported import check_deterministic
+from engines.spatial.tiles import Tile
+from engines.spatial.windows import Window
 
-__all__ = ["apply_locally", "is_pointwise", "lower_pointwise", "split_arguments"]
+__all__ = [
+    "WHOLE_PX",
+    "NeedsGatherError",
+    "align_arguments",
+    "all_gather_lines",
+    "all_gather_pixels",
+    "apply_locally",
+    "check_deterministic",
+    "cut_to_tile",
+    "get_axes_without",
+    "get_local_ranges",
+    "get_local_shape",
+    "get_spatial_axes",
+    "get_spec",
+    "is_pointwise",
+    "keep_own_tile",
+    "lower_pointwise",
+    "make_gather_error",
+    "make_unsupported_error",
+    "map_refs",
+    "split_arguments",
+    "with_gathered_inputs",
+]
+
+# Errors for operators that cannot run on tiles, and their remedies.
+
+
+WHOLE_PX = 128 * 128
+"""Maximum number of pixels of an image that each rank may hold whole; larger images are tiled to avoid that."""
+
+
+class NeedsGatherError(TraceError):
+    """An operator that needs more than tiles and windows: it is exact if every rank holds all of its inputs.
+
+    `axes` are the rows and columns of its result, if the result may be tiled again.
+    """
+
+    def __init__(self, message: str, axes: tuple[int, int] | None = None) -> None:
+        super().__init__(message)
+        self.axes = axes
+
+
+def make_unsupported_error(node: Node, why: str = "has no entry in the operator table") -> TraceError:
+    """Return the error for an operator that cannot run on tiles, with remedies."""
+    reads = ", ".join(dict.fromkeys(find_ref_names(node.arguments)))
+    return TraceError(
+        f"{node.operator} (reads {reads}) {why}. It is in {node.where}. Either end the spatial stages before it "
+        "(a smaller spatial_size, or another balance), or write a rule: a function like those in "
+        f'engines/spatial/entries, under @register_rule("{node.operator}").'
+    )
+
+
+def make_gather_error(node: Node, why: str, axes: tuple[int, int] | None = None) -> NeedsGatherError:
+    """Return the error for an operator that needs whole values; for large images it is final."""
+    most = f"{why}; beyond {WHOLE_PX} pixels, which every rank would have to hold, there is no rule for that"
+    return NeedsGatherError(str(make_unsupported_error(node, most)), axes)
+
+
+def check_deterministic(b: Builder, node: Node) -> None:
+    """Raise TraceError for a random operator: it would draw differently on each rank of a stage."""
+    if node.arguments.get("dropout_p") == 0:
+        return
+    draws = not has_kernel(node.operator) and torch.Tag.nondeterministic_seeded in get_operator(node.operator).tags
+    if len(b.stage.ranks) > 1 and draws:
+        raise make_unsupported_error(node, "draws random numbers, which the tiles of a stage do not share")
+
+
+# Alignment of a node's arguments and results: which pixels of them a rank holds, and along which axes.
+
+
+def get_spec(b: Builder, name: str) -> TensorSpec:
+    """Return the whole-image shape and type of any value, weight or buffer."""
+    return b.values[name].spec if name in b.values else b.graph.specs[name]
+
+
+def map_refs(pick: Callable[[Ref], Ref], argument: Any) -> Any:
+    """Apply `pick` to every `Ref` in nested arguments."""
+    if isinstance(argument, list | tuple):
+        return type(argument)(map_refs(pick, item) for item in argument)
+    return pick(argument) if isinstance(argument, Ref) else argument
+
+
+def align_arguments(b: Builder, node: Node) -> dict[str, Any]:
+    """Return the node's arguments, aligned pixel by pixel: each rank takes its own tile of values that all ranks hold.
+
+    A single row or column that is broadcast over an image is gathered on every rank.
+
+    Raises TraceError if the arguments cannot be aligned.
+    """
+    # The largest image sets the tiles. Others have the same pixels, or one row or column that is broadcast over it:
+    #
+    #     x  (N, C, H, W)   cut into tiles         y  (N, C, 1, W)   tiled, too, along W: gathered, then cut as x is
+    #     z  (C, 1, 1)      whole on each rank     m  (H, W)         whole on each rank, and cut as x is
+    images = (b.get_value(Ref(name)) for name in node.reads if b.is_tiled(Ref(name)))
+    tiled = max(images, key=lambda image: math.prod(image.size_px))
+    for name in node.reads:
+        if b.is_tiled(Ref(name)):
+            same = zip(b.values[name].size_px, tiled.size_px, strict=True)
+            is_aligned = b.values[name].axes == tiled.axes and all(size in (1, whole) for size, whole in same)
+        else:
+            shape, pairs = get_spec(b, name).shape, zip(tiled.axes or (), tiled.size_px, strict=True)
+            is_aligned = all(len(shape) < -axis or shape[axis] in (1, size) for axis, size in pairs)
+        if not is_aligned:
+            raise TraceError(
+                f"{node.operator} in {node.where} joins a tiled value of {tiled.size_px} pixels with {name} of shape "
+                f"{get_spec(b, name).shape}, which has other pixels. "
+                "Make it a function of the image, or end the spatial stages before this layer (spatial_size, balance)."
+            )
+    parts = {}
+    for ref in map(Ref, dict.fromkeys(node.reads)):
+        beneath = b.is_tiled(ref) and b.get_value(ref).size_px == tiled.size_px
+        parts[ref.name] = b.align_to_output(ref) if beneath else cut_to_tile(b, node, b.all_gather(ref), tiled)
+    return {name: map_refs(lambda ref: parts[ref.name], argument) for name, argument in node.arguments.items()}
+
+
+def cut_to_tile(b: Builder, node: Node, ref: Ref, tiled: ValueLayout) -> Ref:
+    """Return the part, under this rank's tile of the node's result, of a value that every rank holds whole.
+
+    The last axes of the value are those of `tiled`, or of size 1.
+    """
+    spec, tile = get_spec(b, ref.name), b.get_output_tiles(tiled.size_px)[b.rank]
+    cuts = {
+        axis: (span.start, span.stop)
+        for axis, span in zip(tiled.axes or (), (tile.rows, tile.cols), strict=True)
+        if len(spec.shape) >= -axis and spec.shape[axis] > len(span)
+    }
+    if not cuts:
+        return ref
+    return b.add_local_op(f"{node.name}.{ref.name}.tile", "tile.cut", ref, tuple(cuts), tuple(cuts.values()), like=spec)
+
+
+def get_local_ranges(b: Builder, spec: TensorSpec, axes: tuple[int, int] | None) -> list[tuple[int, int, int]]:
+    """Return, for each axis of the current node's result, its whole size and this rank's start and stop."""
+    places = [(size, 0, size) for size in spec.shape]
+    if axes is not None:
+        tile = b.get_output_tiles((spec.shape[axes[0]], spec.shape[axes[1]]))[b.rank]
+        for axis, span in zip(axes, (tile.rows, tile.cols), strict=True):
+            places[axis] = (spec.shape[axis], span.start, span.stop)
+    return places
+
+
+def get_local_shape(b: Builder, spec: TensorSpec, axes: tuple[int, int] | None) -> tuple[int, ...]:
+    """Return the shape of this rank's part of the current node's result."""
+    return tuple(stop - start for _, start, stop in get_local_ranges(b, spec, axes))
+
+
+def get_spatial_axes(b: Builder, ref: Ref) -> tuple[int, int, int]:
+    """Return the two spatial axes of a tiled value, counted from the front, and its number of dimensions."""
+    value = b.get_value(ref)
+    rows, cols = value.axes or (-2, -1)
+    count = len(value.spec.shape)
+    return rows + count, cols + count, count
+
+
+def get_axes_without(b: Builder, ref: Ref, dims: Sequence[int]) -> tuple[int, int]:
+    """Return the spatial axes of a tiled value, counted from the end, after the dimensions `dims` are removed."""
+    rows, cols, count = get_spatial_axes(b, ref)
+    left = [axis for axis in range(count) if axis not in dims]
+    return left.index(rows) - len(left), left.index(cols) - len(left)
+
 
 _COMPARED = "divide multiply subtract greater greater_equal less less_equal not_equal"
 _UNTAGGED = {
@@ -85,3 +249,45 @@ def lower_pointwise(b: Builder, node: Node) -> None:
     changes = align_arguments(b, node)
     tiled = next(Ref(name) for name in node.reads if b.is_tiled(Ref(name)))
     apply_locally(b, node, b.get_value(tiled).axes, **changes)
+
+
+# Operators that read all pixels: every rank gathers them, for images of few pixels only.
+
+
+def all_gather_pixels(b: Builder, node: Node, ref: Ref) -> Ref:
+    """Gather all pixels of a value, for a node.
+
+    Raises NeedsGatherError if there are more than `WHOLE_PX`.
+    """
+    if b.is_tiled(ref) and len(b.stage.ranks) > 1:
+        height, width = b.get_value(ref).size_px
+        if height * width > WHOLE_PX:
+            raise make_gather_error(node, f"reads all {height} x {width} pixels of {ref.name}")
+    return b.all_gather(ref)
+
+
+def with_gathered_inputs(b: Builder, node: Node) -> Node:
+    """Return the node with gathered values in place of tiled ones.
+
+    Raises NeedsGatherError as `all_gather_pixels` does.
+    """
+    whole = {
+        name: map_refs(lambda ref: all_gather_pixels(b, node, ref), value) for name, value in node.arguments.items()
+    }
+    return replace(node, arguments=whole)
+
+
+def keep_own_tile(b: Builder, node: Node, whole: Ref, axes: tuple[int, int]) -> None:
+    """Set the node's result to this rank's tile of a value that the rank holds whole."""
+    places = get_local_ranges(b, node.spec, axes)
+    spans = tuple(places[axis][1:] for axis in axes)
+    b.add_local_op(node.name, "tile.cut", whole, axes, spans, like=node.spec, axes=axes)
+
+
+def all_gather_lines(b: Builder, node: Node, source: Ref, wanted: Tile) -> Ref:
+    """Gather a few rows or columns of a tiled value on every rank. Raises NeedsGatherError beyond `WHOLE_PX`."""
+    if wanted.pixels > WHOLE_PX:
+        raise make_gather_error(node, f"takes {len(wanted.rows)} x {len(wanted.cols)} pixels out of {source.name}")
+    # Every rank wants the same lines, wherever its own tile lies.
+    found = b.exchange(b.crop_to_own(source), dict.fromkeys(b.stage.ranks, wanted), 0.0)
+    return b.pad_window(Window(found.name, b.get_held_tiles(found)[b.rank], wanted, 0.0))

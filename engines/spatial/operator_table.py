@@ -8,18 +8,27 @@ the sums over ranks; all other operators run unchanged. To add an operator, writ
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engines.errors import PlanError, TraceError
-from engines.layer.graph import Node, Ref, find_ref_names
+from engines.graph.model_graph import Node, Ref, find_ref_names
 from engines.program.builder import Builder
-from engines.spatial.gather_fallback import keep_own_tile, with_gathered_inputs
 from engines.spatial.halo_overlap import split_interior
-from engines.spatial.local_rules import apply_locally, is_pointwise, lower_pointwise
-from engines.spatial.unsupported import NeedsGatherError, check_deterministic, make_gather_error, make_unsupported_error
+from engines.spatial.kernels import Kernel, get_kernels, register_kernel
+from engines.spatial.local_rules import (
+    NeedsGatherError,
+    apply_locally,
+    check_deterministic,
+    is_pointwise,
+    keep_own_tile,
+    lower_pointwise,
+    make_gather_error,
+    make_unsupported_error,
+    with_gathered_inputs,
+)
 
-__all__ = ["Rule", "get_rules", "lower", "register_rule"]
+__all__ = ["Rule", "UserOps", "get_rules", "is_user_defined", "lower", "register_rule"]
 
 Rule = Callable[[Builder, Node], None]
 
@@ -141,3 +150,36 @@ def _check_images(b: Builder, node: Node, allowed: tuple[str, ...]) -> None:
                 raise make_gather_error(node, f"takes pixels as its {name}")
             if b.get_value(tiled).axes != (-2, -1):
                 raise make_gather_error(node, f"reads {tiled.name}, whose rows and columns are not its last two axes")
+
+
+# Users' additions to the operator table, in a form that is sent to the ranks.
+
+
+def is_user_defined(function: Callable[..., Any]) -> bool:
+    """Return whether a function is a user's, not this package's or torch's; a class method is judged by its class."""
+    owner = getattr(function, "__self__", None)
+    home = getattr(owner if isinstance(owner, type) else function, "__module__", None) or "__main__"
+    return home != "builtins" and not home.startswith(("engines.", "torch."))
+
+
+@dataclass(frozen=True)
+class UserOps:
+    """Users' rules and kernels, sent to the ranks by value."""
+
+    rules: tuple[tuple[str, Rule, dict[str, Any]], ...] = ()
+    kernels: tuple[tuple[str, Kernel], ...] = ()
+
+    @classmethod
+    def snapshot(cls) -> UserOps:
+        """Return all that are registered so far."""
+        return cls(
+            tuple((name, *what) for name, what in get_rules().items() if is_user_defined(what[0])),
+            tuple((name, function) for name, function in get_kernels().items() if is_user_defined(function)),
+        )
+
+    def register(self) -> None:
+        """Register the rules and kernels in this process."""
+        for name, rule, how in self.rules:
+            register_rule(name, **how)(rule)
+        for name, function in self.kernels:
+            register_kernel(name)(function)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engines.layer.graph import ModelGraph, Node
+from engines.graph.model_graph import ModelGraph, Node
 from engines.spatial.kernels import register_kernel
 
 __all__ = [

@@ -12,9 +12,7 @@ from pathlib import Path
 
 from engines.errors import Mpi4dlError, PlanError
 from mpi4dl_nb.benchmarks.cases import STUDIES, BenchmarkStudy
-from mpi4dl_nb.benchmarks.page import build_page
-from mpi4dl_nb.benchmarks.ratio_changes import RatioChange, find_changes
-from mpi4dl_nb.benchmarks.results import BenchmarkResults
+from mpi4dl_nb.benchmarks.results import BenchmarkResults, RatioChange, build_page, find_changes
 from mpi4dl_nb.benchmarks.suite import measure_studies
 from mpi4dl_nb.draw.benchmarks import show_growth
 

@@ -20,8 +20,8 @@ from engines.errors import RankError
 from engines.formatting import format_bytes
 from mpi4dl_nb.benchmarks.cases import BenchmarkCase, BenchmarkStudy
 from mpi4dl_nb.benchmarks.results import BenchmarkResults, BenchmarkRow, make_rows
-from mpi4dl_nb.launch.engine_command import make_engine_command
-from mpi4dl_nb.launch.mpi_environment import make_mpi_environment
+from mpi4dl_nb.launch.exec_launcher import make_engine_command
+from mpi4dl_nb.launch.mpi_library import make_mpi_environment
 
 __all__ = ["measure_studies", "run_case"]
 

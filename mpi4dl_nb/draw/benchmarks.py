@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.ticker import NullFormatter
 
-from engines.bench.phases import PHASES
+from engines.bench.step import PHASES
 from engines.errors import PlanError
 from engines.formatting import format_bytes, format_number, format_percent
 from mpi4dl_nb.benchmarks.cases import BenchmarkStudy

@@ -9,14 +9,14 @@ from torch import nn
 
 from engines.errors import PlanError
 from engines.formatting import format_bytes
-from engines.layer.graph import ModelGraph
+from engines.graph.model_graph import ModelGraph
+from engines.graph.trace_cache import Loss, TraceCache
 from engines.plan import Plan
 from engines.predict.machine import Machine
-from engines.predict.machine_lookup import resolve_machine
+from engines.predict.machines import resolve_machine
 from engines.predict.parallelism import describe_plan
-from engines.predict.peak_memory import PeakMemory, PlanMemory, predict_plan_memory
+from engines.predict.rank_memory import PeakMemory, PlanMemory, predict_plan_memory
 from engines.program.instructions import Phase
-from engines.trace_cache import Loss, TraceCache
 from mpi4dl_nb.draw.bars import BarStyle, draw_legend, draw_stacks
 from mpi4dl_nb.draw.figure import BLUE, CASING, INK, ORANGE, Drawing, format_rank_count, format_ranks
 

@@ -2,29 +2,136 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from textwrap import shorten
 
 from matplotlib.axes import Axes
 from torch import nn
 
 from engines.errors import PlanError
-from engines.layer.graph import ModelGraph
-from engines.layout import Layout, Pipeline, StageRanks
+from engines.formatting import format_bytes, format_number, format_seconds
+from engines.graph.model_graph import ModelGraph
+from engines.graph.trace_cache import Loss, TraceCache
 from engines.plan import Plan
-from engines.predict.forecast import forecast
+from engines.predict.forecast import Forecast, RankLoad, count_loads, forecast, with_time
 from engines.predict.machine import Machine
-from engines.predict.machine_lookup import resolve_machine
-from engines.predict.rank_load import RankLoad, count_loads, with_time
+from engines.predict.machines import resolve_machine
 from engines.program.compile import compile_plan
-from engines.trace_cache import Loss, TraceCache
+from engines.spatial.layout import Layout, Pipeline, StageRanks
+from mpi4dl_nb.draw.bars import BarStyle, Box, draw_arrows, draw_boxes, make_sheet, write, write_fitting
 from mpi4dl_nb.draw.figure import INK, Drawing, format_ranks
-from mpi4dl_nb.draw.forecast_text import describe_forecast
-from mpi4dl_nb.draw.loads import NOT_COUNTED, compute_height, describe_loads, draw_loads, group_loads
-from mpi4dl_nb.draw.sheet import Box, draw_arrows, draw_boxes, make_sheet, write, write_fitting
 
-__all__ = ["draw_ranks", "show_ranks"]
+__all__ = [
+    "COUNTING",
+    "NOT_COUNTED",
+    "RanksByLoad",
+    "compute_height",
+    "describe_forecast",
+    "describe_loads",
+    "draw_loads",
+    "draw_ranks",
+    "group_loads",
+    "show_ranks",
+]
+
+# The forecast of a training step as one line of text.
+
+
+def describe_forecast(found: Forecast, machine: Machine) -> str:
+    """Return `Predicted on Summit: 12.3 ms a step, 325 images/s; the fullest rank holds 459.2 MB of 16.0 GB.`"""
+    limit = machine.get_rank_bytes(found.ranks)
+    room = f" of {format_bytes(limit)}" if limit else ""
+    room += ": it does not fit" if limit and limit < found.peak_bytes else ""
+    return (
+        f"Predicted on {machine.name}: {format_seconds(found.seconds)} a step, {format_number(found.images_per_s)} "
+        f"images/s; the fullest rank holds {format_bytes(found.peak_bytes)}{room}."
+    )
+
+
+# The loads of the ranks as rows of bars: weights, activations kept for backward, and bytes sent.
+
+
+RanksByLoad = Mapping[RankLoad, tuple[int, ...]]
+"""Ranks grouped by equal load."""
+
+NAMES_LEFT_IN, ROW_IN, BAR_IN = 0.15, 0.27, 0.18
+MOST_ROWS, MOST_LETTERS = 16, 22
+COUNTING, NOT_COUNTED = "counting ...", "not counted"
+LOOKS = (
+    BarStyle("weights and buffers", "#56b4e9", ""),
+    BarStyle("activations kept for backward", "#e69f00", "//"),
+    BarStyle("sent in a training step", "#009e73", "xx"),
+    BarStyle("own work in a step, predicted", "#bfbfbf", "\\\\"),
+)
+PLACES = {3: ((1.75, 1.1), (4.2, 1.1), (7.6, 1.2)), 4: ((1.6, 0.6), (3.25, 0.6), (5.9, 0.6), (8.45, 0.6))}
+"""By number of columns: the left edge of each column's bars, and the length of its longest bar, in inches."""
+
+
+def group_loads(loads: Sequence[RankLoad]) -> RanksByLoad:
+    """Group ranks of equal load. `loads` holds the load of each rank, in rank order."""
+    groups: dict[RankLoad, tuple[int, ...]] = {}
+    for rank, load in enumerate(loads):
+        groups[load] = (*groups.get(load, ()), rank)
+    return groups
+
+
+def compute_height(loads: RanksByLoad) -> float:
+    """Return the height of the rows in inches."""
+    rows = min(len(loads), MOST_ROWS) + (len(loads) > MOST_ROWS)
+    return ROW_IN * (rows + 1) if rows else 0.0
+
+
+def draw_loads(axes: Axes, loads: RanksByLoad, top: float, missing: str) -> None:
+    """Draw a row per group of equal load: three bars, or four with times, each with its number or `missing`."""
+    #             weights and buffers   activations kept     sent in a training step
+    #    rank 0   [====] 486.6 KB       [//] 3.2 MB          [xxx] 182 messages, 1.1 MB
+    #    ranks 1, 2 ...
+    # Each column has a scale of its own: its longest bar is the largest number in it.
+    groups = list(loads.items())
+    columns = 4 if any(load.busy_s is not None for load in loads) else 3
+    for column, (look, (left, longest)) in enumerate(zip(LOOKS, PLACES[columns], strict=False) if groups else ()):
+        write(axes, left, top, look.name, 9, weight="bold")
+        largest = max(_get_sizes(load)[column] for load in loads) or 1
+        boxes: list[Box] = []
+        for row, (load, _) in enumerate(groups[:MOST_ROWS]):
+            length = longest * _get_sizes(load)[column] / largest
+            boxes.append((left, _compute_middle(top, row) - BAR_IN / 2, length, BAR_IN))
+            write(axes, left + length + 0.07, _compute_middle(top, row), _format_values(load, missing)[column], 9)
+        draw_boxes(axes, boxes, facecolor=look.colour, hatch=look.hatch, edgecolor=INK, linewidth=0)
+    for row, (_, ranks) in enumerate(groups[:MOST_ROWS]):
+        name = shorten(format_ranks(ranks), MOST_LETTERS, placeholder=" ...")
+        write(axes, NAMES_LEFT_IN, _compute_middle(top, row), name, 9)
+    if rest := sum(len(ranks) for _, ranks in groups[MOST_ROWS:]):
+        write(axes, NAMES_LEFT_IN, _compute_middle(top, MOST_ROWS), f"... and {rest} more ranks", 9)
+
+
+def describe_loads(loads: RanksByLoad, missing: str) -> Iterable[str]:
+    """Yield a description of each row."""
+    for load, ranks in loads.items():
+        parts = zip((look.name for look in LOOKS), _format_values(load, missing), strict=False)
+        yield f"{format_ranks(ranks)}: {', '.join(f'{name} {said}' for name, said in parts)}"
+
+
+def _compute_middle(top: float, row: int) -> float:
+    return top + ROW_IN * (row + 1)
+
+
+def _get_sizes(load: RankLoad) -> tuple[float, ...]:
+    return load.weight_bytes, load.kept_bytes or 0, load.sent.bytes, load.busy_s or 0.0
+
+
+def _format_values(load: RankLoad, missing: str) -> tuple[str, ...]:
+    kept = missing
+    if load.kept_bytes is not None and load.peak_bytes is not None:
+        kept = f"{format_bytes(load.kept_bytes)} ({format_bytes(load.peak_bytes)} in all)"
+    sent = f"{load.sent.messages:,} messages, {format_bytes(load.sent.bytes)}" if load.sent.messages else "nothing"
+    texts = (format_bytes(load.weight_bytes), kept, sent)
+    if load.busy_s is None or load.wait_s is None:
+        return texts
+    return (*texts, f"{format_seconds(load.busy_s, 2)}, waits {format_seconds(load.wait_s, 2)}")
+
 
 WIDTH_IN, MARGIN_IN, GAP_IN = 11.0, 0.15, 0.28
 TOP_IN = 0.92  # above the stages

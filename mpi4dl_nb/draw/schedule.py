@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from engines.errors import PlanError
-from engines.pipeline.work import ActionKind, PipelineAction, Schedule
+from engines.program.schedule import ActionKind, PipelineAction, Schedule
 from mpi4dl_nb.draw.bars import BarStyle, draw_bars, draw_legend, draw_row_frame, get_row_layout
 from mpi4dl_nb.draw.figure import CASING, INK, Drawing, write_first_fit
 
@@ -35,7 +35,7 @@ def show_schedule(schedule: Schedule) -> Drawing:
     labelled with the rank's stages, its idle share, and the most forwards that it holds (`schedule.count_in_flight`).
     Raises PlanError if there is no work.
 
-    >>> from engines.pipeline.schedule import Batch, make_schedule
+    >>> from engines.program.make_schedule import Batch, make_schedule
     >>> from mpi4dl_nb import show_schedule
     >>> made = make_schedule("1f1b", [[(0,), (1,)]], [Batch(0, (0, 1, 2))])
     >>> figure = show_schedule(made)

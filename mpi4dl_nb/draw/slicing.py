@@ -10,29 +10,25 @@ from matplotlib.patches import Patch
 from torch import nn
 
 from engines.errors import PlanError
+from engines.graph.model_graph import ModelGraph
 from engines.images.picture import Picture, Source, open_image
-from engines.layer.graph import ModelGraph
 from engines.plan import Plan
 from engines.program.receptive import ReceptiveField, ReceptiveFields
+from engines.spatial.layout import StageRanks
 from engines.spatial.tiles import Tile
-from engines.training import Recipe
-from mpi4dl_nb.draw.captions import (
-    describe_region,
-    describe_tile,
-    describe_tiling,
-    describe_values,
-    format_title,
-    has_values,
-    truncate_lines,
+from engines.train.training import Recipe
+from mpi4dl_nb.draw.figure import INK, Drawing, FigurePanels, format_bytes, format_rank_count, format_size, make_panels
+from mpi4dl_nb.draw.halo_points import (
+    HaloPoint,
+    find_layer_points,
+    find_point,
+    find_spatial_stages,
+    get_stage_ranks,
+    make_picture_point,
+    resolve_graph,
 )
-from mpi4dl_nb.draw.figure import INK, Drawing, format_size
-from mpi4dl_nb.draw.figure_panels import FigurePanels, make_panels
-from mpi4dl_nb.draw.halo_layers import find_layer_points, find_spatial_stages, get_stage_ranks, make_picture_point
-from mpi4dl_nb.draw.halo_points import HaloPoint, find_point, resolve_graph
 from mpi4dl_nb.draw.navigation import choose_seam, get_pixel_at, make_square
-from mpi4dl_nb.draw.raster_cache import RasterCache
-from mpi4dl_nb.draw.receptive_field import FIELD, describe_field, draw_field
-from mpi4dl_nb.draw.tile_labels import get_screen_box
+from mpi4dl_nb.draw.raster_cache import UP_TO_PX, RasterCache, format_values
 from mpi4dl_nb.draw.tilemap import (
     COMPUTED,
     HALO,
@@ -42,11 +38,99 @@ from mpi4dl_nb.draw.tilemap import (
     draw_halos,
     draw_picture,
     draw_tiles,
+    get_screen_box,
     label_tiles,
 )
-from mpi4dl_nb.draw.zoom import choose_zoom_view, draw_zoom, label_owners, mark_zoom
+from mpi4dl_nb.draw.zoom import FIELD, choose_zoom_view, describe_field, draw_field, draw_zoom, label_owners, mark_zoom
 
-__all__ = ["LayerView", "draw_slicing", "draw_tiles_only", "show_slicing"]
+__all__ = [
+    "LayerView",
+    "describe_region",
+    "describe_tile",
+    "describe_tiling",
+    "describe_values",
+    "draw_slicing",
+    "draw_tiles_only",
+    "format_title",
+    "has_values",
+    "show_slicing",
+    "truncate_lines",
+]
+
+# Captions of the drawings of a tiling, in words and numbers.
+
+
+def describe_tiling(picture: Picture, stage: StageRanks) -> str:
+    """Return a text such as `picture, 512 × 512 px (rows × columns), in 2x2 tiles on ranks 0 to 3`."""
+    first, last = stage.ranks[0], stage.ranks[-1]
+    where = f"tiles on ranks {first} to {last}" if last > first else f"tile on rank {first}"
+    return f"{picture.name}, {format_size(picture.shape())} px (rows × columns), in {stage.grid} {where}"
+
+
+def format_title(picture: Picture, point: HaloPoint) -> str:
+    if not point.readers:
+        return describe_tiling(picture, point.ranks)
+    layer, channels = f"layer {point.name} ({point.operator})", point.spec.shape[1]
+    size = format_size(point.size_px)
+    return f"{describe_tiling(picture, point.ranks)}\n{layer} reads {channels} channels of {size} px"
+
+
+def describe_tile(point: HaloPoint, rank: int) -> list[str]:
+    """Describe the pixels that a tile owns, and those that it borrows or computes redundantly, and its halo widths."""
+    own = f"Tile {point.numbers[rank]} (rank {rank}) owns {format_size(point.tiles[rank].shape)} px"
+    if not point.readers:
+        return [own]
+    pieces = point.find_redundant_moves(rank) if point.computed else point.get_receives(rank)
+    count, owners = sum(move.tile.pixels for move in pieces), format_rank_count(len(pieces))
+    if point.computed:
+        owned = f"{owners} own{'s' * (len(pieces) == 1)}"
+        more = f"It computes {count} px more, which {owned}: nothing travels here, halos are fused"
+    else:
+        images, channels = point.spec.shape[:2]
+        batch = f"{channels} channels" if images == 1 else f"{channels} channels of {images} images"
+        more = f"It borrows {count} px more from {owners}: {format_bytes(point.count_bytes(pieces))} in {batch}"
+    halo = ", ".join(f"{width} {side}" for side, width in point.compute_widths(rank).items())
+    lines = [f"{own} of this layer's input", more, f"Its halo in px: {halo}"]
+    fill = point.get_fill(rank)
+    return lines if fill is None else [*lines, f"Beyond the picture's edge it reads {fill:g}, which nobody lends"]
+
+
+def describe_region(point: HaloPoint, rank: int, place: Tile) -> list[str]:
+    """Describe which pixels are shown, and how many of them are owned, borrowed or computed redundantly."""
+    rows, cols = place.rows, place.cols
+    lent = sum((move.tile & place).pixels for move in point.find_halo(rank))
+    own = (point.tiles[rank] & place).pixels
+    verb = "computed twice" if point.computed else "borrowed"
+    shown = (
+        f"Shown: rows {rows.start} to {rows.stop - 1}, columns {cols.start} to {cols.stop - 1}. "
+        f"{own} px are its own, {lent} {verb}, {place.pixels - own - lent} not needed"
+    )
+    words = [shown]
+    # Only the image itself is at hand here. The values of inner layers exist on the ranks, during a step.
+    if has_values(point, place):
+        return [*words, "In each pixel: the picture's red, green, blue (0 to 255)"]
+    if max(place.shape) <= UP_TO_PX:
+        return [*words, "Colours are the picture's there: this layer's own values are on the ranks only"]
+    return words
+
+
+def has_values(point: HaloPoint, place: Tile) -> bool:
+    """Return whether pixel values can be written into `place`: it is small, and the layer reads the picture itself."""
+    return point.reads_image and max(place.shape) <= UP_TO_PX
+
+
+def describe_values(rasters: RasterCache, point: HaloPoint, place: Tile) -> str:
+    told = "; ".join(format_values(rasters.render_region(point.size_px, place), place))
+    return f"Pixel values (red green blue) from column {place.cols.start} on: {told}"
+
+
+def truncate_lines(count: int, lines: list[str]) -> list[str]:
+    """
+    >>> truncate_lines(2, ["a", "b", "c", "d"])
+    ['a', 'b', '... and 2 more']
+    """
+    return lines if len(lines) <= count else [*lines[:count], f"... and {len(lines) - count} more"]
+
 
 VISIBLE_PX = 6  # of the screen; a thinner halo is drawn in the zoomed panel only
 MOST_LINES = 8  # of the list of sources
@@ -89,7 +173,7 @@ def show_slicing(
     A model is traced at the picture's size, which takes seconds; a `Recipe` or `ModelGraph` is not. All numbers are
     read from the ranks' programs. Raises PlanError, TraceError or ImageError.
 
-    >>> from engines.images.samples import immunohistochemistry
+    >>> from engines.images.stains import immunohistochemistry
     >>> from engines.models import resnet20_v1
     >>> from mpi4dl_nb import Plan, show_slicing
     >>> figure = show_slicing(immunohistochemistry(), Plan(split_size=2, num_spatial_parts=4), resnet20_v1(), tile=0)

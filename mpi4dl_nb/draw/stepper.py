@@ -9,17 +9,16 @@ from typing import TYPE_CHECKING
 
 from matplotlib.axes import Axes
 
-from engines.pipeline.work import Schedule
+from engines.program.schedule import Schedule
 from engines.program.step_labels import StepLabel
 from mpi4dl_nb.draw.bars import MANY
 from mpi4dl_nb.draw.figure import INK, ORANGE, Drawing, format_bytes, format_ranks
-from mpi4dl_nb.draw.message_view import describe_message, draw_message
-from mpi4dl_nb.draw.rank_panels import FigureBox, describe_panels, draw_panels
+from mpi4dl_nb.draw.rank_panels import FigureBox, describe_message, describe_panels, draw_message, draw_panels
 from mpi4dl_nb.draw.schedule import draw_slots, label_slots
-from mpi4dl_nb.step_events import RankEvent, StepEvent, StepView
+from mpi4dl_nb.training.step_events import RankEvent, StepEvent, StepView
 
 if TYPE_CHECKING:
-    from mpi4dl_nb.step_debugger import StepDebugger
+    from mpi4dl_nb.training.step_debugger import StepDebugger
 
 __all__ = ["draw_step", "format_step_label", "show_step"]
 

@@ -3,20 +3,64 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 
 from matplotlib.axes import Axes
+from torch import nn
 
 from engines.errors import PlanError
-from engines.layout import Layout
-from engines.pipeline.bubble import compute_plan_bubble
 from engines.plan import Plan
+from engines.program.compile import compile_plan
+from engines.program.make_schedule import compute_plan_bubble
 from engines.program.timeline import WORK, Timeline, TimelineEvent
+from engines.program.traffic import Traffic, count_traffic
+from engines.spatial.layout import Layout
+from engines.train.training import prepare
 from mpi4dl_nb.draw.bars import BarStyle, draw_bars, draw_legend, draw_row_frame, get_row_layout
-from mpi4dl_nb.draw.figure import Drawing
-from mpi4dl_nb.draw.timeline_labels import label_rows
+from mpi4dl_nb.draw.figure import CASING, INK, Drawing, format_bytes, write_first_fit
 
-__all__ = ["get_style", "show_timeline"]
+__all__ = ["get_style", "label_rows", "show_timeline", "show_traffic"]
+
+# Labels in the bars of a timeline, where there is room for them.
+
+
+LETTERS = {"forward": "F", "weights": "W"}  # else B, as in the charts of schedules
+SMALL_ROW_PX = 40  # lower rows have no room for texts in their halves
+ROOM_PX = 6  # margin of a text
+LEAST = 0.02  # fraction of the step; smaller bubbles are not labelled
+
+
+def label_rows(axes: Axes, timeline: Timeline) -> None:
+    """Label work with its pass and micro-batch, and larger bubbles with their share of the step.
+
+    The layout of the figure must be final, since widths on the screen decide what fits.
+    """
+    if axes.bbox.height / len(timeline.ranks) < SMALL_ROW_PX:
+        return
+    for row, rank in enumerate(timeline.ranks):
+        # Consecutive work on one micro-batch in one pass has one label.
+        mine = [event for event in timeline.events if event.rank == rank and event.kind == "compute"]
+        mine.sort(key=lambda event: event.start_s)
+        for name, events in groupby(mine, lambda event: f"{LETTERS.get(event.phase, 'B')}{event.micro_batch}"):
+            run = list(events)
+            span = run[0].start_s - timeline.start_s, run[-1].end_s - timeline.start_s
+            _label_span(axes, [name], span, row - 0.22)
+        # Work is in the upper half of a row. A bubble is labelled in the lower half, where waiting is drawn.
+        for span in timeline.find_bubbles(rank):
+            share = (span[1] - span[0]) / timeline.seconds
+            if share >= LEAST:
+                _label_span(axes, [f"waits {share:.0%}", f"{share:.0%}"], span, row + 0.22)
+
+
+def _label_span(axes: Axes, forms: Sequence[str], span_s: tuple[float, float], height: float) -> None:
+    """Write the first of `forms` that fits into the visible part of a span of seconds, in its middle."""
+    low, high = axes.get_xlim()
+    start, end = max(span_s[0] * 1e3, low), min(span_s[1] * 1e3, high)
+    room_px = axes.bbox.width * (end - start) / (high - low) - ROOM_PX
+    style = {"ha": "center", "va": "center", "fontsize": 8, "color": INK, "path_effects": CASING, "zorder": 10}
+    write_first_fit(axes, (start + end) / 2, height, forms, room_px, **style)
+
 
 HINT = "upper half of a row: own work; lower half: communication, and waiting for others with its share of the step"
 
@@ -159,3 +203,64 @@ def _format_shares(timeline: Timeline) -> dict[int, tuple[str, str]]:
         rank: (f"compute {use.work:.0%}", f"communicate {use.communication:.0%}, wait {use.waiting:.0%}")
         for rank, use in timeline.time_shares.items()
     }
+
+
+# Messages and bytes sent in a training step under several plans, counted from the ranks' programs.
+
+
+KINDS = ("halo", "stage", "all-reduce")
+TrafficByKind = Mapping[str, Traffic]
+
+
+def show_traffic(model: nn.Module, plans: Mapping[str, Plan], image_shape: Sequence[int]) -> Drawing:
+    """Draw the messages and bytes of one training step (forward and backward) of the busiest rank under each plan.
+
+    `plans` are keyed by their names in the figure; `image_shape` is (N, C, H, W).
+    Raises PlanError, TraceError or ImageError, as `Training` does.
+
+    >>> from engines.models import resnet20_v1
+    >>> from mpi4dl_nb import Plan, show_traffic
+    >>> plans = {"before each layer": Plan(split_size=1), "fused": Plan(split_size=1, halo_d2=True)}
+    >>> figure = show_traffic(resnet20_v1(), plans, (2, 3, 64, 64))
+    """
+    if not plans:
+        raise PlanError("There is no plan to show: give at least one, such as {'D1': Plan()}.")
+    # Counted from the compiled programs, so that nothing runs and no rank is needed.
+    sent: dict[str, TrafficByKind] = {}
+    for name, plan in plans.items():
+        traffic = map(count_traffic, compile_plan(prepare(model, plan, image_shape).graph, plan))
+        sent[name] = max(traffic, key=lambda parts: sum(part.bytes for part in parts.values()))  # of the busiest rank
+    figure = Drawing(figsize=(11, 1.9 + 0.5 * len(sent)), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    _draw_bars(left, sent, lambda part: part.messages, "{:.0f}".format)
+    _draw_bars(right, sent, lambda part: part.bytes / 2**20, lambda size: format_bytes(round(size * 2**20)))
+    left.set(xlabel="messages sent", yticks=range(len(sent)), yticklabels=sent, ylim=(len(sent) - 0.4, -0.6))
+    right.set(xlabel="megabytes sent")
+    title = "One training step, forward and back: what the busiest rank sends"
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10)
+    draw_legend(figure, [LOOKS[kind] for kind in KINDS])
+    told = []
+    for name, parts in sent.items():
+        texts = [
+            f"{part.messages} messages of {format_bytes(part.bytes)} for {LOOKS[kind].name}"
+            for kind in KINDS
+            if (part := parts.get(kind))
+        ]
+        told.append(f"{name}: {', '.join(texts)}")
+    figure.alt = f"{title}. {'; '.join(told)}."
+    return figure
+
+
+def _draw_bars(
+    axes: Axes, sent: Mapping[str, TrafficByKind], size: Callable[[Traffic], float], said: Callable[[float], str]
+) -> None:
+    """Draw one bar per plan, stacked by kind, with the sum at its end."""
+    for row, parts in enumerate(sent.values()):
+        end = 0.0
+        for kind in KINDS:
+            length, look = size(parts.get(kind, Traffic(0, 0))), LOOKS[kind]
+            axes.barh(row, length, 0.6, end, color=look.colour, hatch=look.hatch, edgecolor=INK, linewidth=0.5)
+            end += length
+        axes.text(end, row, f" {said(end)}", va="center", fontsize=9)
+    axes.margins(x=0.16)  # room for the number at the end of the longest bar
+    axes.set_xlim(left=0)

@@ -7,13 +7,13 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from mpi4dl_nb.launch.allocation import read_allocation
-from mpi4dl_nb.launch.mpi_environment import make_mpi_environment
-from mpi4dl_nb.launch.pid_file import PidFile, remove_stale_clusters
+from engines.comm.start import make_command
+from mpi4dl_nb.launch.hosts import read_allocation
+from mpi4dl_nb.launch.mpi_library import find_mpi_library, find_mpiexec, make_mpi_environment
 from mpi4dl_nb.launch.reaper_process import PROGRAM
-from mpi4dl_nb.launch.run_directory import RunDirectory
+from mpi4dl_nb.launch.run_directory import PidFile, RunDirectory, remove_stale_clusters
 
-__all__ = ["exec_launcher"]
+__all__ = ["exec_launcher", "make_engine_command"]
 
 
 def exec_launcher(command: Sequence[str], n: int) -> NoReturn:
@@ -40,3 +40,16 @@ def exec_launcher(command: Sequence[str], n: int) -> NoReturn:
     keeper = [*PROGRAM, "keep", place.name, *map(str, paths), "--", *command]
     is_alone = job is None or len(job.hosts) == 1
     os.execve(keeper[0], keeper, {**environment, **place.make_environment(is_alone)})
+
+
+# Command line that runs a command of the engines on ranks of this machine, outside of a notebook.
+
+
+def make_engine_command(n: int, *arguments: str) -> list[str]:
+    """Return `mpiexec -n N python -m mpi4py -m engines ARGUMENTS`, unaffected by file names in the working folder.
+
+    Raises RankError if there is no suitable MPI.
+    """
+    program = find_mpiexec()
+    flags = find_mpi_library(program).flags
+    return [program, *flags, "-n", str(n), *make_command("mpi4py", "-m", "engines", *arguments)]

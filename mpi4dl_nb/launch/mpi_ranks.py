@@ -18,25 +18,25 @@ import ipyparallel
 import psutil
 from ipyparallel.cluster.launcher import LocalControllerLauncher, MPIEngineSetLauncher
 
-from engines import rank_server, start, supervisor
+from engines.comm import rank_server, start, supervisor
+from engines.comm.output import OutputLine
 from engines.errors import RankError
-from engines.output import OutputLine
-from mpi4dl_nb.launch.event_loop import run_in_loop
-from mpi4dl_nb.launch.guard_reports import GuardReports, RankExit, StalledRank
+from mpi4dl_nb.launch.guard_reports import GuardReports, LocalProcesses, RankExit, StalledRank
 from mpi4dl_nb.launch.hosts import Hosts
-from mpi4dl_nb.launch.local_processes import LocalProcesses
-from mpi4dl_nb.launch.mpi_environment import find_mpiexec, make_mpi_environment
-from mpi4dl_nb.launch.mpi_library import MpiLibrary, find_mpi_library
+from mpi4dl_nb.launch.mpi_library import MpiLibrary, find_mpi_library, find_mpiexec, make_mpi_environment
 from mpi4dl_nb.launch.multi_host import MultiHost
-from mpi4dl_nb.launch.pid_file import PidFile, remove_stale_clusters
-from mpi4dl_nb.launch.preflight import check_cluster
-from mpi4dl_nb.launch.process_output import CaptureMixin
+from mpi4dl_nb.launch.process_output import CaptureMixin, run_in_loop
 from mpi4dl_nb.launch.rank_output import RankOutput
-from mpi4dl_nb.launch.reaper import Reaper
-from mpi4dl_nb.launch.reaper_process import remove_paths
-from mpi4dl_nb.launch.run_directory import RunDirectory
-from mpi4dl_nb.launch.startup_errors import find_startup_cause, format_excerpt
-from mpi4dl_nb.launch.startup_monitor import StartupMonitor, compute_load_factor, measure_work_s
+from mpi4dl_nb.launch.reaper_process import Reaper, remove_paths
+from mpi4dl_nb.launch.run_directory import PidFile, RunDirectory, remove_stale_clusters
+from mpi4dl_nb.launch.startup_monitor import (
+    StartupMonitor,
+    check_cluster,
+    compute_load_factor,
+    find_startup_cause,
+    format_excerpt,
+    measure_work_s,
+)
 from mpi4dl_nb.user_modules import UserModules
 
 __all__ = ["CONTROLLER_PROGRAM", "MpiRanks"]

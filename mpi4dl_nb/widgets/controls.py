@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from html import escape
+from pathlib import Path
 from typing import Any
 
+import anywidget
 import ipywidgets
 import traitlets
+from IPython import get_ipython
+from IPython.display import HTML, display
 
-from mpi4dl_nb.widgets.range_bar import RangeBar
+from engines.cli.plan_options import format_value, parse_value
+from engines.plan import OPTIONS
 
 __all__ = [
     "ErrorAlert",
+    "OptionControl",
+    "RangeBar",
     "Slider",
     "make_bounded_int",
     "make_button",
@@ -20,7 +28,26 @@ __all__ = [
     "make_combobox",
     "make_dropdown",
     "make_int",
+    "show_status",
 ]
+
+# A slider with an accessible name, which the slider of ipywidgets lacks for screen readers.
+
+
+class RangeBar(anywidget.AnyWidget):
+    """A slider for an integer from `min` to `max`. `value` changes on release, or with each arrow key."""
+
+    _esm = Path(__file__).with_name("range_bar.js")
+    value = traitlets.Int().tag(sync=True)
+    min = traitlets.Int().tag(sync=True)
+    max = traitlets.Int().tag(sync=True)
+    label = traitlets.Unicode().tag(sync=True)
+    tip = traitlets.Unicode().tag(sync=True)  # not `tooltip`: pages expect a description with that
+    disabled = traitlets.Bool(False).tag(sync=True)
+
+    def __init__(self, value: int, **traits: Any) -> None:
+        super().__init__(value=value, **traits)
+
 
 _STYLE = {"description_width": "initial"}
 
@@ -111,3 +138,63 @@ class ErrorAlert(ipywidgets.HTML):
         self.text = text
         style = "color: var(--jp-error-color1, #b71c1c); max-width: 60em; line-height: 1.4"
         self.value = f'<div role="alert" style="{style}">⚠ {escape(text)}</div>' if text else ""
+
+
+# One option of a plan: its control and its error message.
+
+
+LABEL = "9.8em"  # wide enough for the longest name, so that boxes are aligned
+
+
+class OptionControl(ipywidgets.VBox):
+    """The control of one option. `value` is what `Plan` takes, whatever form the control shows."""
+
+    def __init__(self, name: str, value: Any, on_change: Callable[[str], None]) -> None:
+        self.name, self.control, self.trouble = name, _make_control(name, value), ErrorAlert()
+        self.control.layout.width = "98%"  # at 100 % the frame on the right would be cut off
+        if not isinstance(self.control, ipywidgets.Checkbox):
+            self.control.style.description_width = LABEL
+        super().__init__([self.control])
+        self.control.observe(lambda _: on_change(name), "value")
+
+    @property
+    def value(self) -> Any:
+        """The current value, as `Plan` takes it."""
+        # Options that may be a number or a word, such as `auto`, are written as text.
+        if OPTIONS[self.name].proposals is None:
+            return self.control.value
+        return parse_value(self.control.value) if self.control.value.strip() else None
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        self.control.value = value if OPTIONS[self.name].proposals is None else format_value(value)
+
+    def show_error(self, text: str) -> None:
+        """Show an error message below the control, or nothing if it is empty."""
+        self.trouble.show(text)
+        self.children = [self.control, self.trouble] if text else [self.control]
+
+
+def _make_control(name: str, value: Any) -> ipywidgets.Widget:
+    option = OPTIONS[name]
+    if isinstance(value, bool):
+        return make_checkbox(name, value, option.help)
+    if option.choices:
+        return make_dropdown(name, tuple(option.choices), value, option.help)
+    if option.proposals is not None:
+        return make_combobox(name, format_value(value), option.proposals, option.help)
+    return make_int(name, value, option.help)
+
+
+# A status line for the time that a cell waits.
+
+
+@contextmanager
+def show_status(text: str) -> Iterator[None]:
+    """Show a line below the cell while the body runs. Outside a notebook nothing is shown."""
+    handle = display(HTML(f'<div role="status">{escape(text)}</div>'), display_id=True) if get_ipython() else None
+    try:
+        yield
+    finally:
+        if handle:
+            handle.update(HTML(""))

@@ -13,7 +13,7 @@ from mpi4dl_nb.widgets.controls import Slider, make_bounded_int, make_button, ma
 from mpi4dl_nb.widgets.figure_widget import FigureWidget
 
 if TYPE_CHECKING:
-    from mpi4dl_nb.training import Training
+    from mpi4dl_nb.training.training import Training
 
 __all__ = ["Stepper"]
 
@@ -28,7 +28,7 @@ TIP = (
 
 
 class Stepper(FigureWidget):
-    """A training step of a batch, executed in small units on the ranks: see `mpi4dl_nb.step_debugger.StepDebugger`.
+    """A training step of a batch, executed in small units on the ranks: see `StepDebugger`.
 
     `stepping` can be advanced from cells as well; `refresh()` then shows its position. `close()` abandons the step.
     Raises ImageError for a wrong shape or label.

@@ -4,26 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import anywidget
 import ipywidgets
+import traitlets
 from torch import nn
 
 from engines.errors import PlanError
-from engines.layer.graph import TensorSpec
+from engines.graph.model_graph import TensorSpec
 from engines.plan import Plan
-from engines.training import Loss, Optimiser, sgd
+from engines.train.training import Loss, Optimiser, sgd
 from mpi4dl_nb.draw.tuning import describe_measurements, format_table_html, show_tuning
 from mpi4dl_nb.plan_tuner import Candidate, PlanTuner, make_progress_bar, replace_measured, sort_candidates
-from mpi4dl_nb.widgets.choice_table import ChoiceTable
-from mpi4dl_nb.widgets.controls import make_bounded_int, make_button
+from mpi4dl_nb.widgets.controls import make_bounded_int, make_button, show_status
 from mpi4dl_nb.widgets.figure_widget import FigureWidget
-from mpi4dl_nb.widgets.status_line import show_status
 
 if TYPE_CHECKING:
     from mpi4dl_nb.cluster import Cluster
 
-__all__ = ["Tuner"]
+__all__ = ["ChoiceTable", "Tuner"]
+
+# A table in which one row is selected, by mouse or by the arrow keys.
+
+
+class ChoiceTable(anywidget.AnyWidget):
+    """A widget showing `html`, a table of radio buttons with numbers as values; `index` is the selected value."""
+
+    _esm = Path(__file__).with_name("choice_table.js")
+    _css = Path(__file__).with_name("choice_table.css")
+    html = traitlets.Unicode("").tag(sync=True)
+    index = traitlets.Int(0).tag(sync=True)
 
 
 class Tuner(FigureWidget):

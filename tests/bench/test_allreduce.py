@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from engines.bench.allreduce import list_sizes
-from engines.bench.flags import make_allreduce_parser
-from engines.comm.gloo import connect_gloo
+from engines.cli.options import make_allreduce_parser
+from engines.comm.rendezvous import connect_gloo
 from engines.errors import PlanError
 
 

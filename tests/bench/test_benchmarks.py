@@ -7,14 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from engines import options
+from engines.cli import options
 from engines.errors import PlanError, RankError
 from mpi4dl_nb.benchmarks import __main__ as command
 from mpi4dl_nb.benchmarks import suite
 from mpi4dl_nb.benchmarks.cases import STUDIES, BenchmarkCase, BenchmarkStudy
-from mpi4dl_nb.benchmarks.page import build_page
-from mpi4dl_nb.benchmarks.ratio_changes import find_changes
-from mpi4dl_nb.benchmarks.results import BenchmarkResults, BenchmarkRow
+from mpi4dl_nb.benchmarks.results import BenchmarkResults, BenchmarkRow, build_page, find_changes
 from mpi4dl_nb.draw.benchmarks import show_growth
 
 PLANNED = [case for study in STUDIES for case in study.cases if case.arguments[1] in ("step", "memory")]

@@ -8,8 +8,8 @@ import pytest
 
 from engines.bench.bubble import bench_bubble
 from engines.comm.loopback import run_ranks
-from engines.pipeline.bubble import compute_bubble_share
 from engines.plan import Plan
+from engines.program.make_schedule import compute_bubble_share
 from engines.program.timeline import Timeline, TimelineEvent
 
 PLANS: dict[str, dict[str, Any]] = {

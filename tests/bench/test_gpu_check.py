@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from engines import options
 from engines.bench.gpu_check import CHECKS, LINK_BYTES, measure_link_speeds, run_gpu_checks
 from engines.bench.largest import make_largest_parser
+from engines.cli import options
 
 WITHOUT = '''
 import sys
@@ -25,7 +25,7 @@ class Nowhere:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 
 sys.meta_path.insert(0, Nowhere())
-from engines.command import main
+from engines.cli.command import main
 sys.exit(main(sys.argv[1:]))
 '''
 ABSENT = {

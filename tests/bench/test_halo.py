@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engines import command, options
+from engines.bench.halo import is_valid_exchange, make_pattern
 from engines.bench.halo_case import HaloCase, make_halo_setup
-from engines.bench.halo_valid import is_valid_exchange, make_pattern
+from engines.cli import command, options
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.errors import PlanError
 from engines.program.exchange_runner import ExchangeRunner

@@ -10,7 +10,7 @@ from engines.bench.largest import bench_largest, search_largest
 from engines.errors import PlanError
 
 # With less memory the size that fits depends on how the allocator happens to lay its blocks.
-CHAIN = ("--model", "engines.bench.chain:chain", "--memory-mb", "128", "--step-px", "128", "--image-size", "512")
+CHAIN = ("--model", "engines.models:chain", "--memory-mb", "128", "--step-px", "128", "--image-size", "512")
 STRIPS = ("--split-size", "1", "--slice-method", "8x1")
 
 

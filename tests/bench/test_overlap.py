@@ -8,13 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from engines.bench.overlap import bench_overlap
+from engines.bench.overlap import ThrottledWorld, bench_overlap
 from engines.comm.all_reduce import all_reduce
 from engines.comm.loopback import LoopbackWorld, run_ranks
-from engines.comm.throttled import ThrottledWorld
 from engines.comm.world import Message
 from engines.plan import Plan
-from engines.training import prepare
+from engines.train.training import prepare
 
 BYTES_PER_S = 1e6
 

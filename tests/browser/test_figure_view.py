@@ -7,7 +7,7 @@ import pytest
 CELLS = [
     """
 from mpi4dl_nb.draw.figure import Drawing
-from mpi4dl_nb.widgets.figure_view import FigureView
+from mpi4dl_nb.widgets.figure_widget import FigureView
 
 def drawing(words):
     figure = Drawing(figsize=(3, 2))

@@ -10,7 +10,7 @@ from tests.browser.accessible import accessible
 
 CELLS = [
     """
-from engines.images.synthetic import SyntheticImages
+from engines.images.dataset import SyntheticImages
 from engines.models import resnet20_v1
 from mpi4dl_nb import Cluster, Monitor, Plan, Training
 

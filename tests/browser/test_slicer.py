@@ -7,7 +7,7 @@ import re
 CELLS = [
     """
 import torch
-from engines.images.samples import immunohistochemistry
+from engines.images.stains import immunohistochemistry
 from engines.models import resnet20_v1
 from mpi4dl_nb import Plan, Slicer
 

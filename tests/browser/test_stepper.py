@@ -9,7 +9,7 @@ CELLS = [
 import torch
 from torch import nn
 
-from engines.layer.graph import TensorSpec
+from engines.graph.model_graph import TensorSpec
 from engines.spatial.tiles import Tile
 from mpi4dl_nb import Cluster, Plan, Stepper, Training
 

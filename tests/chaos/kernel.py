@@ -17,9 +17,9 @@ import psutil
 import torch
 from safetensors.torch import load_file
 
-from engines.checkpoint.folder import list_checkpoints
+from engines.train.checkpoint_folder import list_checkpoints
 from mpi4dl_nb.cluster import Cluster
-from mpi4dl_nb.training import Training
+from mpi4dl_nb.training.training import Training
 from tests.chaos.faults import SIGNALS, Fault, Images, family
 from tests.chaos.training import PLAN, SHAPE, model
 from tests.chaos.trial import GONE_S, HANG_AFTER_S, Verdict

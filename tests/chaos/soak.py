@@ -20,7 +20,7 @@ import psutil
 
 from engines.plan import Plan
 from mpi4dl_nb.cluster import Cluster
-from mpi4dl_nb.training import Training
+from mpi4dl_nb.training.training import Training
 from tests.chaos.faults import Images, family
 from tests.chaos.training import SHAPE, model
 

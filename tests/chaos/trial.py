@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from engines.checkpoint.interrupts import StoppedError
 from engines.errors import Mpi4dlError
+from engines.train.checkpoint_manager import StoppedError
 from mpi4dl_nb.cluster import Cluster
 from mpi4dl_nb.launch.reaper_process import MARK, is_running
-from mpi4dl_nb.training import Training
+from mpi4dl_nb.training.training import Training
 from tests.chaos.faults import HELPERS, Fault, Images, aimed, arm, disarm, family, give_back, roles, strike
 from tests.chaos.training import PLAN, SHAPE, Heard, model
 

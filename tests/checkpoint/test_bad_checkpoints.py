@@ -14,12 +14,11 @@ import pytest
 import torch
 from torch import nn
 
-from engines.checkpoint.load import load, open_checkpoint
-from engines.checkpoint.manifest import serialise_manifest
-from engines.checkpoint.to_plain_torch import optimiser_state
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.errors import CheckpointError
-from engines.training import RankTraining, Recipe
+from engines.train.checkpoint_files import serialise_manifest
+from engines.train.checkpoint_load import load, open_checkpoint, optimiser_state
+from engines.train.training import RankTraining, Recipe
 from tests.checkpoint.trainings import PLANS, Net, Weighted, held_by, is_same, net, on_ranks, recipe_of
 
 PLAN = PLANS["stages"]

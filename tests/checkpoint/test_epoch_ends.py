@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engines.checkpoint.folder import list_checkpoints
 from engines.errors import CheckpointError, PlanError
-from engines.images.sampler import Sampler, SamplerState
-from engines.images.synthetic import SyntheticImages
+from engines.images.dataset import SyntheticImages
+from engines.images.shard_reader import Sampler, SamplerState
+from engines.train.checkpoint_folder import list_checkpoints
 from mpi4dl_nb import Cluster, Training
-from mpi4dl_nb import fit_run as fits
+from mpi4dl_nb.training import fit_run as fits
 from tests.chaos.training import Heard
 from tests.checkpoint.test_bad_checkpoints import changed, flip
 from tests.checkpoint.test_notebook_checkpoints import close, made

@@ -13,16 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from engines.checkpoint import checkpoint_reader as stored_files
-from engines.checkpoint import manifest as manifests
-from engines.checkpoint.checkpoint_reader import Checkpoint
-from engines.checkpoint.folder import list_checkpoints
-from engines.checkpoint.load import load, open_checkpoint
-from engines.checkpoint.to_plain_torch import optimiser_state, scheduler_state
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.errors import CheckpointError, DamagedError, UnreadableError
-from engines.inference.weights import load_weights
-from engines.training import RankTraining, Recipe
+from engines.inference.command import load_weights
+from engines.train import checkpoint_files as manifests
+from engines.train import checkpoint_reader as stored_files
+from engines.train.checkpoint_folder import list_checkpoints
+from engines.train.checkpoint_load import load, open_checkpoint, optimiser_state, scheduler_state
+from engines.train.checkpoint_reader import Checkpoint
+from engines.train.training import RankTraining, Recipe
 from tests.checkpoint.test_bad_checkpoints import changed, cut, flip, refused
 from tests.checkpoint.trainings import OPTIMISERS, PLANS, data, net, on_ranks, recipe_of
 

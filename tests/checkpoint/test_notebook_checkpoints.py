@@ -12,10 +12,10 @@ import pytest
 import safetensors.torch
 import torch
 
-from engines.checkpoint.folder import list_checkpoints
-from engines.checkpoint.interrupts import Interrupts, StoppedError
 from engines.errors import CheckpointError
-from engines.images.synthetic import SyntheticImages
+from engines.images.dataset import SyntheticImages
+from engines.train.checkpoint_folder import list_checkpoints
+from engines.train.checkpoint_manager import Interrupts, StoppedError
 from mpi4dl_nb import Cluster, Training
 from tests.checkpoint.trainings import PLANS, SHAPE, Weighted, data, net, recipe_of
 

@@ -11,11 +11,11 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from engines.checkpoint.folder import list_checkpoints
-from engines.checkpoint.to_plain_torch import optimiser_state, scheduler_state
-from engines.oracle import ReferenceTraining
 from engines.plan import Plan
-from engines.training import RankTraining
+from engines.train.checkpoint_folder import list_checkpoints
+from engines.train.checkpoint_load import optimiser_state, scheduler_state
+from engines.train.oracle import ReferenceTraining
+from engines.train.training import RankTraining
 from tests.checkpoint.trainings import (
     HALF,
     OPTIMISERS,
@@ -233,7 +233,7 @@ def test_a_rank_gives_only_what_no_rank_before_it_has(tmp_path: Path):
             return counted(sends, receives)
 
         world.exchange = exchange
-        from engines.checkpoint.save import save
+        from engines.train.checkpoint_save import save
 
         save(training, tmp_path)
 

@@ -15,14 +15,13 @@ import safetensors.torch
 import torch
 from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, ExponentialLR
 
-from engines.checkpoint.checkpoint_reader import STATE, Checkpoint
-from engines.checkpoint.compatibility import check_fits_recipe
-from engines.checkpoint.load import load
-from engines.checkpoint.to_plain_torch import optimiser_state
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.errors import CheckpointError
-from engines.images.sampler import SamplerState
-from engines.training import RankTraining
+from engines.images.shard_reader import SamplerState
+from engines.train.checkpoint_compatibility import check_fits_recipe
+from engines.train.checkpoint_load import load, optimiser_state
+from engines.train.checkpoint_reader import STATE, Checkpoint
+from engines.train.training import RankTraining
 from tests.checkpoint.test_bad_checkpoints import refused
 from tests.checkpoint.trainings import OPTIMISERS, PLANS, data, distance, net, on_ranks, recipe_of
 from tests.fuzz.checkpoints import sealed_again

@@ -9,11 +9,11 @@ import pytest
 import safetensors.torch
 import torch
 
-from engines.checkpoint.folder import list_checkpoints
-from engines.checkpoint.to_plain_torch import optimiser_state
+from engines.cli.train_command import run_train
 from engines.comm.loopback import run_ranks
 from engines.errors import CheckpointError, ImageError, PlanError
-from engines.train_command import run_train
+from engines.train.checkpoint_folder import list_checkpoints
+from engines.train.checkpoint_load import optimiser_state
 from tests.checkpoint.survivor import survivor
 from tests.survival import survive
 

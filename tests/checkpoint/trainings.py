@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-from engines.bench.verify import make_batches
-from engines.checkpoint.load import load
-from engines.checkpoint.save import save
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.plan import Plan
-from engines.training import Loss, RankTraining, Recipe, prepare
+from engines.train.checkpoint_load import load
+from engines.train.checkpoint_save import save
+from engines.train.training import Loss, RankTraining, Recipe, prepare
+from engines.train.verify import make_batches
 
 SHAPE, HALF = (4, 3, 12, 14), 3  # steps before the break, and as many behind it
 

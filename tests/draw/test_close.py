@@ -17,16 +17,15 @@ from torch import nn
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.errors import PlanError
 from engines.images.picture import open_image
-from engines.images.samples import immunohistochemistry
+from engines.images.stains import immunohistochemistry
 from engines.plan import Plan
 from engines.program.instructions import Exchange
 from engines.program.receptive import ReceptiveFields
 from engines.spatial.tiles import Span, Tile
-from engines.training import RankTraining, prepare
-from mpi4dl_nb.draw import figure_panels, halo_layers, navigation, pixel_values
-from mpi4dl_nb.draw.halo_layers import HaloLayers, with_fused_halos
-from mpi4dl_nb.draw.pixel_values import render_cells, render_values
-from mpi4dl_nb.draw.raster_cache import RasterCache
+from engines.train.training import RankTraining, prepare
+from mpi4dl_nb.draw import figure, halo_points, navigation, raster_cache
+from mpi4dl_nb.draw.halo_points import HaloLayers, with_fused_halos
+from mpi4dl_nb.draw.raster_cache import RasterCache, render_cells, render_values
 from mpi4dl_nb.draw.slicing import LayerView, draw_slicing, show_slicing
 
 TISSUE = immunohistochemistry()[:96, :120]
@@ -197,8 +196,6 @@ def test_layers_and_fields_are_those_of_a_model():
             show_slicing(TISSUE, tiles_of("2x2"), **choices)
 
 
-@pytest.mark.parametrize(
-    "module", [navigation, halo_layers, pixel_values, figure_panels], ids=lambda module: module.__name__
-)
+@pytest.mark.parametrize("module", [navigation, halo_points, raster_cache, figure], ids=lambda module: module.__name__)
 def test_the_examples_run(module):
     assert doctest.testmod(module).failed == 0

@@ -8,12 +8,12 @@ from torch import nn
 
 from engines.errors import PlanError
 from engines.formatting import format_bytes
+from engines.graph.trace_cache import TraceCache
 from engines.models import resnet20_v1
 from engines.plan import Plan
 from engines.predict.machine import Machine
 from engines.predict.machines import MACHINES
-from engines.predict.peak_memory import predict_plan_memory
-from engines.trace_cache import TraceCache
+from engines.predict.rank_memory import predict_plan_memory
 from mpi4dl_nb import Cluster, Training, show_memory
 
 SHAPE = (4, 3, 64, 64)

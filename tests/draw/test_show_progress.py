@@ -7,14 +7,21 @@ from dataclasses import replace
 import pytest
 from legible import read, unreadable
 
-from engines.metrics import Counts, Scores
 from engines.plan import Plan
 from engines.program.timeline import TimelineEvent
-from engines.training import StepReport
-from engines.training_events import EpochResult, StepResult
-from mpi4dl_nb.draw.monitor import COMMUNICATES, MEMORY, OTHER, POINTS, WAITS, WORKS, show_progress
-from mpi4dl_nb.draw.progress_text import format_progress_html
-from mpi4dl_nb.progress import Progress
+from engines.train.training import StepReport
+from engines.train.training_events import Counts, EpochResult, Scores, StepResult
+from mpi4dl_nb.draw.monitor import (
+    COMMUNICATES,
+    MEMORY,
+    OTHER,
+    POINTS,
+    WAITS,
+    WORKS,
+    format_progress_html,
+    show_progress,
+)
+from mpi4dl_nb.training.progress import Progress
 
 
 def report(rank: int, work_s: float, halo_s: float, wait_s: float) -> StepReport:

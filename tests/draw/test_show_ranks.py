@@ -10,14 +10,14 @@ from legible import read, unreadable
 
 from engines.comm.loopback import run_ranks
 from engines.errors import PlanError
-from engines.layout import Layout
 from engines.models import resnet20_v1
 from engines.plan import Plan
-from engines.predict.rank_load import count_loads
+from engines.predict.forecast import count_loads
 from engines.predict.rank_memory import predict_rank_memory
 from engines.program.compile import compile_plan
 from engines.program.traffic import count_traffic
-from engines.training import RankTraining, prepare
+from engines.spatial.layout import Layout
+from engines.train.training import RankTraining, prepare
 from mpi4dl_nb import show_ranks
 from mpi4dl_nb.draw.figure import format_bytes
 from mpi4dl_nb.draw.rank_map import draw_ranks

@@ -9,7 +9,7 @@ from legible import read, unreadable
 
 import mpi4dl_nb
 from engines.errors import PlanError
-from engines.pipeline.schedule import ActionKind, Batch, Schedule, make_schedule
+from engines.program.make_schedule import ActionKind, Batch, Schedule, make_schedule
 from mpi4dl_nb.draw.figure import get_alt_text
 from mpi4dl_nb.draw.schedule import LOOKS, show_schedule
 

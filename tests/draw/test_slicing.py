@@ -16,14 +16,13 @@ from torch import nn
 
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.errors import ImageError, PlanError
-from engines.images.samples import immunohistochemistry
+from engines.images.stains import immunohistochemistry
 from engines.plan import Plan
 from engines.program.compile import Compiler
 from engines.program.instructions import Exchange
 from engines.program.timeline import TimelineEvent
-from engines.spatial.moves import Move
-from engines.spatial.tiles import Tile
-from engines.training import RankTraining, prepare
+from engines.spatial.tiles import Move, Tile
+from engines.train.training import RankTraining, prepare
 from mpi4dl_nb.draw import figure as drawings
 from mpi4dl_nb.draw import slicing
 from mpi4dl_nb.draw.figure import format_bytes, get_alt_text

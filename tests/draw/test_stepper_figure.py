@@ -12,7 +12,7 @@ from torch import nn
 from engines.models import resnet20_v1
 from mpi4dl_nb import Cluster, Plan, Training, show_step
 from mpi4dl_nb.draw.stepper import format_step_label
-from mpi4dl_nb.step_debugger import StepDebugger
+from mpi4dl_nb.training.step_debugger import StepDebugger
 from tests.draw.legible import read, unreadable
 
 PLAN = Plan(split_size=2, spatial_size=1, slice_method="2x2", parts=2, schedule="1f1b", balance=(6, 5))

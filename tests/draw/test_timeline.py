@@ -16,7 +16,7 @@ from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.errors import PlanError
 from engines.plan import Plan
 from engines.program.timeline import Timeline, TimelineEvent
-from engines.training import RankTraining, prepare
+from engines.train.training import RankTraining, prepare
 from mpi4dl_nb.draw.figure import get_alt_text
 from mpi4dl_nb.draw.timeline import BACKWARD, FORWARD, LOOKS, OTHER, WAIT, WEIGHTS, get_style, show_timeline
 

@@ -16,15 +16,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from engines.checkpoint.checkpoint_reader import STATE
-from engines.checkpoint.folder import MANIFEST, list_checkpoints
-from engines.checkpoint.load import load
-from engines.checkpoint.manifest import serialise_manifest
-from engines.checkpoint.save import save
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.errors import CheckpointError, LossError
-from engines.images.sampler import SamplerState
-from engines.training import RankTraining, Recipe
+from engines.images.shard_reader import SamplerState
+from engines.train.checkpoint_files import serialise_manifest
+from engines.train.checkpoint_folder import MANIFEST, list_checkpoints
+from engines.train.checkpoint_load import load
+from engines.train.checkpoint_reader import STATE
+from engines.train.checkpoint_save import save
+from engines.train.training import RankTraining, Recipe
 from tests.checkpoint.trainings import PLANS, data, held_by, is_same, recipe_of
 from tests.fuzz.damage import damaged_bytes, damaged_json
 from tests.fuzz.judge import Case, Outside, Random

@@ -22,8 +22,8 @@ from unittest.mock import patch
 import numpy as np
 from PIL import Image
 
-from engines import command
 from engines.bench import asynchronous, largest, streaming
+from engines.cli import command
 from engines.errors import PlanError
 from mpi4dl_nb import __main__ as launcher
 from tests.fuzz.judge import Case, Outside, Random
@@ -184,10 +184,10 @@ def no_work(ranks: int) -> Iterator[None]:
         ):  # fmt: skip
             for name in names:
                 stack.enter_context(patch.object(owner, name, _cut))
-        stack.enter_context(patch("engines.train_command.run", _cut))
+        stack.enter_context(patch("engines.cli.train_command.run", _cut))
         stack.enter_context(patch("engines.inference.command.TiledPredictor.run", _cut))
         stack.enter_context(patch("engines.bench.read.measure_host_peak_bytes", _cut))
-        stack.enter_context(patch("engines.published_command.PublishedReplay.simulate_result", _cut))
+        stack.enter_context(patch("engines.cli.published_command.PublishedReplay.simulate_result", _cut))
         stack.enter_context(patch("engines.bench.gpu_check.launch", _cut))
         stack.enter_context(patch.object(mpi, "MpiWorld", partial(OneOfMany, ranks)))
         stack.enter_context(patch.object(os, "_exit", _leave))

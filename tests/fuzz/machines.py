@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 from engines.errors import PlanError
-from engines.layer.graph import ModelGraph
+from engines.graph.model_graph import ModelGraph
+from engines.graph.trace_cache import TraceCache
 from engines.plan import Plan
 from engines.predict.forecast import forecast
-from engines.predict.kernel_classes import CLASSES
 from engines.predict.machine import Link, Machine, Speed
 from engines.predict.machines import MACHINES
-from engines.trace_cache import TraceCache
-from mpi4dl_nb.calibration_cache import CalibrationCache
+from engines.predict.tallies import CLASSES
+from mpi4dl_nb.calibrate_cluster import CalibrationCache
 from tests.fuzz.damage import damaged_bytes, damaged_json
 from tests.fuzz.judge import Case, Outside, Random
 

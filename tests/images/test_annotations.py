@@ -10,11 +10,10 @@ import pytest
 import torch
 from PIL import Image
 
-from engines import table_command
+from engines.cli import table_command
 from engines.errors import ImageError
-from engines.images.annotations import write_boxes_table, write_masks_table
-from engines.images.picture import open_image
-from engines.images.picture_cache import open_cached
+from engines.images.folder import write_boxes_table, write_masks_table
+from engines.images.picture import open_cached, open_image
 from engines.images.tables import COLUMNS, table_images, write_table
 from engines.spatial.tiles import Grid, Tile
 from tests.images.made_slides import shared, tissue, write_pages

@@ -10,10 +10,8 @@ from hypothesis import strategies as st
 
 from engines.errors import ImageError
 from engines.images.augmented import KINDS, Augmented
-from engines.images.dataset import SingleLabelImages
-from engines.images.samples import immunohistochemistry
-from engines.images.stains import compute_dab, restain
-from engines.images.synthetic import SyntheticImages
+from engines.images.dataset import SingleLabelImages, SyntheticImages
+from engines.images.stains import compute_dab, immunohistochemistry, restain
 from engines.spatial.tiles import Grid, Tile
 
 SIDES = st.integers(1, 40)

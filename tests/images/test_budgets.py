@@ -17,13 +17,13 @@ from PIL import Image
 from PIL.PngImagePlugin import PngImageFile
 
 from engines.errors import ImageError
-from engines.images import annotations, budget, tiff_layout
+from engines.images import files, folder, tiff_layout
 from engines.images.cifar import load_cifar_images
-from engines.images.jpeg import count_jpeg_scans
-from engines.images.ome import OmeImage
+from engines.images.files import count_jpeg_scans
 from engines.images.picture import open_image
 from engines.images.picture_reader import DecodeBlock, Level, PictureReader, Pixels
 from engines.images.raw_image import open_raw_image
+from engines.images.safe_xml import OmeImage
 from engines.spatial.tiles import Tile
 from tests.images.made_slides import tissue
 from tests.images.test_annotations import make_voc
@@ -60,8 +60,8 @@ def test_no_pixel_is_decoded_before_that_is_asked(tmp_path: Path, monkeypatch: p
     Image.fromarray(tissue(64, 64)).save(path)
     decoded = []
     monkeypatch.setattr(PngImageFile, "load", decoded.append)
-    monkeypatch.setattr(budget, "SMALL_BYTES", 0)
-    monkeypatch.setattr(budget, "_get_free_bytes", lambda: 40_000)
+    monkeypatch.setattr(files, "SMALL_BYTES", 0)
+    monkeypatch.setattr(files, "_get_free_bytes", lambda: 40_000)
     for read in (open_image, lambda path: open_raw_image(path).read(Tile.whole(1, 1))):
         with pytest.raises(ImageError, match="half of what is free"):
             read(path)
@@ -71,20 +71,20 @@ def test_no_pixel_is_decoded_before_that_is_asked(tmp_path: Path, monkeypatch: p
 def test_what_is_free_bounds_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = tmp_path / "a.png"
     Image.fromarray(tissue(64, 64)).save(path)
-    monkeypatch.setattr(budget, "SMALL_BYTES", 0)
-    monkeypatch.setattr(budget, "_get_free_bytes", lambda: 40_000)
+    monkeypatch.setattr(files, "SMALL_BYTES", 0)
+    monkeypatch.setattr(files, "_get_free_bytes", lambda: 40_000)
     with pytest.raises(ImageError, match=r"19\.5 KB are the most here, half of what is free"):
         open_image(path)
 
 
 def test_a_real_photograph_of_30_000_px_is_not_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """At a tenth of a byte for each pixel, which is little; and a mask of as many, which packs into nothing."""
-    monkeypatch.setattr(budget, "_get_free_bytes", lambda: 16 << 30)
+    monkeypatch.setattr(files, "_get_free_bytes", lambda: 16 << 30)
     (tmp_path / "a.jpg").touch()
     os.truncate(tmp_path / "a.jpg", 90 << 20)
-    budget.check_budget(tmp_path / "a.jpg", 7 * 30_000**2, "", "")
+    files.check_budget(tmp_path / "a.jpg", 7 * 30_000**2, "", "")
     (tmp_path / "mask.png").touch()
-    budget.check_budget(tmp_path / "mask.png", 2 * 30_000**2, "", "")
+    files.check_budget(tmp_path / "mask.png", 2 * 30_000**2, "", "")
 
 
 def test_a_header_that_claims_more_than_a_format_can_pack(tmp_path: Path):
@@ -168,9 +168,9 @@ def test_no_tree_is_made_of_what_comes_before():
 
 def test_annotations_of_many_megabytes_are_not_parsed(tmp_path: Path):
     make_voc(tmp_path)
-    os.truncate(tmp_path / "Annotations" / "one.xml", annotations.XML_BYTES + 1)
+    os.truncate(tmp_path / "Annotations" / "one.xml", folder.XML_BYTES + 1)
     with pytest.raises(ImageError, match=r"one\.xml .*larger than 33,554,432 bytes"):
-        annotations.write_boxes_table(tmp_path, "train", tmp_path / "t.csv")
+        folder.write_boxes_table(tmp_path, "train", tmp_path / "t.csv")
 
 
 def test_a_link_of_annotations_is_not_followed_out(tmp_path: Path):
@@ -178,7 +178,7 @@ def test_a_link_of_annotations_is_not_followed_out(tmp_path: Path):
     (voc / "Annotations" / "one.xml").rename(tmp_path / "canary.xml")
     (voc / "Annotations" / "one.xml").symlink_to(tmp_path / "canary.xml")
     with pytest.raises(ImageError, match=r"one\.xml is a link that leads out of .*voc\. Copy the folder whole"):
-        annotations.write_boxes_table(voc, "train", tmp_path / "t.csv")
+        folder.write_boxes_table(voc, "train", tmp_path / "t.csv")
 
 
 # ---- TIFF
@@ -210,7 +210,7 @@ def test_a_strip_that_is_decoded_whole_is_asked_for(tmp_path: Path, monkeypatch:
     path = tmp_path / "a.tif"
     tifffile.imwrite(path, np.zeros((64, 64), np.uint8), compression="zlib", rowsperstrip=64)
     for name, value in {"SMALL_BYTES": 0, "ANY_FILE_BYTES": 1000, "PER_BYTE": 1}.items():
-        monkeypatch.setattr(budget, name, value)
+        monkeypatch.setattr(files, name, value)
     for read in (open_image, open_raw_image):
         with pytest.raises(
             ImageError, match=r"its tiles or strips of 64 x 64 px are decoded whole, .* in smaller tiles"

@@ -7,9 +7,7 @@ import pytest
 import torch
 
 from engines.errors import ImageError
-from engines.images.crops import StainCrops
-from engines.images.samples import immunohistochemistry
-from engines.images.stains import compute_dab
+from engines.images.stains import StainCrops, compute_dab, immunohistochemistry
 
 TISSUE = immunohistochemistry()
 

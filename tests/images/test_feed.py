@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 from engines.comm.loopback import LoopbackWorld, make_loopback_worlds, run_ranks
+from engines.comm.rank_server import Failure
 from engines.errors import ImageError, PlanError, ReleasedError
-from engines.images.dataset import shuffle_indices
+from engines.graph.model_graph import TensorSpec
+from engines.images.dataset import SyntheticImages, shuffle_indices
 from engines.images.loader import LoadedBatch, LoaderOptions, RankLoader
 from engines.images.shard_reader import ShardReader
-from engines.images.synthetic import SyntheticImages
-from engines.layer.graph import TensorSpec
-from engines.rank_server import Failure
 from engines.spatial.tiles import Grid, Tile
 
 SIZE, COUNT = (8, 12), 4

@@ -8,8 +8,7 @@ import pytest
 from PIL import Image
 
 from engines.errors import ImageError
-from engines.images.annotations import write_masks_table
-from engines.images.folder import folder_images, list_pictures
+from engines.images.folder import folder_images, list_pictures, write_masks_table
 
 FORK = b"\0\5\x16\7\0\2\0\0Mac OS X        " + bytes(4000)  # as `._` files begin (AppleDouble)
 CLASSES = ("benign", "tumour")

@@ -15,11 +15,11 @@ from torch.nn import functional
 
 from engines.errors import ImageError
 from engines.images.augmented import Augmented
-from engines.images.ignored_label import IGNORED, find_ignored_label
+from engines.images.dataset import IGNORED, find_ignored_label
 from engines.images.tables import table_images
 from engines.plan import Plan
 from engines.spatial.tiles import Tile
-from engines.training import trace_model
+from engines.train.training import trace_model
 from mpi4dl_nb import Cluster, Training
 
 SIZE, COUNT, VOID = 16, 4, 255

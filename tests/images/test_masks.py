@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from engines.errors import ImageError
-from engines.images.example import Example
-from engines.images.examples import ExampleImages
+from engines.images.examples import Example, ExampleImages
 from engines.images.mask_file import MaskFile
 from engines.spatial.tiles import Span, Tile
 from tests.images.example_files import CLASSES, FRAMES, PIXELS, saved

@@ -18,9 +18,9 @@ from PIL import Image
 from engines.errors import ImageError
 from engines.images import picture, picture_reader, pillow
 from engines.images.arrays import ArrayPicture
-from engines.images.decode_cache import DecodeCache
+from engines.images.files import DecodeCache
 from engines.images.picture import Picture, Pixels, open_image
-from engines.images.samples import immunohistochemistry
+from engines.images.stains import immunohistochemistry
 
 COLOURS = np.random.default_rng(0).integers(0, 256, (6, 9, 3), dtype=np.uint8)
 GREY = COLOURS[..., 0]
@@ -256,7 +256,7 @@ def test_a_file_is_decoded_once_for_all_who_open_it(tmp_path, monkeypatch):
 
 
 def test_what_nobody_uses_is_forgotten(tmp_path, monkeypatch):
-    monkeypatch.setattr("engines.images.decode_cache.KEPT_BYTES", 2 * COLOURS.nbytes)
+    monkeypatch.setattr("engines.images.files.KEPT_BYTES", 2 * COLOURS.nbytes)
     cache = DecodeCache(pillow._decode)
     paths = [saved(tmp_path / f"{number}.png", Image.fromarray(COLOURS)) for number in range(4)]
     for path in paths:

@@ -11,14 +11,14 @@ import pytest
 import zarr
 from PIL import Image
 
-from engines.checkpoint.checkpoint_reader import Checkpoint
-from engines.epoch_log import EpochLog
 from engines.errors import CheckpointError, ImageError, Mpi4dlError, PlanError
-from engines.images.annotations import write_boxes_table
+from engines.images.folder import write_boxes_table
 from engines.images.picture import open_image
+from engines.images.regular_file import open_regular, read_bounded
 from engines.images.tables import table_images
-from engines.regular_file import open_regular, read_bounded
-from mpi4dl_nb.calibration_cache import CalibrationCache
+from engines.train.checkpoint_reader import Checkpoint
+from engines.train.epoch_log import EpochLog
+from mpi4dl_nb.calibrate_cluster import CalibrationCache
 from mpi4dl_nb.launch.hosts import read_hosts
 
 Make = Callable[[Path], None]

@@ -7,9 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.errors import ImageError
-from engines.images.split import split_indices
-from engines.images.subset import Subset, split_by_slide
-from engines.images.synthetic import SyntheticImages
+from engines.images.dataset import Subset, SyntheticImages, split_by_slide, split_indices
 from engines.spatial.tiles import Tile
 
 IMAGES = st.lists(st.tuples(st.sampled_from("abcdefghijkl"), st.integers(0, 2)), min_size=1, max_size=60)

@@ -15,7 +15,7 @@ import zarr
 from PIL import Image, ImageCms, PngImagePlugin
 
 from engines.errors import ImageError
-from engines.images.ignored_label import IGNORED
+from engines.images.dataset import IGNORED
 from engines.images.mask_file import MaskFile, read_mask_shape
 from engines.images.picture import open_image
 from engines.spatial.tiles import Span, Tile

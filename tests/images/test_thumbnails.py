@@ -10,12 +10,11 @@ from made_slides import tissue, write_ome, write_pages
 from PIL import Image
 
 from engines.errors import ImageError
-from engines.images import thumbnails
+from engines.images import picture_reader
 from engines.images.arrays import ArrayPicture
-from engines.images.crops import StainCrops
-from engines.images.picture import Picture, open_image
+from engines.images.picture import Picture, crop_picture, open_image
 from engines.images.picture_reader import Level, PictureReader
-from engines.images.region_picture import crop_picture
+from engines.images.stains import StainCrops
 from engines.plan import Plan
 from mpi4dl_nb import show_slicing
 
@@ -51,7 +50,7 @@ def test_a_thumbnail_is_the_mean_of_the_pixels_under_it(longest):
 
 def test_bands_make_the_same_thumbnail(monkeypatch):
     whole = open_image(PIXELS).thumbnail(91)
-    monkeypatch.setattr(thumbnails, "BAND_PX", 7000)
+    monkeypatch.setattr(picture_reader, "BAND_PX", 7000)
     assert near(open_image(PIXELS).thumbnail(91), whole)
 
 

@@ -16,9 +16,9 @@ from PIL import Image
 
 from engines.errors import ImageError
 from engines.images import zarr_chunks
-from engines.images.annotations import write_boxes_table
-from engines.images.ome import OmeImage
+from engines.images.folder import write_boxes_table
 from engines.images.picture import open_image
+from engines.images.safe_xml import OmeImage
 from engines.images.tables import table_images, write_table
 
 ROOT = Path(__file__).parents[2]
@@ -226,11 +226,9 @@ def test_zarr_nested_without_end(tmp_path):
 
 
 KNOWN = {
-    "engines/rank_server.py": {"cloudpickle.loads"},  # the notebook's own calls, over its keys
+    "engines/comm/rank_server.py": {"cloudpickle.loads"},  # the notebook's own calls, over its keys
     "mpi4dl_nb/remote_call.py": {"pickle.loads"},  # the ranks' answers, over the same
-    "engines/comm/value_codec.py": {
-        "pickle.loads"
-    },  # what ranks of one job send each other, once it is known to be whole
+    "engines/comm/subgroup.py": {"pickle.loads"},  # what ranks of one job send each other, once it is known to be whole
     "engines/images/openslide.py": {"cloudpickle.loads"},  # a slide of somebody's own class, on its way to a rank
     "engines/images/raw_image.py": {"np.load"},  # with allow_pickle=False
     "engines/images/cifar.py": {"pickle.Unpickler"},  # one that makes arrays, and calls nothing else

@@ -15,7 +15,7 @@ import pytest
 import zarr
 
 from engines.errors import ImageError
-from engines.images import zarr_chunks, zarr_codecs
+from engines.images import zarr_chunks
 from engines.images.picture import open_image
 from tests.images.made_slides import tissue
 
@@ -83,7 +83,7 @@ def test_a_small_chunk_that_unpacks_to_much(codec: numcodecs.abc.Codec, tmp_path
     array = zarr.create_array(tmp_path / "a", data=tissue(64, 64), chunks=(64, 64, 3), zarr_format=2, compressors=codec)
     assert np.array_equal(open_image(tmp_path / "a").read(0, 0, 64, 64), tissue(64, 64))
     (tmp_path / "a" / "0.0.0").write_bytes(codec.encode(BOMB[: 4 << 20]))
-    monkeypatch.setattr(zarr_codecs, "_LARGE_BYTES", 1 << 12)
+    monkeypatch.setattr(zarr_chunks, "_LARGE_BYTES", 1 << 12)
     monkeypatch.setattr(zarr_chunks, "_SLACK_BYTES", 1 << 20)
     with pytest.raises(ImageError, match=r"chunk 0\.0\.0 unpacks to \d+ bytes or more, where 12288 are due"):
         open_image(tmp_path / "a").read(0, 0, 1, 1)

@@ -13,11 +13,11 @@ from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.comm.world import Message, Pending
 from engines.errors import PlanError, TraceError
 from engines.inference.rank_predictor import RankPredictor, fetch_tensors, join_predictions, prepare_prediction
-from engines.models.unet import UNet
+from engines.models import UNet
 from engines.plan import Plan
 from engines.program.compile import compile_plan
 from engines.program.instructions import Phase
-from engines.training import cut_inputs
+from engines.train.training import cut_inputs
 from tests.exact import whole_numbers, with_whole_weights
 from tests.inference.test_turns import settled
 from tests.inference.turning import plain

@@ -15,10 +15,9 @@ from torch import nn
 from engines.comm.loopback import run_ranks
 from engines.errors import CheckpointError, ImageError, PlanError
 from engines.images.picture import open_image
-from engines.inference.command import predict
+from engines.inference.command import load_weights, predict
 from engines.inference.padded_region import make_padded_region
-from engines.inference.weights import load_weights
-from engines.models.unet import UNet
+from engines.models import UNet
 from engines.plan import Plan
 from engines.spatial.tiles import Tile
 from mpi4dl_nb import Cluster, Training
@@ -42,7 +41,7 @@ def files(tmp_path: Path) -> Path:
 
 def flags(files: Path, **others: object) -> list[str]:
     given = {
-        "model": "engines.models.unet:UNet",
+        "model": "engines.models:UNet",
         "model-args": '{"width": 4}',
         "num-classes": 3,
         "image": files / "in.png",

@@ -19,13 +19,12 @@ from engines.errors import ImageError, PlanError, TraceError
 from engines.images.arrays import ArrayPicture
 from engines.images.picture import Picture, open_image
 from engines.inference.padded_region import make_padded_region
-from engines.inference.prepare_region import prepare_region
 from engines.inference.pyramid_sink import make_pyramid
+from engines.inference.rank_predictor import prepare_region
 from engines.inference.tile_fitting import fit_tiles
-from engines.inference.tile_sink import ArraySink
+from engines.inference.tile_stitcher import ArraySink
 from engines.inference.tiled_predictor import PredictionRequest, TiledPrediction, TiledPredictor
-from engines.models import resnet20_v1
-from engines.models.unet import UNet
+from engines.models import UNet, resnet20_v1
 from engines.spatial.tiles import Tile
 from tests.inference.test_turns import Squeezed, settled
 from tests.inference.turning import even, plain
@@ -173,7 +172,7 @@ def test_peak_memory_stays_below_the_bound(mpiexec, tmp_path: Path):
     from PIL import Image
 
     Image.fromarray(RANDOM.integers(0, 256, (1600, 1800, 3), np.uint8)).save(tmp_path / "in.png")
-    flags = ["--model", "engines.models.unet:UNet", "--model-args", '{"width": 8}', "--memory-mb", "540"]
+    flags = ["--model", "engines.models:UNet", "--model-args", '{"width": 8}', "--memory-mb", "540"]
     done = mpiexec(2, "-m", "engines", "predict", *flags, "--image", tmp_path / "in.png", "--to", tmp_path / "out.tif")
     assert done.returncode == 0, done.stderr
     line = json.loads(done.stdout.splitlines()[-1])

@@ -11,8 +11,7 @@ from torch.nn import functional
 
 from engines.errors import PlanError, TraceError
 from engines.inference.rank_predictor import prepare_prediction
-from engines.models import resnet20_v1
-from engines.models.unet import UNet
+from engines.models import UNet, resnet20_v1
 from engines.program.tile_passes import TilePasses
 from engines.spatial.tiles import Grid
 from tests.exact import whole_numbers, with_whole_weights

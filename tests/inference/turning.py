@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from engines.comm.loopback import make_loopback_worlds
+from engines.graph.traceability import collect_tensors, get_prediction
 from engines.inference.rank_predictor import prepare_prediction
-from engines.layer.model_output import collect_tensors, get_prediction
 from engines.plan import Plan
 from engines.program.tile_passes import TilePasses
 from engines.program.worker import Worker
 from engines.spatial.rng import CounterRNGMode
 from engines.spatial.tiles import Grid
-from engines.training import cut_inputs
+from engines.train.training import cut_inputs
 
 ALONE = Plan(split_size=1, spatial_size=0, precision="float64")
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from engines.errors import TraceError
-from engines.layer.graph import ModelGraph, Ref, TensorSpec
-from engines.layer.trace import trace_inference
+from engines.graph.model_graph import ModelGraph, Ref, TensorSpec
+from engines.graph.trace import trace_inference
 from engines.spatial.kernels import get_operator
 from tests.exact import whole_numbers
 

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from engines.errors import TraceError
-from engines.layer.graph import TensorSpec
-from engines.layer.model_output import collect_tensors, get_prediction
-from engines.layer.stages import find_layers
-from engines.layer.trace import infer_output_spec, trace
+from engines.graph.model_graph import TensorSpec
+from engines.graph.stages import find_layers
+from engines.graph.trace import infer_output_spec, trace
+from engines.graph.traceability import collect_tensors, get_prediction
 from engines.plan import Plan
-from engines.training import prepare
+from engines.train.training import prepare
 from tests.exact import assert_exact, whole_numbers, with_whole_weights
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from engines.errors import TraceError
-from engines.layer.graph import TensorSpec
-from engines.layer.trace import trace
+from engines.graph.model_graph import TensorSpec
+from engines.graph.trace import trace
 from tests.exact import assert_exact, tiled, whole_numbers
 from tests.layer.test_trace import Calls, traced
 

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from engines.errors import PlanError
-from engines.layer.graph import ModelGraph, TensorSpec
-from engines.layer.stages import Layer, cut_stages, find_layers
-from engines.layer.trace import trace
+from engines.graph.model_graph import ModelGraph, TensorSpec
+from engines.graph.stages import Layer, cut_stages, find_layers
+from engines.graph.trace import trace
 from engines.models import amoebanetd, resnet20_v1, resnet110_v2
 from engines.plan import Plan
-from engines.training import prepare
+from engines.train.training import prepare
 
 
 class UNet(nn.Module):

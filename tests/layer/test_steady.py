@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from engines.errors import PlanError, TraceError
-from engines.layer.graph import TensorSpec
-from engines.layer.traceability import check_side_effects, make_traceable
+from engines.graph.model_graph import TensorSpec
+from engines.graph.trace_cache import TraceCache
+from engines.graph.traceability import check_side_effects, make_traceable
 from engines.plan import Plan
-from engines.trace_cache import TraceCache
 from mpi4dl_nb import Cluster, Training
 
 # Of torch 2.14: what is told of TorchScript is not what is tried here.

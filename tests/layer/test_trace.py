@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from engines.errors import TraceError
-from engines.layer.graph import ModelGraph, Ref, TensorSpec
-from engines.layer.trace import trace
+from engines.graph.model_graph import ModelGraph, Ref, TensorSpec
+from engines.graph.trace import trace
 from engines.models import resnet_v1
 from engines.spatial.kernels import get_operator
 from tests.exact import assert_exact, tiled, weighted_sum, whole_numbers
@@ -358,8 +358,8 @@ def test_the_users_model_is_neither_changed_nor_moved():
 BIG = """
 import resource
 from torch import nn
-from engines.layer.graph import TensorSpec
-from engines.layer.trace import trace
+from engines.graph.model_graph import TensorSpec
+from engines.graph.trace import trace
 from engines.plan import Plan
 from engines.program.compile import compile_plan
 

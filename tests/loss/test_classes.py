@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from engines.bench.verify import make_batches
-from engines.layer.graph import TensorSpec
-from engines.loss.label_spec import LabelSpec, find_label_specs, has_accuracy
+from engines.graph.label_spec import LabelSpec, find_label_specs, has_accuracy
+from engines.graph.model_graph import TensorSpec
 from engines.plan import Plan
-from engines.training import prepare
+from engines.train.training import prepare
+from engines.train.verify import make_batches
 from mpi4dl_nb import Cluster, Training
-from mpi4dl_nb.loops import check_classes
+from mpi4dl_nb.training.loops import check_classes
 from tests.loss.losses import SIZE, Loss
 
 PLAN = Plan(split_size=1, num_spatial_parts=4)

@@ -11,17 +11,17 @@ from torch import Tensor, nn
 
 from engines.comm.loopback import run_ranks
 from engines.errors import PlanError
-from engines.evaluation import HeldOutSet, RankEvaluation, evaluate_on_ranks
-from engines.images.synthetic import SyntheticImages
-from engines.layer.graph import TensorSpec
-from engines.layer.trace import trace
-from engines.loss.weights import ImageWeights, compute_mean_loss
+from engines.graph.model_graph import TensorSpec
+from engines.graph.trace import trace
+from engines.graph.whole_loss import ImageWeights, compute_mean_loss
+from engines.images.dataset import SyntheticImages
 from engines.plan import Plan
-from engines.replica.synchronous import with_global_loss
 from engines.spatial.tiles import Tile
-from engines.training import RankTraining, prepare
+from engines.train.evaluation import HeldOutSet, RankEvaluation, evaluate_on_ranks
+from engines.train.train_replicas import with_global_loss
+from engines.train.training import RankTraining, prepare
 from mpi4dl_nb import Cluster, Training
-from mpi4dl_nb.describe_training import describe_training
+from mpi4dl_nb.training.progress_bar import describe_training
 from tests.loss.losses import SIZE, WHOLE, dice, segmenter, unbalanced
 
 SEVERAL = Plan(split_size=2, spatial_size=0, parts=2, precision="float64")

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from engines.bench.verify import make_batches, record_rank_run, verify
 from engines.comm.loopback import run_ranks
-from engines.layer.graph import TensorSpec
+from engines.graph.model_graph import TensorSpec
 from engines.plan import Plan
-from engines.streaming.streamed_training import StreamedTraining
-from engines.training import RankTraining, Recipe, prepare
+from engines.program.streamed_training import StreamedTraining
+from engines.train.training import RankTraining, Recipe, prepare
+from engines.train.verify import make_batches, record_rank_run, verify
 from tests.loss.losses import RATE, SIZE, WHOLE, Loss, dice, dice_of_images, focal, plain, segmenter, unbalanced
 
 float64 = partial(Plan, precision="float64")

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from engines.layer.graph import TensorSpec
-from engines.layer.stages import find_layers
-from engines.layer.trace import trace
+from engines.graph.model_graph import TensorSpec
+from engines.graph.stages import find_layers
+from engines.graph.trace import trace
 from engines.plan import Plan
 from mpi4dl_nb import Cluster, Training
 

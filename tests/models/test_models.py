@@ -11,17 +11,21 @@ import torch
 from torch import Tensor, nn
 
 import engines.models
-from engines.models import amoebanetd, resnet20_v1, resnet110_v2, resnet_v1, resnet_v2
-from engines.models.amoebanet import (
+from engines.models import (
     NORMAL,
     REDUCTION,
     Cell,
     FactorizedReduction,
     Genotype,
+    amoebanetd,
     avg_pool_3x3,
     identity,
     max_pool_2x2,
     max_pool_3x3,
+    resnet20_v1,
+    resnet110_v2,
+    resnet_v1,
+    resnet_v2,
 )
 
 Make = Callable[..., nn.Module]

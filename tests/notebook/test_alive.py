@@ -20,8 +20,7 @@ from nbclient import NotebookClient
 from mpi4dl_nb import Cluster, Plan, Training
 from mpi4dl_nb.launch.reaper_process import is_running
 from mpi4dl_nb.launch.startup_monitor import StartupMonitor
-from mpi4dl_nb.notebook_cleanup import THREAD, find_holder_name
-from mpi4dl_nb.owned_ranks import count_alive_ranks, get_running_clusters
+from mpi4dl_nb.owned_ranks import THREAD, count_alive_ranks, find_holder_name, get_running_clusters
 from tests.notebook.test_orphans import within
 
 ROOT = Path(__file__).parents[2]

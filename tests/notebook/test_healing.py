@@ -14,19 +14,19 @@ from typing import Any
 import pytest
 import torch
 
-from engines.checkpoint.interrupts import StoppedError
+from engines.comm.rank_server import RankServer
 from engines.errors import LossError, PlanError, RankError
-from engines.images.synthetic import SyntheticImages
-from engines.models.unet import UNet
+from engines.images.dataset import SyntheticImages
+from engines.models import UNet
 from engines.plan import Plan
 from engines.predict.machines import MACHINES
-from engines.rank_server import RankServer
-from engines.training_events import Recovered, StepResult
-from mpi4dl_nb.calibration_cache import CalibrationCache
+from engines.train.checkpoint_manager import StoppedError
+from engines.train.training_events import Recovered, StepResult
+from mpi4dl_nb.calibrate_cluster import CalibrationCache
 from mpi4dl_nb.cluster import Cluster
-from mpi4dl_nb.progress import ProgressRecorder
-from mpi4dl_nb.recovery import choose_plan
-from mpi4dl_nb.training import Training
+from mpi4dl_nb.training.progress import ProgressRecorder
+from mpi4dl_nb.training.recovery import choose_plan
+from mpi4dl_nb.training.training import Training
 from tests.chaos.faults import Fault, arm
 from tests.chaos.training import SHAPE, Heard, batches, model
 

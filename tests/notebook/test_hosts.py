@@ -21,11 +21,10 @@ import pytest
 from engines.errors import PlanError, RankError
 from mpi4dl_nb.cluster import Cluster
 from mpi4dl_nb.launch import host_agent, host_agents
-from mpi4dl_nb.launch.allocation import choose_hosts, expand_nodes, read_allocation
 from mpi4dl_nb.launch.guard_reports import RankExit
 from mpi4dl_nb.launch.host_agents import BOOT, HostAgents
-from mpi4dl_nb.launch.hosts import Hosts, read_hosts
-from mpi4dl_nb.launch.mpi_environment import find_mpiexec
+from mpi4dl_nb.launch.hosts import Hosts, choose_hosts, expand_nodes, read_allocation, read_hosts
+from mpi4dl_nb.launch.mpi_library import find_mpiexec
 from mpi4dl_nb.launch.multi_host import HostLost, MultiHost, select_environment
 
 FAR = "192.0.2.1"  # belongs to nobody: what reaches it is the program that stands for ssh

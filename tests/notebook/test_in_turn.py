@@ -17,10 +17,9 @@ from torch import nn
 from engines.comm.cgroup_limits import count_cores
 from engines.comm.world import Message
 from engines.errors import LossError, PlanError, RankError
-from engines.models import resnet20_v1
-from engines.models.unet import UNet
-from engines.offload.offload_store import OffloadStore
+from engines.models import UNet, resnet20_v1
 from engines.program.instructions import Phase
+from engines.program.offloader import OffloadStore
 from mpi4dl_nb import Cluster, Plan, Training
 from tests.zoo import Chain
 
@@ -146,7 +145,7 @@ def test_an_error_that_cannot_be_told_ends_neither_the_others_nor_the_thread(clu
 
 
 def test_what_was_asked_of_some_ranks_alone_is_released():
-    from engines.packing import pack
+    from engines.comm.notebook_imports import pack
 
     with Cluster(2, backend="in_turn") as two:
         asked = two._ranks.submit(0, pack((meet, ())), pack(()))

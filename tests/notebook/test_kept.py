@@ -15,7 +15,7 @@ import pytest
 
 from mpi4dl_nb.__main__ import main
 from mpi4dl_nb.launch import reaper_process
-from mpi4dl_nb.launch.pid_file import remove_stale_clusters
+from mpi4dl_nb.launch.run_directory import remove_stale_clusters
 from tests.notebook.test_orphans import GONE_S, ROOT, within
 
 MODEL = """

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from engines.errors import ImageError, PlanError, TraceError
-from engines.layer.graph import TensorSpec
+from engines.graph.model_graph import TensorSpec
 from engines.plan import Plan
 from mpi4dl_nb import Cluster, Training
 

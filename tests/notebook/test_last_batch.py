@@ -15,13 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from engines.cli.train_command import run_train
 from engines.comm.loopback import run_ranks
 from engines.errors import ImageError, PlanError, TraceError
-from engines.images.dataset import shuffle_indices
-from engines.images.synthetic import SyntheticImages
+from engines.images.dataset import SyntheticImages, shuffle_indices
 from engines.spatial.tiles import Tile
-from engines.train_command import run_train
-from engines.training import prepare
+from engines.train.training import prepare
 from mpi4dl_nb import Cluster, Plan, Training
 
 SIZE, N, CLASSES = (8, 10), 4, 3
@@ -364,8 +363,8 @@ def test_drop_last_is_true_or_false(cluster):
 
 def test_ranks_hold_the_same_weights_in_a_smaller_step():
     """Where stages are balanced by cost, few images may cost otherwise; the ranks' weights are where they are."""
-    from engines.last_step import make_smaller_recipe
-    from engines.trace_cache import TraceCache
+    from engines.graph.trace_cache import TraceCache
+    from engines.train.train_loop import make_smaller_recipe
 
     plan = Plan(split_size=2, spatial_size=0)
     model = copy.deepcopy(net())

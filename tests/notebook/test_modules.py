@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from engines.comm.notebook_imports import pack
 from engines.errors import PlanError, RankError
-from engines.packing import pack
 from mpi4dl_nb import Cluster
 from mpi4dl_nb.launch.reaper_process import MARK
 from mpi4dl_nb.user_modules import UserModules

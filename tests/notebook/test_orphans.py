@@ -19,11 +19,10 @@ import pytest
 from jupyter_client import KernelManager
 
 from engines.errors import RankError
-from mpi4dl_nb.launch import pid_file, reaper_process
+from mpi4dl_nb.launch import reaper_process, run_directory
 from mpi4dl_nb.launch.mpi_ranks import MpiRanks
-from mpi4dl_nb.launch.pid_file import PidFile, remove_stale_clusters
-from mpi4dl_nb.launch.reaper import Reaper
-from mpi4dl_nb.launch.reaper_process import MARK
+from mpi4dl_nb.launch.reaper_process import MARK, Reaper
+from mpi4dl_nb.launch.run_directory import PidFile, remove_stale_clusters
 from tests.start_failures import CASES
 
 ROOT = Path(__file__).parents[2]
@@ -252,7 +251,7 @@ def test_the_leash_ends_all_when_its_notebook_is_killed(sleeper, tmp_path):
     rank = sleeper(NAME)
     script = f"""if True:
         import os, pathlib, signal
-        from mpi4dl_nb.launch.reaper import Reaper
+        from mpi4dl_nb.launch.reaper_process import Reaper
         Reaper({NAME!r}, [pathlib.Path({str(home)!r})])
         if os.fork():
             signal.pause()
@@ -303,8 +302,8 @@ def kept(tmp_path, monkeypatch) -> Callable[..., Path]:
             "folders": [],
             "processes": [[notebook.pid, began or reaper_process.get_start_time(notebook.pid)]],
         }
-        fields |= dict(zip(("host", "boot", "pids"), pid_file._identify_machine(), strict=True)) | changes
-        path = pid_file._find_runtime_folder() / f"{fields['name']}.json"
+        fields |= dict(zip(("host", "boot", "pids"), run_directory._identify_machine(), strict=True)) | changes
+        path = run_directory._find_runtime_folder() / f"{fields['name']}.json"
         path.write_text(json.dumps(fields))
         return path
 
@@ -405,14 +404,14 @@ def test_a_folder_that_others_can_write_is_not_used(tmp_path, monkeypatch):
     folder = tmp_path / "mpi4dl_nb"
     folder.mkdir()
     folder.chmod(0o777)
-    assert pid_file._find_runtime_folder() == tmp_path / "home" / ".cache" / "mpi4dl_nb"
-    assert pid_file._find_runtime_folder().stat().st_mode & 0o777 == 0o700
+    assert run_directory._find_runtime_folder() == tmp_path / "home" / ".cache" / "mpi4dl_nb"
+    assert run_directory._find_runtime_folder().stat().st_mode & 0o777 == 0o700
 
 
 def test_without_any_folder_there_are_no_records(monkeypatch):
     for variable, value in (("XDG_RUNTIME_DIR", "relative"), ("XDG_CACHE_HOME", "/dev/null"), ("HOME", "/proc/self")):
         monkeypatch.setenv(variable, value)
-    assert pid_file._find_runtime_folder() is None
+    assert run_directory._find_runtime_folder() is None
     assert remove_stale_clusters() == []
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from engines.errors import ImageError, PlanError, TraceError
 from engines.images.picture import open_image
 from engines.inference.padded_region import make_padded_region
-from engines.models.unet import UNet
+from engines.models import UNet
 from engines.spatial.tiles import Tile
 from mpi4dl_nb import Cluster, Plan, Training
 
@@ -129,7 +129,7 @@ def test_what_cannot_be_predicted(source, asked, error, message: str, cluster: C
 
 
 def test_an_array_that_would_be_too_large(cluster: Cluster, monkeypatch):
-    monkeypatch.setattr("mpi4dl_nb.prediction.ARRAY_BYTES", 1000)
+    monkeypatch.setattr("mpi4dl_nb.training.prediction.ARRAY_BYTES", 1000)
     training = trained(segmenter(), SEGMENTS, cluster, per_pixel=True)
     with pytest.raises(PlanError, match=r"Write it to a file \(to='prediction.tif'\)"):
         training.predict(PIXELS, progress=False)

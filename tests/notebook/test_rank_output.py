@@ -11,12 +11,11 @@ import warnings
 import pytest
 import torch
 
+from engines.comm.output import LineBuffer, OutputLine, RankStream, RateLimiter, redirect_streams
 from engines.errors import RankError
-from engines.images.synthetic import SyntheticImages
-from engines.output import LineBuffer, OutputLine, RankStream, RateLimiter, redirect_streams
+from engines.images.dataset import SyntheticImages
 from mpi4dl_nb import Cluster, Plan, Training
-from mpi4dl_nb.launch.rank_output import RankOutput
-from mpi4dl_nb.output_printer import OutputPrinter
+from mpi4dl_nb.launch.rank_output import OutputPrinter, RankOutput
 
 N = 2
 BACKENDS = ("loopback", "in_turn", "mpi")

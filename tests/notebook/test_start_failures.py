@@ -14,9 +14,9 @@ import pytest
 from engines.errors import RankError
 from mpi4dl_nb.cluster import Cluster
 from mpi4dl_nb.launch import mpi_library, mpi_ranks
-from mpi4dl_nb.launch.mpi_environment import find_mpiexec
+from mpi4dl_nb.launch.mpi_library import find_mpiexec
 from mpi4dl_nb.launch.reaper_process import is_running
-from mpi4dl_nb.launch.startup_errors import find_startup_cause, format_excerpt
+from mpi4dl_nb.launch.startup_monitor import find_startup_cause, format_excerpt
 from tests.start_failures import CASES, failure
 
 

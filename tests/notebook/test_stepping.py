@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from engines.errors import ImageError, LossError, PlanError
-from engines.layer.graph import TensorSpec
+from engines.graph.model_graph import TensorSpec
 from engines.spatial.tiles import Tile
 from mpi4dl_nb import Cluster, Plan, Training
-from mpi4dl_nb.step_debugger import StepDebugger
+from mpi4dl_nb.training.step_debugger import StepDebugger
 from tests.exact import Same, close, weighted_sum, whole_numbers, with_whole_weights
 
 TILES = Plan(split_size=2, spatial_size=1, slice_method="2x2", balance=(2, 1), precision="float64")

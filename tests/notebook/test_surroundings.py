@@ -14,7 +14,7 @@ import pytest
 from engines.errors import ImageError, RankError
 from engines.images.picture import open_image
 from mpi4dl_nb.cluster import Cluster
-from mpi4dl_nb.launch.preflight import check_cluster
+from mpi4dl_nb.launch.startup_monitor import check_cluster
 
 ROOT = Path(__file__).parents[2]
 WORKS = """

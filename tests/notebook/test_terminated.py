@@ -13,11 +13,11 @@ import psutil
 import pytest
 import torch
 
-from engines.checkpoint.folder import list_checkpoints
-from engines.checkpoint.interrupts import Interrupts
+from engines.train.checkpoint_folder import list_checkpoints
+from engines.train.checkpoint_manager import Interrupts
 from mpi4dl_nb.cluster import Cluster
 from mpi4dl_nb.launch.reaper_process import MARK
-from mpi4dl_nb.training import Training
+from mpi4dl_nb.training.training import Training
 from tests.chaos.training import SHAPE, batches, model
 from tests.mpi import mpi_environment
 from tests.notebook.test_healing import PLAN

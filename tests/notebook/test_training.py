@@ -17,11 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from engines.errors import ImageError, LossError, PlanError, RankError, TraceError
-from engines.models import resnet20_v1
-from engines.models.unet import UNet
-from engines.oracle import TrainingRecord, compare, train_reference
+from engines.models import UNet, resnet20_v1
 from engines.program.update import UpdateRules
-from engines.training import Optimiser, sgd
+from engines.train.oracle import TrainingRecord, compare, train_reference
+from engines.train.training import Optimiser, sgd
 from mpi4dl_nb import Cluster, Plan, Training
 
 N = 4

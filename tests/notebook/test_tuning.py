@@ -19,7 +19,7 @@ from engines.program.compile import compile_plan
 from engines.program.program import Program
 from engines.program.traffic import count_traffic
 from mpi4dl_nb import Cluster, Training, tune
-from mpi4dl_nb.calibration_cache import CalibrationCache
+from mpi4dl_nb.calibrate_cluster import CalibrationCache
 from mpi4dl_nb.draw.timeline import show_timeline
 from mpi4dl_nb.draw.tuning import show_tuning
 from mpi4dl_nb.plan_tuner import Candidate, PlanTuner, sort_candidates

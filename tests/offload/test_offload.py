@@ -10,17 +10,16 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from engines.bench.live_bytes import LiveBytes
-from engines.bench.verify import make_batches
 from engines.comm.loopback import run_ranks
 from engines.errors import LossError, RankError
-from engines.models import resnet20_v1
-from engines.models.unet import UNet
-from engines.offload import offloader
-from engines.offload.offload_store import OffloadStore
+from engines.models import UNet, resnet20_v1
 from engines.plan import Plan
+from engines.predict.live_bytes import LiveBytes
 from engines.predict.rank_memory import predict_rank_memory
-from engines.training import RankTraining, Recipe, prepare
+from engines.program import offloader
+from engines.program.offloader import OffloadStore
+from engines.train.training import RankTraining, Recipe, prepare
+from engines.train.verify import make_batches
 from tests.predict.measured import live_bytes
 
 SHAPE = (4, 3, 64, 64)
@@ -58,7 +57,7 @@ def uncounted(work):
 def reads_files(request, monkeypatch) -> bool:
     """A processor computes with what lies in the file."""
     if request.param == "brought back":
-        monkeypatch.setattr("engines.training.Offloader", Copying)
+        monkeypatch.setattr("engines.train.training.Offloader", Copying)
         monkeypatch.setattr(offloader, "_make_storageless", uncounted(offloader._make_storageless))
     return request.param == "where it lies"
 
@@ -168,7 +167,7 @@ def test_a_full_disk_is_told_and_the_training_goes_on_when_there_is_room(monkeyp
     def work(world):
         training = RankTraining(world, recipe)
         with monkeypatch.context() as patch:
-            patch.setattr("engines.offload.offload_store._reserve", full)
+            patch.setattr("engines.program.offloader._reserve", full)
             with pytest.raises(RankError, match=r"is full: .* more are to be stored"):
                 training.step(training.cut(batch))
         training.abort_step()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engines.errors import PlanError
-from engines.pipeline.bubble import compute_bubble_share
-from engines.pipeline.schedule import Batch, make_schedule
+from engines.program.make_schedule import Batch, compute_bubble_share, make_schedule
 
 LINES = ("fill_drain", "1f1b", "interleaved", "zero_bubble")
 RANKS, MICRO_BATCHES = (1, 2, 3, 4, 8), range(1, 17)

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.errors import PlanError
-from engines.pipeline.rules import SCHEDULES
-from engines.pipeline.schedule import ActionKind, Batch, PipelineAction, Schedule, Slot, make_schedule
+from engines.program.make_schedule import ActionKind, Batch, PipelineAction, Schedule, Slot, make_schedule
+from engines.program.schedule_rules import SCHEDULES
 
 Stages = list[tuple[int, ...]]
 

@@ -6,7 +6,7 @@ import shlex
 
 from hypothesis import strategies as st
 
-from engines import options
+from engines.cli import options
 from engines.errors import PlanError
 from engines.plan import Plan
 

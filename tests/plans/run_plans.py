@@ -14,10 +14,10 @@ import torch
 from mpi4py import MPI
 from torch import nn
 
-from engines import options
-from engines.bench.verify import verify
+from engines.cli import options
 from engines.comm.mpi import MpiWorld
-from engines.training import Recipe
+from engines.train.training import Recipe
+from engines.train.verify import verify
 
 
 def attempt(comm: MPI.Intracomm, model: nn.Module, recipe: Recipe, seed: int) -> str:

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engines.bench.verify import verify
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.errors import PlanError
-from engines.layer.graph import TensorSpec
+from engines.graph.model_graph import TensorSpec
 from engines.plan import Plan
 from engines.program.instructions import Phase
-from engines.training import Loss, RankTraining, prepare
+from engines.train.training import Loss, RankTraining, prepare
+from engines.train.verify import verify
 from tests.zoo import Segmenter, Skips
 
 

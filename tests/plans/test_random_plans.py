@@ -9,10 +9,11 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from torch import nn
 
-from engines import options, trace_cache
-from engines.bench.verify import verify
+from engines.cli import options
 from engines.comm.loopback import run_ranks
-from engines.layer.trace import trace
+from engines.graph import trace_cache
+from engines.graph.trace import trace
+from engines.train.verify import verify
 from tests.plans.drawn_plans import command, plans
 
 _MODELS: dict[str, nn.Module] = {}

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from engines.layer.graph import ModelGraph
+from engines.graph.model_graph import ModelGraph
 from engines.plan import Plan
-from engines.training import trace_model
+from engines.train.training import trace_model
 from tests.zoo import Skips
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engines.bench.live_bytes import LiveBytes
-from engines.bench.verify import make_batches
 from engines.comm.loopback import run_ranks
+from engines.predict.live_bytes import LiveBytes
 from engines.program.program import Program
-from engines.training import RankTraining, Recipe
+from engines.train.training import RankTraining, Recipe
+from engines.train.verify import make_batches
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from engines.errors import PlanError
+from engines.graph.trace_cache import TraceCache
 from engines.models import resnet20_v1
 from engines.plan import Plan
 from engines.predict import search as searching
@@ -16,7 +17,6 @@ from engines.predict.forecast import forecast
 from engines.predict.lower_bound import BoundCalculator
 from engines.predict.machines import get_machine
 from engines.predict.search import generate_plans, search
-from engines.trace_cache import TraceCache
 from tests.predict.test_folding import APART
 from tests.zoo import Skips
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from engines.layer.graph import TensorSpec
+from engines.graph.model_graph import TensorSpec
 from engines.predict.actions import ComputeWork
+from engines.predict.cores import RunQueue
 from engines.predict.cost import CostModel
-from engines.predict.run_queue import RunQueue
 from engines.predict.simulate import simulate
 from engines.program.instructions import AllReduce, Phase, SumGradients
 from tests.predict.test_simulate import BACKWARD, BYTE_PER_S, FORWARD, compute, ends, toy, transfer

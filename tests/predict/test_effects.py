@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engines.errors import TraceError
-from engines.layer.graph import TensorSpec
+from engines.graph.model_graph import TensorSpec
 from engines.predict.kernel_effects import LocalTensor, infer_effect
 from engines.spatial import kernels
 from engines.spatial.kernels import register_kernel

@@ -13,15 +13,14 @@ from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 import engines.spatial.entries  # noqa: F401  (fills the operator table)
-from engines.layer.flops import FlopCount, count_flops
-from engines.layer.graph import TensorSpec
-from engines.layer.trace import trace_inference
-from engines.predict.kernel_classes import BY_ARITHMETIC
+from engines.graph.export_reader import FlopCount, count_flops
+from engines.graph.model_graph import TensorSpec
+from engines.graph.trace import trace_inference
 from engines.predict.kernel_effects import LocalTensor
-from engines.predict.segment_tally import build_op_tally
+from engines.predict.rank_tally import build_op_tally
+from engines.predict.tallies import BY_ARITHMETIC
 from engines.spatial.kernels import get_operator
-from engines.spatial.operator_table import get_rules
-from engines.spatial.user_ops import is_user_defined
+from engines.spatial.operator_table import get_rules, is_user_defined
 
 OPERATORS = sorted(
     name.removeprefix("aten.")

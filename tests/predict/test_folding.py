@@ -8,10 +8,10 @@ import pytest
 
 from engines.plan import Plan
 from engines.predict.forecast import count_copies, forecast
-from engines.predict.kernel_classes import CLASSES
 from engines.predict.machine import Link, Machine, Speed
 from engines.predict.rank_tally import build_tally
 from engines.predict.simulate import simulate
+from engines.predict.tallies import CLASSES
 from engines.program.compile import Compiler, compile_plan
 
 APART = Machine(

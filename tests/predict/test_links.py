@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from engines.layer.graph import TensorSpec
-from engines.predict.all_reduce_cost import AllReduceCost
+from engines.graph.model_graph import TensorSpec
 from engines.predict.cost import CostModel
+from engines.predict.links import AllReduceCost
 from engines.predict.machine import Link, Machine, Speed
 from engines.program.instructions import AllReduce, Exchange, Phase, SumGradients
-from engines.spatial.moves import Move
+from engines.spatial.tiles import Move
 from tests.predict.test_simulate import PX, compute, ends, run, toy
 
 FORWARD, BACKWARD, UPDATE = Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE

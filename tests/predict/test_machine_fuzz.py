@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from engines.errors import PlanError
-from engines.predict.interpolation import interpolate
+from engines.predict.machine import interpolate
 from engines.predict.machines import MACHINES
-from mpi4dl_nb.calibration_cache import CalibrationCache
+from mpi4dl_nb.calibrate_cluster import CalibrationCache
 from tests.fuzz.__main__ import run_elsewhere
 
 

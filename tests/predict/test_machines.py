@@ -9,13 +9,11 @@ from hypothesis import strategies as st
 from engines.errors import PlanError
 from engines.plan import Plan
 from engines.predict.cost import estimate_segment_work
-from engines.predict.devices import BUSY, LAUNCH_S, MEMORY_SHARE, PASSES
-from engines.predict.kernel_classes import BY_ARITHMETIC, CLASSES
 from engines.predict.machine import Machine
-from engines.predict.machines import MACHINES, get_machine
+from engines.predict.machines import BUSY, LAUNCH_S, MACHINES, MEMORY_SHARE, PASSES, get_machine
 from engines.predict.published import RESNET_50
 from engines.predict.published_replay import PublishedReplay, StudyRun
-from engines.predict.tallies import OpTally, SegmentTally
+from engines.predict.tallies import BY_ARITHMETIC, CLASSES, OpTally, SegmentTally
 from engines.program.instructions import Phase
 
 ALL = pytest.mark.parametrize("name", MACHINES)

@@ -8,13 +8,12 @@ from functools import partial
 import pytest
 import torch
 
-from engines.models import resnet20_v1
-from engines.models.unet import UNet
+from engines.models import UNet, resnet20_v1
 from engines.plan import Plan
 from engines.predict.rank_memory import predict_rank_memory
 from engines.program.compile import compile_plan
 from engines.program.instructions import SumGradients
-from engines.training import prepare, sgd
+from engines.train.training import prepare, sgd
 from tests.predict.measured import live_bytes
 
 ADAM = partial(torch.optim.Adam, lr=1e-3)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from engines.models import resnet20_v1
-from engines.models.unet import UNet
+from engines.graph.trace_cache import TraceCache
+from engines.models import UNet, resnet20_v1
 from engines.plan import Plan
-from engines.predict.peak_memory import predict_plan_memory
-from engines.predict.rank_memory import predict_rank_memory
-from engines.trace_cache import TraceCache
+from engines.predict.rank_memory import predict_plan_memory, predict_rank_memory
 
 PLANS = [
     Plan(split_size=2),

@@ -19,7 +19,7 @@ from engines.predict.machine import Machine
 from engines.predict.noise import MOST_ELSEWHERE, MOST_SPREAD, Noise, Spin, compute_foreign_share, compute_spread
 from mpi4dl_nb import Cluster
 from mpi4dl_nb import calibrate_cluster as from_notebook
-from mpi4dl_nb.calibration_cache import CalibrationCache
+from mpi4dl_nb.calibrate_cluster import CalibrationCache
 from tests.predict.test_simulate import FLAT
 
 QUIET, BUSY, HOPELESS = Noise(0.02, 0.05), Noise(0.35, 0.3), Noise(0.8, 1.5)

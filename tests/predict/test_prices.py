@@ -9,22 +9,33 @@ from unittest.mock import Mock
 import pytest
 from torch import Tensor, nn
 
-from engines.offload.min_bytes import LEAST_BYTES
 from engines.plan import Plan
 from engines.predict import kernel_timer
 from engines.predict.actions import ComputeWork
-from engines.predict.calibration_kernels import LayerSize, make_calls
 from engines.predict.cost import build_step_actions, estimate_segment_work
-from engines.predict.kernel_classes import BY_ARITHMETIC, CLASSES, classify_kernel, get_convolution_shape
-from engines.predict.kernel_timer import KernelTimer, KernelTimes, build_op_tallies, compute_speeds
+from engines.predict.kernel_timer import (
+    KernelTimer,
+    KernelTimes,
+    LayerSize,
+    build_op_tallies,
+    compute_speeds,
+    make_calls,
+)
 from engines.predict.machine import Machine, Speed
 from engines.predict.rank_tally import build_tally
-from engines.predict.tallies import OpTally, SegmentTally
+from engines.predict.tallies import (
+    BY_ARITHMETIC,
+    CLASSES,
+    OpTally,
+    SegmentTally,
+    classify_kernel,
+    get_convolution_shape,
+)
 from engines.program.compile import compile_plan
 from engines.program.instructions import Phase
-from engines.spatial.moves import Move
-from engines.spatial.tiles import Span, Tile
-from engines.training import prepare
+from engines.program.traffic import LEAST_BYTES
+from engines.spatial.tiles import Move, Span, Tile
+from engines.train.training import prepare
 from tests.predict.test_simulate import BYTE_PER_S, FORWARD, compute, ends, run, toy, transfer
 
 SHARED = replace(BYTE_PER_S, cores=2)

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from engines.cli.published_command import format_outcomes, run_published
 from engines.predict.machines import MACHINES
 from engines.predict.published import PUBLISHED
 from engines.predict.published_replay import MEASURES, PublishedReplay, ReplayOutcome, RunResult
-from engines.published_command import format_outcomes, run_published
 
 ROWS = {row.name: row for row in PUBLISHED}
 HALF_AS_FAST = RunResult(images_per_s=50.0, ranks=2, peak_bytes=3 << 30, work=0.5, messages=0.1, waiting=0.4)

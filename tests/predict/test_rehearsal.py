@@ -9,8 +9,8 @@ import pytest
 from engines.comm.loopback import run_ranks
 from engines.predict.calibrate import calibrate
 from engines.predict.calibration_runs import CalibrationRecipes, CalibrationTimes, RunComparison, fit_machine
-from engines.predict.kernel_classes import CLASSES
 from engines.predict.machine import Machine
+from engines.predict.tallies import CLASSES
 from tests.predict.test_simulate import FLAT
 
 RANKS = 4

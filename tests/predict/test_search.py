@@ -8,11 +8,11 @@ import pytest
 from torch import nn
 
 from engines.errors import PlanError
+from engines.graph.trace_cache import TraceCache
 from engines.models import resnet20_v1
 from engines.plan import Plan
 from engines.predict.forecast import forecast
 from engines.predict.search import generate_plans, search
-from engines.trace_cache import TraceCache
 from tests.predict.test_simulate import FLAT
 
 

@@ -11,20 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.errors import PlanError
-from engines.layer.graph import TensorSpec
+from engines.graph.model_graph import TensorSpec
 from engines.models import resnet20_v1
 from engines.plan import Plan
-from engines.predict.kernel_classes import CLASSES
 from engines.predict.machine import Machine, Speed
 from engines.predict.rank_tally import build_tally
 from engines.predict.simulate import simulate
-from engines.predict.tallies import DirectionTally, OpTally, RankTally, SegmentTally
+from engines.predict.tallies import CLASSES, DirectionTally, OpTally, RankTally, SegmentTally
 from engines.program.compile import compile_plan
 from engines.program.instructions import AllReduce, Compute, Exchange, Phase
 from engines.program.program import DirectionProgram, Program, Step
-from engines.spatial.moves import Move
-from engines.spatial.tiles import Tile
-from engines.training import prepare
+from engines.spatial.tiles import Move, Tile
+from engines.train.training import prepare
 
 PX = Tile.whole(1, 2)  # two pixels of float32: 8 bytes
 BYTE_PER_S = Machine("toy", "by hand", {"pointwise": (Speed((1.0,), 1.0, 0.5),)}, latency_s=0.5, bytes_per_s=16.0)

@@ -8,15 +8,13 @@ import pytest
 
 from engines.errors import PlanError
 from engines.plan import Plan
-from engines.predict.capabilities import capabilities, select_plans
 from engines.predict.forecast import forecast
-from engines.predict.limits import largest_image
 from engines.predict.parallelism import KINDS, classify_plan
-from engines.predict.peak_memory import predict_plan_memory
-from engines.predict.scaling import scaling
+from engines.predict.rank_memory import predict_plan_memory
 from engines.predict.search import generate_plans
-from engines.predict.sizes import Sizes
-from engines.predict.time_breakdown import compute_time_shares
+from engines.predict.sizes import Sizes, largest_image
+from engines.predict.studies import capabilities, scaling, select_plans
+from engines.program.timeline import compute_time_shares
 from tests.predict.test_simulate import FLAT
 from tests.zoo import Chain
 
@@ -81,7 +79,7 @@ def test_limits_at_the_ends(monkeypatch):
     assert none.next_bytes > 100
     all_of_them = largest_image(MODEL, ONE, SMALL, most_px=128, step_px=64, rank_bytes=1 << 30)
     assert (all_of_them.size_px, all_of_them.next_bytes) == (128, None)
-    monkeypatch.setattr("engines.predict.limits.START_PX", 16)  # 16 rows of pixels cannot be cut so
+    monkeypatch.setattr("engines.predict.sizes.START_PX", 16)  # 16 rows of pixels cannot be cut so
     found = largest_image(MODEL, Plan(split_size=1, slice_method="40x1"), SMALL, step_px=16)
     assert found.bytes <= ROOM < found.next_bytes
     with pytest.raises(PlanError, match=r"is not known\. Say it: rank_bytes="):

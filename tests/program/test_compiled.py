@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from engines.bench.compiled import bench_compiled
-from engines.bench.verify import make_batches, verify
 from engines.comm.world import World
 from engines.errors import PlanError, RankError
 from engines.plan import Plan
-from engines.streaming.rank_scheduler import RankScheduler
-from engines.training import RankTraining, Recipe, prepare
+from engines.program.rank_scheduler import RankScheduler
+from engines.train.training import RankTraining, Recipe, prepare
+from engines.train.verify import make_batches, verify
 from tests.zoo import Chain, Segmenter, Skips
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch by torch, when it compiles
@@ -130,7 +130,7 @@ def test_what_cannot_be_compiled_is_named(backward: bool, monkeypatch: pytest.Mo
 
 
 def test_a_process_that_compiles_has_no_others_for_it():
-    asked = "import engines.training, torch._inductor.config as config; print(config.compile_threads)"
+    asked = "import engines.train.training, torch._inductor.config as config; print(config.compile_threads)"
     environment = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_COMPILE_THREADS"}
     told = subprocess.run([sys.executable, "-c", asked], env=environment, capture_output=True, text=True, check=True)
     assert told.stdout == "1\n"

@@ -9,23 +9,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from engines.bench.verify import make_batches, verify
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.comm.world import Pending
-from engines.debug_step import RankStepper
 from engines.errors import RankError
-from engines.models import resnet20_v1
-from engines.models.unet import UNet
+from engines.models import UNet, resnet20_v1
 from engines.plan import Plan
 from engines.program.exchange_runner import ExchangeRunner
 from engines.program.instructions import Compute, ExchangeHalf
-from engines.program.message_buffers import MessageBuffer
+from engines.program.message_buffers import MessageBuffer, SendQueue
 from engines.program.program import Step
-from engines.program.send_queue import SendQueue
+from engines.program.streamed_training import StreamedTraining
 from engines.program.update import GradientBucket
 from engines.program.worker import Worker
-from engines.streaming.streamed_training import StreamedTraining
-from engines.training import RankTraining, prepare
+from engines.train.debug_step import RankStepper
+from engines.train.training import RankTraining, prepare
+from engines.train.verify import make_batches, verify
 
 plan64 = partial(Plan, precision="float64")
 CASES = {

@@ -13,20 +13,19 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engines.bench.verify import verify
+from engines.bench.overlap import ThrottledWorld
 from engines.comm.loopback import LoopbackWorld, run_ranks
-from engines.comm.throttled import ThrottledWorld
-from engines.models.unet import UNet
+from engines.models import UNet
 from engines.plan import Plan
-from engines.program.async_exchange import make_async_runners
 from engines.program.compile import compile_plan
-from engines.program.exchange_runner import make_exchange_runners
+from engines.program.exchange_runner import make_async_runners, make_exchange_runners
 from engines.program.instructions import Compute, Exchange, ExchangeHalf, Phase
+from engines.program.message_buffers import SendQueue
 from engines.program.program import Program
-from engines.program.send_queue import SendQueue
 from engines.program.traffic import count_traffic
 from engines.spatial.tiles import Grid
-from engines.training import RankTraining, prepare
+from engines.train.training import RankTraining, prepare
+from engines.train.verify import verify
 from tests.exact import assert_exact, tiled, whole_numbers, with_whole_weights
 from tests.spatial.drawn import Calls, Geometry, geometries, seeds, trials
 from tests.zoo import Segmenter, Skips

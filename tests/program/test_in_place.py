@@ -6,18 +6,18 @@ import pytest
 import torch
 from torch import nn
 
-from engines.bench.live_bytes import LiveBytes
-from engines.bench.verify import make_batches
 from engines.comm.loopback import run_ranks
-from engines.layer.graph import Ref, TensorSpec
+from engines.graph.model_graph import Ref, TensorSpec
 from engines.plan import Plan
 from engines.predict.kernel_effects import LocalTensor, infer_effect
+from engines.predict.live_bytes import LiveBytes
 from engines.program import segment
 from engines.program.compile import compile_plan
-from engines.program.in_place import FORGETFUL, find_in_place
 from engines.program.instructions import Compute, LocalOp
+from engines.program.segment import FORGETFUL, find_in_place
 from engines.spatial import kernels
-from engines.training import RankTraining, Recipe, prepare
+from engines.train.training import RankTraining, Recipe, prepare
+from engines.train.verify import make_batches
 
 
 def active(source: str, out: str = "z", kernel: str = "aten.relu.default") -> LocalOp:

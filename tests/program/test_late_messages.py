@@ -12,13 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engines.bench.verify import make_batches
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.comm.world import Message, Pending
-from engines.models import resnet20_v1
-from engines.models.unet import UNet
+from engines.models import UNet, resnet20_v1
 from engines.plan import Plan
-from engines.training import RankTraining, Recipe, prepare
+from engines.train.training import RankTraining, Recipe, prepare
+from engines.train.verify import make_batches
 
 LATE_S = 0.003
 

@@ -8,14 +8,14 @@ from functools import cache
 import pytest
 from torch import nn
 
-from engines.layer.graph import ModelGraph
+from engines.graph.model_graph import ModelGraph
 from engines.plan import Plan
 from engines.program.compile import Compiler
 from engines.program.dependencies import DependencyOrder, StepCounts
 from engines.program.instructions import Exchange, Phase, Update
 from engines.program.program import Program
 from engines.program.step_labels import UNITS, StepLabel, find_block_end, label_steps
-from engines.training import prepare
+from engines.train.training import prepare
 
 PLANS = {
     "tiles and a joint": Plan(split_size=2, spatial_size=1, slice_method="2x2", balance=(2, 2)),

@@ -12,10 +12,9 @@ from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.errors import PlanError
 from engines.plan import Plan
 from engines.program import compile as compiling
-from engines.program.compile import compile_plan
-from engines.program.gradient_buckets import make_buckets
+from engines.program.compile import compile_plan, make_buckets
 from engines.program.instructions import Compute, Phase, SumGradients
-from engines.training import RankTraining, Recipe, prepare
+from engines.train.training import RankTraining, Recipe, prepare
 from tests.zoo import Chain
 
 

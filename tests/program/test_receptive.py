@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from engines.errors import PlanError
-from engines.layer.graph import TensorSpec
-from engines.layer.trace import trace_inference
+from engines.graph.model_graph import TensorSpec
+from engines.graph.trace import trace_inference
 from engines.models import resnet20_v1
 from engines.program import receptive
 from engines.program.receptive import ReceptiveFields

@@ -12,9 +12,9 @@ from engines.plan import Plan
 from engines.program.compile import Compiler
 from engines.program.exchange_runner import ExchangeRunner, make_exchange_runners
 from engines.program.instructions import Compute, Exchange
-from engines.program.output_buffers import _INTO, find_out_kernel, find_output_allocators
-from engines.program.send_queue import SendQueue
-from engines.training import prepare
+from engines.program.message_buffers import SendQueue
+from engines.program.segment import _INTO, find_out_kernel, find_output_allocators
+from engines.train.training import prepare
 from tests.exact import assert_exact, tiled, whole_numbers, with_whole_weights
 
 RANKS = 4

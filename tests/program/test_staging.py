@@ -8,15 +8,14 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from engines.comm import cuda_aware
+from engines.comm import mpi
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.comm.world import Message, Pending
 from engines.program.exchange_runner import make_exchange_runners
 from engines.program.instructions import Exchange
-from engines.program.send_queue import SendQueue
-from engines.program.staging import count_staged_bytes, is_all_sent, is_persistent, is_tile_contiguous
-from engines.spatial.moves import Move, compute_moves
-from engines.spatial.tiles import Grid, Tile
+from engines.program.message_buffers import SendQueue
+from engines.program.traffic import count_staged_bytes, is_all_sent, is_persistent, is_tile_contiguous
+from engines.spatial.tiles import Grid, Move, Tile, compute_moves
 
 SIDE_PX = 8
 WHOLE = Tile.whole(SIDE_PX, SIDE_PX)
@@ -137,14 +136,14 @@ def told(failed: int, supported: int) -> object:
     ids=["silent", "Open MPI with", "Open MPI without", "MPICH with", "MPICH without", "MPICH fails"],
 )
 def test_an_mpi_is_believed_to_take_gpu_memory_where_it_says_so(monkeypatch, library: Library, aware: bool):
-    monkeypatch.setattr(cuda_aware, "_find_mpi_libraries", lambda: [library])
-    cuda_aware.is_cuda_aware.cache_clear()
+    monkeypatch.setattr(mpi, "_find_mpi_libraries", lambda: [library])
+    mpi.is_cuda_aware.cache_clear()
     try:
-        assert cuda_aware.is_cuda_aware() is aware
+        assert mpi.is_cuda_aware() is aware
     finally:
-        cuda_aware.is_cuda_aware.cache_clear()
+        mpi.is_cuda_aware.cache_clear()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the system tells no file of a library")
 def test_the_mpi_of_this_machine_can_be_asked():
-    assert cuda_aware._find_mpi_libraries()
+    assert mpi._find_mpi_libraries()

@@ -8,15 +8,14 @@ from functools import partial
 import pytest
 import torch
 
-from engines.bench.verify import compare_records, make_batches, record_rank_run
 from engines.comm import streams
 from engines.comm.loopback import LoopbackWorld, run_ranks
-from engines.models import resnet20_v1
-from engines.models.unet import UNet
-from engines.oracle import TrainingRecord
+from engines.models import UNet, resnet20_v1
 from engines.plan import Plan
-from engines.program import async_exchange, exchange_runner, update
-from engines.training import RankTraining, prepare
+from engines.program import exchange_runner, update
+from engines.train.oracle import TrainingRecord
+from engines.train.training import RankTraining, prepare
+from engines.train.verify import compare_records, make_batches, record_rank_run
 from tests.program.streams import RaceError, rank, use_streams, watched
 
 plan64 = partial(Plan, precision="float64")
@@ -75,7 +74,7 @@ def test_what_leaves_too_early_is_found(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(
-    ("module", "name"), [(exchange_runner, "tiles"), (async_exchange, "halos meanwhile"), (update, "tiles")]
+    ("module", "name"), [(exchange_runner, "tiles"), (exchange_runner, "halos meanwhile"), (update, "tiles")]
 )
 def test_what_is_used_before_it_has_arrived_is_found(module, name: str, monkeypatch: pytest.MonkeyPatch):
     use_streams(monkeypatch)

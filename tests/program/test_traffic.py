@@ -11,11 +11,11 @@ import torch
 
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.comm.world import Message, Pending
-from engines.models.unet import UNet
+from engines.models import UNet
 from engines.plan import Plan
 from engines.program.compile import compile_plan
 from engines.program.traffic import count_traffic
-from engines.training import RankTraining, prepare
+from engines.train.training import RankTraining, prepare
 
 PLANS = [
     Plan(split_size=1, num_spatial_parts=4),

@@ -19,7 +19,7 @@ from engines.program.compile import compile_plan
 from engines.program.instructions import AllReduce, Compute, Exchange, Phase, SumGradients, Update
 from engines.program.program import Program
 from engines.program.worker import Worker
-from engines.training import Recipe, cut_inputs, prepare
+from engines.train.training import Recipe, cut_inputs, prepare
 from tests.exact import whole_numbers
 
 

@@ -13,14 +13,13 @@ import pytest
 import torch
 from torch import nn
 
-from engines.bench.verify import verify
 from engines.comm.all_reduce import AllReduceRequest, all_reduce
 from engines.comm.world import Message, World
 from engines.errors import RankError
-from engines.models import amoebanetd, resnet20_v1, resnet_v2
-from engines.models.unet import UNet
+from engines.models import UNet, amoebanetd, resnet20_v1, resnet_v2
 from engines.plan import Plan
-from engines.training import RankTraining, prepare
+from engines.train.training import RankTraining, prepare
+from engines.train.verify import verify
 
 RANKS = 4
 

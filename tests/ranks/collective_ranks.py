@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from engines.bench.verify import make_batches, verify
 from engines.comm import mpi
 from engines.comm.mpi import MpiWorld
 from engines.comm.nccl import Collectives, NcclAllReduce, OrderedStarter
@@ -26,7 +25,8 @@ from engines.comm.rendezvous import PATIENCE
 from engines.errors import RankError, ReleasedError
 from engines.models import resnet20_v1
 from engines.plan import Plan
-from engines.training import RankTraining, prepare
+from engines.train.training import RankTraining, prepare
+from engines.train.verify import make_batches, verify
 
 sys.path.insert(0, str(Path(__file__).parent))
 from run import main

@@ -12,18 +12,18 @@ import time
 import psutil
 import pytest
 
-from engines.status_board import RankStatus, StatusBoard, report_working
-from engines.supervisor import MARK
-from mpi4dl_nb.hang import find_hang
+from engines.comm.status_board import RankStatus, StatusBoard, report_working
+from engines.comm.supervisor import MARK
 from mpi4dl_nb.launch.guard_reports import GuardReports, RankExit, StalledRank
+from mpi4dl_nb.remote_call import find_hang
 
-SAYS = "from engines.status_board import StatusBoard; StatusBoard.from_environment().report(b'forward pass', 3)"
+SAYS = "from engines.comm.status_board import StatusBoard; StatusBoard.from_environment().report(b'forward pass', 3)"
 
 
 def guarded(code: str, **more: object) -> subprocess.Popen[bytes]:
     """A guard, and under it a Python that does this."""
     environment = {**os.environ, "OMPI_COMM_WORLD_RANK": "4"}
-    command = [sys.executable, "-m", "engines.supervisor", sys.executable, "-c", code]
+    command = [sys.executable, "-m", "engines.comm.supervisor", sys.executable, "-c", code]
     return subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, **more)
 
 
@@ -78,7 +78,7 @@ def test_it_tells_of_a_rank_that_is_stopped_even_where_it_has_nothing_to_do():
 
 def test_the_rank_ends_with_whoever_has_started_its_guard():
     """mpiexec, or a host's daemon, was killed: nobody is left to end what it has started."""
-    guard = [sys.executable, "-m", "engines.supervisor", sys.executable, "-c", "import time; time.sleep(60)"]
+    guard = [sys.executable, "-m", "engines.comm.supervisor", sys.executable, "-c", "import time; time.sleep(60)"]
     code = f"import subprocess, time; print(subprocess.Popen({guard!r}).pid, flush=True); time.sleep(60)"
     starter = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     found = psutil.Process(int(starter.stdout.readline()))

@@ -10,17 +10,16 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from engines.bench.verify import verify
 from engines.comm.subgroup import SubGroup
 from engines.comm.world import World
 from engines.errors import RankError
-from engines.oracle import to_plain_names, train_reference
 from engines.plan import Plan
-from engines.replica.asynchrony import Asynchrony
-from engines.replica.study import ReplicaStudy
-from engines.replica.study_replay import replay
-from engines.replica.train_replicas import train_replicas
-from engines.training import Recipe, prepare
+from engines.train.asynchrony import Asynchrony
+from engines.train.oracle import to_plain_names, train_reference
+from engines.train.replica import ReplicaStudy
+from engines.train.train_replicas import replay, train_replicas
+from engines.train.training import Recipe, prepare
+from engines.train.verify import verify
 from tests.zoo import Chain, Skips
 
 RANKS, SHAPE = 7, (2, 3, 10, 12)

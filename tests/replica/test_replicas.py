@@ -14,10 +14,9 @@ from engines.comm.loopback import run_ranks
 from engines.comm.subgroup import SubGroup
 from engines.errors import PlanError
 from engines.plan import Plan
-from engines.replica.asynchrony import Asynchrony
-from engines.replica.study import ReplicaStudy
-from engines.replica.study_replay import replay
-from engines.replica.train_replicas import train_replicas
+from engines.train.asynchrony import Asynchrony
+from engines.train.replica import ReplicaStudy
+from engines.train.train_replicas import replay, train_replicas
 from tests.replica.replica_cases import ALONE, CASES, LOSS, RANKS, STAGES, Chain, feed, made, recipe_of
 
 

@@ -13,11 +13,10 @@ from engines.plan import Plan
 from engines.program.compile import compile_plan
 from engines.program.instructions import Exchange
 from engines.program.program import Program
-from engines.spatial.fusion_search import HaloCost, ValueCost, group_cheapest
-from engines.spatial.halo_fusion import WindowRead, extend_tiles
+from engines.spatial.halo_fusion import HaloCost, ValueCost, WindowRead, extend_tiles, group_cheapest
 from engines.spatial.tiles import Grid, Span, Tile
 from engines.spatial.windows import Shift, SlidingWindow
-from engines.training import prepare
+from engines.train.training import prepare
 
 SAME = SlidingWindow(kernel=3, padding=1)
 

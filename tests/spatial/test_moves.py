@@ -13,9 +13,8 @@ from torch import Tensor
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.program.exchange_runner import make_exchange_runners
 from engines.program.instructions import Exchange
-from engines.program.send_queue import SendQueue
-from engines.spatial.moves import Move, compute_moves
-from engines.spatial.tiles import Grid, Span, Tile
+from engines.program.message_buffers import SendQueue
+from engines.spatial.tiles import Grid, Move, Span, Tile, compute_moves
 from tests.exact import whole_numbers
 
 Tiles = Mapping[int, Tile]

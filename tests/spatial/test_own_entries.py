@@ -12,8 +12,7 @@ from engines.errors import TraceError
 from engines.plan import Plan
 from engines.spatial import kernels, operator_table
 from engines.spatial.kernels import get_kernel, register_kernel
-from engines.spatial.operator_table import register_rule
-from engines.spatial.user_ops import UserOps, is_user_defined
+from engines.spatial.operator_table import UserOps, is_user_defined, register_rule
 from engines.spatial.windows import SlidingWindow
 from mpi4dl_nb import Cluster, Training
 from tests.exact import assert_exact, close, tiled, whole_numbers, with_whole_weights

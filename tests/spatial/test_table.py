@@ -13,8 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 import engines.spatial.entries  # noqa: F401  (fills the operator table)
-from engines.spatial.operator_table import get_rules
-from engines.spatial.user_ops import is_user_defined
+from engines.spatial.operator_table import get_rules, is_user_defined
 
 # Whoever adds an entry adds a test, and the entry's name here, under the file that has the test.
 HELD = {

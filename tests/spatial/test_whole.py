@@ -12,9 +12,9 @@ from torch.nn import functional as F
 from engines.errors import PlanError, TraceError
 from engines.program.compile import Compiler
 from engines.program.instructions import Exchange
+from engines.spatial.local_rules import WHOLE_PX
 from engines.spatial.tiles import Grid
-from engines.spatial.unsupported import WHOLE_PX
-from engines.training import prepare
+from engines.train.training import prepare
 from tests.exact import close, tiled, whole_numbers, with_whole_weights
 from tests.spatial.drawn import Geometry, Pair, check, geometries, images_on_grids, seeds, trials
 

@@ -9,7 +9,7 @@ import torch
 
 from engines.comm.world import Message
 from engines.errors import RankError
-from engines.streaming.rank_scheduler import RankScheduler
+from engines.program.rank_scheduler import RankScheduler
 
 
 @pytest.fixture

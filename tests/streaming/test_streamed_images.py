@@ -7,14 +7,13 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from engines.images.synthetic import SyntheticImages
-from engines.models.unet import UNet
-from engines.oracle import ReferenceTraining
+from engines.images.dataset import SyntheticImages
+from engines.models import UNet
 from engines.plan import Plan
+from engines.program.streamed_training import StreamedTraining, make_tile_loader
 from engines.spatial.tiles import Tile
-from engines.streaming.streamed_training import StreamedTraining
-from engines.streaming.tile_loader import make_tile_loader
-from engines.training import prepare
+from engines.train.oracle import ReferenceTraining
+from engines.train.training import prepare
 
 SIZE = (48, 32)
 PLAN = Plan(split_size=1, spatial_size=1, slice_method="3x1", precision="float64")

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import nn
 
-from engines.bench.verify import make_batches
 from engines.errors import LossError, PlanError, RankError
-from engines.layer.graph import to_user_name
-from engines.offload import offloader
-from engines.oracle import ReferenceTraining
+from engines.graph.model_graph import to_user_name
 from engines.plan import Plan
-from engines.streaming.streamed_training import StreamedTraining
-from engines.training import prepare
+from engines.program import offloader
+from engines.program.streamed_training import StreamedTraining
+from engines.train.oracle import ReferenceTraining
+from engines.train.training import prepare
+from engines.train.verify import make_batches
 
 SHAPE = (2, 3, 48, 40)
 
@@ -207,7 +207,7 @@ def test_other_plans_are_refused(knobs: dict, said: str, tmp_path):
         StreamedTraining(prepare(Net(), plan, SHAPE, device="cpu"), tmp_path)
 
 
-ONE_STAGE = ("--model", "engines.bench.chain:chain", "--split-size", 1, "--spatial-size", 1, "--slice-method", "3x1")
+ONE_STAGE = ("--model", "engines.models:chain", "--split-size", 1, "--spatial-size", 1, "--slice-method", "3x1")
 
 
 def streaming(mpiexec, *flags):

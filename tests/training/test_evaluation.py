@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from engines.comm.loopback import LoopbackWorld, run_ranks
-from engines.evaluation import HeldOutSet, RankEvaluation, evaluate_on_ranks
-from engines.images.synthetic import SyntheticImages
-from engines.metrics import Scores, count_predictions
+from engines.images.dataset import SyntheticImages
 from engines.plan import Plan
 from engines.spatial.tiles import Tile
-from engines.training import RankTraining, prepare
+from engines.train.evaluation import HeldOutSet, RankEvaluation, evaluate_on_ranks
+from engines.train.training import RankTraining, prepare
+from engines.train.training_events import Scores, count_predictions
 
 SIZE, CLASSES = (16, 24), 3
 PLANS = {

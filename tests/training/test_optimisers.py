@@ -21,10 +21,10 @@ from torch.nn import functional
 from torch.optim import lr_scheduler
 
 from engines.errors import PlanError
-from engines.optimiser_trial import count_states
-from engines.optimisers import collect_parameter_specs
 from engines.plan import Plan
-from engines.training import prepare
+from engines.train.optimiser_trial import count_states
+from engines.train.optimisers import collect_parameter_specs
+from engines.train.training import prepare
 from mpi4dl_nb import Cluster, Training
 
 SHAPE = (4, 3, 12, 10)

@@ -9,19 +9,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engines.bench.verify import make_batches, record_rank_run, verify
 from engines.comm.loopback import LoopbackWorld, run_ranks
-from engines.layer.graph import ModelGraph, TensorSpec
-from engines.layer.stages import find_layers
-from engines.layer.trace import trace
-from engines.models import resnet20_v1
-from engines.models.unet import UNet
-from engines.oracle import ReferenceTraining
+from engines.graph.model_graph import ModelGraph, TensorSpec
+from engines.graph.stages import find_layers
+from engines.graph.trace import trace
+from engines.models import UNet, resnet20_v1
 from engines.plan import Plan
 from engines.program.compile import compile_plan
 from engines.program.instructions import AllReduce, Exchange
 from engines.program.update import SCALE
-from engines.training import RankTraining, Recipe, prepare
+from engines.train.oracle import ReferenceTraining
+from engines.train.training import RankTraining, Recipe, prepare
+from engines.train.verify import make_batches, record_rank_run, verify
 
 HALVES = ["bfloat16", "float16"]
 MODELS: dict[str, Callable[[], nn.Module]] = {"resnet": resnet20_v1, "unet": lambda: UNet(num_classes=3, width=8)}

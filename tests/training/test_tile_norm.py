@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engines.bench.verify import make_batches, record_rank_run
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.models import resnet20_v1
-from engines.oracle import Comparison, TrainingRecord, compare, train_reference
 from engines.plan import Plan
 from engines.program.compile import compile_plan
 from engines.program.instructions import AllReduce
 from engines.spatial.tiles import Grid
-from engines.training import RankTraining, Recipe, prepare
+from engines.train.oracle import Comparison, TrainingRecord, compare, train_reference
+from engines.train.training import RankTraining, Recipe, prepare
+from engines.train.verify import make_batches, record_rank_run
 
 APART = {"sync_batchnorm": False, "precision": "float64"}
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engines.bench.verify import make_batches, record_rank_run, verify
 from engines.comm.loopback import LoopbackWorld, run_ranks
-from engines.oracle import ReferenceTraining
 from engines.plan import Plan
-from engines.training import RankTraining
+from engines.train.oracle import ReferenceTraining
+from engines.train.training import RankTraining
+from engines.train.verify import make_batches, record_rank_run, verify
 from tests.checkpoint.trainings import PLANS, Weighted, net, recipe_of
 
 

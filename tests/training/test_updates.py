@@ -10,15 +10,15 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from engines.bench.verify import make_batches, record_rank_run, verify
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.errors import PlanError
 from engines.models import resnet20_v1
-from engines.oracle import compare, train_reference
 from engines.plan import Plan
 from engines.program.compile import compile_plan
 from engines.program.instructions import FiniteCheckAllReduce
-from engines.training import Optimiser, RankTraining, Recipe, Scheduler, prepare, sgd
+from engines.train.oracle import compare, train_reference
+from engines.train.training import Optimiser, RankTraining, Recipe, Scheduler, prepare, sgd
+from engines.train.verify import make_batches, record_rank_run, verify
 
 PLAN = Plan(split_size=2, spatial_size=1, slice_method="2x2", precision="float64")
 SHAPE = (3, 3, 20, 18)

@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engines.bench.rounding import RoundingCheck
-from engines.bench.ulps import DOUBLE
-from engines.bench.verify import compare_records, make_batches, record_rank_run, verify, with_small_loss_scale
 from engines.comm.loopback import run_ranks
-from engines.oracle import TrainingRecord
 from engines.plan import Plan
 from engines.program.update import GradientBucket
-from engines.training import RankTraining, Recipe, prepare
+from engines.train.oracle import TrainingRecord
+from engines.train.rounding import RoundingCheck
+from engines.train.training import RankTraining, Recipe, prepare
+from engines.train.ulps import DOUBLE
+from engines.train.verify import compare_records, make_batches, record_rank_run, verify, with_small_loss_scale
 
 TILES = Plan(split_size=1, slice_method="2x2", precision="float64")
 STAGES = Plan(split_size=2, spatial_size=1, slice_method="1x2", precision="float64")

@@ -195,8 +195,8 @@ def test_without_a_cluster_it_makes_one(chosen, monkeypatch):
 
 def test_a_cluster_that_does_not_start_says_why(chosen, monkeypatch):
     cluster = Cluster(5)
-    monkeypatch.setattr("mpi4dl_nb.launch.mpi_environment.sys.prefix", "/nowhere")
-    monkeypatch.setattr("mpi4dl_nb.launch.mpi_environment.shutil.which", lambda name: None)
+    monkeypatch.setattr("mpi4dl_nb.launch.mpi_library.sys.prefix", "/nowhere")
+    monkeypatch.setattr("mpi4dl_nb.launch.mpi_library.shutil.which", lambda name: None)
     chosen.cluster = cluster
     chosen.start.click()
     assert chosen.wait()

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from engines.images.synthetic import SyntheticImages
-from engines.training_events import EpochResult, StepResult
+from engines.images.dataset import SyntheticImages
+from engines.train.training_events import EpochResult, StepResult
 from mpi4dl_nb import Cluster, Monitor, Plan, Training
-from mpi4dl_nb.progress import ProgressRecorder, RefreshRate
+from mpi4dl_nb.training.progress import ProgressRecorder, RefreshRate
 from mpi4dl_nb.widgets import monitor as module
 
 PLAN = Plan(split_size=2, spatial_size=1, slice_method="1x2")
@@ -167,7 +167,7 @@ def test_drawing_is_paced_by_what_it_costs():
 
 def test_the_time_that_is_left_is_that_of_the_steps_after_the_first(monkeypatch):
     clock = iter((0.0, 10.0, 12.0, 13.0, 15.0))
-    monkeypatch.setattr("mpi4dl_nb.progress.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("mpi4dl_nb.training.progress.time.perf_counter", lambda: next(clock))
     gathered = ProgressRecorder(PLAN, total=10)
     told = StepResult(0, 0, 4, 1.0, 2.0, None, 0.0)
     gathered.add(told, [])

@@ -11,12 +11,12 @@ from torch import nn
 
 from engines.errors import ImageError
 from engines.images.picture_reader import Level, PictureReader
-from engines.images.samples import immunohistochemistry
+from engines.images.stains import immunohistochemistry
 from engines.plan import Plan
 from engines.program.receptive import ReceptiveFields
-from engines.training import prepare
+from engines.train.training import prepare
 from mpi4dl_nb import Slicer, open_image, show_slicing
-from mpi4dl_nb.draw.halo_layers import with_fused_halos
+from mpi4dl_nb.draw.halo_points import with_fused_halos
 from tests.images.made_slides import shared
 
 TISSUE = immunohistochemistry()[:96, :120]

@@ -2,22 +2,14 @@
 
 from engines.spatial.entries import (
     assignment,
-    batch_norm,
     channels,
     convolution,
-    indexing,
-    irregular,
-    label_count,
-    matmul,
     minmax,
     norms,
-    partial_reductions,
     pooling,
-    random_ops,
     reduction,
     reshape,
     sampling,
-    slice_pad,
 )
 
 __all__ = [

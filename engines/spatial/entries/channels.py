@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
-from engines.layer.graph import Node, Ref
+from engines.graph.model_graph import Node, Ref
 from engines.program.builder import Builder
-from engines.spatial.align import align_arguments, get_axes_without, get_spatial_axes, get_spec
 from engines.spatial.entries.sampling import lower_resample, make_copy_taps
 from engines.spatial.kernels import get_operator
-from engines.spatial.local_rules import apply_locally, lower_pointwise, split_arguments
+from engines.spatial.local_rules import (
+    align_arguments,
+    all_gather_lines,
+    apply_locally,
+    get_axes_without,
+    get_spatial_axes,
+    get_spec,
+    lower_pointwise,
+    make_gather_error,
+    split_arguments,
+)
 from engines.spatial.operator_table import register_rule
-from engines.spatial.unsupported import make_gather_error
+from engines.spatial.tiles import Span, Tile
 
-__all__ = ["check_along_other_axes", "check_only_first_tiled"]
+__all__ = ["check_along_other_axes", "check_only_first_tiled", "read_line_numbers"]
 
 
 def check_along_other_axes(b: Builder, node: Node, ref: Ref, dims: Sequence[int] | int | None) -> list[int]:
@@ -168,3 +178,125 @@ def avg_pool3d(b: Builder, node: Node) -> None:
     if any(tuple(setting)[-2:] != (1, 1) for setting in settings) or any(tuple(a["padding"])[-2:]):
         raise make_gather_error(node, "pools three axes")
     apply_locally(b, node, (-2, -1))
+
+
+# Selections along an axis: one index, or those of a list.
+
+
+@register_rule("aten.select.int")
+def select(b: Builder, node: Node) -> None:
+    """Select one channel of each pixel; or one row or column, which every rank then holds."""
+    source, place = node.arguments["self"], node.arguments["dim"]
+    rows, cols, count = get_spatial_axes(b, source)
+    if place % count not in (rows, cols):
+        apply_locally(b, node, get_axes_without(b, source, [place % count]))
+        return
+    height, width = b.get_value(source).size_px
+    is_row = place % count == rows
+    number = node.arguments["index"] % (height if is_row else width)
+    line = Span(number, number + 1)
+    wanted = Tile(line, Span(0, width)) if is_row else Tile(Span(0, height), line)
+    line_of_all = all_gather_lines(b, node, source, wanted)
+    b.add_local_op(node.name, "aten.select.int", line_of_all, place, 0, like=node.spec)
+
+
+@register_rule("aten.index.Tensor")
+def pick_channels(b: Builder, node: Node) -> None:
+    """Pick channels by a list of their numbers; or rows and columns by a constant list."""
+    source, indices = node.arguments["self"], node.arguments["indices"]
+    picked = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+    if len(picked) == 1 and b.is_tiled(source) and not b.is_tiled(picked[0][1]):
+        (dim, index), spec = picked[0], get_spec(b, picked[0][1].name)
+        if len(spec.shape) == 1 and spec.dtype != "bool":
+            pick_lines(b, node, source, dim, index)
+            return
+    raise make_gather_error(node, "picks by something other than one list of channels, rows or columns")
+
+
+@register_rule("aten.index_select.default")
+def pick_along(b: Builder, node: Node) -> None:
+    """Pick values along one axis, by a list."""
+    pick_lines(b, node, check_only_first_tiled(b, node), node.arguments["dim"], node.arguments["index"])
+
+
+def pick_lines(b: Builder, node: Node, source: Ref, dim: int, index: Ref) -> None:
+    """Pick values along one axis by a list of their numbers."""
+    rows, cols, count = get_spatial_axes(b, source)
+    if dim % count not in (rows, cols):
+        apply_locally(b, node, b.get_value(source).axes)
+        return
+    sizes = zip((rows, cols), b.get_value(source).size_px, strict=True)
+    taken = (read_line_numbers(b, node, index, size) if dim % count == axis else range(size) for axis, size in sizes)
+    lower_resample(b, node, source, *map(make_copy_taps, taken))
+
+
+def read_line_numbers(b: Builder, node: Node, index: Ref, size_px: int) -> list[int]:
+    """Return the numbers of rows or columns in a list. Raises NeedsGatherError if the list is no constant."""
+    # Windows are computed before any pixel is known: only a list that the trace knows can tell which lines to fetch.
+    constant = b.graph.constants.get(index.name)
+    if constant is None or constant.dtype == torch.bool:
+        raise make_gather_error(node, "picks rows or columns that are not known before")
+    return [number % size_px for number in constant.flatten().tolist()]
+
+
+# Matrix products in which pixels are a batch, or which sum over all of space.
+
+
+__all__: list[str] = []
+
+
+@register_rule("aten.linear.default")
+def linear(b: Builder, node: Node) -> None:
+    """Multiply along the channels, which are the last axis."""
+    _multiply_by_weight(b, node, node.arguments["input"], node.arguments["weight"], node.arguments["bias"])
+
+
+@register_rule("aten.matmul.default")
+def matmul(b: Builder, node: Node) -> None:
+    """Multiply along the last axis by a matrix that all pixels share."""
+    _multiply_by_weight(b, node, node.arguments["self"], node.arguments["other"])
+
+
+def _multiply_by_weight(b: Builder, node: Node, pixels: Ref, weight: Ref, *more: Ref | None) -> None:
+    if not b.is_tiled(pixels) or any(b.is_tiled(other) for other in (weight, *more)):
+        raise make_gather_error(node, "multiplies pixels with pixels")
+    rows, cols, count = get_spatial_axes(b, pixels)
+    if count - 1 in (rows, cols) or len(get_spec(b, weight.name).shape) != 2:
+        raise make_gather_error(node, "multiplies along a spatial axis")
+    apply_locally(b, node, b.get_value(pixels).axes)
+
+
+@register_rule("aten.einsum.default")
+def einsum(b: Builder, node: Node) -> None:
+    """Keep both rows and columns, or sum over both: that sum includes an all-reduce over the ranks."""
+    equation = node.arguments["equation"].replace(" ", "")
+    terms, arrow, out = equation.partition("->")
+    operands = list(zip(terms.split(","), node.arguments["tensors"], strict=True))
+    #     nchw,kc->nkhw      h and w stay: each pixel by itself
+    #     nchw,ndhw->ncd     both are summed over: on each tile, then over the ranks
+    #     nchw,nchv->nwv     joins pixels of different columns: refused
+    letters = _find_spatial_letters(b, operands)
+    if not arrow or "." in equation or len(letters) != 1:
+        raise make_gather_error(node, "has no explicit result, or its operands name rows and columns differently")
+    rows, cols = letters.pop()
+    if any((rows in term or cols in term) and not b.is_tiled(ref) for term, ref in operands):
+        raise make_gather_error(node, "multiplies rows or columns with what is no image")
+    if rows in out and cols in out:
+        apply_locally(b, node, (out.index(rows) - len(out), out.index(cols) - len(out)))
+    elif rows in out or cols in out:
+        raise make_gather_error(node, "sums over one spatial axis of two")
+    else:
+        part = apply_locally(b, replace(node, name=f"{node.name}.part"), None)
+        b.add_local_op(node.name, "aten.alias.default", b.all_reduce(part), like=node.spec)
+
+
+def _find_spatial_letters(b: Builder, operands: list[tuple[str, Ref]]) -> set[tuple[str, str]]:
+    """Return the letters of rows and columns of each tiled operand; a repeated letter adds a pair of its own."""
+    found = set()
+    for term, ref in operands:
+        if b.is_tiled(ref):
+            rows, cols, _ = get_spatial_axes(b, ref)
+            found.add((term[rows], term[cols]))
+            if term.count(term[rows]) > 1 or term.count(term[cols]) > 1:
+                found.add(("", ""))
+    return found

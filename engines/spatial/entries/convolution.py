@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from engines.layer.graph import Node, Ref
+from engines.graph.model_graph import Node, Ref
 from engines.program.builder import Builder
-from engines.spatial.align import get_spec
+from engines.spatial.local_rules import get_spec
 from engines.spatial.operator_table import register_rule
 from engines.spatial.windows import SlidingWindow, TransposedWindow, Window
 

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engines.layer.graph import Node, Ref, TensorSpec
+from engines.graph.model_graph import Node, Ref, TensorSpec
 from engines.program.builder import Builder
 from engines.spatial.entries.channels import reduce_other_axes
-from engines.spatial.entries.partial_reductions import all_gather_partials, find_spatial_dims
 from engines.spatial.entries.pooling import Cells, fetch_cells, to_whole_index
+from engines.spatial.entries.reduction import all_gather_partials, find_spatial_dims
 from engines.spatial.kernels import get_operator, register_kernel
+from engines.spatial.local_rules import make_gather_error
 from engines.spatial.operator_table import register_rule
-from engines.spatial.unsupported import make_gather_error
 
 __all__: list[str] = []
 

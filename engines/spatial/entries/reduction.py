@@ -4,22 +4,67 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engines.layer.graph import Node, Ref, TensorSpec
+from engines.graph.model_graph import Node, Ref, TensorSpec
 from engines.program.builder import Builder
-from engines.spatial.align import align_arguments, cut_to_tile, get_spatial_axes, get_spec
 from engines.spatial.entries.channels import reduce_other_axes
-from engines.spatial.entries.partial_reductions import all_gather_partials, find_spatial_dims
 from engines.spatial.kernels import register_kernel
-from engines.spatial.local_rules import apply_locally
+from engines.spatial.local_rules import (
+    align_arguments,
+    apply_locally,
+    cut_to_tile,
+    get_spatial_axes,
+    get_spec,
+    make_gather_error,
+)
 from engines.spatial.operator_table import register_rule
-from engines.spatial.unsupported import make_gather_error
 
-__all__ = ["reduce_mean"]
+__all__ = ["all_gather_partials", "count_labels", "find_spatial_dims", "reduce_mean"]
+
+# Partial results of all tiles, gathered on every rank: reductions whose results are reduced again.
+
+
+def find_spatial_dims(b: Builder, node: Node, ref: Ref) -> list[int] | None:
+    """Return a node's reduced dimensions, from the front, if one of them is distributed over the ranks; else None."""
+    rows, cols, count = get_spatial_axes(b, ref)
+    given = node.arguments.get("dim")
+    dims = [dim % count for dim in ([given] if isinstance(given, int) else given or range(count))]
+    apart = {0} if b.is_batch_sharded(ref) else {rows, cols}
+    return dims if apart & set(dims) else None
+
+
+def all_gather_partials(
+    b: Builder,
+    node: Node,
+    ref: Ref,
+    kernel: str,
+    dims: Sequence[int],
+    *settings: Any,
+    dtype: str,
+    lead: tuple[int, ...] = (),
+) -> Ref:
+    """Return `kernel(own pixels, dims, *settings)` of all tiles, on every rank.
+
+    The kernel reduces `dims` to 1 and may add leading axes `lead`. Reduced rows are then as many as those of the grid,
+    and likewise columns, so that the tiles' results are an image, cut by the same grid.
+    """
+    value, grid = b.get_value(ref), b.stage.grid
+    rows, cols, _ = get_spatial_axes(b, ref)
+    # A 4 x 6 image over 2 x 3 tiles, reduced over rows: each tile has 1 row of its 2 columns, and all of them form an
+    # image of 2 x 6 pixels. Reduced over both, they form one of 2 x 3.
+    parts = {rows: grid.rows, cols: grid.cols}
+    shape = [parts.get(axis, 1) if axis in dims else size for axis, size in enumerate(value.spec.shape)]
+    like = TensorSpec((*lead, *shape), dtype)
+    x = b.crop_to_own(ref)
+    return b.all_gather(
+        b.add_local_op(f"{node.name}.own", kernel, x, list(dims), *settings, like=like, axes=value.axes)
+    )
+
 
 _NONE, _MEAN = 0, 1
 
@@ -143,3 +188,24 @@ def lower_pixel_loss(b: Builder, node: Node) -> None:
     total = _sum(b, f"{node.name}.sum", each, node.spec, range(len(spec.shape)), keepdim=False)
     count = sum(b.count_elements(source, 1)) if reduction == _MEAN else 1
     _cast_result(b, node, b.add_local_op(f"{node.name}.mean", "aten.div.Scalar", total, count, like=node.spec.sums))
+
+
+# The divisor of a mean over class numbers, for labels in tiles or shares.
+
+
+@register_kernel("loss.counted.default")
+def count_labels(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
+    """Return a float64 scalar: the number of labels that are not ignored, each weighted by its class."""
+    valid = target != ignore_index
+    if weight is None:
+        return valid.sum().double()
+    # `weight[target[valid]]` would have a shape that depends on the labels; this one suits a compiled segment.
+    return weight.double()[torch.where(valid, target, 0)].mul(valid).sum()
+
+
+@register_rule("loss.counted.default", images=("target",), shared=True)
+def lower_count_labels(b: Builder, node: Node) -> None:
+    """Count the rank's own labels, and sum the counts over the ranks of the stage."""
+    target, weight, ignore_index = node.arguments.values()
+    own = b.add_local_op(f"{node.name}.own", node.operator, b.crop_to_own(target), weight, ignore_index, like=node.spec)
+    b.add_local_op(node.name, "aten.alias.default", b.all_reduce(own), like=node.spec)

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engines.layer.graph import Node, Ref
+from engines.graph.model_graph import Node, Ref
 from engines.program.builder import Builder
 from engines.spatial.kernels import get_operator, get_sum_type, register_kernel
-from engines.spatial.local_rules import apply_locally
+from engines.spatial.local_rules import apply_locally, make_gather_error, make_unsupported_error
 from engines.spatial.operator_table import register_rule
 from engines.spatial.tiles import Span
-from engines.spatial.unsupported import make_gather_error, make_unsupported_error
 from engines.spatial.windows import MonotoneWindow, SlidingWindow, TableWindow
 
 __all__ = ["lower_resample", "make_copy_taps", "pad_with_copies"]

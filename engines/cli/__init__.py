@@ -1,0 +1,1 @@
+"""Commands: their flags, and what they run."""

@@ -1,0 +1,312 @@
+"""The flags of a training, with the predecessor's names, defaults and meanings."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+from torch import nn
+
+from engines.cli import options
+from engines.comm.collective_errors import run_on_all, run_on_first
+from engines.comm.world import World
+from engines.errors import PlanError
+from engines.graph.trace_cache import TraceCache
+from engines.images.augmented import KINDS, Augmented
+from engines.images.cifar import load_cifar_images
+from engines.images.dataset import LabelledImages, SyntheticImages, split_by_slide
+from engines.images.examples import FITS
+from engines.images.folder import folder_images
+from engines.images.loader import LoaderOptions
+from engines.images.tables import table_images
+from engines.train.checkpoint_folder import list_checkpoints
+from engines.train.checkpoint_load import load
+from engines.train.checkpoint_manager import CheckpointManager, Interrupts, make_rank_manager
+from engines.train.checkpoint_save import KEEP
+from engines.train.epoch_log import EpochLog
+from engines.train.evaluation import HeldOutSet, RankEvaluation, evaluate_on_ranks
+from engines.train.train_loop import CollectiveTrainLoop, RankTrainLoop, count_left_over, make_smaller_recipe, run
+from engines.train.training import RankTraining, Recipe, count_step_images
+from engines.train.training_events import EpochResult, Scores, SkippedImage, StepResult, summarise
+
+__all__ = [
+    "describe_ineffective",
+    "find_resume_path",
+    "make_dataset",
+    "make_datasets",
+    "make_train_parser",
+    "run_train",
+]
+
+_CROP = "crop"
+
+Size = tuple[int, int]
+
+
+def make_train_parser() -> argparse.ArgumentParser:
+    """Make the parser of the flags of `train`."""
+    flags = options.make_parser("Train a model on the ranks, and say how fast, with which loss and accuracy.")
+    flags.set_defaults(model="resnet", batch_size=32, image_size="32", names=None, test=False)
+    flags.add_argument("--num-epochs", type=options.parse_positive, default=1)
+    flags.add_argument("--max-steps", type=options.parse_positive, help="end an epoch after so many steps")
+    flags.add_argument("--app", default="3", help="1 or medical, 2 or cifar, 3 or synthetic: which images to train on")
+    flags.add_argument(
+        "--datapath",
+        type=Path,
+        default=Path("train"),
+        help="a .csv table of medical images, a folder with CLASS/IMAGE or CLASS/SLIDE/IMAGE in it, or CIFAR-10",
+    )
+    flags.add_argument("--within", type=Path, metavar="FOLDER", help="where a table's files must be; else beside it")
+    _add_image_flags(flags)
+    flags.add_argument("--validate-path", type=Path, help="images of the same kind that are not trained on")
+    flags.add_argument(
+        "--held-out", type=float, help="a share of the images, such as 0.2, that is not trained on but judged by"
+    )
+    flags.add_argument("--num-workers", type=int, default=0, help="threads of each rank that read images ahead")
+    flags.add_argument(
+        "--on-bad-image", choices=["raise", "skip"], default="raise", help="end the training, or leave the image out"
+    )
+    flags.add_argument(
+        "--drop-last", action="store_true", help="leave out what does not fill an epoch's last step; else it is smaller"
+    )
+    flags.add_argument("--log", type=Path, help="a .csv, .json or .jsonl file that gets a record for each epoch")
+    flags.add_argument("--save", type=Path, metavar="FOLDER", help="where checkpoints go; SIGUSR1 saves and ends")
+    flags.add_argument(
+        "--save-every", type=options.parse_positive, metavar="STEPS", help="save so often; else once an epoch"
+    )
+    flags.add_argument("--keep", type=options.parse_positive, default=KEEP, help="how many checkpoints stay")
+    resumes = "go on from this checkpoint, or the newest of this folder; alone: from that of --save, if there is one"
+    flags.add_argument("--resume", nargs="?", const="", metavar="FOLDER", help=resumes)
+    flags.add_argument("--enable-master-comm-opt", action="store_true", help="accepted, without effect")
+    flags.add_argument("-v", "--verbose", action="store_true", help="tell loss and accuracy of every step")
+    return flags
+
+
+def _add_image_flags(flags: argparse.ArgumentParser) -> None:
+    flags.add_argument("--fit", choices=FITS, default="scale", help="bring medical images to the size, or crop or pad")
+    flags.add_argument("--mask-threshold", type=int, help="the number of a mask above which a pixel is of class 1")
+    flags.add_argument(
+        "--mask-ignore",
+        type=_parse_numbers,
+        default=(),
+        metavar="N[,N]",
+        help="numbers of a mask that are no class, such as 255 for void: the loss leaves their pixels out",
+    )
+    flags.add_argument(
+        "--augment",
+        type=_parse_augmentations,
+        default=(),
+        help=f"some of {','.join(KINDS)} between commas; and crop: take random parts of medical images, unscaled",
+    )
+
+
+def _parse_augmentations(text: str) -> tuple[str, ...]:
+    kinds = tuple(filter(None, (kind.strip() for kind in text.split(","))))
+    if unknown := [kind for kind in kinds if kind not in (*KINDS, _CROP)]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join((*KINDS, _CROP))}")
+    return kinds
+
+
+def _parse_numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(word) for word in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not whole numbers between commas, such as 255") from None
+
+
+def find_resume_path(chosen: argparse.Namespace) -> Path | None:
+    """Return the checkpoint, or folder of checkpoints, to resume from; None to start afresh.
+
+    Raises PlanError or CheckpointError.
+    """
+    if chosen.resume != "":
+        return chosen.resume and Path(chosen.resume)
+    if not chosen.save:
+        raise PlanError("--resume without a folder goes on from that of --save, which is not given. Give one of them.")
+    return chosen.save if chosen.save.is_dir() and list_checkpoints(chosen.save) else None
+
+
+def describe_ineffective(chosen: argparse.Namespace) -> Iterator[str]:
+    """Yield a note on each flag that was given and has no effect here."""
+    if chosen.enable_master_comm_opt:
+        yield (
+            "--enable-master-comm-opt has no effect: in the predecessor it updated the two copies of GEMS in turn, to "
+            "hide their messages. Here both are updated together, at the end of a step, from the whole sum."
+        )
+
+
+def make_datasets(chosen: argparse.Namespace, images_per_step: int) -> tuple[LabelledImages, LabelledImages | None]:
+    """Make the training images, augmented, and the held-out images, if any. Raises PlanError or ImageError."""
+    if chosen.validate_path and chosen.held_out is not None:
+        raise PlanError("--validate-path and --held-out both say which images are judged by. Give one of them.")
+    images, others = make_dataset(chosen, images_per_step), None
+    crops = _CROP in chosen.augment
+    # Held-out images are not augmented; where training takes random crops, they are cropped as well.
+    judged = {**vars(chosen), "augment": (), "fit": "crop" if crops else chosen.fit}
+    if chosen.validate_path:
+        judged |= {"datapath": chosen.validate_path, "names": getattr(images, "names", None), "test": True}
+        others = make_dataset(argparse.Namespace(**judged), images_per_step)
+    elif chosen.held_out is not None:
+        _, others = split_by_slide(
+            make_dataset(argparse.Namespace(**judged), images_per_step), chosen.held_out, chosen.seed
+        )
+        images, _ = split_by_slide(images, chosen.held_out, chosen.seed)
+    kinds = [kind for kind in chosen.augment if kind != _CROP]
+    if not chosen.augment:
+        return images, others
+    augmented = Augmented(images, kinds, options.parse_image_size(chosen.image_size) if crops else None)
+    if chosen.on_bad_image == "raise":
+        augmented.check()
+    return augmented, others
+
+
+def make_dataset(chosen: argparse.Namespace, images_per_step: int) -> LabelledImages:
+    """Make the images that the flags choose. Raises PlanError if the application is unknown, or ImageError."""
+    make = _APPLICATIONS.get(chosen.app)
+    if make is None:
+        raise PlanError(f"--app {chosen.app!r} is unknown. Choose one of {', '.join(_APPLICATIONS)}.")
+    if _CROP in chosen.augment and make is not _make_medical:
+        raise PlanError("--augment crop takes parts of images larger than --image-size: only --app medical has them.")
+    images = make(chosen, options.parse_image_size(chosen.image_size), images_per_step)
+    if images.classes > chosen.num_classes:
+        raise PlanError(
+            f"The images have {images.classes} classes, but --num-classes is {chosen.num_classes}. "
+            f"Use --num-classes {images.classes}."
+        )
+    return images
+
+
+def _make_synthetic(chosen: argparse.Namespace, size: Size, images_per_step: int) -> LabelledImages:
+    return SyntheticImages(10 * images_per_step, size, chosen.num_classes, chosen.seed)
+
+
+def _make_medical(chosen: argparse.Namespace, size: Size, images_per_step: int) -> LabelledImages:
+    wanted = None if _CROP in chosen.augment else size
+    check = chosen.on_bad_image == "raise"
+    if chosen.datapath.suffix.lower() == ".csv":
+        classes = None if chosen.mask_threshold is not None else chosen.num_classes
+        threshold, within = chosen.mask_threshold, chosen.within
+        return table_images(
+            chosen.datapath, wanted, chosen.fit, chosen.names, classes, threshold, check, within, chosen.mask_ignore
+        )
+    images = folder_images(chosen.datapath, wanted, chosen.fit, chosen.names)
+    if check:
+        images.check()
+    return images
+
+
+def _make_cifar(chosen: argparse.Namespace, size: Size, images_per_step: int) -> LabelledImages:
+    return load_cifar_images(chosen.datapath, size, chosen.test)
+
+
+_APPLICATIONS: dict[str, Callable[[argparse.Namespace, Size, int], LabelledImages]] = {
+    "1": _make_medical,
+    "medical": _make_medical,
+    "2": _make_cifar,
+    "cifar": _make_cifar,
+    "3": _make_synthetic,
+    "synthetic": _make_synthetic,
+}
+
+
+# The command `train`: train on images, and print the progress.
+
+
+def run_train(world: World, arguments: Sequence[str]) -> bool:
+    """Train as the flags say. Every rank does the same; only the output of rank 0 is shown."""
+    chosen = make_train_parser().parse_args(arguments)
+    feeding = LoaderOptions(chosen.seed, chosen.max_steps, chosen.num_workers, chosen.on_bad_image, chosen.drop_last)
+    model, recipe = options.make_recipe(chosen, world.size, world)
+    for text in describe_ineffective(chosen):
+        print(text, flush=True)
+    images, others = run_on_all(world, lambda: make_datasets(chosen, count_step_images(recipe)))
+    training = RankTraining(world, recipe)
+    loss = nn.CrossEntropyLoss()
+    traces = TraceCache(model, options.get_image_shape(chosen), loss, device=chosen.device)
+
+    def smaller(images: int) -> Recipe:  # collective: rank 0 traces the model for all
+        return run_on_first(world, lambda: make_smaller_recipe(recipe, traces, images))
+
+    # Before the first step: a plan that cannot divide the last step of an epoch should not fail an hour later.
+    if rest := run_on_all(
+        world, lambda: count_left_over(len(images), recipe, feeding.steps, feeding.drop_last), PlanError
+    ):
+        training.add_size(smaller(rest))
+    evaluate: Callable[[], Scores | None] | None = None
+    if others is not None:
+        held_out = HeldOutSet(model, loss, recipe, others, chosen.on_bad_image)
+        evaluation = RankEvaluation(world, training, held_out.forward, recipe.step_specs["labels"], held_out.images)
+        evaluate = partial(evaluate_on_ranks, world, training, held_out, evaluation)
+    # Rank 0 writes the log; if it cannot, all ranks must stop with the same error, and none wait for the others.
+    log = run_on_all(world, lambda: EpochLog(chosen.log) if chosen.log and not world.rank else None, PlanError)
+    with RankTrainLoop(world, training, recipe.step_specs, images, feeding) as course, ExitStack() as stack:
+        if log is not None:
+            stack.enter_context(log)
+        done, kept = _resume(course, chosen), None
+        if chosen.save is not None:
+            # Signals are caught only now: before the first step there is nothing to save.
+            asked, state = stack.enter_context(Interrupts()), course.feed.get_state
+            kept = make_rank_manager(training, chosen.save, state, chosen.save_every, chosen.keep, asked)
+        loop = CollectiveTrainLoop(course, evaluate or (lambda: None), smaller)
+        _run_and_print(loop, max(0, chosen.num_epochs - done), chosen.verbose, log, kept)
+    return True
+
+
+def _resume(course: RankTrainLoop, chosen: argparse.Namespace) -> int:
+    """Resume as the flags say, and return the number of epochs already done. Raises CheckpointError or ImageError."""
+    path = course.world.all_gather(run_on_all(course.world, partial(find_resume_path, chosen), PlanError))[0]
+    if path is None:
+        return 0
+    checkpoint = load(course.training, path)
+    for text in checkpoint.passed_over:
+        print(text, flush=True)
+    print(f"Resumed after {checkpoint.step} steps: {checkpoint.path}", flush=True)
+    if checkpoint.feed is not None:
+        with checkpoint.translate_errors():
+            course.feed.resume(checkpoint.feed, anew=True)
+    return course.feed.place.epoch
+
+
+def _run_and_print(
+    course: CollectiveTrainLoop, epochs: int, verbose: bool, log: EpochLog | None, kept: CheckpointManager | None
+) -> None:
+    """Run the training, and print it in the predecessor's format; the last line is JSON."""
+    steps: list[StepResult] = []
+    last: EpochResult | None = None
+    for event in run(course, epochs):
+        print(_format_event(event, verbose), flush=True)
+        match event:
+            case StepResult():
+                steps.append(event)
+                if kept:
+                    kept.save_after_step()
+            case EpochResult():
+                last = event
+                if log is not None:
+                    log.add(event.record)
+                if kept:
+                    kept.save_after_epoch()
+    if kept:
+        kept.save_at_end()
+    if not steps:
+        print("No steps are left to do: all epochs are done.", flush=True)
+    if last is not None:
+        line = summarise(steps, last)
+        print(f"Mean {line['images_per_s_mean']} Median {line['images_per_s_median']}", flush=True)
+        print(json.dumps(line), flush=True)
+
+
+def _format_event(event: SkippedImage | StepResult | EpochResult, verbose: bool) -> str:
+    match event:
+        case SkippedImage():
+            return f"Left out from now on: {event.text}"
+        case StepResult():
+            line = f"Epoch: {event.epoch} images per sec:{event.images_per_s:.4f} Time:{event.seconds:.4f}"
+            more = f"\nStep: {event.step}, loss: {event.loss:.6f}, accuracy: {event.accuracy}"
+            return line + more * verbose
+        case EpochResult():
+            return str(event)

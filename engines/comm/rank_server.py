@@ -1,0 +1,252 @@
+"""A rank's server for the notebook: it runs functions, keeps trainings between calls, and returns failures as data."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import re
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import cloudpickle
+import torch
+
+from engines.comm.notebook_imports import NotebookImports, make_import_error, pack, sync_imports
+from engines.comm.output import LineBuffer, OutputLine, RankStream
+from engines.comm.status_board import StatusBoard, report_working
+from engines.comm.world import World
+from engines.errors import ReleasedError
+
+if TYPE_CHECKING:
+    from engines.predict.calibrate import Calibration
+    from engines.train.debug_step import RankStepper
+    from engines.train.train_loop import RankTrainLoop
+    from engines.train.training import RankTraining
+
+__all__ = [
+    "SPOKEN",
+    "Failure",
+    "RankServer",
+    "Reply",
+    "allow_during_step",
+    "execute",
+    "join",
+    "recover",
+    "recover_and_reset",
+    "run",
+]
+
+SPOKEN = "\x1espoken "
+"""The prefix of a line that carries a line of a rank's output; the rest is JSON."""
+
+_OURS = Path(__file__).parents[1]
+
+# MPI's error classes on a rank when another rank has failed.
+_BY_OTHERS = re.compile("MPI_ERR_(REVOKED|PROC_FAILED)")
+
+
+class RankServer:
+    """One rank's state between two calls: its world, and trainings, train loops and predictions by name.
+
+    The server writes on `board` what the rank is doing.
+    """
+
+    def __init__(self, world: World, board: StatusBoard | None = None) -> None:
+        self.world, self.board = world, board or StatusBoard()
+        self.trainings: dict[str, RankTraining] = {}
+        self.courses: dict[str, RankTrainLoop] = {}
+        self.predictions: dict[str, Any] = {}
+        self.calibration: Calibration | None = None
+        self.walk: RankStepper | None = None
+
+    def abort_debug_step(self) -> None:
+        """Abort the debug step, if any: its pending messages must not match those of other work. Collective."""
+        if self.walk is None or self.walk.done:
+            self.walk = None
+        else:
+            self.world.abort()
+            self.recover()
+
+    def recover(self) -> None:
+        """Reconnect the ranks, without old messages; a debug step is aborted. Collective."""
+        walk, self.walk = self.walk, None
+        self.world.recover()
+        if walk is not None:
+            walk.drop()  # only after `recover`: until then pending messages still use the step's buffers
+
+
+def allow_during_step(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a function that ranks may run in the middle of a debug step: it sends no messages."""
+    function.allow_during_step = True  # type: ignore[attr-defined]
+    return function
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception as plain data. `released`: it is only the consequence of another rank's failure.
+
+    `links` are the chained exceptions, oldest first, each with its (file, line, function) frames. `where` is the rank's
+    status when it failed.
+    """
+
+    kind: str
+    message: str
+    released: bool = False
+    links: tuple[tuple[str, tuple[tuple[str, int, str], ...]], ...] = ()
+    where: str = ""
+
+    @classmethod
+    def of(cls, error: BaseException, where: object = "") -> Failure:
+        """Make the failure from an exception, without the exception itself: the notebook may not know its type."""
+        chain, link = [], error
+        while link is not None:
+            chain.append(link)
+            link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+        # Frames are strings and numbers, so that the notebook needs none of the rank's modules to read them.
+        links = tuple((f"{type(each).__name__}: {each}", tuple(_select_frames(each))) for each in reversed(chain))
+        # It only follows from another rank's failure, or from an interrupt, if any exception of its chain does.
+        released = any(
+            isinstance(each, ReleasedError | KeyboardInterrupt) or _BY_OTHERS.search(str(each)) for each in chain
+        )
+        return cls(type(error).__name__, str(error), released, links, str(where or ""))
+
+    def format_traceback(self) -> str:
+        """Format the traceback as Python does. Only the notebook can: it alone has the source of its cells."""
+        parts = (
+            "".join(traceback.format_list([traceback.FrameSummary(*f) for f in frames])) + title
+            for title, frames in self.links
+        )
+        return "\n\nwhich led to\n\n".join(parts)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A rank's reply to a call: the function's value or failure, and the number of `lines` it has printed."""
+
+    value: Any = None
+    failure: Failure | None = None
+    lines: int = 0
+
+
+def _select_frames(error: BaseException) -> Iterator[tuple[str, int, str]]:
+    """Yield the user's own frames, or ours if there are none, and always the last frame."""
+    frames = traceback.StackSummary.extract(traceback.walk_tb(error.__traceback__), lookup_lines=False)
+    known = [frame for frame in frames if "site-packages" not in frame.filename and frame.filename != __file__]
+    users = [frame for frame in known if not Path(frame.filename).is_relative_to(_OURS)]
+    for frame in frames:
+        if frame in (users or known) or frame is frames[-1]:
+            yield frame.filename, frame.lineno or 0, frame.name
+
+
+def execute(host: RankServer, common: bytes, own: bytes, followed: NotebookImports | None = None) -> bytes:
+    """Call `function(host, *args, *own)`, where `common` is the pickled `(function, args)`, and return a pickled Reply.
+
+    If the function fails, the world is aborted first, so that no other rank waits for this one. A debug step is
+    aborted, unless the function is marked with `allow_during_step`. `followed`: imports of the notebook to repeat
+    first.
+    """
+    output = host.board.output
+    before = output.emitted if output else 0
+    with report_working(host.board, "takes its work"):
+        try:
+            if followed is not None:
+                sync_imports(followed)
+            try:
+                (function, args), own_args = cloudpickle.loads(common), cloudpickle.loads(own)
+            except ImportError as error:
+                raise make_import_error(error) from error
+            host.board.report(getattr(function, "__qualname__", repr(function)).encode())
+            # A debug step is stopped between two instructions, with messages under way: other work must not meet them.
+            if not getattr(function, "allow_during_step", False):
+                host.abort_debug_step()
+            return _pack_reply(host, function(host, *args, *own_args), before)
+        # SystemExit and interrupts too: an exception that left here would end the rank without a word to the notebook.
+        except BaseException as error:
+            return _abort_and_reply(host, error, before)
+
+
+def _pack_reply(host: RankServer, value: Any, before: int, failure: Failure | None = None) -> bytes:
+    """Return a pickled Reply, after all printed lines have been emitted; `before` is their number before the call."""
+    if (output := host.board.output) is None:
+        return pack(Reply(value, failure))
+    output.end()
+    return pack(Reply(value, failure, output.emitted - before))
+
+
+def _abort_and_reply(host: RankServer, error: BaseException, before: int) -> bytes:
+    host.world.abort()
+    return _pack_reply(host, None, before, Failure.of(error, host.board.read()))
+
+
+@allow_during_step
+def recover(host: RankServer) -> None:
+    """Recover for new work after a failure. Trainings stay, on the same world with a new communicator. Collective."""
+    host.recover()
+
+
+@allow_during_step
+def recover_and_reset(host: RankServer) -> None:
+    """Recover with fewer ranks than before: everything that was made for all of them is discarded. Collective."""
+    host.recover()
+    for held in (host.trainings, host.courses, host.predictions):
+        held.clear()
+
+
+@cache
+def _get_server() -> RankServer:
+    from engines.comm.mpi import MpiWorld
+
+    host = RankServer(MpiWorld(), StatusBoard.from_environment())
+    # All output of this process, from any thread, goes to the notebook, line by line.
+    way = sys.stdout
+
+    def emit(line: OutputLine) -> None:
+        # mpiexec forwards this line among others of all ranks; the line break before it ends whatever C code has begun.
+        way.write(f"\n{SPOKEN}{json.dumps([line.stream, line.text])}\n")
+
+    output = host.board.output = LineBuffer(emit, way.flush)
+    sys.stdout, sys.stderr = (RankStream(each, getattr(sys, each), lambda: output) for each in ("stdout", "stderr"))
+    # MPI_Finalize waits for all ranks, and those may wait for this one. The process exits without it, so that MPI
+    # reports to the others that this rank has failed.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    atexit.register(_exit_at_once, os.getpid())
+    return host
+
+
+def _exit_at_once(rank_pid: int) -> None:
+    """Exit without MPI_Finalize; processes that the rank has forked exit as usual."""
+    if os.getpid() == rank_pid:
+        os._exit(1)
+
+
+def join() -> tuple[int, int, int]:
+    """Return (rank, size, pid) of this MPI process, after all ranks have started. Collective."""
+    world = _get_server().world
+    return world.rank, world.size, os.getpid()
+
+
+def run(common: bytes, own: bytes, followed: NotebookImports) -> bytes:
+    """Call `execute` on this MPI process; the first SIGINT interrupts it."""
+    host = _get_server()
+    before = host.board.output.emitted if host.board.output else 0
+    torch.set_grad_enabled(True)  # an interrupt on entry to or exit from `no_grad` can leave gradients disabled
+    signal.signal(signal.SIGINT, _stop_once)
+    try:
+        return execute(host, common, own, followed)
+    except KeyboardInterrupt as error:  # deferred by an MPI call, and raised while `execute` packed its failure
+        return _abort_and_reply(host, error, before)
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # until the next call: an interrupt could lose the reply
+
+
+def _stop_once(number: int, frame: FrameType | None) -> NoReturn:
+    signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt

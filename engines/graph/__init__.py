@@ -1,0 +1,1 @@
+"""From a module to a graph of operators: tracing, stages, and what a loss is."""

@@ -1,0 +1,242 @@
+"""Constant propagation while a model is traced: numbers that follow from shapes are available, all others are refused.
+
+`torch.arange(2, x.dim()).tolist()` has the same result for all images. Tensors that depend on no image and no weight
+are therefore also computed with real numbers, and reads of their numbers return these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.weak import WeakIdKeyDictionary
+
+from engines.errors import TraceError
+from engines.graph.source_location import find_current_line
+
+__all__ = ["ConstantPropagationMode", "disable_tracing"]
+
+LIMIT = 1 << 16
+"""Maximum number of elements of a tensor that is computed with real numbers."""
+
+_ASKING = (
+    "item tolist numpy is_nonzero equal allclose "
+    "__bool__ __int__ __float__ __index__ __complex__ __contains__ __array__"
+)
+_ASKS = {getattr(Tensor, name): name.strip("_") for name in _ASKING.split()}
+_ASKS |= {torch.equal: "equal", torch.allclose: "allclose", torch.is_nonzero: "is_nonzero"}
+"""Functions that return numbers of a tensor rather than a tensor."""
+
+_HOOKS = {getattr(Tensor, name) for name in ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")}
+
+_MAKING = (
+    "tensor as_tensor asarray from_numpy scalar_tensor arange range linspace logspace zeros ones full eye "
+    "tril_indices triu_indices"
+)
+_MAKES = {getattr(torch, name) for name in _MAKING.split()}
+"""Functions that create a tensor from given numbers."""
+
+_BY_SHAPE = {
+    *(getattr(torch, name) for name in ("zeros_like", "ones_like", "full_like")),
+    *(getattr(Tensor, name) for name in ("new_zeros", "new_ones", "new_full", "new_tensor", "numel")),
+}
+"""Functions that read only a tensor's shape and type."""
+
+_DRAWS = {"rand", "dropout", "bernoulli", "normal", "multinomial", "poisson", "uniform", "exponential", "cauchy"}
+_DRAWS |= {"geometric", "rrelu", "empty"}
+"""Parts of the names of functions whose results differ from call to call."""
+
+
+@dataclass(frozen=True)
+class _ConstantValue:
+    """The known numbers of a tensor, and the buffers that they depend on."""
+
+    numbers: Tensor
+    buffers: frozenset[str] = frozenset()
+
+
+@dataclass
+class ConstantPropagationMode(TorchFunctionMode):
+    """Intercepts the torch functions that a model calls while it is traced.
+
+    `held` are the real tensors of its buffers, by name. `decided` maps each buffer whose numbers were read to the
+    source line of the first read; `unanswered` describes the last read of numbers that are not known.
+    """
+
+    held: Mapping[str, Tensor] = field(default_factory=dict)
+    decided: dict[str, str] = field(default_factory=dict)
+    unanswered: str = ""
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self._known: Any = WeakIdKeyDictionary()
+        # A training may itself be created under `torch.inference_mode()`; only a model that enters it is refused.
+        self._inference = torch.is_inference_mode_enabled()
+
+    def add_buffers(self, twins: Mapping[str, Tensor]) -> None:
+        """Record the numbers of the module's buffers; `twins` are the buffers by name, as they are during the trace."""
+        for name, twin in twins.items():
+            real = self.held.get(name)
+            if real is not None and not real.is_meta and real.numel() <= LIMIT:
+                with disable_tracing():
+                    # In the type of the trace, and a copy: a write within forward must not reach the user's buffer.
+                    numbers = real.detach().to("cpu", twin.dtype, copy=True)
+                self._known[twin] = _ConstantValue(numbers, frozenset({name}))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Intercept one torch function. Called by torch."""
+        kwargs = kwargs or {}
+        if func == Tensor.data.__get__:  # type: ignore[attr-defined]
+            return args[0].detach()  # torch.export cannot trace `.data`
+        self._refuse(func)
+        if func in _ASKS:
+            return self._answer(func, args, kwargs)
+        made = func(*args, **kwargs)
+        if isinstance(made, Tensor | tuple | list) or _is_mutating(func, kwargs):
+            self._propagate(func, args, kwargs, made)
+        return made
+
+    def _refuse(self, func: Any) -> None:
+        if func in _HOOKS:
+            raise TraceError(
+                f"{find_current_line()} calls Tensor.{func.__name__}: what it does to gradients would be lost on the "
+                "ranks. Compute the same in forward, or take it out."
+            )
+        if torch.is_inference_mode_enabled() and not self._inference:
+            raise TraceError(
+                f"{find_current_line()} stands under torch.inference_mode(), whose tensors no gradient may be computed "
+                "with. Use torch.no_grad()."
+            )
+
+    # ---- reads of numbers
+
+    def _answer(self, func: Any, args: Any, kwargs: Any) -> Any:
+        known = [self._find_constant(each) for each in _iterate_tensors((args, kwargs))]
+        if all(known):
+            for name in frozenset().union(*(each.buffers for each in known)):  # type: ignore[union-attr]
+                self.decided.setdefault(name, find_current_line())
+            return self._evaluate(func, args, kwargs)
+        # Some trace modes answer with a symbol, and only its use fails, on some other line (see `_translate_errors`):
+        # what was asked is noted before.
+        asked = next(each for each in _iterate_tensors((args, kwargs)) if not self._find_constant(each))
+        kind = str(asked.dtype).removeprefix("torch.")
+        self.unanswered = (
+            f"{find_current_line()} asks for the numbers ({_ASKS[func]}) of a {kind} tensor {tuple(asked.shape)}"
+        )
+        try:
+            return func(*args, **kwargs)
+        except Exception as error:
+            raise self.make_error() from error
+
+    def make_error(self) -> TraceError:
+        """Return the error for a read of numbers that are not known."""
+        return TraceError(
+            f"{self.unanswered}, which follow from images, labels or trained weights: while a model is traced nothing "
+            "is known of these but their shapes. Its forward and its loss may take no decision from the values of a "
+            "tensor; choose with torch.where, or compute with the tensor itself."
+        )
+
+    # ---- known numbers
+
+    def _find_constant(self, tensor: Tensor) -> _ConstantValue | None:
+        found = self._known.get(tensor)
+        # A real tensor that forward finds in a module, say, is a constant if no optimiser changes it.
+        is_plain = type(tensor) is Tensor and not tensor.is_meta and not tensor.requires_grad
+        if found is None and is_plain and tensor.numel() <= LIMIT:
+            with disable_tracing():
+                found = self._known[tensor] = _ConstantValue(tensor.detach().clone())
+        return found  # type: ignore[no-any-return]
+
+    def _propagate(self, func: Any, args: Any, kwargs: Any, made: Any) -> None:
+        """Compute the result's numbers if all inputs are known; forget tensors written with unknown numbers."""
+        given = list(_iterate_tensors((args, kwargs)))
+        by_shape = func in _BY_SHAPE
+        # `zeros_like(image)` is known although the image is not.
+        inputs_known = by_shape or all(self._find_constant(each) for each in given)
+        small = all(each.numel() <= LIMIT for each in _iterate_tensors(made))
+        draws = any(word in _get_name(func) for word in _DRAWS)
+        if inputs_known and small and (given or func in _MAKES) and not draws:
+            try:
+                numbers = self._evaluate(func, args, kwargs)
+            except Exception:  # numbers that cannot be computed are not known
+                self._forget(given)
+                return
+            read = [] if by_shape else [self._find_constant(each) for each in given]
+            buffers = frozenset().union(*(known.buffers for known in read if known))
+            for tensor, real in zip(_iterate_tensors(made), _iterate_tensors(numbers), strict=False):
+                if tensor.shape == real.shape and tensor.dtype == real.dtype:
+                    self._known[tensor] = _ConstantValue(real, buffers)
+        elif _is_mutating(func, kwargs):
+            # `t[0] = x` or `t.add_(x)` with an unknown x: t and all views of it are unknown from here on.
+            self._forget([*given[:1], *_iterate_tensors(kwargs.get("out"))])
+
+    def _forget(self, written: list[Tensor]) -> None:
+        """Forget the numbers of all tensors that share storage with a written tensor."""
+        for tensor in written:
+            found = self._known.get(tensor)
+            if found is None:
+                continue
+            # The known numbers were made by the same functions as the traced tensors: their views share memory, too.
+            memory = found.numbers.untyped_storage().data_ptr()
+            for each in list(self._known):
+                if self._known[each].numbers.untyped_storage().data_ptr() == memory:
+                    del self._known[each]
+
+    def _evaluate(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Return the function of the known numbers."""
+
+        def get_numbers(tensor: Tensor) -> Tensor:
+            if known := self._find_constant(tensor):
+                return known.numbers
+            return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)  # only its shape matters (`_BY_SHAPE`)
+
+        with disable_tracing():
+            given, named = _map_tensors((args, {**kwargs}), get_numbers)
+            if "device" in named:
+                named["device"] = "cpu"
+            return func(*given, **named)
+
+
+@contextmanager
+def disable_tracing() -> Iterator[None]:
+    """Within the context, torch computes with real numbers, and nothing is traced."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
+        yield
+
+
+def _get_name(func: Any) -> str:
+    return str(getattr(func, "__name__", ""))
+
+
+def _is_mutating(func: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a function changes its first argument or its `out` argument."""
+    name = _get_name(func)
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place or name == "__setitem__" or name.startswith("__i") or kwargs.get("out") is not None
+
+
+def _iterate_tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _iterate_tensors(each)
+    elif isinstance(value, dict):
+        yield from _iterate_tensors(list(value.values()))
+
+
+def _map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, list | tuple):
+        items = [_map_tensors(item, change) for item in value]
+        return type(value)(items) if type(value) in (list, tuple) else value
+    if isinstance(value, dict):
+        return {key: _map_tensors(item, change) for key, item in value.items()}
+    return value

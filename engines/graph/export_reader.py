@@ -1,0 +1,294 @@
+"""Floating-point operations of one operator; a multiply-add counts as two.
+
+PyTorch itself is the table: the operator runs once without memory, and the ATen operators that it calls are counted by
+the formulas of `torch.utils.flop_counter`, which cover convolutions, matrix products and attention. A formula that a
+user registers there for a custom operator is used here, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import flop_registry
+
+from engines.errors import TraceError
+from engines.graph.inline import is_no_grad
+from engines.graph.model_graph import ModelGraph, Node, Ref, TensorSpec, find_gradient_targets, find_ref_names
+from engines.graph.source_location import describe_location, find_source_line, get_module_path
+
+__all__ = [
+    "ExportReader",
+    "FlopCount",
+    "count_flops",
+    "is_check",
+    "make_constant_name",
+    "make_tensor_spec",
+    "resolve_flops",
+]
+
+_KNOWN: dict[str, int] = {}
+
+
+class FlopCount(TorchDispatchMode):
+    """Adds up in `total` the FLOPs of all operators that run within it, on any device; 0 for those without a formula.
+
+    >>> with FlopCount() as count:
+    ...     product = torch.empty(8, 64, 64, device="meta") @ torch.empty(8, 64, 64, device="meta")
+    >>> count.total
+    4194304
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run and count one ATen operator. Called by torch."""
+        kwargs = kwargs or {}
+        made = func(*args, **kwargs)
+        packet = getattr(func, "_overloadpacket", func)
+        if packet in flop_registry:
+            self.total += int(flop_registry[packet](*args, **kwargs, out_val=made))
+        elif packet in _OURS:
+            self.total += _OURS[packet](*args)
+        return made
+
+
+def count_flops(node: fx.Node) -> int:
+    """Return the forward FLOPs of a traced operator from its shapes: one per output element if there is no formula."""
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor):
+        return 0
+
+    def describe(item: Any) -> Any:
+        if isinstance(item, fx.Node):
+            return tree_map(lambda part: _TensorMeta(part) if isinstance(part, Tensor) else part, item.meta.get("val"))
+        return torch.device("meta") if isinstance(item, torch.device) else item
+
+    # A deep model has few different operators: the key has shapes and settings, but no names.
+    arguments = tree_map(describe, (list(node.args), dict(node.kwargs)))
+    key = f"{node.target}{arguments}"
+    if key in _KNOWN:
+        return _KNOWN[key]
+    counted = 0
+    if any(isinstance(item, _TensorMeta) for item in tree_leaves(arguments)):
+        args, kwargs = tree_map(lambda item: item.to_meta() if isinstance(item, _TensorMeta) else item, arguments)
+        # An operator that cannot run on the meta device is not refused for want of a count.
+        with contextlib.suppress(Exception), torch.no_grad(), FlopCount() as count:
+            node.target(*args, **kwargs)  # type: ignore[operator]
+            counted = count.total
+    _KNOWN[key] = resolve_flops(str(node.target), counted, value.shape)
+    return _KNOWN[key]
+
+
+def resolve_flops(operator: str, counted: int, out: Sequence[int]) -> int:
+    """Return `counted`; if it is 0, return one FLOP per output element, and 0 for a cast."""
+    return counted or (0 if "_to_copy" in operator else math.prod(out))
+
+
+class _TensorMeta:
+    """The shape and type of a tensor; its text serves in cache keys."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.shape, self.dtype = tuple(map(int, tensor.shape)), tensor.dtype
+
+    def __repr__(self) -> str:
+        return f"{self.dtype}{self.shape}"
+
+    def to_meta(self) -> Tensor:
+        """Return such a tensor without memory."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+
+def _count_matvec(matrix: Tensor, vector: Tensor) -> int:
+    return 2 * matrix.numel()
+
+
+def _count_trilinear(one: Tensor, two: Tensor, three: Tensor, *expanded_and_summed: Sequence[int]) -> int:
+    """Count two products and a sum for each element of the three tensors, broadcast against each other."""
+    shapes = []
+    for tensor, new_axes in zip((one, two, three), expanded_and_summed, strict=False):
+        for axis in new_axes:
+            tensor = tensor.unsqueeze(axis)
+        shapes.append(tensor.shape)
+    return 3 * math.prod(torch.broadcast_shapes(*shapes))
+
+
+_OURS: dict[Any, Callable[..., int]] = {
+    torch.ops.aten.mv: _count_matvec,
+    torch.ops.aten.dot: _count_matvec,
+    torch.ops.aten.vdot: _count_matvec,
+    torch.ops.aten.addmv: lambda added, matrix, vector: _count_matvec(matrix, vector),
+    torch.ops.aten.addbmm: lambda added, one, other: 2 * one.numel() * other.shape[-1],
+    # (queries x keys) scores of `key size` products each, and as many weighted sums of values
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda query, key, value, *_: (
+        2 * math.prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+    ),
+    torch.ops.aten._trilinear: _count_trilinear,
+}
+"""Formulas for products that PyTorch's registry lacks."""
+
+
+# Reads the output of `torch.export` into a `ModelGraph`.
+
+
+_BY_VALUE = (
+    "{} a tensor whose shape follows from the values of a tensor; only shapes are known. Choose with torch.where, or "
+    "assign numbers or whole tensors (y[mask] = 0, y[mask] = z[mask])."
+)
+_CHECKS = ("_guards_fn", "_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range_for_size")
+
+
+class ExportReader:
+    """Reads an exported module without in-place operators into a `ModelGraph`.
+
+    `first_names` maps every name of a weight or buffer to the first name of the same tensor. `has_loss`: the first
+    output is the loss.
+    """
+
+    def __init__(self, module: fx.GraphModule, first_names: Mapping[str, str], has_loss: bool = True) -> None:
+        self.module, self.first_names, self.has_loss = module, first_names, has_loss
+        self.names: dict[str, str] = {}  # fx name -> name of the value
+        self.nodes: list[Node] = []
+        self.inputs: dict[str, TensorSpec] = {}
+        self.owned: dict[str, Tensor] = {}
+        self.constants: dict[str, Tensor] = {}
+
+    def read_graph(self) -> ModelGraph:
+        outputs: tuple[str, ...] = ()
+        for node in self._order_nodes():
+            if node.op == "placeholder":
+                self.inputs[node.name] = make_tensor_spec(node.meta["val"])
+                self.names[node.name] = node.name
+            elif node.op == "get_attr":
+                tensor = operator.attrgetter(str(node.target))(self.module)
+                name = self.first_names.get(str(node.target))
+                if name is None:  # not a weight or buffer of the user's: forward made or found it
+                    name = make_constant_name(tensor)
+                    self.constants[name] = tensor.detach()
+                self.owned[name], self.names[node.name] = tensor, name
+            elif node.op == "output":
+                outputs = tuple(find_ref_names(self._to_refs(node.args[0])))
+            elif not is_check(node):
+                self._read_call(node)
+        return self._build_graph(outputs[0], outputs[1:]) if self.has_loss else self._build_graph(None, outputs)
+
+    def _build_graph(self, loss: str | None, answers: Sequence[str]) -> ModelGraph:
+        specs = {name: make_tensor_spec(tensor) for name, tensor in self.owned.items()}
+        # A parameter that forward finds outside the user's module, such as in a closure, is a constant: no optimiser
+        # has it.
+        weights = {name for name, tensor in self.owned.items() if isinstance(tensor, nn.Parameter)} - {*self.constants}
+        made = [index for index, node in enumerate(self.nodes) if node.name in answers]
+        if not made:
+            raise TraceError("The model answers with its own input: there is nothing to compute.")
+        # What follows the model's last output and is in none of its modules is the loss.
+        nodes = tuple(
+            replace(node, module="loss") if index > made[-1] and not node.module else node
+            for index, node in enumerate(self.nodes)
+        )
+        # A weight that the loss does not depend on has no gradient, and the ranks must not wait for one.
+        reached = find_gradient_targets(loss, nodes) if loss else set()
+        graph = ModelGraph(
+            inputs=self.inputs,
+            weights={name: specs[name] for name in specs if name in weights},
+            trainable=frozenset(n for n in weights & reached if self.owned[n].requires_grad),
+            buffers={name: specs[name] for name in specs if name not in weights},
+            nodes=nodes,
+            answers=answers,
+            loss=loss,
+            constants=self.constants,
+        )
+        if loss and graph.specs[loss].shape != ():
+            raise TraceError(f"The loss must be one number, but its shape is {graph.specs[loss].shape}. Reduce it.")
+        return graph
+
+    def _order_nodes(self) -> Iterator[fx.Node]:
+        """Yield the nodes, each `getitem` right after the operator whose outputs it picks."""
+        # Otherwise a stage could be cut between an operator and its outputs, which would have to travel as a list.
+        for node in self.module.graph.nodes:
+            if node.target is not operator.getitem:
+                yield node
+                yield from (user for user in node.users if user.target is operator.getitem)
+
+    def _to_refs(self, value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return Ref(self.names[value.name])
+        if isinstance(value, list | tuple):
+            return tuple(self._to_refs(item) for item in value)
+        return value
+
+    def _read_call(self, node: fx.Node) -> None:
+        name, made = str(node.target), node.meta["val"]
+        schema = node.target._schema if isinstance(node.target, torch._ops.OpOverload) else None
+        if schema is None:
+            arguments = {str(position): self._to_refs(value) for position, value in enumerate(node.args)}
+        else:
+            given = {each.name: value for each, value in zip(schema.arguments, node.args, strict=False)}
+            given.update(node.kwargs)
+            arguments = {
+                each.name: self._to_refs(given.get(each.name, each.default_value)) for each in schema.arguments
+            }
+        # A copy of a constant, to which no operator writes, is the constant.
+        if name == "aten.lift_fresh_copy.default" or (
+            name == "aten.detach.default" and arguments["self"].name in self.constants
+        ):
+            self.names[node.name] = arguments["self"].name
+            return
+        if isinstance(made, Tensor) and any(not isinstance(size, int) for size in made.shape):
+            raise TraceError(_BY_VALUE.format(f"{node.target} in {describe_location(node)} makes"))
+        # The only operator in place that is left counts up a buffer: its readers read the buffer.
+        counts_up = schema is not None and schema.is_mutable
+        self.names[node.name] = arguments["self"].name if counts_up else node.name
+        self.nodes.append(
+            Node(
+                name=node.name,
+                operator=_get_operator_name(node),
+                arguments=arguments,
+                spec=make_tensor_spec(made) if isinstance(made, Tensor) else None,
+                module=get_module_path(node),
+                source=find_source_line(node),
+                flops=count_flops(node),
+                graded=not is_no_grad(node),
+            )
+        )
+
+
+def is_check(node: fx.Node) -> bool:
+    """Return whether a node is only a check."""
+    return any(check in str(node.target) for check in _CHECKS)
+
+
+def make_tensor_spec(value: Tensor) -> TensorSpec:
+    """Return the shape and type of a tensor. Raises TraceError if the shape depends on values."""
+    if any(not isinstance(size, int) for size in value.shape):
+        raise TraceError(_BY_VALUE.format("The answer is"))
+    return TensorSpec(tuple(int(size) for size in value.shape), str(value.dtype).removeprefix("torch."))
+
+
+def make_constant_name(tensor: Tensor) -> str:
+    """Return the name of a tensor that forward creates or finds: the same for the same numbers."""
+    # A name by content: two traces of one model, with other numbers of images, call the same constant the same.
+    numbers = tensor.detach().cpu().contiguous()
+    told = f"{tuple(numbers.shape)} {numbers.dtype} ".encode() + numbers.view(-1).view(torch.uint8).numpy().tobytes()
+    return f"constant.{hashlib.sha256(told).hexdigest()[:16]}"
+
+
+def _get_operator_name(node: fx.Node) -> str:
+    """Return the operator's name. Raises TraceError for anything but a registered operator or `getitem`."""
+    if node.target is operator.getitem:
+        return "getitem"
+    if not isinstance(node.target, torch._ops.OpOverload):
+        raise TraceError(
+            f"{node.target} in {find_source_line(node)} computes with values of a tensor; only shapes are known."
+        )
+    return str(node.target)

@@ -1,0 +1,318 @@
+"""Rewrite in-place operators: the same graph without operators that mutate a tensor.
+
+Each value is tracked through its views. A write creates a new value of the written view and, from it, a new value of
+the storage that the view shares. Later reads of that storage, through any view, are replayed from the new value (view
+replay, as in PyTorch's own functionalisation). Gradients are those of autograd, which rewrites its graph in the same
+way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from engines.errors import TraceError
+from engines.graph.inline import is_no_grad
+from engines.graph.model_graph import WITHOUT_GRADIENT, to_user_name
+from engines.graph.source_location import describe_location, find_source_line
+from engines.graph.views import (
+    find_storages,
+    invert_view,
+    is_idle_dropout,
+    is_inplace_view,
+    is_replayable,
+    make_masked_where,
+)
+
+__all__ = ["WRITTEN", "functionalise", "remove_dead_nodes"]
+
+WRITTEN = "written"
+"""Key in `node.meta` of the result of a write: the node whose type the result keeps, whatever it is computed from."""
+
+_MADE, _VIEW = "made_here", "view"
+_ATEN = torch.ops.aten
+
+_RENAMED = {  # in-place operators whose out-of-place form has a different name
+    "bernoulli_.float": "bernoulli.p",
+    "bernoulli_.Tensor": "bernoulli.Tensor",
+    "normal_.default": "normal_functional.default",
+    "fill_.Scalar": "full_like.default",
+    "zero_.default": "zeros_like.default",
+}
+
+
+@dataclass
+class _Memory:
+    """A storage that aliases share. `outlives` is set if the storage persists after a step.
+
+    `version` counts the writes to the storage, and `writer` is the last of them.
+    """
+
+    outlives: bool
+    version: int = 0
+    writer: fx.Node | None = None
+
+
+@dataclass
+class _Alias:
+    """A view of a `memory`: all of it, or `view` of `parent`. `value` holds its contents as of `version`."""
+
+    memory: _Memory
+    parent: _Alias | None
+    view: fx.Node
+    value: fx.Node
+    version: int
+
+    @property
+    def base(self) -> _Alias:
+        """The alias of the whole storage."""
+        return self.parent.base if self.parent else self
+
+
+def functionalise(module: fx.GraphModule, owned: Collection[str]) -> fx.GraphModule:
+    """Replace the in-place operators of a module, except those that increment a buffer, and return the module.
+
+    `owned` are the names of weights and buffers. Raises TraceError if a node reads a value that was changed through
+    what may be a view or a copy of it, if a tensor with a gradient is written under `torch.no_grad()`, or if a tensor
+    that outlives the step is written.
+    """
+    walk = _Functionaliser(module, owned)
+    for node in list(module.graph.nodes):
+        walk.visit(node)
+    return module
+
+
+def remove_dead_nodes(module: fx.GraphModule) -> fx.GraphModule:
+    """Erase nodes without readers, such as written views and size checks at run time, and return the module."""
+    for node in reversed(list(module.graph.nodes)):
+        if node.users or node.op != "call_function" or _find_mutated_argument(node):
+            continue
+        name = str(node.target)
+        # An operator that draws stays although nothing reads it: draws are counted, and later ones would be others.
+        is_new = name.startswith("aten.new_") or (name in WITHOUT_GRADIENT and "rand" not in name)
+        checks = name.startswith(("aten.sym_size", "aten.item", "aten._assert_", "aten.index.Tensor"))
+        computes_sizes = not isinstance(node.target, torch._ops.OpOverload)
+        if _MADE in node.meta or _VIEW in node.meta or is_new or checks or computes_sizes:
+            module.graph.erase_node(node)
+    return module
+
+
+class _Functionaliser:
+    """Walks a graph from the front and rewrites it."""
+
+    def __init__(self, module: fx.GraphModule, owned: Collection[str]) -> None:
+        self.module, self.graph, self.owned = module, module.graph, owned
+        self.aliases: dict[fx.Node, _Alias] = {}
+        self.memories = find_storages(module)
+        self.carrying: set[fx.Node] = set()
+        modes = (getattr(node.meta.get("val"), "fake_mode", None) for node in self.graph.nodes)
+        self.mode = next(filter(None, modes), None) or FakeTensorMode(allow_non_fake_inputs=True)
+
+    def visit(self, node: fx.Node) -> None:
+        """Redirect the node's inputs to their current values, and make the node out-of-place if it writes."""
+        # A write reads its argument, too (`y += x`): it needs the current value like any other reader. Only a buffer
+        # that is counted up keeps its own node, since the increment stays in place.
+        written = _find_mutated_argument(node)
+        for argument in node.all_input_nodes:
+            alias = self.aliases[argument]
+            if not (argument is written and alias.memory.outlives):
+                node.replace_input_with(argument, self._get_current_value(alias, node))
+        if written is not None:
+            self._write(node, self.aliases[written])
+        elif node not in self.aliases:  # a `getitem` was tracked with the operator whose outputs it picks
+            for made in (node, *(user for user in node.users if user.target is operator.getitem)):
+                viewed = self._find_viewed_input(made, node)
+                if viewed is not None:
+                    self._add_view(made, self.aliases[viewed])
+                else:
+                    self.aliases[made] = _Alias(_Memory(node.op == "get_attr"), None, made, made, 0)
+        self._track_gradient(node)
+
+    def _find_viewed_input(self, made: fx.Node, node: fx.Node) -> fx.Node | None:
+        """Return the input of `node` that `made` (it, or one of its outputs) is a view of; None for a new storage."""
+        # A trace says that it returns its argument, but each call makes a new tensor of the constant.
+        if node.target is _ATEN.lift_fresh_copy.default:
+            return None
+        if is_idle_dropout(node):
+            return node.all_input_nodes[0]
+        # Neither the schema nor the operator's name tells whether `reshape` or `contiguous` copied. The fake tensors of
+        # the trace do: views share a storage.
+        here = self.memories[made]
+        return next((each for each in node.all_input_nodes if here & self.memories.get(each, frozenset())), None)
+
+    def _add_view(self, node: fx.Node, of: _Alias) -> None:
+        node.meta[_VIEW] = True
+        self.aliases[node] = _Alias(of.memory, of, node, node, of.version)
+
+    def _track_gradient(self, node: fx.Node) -> None:
+        """Record whether a gradient flows back through the node. (Images have none in training.)"""
+        if node.op == "get_attr":
+            carries = operator.attrgetter(str(node.target))(self.module).requires_grad
+        elif node.op != "call_function" or is_no_grad(node) or str(node.target) in WITHOUT_GRADIENT:
+            carries = False
+        else:
+            value = node.meta.get("val")
+            is_integral = isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
+            carries = not is_integral and any(each in self.carrying for each in node.all_input_nodes)
+        if carries:
+            self.carrying.add(node)
+
+    def _get_current_value(self, alias: _Alias, reader: fx.Node) -> fx.Node:
+        """Return the alias's current value, replaying its view before `reader` if the storage was written since."""
+        if alias.version != alias.memory.version:
+            if alias.parent is None or not is_replayable(alias.view):
+                writer = alias.memory.writer
+                told = f"{writer.target} in {describe_location(writer)}" if writer else "another operator"
+                raise TraceError(
+                    f"{reader.target} in {describe_location(reader)} reads memory that {told} has changed through "
+                    "another view. Make that operator out-of-place."
+                )
+            parent, view = self._get_current_value(alias.parent, reader), alias.view
+            made = self._make(reader, view, view.target, parent, *view.args[1:], **view.kwargs)
+            self._set_value(alias, made)
+        return alias.value
+
+    def _set_value(self, alias: _Alias, value: fx.Node) -> None:
+        """Set the alias's value as of the current version."""
+        alias.value, alias.version = value, alias.memory.version
+        self.aliases[value], self.memories[value] = alias, self.memories[alias.view]
+
+    # ---- writes
+
+    def _write(self, node: fx.Node, alias: _Alias) -> None:
+        if alias.memory.outlives:
+            self._count_up_buffer(node, alias)
+            return
+        if is_inplace_view(node):  # `unsqueeze_`, say: from now on, the old name refers to the new shape
+            node.target = _find_functional_target(node)
+            self._add_view(node, alias)
+            for name in [name for name, each in self.aliases.items() if each is alias]:
+                self.aliases[name] = self.aliases[node]
+            return
+        base = alias.base
+        # Autograd would go on with the gradient of the old values, which an out-of-place operator cannot express.
+        if is_no_grad(node) and base.version == base.memory.version and base.value in self.carrying:
+            raise TraceError(
+                f"{node.target} in {describe_location(node)} changes, under torch.no_grad(), a tensor that has a "
+                "gradient: the gradient would be that of other values. Make that operator out-of-place."
+            )
+        made = self._make_out_of_place(node, alias.value)
+        # `y += x` keeps the type of y, whatever autocast makes of `y + x` (see `insert_casts`).
+        made.meta[WRITTEN] = alias.value
+        self._propagate_write(node, alias, made)
+        node.replace_all_uses_with(made)
+        self.graph.erase_node(node)
+
+    def _count_up_buffer(self, node: fx.Node, alias: _Alias) -> None:
+        """Keep an increment of a buffer in place.
+
+        Raises TraceError for any other write: its result would not be that of one process in its order.
+        """
+        base, target = alias.base, str(alias.base.view.target)
+        counts = node.target is _ATEN.add_.Tensor and isinstance(node.args[1], int)
+        if not counts or alias.parent is not None or target not in self.owned:
+            what = f"the buffer {to_user_name(target)}" if target in self.owned else "a tensor that it has not made"
+            raise TraceError(
+                f"{node.target} in {describe_location(node)} changes {what} while the model runs. Only counting up a "
+                "buffer by a whole number has a rule: keep such values outside."
+            )
+        base.memory.version, base.memory.writer = base.memory.version + 1, node
+        self.aliases[node] = alias
+
+    def _propagate_write(self, node: fx.Node, alias: _Alias, made: fx.Node) -> None:
+        """Set `made` as the written alias's value, and propagate it to the storage as far as possible."""
+        # From the written view up to the base. If a view has no inverse, the walk ends early: the aliases above keep
+        # their old version, and a later read of them raises TraceError instead of returning stale values.
+        #
+        #     x = zeros(4, 4)         base    version 0 -> 1: slice_scatter(x, select_scatter(y, z, 0, 0), 0, 2, 4)
+        #     y = x[2:4]              view    version 0 -> 1: select_scatter(y, z, 0, 0)
+        #     y[0].copy_(z)           written version 0 -> 1: z
+        #
+        # Any other view of x, such as x[:, 1], keeps version 0 and is replayed from the new x by its next reader.
+        path, part = [(alias, made)], made
+        while alias.parent is not None:
+            whole = None
+            # A view that was made without a gradient would cut off the gradient of what is now written through it.
+            if is_no_grad(node) or not is_no_grad(alias.view):
+                with contextlib.suppress(TraceError):
+                    whole = self._get_current_value(alias.parent, node)
+            back = whole and invert_view(partial(self._make, node, node), alias.view, whole, part)
+            if back is None:
+                break
+            if back is not part:
+                back.meta[WRITTEN] = whole
+            alias, part = alias.parent, back
+            path.append((alias, part))
+        memory = alias.memory
+        memory.version, memory.writer = memory.version + 1, made  # before `_set_value`, which records the new version
+        for each, value in path:
+            self._set_value(each, value)
+
+    def _make_out_of_place(self, node: fx.Node, value: fx.Node) -> fx.Node:
+        make, like = partial(self._make, node, node), value.meta["val"]
+        if node.target in (_ATEN.copy_.default, _ATEN.fill_.Tensor):  # the source, in the type and shape of `value`
+            source: fx.Node = node.args[1]  # type: ignore[assignment]
+            made = source
+            if made.meta["val"].dtype != like.dtype:
+                made = make(_ATEN._to_copy.default, made, dtype=like.dtype)
+            if made.meta["val"].shape != like.shape:
+                made = make(_ATEN.expand.default, made, list(like.shape))
+            return made if made is not source else make(_ATEN.alias.default, made)
+        if (masked := make_masked_where(make, node, value)) is not None:
+            return masked
+        target = _find_functional_target(node)
+        # Defaults are filled in: `bernoulli.p` requires an argument that `bernoulli_` has a default for.
+        left_out = node.target._schema.arguments[len(node.args) :]  # type: ignore[union-attr]
+        given = [*node.args, *(each.default_value for each in left_out if not each.kwarg_only)]
+        made = make(target, value, *given[1 : len(target._schema.arguments)], **node.kwargs)
+        return made if made.meta["val"].dtype == like.dtype else make(_ATEN._to_copy.default, made, dtype=like.dtype)
+
+    def _make(self, reader: fx.Node, origin: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Insert an operator before `reader`, with the source location of `origin`."""
+        with self.graph.inserting_before(reader):
+            made = self.graph.call_function(target, args, kwargs)
+        # The shape, type and storage of the new value, which later passes read: the operator runs once without memory.
+        live = fx.node.map_aggregate(
+            (args, kwargs), lambda each: each.meta["val"] if isinstance(each, fx.Node) else each
+        )
+        with self.mode, torch.no_grad():
+            value = target(*live[0], **live[1])  # type: ignore[index]
+        made.meta = {**origin.meta, "val": value, _MADE: True}
+        made.meta.pop(WRITTEN, None)
+        self.aliases[made] = _Alias(_Memory(False), None, made, made, 0)
+        self._track_gradient(made)
+        return made
+
+
+def _find_mutated_argument(node: fx.Node) -> fx.Node | None:
+    """Return the argument that an in-place operator writes to, or None."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    for place, schema in enumerate(node.target._schema.arguments):
+        if schema.alias_info and schema.alias_info.is_write:
+            given = node.args[place] if place < len(node.args) else node.kwargs.get(schema.name)
+            if isinstance(given, fx.Node):
+                return given
+    return None
+
+
+def _find_functional_target(node: fx.Node) -> Any:
+    """Return the out-of-place form of an operator: `relu_` -> `relu`. Raises TraceError if there is none."""
+    if (name := str(node.target).removeprefix("aten.")) in _RENAMED:
+        packet, overload = _RENAMED[name].split(".")
+        return getattr(getattr(_ATEN, packet), overload)
+    packet, overload = name.split(".")
+    plain = getattr(_ATEN, packet.removesuffix("_"), None) if packet.endswith("_") else None
+    if plain is None or not hasattr(plain, overload):
+        raise TraceError(
+            f"{node.target} in {find_source_line(node)} writes to its input and has no out-of-place form. Replace it."
+        )
+    return getattr(plain, overload)

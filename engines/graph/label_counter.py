@@ -1,0 +1,218 @@
+"""All-reduce of the loss denominators: the ranks of the last stage count the labels of all micro-batches of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engines.comm.all_reduce import all_reduce
+from engines.comm.world import World
+from engines.graph.label_spec import find_label_specs
+from engines.graph.model_graph import ModelGraph, Ref, to_user_name
+from engines.plan import Plan
+from engines.program.instructions import CountLabels
+from engines.program.program import Program
+from engines.program.worker import Worker
+from engines.spatial.layout import Layout
+
+__all__ = ["LabelCounter", "NonFiniteCause", "find_causes", "format_causes"]
+
+
+class LabelCounter:
+    """The totals over the labels of all micro-batches, on one rank: `values` by name, which the loss reads.
+
+    They are valid once `count` has returned, and equal on every rank of the last stage. `program` is the rank's
+    training program; `owned` are its weights and buffers. `sharers` is the number of ranks that each hold a shard of
+    a micro-batch's labels.
+    """
+
+    def __init__(
+        self,
+        graph: ModelGraph,
+        plan: Plan,
+        program: Program,
+        world: World,
+        owned: Mapping[str, Tensor],
+        device: torch.device,
+    ) -> None:
+        self.world, self.totals, self.micro_batches = world, graph.totals, plan.micro_batches
+        self.values = {
+            total.name: torch.ones(total.spec.shape, dtype=getattr(torch, total.spec.dtype), device=device)
+            for total in graph.totals
+        }
+        ways = program.direction_programs.values()
+        feeds = [way.input_shards["labels"] for way in ways if "labels" in way.input_shards]
+        spread = any(feed.axes or (feed.tile and feed.tile.images) for feed in feeds)
+        self.sharers = len(Layout.of(plan).stages[-1].ranks) if spread else 1
+        # A program like that of a forward pass, whose only inputs are labels.
+        self.worker = None
+        for own in (each.program for each in program.select_instructions(CountLabels)):
+            found = {name: owned[name].detach() for name in own.buffers}
+            self.worker = Worker(own, world, {}, found, device=device)
+            self.worker.step_labels = [b"counts the labels of the whole batch"] * len(own.steps)
+
+    def count(self, instruction: CountLabels, labels: Mapping[int, Tensor]) -> int:
+        """Update `values` from this rank's `labels`, by micro-batch, and return the bytes sent.
+
+        Collective over the ranks of the last stage.
+        """
+        worker, group = self.worker, instruction.group
+        worker.run({number: {"labels": labels[number]} for number in worker.program.directions})
+        # All totals travel in one float64 vector, so that a step needs a single all-reduce.
+        sums = torch.cat([self._sum(total.source) for total in self.totals])
+        sent_bytes = sum(event.bytes for event in worker.events)
+        worker.restart({})
+        if len(group) > 1:
+            under_way = all_reduce(self.world, sums, group)
+            under_way.wait()
+            sent_bytes += under_way.sent_bytes
+        parts = sums.split([total.spec.numel for total in self.totals])
+        for total, part in zip(self.totals, parts, strict=True):
+            mean = part / self.micro_batches**total.degree
+            self.values[total.name].copy_(mean.view(total.spec.shape))
+        return sent_bytes
+
+    def _sum(self, source: str) -> Tensor:
+        """Return the sum over this rank's micro-batches, (n,), float64."""
+        worker = self.worker
+        # Only the rank that seeds the loss of a micro-batch contributes, so that the all-reduce counts each one once.
+        found = [
+            worker.peek(source, number).detach().double().cpu().flatten()
+            for number in worker.program.directions
+            if worker.program.get_direction_program(number).seeds_loss
+        ]
+        size = next(total.spec.numel for total in self.totals if total.source == source)
+        return torch.stack(found).sum(0) if found else torch.zeros(size, dtype=torch.float64)
+
+
+# Diagnosis of a non-finite loss from a rank's labels, images, weights and earlier losses.
+
+
+LABELS, IMAGES, WEIGHTS, GROWTH, ELSE = range(5)
+
+_GROWN = 10  # a loss counts as grown if it exceeds the smallest recent one by this factor
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class NonFiniteCause:
+    """A cause of infinite or undefined losses, in words. A cause of a lower `level` explains those of higher levels.
+
+    `finders` is the number of ranks that must find it, since each rank has only a shard of the labels.
+    """
+
+    level: int
+    words: str
+    finders: int = 1
+
+
+def format_causes(found: Mapping[int, Sequence[NonFiniteCause]]) -> str:
+    """Return the causes of the lowest level with the ranks that found them, or "" if there are none."""
+    # Level by level: a pixel that is no number makes the answers no numbers, which is then not worth saying.
+    # "Rank 2 has no label that counts" is a cause only if its sharers say so, too: each sees its own tile.
+    finders: dict[NonFiniteCause, list[int]] = {}
+    for rank, causes in sorted(found.items()):
+        for cause in causes:
+            finders.setdefault(cause, []).append(rank)
+    known = sorted(cause for cause, ranks in finders.items() if len(ranks) >= cause.finders)
+    told = []
+    for cause in known:
+        if cause.level == known[0].level:
+            ranks = finders[cause]
+            several = "s" if len(ranks) > 1 else ""
+            told.append(f"Found on rank{several} {', '.join(map(str, ranks))}: {cause.words}")
+    return " ".join(told)
+
+
+def find_causes(
+    graph: ModelGraph, worker: Worker, counting: LabelCounter, recent: Sequence[float], micro_batch: int | None = None
+) -> list[NonFiniteCause]:
+    """Return the causes that this rank finds in all its micro-batches, or in the one whose loss is not finite.
+
+    `recent` are the losses of the last steps, the newest last; empty if this rank does not have them.
+    """
+    found = [*_find_uncounted_labels(graph, worker, counting, micro_batch), *_find_bad_inputs(worker, micro_batch)]
+    held = {**worker.weights, **worker.buffers}
+    names = [to_user_name(name) for name, tensor in held.items() if _count_non_finite(tensor.detach())]
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        words = (
+            f"Weights are not finite themselves after {worker.steps - 1} updates: {', '.join(names[:3])}{more}. "
+            "Load a checkpoint, or begin anew; then lower the learning rate, or bound the gradients (clip_norm)."
+        )
+        found.append(NonFiniteCause(WEIGHTS, words))
+    if micro_batch is None:
+        return found
+    if len(recent) > 1 and abs(recent[-1]) > _GROWN * min(map(abs, recent)):
+        losses = ", ".join(f"{loss:.4g}" for loss in recent)
+        words = f"The losses before it grow: {losses}. Lower the learning rate, or bound the gradients (clip_norm)."
+        found.append(NonFiniteCause(GROWTH, words))
+    lane = worker.micro_batch_states[micro_batch]
+    answer = lane.leaves.get(graph.prediction)
+    if answer is not None and _count_non_finite(lane.fetch(answer).detach()):
+        words = (
+            "The model's answers are not finite, but images, labels and weights are, as far as this rank has them. "
+            "Lower the learning rate, or look for a division by 0 or an overflow in the model."
+        )
+    else:
+        words = (
+            "The model's answers are finite: the loss itself has no value for them, such as a logarithm of 0, or a "
+            "mean over no labels."
+        )
+    found.append(NonFiniteCause(ELSE, words))
+    return found
+
+
+def _find_uncounted_labels(
+    graph: ModelGraph, worker: Worker, counting: LabelCounter, micro_batch: int | None
+) -> Iterator[NonFiniteCause]:
+    """Yield a cause for a denominator of the loss that is 0, or for each micro-batch whose labels are all ignored."""
+    # Only totals that are divided by are checked. Others may be 0: a count that the loss clamps, or that of an absent
+    # class.
+    divisors = {node.arguments["other"] for node in graph.nodes if node.operator == "aten.div.Tensor"}
+    if counting.worker and any(not value.any() for name, value in counting.values.items() if Ref(name) in divisors):
+        yield NonFiniteCause(
+            LABELS,
+            "No label counts: the loss divides by what the labels of the whole batch count, and that is 0 (all are "
+            "ignored, masked, or of a class of weight 0). In plain PyTorch it is nan too. Leave such batches out.",
+        )
+    for number, lane in worker.micro_batch_states.items():
+        # Where totals are taken over the whole batch, a micro-batch without labels does no harm.
+        if counting.totals or lane.inputs.get("labels") is None or micro_batch not in (None, number):
+            continue
+        labels = lane.fetch(lane.inputs["labels"])
+        for numbers in find_label_specs(graph):
+            if not numbers.get_counted_mask(labels).any():
+                yield NonFiniteCause(
+                    LABELS,
+                    f"No label of {_describe_micro_batch(worker, number)} counts: all are {numbers.ignored}, which the "
+                    "loss ignores. Its mean is over none, and nan in plain PyTorch too. Leave such batches out.",
+                    counting.sharers,  # each of them holds a shard of the labels
+                )
+
+
+def _find_bad_inputs(worker: Worker, micro_batch: int | None) -> Iterator[NonFiniteCause]:
+    for number, lane in worker.micro_batch_states.items():
+        for name, tensor in lane.inputs.items():
+            gone = tensor is None  # sequential tiles release inputs that they no longer need
+            bad = 0 if gone or micro_batch not in (None, number) else _count_non_finite(lane.fetch(tensor))
+            if bad:
+                where = LABELS if name == "labels" else IMAGES
+                what = "1 value" if bad == 1 else f"{bad} values"
+                verb = "is" if bad == 1 else "are"
+                yield NonFiniteCause(
+                    where, f"{what} of the {name} of {_describe_micro_batch(worker, number)} {verb} not finite."
+                )
+
+
+def _describe_micro_batch(worker: Worker, number: int) -> str:
+    count = worker.program.micro_batches
+    return f"micro-batch {number} of {count}" if count > 1 else "the batch"
+
+
+def _count_non_finite(tensor: Tensor) -> int:
+    if not tensor.is_floating_point():
+        return 0
+    return int(tensor.numel() - tensor.isfinite().sum().item())

@@ -1,0 +1,327 @@
+"""Aggregation rules of operators that reshape values or process each image separately. None: the result is unknown."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from engines.graph.loss_analysis import (
+    CLASS_LOSSES,
+    CONSTANT,
+    AggregationKind,
+    BatchAggregation,
+    LossAnalysis,
+    aggregates,
+    compute_reduced_axis,
+    is_batch_axis_kept,
+    normalise_dims,
+)
+from engines.graph.model_graph import Node, Ref, find_ref_names
+
+__all__ = ["SUM"]
+
+__all__: list[str] = []
+
+
+@aggregates("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze")
+def propagate_view(a: LossAnalysis, node: Node) -> BatchAggregation | None:
+    """Return the aggregation of a view: images stay separate if the element count before their axis is unchanged."""
+    ref = node.arguments["self"]
+    found = a.get_aggregation(ref.name)
+    if found.kind is not AggregationKind.ROWS:
+        return found
+    axis = a.find_node_axis(node)
+    kept = axis is not None and node.spec and is_batch_axis_kept(a.get_spec(ref), found.axis, node.spec, axis)
+    return replace(found, axis=axis) if kept else None
+
+
+@aggregates("permute", "transpose", "movedim", "swapaxes", "t", "numpy_T", "select", "slice", "narrow")
+def propagate_permute(a: LossAnalysis, node: Node) -> BatchAggregation | None:
+    """Return the aggregation of a permutation of dimensions, or of a slice along a dimension other than the batch's."""
+    ref = node.arguments["self"]
+    found = a.get_aggregation(ref.name)
+    if found.kind is not AggregationKind.ROWS:
+        return found if a.is_batch_independent(node) else None
+    # A slice that takes all images, as x[:], keeps the shape.
+    axis, dim, before = a.find_node_axis(node), node.arguments.get("dim"), a.get_spec(ref)
+    takes_images = isinstance(dim, int) and dim % len(before.shape) == found.axis and node.spec != before
+    return None if axis is None or takes_images else replace(found, axis=axis)
+
+
+@aggregates("expand", "expand_as", "zeros", "ones", "full", "new_zeros", "new_ones", "new_full")
+def propagate_expand(a: LossAnalysis, node: Node) -> BatchAggregation | None:
+    """Return the aggregation of a broadcast or fill whose output shape may contain the batch size."""
+    ref = node.arguments.get("self")
+    is_fill = not isinstance(ref, Ref) or node.operator.startswith("aten.new_")  # `new_zeros` takes only the type
+    found = CONSTANT if is_fill else a.get_aggregation(ref.name)
+    # A fill with the number of images, or with its inverse, is not the same in the whole batch.
+    if a.get_number_aggregation(node, "fill_value") != CONSTANT:
+        return None
+    if found.kind is AggregationKind.SUM:
+        return found if a.is_batch_independent(node) else None
+    if node.name in a._twins and a._twins[node.name].spec == node.spec and found.kind is AggregationKind.SAME:
+        return found
+    axis = a.find_node_axis(node)
+    return None if axis is None or found.degree else replace(found, kind=AggregationKind.ROWS, axis=axis)
+
+
+@aggregates(
+    *("softmax", "log_softmax", "_softmax", "_log_softmax", "cumsum", "cumprod", "logsumexp", "amax", "amin", "argmax"),
+    *("argmin", "max", "min", "all", "any", "var", "std", "prod", "linalg_vector_norm", "norm", "sort", "topk"),
+)
+def propagate_along_dims(a: LossAnalysis, node: Node) -> BatchAggregation | None:
+    """Return the aggregation of an operator along dimensions other than the batch's."""
+    ref = node.arguments["self"]
+    found = a.resolve_total(ref.name)
+    if found.kind is AggregationKind.SAME:
+        return found if found.degree == 0 else None
+    given = node.arguments.get("dim")
+    dims = normalise_dims(given, len(a.get_spec(ref).shape))
+    if not found.is_plain or not dims or found.axis in dims or len(node.reads) != 1:
+        return None
+    if node.spec is None:
+        return found
+    axis = a.find_node_axis(node)
+    return None if axis is None else replace(found, axis=axis)
+
+
+@aggregates(
+    *("one_hot", "gather", "scatter", "scatter_add", "embedding", "conv1d", "conv2d", "conv3d", "convolution"),
+    *("avg_pool2d", "avg_pool3d", "max_pool2d", "max_pool3d", "adaptive_avg_pool2d", "upsample_nearest2d"),
+    *("upsample_bilinear2d", "constant_pad_nd", "pad", "linear", "bmm"),
+)
+def propagate_per_image(a: LossAnalysis, node: Node) -> BatchAggregation | None:
+    """Return the aggregation of an operator that processes each entry of the first dimension, the batch, separately."""
+    shares = [a.resolve_total(name) for name in node.reads]
+    if not all(each.is_plain and each.axis == 0 for each in shares):
+        return None
+    rows = [each for each in shares if each.kind is AggregationKind.ROWS]
+    dims = normalise_dims(node.arguments.get("dim"), len(a.graph.specs[node.reads[0]].shape))
+    if not rows:
+        return CONSTANT.combine(*shares)
+    if 0 in dims or a.find_node_axis(node) != 0:
+        return None
+    return rows[0].combine(*shares)
+
+
+@aggregates("index")
+def propagate_index(a: LossAnalysis, node: Node) -> BatchAggregation | None:
+    """Return the aggregation of indexing a constant, such as class weights, with per-image indices."""
+    table, indices = a.resolve_total(node.arguments["self"].name), node.arguments["indices"]
+    shares = [a.resolve_total(name) for name in find_ref_names(indices)]
+    if not all(each.is_plain for each in (table, *shares)) or table.kind is not AggregationKind.SAME:
+        return None
+    made, axis = table.combine(*shares), a.find_node_axis(node)
+    if all(each.kind is AggregationKind.SAME for each in shares):
+        return made
+    return None if axis is None or len(shares) != 1 else replace(made, kind=AggregationKind.ROWS, axis=axis)
+
+
+@aggregates("stack", "cat")
+def propagate_concat(a: LossAnalysis, node: Node) -> BatchAggregation | None:
+    """Return the aggregation of a concatenation or stack along a dimension other than the batch's."""
+    found = [a.get_aggregation(name) for name in node.reads]
+    # Joined values must aggregate alike: rows with rows of the same axis, sums with sums of the same degree.
+    first = found[0]
+    if any((each.kind, each.degree, each.axis) != (first.kind, first.degree, first.axis) for each in found):
+        return None
+    made = first.combine(*found)
+    if first.kind is not AggregationKind.ROWS:
+        return made
+    axis = a.find_node_axis(node)
+    along = node.arguments.get("dim")
+    count = len(node.spec.shape) if node.spec else 0
+    if axis is None or not isinstance(along, int) or along % count == axis:
+        return None
+    return replace(made, axis=axis)
+
+
+@aggregates("split", "split_with_sizes", "chunk", "unbind")
+def propagate_split(a: LossAnalysis, node: Node) -> BatchAggregation | None:
+    """Return the aggregation of a split into several tensors, each of which `getitem` reads."""
+    ref = node.arguments["self"]
+    found, dim = a.get_aggregation(ref.name), node.arguments.get("dim", 0)
+    apart = found.kind is not AggregationKind.ROWS or dim % len(a.get_spec(ref).shape) != found.axis
+    return found if apart else None
+
+
+@aggregates("getitem")
+def propagate_getitem(a: LossAnalysis, node: Node) -> BatchAggregation | None:
+    """Return the aggregation of one of several outputs."""
+    found = a.get_aggregation(node.reads[0])
+    if found.kind is not AggregationKind.ROWS:
+        return found
+    axis = a.find_node_axis(node)
+    return None if axis is None else replace(found, axis=axis)
+
+
+# Aggregation rules of arithmetic operators: sums, means, products and losses. A rule returns None for unknown.
+
+
+NONE, MEAN, SUM = 0, 1, 2  # ATen's `reduction`
+
+
+@aggregates("*")
+def propagate_pointwise(a: LossAnalysis, node: Node) -> BatchAggregation | None:
+    """Return the aggregation of any pointwise function."""
+    shares = {name: a.resolve_total(name) for name in node.reads}
+    if not all(each.is_plain for each in shares.values()) or not a.has_constant_arguments(node):
+        return None
+    made = CONSTANT.combine(*shares.values())
+    if all(each.kind is AggregationKind.SAME for each in shares.values()):
+        return made
+    axis = a.find_aligned_axis(node, shares)
+    return None if axis is None else made.combine(kind=AggregationKind.ROWS, axis=axis)
+
+
+@aggregates(
+    *("neg", "negative", "to", "type_as", "_to_copy", "alias", "clone", "contiguous", "detach", "lift_fresh_copy")
+)
+def propagate_linear(a: LossAnalysis, node: Node) -> BatchAggregation | None:
+    """Return the aggregation of a change of sign or dtype; a conversion from floats to integers is pointwise only."""
+    # Rounding is not linear: trunc(x) + trunc(y) is not trunc(x + y).
+    found, before = a.get_aggregation(node.reads[0]), a.graph.specs.get(node.reads[0])
+    rounds = node.spec and before and before.is_floating and not node.spec.is_floating
+    return propagate_pointwise(a, node) if rounds else found
+
+
+@aggregates("mul", "multiply", "div", "divide", "true_divide")
+def propagate_product(a: LossAnalysis, node: Node) -> BatchAggregation | None:
+    """Return the aggregation of a product or quotient: degrees add up or are subtracted; one operand may be a sum."""
+    divides = node.operator.removeprefix("aten.").startswith(("div", "true_divide"))
+    if node.arguments.get("rounding_mode"):
+        return propagate_pointwise(a, node)
+    one, two = a.get_operand_aggregation(node, "self"), a.get_operand_aggregation(node, "other")
+    if one is None or two is None:
+        return None
+    # labels.sum() * x.sum():    linear in x if the first is the total of all micro-batches, which is known before
+    # x.sum() / labels.sum():    likewise
+    # w * x.sum():               linear as it is
+    # x.sum() * z.sum():         unknown: neither sum is known before
+    one, two = _resolve_factors(a, node, one, two, divides)
+    # sum_i(x_i) * c = sum_i(x_i * c) holds only for a factor c that is the same for all micro-batches.
+    if AggregationKind.SUM in (one.kind, two.kind) and (one.kind, two.kind).count(AggregationKind.SAME) != 1:
+        return None
+    if divides and two.kind is AggregationKind.SUM:
+        return None
+    degree = one.degree - two.degree if divides else one.degree + two.degree
+    main = one if two.kind is AggregationKind.SAME else two
+    made = main.combine(one, two, degree=degree)
+    first, second = node.arguments["self"], node.arguments["other"]
+    if divides and two.derived:  # "?" stands for a denominator that is computed from totals, but is not one itself
+        is_total = isinstance(second, Ref) and second.name in a.totals | a.wanted
+        made = replace(made, over=one.over | {second.name if is_total else "?"})
+    if made.kind is not AggregationKind.ROWS:
+        return made
+    operands = {ref.name: share for ref, share in ((first, one), (second, two)) if isinstance(ref, Ref)}
+    axis = a.find_aligned_axis(node, operands)
+    return None if axis is None else replace(made, axis=axis)
+
+
+def _resolve_factors(
+    a: LossAnalysis, node: Node, one: BatchAggregation, two: BatchAggregation, divides: bool
+) -> tuple[BatchAggregation, BatchAggregation]:
+    """Replace known sums by their totals where linearity does not cover them.
+
+    A denominator is always replaced. A factor is replaced unless the other one is a constant.
+    """
+
+    def resolve_operand(argument: str, own: BatchAggregation) -> BatchAggregation:
+        ref = node.arguments[argument]
+        return a.resolve_total(ref.name) if isinstance(ref, Ref) else own
+
+    if divides:
+        two = resolve_operand("other", two)
+    if two.kind is not AggregationKind.SAME or two.derived:
+        one = resolve_operand("self", one)
+    if one.kind is not AggregationKind.SAME or one.derived:
+        two = resolve_operand("other", two)
+    return one, two
+
+
+@aggregates("add", "sub", "subtract", "rsub")
+def propagate_addition(a: LossAnalysis, node: Node) -> BatchAggregation | None:
+    """Return the aggregation of a sum or difference; sums over the batch may be added to means over it."""
+    one, two = a.get_operand_aggregation(node, "self"), a.get_operand_aggregation(node, "other")
+    if one is None or two is None or a.get_number_aggregation(node, "alpha") != CONSTANT:
+        return None
+    kinds = {one.kind, two.kind}
+    if AggregationKind.ROWS in kinds or (kinds == {AggregationKind.SAME}):
+        return propagate_pointwise(a, node) if one.degree == two.degree == 0 or AggregationKind.SUM in kinds else None
+    # A value that is the same for all M micro-batches is the sum of them, divided by M once more.
+    one, two = (
+        replace(each, kind=AggregationKind.SUM, degree=each.degree + 1) if each.kind is AggregationKind.SAME else each
+        for each in (one, two)
+    )
+    if one.degree == two.degree:
+        return one.combine(two)
+    if one.known and two.known:
+        return propagate_pointwise(a, node)
+    # A sum (degree 0) and a mean (degree 1). The rewritten graph multiplies the sum by M, which makes it a mean, too:
+    # sum_i(x_i) + sum_i(y_i) / M = sum_i(M * x_i + y_i) / M.
+    for argument, each in (("self", one), ("other", two)):
+        ref = node.arguments[argument]
+        if each.degree not in (0, 1) or (each.degree == 0 and not isinstance(ref, Ref)):
+            return None
+        if each.degree == 0:
+            a.scaled.add((node.name, ref.name))
+    return one.combine(two, degree=1)
+
+
+@aggregates("sum", "mean")
+def propagate_reduction(a: LossAnalysis, node: Node) -> BatchAggregation | None:
+    """Return the aggregation of a sum or mean, over the batch or over other dimensions."""
+    ref, mean = node.arguments["self"], ".mean." in node.operator
+    found, spec = a.get_aggregation(ref.name), a.get_spec(ref)
+    if found.kind is not AggregationKind.ROWS:
+        return found
+    count = len(spec.shape)
+    dims = normalise_dims(node.arguments.get("dim"), count) or tuple(range(count))
+    if found.axis not in dims:
+        keepdim = bool(node.arguments.get("keepdim"))
+        return replace(found, axis=compute_reduced_axis(found.axis, dims, keepdim))
+    over = found.over | ({""} if mean else set())
+    return replace(found, kind=AggregationKind.SUM, degree=found.degree + mean, axis=0, over=over)
+
+
+@aggregates(*CLASS_LOSSES)
+def propagate_class_loss(a: LossAnalysis, node: Node) -> BatchAggregation | None:
+    """Return the aggregation of a cross-entropy or NLL loss.
+
+    The denominator of a mean over class numbers depends on the labels: the node is added to `ratios`.
+    """
+    given = node.arguments
+    scores, labels = a.get_aggregation(given["self"].name), a.resolve_total(given["target"].name)
+    weight = a.resolve_total(given["weight"].name) if isinstance(given["weight"], Ref) else CONSTANT
+    rows = all(each.kind is AggregationKind.ROWS and each.axis == 0 and each.degree == 0 for each in (scores, labels))
+    if not rows or weight.kind is not AggregationKind.SAME or weight.degree:
+        return None
+    made = scores.combine(labels, weight)
+    if given["reduction"] == NONE:
+        return made
+    if given["reduction"] == SUM:
+        return replace(made, kind=AggregationKind.SUM)
+    if a.get_spec(given["target"]).is_floating:  # class probabilities: a mean over the images' pixels
+        return replace(made, kind=AggregationKind.SUM, degree=1, over=frozenset({""}))
+    if not (labels.known and weight.known):
+        return None
+    a.ratios.add(node.name)
+    key = repr([given["target"], given["weight"], given["ignore_index"]])
+    return replace(made, kind=AggregationKind.SUM, degree=1, known=False, over=frozenset({key}))
+
+
+@aggregates(
+    *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "kl_div", "poisson_nll_loss"),
+    *("binary_cross_entropy", "binary_cross_entropy_with_logits", "hinge_embedding_loss", "margin_ranking_loss"),
+    *("multi_margin_loss", "multilabel_margin_loss", "cosine_embedding_loss"),
+)
+def propagate_element_loss(a: LossAnalysis, node: Node) -> BatchAggregation | None:
+    """Return the aggregation of an element-wise loss, whose mean divides by the number of elements."""
+    shares = {name: a.resolve_total(name) for name in node.reads}
+    if not all(each.is_plain for each in shares.values()) or a.find_axis_from_end(shares) is None:
+        return None
+    made, reduction = CONSTANT.combine(*shares.values()), node.arguments["reduction"]
+    if reduction == NONE:
+        axis = a.find_aligned_axis(node, shares)
+        return None if axis is None else replace(made, kind=AggregationKind.ROWS, axis=axis)
+    over = frozenset({""}) if reduction == MEAN else frozenset()
+    return replace(made, kind=AggregationKind.SUM, degree=int(reduction == MEAN), over=made.over | over)

@@ -1,0 +1,300 @@
+"""A traced model as data: its operators, their shapes and costs, and their places in the user's source."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from engines.errors import PlanError, TraceError
+
+__all__ = [
+    "LOSS",
+    "MODEL",
+    "WITHOUT_GRADIENT",
+    "BatchLoss",
+    "BatchTotal",
+    "ModelGraph",
+    "Node",
+    "Ref",
+    "TensorSpec",
+    "check_buffer_reads",
+    "find_gradient_targets",
+    "find_ref_names",
+    "find_updated_buffers",
+    "is_batch_dependent",
+    "to_user_name",
+]
+
+MODEL, LOSS = "model.", "loss."
+"""Prefixes of the names of weights and buffers: of the model's own, and of a loss that is a module."""
+
+WITHOUT_GRADIENT = frozenset(
+    {f"aten.{name}_like.default" for name in ("zeros", "ones", "full", "empty", "rand", "randn")}
+    | {f"aten.new_{name}.default" for name in ("empty", "zeros", "ones", "full")}
+    | {"aten.detach.default"}
+)
+"""Operators through which no gradient flows to their arguments."""
+
+_ITEM_BYTES = {"complex128": 16, "complex64": 8, "float64": 8, "int64": 8, "float32": 4, "int32": 4}
+_ITEM_BYTES |= {"float16": 2, "bfloat16": 2, "int16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A reference to the value called `name`: an input, a weight, a buffer or the output of a node."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape and data type of a tensor at whole-image size."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        """Size in bytes."""
+        return self.numel * _ITEM_BYTES.get(self.dtype, 1)
+
+    @property
+    def sums(self) -> TensorSpec:
+        """The same spec in the type that its sums are computed in: float32 for half precision, otherwise unchanged."""
+        return replace(self, dtype="float32") if self.is_floating and self.bytes == 2 * self.numel else self
+
+    @property
+    def is_floating(self) -> bool:
+        """Whether the type is floating or complex, so that the tensor can carry a gradient."""
+        return self.dtype.startswith(("float", "bfloat", "complex"))
+
+
+@dataclass(frozen=True)
+class Node:
+    """One ATen operator without side effects on its inputs.
+
+    `arguments` follow the operator's schema, with defaults filled in and `Ref`s in place of tensors. `spec` is None if
+    the operator has several outputs. `module` is the dotted path of the user's module and `source` the user's line.
+    `flops` counts a multiply-add as two. A node that is not `graded` was traced under `torch.no_grad()`: no gradient
+    flows back through it.
+    """
+
+    name: str
+    operator: str
+    arguments: Mapping[str, Any]
+    spec: TensorSpec | None
+    module: str
+    source: str
+    flops: int
+    graded: bool = True
+
+    @cached_property
+    def reads(self) -> tuple[str, ...]:
+        """Names of the values that the node reads, in order."""
+        return tuple(find_ref_names(self.arguments))
+
+    @property
+    def where(self) -> str:
+        """Module and source line, for messages."""
+        return f"{self.module or 'the model itself'}, {self.source or 'source unknown'}"
+
+
+@dataclass(frozen=True, slots=True)
+class BatchTotal:
+    """A small tensor computed from the labels of all micro-batches of a step, before the first of them runs.
+
+    The values of `source` are summed over the micro-batches and divided `degree` times by their number: 0 gives the sum
+    over the whole batch, 1 the mean over its micro-batches. The loss reads the result as `name`.
+    """
+
+    name: str
+    source: str
+    spec: TensorSpec
+    degree: int
+
+
+@dataclass(frozen=True)
+class BatchLoss:
+    """How the average of the micro-batches' losses becomes the loss of the whole batch.
+
+    `nodes` compute the sources of `totals` from the labels of one micro-batch. `scaled` is set if sums over the batch
+    were multiplied by the number of micro-batches. `unknown` explains why the loss has no such form; the graph is then
+    unchanged, and each micro-batch has its own loss. `weighed_by` is the source that weights the losses of several
+    batches in their mean: "" for equal weights, None if no such source is known.
+    """
+
+    nodes: tuple[Node, ...] = ()
+    totals: tuple[BatchTotal, ...] = ()
+    scaled: bool = False
+    unknown: str = ""
+    weighed_by: str | None = None
+
+    @property
+    def differs(self) -> bool:
+        """Whether the graph computes a different loss for a micro-batch than the loss function does."""
+        return bool(self.totals) or self.scaled
+
+    @cached_property
+    def reads(self) -> frozenset[str]:
+        """Names that `nodes` read but do not compute: the labels, and buffers such as class weights."""
+        return frozenset(name for node in self.nodes for name in node.reads) - {node.name for node in self.nodes}
+
+
+@dataclass(frozen=True)
+class ModelGraph:
+    """A model traced at whole-image size, with its loss or alone (`loss` is None).
+
+    `inputs` are `images` and, with a loss, `labels`. `weights` are the parameters, and `trainable` the names of those
+    that receive a gradient from the loss. `buffers` are all other tensors of the model, including its `constants`:
+    tensors that forward creates or finds, with their values. `answers` name the tensors that the model returns, and
+    `loss` the loss. `chains` are the modules that only run their children one after another. `share` is the same model
+    with fewer images, for ranks that share the images of a micro-batch. `whole` is set if a step has several
+    micro-batches.
+    """
+
+    inputs: Mapping[str, TensorSpec]
+    weights: Mapping[str, TensorSpec]
+    trainable: frozenset[str]
+    buffers: Mapping[str, TensorSpec]
+    nodes: tuple[Node, ...]
+    answers: tuple[str, ...]
+    loss: str | None
+    chains: frozenset[str] = frozenset()
+    share: ModelGraph | None = None
+    whole: BatchLoss | None = None
+    constants: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+    @property
+    def totals(self) -> tuple[BatchTotal, ...]:
+        """Totals over the labels of all micro-batches that the loss reads."""
+        return self.whole.totals if self.whole else ()
+
+    @property
+    def prediction(self) -> str:
+        """Name of the first output; most models have no other."""
+        return self.answers[0]
+
+    @cached_property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """Spec of every value by name."""
+        made = {node.name: node.spec for node in self.nodes if node.spec is not None}
+        totals = {total.name: total.spec for total in self.totals}
+        return {**self.inputs, **self.weights, **self.buffers, **totals, **made}
+
+    @cached_property
+    def matrices(self) -> frozenset[str]:
+        """Names of the weights with more than one dimension: of convolutions and products, not of norms or biases."""
+        return frozenset(name for name, spec in self.weights.items() if len(spec.shape) > 1)
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of one forward pass over one batch."""
+        return sum(node.flops for node in self.nodes)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all parameters."""
+        return sum(spec.bytes for spec in self.weights.values())
+
+    @property
+    def activation_bytes(self) -> int:
+        """Bytes of all operator outputs of one forward pass."""
+        return sum(node.spec.bytes for node in self.nodes if node.spec is not None)
+
+
+def to_user_name(name: str) -> str:
+    """Return a weight's or buffer's name in the user's model; for the loss, a name that no module can have.
+
+    >>> to_user_name("model.stem.weight"), to_user_name("loss.weight")
+    ('stem.weight', 'loss: weight')
+    """
+    return f"loss: {name.removeprefix(LOSS)}" if name.startswith(LOSS) else name.removeprefix(MODEL)
+
+
+def find_gradient_targets(loss: str, nodes: Sequence[Node]) -> set[str]:
+    """Return the names of all values that a gradient of `loss` reaches, walking `nodes` backwards."""
+    # A value is reached if each operator from it to the loss passes a gradient: the operator is differentiable, its
+    # result is of a floating type, and it was traced with gradients on.
+    reached = {loss}
+    for node in reversed(nodes):
+        floating = node.spec is None or node.spec.is_floating
+        if node.name in reached and floating and node.graded and node.operator not in WITHOUT_GRADIENT:
+            reached.update(node.reads)
+    return reached
+
+
+def find_ref_names(value: Any) -> Iterator[str]:
+    """Yield the names of all `Ref`s in nested arguments.
+
+    >>> list(find_ref_names(([Ref("x"), 3], {"bias": Ref("b")})))
+    ['x', 'b']
+    """
+    if isinstance(value, Ref):
+        yield value.name
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from find_ref_names(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from find_ref_names(item)
+
+
+# Buffers that a model changes in forward: ranks change them at the update, one process in each forward pass.
+
+
+def check_buffer_reads(graph: ModelGraph, micro_batches: int) -> None:
+    """Raise an error if an operator reads a buffer that another operator of the model changes.
+
+    A read after the change would see the value before it (TraceError). A read before the change is right, unless a step
+    has several micro-batches: from the second on it would see the value of the first (PlanError).
+    """
+    changers = {name: node for node in graph.nodes for name in find_updated_buffers(graph, node)}
+    # One process, in each forward pass:   read m | m = 0.9 m + 0.1 mean | read m
+    # A rank, at the end of the step:      read m |                      | read m   ...   m = 0.9 m + 0.1 mean
+    #
+    # The first read is the same unless a micro-batch came before it in the step; the second one never is.
+    # `behind` are the buffers whose change has been passed.
+    behind: set[str] = set()
+    for node in graph.nodes:
+        own = set(find_updated_buffers(graph, node))
+        for name in sorted({*node.reads} & changers.keys() - own):
+            changer = changers[name]
+            both = (
+                f"{node.operator} in {node.where} reads the buffer {to_user_name(name)}, which {changer.operator} in "
+            )
+            if name in behind:
+                raise TraceError(
+                    f"{both}{changer.where} has changed before. Ranks change buffers at the end of a step: read it "
+                    "before the change, or compute what you need without the buffer."
+                )
+            if micro_batches > 1:
+                raise PlanError(
+                    f"{both}{changer.where} changes in each of the {micro_batches} micro-batches of a step. Ranks "
+                    "change buffers at the end of a step. Use a plan with one micro-batch, or a model that does not "
+                    "read it."
+                )
+        behind |= own
+
+
+def is_batch_dependent(graph: ModelGraph) -> bool:
+    """Return whether predictions depend on the rest of the batch: a batch norm without running statistics."""
+    return any(node.operator == "aten.batch_norm.default" and node.arguments["training"] for node in graph.nodes)
+
+
+def find_updated_buffers(graph: ModelGraph, node: Node) -> Iterator[str]:
+    """Yield the names of the buffers that a node changes."""
+    arguments = node.arguments
+    if node.operator == "aten.add_.Tensor" and arguments["self"].name in graph.buffers:
+        yield arguments["self"].name
+    mode = {"aten.batch_norm.default": "training", "aten.instance_norm.default": "use_input_stats"}.get(node.operator)
+    for name in ("running_mean", "running_var") if mode and arguments[mode] else ():
+        if isinstance(arguments[name], Ref):
+            yield arguments[name].name

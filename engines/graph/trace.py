@@ -1,0 +1,286 @@
+"""Trace any `nn.Module`, with or without a loss, at full image size and without memory, into a `ModelGraph`.
+
+`torch.export` exports the model on fake tensors. The model itself is never run and never changed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from engines.errors import TraceError
+from engines.graph.autocast import insert_casts
+from engines.graph.constant_propagation import ConstantPropagationMode
+from engines.graph.export_reader import ExportReader, make_tensor_spec
+from engines.graph.functionalise import functionalise, remove_dead_nodes
+from engines.graph.inline import inline_subgraphs, insert_detaches
+from engines.graph.model_graph import LOSS, MODEL, ModelGraph, TensorSpec, find_updated_buffers, to_user_name
+from engines.graph.traceability import collect_tensors, get_prediction, make_fake_copy, make_fake_tensor
+from engines.graph.watch_forward import TraceAbortedError, silence_exporter, watch_forward
+from engines.plan import HALF
+
+__all__ = [
+    "LOSS",
+    "MODEL",
+    "OWNERS",
+    "StateNames",
+    "collect_state_names",
+    "find_first_names",
+    "infer_output_spec",
+    "to_user_name",
+    "trace",
+    "trace_inference",
+]
+
+_BY_VALUES = ("GuardOnDataDependent", "DataDependent", "UserError", "PendingUnbacked")
+"""Prefixes of the names of PyTorch's errors for values that are unknown while it traces."""
+
+_ONE_AT_A_TIME = threading.Lock()  # torch.export keeps global state; ranks may be threads
+
+
+class _ModelWithLoss(nn.Module):
+    def __init__(self, model: nn.Module, loss: Callable[..., Tensor], asked: ConstantPropagationMode) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = loss
+        self.asked = asked
+
+    def forward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+        with watch_forward(self, self.asked):
+            prediction = get_prediction(self.model(images))
+            found = collect_tensors(prediction)
+            try:
+                loss = self.loss(prediction, labels)
+            except TraceError:
+                raise
+            except Exception as error:
+                if type(error).__name__.startswith(_BY_VALUES):
+                    raise
+                if isinstance(error, TypeError | AttributeError) and not isinstance(prediction, Tensor):
+                    raise TraceError(
+                        f"The model answers with a {type(prediction).__name__} of {len(found)} tensors "
+                        f"({', '.join(found)}), none of them called logits, and the loss does not take it "
+                        f"({type(error).__name__}: {error}). Give a loss that does: a function of this answer and the "
+                        "labels."
+                    ) from error
+                raise TraceError(_format_loss_error(self.model, images, found, labels, error)) from error
+            return loss, *found.values()
+
+
+class _EvalModel(nn.Module):
+    """A model in evaluation mode: no dropout, and batch norm with its running statistics."""
+
+    def __init__(self, model: nn.Module, asked: ConstantPropagationMode) -> None:
+        super().__init__()
+        self.model = model
+        self.asked = asked
+        self.eval()
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        with watch_forward(self, self.asked):
+            return tuple(collect_tensors(get_prediction(self.model(images))).values())
+
+
+def trace(
+    model: nn.Module,
+    loss: Callable[[Tensor, Tensor], Tensor],
+    images: TensorSpec,
+    labels: TensorSpec,
+    precision: str = "",
+    device: str = "cpu",
+) -> ModelGraph:
+    """Return the graph of `loss(model(images), labels)`, a scalar.
+
+    `images` is (N, C, H, W), one micro-batch at whole-image size. The model is traced in the type of `images` and in
+    its current mode (train or eval). If `precision` is a half precision, the graph has the casts that `torch.autocast`
+    does on that type of `device`. Raises TraceError if `torch.export` cannot trace the model.
+    """
+    mode, dtype = FakeTensorMode(allow_non_fake_inputs=True), getattr(torch, images.dtype)
+    with _translate_errors(model, images):
+        judge = make_fake_copy(loss, mode, dtype) if isinstance(loss, nn.Module) else loss
+        whole = _ModelWithLoss(
+            make_fake_copy(model, mode, dtype), judge, ConstantPropagationMode(_collect_buffers(model, loss))
+        )
+    return _export(whole, mode, (images, labels), precision, device, (model, loss))
+
+
+def trace_inference(model: nn.Module, images: TensorSpec, precision: str = "", device: str = "cpu") -> ModelGraph:
+    """Return the graph of `model.eval()(images)` for prediction, without a loss and without trainable weights.
+
+    Otherwise like `trace`; the model itself keeps its mode.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with _translate_errors(model, images):
+        whole = _EvalModel(
+            make_fake_copy(model, mode, getattr(torch, images.dtype)), ConstantPropagationMode(_collect_buffers(model))
+        )
+    return _export(whole, mode, (images,), precision, device, (model,))
+
+
+def _export(
+    whole: Any, mode: FakeTensorMode, specs: Sequence[TensorSpec], precision: str, device: str, owners: Sequence[Any]
+) -> ModelGraph:
+    """Export `whole` and rewrite its graph; `owners` are the model and, if it has one, its loss."""
+    model, inputs = owners[0], tuple(make_fake_tensor(mode, spec.shape, spec.dtype) for spec in specs)
+    with _translate_errors(model, specs[0], whole.asked):
+        exported = torch.export.export(whole, inputs, strict=False).module()
+        names = find_first_names(*owners)
+        # The order matters: writes within nested graphs are found only after inlining; casts are inserted once no
+        # operator writes to its input, since a cast copy would be written instead; detaches then see the casts.
+        plain = functionalise(inline_subgraphs(exported), names)
+        with torch.device(device):
+            insert_casts(plain, getattr(torch, precision) if precision in HALF else None, device)
+        plain = insert_detaches(remove_dead_nodes(plain))
+        graph = ExportReader(plain, names, has_loss=isinstance(whole, _ModelWithLoss)).read_graph()
+        # Forward may have taken decisions by the numbers of a buffer: not if these change from step to step.
+        changing = {name for node in graph.nodes for name in find_updated_buffers(graph, node)}
+        for name, place in whole.asked.decided.items():
+            if name in changing:
+                raise TraceError(
+                    f"{place} asks for the numbers of the buffer {to_user_name(name)}, which are others in each step: "
+                    "a traced model takes its decisions once. Compute with the buffer itself."
+                )
+    chains = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList)
+        or (isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward)
+    ]
+    return replace(graph, chains=frozenset(chains))
+
+
+def _collect_buffers(*owners: object) -> dict[str, Tensor]:
+    """Return the buffers of a model and its loss, by their names in the trace."""
+    return {
+        prefix + name: buffer
+        for prefix, owner in zip((MODEL, LOSS), owners, strict=False)
+        if isinstance(owner, nn.Module)
+        for name, buffer in owner.named_buffers(remove_duplicate=False)
+    }
+
+
+def find_first_names(*owners: object) -> dict[str, str]:
+    """Map every name of a weight or buffer of a model, and of its loss if given, to the first name of that tensor."""
+    names: dict[str, str] = {}
+    for prefix, owner in zip((MODEL, LOSS), owners, strict=False):
+        if isinstance(owner, nn.Module):
+            first: dict[int, str] = {}
+            for named in (owner.named_parameters, owner.named_buffers):
+                for name, tensor in named(remove_duplicate=False):
+                    names[prefix + name] = first.setdefault(id(tensor), prefix + name)
+    return names
+
+
+def infer_output_spec(model: nn.Module, images: TensorSpec) -> TensorSpec:
+    """Return the spec of the (first) tensor that the model returns for such images, without running it on real ones.
+
+    Raises TraceError if the model cannot run, returns no tensor or replaces a buffer.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    asked = ConstantPropagationMode(_collect_buffers(model))
+    with _translate_errors(model, images, asked):
+        twin = make_fake_copy(model, mode, getattr(torch, images.dtype))
+        held = dict(twin.named_buffers())
+        pixels = make_fake_tensor(mode, images.shape, images.dtype)
+        with mode, torch.no_grad(), watch_forward(nn.ModuleDict({"model": twin}), asked):
+            found = collect_tensors(get_prediction(twin(pixels)))
+    for name, buffer in twin.named_buffers():
+        if buffer is not held.get(name):
+            raise TraceError(f"The model replaces its buffer {name} while it runs. Keep such values outside.")
+    if not found:
+        raise TraceError("The model answers with no tensor: there is nothing to train.")
+    return make_tensor_spec(next(iter(found.values())))
+
+
+@contextmanager
+def _translate_errors(
+    model: nn.Module, images: TensorSpec, asked: ConstantPropagationMode | None = None
+) -> Iterator[None]:
+    """Convert errors to TraceErrors, and suppress PyTorch's messages about its own graphs."""
+    try:
+        # A compiled model is traced as written: its kernels would read memory that fake tensors do not have.
+        with _ONE_AT_A_TIME, silence_exporter(), torch.compiler.set_stance("force_eager"):
+            yield
+    except TraceError:
+        raise
+    except Exception as error:
+        cause = error.error if isinstance(error, TraceAbortedError) else error
+        if isinstance(cause, TraceError):
+            raise cause from None
+        if asked is not None and asked.unanswered and type(cause).__name__.startswith(_BY_VALUES):
+            raise asked.make_error() from cause
+        raise TraceError(
+            f"{type(model).__name__} cannot be traced with images of shape {images.shape}: "
+            f"{type(cause).__name__}: {_get_first_line(cause)}. Check that it runs on images of this shape, the loss "
+            "too, and that its forward takes no decision from the values of a tensor; tensors that either keeps must "
+            "be parameters or buffers."
+        ) from cause
+
+
+def _format_loss_error(
+    model: nn.Module, images: Tensor, answers: Mapping[str, Tensor], labels: Tensor, error: Exception
+) -> str:
+    """Return the message for a failing loss; most often the labels differ from those that it was traced with."""
+    first = next(iter(answers.values()), None)
+    reason = f"{type(error).__name__}: {_get_first_line(error)}"
+    answer = "" if first is None else f" The model answers with {tuple(first.shape)}, {first.dtype}."
+    return (
+        f"{type(model).__name__} cannot be traced with images of shape {tuple(images.shape)}: the loss fails with "
+        f"labels of shape {tuple(labels.shape)}, {labels.dtype} ({reason}).{answer} Labels are taken "
+        "for class numbers unless labels= says otherwise. If yours are others, give an example of those of "
+        "a whole batch, such as labels=torch.zeros(4, 1, 32, 32); if they are these, let the loss reshape and convert "
+        "them: loss=lambda p, y: loss(p, y[:, None].to(p.dtype))."
+    )
+
+
+def _get_first_line(error: Exception) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+# The names of tensors in a module's own `state_dict()`, and their names on the ranks.
+
+
+OWNERS = {"model": MODEL, "loss": LOSS}
+"""The owners of tensors, and the prefixes of their names on the ranks."""
+
+
+@dataclass(frozen=True)
+class StateNames:
+    """The names of a module's `state_dict()`, in its order.
+
+    `held` maps a state name to the name on the ranks; several map to one tensor if weights are tied. `kept` are the
+    tensors that the graph does not use, by state name: no rank changes them. As in PyTorch, buffers registered with
+    `persistent=False` are not part of the state.
+    """
+
+    names: tuple[str, ...] = ()
+    held: Mapping[str, str] = field(default_factory=dict)
+    kept: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def drop_unused_tensors(self) -> StateNames:
+        """Return a copy without `kept`, to be sent to ranks, which do not need those tensors."""
+        return replace(self, kept={})
+
+
+def collect_state_names(model: nn.Module, loss: object, used: Collection[str]) -> dict[str, StateNames]:
+    """Return the names of the model and, if it is a module, of the loss; `used` are the names that graph nodes read."""
+    first = find_first_names(model, loss)
+    found = {}
+    for owner, module in (("model", model), ("loss", loss)):
+        if isinstance(module, nn.Module):
+            named = [*module.named_parameters(), *module.named_buffers()]
+            # By identity: a state_dict() lists a tied weight under each of its names, the ranks know only the first.
+            ranks_say = {id(tensor): first[OWNERS[owner] + name] for name, tensor in named}
+            state = {name: t for name, t in module.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
+            held = {name: said for name, t in state.items() if (said := ranks_say.get(id(t))) in used}
+            kept = {name: t.detach() for name, t in state.items() if name not in held}
+            found[owner] = StateNames(tuple(state), held, kept)
+    return found

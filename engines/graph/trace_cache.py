@@ -1,0 +1,181 @@
+"""A cache of traces: a model's graph for one micro-batch of a plan, shared by all plans that need the same graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from engines.comm.device import choose_autocast_type
+from engines.errors import ImageError, PlanError
+from engines.graph.export_reader import make_tensor_spec
+from engines.graph.model_graph import ModelGraph, TensorSpec, check_buffer_reads
+from engines.graph.trace import infer_output_spec, trace
+from engines.graph.traceability import check_modules, check_side_effects, make_traceable
+from engines.graph.whole_loss import with_whole_loss
+from engines.plan import Plan
+
+__all__ = ["Loss", "TraceCache", "get_micro_batch_spec", "get_shard_spec"]
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class TraceCache:
+    """The traces of one model under many plans.
+
+    `image_shape` is (N, C, H, W) of a batch, `labels` are as for `prepare`.
+    Plans whose micro-batches have the same shape and precision share a trace; a trace takes seconds. If a step has
+    several micro-batches, the graph's loss is changed so that the mean over them is the loss of the whole batch.
+    Raises ImageError for an invalid `image_shape` or `labels`, and TraceError for modules that cannot be traced.
+    """
+
+    model: nn.Module
+    image_shape: Sequence[int]
+    loss: Loss
+    labels: TensorSpec | Tensor | None = None
+    device: str = "auto"
+    # Three levels, from what costs seconds to what costs nothing:
+    #
+    #     _traces   by image and label specs and precision           one run of the model
+    #     _graphs   by micro-batch, precision and share              a trace, with that of a rank's share
+    #     _wholes   the same, by the number of micro-batches too     the graph with the whole batch's loss
+    _graphs: dict[Hashable, ModelGraph] = field(default_factory=dict, repr=False, compare=False)
+    _wholes: dict[Hashable, ModelGraph] = field(default_factory=dict, repr=False, compare=False)
+    _traces: dict[Hashable, ModelGraph] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_modules(self.model, self.loss)
+        if len(self.image_shape) != 4 or any(size < 1 for size in self.image_shape):
+            raise ImageError(f"image_shape={tuple(self.image_shape)} must be (N, C, H, W), four positive numbers.")
+        labels = self.labels
+        if isinstance(labels, Tensor):
+            labels = make_tensor_spec(labels)
+        elif isinstance(labels, TensorSpec) and isinstance(dtype := getattr(torch, labels.dtype, None), torch.dtype):
+            labels = TensorSpec(tuple(labels.shape), str(dtype).removeprefix("torch."))  # "float" becomes float32
+        elif labels is not None:
+            raise ImageError(
+                f"labels={labels!r} must be an example tensor of the labels of one batch, such as "
+                "torch.zeros(4, 1, 32, 32), or its TensorSpec(shape, dtype), with a type such as 'float32'."
+            )
+        object.__setattr__(self, "labels", labels)
+
+    def with_batch(self, images: int) -> TraceCache:
+        """Return a cache for the same model with batches of `images` images; both share their traces."""
+        labels = self.labels
+        if labels and labels.shape:
+            count = labels.shape[0] * images // self.image_shape[0]
+            labels = replace(labels, shape=(count, *labels.shape[1:]))
+        return replace(self, image_shape=(images, *self.image_shape[1:]), labels=labels)
+
+    def has_graph(self, plan: Plan) -> bool:
+        """Return whether `get_graph` needs no new trace.
+
+        Raises PlanError if the batch cannot be cut as the plan says.
+        """
+        return self._make_key(plan) in self._graphs
+
+    def get_graph(self, plan: Plan) -> ModelGraph:
+        """Return the graph that `plan` is compiled from, with the share of one rank if ranks share micro-batches.
+
+        Raises PlanError, or TraceError if the model cannot be traced.
+        """
+        key = self._make_key(plan)
+        if key not in self._graphs:
+            images, answers = self._get_specs(plan)
+            graph = self._trace(plan, images, answers)
+            if plan.local_dp > 1:
+                share = self._trace(plan, get_shard_spec(images, plan), get_shard_spec(answers, plan))
+                graph = replace(graph, share=share)
+            self._graphs[key] = graph
+        check_buffer_reads(self._graphs[key], plan.micro_batches)
+        return self._graphs[key] if plan.micro_batches == 1 else self._get_whole_loss_graph(key, plan)
+
+    def _get_whole_loss_graph(self, key: Hashable, plan: Plan) -> ModelGraph:
+        """Return the graph for several micro-batches.
+
+        Their number matters only to losses that are sums, which are multiplied by it.
+        """
+        # None: a loss that does not depend on the number of micro-batches serves every number.
+        for known in ((key, None), (key, plan.micro_batches)):
+            if known in self._wholes:
+                return self._wholes[known]
+
+        def trace_doubled() -> ModelGraph:  # a micro-batch of twice as many images
+            twice = (replace(spec, shape=(2 * spec.shape[0], *spec.shape[1:])) for spec in self._get_specs(plan))
+            return self._trace(plan, *twice)
+
+        found = with_whole_loss(self._graphs[key], trace_doubled, plan.micro_batches)
+        scaled = found.whole is not None and found.whole.scaled
+        self._wholes[key, plan.micro_batches if scaled else None] = found
+        return found
+
+    def _make_key(self, plan: Plan) -> Hashable:
+        images = self._get_image_spec(plan)
+        return images, plan.precision, get_shard_spec(images, plan) if plan.local_dp > 1 else None
+
+    @cached_property
+    def _traceable(self) -> nn.Module:
+        """The model in the form that is traced.
+
+        Raises TraceError if its forward has side effects, which a trace would lose.
+        """
+        found = make_traceable(self.model)
+        check_side_effects(found, TensorSpec(tuple(self.image_shape), "float32"))
+        return found
+
+    def _get_image_spec(self, plan: Plan) -> TensorSpec:
+        return get_micro_batch_spec("images", TensorSpec(tuple(self.image_shape), plan.held_in), plan)
+
+    def _get_specs(self, plan: Plan) -> tuple[TensorSpec, TensorSpec]:
+        """Return the specs of a micro-batch's images and labels."""
+        images = self._get_image_spec(plan)
+        if self.labels:
+            return images, get_micro_batch_spec("labels", self.labels, plan)
+        # Class numbers: one for each row of the model's output, or for each pixel.
+        shape = infer_output_spec(self._traceable, images).shape
+        return images, TensorSpec((*shape[:1], *shape[2:]), "int64")
+
+    def _trace(self, plan: Plan, images: TensorSpec, answers: TensorSpec) -> ModelGraph:
+        """Trace the model for these specs.
+
+        A share of a micro-batch uses the same trace as a micro-batch of its size.
+        """
+        key = images, answers, plan.precision
+        if key not in self._traces:
+            made = trace(self._traceable, self.loss, images, answers, plan.precision, choose_autocast_type(self.device))
+            self._traces[key] = made
+        return self._traces[key]
+
+
+def get_micro_batch_spec(name: str, batch: TensorSpec, plan: Plan) -> TensorSpec:
+    """Return the spec of one of the `parts` of a batch. Raises PlanError if the batch cannot be divided into them."""
+    if not batch.shape and plan.micro_batches * plan.local_dp > 1:
+        raise PlanError(
+            f"{name} of shape () cannot be cut into the {plan.micro_batches} micro-batches of a step, or shared by "
+            f"local_dp={plan.local_dp} ranks. Give them a first axis, with an entry for each image."
+        )
+    count = batch.shape[0] if batch.shape else 1
+    if count % plan.parts:
+        raise PlanError(
+            f"A batch of {count} {name} cannot be cut into parts={plan.parts} micro-batches of one size. "
+            f"Use a batch size that is a multiple of {plan.parts}, or other parts."
+        )
+    return replace(batch, shape=(count // plan.parts, *batch.shape[1:])) if batch.shape else batch
+
+
+def get_shard_spec(micro_batch: TensorSpec, plan: Plan) -> TensorSpec:
+    """Return the spec of one rank's share of a micro-batch.
+
+    Raises PlanError if `local_dp` ranks cannot share it evenly.
+    """
+    count = micro_batch.shape[0]
+    if count % plan.local_dp:
+        raise PlanError(
+            f"local_dp={plan.local_dp} ranks cannot share the {count} images of a micro-batch evenly. "
+            f"Use a batch size that is a multiple of {plan.parts * plan.local_dp} (parts x local_dp)."
+        )
+    return replace(micro_batch, shape=(count // plan.local_dp, *micro_batch.shape[1:]))

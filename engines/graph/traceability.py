@@ -1,0 +1,271 @@
+"""Copies of a module without memory: the same names, shapes and classes, with fake tensors on the CPU."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
+
+from engines.errors import TraceError
+from engines.graph.model_graph import TensorSpec
+
+__all__ = [
+    "CUMULATIVE",
+    "check_modules",
+    "check_side_effects",
+    "collect_tensors",
+    "get_prediction",
+    "has_hooks",
+    "make_fake_copy",
+    "make_fake_tensor",
+    "make_traceable",
+    "merge_outputs",
+]
+
+
+def make_fake_copy(module: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) -> nn.Module:
+    """Return a copy whose weights and buffers have no memory; those of floating type have `dtype`.
+
+    They are replaced before `deepcopy` would copy them. Other tensors of the module are copied with their numbers.
+    """
+    # `deepcopy` takes an object in its memo for copied already, and never looks into the real tensors. Tied weights
+    # are one object and stay tied.
+    memo: dict[int, Any] = {}
+    with mode:
+        for tensor in [*module.parameters(), *module.buffers()]:
+            kind = dtype if tensor.is_floating_point() else tensor.dtype
+            twin = torch.empty_like(tensor.detach(), dtype=kind, device="cpu")
+            is_weight = isinstance(tensor, nn.Parameter)
+            memo[id(tensor)] = nn.Parameter(twin, requires_grad=tensor.requires_grad) if is_weight else twin
+    return copy.deepcopy(module, memo)
+
+
+def make_fake_tensor(mode: FakeTensorMode, shape: tuple[int, ...], dtype: str) -> Tensor:
+    """Return a tensor without memory."""
+    with mode:
+        return torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
+
+
+# The supported outputs of a model, and which part of them is the prediction.
+#
+# Stock models return a tensor, or a tuple, a list, a mapping or a dataclass of tensors.
+
+
+def get_prediction(answer: Any) -> Any:
+    """Return the part of a model's output that the loss receives: its `logits` if present, or else its only tensor.
+
+    An output of several tensors without that name is returned unchanged, for a loss that accepts it.
+    """
+    named: Mapping[str, Any] = {}
+    if isinstance(answer, Mapping):
+        named = answer
+    elif is_dataclass(answer):
+        named = vars(answer)
+    elif hasattr(answer, "_asdict"):  # a named tuple
+        named = answer._asdict()
+    if named.get("logits") is not None:
+        return named["logits"]
+    found = list(collect_tensors(answer).values())
+    return found[0] if len(found) == 1 else answer
+
+
+def collect_tensors(answer: Any) -> dict[str, Tensor]:
+    """Return the tensors in a model's output by their place in it, in order. Raises TraceError for other types."""
+    return dict(_iterate_places(answer, ()))
+
+
+def _iterate_places(value: Any, place: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield ".".join(place), value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _iterate_places(item, (*place, str(key)))
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _iterate_places(item, (*place, str(index)))
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from _iterate_places(getattr(value, field.name), (*place, field.name))
+    elif value is not None and not isinstance(value, bool | int | float | str):
+        raise TraceError(
+            f"The model answers with a {type(value).__name__}, in which no tensor can be found. "
+            "Let it return a tensor, or a tuple, list, dict or dataclass of tensors."
+        )
+
+
+def merge_outputs(answers: Sequence[Any]) -> Any:
+    """Concatenate the outputs for several micro-batches: each tensor then has the images of all of them."""
+    first = answers[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(answers))
+    if isinstance(first, Mapping):
+        found = {key: merge_outputs([answer[key] for answer in answers]) for key in first}
+        return found if type(first) is dict else type(first)(**found)
+    if is_dataclass(first) and not isinstance(first, type):
+        names = [field.name for field in fields(first)]
+        return replace(first, **{name: merge_outputs([getattr(answer, name) for answer in answers]) for name in names})
+    if isinstance(first, list | tuple):
+        items = [merge_outputs(parts) for parts in zip(*answers, strict=True)]
+        return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
+    return first
+
+
+# Checks before tracing: models that cannot be traced, and those that a trace would get wrong.
+#
+# A trace is made once and runs in every step. It contains the values that Python attributes had when it was made.
+# Writes
+# to attributes, and replacements of weights, are not repeated.
+
+
+CUMULATIVE = float("inf")
+"""Momentum that marks, in a trace, a batch norm whose statistics are the mean over all batches (momentum=None)."""
+
+
+def check_modules(model: nn.Module, loss: Any = None) -> None:
+    """Raise TraceError for modules that cannot be traced: compiled by torch.jit, or lazy ones without shapes yet.
+
+    Gradient hooks are refused too, since a trace does not contain them.
+    """
+    for what, owner in (("model", model), ("loss", loss)):
+        if isinstance(owner, torch.jit.ScriptFunction):
+            raise TraceError(_describe_scripted(what, owner))
+        for name, module in owner.named_modules() if isinstance(owner, nn.Module) else ():
+            if isinstance(module, torch.jit.ScriptModule):
+                raise TraceError(_describe_scripted(f"{what}.{name}".rstrip("."), module))
+        if lazy := [name for name, tensor in _iterate_tensors(owner) if is_lazy(tensor)]:
+            raise TraceError(
+                f"The {what} has lazy modules whose weights have no shape yet: {', '.join(lazy)}. Run it once before, "
+                "such as model(torch.zeros(image_shape)), so that they get their shapes and first values."
+            )
+        if hooked := next(_find_hooked(owner), ""):
+            raise TraceError(
+                f"{hooked} of the {what} has a hook of its gradient, which ranks would not call: they train copies of "
+                "weights by a trace of forward. Remove the hook, and compute the same in forward; the norm of all "
+                "gradients is bounded by clip_norm."
+            )
+
+
+def _describe_scripted(what: str, owner: object) -> str:
+    return (
+        f"The {what} is a {type(owner).__name__} of torch.jit, into which torch.export cannot look. "
+        "Give the nn.Module or function that it was made of."
+    )
+
+
+def _find_hooked(owner: object) -> Iterator[str]:
+    """Yield the parameters with gradient hooks, and the modules with backward hooks."""
+    if isinstance(owner, nn.Module):
+        yield from (f"The parameter {name}" for name, weight in owner.named_parameters() if has_hooks(weight))
+        for name, module in owner.named_modules():
+            if module._backward_hooks or module._backward_pre_hooks:
+                yield f"The module {name or type(module).__name__}"
+
+
+def has_hooks(weight: Tensor) -> bool:
+    """Return whether a hook is called with the gradient of a weight."""
+    return bool(weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None))
+
+
+def _iterate_tensors(owner: object) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(owner, nn.Module):
+        yield from owner.named_parameters()
+        yield from owner.named_buffers()
+
+
+def make_traceable(model: nn.Module) -> nn.Module:
+    """Return the model, or a copy with momentum CUMULATIVE where a batch norm reads its counter (momentum=None).
+
+    The copy shares the weights and buffers.
+    """
+    if not any(map(_is_cumulative, model.modules())):
+        return model
+    twin: nn.Module = copy.deepcopy(model, {id(tensor): tensor for _, tensor in _iterate_tensors(model)})
+    for module in filter(_is_cumulative, twin.modules()):
+        module.momentum = CUMULATIVE  # type: ignore[assignment]
+    return twin
+
+
+def _is_cumulative(module: nn.Module) -> bool:
+    counts = isinstance(module, _BatchNorm) and module.num_batches_tracked is not None
+    return counts and module.track_running_stats and module.momentum is None  # type: ignore[union-attr]
+
+
+def check_side_effects(model: nn.Module, images: TensorSpec) -> None:
+    """Raise TraceError if a run of the model has side effects that a trace does not repeat.
+
+    These are changes of numbers in attributes, replaced weights or buffers, and draws from Python's or NumPy's random
+    generator. A copy without memory runs twice: numbers that only the first run sets, such as a remembered size, are
+    accepted, but flags are not. A model that cannot run is skipped: tracing it reports the error.
+    """
+    # The first run may set up what later runs use, as `if self.size is None: self.size = x.shape` does: what it sets
+    # stays. What the second run changes once more would change in every step.
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    try:
+        twin = make_fake_copy(model, mode, getattr(torch, images.dtype))
+        whole = make_fake_tensor(mode, images.shape, images.dtype)
+        with mode, torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            # numbers: new --first run--> before --second run--> (read below)
+            new, memory = dict(_iterate_numbers(twin)), _get_storages(twin)
+            drew_first = _find_generators_used(lambda: twin(whole))
+            before = dict(_iterate_numbers(twin))
+            drew_again = _find_generators_used(lambda: twin(whole))
+    except Exception:
+        return
+    if drawn := drew_first & drew_again:
+        raise TraceError(
+            f"The model draws random numbers by {' and '.join(sorted(drawn))} while it runs. Ranks run what was traced "
+            "once, with the numbers of then. Draw them with torch (torch.rand, dropout), and choose with torch.where."
+        )
+    if replaced := [name for name, place in _get_storages(twin).items() if place._cdata != memory[name]._cdata]:
+        raise TraceError(
+            f"The model puts another tensor in the place of {replaced[0]} while it runs (by = or .data =), which ranks "
+            "would not do. Change it after a step instead, or compute in forward what is needed of it."
+        )
+    for name, flag in before.items():
+        if isinstance(flag, bool) and new.get(name, flag) != flag:
+            raise TraceError(
+                f"The model sets its attribute {name} from {new[name]} to {flag} in its first run, and may do another "
+                "thing in that than later, which a trace of it does not. Run it once before: model(images)."
+            )
+    for name, number in _iterate_numbers(twin):
+        if before.get(name, number) != number:
+            raise TraceError(
+                f"The model changes its attribute {name} while it runs, from {before[name]} to {number}. Ranks run "
+                "what was traced once, with the number of then. Keep it in a buffer that counts, or change it outside."
+            )
+
+
+def _find_generators_used(run: Callable[[], object]) -> set[str]:
+    """Return which random generators other than torch's a run draws from, and restore their states."""
+    # The states are restored, so that a check does not change what the user draws next.
+    python, arrays = random.getstate(), np.random.get_state()  # noqa: NPY002 (the one that users may draw from)
+    run()
+    after = np.random.get_state()  # noqa: NPY002
+    found = {"Python's random"} if random.getstate() != python else set()
+    if after[2:] != arrays[2:] or not np.array_equal(after[1], arrays[1]):
+        found.add("numpy.random")
+    random.setstate(python)
+    np.random.set_state(arrays)  # noqa: NPY002
+    return found
+
+
+def _get_storages(model: nn.Module) -> dict[str, torch.UntypedStorage]:
+    """Return the storage of each weight and buffer."""
+    return {name: tensor.untyped_storage() for name, tensor in _iterate_tensors(model)}
+
+
+def _iterate_numbers(model: nn.Module) -> Iterator[tuple[str, float]]:
+    """Yield the numbers in the attributes of all modules."""
+    for prefix, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, int | float):
+                yield f"{prefix}.{name}".lstrip("."), value

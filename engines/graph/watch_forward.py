@@ -1,0 +1,167 @@
+"""Checks of `torch.autograd.Function`: a trace has only the operators of its forward.
+
+Ranks derive the gradient of these operators themselves. A function whose own backward computes the same gradient, such
+as that of memory-efficient activations, is accepted; any other is refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engines.errors import TraceError
+from engines.graph.constant_propagation import ConstantPropagationMode, disable_tracing
+from engines.graph.source_location import find_current_line
+
+__all__ = ["TraceAbortedError", "check_custom_functions", "silence_exporter", "watch_forward"]
+
+
+class _NullContext:
+    """Replaces the context of a function whose backward is not called: it ignores every call."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: None
+
+
+@contextmanager
+def check_custom_functions() -> Iterator[None]:
+    """Within the context, check each function that this thread calls.
+
+    Raises TraceError for a function whose backward does not compute the gradient of its forward.
+    """
+    # `apply` is replaced for all threads, as it is an attribute of a class; ranks may be threads that train meanwhile.
+    own, thread = torch.autograd.Function.__dict__.get("apply"), threading.get_ident()
+    tried: list[Any] = []
+    plain = inspect.getattr_static(torch.autograd.Function, "apply")  # not a Python function in torch 2.14
+
+    def apply(cls: Any, *arguments: Any, **keywords: Any) -> Any:
+        ours = cls.__module__.startswith(("torch.", "engines."))
+        if threading.get_ident() == thread and not ours and cls not in tried:
+            tried.append(cls)  # `_check` calls `apply` again
+            _check(cls, arguments)
+            tried.remove(cls)
+        return plain.__get__(None, cls)(*arguments, **keywords)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        if own is None:
+            del torch.autograd.Function.apply
+        else:
+            torch.autograd.Function.apply = own  # type: ignore[method-assign]
+
+
+def _check(cls: Any, arguments: tuple[Any, ...]) -> None:
+    why, cause = "it is another one", None
+    try:
+        if _has_same_gradients(cls, arguments):
+            return
+    except Exception as error:
+        why, cause = f"it could not be tried ({type(error).__name__}: {error})", error
+    raise TraceError(
+        f"{find_current_line()} calls {cls.__name__}, a torch.autograd.Function. A trace has what its forward "
+        f"computes, and the gradient of that in place of its backward: {why}. Write what you mean in forward, such as "
+        "x + (f(x) - x).detach() for a gradient that passes straight through."
+    ) from cause
+
+
+def _has_same_gradients(cls: Any, arguments: tuple[Any, ...]) -> bool:
+    """Return whether backward computes the gradients of forward, for random numbers of similar shapes."""
+    random = torch.Generator().manual_seed(0)
+
+    def make_trial(argument: Any) -> Any:
+        if not isinstance(argument, Tensor):
+            return argument
+        shape = list(argument.shape)
+        if argument.numel() > 1 << 18:  # a few rows and columns of an image tell as much, in less time
+            shape[2:] = [min(size, 8) for size in shape[2:]]
+        if not argument.is_floating_point():
+            return torch.randint(0, 2, shape, generator=random).to(argument.dtype)
+        return torch.randn(shape, generator=random, dtype=torch.float64)
+
+    with disable_tracing(), torch.enable_grad():
+        given = [make_trial(each) for each in arguments]
+        theirs = _compute_gradients(cls.apply, given)
+        # Called without `apply`, forward is ordinary code: autograd differentiates its operators, as the ranks will. It
+        # takes a context as its first argument unless the class has a `setup_context` of its own.
+        has_context = cls.setup_context is torch.autograd.Function.setup_context
+        ours = _compute_gradients(lambda *these: cls.forward(*([_NullContext()] if has_context else []), *these), given)
+    return len(theirs) == len(ours) and all(
+        (one is None) == (other is None) and (one is None or torch.allclose(one, other, rtol=1e-8, atol=1e-10))
+        for one, other in zip(theirs, ours, strict=True)
+    )
+
+
+def _compute_gradients(run: Callable[..., Any], given: list[Any]) -> list[Tensor | None]:
+    """Return the gradients of randomly weighted results by the arguments, followed by the results."""
+    # The weights of the results are random, so that two wrong gradients do not cancel each other, and seeded, so that
+    # both sides have the same.
+    leaves = [
+        each.clone().requires_grad_(each.is_floating_point()) if isinstance(each, Tensor) else each for each in given
+    ]
+    made = run(*(leaf * 1 if isinstance(leaf, Tensor) else leaf for leaf in leaves))  # copies: `run` may write to them
+    results = [each for each in (made if isinstance(made, tuple | list) else [made]) if isinstance(each, Tensor)]
+    random = torch.Generator().manual_seed(1)
+    weighted = [(each * torch.randn(each.shape, generator=random, dtype=torch.float64)).sum() for each in results]
+    total = sum(weight for weight in weighted if weight.requires_grad)
+    wanted = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+    found = list(torch.autograd.grad(total, wanted, allow_unused=True)) if isinstance(total, Tensor) else []
+    return [*found, *(each.detach().double() for each in results)]
+
+
+# Context managers for a trace: they hide PyTorch's messages about its own graphs, and watch a model's forward.
+
+
+_LOGGERS = ("torch.export", "torch._export", "torch.fx", "torch._dynamo", "torch._subclasses")
+
+
+class TraceAbortedError(Exception):
+    """Wraps the model's `error` that ended a trace.
+
+    PyTorch prints the partial graph of errors on which it can set `partial_fx_graph`; this class ignores it.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name != "partial_fx_graph":
+            super().__setattr__(name, value)
+
+
+@contextmanager
+def watch_forward(module: nn.Module, asked: ConstantPropagationMode) -> Iterator[None]:
+    """Within the context, `asked` answers forward's reads of tensor values. Errors become TraceAbortedErrors."""
+    asked.add_buffers(dict(module.named_buffers(remove_duplicate=False)))
+    try:
+        with asked, check_custom_functions():
+            yield
+    except Exception as error:
+        raise TraceAbortedError(error) from error
+
+
+@contextmanager
+def silence_exporter() -> Iterator[None]:
+    """Within the context, PyTorch's exporter logs and warns nothing; warnings of the model itself still appear."""
+    loggers = [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith(_LOGGERS)]
+    talking = [logger for logger in loggers if not logger.disabled]
+    for logger in talking:
+        logger.disabled = True
+    try:
+        with warnings.catch_warnings():
+            for name in _LOGGERS:
+                warnings.filterwarnings("ignore", module=name.replace(".", r"\."))
+            yield
+    finally:
+        for logger in talking:
+            logger.disabled = False

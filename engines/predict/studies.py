@@ -1,0 +1,234 @@
+"""Compares the kinds of parallelism over image sizes: which fit into a machine's memory, and how fast they are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from engines.errors import PlanError, TraceError
+from engines.graph.trace_cache import Loss
+from engines.plan import Plan
+from engines.predict.explain import Explanation, Verdict, explain_forecasts
+from engines.predict.forecast import Forecast, forecast
+from engines.predict.machine import Machine
+from engines.predict.machines import resolve_machine
+from engines.predict.parallelism import KINDS, classify_plan
+from engines.predict.search import generate_plans
+from engines.predict.sizes import Sizes
+from engines.program.timeline import compute_time_shares
+
+__all__ = ["HOW", "SIZES_PX", "Capabilities", "Scaling", "ScalingPoint", "capabilities", "scaling"]
+
+SIZES_PX = (256, 512, 1024, 2048, 4096, 8192, 16384)
+EACH = 6
+"""The number of plans of each kind that are considered."""
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """One explanation for each size of square images, in batches of `batch`; a rank may use `rank_bytes`."""
+
+    model: str
+    machine: str
+    ranks: int
+    batch: int
+    rank_bytes: int | None
+    by_size: Mapping[int, Explanation]
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of which there is a plan."""
+        return tuple(kind for kind in KINDS if any(each.get_verdict(kind) for each in self.by_size.values()))
+
+    def get_verdict(self, kind: str, size_px: int) -> Verdict | None:
+        """Return the verdict of a kind at a size."""
+        return self.by_size[size_px].get_verdict(kind)
+
+
+def capabilities(
+    model: nn.Module | Sizes,
+    machine: Machine | str,
+    ranks: int,
+    sizes_px: Sequence[int] = SIZES_PX,
+    batch: int = 4,
+    channels: int = 3,
+    loss: Loss | None = None,
+    optimiser_states: int = 1,
+    asked: Sequence[Plan] | None = None,
+    rank_bytes: int | None = None,
+    seen: Callable[[int, int], None] = lambda done, of: None,
+) -> Capabilities:
+    """Return the best plan of each kind for all ranks at each image size, by forecasts of the model itself.
+
+    Of each kind some plans are considered, evenly sampled from all that are searched, or else the plans `asked`.
+    `rank_bytes` is the memory that a rank may use (None: that of the machine). `seen(done, of)` is called after each
+    plan. `machine` may be a name. Raises PlanError if there is no plan or no size.
+
+    >>> from engines.models import resnet20_v1
+    >>> from mpi4dl_nb import capabilities
+    >>> found = capabilities(resnet20_v1(), "Summit", ranks=2, sizes_px=(64,), batch=2)
+    >>> list(found.by_size)
+    [64]
+    """
+    chosen = tuple(select_plans(ranks, batch) if asked is None else asked)
+    if not chosen or not sizes_px or min(sizes_px) < 1:
+        raise PlanError(f"{len(chosen)} plans at sizes_px={tuple(sizes_px)}: give at least one plan, and sizes from 1.")
+    machine = resolve_machine(machine)
+    limit = machine.get_rank_bytes(ranks) if rank_bytes is None else rank_bytes
+    sizes, found = Sizes.of(model, loss), {}
+    done = 0
+    for size in sizes_px:
+        forecasts, refused = [], []
+        for plan in chosen:
+            try:
+                graph = sizes.graph(plan, (batch, channels, size, size))
+                forecasts.append(forecast(graph, plan, machine, optimiser_states))
+            except (PlanError, TraceError) as error:
+                refused.append((plan, str(error)))
+            done += 1
+            seen(done, len(chosen) * len(sizes_px))
+        found[size] = explain_forecasts(forecasts, refused, limit)
+    return Capabilities(sizes.name, machine.name, ranks, batch, limit, found)
+
+
+def select_plans(ranks: int, batch: int, each: int = EACH) -> Iterator[Plan]:
+    """Yield at most `each` plans of every kind, from those with the smallest replicas to those with the largest.
+
+    >>> [classify_plan(plan) for plan in select_plans(2, 1, each=1)]
+    ['data', 'layer', 'bidirectional', 'spatial']
+    """
+    by_kind: dict[str, list[Plan]] = {kind: [] for kind in KINDS}
+    for plan in generate_plans(ranks, batch):
+        by_kind[classify_plan(plan)].append(plan)
+    for found in by_kind.values():
+        found.sort(key=lambda plan: plan.replica_ranks)
+        # The middle of each of `count` equal parts of the list: neither end is preferred.
+        count = min(each, len(found))
+        yield from (found[(2 * index + 1) * len(found) // (2 * count)] for index in range(count))
+
+
+# Scaling studies: the speedup of more ranks, and where their time goes.
+
+
+HOW = ("strong", "weak")
+STEP_PX = 32
+
+
+@dataclass(frozen=True)
+class ScalingPoint:
+    """One number of ranks: its forecast, and the shape (N, C, H, W) of a batch of one replica."""
+
+    forecast: Forecast
+    image_shape: tuple[int, ...]
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return self.forecast.plan.ranks
+
+    @property
+    def images_per_s(self) -> float:
+        """The predicted images per second."""
+        return self.forecast.images_per_s
+
+    @property
+    def pixels_per_s(self) -> float:
+        """The predicted pixels per second, which remain comparable when the images grow."""
+        return self.images_per_s * math.prod(self.image_shape[2:])
+
+    @property
+    def shares(self) -> Mapping[str, float]:
+        """The fractions of the time, by `engines.program.timeline.SHARES`."""
+        return compute_time_shares(self.forecast.timeline)
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """A scaling study: points by increasing number of ranks. `how` is `strong` or `weak`."""
+
+    model: str
+    machine: str
+    how: str
+    points: tuple[ScalingPoint, ...]
+
+    @property
+    def images_grow(self) -> bool:
+        """Whether the image size differs between points, so that pixels per second are compared."""
+        return len({point.image_shape[2:] for point in self.points}) > 1
+
+    def compute_ideal(self, point: ScalingPoint) -> float:
+        """Return the images per second if every rank were as fast as those of the first point."""
+        first = self.points[0]
+        per_rank = first.pixels_per_s / first.ranks
+        return per_rank * point.ranks / math.prod(point.image_shape[2:])
+
+    def compute_efficiency(self, point: ScalingPoint) -> float:
+        """Return the throughput per rank relative to that of the first point."""
+        return point.images_per_s / self.compute_ideal(point)
+
+
+def scaling(
+    model: nn.Module | Sizes,
+    machine: Machine | str,
+    plans: Plan | Sequence[Plan],
+    image_shape: Sequence[int],
+    how: str = "strong",
+    ranks: Sequence[int] | None = None,
+    loss: Loss | None = None,
+    optimiser_states: int = 1,
+) -> Scaling:
+    """Return forecasts of a model under plans of more and more ranks, or of one plan in replicas that fill `ranks`.
+
+    `strong`: all ranks share the images of one step, whose shape is `image_shape`, (N, C, H, W). `weak`: the work of
+    each rank is constant. Every replica has a batch of that shape; where a replica itself has more ranks, its images
+    grow, so that a rank has as many pixels as under the first plan (sides in multiples of 32 px).
+    `machine` may be a name. Raises PlanError if images, plans and ranks do not fit each other, or TraceError.
+
+    >>> from engines.models import resnet20_v1
+    >>> from mpi4dl_nb import Plan, scaling
+    >>> weak = scaling(
+    ...     resnet20_v1(), "Summit", Plan(split_size=1, slice_method="1x2"), (2, 3, 64, 64), "weak", (2, 64, 2048)
+    ... )
+    >>> [point.ranks for point in weak.points]
+    [2, 64, 2048]
+    >>> 0.5 < weak.compute_efficiency(weak.points[-1]) <= 1
+    True
+    """
+    if how not in HOW:
+        raise PlanError(f"how={how!r} must be one of {', '.join(map(repr, HOW))}.")
+    machine = resolve_machine(machine)
+    chosen = sorted(_resolve_plans(plans, ranks), key=lambda plan: plan.ranks)
+    if not chosen:
+        raise PlanError("There is no plan to scale: give plans for two or more numbers of ranks, or ranks=(1, 2, 4).")
+    sizes, points = Sizes.of(model, loss), []
+    for plan in chosen:
+        shape = tuple(image_shape)
+        grown = plan.replica_ranks / chosen[0].replica_ranks
+        if how == "strong":
+            images = shape[0]
+            if images % plan.batches:
+                raise PlanError(
+                    f"{images} images of a step cannot be shared by the {plan.batches} batches of {plan.summary}. "
+                    f"Give a multiple of {plan.batches}, or fewer ranks."
+                )
+            shape = (images // plan.batches, *shape[1:])
+        # Pixels per rank stay constant if both sides grow with the square root of the ranks.
+        elif grown != 1:
+            sides = (max(1, round(side * math.sqrt(grown) / STEP_PX)) * STEP_PX for side in shape[2:])
+            shape = (*shape[:2], *sides)
+        points.append(ScalingPoint(forecast(sizes.graph(plan, shape), plan, machine, optimiser_states), shape))
+    return Scaling(sizes.name, machine.name, how, tuple(points))
+
+
+def _resolve_plans(plans: Plan | Sequence[Plan], ranks: Sequence[int] | None) -> Sequence[Plan]:
+    if not isinstance(plans, Plan):
+        if ranks is not None:
+            raise PlanError("ranks are for one plan, which is repeated to fill them, but several plans are given.")
+        return plans
+    each = plans.replica_ranks
+    if odd := [count for count in ranks or () if count < each or count % each]:
+        raise PlanError(f"{odd[0]} ranks are no multiple of the {each} that a replica of the plan needs.")
+    return [replace(plans, data_parallel=count // each) for count in ranks or (plans.ranks,)]

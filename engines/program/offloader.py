@@ -1,0 +1,220 @@
+"""A file that holds the contents of offloaded tensors."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import tempfile
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from engines.errors import RankError
+from engines.formatting import format_bytes
+from engines.program.traffic import LEAST_BYTES
+
+__all__ = ["OffloadStore", "Offloader", "find_disk_folder"]
+
+_CHUNK_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class _FileRegion:
+    """A region of the file, from `start` in a chunk that is mapped as a whole from `offset` of the file."""
+
+    chunk: mmap.mmap
+    offset: int
+    start: int
+
+
+class OffloadStore:
+    """Contents of storages in an unnamed file, which disappears with the process however that ends.
+
+    The contents can be read and modified in place, through the operating system's page cache of the file; the system
+    evicts these pages when memory is short. `folder` is where the file is (None: where temporary files are, on a disk).
+    Regions that no tensor uses any more are reused.
+    """
+
+    def __init__(self, folder: str | Path | None = None) -> None:
+        self.folder = Path(folder or find_disk_folder())
+        try:
+            self._file = tempfile.TemporaryFile(dir=self.folder)  # noqa: SIM115 (open as long as the store)
+        except OSError as error:
+            raise RankError(f"Nothing can be stored in {self.folder}: {error}. Choose another folder.") from error
+        weakref.finalize(self, self._file.close).atexit = False
+        #   file    | chunk 0, mapped                     | chunk 1, mapped                     |
+        #   used    | 3 MB | 8 MB | (free) | 8 MB | 8 MB  | 3 MB | 3 MB | rest ...
+        #
+        # `_free` holds the regions to use again, by the size they were made for: the tiles of a plan have few different
+        # sizes, and each step stores the same ones.
+        self._free: dict[int, list[_FileRegion]] = defaultdict(list)
+        self._rest: _FileRegion | None = None  # the free end of the last chunk
+        self._used: weakref.WeakValueDictionary[int, np.ndarray] = weakref.WeakValueDictionary()
+        self._mapped_bytes = self.end_bytes = self.written_bytes = 0
+
+    def put(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        """Return a host storage with the same content, backed by the file. Raises RankError if the disk is full."""
+        size = storage.nbytes()
+        place = self._free[size].pop() if self._free[size] else self._allocate(size)
+        there = np.frombuffer(place.chunk, np.uint8, size, place.start)
+        # The region is free again once the last tensor on it is gone: torch keeps the array `there` alive until then.
+        weakref.finalize(there, self._free[size].append, place).atexit = False
+        copy = torch.frombuffer(there, dtype=torch.uint8)
+        copy.copy_(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))  # multi-threaded
+        self.written_bytes += size
+        self._used[copy.data_ptr()] = there
+        return copy.untyped_storage()
+
+    def has_storage(self, storage: torch.UntypedStorage) -> bool:
+        """Return whether the storage is backed by the file."""
+        return storage.data_ptr() in self._used
+
+    def close(self) -> None:
+        """Return the disk space, as soon as no tensor uses it."""
+        self._file.close()
+        self._free.clear()
+        self._rest = None
+
+    def _allocate(self, size: int) -> _FileRegion:
+        """Return a region reserved on the disk: writing to a mapped page without disk space would end the process."""
+        needed = -(-size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        try:
+            if self._rest is None or self._rest.start + needed > len(self._rest.chunk):
+                # Extend the file by a chunk and map it. This takes address space only; disk space is reserved below,
+                # region by region.
+                mapped = max(needed, _CHUNK_BYTES)
+                os.ftruncate(self._file.fileno(), self._mapped_bytes + mapped)
+                chunk = mmap.mmap(self._file.fileno(), mapped, offset=self._mapped_bytes)
+                self._rest = _FileRegion(chunk, self._mapped_bytes, 0)
+                self._mapped_bytes += mapped
+            place = self._rest
+            _reserve(self._file.fileno(), place.offset + place.start, needed)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise RankError(f"{self.folder} cannot be written: {error}. Choose another folder.") from error
+            raise RankError(
+                f"{self.folder} is full: {format_bytes(size)} more are to be stored beside "
+                f"{format_bytes(self.end_bytes)}. Make room, choose another folder (TMPDIR), or use a smaller image."
+            ) from error
+        self._rest = replace(place, start=place.start + needed)
+        self.end_bytes += needed
+        return place
+
+
+def _reserve(file: int, start: int, size: int) -> None:
+    """Reserve `size` bytes on the disk. Raises OSError if that fails."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file, start, size)
+    else:  # macOS
+        os.pwrite(file, bytes(size), start)
+
+
+def find_disk_folder() -> Path:
+    """Return a folder for large temporary files: on some systems the usual one is itself in memory."""
+    usual, other = Path(tempfile.gettempdir()).resolve(), Path("/var/tmp")
+    try:
+        import psutil  # not installed on every machine with ranks
+    except ImportError:
+        return usual
+    mounts = {Path(part.mountpoint): part.fstype for part in psutil.disk_partitions(all=True)}
+    kind = next((mounts[folder] for folder in (usual, *usual.parents) if folder in mounts), "")
+    return other if kind in ("tmpfs", "ramfs") and os.access(other, os.W_OK) else usual
+
+
+# Offloads tensors while other work computes: the tensors stay, and their memory becomes that of a file.
+#
+# A tensor keeps its shape, its strides and its place in autograd's graph, so no other code is affected. Small tensors
+# stay in memory.
+
+
+class Offloader:
+    """Offloads the tensors of one tile or rank, except those of `stays`.
+
+    The CPU computes directly on memory that a file backs. For a device that cannot (`reads_files=False`), a tensor is
+    copied back when an instruction uses it.
+    """
+
+    def __init__(self, store: OffloadStore, stays: Iterable[Tensor] = (), reads_files: bool = True) -> None:
+        self.store, self.reads_files = store, reads_files
+        # A storage is identified by its C++ object: two tensors that are views of one storage move together.
+        #
+        #   in use (`_used`) --next call (`_later`)--> in the file --fetch--> in use
+        #
+        # On the CPU, "in the file" means that the tensor's memory is the file's; on a GPU, that the tensor has no
+        # memory and `_away` knows its copy in the file.
+        self._stay = {tensor.untyped_storage()._cdata for tensor in stays}
+        self._used: set[int] = set()
+        self._later: list[Tensor] = []
+        self._away = WeakTensorKeyDictionary()
+
+    def fetch(self, tensors: Iterable[Tensor]) -> None:
+        """Make tensors available until the current instruction ends."""
+        back: dict[tuple[object, ...], Tensor] = {}
+        for tensor in tensors:
+            stored = self._away.pop(tensor, None)
+            if stored is not None:
+                # Tensors that were views of the same memory must share it again.
+                place = stored.data_ptr(), stored.size(), stored.stride()
+                if place not in back:
+                    back[place] = stored.to(tensor.device, copy=True)
+                tensor.data = back[place]
+            self._used.add(tensor.untyped_storage()._cdata)
+
+    def end_instruction(self) -> None:
+        """Mark the end of the current instruction."""
+        self._used.clear()
+
+    def offload(self, touched: Iterable[Tensor]) -> None:
+        """Offload these tensors; those in use are offloaded by the next call.
+
+        Tensors that share memory must come in one call, or they no longer share it afterwards.
+        """
+        stored: dict[int, torch.UntypedStorage] = {}
+        tensors, self._later = [*self._later, *touched], []
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if (
+                storage.nbytes() < LEAST_BYTES
+                or key in self._stay
+                or tensor in self._away
+                or self.store.has_storage(storage)
+            ):
+                continue
+            # Kernels may hold addresses of memory in use; such a tensor is moved by the next call.
+            if key in self._used:
+                self._later.append(tensor)
+                continue
+            if key not in stored:
+                stored[key] = self.store.put(storage)
+            there = torch.empty(0, dtype=tensor.dtype)
+            there.set_(stored[key], tensor.storage_offset(), tensor.size(), tensor.stride())
+            # `data` is replaced, not the tensor: autograd's nodes, and all names, still refer to the same object.
+            if self.reads_files:
+                tensor.data = there
+            else:
+                self._away[tensor] = there
+                strides = tensor.stride()
+                tensor.data = tensor.new_empty(()).expand(tensor.size())  # free the old memory before allocating anew
+                tensor.data = _make_storageless(tensor, strides)
+
+    def clear(self) -> None:
+        """Forget all tensors."""
+        self._used.clear()
+        self._later.clear()
+        self._away.clear()
+
+
+def _make_storageless(tensor: Tensor, strides: Sequence[int]) -> Tensor:
+    """Return a tensor without memory, of the same shape and those strides, by which autograd lays out gradients."""
+    hollow = torch.empty_strided(tensor.size(), strides, dtype=tensor.dtype, device=tensor.device)
+    hollow.untyped_storage().resize_(0)
+    return hollow

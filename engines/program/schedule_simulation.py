@@ -1,0 +1,232 @@
+"""The order in which the micro-batches of a direction are processed, and what each of them waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from operator import itemgetter
+
+from engines.program.schedule import ActionKind, Batch, PipelineAction, Slot
+from engines.program.schedule_rules import ScheduleRule
+
+__all__ = ["QueuedMicroBatch", "ScheduleRule", "Stages", "make_queues", "simulate"]
+
+Stages = Sequence[Sequence[int]]
+"""The stages of one direction, each with the ranks that work on it together."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedMicroBatch:
+    """One micro-batch in the queue of its direction. `batch` and `group` are ranges of positions in that queue.
+
+    A rank with several stages takes a whole group through one stage before it takes any of it through the next.
+    `earlier` is, for each direction, the number of micro-batches in the batches before this one's.
+    """
+
+    micro_batch: int
+    batch: range
+    group: range
+    earlier: tuple[int, ...]
+
+
+def make_queues(placement: Sequence[Stages], batches: Sequence[Batch]) -> list[list[QueuedMicroBatch]]:
+    """Return the micro-batches of each direction, in the order of the batches.
+
+    >>> [[turn.group for turn in queue] for queue in make_queues([[(0,), (1,), (0,), (1,)]], [Batch(0, (5, 6, 7))])]
+    [[range(0, 2), range(0, 2), range(2, 3)]]
+    """
+    sizes = [_compute_group_size(stages) for stages in placement]
+    found: list[list[QueuedMicroBatch]] = [[] for _ in placement]
+    # Positions in the queue of one direction, for batches of 3 micro-batches and groups of 2:
+    #
+    #   position   0 1 2   3 4 5   6 7 8
+    #   batch     |     |       |       |
+    #   group     |   | |   |   |   |   |      a batch ends its last group early
+    for batch in batches:
+        # Counted in the order of `batches`, so it also covers the batches of the other directions.
+        earlier = tuple(len(queue) for queue in found)
+        queue, size = found[batch.direction], sizes[batch.direction]
+        places = range(len(queue), len(queue) + len(batch.micro_batches))
+        for index, micro_batch in enumerate(batch.micro_batches):
+            start = index // size * size
+            queue.append(QueuedMicroBatch(micro_batch, places, places[start : start + size], earlier))
+    return found
+
+
+def _compute_group_size(stages: Stages) -> int:
+    """Return the least number of stages from one stage of a rank to its next: the group then returns just in time.
+
+    Megatron groups micro-batches in the same way (Narayanan et al. 2021, section 2.2.2).
+
+    >>> _compute_group_size([(0, 1), (2,), (3,), (2,), (3,)])
+    2
+    """
+    pairs = combinations(enumerate(map(frozenset, stages)), 2)
+    return min((later - stage for (stage, one), (later, other) in pairs if one & other), default=len(stages))
+
+
+# The simulation that makes schedules: an action starts as soon as its inputs are ready and all its ranks are free.
+
+
+FORWARD, BACKWARD, WEIGHTS = ActionKind
+KINDS = tuple(ActionKind)
+
+
+@dataclass(eq=False)
+class _RankQuota:
+    """One rank's stages in one direction, and how many forwards it may hold."""
+
+    limit: int
+    posts: list[_StageState] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class _StageState:
+    """One stage of one direction, and how many micro-batches its ranks have started and finished, by kind."""
+
+    rule: ScheduleRule
+    direction: int
+    stage: int
+    stages: int
+    ranks: tuple[int, ...]
+    queue: Sequence[QueuedMicroBatch]
+    before: _StageState | None = None
+    behind: _StageState | None = None
+    beside: list[_StageState] = field(default_factory=list)  # stages that share a rank, any direction, itself too
+    shares: list[_RankQuota] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.started = dict.fromkeys(ActionKind, 0)
+        self.done = dict.fromkeys(ActionKind, 0)
+        self.last = list(self.rule.units)[-1]
+
+    def compute_priority(self, kind: ActionKind) -> tuple[int, ...]:
+        """Return a sort key; the least starts first.
+
+        Forwards come first, since all later stages wait for them; the limit makes forwards and backwards alternate.
+        """
+        turn = self.queue[self.started[kind]]
+        depth = self.stage if kind is FORWARD else self.stages - 1 - self.stage
+        return KINDS.index(kind), turn.group.start, depth, self.started[kind], self.direction
+
+    def is_ready(self, kind: ActionKind) -> bool:
+        """Return whether the next micro-batch has all its inputs; free ranks are not considered."""
+        place = self.started[kind]
+        if place == len(self.queue):
+            return False
+        if kind is WEIGHTS:
+            return self.done[BACKWARD] > place
+        if kind is BACKWARD:
+            needs = self.queue[place].batch.stop if self.rule.drains else place + 1
+            return self.done[FORWARD] >= needs and (self.behind is None or self.behind.done[BACKWARD] > place)
+        turn = self.queue[place]
+        if self.before is not None and self.before.done[FORWARD] <= place:
+            return False
+        # The batches before must be finished: on this stage, or (`alone`) on all stages of its ranks. `last` is the
+        # kind that ends a micro-batch here: WEIGHTS where the rule splits it off, else BACKWARD.
+        watched = self.beside if self.rule.alone else (self,)
+        if any(post.done[post.last] < turn.earlier[post.direction] for post in watched):
+            return False
+        # The other stages of its ranks must have started all that comes first: of earlier stages this group as well, of
+        # later stages all groups before it. A rank with the stages 0 and 2 thus starts, in groups of two (`F1/2`:
+        # micro-batch 1 in stage 2):
+        #
+        #   F0/0 F1/0   F0/2 F1/2   F2/0 F3/0   F2/2 F3/2
+        for post in self.beside:
+            first = turn.group.stop if post.stage < self.stage else turn.group.start
+            if post is not self and post.direction == self.direction and post.started[FORWARD] < first:
+                return False
+        return self._has_room()
+
+    def start(self, kind: ActionKind, now: int) -> Slot:
+        """Start the next micro-batch."""
+        work = PipelineAction(kind, self.direction, self.stage, self.queue[self.started[kind]].micro_batch)
+        self.started[kind] += 1
+        return Slot(work, now, now + self.rule.units[kind])
+
+    def _has_room(self) -> bool:
+        """Return whether the ranks may hold one more forward.
+
+        Weights' gradients are deferred until a rank holds as much as the first rank may, and no longer.
+        """
+        if not self.rule.limited:
+            return True
+        # 1F1B on three ranks, the limits are 3, 2 and 1:
+        #
+        #   F0 F1 F2 .  .  .  .  B0 B0 F3        3 held: F3 waits for B0
+        #   .  F0 F1 .  .  B0 B0 F2              2 held: F2 waits for B0
+        #   .  .  F0 B0 B0 F1 B1 B1
+        return all(
+            _count_held(share.posts, BACKWARD) < share.limit and _count_held(share.posts, self.last) < self.stages
+            for share in self.shares
+        )
+
+
+def _count_held(posts: Iterable[_StageState], until: ActionKind) -> int:
+    return sum(post.started[FORWARD] - post.done[until] for post in posts)
+
+
+def _make_stages(
+    rule: ScheduleRule, direction: int, stages: Stages, queue: Sequence[QueuedMicroBatch]
+) -> list[_StageState]:
+    """Return the stages of one direction, linked to each other."""
+    count = len(stages)
+    line = [_StageState(rule, direction, stage, count, tuple(ranks), queue) for stage, ranks in enumerate(stages)]
+    shares: dict[int, _RankQuota] = {}
+    for post in line:
+        post.before = line[post.stage - 1] if post.stage else None
+        post.behind = line[post.stage + 1] if post.stage + 1 < count else None
+        post.shares = [shares.setdefault(rank, _RankQuota(count - post.stage)) for rank in post.ranks]
+        for share in post.shares:
+            share.posts.append(post)
+    return line
+
+
+def simulate(
+    rule: ScheduleRule, placement: Sequence[Stages], queues: Sequence[Sequence[QueuedMicroBatch]]
+) -> tuple[tuple[Slot, ...], ...]:
+    """Return the slots of each rank, in order of time.
+
+    No rank waits for ever. Consider, of the forwards left, the first in the order of batches, groups and stages: its
+    inputs are ready, so only the limit can block it. A rank with k stages before this one, which are at least a group's
+    size g apart, may hold k g forwards, and one more for each stage from here to the last. If it is full, it therefore
+    holds a micro-batch of this very stage that has gone on to a later one. The same holds if that micro-batch is
+    blocked, and so on to the last stage, where a micro-batch goes backward.
+    """
+    lines = [_make_stages(rule, direction, stages, queues[direction]) for direction, stages in enumerate(placement)]
+    posts = [post for line in lines for post in line]
+    for post in posts:
+        post.beside = [other for other in posts if set(other.ranks) & set(post.ranks)]
+    # A simulation by events: at each time at which an action ends, start whatever can start, in order of priority.
+    #
+    #   now = 2    running: F1 on rank 0 (ends at 3), B0 on rank 3 (ends at 4)    -> next event at 3
+    lanes: list[list[Slot]] = [[] for _ in {rank for post in posts for rank in post.ranks}]
+    running: list[tuple[_StageState, Slot]] = []
+    now = 0
+    while started := _start(posts, lanes, now) + running:
+        # Advance to the next time at which an action ends: only then can others become ready.
+        now = min(slot.stop for _, slot in started)
+        running = [(post, slot) for post, slot in started if slot.stop > now]
+        for post, slot in started:
+            post.done[slot.work.kind] += slot.stop == now
+    return tuple(map(tuple, lanes))
+
+
+def _start(posts: Iterable[_StageState], lanes: Sequence[list[Slot]], now: int) -> list[tuple[_StageState, Slot]]:
+    """Start the actions that can start, by priority."""
+    idle = {rank for rank, lane in enumerate(lanes) if not lane or lane[-1].stop <= now}
+    able = [post for post in posts if idle.issuperset(post.ranks)]
+    found = [
+        (post.compute_priority(kind), post, kind) for post in able for kind in post.rule.units if post.is_ready(kind)
+    ]
+    started = []
+    for _, post, kind in sorted(found, key=itemgetter(0)):
+        # An action of higher priority may have taken one of the ranks.
+        if idle.issuperset(post.ranks):
+            idle.difference_update(post.ranks)
+            slot = post.start(kind, now)
+            for rank in post.ranks:
+                lanes[rank].append(slot)
+            started.append((post, slot))
+    return started

@@ -1,1 +1,0 @@
-"""Asynchronous replicas, for study: replicas that do not wait for each other."""

@@ -1,0 +1,156 @@
+"""The user's choices for a study of asynchronous replicas."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from engines.errors import PlanError
+from engines.plan import Plan
+
+__all__ = ["MODES", "Asynchrony", "VersionTracker"]
+
+MODES = ("synchronous", "server", "peers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asynchrony:
+    """How `replicas` of a plan train together, each on `steps` batches on average. Checked when it is made.
+
+    `synchronous`: all replicas wait for each other at every update, as with `Plan.data_parallel`.
+    `server`: one additional rank holds the weights. It applies each replica's gradient as it arrives, and sends that
+    replica new weights and the next batch; no replica waits for a slower one (Downpour SGD: Dean et al., 2012, section
+    4.1). `max_staleness` bounds how many updates may come between reading weights and updating them (None: any number).
+    `staleness_aware` divides the learning rate by the staleness (Zhang, Gupta, Lian and Liu, 2016, section 3).
+    `peers`: each replica updates its own weights and, after every `average_every` of its steps, offers them to another
+    replica in turn; both take the average, each at the end of its next step (AD-PSGD: Lian et al., 2018, section 3).
+    Each asynchronous replica has the loss of its own batches: if the loss divides by what its labels count, the mean
+    over replicas is not the loss of all batches together.
+    `slow` maps replicas to the seconds that they sleep in each step, to make asynchrony visible.
+
+    Raises PlanError with the numbers and a remedy.
+    """
+
+    mode: str = "server"
+    replicas: int = 3
+    steps: int = 30
+    max_staleness: int | None = None
+    staleness_aware: bool = False
+    average_every: int = 1
+    slow: Mapping[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise PlanError(f"mode={self.mode!r} is unknown. Choose one of {', '.join(MODES)}.")
+        for name in ("replicas", "steps", "average_every"):
+            _check_count(name, getattr(self, name), 1)
+        if self.max_staleness is not None:
+            _check_count("max_staleness", self.max_staleness, 0)
+        for replica, seconds in self.slow.items():
+            if replica not in range(self.replicas) or not (math.isfinite(seconds) and seconds >= 0):
+                raise PlanError(
+                    f"slow={dict(self.slow)} must say how many seconds (0 or more) replicas 0 to {self.replicas - 1} "
+                    f"sleep in each step, but it says {seconds} for replica {replica}."
+                )
+        for name, mode in (("max_staleness", "server"), ("staleness_aware", "server"), ("average_every", "peers")):
+            if self.mode != mode and getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                raise PlanError(
+                    f"{name}={getattr(self, name)!r} says nothing about mode={self.mode!r}. "
+                    f"Leave it out, or set mode={mode!r}."
+                )
+
+    @property
+    def budget(self) -> int:
+        """The number of batches that all replicas take together.
+
+        Peers, which have no common count, may take a few more.
+        """
+        return self.replicas * self.steps
+
+    def count_ranks(self, plan: Plan) -> int:
+        """Return the number of ranks that replicas of a plan need.
+
+        >>> Asynchrony(mode="server", replicas=3).count_ranks(Plan(split_size=1, spatial_size=0))
+        4
+        """
+        return self.replicas * plan.ranks + (self.mode == "server")
+
+    def check(self, plan: Plan, ranks: int) -> None:
+        """Raise PlanError if `ranks` are too few, the plan has own replicas, or `server` has float16 replicas."""
+        if plan.data_parallel != 1:
+            raise PlanError(
+                f"data_parallel={plan.data_parallel} replicas wait for each other inside of a plan. Leave it at 1: "
+                f"replicas={self.replicas} says how many copies of the plan there are."
+            )
+        if self.mode == "server" and plan.precision == "float16":
+            raise PlanError(
+                "With precision='float16' the loss is scaled so that no gradient is infinite, on which replicas of a "
+                "server would have to agree, and wait for each other. Use bfloat16, or mode='peers'."
+            )
+        if ranks < (needed := self.count_ranks(plan)):
+            wanted = f"{plan.ranks} rank{'s'[: plan.ranks > 1]}{' and a server' * (self.mode == 'server')}"
+            raise PlanError(
+                f"{self.replicas} replicas of {wanted} need {needed} ranks, but there are {ranks}. "
+                f"Start {needed} ranks, or use fewer replicas."
+            )
+
+
+def _check_count(name: str, value: object, low: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise PlanError(f"{name}={value!r} must be a whole number of at least {low}.")
+
+
+# The age of the weights from which gradients are computed, and its bound.
+
+
+class VersionTracker:
+    """The version of the weights that each replica reads. Versions count the updates.
+
+    The staleness of an update is the number of other updates since its replica read the weights (Dean et al., 2012,
+    section 4.1). With `max_staleness` no update exceeds that staleness. The bound is on versions, which is stricter
+    than a bound on the steps between replicas (Ho et al., 2013, section 3). Of n replicas at work, ordered from the
+    oldest read, the i-th (from 0) is applied after i others at the earliest. So a replica may read, and an update be
+    applied, while `version + i - read` of each stays within the bound. The oldest reader may always be applied, so no
+    replica waits for ever.
+
+    >>> ledger = VersionTracker(max_staleness=1)
+    >>> for replica in (0, 1):
+    ...     ledger.read(replica)
+    >>> ledger.can_read
+    False
+    >>> ledger.apply(1)
+    0
+    >>> ledger.read(1)
+    >>> ledger.can_apply(1), ledger.can_apply(0)
+    (False, True)
+    >>> ledger.apply(0)
+    1
+    """
+
+    def __init__(self, max_staleness: int | None = None) -> None:
+        self.max_staleness = max_staleness
+        self.version = 0
+        self.readers: dict[int, int] = {}
+
+    @property
+    def can_read(self) -> bool:
+        """Whether one more replica may read the weights now."""
+        return self.max_staleness is None or len(self.readers) <= self.max_staleness
+
+    def read(self, replica: int) -> None:
+        """Record that a replica reads the current weights."""
+        self.readers[replica] = self.version
+
+    def can_apply(self, replica: int) -> bool:
+        """Return whether applying this replica's update now keeps all other updates within the bound."""
+        bound = self.max_staleness
+        others = sorted(read for reader, read in self.readers.items() if reader != replica)
+        # This update raises the version by one; the i-th oldest of the others is applied after i more at the earliest.
+        return bound is None or all(self.version + 1 + i - read <= bound for i, read in enumerate(others))
+
+    def apply(self, replica: int) -> int:
+        """Record a replica's update as a new version, and return its staleness."""
+        staleness = self.version - self.readers.pop(replica)
+        self.version += 1
+        return staleness

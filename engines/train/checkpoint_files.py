@@ -1,0 +1,214 @@
+"""`checkpoint.json`, the manifest of a checkpoint: protected by a checksum, and validated as untrusted input."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engines.errors import CheckpointError
+from engines.graph.model_graph import TensorSpec
+from engines.images.regular_file import read_bounded
+from engines.program.update import GOOD_STEPS
+from engines.train.checkpoint_folder import MANIFEST, make_damaged_error, make_read_error
+
+__all__ = [
+    "FORMAT",
+    "HEADER_BYTES",
+    "MOST_STEPS",
+    "TensorFile",
+    "count_file_bytes",
+    "get_tensor_spec",
+    "parse_dtype",
+    "read_manifest",
+    "serialise_manifest",
+]
+
+FORMAT = 1
+MOST_STEPS = 1 << 53
+"""More steps than any training makes, and still exact as a float."""
+
+_SEAL = "crc32"
+_BYTES = 1 << 24  # enough for 60,000 weights; parsed JSON takes up to 25 times as much memory
+_LARGEST_SCALE = 2.0**127  # the scale must fit float32, because the loss is multiplied by it
+
+
+def serialise_manifest(manifest: Mapping[str, Any]) -> str:
+    """Return the manifest as text, with its checksum. Raises CheckpointError if it exceeds the size that is read."""
+    text = json.dumps({**manifest, _SEAL: _compute_checksum(manifest)}, indent=1, allow_nan=False)
+    if len(text) > _BYTES:
+        raise CheckpointError(
+            f"{MANIFEST} would have {len(text):,} characters, but {_BYTES:,} are read at most. Train fewer weights, or "
+            "ones with fewer values beside their tensors."
+        )
+    return text
+
+
+def _compute_checksum(manifest: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(manifest, sort_keys=True, allow_nan=False).encode())
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Return the manifest of the checkpoint at `path`.
+
+    Raises DamagedError, UnreadableError, or CheckpointError for another format.
+    """
+    if (path / MANIFEST).is_symlink():
+        raise make_damaged_error(path, f"{MANIFEST} is no regular file of its own, but a link")
+    try:
+        # The checksum covers the parsed values in a canonical form, not the text: other indentation is no damage.
+        read = json.loads(read_bounded(path / MANIFEST, _BYTES))
+        whole = isinstance(read, dict) and read.pop(_SEAL, None) == _compute_checksum(read)
+    except (OSError, MemoryError) as error:
+        raise make_read_error(path, MANIFEST, error) from error
+    except (ValueError, RecursionError) as error:
+        raise make_damaged_error(path, f"{MANIFEST} is no JSON ({error})") from error
+    if not isinstance(read, dict) or not isinstance(read.get("format"), int):
+        raise make_damaged_error(path, f"{MANIFEST} is not that of a checkpoint of this package")
+    # Before the checksum is checked: a file of another format must be reported as such, not as damaged.
+    if read["format"] != FORMAT:
+        raise CheckpointError(
+            f"{path}: this checkpoint has format {str(read['format'])[:20]} (written by version "
+            f"{str(read.get('package'))[:20]}), but this version reads format {FORMAT}. Use the version that wrote it, "
+            "or load its weights alone: safetensors.torch.load_file."
+        )
+    if not whole:
+        raise make_damaged_error(path, f"the contents of {MANIFEST} are not those that were written")
+    if wrong := [name for name, is_right in _FIELDS.items() if name not in read or not is_right(read[name])]:
+        raise make_damaged_error(
+            path, f"{MANIFEST} does not say what {wrong[0]!r} is, but {str(read.get(wrong[0]))[:40]}"
+        )
+    if read["loss_scale"] is not None and read["good_steps"] >= GOOD_STEPS:
+        raise make_damaged_error(
+            path, f"it counts {read['good_steps']} good steps, but the loss scale grows after {GOOD_STEPS}"
+        )
+    return read
+
+
+def _make_integer_check(least: int, most: int) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def _make_type_check(*kinds: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, kinds)
+
+
+def _is_scale(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and math.isfinite(value) and 0 < value <= _LARGEST_SCALE)
+
+
+_FIELDS: Mapping[str, Callable[[Any], bool]] = {
+    "step": _make_integer_check(0, MOST_STEPS),
+    "seed": _make_integer_check(-(1 << 63), (1 << 64) - 1),
+    "precision": _make_type_check(str),
+    "plan": _make_type_check(dict),
+    "model": _make_type_check(dict),
+    "files": _make_type_check(dict),
+    "optimiser": _make_type_check(dict, type(None)),
+    "scheduler": _make_type_check(dict, type(None)),
+    "loss_scale": _is_scale,
+    "good_steps": _make_integer_check(0, MOST_STEPS),
+}
+
+
+# Write a safetensors file tensor by tensor, so that the writer holds at most one of them in memory.
+#
+# The library itself writes from a dict that holds all tensors. Layout:
+# https://github.com/huggingface/safetensors#format:
+# 8 bytes with the header's length, the header as JSON, and the tensors' bytes one after another.
+
+
+HEADER_BYTES = 1 << 24
+"""Largest header that is read: enough for about 150,000 tensors."""
+
+_CODES = {
+    **{f"float{bits}": f"F{bits}" for bits in (16, 32, 64)},
+    **{f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)},
+    **{f"uint{bits}": f"U{bits}" for bits in (8, 16, 32, 64)},
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "complex64": "C64",
+    "bool": "BOOL",
+}
+
+
+def get_tensor_spec(tensor: Tensor, where: str) -> TensorSpec:
+    """Return a tensor's shape and dtype. Raises CheckpointError if the format cannot represent the tensor."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in _CODES or tensor.layout is not torch.strided:
+        raise CheckpointError(f"{where} is a {dtype} tensor ({tensor.layout}), which safetensors files do not hold.")
+    return TensorSpec(tuple(tensor.shape), dtype)
+
+
+def parse_dtype(code: str) -> torch.dtype:
+    """Return the dtype for a code of the format. Raises ValueError for a code that is never written here.
+
+    >>> parse_dtype("F32")
+    torch.float32
+    """
+    found = next((name for name, known in _CODES.items() if known == code), None)
+    if found is None:
+        raise ValueError(f"{code!r} is no type of tensor that a checkpoint holds")
+    return getattr(torch, found)  # type: ignore[no-any-return]
+
+
+def _count_bytes(spec: TensorSpec) -> int:
+    return spec.numel * getattr(torch, spec.dtype).itemsize
+
+
+def _make_header(specs: Mapping[str, TensorSpec]) -> bytes:
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for name, spec in specs.items():
+        stop = start + _count_bytes(spec)
+        entries[name] = {"dtype": _CODES[spec.dtype], "shape": list(spec.shape), "data_offsets": [start, stop]}
+        start = stop
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the tensors after it start at a multiple of 8 bytes
+    if len(text) > HEADER_BYTES:
+        raise CheckpointError(f"{len(specs):,} tensors are more than a checkpoint's file can list.")
+    return len(text).to_bytes(8, "little") + text
+
+
+def count_file_bytes(specs: Mapping[str, TensorSpec]) -> int:
+    """Return the size in bytes of a file with these tensors."""
+    return len(_make_header(specs)) + sum(map(_count_bytes, specs.values()))
+
+
+class TensorFile:
+    """A safetensors file being written; `bytes` and `crc32` cover everything written so far.
+
+    Tensors must be added in the order of `specs`.
+    """
+
+    def __init__(self, path: Path, specs: Mapping[str, TensorSpec]) -> None:
+        self._file = path.open("xb")
+        self.bytes = self.crc32 = 0
+        self._write(_make_header(specs))
+
+    def add(self, tensor: Tensor) -> None:
+        """Append the next tensor, which must be contiguous and in host memory."""
+        # Viewed as bytes, because numpy has no bfloat16 or float8.
+        self._write(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+
+    def _write(self, data: bytes | memoryview) -> None:
+        self._file.write(data)
+        self.bytes += len(data)
+        self.crc32 = zlib.crc32(data, self.crc32)
+
+    def close(self, complete: bool = True) -> None:
+        """Close the file. If `complete`, flush it to disk first."""
+        try:
+            if complete:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+        finally:
+            self._file.close()

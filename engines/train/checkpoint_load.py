@@ -1,0 +1,182 @@
+"""Load a training collectively: each rank reads what it holds, and nothing changes until all ranks have succeeded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engines.comm.collective_errors import run_on_all
+from engines.errors import CheckpointError
+from engines.graph.trace import OWNERS, find_first_names
+from engines.program.update import OptimiserStep
+from engines.train.checkpoint_compatibility import (
+    check_fits_recipe,
+    check_optimiser_state,
+    check_shapes,
+    read_scheduler_state,
+)
+from engines.train.checkpoint_reader import STATE, Checkpoint, get_tensor_file
+from engines.train.checkpoint_values import check_scheduler_state, decode_value, get_class_name, make_optimiser_state
+from engines.train.training import RankTraining, Recipe
+
+__all__ = ["load", "open_checkpoint", "optimiser_state", "scheduler_state"]
+
+
+def open_checkpoint(path: Path, recipe: Recipe) -> Checkpoint:
+    """Open and verify the checkpoint at `path`, or the newest intact one of that folder. Raises CheckpointError."""
+    with torch.random.fork_rng(devices=[]):  # the user's function that makes the optimiser may draw random numbers
+        checkpoint = Checkpoint.open(path, partial(check_fits_recipe, recipe=recipe))
+        check_fits_recipe(checkpoint, recipe)
+    return checkpoint
+
+
+def load(training: RankTraining, path: Path) -> Checkpoint:
+    """Resume from the checkpoint at `path`, or the newest intact one of that folder. Collective, between steps.
+
+    The checkpoint may have been saved under any other plan. Every rank reads the files itself. Weights keep the dtypes
+    of this plan; the loss scale is that of the checkpoint, if both use one. Raises CheckpointError on every rank. The
+    training is then unchanged on all ranks.
+    """
+    world = training.worker.world
+    # Rank 0 chooses and verifies the checkpoint for all: ranks that chose for themselves could pick different ones.
+    # Each rank then stages its state, and nothing is applied before `run_on_all` has shown that no rank failed.
+    first = run_on_all(world, lambda: None if world.rank else open_checkpoint(path, training.recipe), CheckpointError)
+    found, passed_over = world.all_gather(first and (first.path, first.passed_over))[0]
+    checkpoint, tensors, descent = run_on_all(world, partial(_stage_state, training, found), CheckpointError)
+    # From here on nothing can fail, so that no rank is left with half of the state.
+    with torch.no_grad():
+        for held in (training.weights, training.buffers, training.kept):
+            for name in held.keys() & tensors.keys():
+                held[name].copy_(tensors[name])
+    training.worker.optimiser_step = descent
+    training.worker.steps, training.worker.seed = checkpoint.step + 1, checkpoint.manifest["seed"]
+    return replace(checkpoint, passed_over=passed_over)
+
+
+def _stage_state(training: RankTraining, path: Path) -> tuple[Checkpoint, dict[str, Tensor], OptimiserStep]:
+    """Read this rank's weights and buffers, and make its optimiser, without changing the training."""
+    checkpoint = Checkpoint.from_path(path)
+    found: dict[str, Tensor] = {}
+    # Each rank reads what it holds under its own plan, from files that list everything by the model's names.
+    own = {**training.weights, **training.buffers, **training.kept}
+    for owner, names in training.recipe.names.items():
+        said = {name: names.held.get(name, OWNERS[owner] + name) for name in names.names}
+        wanted = {held: name for name, held in said.items() if held in own}
+        found |= checkpoint.read_tensors(get_tensor_file(owner), wanted)
+    for name, tensor in found.items():
+        if tensor.is_floating_point() != own[name].is_floating_point():
+            raise CheckpointError(f"{checkpoint.path}: {name} is {tensor.dtype} there, and {own[name].dtype} here.")
+    return checkpoint, found, _restore_optimiser(checkpoint, training)
+
+
+def _restore_optimiser(checkpoint: Checkpoint, training: RankTraining) -> OptimiserStep:
+    """Return a fresh optimiser and scheduler with the saved state."""
+    optimiser = training.recipe.make_optimiser(training.weights)
+    # A fresh one on the training's own weights: they get their saved values later, when all ranks have succeeded.
+    descent = OptimiserStep(training.weights, optimiser, training.recipe.rules)
+    if optimiser:
+        names = {id(weight): name for name, weight in training.weights.items()}
+        with checkpoint.translate_errors():
+            made = make_optimiser_state(
+                optimiser, names, checkpoint.weight_states, partial(checkpoint.read_tensor, STATE)
+            )
+            optimiser.load_state_dict(made)
+    if descent.scheduler:
+        state = read_scheduler_state(checkpoint, len(descent.optimiser.param_groups))
+        with checkpoint.translate_errors():
+            check_scheduler_state(state, descent.scheduler)
+            descent.scheduler.load_state_dict(state)
+    scale = checkpoint.manifest["loss_scale"]
+    if descent.scaled and scale is not None:
+        descent.scale, descent.good_steps = scale, checkpoint.manifest["good_steps"]
+    return descent
+
+
+# Load a checkpoint into plain PyTorch in one process: the optimiser continues where the ranks stopped.
+#
+# model.load_state_dict(safetensors.torch.load_file(checkpoint / "model.safetensors"))
+# optimiser.load_state_dict(optimiser_state(checkpoint, model, optimiser))
+
+
+def optimiser_state(
+    path: str | Path, model: nn.Module, optimiser: torch.optim.Optimizer, loss: nn.Module | None = None
+) -> dict[str, Any]:
+    """Return the argument of `optimiser.load_state_dict`; the optimiser may list its weights in any order.
+
+    `optimiser` updates weights of `model` (and of `loss`). `path` is a checkpoint or a folder of checkpoints. Of a
+    folder the newest intact one is read, with a warning for each newer one that is damaged. Raises CheckpointError.
+
+    >>> import tempfile, torch
+    >>> from engines.models import resnet20_v1
+    >>> from mpi4dl_nb import Cluster, Plan, Training, optimiser_state
+    >>> model, folder = resnet20_v1(), tempfile.mkdtemp()
+    >>> with Cluster(2, backend="loopback") as cluster:
+    ...     training = Training(model, Plan(split_size=2, spatial_size=0), cluster, (2, 3, 32, 32))
+    ...     loss = training.step(torch.randn(2, 3, 32, 32), torch.tensor([3, 7]))
+    ...     path = training.save(folder)
+    >>> optimiser = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    >>> optimiser.load_state_dict(optimiser_state(folder, model, optimiser))
+    """
+    checkpoint = Checkpoint.open(Path(path), lambda found: _check_owners(found, model, loss))
+    checkpoint.warn_of_passed_over(stacklevel=2)
+    _check_owners(checkpoint, model, loss)
+    first = find_first_names(model, loss)  # of tied weights, the name under which the ranks know them
+    names = {
+        id(weight): first[prefix + name]
+        for prefix, owner in zip(OWNERS.values(), (model, loss), strict=True)
+        if owner is not None
+        for name, weight in owner.named_parameters()
+    }
+    stored = (checkpoint.manifest["optimiser"] or {}).get("kind", "none")
+    if stored != get_class_name(optimiser):
+        raise CheckpointError(
+            f"{checkpoint.path}: its optimiser is {stored}, and this one is {get_class_name(optimiser)}."
+        )
+    for group in optimiser.param_groups:
+        for weight in group["params"]:
+            if id(weight) not in names:
+                raise CheckpointError(
+                    f"The optimiser moves a tensor {tuple(weight.shape)} that is no weight of the model. Make it of "
+                    "model.parameters(), and of those of the loss if that is trained."
+                )
+    check_optimiser_state(checkpoint, optimiser, names)
+    with checkpoint.translate_errors():
+        return make_optimiser_state(optimiser, names, checkpoint.weight_states, partial(checkpoint.read_tensor, STATE))
+
+
+def scheduler_state(path: str | Path) -> dict[str, Any] | None:
+    """Return the argument of `scheduler.load_state_dict`, or None if the training had no scheduler.
+
+    `path`, warnings and errors are those of `optimiser_state`.
+
+    >>> import tempfile
+    >>> from functools import partial
+    >>> import torch
+    >>> from engines.models import resnet20_v1
+    >>> from mpi4dl_nb import Cluster, Plan, Training, scheduler_state
+    >>> halve, folder = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5), tempfile.mkdtemp()
+    >>> with Cluster(2, backend="loopback") as cluster:
+    ...     plan = Plan(split_size=2, spatial_size=0)
+    ...     training = Training(resnet20_v1(), plan, cluster, (2, 3, 32, 32), scheduler=halve)
+    ...     loss = training.step(torch.randn(2, 3, 32, 32), torch.tensor([3, 7]))
+    ...     path = training.save(folder)
+    >>> scheduler_state(folder)["last_epoch"]
+    1
+    """
+    checkpoint = Checkpoint.open(Path(path))  # all files are checked, so that this is the one `optimiser_state` reads
+    checkpoint.warn_of_passed_over(stacklevel=2)
+    with checkpoint.translate_errors():
+        stored = checkpoint.manifest["scheduler"]
+        return decode_value(stored["state"]) if stored else None
+
+
+def _check_owners(checkpoint: Checkpoint, model: nn.Module, loss: nn.Module | None) -> None:
+    for owner, module in (("model", model), ("loss", loss)):
+        if module is not None:
+            outlines = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in module.state_dict().items()}
+            check_shapes(checkpoint, owner, outlines)

@@ -1,0 +1,210 @@
+"""A training step that a rank runs up to a requested instruction, and views of the rank's values in between."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import psutil
+from torch import Tensor
+from torch.nn import functional
+
+from engines.comm.device import use_threads
+from engines.errors import PlanError
+from engines.program.exchange_runner import ReceivedMessage
+from engines.program.instructions import get_received_exchange
+from engines.program.worker import Inputs
+from engines.spatial.tiles import Move
+from engines.train.train_loop import RankStepStats, collect_stats
+from engines.train.training import RankTraining, StepReport
+
+__all__ = ["MessageEffect", "RankStepper", "StepState", "ViewRequest", "ViewResult"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepState:
+    """A rank's position in its step, its losses, and the memory in use.
+
+    `activation_bytes` counts the named values (not the tensors that autograd saves between them), `weight_bytes` the
+    weights with gradients and buffers, and `process_bytes` all memory of the process. `told` holds the report and
+    statistics once the step is done.
+    """
+
+    position: int
+    activation_bytes: int
+    weight_bytes: int
+    process_bytes: int
+    losses: Mapping[int, float]
+    told: tuple[StepReport, RankStepStats] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ViewRequest:
+    """A request to view one channel of one image of a micro-batch's value, or of its gradient.
+
+    `axes` are the spatial axes, counted from the end, or None. `bound_px` is the largest height or width of the view.
+    """
+
+    name: str
+    micro_batch: int
+    gradient: bool
+    axes: tuple[int, int] | None
+    image: int
+    channel: int
+    bound_px: int
+
+
+@dataclass(frozen=True, slots=True)
+class ViewResult:
+    """A view: (h, w), float64, means of `block_px` x `block_px` pixels.
+
+    `shape` is that of the whole tensor, and `channels` the number of its channels.
+    """
+
+    pixels: Tensor
+    block_px: int
+    shape: tuple[int, ...]
+    channels: int
+
+
+@dataclass(frozen=True, slots=True)
+class MessageEffect:
+    """The effect of one received message: (h, w) each, or None where there were no pixels or none were kept."""
+
+    move: Move
+    before: Tensor | None
+    arrived: Tensor | None
+    after: Tensor | None
+
+
+class RankStepper:
+    """One step of a rank's training, already started. `number` distinguishes it from earlier steps."""
+
+    def __init__(self, training: RankTraining, inputs: Inputs, images: int, number: str) -> None:
+        self.training, self.inputs, self.images, self.number = training, inputs, images, number
+        self.seconds = 0.0
+        self._landings: list[ReceivedMessage] = []
+        training.start(inputs)
+
+    def advance(self, target: int) -> StepState:
+        """Run instructions up to number `target`, then progress messages until all ranks have done so. Collective.
+
+        If the last of them is an exchange, its received messages are recorded.
+        """
+        worker, start_s = self.training.worker, time.perf_counter()
+        use_threads(self.training.threads)  # per thread, and this one may differ from the one that started the step
+        if worker.position < target:
+            self._landings = []
+        # Only the last instruction is recorded, the one that a notebook shows:
+        #
+        #     position ... target - 1        target
+        #     run, nothing kept              run; of an exchange: pixels before, arrived, and after each message
+        while worker.position < target - 1:
+            self.training.advance()
+        if worker.position < target:
+            carrier = None
+            exchange = get_received_exchange(worker.program.steps[worker.position].instruction)
+            # A larger exchange (64 MiB) is carried out without copies of its effects.
+            if exchange is not None and exchange.compute_bytes((*exchange.sends, *exchange.receives)) <= 1 << 26:
+                carrier = {**worker.runtime.exchange_runners, **worker.runtime.async_runners}[exchange.name]
+                carrier.received = self._landings
+            try:
+                self.training.advance()
+            finally:
+                if carrier is not None:
+                    carrier.received = None
+        # Some transports progress a large message only while its sender polls: without this a receiver could block,
+        # since this rank may have nothing more to run before the barrier.
+        worker.flush_sends()
+        worker.world.barrier()
+        self.seconds += time.perf_counter() - start_s
+        return self.standing
+
+    @property
+    def standing(self) -> StepState:
+        """The current state of the step."""
+        worker = self.training.worker
+        lanes = (tensor for lane in worker.micro_batch_states.values() for tensor in lane.tensors)
+        grads = (weight.grad for weight in worker.weights.values() if weight.grad is not None)
+        told = collect_stats(self.training, self.inputs, self.images, self.seconds) if worker.done else None
+        return StepState(
+            worker.position,
+            _count_bytes(lanes),
+            _count_bytes((*worker.weights.values(), *worker.buffers.values(), *grads)),
+            psutil.Process().memory_info().rss,
+            worker.losses,
+            told,
+        )
+
+    @property
+    def done(self) -> bool:
+        """Whether the step is complete, and the weights updated; all ranks complete it together."""
+        return self.training.worker.done
+
+    def get_tensor(self, name: str | None, micro_batch: int, gradient: bool) -> Tensor | None:
+        """Return this rank's part of a value, or of its gradient so far; None if there is none at present."""
+        if name is None:
+            return None
+        try:
+            found = self.training.worker.peek(name, micro_batch)
+        # Not made yet, released already, or another rank's: for a view that is no error.
+        except PlanError:
+            return None
+        chosen = found.grad if gradient else found
+        return None if chosen is None else chosen.detach()
+
+    def view(self, look: ViewRequest | None) -> tuple[ViewResult | None, list[MessageEffect]]:
+        """Return the requested view, reduced in size, and the effects of the last exchange."""
+        if look is None:
+            return None, []
+
+        def cut_plane(tensor: Tensor | None) -> Tensor | None:
+            """Cut one channel of a message at full scale, at most `bound_px` rows and columns."""
+            plane = None if tensor is None else _get_plane(_to_planes(tensor, look.axes), look)
+            return None if plane is None else plane[: look.bound_px, : look.bound_px].clone()
+
+        effects = [
+            MessageEffect(each.move, cut_plane(each.before), cut_plane(each.arrived), cut_plane(each.after))
+            for each in self._landings
+        ]
+        found = self.get_tensor(look.name, look.micro_batch, look.gradient)
+        if found is None:
+            return None, effects
+        planes = _to_planes(found, look.axes)
+        plane = _get_plane(planes, look)
+        if plane is None:
+            return None, effects
+        block_px = max(1, math.ceil(max(plane.shape) / look.bound_px))
+        if block_px > 1 and plane.numel():
+            plane = functional.adaptive_avg_pool2d(plane[None], [math.ceil(side / block_px) for side in plane.shape])[0]
+        return ViewResult(plane.clone(), block_px, tuple(found.shape), planes.shape[1]), effects
+
+    def drop(self) -> None:
+        """Free all values of the step. Weights, buffers and the random seed are as before the step."""
+        self._landings = []
+        self.training.worker.restart({})
+
+
+def _count_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the memory of the tensors' storages, each counted once."""
+    # Views share a storage, and so do a value and its window: the key counts it once.
+    storages = {each.data_ptr(): each.nbytes() for each in (tensor.untyped_storage() for tensor in tensors)}
+    return sum(storages.values())
+
+
+def _to_planes(tensor: Tensor, axes: tuple[int, int] | None) -> Tensor:
+    """Reshape any tensor to (images, channels, h, w); without pixels, to one row per image."""
+    if axes is None:
+        return tensor.reshape(1, 1, max(1, tensor.shape[0]) if tensor.dim() > 1 else 1, -1)
+    moved = tensor.movedim(axes, (-2, -1))
+    images = moved.shape[0] if moved.dim() > 2 else 1
+    return moved.reshape(images, -1, *moved.shape[-2:])
+
+
+def _get_plane(planes: Tensor, look: ViewRequest) -> Tensor | None:
+    """Return the requested (h, w) in float64 on the host; None if there is no such image."""
+    if look.image >= planes.shape[0]:
+        return None
+    return planes[look.image, min(look.channel, planes.shape[1] - 1)].double().cpu()

@@ -1,0 +1,247 @@
+"""Evaluation of a model on held-out images, in evaluation mode: nothing in the model changes.
+
+Ranks predict under the training's own plan, each from its own pixels. The caller (the notebook, or rank 0) receives the
+whole predictions of a step, but not the images, and evaluates them image by image.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from engines.comm.device import choose_autocast_type
+from engines.comm.world import World
+from engines.errors import ImageError
+from engines.graph.label_spec import has_accuracy
+from engines.graph.model_graph import LOSS, ModelGraph, TensorSpec, is_batch_dependent
+from engines.graph.trace import OWNERS, StateNames, trace
+from engines.graph.whole_loss import ImageWeights, compute_mean_loss
+from engines.images.dataset import LabelledImages, find_ignored_label
+from engines.images.loader import describe_read_error
+from engines.images.shard_reader import ReadRequest, ShardReader
+from engines.inference.rank_predictor import Prediction, RankPredictor, join_predictions, prepare_prediction
+from engines.program.compile import compile_plan
+from engines.program.program import Program
+from engines.train.training import Loss, RankTraining, Recipe
+from engines.train.training_events import Counts, Scores, count_predictions
+
+__all__ = ["HeldOutSet", "PredictedBatch", "RankEvaluation", "collect_state_dict", "evaluate_on_ranks"]
+
+State = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class PredictedBatch:
+    """One rank's result of a prediction step: its parts of the predictions, and on rank 0 all labels.
+
+    `bad`, the same on every rank, maps each image that cannot be read to the reason. If it has any, there are no
+    predictions and no labels.
+    """
+
+    parts: Prediction
+    labels: Tensor | None
+    bad: Mapping[int, str]
+
+
+PredictImages = Callable[[Sequence[int]], tuple[Mapping[int, str], Sequence[PredictedBatch]]]
+"""Predicts the images of a step: returns the bad images and, where they are evaluated, the results of all ranks."""
+
+
+class _LabelsOnly:
+    """An input cutter that keeps a step's labels whole and drops its images."""
+
+    def cut(self, inputs: State) -> dict[int, dict[str, Tensor]]:
+        return {0: {"labels": inputs["labels"]}}
+
+
+class RankEvaluation:
+    """One rank of an evaluation: it predicts `images` with the training's current weights. Collective.
+
+    `recipe` is that of the prediction; `labels` is the spec of a step's labels.
+    """
+
+    def __init__(
+        self, world: World, training: RankTraining, recipe: Recipe, labels: TensorSpec, images: LabelledImages
+    ) -> None:
+        self.world, self.training, self.recipe, self.images = world, training, recipe, images
+        self.specs = {**recipe.step_specs, "labels": labels}
+        ignored = find_ignored_label(training.graph)
+        # Rank 0 alone evaluates: it reads the labels whole, whatever part of them it has in training.
+        self.labels = None if world.rank else ShardReader(_LabelsOnly(), images, self.specs, ignored)
+
+    def begin(self) -> None:
+        """Take over the training's current weights for the predictions."""
+        self.prediction = RankPredictor(self.world, self.recipe, self.training.held)
+        self.own = ShardReader(self.prediction, self.images, self.specs)
+
+    def predict(self, numbers: Sequence[int]) -> PredictedBatch:
+        """Predict one step, of the images with these numbers."""
+        step = [(number, None) for number in numbers]
+        bad: dict[int, str] = {}
+        read = {part: self._read(part, step, bad) for part in (self.own, self.labels) if part is not None}
+        # All ranks must agree before anyone predicts: a rank that cannot read its pixels would leave the others waiting
+        # in the first exchange. Reversed, so that the text of the lowest rank wins.
+        found = {number: text for each in reversed(self.world.all_gather(bad)) for number, text in each.items()}
+        if found:
+            return PredictedBatch({}, None, found)
+        inputs = {part: part.assemble(step, pieces.__getitem__) for part, pieces in read.items()}
+        labels = None if self.labels is None else inputs[self.labels][0]["labels"]
+        return PredictedBatch(self.prediction.predict(inputs[self.own]), labels, {})
+
+    def _read(
+        self, part: ShardReader, step: Sequence[tuple[int, None]], bad: dict[int, str]
+    ) -> dict[ReadRequest, Tensor]:
+        found = {}
+        for piece in part.make_read_requests(step):
+            try:
+                found[piece] = part.fetch(piece)
+            except (ImageError, OSError) as error:
+                bad[piece.index] = describe_read_error(self.images.name(piece.index), error)
+        return found
+
+
+@dataclass(frozen=True)
+class HeldOutSet:
+    """Held-out images, with all that is needed to evaluate a state of the training's model on them.
+
+    A bad image ends the training or is left out, as `on_bad_image` says. Raises ImageError if there are no images.
+    """
+
+    model: nn.Module
+    loss: Loss
+    recipe: Recipe
+    images: LabelledImages
+    on_bad_image: str = "raise"
+
+    def __post_init__(self) -> None:
+        if not len(self.images):
+            raise ImageError("There are no held-out images. Give some, or leave held_out away.")
+
+    @cached_property
+    def forward(self) -> Recipe:
+        """The recipe to predict under the plan, without weights: the ranks have them.
+
+        Raises TraceError or PlanError, and ImageError if copies of an image that fill the last step would change its
+        results.
+        """
+        plan, images = self.recipe.plan, self.recipe.graph.inputs["images"]
+        shape = (images.shape[0] * plan.parts, *images.shape[1:])
+        # The state stays empty: ranks predict with the weights that they train, without copies.
+        made = replace(prepare_prediction(self.model, plan, shape, self.recipe.device), state={})
+        step = made.step_specs["images"].shape[0]
+        if is_batch_dependent(made.graph) and len(self.images) % step:
+            raise ImageError(
+                f"The model has a batch norm without running statistics, which normalises an image by those beside it. "
+                f"{len(self.images)} held-out images are no multiple of a step's {step}. Give a multiple of {step}."
+            )
+        return made
+
+    @cached_property
+    def programs(self) -> Sequence[Program]:
+        """The program of each rank for a step's predictions."""
+        return compile_plan(self.forward.graph, self.forward.plan)
+
+    def compute_scores(self, ask: PredictImages, ranks: Callable[[], Sequence[Mapping[str, State]]]) -> Scores | None:
+        """Compute the scores of the ranks' current model; None if `ask` returns no predictions.
+
+        `ranks` returns the ranks' tensors, which are needed if the loss has some. Raises ImageError.
+        """
+        loss = copy.deepcopy(self.loss)
+        if isinstance(loss, nn.Module):
+            if self.recipe.names.get("loss", StateNames()).names:
+                loss.load_state_dict(collect_state_dict(self.recipe, ranks(), "loss"))
+            loss.to(getattr(torch, self.recipe.graph.inputs["images"].dtype)).eval()
+        bad: dict[int, str] = {}
+        steps = list(self._score_steps(ask, bad, loss))
+        if not steps:
+            raise ImageError(
+                f"None of the {len(self.images)} held-out images can be read, the first one: {next(iter(bad.values()))}"
+            )
+        pairs = [pair for told, _ in steps for pair in told]
+        counts = sum((counts for _, counts in steps), Counts())
+        return Scores(compute_mean_loss(*zip(*pairs, strict=True)), counts, tuple(bad.values())) if pairs else None
+
+    @cached_property
+    def _weights(self) -> ImageWeights:
+        """The weight of each image in the mean loss."""
+        graph, plan = self.recipe.graph, self.recipe.plan
+
+        def trace_images(images: int) -> ModelGraph:
+            inputs = (graph.inputs["images"], graph.inputs["labels"])
+            specs = (replace(spec, shape=(images, *spec.shape[1:])) for spec in inputs)
+            return trace(model, judge, *specs, plan.precision, choose_autocast_type(self.recipe.device))
+
+        model, judge = copy.deepcopy(self.model).eval(), self.loss  # batch norm may reject one image in training
+        return ImageWeights.of(trace_images)
+
+    def _score_steps(
+        self, ask: PredictImages, bad: dict[int, str], loss: Loss
+    ) -> Iterator[tuple[list[tuple[float, float]], Counts]]:
+        """Yield each step's (loss, weight) by image, and its counts; both empty if `ask` returns no predictions."""
+        graph, judged = self.forward.graph, has_accuracy(self.recipe.graph)
+        owned = dict(self.recipe.state)
+        if isinstance(loss, nn.Module):
+            owned |= {f"{LOSS}{name}": tensor for name, tensor in (*loss.named_buffers(), *loss.named_parameters())}
+        for members, answers in self._predict_steps(ask, bad):
+            if not answers:
+                yield [], Counts()
+                continue
+            # The step is filled up with copies of its last image: only the first `members` are evaluated.
+            labels = next(answer.labels for answer in answers if answer.labels is not None)[:members]
+            whole = join_predictions(
+                self.programs, [answer.parts for answer in answers], graph.specs[graph.prediction]
+            )[:members]
+            # A loss of half-precision predictions would lose digits that training keeps (autocast computes losses in
+            # float32).
+            whole = whole.to(torch.promote_types(whole.dtype, torch.float32))
+            pairs = zip(whole.split(1), labels.split(1), strict=True)
+            found = [
+                (float(loss(scores, label)), self._weights.compute_weight(label, owned)) for scores, label in pairs
+            ]
+            yield found, count_predictions(whole, labels) if judged else Counts()
+
+    def _predict_steps(self, ask: PredictImages, bad: dict[int, str]) -> Iterator[tuple[int, Sequence[PredictedBatch]]]:
+        """Yield the predictions of all images in order, step by step. Copies of the last image fill the last step."""
+        size = self.forward.step_specs["images"].shape[0]
+        waiting = list(range(len(self.images)))
+        while waiting:
+            members = waiting[:size]
+            found, answers = ask([*members, *members[-1:] * (size - len(members))])
+            if found and self.on_bad_image == "raise":
+                raise ImageError(next(iter(found.values())))
+            bad.update(found)
+            # A step with a bad image has no predictions: the same step is tried again without that image.
+            waiting = [number for number in waiting if number not in found] if found else waiting[size:]
+            if not found:
+                yield len(members), answers
+
+
+def collect_state_dict(recipe: Recipe, ranks: Sequence[Mapping[str, State]], owner: str = "model") -> dict[str, Tensor]:
+    """Collect the ranks' tensors (from `RankTraining.copy_tensors`) into a state dict of the model or the `loss`."""
+    names = recipe.names.get(owner, StateNames())
+    found = {
+        name: tensor
+        for rank in ranks
+        for name, tensor in {**rank["weights"], **rank["buffers"], **rank["kept"]}.items()
+    }
+    return {name: found[names.held.get(name, OWNERS[owner] + name)] for name in names.names}
+
+
+def evaluate_on_ranks(world: World, training: RankTraining, held_out: HeldOutSet, evaluation: RankEvaluation) -> Scores:
+    """Compute the scores of a training's current state, on every rank; rank 0 evaluates the predictions. Collective.
+
+    Raises ImageError, on every rank, if an image cannot be read.
+    """
+
+    def predict_images(numbers: Sequence[int]) -> tuple[Mapping[int, str], Sequence[PredictedBatch]]:
+        own = evaluation.predict(numbers)
+        return own.bad, world.gather(own)
+
+    evaluation.begin()
+    scores = held_out.compute_scores(predict_images, lambda: world.all_gather(training.copy_tensors()))
+    return next(found for found in world.all_gather(scores) if found is not None)

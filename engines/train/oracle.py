@@ -1,0 +1,355 @@
+"""The reference training: one process with the plain model and whole images, to which ranks are compared."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from engines.comm.device import choose_device
+from engines.graph.trace import LOSS, MODEL, to_user_name
+from engines.graph.traceability import get_prediction, merge_outputs
+from engines.program.update import SCALE, UpdateRules
+from engines.spatial.rng import CounterRNGMode
+from engines.train.optimisers import make_optimiser
+from engines.train.training import Loss, Optimiser, Recipe
+
+__all__ = ["Comparison", "ReferenceTraining", "TrainingRecord", "compare", "train_reference"]
+
+
+@dataclass(frozen=True)
+class TrainingRecord:
+    """The results of a training: losses by micro-batch and gradients of each step, and the final weights and buffers.
+
+    `whole`: the loss is that of the whole batch, the same for each micro-batch; ranks hold the summands of a mean.
+    Tensors have the plain model's names; those of a loss that is a module have the names that `to_user_name` gives.
+    """
+
+    losses: tuple[Mapping[int, float], ...]
+    gradients: tuple[Mapping[str, Tensor], ...]
+    weights: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+    whole: bool = False
+    resting: frozenset[str] = frozenset()
+    """The weights whose learning rate was 0 in every step, if this is recorded."""
+
+    @property
+    def mean_losses(self) -> tuple[float, ...]:
+        """The loss of each step: the mean over its micro-batches."""
+        return tuple(sum(losses.values()) / len(losses) for losses in self.losses)
+
+    def restrict_to(self, other: TrainingRecord) -> TrainingRecord:
+        """Return this record with only the losses, gradients, weights and buffers that `other` has too."""
+        pairs = zip(self.gradients, other.gradients, strict=True)
+        losses = zip(self.losses, other.losses, strict=True)
+        return TrainingRecord(
+            tuple({number: loss for number, loss in mine.items() if number in theirs} for mine, theirs in losses),
+            tuple(_select_common(mine, theirs) for mine, theirs in pairs),
+            _select_common(self.weights, other.weights),
+            _select_common(self.buffers, other.buffers),
+            self.whole,
+        )
+
+
+def _select_common(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    return {name: tensor for name, tensor in mine.items() if name in theirs}
+
+
+class ReferenceTraining:
+    """The ordinary training of a copy of the plain model in one process. The model that is passed in is not changed.
+
+    With a `seed` the model draws the random numbers that ranks draw with that seed. If `dtype` is a half precision,
+    weights are float32 and the model runs under `torch.autocast`; the loss of float16 is scaled by
+    `torch.amp.GradScaler`.
+    `whole_loss`: the model computes one micro-batch after another, and the loss is computed from the outputs of all of
+    them at once; all activations are kept until then. Otherwise a step's loss is the mean of the micro-batches' losses.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        optimiser: Optimiser,
+        dtype: torch.dtype = torch.float32,
+        seed: int | None = None,
+        micro_batches: int = 1,
+        rules: UpdateRules | None = None,
+        device: torch.device | None = None,
+        whole_loss: bool = False,
+    ) -> None:
+        self.device, self.whole_loss = device or torch.device("cpu"), whole_loss and micro_batches > 1
+        self.seed, self.micro_batches, self.rules = seed, micro_batches, rules or UpdateRules()
+        # Ranks seed micro-batch `number` of a step with `steps * micro_batches + number`, and count steps from 1.
+        self.begun = micro_batches
+        self.precision, self.dtype = dtype, torch.promote_types(dtype, torch.float32)
+        self.model = copy.deepcopy(model).to(self.device, self.dtype)
+        self.loss = copy.deepcopy(loss).to(self.device, self.dtype) if isinstance(loss, nn.Module) else loss
+        # The function may freeze weights, so that what is trained is known only after it was called.
+        trains = any(weight.requires_grad for weight in self.weights.values())
+        made = make_optimiser(optimiser, self.weights) if trains else None
+        self.trained = [weight for weight in self.weights.values() if weight.requires_grad]
+        self.optimiser = made if self.trained else None
+        self.scheduler = self.rules.scheduler(self.optimiser) if self.rules.scheduler and self.optimiser else None
+        first = self.rules.loss_scale or SCALE
+        self.rates: list[list[float]] = []  # the learning rate of each group in each update
+        self.scaler = torch.amp.GradScaler(self.device.type, init_scale=first, enabled=dtype is torch.float16)
+
+    @classmethod
+    def of(cls, model: nn.Module, loss: Loss, recipe: Recipe, seed: int | None = None) -> ReferenceTraining:
+        """Make the training that a recipe describes, on the device that its first rank would choose."""
+        dtype, device = getattr(torch, recipe.plan.precision), choose_device(recipe.device, rank=0)
+        count = recipe.plan.micro_batches
+        return cls(model, loss, recipe.optimiser, dtype, seed, count, recipe.rules, device, recipe.has_whole_loss)
+
+    def step(self, batch: Mapping[str, Tensor]) -> float:
+        """Run one training step, micro-batch after micro-batch.
+
+        Returns the loss before the update: the mean over the micro-batches.
+        """
+        for weight in self.weights.values():
+            weight.grad = None
+        self.losses = []
+        parts = {name: tensor.chunk(self.micro_batches) for name, tensor in batch.items()}
+        if self.whole_loss:
+            # A loss of the whole batch is computed once, from the outputs of all micro-batches; their graphs stay until
+            # then.
+            outputs = []
+            for images in (part.to(self.device) for part in parts["images"]):
+                with self._make_rng_mode(), self._make_autocast(images):
+                    outputs.append(get_prediction(self.model(images.to(self.dtype))))
+                self.begun += 1
+            labels = batch["labels"].to(self.device)
+            with self._make_autocast(labels):
+                value = self.loss(merge_outputs(outputs), labels)
+            self.losses = [float(value.item())] * self.micro_batches
+            if self.optimiser:
+                self.scaler.scale(value).backward()
+        else:
+            for images, labels in zip(parts["images"], parts["labels"], strict=True):
+                self._add(images.to(self.device), labels.to(self.device))
+        if self.optimiser:
+            self._update(self.optimiser)
+        return sum(self.losses) / self.micro_batches
+
+    def _add(self, images: Tensor, labels: Tensor) -> None:
+        """Add one micro-batch's share of the step's gradient."""
+        with self._make_rng_mode(), self._make_autocast(images):
+            answer = self.model(images.to(self.dtype))
+            value = self.loss(get_prediction(answer), labels)
+        self.begun += 1
+        self.losses.append(float(value.item()))
+        if self.optimiser:
+            self.scaler.scale(value / self.micro_batches).backward()
+
+    def _make_rng_mode(self) -> AbstractContextManager[object]:
+        return nullcontext() if self.seed is None else CounterRNGMode(self.seed, self.begun)
+
+    def _make_autocast(self, images: Tensor) -> AbstractContextManager[object]:
+        half = self.precision is not self.dtype
+        return torch.autocast(images.device.type, self.precision) if half else nullcontext()
+
+    def _update(self, optimiser: torch.optim.Optimizer) -> None:
+        self.scaler.unscale_(optimiser)
+        # Clipping bounds the true gradients, so that the loss scale is divided out first.
+        if self.rules.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.trained, self.rules.clip_norm)
+        self.rates.append([float(group.get("lr", 1.0)) for group in optimiser.param_groups])
+        before = self.scaler.get_scale()
+        self.scaler.step(optimiser)
+        self.scaler.update()
+        # GradScaler lowers its scale when it skips a step with non-finite gradients: the scheduler must not step then.
+        if self.scheduler and self.scaler.get_scale() >= before:
+            self.scheduler.step()
+
+    @property
+    def resting(self) -> frozenset[str]:
+        """The weights of parameter groups whose learning rate was 0 in every update."""
+        groups = self.optimiser.param_groups if self.optimiser else []
+        still = (group for number, group in enumerate(groups) if not any(rates[number] for rates in self.rates))
+        ids = {id(weight) for group in still for weight in group["params"]}
+        return frozenset(name for name, weight in self.weights.items() if id(weight) in ids)
+
+    @property
+    def weights(self) -> dict[str, nn.Parameter]:
+        """The parameters of the model and of its loss, by name."""
+        return {to_user_name(prefix + name): p for prefix, it in self._modules for name, p in it.named_parameters()}
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """The buffers of the model and of its loss, by name."""
+        return {to_user_name(prefix + name): b for prefix, it in self._modules for name, b in it.named_buffers()}
+
+    @property
+    def _modules(self) -> list[tuple[str, nn.Module]]:
+        owners = ((MODEL, self.model), (LOSS, self.loss))
+        return [(prefix, owner) for prefix, owner in owners if isinstance(owner, nn.Module)]
+
+    @property
+    def gradients(self) -> dict[str, Tensor]:
+        """Copies of the last step's gradients, by name."""
+        return {name: p.grad.clone() for name, p in self.weights.items() if p.grad is not None}
+
+
+def train_reference(
+    model: nn.Module,
+    loss: Loss,
+    optimiser: Optimiser,
+    batches: Iterable[Mapping[str, Tensor]],
+    dtype: torch.dtype,
+    seed: int | None = None,
+    micro_batches: int = 1,
+    rules: UpdateRules | None = None,
+    whole_loss: bool = False,
+    begin: Callable[[ReferenceTraining], None] = lambda process: None,
+) -> TrainingRecord:
+    """Train on these batches in one process, and record the results.
+
+    Each batch has `micro_batches` micro-batches; `whole_loss` is that of `ReferenceTraining`. `begin` may change the
+    training before its first step.
+    """
+    alone = ReferenceTraining(model, loss, optimiser, dtype, seed, micro_batches, rules, whole_loss=whole_loss)
+    begin(alone)
+    losses, gradients = [], []
+    for batch in batches:
+        alone.step(batch)
+        losses.append(dict(enumerate(alone.losses)))
+        gradients.append(alone.gradients)
+    weights = {name: weight.detach() for name, weight in alone.weights.items()}
+    return TrainingRecord(tuple(losses), tuple(gradients), weights, alone.buffers, alone.whole_loss, alone.resting)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Relative errors against the reference, as norms over whole vectors.
+
+    `worst_parameter` is the parameter with the largest relative error of its gradient.
+    """
+
+    loss_rel: float
+    grad_rel: float
+    worst_parameter: str
+    worst_parameter_rel: float
+    buffers_rel: float
+    params_rel: float
+
+    @property
+    def worst(self) -> float:
+        """The largest of the four errors."""
+        return max(self.loss_rel, self.grad_rel, self.buffers_rel, self.params_rel)
+
+    def is_within(self, times: float, usual: Comparison) -> bool:
+        """Return whether every error is at most `times` times the usual one.
+
+        The loss is a single number, which may be right by chance: it is compared to the worst of the usual errors.
+        """
+        names = ("grad_rel", "buffers_rel", "params_rel")
+        far = any(getattr(self, name) > times * getattr(usual, name) for name in names)
+        return not far and self.loss_rel <= times * usual.worst and math.isfinite(self.worst)
+
+
+def compare(oracle: TrainingRecord, ranks: Sequence[TrainingRecord]) -> Comparison:
+    """Compare each rank's record to the reference's.
+
+    Every copy of a weight counts; a value that no rank has is an error.
+    """
+    losses = _pair_losses(oracle, ranks)
+    sizes = [_compute_squares(theirs) for theirs in oracle.gradients]  # computed once for all ranks
+    steps = [
+        _SquaredNorms(_compute_differences(mine, theirs), size)
+        for rank in ranks
+        for mine, theirs, size in zip(rank.gradients, oracle.gradients, sizes, strict=True)
+    ]
+    complete = all(
+        set().union(*(rank.gradients[step] for rank in ranks)) == set(theirs)
+        for step, theirs in enumerate(oracle.gradients)
+    )
+    told = all(
+        set().union(*(rank.losses[step] for rank in ranks)) == set(theirs) for step, theirs in enumerate(oracle.losses)
+    )
+    worst_rel, worst = max((each for step in steps for each in step.compute_by_name()), default=(0.0, ""))
+    return Comparison(
+        # A value that no rank has makes the result infinite: a comparison of what is there would call it right.
+        loss_rel=max(_replace_nan(abs(mine - theirs) / max(abs(theirs), 1e-300)) for mine, theirs in losses)
+        if told
+        else math.inf,
+        grad_rel=max(step.whole for step in steps) if complete else math.inf,
+        worst_parameter=worst,
+        worst_parameter_rel=worst_rel,
+        buffers_rel=max(_compute_distance(rank.buffers, oracle.buffers) for rank in ranks),
+        params_rel=max(_compute_distance(rank.weights, oracle.weights) for rank in ranks),
+    )
+
+
+def _pair_losses(oracle: TrainingRecord, ranks: Sequence[TrainingRecord]) -> list[tuple[float, float]]:
+    """Pair the ranks' losses with the reference's: by micro-batch, or by step if the loss is of the whole batch."""
+    if not oracle.whole:
+        return [
+            (loss, theirs[number])
+            for rank in ranks
+            for mine, theirs in zip(rank.losses, oracle.losses, strict=True)
+            for number, loss in mine.items()
+        ]
+    steps = (
+        [loss for _, loss in sorted({n: loss for rank in ranks for n, loss in rank.losses[step].items()}.items())]
+        for step in range(len(oracle.losses))
+    )
+    return [(sum(mine) / len(mine), theirs) for mine, theirs in zip(steps, oracle.mean_losses, strict=True)]
+
+
+@dataclass(frozen=True)
+class _SquaredNorms:
+    """Squared norms by name: of some tensors' differences to the reference, and of all tensors of the reference."""
+
+    differences: Mapping[str, float]
+    sizes: Mapping[str, float]
+
+    @property
+    def whole(self) -> float:
+        """|mine - theirs| / |theirs| over all tensors in `differences`, as one vector."""
+        return _compute_relative(sum(self.differences.values()), sum(self.sizes[name] for name in self.differences))
+
+    def compute_by_name(self) -> Iterator[tuple[float, str]]:
+        """Yield the relative error of each tensor.
+
+        A reference that is zero up to rounding is replaced by the norm of all.
+        """
+        whole = sum(self.sizes.values())
+        for name, difference in self.differences.items():
+            own = self.sizes[name]
+            yield _compute_relative(difference, own if own > 1e-24 * whole else whole), name
+
+
+def _compute_distance(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
+    return _SquaredNorms(_compute_differences(mine, theirs), _compute_squares(theirs)).whole
+
+
+def _compute_differences(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> dict[str, float]:
+    return {name: _compute_square(tensor.double() - theirs[name].double()) for name, tensor in mine.items()}
+
+
+def _compute_squares(tensors: Mapping[str, Tensor]) -> dict[str, float]:
+    return {name: _compute_square(tensor.double()) for name, tensor in tensors.items()}
+
+
+def _compute_square(tensor: Tensor) -> float:
+    return tensor.square().sum().item()
+
+
+def _compute_relative(difference: float, size: float) -> float:
+    """Return the relative error from two squared norms."""
+    return _replace_nan(math.sqrt(difference) / max(math.sqrt(size), 1e-300)) if difference else 0.0
+
+
+def _replace_nan(error: float) -> float:
+    """Return inf for an error that is not finite: `max` could drop a nan."""
+    return error if math.isfinite(error) else math.inf
+
+
+def to_plain_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Rename a rank's tensors to the names that a TrainingRecord uses."""
+    return {to_user_name(name): tensor for name, tensor in tensors.items()}

@@ -1,0 +1,306 @@
+"""Decide whether ranks differ from one process by rounding or by a fault.
+
+The reference is one process whose weights and images change by an ulp, a unit in the last place. If the model itself
+computes in a lower precision, each of its results there changes by an ulp of that precision as well.
+
+    oracle      one process as it is
+    nears       the same with random changes by an ulp: how far rounding may spread
+    noise       gradient elements that are zero in theory, and only rounding in fact
+    mirrored    one process whose noise has the opposite sign: optimisers that divide by a gradient's size
+                (Adam) move such a weight a full step in a random direction
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engines.train.oracle import ReferenceTraining, TrainingRecord
+from engines.train.ulps import DOUBLE, UlpNoiseMode, nudge_images, nudge_weights
+
+__all__ = ["EXACT", "Begin", "Key", "RoundingCheck", "TensorDifference", "collect_quantities"]
+
+TIMES = 64
+"""Ranks add in another order than one process: their error may be this multiple of the effect of an ulp's change."""
+
+EXACT = 1e-10  # relative to a tensor's own size: an error within it needs no other explanation
+_RUNS = 4  # runs of one process with changes by an ulp, if the first one does not explain all
+Begin = Callable[[ReferenceTraining], None]
+Key = tuple[str, int, str]
+"""Kind (loss, gradient, change of the weight, buffer), step (0: after all of them), and name of a quantity."""
+
+_MOVED = "change of the weight"
+
+
+def collect_quantities(record: TrainingRecord, start: Mapping[str, Tensor]) -> dict[Key, Tensor]:
+    """Return all quantities of a record in float64; for weights, their change since the `start`."""
+    moved = {name: weight.detach().double() - start[name].double() for name, weight in record.weights.items()}
+    found = _collect_losses(record)
+    for step, gradients in enumerate(record.gradients, start=1):
+        found |= {("gradient", step, name): gradient for name, gradient in gradients.items()}
+    for what, tensors in ((_MOVED, moved), ("buffer", record.buffers)):
+        found |= {(what, 0, name): tensor for name, tensor in tensors.items()}
+    return {key: tensor.detach().double() for key, tensor in found.items()}
+
+
+def _collect_losses(record: TrainingRecord) -> dict[Key, Tensor]:
+    """Return the losses by micro-batch, or their mean if the loss is that of the whole batch."""
+    if record.whole:
+        found = {("loss", step, "of the batch"): loss for step, loss in enumerate(record.mean_losses, start=1)}
+    else:
+        found = {
+            ("loss", step, f"of micro-batch {number}"): loss
+            for step, losses in enumerate(record.losses, start=1)
+            for number, loss in losses.items()
+        }
+    return {key: torch.tensor(loss, dtype=torch.float64) for key, loss in found.items()}
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """A tensor whose error `rel` is too large; `usual` is the effect of an ulp's change. Both are relative.
+
+    They are relative to the tensor's own size, or, if that `is_zero`, to that of all tensors of its kind in its step.
+    """
+
+    key: Key
+    rel: float
+    usual: float
+    is_zero: bool = False
+
+
+@dataclass(frozen=True)
+class RoundingCheck:
+    """The results of one process (`record`), and its results after changes that should be irrelevant.
+
+    `run(begin, meanwhile, change)` trains one process again: `begin` is called with the process before its first step,
+    within `meanwhile`, on batches transformed by `change`. `eps` is the machine epsilon of its least precise operator,
+    `start` are its weights before the first step. `ranks` are the records that are compared with it.
+    """
+
+    record: TrainingRecord
+    run: Callable[[Begin, AbstractContextManager[object], Callable[[Any], Any]], TrainingRecord]
+    eps: float
+    start: Mapping[str, Tensor]
+    ranks: Sequence[TrainingRecord] = ()
+
+    nears: list[Mapping[Key, Tensor]] = field(default_factory=list)
+    """Quantities after weights and images have changed by an ulp, at random each time."""
+
+    @cached_property
+    def oracle(self) -> Mapping[Key, Tensor]:
+        """Quantities of the unchanged process."""
+        return collect_quantities(self.record, self.start)
+
+    def ensure_nears(self, times: int) -> None:
+        """Run until there are `times` `nears`."""
+        for seed in range(3 * len(self.nears), 3 * times, 3):
+            # Three seeds for each run: the noise of low-precision results, the weights, the images.
+            meanwhile = UlpNoiseMode(seed) if self.eps > DOUBLE else nullcontext()
+            begin, change = partial(nudge_weights, seed=seed + 1), partial(nudge_images, seed=seed + 2)
+            self.nears.append(collect_quantities(self.run(begin, meanwhile, change), self.start))
+
+    @cached_property
+    def mirrored(self) -> Mapping[Key, Tensor]:
+        """Quantities after negating each gradient that is only rounding, so that its weight moves the other way."""
+        return (
+            collect_quantities(self.run(self._reverse_noise, nullcontext(), lambda batch: batch), self.start)
+            if self.noise
+            else self.oracle
+        )
+
+    @cached_property
+    def noise(self) -> dict[str, Tensor]:
+        """Masks by weight of the elements whose gradient, in some step, is zero in theory and rounding in fact."""
+        self.ensure_nears(1)
+        gradients = {key: tensor for key, tensor in self.oracle.items() if key[0] == "gradient" and tensor.numel()}
+        largest: dict[int, Tensor] = {}
+        for (_, step, _), gradient in gradients.items():
+            largest[step] = torch.maximum(largest.get(step, gradient.new_zeros(())), gradient.abs().max())
+        found: dict[str, Tensor] = {}
+        for (what, step, name), gradient in gradients.items():
+            other = self.nears[0][what, step, name]
+            # Two bounds: small compared with the effect of an ulp's change, and small compared with the step's
+            # largest gradient. A gradient that is exactly 0 in both runs is a real zero, not noise.
+            usual = (gradient - other).square().mean().sqrt()
+            bound = torch.minimum(1e3 * usual, largest[step] * max(1e-9, self._slack))
+            mask = (gradient.abs() <= bound) & ((gradient != 0) | (other != 0))
+            mask |= self._strays[what, step, name] != 0
+            found[name] = found[name] | mask if name in found else mask
+        return {name: mask for name, mask in found.items() if mask.any()}
+
+    @cached_property
+    def _records(self) -> list[dict[Key, Tensor]]:
+        """Each rank's quantities. A whole batch's loss, combined from its parts on ranks, is one more record."""
+        if not self.record.whole:
+            return [collect_quantities(rank, self.start) for rank in self.ranks]
+        together = tuple(
+            {n: loss for rank in self.ranks for n, loss in rank.losses[step].items()}
+            for step in range(len(self.ranks[0].losses))
+        )
+        alone = [collect_quantities(replace(rank, losses=()), self.start) for rank in self.ranks]
+        return [*alone, _collect_losses(TrainingRecord(together, (), {}, {}, whole=True))]
+
+    @cached_property
+    def _strays(self) -> dict[Key, Tensor]:
+        """By gradient: a rank's value where one process has exactly 0, if within the rounding of the whole step."""
+        self.ensure_nears(1)
+        found: dict[Key, Tensor] = {}
+        for key, gradient in self.oracle.items():
+            if key[0] == "gradient":
+                # A gradient that is zero in theory may be exactly 0 in one process (two terms cancel bit by bit), and
+                # not on ranks, which add the terms in another order. There the rank's value stands for the noise.
+                zero, found[key] = (gradient == 0) & (self.nears[0][key] == 0), torch.zeros_like(gradient)
+                for mine in (record[key] for record in self._records if key in record):
+                    found[key] = torch.where(
+                        zero & (mine.abs() <= self._compute_floor(key)) & (mine != 0), mine, found[key]
+                    )
+        return found
+
+    def find_differences(self) -> list[TensorDifference]:
+        """Return the tensors whose error exceeds rounding, the furthest beyond the usual first.
+
+        One process runs again only if necessary.
+        """
+        records = self._records
+        found = self._find_beyond(records, self._is_exact)
+        # An error within EXACT of the tensor's own size needs no explanation, and mostly there is no other.
+        # From cheap to expensive: without a run, one perturbed run, the mirrored run, then `_RUNS` perturbed runs.
+        for times in (1, _RUNS):
+            if found:
+                self.ensure_nears(times)
+                found = self._find_beyond(records, lambda key, off: self._is_usual(key, off, self.nears, 0.0))
+            if found and self.noise:
+                found = self._find_beyond(records, self._is_like_mirrored)
+        return sorted(found.values(), key=lambda each: -each.rel / max(each.usual, 1e-16))
+
+    def find_inexact(self) -> list[Key]:
+        """Return the keys whose error only rounding explains."""
+        return list(self._find_beyond(self._records, self._is_exact))
+
+    def is_noise(self, key: Key) -> bool:
+        """Return whether `key` is a gradient that is zero in theory in all elements, or the change of its weight."""
+        return key[2] in self.noise and key[0] in ("gradient", _MOVED) and bool(self.noise[key[2]].all())
+
+    def _find_beyond(
+        self, records: Sequence[Mapping[Key, Tensor]], is_right: Callable[[Key, Tensor], bool]
+    ) -> dict[Key, TensorDifference]:
+        found: dict[Key, TensorDifference] = {}
+        for record in records:
+            for key, mine in record.items():
+                if key not in found and not is_right(key, mine - self.oracle[key]):
+                    own = _compute_norm(self.oracle[key])
+                    # A tensor that is exactly zero has no size of its own: all tensors of its kind in that step lend
+                    # theirs.
+                    size = own or self._sizes[key[:2]] or 1.0
+                    usual = max((_compute_norm(near[key] - self.oracle[key]) for near in self.nears), default=0.0)
+                    found[key] = TensorDifference(
+                        key, _compute_norm(mine - self.oracle[key]) / size, usual / size, own == 0
+                    )
+        return found
+
+    def _is_exact(self, key: Key, off: Tensor) -> bool:
+        return _compute_norm(off) <= max(
+            EXACT * _compute_norm(self.oracle[key]), self._estimate_storage_error(key, lambda tensor: tensor)
+        )
+
+    def _is_like_mirrored(self, key: Key, off: Tensor) -> bool:
+        may = TIMES * _compute_norm(self._select_real(key, self.mirrored[key] - self.oracle[key]))
+        if key[0] in ("loss", "gradient"):
+            # Reversed noise may move a norm's statistics far, but a loss that depends on it is chaotic: such a
+            # reference must not excuse a fault.
+            may = min(may, max(1e-6, self._slack) * _compute_norm(self.oracle[key]))
+        return self._is_usual(key, off, [*self.nears, self.mirrored], may)
+
+    def _is_usual(self, key: Key, off: Tensor, others: Sequence[Mapping[Key, Tensor]], may: float) -> bool:
+        """Return whether the error `off` is within rounding; real elements may be off by `may` in any case.
+
+        Real elements are those whose gradient is not zero in theory. The other elements of a weight may move as far as
+        they do in one process and in its `others`.
+        """
+        usual = [near[key] - self.oracle[key] for near in self.nears]
+        # Elements are of two kinds, and bounds differ:
+        #
+        #     real    |off| <= 64 x the effect of an ulp's change, and a millionth of the tensor at most
+        #     noise   |off| <= 64 x the size that noise has in any run: its sign is a matter of chance, and an optimiser
+        #             such as Adam moves the weight by a full step in either direction
+        own, spread = (
+            _compute_norm(self._select_real(key, self.oracle[key])),
+            max(_compute_norm(self._select_real(key, each)) for each in usual),
+        )
+        # A chaotic reference must not excuse a fault, so that no more than a millionth of the tensor's size is allowed.
+        # A tensor that is itself rounding (a running mean that is zero in theory) has no size to compare with.
+        least = self._compute_floor(key)
+        ulps = min(TIMES * spread, least if own <= least else max(1e-6, self._slack) * own)
+        stored = self._estimate_storage_error(key, lambda tensor: self._select_real(key, tensor))
+        if not _compute_norm(self._select_real(key, off)) <= max(EXACT * own, ulps, may, stored):
+            return False
+        # The noise of a gradient is as large as the effect of an ulp's change on it, that of a weight as large as its
+        # move.
+        if (mask := self._get_noise_mask(key)) is None:
+            return True
+        if key[0] == "gradient":
+            return _compute_norm(off[mask]) <= max(
+                self._compute_floor(key), *(TIMES * _compute_norm(each[mask]) for each in usual)
+            )
+        return _compute_norm(off[mask]) <= TIMES * max(
+            _compute_norm(record[key][mask]) for record in (self.oracle, *others)
+        )
+
+    def _estimate_storage_error(self, key: Key, part: Callable[[Tensor], Tensor]) -> float:
+        """Return the error from rounding a weight in each step, which may exceed the precision of a small change."""
+        if key[0] != _MOVED:
+            return 0.0
+        # A small change of a large weight is rounded to the weight's own precision in each step, on both sides.
+        return 2 * DOUBLE * len(self.record.losses) * _compute_norm(part(self.record.weights[key[2]].detach().double()))
+
+    def _get_noise_mask(self, key: Key) -> Tensor | None:
+        return self.noise.get(key[2]) if key[0] in ("gradient", _MOVED) else None
+
+    def _select_real(self, key: Key, tensor: Tensor) -> Tensor:
+        mask = self._get_noise_mask(key)
+        return tensor if mask is None else tensor[~mask]
+
+    @property
+    def _slack(self) -> float:
+        """Allowed effect of chaos in a model that computes in a lower precision, relative to a tensor's size."""
+        return min(0.3, 1e4 * self.eps) if self.eps > DOUBLE else 0.0
+
+    @cached_property
+    def _sizes(self) -> dict[tuple[str, int], float]:
+        """By kind and step: the norm of all losses, gradients, changes or buffers together."""
+        squares: dict[tuple[str, int], float] = {}
+        for key, tensor in self.oracle.items():
+            squares[key[:2]] = squares.get(key[:2], 0.0) + _compute_norm(tensor) ** 2
+        return {kind: square**0.5 for kind, square in squares.items()}
+
+    def _compute_floor(self, key: Key) -> float:
+        """Return the rounding of all tensors of a kind in a step: the allowed error of one that is zero in theory."""
+        return 500 * self.eps * self._sizes[key[:2]]
+
+    def _reverse_noise(self, process: ReferenceTraining) -> None:
+        steps = count(1)
+
+        def reverse_gradients(*_: object) -> None:
+            # Called before each optimiser step, after the gradients of the whole step are complete.
+            step = next(steps)
+            for name, mask in self.noise.items():
+                gradient = process.weights[name].grad
+                if gradient is not None:
+                    gradient[mask] *= -1
+                    # An exact 0 has no opposite: it becomes the ranks' value in its place.
+                    gradient += self._strays["gradient", step, name].to(gradient)
+
+        if process.optimiser is not None:
+            process.optimiser.register_step_pre_hook(reverse_gradients)
+
+
+def _compute_norm(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor))

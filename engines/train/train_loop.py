@@ -1,0 +1,302 @@
+"""The last step of an epoch, if fewer images are left than a step takes.
+
+It has as many micro-batches as every other step, each with fewer images, and each of its images has equal weight. So it
+is the step of a training made for that many images, and the loss is the mean over them.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from engines.comm.status_board import get_status_board
+from engines.comm.world import World
+from engines.errors import ImageError, PlanError, TraceError
+from engines.graph.label_spec import has_accuracy
+from engines.graph.model_graph import TensorSpec
+from engines.graph.stages import cut_stages, find_layers
+from engines.graph.trace_cache import TraceCache
+from engines.images.dataset import LabelledImages, find_ignored_label
+from engines.images.loader import LoaderOptions, NotReady, RankLoader
+from engines.images.shard_reader import ShardReader
+from engines.plan import OPTIONS, Plan
+from engines.program.compile import compile_plan
+from engines.program.worker import Inputs
+from engines.train.training import RankTraining, Recipe, StepReport, count_step_images, freeze_weights
+from engines.train.training_events import (
+    Counts,
+    EpochResult,
+    Scores,
+    SkippedImage,
+    StepResult,
+    count_predictions,
+    sum_counts,
+)
+
+__all__ = [
+    "CollectiveTrainLoop",
+    "RankStepStats",
+    "RankTrainLoop",
+    "TrainLoop",
+    "check_divides",
+    "collect_stats",
+    "compute_smallest_step",
+    "count_left_over",
+    "make_smaller_recipe",
+    "merge_stats",
+    "run",
+    "run_step",
+]
+
+_WAY_OUT = "Leave them out in each epoch (drop_last=True, --drop-last)"
+
+
+def compute_smallest_step(plan: Plan) -> int:
+    """Return the images of a step whose micro-batches have one image for each rank that shares them.
+
+    >>> compute_smallest_step(Plan(parts=2, data_parallel=3, local_dp=2))
+    12
+    """
+    return plan.micro_batches * plan.local_dp
+
+
+def count_left_over(total: int, recipe: Recipe, steps: int | None, drop_last: bool) -> int:
+    """Return the images of `total` that form a smaller step at the end of each epoch; 0 for none.
+
+    An epoch has at most `steps` steps (None: no limit), and no smaller step if `drop_last` is set.
+    Raises PlanError if the plan cannot divide them.
+    """
+    # An epoch of 22 images in steps of 8:    8 | 8 | 6
+    # Without a full step before it there is nothing to be smaller than: the loader reports too few images instead.
+    full, rest = divmod(total, count_step_images(recipe))
+    if drop_last or not full or (steps is not None and steps <= full):
+        return 0
+    check_divides(rest, recipe)
+    return rest
+
+
+def check_divides(images: int, recipe: Recipe) -> None:
+    """Raise PlanError if a step of `images` images cannot be divided into the plan's micro-batches."""
+    plan, unit = recipe.plan, compute_smallest_step(recipe.plan)
+    if images % unit:
+        knobs = [f"{name}={value!r}" for name, value in plan.chosen.items() if OPTIONS[name].divides]
+        raise PlanError(
+            f"The last step of an epoch has {images} images, for a step takes {count_step_images(recipe)}. This plan "
+            f"divides a step's images by {unit} ({', '.join(knobs)}), which {images} is no multiple of. {_WAY_OUT}, "
+            f"give {images % unit} images less or {unit - images % unit} more, or use another plan."
+        )
+
+
+def make_smaller_recipe(recipe: Recipe, traces: TraceCache, images: int) -> Recipe:
+    """Make the recipe for steps of `images` images besides the full ones, without the weights: the ranks hold them.
+
+    `traces` are those of the recipe's model. Raises PlanError if the plan cannot divide the images, and TraceError if
+    the model or its loss does not accept so few.
+    """
+    check_divides(images, recipe)
+    # Each rank holds the weights of its stages already. An automatic balance could move layers between stages for
+    # fewer images, so the stages of the full step are fixed as layer counts.
+    found, plan = find_layers(recipe.graph), recipe.plan
+    stages = cut_stages(found, plan)
+    counts = tuple(sum(layer.nodes.start in stage for layer in found) for stage in stages)
+    plan = replace(plan, balance=counts)
+    try:
+        graph = traces.with_batch(images // plan.batches).get_graph(plan)
+        graph = freeze_weights(graph, graph.trainable - recipe.graph.trainable)
+        compile_plan(graph, plan)
+    except (TraceError, ImageError, PlanError) as error:
+        why = f"The last step of an epoch has {images} images. {_WAY_OUT}, or mend this: {error}"
+        raise type(error)(why) from error
+    return replace(recipe, graph=graph, plan=plan, state={}, names={})
+
+
+# The training loop on every rank, step by step: from images to weights.
+
+
+# ---- one rank
+
+
+@dataclass(frozen=True, slots=True)
+class RankStepStats:
+    """One rank's statistics of a step: the losses of its micro-batches, and the counts of its predictions."""
+
+    images: int
+    seconds: float
+    losses: Mapping[int, float]
+    counts: Counts
+    epoch: int = 0
+    step: int = 0
+    wait_s: float = 0.0
+
+
+class RankTrainLoop:
+    """One rank's training loop over images; `specs` are those of a step. A failure stops the loader's worker threads.
+
+    After a step, a checkpoint needs `training` and `feed.get_state()`; before the first step, `feed.resume(state)`
+    resumes from there. `report` is that of the last step. Smaller steps at the end of an epoch need a training that is
+    prepared for them (`RankTraining.add_size`). Raises ImageError if there are too few images for one step.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        training: RankTraining,
+        specs: Mapping[str, TensorSpec],
+        images: LabelledImages,
+        feeding: LoaderOptions,
+    ) -> None:
+        self.world, self.training, self.images = world, training, specs["images"].shape[0]
+        unit, sizes = compute_smallest_step(training.recipe.plan), training.sizes
+        own = ShardReader(training, images, specs, find_ignored_label(training.graph))
+        self.feed = RankLoader(world, own, self.images, feeding, unit, sizes.__contains__)
+        self.report: StepReport | None = None
+
+    def step(self) -> RankStepStats | NotReady | None:
+        """Run one training step; return None at the end of an epoch, after which the next one begins. Collective.
+
+        Returns NotReady, and does nothing, if the next step is a smaller one for which the training is not prepared.
+        Raises ImageError, on every rank, if an image cannot be read, and LossError if the loss is not finite.
+        """
+        try:
+            get_status_board().report(b"reads the images of the next step")
+            served = self.feed.load_next()
+            if served is None or isinstance(served, NotReady):
+                return served
+            # `advance` only after the step: a checkpoint after a failed step resumes with the same images.
+            self.report, heard = run_step(self.training, served.parts, served.images)
+            self.feed.advance()
+        except BaseException:
+            self.close()
+            raise
+        return replace(heard, epoch=served.place.epoch, step=served.place.step, wait_s=served.wait_s)
+
+    @property
+    def updates(self) -> int:
+        """The number of updates of this rank's weights so far."""
+        return self.training.updates
+
+    def close(self) -> None:
+        """Stop the loader's worker threads."""
+        self.feed.close()
+
+    def __enter__(self) -> RankTrainLoop:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self.close()
+
+
+def run_step(training: RankTraining, parts: Inputs, images: int) -> tuple[StepReport, RankStepStats]:
+    """Run one training step on this rank's parts of the inputs."""
+    start_s = time.perf_counter()
+    training.step(parts, images)
+    return collect_stats(training, parts, images, time.perf_counter() - start_s)
+
+
+def collect_stats(
+    training: RankTraining, parts: Inputs, images: int, seconds: float
+) -> tuple[StepReport, RankStepStats]:
+    """Return this rank's report and statistics of a completed step."""
+    counts = Counts()
+    judged = parts.items() if has_accuracy(training.graph) else ()
+    for number, part in judged:
+        if "labels" not in part:
+            continue
+        way = training.program.get_direction_program(number)
+        feed = way.input_shards["labels"]
+        own = feed.axes is not None or (feed.tile is not None and feed.tile.images is not None)
+        # A prediction that several ranks hold whole is counted on one of them, that which starts the backward pass.
+        if way.prediction is not None and (own or way.seeds_loss):
+            scores = training.worker.peek(way.prediction, number).detach()
+            counts += count_predictions(scores, part["labels"].to(scores.device))
+    return training.report, RankStepStats(images, seconds, training.report.losses, counts)
+
+
+def merge_stats(ranks: Sequence[RankStepStats]) -> StepResult:
+    """Merge the statistics of all ranks into the result of a step."""
+    # Several ranks may report the loss of one micro-batch: by its number it counts once.
+    losses = {number: loss for heard in ranks for number, loss in heard.losses.items()}
+    seconds, wait_s = max(heard.seconds for heard in ranks), max(heard.wait_s for heard in ranks)
+    first, counts = ranks[0], sum_counts(heard.counts for heard in ranks)
+    loss = statistics.fmean(losses.values())
+    return StepResult(first.epoch, first.step, first.images, seconds, loss, counts, wait_s)
+
+
+# ---- all ranks
+
+
+class TrainLoop(Protocol):
+    """The interface of a training loop, for a rank and for the notebook."""
+
+    @property
+    def bad(self) -> Sequence[str]:
+        """For each image that was left out so far, which one it is and why."""
+
+    def step(self) -> StepResult | None:
+        """Run the next step; return None at the end of an epoch."""
+
+    def evaluate(self) -> Scores | None:
+        """Evaluate the current model on held-out images; return None if there are none."""
+
+
+class CollectiveTrainLoop:
+    """The train loops of all ranks, which every rank runs alike. `evaluate` is that of `TrainLoop`.
+
+    `smaller` makes the recipe of a step of fewer images, for an epoch that ends with one.
+    """
+
+    def __init__(
+        self,
+        course: RankTrainLoop,
+        evaluate: Callable[[], Scores | None] = lambda: None,
+        smaller: Callable[[int], Recipe] | None = None,
+    ) -> None:
+        self.course, self.evaluate, self.smaller = course, evaluate, smaller
+
+    @property
+    def bad(self) -> Sequence[str]:
+        """The images that were left out, the same on every rank."""
+        return self.course.feed.bad
+
+    def step(self) -> StepResult | None:
+        """Run the next step, and return its result on every rank."""
+        heard = self.course.step()
+        if isinstance(heard, NotReady) and self.smaller:
+            # All ranks learn of the smaller step at the same place, so that preparing it may be collective. Then try
+            # again.
+            self.course.training.add_size(self.smaller(heard.images))
+            return self.step()
+        return None if heard is None else merge_stats(self.course.world.all_gather(heard))
+
+
+def run(
+    course: TrainLoop, epochs: int = 1, begun: Sequence[StepResult] = (), is_over: bool = False
+) -> Iterator[SkippedImage | StepResult | EpochResult]:
+    """Yield each completed step, the bad images that it left out before it, and each epoch after its steps.
+
+    An epoch that has already begun counts as one. `begun` are its steps to include in the epoch's result, and `is_over`
+    says that they are all of its steps. Between two results the caller may save the training, or stop.
+    """
+    # `said`: how many bad images the events have named so far, `judged`: those of the held-out images.
+    said, judged = len(course.bad), set[str]()
+    for number in range(epochs):
+        steps = list(begun) if number == 0 else []
+        # A training resumed exactly at the end of an epoch still owes that epoch's result, but no step.
+        more = number > 0 or not is_over
+        while more:
+            step = course.step()
+            yield from map(SkippedImage, course.bad[said:])
+            said = len(course.bad)
+            more = step is not None
+            if step is not None:
+                steps.append(step)
+                yield step
+        if steps:
+            held_out = course.evaluate()
+            new = [text for text in held_out.bad if text not in judged] if held_out else []
+            judged.update(new)
+            yield from map(SkippedImage, new)
+            yield EpochResult.of(steps, said, held_out)

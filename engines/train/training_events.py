@@ -1,0 +1,244 @@
+"""The quality of predictions, counted class by class, so that the counts of ranks, steps and images add up."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "Counts",
+    "EpochResult",
+    "Recovered",
+    "Scores",
+    "SkippedImage",
+    "StepResult",
+    "TrainingEvent",
+    "count_predictions",
+    "sum_counts",
+    "summarise",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Counts per class: how many predictions are `right`, were `predicted`, and how many labels are `true`.
+
+    They count images, or pixels if `pixels` is set.
+
+    >>> both = Counts((2, 1), (3, 2), (3, 2)) + Counts((1, 0), (1, 0), (1, 0))
+    >>> both.right, round(both.accuracy, 3), both.dice
+    ((3, 1), 0.667, 0.5)
+    """
+
+    right: tuple[int, ...] = ()
+    predicted: tuple[int, ...] = ()
+    true: tuple[int, ...] = ()
+    pixels: bool = False
+
+    def __add__(self, other: Counts) -> Counts:
+        if not self.true or not other.true:
+            return self if self.true else other
+        pairs = ((self.right, other.right), (self.predicted, other.predicted), (self.true, other.true))
+        return Counts(*(tuple(map(sum, zip(*pair, strict=True))) for pair in pairs), self.pixels)
+
+    @property
+    def accuracy(self) -> float | None:
+        """The fraction of correct predictions; None if nothing was counted."""
+        return sum(self.right) / judged if (judged := sum(self.true)) else None
+
+    @property
+    def dice(self) -> float | None:
+        """2 right / (predicted + true), averaged over the classes that occur; of two classes, that of the second alone.
+
+        (Dice, 1945, "Measures of the amount of ecologic association between species".) None if no class occurs.
+        """
+        first = 1 if len(self.true) == 2 else 0
+        sums = zip(self.right[first:], self.predicted[first:], self.true[first:], strict=True)
+        each = [2 * right / (predicted + true) for right, predicted, true in sums if predicted + true]
+        return statistics.fmean(each) if each else None
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """The loss and the counts on held-out images. `bad` says which images were left out, and why.
+
+    The loss is the mean over images, each weighted by the denominator of its own loss: labels that are not ignored,
+    class weights. For a loss of this form it equals the loss of all images in one batch. For any other loss it is the
+    plain mean.
+    """
+
+    loss: float
+    counts: Counts
+    bad: tuple[str, ...] = ()
+
+
+def sum_counts(counts: Iterable[Counts]) -> Counts:
+    """Return the sum of all counts."""
+    return reduce(Counts.__add__, counts, Counts())
+
+
+def count_predictions(scores: Tensor, labels: Tensor) -> Counts:
+    """Count (N, C, ...) scores against labels (N, ...) or (N, 1, ...), integers or not.
+
+    A single score (C = 1) predicts class 1 if it is above 0. Labels that are no class are not counted, and nothing is
+    counted if the shapes do not match.
+    """
+    if scores.dim() < 2:
+        return Counts()
+    shape = (*scores.shape[:1], *scores.shape[2:])
+    if labels.shape == (shape[0], 1, *shape[1:]):
+        labels = labels[:, 0]
+    if labels.shape != shape:
+        return Counts()
+    classes = max(scores.shape[1], 2)
+    guess = scores.argmax(1) if scores.shape[1] > 1 else (scores[:, 0] > 0).long()
+    truth = labels.to(guess)
+    judged = (truth >= 0) & (truth < classes)
+    guess, truth = guess[judged], truth[judged]
+    # Three histograms over the classes: right, predicted, true.
+    each = (guess[guess == truth], guess, truth)
+    found = (tuple(torch.bincount(numbers, minlength=classes).tolist()) for numbers in each)
+    return Counts(*found, labels.dim() > 1)
+
+
+# The events of a training: results of each step and each epoch, skipped images and recoveries; and its summary.
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The result of one step. `counts` are of its predictions, made before the weights changed.
+
+    `seconds` is the time to compute the step, and `wait_s` the time the ranks waited for its images.
+    """
+
+    epoch: int
+    step: int
+    images: int
+    seconds: float
+    loss: float
+    counts: Counts
+    wait_s: float = 0.0
+
+    @property
+    def images_per_s(self) -> float:
+        """Images per second, without the time to read them."""
+        return self.images / self.seconds
+
+    @property
+    def accuracy(self) -> float | None:
+        """The fraction of correct predictions; None if the model does not predict classes."""
+        return self.counts.accuracy
+
+
+@dataclass(frozen=True, slots=True)
+class SkippedImage:
+    """A bad image that all ranks leave out from now on: which one, and why."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """A recovery: after a failure the training continues, with `steps` steps and `epochs` epochs done."""
+
+    text: str
+    steps: int
+    epochs: int
+
+
+@dataclass(frozen=True, slots=True)
+class EpochResult:
+    """The result of an epoch, or of the rest of one.
+
+    `loss` is the mean over its images. `left_out` is the number of images known to be bad. `held_out` holds the scores
+    on held-out images.
+    """
+
+    epoch: int
+    steps: int
+    images: int
+    seconds: float
+    wait_s: float
+    loss: float
+    counts: Counts
+    left_out: int = 0
+    held_out: Scores | None = None
+
+    @classmethod
+    def of(cls, steps: Sequence[StepResult], left_out: int = 0, held_out: Scores | None = None) -> EpochResult:
+        """Merge the results of an epoch's steps."""
+        seconds, wait_s, images = (
+            sum(getattr(step, name) for step in steps) for name in ("seconds", "wait_s", "images")
+        )
+        # A smaller last step weighs less, so that the mean is that over images.
+        loss = statistics.fmean([step.loss for step in steps], [step.images for step in steps])
+        counts = sum_counts(step.counts for step in steps)
+        return cls(steps[0].epoch, len(steps), images, seconds, wait_s, loss, counts, left_out, held_out)
+
+    @property
+    def images_per_s(self) -> float:
+        """Images per second, including the time to wait for them."""
+        return self.images / (self.seconds + self.wait_s)
+
+    @property
+    def data_wait(self) -> float:
+        """The fraction of the time in which the ranks waited for images."""
+        return self.wait_s / (self.seconds + self.wait_s)
+
+    @property
+    def record(self) -> dict[str, float | int | None]:
+        """The result as plain numbers; None for values that do not exist."""
+        return {
+            "epoch": self.epoch,
+            "steps": self.steps,
+            "images": self.images,
+            "seconds": self.seconds + self.wait_s,
+            "images_per_s": self.images_per_s,
+            "data_wait": self.data_wait,
+            "left_out": self.left_out,
+            **_make_score_record("", self.loss, self.counts),
+            **_make_score_record(
+                "held_out_", *((self.held_out.loss, self.held_out.counts) if self.held_out else (None, Counts()))
+            ),
+        }
+
+    def __str__(self) -> str:
+        """Format the result as one line."""
+        record = self.record
+        worth = ("accuracy", "dice", "held_out_loss", "held_out_accuracy", "held_out_dice")
+        parts = [f"{name.replace('_', ' ')} {record[name]:.4f}" for name in worth if record[name] is not None]
+        parts += [f"{self.images_per_s:.2f} images/s", f"{self.data_wait:.0%} of the time waiting for images"]
+        parts += [f"{self.left_out} bad images left out"] if self.left_out else []
+        return f"Epoch {self.epoch} Global loss: {self.loss:.6f}, {', '.join(parts)}"
+
+
+TrainingEvent = SkippedImage | StepResult | EpochResult | Recovered
+"""An event of a training, passed on as it happens."""
+
+
+def _make_score_record(prefix: str, loss: float | None, counts: Counts) -> dict[str, float | None]:
+    dice = counts.dice if counts.pixels else None
+    return {f"{prefix}loss": loss, f"{prefix}accuracy": counts.accuracy, f"{prefix}dice": dice}
+
+
+def summarise(told: Sequence[StepResult], last: EpochResult) -> dict[str, object]:
+    """Summarise a training in one record: loss, accuracy and so on are those of its last epoch."""
+    speeds = [step.images_per_s for step in told]
+    record = last.record
+    known = ("data_wait", "dice", "held_out_loss", "held_out_accuracy", "held_out_dice")
+    return {
+        "epochs": last.epoch + 1,
+        "steps": len(told),
+        "images_per_step": max(step.images for step in told),
+        "images_per_s_mean": round(statistics.fmean(speeds), 4),
+        "images_per_s_median": round(statistics.median(speeds), 4),
+        "loss": last.loss,
+        "accuracy": last.counts.accuracy,
+        **{name: record[name] for name in known if record[name] is not None},
+        "left_out": last.left_out,
+    }

@@ -1,0 +1,236 @@
+"""Texts of `verify`: which tensors differ, by how much, and whether that is rounding or a fault."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engines.comm.world import World
+from engines.graph.label_spec import find_class_count
+from engines.graph.model_graph import TensorSpec
+from engines.program.worker import Inputs
+from engines.train.optimisers import format_names
+from engines.train.oracle import ReferenceTraining, TrainingRecord, compare, to_plain_names, train_reference
+from engines.train.rounding import EXACT, Begin, Key, RoundingCheck, TensorDifference
+from engines.train.training import Loss, RankTraining, Recipe
+from engines.train.ulps import DOUBLE, find_lowest_precision
+
+__all__ = [
+    "TIMES",
+    "TOLERANCE",
+    "compare_records",
+    "describe_fault",
+    "describe_rounding",
+    "describe_unmoved",
+    "make_batches",
+    "record_rank_run",
+    "verify",
+    "with_small_loss_scale",
+]
+
+
+def describe_fault(far: Sequence[TensorDifference]) -> list[str]:
+    """Describe the tensor that differs most: by how much, and how much rounding explains."""
+    first = far[0]
+    others = f" So are {len(far) - 1} other tensors." if len(far) > 1 else ""
+    size = "its size"
+    if first.is_zero:
+        what, step, _ = first.key
+        size = f"the size of every {what}{' of the step' if step else ''} together (it is exactly 0 in one process)"
+    return [
+        (
+            f"This is a fault, not rounding: {_describe_key(first.key)} is off by {first.rel:.1e} of {size}, and by "
+            f"{first.usual:.1e} in one process whose weights and images change by an ulp.{others}"
+        )
+    ]
+
+
+def describe_rounding(rounding: RoundingCheck, where: str) -> list[str]:
+    """Explain why ranks are right although some tensors differ by more than EXACT; empty if none does."""
+    inexact = rounding.find_inexact()
+    noise = sorted({key[2] for key in inexact if rounding.is_noise(key)})
+    others = [key for key in inexact if not rounding.is_noise(key)]
+    said = []
+    if inexact and rounding.eps > DOUBLE:
+        said.append(f"The model computes in {where}, where rounding is {rounding.eps:.0e}.")
+    if noise:
+        said.append(
+            f"The gradients of {format_names(noise)} are zero in theory and rounding in fact, which an optimiser that "
+            "divides by a gradient's size makes larger."
+        )
+    if others:
+        more = f", and {len(others) - 1} other tensors," if len(others) > 1 else ""
+        said.append(
+            f"Rounding explains that {_describe_key(others[0])}{more} differ from one process by more than {EXACT:.0e} "
+            "of their size: it differs so from itself once its weights and images, and gradients that are zero in "
+            "theory, change by rounding."
+        )
+    return said
+
+
+def describe_unmoved(names: Sequence[str]) -> str:
+    """Describe the weights that the optimiser leaves unchanged."""
+    return (
+        f"The optimiser does not move {format_names(names)}, on ranks and in one process, although the gradient is not "
+        "zero and the learning rate not 0: nothing is learned there. Look at the function that makes the optimiser."
+    )
+
+
+def _describe_key(key: Key) -> str:
+    what, step, name = key
+    return f"the {what} {name}" + (f" in step {step}" if step else " after all steps")
+
+
+# Train a plan on the ranks and the plain model in one process, and measure how much they differ.
+
+
+STEPS = 3
+
+TOLERANCE = {"float64": 1e-10, "float32": 1e-3}
+"""Relative errors against one process in float64, over all tensors together.
+
+A single ReLU on the other side of zero may use up that of float32.
+"""
+
+TIMES = 4
+"""Beyond TOLERANCE, the error of the ranks may be this multiple of the error of one process in the same precision."""
+
+
+def make_batches(recipe: Recipe, seed: int, steps: int = STEPS, classes: int | None = None) -> list[dict[str, Tensor]]:
+    """Return whole random batches, identical on every rank for the same seed."""
+    random = torch.Generator().manual_seed(seed)
+    classes = classes or find_class_count(recipe.graph)
+
+    def sample(spec: TensorSpec) -> Tensor:
+        dtype = getattr(torch, spec.dtype)
+        if spec.is_floating:  # drawn in float64, so that every precision gets the same images, rounded
+            return torch.randn(spec.shape, generator=random, dtype=torch.float64).to(dtype)
+        return torch.randint(classes, spec.shape, generator=random, dtype=dtype)
+
+    return [{name: sample(spec) for name, spec in recipe.step_specs.items()} for _ in range(steps)]
+
+
+def record_rank_run(training: RankTraining, parts: Iterable[Inputs]) -> TrainingRecord:
+    """Train on this rank's parts of some batches and record the results."""
+    losses, gradients = [], []
+    for part in parts:
+        report = training.step(part)
+        losses.append(report.losses)
+        gradients.append(to_plain_names(training.copy_tensors()["gradients"]))
+    final = training.copy_tensors()
+    return TrainingRecord(
+        tuple(losses), tuple(gradients), to_plain_names(final["weights"]), to_plain_names(final["buffers"])
+    )
+
+
+def with_small_loss_scale(recipe: Recipe) -> Recipe:
+    """Return the recipe with a loss scale so small that float16 skips no step."""
+    return replace(recipe, loss_scale=2.0**8)
+
+
+def verify(world: World, recipe: Recipe, model: nn.Module, loss: Loss, seed: int) -> dict[str, object]:
+    """Compare three optimiser steps on random images between ranks and one process; the same result on every rank."""
+    start_s, recipe = time.perf_counter(), with_small_loss_scale(recipe)
+    whole = make_batches(recipe, seed)
+    training = RankTraining(world, recipe)
+    records = world.gather(record_rank_run(training, map(training.cut, whole)))
+    answer = None
+    if world.rank == 0:
+        answer = compare_records(recipe, model, loss, whole, records)
+        answer["seconds"] = round(time.perf_counter() - start_s, 2)
+    return world.all_gather(answer)[0]  # type: ignore[no-any-return]
+
+
+def compare_records(
+    recipe: Recipe,
+    model: nn.Module,
+    loss: Loss,
+    whole: Sequence[Mapping[str, Tensor]],
+    records: Sequence[TrainingRecord],
+) -> dict[str, object]:
+    """Compare the ranks' records of the batches `whole` with one process in float64; return a line of JSON data.
+
+    `ok` in float64: every loss, gradient, weight and buffer is, by itself, within TOLERANCE of its own size, or as near
+    as rounding allows (`RoundingCheck`). `ok` in other precisions: every error is within TOLERANCE over all tensors, or
+    within TIMES that of `one_process` in the same precision. `ok` is never true if a weight stays unchanged although
+    its gradient is not zero and its learning rate not 0. `why` explains any deviation.
+    """
+
+    def run_plain_model(
+        dtype: torch.dtype, begin: Begin = lambda process: None, batches: Any = whole
+    ) -> TrainingRecord:
+        count, whole_loss = recipe.plan.micro_batches, recipe.has_whole_loss
+        return train_reference(
+            model, loss, recipe.optimiser, batches, dtype, recipe.draws, count, recipe.rules, whole_loss, begin
+        )
+
+    def run_perturbed(
+        begin: Begin, meanwhile: AbstractContextManager[object], change: Callable[[Any], Any]
+    ) -> TrainingRecord:
+        with meanwhile:
+            return run_plain_model(torch.float64, begin, [change(batch) for batch in whole])
+
+    seen, precision = _UpdateWatcher(), recipe.plan.precision
+    oracle = run_plain_model(torch.float64, seen.watch_updates)
+    found = compare(oracle, records)
+    # In float64 the model itself may still compute in float32 somewhere (a cast in its forward): then rounding is that.
+    eps, where = find_lowest_precision(recipe.graph) if precision == "float64" else (DOUBLE, "")
+    rounding = RoundingCheck(oracle, run_perturbed, eps, seen.start, records)
+    line = {"ok": found.worst <= TOLERANCE.get(precision, 0.0), "ranks": len(records), **asdict(found)}
+    line["dtype"], why = precision, []
+    if precision == "float64":
+        complete = math.isfinite(found.loss_rel) and math.isfinite(found.grad_rel)
+        far = rounding.find_differences() if complete else []
+        line["ok"] = complete and not far
+        if far:
+            why = describe_fault(far)
+        elif complete:
+            why = describe_rounding(rounding, where)
+        else:
+            why = ["Some losses or gradients are on ranks only, in one process only, or not finite."]
+    else:
+        # A lower precision has no bound of its own that fits all models: one process in that precision is the
+        # yardstick.
+        same = run_plain_model(getattr(torch, precision))
+        usual = compare(oracle, [same.restrict_to(record) for record in records])
+        line |= {"ok": line["ok"] or found.is_within(TIMES, usual), "one_process": asdict(usual)}
+    if still := seen.find_unmoved(oracle, rounding):
+        line["ok"], why = False, [*why, describe_unmoved(still)]
+    return {**line, "why": " ".join(why)} if why else line
+
+
+@dataclass
+class _UpdateWatcher:
+    """The initial weights of one process, and the names of weights that had a non-zero gradient before an update."""
+
+    start: dict[str, Tensor] = field(default_factory=dict)
+    pushed: set[str] = field(default_factory=set)
+
+    def watch_updates(self, process: ReferenceTraining) -> None:
+        """Record the weights and, before each optimiser step, the gradients: the step may clear them."""
+        self.start |= {name: weight.detach().clone() for name, weight in process.weights.items()}
+
+        # A weight whose gradient is zero may rest. One with a gradient that stays all the same is a fault of the
+        # optimiser.
+        def record_gradients(*_: object) -> None:
+            grads = {name: weight.grad for name, weight in process.weights.items()}
+            self.pushed |= {name for name, grad in grads.items() if grad is not None and grad.any()}
+
+        if process.optimiser is not None:
+            process.optimiser.register_step_pre_hook(record_gradients)
+
+    def find_unmoved(self, record: TrainingRecord, rounding: RoundingCheck) -> list[str]:
+        """Return the weights that stay unchanged although neither their gradient is zero in theory nor their rate 0."""
+        still = [
+            name
+            for name, weight in record.weights.items()
+            if name in self.pushed - record.resting and torch.equal(weight, self.start[name])
+        ]
+        return [name for name in still if not rounding.is_noise(("gradient", 0, name))]  # last, because it takes a run

@@ -1,0 +1,1 @@
+"""One training: batches, loops, healing, predictions and walked steps."""

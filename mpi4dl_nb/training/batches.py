@@ -1,0 +1,149 @@
+"""Convert a batch to what a step takes, or raise an error that explains what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from engines.errors import ImageError, PlanError
+from engines.graph.label_spec import find_label_specs
+from engines.train.training import Recipe
+
+__all__ = [
+    "Batch",
+    "CachedBatches",
+    "check_batches",
+    "count_images",
+    "find_batch_sizes",
+    "make_repeatable",
+    "prepare_batch",
+]
+
+
+def prepare_batch(recipe: Recipe, images: Any, labels: Any) -> dict[str, Tensor]:
+    """Return images and labels as tensors of the recipe's dtypes.
+
+    Raises ImageError for a wrong shape, for floats in place of integers or the reverse, or for a label beyond the
+    classes of the loss.
+    """
+    whole, batches = {}, recipe.plan.batches
+    for name, given in (("images", images), ("labels", labels)):
+        spec, tensor = recipe.step_specs[name], torch.as_tensor(given)
+        if tuple(tensor.shape) != spec.shape:
+            several = f" ({batches} batches make a step of this plan)" if batches > 1 else ""
+            other = "labels=EXAMPLE, a tensor like the labels of a batch" if name == "labels" else "this image_shape"
+            raise ImageError(
+                f"{name} have shape {tuple(tensor.shape)} but the training was made for {spec.shape}{several}. "
+                f"Change the batch, or make a Training with {other}."
+            )
+        if tensor.is_floating_point() and not spec.is_floating:
+            raise ImageError(
+                f"{name} are {tensor.dtype}, but the training was made for {spec.dtype}. Give whole numbers, or "
+                "make a Training with labels=EXAMPLE, a tensor like the labels of a batch."
+            )
+        # A picture's bytes could be cast without an error; that they are not scaled would only show as poor learning.
+        if name == "images" and spec.is_floating and not (tensor.is_floating_point() or tensor.is_complex()):
+            raise ImageError(
+                f"images are {tensor.dtype}, but the training computes in {spec.dtype}, and a cast would not scale "
+                "them. Give images.float() / 255, as images of files are given, or images.float() for the numbers as "
+                "they are."
+            )
+        whole[name] = tensor.detach().to(getattr(torch, spec.dtype))
+    # An index beyond the classes must not reach a GPU: the assertion in its kernel leaves the process without that GPU.
+    for numbers in find_label_specs(recipe.graph):
+        wrong = numbers.find_invalid(whole["labels"])
+        if wrong.numel():
+            ignores = "" if numbers.ignored is None else f" and ignores {numbers.ignored}"
+            raise ImageError(
+                f"A label is {int(wrong.max())}, but the loss takes numbers of {numbers.classes} classes (0 to "
+                f"{numbers.classes - 1}){ignores}. Change the labels, the loss's ignore_index, or the model's "
+                "num_classes."
+            )
+    return whole
+
+
+# The numbers of images in batches, as far as they are known before the first step.
+
+
+Batch = tuple[Any, Any]
+
+
+def check_batches(data: object, name: str = "data") -> None:
+    """Raise PlanError if `data` cannot be iterated over, such as a function that makes batches."""
+    if hasattr(type(data), "__iter__") or hasattr(type(data), "__getitem__"):
+        return
+    kind = f"{name} is {getattr(data, '__name__', type(data).__name__)!r}, a {type(data).__name__}"
+    if callable(data):
+        called = f"{getattr(data, '__name__', 'it')}()"
+        raise PlanError(f"{kind}, which is no batches by itself. Give what it makes: call it, {called}.")
+    raise PlanError(f"{kind}, which cannot be gone through. Give batches (images, labels) in a list or a DataLoader.")
+
+
+def count_images(batch: Any) -> int:
+    """Return the number of images in a batch. Raises ImageError if it is not a pair of images and labels."""
+    try:
+        images, _ = batch
+        return len(images)
+    except (TypeError, ValueError) as error:
+        raise ImageError(
+            f"A batch must be a pair (images, labels), but this is a {type(batch).__name__}: {error}."
+        ) from error
+
+
+def find_batch_sizes(data: Iterable[Batch], full: int) -> Sequence[int] | None:
+    """Return the numbers of images in the batches of an epoch; None if they are known only once drawn.
+
+    Known are the sizes of a list, and those of a DataLoader of batch size `full`, the number of images in a step.
+    Raises ImageError if a later batch of a list has a wrong size.
+    """
+    if isinstance(data, list | tuple):
+        counts = [count_images(batch) for batch in data]
+        if not counts or counts[0] != full:
+            return None  # the first step raises the error
+        wrong = next((number for number, count in enumerate(counts) if not 0 < count <= full), None)
+        if wrong is not None:
+            raise ImageError(
+                f"Batch {wrong} has {counts[wrong]} images, but a step takes {full}. Give batches of {full} images, or "
+                "fewer in the last one."
+            )
+        return counts
+    if not isinstance(data, DataLoader) or data.batch_size != full or isinstance(data.dataset, IterableDataset):
+        return None
+    try:
+        whole, rest = divmod(len(data.sampler), data.batch_size)  # type: ignore[arg-type]
+    except TypeError:  # a sampler of unknown length
+        return None
+    return [data.batch_size] * whole + [rest] * bool(rest and whole and not data.drop_last)
+
+
+class CachedBatches:
+    """Repeatable batches of an iterator: each batch is drawn when it is first needed, and then kept."""
+
+    def __init__(self, drawn: Iterator[Batch]) -> None:
+        self._drawn, self._kept = drawn, list[Batch]()
+
+    def __iter__(self) -> Iterator[Batch]:
+        yield from self._kept
+        for batch in self._drawn:
+            self._kept.append(batch)
+            yield batch
+
+
+def make_repeatable(data: Iterable[Batch], epochs: int, steps: int | None, on_failure: str) -> Iterable[Batch]:
+    """Return batches that `fit` can iterate over as it needs: an iterator's are kept only if they are needed again.
+
+    Raises PlanError if an iterator that continues from epoch to epoch (`steps`) would have to return to a checkpoint.
+    """
+    if not isinstance(data, Iterator):
+        return data
+    if steps is not None and on_failure != "raise":
+        raise PlanError(
+            f"on_failure={on_failure!r} goes on from checkpoints, where batches are needed again, but with steps= an "
+            "iterator gives each of them once. Give a list or a DataLoader, or on_failure='raise'."
+        )
+    again = (epochs > 1 and steps is None) or on_failure != "raise"
+    return CachedBatches(data) if again else data

@@ -1,0 +1,258 @@
+"""The loop of `Training.fit`: run the steps, notify callbacks, save checkpoints and recover from failures."""
+
+from __future__ import annotations
+
+import signal
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from tqdm.auto import tqdm
+
+from engines.errors import RankError, make_absolute
+from engines.train.checkpoint_manager import SIGNALS, CheckpointManager, Interrupts, StoppedError
+from engines.train.checkpoint_writer import check_writable
+from engines.train.epoch_log import EpochLog
+from engines.train.train_loop import run
+from engines.train.training_events import EpochResult, Recovered, StepResult, TrainingEvent
+from mpi4dl_nb.training.loops import BatchLoop, ImageLoop
+from mpi4dl_nb.training.recovery import FailureRecovery, FitPosition, is_whole
+
+if TYPE_CHECKING:
+    from mpi4dl_nb.training.training import Training
+
+__all__ = ["CheckpointOptions", "FitCallback", "History", "fit"]
+
+_LAST_S = 0.4  # time that the current step may still take after an interrupt
+
+
+@dataclass(frozen=True)
+class History:
+    """Result of `fit`: the loss of each step, images per second over all steps, and the results of each epoch.
+
+    `left_out` names each skipped bad image, with the reason. `stopped` is true if a monitor's button ended the training
+    early. `saved` is the path of the last checkpoint.
+    """
+
+    losses: tuple[float, ...]
+    images_per_s: float
+    epochs: tuple[EpochResult, ...] = ()
+    left_out: tuple[str, ...] = ()
+    stopped: bool = False
+    saved: Path | None = None
+
+
+class FitCallback(Protocol):
+    """Callback of `fit`. The ranks are idle during its calls, so slow work belongs in another thread."""
+
+    def begin(self, training: Training, total: int | None) -> None:
+        """Called before the first step, with the number of steps to do (None: unknown)."""
+
+    def heard(self, event: TrainingEvent) -> None:
+        """Called after each event; after a step, `training.reports` holds the reports of the ranks."""
+
+    @property
+    def stops(self) -> bool:
+        """Whether the training should stop now."""
+
+    def end(self, outcome: History | BaseException) -> None:
+        """Called at the end, with the history or the exception that ended the training."""
+
+
+@dataclass(frozen=True)
+class CheckpointOptions:
+    """Where and when to save: into `folder` after every `every` steps (None: each epoch), keeping the last `keep`."""
+
+    folder: str | PathLike[str] | None
+    every: int | None
+    keep: int
+
+
+def fit(
+    course: BatchLoop | ImageLoop,
+    epochs: int,
+    log: str | PathLike[str] | None,
+    saving: CheckpointOptions,
+    watchers: Sequence[FitCallback],
+    healing: FailureRecovery | None = None,
+) -> History:
+    """Run a train loop until its end or until a callback stops it, and notify the callbacks of every event.
+
+    An interrupt ends the training between two steps, and it is saved if there is a checkpoint folder. A step that takes
+    too long is abandoned, and the state before it is saved; a second interrupt does that at once. With a checkpoint
+    folder, SIGTERM and SIGUSR1, by which batch systems announce the end of a job, do the same and then end this process
+    as they would have without a training.
+    """
+    # Entered in this order and left in the reverse one: the callbacks hear of the end, then the ranks stop reading
+    # images, and only then a signal has its usual effect again.
+    with ExitStack() as stack:
+        asked = stack.enter_context(Interrupts(SIGNALS if saving.folder else (signal.SIGINT,), obeyed=True))
+        stack.enter_context(closing(course))
+        fitting = _FitRun(course, epochs, watchers, healing, asked)
+        stack.enter_context(fitting.notify_callbacks())
+        fitting.book = None if log is None else stack.enter_context(EpochLog(log))
+        if saving.folder is not None:
+            check_writable(make_absolute(saving.folder))  # an error now, and not after the first epoch
+            training, tell = course.training, tqdm.write
+            save = partial(training.save, saving.folder, saving.keep)
+            fitting.keeper = CheckpointManager(save, lambda: training.steps, saving.every, asked, tell)
+        fitting.run_to_end()
+    if not fitting.losses and not fitting.stopped:
+        text = "Nothing was trained: no step was left to do. Call fit() again for the next epoch."
+        warnings.warn(text, stacklevel=3)
+    return fitting.history
+
+
+@dataclass
+class _FitRun:
+    """State of a running fit, from which its History is made."""
+
+    course: BatchLoop | ImageLoop
+    epochs: int
+    watchers: Sequence[FitCallback]
+    healing: FailureRecovery | None
+    asked: Interrupts
+    book: EpochLog | None = None
+    keeper: CheckpointManager | None = None
+    losses: list[float] = field(default_factory=list)
+    begun: list[StepResult] = field(default_factory=list)
+    ended: list[EpochResult] = field(default_factory=list)
+    images: int = 0
+    logged: int = -1
+    stopped: bool = False
+    start_s: float = field(default_factory=time.perf_counter)
+
+    def run_to_end(self) -> None:
+        """Run until the training ends or stops, resuming after each failure that was recovered."""
+        # A first checkpoint is written before step 1, so that there is always one to go back to. With a checkpoint
+        # after every second step, and a rank that dies in step 4:
+        #
+        #     step      1   2   3   4 (dies)
+        #     saved   0       2
+        #     again             3   4   5 ...
+        if self.healing:
+            self.healing.record_checkpoint(self._mark, self.keeper.save_now())
+        mark = self._mark
+        while not self._run_from(mark):
+            mark = self.healing.mark
+
+    def _run_from(self, mark: FitPosition) -> bool:
+        """Run from a position. Return True at the end of the training, False if a failure was recovered from."""
+        try:
+            for event in self._iterate_events(mark):
+                self._handle_event(event)
+                self._save_or_stop(event)
+                if self.stopped:
+                    break
+            if self.keeper:
+                self.keeper.save_at_end()
+            return True
+        except RankError as error:
+            # A batch system that ends the job often kills the ranks, too: their death is no failure to recover from.
+            if self.asked() and self.keeper and self.keeper.path:
+                raise StoppedError(f"{error} {self._last}", self.asked()) from error
+            if self.healing is None or self.asked():
+                raise
+            self._handle_event(self.healing.heal(error, self.course, self._mark))
+            return False
+        except KeyboardInterrupt:
+            if not self.asked():
+                raise
+        self._stop()  # outside of the `except`: the exception must not chain to the one that abandoned the step
+        return True
+
+    def _stop(self) -> None:
+        """End the training on request. Raises StoppedError if it was saved, else KeyboardInterrupt."""
+        # An abandoned step may have ended in the middle of the update, on some ranks: such weights must not be saved.
+        if self.keeper and is_whole(self.course.training):
+            self.keeper.save_after_step()
+        if self.keeper and self.keeper.path:
+            raise StoppedError(f"Stopped while ranks changed their weights. {self._last}", self.asked())
+        raise KeyboardInterrupt
+
+    @property
+    def _last(self) -> str:
+        return f"The last checkpoint is {self.keeper.path}: go on from there."
+
+    def _iterate_events(self, mark: FitPosition) -> Iterator[TrainingEvent]:
+        """Iterate over the remaining events. An overdue interrupt abandons calls to the ranks, but no checkpoint."""
+        cluster = self.course.training.cluster
+        events = run(self.course, self.epochs - mark.epochs, mark.begun, mark.is_over)
+        while True:
+            # Only drawing the next event may be abandoned. The consumer saves checkpoints outside of this block, where
+            # a late interrupt must not cut a half-written one off.
+            with cluster.hurried(lambda: self.asked.is_overdue(_LAST_S)):
+                event = next(events, None)
+            if event is None:
+                return
+            yield event
+
+    def _handle_event(self, event: TrainingEvent) -> None:
+        match event:
+            case StepResult():
+                self.losses.append(event.loss)
+                self.begun.append(event)
+                self.images += event.images
+            case EpochResult():
+                if self.book is not None and event.epoch > self.logged:
+                    self.book.add(event.record)
+                self.logged = max(self.logged, event.epoch)
+                self.ended.append(event)
+                self.begun.clear()
+            case Recovered():
+                mark = self.healing.mark
+                # The steps after the checkpoint will be repeated: drop their records, or they would appear twice.
+                del self.losses[mark.steps :], self.ended[mark.epochs :]
+                self.begun[:] = mark.begun
+        for watcher in self.watchers:
+            watcher.heard(event)
+        self.stopped = any(watcher.stops for watcher in self.watchers)
+
+    def _save_or_stop(self, event: TrainingEvent) -> None:
+        """Save if it is time. Raises StoppedError if an end was requested and it was saved, else KeyboardInterrupt."""
+        keeper = self.keeper
+        if keeper and isinstance(event, StepResult):
+            keeper.save_after_step()
+        if keeper and isinstance(event, EpochResult):
+            keeper.save_after_epoch()
+        if self.asked():
+            self._stop()
+        if self.healing and keeper.saved_step == self.course.training.steps:
+            self.healing.record_checkpoint(self._mark, keeper.path)
+
+    @property
+    def _mark(self) -> FitPosition:
+        course = self.course
+        return FitPosition(
+            len(self.losses), len(self.ended), tuple(self.begun), course.place, bool(self.begun) and course.is_over
+        )
+
+    @contextmanager
+    def notify_callbacks(self) -> Iterator[None]:
+        """Notify the callbacks of the beginning and, however the training ends, of its end."""
+        outcome: BaseException | None = None
+        total = self.course.count_steps(self.epochs)
+        for watcher in self.watchers:
+            watcher.begin(self.course.training, total)
+        try:
+            yield
+        except BaseException as error:
+            outcome = error
+            raise
+        finally:
+            for watcher in self.watchers:
+                watcher.end(outcome or self.history)
+
+    @property
+    def history(self) -> History:
+        """The history up to now."""
+        # Steps that were done again after a failure count twice, as their time does.
+        rate = self.images / (time.perf_counter() - self.start_s)
+        saved = self.keeper and self.keeper.path
+        return History(tuple(self.losses), rate, tuple(self.ended), tuple(self.course.bad), self.stopped, saved)

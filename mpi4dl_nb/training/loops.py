@@ -1,0 +1,336 @@
+"""Explain a non-finite loss: the rank with the loss detects it, and all ranks together find the cause."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from engines.errors import ImageError, LossError, PlanError, RankError
+from engines.graph.label_counter import NonFiniteCause, format_causes
+from engines.graph.label_spec import find_label_specs
+from engines.graph.model_graph import ModelGraph, TensorSpec
+from engines.images.dataset import LabelledImages, check_ignored, find_ignored_label
+from engines.images.loader import LoaderOptions, NotReady
+from engines.train.train_loop import RankStepStats, RankTrainLoop, count_left_over, merge_stats
+from engines.train.training import RankTraining, StepReport, count_step_images
+from engines.train.training_events import Scores, StepResult
+from mpi4dl_nb.training.batches import Batch, count_images, find_batch_sizes
+
+if TYPE_CHECKING:
+    from engines.comm.rank_server import RankServer
+    from mpi4dl_nb.cluster import Cluster
+    from mpi4dl_nb.training.training import Training
+
+__all__ = [
+    "Batch",
+    "BatchLoop",
+    "ImageLoop",
+    "check_classes",
+    "choose_resume_state",
+    "end_rank_loop",
+    "explain_loss",
+    "get_rank_training",
+    "is_images",
+]
+
+
+@contextmanager
+def explain_loss(cluster: Cluster, name: str) -> Iterator[None]:
+    """Raise a LossError from this context with the causes that the ranks find in images, labels and weights."""
+    try:
+        yield
+    except LossError as error:
+        words = ""
+        with suppress(RankError):
+            words = format_causes(dict(enumerate(cluster.call(_find_causes, name))))
+        if words:
+            raise error.with_cause(words) from None
+        raise
+
+
+def _find_causes(host: RankServer, name: str) -> list[NonFiniteCause]:
+    return host.trainings[name].find_causes() if name in host.trainings else []
+
+
+# Train loops of a `fit`: over batches that the notebook sends, or over images that the ranks read.
+
+
+Evaluate = Callable[[], Scores | None]
+
+
+def is_images(data: object) -> bool:
+    """Return whether ranks can read `data` by themselves, image by image."""
+    return all(hasattr(data, name) for name in ("classes", "__len__", "name", "shape", "part", "label", "mask"))
+
+
+class BatchLoop:
+    """Train loop over batches, in epochs of at most `limit` steps. `evaluate` as in `TrainLoop` (engines).
+
+    A batch with fewer images than a step takes is left out (`drop_last`), or trained by a program of its own size. Such
+    a batch before any full one is an error: batches of another size than the plan's are then not intended. Raises
+    ImageError or PlanError if sizes that are known beforehand do not fit.
+    """
+
+    bad: Sequence[str] = ()
+
+    def __init__(
+        self,
+        training: Training,
+        data: Iterable[Batch],
+        evaluate: Evaluate,
+        limit: int | None = None,
+        drop_last: bool = False,
+    ) -> None:
+        self.training, self.evaluate = training, evaluate
+        self.data, self.limit, self.drop_last = data, limit, drop_last
+        self.full, self.has_full = count_step_images(training.recipe), False
+        self.known = find_batch_sizes(data, self.full)
+        self._kept = self._skip_dropped(data) if isinstance(data, Iterator) else None
+        self.is_over = False
+        self._prepare_sizes()
+        self._seek((0, 0))
+
+    def _prepare_sizes(self) -> None:
+        """Prepare the ranks for the step sizes that will come."""
+        for count in {} if self.drop_last or not self.known else dict.fromkeys(self.known[: self.limit]):
+            self.training.make_ready(count)
+
+    # What becomes of batches where a step takes 4 images:
+    #
+    #     sizes given   4 4 3     the last one is trained by programs for 3 images
+    #                   4 4 3     or left out (`drop_last`)
+    #                   3 4 4     an error, as it was 3 images for which the training should have been made
+    #                   4 5       an error
+    #
+    # The errors are those of the step itself, as for any batch of a wrong shape.
+    def _skip_dropped(self, data: Iterable[Batch]) -> Iterator[Batch]:
+        for batch in data:
+            count = count_images(batch)
+            self.has_full = self.has_full or count == self.full
+            if not (self.drop_last and self.has_full and count < self.full):
+                yield batch
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The current epoch, and the number of its batches that are done."""
+        return self.epoch, self.number
+
+    def resume(self, place: tuple[int, int]) -> None:
+        """Resume from an earlier or the current position. To go back, the batches must come in the same order again."""
+        self._prepare_sizes()  # restarted ranks have lost their programs for smaller steps
+        if place != self.place:
+            self._seek(place)
+
+    def _seek(self, place: tuple[int, int]) -> None:
+        self.epoch, self.number = place
+        # An iterator cannot be rewound: it continues where it is.
+        self.batches = self._kept or islice(self._skip_dropped(self.data), self.number, None)
+        self._batch: Batch | None = None  # the current batch, kept for a retry until its step succeeds
+
+    @property
+    def steps(self) -> int | None:
+        """The number of steps of one epoch; None if unknown."""
+        kept = [count for count in self.known or () if count == self.full or not self.drop_last]
+        known = len(kept) if self.known else len(self.data) if isinstance(self.data, Sized) else self.limit
+        return known if known is None or self.limit is None else min(known, self.limit)
+
+    def count_steps(self, epochs: int) -> int | None:
+        """Return the number of steps of `epochs` epochs; None if unknown."""
+        return None if self.steps is None else epochs * self.steps
+
+    def step(self) -> StepResult | None:
+        """Run one step on the next batch, and count the time until that batch is there as waiting for data."""
+        start_s = time.perf_counter()
+        if self._batch is None and self.number != self.limit:
+            self._batch = next(self.batches, None)
+        wait_s = time.perf_counter() - start_s
+        if self._batch is None:
+            if not self.number and not self.epoch:
+                raise ImageError("fit was given no batch. Give it at least one; a generator gives each of them once.")
+            if not self.number and self._kept:
+                text = f"The batches have ended after {self.epoch} epochs: there are none for another one."
+                warnings.warn(text, stacklevel=2)
+            self._seek((self.epoch + 1, 0))
+            self.is_over = True
+            return None
+        count = count_images(self._batch)
+        if self.has_full and 0 < count < self.full:
+            self.training.make_ready(count)
+            heard = self.training.take(*self._batch, count)
+        else:
+            heard = self.training.take(*self._batch)
+        # Only now is the batch used up: if the step has raised an error, a retry after healing trains it again.
+        self.number, self.is_over, self._batch = self.number + 1, False, None
+        return merge_stats([replace(rank, epoch=self.epoch, step=self.number - 1, wait_s=wait_s) for rank in heard])
+
+    def close(self) -> None:
+        """Do nothing: there are no resources to release."""
+
+
+# ---- images that the ranks read
+
+
+class ImageLoop:
+    """Train loop in which every rank reads its own part of `images`. `evaluate` as in `TrainLoop` (engines).
+
+    The loop starts at the position `state`, or with the next epoch if `state` is the end of one. After each step,
+    `place` and the training's `feed_state` hold the position of the next step.
+    """
+
+    def __init__(
+        self,
+        training: Training,
+        images: LabelledImages,
+        feeding: LoaderOptions,
+        state: Mapping[str, Any] | None,
+        evaluate: Evaluate,
+    ) -> None:
+        check_classes(images, training.recipe.graph)
+        self.training, self.evaluate, self.bad = training, evaluate, ()
+        self.images, self.feeding = images, feeding
+        self.left_over = count_left_over(len(images), training.recipe, feeding.steps, feeding.drop_last)
+        whole = len(images) // count_step_images(training.recipe) + bool(self.left_over)
+        self.steps = min(whole, feeding.steps or whole)
+        self.is_over = False
+        self._begin(state, anew=True)
+        self.done = self.place["step"]  # steps already done of a resumed epoch
+
+    def resume(self, place: Mapping[str, Any]) -> None:
+        """Let the ranks read from an earlier position on."""
+        self._begin(place, anew=False)
+
+    def _begin(self, place: Mapping[str, Any] | None, anew: bool) -> None:
+        training, self._known = self.training, tuple(self.bad)
+        specs = training.recipe.step_specs
+        if self.left_over:
+            training.make_ready(self.left_over)
+        told = training.cluster.call(_begin, training.name, specs, self.images, self.feeding, place, anew)
+        self.updates, self.place = told[0]
+
+    def count_steps(self, epochs: int) -> int:
+        """Return the number of steps left in `epochs` epochs, the first of which may have started."""
+        return epochs * self.steps - self.done
+
+    def step(self) -> StepResult | None:
+        """Run one step on all ranks."""
+        with explain_loss(self.training.cluster, self.training.name):
+            answers = self.training.cluster.call(_run_step, self.training.name, self.training.steps)
+        # Bad images were skipped, so that fewer are left for the last step, which takes programs of another size.
+        if isinstance(answers[0].heard, NotReady):
+            self.training.make_ready(answers[0].heard.images)
+            return self.step()
+        self.bad = (*self._known, *(text for text in answers[0].bad if text not in self._known))
+        self.place, self.updates = answers[0].state, answers[0].updates
+        self.training.feed_state = self.place
+        heard = [answer.heard for answer in answers if answer.heard is not None]
+        self.is_over = not heard
+        if self.is_over:
+            return None
+        self.training.heard([answer.report for answer in answers])
+        return merge_stats(heard)
+
+    def close(self) -> None:
+        """End the loader workers on the ranks. If ranks have died, their workers have ended too."""
+        with suppress(RankError):
+            # An interrupt may have met some ranks before their update and others after it.
+            updates = self.training.cluster.call(end_rank_loop, self.training.name)
+            if set(updates) != {self.updates}:
+                warnings.warn(
+                    f"The training was stopped while ranks changed their weights: {updates.count(self.updates)} of "
+                    f"{len(updates)} have not done so. Load a checkpoint, or make a new Training.",
+                    stacklevel=2,
+                )
+
+
+def check_classes(images: LabelledImages, graph: ModelGraph) -> None:
+    """Raise ImageError if the loss takes labels as class indices and there are more classes than the loss has."""
+    check_ignored(images, find_ignored_label(graph))
+    few = min((numbers.classes for numbers in find_label_specs(graph)), default=images.classes)
+    if few < images.classes:
+        raise ImageError(
+            f"The images have {images.classes} classes, but the loss takes numbers of {few}. "
+            "Change the model's num_classes."
+        )
+
+
+def choose_resume_state(
+    state: Mapping[str, Any] | None, images: LabelledImages, seed: int | None
+) -> Mapping[str, Any] | None:
+    """Return the position to resume from, in an epoch or at the start of the next; None to start from scratch.
+
+    Raises ImageError if an unfinished epoch used other images or another seed.
+    """
+    if state is None or (state["images"] == len(images) and seed in (None, state["seed"])):
+        return state
+    if state["step"] == 0:
+        return None
+    raise ImageError(
+        f"The last epoch ended early, at step {state['step']} through {state['images']} images in the order of seed "
+        f"{state['seed']}: these are {len(images)} images, seed {seed}. Give it the same, or go_on=False to begin anew."
+    )
+
+
+def get_rank_training(host: RankServer, name: str, steps: int | None = None) -> RankTraining:
+    """Return a rank's training by name. Raises PlanError if there is none, or if it has not done exactly `steps` steps.
+
+    If a step fails during the update, some ranks may have changed their weights and others not.
+    """
+    if name not in host.trainings:
+        raise PlanError(
+            "The ranks hold this training no more: it was closed, or they were started anew. Call load() with a "
+            "checkpoint of it, or make a new one."
+        )
+    found = host.trainings[name]
+    if steps not in (None, found.updates):
+        raise PlanError(
+            f"The training was stopped while ranks changed their weights: after {steps} steps, rank {host.world.rank} "
+            f"has done so {found.updates} times. Load a checkpoint, or make a new Training."
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class _StepReply:
+    """Reply of a rank to a step: `heard` is None at the end of an epoch, and NotReady if no step was run."""
+
+    heard: RankStepStats | NotReady | None
+    report: StepReport | None
+    state: Mapping[str, Any]
+    bad: tuple[str, ...]
+    updates: int
+
+
+def _begin(
+    host: RankServer,
+    name: str,
+    specs: Mapping[str, TensorSpec],
+    images: LabelledImages,
+    feeding: LoaderOptions,
+    state: Mapping[str, Any] | None,
+    anew: bool,
+) -> tuple[int, Mapping[str, Any]]:
+    """Start a loader on a rank; return the number of updates done, and the position in the images."""
+    end_rank_loop(host, name)
+    course = host.courses[name] = RankTrainLoop(host.world, get_rank_training(host, name), specs, images, feeding)
+    if state is not None:
+        course.feed.resume(state, anew)
+    return course.updates, course.feed.get_state()
+
+
+def _run_step(host: RankServer, name: str, steps: int) -> _StepReply:
+    get_rank_training(host, name, steps)
+    course = host.courses[name]
+    heard = course.step()
+    return _StepReply(heard, course.report, course.feed.get_state(), tuple(course.feed.bad), course.updates)
+
+
+def end_rank_loop(host: RankServer, name: str) -> int:
+    """End the loader workers of a training, if it has any, and return its number of updates."""
+    if (course := host.courses.pop(name, None)) is not None:
+        course.close()
+    return course.updates if course else 0

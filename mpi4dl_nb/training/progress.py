@@ -1,0 +1,126 @@
+"""State of a running `fit`: recorded step by step, and displayed from time to time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from threading import Lock
+
+from engines.comm.cgroup_limits import count_cores
+from engines.plan import Plan
+from engines.train.training import StepReport
+from engines.train.training_events import EpochResult, Recovered, SkippedImage, StepResult, TrainingEvent
+
+__all__ = ["Progress", "ProgressRecorder", "RefreshRate"]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Snapshot of a `fit`: the results of all steps so far, and the `reports` of the ranks on the last one.
+
+    `speeds` are images per second of each step, including the wait for images. `ends` holds the number of steps after
+    which each of `epochs` ended. `one_process`: all ranks are threads of one process and share its memory.
+    """
+
+    plan: Plan
+    state: str = "not begun"
+    running: bool = False
+    total: int | None = None
+    losses: Sequence[float] = ()
+    speeds: Sequence[float] = ()
+    last: StepResult | None = None
+    epochs: Sequence[EpochResult] = ()
+    ends: Sequence[int] = ()
+    reports: Sequence[StepReport] = ()
+    seconds: float = 0.0
+    left_s: float | None = None
+    left_out: int = 0
+    one_process: bool = False
+
+
+@dataclass
+class ProgressRecorder:
+    """Records events and returns Progress snapshots. Thread-safe: one thread records while another one reads."""
+
+    plan: Plan
+    one_process: bool = False
+    total: int | None = None
+    losses: list[float] = field(default_factory=list)
+    speeds: list[float] = field(default_factory=list)
+    epochs: list[EpochResult] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+    last: StepResult | None = None
+    reports: Sequence[StepReport] = ()
+    left_out: int = 0
+    _lock: Lock = field(default_factory=Lock)
+
+    def __post_init__(self) -> None:
+        self._start_s = self._now_s = time.perf_counter()
+        self._first_s = 0.0  # end of the first step
+
+    def add(self, event: TrainingEvent, reports: Sequence[StepReport]) -> None:
+        """Record an event. The time between an epoch's end and the next step does not count for that step."""
+        before_s, now_s = self._now_s, time.perf_counter()
+        with self._lock:
+            self._now_s = now_s
+            match event:
+                case StepResult():
+                    self._first_s = self._first_s or now_s
+                    self.losses.append(event.loss)
+                    self.speeds.append(event.images / (now_s - before_s))
+                    self.last, self.reports = event, reports
+                case EpochResult():
+                    self.epochs.append(event)
+                    self.ends.append(len(self.losses))
+                case SkippedImage():
+                    self.left_out += 1
+                case Recovered(steps=steps, epochs=epochs):  # what follows the checkpoint will come again
+                    del self.losses[steps:], self.speeds[steps:], self.epochs[epochs:], self.ends[epochs:]
+
+    def get_progress(self, state: str, running: bool) -> Progress:
+        """Return a snapshot of the current state."""
+        with self._lock:
+            # The rest is estimated from all steps but the first, which includes the setup; evaluations count.
+            done, left_s = len(self.losses), None
+            if running and self.total is not None and done >= 2:
+                left_s = (self.total - done) * (self._now_s - self._first_s) / (done - 1)
+            return Progress(
+                self.plan,
+                state,
+                running,
+                self.total,
+                tuple(self.losses),
+                tuple(self.speeds),
+                self.last,
+                tuple(self.epochs),
+                tuple(self.ends),
+                self.reports,
+                self._now_s - self._start_s,
+                left_s,
+                self.left_out,
+                self.one_process,
+            )
+
+
+class RefreshRate:
+    """Limits redrawing to once in `every_s` seconds, and to a `share` of the processor time of all cores.
+
+    The rest is left to the ranks on this machine.
+    """
+
+    def __init__(self, share: float, every_s: float = 1.0) -> None:
+        self.every_s, self.share = every_s, share
+        self._due_s = 0.0
+
+    @contextmanager
+    def begin_refresh(self) -> Iterator[bool]:
+        """Yield whether to draw now, and measure the processor time of this thread as the cost of drawing."""
+        start_s = time.thread_time()
+        due = time.perf_counter() >= self._due_s
+        yield due
+        # If drawing takes 50 ms, and 1 % of 4 cores is granted, the next is due after 0.05 / (0.01 * 4) = 1.25 s.
+        if due:
+            cost_s = time.thread_time() - start_s
+            self._due_s = time.perf_counter() + max(self.every_s, cost_s / (self.share * count_cores()))

@@ -1,0 +1,157 @@
+"""Recovery of a `fit` after failures: heal the cluster, and resume the training from its last consistent state."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engines.errors import DamagedError, PlanError, RankError
+from engines.plan import OPTIONS, Plan
+from engines.predict.search import generate_plans, search
+from engines.train.optimiser_trial import count_states
+from engines.train.train_loop import compute_smallest_step
+from engines.train.training_events import Recovered, StepResult
+from mpi4dl_nb.cluster import HELP
+from mpi4dl_nb.training.loops import BatchLoop, ImageLoop
+
+if TYPE_CHECKING:
+    from engines.comm.rank_server import RankServer
+    from mpi4dl_nb.training.training import Training
+
+__all__ = ["FAILURE_POLICIES", "FailureRecovery", "FitPosition", "choose_plan", "is_whole"]
+
+FAILURE_POLICIES = ("raise", "heal", "shrink")
+"""Policies for failed ranks: raise the error, restart dead ranks, or continue without them."""
+
+_TRIES = 3  # attempts, if ranks fail again during recovery
+_FAILURES = 3  # failures without a further completed step
+
+
+@dataclass(frozen=True)
+class FitPosition:
+    """Position of a `fit`: the numbers of `steps` and `epochs` done, and the steps of the current epoch (`begun`).
+
+    `place` is the position of its train loop. `is_over`: at the end of an epoch that has not been reported yet.
+    """
+
+    steps: int
+    epochs: int
+    begun: tuple[StepResult, ...]
+    place: Any
+    is_over: bool
+
+
+class FailureRecovery:
+    """Recovers a training that saves checkpoints; `renew` restores what else the ranks hold for it.
+
+    `fewer`: continue without the ranks that have died. `mark` is the position to resume from.
+    """
+
+    def __init__(self, training: Training, fewer: bool, renew: Callable[[], None]) -> None:
+        self.training, self.fewer, self.renew = training, fewer, renew
+        self.mark = FitPosition(0, 0, (), None, is_over=False)
+        self._saved: list[tuple[FitPosition, Path]] = []  # newest last
+        self._passed_over: list[str] = []  # damaged checkpoints that the last recovery skipped, with the reasons
+        self._failed: list[tuple[int, int | None]] = []  # (steps done, rank) of failures since the last step
+
+    def record_checkpoint(self, mark: FitPosition, path: Path) -> None:
+        """Record the checkpoint of a position."""
+        there = [each for each in self._saved if each[1].exists() and each[1] != path]
+        self._saved = [*there, (mark, path)]
+
+    def heal(self, error: RankError, course: BatchLoop | ImageLoop, now: FitPosition) -> Recovered:
+        """Restore the training on all ranks and reposition its loop. Raises the error if recovery cannot help."""
+        start_s = time.perf_counter()
+        self._check_repeated(error)
+        self._passed_over.clear()
+        training = self.training
+        for tried in range(_TRIES):
+            try:
+                cluster = training.cluster.heal(self.fewer)
+                self.mark = now
+                # The ranks keep their state if none died and none was caught within an update. Otherwise weights are
+                # lost or inconsistent between ranks, and only a checkpoint has them whole.
+                if not is_whole(training):
+                    plan = training.plan if cluster.n == training.plan.ranks else choose_plan(training, cluster.n)
+                    self._load(plan)
+                course.resume(self.mark.place)
+                course.is_over = self.mark.is_over
+                self.renew()
+                break
+            except RankError as again:
+                if tried + 1 == _TRIES:
+                    raise again from error
+        lost = now.steps - self.mark.steps
+        again = f"{lost} step{'s' * (lost != 1)} done again" if lost else "no step is lost"
+        why = str(error).removesuffix(HELP).rstrip()
+        text = f"Healed in {time.perf_counter() - start_s:.1f} s, {again}. What went wrong: {why}"
+        return Recovered(" ".join([text, *self._passed_over]), self.mark.steps, self.mark.epochs)
+
+    def _check_repeated(self, error: RankError) -> None:
+        """Raise the error if it would recur: a non-finite loss, or a repeated failure in the same place."""
+        if type(error) is not RankError:
+            raise error
+        here = self.training.steps, error.rank
+        if self._failed and here[0] > max(steps for steps, _ in self._failed):
+            self._failed.clear()
+        # An error in the model or in an image comes in the same place again, those of a machine do not.
+        again = here in self._failed or len(self._failed) + 1 == _FAILURES
+        self._failed.append(here)
+        if again:
+            where = ", ".join(f"rank {rank} after {steps} steps" for steps, rank in self._failed)
+            error.add_note(f"It was not healed again, for ranks failed in the same place: {where}.")
+            raise error
+
+    def _load(self, plan: Plan) -> None:
+        """Load the newest undamaged checkpoint. Raises DamagedError if there is none; other errors are passed on."""
+        wrong: list[DamagedError] = []
+        for mark, path in reversed(self._saved):
+            try:
+                if not path.exists():
+                    raise DamagedError(f"{path}: it is there no more.")
+                self.training.load(path, plan)
+            except DamagedError as error:
+                wrong.append(error)
+                continue
+            self.mark = mark
+            self._passed_over = [f"Passed over: {error}" for error in wrong]
+            return
+        raise DamagedError("There is no whole checkpoint to go back to.\n" + "\n".join(map(str, wrong)))
+
+
+def is_whole(training: Training) -> bool:
+    """Return whether all ranks hold the training, with exactly as many updates as the notebook has counted."""
+    return set(training.cluster.call(_get_updates, training.name)) == {training.steps}
+
+
+def _get_updates(host: RankServer, name: str) -> int | None:
+    return host.trainings[name].updates if name in host.trainings else None
+
+
+def choose_plan(training: Training, ranks: int) -> Plan:
+    """Return the plan for `ranks` ranks that is predicted to be fastest among those that compute the same as now.
+
+    Such plans have the same numbers of batches and micro-batches. Raises PlanError if there is none.
+    """
+    # The same numbers of batches and micro-batches make the same batch of each optimiser step, summed up in as many
+    # parts: losses and weights go on as they would have with all ranks.
+    now, batch = training.plan, training.recipe.graph.inputs["images"].shape[0] * training.plan.parts
+    same = {name: getattr(now, name) for name, option in OPTIONS.items() if option.kept}
+    asked = [
+        replace(plan, **same)
+        for plan in generate_plans(ranks, batch)
+        if (plan.batches, plan.micro_batches) == (now.batches, now.micro_batches)
+        and all(images % compute_smallest_step(plan) == 0 for images in training.sizes)
+    ]
+    if not asked:
+        raise PlanError(
+            f"No plan for {ranks} ranks has {now.batches} batches and {now.micro_batches} micro-batches in a step, as "
+            f"this training has. Use on_failure='heal', or make a new Training for {ranks} ranks and load a checkpoint."
+        )
+    states = count_states(training.recipe.optimiser, training.recipe.parameters)
+    machine = training.cluster.calibrate(accept_noise=True)
+    found = search(ranks, batch, training.traces.get_graph, machine, optimiser_states=states, asked=asked)
+    return found.fitting[0].plan

@@ -1,0 +1,314 @@
+"""Debug a training step instruction by instruction on the ranks: `training.stepping(images, labels)`."""
+
+from __future__ import annotations
+
+import statistics
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from engines.comm.rank_server import allow_during_step
+from engines.errors import PlanError, RankError
+from engines.program.compile import Compiler
+from engines.program.dependencies import DependencyOrder, StepCounts
+from engines.program.schedule import Schedule
+from engines.program.shards import ShardIndex
+from engines.program.step_labels import UNITS, StepLabel, find_block_end, label_steps
+from engines.program.worker import Inputs
+from engines.spatial.layout import Layout
+from engines.train.debug_step import RankStepper, StepState
+from engines.train.train_loop import merge_stats
+from engines.train.training import cut_inputs
+from mpi4dl_nb.training.loops import get_rank_training
+from mpi4dl_nb.training.step_events import (
+    BOUND_PX,
+    RankEvent,
+    StepEvent,
+    StepInspector,
+    StepView,
+    compute_schedule_time,
+    find_transfers,
+    make_schedule,
+)
+
+if TYPE_CHECKING:
+    from engines.comm.rank_server import RankServer
+    from mpi4dl_nb.training.training import Training
+
+__all__ = ["StepDebugger"]
+
+
+class StepDebugger:
+    """Debugger that executes one training step on a batch piece by piece.
+
+    The debugger is also an iterator of events, one per instruction of every rank. The training does not change before
+    the update, which all ranks do together. The update ends the step, which counts as one of `training.step` and has
+    the same loss and weights.
+
+    `instruction`, `layer`, `micro_batch` and `phase` each advance by one such unit: on every rank, as far as possible
+    without any rank doing more than its unit; on one `rank` such as 2, together with everything that it waits for; or
+    on the rank that is `"next"`.
+
+    Other work on the cluster in between abandons the step; `restart` begins it again. Raises ImageError as
+    `training.step` does, and RankError and LossError if a rank fails: nothing has changed then.
+    """
+
+    def __init__(self, training: Training, whole: Mapping[str, Tensor]) -> None:
+        self.training, graph = training, training.recipe.graph
+        self.images = len(whole["images"])
+        self._inputs = [cut_inputs(program, whole) for program in training.programs]
+        self.order = DependencyOrder(training.programs)
+        self.steps = tuple(label_steps(graph, program) for program in training.programs)
+        self._roles = [
+            "; ".join(f"stage {role.stage}, tile {role.tile}{', mirrored' * role.direction}" for role in roles)
+            for roles in Layout.of(training.plan).roles
+        ]
+        self._begin()
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The pipeline schedule of the step."""
+        return make_schedule(self._compiler)
+
+    @cached_property
+    def _compiler(self) -> Compiler:
+        return Compiler(self.training.recipe.graph, self.training.plan)
+
+    @cached_property
+    def _inspector(self) -> StepInspector:
+        extents = ShardIndex(self._compiler, self.training.programs)
+        return StepInspector(extents, self.steps, self.schedule, self._call)
+
+    def _begin(self) -> None:
+        self.number, self.loss = uuid.uuid4().hex, None
+        parts = [(inputs,) for inputs in self._inputs]
+        begin = self.training.cluster.call
+        standings = begin(_begin, self.training.name, self.images, self.number, per_rank=parts)
+        self._update_event(tuple(0 for _ in parts), 0, standings)
+
+    # ---- executing
+
+    def instruction(self, rank: int | str | None = None) -> StepEvent:
+        """Execute one instruction."""
+        return self.go("instruction", rank)
+
+    def layer(self, rank: int | str | None = None) -> StepEvent:
+        """Execute up to the end of the current layer, or of the next one."""
+        return self.go("layer", rank)
+
+    def micro_batch(self, rank: int | str | None = None) -> StepEvent:
+        """Execute up to the end of a micro-batch's forward or backward pass through a stage."""
+        return self.go("micro-batch", rank)
+
+    def phase(self, rank: int | str | None = None) -> StepEvent:
+        """Execute up to the end of the forward pass, the backward pass or the update."""
+        return self.go("phase", rank)
+
+    def go(self, unit: str, rank: int | str | None = None) -> StepEvent:
+        """Execute one unit: `instruction`, `layer`, `micro-batch` or `phase`. Raises PlanError at the step's end."""
+        if unit not in UNITS:
+            raise PlanError(f"unit={unit!r} is unknown. Choose one of {', '.join(UNITS)}.")
+        self._check_open()
+        now = self.event.places
+        ends = [find_block_end(each, at, unit) for each, at in zip(self.steps, now, strict=True)]
+        # Instructions of two ranks, with `|` at the end of the current unit of each:
+        #
+        #     rank 0   a  b |  send  c
+        #                        \
+        #     rank 1   d        recv  e |
+        #
+        # All ranks: each stops at the end of its own unit, or before an instruction for which another rank would have
+        # to go beyond its unit. Rank 0 executes a and b, and rank 1 only d. One rank: it executes its whole unit, and
+        # the others only what that depends on. For rank 1 these are d, recv and e, and a, b and send on rank 0.
+        if rank is None:
+            return self._advance(self.order.advance_within(now, ends))
+        ranks = self.training.plan.ranks
+        chosen = self.order.choose_next_rank(now) if rank == "next" else rank
+        if not isinstance(chosen, int) or not 0 <= chosen < ranks:
+            raise PlanError(f"rank={rank!r} must be 0 to {ranks - 1}, 'next', or None for all.")
+        if self.event.ranks[chosen].next is None:
+            raise PlanError(f"Rank {chosen} has done its part of the step. Choose another one, or None for all.")
+        return self._advance(self.order.compute_closure(now, {chosen: ends[chosen]}))
+
+    def until(
+        self,
+        layer: str | None = None,
+        rank: int | None = None,
+        kind: str | None = None,
+        phase: str | None = None,
+        micro_batch: int | None = None,
+    ) -> StepEvent:
+        """Execute until an instruction that meets all given conditions is done, or to the end of the step.
+
+        `layer` is the name of a layer or of a module in it, `kind` one of compute, halo, stage, all-reduce and update,
+        `phase` forward, backward or update. Raises PlanError if no instruction of the whole step meets them.
+        """
+        self._check_open()
+
+        def is_target(who: int, place: StepLabel) -> bool:
+            return (
+                rank in (None, who)
+                # "layer1" is met by the module layer1.0, but not by layer10
+                and (layer is None or any(f"{each}.".startswith(f"{layer}.") for each in (place.layer, *place.modules)))
+                and kind in (None, place.kind)
+                and phase in (None, place.phase_name)
+                and micro_batch in (None, place.step.micro_batch)
+            )
+
+        if not any(is_target(who, place) for who, steps in enumerate(self.steps) for place in steps):
+            asked = {"layer": layer, "rank": rank, "kind": kind, "phase": phase, "micro_batch": micro_batch}
+            told = ", ".join(f"{name}={value!r}" for name, value in asked.items() if value is not None)
+            some = ", ".join(list(self.layers)[:6])
+            raise PlanError(f"No instruction of the step is of {told}. The first layers are {some}.")
+        # Advance as all ranks do at once, one instruction each where possible, but only on paper: the ranks are called
+        # once, with the place that was found.
+        target = self.event.places
+        while target != self.order.ends:
+            before, target = target, self.order.advance_once(target)
+            pairs = enumerate(zip(before, target, strict=True))
+            if any(is_target(who, self.steps[who][start]) for who, (start, stop) in pairs if stop > start):
+                break
+        return self._advance(target)
+
+    def finish(self) -> float:
+        """Execute the rest of the step at full speed and return its loss, as `training.step` does."""
+        if not self.done:
+            self._check_open()
+            self._advance(self.order.ends)
+        return self.loss
+
+    def restart(self) -> StepEvent:
+        """Restart the step. If it was already done, this is the next step, with the same batch."""
+        self._begin()
+        return self.event
+
+    def close(self) -> None:
+        """Abandon the step if it is not done. Nothing has changed then."""
+        open_still, self.number = bool(self.number) and not self.done, ""
+        if open_still:
+            with suppress(RankError):  # if ranks have died, the step is abandoned anyway
+                self.training.cluster.call(_do_nothing)
+
+    def __enter__(self) -> StepDebugger:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self.close()
+
+    def __iter__(self) -> Iterator[StepEvent]:
+        return self
+
+    def __next__(self) -> StepEvent:
+        if self.done:
+            raise StopIteration
+        return self.instruction()
+
+    @property
+    def done(self) -> bool:
+        """Whether the step is complete and the weights are updated."""
+        return self.event.done
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The names of the layers, in order."""
+        found = (place.layer for steps in self.steps for place in steps if place.layer)
+        return tuple(dict.fromkeys(found))
+
+    # ---- inspecting
+
+    def view(self, channel: int = 0, image: int = 0, show: str = "made", bound_px: int = BOUND_PX) -> StepView:
+        """Return one channel of one image of each rank's last value, and the effects of its last messages.
+
+        `show` selects the `activation`, the `gradient`, or whichever was `made` last: gradients in the backward pass. A
+        rank that has done nothing yet shows its part of the images. Ranks send at most `bound_px` pixels per side:
+        larger values are averaged down.
+        """
+        return self._inspector.make_view(self.event, show, channel, image, bound_px)
+
+    def tensor(self, name: str, gradient: bool = False, micro_batch: int = 0) -> Tensor:
+        """Return a whole value of a micro-batch, assembled from all ranks, or its gradient as accumulated so far.
+
+        `name` is that of a module, or of a value such as `images`. Raises PlanError if no rank holds the value now: in
+        the forward pass, values that are still needed exist; in the backward pass, those that are not yet consumed.
+        """
+        return self._inspector.assemble_tensor(name, gradient, micro_batch)
+
+    # ---- implementation
+
+    def _check_open(self) -> None:
+        if self.done:
+            raise PlanError("The step is done, and the weights have moved. restart() begins another one on this batch.")
+        if not self.number:
+            raise PlanError(
+                "This step was given up: closed, interrupted, or a rank has failed. restart() begins it anew."
+            )
+
+    def _advance(self, target: StepCounts) -> StepEvent:
+        # The ranks are told only how far to go. They execute at once, as in any step, and wait for each other's
+        # messages; by the order of dependencies, none waits for an instruction beyond another one's target.
+        last = target == self.order.ends
+        standings = self._call("advance", [(place,) for place in target])
+        self._update_event(target, self.event.number + 1, standings, self.event.places)
+        if last:  # the update is done: this was a step of the training
+            self.training.heard([standing.told[0] for standing in standings])
+            self.loss = merge_stats([standing.told[1] for standing in standings]).loss
+        return self.event
+
+    def _call(self, what: str, per_rank: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Call a method of the step on all ranks. Any error abandons the step."""
+        try:
+            answers = self.training.cluster.call(_call_stepper, self.number, what, per_rank=per_rank)
+        except BaseException:
+            self.number = ""
+            raise
+        if any(answer is None for answer in answers):
+            self.number = ""
+            raise PlanError("The ranks have done other work, and gave this step up for it. restart() begins it anew.")
+        return [answer for (answer,) in answers]
+
+    def _update_event(
+        self, now: StepCounts, number: int, standings: Sequence[StepState], before: StepCounts | None = None
+    ) -> None:
+        losses = {n: loss for standing in standings for n, loss in standing.losses.items()}
+        before, ranks = before or now, []
+        for rank, (standing, at, steps) in enumerate(zip(standings, now, self.steps, strict=True)):
+            event = RankEvent(
+                rank,
+                self._roles[rank],
+                steps[at - 1] if at else None,
+                steps[at] if at < len(steps) else None,
+                self.order.find_blocking_ranks(now, rank),
+                at > before[rank],
+                compute_schedule_time(self.schedule.lanes[rank], steps, at),
+                standing.activation_bytes,
+                standing.weight_bytes,
+                standing.process_bytes,
+            )
+            ranks.append(event)
+        moved = (each for each in ranks if each.moved and each.did is not None)
+        just_moved = tuple(transfer for each in moved for transfer in find_transfers(each.rank, each.did))
+        loss = statistics.fmean(losses.values()) if losses else None
+        self.event = StepEvent(number, tuple(ranks), just_moved, now, now == self.order.ends, loss)
+
+
+# ---- on a rank
+
+
+def _begin(host: RankServer, name: str, images: int, number: str, inputs: Inputs) -> StepState:
+    host.walk = RankStepper(get_rank_training(host, name), inputs, images, number)
+    return host.walk.standing
+
+
+@allow_during_step
+def _call_stepper(host: RankServer, number: str, what: str, *args: Any) -> tuple[Any] | None:
+    """Call a method of the stepper with that number; return None if that step was abandoned."""
+    walk = host.walk
+    return (getattr(walk, what)(*args),) if walk is not None and walk.number == number else None
+
+
+def _do_nothing(host: RankServer) -> None:
+    """Do nothing: any call that is not allowed during a step abandons the step."""

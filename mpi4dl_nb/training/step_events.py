@@ -1,0 +1,310 @@
+"""Data of a debugged step: the positions of all ranks, the last transfers, and the values to be drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from engines.errors import PlanError
+from engines.program.compile import Compiler
+from engines.program.dependencies import StepCounts
+from engines.program.instructions import Phase, get_received_exchange
+from engines.program.schedule import PipelineAction, Schedule, Slot
+from engines.program.shards import Shard, ShardIndex, assemble_shards
+from engines.program.step_labels import StepLabel
+from engines.spatial.tiles import Move
+from engines.train.debug_step import MessageEffect, ViewRequest, ViewResult
+
+__all__ = [
+    "BOUND_PX",
+    "SHOWN",
+    "PanelGroup",
+    "RankEvent",
+    "RankPanel",
+    "StepEvent",
+    "StepInspector",
+    "StepView",
+    "Transfer",
+    "compute_schedule_time",
+    "find_transfers",
+    "make_schedule",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Pixels just sent from one rank to another. `back`: they are gradients, to be added on the rank that owns them."""
+
+    name: str
+    purpose: str
+    source: int
+    target: int
+    move: Move
+    bytes: int
+    back: bool
+
+    def __str__(self) -> str:
+        rows, cols = self.move.tile.rows, self.move.tile.cols
+        there = f"rows {rows.start} to {rows.stop - 1}, columns {cols.start} to {cols.stop - 1}"
+        return f"rank {self.source} → rank {self.target}: {there}"
+
+
+@dataclass(frozen=True, slots=True)
+class RankEvent:
+    """Position of one rank: what it `did` last, what is `next`, and the ranks that it waits for before.
+
+    `moved`: the rank executed an instruction. `time` is its position in the schedule, in the schedule's units. Bytes
+    are those of `engines.train.debug_step.StepState`.
+    """
+
+    rank: int
+    role: str
+    did: StepLabel | None
+    next: StepLabel | None
+    waits_for: tuple[int, ...]
+    moved: bool
+    time: float
+    activation_bytes: int
+    weight_bytes: int
+    process_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepEvent:
+    """All ranks after advance `number` of the step. `loss` is the mean of the losses known so far."""
+
+    number: int
+    ranks: tuple[RankEvent, ...]
+    transfers: tuple[Transfer, ...]
+    places: StepCounts
+    done: bool
+    loss: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class RankPanel:
+    """The part of a value that a rank shows: `seen` of `extent`, or the reason why there is nothing."""
+
+    rank: int
+    extent: Shard | None
+    gradient: bool
+    seen: ViewResult | None
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class PanelGroup:
+    """Ranks that show parts of one value. They share a colour scale from `low` to `high`."""
+
+    panels: tuple[RankPanel, ...]
+
+    @property
+    def name(self) -> str:
+        """The name of the value."""
+        return self.panels[0].extent.title
+
+    @property
+    def gradient(self) -> bool:
+        """Whether the panels show the value's gradient."""
+        return self.panels[0].gradient
+
+    @cached_property
+    def span(self) -> tuple[float, float]:
+        """The minimum and maximum over all ranks; for gradients symmetric about zero."""
+        pixels = [panel.seen.pixels for panel in self.panels if panel.seen.pixels.numel()]
+        low, high = (min(float(p.min()) for p in pixels), max(float(p.max()) for p in pixels)) if pixels else (0.0, 0.0)
+        most = max(-low, high)
+        return (-most, most) if self.gradient else (low, high)
+
+
+@dataclass(frozen=True)
+class StepView:
+    """One channel of one image on all ranks, and the effects of the last messages, to be drawn."""
+
+    event: StepEvent
+    panels: tuple[RankPanel, ...]
+    landed: tuple[tuple[Transfer, MessageEffect], ...]
+    channel: int
+    image: int
+    schedule: Schedule
+
+    @cached_property
+    def groups(self) -> tuple[PanelGroup, ...]:
+        """The panels that show something, grouped by value and stage."""
+        found: dict[tuple[str, bool, int], list[RankPanel]] = {}
+        for panel in self.panels:
+            if panel.seen is not None:
+                did = self.event.ranks[panel.rank].did
+                stage = did.work.stage if did is not None else -1  # the input images, before the first instruction
+                found.setdefault((panel.extent.name, panel.gradient, stage), []).append(panel)
+        return tuple(PanelGroup(tuple(panels)) for panels in found.values())
+
+    @property
+    def last_channel(self) -> int:
+        """The last channel of the value with the most channels."""
+        return max((panel.seen.channels for panel in self.panels if panel.seen is not None), default=1) - 1
+
+    @property
+    def last_image(self) -> int:
+        """The last image of a micro-batch."""
+        shown = (panel.extent for panel in self.panels if panel.seen is not None)
+        return max((extent.shape[0] for extent in shown if extent.axes), default=1) - 1
+
+
+def find_transfers(rank: int, did: StepLabel) -> Iterator[Transfer]:
+    """Iterate over the transfers that a rank received in its last instruction."""
+    exchange = get_received_exchange(did.step.instruction)
+    if exchange is not None:
+        forward = did.step.phase is Phase.FORWARD
+        # In the backward pass an exchange runs in reverse: gradients arrive along the moves that the rank sent forward.
+        #
+        #     forward   rank 0 ── edge pixels ──> rank 1
+        #     backward  rank 0 <── their gradients ── rank 1, added to the rank's own
+        for move in exchange.receives if forward else exchange.sends:
+            source = move.source if forward else move.target
+            size = exchange.compute_bytes([move])
+            yield Transfer(exchange.name, exchange.purpose, source, rank, move, size, back=not forward)
+
+
+def make_schedule(compiler: Compiler) -> Schedule:
+    """Return the schedule of all replicas, with one lane per rank."""
+    plan, one = compiler.plan, compiler.schedule
+    lanes = []
+    for rank in range(plan.ranks):
+        # All replicas have the same schedule; the micro-batches of each are numbered after those of the ones before.
+        #
+        #     rank 0  replica 0, lane 0    micro-batches 0 1
+        #     rank 1  replica 0, lane 1    micro-batches 0 1
+        #     rank 2  replica 1, lane 0    micro-batches 2 3
+        #     rank 3  replica 1, lane 1    micro-batches 2 3
+        replica, lane = divmod(rank, plan.replica_ranks)
+        first = replica * plan.replica_batches * plan.parts
+        works = (replace(slot.work, micro_batch=first + slot.work.micro_batch) for slot in one.lanes[lane])
+        lanes.append(tuple(replace(slot, work=work) for slot, work in zip(one.lanes[lane], works, strict=True)))
+    return Schedule(one.name, tuple(lanes))
+
+
+def compute_schedule_time(lane: Sequence[Slot], steps: Sequence[StepLabel], done: int) -> float:
+    """Return a rank's position in its lane, in schedule units; in a slot, by the fraction of instructions done."""
+    if not done:
+        return 0.0
+    work = steps[done - 1].work
+    slot = next((slot for slot in lane if slot.work == work), None)
+    if slot is None:
+        return float(lane[-1].stop) if lane else 0.0
+    # A slot is as long as the schedule says, however many instructions it has:
+    #
+    #     lane    | F0         | F1         |           1 of 4 instructions of F1 are done:
+    #     steps     a  b  c  d   e  f  g  h             1 + (2 - 1) * 1 / 4 = 1.25
+    mine = [index for index, place in enumerate(steps) if place.work == work]
+    return slot.start + (slot.stop - slot.start) * (mine.index(done - 1) + 1) / len(mine)
+
+
+# What can be seen of a debugged step: requested from all ranks at once, and assembled here.
+
+
+BOUND_PX = 160
+"""Maximum side, in pixels, of the images that ranks send to be drawn."""
+
+SHOWN = ("made", "activation", "gradient")
+INPUT = "images"
+
+
+@dataclass(frozen=True)
+class _ViewTarget:
+    """What a rank shows: a value of one micro-batch or its gradient, or nothing if there is no `extent`."""
+
+    extent: Shard | None
+    gradient: bool = False
+    micro_batch: int = 0
+
+    def make_request(self, channel: int, image: int, bound_px: int) -> ViewRequest | None:
+        """Return the request to the rank, with the image index relative to the rank's own images."""
+        extent = self.extent
+        if extent is None:
+            return None
+        mine = image - extent.images.start if extent.images is not None else image
+        return ViewRequest(extent.name, self.micro_batch, self.gradient, extent.axes, mine, channel, bound_px)
+
+    def make_panel(self, rank: RankEvent, seen: ViewResult | None) -> RankPanel:
+        """Return the panel for the rank's reply, or with the reason why there is nothing to show."""
+        if seen is not None:
+            why = ""
+        elif rank.did is None:
+            why = "nothing has come to it yet"
+        elif self.extent is not None:
+            why = f"no {'gradient' if self.gradient else 'activation'} of {self.extent.name} here now"
+        elif rank.did.work is None:
+            why = f"{rank.did.kind}: the weights, no image"
+        else:
+            why = "no single value to show"
+        return RankPanel(rank.rank, self.extent, self.gradient, seen, why)
+
+
+@dataclass(frozen=True)
+class StepInspector:
+    """Inspects a step: `steps` are each rank's instructions, `ask(what, per_rank)` calls its stepper on all ranks."""
+
+    extents: ShardIndex
+    steps: Sequence[Sequence[StepLabel]]
+    schedule: Schedule
+    ask: Callable[[str, Sequence[tuple[Any, ...]]], list[Any]]
+
+    def make_view(self, event: StepEvent, show: str, channel: int, image: int, bound_px: int) -> StepView:
+        """See `mpi4dl_nb.training.step_debugger.StepDebugger.view`; `event` is the current position of the step."""
+        if show not in SHOWN:
+            raise PlanError(f"show={show!r} is unknown. Choose one of {', '.join(SHOWN)}.")
+        asked = [self._choose_target(rank, show) for rank in event.ranks]
+        answers = self.ask("view", [(each.make_request(channel, image, bound_px),) for each in asked])
+        panels = tuple(
+            each.make_panel(rank, seen) for rank, each, (seen, _) in zip(event.ranks, asked, answers, strict=True)
+        )
+        # The messages of the last instructions, each with its effect on the rank that received it. A rank tells of no
+        # effect if the value is gone by now.
+        effects = [landed for _, landed in answers]
+        landed = tuple(
+            (
+                sent,
+                next(
+                    (each for each in effects[sent.target] if each.move == sent.move),
+                    MessageEffect(sent.move, None, None, None),
+                ),
+            )
+            for sent in event.transfers
+        )
+        return StepView(event, panels, landed, channel, image, self.schedule)
+
+    def _choose_target(self, rank: RankEvent, show: str) -> _ViewTarget:
+        did = rank.did
+        if did is None:
+            # The rank has executed nothing yet: it shows its part of the images of its first micro-batch.
+            first: PipelineAction | None = next((place.work for place in self.steps[rank.rank] if place.work), None)
+            if first is None:
+                return _ViewTarget(None)
+            extent = self.extents.find_shard(rank.rank, first.direction, first.stage, INPUT)
+            return _ViewTarget(extent, False, first.micro_batch)
+        if did.work is None:
+            return _ViewTarget(None)
+        gradient = did.phase_name == "backward" if show == "made" else show == "gradient"
+        return _ViewTarget(self.extents.find_step_shard(rank.rank, did), gradient, did.work.micro_batch)
+
+    def assemble_tensor(self, name: str, gradient: bool, micro_batch: int) -> Tensor:
+        """See `mpi4dl_nb.training.step_debugger.StepDebugger.tensor`."""
+        found = list(self.extents.find_shards(micro_batch, name))
+        asked = {rank: extent.name for rank, extent in found}
+        tensors = self.ask("get_tensor", [(asked.get(rank), micro_batch, gradient) for rank in range(len(self.steps))])
+        there = [(extent, tensors[rank]) for rank, extent in found if tensors[rank] is not None]
+        what = "the gradient of " * gradient + repr(name)
+        # A gradient may be partial: ranks that have not contributed yet count as zero. A value must be complete.
+        if not there or (not gradient and len(there) < len(found)):
+            raise PlanError(
+                f"Not all ranks hold {what} of micro-batch {micro_batch} now: it is not made yet, is gone "
+                "already, or is never kept, being used up where it is made. Go on, or restart; layers keep their ends."
+            )
+        if found[0][1].axes is None and found[0][1].images is None and not gradient:
+            return there[0][1]  # replicated: every rank holds the same
+        return assemble_shards(there, adds=gradient)

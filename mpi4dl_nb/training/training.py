@@ -1,0 +1,442 @@
+"""The notebook's handle on a training that runs on the ranks of a cluster."""
+
+from __future__ import annotations
+
+import time
+import uuid
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing, nullcontext
+from dataclasses import replace
+from itertools import islice
+from numbers import Integral
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from engines.errors import ImageError, PlanError, make_absolute
+from engines.formatting import format_html_table
+from engines.graph.model_graph import TensorSpec
+from engines.graph.trace_cache import TraceCache
+from engines.graph.whole_loss import WHOLE_BATCH, describe_step_loss, warn_of_mean
+from engines.images.dataset import LabelledImages
+from engines.images.loader import LoaderOptions
+from engines.inference.tiled_predictor import TiledPrediction
+from engines.plan import Plan
+from engines.predict.forecast import Forecast, forecast
+from engines.program.compile import compile_plan
+from engines.program.timeline import Timeline
+from engines.program.update import Scheduler
+from engines.spatial.layout import check_fits
+from engines.train.checkpoint_load import open_checkpoint
+from engines.train.checkpoint_save import KEEP
+from engines.train.evaluation import collect_state_dict
+from engines.train.optimiser_trial import count_states
+from engines.train.train_loop import RankStepStats, make_smaller_recipe, merge_stats
+from engines.train.training import (
+    Loss,
+    Optimiser,
+    Recipe,
+    StepReport,
+    count_step_images,
+    cut_inputs,
+    describe_precision_change,
+    prepare,
+    sgd,
+)
+from engines.train.training_events import Scores
+from engines.train.verify import STEPS, compare_records, make_batches, with_small_loss_scale
+from mpi4dl_nb.cluster import get_public_names
+from mpi4dl_nb.draw.figure import Drawing
+from mpi4dl_nb.draw.memory import show_memory
+from mpi4dl_nb.training import remote_functions
+from mpi4dl_nb.training.batches import check_batches, make_repeatable, prepare_batch
+from mpi4dl_nb.training.fit_run import CheckpointOptions, FitCallback, History, fit
+from mpi4dl_nb.training.loops import (
+    Batch,
+    BatchLoop,
+    ImageLoop,
+    choose_resume_state,
+    explain_loss,
+    get_rank_training,
+    is_images,
+)
+from mpi4dl_nb.training.prediction import Evaluator, drop, is_batch, predict_batch, predict_picture
+from mpi4dl_nb.training.progress_bar import ProgressBar, StepTimeline, describe_training
+from mpi4dl_nb.training.recovery import FAILURE_POLICIES, FailureRecovery
+from mpi4dl_nb.training.step_debugger import StepDebugger
+
+if TYPE_CHECKING:
+    from mpi4dl_nb.cluster import Cluster
+
+__all__ = ["History", "Training"]
+
+
+class Training:
+    """Distributed training of a model on a cluster under a plan.
+
+    `image_shape` is (N, C, H, W) of one batch; a step takes `plan.batches` batches as one tensor. `loss(prediction,
+    labels)` defaults to cross-entropy. If the loss is a sum or a mean over the batch, whatever labels the mean counts
+    (`ignore_index`, class weights, masks), the loss of a step is that of the whole batch. For any other loss, such as
+    Dice over the batch, a step with several micro-batches computes the mean of the losses of the micro-batches, and a
+    warning says so. Labels are class indices, (N,) or (N, H, W), unless `labels` is an example tensor of one batch of
+    labels, such as `torch.zeros(4, 1, 32, 32)` (only its shape and dtype are used), or a `TensorSpec(shape, dtype)`.
+    The model is only read: its weights are the initial ones, and `state_dict()` returns the trained ones. `clip_norm`
+    bounds the norm of all gradients together. `scheduler` is a function of the optimiser that returns a scheduler,
+    which steps once after each update, such as `partial(torch.optim.lr_scheduler.StepLR, step_size=10)`.
+
+    `optimiser` is a function of the parameters that returns an optimiser, such as `partial(torch.optim.Adam, lr=1e-3)`.
+    The function gets all parameters of the model (and of the loss if it is a module), in order; if its first argument
+    is called `named_parameters`, it gets (name, parameter) pairs as from `model.named_parameters()`. The function can
+    therefore form groups by name, position or shape, and the groups mean the same on every rank as in one process. It
+    must use the parameters that it gets. A parameter in no group must be frozen with `requires_grad_(False)`, in the
+    function or in the model.
+
+    Warns if the plan's precision differs from that of the model (`model.double()`). Raises PlanError, TraceError or
+    ImageError before any rank is changed.
+
+    >>> import torch
+    >>> from engines.models import resnet20_v1
+    >>> from mpi4dl_nb import Cluster, Plan, Training
+    >>> plan = Plan(split_size=2, num_spatial_parts=4)
+    >>> with Cluster(plan.ranks, backend="loopback") as cluster:
+    ...     training = Training(resnet20_v1(), plan, cluster, (2, 3, 32, 32))
+    ...     loss = training.step(torch.randn(2, 3, 32, 32), torch.tensor([3, 7]))
+    ...     print(training.verify()["ok"])
+    True
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        cluster: Cluster,
+        image_shape: Sequence[int],
+        loss: Loss | None = None,
+        optimiser: Optimiser = sgd,
+        labels: TensorSpec | Tensor | None = None,
+        device: str = "auto",
+        clip_norm: float | None = None,
+        scheduler: Scheduler | None = None,
+    ) -> None:
+        check_fits(plan, cluster.n)
+        self.model, self.plan, self.cluster = model, plan, cluster
+        self.loss = loss or nn.CrossEntropyLoss()
+        self.traces = TraceCache(model, image_shape, self.loss, labels, device)
+        # `load` and `verify` prepare the same training for another plan or precision.
+        own = self.loss, optimiser, labels, device, clip_norm, scheduler
+        self._prepare: Callable[[Plan], Recipe] = lambda plan: prepare(
+            model, plan, image_shape, *own, self.traces.get_graph(plan)
+        )
+        self.recipe = self._prepare(plan)
+        warn_of_mean(self.recipe.graph, plan, stacklevel=2)
+        if changed := describe_precision_change(model, self.loss, plan):
+            warnings.warn(changed, stacklevel=2)
+        self.programs = compile_plan(self.recipe.graph, plan)
+        self.name = uuid.uuid4().hex
+        self.steps = 0
+        self.predicted: TiledPrediction | None = None
+        self.reports: list[StepReport] = []
+        self.monitor: FitCallback | None = None  # default callback of `fit`, which displays its progress
+        self.feed_state: Mapping[str, Any] | None = None  # position in the images from which `fit` resumes
+        self._create()
+
+    def _create(self) -> None:
+        # Programs have a fixed batch size: `make_ready` adds those of smaller steps, by their numbers of images.
+        self._sizes = {count_step_images(self.recipe): (self.recipe, self.programs)}
+        own = [(self.recipe.restrict_to_rank(program),) for program in self.programs]
+        self.cluster.call(remote_functions.create, self.name, per_rank=own)
+
+    def step(self, images: Any, labels: Any) -> float:
+        """Run one training step on a batch and return the loss before the update.
+
+        `images` is (N, C, H, W), and `labels` is what the loss takes; each rank receives only its own pixels. Raises
+        ImageError for a wrong shape or label, LossError with its cause if the loss is not finite, and RankError if a
+        rank fails. No weight has changed then, unless the rank failed during the update: in that case the next step
+        raises an error that says so.
+        """
+        return merge_stats(self.take(images, labels)).loss
+
+    def take(self, images: Any, labels: Any, count: int | None = None) -> list[RankStepStats]:
+        """Run one training step on a batch, as `step` does, and return the statistics of each rank.
+
+        `count` is the number of images if it is smaller than usual; `make_ready` must have prepared the ranks for it.
+        """
+        # The notebook has the whole batch, a rank gets what its program reads, and all of them give back the same loss:
+        #
+        #     images (N, C, H, W) ── cut_inputs ──> rank 0: tile 0 of each image ──> report, statistics
+        #                                      └──> rank 1: tile 1               ──> report, statistics
+        #
+        # Pixels beside a tile are not sent: ranks exchange them layer by layer.
+        recipe, programs = self._sizes[count or count_step_images(self.recipe)]
+        whole = prepare_batch(recipe, images, labels)
+        parts = [(cut_inputs(program, whole),) for program in programs]
+        with explain_loss(self.cluster, self.name):
+            answers = self.cluster.call(
+                remote_functions.step, self.name, len(whole["images"]), self.steps, per_rank=parts
+            )
+        self.heard([report for report, _ in answers])
+        return [heard for _, heard in answers]
+
+    def stepping(self, images: Any, labels: Any) -> StepDebugger:
+        """Return a debugger for one training step on a batch: `for event in training.stepping(images, labels): ...`.
+
+        See `mpi4dl_nb.training.step_debugger.StepDebugger`. Raises ImageError for a wrong shape or label.
+        """
+        return StepDebugger(self, prepare_batch(self.recipe, images, labels))
+
+    def make_ready(self, images: int) -> None:
+        """Prepare the ranks for steps of fewer images, such as the last step of an epoch.
+
+        Raises PlanError or TraceError, before any rank is called, if the plan or the model cannot take so few images.
+        """
+        if images not in self._sizes:
+            recipe = make_smaller_recipe(self.recipe, self.traces, images)
+            programs = compile_plan(recipe.graph, recipe.plan)
+            self.cluster.call(remote_functions.add_size, self.name, recipe)
+            self._sizes[images] = recipe, programs
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The numbers of images per step that the ranks are prepared for."""
+        return tuple(self._sizes)
+
+    def heard(self, reports: list[StepReport]) -> None:
+        """Record a completed step and the reports of its ranks."""
+        self.reports, self.steps = reports, self.steps + 1
+
+    def fit(
+        self,
+        data: LabelledImages | Iterable[Batch],
+        epochs: int = 1,
+        progress: bool = True,
+        *,
+        held_out: LabelledImages | None = None,
+        log: str | PathLike[str] | None = None,
+        seed: int | None = None,
+        steps: int | None = None,
+        workers: int = 2,
+        on_bad_image: str = "raise",
+        go_on: bool = True,
+        save: str | PathLike[str] | None = None,
+        save_every: int | None = None,
+        keep: int = KEEP,
+        monitor: FitCallback | None = None,
+        on_failure: str = "raise",
+        drop_last: bool = False,
+    ) -> History:
+        """Train for `epochs` epochs, showing a progress bar with loss and images per second, and one line per epoch.
+
+        `monitor=Monitor()` replaces the bar by a richer display, with a button that stops after the current step.
+
+        `data` is batches of images and labels, or images that each rank reads by itself, its own pixels only, such as a
+        folder of pictures. Such images are shuffled by `seed` (0) alone and prefetched by `workers` threads on each
+        rank; a bad image ends the training, or is left out (`on_bad_image="skip"`). An epoch has at most `steps` steps.
+        Batches are drawn one at a time. With `steps`, a generator may be endless: each epoch continues where the
+        previous one ended. Without `steps`, the batches of an iterator are kept if there are several epochs, so that
+        they can be repeated.
+
+        As with `torch.utils.data.DataLoader`, images that do not fill the last step of an epoch are trained in a
+        smaller step, unless `drop_last=True`: then smaller batches are left out, and left-over images wait for another
+        epoch. The smaller step has as many micro-batches as the others, with fewer images each; its loss is the mean
+        over its images, and the optimiser and scheduler step as always. If the plan cannot divide the left-over images,
+        this is refused before the first step, provided that their number is known then (images, lists, a DataLoader).
+        If bad images were left out, as many of the remaining images are trained as the plan can divide. A smaller batch
+        before any full one is an error.
+
+        After an interruption, `fit` resumes where it stopped, also in the middle of an epoch, unless `go_on=False`.
+        `epochs` counts the epochs still to come, including the rest of a started one: if 2 of 60 are done and the third
+        has started, 58 are left. A checkpoint of an epoch's last step resumes with the next epoch.
+
+        An interrupt (SIGINT) stops the training after the current step, or abandons that step if it takes long;
+        completed steps are kept. A second interrupt abandons the step at once.
+
+        `held_out` images are evaluated after each epoch. `log` is a .csv, .json or .jsonl file, which gets one record
+        per epoch; if TensorBoard is installed, the folder `NAME.tensorboard` gets the same records.
+
+        Checkpoints are written to the folder `save` after every `save_every` steps, or after each epoch; the last
+        `keep` remain. An interrupt is then raised as StoppedError once everything is saved. SIGTERM and SIGUSR1, by
+        which batch systems announce the end of a job, are handled then too: the training is saved, and the process ends
+        as the signal demands.
+
+        If a rank fails, dies or hangs, `on_failure="heal"` restarts the dead ranks and resumes by itself, from the last
+        checkpoint if the state of the ranks is lost; `"shrink"` continues without the dead ranks, under the fastest
+        plan for the remaining ones that computes the same. To resume from a checkpoint, batches must come in the same
+        order again. A failure that occurs twice on the same rank in the same step is raised, and so is the third
+        failure without a further completed step. Raises ImageError, on all ranks, if an image cannot be read,
+        LossError, RankError or PlanError.
+        """
+        if isinstance(epochs, bool) or not isinstance(epochs, Integral) or epochs < 0:
+            raise PlanError(f"epochs={epochs!r} must be a whole number of epochs still to come.")
+        if on_failure not in FAILURE_POLICIES:
+            raise PlanError(f"on_failure={on_failure!r} must be one of {', '.join(map(repr, FAILURE_POLICIES))}.")
+        if on_failure != "raise" and save is None:
+            raise PlanError(f"on_failure={on_failure!r} goes on from checkpoints. Say where they go: save=FOLDER.")
+        if not is_images(data):
+            check_batches(data)
+        if held_out is not None and not is_images(held_out):
+            raise PlanError(
+                f"held_out is a {type(held_out).__name__}, but must be images that ranks read by themselves, such as a "
+                "folder of pictures. Judge other batches with predict()."
+            )
+        feeding = LoaderOptions(seed or 0, steps, workers, on_bad_image, drop_last)
+        saving = CheckpointOptions(save, save_every, keep)
+        state = choose_resume_state(self.feed_state, data, seed) if go_on and is_images(data) else None
+        monitor = monitor or self.monitor
+        watchers: list[FitCallback] = [ProgressBar(progress and monitor is None), *([monitor] if monitor else [])]
+        with nullcontext() if held_out is None else closing(Evaluator(self, held_out, on_bad_image)) as judge:
+
+            def evaluate() -> Scores | None:
+                return judge and judge.compute_scores(self._get_tensors)
+
+            renew = judge.begin if judge else lambda: None
+            healing = None if on_failure == "raise" else FailureRecovery(self, on_failure == "shrink", renew)
+            if not is_images(data):
+                data = make_repeatable(data, epochs, steps, on_failure)
+                return fit(BatchLoop(self, data, evaluate, steps, drop_last), epochs, log, saving, watchers, healing)
+            return fit(ImageLoop(self, data, feeding, state, evaluate), epochs, log, saving, watchers, healing)
+
+    def verify(
+        self, data: Iterable[Batch] | None = None, seed: int = 0, precision: str = "float64"
+    ) -> dict[str, object]:
+        """Compare three optimiser steps on the ranks, from the model's initial weights, with one process in float64.
+
+        The steps use random batches, or the batches of `data`. In a `precision` other than float64, the ranks may
+        deviate four times as far as one process in that precision. This training itself is not changed. `ok` requires
+        every loss, gradient, weight and buffer to agree to 1e-10 of its own size, or as closely as one process agrees
+        with itself after its weights and images have changed by one unit in the last place; otherwise `why` names what
+        differs, and the reason. `ok` is also False if a weight does not move although its gradient and its learning
+        rate are not zero.
+        """
+        start_s = time.perf_counter()
+        if data is not None:
+            check_batches(data)
+        # The ranks run the same plan as here, but in float64, in which a wrong halo or a sum that counts a pixel twice
+        # cannot hide behind rounding.
+        recipe = with_small_loss_scale(self._prepare(replace(self.plan, precision=precision)))
+        if data is None:
+            whole = make_batches(recipe, seed)
+        else:
+            whole = [prepare_batch(recipe, *batch) for batch in islice(data, STEPS)]
+        if not whole:
+            raise ImageError("verify was given no batch. Give it at least one, or leave data out.")
+        work = [
+            (recipe.restrict_to_rank(program), [cut_inputs(program, batch) for batch in whole])
+            for program in compile_plan(recipe.graph, recipe.plan)
+        ]
+        records = self.cluster.call(remote_functions.record_reference, per_rank=work)
+        line = compare_records(recipe, self.model, self.loss, whole, records)
+        return {**line, "seconds": round(time.perf_counter() - start_s, 2)}
+
+    def predict(
+        self,
+        source: Any,
+        to: str | Path | None = None,
+        region: Sequence[int] | None = None,
+        level: int = 0,
+        kind: str = "classes",
+        memory_mb: int = 1000,
+        progress: bool = True,
+    ) -> Any:
+        """Predict with the current weights, in evaluation mode.
+
+        For a batch (N, C, H, W), of any N: return the tensor `model.eval()(batch)`, computed under the plan.
+
+        For a picture of any size (a path, an (H, W, C) array, ...) or a `region` (y0, x0, height, width) of one `level`
+        of it: predict tile by tile on all ranks, none of which uses more than `memory_mb` megabytes. A pixel's byte x
+        is passed to the model as (x / 255 - 0.5) / 0.5, as for images that ranks read in training. `kind` is `classes`,
+        `probabilities` or `scores`. If the model predicts per pixel, the result is an array (H, W) or (H, W, K), or the
+        path of the pyramidal TIFF `to`, in the size of the model's output (some models make sides even); otherwise it
+        is a class, or a tensor (K,). `predicted` holds its costs.
+
+        Raises ImageError, PlanError or TraceError, before any rank is called if that is possible.
+        """
+        if is_batch(source):
+            return predict_batch(self, source, get_rank_training)
+        self.predicted = predict_picture(self, source, get_rank_training, to, region, level, kind, memory_mb, progress)
+        return self.predicted.answer
+
+    def forecast(self) -> Forecast:
+        """Predict the cost of a step on this cluster from the compiled programs. Calibrates the cluster first, once.
+
+        Its `timeline` can be drawn next to that of a step: `show_timeline(measured, plan, forecast.timeline)`.
+        """
+        states = count_states(self.recipe.optimiser, self.recipe.parameters)
+        return forecast(self.recipe.graph, self.plan, self.cluster.calibrate(), states)
+
+    def memory(self, rank: int | None = None) -> Drawing:
+        """Draw the predicted memory of each rank in a step by kind, and its peak on one `rank` (None: the fullest).
+
+        The limit of a rank is drawn if the cluster was calibrated. Raises PlanError if there is no such rank.
+        """
+        states, machine = count_states(self.recipe.optimiser, self.recipe.parameters), self.cluster.machine
+        return show_memory(self.plan, self.recipe.graph, machine=machine, rank=rank, optimiser_states=states)
+
+    def timeline(self) -> StepTimeline:
+        """Return what each rank did when in the last step, shown as a chart. Raises PlanError before the first step."""
+        if not self.reports:
+            raise PlanError("timeline() shows the last step, but none was run yet. Call step() or fit() first.")
+        return StepTimeline(Timeline.of(report.events for report in self.reports).events, self.plan)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the trained weights and buffers by the names of the plain model, for `model.load_state_dict`."""
+        return collect_state_dict(self.recipe, self._get_tensors())
+
+    def loss_state_dict(self) -> dict[str, Tensor]:
+        """Return the state of a loss that is a module, for `loss.load_state_dict`; empty if it has none."""
+        return collect_state_dict(self.recipe, self._get_tensors(), "loss")
+
+    def _get_tensors(self) -> list[dict[str, dict[str, Tensor]]]:
+        return self.cluster.call(remote_functions.get_tensors, self.name, self.steps)
+
+    def save(self, folder: str | PathLike[str], keep: int = KEEP) -> Path:
+        """Write a checkpoint into `folder`, which keeps the last `keep` checkpoints, and return its path.
+
+        The weights are stored in its `model.safetensors`, for
+        `model.load_state_dict(safetensors.torch.load_file(...))`. Raises CheckpointError; the training can continue
+        then, and earlier checkpoints are unchanged.
+        """
+        folder = make_absolute(folder)
+        return self.cluster.call(remote_functions.save, self.name, folder, self.feed_state, keep, self.steps)[0]
+
+    def load(self, path: str | PathLike[str], plan: Plan | None = None) -> int:
+        """Resume from a checkpoint, or from the newest whole one in a folder, and return its number of steps.
+
+        The checkpoint may have been saved under any plan. Warns of newer checkpoints in the folder that are damaged.
+        Raises UnreadableError if memory, file handles or permissions are lacking; no older checkpoint is used then.
+        `fit` resumes at the stored position in its images. If the ranks have lost the training because one died, it is
+        created again: after `cluster.heal()`, or after `cluster.heal(fewer=True)` under another `plan` with as many
+        ranks as are left. Raises CheckpointError before any rank has changed, and PlanError.
+        """
+        plan = plan or self.plan
+        check_fits(plan, self.cluster.n)
+        recipe = self.recipe if plan == self.plan else self._prepare(plan)
+        found = open_checkpoint(make_absolute(path), recipe)
+        found.warn_of_passed_over(stacklevel=2)
+        # For another plan, or if a rank has lost the training, all ranks make it anew: no rank can do so alone.
+        if recipe is not self.recipe or not all(self.cluster.call(remote_functions.has_training, self.name)):
+            warn_of_mean(recipe.graph, plan, stacklevel=2)
+            self.plan, self.recipe, self.programs = plan, recipe, compile_plan(recipe.graph, plan)
+            self._create()
+        self.cluster.call(remote_functions.load, self.name, found.path)
+        self.feed_state, self.steps = found.feed, found.step
+        return found.step
+
+    def close(self) -> None:
+        """Free the memory that the ranks hold for this training."""
+        self.cluster.call(drop, self.name)
+        self.cluster.call(remote_functions.drop, self.name)
+
+    def __repr__(self) -> str:
+        spec = self.recipe.step_specs["images"]
+        loss = describe_step_loss(self.recipe.graph, self.plan)
+        other = "" if loss == WHOLE_BATCH else f"; loss: {loss}"
+        return f"Training({type(self.model).__name__}, images {spec.shape}, {self.plan.summary}{other})"
+
+    def _repr_html_(self) -> str:
+        return format_html_table("Training", describe_training(self))
+
+    def __dir__(self) -> list[str]:
+        return get_public_names(self)
