@@ -1,8 +1,8 @@
 # make setup       install everything into .venv (every other target but gpu-check does it first)
 # make demo        a training on several ranks, in a terminal
 # make lab         the tutorials in JupyterLab
-# make test        lint, formatting, types, tests, two of the tutorials
-# make test-all    that, all tutorials, also in a page, and ten faults drawn at random
+# make test        lint, formatting, types, tests without their longest cases, two of the tutorials
+# make test-all    all cases of all tests, all tutorials, also in a page, and ten faults drawn at random
 # make chaos       faults befall trainings on five ranks: SEED=0 COUNT=100; after each the same five questions
 # make notebooks   runs all tutorials from top to bottom, those with widgets in a page of Chromium, too
 # make wheel       builds wheel and sdist, installs the wheel into an empty environment and tries it
@@ -32,7 +32,7 @@ ifeq ($(shell id -u),0)
 LAB_FLAGS := --allow-root
 endif
 
-.PHONY: setup demo lab test test-all chaos notebooks wheel bench gpu-check clean
+.PHONY: setup demo lab lint test test-all chaos notebooks wheel bench gpu-check clean
 
 setup: $(STAMP)
 
@@ -60,21 +60,28 @@ demo: $(STAMP)
 lab: $(STAMP)
 	$(BIN)/jupyter lab --notebook-dir=notebooks $(LAB_FLAGS)
 
-test: $(STAMP)
+SEED ?= 0
+COUNT ?= 10
+export SEED
+
+lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(PURE)
+
+test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile --doctest-modules $(PURE) $(SIDE_BY_SIDE)
 	$(BIN)/python -m pytest --doctest-modules tests $(addprefix --ignore=,$(SIDE_BY_SIDE))
 
-SEED ?= 0
-COUNT ?= 10
+# All cases of all tests, nightly ones and random ones included.
+test-all: export EVERYTHING := 1
+test-all: lint
+	$(BIN)/python -m pytest -m "nightly or not nightly" -n 2 --dist loadfile --doctest-modules $(PURE) $(SIDE_BY_SIDE)
+	$(BIN)/python -m pytest -m "nightly or not nightly" --doctest-modules tests $(addprefix --ignore=,$(SIDE_BY_SIDE))
+	$(MAKE) chaos
+
 chaos: $(STAMP)
 	$(BIN)/python -m tests.chaos --seed $(SEED) --count $(COUNT)
-
-test-all: test
-	$(BIN)/python -m pytest -m nightly tests
-	$(MAKE) chaos
 
 notebooks: $(STAMP)
 	$(BIN)/python -m pytest -m "nightly or not nightly" tests/notebook/test_notebooks.py tests/browser/test_tutorials.py

@@ -10,10 +10,13 @@ from itertools import combinations
 
 import pytest
 
-__all__ = ["SEED", "choose_cases"]
+__all__ = ["EVERYTHING", "SEED", "choose_cases"]
 
 SEED = int(os.environ.get("SEED", "0"))
 """What random tests begin from: another one every night."""
+
+EVERYTHING = os.environ.get("EVERYTHING") == "1"
+"""Whether all cases of all tests are run, as `make test-all` does."""
 
 
 def choose_cases(cases: Sequence[frozenset[tuple[str, object]]], count: int, seed: int = 0) -> list[int]:
@@ -54,7 +57,7 @@ def _group_cases(items: Sequence[pytest.Item]) -> Iterator[tuple[list[pytest.Fun
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the cases as `nightly` that are not chosen of tests marked `sampled`."""
-    for group, count in _group_cases(items):
+    for group, count in () if EVERYTHING else _group_cases(items):
         cases = [
             frozenset((name, repr(value)) for name, value in item.callspec.indices.items())
             if hasattr(item, "callspec")

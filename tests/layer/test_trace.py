@@ -168,6 +168,7 @@ ERRORS = {
 }
 
 
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("name", VIEWS)
 @pytest.mark.parametrize("read", [read_the_base, read_the_view])
 def test_a_write_and_a_view_are_those_of_one_process_or_an_error(name: str, read: Callable[..., Forward]):

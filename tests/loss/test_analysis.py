@@ -79,6 +79,7 @@ def losses_of(loss: Loss) -> tuple[str, float, float]:
     return recipe.graph.whole.unknown, sum(found.values()) / 2, judge(model(images), labels).item()
 
 
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("name", EXACT)
 def test_what_is_known_is_exact(name: str):
     unknown, found, wanted = losses_of(EXACT[name])

@@ -227,6 +227,7 @@ def assert_trains_as_plain_pytorch(
         assert torch.allclose(state[name].to(tensor.dtype), tensor, rtol=10 * rel, atol=rel / 10), name
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", PLANS)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_as_people_write_it(name: str, kind: str, clusters: dict[int, Cluster]):
@@ -291,6 +292,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_as_people_write_it(name: str, clusters: dict[int, Cluster]):
     for plan in (PLANS["tiles"], PLANS["two stages"]):
@@ -308,6 +310,7 @@ MONAI = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("name", "weighted"), [*((name, False) for name in MONAI), ("DiceCELoss", True)])
 def test_monai_losses(name: str, weighted: bool, clusters: dict[int, Cluster]):

@@ -82,6 +82,7 @@ def test_the_package_shows_exactly_the_models() -> None:
 # ---- all models
 
 
+@pytest.mark.sampled(3)
 @every_model
 @pytest.mark.parametrize("size_px", [(32, 32), (33, 47), (100, 132)], ids="{0[0]}x{0[1]}".format)
 def test_any_image_size_gives_logits(make: Make, size_px: tuple[int, int]) -> None:
@@ -90,6 +91,7 @@ def test_any_image_size_gives_logits(make: Make, size_px: tuple[int, int]) -> No
     assert logits.isfinite().all()
 
 
+@pytest.mark.sampled(1)
 @every_model
 @pytest.mark.parametrize("size_px", [(128, 128), (100, 132), (8192, 8192)], ids="{0[0]}x{0[1]}".format)
 def test_export_on_meta_keeps_names_and_shapes(make: Make, size_px: tuple[int, int]) -> None:

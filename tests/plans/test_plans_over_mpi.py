@@ -6,18 +6,20 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, seed, settings
 
 from tests.plans.drawn_plans import command, plan_of, plans
+from tests.sampling import SEED
 
-PLANS, RANKS = 40, 8
+RANKS = 8
 
 
-def drawn() -> list[list[str]]:
-    """Plans for at most `RANKS` ranks, other ones in each run."""
+def drawn(count: int) -> list[list[str]]:
+    """Plans for at most `RANKS` ranks, other ones every night."""
     found: list[list[str]] = []
 
-    @settings(max_examples=PLANS, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @seed(SEED)
+    @settings(max_examples=count, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(flags=plans(most_ranks=RANKS))
     def collect(flags: list[str]) -> None:
         found.append(flags)
@@ -26,10 +28,10 @@ def drawn() -> list[list[str]]:
     return found
 
 
-@pytest.mark.nightly
-def test_random_plans_are_exact_over_mpi(mpiexec, tmp_path: Path) -> None:
-    chosen = drawn()
-    assert len(chosen) >= PLANS
+@pytest.mark.parametrize("count", [5, pytest.param(40, marks=pytest.mark.nightly)])
+def test_random_plans_are_exact_over_mpi(count: int, mpiexec, tmp_path: Path) -> None:
+    chosen = drawn(count)
+    assert len(chosen) >= count
     file = tmp_path / "plans.json"
     file.write_text(json.dumps(chosen))
     done = mpiexec(RANKS, Path(__file__).parent / "run_plans.py", str(file))

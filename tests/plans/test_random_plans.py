@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, event, given, settings
+from hypothesis import HealthCheck, event, given, seed, settings
 from torch import nn
 
 from engines.cli import options
@@ -15,6 +15,7 @@ from engines.graph import trace_cache
 from engines.graph.trace import trace
 from engines.train.verify import verify
 from tests.plans.drawn_plans import command, plans
+from tests.sampling import SEED
 
 _MODELS: dict[str, nn.Module] = {}
 
@@ -35,10 +36,25 @@ def traces_once(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+CHECKS = list(HealthCheck)
+
+
+@seed(SEED)
+@settings(max_examples=6, deadline=None, suppress_health_check=CHECKS)
+@given(flags=plans(most_ranks=8))
+def test_some_random_plans_are_exact_over_loopback(flags: list[str]) -> None:
+    check_exact(flags)
+
+
 @pytest.mark.nightly
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@seed(SEED)
+@settings(max_examples=100, deadline=None, suppress_health_check=CHECKS)
 @given(flags=plans(most_ranks=16))
 def test_random_plans_are_exact_over_loopback(flags: list[str]) -> None:
+    check_exact(flags)
+
+
+def check_exact(flags: list[str]) -> None:
     chosen = options.make_parser("").parse_args(flags)
     ranks = options.make_plan(chosen).ranks
     model, recipe = options.make_recipe(chosen, ranks)

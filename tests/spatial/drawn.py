@@ -12,13 +12,17 @@ from torch import Tensor, nn
 from engines.spatial.tiles import Grid
 from engines.spatial.windows import SlidingWindow, compute_halo_widths
 from tests.exact import assert_exact, tiled
+from tests.sampling import EVERYTHING
 
 Pair = tuple[int, int]
 seeds = st.integers(0, 2**16)
 
 
 def trials(count: int) -> settings:
-    return settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck))
+    """So many random cases; in `make test` a quarter of them."""
+    return settings(
+        max_examples=count if EVERYTHING else max(5, count // 4), deadline=None, suppress_health_check=list(HealthCheck)
+    )
 
 
 @dataclass(frozen=True)

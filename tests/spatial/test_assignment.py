@@ -95,6 +95,7 @@ WRITES: dict[str, Write] = {
 }
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", WRITES)
 @trials(3)
 @given(case=images_on_grids(), seed=seeds)
@@ -104,6 +105,7 @@ def test_assignment(name: str, case: tuple[Grid, Pair], seed: int):
     check(written(WRITES[name]), whole_numbers(2, 4, *size_px, seed=seed), grid)
 
 
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("name", WRITES)
 def test_assignment_on_uneven_tiles_and_strips(name: str):
     for grid in ("2x3", "4x1", "1x5"):
@@ -177,6 +179,7 @@ def test_what_is_written_into_new_memory(name: str, case: tuple[Grid, Pair], see
     check(NEW[name], whole_numbers(2, 4, *size_px, seed=seed), grid)
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", [*WRITES, *NEW])
 @pytest.mark.parametrize("how", [{"halo_d2": True, "fused_layers": 2}, {"overlap_halos": True}])
 def test_assignment_between_convolutions(name: str, how: dict[str, object]):

@@ -216,6 +216,7 @@ CHANNELWISE = {
 }
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", CHANNELWISE)
 @trials(5)
 @given(case=images_on_grids(), seed=seeds)
@@ -259,6 +260,7 @@ POINTWISE = {
 }
 
 
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("name", POINTWISE)
 @trials(4)
 @given(case=images_on_grids(), seed=seeds)
@@ -299,6 +301,7 @@ REDUCTIONS = {
 }
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", REDUCTIONS)
 @trials(6)
 @given(case=images_on_grids(), seed=seeds)

@@ -81,6 +81,7 @@ MOVED = {
 }
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", BIT_EQUAL)
 @trials(5)
 @given(case=images_on_grids(), seed=seeds)
@@ -112,6 +113,7 @@ ROUNDED = {
 }
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", ROUNDED)
 @trials(5)
 @given(case=images_on_grids(), seed=seeds)
@@ -152,6 +154,7 @@ class Between(nn.Module):
         return self.norm(self.behind(self.middle(self.before(x))))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("fused", [0, 2, 3])
 @pytest.mark.parametrize("middle", [attention, MOVED["rolled"], BIT_EQUAL["running sum"], MOVED["turned by half"]])
 @trials(3)
@@ -200,6 +203,7 @@ def test_average_pool_that_leaves_few_pixels(g: Geometry, ceil: bool, counted: b
     check(model, image, g.grid, labels=whole_numbers(*model(image).shape, seed=seed, step=144))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", [nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d])
 @trials(30)
 @given(case=images_on_grids(), rows=st.integers(1, 3), cols=st.integers(1, 3), seed=seeds)
