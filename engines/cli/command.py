@@ -30,7 +30,7 @@ from engines.comm.world import World
 from engines.errors import CheckpointError, ImageError, PlanError, RankError, ReleasedError, TraceError
 from engines.formatting import format_bytes
 from engines.spatial.layout import check_fits
-from engines.train.checkpoint_manager import StoppedError
+from engines.train.interrupts import StoppedError
 from engines.train.verify import verify
 
 __all__ = ["main"]

@@ -14,7 +14,7 @@ from matplotlib.ticker import MaxNLocator
 from engines.plan import Plan
 from engines.program.timeline import Timeline, TimeShares
 from engines.spatial.layout import Layout
-from engines.train.checkpoint_manager import StoppedError
+from engines.train.interrupts import StoppedError
 from engines.train.training_events import EpochResult
 from mpi4dl_nb.draw.bars import BarStyle, draw_rows
 from mpi4dl_nb.draw.figure import BLUE, INK, ORANGE, Drawing, format_bytes

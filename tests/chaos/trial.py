@@ -21,7 +21,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from engines.errors import Mpi4dlError
-from engines.train.checkpoint_manager import StoppedError
+from engines.train.interrupts import StoppedError
 from mpi4dl_nb.cluster import Cluster
 from mpi4dl_nb.launch.reaper_process import MARK, is_running
 from mpi4dl_nb.training.training import Training

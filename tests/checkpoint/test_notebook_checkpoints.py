@@ -15,7 +15,7 @@ import torch
 from engines.errors import CheckpointError
 from engines.images.dataset import SyntheticImages
 from engines.train.checkpoint_folder import list_checkpoints
-from engines.train.checkpoint_manager import Interrupts, StoppedError
+from engines.train.interrupts import Interrupts, StoppedError
 from mpi4dl_nb import Cluster, Training
 from tests.checkpoint.trainings import PLANS, SHAPE, Weighted, data, net, recipe_of
 

@@ -20,7 +20,7 @@ from engines.images.dataset import SyntheticImages
 from engines.models import UNet
 from engines.plan import Plan
 from engines.predict.machines import MACHINES
-from engines.train.checkpoint_manager import StoppedError
+from engines.train.interrupts import StoppedError
 from engines.train.training_events import Recovered, StepResult
 from mpi4dl_nb.calibrate_cluster import CalibrationCache
 from mpi4dl_nb.cluster import Cluster

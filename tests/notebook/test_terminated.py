@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from engines.train.checkpoint_folder import list_checkpoints
-from engines.train.checkpoint_manager import Interrupts
+from engines.train.interrupts import Interrupts
 from mpi4dl_nb.cluster import Cluster
 from mpi4dl_nb.launch.reaper_process import MARK
 from mpi4dl_nb.training.training import Training
