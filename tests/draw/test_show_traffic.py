@@ -27,6 +27,7 @@ def figure():
     return show_traffic(resnet_v2(29), PLANS, SHAPE)
 
 
+@pytest.mark.nightly
 def test_it_tells_what_the_busiest_rank_sends(figure):
     for name, plan in PLANS.items():
         programs = compile_plan(prepare(resnet_v2(29), plan, SHAPE).graph, plan)

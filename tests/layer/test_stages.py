@@ -90,6 +90,7 @@ MODELS = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.sampled(2)
 @MODELS
 def test_layers_of_known_models(make: Callable[[], nn.Module], count: int):
     """A stem, the blocks or cells, and a head; a U-Net has a layer for each convolution."""
@@ -221,6 +222,7 @@ def test_more_stages_than_layers():
         cut_stages(find_layers(graph_of(UNet)), Plan(split_size=6, spatial_size=1))
 
 
+@pytest.mark.nightly
 def test_stages_are_the_same_in_every_precision():
     """`verify` runs a plan in float64 on the ranks that hold its float32 weights."""
     for model in (resnet20_v1(), resnet110_v2()):

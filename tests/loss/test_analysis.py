@@ -87,6 +87,7 @@ def test_what_is_known_is_exact(name: str):
     assert found == pytest.approx(wanted, rel=1e-12, abs=1e-14)
 
 
+@pytest.mark.sampled(21)
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_what_is_not_is_said(name: str):
     unknown, found, wanted = losses_of(UNKNOWN[name])

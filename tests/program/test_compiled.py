@@ -62,6 +62,7 @@ def run_ranks(size: int, work: Callable[[World], Any]) -> list[Any]:
     return relay.run([partial(work, world) for world in relay.worlds])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", CASES)
 def test_as_one_process(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, fullgraph=True))  # whole segments, not parts of them

@@ -54,6 +54,7 @@ def exact(name: str) -> bool:
     return compare_records(recipe, model, torch.nn.CrossEntropyLoss(), whole, records)["ok"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_overtakes_what_it_needs(name: str, monkeypatch: pytest.MonkeyPatch):
     use_streams(monkeypatch)
@@ -73,6 +74,7 @@ def test_what_leaves_too_early_is_found(monkeypatch: pytest.MonkeyPatch):
         exact("tiles")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("module", "name"), [(exchange_runner, "tiles"), (exchange_runner, "halos meanwhile"), (update, "tiles")]
 )

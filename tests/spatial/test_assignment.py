@@ -95,7 +95,7 @@ WRITES: dict[str, Write] = {
 }
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", WRITES)
 @trials(3)
 @given(case=images_on_grids(), seed=seeds)
@@ -170,6 +170,7 @@ def mask_of_windows(x: Tensor) -> Tensor:
 NEW = {"shifted": shifted, "padded": padded, "into memory": into_memory, "one hot": one_hot, "mask": mask_of_windows}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", NEW)
 @trials(6)
 @given(case=images_on_grids(), seed=seeds)

@@ -122,6 +122,7 @@ NORMS = {
 }
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", NORMS)
 @trials(5)
 @given(case=images_on_grids(), seed=seeds)

@@ -64,6 +64,7 @@ FLOATS = {
 }
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", DRAWS)
 @trials(5)
 @given(case=images_on_grids(), seed=seeds)

@@ -154,7 +154,7 @@ class Between(nn.Module):
         return self.norm(self.behind(self.middle(self.before(x))))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("fused", [0, 2, 3])
 @pytest.mark.parametrize("middle", [attention, MOVED["rolled"], BIT_EQUAL["running sum"], MOVED["turned by half"]])
 @trials(3)
