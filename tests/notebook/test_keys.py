@@ -70,8 +70,8 @@ def test_only_the_ports_of_mpiexec_are_open_to_other_machines(home):
     beyond = [each for each in found if each[1] not in ("127.0.0.1", "::1")]
     assert {program for program, _, _ in beyond} <= {"prterun"}
     assert sorted(address for _, address, _ in beyond) in (["0.0.0.0", "::"], ["0.0.0.0"])  # without IPv6
-    said = " ".join((Path(__file__).parents[2] / "README.md").read_text().split())
-    assert "listens on two ports of all interfaces, one by IPv4 and one by IPv6" in said
+    said = " ".join((Path(__file__).parents[2] / "docs" / "limits.md").read_text().split())
+    assert "listens on two ports of all interfaces (IPv4 and IPv6)" in said
 
 
 class Intruder:
