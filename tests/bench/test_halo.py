@@ -117,6 +117,7 @@ def test_the_exit_code_follows_the_verdict(line: dict[str, object], right: bool,
 # ---- as a shell starts it
 
 
+@pytest.mark.nightly
 def test_the_line(mpiexec):
     flags = (*UNEVEN, "--slice-method", "2x2", "--warmup", 1, "--iterations", 3, "--with-compute", "--validate")
     done = mpiexec(4, "-m", "engines", "bench", "halo", *flags)

@@ -45,6 +45,7 @@ LINES = [
 ]
 
 
+@pytest.mark.nightly
 def test_the_familiar_lines(mpiexec):
     counts = ("--warmup", 1, "--num-iters", 2, "--num-batches-per-iter", 2, "--device", "cpu")
     done = mpiexec(1, "-m", "engines", "bench", "throughput", *TINY, *counts)

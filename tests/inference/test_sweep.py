@@ -103,7 +103,7 @@ def test_as_one_process(name: str):
     assert torch.allclose(torch.as_tensor(found.answer), expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_any_number_of_ranks_gives_the_same_bits(ranks: int):
     model = unet()
@@ -167,6 +167,7 @@ def test_a_bound_that_no_tile_keeps():
         swept(unet(), 2, side_px=None, memory_bytes=5 * 10**6)
 
 
+@pytest.mark.nightly
 def test_peak_memory_stays_below_the_bound(mpiexec, tmp_path: Path):
     """One process would need more than 500 MB beside what it takes to start, about 350."""
     from PIL import Image

@@ -90,6 +90,7 @@ def test_it_can_be_started_again_after_its_end():
         assert count_alive_ranks() == 0
 
 
+@pytest.mark.nightly
 def test_python_ends_with_clusters_that_nobody_has_stopped():
     code = "from mpi4dl_nb import Cluster as C\na = C(1).start()\nb = C(2, backend='loopback').start()\nprint('ready')"
     start_s = time.monotonic()
@@ -137,6 +138,7 @@ def run(*cells: str) -> list[str]:
     return ["".join(each) for each in texts][1:]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("backend", ["loopback", "mpi"])
 def test_cells_that_are_run_again_leave_no_ranks_and_have_their_output(backend):
     """Jupyter keeps every value that a cell has shown: the old cluster is in `Out`, and in `_`."""
@@ -148,6 +150,7 @@ def test_cells_that_are_run_again_leave_no_ranks_and_have_their_output(backend):
     assert printed[0] == printed[2] == printed[5] == ""
 
 
+@pytest.mark.nightly
 def test_a_cluster_that_a_training_uses_stays_and_that_is_said():
     start = START.format("loopback")
     step = "print(training.step(torch.randn(2, 3, 8, 8), torch.tensor([0, 1])) > 0, count_alive_ranks())"
@@ -159,6 +162,7 @@ def test_a_cluster_that_a_training_uses_stays_and_that_is_said():
     assert printed[7] == "ready ready\n"
 
 
+@pytest.mark.nightly
 def test_a_cluster_with_a_call_under_way_stays():
     """In another thread, which no name leads to."""
     start = START.format("loopback")

@@ -488,7 +488,7 @@ def test_a_helper_that_does_not_go_on_is_named(cluster, helper):
     check_usable(cluster)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @over_mpi
 @pytest.mark.parametrize("also", ["", "guard"])
 def test_a_stopped_controller_is_named_while_ranks_compute(cluster, also):
@@ -555,7 +555,7 @@ def test_stop_leaves_no_process(shared):
         shared.call(lambda host: None)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("backend", ["loopback", "mpi"])
 def test_it_becomes_larger_or_smaller(backend):
     def place(host):

@@ -117,6 +117,7 @@ def test_one_rank_and_several_tell_the_same(ranks, one):
     assert all(sum(epoch.counts.true) == 6 * SIZE[0] * SIZE[1] and epoch.counts.pixels for epoch in many.epochs)
 
 
+@pytest.mark.sampled(1)
 def test_the_next_fit_goes_on_with_the_next_epoch(ranks):
     whole = training(ranks).fit(images(), epochs=3, progress=False, drop_last=True)
     mine = training(ranks)
@@ -165,6 +166,7 @@ def test_bad_images_are_left_out_and_told_once(ranks, capsys):
     assert all(said.count(f"Left out from now on: {text}") == 1 for text in texts)
 
 
+@pytest.mark.sampled(1)
 def test_held_out_images_are_judged_and_change_nothing(ranks):
     judge = SyntheticImages(3, SIZE, 3, seed=9)
     mine = training(ranks)
@@ -226,6 +228,7 @@ class Waiting(SyntheticImages):
         return super().part(index, tile, draw)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("interrupts", "done"), [(1, 2), (2, 1)], ids=["after this step", "at once"])
 def test_an_interrupt_ends_fit_and_its_workers_and_it_goes_on(ranks, monkeypatch, interrupts: int, done: int):
     whole = training(ranks).fit(SyntheticImages(7, SIZE, 3), progress=False, drop_last=True)

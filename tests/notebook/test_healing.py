@@ -246,6 +246,7 @@ def test_a_training_is_loaded_where_the_ranks_have_lost_it(cluster, undisturbed,
     check(found, [*undisturbed[0][:4], *rest], undisturbed)
 
 
+@pytest.mark.sampled(1)
 def test_a_step_that_takes_long_is_given_up_by_an_interrupt(cluster, undisturbed, tmp_path):
     """A rank dallies in the third step: what was before it is saved, and goes on as if nothing had been."""
 

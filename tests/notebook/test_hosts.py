@@ -215,6 +215,7 @@ def test_what_ssh_says_is_told_with_what_to_do(ssh, says, meaning):
     assert time.monotonic() - start_s < 5
 
 
+@pytest.mark.nightly
 def test_a_host_that_does_not_answer_is_not_waited_for_for_ever(ssh, monkeypatch):
     monkeypatch.setattr(host_agents, "_TELL_S", 1.0)
     ssh("exec sleep 60")

@@ -221,6 +221,7 @@ def bounded(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's bound")
 def test_an_image_trains_that_does_not_fit_at_once():
     """Of some 700 MB of activations a rank in turn holds its own eighth, and of that no more than it computes with."""

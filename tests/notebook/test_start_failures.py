@@ -20,7 +20,7 @@ from mpi4dl_nb.launch.startup_monitor import find_startup_cause, format_excerpt
 from tests.start_failures import CASES, failure
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.slow])
 def test_a_start_that_fails_says_why_at_once_and_leaves_nothing(name, tmp_path, capfd, monkeypatch):
     (tmp_path / "temporary").mkdir()
@@ -63,6 +63,7 @@ def without_ulfm(monkeypatch):
     mpi_library._query_library.cache_clear()
 
 
+@pytest.mark.nightly
 def test_without_ulfm_that_is_said_once_and_a_failure_ends_the_set(without_ulfm):
     def fails(host):
         if host.world.rank == 1:

@@ -34,7 +34,7 @@ def run(code: str, **changed: str | None) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("home", [None, "/dev/null/home", "/proc/self"], ids=["unset", "not there", "not writable"])
 def test_a_home_is_not_needed(home, tmp_path, tmp_path_factory):
     settings = str(tmp_path_factory.mktemp("matplotlib"))  # it says itself where it has none

@@ -135,6 +135,7 @@ def test_the_losses_are_those_of_one_process(trained: Trained):
     assert trained.losses == same(trained.oracle.mean_losses)
 
 
+@pytest.mark.sampled(3)
 def test_the_trained_state_loads_into_the_plain_model(trained: Trained):
     plain = copy.deepcopy(trained.model).double()
     plain.load_state_dict(trained.state, strict=True)
@@ -151,7 +152,7 @@ def test_training_leaves_the_model_that_was_given_as_it_was(trained: Trained):
     assert not equal(trained.state, fresh.double().state_dict())
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("backend", ["loopback", "mpi"])
 def test_what_a_cell_defines_trains(backend: str):
     """Model, loss and optimiser; over MPI the ranks are other processes, that know nothing of this one."""
@@ -255,7 +256,7 @@ def test_verify_tells_a_difference(cluster):
 # ---- a precision that the plan changes
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("kind", "plan"), [("double", "float32"), ("half", "float32"), ("bfloat16", "bfloat16")])
 def test_a_precision_that_the_plan_changes_is_told_once(cluster, kind: str, plan: str):
     model = getattr(unet(), kind)()
