@@ -1,9 +1,4 @@
-"""ResNet v1 and v2 in the CIFAR design: three stages with equal numbers of blocks, for images of any size.
-
-v1: He et al., Deep Residual Learning for Image Recognition, arXiv:1512.03385, section 4.2.
-v2: He et al., Identity Mappings in Deep Residual Networks, arXiv:1603.05027, section 4.
-Widths, strides and shortcuts are those of the Keras CIFAR-10 example, which MPI4DL also benchmarks.
-"""
+"""The plain models: ResNet v1 and v2, AmoebaNet-D, U-Net, and a chain of convolutions for benchmarks."""
 
 from __future__ import annotations
 
@@ -15,6 +10,13 @@ import torch
 from torch import Tensor, nn
 
 __all__ = ["amoebanetd", "resnet20_v1", "resnet110_v2", "resnet_v1", "resnet_v2"]
+
+
+# ResNet v1 and v2 in the CIFAR design: three stages with equal numbers of blocks, for images of any size.
+#
+# v1: He et al., Deep Residual Learning for Image Recognition, arXiv:1512.03385, section 4.2.
+# v2: He et al., Identity Mappings in Deep Residual Networks, arXiv:1603.05027, section 4.
+# Widths, strides and shortcuts are those of the Keras CIFAR-10 example, which MPI4DL also benchmarks.
 
 STEM_CHANNELS = 16
 

@@ -183,7 +183,7 @@ NAMES = {
     "amoebanet --num-layers 3 --num-filters 16": ("amoebanetd", {"num_layers": 3, "num_filters": 16}),
     "amoebanetd --num-layers 3 --num-filters 16": ("amoebanetd", {"num_layers": 3, "num_filters": 16}),
     "engines.models:resnet_v2 --num-layers 11": ("resnet_v2", {"depth": 11}),
-    "unet": ("unet.UNet", {}),
+    "unet": ("UNet", {}),
 }
 
 

@@ -1,4 +1,4 @@
-"""The flags of a training, with the predecessor's names, defaults and meanings."""
+"""The command `train`: its flags, with the predecessor's names and meanings, and the training."""
 
 from __future__ import annotations
 
@@ -42,6 +42,9 @@ __all__ = [
     "make_train_parser",
     "run_train",
 ]
+
+
+# The flags of a training, with the predecessor's names, defaults and meanings.
 
 _CROP = "crop"
 

@@ -1,4 +1,4 @@
-"""Pickling for ranks: functions and classes by name if ranks can import them, otherwise by value."""
+"""Pickling of the notebook's functions and classes for ranks, and imports that follow the notebook's."""
 
 from __future__ import annotations
 
@@ -23,6 +23,9 @@ from engines.comm.start import SAFE, order_search_path
 from engines.errors import PlanError
 
 __all__ = ["NotebookImports", "SourceVersion", "make_import_error", "pack", "sync_imports"]
+
+
+# Pickling for ranks: functions and classes by name if ranks can import them, otherwise by value.
 
 _registry = RLock()  # cloudpickle's list of modules is shared by all threads
 

@@ -1,4 +1,4 @@
-"""The rendezvous of a world's ranks for torch.distributed's backends."""
+"""The rendezvous of a world's ranks for torch.distributed's backends, and gloo over it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from torch import Tensor
 from engines.comm.world import World
 
 __all__ = ["PATIENCE", "GlooAllReduce", "connect_gloo", "make_tcp_store"]
+
+
+# The rendezvous of a world's ranks for torch.distributed's backends.
 
 PATIENCE = timedelta(seconds=60)
 """How long to wait for the other ranks."""

@@ -1,4 +1,4 @@
-"""A subset of a world's ranks as a world of its own."""
+"""A subset of a world's ranks as a world of its own, and Python values as messages between ranks."""
 
 from __future__ import annotations
 
@@ -24,6 +24,9 @@ __all__ = [
     "send_value",
     "unpack_value",
 ]
+
+
+# A subset of a world's ranks as a world of its own.
 
 # Python values as bytes with a checksum: unpickling incomplete or undefined bytes could run arbitrary code.
 

@@ -1,4 +1,4 @@
-"""A file that holds the contents of offloaded tensors."""
+"""Offloading of tensors to a file, and fetching them before they are read."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ from engines.formatting import format_bytes
 from engines.program.traffic import LEAST_BYTES
 
 __all__ = ["OffloadStore", "Offloader", "find_disk_folder"]
+
+
+# A file that holds the contents of offloaded tensors.
 
 _CHUNK_BYTES = 256 << 20
 

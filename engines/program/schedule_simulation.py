@@ -1,4 +1,4 @@
-"""The order in which the micro-batches of a direction are processed, and what each of them waits for."""
+"""The simulation that makes every pipeline schedule: queues of micro-batches, and which one a rank takes next."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from engines.program.schedule import ActionKind, Batch, PipelineAction, Slot
 from engines.program.schedule_rules import ScheduleRule
 
 __all__ = ["QueuedMicroBatch", "ScheduleRule", "Stages", "make_queues", "simulate"]
+
+
+# The order in which the micro-batches of a direction are processed, and what each of them waits for.
 
 Stages = Sequence[Sequence[int]]
 """The stages of one direction, each with the ranks that work on it together."""

@@ -1,4 +1,4 @@
-"""The messages that a rank sends in one training step, counted from its program before anything runs."""
+"""The messages of a training step, counted before anything runs, and the memory in which they are staged."""
 
 from __future__ import annotations
 
@@ -35,6 +35,9 @@ __all__ = [
     "is_persistent",
     "is_tile_contiguous",
 ]
+
+
+# The messages that a rank sends in one training step, counted from its program before anything runs.
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The user's choices for a study of asynchronous replicas."""
+"""Asynchronous replicas: the user's choices for a study, and the versions of the weights that replicas use."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from engines.errors import PlanError
 from engines.plan import Plan
 
 __all__ = ["MODES", "Asynchrony", "VersionTracker"]
+
+
+# The user's choices for a study of asynchronous replicas.
 
 MODES = ("synchronous", "server", "peers")
 

@@ -1,14 +1,4 @@
-"""Check by a trial step without memory that training can continue from the state of an optimiser and a scheduler.
-
-Weights on PyTorch's meta device have shapes and dtypes, but no memory. The same holds for their gradients and for the
-optimiser's state. Scalar state, such as the step count of a weight, keeps its value.
-
-    trial step of                       if the step fails
-    1. the optimiser as it was made     a trial is impossible: only sizes are checked
-    2. ... with the saved options       every step of the training would fail, too
-                                        (afterwards: its state shows what must have been saved)
-    3. ... and with the saved state     every step of the training would fail, too
-"""
+"""Check that a training can continue from a checkpoint: names, shapes, and a trial step of the optimiser."""
 
 from __future__ import annotations
 
@@ -46,6 +36,19 @@ __all__ = [
     "check_shapes",
     "read_scheduler_state",
 ]
+
+
+# Check by a trial step without memory that training can continue from the state of an optimiser and a scheduler.
+#
+# Weights on PyTorch's meta device have shapes and dtypes, but no memory. The same holds for their gradients and for
+# the
+# optimiser's state. Scalar state, such as the step count of a weight, keeps its value.
+#
+#     trial step of                       if the step fails
+#     1. the optimiser as it was made     a trial is impossible: only sizes are checked
+#     2. ... with the saved options       every step of the training would fail, too
+#                                         (afterwards: its state shows what must have been saved)
+#     3. ... and with the saved state     every step of the training would fail, too
 
 
 def check_optimiser_step(optimiser: torch.optim.Optimizer, made: Mapping[str, Any], names: Mapping[int, str]) -> None:

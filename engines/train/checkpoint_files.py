@@ -1,4 +1,4 @@
-"""`checkpoint.json`, the manifest of a checkpoint: protected by a checksum, and validated as untrusted input."""
+"""The files of a checkpoint: the manifest `checkpoint.json`, and tensors in safetensors files."""
 
 from __future__ import annotations
 
@@ -30,6 +30,9 @@ __all__ = [
     "read_manifest",
     "serialise_manifest",
 ]
+
+
+# `checkpoint.json`, the manifest of a checkpoint: protected by a checksum, and validated as untrusted input.
 
 FORMAT = 1
 MOST_STEPS = 1 << 53

@@ -1,7 +1,4 @@
-"""Errors of reading or writing a checkpoint: the checkpoint is damaged, or the machine cannot access it now.
-
-A lack of memory, file handles or permissions says nothing about the files: they may be intact.
-"""
+"""The folder of checkpoints: names, the newest whole one, and errors of reading or writing one."""
 
 from __future__ import annotations
 
@@ -35,6 +32,11 @@ __all__ = [
     "prune",
     "publish_draft",
 ]
+
+
+# Errors of reading or writing a checkpoint: the checkpoint is damaged, or the machine cannot access it now.
+#
+# A lack of memory, file handles or permissions says nothing about the files: they may be intact.
 
 _OF_THE_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EFBIG, errno.ENAMETOOLONG)
 

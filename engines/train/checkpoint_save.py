@@ -1,4 +1,4 @@
-"""The contents of a checkpoint, and which rank contributes which tensor."""
+"""Save a training: which rank contributes which tensor, and the collective writing of a checkpoint."""
 
 from __future__ import annotations
 
@@ -28,6 +28,9 @@ from engines.train.checkpoint_writer import CheckpointWriter
 from engines.train.training import RankTraining, Recipe
 
 __all__ = ["KEEP", "CheckpointContents", "RankMetadata", "RankState", "compute_fingerprint", "save"]
+
+
+# The contents of a checkpoint, and which rank contributes which tensor.
 
 _JSON_BYTES = 1 << 16  # of a manifest, besides a few hundred for each weight
 _BYTES_PER_WEIGHT = 1 << 9

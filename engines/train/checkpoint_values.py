@@ -1,4 +1,4 @@
-"""Convert the state of optimisers and schedulers, except large tensors, to JSON and back."""
+"""The state of optimisers and schedulers as JSON and tensors, and back."""
 
 from __future__ import annotations
 
@@ -24,6 +24,9 @@ __all__ = [
     "is_finite",
     "make_optimiser_state",
 ]
+
+
+# Convert the state of optimisers and schedulers, except large tensors, to JSON and back.
 
 _KIND = "python"  # key that marks a value of a type that JSON lacks
 _MOST = 1024  # most elements of a tensor that is written as text

@@ -1,4 +1,4 @@
-"""The record of a training with replicas: losses, their times, and the staleness of updates."""
+"""One replica of an asynchronous training, and the record of what all replicas did."""
 
 from __future__ import annotations
 
@@ -32,6 +32,9 @@ __all__ = [
     "unflatten_like",
     "with_gradients_only",
 ]
+
+
+# The record of a training with replicas: losses, their times, and the staleness of updates.
 
 
 @dataclass(frozen=True, slots=True)

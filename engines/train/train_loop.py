@@ -1,8 +1,4 @@
-"""The last step of an epoch, if fewer images are left than a step takes.
-
-It has as many micro-batches as every other step, each with fewer images, and each of its images has equal weight. So it
-is the step of a training made for that many images, and the loss is the mean over them.
-"""
+"""The training loop of one rank: epochs of steps, and the smaller step that may end an epoch."""
 
 from __future__ import annotations
 
@@ -50,6 +46,13 @@ __all__ = [
     "run",
     "run_step",
 ]
+
+
+# The last step of an epoch, if fewer images are left than a step takes.
+#
+# It has as many micro-batches as every other step, each with fewer images, and each of its images has equal weight. So
+# it
+# is the step of a training made for that many images, and the loss is the mean over them.
 
 _WAY_OUT = "Leave them out in each epoch (drop_last=True, --drop-last)"
 

@@ -1,4 +1,4 @@
-"""Synchronous replicas, which wait for each other at every update: the baseline of the asynchronous modes."""
+"""Train replicas, synchronous or asynchronous, and replay what asynchronous ones did in one process."""
 
 from __future__ import annotations
 
@@ -25,6 +25,9 @@ from engines.train.replica_server import ParameterClient, ParameterServer, Param
 from engines.train.training import Loss, RankTraining, Recipe
 
 __all__ = ["SynchronousReplica", "replay", "train_replicas"]
+
+
+# Synchronous replicas, which wait for each other at every update: the baseline of the asynchronous modes.
 
 
 def with_global_loss(graph: ModelGraph, plan: Plan) -> ModelGraph:

@@ -1,4 +1,4 @@
-"""The quality of predictions, counted class by class, so that the counts of ranks, steps and images add up."""
+"""Events of a training, and the quality of predictions as counts that add up over ranks and steps."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ __all__ = [
     "sum_counts",
     "summarise",
 ]
+
+
+# The quality of predictions, counted class by class, so that the counts of ranks, steps and images add up.
 
 
 @dataclass(frozen=True, slots=True)

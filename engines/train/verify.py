@@ -1,4 +1,4 @@
-"""Texts of `verify`: which tensors differ, by how much, and whether that is rounding or a fault."""
+"""Compare a training on ranks with one process: three steps, all gradients, and a report of what differs."""
 
 from __future__ import annotations
 
@@ -34,6 +34,9 @@ __all__ = [
     "verify",
     "with_small_loss_scale",
 ]
+
+
+# Texts of `verify`: which tensors differ, by how much, and whether that is rounding or a fault.
 
 
 def describe_fault(far: Sequence[TensorDifference]) -> list[str]:

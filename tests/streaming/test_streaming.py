@@ -203,7 +203,7 @@ def test_a_folder_that_is_not_there_is_named(tmp_path):
 )
 def test_other_plans_are_refused(knobs: dict, said: str, tmp_path):
     plan = Plan(**(TILED | {"slice_method": "2x2"} | knobs))
-    with pytest.raises(PlanError, match=f"{said}: tiles in turn are"):
+    with pytest.raises(PlanError, match=f"{said}: where one process computes the ranks in turn"):
         StreamedTraining(prepare(Net(), plan, SHAPE, device="cpu"), tmp_path)
 
 
