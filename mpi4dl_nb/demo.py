@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Train, verify and draw; the last line printed is JSON."""
     chosen = _parse_options(arguments)
     picture = open_image(immunohistochemistry())
-    batches = list(StainCrops(picture, chosen.crop_px, count=16, seed=0).iterate_batches(chosen.batch_size))
+    batches = list(StainCrops(picture, chosen.crop_px, count=8, seed=0).iterate_batches(chosen.batch_size))
     torch.manual_seed(0)
     model = resnet110_v2(num_classes=2)
     print(f"Starting {PLAN.ranks} ranks ({PLAN.summary}) ...", flush=True)
@@ -68,9 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     flags = argparse.ArgumentParser(description="Train ResNet-110 v2 on tiles of a stained tissue.")
-    flags.add_argument("--epochs", type=int, default=4)
-    flags.add_argument("--batch-size", type=int, default=4)
-    flags.add_argument("--crop-px", type=int, default=128)
+    flags.add_argument("--epochs", type=int, default=3)
+    flags.add_argument("--batch-size", type=int, default=2)
+    flags.add_argument("--crop-px", type=int, default=96)
     flags.add_argument("--backend", choices=["mpi", "loopback"], default="mpi")
     flags.add_argument("--figures", default="build/demo", help="folder for the pictures")
     return flags.parse_args(arguments)
@@ -81,7 +81,7 @@ def _average_by_epoch(losses: Sequence[float], steps: int) -> list[float]:
     return [statistics.fmean(losses[start : start + steps]) for start in range(0, len(losses), steps)]
 
 
-def _measure_rates(training: Training, batches: Sequence[Batch], rounds: int = 3) -> tuple[float, float]:
+def _measure_rates(training: Training, batches: Sequence[Batch], rounds: int = 2) -> tuple[float, float]:
     """Return the median images per second of the ranks and of one process with all cores, measured interleaved."""
     torch.set_num_threads(count_cores())
     alone = ReferenceTraining(training.model, training.loss, training.recipe.optimiser)
