@@ -356,6 +356,20 @@ OPTIONS: Mapping[str, PlanOption] = {each.name: each.metadata["option"] for each
 """What is known of each field, by its name."""
 
 
+def format_options() -> str:
+    """Return a line for each field: its name, default, meaning, and how its results differ from the default's."""
+    lines = []
+    for each in fields(Plan):
+        option = OPTIONS[each.name]
+        lines.append(
+            f"    {each.name}={each.default!r}: {option.help}" + (f" ({option.results})" if option.results else "")
+        )
+    return "\n".join(lines)
+
+
+Plan.__doc__ = f"{Plan.__doc__}\n    Fields:\n\n{format_options()}\n    "
+
+
 def make_grid(method: str, tiles: int | None) -> Grid:
     """Return the grid that a slice method makes of a number of tiles (None: 4, or the number that the grid itself has).
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import fields
 
 import pytest
@@ -73,3 +74,10 @@ def test_what_other_rooms_ask_of_the_knobs():
     assert {name for name, option in OPTIONS.items() if option.divides == "step"} == {
         *("parts", "accumulate", "times", "data_parallel", "bidirectional"),
     }
+
+
+def test_help_lists_every_knob():
+    text = inspect.getdoc(Plan)
+    for field in fields(Plan):
+        assert f"{field.name}={field.default!r}: {OPTIONS[field.name].help}" in text
+    assert f"({OPTIONS['sync_batchnorm'].results})" in text

@@ -262,7 +262,7 @@ def _format_step(progress: Progress) -> list[str]:
 
 def _format_ranks(progress: Progress) -> str:
     used, held = compute_uses(progress), get_memory_bytes(progress)
-    # Ranks that are threads of one process have one memory, which is told in a row of its own.
+    # Ranks that are threads of one process have one memory, which has a row of its own.
     together = next(iter(held.values()), 0) if progress.one_process else None
     names = format_rank_names(progress.plan)
     rows: list[tuple[str, ...]] = []

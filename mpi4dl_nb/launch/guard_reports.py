@@ -113,7 +113,7 @@ class GuardReports:
             # What is known of a rank, and what it counts as:
             #
             #     last report             guard since then     counts as
-            #     "stalled in halo 3"     heard                stalled in halo 3
+            #     "stalled in halo 3"     received             stalled in halo 3
             #     "stalled in halo 3"     silent for 3 s       silent: it may have gone on unseen
             #     "stalled, no work"      need not report      idle
             silent = {

@@ -47,7 +47,7 @@ _WORDS = {
 #     notebook                                        agent on a host
 #     the text of host_agent.py             ──>       compiled and run (BOOT)
 #     tell: folder, mpiexec, ranks          ──>
-#                                           <──       told: versions, network, cores; its folders
+#                                           <──       sent: versions, network, cores; its folders
 #     arm: connection file, the controller  ──>
 #                                           <──       unreachable: "", or why
 #     beat, every half second               ──>

@@ -248,7 +248,7 @@ class StepDebugger:
             )
 
     def _advance(self, target: StepCounts) -> StepEvent:
-        # The ranks are told only how far to go. They execute at once, as in any step, and wait for each other's
+        # The notebook sends only how far the ranks go. They execute at once, as in any step, and wait for each other's
         # messages; by the order of dependencies, none waits for an instruction beyond another one's target.
         last = target == self.order.ends
         standings = self._call("advance", [(place,) for place in target])
