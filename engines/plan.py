@@ -36,7 +36,6 @@ class PlanOption:
     - `divides`: what it divides images among: `step` (into micro-batches) or `micro_batch`; empty: nothing.
     - `results`: how the results differ from those of the default; empty: they do not, but for rounding.
     - `kept`: a training that goes on with another number of ranks keeps the value; it chooses the other ones anew.
-    - `in_turn`: the value may be chosen also where one process computes the ranks one after another.
     - `phrase`: how a summary mentions a value that is not the default; empty: in words of its own.
     """
 
@@ -49,7 +48,6 @@ class PlanOption:
     divides: str = ""
     results: str = ""
     kept: bool = False
-    in_turn: bool = True
     phrase: str = ""
 
 
@@ -137,7 +135,6 @@ class Plan:
         help="a second copy of the model runs through the ranks in mirrored order (GEMS)",
         group="Directions and replicas",
         divides="step",
-        in_turn=False,
     )
     times: int = _option(
         1,
@@ -153,7 +150,6 @@ class Plan:
         low=1,
         flags=("--local-DP",),
         divides="micro_batch",
-        in_turn=False,
     )
     data_parallel: int = _option(
         1,
@@ -161,7 +157,6 @@ class Plan:
         group="Directions and replicas",
         low=1,
         divides="step",
-        in_turn=False,
     )
     accumulate: int = _option(
         1,
@@ -188,11 +183,8 @@ class Plan:
         False,
         help="halos travel while what needs none is computed: for slow links",
         group="Tiles",
-        in_turn=False,
     )
-    schedule: str = _option(
-        "fill_drain", help="the order of micro-batches", group="Pipeline", choices=SCHEDULES, in_turn=False
-    )
+    schedule: str = _option("fill_drain", help="the order of micro-batches", group="Pipeline", choices=SCHEDULES)
     stages_per_rank: int = _option(
         1, help="stages on each rank behind the spatial ones, for the schedule interleaved", group="Pipeline", low=1
     )
@@ -210,7 +202,6 @@ class Plan:
         help="keep what comes from other ranks, and compute the rest again for backward",
         group="Numbers",
         kept=True,
-        in_turn=False,
         phrase="activations again",
     )
     offload_activations: bool = _option(
@@ -218,7 +209,6 @@ class Plan:
         help="what is kept for backward lies in a file: a GPU's on the host, a host's on its disk",
         group="Numbers",
         kept=True,
-        in_turn=False,
         phrase="activations in a file",
     )
     compile_segments: bool = _option(
@@ -226,7 +216,6 @@ class Plan:
         help="fewer, larger kernels by torch.compile: for GPUs; the first steps compile",
         group="Numbers",
         kept=True,
-        in_turn=False,
         phrase="compiled",
     )
     sync_batchnorm: bool = _option(
@@ -235,7 +224,6 @@ class Plan:
         group="Numbers",
         results="batch norm normalises each tile by itself",
         kept=True,
-        in_turn=False,
     )
 
     def __post_init__(self) -> None:

@@ -67,10 +67,6 @@ def test_what_other_rooms_ask_of_the_knobs():
     """The lists that these rooms once kept by hand."""
     numbers = {"precision", "checkpoint_activations", "offload_activations", "compile_segments", "sync_batchnorm"}
     assert {name for name, option in OPTIONS.items() if option.kept} == numbers
-    assert {name for name, option in OPTIONS.items() if not option.in_turn} == {
-        *numbers - {"precision"},
-        *("schedule", "data_parallel", "local_dp", "bidirectional", "overlap_halos"),
-    }
     assert {name for name, option in OPTIONS.items() if option.divides == "step"} == {
         *("parts", "accumulate", "times", "data_parallel", "bidirectional"),
     }

@@ -28,7 +28,7 @@ from engines.bench.memory import (
 )
 from engines.cli import options
 from engines.comm.cgroup_limits import count_cores
-from engines.comm.device import choose_device, keep_memory_tight
+from engines.comm.device import choose_device, keep_memory_tight, share_process
 from engines.comm.loopback import make_loopback_worlds
 from engines.comm.streams import wait_for_device
 from engines.errors import PlanError, TraceError
@@ -56,12 +56,12 @@ def _make_one_rank_step(_: nn.Module, recipe: Recipe, batch: Batch) -> Trained:
     return lambda: training.step(own)
 
 
-def _make_streamed_step(_: nn.Module, recipe: Recipe, batch: Batch) -> Trained:
-    from engines.program.streamed_training import StreamedTraining
+def _make_step_in_turn(_: nn.Module, recipe: Recipe, batch: Batch) -> Trained:
+    from engines.bench.streaming import make_ranks_in_turn  # greenlet is not installed on every machine
 
-    training = StreamedTraining(recipe)
-    feed = training.cut(batch)
-    return lambda: training.step(feed)
+    share_process(count_cores())  # all cores for the rank that computes
+    _, step = make_ranks_in_turn(recipe)
+    return lambda: step(batch)
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ _WAYS = {
     "away": _TrainingMethod(
         "away: they lie in a file meanwhile", _make_one_rank_step, {**_UNCUT, "offload_activations": True}
     ),
-    "in-turn": _TrainingMethod("in-turn: the plan's tiles one after another", _make_streamed_step),
+    "in-turn": _TrainingMethod("in-turn: the plan's tiles one after another", _make_step_in_turn),
 }
 
 
@@ -111,10 +111,6 @@ def bench_largest(arguments: Sequence[str]) -> dict[str, object]:
         raise PlanError(f"--image-size {chosen.image_size}: images are square here. Name one number of pixels.")
     if chosen.most_px < chosen.step_px:
         raise PlanError(f"--most-px {chosen.most_px} is less than one step of {chosen.step_px} px (--step-px).")
-    if chosen.way == "in-turn":
-        from engines.program.streamed_training import check_streamable
-
-        check_streamable(options.make_plan(chosen))
     _make_recipe(chosen)  # a fault of the model or the plan is found before any trial
     seen: dict[int | None, Mapping[str, Any]] = {None: {"failure": None}}
 

@@ -1,5 +1,9 @@
 """Streamed tiles within a memory limit, against one process with the whole image and no limit.
 
+The tiles are those of a plan, whose ranks run one after another in one thread, as in a cluster of `"in_turn"` ranks,
+with their activations in a file meanwhile. Late layers have many weights and few pixels: a last stage that is not cut
+holds them once.
+
 Both train the same steps in processes of their own, one after the other. `needs` is the plain training's peak divided
 by the limit, `time_ratio` the duration of a streamed step divided by that of a plain step, and `grad_rel` the relative
 distance of the last gradients. The kernel enforces the limit (`RLIMIT_DATA`, Linux): an allocation beyond it fails.
@@ -13,7 +17,10 @@ import sys
 import tempfile
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,14 +29,35 @@ from torch import Tensor, nn
 
 from engines.bench.memory import KEPT_BYTES, MIB, limit_memory, measure_host_peak_bytes, run_in_subprocess
 from engines.comm.cgroup_limits import count_cores
-from engines.comm.device import keep_memory_tight
+from engines.comm.device import keep_memory_tight, share_process
 from engines.errors import RankError
 from engines.program.offloader import find_disk_folder
-from engines.program.streamed_training import StreamedTraining, check_streamable
-from engines.train.oracle import ReferenceTraining
+from engines.program.rank_scheduler import RankScheduler
+from engines.train.oracle import ReferenceTraining, to_plain_names
+from engines.train.training import RankTraining, Recipe
 from engines.train.verify import make_batches
 
-__all__ = ["bench_streaming", "make_streaming_parser", "train_plain", "train_streamed"]
+__all__ = ["bench_streaming", "make_ranks_in_turn", "make_streaming_parser", "train_plain", "train_streamed"]
+
+
+def make_ranks_in_turn(recipe: Recipe) -> tuple[list[RankTraining], Callable[[Mapping[str, Tensor]], None]]:
+    """Return the trainings of a plan's ranks in this thread, and a function that trains a step on a whole batch.
+
+    What a rank holds while others compute is in a file. Raises RankError if nothing can be stored.
+    """
+    recipe = replace(recipe, plan=replace(recipe.plan, offload_activations=True))
+    scheduler = RankScheduler(recipe.plan.ranks)
+    trainings = [RankTraining(world, recipe) for world in scheduler.worlds]
+    for rank, training in enumerate(trainings):
+        scheduler.register(rank, training.worker.offload)
+
+    def train_rank(training: RankTraining, batch: Mapping[str, Tensor]) -> None:
+        # Cut in the rank's turn, and held by no name here, so that each part is freed after its last use.
+        training.start(training.cut(batch))
+        while not training.worker.done:
+            training.advance()
+
+    return trainings, lambda batch: scheduler.run([partial(train_rank, each, batch) for each in trainings])
 
 
 def make_streaming_parser() -> ArgumentParser:
@@ -52,7 +80,7 @@ def bench_streaming(arguments: Sequence[str]) -> dict[str, object]:
     from engines.cli import options
 
     chosen = make_streaming_parser().parse_args(list(arguments))
-    check_streamable(options.make_plan(chosen))
+    options.make_plan(chosen)  # a fault of the plan is found before any training
     with tempfile.TemporaryDirectory() as folder:
         ways = {name: Path(folder, name) for name in ("streamed", "alone")}
         functions = {"streamed": train_streamed.__name__, "alone": train_plain.__name__}
@@ -86,17 +114,19 @@ def train_streamed(arguments: Sequence[str]) -> None:
     _, recipe = options.make_recipe(chosen, options.make_plan(chosen).ranks)
     whole = make_batches(recipe, chosen.seed, steps=1)[0]
     keep_memory_tight(True, KEPT_BYTES)
-    training = StreamedTraining(recipe, chosen.folder)
-    feed = training.cut(whole)
+    tempfile.tempdir = str(chosen.folder)
+    share_process(count_cores())  # all cores for the rank that computes
+    trainings, step = make_ranks_in_turn(recipe)
     try:
-        with limit_memory(training.device, chosen.memory_mb * MIB):
-            line = _measure_steps(lambda: training.step(feed), chosen.iterations)
+        with limit_memory(trainings[0].device, chosen.memory_mb * MIB):
+            line = _measure_steps(lambda: step(whole), chosen.iterations)
     except RankError as error:
         sys.exit(str(error))
     except (RuntimeError, MemoryError) as error:
         sys.exit(f"{chosen.memory_mb} MB are too little ({error}). Use more tiles, or more memory.")
-    save_file(_make_contiguous(training.gradients), path)
-    print(json.dumps(line | {"stored_bytes": training.store.end_bytes}), flush=True)
+    gradients = [to_plain_names(training.copy_tensors()["gradients"]) for training in trainings]
+    save_file(_make_contiguous(dict(ChainMap(*gradients))), path)
+    print(json.dumps(line | {"stored_bytes": sum(each.offloader.store.end_bytes for each in trainings)}), flush=True)
 
 
 def train_plain(arguments: Sequence[str]) -> None:

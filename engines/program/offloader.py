@@ -42,12 +42,12 @@ class OffloadStore:
     """Contents of storages in an unnamed file, which disappears with the process however that ends.
 
     The contents can be read and modified in place, through the operating system's page cache of the file; the system
-    evicts these pages when memory is short. `folder` is where the file is (None: where temporary files are, on a disk).
-    Regions that no tensor uses any more are reused.
+    evicts these pages when memory is short. The file is where temporary files are, on a disk. Regions that no tensor
+    uses any more are reused.
     """
 
-    def __init__(self, folder: str | Path | None = None) -> None:
-        self.folder = Path(folder or find_disk_folder())
+    def __init__(self) -> None:
+        self.folder = find_disk_folder()
         try:
             self._file = tempfile.TemporaryFile(dir=self.folder)  # noqa: SIM115 (open as long as the store)
         except OSError as error:
@@ -61,7 +61,7 @@ class OffloadStore:
         self._free: dict[int, list[_FileRegion]] = defaultdict(list)
         self._rest: _FileRegion | None = None  # the free end of the last chunk
         self._used: weakref.WeakValueDictionary[int, np.ndarray] = weakref.WeakValueDictionary()
-        self._mapped_bytes = self.end_bytes = self.written_bytes = 0
+        self._mapped_bytes = self.end_bytes = 0
 
     def put(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
         """Return a host storage with the same content, backed by the file. Raises RankError if the disk is full."""
@@ -72,19 +72,12 @@ class OffloadStore:
         weakref.finalize(there, self._free[size].append, place).atexit = False
         copy = torch.frombuffer(there, dtype=torch.uint8)
         copy.copy_(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))  # multi-threaded
-        self.written_bytes += size
         self._used[copy.data_ptr()] = there
         return copy.untyped_storage()
 
     def has_storage(self, storage: torch.UntypedStorage) -> bool:
         """Return whether the storage is backed by the file."""
         return storage.data_ptr() in self._used
-
-    def close(self) -> None:
-        """Return the disk space, as soon as no tensor uses it."""
-        self._file.close()
-        self._free.clear()
-        self._rest = None
 
     def _allocate(self, size: int) -> _FileRegion:
         """Return a region reserved on the disk: writing to a mapped page without disk space would end the process."""
@@ -208,12 +201,6 @@ class Offloader:
                 strides = tensor.stride()
                 tensor.data = tensor.new_empty(()).expand(tensor.size())  # free the old memory before allocating anew
                 tensor.data = _make_storageless(tensor, strides)
-
-    def clear(self) -> None:
-        """Forget all tensors."""
-        self._used.clear()
-        self._later.clear()
-        self._away.clear()
 
 
 def _make_storageless(tensor: Tensor, strides: Sequence[int]) -> Tensor:

@@ -12,12 +12,16 @@ from engines.program.instructions import Compute, ExchangeHalf, ModelInstruction
 from engines.program.micro_batch import MicroBatchState
 from engines.program.offloader import Offloader
 
-__all__ = ["EagerOffloadingMicroBatch", "OffloadingMicroBatch"]
+__all__ = ["OffloadingMicroBatch"]
 
 
 @dataclass
 class OffloadingMicroBatch(MicroBatchState):
-    """A micro-batch that fetches what an instruction reads, and records what autograd saves for each segment."""
+    """A micro-batch that offloads what a forward instruction makes as soon as it ends, and fetches what one reads.
+
+    It records what autograd saves for each segment. Message buffers do not belong to a micro-batch, so nothing is moved
+    while it is being sent.
+    """
 
     offloader: Offloader = field(kw_only=True)
     _saved: dict[str, list[Tensor]] = field(default_factory=dict)
@@ -25,12 +29,17 @@ class OffloadingMicroBatch(MicroBatchState):
     _going_back: ModelInstruction | None = None
 
     def __post_init__(self) -> None:
+        # The caller's pixels, in tensors of their own memory, so that moving one moves nothing else.
+        self.inputs = {
+            name: part.detach() if part.untyped_storage().nbytes() == part.nbytes else part.clone()
+            for name, part in self.inputs.items()
+        }
         super().__post_init__()
         self._begun = list(self.inputs)
         self.inputs = dict.fromkeys(self.inputs)  # names only, so that inputs can be freed  # type: ignore[arg-type]
 
     def run_instruction(self, instruction: ModelInstruction, phase: Phase) -> int:
-        """Run one instruction with all that it reads in memory; return the bytes sent."""
+        """Run one instruction with all that it reads in memory, and offload what it made; return the bytes sent."""
         if phase is Phase.FORWARD:
             names = instruction.inputs if isinstance(instruction, Compute) else (instruction.source,)
             self.offloader.fetch(self.values[name] for name in names if name in self.values)
@@ -41,14 +50,24 @@ class OffloadingMicroBatch(MicroBatchState):
             self.offloader.fetch(self._get_gradients(instruction))
             self._going_back = instruction
         try:
-            return super().run_instruction(instruction, phase)
+            sent = super().run_instruction(instruction, phase)
         finally:
             self._going_back = None
             self.offloader.end_instruction()
             self._touched[instruction.name] = instruction
+        if phase is Phase.FORWARD:
+            self.offload()
+            return sent
+        # Going backward, only what was fetched for this instruction and will be read by another one is worth a copy:
+        # the rest is freed soon.
+        names = instruction.inputs if isinstance(instruction, Compute) else ()
+        lasting = self.direction_program.kept_to_end
+        leaves = [self.leaves[name] for name in names if name in self.leaves and name not in lasting]
+        self.offloader.offload([*self._saved.get(instruction.name, ()), *leaves])
+        return sent
 
-    def collect_touched(self) -> Iterator[Tensor]:
-        """Yield what instructions have made or added to since the last call, as far as it is still alive.
+    def offload(self) -> None:
+        """Offload what instructions have made or added to since the last call, as far as it is alive and not in use.
 
         Of the values that outlive the step only the prediction is large; the others are not offloaded, since other code
         reads them too.
@@ -62,9 +81,8 @@ class OffloadingMicroBatch(MicroBatchState):
         saved = [tensor for name in self._touched for tensor in self._saved.get(name, ())]
         made = [tensor for name in self._touched for tensor in self._made.get(name, ())]
         self._begun, self._touched = [], {}
-        for tensor in (*saved, *made, *self._get_tensors(names)):
-            if tensor.untyped_storage()._cdata not in kept:
-                yield tensor
+        touched = (*saved, *made, *self._get_tensors(names))
+        self.offloader.offload(tensor for tensor in touched if tensor.untyped_storage()._cdata not in kept)
 
     def _get_tensors(self, names: Iterable[str]) -> Iterator[Tensor]:
         """Yield values and their gradients."""
@@ -74,10 +92,6 @@ class OffloadingMicroBatch(MicroBatchState):
                     yield tensors[name]
             if name in self.leaves and self.leaves[name].grad is not None:
                 yield self.leaves[name].grad
-
-    def offload(self) -> None:
-        """Offload what the micro-batch has made or added to since the last call, except what is in use."""
-        self.offloader.offload(self.collect_touched())
 
     def fetch(self, tensor: Tensor) -> Tensor:
         """Return the tensor, moved back to the device it is computed on."""
@@ -103,44 +117,14 @@ class OffloadingMicroBatch(MicroBatchState):
         self._saved[segment.name] = saved
         return sent
 
+    def _recompute(self, segment: Compute) -> None:
+        self.offloader.fetch(self._get_inputs(segment))
+        super()._recompute(segment)
+
     def _get_gradients(self, instruction: ModelInstruction) -> Iterator[Tensor]:
         """Return the gradients that an instruction reads or adds to."""
         leaves = (self.leaves.get(name) for name in _get_value_names(instruction))
         return (leaf.grad for leaf in leaves if leaf is not None and leaf.grad is not None)
-
-
-@dataclass
-class EagerOffloadingMicroBatch(OffloadingMicroBatch):
-    """A micro-batch of ordinary training that offloads what a forward instruction makes as soon as it ends.
-
-    Message buffers do not belong to a micro-batch, so nothing is moved while it is being sent.
-    """
-
-    def __post_init__(self) -> None:
-        # The caller's pixels, in tensors of their own memory, so that moving one moves nothing else.
-        self.inputs = {
-            name: part.detach() if part.untyped_storage().nbytes() == part.nbytes else part.clone()
-            for name, part in self.inputs.items()
-        }
-        super().__post_init__()
-
-    def run_instruction(self, instruction: ModelInstruction, phase: Phase) -> int:
-        """Run one instruction; return the bytes sent."""
-        sent = super().run_instruction(instruction, phase)
-        if phase is Phase.FORWARD:
-            self.offloader.offload(self.collect_touched())
-            return sent
-        # Going backward, only what was fetched for this instruction and will be read by another one is worth a copy:
-        # the rest is freed soon.
-        names = instruction.inputs if isinstance(instruction, Compute) else ()
-        lasting = self.direction_program.kept_to_end
-        leaves = [self.leaves[name] for name in names if name in self.leaves and name not in lasting]
-        self.offloader.offload([*self._saved.get(instruction.name, ()), *leaves])
-        return sent
-
-    def _recompute(self, segment: Compute) -> None:
-        self.offloader.fetch(self._get_inputs(segment))
-        super()._recompute(segment)
 
 
 def _get_value_names(instruction: ModelInstruction) -> tuple[str, ...]:

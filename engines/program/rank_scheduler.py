@@ -29,7 +29,7 @@ class _SuspendingMailbox(Mailbox):
         super().__init__(size)
         self.size, self.recovered, self.recovering = size, 0, 0
         self.waits_for: dict[int, Callable[[], bool]] = {}
-        self.before_rest: dict[int, Callable[[], object]] = {}
+        self.before_rest: dict[int, Callable[[], object]] = dict.fromkeys(range(size), lambda: None)
 
     def wait_for_message(self, place: Any) -> None:
         if not self.has(place):
@@ -77,20 +77,11 @@ class RankScheduler:
 
     def __init__(self, size: int) -> None:
         self._mail = _SuspendingMailbox(size)
-        self._progress: dict[int, Callable[[], Sequence[int]]] = {}
         self.worlds = [LoopbackWorld(rank, size, self._mail) for rank in range(size)]
-        for rank in range(size):
-            self.register(rank, lambda: None)
 
-    def register(
-        self, rank: int, before_rest: Callable[[], object], progress: Callable[[], Sequence[int]] | None = None
-    ) -> None:
-        """Set what a rank does before others run, and how its progress is measured (larger is further).
-
-        Without `progress`, a rank counts as further the more messages for it are in the mailbox.
-        """
+    def register(self, rank: int, before_rest: Callable[[], object]) -> None:
+        """Set what a rank does before others run."""
         self._mail.before_rest[rank] = before_rest
-        self._progress[rank] = progress or (lambda: (self._mail.count_unread(rank),))
 
     def run(self, works: Sequence[Callable[[], Any]]) -> list[Any]:
         """Run the work of each rank to its end and return the results. The first failure ends all and is raised.
@@ -105,14 +96,14 @@ class RankScheduler:
                 left = sorted(stacks.keys() - results.keys())
                 able = [rank for rank in left if self._mail.can_run(rank)]
                 if able:
-                    # The rank with the most progress is resumed. A tile whose halo has arrived thus continues before
-                    # another tile starts work that it would have to hold while it waits. What a waiting tile holds is
-                    # offloaded, but unread messages are not, so this order keeps them few.
+                    # The rank with the most unread messages is resumed. A tile whose halo has arrived thus continues
+                    # before another tile starts work that it would have to hold while it waits. What a waiting tile
+                    # holds is offloaded, but unread messages are not, so this order keeps them few.
                     #
                     #   tile 0   layer 1, sends to 1 | waits for 1                  | layer 2 ...
                     #   tile 1                       | layer 1, sends to 0 | waits for 2
                     #   tile 2     (begins only when 0 and 1 can do no more)        | layer 1 ...
-                    rank = max(able, key=lambda rank: self._progress[rank]())
+                    rank = max(able, key=self._mail.count_unread)
                     result = stacks[rank].switch()
                 else:
                     rank = left[0]

@@ -32,7 +32,7 @@ from engines.program.compile import Compiler, compile_plan
 from engines.program.instructions import Phase, SumGradients
 from engines.program.micro_batch import MicroBatchState
 from engines.program.offloader import Offloader, OffloadStore
-from engines.program.offloading_micro_batch import EagerOffloadingMicroBatch
+from engines.program.offloading_micro_batch import OffloadingMicroBatch
 from engines.program.program import Program, ShardSpec
 from engines.program.segment import Segment
 from engines.program.segment_compiler import SegmentCompiler, check_compiler
@@ -292,11 +292,12 @@ class RankTraining:
             for name, tensor in recipe.names[owner].kept.items()
         }
         self._make_lane: Callable[..., MicroBatchState] = MicroBatchState
+        self.offloader: Offloader | None = None
         if recipe.plan.offload_activations:
             # Activations go to a file of this rank; what the rank holds in any case stays.
             stays = [*self.weights.values(), *self.buffers.values()]
-            offloader = Offloader(OffloadStore(), stays, reads_files=self.device.type == "cpu")
-            self._make_lane = partial(EagerOffloadingMicroBatch, offloader=offloader)
+            self.offloader = Offloader(OffloadStore(), stays, reads_files=self.device.type == "cpu")
+            self._make_lane = partial(OffloadingMicroBatch, offloader=self.offloader)
         self._make_segment = SegmentCompiler() if recipe.plan.compile_segments else Segment
         # One setup for each number of images in a step; weights, buffers and optimiser are the same in all of them.
         found = self._make_setup(recipe, program, recipe.make_optimiser(self.weights), recipe.rules)

@@ -50,7 +50,6 @@ def test_tiles_in_turn_train_larger_images(mpiexec):
         (("--step-px", "64", "--most-px", "32"), "less than one step of 64 px"),
         (("--image-size", "256x128"), "images are square here"),
         (("--way", "again", "--data-parallel", "2"), "2 ranks"),
-        (("--way", "in-turn", "--schedule", "1f1b", "--parts", "2", "--batch-size", "2"), "schedule='1f1b'"),
         (("--way", "again", "--model", "engines.models:resnet110_v2", "--memory-mb", "1"), "Not even 256 x 256 px"),
     ],
 )

@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from engines.bench.streaming import make_ranks_in_turn
 from engines.comm.loopback import run_ranks
 from engines.graph.model_graph import TensorSpec
 from engines.plan import Plan
-from engines.program.streamed_training import StreamedTraining
+from engines.train.oracle import to_plain_names
 from engines.train.training import RankTraining, Recipe, prepare
 from engines.train.verify import make_batches, record_rank_run, verify
 from tests.loss.losses import RATE, SIZE, WHOLE, Loss, dice, dice_of_images, focal, plain, segmenter, unbalanced
@@ -72,12 +73,13 @@ def test_tiles_in_turn_in_one_process_as_well():
     plan = float64(split_size=1, num_spatial_parts=4, parts=4)
     recipe, (images, labels) = recipe_of(plan, WHOLE["wrapped"], 8), unbalanced(8, 0)
     (wanted,), (gradients,), _ = plain(segmenter(), WHOLE["wrapped"], [(images, labels)])
-    training = StreamedTraining(recipe)
-    losses = training.step(training.cut({"images": images, "labels": labels}))
-    assert statistics.fmean(losses.values()) == pytest.approx(wanted, rel=1e-12)
-    for name, gradient in training.gradients.items():
-        torch.testing.assert_close(gradient, gradients[name], rtol=1e-10, atol=1e-13)
-    training.close()
+    trainings, step = make_ranks_in_turn(recipe)
+    step({"images": images, "labels": labels})
+    losses = [loss for training in trainings for loss in training.report.losses.values()]
+    assert statistics.fmean(losses) == pytest.approx(wanted, rel=1e-12)
+    for training in trainings:
+        for name, gradient in to_plain_names(training.copy_tensors()["gradients"]).items():
+            torch.testing.assert_close(gradient, gradients[name], rtol=1e-10, atol=1e-13)
 
 
 def test_bits_are_those_of_separate_means_where_all_labels_count():

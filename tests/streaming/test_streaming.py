@@ -5,19 +5,21 @@ from __future__ import annotations
 import errno
 import json
 import os
+import tempfile
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
-from engines.errors import LossError, PlanError, RankError
+from engines.bench.streaming import make_ranks_in_turn
+from engines.errors import LossError, RankError
 from engines.graph.model_graph import to_user_name
 from engines.plan import Plan
 from engines.program import offloader
-from engines.program.streamed_training import StreamedTraining
-from engines.train.oracle import ReferenceTraining
-from engines.train.training import prepare
+from engines.program.worker import Worker
+from engines.train.oracle import ReferenceTraining, to_plain_names
+from engines.train.training import RankTraining, prepare
 from engines.train.verify import make_batches
 
 SHAPE = (2, 3, 48, 40)
@@ -56,117 +58,106 @@ def nothing_stays(monkeypatch):
     monkeypatch.setattr(offloader, "LEAST_BYTES", 1)
 
 
-@pytest.fixture
-def make(tmp_path):
-    """A training in turn, its batches, and one process."""
-    made = []
-
-    def training(plan: Plan, steps: int = 3, reads_files: bool = True, **rules):
-        torch.manual_seed(0)
-        model = Net()
-        recipe = prepare(model, plan, SHAPE, device="cpu", **rules)
-        one = ReferenceTraining(
-            model,
-            nn.CrossEntropyLoss(),
-            recipe.optimiser,
-            torch.float64,
-            recipe.draws,
-            plan.micro_batches,
-            recipe.rules,
-        )
-        made.append(StreamedTraining(recipe, tmp_path, threads=1))
-        for shelf_ in made[0]._shelves:
-            shelf_.reads_files = reads_files
-        return made[0], make_batches(recipe, 0, steps=steps), one
-
-    yield training
-    for each in made:
-        each.close()
+def make(plan: Plan, steps: int = 3, **rules):
+    """The trainings of the ranks, a function that trains a step, its batches, and one process."""
+    torch.manual_seed(0)
+    model = Net()
+    recipe = prepare(model, plan, SHAPE, device="cpu", **rules)
+    one = ReferenceTraining(
+        model,
+        nn.CrossEntropyLoss(),
+        recipe.optimiser,
+        torch.float64,
+        recipe.draws,
+        plan.micro_batches,
+        recipe.rules,
+    )
+    return *make_ranks_in_turn(recipe), make_batches(recipe, 0, steps=steps), one
 
 
 def far(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours - theirs).norm() / theirs.norm().clamp_min(1e-12))
 
 
-def state(training: StreamedTraining) -> dict[str, torch.Tensor]:
-    named = {**training.weights, **training.buffers}
+def state(trainings: list[RankTraining]) -> dict[str, torch.Tensor]:
+    named = {name: tensor for training in trainings for name, tensor in training.held.items()}
     return {to_user_name(name): tensor.detach().clone() for name, tensor in named.items()}
 
 
-def assert_alike(training: StreamedTraining, one: ReferenceTraining) -> None:
+def assert_alike(trainings: list[RankTraining], one: ReferenceTraining) -> None:
     theirs = {**one.weights, **one.buffers}
-    for key, ours in state(training).items():
+    for key, ours in state(trainings).items():
         assert far(ours.double(), theirs[key].detach().double()) <= 1e-10, key
 
 
 @pytest.mark.parametrize("reads_files", [True, False], ids=["in the file", "brought back"])
 @pytest.mark.parametrize("name", PLANS)
-def test_three_steps_are_those_of_one_process(name: str, reads_files: bool, make, tmp_path):
-    training, whole, one = make(PLANS[name], reads_files=reads_files)
+def test_three_steps_are_those_of_one_process(name: str, reads_files: bool, monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    trainings, step, whole, one = make(PLANS[name])
+    for training in trainings:
+        training.offloader.reads_files = reads_files
     for batch in whole:
-        losses = training.step(training.cut(batch))
+        step(batch)
         loss = one.step(batch)
-        assert sum(losses.values()) / len(losses) == pytest.approx(loss, rel=1e-10)
-        gradients = training.gradients
-        for key, theirs in one.gradients.items():
-            assert far(gradients[key], theirs) <= 1e-10 or theirs.norm() < 1e-12, key
-    assert_alike(training, one)
-    assert training.store.written_bytes > training.store.end_bytes > 0
+        losses = [found for training in trainings for found in training.report.losses.values()]
+        assert sum(losses) / len(losses) == pytest.approx(loss, rel=1e-10)
+        for training in trainings:
+            for key, ours in to_plain_names(training.copy_tensors()["gradients"]).items():
+                theirs = one.gradients[key]
+                assert far(ours, theirs) <= 1e-10 or theirs.norm() < 1e-12, key
+    assert_alike(trainings, one)
+    assert all(training.offloader.store.end_bytes > 0 for training in trainings)
     assert not list(tmp_path.iterdir())  # the file has no name
 
 
-def test_all_gradients_are_clipped_together_and_the_scheduler_goes_on(make):
+def test_all_gradients_are_clipped_together_and_the_scheduler_goes_on():
     scheduler = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
-    training, whole, one = make(PLANS["strips, then whole"], clip_norm=0.01, scheduler=scheduler)
+    trainings, step, whole, one = make(PLANS["strips, then whole"], clip_norm=0.01, scheduler=scheduler)
     for batch in whole:
-        training.step(training.cut(batch))
+        step(batch)
         one.step(batch)
-    assert_alike(training, one)
+    assert_alike(trainings, one)
 
 
-def test_while_a_tile_waits_it_holds_next_to_nothing(make):
-    training, whole, _ = make(PLANS["2x2"])
-    held = []
-    for rank, shelf_ in enumerate(training._shelves):
-        put_away = training._relay._mail.before_rest[rank]
+def test_while_a_tile_waits_it_holds_next_to_nothing(monkeypatch):
+    held, put_away = [], Worker.offload
 
-        def watched(put_away=put_away, worker=training.workers[rank], shelf_=shelf_):
-            put_away()
-            lanes = worker.micro_batch_states.values()
-            tensors = [t for lane in lanes for each in (lane.tensors, *lane._saved.values()) for t in each]
-            live = {s._cdata: s for t in tensors for s in [t.untyped_storage()]}
-            kept = shelf_._stay | shelf_._used
+    def watched(worker: Worker) -> None:
+        put_away(worker)
+        lanes = worker.micro_batch_states.values()
+        tensors = [t for lane in lanes for each in (lane.tensors, *lane._saved.values()) for t in each]
+        live = {s._cdata: s for t in tensors for s in [t.untyped_storage()]}
+        for lane in lanes:
+            kept = lane.offloader._stay | lane.offloader._used
             kept |= {
                 lane.leaves[n].untyped_storage()._cdata
-                for lane in lanes
                 for n in (lane.direction_program.kept_to_end - {lane.direction_program.prediction}) & lane.leaves.keys()
             }
-            here = [s for key, s in live.items() if key not in kept and not training.store.has_storage(s)]
-            held.append(sum(s.nbytes() for s in here))
+            store = lane.offloader.store
+            held.append(sum(s.nbytes() for key, s in live.items() if key not in kept and not store.has_storage(s)))
 
-        training._relay.register(rank, watched, training._relay._progress[rank])
-    training.step(training.cut(whole[0]))
+    monkeypatch.setattr(Worker, "offload", watched)
+    _, step, whole, _ = make(PLANS["2x2"], steps=1)
+    step(whole[0])
     assert held
     assert max(held) == 0
 
 
-def test_a_loss_that_is_no_number_changes_nothing_and_training_goes_on(make):
-    training, whole, one = make(PLANS["2x2"])
-    before = state(training)
-    broken = {**whole[0], "images": whole[0]["images"] * float("nan")}
+def test_a_loss_that_is_no_number_changes_nothing_and_training_goes_on():
+    trainings, step, whole, one = make(PLANS["2x2"], steps=1)
+    before = state(trainings)
     with pytest.raises(LossError, match="No weight was changed"):
-        training.step(training.cut(broken))
-    assert all(torch.equal(tensor, before[name]) for name, tensor in state(training).items())
-    training.step(training.cut(whole[0]))
+        step({**whole[0], "images": whole[0]["images"] * float("nan")})
+    assert all(torch.equal(tensor, before[name]) for name, tensor in state(trainings).items())
+    step(whole[0])
     one.step(whole[0])
-    assert all(
-        far(t.double(), one.weights[n].detach()) <= 1e-10 for n, t in state(training).items() if n in one.weights
-    )
+    assert_alike(trainings, one)
 
 
-def test_a_full_disk_is_said_and_changes_nothing(make, monkeypatch):
-    training, whole, one = make(PLANS["2x2"])
-    before, calls, reserve = state(training), [], os.posix_fallocate
+def test_a_full_disk_is_said_and_changes_nothing(monkeypatch):
+    trainings, step, whole, one = make(PLANS["2x2"], steps=1)
+    before, calls, reserve = state(trainings), [], os.posix_fallocate
 
     def full(*arguments):
         calls.append(1)
@@ -176,35 +167,17 @@ def test_a_full_disk_is_said_and_changes_nothing(make, monkeypatch):
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(RankError, match=r"is full: .* more are to be stored"):
-        training.step(training.cut(whole[0]))
-    assert all(torch.equal(tensor, before[name]) for name, tensor in state(training).items())
-    training.step(training.cut(whole[0]))
+        step(whole[0])
+    assert all(torch.equal(tensor, before[name]) for name, tensor in state(trainings).items())
+    step(whole[0])
     one.step(whole[0])
-    assert all(
-        far(t.double(), one.weights[n].detach()) <= 1e-10 for n, t in state(training).items() if n in one.weights
-    )
+    assert_alike(trainings, one)
 
 
-def test_a_folder_that_is_not_there_is_named(tmp_path):
-    recipe = prepare(Net(), PLANS["2x2"], SHAPE, device="cpu")
+def test_a_folder_that_is_not_there_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
     with pytest.raises(RankError, match=r"Nothing can be stored in .*nowhere"):
-        StreamedTraining(recipe, tmp_path / "nowhere")
-
-
-@pytest.mark.parametrize(
-    ("knobs", "said"),
-    [
-        ({"data_parallel": 2}, "data_parallel=2"),
-        ({"split_size": 2, "local_dp": 2}, "local_dp=2"),
-        ({"schedule": "zero_bubble"}, "schedule='zero_bubble'"),
-        ({"sync_batchnorm": False}, "sync_batchnorm=False"),
-        ({"overlap_halos": True}, "overlap_halos=True"),
-    ],
-)
-def test_other_plans_are_refused(knobs: dict, said: str, tmp_path):
-    plan = Plan(**(TILED | {"slice_method": "2x2"} | knobs))
-    with pytest.raises(PlanError, match=f"{said}: where one process computes the ranks in turn"):
-        StreamedTraining(prepare(Net(), plan, SHAPE, device="cpu"), tmp_path)
+        make(PLANS["2x2"], steps=1)
 
 
 ONE_STAGE = ("--model", "engines.models:chain", "--split-size", 1, "--spatial-size", 1, "--slice-method", "3x1")
