@@ -14,7 +14,7 @@ from torch import Tensor
 from engines.bench.compiled import time_interleaved
 from engines.comm.wait_time import measure_wait
 from engines.comm.world import Message, Pending, World
-from engines.program.instructions import Exchange, ExchangeHalf, SumGradients
+from engines.program.instructions import Exchange, SumGradients
 from engines.program.traffic import Traffic, count_traffic
 from engines.train.training import RankTraining, Recipe
 from engines.train.verify import make_batches
@@ -146,6 +146,10 @@ def _count_traffic(training: RankTraining, halos: bool) -> dict[str, int]:
         sums = list(training.program.select_instructions(SumGradients))
         return {"buckets": len({item.name for item in sums}), "bytes": sum(item.bytes for item in sums) // 2}
     sent = count_traffic(training.program).get("halo", Traffic(0, 0))
-    halves = sum(isinstance(item, ExchangeHalf) for item in training.program.forward)
-    whole = sum(isinstance(item, Exchange) and item.purpose == "halo" for item in training.program.forward)
-    return {"messages": sent.messages, "bytes": sent.bytes, "split": halves // 2, "whole": whole}
+    begun = [
+        item
+        for item in training.program.forward
+        if isinstance(item, Exchange) and item.purpose == "halo" and item.begins
+    ]
+    whole = sum(item.ends for item in begun)
+    return {"messages": sent.messages, "bytes": sent.bytes, "split": len(begun) - whole, "whole": whole}

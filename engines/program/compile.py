@@ -14,7 +14,7 @@ from engines.program.builder import Builder
 from engines.program.instructions import (
     Compute,
     CountLabels,
-    ExchangeHalf,
+    Exchange,
     FiniteCheckAllReduce,
     Instruction,
     Phase,
@@ -234,7 +234,7 @@ class Compiler:
                 if each.differentiable and (late or phase is not Phase.WEIGHTS):
                     # In reverse order, each half of an overlapped exchange takes the place of the other one:
                     #   forward   start, interior, end, border       backward   border', start', interior', end'
-                    yield Step(each.adjoint if isinstance(each, ExchangeHalf) else each, phase, item.micro_batch)
+                    yield Step(each.adjoint if isinstance(each, Exchange) else each, phase, item.micro_batch)
 
     def _get_trained_weights(self, item: Instruction) -> set[str]:
         """Return the trained weights that a segment reads."""

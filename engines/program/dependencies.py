@@ -15,7 +15,6 @@ from engines.program.instructions import (
     AllReduce,
     CountLabels,
     Exchange,
-    ExchangeHalf,
     FiniteCheckAllReduce,
     Phase,
     ReduceBatchStats,
@@ -132,14 +131,11 @@ def _make_sync_point(step: Step, everyone: frozenset[int]) -> _SyncPoint:
     match step.instruction:
         case Exchange() as exchange:
             key = ("exchange", exchange.tag, forward, step.micro_batch)
-            return _SyncPoint(key, _find_awaited_ranks(exchange, forward))
-        case ExchangeHalf(exchange=exchange, begins=begins):
-            key = ("exchange", exchange.tag, forward, step.micro_batch)
-            return (
-                _SyncPoint(key, alone)
-                if begins
-                else _SyncPoint((*key, "ends"), _find_awaited_ranks(exchange, forward), key)
-            )
+            # A rank that receives also waits for its own sends to complete.
+            lenders, borrowers = {m.source for m in exchange.receives}, {m.target for m in exchange.sends}
+            waits = exchange.ends and (lenders if forward else borrowers)
+            here = key if exchange.begins else (*key, "ends")
+            return _SyncPoint(here, frozenset(lenders | borrowers) if waits else alone, key)
         case AllReduce(name=name, group=group):
             return _SyncPoint((name, forward, step.micro_batch), frozenset(group))
         case SumGradients(name=name, group=group):
@@ -154,9 +150,3 @@ def _make_sync_point(step: Step, everyone: frozenset[int]) -> _SyncPoint:
         case Update(name=name):
             return _SyncPoint(name, everyone)
     return _SyncPoint(None, alone)
-
-
-def _find_awaited_ranks(exchange: Exchange, forward: bool) -> frozenset[int]:
-    """Return the ranks an exchange waits for: a rank that receives also waits for its own sends to complete."""
-    lenders, borrowers = {m.source for m in exchange.receives}, {m.target for m in exchange.sends}
-    return frozenset(lenders | borrowers) if (lenders if forward else borrowers) else frozenset()

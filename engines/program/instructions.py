@@ -25,7 +25,6 @@ __all__ = [
     "Compute",
     "CountLabels",
     "Exchange",
-    "ExchangeHalf",
     "FiniteCheckAllReduce",
     "Instruction",
     "LocalOp",
@@ -35,8 +34,6 @@ __all__ = [
     "RunningStatistics",
     "SumGradients",
     "Update",
-    "get_received_exchange",
-    "with_prefix",
 ]
 
 DEVICE = Ref("@device")
@@ -106,6 +103,12 @@ class Exchange:
 
     Backward is the adjoint: the same moves with source and target swapped, accumulating at the destination. Gradients
     of the fill are dropped.
+
+    An exchange begins, where it posts its messages, and ends, where it waits for them. Both are one instruction, or
+    (`split`) two, between which the rank computes what depends on no other rank. Then only `strips` of the window are
+    ever made, a list of (name, tile). Backward runs in reverse order: it begins at the second half, which sends the
+    gradients of the strips, and ends at the first half, which receives the gradients of the pixels that this rank had
+    sent and adds everything to the gradient of the source.
     """
 
     name: str
@@ -122,6 +125,30 @@ class Exchange:
     receives: tuple[Move, ...]
     tag: int
     differentiable: bool
+    strips: tuple[tuple[str, Tile], ...] = ()
+    begins: bool = True
+    ends: bool = True
+
+    @property
+    def key(self) -> str:
+        """The name of the exchange, which its two halves share."""
+        return self.name if self.begins and self.ends else self.name.rpartition(" ")[0]
+
+    @property
+    def parts(self) -> tuple[tuple[str, Tile], ...]:
+        """The tensors that the exchange makes, with their tiles: the window if the rank needs one, or strips of it."""
+        return self.strips or (((self.target, self.window),) if self.window is not None else ())
+
+    def split(self, strips: tuple[tuple[str, Tile], ...]) -> Exchange:
+        """Return the first half of the exchange in halves that makes `strips`; the second one is its `adjoint`."""
+        return replace(self, name=f"{self.name} begins", strips=strips, ends=False)
+
+    @property
+    def adjoint(self) -> Exchange:
+        """The instruction in the place of this one in the backward pass: itself, or of a half the other half."""
+        if self.begins and self.ends:
+            return self
+        return replace(self, name=f"{self.key} {'begins' if self.ends else 'ends'}", begins=self.ends, ends=self.begins)
 
     def compute_shape(self, tile: Tile) -> tuple[int, ...]:
         """Return the shape of the pixels of `tile`, with all channels and all images of the tile."""
@@ -145,53 +172,6 @@ class Exchange:
     def kind(self) -> str:
         """The category shown in figures."""
         return self.purpose
-
-
-@dataclass(frozen=True, slots=True)
-class ExchangeHalf:
-    """The first or second half of an exchange; between the halves the rank computes what depends on no other rank.
-
-    The first half (`begins`) posts the messages. The second half waits for them and fills `strips`, a list of (name,
-    tile): only these parts of the window are ever made. Backward is the adjoint and runs in reverse order: it begins at
-    the second half, which sends the gradients of the strips, and ends at the first half, which receives the gradients
-    of the pixels that this rank had sent and adds everything to the gradient of the source.
-    """
-
-    exchange: Exchange
-    strips: tuple[tuple[str, Tile], ...]
-    begins: bool
-
-    @property
-    def name(self) -> str:
-        """The name of the exchange, and whether this half begins or ends it."""
-        return f"{self.exchange.name} {'begins' if self.begins else 'ends'}"
-
-    @property
-    def source(self) -> str:
-        """The value whose pixels are transferred."""
-        return self.exchange.source
-
-    @property
-    def differentiable(self) -> bool:
-        """Whether the exchange also runs backward."""
-        return self.exchange.differentiable
-
-    @property
-    def kind(self) -> str:
-        """The category shown in figures."""
-        return self.exchange.purpose
-
-    @property
-    def adjoint(self) -> ExchangeHalf:
-        """The other half, which takes the place of this one in the backward pass."""
-        return replace(self, begins=not self.begins)
-
-
-def get_received_exchange(instruction: Instruction) -> Exchange | None:
-    """Return the exchange whose messages have arrived when this instruction is done, or None."""
-    if isinstance(instruction, ExchangeHalf):
-        return None if instruction.begins else instruction.exchange
-    return instruction if isinstance(instruction, Exchange) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,14 +291,7 @@ class Update:
     differentiable: bool = False
 
 
-ModelInstruction = Compute | Exchange | ExchangeHalf | AllReduce
+ModelInstruction = Compute | Exchange | AllReduce
 """The instructions of which a micro-batch's forward pass consists."""
 
 Instruction = ModelInstruction | CountLabels | SumGradients | ReduceBatchStats | FiniteCheckAllReduce | Update
-
-
-def with_prefix(item: ModelInstruction, prefix: str) -> ModelInstruction:
-    """Return the same instruction with `prefix` put before its name."""
-    if isinstance(item, ExchangeHalf):
-        return replace(item, exchange=replace(item.exchange, name=f"{prefix}{item.exchange.name}"))
-    return replace(item, name=f"{prefix}{item.name}")

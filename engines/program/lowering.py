@@ -13,7 +13,7 @@ from engines.graph.model_graph import ModelGraph, Node, Ref
 from engines.graph.stages import cut_stages, find_layers
 from engines.plan import Plan
 from engines.program.builder import POINT, Builder
-from engines.program.instructions import ModelInstruction, with_prefix
+from engines.program.instructions import ModelInstruction
 from engines.program.program import ShardSpec
 from engines.program.value_layout import Memo, ValueLayout
 from engines.spatial.batch_sharding import find_sharded_names, shard_graph
@@ -115,7 +115,8 @@ class Lowering:
         """Return the forward instructions of a rank's stage; `lasting` values live to the end of the step."""
         kept = {crossing.value for crossing in self.crossings if crossing.source == role.stage}
         prefix = f"{'mirrored.' * role.direction}stage{role.stage}."
-        return tuple(with_prefix(item, prefix) for item in self.get_builder(role).finish(kept.union(lasting)))
+        items = self.get_builder(role).finish(kept.union(lasting))
+        return tuple(replace(item, name=f"{prefix}{item.name}") for item in items)
 
     def get_input_shards(self, role: Role) -> Iterable[tuple[str, ShardSpec]]:
         """Yield the name of each input that a rank needs for its stage, and its part of it."""

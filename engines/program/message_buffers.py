@@ -173,9 +173,9 @@ def _make_spatial_index(exchange: Exchange, rows: slice, cols: slice) -> Index:
     return (..., *(chosen.get(axis, slice(None)) for axis in range(min(exchange.axes), 0)))
 
 
-def find_outside(exchange: Exchange, window: Tile | None) -> list[Index]:
+def find_outside(exchange: Exchange, window: Tile) -> list[Index]:
     """Return the indices of a window's rows and columns outside the image."""
-    if exchange.axes is None or window is None:
+    if exchange.axes is None:
         return []
     found, everything = [], [slice(None), slice(None)]
     for position, span in enumerate((window.rows, window.cols)):

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from engines.comm.all_reduce import all_reduce
 from engines.comm.world import World
-from engines.program.exchange_runner import AsyncExchangeRunner, ExchangeRunner, StartedExchange
-from engines.program.instructions import AllReduce, Compute, Exchange, ExchangeHalf, ModelInstruction, Phase
+from engines.program.exchange_runner import ExchangeRunner, StartedExchange
+from engines.program.instructions import AllReduce, Compute, Exchange, ModelInstruction, Phase
 from engines.program.program import DirectionProgram
 from engines.program.segment import Segment
 
@@ -29,7 +29,6 @@ class Runtime:
     exchange_runners: Mapping[str, ExchangeRunner]
     segments: dict[str, Segment]
     keeps_graphs: bool = True
-    async_runners: Mapping[str, AsyncExchangeRunner] = field(default_factory=dict)
 
 
 @dataclass
@@ -54,7 +53,7 @@ class MicroBatchState:
     _made: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
     # By segment, from INPUTS to WEIGHTS: its differentiable outputs, and their gradients.
     _late: dict[str, tuple[list[Tensor], list[Tensor]]] = field(default_factory=dict)
-    # By exchange, between its halves.
+    # By exchange, from where it begins to where it ends.
     _under_way: dict[str, StartedExchange] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -69,8 +68,6 @@ class MicroBatchState:
                 return self._compute(segment) if forward else self._compute_backward(segment, phase)
             case Exchange() as exchange:
                 return self._exchange(exchange) if forward else self._exchange_backward(exchange)
-            case ExchangeHalf() as half:
-                return self._run_half(half) if forward else self._run_half_backward(half)
             case AllReduce() as reduction:
                 return self._reduce(reduction) if forward else self._reduce_backward(reduction)
 
@@ -227,41 +224,29 @@ class MicroBatchState:
         return grad
 
     def _exchange(self, exchange: Exchange) -> int:
-        source = self.values.get(exchange.source) if exchange.own else None
-        window, sent = self.runtime.exchange_runners[exchange.name].forward(source)
-        if window is not None:
-            self._keep(exchange.target, window, exchange.differentiable)
-        self._release(exchange, (exchange.source,))
+        runner, sent = self.runtime.exchange_runners[exchange.key], 0
+        if exchange.begins:
+            source = self.values.get(exchange.source) if exchange.own else None
+            self._under_way[exchange.key], sent = runner.start_forward(source)
+            self._release(exchange, (exchange.source,))
+        if exchange.ends:
+            made = runner.wait_forward(self._under_way.pop(exchange.key))
+            for (name, _), pixels in zip(exchange.parts, made, strict=True):
+                self._keep(name, pixels, exchange.differentiable)
         return sent
 
     def _exchange_backward(self, exchange: Exchange) -> int:
-        grad = self._take_gradient(exchange.target) if exchange.window else None
+        runner, sent = self.runtime.exchange_runners[exchange.key], 0
         source = self.leaves[exchange.source] if exchange.own else None
-        # With no other reader, nothing is added to the source's gradient later, so it may remain a view of the
-        # window's.
-        alone = len(self.direction_program.reads[exchange.source]) == 1
-        return self.runtime.exchange_runners[exchange.name].backward(grad, source, alone)
-
-    def _run_half(self, half: ExchangeHalf) -> int:
-        halves, name = self.runtime.async_runners[half.exchange.name], half.exchange.name
-        if half.begins:
-            source = self.values.get(half.source) if half.exchange.own else None
-            self._under_way[name], sent = halves.start_forward(source)
-            self._release(half, (half.source,))
-            return sent
-        for (strip, _), pixels in zip(half.strips, halves.wait_forward(self._under_way.pop(name)), strict=True):
-            self._keep(strip, pixels, half.differentiable)
-        return 0
-
-    def _run_half_backward(self, half: ExchangeHalf) -> int:
-        halves, name = self.runtime.async_runners[half.exchange.name], half.exchange.name
-        if half.begins:
-            self._under_way[name], sent = halves.start_backward(
-                [self._take_gradient(strip) for strip, _ in half.strips]
-            )
-            return sent
-        halves.wait_backward(self._under_way.pop(name), self.leaves.get(half.source) if half.exchange.own else None)
-        return 0
+        if exchange.begins:
+            grads = [self._take_gradient(name) for name, _ in exchange.parts]
+            self._under_way[exchange.key], sent = runner.start_backward(grads, source)
+        if exchange.ends:
+            # With no other reader, nothing is added to the source's gradient later, so it may remain a view of the
+            # window's.
+            alone = len(self.direction_program.reads[exchange.source]) == 1
+            runner.wait_backward(self._under_way.pop(exchange.key), source, alone)
+        return sent
 
     def _reduce(self, reduction: AllReduce) -> int:
         # A copy, since the all-reduce is in place and others may still read the source.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from engines.program.instructions import Compute, ExchangeHalf, ModelInstruction, Phase
+from engines.program.instructions import Compute, Exchange, ModelInstruction, Phase
 from engines.program.micro_batch import MicroBatchState
 from engines.program.offloader import Offloader
 
@@ -132,6 +132,6 @@ def _get_value_names(instruction: ModelInstruction) -> tuple[str, ...]:
     match instruction:
         case Compute():
             return (*instruction.inputs, *instruction.outputs)
-        case ExchangeHalf():
-            return (instruction.source, *(strip for strip, _ in instruction.strips))
+        case Exchange():
+            return (instruction.source, *(name for name, _ in instruction.parts))
     return (instruction.source, instruction.target)

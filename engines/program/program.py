@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TypeVar
 
 from engines.formatting import format_html_table
-from engines.program.instructions import Compute, ExchangeHalf, Instruction, ModelInstruction, Phase
+from engines.program.instructions import Compute, Exchange, Instruction, ModelInstruction, Phase
 from engines.program.traffic import count_traffic
 from engines.spatial.tiles import Tile
 
@@ -72,7 +72,7 @@ class DirectionProgram:
             names: tuple[str, ...]
             if isinstance(instruction, Compute):
                 names = instruction.inputs
-            elif isinstance(instruction, ExchangeHalf) and not instruction.begins:
+            elif isinstance(instruction, Exchange) and not instruction.begins:
                 names = ()  # the first half has read the source
             else:
                 names = (instruction.source,)

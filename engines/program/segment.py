@@ -169,9 +169,9 @@ def find_output_allocators(way: DirectionProgram, carriers: Mapping[str, Exchang
     #
     # A second reader would keep the whole window alive for as long as it needs y.
     return {
-        item.source: carriers[item.name].allocate_source
+        item.source: carriers[item.key].allocate_source
         for item in way.forward
-        if isinstance(item, Exchange) and len(way.reads[item.source]) == 1 and carriers[item.name].can_allocate_source
+        if isinstance(item, Exchange) and len(way.reads[item.source]) == 1 and carriers[item.key].can_allocate_source
     }
 
 

@@ -12,7 +12,7 @@ from engines.errors import PlanError
 from engines.graph.model_graph import Ref
 from engines.program.builder import Builder
 from engines.program.compile import Compiler
-from engines.program.instructions import AllReduce, Compute, Exchange, ExchangeHalf, Phase
+from engines.program.instructions import AllReduce, Compute, Exchange, Phase
 from engines.program.program import Program
 from engines.program.step_labels import StepLabel
 from engines.spatial.layout import Role
@@ -153,12 +153,12 @@ def _get_value_names(place: StepLabel) -> tuple[str, ...]:
     match place.step.instruction:
         case Compute(inputs=inputs, outputs=outputs):
             return outputs if forward else inputs
-        case Exchange() as exchange:
+        case Exchange(strips=()) as exchange:
             if forward:
                 return (exchange.target if exchange.window is not None else exchange.source,)
             return (exchange.source,) if exchange.own is not None else ()  # else all were sent to their owners
-        case ExchangeHalf(exchange=exchange):
-            return (exchange.source,)
+        case Exchange(source=source):
+            return (source,)
         case AllReduce(source=source, target=target):
             return (target if forward else source,)
     return ()

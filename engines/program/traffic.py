@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,6 @@ from engines.program.instructions import (
     AllReduce,
     CountLabels,
     Exchange,
-    ExchangeHalf,
     FiniteCheckAllReduce,
     Phase,
     ReduceBatchStats,
@@ -67,9 +66,7 @@ def count_traffic(program: Program) -> dict[str, Traffic]:
 def count_step_traffic(step: Step) -> Iterable[Traffic]:
     """Yield what one step sends, if anything."""
     match step.instruction:
-        case ExchangeHalf(exchange=exchange, begins=begins):
-            yield from count_step_traffic(replace(step, instruction=exchange)) if begins else ()
-        case Exchange() as exchange:
+        case Exchange(begins=True) as exchange:
             moves = exchange.sends if step.phase is Phase.FORWARD else exchange.receives
             yield Traffic(len(moves), exchange.compute_bytes(moves))
         case CountLabels(program=program, bytes=count_bytes, group=group):

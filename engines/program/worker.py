@@ -16,7 +16,7 @@ from engines.comm.status_board import get_status_board
 from engines.comm.wait_time import get_wait_s
 from engines.comm.world import World
 from engines.errors import PlanError
-from engines.program.exchange_runner import make_async_runners, make_exchange_runners
+from engines.program.exchange_runner import make_exchange_runners
 from engines.program.instructions import (
     DEVICE,
     Compute,
@@ -89,8 +89,7 @@ class Worker:
             for item in way.forward
             if isinstance(item, Compute)
         }
-        halves = make_async_runners(program.forward, world, self.device, self._send_queue)
-        self.runtime = Runtime(world, found, segments, keeps_graphs, halves)
+        self.runtime = Runtime(world, found, segments, keeps_graphs)
         self.restart({})
 
     def connect(self) -> None:

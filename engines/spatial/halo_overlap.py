@@ -12,7 +12,6 @@ from torch import Tensor
 from engines.comm.device import choose_memory_format
 from engines.graph.model_graph import Node, Ref
 from engines.program.builder import Builder, HaloRead
-from engines.program.instructions import ExchangeHalf
 from engines.spatial.kernels import register_kernel
 from engines.spatial.tiles import Span, Tile
 from engines.spatial.windows import compute_interior, compute_window
@@ -67,7 +66,7 @@ def split_interior(b: Builder, node: Node, lower: Lower) -> None:
         # The flush ends the segment with the interior, which runs between the two halves of the exchange.
         begins = b.instructions[-1]
         b.flush(interior=True)
-        b.instructions.append(replace(begins, begins=False))
+        b.instructions.append(begins.adjoint)
         for name, tile in begins.strips:
             b.hold(replace(b.get_value(source), name=name), tile)
     # The borders, each from its strip.
@@ -126,7 +125,7 @@ def _start_exchange(
     strips = tuple(
         (f"{target.name}.strip{index}", compute_window(each, *borrowed.rules)) for index, each in enumerate(borders)
     )
-    b.instructions.append(ExchangeHalf(exchange, strips, begins=True))
+    b.instructions.append(exchange.split(strips))
     return strips
 
 

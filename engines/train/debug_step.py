@@ -14,7 +14,7 @@ from torch.nn import functional
 from engines.comm.device import use_threads
 from engines.errors import PlanError
 from engines.program.exchange_runner import ReceivedMessage
-from engines.program.instructions import get_received_exchange
+from engines.program.instructions import Exchange
 from engines.program.worker import Inputs
 from engines.spatial.tiles import Move
 from engines.train.train_loop import RankStepStats, collect_stats
@@ -105,11 +105,11 @@ class RankStepper:
             self.training.advance()
         if worker.position < target:
             carrier = None
-            exchange = get_received_exchange(worker.program.steps[worker.position].instruction)
-            # A larger exchange (64 MiB) is carried out without copies of its effects.
-            if exchange is not None and exchange.compute_bytes((*exchange.sends, *exchange.receives)) <= 1 << 26:
-                carrier = {**worker.runtime.exchange_runners, **worker.runtime.async_runners}[exchange.name]
-                carrier.received = self._landings
+            match worker.program.steps[worker.position].instruction:
+                # A larger exchange (64 MiB) is carried out without copies of its effects.
+                case Exchange(ends=True) as found if found.compute_bytes((*found.sends, *found.receives)) <= 1 << 26:
+                    carrier = worker.runtime.exchange_runners[found.key]
+                    carrier.received = self._landings
             try:
                 self.training.advance()
             finally:

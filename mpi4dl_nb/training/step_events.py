@@ -12,7 +12,7 @@ from torch import Tensor
 from engines.errors import PlanError
 from engines.program.compile import Compiler
 from engines.program.dependencies import StepCounts
-from engines.program.instructions import Phase, get_received_exchange
+from engines.program.instructions import Exchange, Phase
 from engines.program.schedule import PipelineAction, Schedule, Slot
 from engines.program.shards import Shard, ShardIndex, assemble_shards
 from engines.program.step_labels import StepLabel
@@ -157,8 +157,8 @@ class StepView:
 
 def find_transfers(rank: int, did: StepLabel) -> Iterator[Transfer]:
     """Iterate over the transfers that a rank received in its last instruction."""
-    exchange = get_received_exchange(did.step.instruction)
-    if exchange is not None:
+    exchange = did.step.instruction
+    if isinstance(exchange, Exchange) and exchange.ends:
         forward = did.step.phase is Phase.FORWARD
         # In the backward pass an exchange runs in reverse: gradients arrive along the moves that the rank sent forward.
         #
@@ -167,7 +167,7 @@ def find_transfers(rank: int, did: StepLabel) -> Iterator[Transfer]:
         for move in exchange.receives if forward else exchange.sends:
             source = move.source if forward else move.target
             size = exchange.compute_bytes([move])
-            yield Transfer(exchange.name, exchange.purpose, source, rank, move, size, back=not forward)
+            yield Transfer(exchange.key, exchange.purpose, source, rank, move, size, back=not forward)
 
 
 def make_schedule(compiler: Compiler) -> Schedule:

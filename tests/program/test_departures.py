@@ -16,7 +16,7 @@ from engines.errors import RankError
 from engines.models import UNet, resnet20_v1
 from engines.plan import Plan
 from engines.program.exchange_runner import ExchangeRunner
-from engines.program.instructions import Compute, ExchangeHalf
+from engines.program.instructions import Compute, Exchange
 from engines.program.message_buffers import MessageBuffer, SendQueue
 from engines.program.program import Step
 from engines.program.update import GradientBucket
@@ -162,7 +162,10 @@ def test_who_stops_between_two_instructions_has_sent_what_others_wait_for(comput
         training = RankTraining(world, recipe)
         walk = RankStepper(training, training.cut(batch), 4, "0")
         steps = training.worker.program.steps
-        halves = [index for index, step in enumerate(steps) if isinstance(step.instruction, ExchangeHalf)]
+        exchanges = [
+            (index, step.instruction) for index, step in enumerate(steps) if isinstance(step.instruction, Exchange)
+        ]
+        halves = [index for index, exchange in exchanges if exchange.strips]
         walk.advance(1 + halves[0 if world.rank == 0 else 1])
         walk.advance(len(steps))
         return training.worker.done

@@ -18,8 +18,8 @@ from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.models import UNet
 from engines.plan import Plan
 from engines.program.compile import compile_plan
-from engines.program.exchange_runner import make_async_runners, make_exchange_runners
-from engines.program.instructions import Compute, Exchange, ExchangeHalf, Phase
+from engines.program.exchange_runner import make_exchange_runners
+from engines.program.instructions import Compute, Exchange, Phase
 from engines.program.message_buffers import SendQueue
 from engines.program.program import Program
 from engines.program.traffic import count_traffic
@@ -43,14 +43,20 @@ def program_of(model: nn.Module, plan: Plan, rank: int = 0) -> Program:
 
 def picture(program: Program, phase: Phase) -> list[str]:
     """The instructions of one way: halves by what they do, segments by whether they are an interior."""
-    names = {ExchangeHalf: lambda item: "begins" if item.begins else "ends", Exchange: lambda _: "halo"}
-    names[Compute] = lambda item: "interior" if item.interior else "segment"
+    names = {
+        Exchange: lambda item: "halo" if item.begins and item.ends else "begins" if item.begins else "ends",
+        Compute: lambda item: "interior" if item.interior else "segment",
+    }
     items = (step.instruction for step in program.steps if step.phase is phase)
     return [names[type(item)](item) for item in items if type(item) in names]
 
 
-def halves_of(program: Program) -> list[ExchangeHalf]:
-    return [item for item in program.forward if isinstance(item, ExchangeHalf)]
+def is_half(item: object) -> bool:
+    return isinstance(item, Exchange) and not (item.begins and item.ends)
+
+
+def halves_of(program: Program) -> list[Exchange]:
+    return list(filter(is_half, program.forward))
 
 
 # ---- the order of work
@@ -64,7 +70,7 @@ def test_backward_is_the_mirror_and_begins_where_forward_ends():
     assert picture(program, Phase.FORWARD)[:8] == there * 2
     assert picture(program, Phase.BACKWARD)[-6:] == ["segment", "begins", "interior", "ends", "segment", "interior"]
     back = [step.instruction for step in program.steps if step.phase is Phase.BACKWARD]
-    names = [item.name for item in back if isinstance(item, ExchangeHalf)]
+    names = [item.name for item in back if is_half(item)]
     assert names == [half.name for half in halves_of(program)[2:]]
     assert names[0].startswith("stage0.relu.window")
     assert names[0].endswith(" begins")
@@ -215,7 +221,7 @@ def test_a_step_given_up_between_halves_leaves_nothing_behind():
         training, fresh = RankTraining(world, recipe), RankTraining(world, recipe)
         given_up = training.cut({"images": 7 * images, "labels": labels})
         training.start(given_up)
-        while not isinstance(training.worker.step().instruction, ExchangeHalf):
+        while not is_half(training.worker.step().instruction):
             pass
         world.abort()
         world.recover()
@@ -236,20 +242,20 @@ def test_a_halo_passes_while_the_rank_computes():
 
     def seconds(world: LoopbackWorld) -> tuple[float, bool]:
         (half, _) = halves_of(compile_plan(recipe.graph, plan)[world.rank])
-        assert half.exchange.compute_bytes(half.exchange.receives) / BYTES_PER_S == pytest.approx(0.1, rel=0.01)
+        assert half.compute_bytes(half.receives) / BYTES_PER_S == pytest.approx(0.1, rel=0.01)
         link, cpu = ThrottledWorld(world, BYTES_PER_S), torch.device("cpu")
-        name = half.exchange.name
-        carrier = make_exchange_runners([half.exchange], link, cpu, SendQueue())[name]
-        source = torch.randn(half.exchange.compute_shape(half.exchange.own)).double()
+        whole = replace(half, strips=(), ends=True)
+        carrier = make_exchange_runners([whole], link, cpu, SendQueue())[whole.key]
+        source = torch.randn(half.compute_shape(half.own)).double()
         window, _ = carrier.forward(source)
-        halves = make_async_runners([half], link, cpu, SendQueue())[name]
+        halves = make_exchange_runners([half], link, cpu, SendQueue())[half.key]
         world.barrier()
         begun, _ = halves.start_forward(source)
         time.sleep(0.2)  # computing
         start_s = time.perf_counter()
         strips = halves.wait_forward(begun)
         waited_s = time.perf_counter() - start_s
-        within = [tile.to_slices(half.exchange.window) for _, tile in half.strips]
+        within = [tile.to_slices(half.window) for _, tile in half.strips]
         same = all(torch.equal(strip, window[..., *where]) for strip, where in zip(strips, within, strict=True))
         return waited_s, same
 
