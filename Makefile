@@ -17,9 +17,9 @@ STAMP := .venv/.installed
 # The rooms whose files import the standard library and numpy only: checked strictly, their examples run.
 PURE := engines/train/checkpoint_folder.py engines/errors.py engines/formatting.py engines/comm/supervisor.py engines/cli/plan_options.py engines/plan.py \
 	engines/spatial/layout.py engines/graph/model_graph.py engines/comm/output.py engines/images/regular_file.py engines/comm/start.py \
-	engines/spatial/tiles.py engines/spatial/windows.py engines/program/schedule.py engines/program/schedule_rules.py \
-	engines/program/schedule_simulation.py engines/program/make_schedule.py engines/program/instructions.py engines/program/program.py \
-	engines/program/traffic.py engines/program/timeline.py engines/comm/all_reduce_sizes.py engines/predict/actions.py \
+	engines/spatial/tiles.py engines/spatial/windows.py engines/program/schedule.py \
+	engines/program/make_schedule.py engines/program/instructions.py engines/program/program.py \
+	engines/program/timeline.py engines/comm/all_reduce_sizes.py engines/predict/actions.py \
 	engines/predict/machine.py engines/predict/tallies.py engines/predict/cores.py engines/predict/cost.py engines/predict/machines.py \
 	engines/predict/parallelism.py engines/predict/memory_simulation.py engines/predict/links.py engines/predict/noise.py engines/predict/machine_schema.py \
 	engines/predict/simulate.py engines/train/asynchrony.py engines/comm/status_board.py

@@ -10,7 +10,7 @@ from typing import Any
 
 from engines.errors import PlanError
 from engines.formatting import format_html_table
-from engines.program.schedule_rules import SCHEDULES, ScheduleRule, get_schedule_rule
+from engines.program.schedule import SCHEDULES, ScheduleRule, get_schedule_rule
 from engines.spatial.tiles import Grid
 
 __all__ = ["HALF", "OPTIONS", "PRECISIONS", "Plan", "PlanOption"]

@@ -10,7 +10,7 @@ import pytest
 
 from engines.images import folder, picture
 from engines.predict import machines
-from engines.program import schedule_rules
+from engines.program import schedule
 from engines.spatial import kernels, operator_table
 
 ROOT = Path(__file__).parents[1]
@@ -33,7 +33,7 @@ def _leaves_no_trace(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(module, name, getattr(module, name).copy())
     for module, name in NAMES:
         monkeypatch.setattr(module, name, getattr(module, name))
-    with patch.dict(schedule_rules.SCHEDULES):
+    with patch.dict(schedule.SCHEDULES):
         yield
 
 
@@ -73,7 +73,7 @@ def test_what_a_recipe_adds_is_not_there_yet(title: str):
     )
     added = re.findall("|".join(kinds), code)
     assert added
-    known = {*operator_table.get_rules(), *schedule_rules.SCHEDULES, *machines.MACHINES, *folder.ENDINGS}
+    known = {*operator_table.get_rules(), *schedule.SCHEDULES, *machines.MACHINES, *folder.ENDINGS}
     assert not known & {name for names in added for name in names if name}
 
 

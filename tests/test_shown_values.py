@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from engines.models import resnet20_v1
 from engines.plan import Plan
 from engines.program.compile import compile_plan
-from engines.program.traffic import count_traffic
+from engines.program.program import count_traffic
 from engines.train.training import prepare
 
 

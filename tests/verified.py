@@ -13,7 +13,7 @@ from pathlib import Path
 from engines.bench.gpu_check import launch
 from engines.cli import options
 from engines.program.compile import compile_plan
-from engines.program.traffic import count_traffic
+from engines.program.program import count_traffic
 from tests.stock import AS_WRITTEN, LOSSES, STOCK, Stock
 
 PAGE = Path(__file__).parents[1] / "VERIFIED.md"

@@ -15,7 +15,7 @@ from engines.bench.compiled import time_interleaved
 from engines.comm.wait_time import measure_wait
 from engines.comm.world import Message, Pending, World
 from engines.program.instructions import Exchange, SumGradients
-from engines.program.traffic import Traffic, count_traffic
+from engines.program.program import Traffic, count_traffic
 from engines.train.training import RankTraining, Recipe
 from engines.train.verify import make_batches
 

@@ -13,8 +13,7 @@ from engines.comm.world import World
 from engines.graph.label_spec import find_label_specs
 from engines.graph.model_graph import ModelGraph, Ref, to_user_name
 from engines.plan import Plan
-from engines.program.instructions import CountLabels
-from engines.program.program import Program
+from engines.program.program import CountLabels, Program
 from engines.program.worker import Worker
 from engines.spatial.layout import Layout
 

@@ -21,7 +21,6 @@ from engines.predict.tallies import BY_ARITHMETIC, DirectionTally, OpTally, Rank
 from engines.program.instructions import (
     AllReduce,
     Compute,
-    CountLabels,
     Exchange,
     FiniteCheckAllReduce,
     Phase,
@@ -29,8 +28,7 @@ from engines.program.instructions import (
     SumGradients,
     Update,
 )
-from engines.program.program import Program, Step
-from engines.program.traffic import LEAST_BYTES, count_staged_bytes
+from engines.program.program import LEAST_BYTES, CountLabels, Program, Step, count_staged_bytes
 from engines.spatial.tiles import Move
 
 __all__ = ["CostModel", "build_step_actions", "count_work", "estimate_segment_work"]

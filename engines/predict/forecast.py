@@ -14,9 +14,8 @@ from engines.predict.rank_memory import RankMemory, predict_rank_memory, predict
 from engines.predict.rank_tally import build_tally
 from engines.predict.simulate import simulate
 from engines.program.compile import Compiler
-from engines.program.program import Program
+from engines.program.program import Program, Traffic, count_traffic
 from engines.program.timeline import Timeline
-from engines.program.traffic import Traffic, count_traffic
 from engines.spatial.layout import compute_threads
 
 __all__ = [

@@ -10,8 +10,15 @@ from engines.comm.all_reduce_sizes import compute_workspace_bytes
 from engines.plan import Plan
 from engines.predict.tallies import DirectionTally, RankTally
 from engines.program.instructions import AllReduce, Compute, Exchange, Phase, SumGradients
-from engines.program.program import DirectionProgram, Program, Step
-from engines.program.traffic import LEAST_BYTES, compute_arena_bytes, count_staged_bytes, is_persistent
+from engines.program.program import (
+    LEAST_BYTES,
+    DirectionProgram,
+    Program,
+    Step,
+    compute_arena_bytes,
+    count_staged_bytes,
+    is_persistent,
+)
 
 __all__ = ["GradientTracker", "MemoryTracker", "simulate_memory"]
 

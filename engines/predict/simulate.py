@@ -27,9 +27,8 @@ from engines.predict.links import AllReduceCost, BackgroundAllReduce, LinkQueues
 from engines.predict.machine import Link, Machine
 from engines.predict.tallies import RankTally
 from engines.program.instructions import Phase
-from engines.program.program import Program
+from engines.program.program import Program, count_step_traffic
 from engines.program.timeline import Timeline, TimelineEvent
-from engines.program.traffic import count_step_traffic
 
 __all__ = ["simulate"]
 

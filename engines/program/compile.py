@@ -13,10 +13,8 @@ from engines.plan import Plan
 from engines.program.builder import Builder
 from engines.program.instructions import (
     Compute,
-    CountLabels,
     Exchange,
     FiniteCheckAllReduce,
-    Instruction,
     Phase,
     ReduceBatchStats,
     SumGradients,
@@ -24,7 +22,7 @@ from engines.program.instructions import (
 )
 from engines.program.lowering import STAGE_TAGS, Lowering, add_inputs
 from engines.program.make_schedule import ActionKind, Batch, PipelineAction, Schedule, make_schedule
-from engines.program.program import DirectionProgram, Program, Step
+from engines.program.program import CountLabels, DirectionProgram, Instruction, Program, Step
 from engines.spatial.batch_sharding import find_sharded_names, shard_graph
 from engines.spatial.layout import Layout, Role
 from engines.spatial.operator_table import lower

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from engines.program.instructions import (
     AllReduce,
-    CountLabels,
     Exchange,
     FiniteCheckAllReduce,
     Phase,
@@ -21,7 +20,7 @@ from engines.program.instructions import (
     SumGradients,
     Update,
 )
-from engines.program.program import Program, Step
+from engines.program.program import CountLabels, Program, Step
 
 __all__ = ["DependencyOrder", "StepCounts", "find_peers"]
 

@@ -26,7 +26,7 @@ from engines.program.message_buffers import (
     make_persistent_messages,
     make_temporary_messages,
 )
-from engines.program.traffic import compute_arena_bytes, is_all_sent, is_persistent
+from engines.program.program import compute_arena_bytes, is_all_sent, is_persistent
 from engines.spatial.tiles import Move
 
 __all__ = ["ExchangeRunner", "ReceivedMessage", "StartedExchange", "make_exchange_runners"]

@@ -10,23 +10,18 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from engines.graph.model_graph import Ref, TensorSpec, find_ref_names
 from engines.spatial.tiles import Move, Tile
-
-if TYPE_CHECKING:
-    from engines.program.program import Program
 
 __all__ = [
     "DEVICE",
     "SEED",
     "AllReduce",
     "Compute",
-    "CountLabels",
     "Exchange",
     "FiniteCheckAllReduce",
-    "Instruction",
     "LocalOp",
     "ModelInstruction",
     "Phase",
@@ -226,26 +221,6 @@ class FiniteCheckAllReduce:
 
 
 @dataclass(frozen=True, slots=True)
-class CountLabels:
-    """The ranks in `group` count, over all labels of a step, what the loss of the whole batch is divided by.
-
-    Each rank runs a small `program` over its own micro-batches; one all-reduce of `bytes` bytes then adds up the
-    counts.
-    """
-
-    name: str
-    program: Program
-    bytes: int
-    group: tuple[int, ...]
-    differentiable: bool = False
-
-    @property
-    def kind(self) -> str:
-        """The category shown in figures."""
-        return "all-reduce" if len(self.group) > 1 else "compute"
-
-
-@dataclass(frozen=True, slots=True)
 class ReduceBatchStats:
     """An all-reduce by which all ranks in `group` get the moments of every micro-batch, from all replicas and
     directions.
@@ -293,5 +268,3 @@ class Update:
 
 ModelInstruction = Compute | Exchange | AllReduce
 """The instructions of which a micro-batch's forward pass consists."""
-
-Instruction = ModelInstruction | CountLabels | SumGradients | ReduceBatchStats | FiniteCheckAllReduce | Update

@@ -1,18 +1,27 @@
 """Pipeline schedules as data: the order in which each rank takes micro-batches through its stages.
 
-One simulation makes all of them (`engines/program/schedule_simulation.py`); a schedule is only its rule.
+One simulation makes all of them; a schedule is only its rule.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
 
 from engines.errors import PlanError
 from engines.plan import Plan
-from engines.program.schedule import ActionKind, Batch, PipelineAction, Schedule, Slot
-from engines.program.schedule_rules import get_schedule_rule
-from engines.program.schedule_simulation import Stages, make_queues, simulate
+from engines.program.schedule import (
+    ActionKind,
+    Batch,
+    PipelineAction,
+    Schedule,
+    ScheduleRule,
+    Slot,
+    compute_bubble_share,
+    get_schedule_rule,
+)
 
 __all__ = [
     "ActionKind",
@@ -24,6 +33,9 @@ __all__ = [
     "compute_plan_bubble",
     "make_schedule",
 ]
+
+Stages = Sequence[Sequence[int]]
+"""The stages of one direction, each with the ranks that work on it together."""
 
 
 def make_schedule(name: str, placement: Sequence[Stages], batches: Sequence[Batch]) -> Schedule:
@@ -57,7 +69,18 @@ def make_schedule(name: str, placement: Sequence[Stages], batches: Sequence[Batc
             f"schedule={name!r} needs 2 directions, one of them mirrored, but the placement has {len(placement)}. "
             "Set bidirectional=True, or choose fill_drain."
         )
-    _check_placement(placement)
+    for direction, stages in enumerate(placement):
+        for stage, ranks in enumerate(stages):
+            if not ranks or len(set(ranks)) < len(ranks):
+                raise PlanError(
+                    f"Stage {stage} of direction {direction} is on ranks {tuple(ranks)}. "
+                    "Give at least one rank, each once."
+                )
+    found = {rank for stages in placement for ranks in stages for rank in ranks}
+    if not found or found != set(range(len(found))):
+        raise PlanError(
+            f"The placement names the ranks {_format_numbers(found)}. Number them from 0, and leave none out."
+        )
     for batch in batches:
         if batch.direction not in range(len(placement)):
             raise PlanError(
@@ -72,70 +95,8 @@ def make_schedule(name: str, placement: Sequence[Stages], batches: Sequence[Batc
     return Schedule(name, simulate(rule, placement, make_queues(placement, batches)))
 
 
-def _check_placement(placement: Sequence[Stages]) -> None:
-    for direction, stages in enumerate(placement):
-        for stage, ranks in enumerate(stages):
-            if not ranks or len(set(ranks)) < len(ranks):
-                raise PlanError(
-                    f"Stage {stage} of direction {direction} is on ranks {tuple(ranks)}. "
-                    "Give at least one rank, each once."
-                )
-    found = {rank for stages in placement for ranks in stages for rank in ranks}
-    if not found or found != set(range(len(found))):
-        raise PlanError(
-            f"The placement names the ranks {_format_numbers(found)}. Number them from 0, and leave none out."
-        )
-
-
 def _format_numbers(numbers: Iterable[int]) -> str:
     return ", ".join(map(str, sorted(numbers))) or "none"
-
-
-# The pipeline bubble by formula: the fraction of the ranks' time that a schedule leaves idle.
-
-
-def compute_bubble_share(
-    name: str, stages: int, micro_batches: int, stages_per_rank: int = 1, batches: int = 2
-) -> float:
-    """Return the idle fraction of all ranks' time, 0 to 1, if a backward takes as long as two forwards.
-
-    The stages are on p = `stages` / `stages_per_rank` ranks, each of which takes m = `micro_batches` of every batch,
-    and v = `stages_per_rank`. A rank works 3 v m units for a batch, and idles
-
-    - `fill_drain`, `1f1b`, `interleaved`: 3 (p - 1), so that the fraction is (p - 1) / (v m + p - 1): Huang et al. 2019
-      (GPipe), section 2.3; Narayanan et al. 2021, section 2.2, where the bubble is relative to the work alone;
-    - `zero_bubble`: p - 1 if m >= p: Qi et al. 2023, section 2.1, a third of 1F1B's; with fewer micro-batches p - m
-      more, as the way back is then longer than the work;
-    - `gems`: (p - 1)(2 n + 1) in n = `batches`, which alternate between both ends. For many batches of one micro-batch
-      the fraction tends to (p - 1) / (p + 1/2), as given by Li and Hoefler 2021 (Chimera). Plain layer parallelism,
-      which is `fill_drain` with one micro-batch, idles (p - 1) / p.
-
-    Only the fraction of `gems` depends on `batches`. The formulas are exact for v = 1, and for other v if m is a
-    multiple of p; for other m they are a lower bound. Raises PlanError if there is no formula.
-
-    >>> (
-    ...     compute_bubble_share("1f1b", stages=4, micro_batches=9),
-    ...     compute_bubble_share("zero_bubble", stages=4, micro_batches=9),
-    ... )
-    (0.25, 0.1)
-    """
-    rule = get_schedule_rule(name)
-    if min(stages, micro_batches, stages_per_rank, batches) < 1 or stages % stages_per_rank:
-        raise PlanError(
-            f"There are {stages} stages, {stages_per_rank} per rank, {micro_batches} micro-batches and {batches} "
-            "batches. Each must be at least 1, and stages a multiple of stages_per_rank."
-        )
-    if rule.count_bubble is None or (rule.mirrored and stages_per_rank > 1):
-        raise PlanError(f"There is no formula for {name} with stages_per_rank={stages_per_rank}: use 1, or a schedule.")
-    # Every rank idles as long as the others together need to pass one micro-batch on, forward (1 unit each) and back (2
-    # units). For p = 4, m = 3 that is 9 units beside 9 of work.
-    #
-    #   rank 0   F0 F1 F2 .  .  .  .  .  .  .  .  .  B0 B0 B1 B1 B2 B2
-    #   rank 1   .  F0 F1 F2 .  .  .  .  .  .  B0 B0 B1 B1 B2 B2 .  .
-    #   rank 2   .  .  F0 F1 F2 .  .  .  B0 B0 B1 B1 B2 B2 .  .  .  .
-    #   rank 3   .  .  .  F0 F1 F2 B0 B0 B1 B1 B2 B2 .  .  .  .  .  .
-    work, idle = rule.count_bubble(stages // stages_per_rank, micro_batches, stages_per_rank, batches)
-    return idle / (work + idle)
 
 
 def compute_plan_bubble(plan: Plan) -> float | None:
@@ -152,3 +113,198 @@ def compute_plan_bubble(plan: Plan) -> float | None:
     if rule.count_bubble is None or some_interleaved or several:
         return None
     return compute_bubble_share(plan.schedule, plan.split_size, plan.parts, plan.stages_per_rank, plan.replica_batches)
+
+
+# The order in which the micro-batches of a direction are processed, and what each of them waits for.
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedMicroBatch:
+    """One micro-batch in the queue of its direction. `batch` and `group` are ranges of positions in that queue.
+
+    A rank with several stages takes a whole group through one stage before it takes any of it through the next.
+    `earlier` is, for each direction, the number of micro-batches in the batches before this one's.
+    """
+
+    micro_batch: int
+    batch: range
+    group: range
+    earlier: tuple[int, ...]
+
+
+def make_queues(placement: Sequence[Stages], batches: Sequence[Batch]) -> list[list[QueuedMicroBatch]]:
+    """Return the micro-batches of each direction, in the order of the batches.
+
+    >>> [[turn.group for turn in queue] for queue in make_queues([[(0,), (1,), (0,), (1,)]], [Batch(0, (5, 6, 7))])]
+    [[range(0, 2), range(0, 2), range(2, 3)]]
+    """
+    sizes = [_compute_group_size(stages) for stages in placement]
+    found: list[list[QueuedMicroBatch]] = [[] for _ in placement]
+    # Positions in the queue of one direction, for batches of 3 micro-batches and groups of 2:
+    #
+    #   position   0 1 2   3 4 5   6 7 8
+    #   batch     |     |       |       |
+    #   group     |   | |   |   |   |   |      a batch ends its last group early
+    for batch in batches:
+        # Counted in the order of `batches`, so it also covers the batches of the other directions.
+        earlier = tuple(len(queue) for queue in found)
+        queue, size = found[batch.direction], sizes[batch.direction]
+        places = range(len(queue), len(queue) + len(batch.micro_batches))
+        for index, micro_batch in enumerate(batch.micro_batches):
+            start = index // size * size
+            queue.append(QueuedMicroBatch(micro_batch, places, places[start : start + size], earlier))
+    return found
+
+
+def _compute_group_size(stages: Stages) -> int:
+    """Return the least number of stages from one stage of a rank to its next: the group then returns just in time.
+
+    Megatron groups micro-batches in the same way (Narayanan et al. 2021, section 2.2.2).
+
+    >>> _compute_group_size([(0, 1), (2,), (3,), (2,), (3,)])
+    2
+    """
+    pairs = combinations(enumerate(map(frozenset, stages)), 2)
+    return min((later - stage for (stage, one), (later, other) in pairs if one & other), default=len(stages))
+
+
+# The simulation that makes schedules: an action starts as soon as its inputs are ready and all its ranks are free.
+
+
+FORWARD, BACKWARD, WEIGHTS = ActionKind
+KINDS = tuple(ActionKind)
+
+
+@dataclass(eq=False)
+class _StageState:
+    """One stage of one direction, and how many micro-batches its ranks have started and finished, by kind."""
+
+    rule: ScheduleRule
+    direction: int
+    stage: int
+    stages: int
+    ranks: tuple[int, ...]
+    queue: Sequence[QueuedMicroBatch]
+    before: _StageState | None = None
+    behind: _StageState | None = None
+    beside: list[_StageState] = field(default_factory=list)  # stages that share a rank, any direction, itself too
+    # Of each of its ranks: how many forwards it may hold, and its stages in this direction.
+    quotas: list[tuple[int, list[_StageState]]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.started = dict.fromkeys(ActionKind, 0)
+        self.done = dict.fromkeys(ActionKind, 0)
+        self.last = list(self.rule.units)[-1]
+
+    def compute_priority(self, kind: ActionKind) -> tuple[int, ...]:
+        """Return a sort key; the least starts first.
+
+        Forwards come first, since all later stages wait for them; the limit makes forwards and backwards alternate.
+        """
+        turn = self.queue[self.started[kind]]
+        depth = self.stage if kind is FORWARD else self.stages - 1 - self.stage
+        return KINDS.index(kind), turn.group.start, depth, self.started[kind], self.direction
+
+    def is_ready(self, kind: ActionKind) -> bool:
+        """Return whether the next micro-batch has all its inputs; free ranks are not considered."""
+        place = self.started[kind]
+        if place == len(self.queue):
+            return False
+        if kind is WEIGHTS:
+            return self.done[BACKWARD] > place
+        if kind is BACKWARD:
+            needs = self.queue[place].batch.stop if self.rule.drains else place + 1
+            return self.done[FORWARD] >= needs and (self.behind is None or self.behind.done[BACKWARD] > place)
+        turn = self.queue[place]
+        if self.before is not None and self.before.done[FORWARD] <= place:
+            return False
+        # The batches before must be finished: on this stage, or (`alone`) on all stages of its ranks. `last` is the
+        # kind that ends a micro-batch here: WEIGHTS where the rule splits it off, else BACKWARD.
+        watched = self.beside if self.rule.alone else (self,)
+        if any(post.done[post.last] < turn.earlier[post.direction] for post in watched):
+            return False
+        # The other stages of its ranks must have started all that comes first: of earlier stages this group as well, of
+        # later stages all groups before it. A rank with the stages 0 and 2 thus starts, in groups of two (`F1/2`:
+        # micro-batch 1 in stage 2):
+        #
+        #   F0/0 F1/0   F0/2 F1/2   F2/0 F3/0   F2/2 F3/2
+        for post in self.beside:
+            first = turn.group.stop if post.stage < self.stage else turn.group.start
+            if post is not self and post.direction == self.direction and post.started[FORWARD] < first:
+                return False
+        # May the ranks hold one more forward? Weights' gradients are deferred until a rank holds as much as the first
+        # rank may, and no longer. 1F1B on three ranks, the limits are 3, 2 and 1:
+        #
+        #   F0 F1 F2 .  .  .  .  B0 B0 F3        3 held: F3 waits for B0
+        #   .  F0 F1 .  .  B0 B0 F2              2 held: F2 waits for B0
+        #   .  .  F0 B0 B0 F1 B1 B1
+        return not self.rule.limited or all(
+            _count_held(posts, BACKWARD) < limit and _count_held(posts, self.last) < self.stages
+            for limit, posts in self.quotas
+        )
+
+    def start(self, kind: ActionKind, now: int) -> Slot:
+        """Start the next micro-batch."""
+        work = PipelineAction(kind, self.direction, self.stage, self.queue[self.started[kind]].micro_batch)
+        self.started[kind] += 1
+        return Slot(work, now, now + self.rule.units[kind])
+
+
+def _count_held(posts: Iterable[_StageState], until: ActionKind) -> int:
+    return sum(post.started[FORWARD] - post.done[until] for post in posts)
+
+
+def simulate(
+    rule: ScheduleRule, placement: Sequence[Stages], queues: Sequence[Sequence[QueuedMicroBatch]]
+) -> tuple[tuple[Slot, ...], ...]:
+    """Return the slots of each rank, in order of time.
+
+    No rank waits for ever. Consider, of the forwards left, the first in the order of batches, groups and stages: its
+    inputs are ready, so only the limit can block it. A rank with k stages before this one, which are at least a group's
+    size g apart, may hold k g forwards, and one more for each stage from here to the last. If it is full, it therefore
+    holds a micro-batch of this very stage that has gone on to a later one. The same holds if that micro-batch is
+    blocked, and so on to the last stage, where a micro-batch goes backward.
+    """
+    posts: list[_StageState] = []
+    for direction, stages in enumerate(placement):
+        count, queue = len(stages), queues[direction]
+        line = [_StageState(rule, direction, stage, count, tuple(ranks), queue) for stage, ranks in enumerate(stages)]
+        quotas: dict[int, tuple[int, list[_StageState]]] = {}
+        for post, before, behind in zip(line, [None, *line], [*line[1:], None], strict=False):
+            post.before, post.behind = before, behind
+            post.quotas = [quotas.setdefault(rank, (count - post.stage, [])) for rank in post.ranks]
+            for _, mine in post.quotas:
+                mine.append(post)
+        posts += line
+    for post in posts:
+        post.beside = [other for other in posts if set(other.ranks) & set(post.ranks)]
+    # A simulation by events: at each time at which an action ends, start whatever can start, in order of priority.
+    #
+    #   now = 2    running: F1 on rank 0 (ends at 3), B0 on rank 3 (ends at 4)    -> next event at 3
+    lanes: list[list[Slot]] = [[] for _ in {rank for post in posts for rank in post.ranks}]
+    running: list[tuple[_StageState, Slot]] = []
+    now = 0
+    while started := _start(posts, lanes, now) + running:
+        # Advance to the next time at which an action ends: only then can others become ready.
+        now = min(slot.stop for _, slot in started)
+        running = [(post, slot) for post, slot in started if slot.stop > now]
+        for post, slot in started:
+            post.done[slot.work.kind] += slot.stop == now
+    return tuple(map(tuple, lanes))
+
+
+def _start(posts: Iterable[_StageState], lanes: Sequence[list[Slot]], now: int) -> list[tuple[_StageState, Slot]]:
+    """Start the actions that can start, by priority."""
+    idle = {rank for rank, lane in enumerate(lanes) if not lane or lane[-1].stop <= now}
+    able = [post for post in posts if idle.issuperset(post.ranks)]
+    found = [(post, kind) for post in able for kind in post.rule.units if post.is_ready(kind)]
+    started = []
+    for post, kind in sorted(found, key=lambda pair: pair[0].compute_priority(pair[1])):
+        # An action of higher priority may have taken one of the ranks.
+        if idle.issuperset(post.ranks):
+            idle.difference_update(post.ranks)
+            slot = post.start(kind, now)
+            for rank in post.ranks:
+                lanes[rank].append(slot)
+            started.append((post, slot))
+    return started

@@ -15,7 +15,7 @@ from engines.comm.streams import DeviceEvent
 from engines.comm.world import Message, Pending, World
 from engines.errors import RankError
 from engines.program.instructions import Exchange
-from engines.program.traffic import ALIGNED_BYTES
+from engines.program.program import ALIGNED_BYTES
 from engines.spatial.tiles import Move, Span, Tile
 
 __all__ = [

@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from engines.errors import RankError
 from engines.formatting import format_bytes
-from engines.program.traffic import LEAST_BYTES
+from engines.program.program import LEAST_BYTES
 
 __all__ = ["OffloadStore", "Offloader", "find_disk_folder"]
 

@@ -9,8 +9,8 @@ from engines.graph.model_graph import ModelGraph
 from engines.graph.stages import find_layers
 from engines.plan import Plan
 from engines.program.dependencies import find_peers
-from engines.program.instructions import Compute, CountLabels, ModelInstruction, Phase
-from engines.program.program import Program, Step
+from engines.program.instructions import Compute, ModelInstruction, Phase
+from engines.program.program import CountLabels, Program, Step
 from engines.program.schedule import ActionKind, PipelineAction
 from engines.spatial.layout import Layout
 

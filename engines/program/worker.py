@@ -20,7 +20,6 @@ from engines.program.exchange_runner import make_exchange_runners
 from engines.program.instructions import (
     DEVICE,
     Compute,
-    CountLabels,
     Exchange,
     FiniteCheckAllReduce,
     Phase,
@@ -30,7 +29,7 @@ from engines.program.instructions import (
 )
 from engines.program.message_buffers import SendQueue
 from engines.program.micro_batch import MicroBatchState, Runtime
-from engines.program.program import Program, Step
+from engines.program.program import CountLabels, Program, Step
 from engines.program.segment import Segment, find_output_allocators
 from engines.program.timeline import TimelineEvent
 from engines.program.update import BatchStats, GradientBucket, OptimiserStep, UpdateRules, update_buffers

@@ -13,8 +13,8 @@ from engines.errors import PlanError
 from engines.plan import Plan
 from engines.program.compile import compile_plan
 from engines.program.make_schedule import compute_plan_bubble
+from engines.program.program import Traffic, count_traffic
 from engines.program.timeline import WORK, Timeline, TimelineEvent
-from engines.program.traffic import Traffic, count_traffic
 from engines.spatial.layout import Layout
 from engines.train.training import prepare
 from mpi4dl_nb.draw.bars import BarStyle, draw_bars, draw_legend, draw_row_frame, get_row_layout

@@ -15,7 +15,7 @@ from engines.plan import Plan
 from engines.predict.forecast import count_loads
 from engines.predict.rank_memory import predict_rank_memory
 from engines.program.compile import compile_plan
-from engines.program.traffic import count_traffic
+from engines.program.program import count_traffic
 from engines.spatial.layout import Layout
 from engines.train.training import RankTraining, prepare
 from mpi4dl_nb import show_ranks

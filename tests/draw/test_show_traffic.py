@@ -9,7 +9,7 @@ from engines.errors import PlanError
 from engines.models import resnet_v2
 from engines.plan import Plan
 from engines.program.compile import compile_plan
-from engines.program.traffic import count_traffic
+from engines.program.program import count_traffic
 from engines.train.training import prepare
 from mpi4dl_nb import show_traffic
 from mpi4dl_nb.draw.figure import get_alt_text

@@ -16,8 +16,7 @@ from engines.predict.machine import Machine
 from engines.predict.noise import Noise
 from engines.predict.parallelism import classify_plan
 from engines.program.compile import compile_plan
-from engines.program.program import Program
-from engines.program.traffic import count_traffic
+from engines.program.program import Program, count_traffic
 from mpi4dl_nb import Cluster, Training, tune
 from mpi4dl_nb.calibrate_cluster import CalibrationCache
 from mpi4dl_nb.draw.timeline import show_timeline

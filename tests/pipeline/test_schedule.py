@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from engines.errors import PlanError
 from engines.program.make_schedule import ActionKind, Batch, PipelineAction, Schedule, Slot, make_schedule
-from engines.program.schedule_rules import SCHEDULES
+from engines.program.schedule import SCHEDULES
 
 Stages = list[tuple[int, ...]]
 

@@ -33,7 +33,7 @@ from engines.predict.tallies import (
 )
 from engines.program.compile import compile_plan
 from engines.program.instructions import Phase
-from engines.program.traffic import LEAST_BYTES
+from engines.program.program import LEAST_BYTES
 from engines.spatial.tiles import Move, Span, Tile
 from engines.train.training import prepare
 from tests.predict.test_simulate import BYTE_PER_S, FORWARD, compute, ends, run, toy, transfer

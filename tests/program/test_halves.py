@@ -21,8 +21,7 @@ from engines.program.compile import compile_plan
 from engines.program.exchange_runner import make_exchange_runners
 from engines.program.instructions import Compute, Exchange, Phase
 from engines.program.message_buffers import SendQueue
-from engines.program.program import Program
-from engines.program.traffic import count_traffic
+from engines.program.program import Program, count_traffic
 from engines.spatial.tiles import Grid
 from engines.train.training import RankTraining, prepare
 from engines.train.verify import verify

@@ -14,7 +14,7 @@ from engines.comm.world import Message, Pending
 from engines.program.exchange_runner import make_exchange_runners
 from engines.program.instructions import Exchange
 from engines.program.message_buffers import SendQueue
-from engines.program.traffic import count_staged_bytes, is_all_sent, is_persistent, is_tile_contiguous
+from engines.program.program import count_staged_bytes, is_all_sent, is_persistent, is_tile_contiguous
 from engines.spatial.tiles import Grid, Move, Tile, compute_moves
 
 SIDE_PX = 8

@@ -14,7 +14,7 @@ from engines.comm.world import Message, Pending
 from engines.models import UNet
 from engines.plan import Plan
 from engines.program.compile import compile_plan
-from engines.program.traffic import count_traffic
+from engines.program.program import count_traffic
 from engines.train.training import RankTraining, prepare
 
 PLANS = [
