@@ -21,9 +21,8 @@ from engines.comm.collective_errors import run_on_all
 from engines.comm.world import World
 from engines.errors import CheckpointError, ImageError, PlanError
 from engines.images.picture import open_image
-from engines.inference.padded_region import PaddedRegion, make_padded_region
 from engines.inference.pyramid_sink import make_pyramid
-from engines.inference.rank_predictor import prepare_region
+from engines.inference.rank_predictor import PaddedRegion, make_padded_region, prepare_region
 from engines.inference.tile_stitcher import KINDS, Shape, TileSink
 from engines.inference.tiled_predictor import PredictionRequest, TiledPrediction, TiledPredictor
 from engines.plan import PRECISIONS

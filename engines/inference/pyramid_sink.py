@@ -20,7 +20,7 @@ import tifffile
 from numpy.typing import NDArray
 
 from engines.comm.status_board import get_status_board
-from engines.inference.padded_region import PaddedRegion
+from engines.inference.rank_predictor import PaddedRegion
 from engines.inference.tile_stitcher import Shape
 from engines.spatial.tiles import Span, Tile
 

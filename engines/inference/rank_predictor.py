@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -17,20 +17,32 @@ from engines.comm.device import (
     use_threads,
 )
 from engines.comm.world import World
-from engines.errors import PlanError, TraceError
+from engines.errors import ImageError, PlanError, TraceError
 from engines.graph.model_graph import TensorSpec
 from engines.graph.trace import trace_inference
 from engines.graph.trace_cache import get_micro_batch_spec, get_shard_spec
-from engines.inference.padded_region import PaddedRegion
+from engines.images.dataset import to_network_input
+from engines.images.picture import Picture, crop_picture
 from engines.plan import Plan
 from engines.program.compile import Compiler, compile_plan
 from engines.program.program import Program
 from engines.program.step_labels import describe_steps
 from engines.program.worker import Inputs, Worker
 from engines.spatial.operator_table import UserOps
+from engines.spatial.tiles import Tile
 from engines.train.training import Recipe, collect_state, copy_state_tensor, cut_inputs, sgd
 
-__all__ = ["Prediction", "RankPredictor", "fetch_tensors", "join_predictions", "prepare_prediction", "prepare_region"]
+__all__ = [
+    "PaddedRegion",
+    "Prediction",
+    "RankPredictor",
+    "fetch_tensors",
+    "find_state",
+    "join_predictions",
+    "make_padded_region",
+    "prepare_prediction",
+    "prepare_region",
+]
 
 Prediction = Mapping[int, Tensor]
 """A rank's parts of the predictions, by micro-batch, in host memory."""
@@ -64,13 +76,13 @@ class RankPredictor:
         self.program = Compiler(recipe.graph, recipe.plan).compile_rank(world.rank)
         self.device = choose_device(recipe.device, world.rank)
         self.threads = choose_thread_count(recipe.plan, world.rank)
-        # Constants that the model creates in its forward pass come with the graph; no rank holds them as weights.
-        wanted, graph, state = (*self.program.weights, *self.program.buffers), recipe.graph, recipe.state
-        if held is not None:
-            learnt = [name for name in wanted if name not in graph.constants]
-            state = {**fetch_tensors(world, held, learnt), **graph.constants}
-        own = {n: copy_state_tensor(state[n], graph.specs[n], self.device) for n in wanted if n in state}
-        tensors = {**(held or {}), **own}
+        wanted, specs = (*self.program.weights, *self.program.buffers), recipe.graph.specs
+        state = find_state(world, recipe, held, wanted)
+        shared = (held or {}).keys() - recipe.graph.constants
+        tensors = {
+            name: held[name] if name in shared else copy_state_tensor(state[name], specs[name], self.device)
+            for name in wanted
+        }
         weights, buffers = (
             {name: tensors[name] for name in names} for names in (self.program.weights, self.program.buffers)
         )
@@ -104,6 +116,17 @@ class RankPredictor:
         return found
 
 
+def find_state(
+    world: World, recipe: Recipe, held: Mapping[str, Tensor] | None, names: Iterable[str]
+) -> Mapping[str, Tensor]:
+    """Return the weights and buffers of these names: those `held` by the ranks, or else the recipe's; collective."""
+    if held is None:
+        return recipe.state
+    # Constants that the model creates in its forward pass come with the graph; no rank holds them as weights.
+    constants = recipe.graph.constants
+    return {**fetch_tensors(world, held, [name for name in names if name not in constants]), **held, **constants}
+
+
 def fetch_tensors(world: World, held: Mapping[str, Tensor], wanted: Iterable[str]) -> dict[str, Tensor]:
     """Return the `wanted` tensors that this rank does not hold, each from the first rank that holds it; collective.
 
@@ -128,17 +151,59 @@ def join_predictions(programs: Sequence[Program], parts: Sequence[Prediction], s
         for number, tensor in own.items():
             # The part of the micro-batch's prediction that the rank holds, as a view into the whole.
             view, shard = whole.chunk(count)[number], program.get_direction_program(number).prediction_shard
-            tile, axes = (shard.tile, shard.axes) if shard else (None, None)
-            if tile is not None and tile.images is not None:
-                view = view.narrow(0, tile.images.start, len(tile.images))
-            if tile is not None and axes is not None:
-                for axis, span in zip(axes, (tile.rows, tile.cols), strict=True):
-                    view = view.narrow(axis, span.start, len(span))
-            view.copy_(tensor)
+            (shard.cut(view) if shard else view).copy_(tensor)
     return whole
 
 
-# Prepare the recipe with which ranks predict a region of a picture tile by tile.
+# A rectangle of a picture that serves as a model's whole input image, read window by window.
+
+_MOST_SIDE_PX, _MOST_PX = 1 << 24, 1 << 40
+
+
+@dataclass(frozen=True)
+class PaddedRegion:
+    """All of `picture`, with white below and at the right up to `size_px` (height, width) if the model needs that."""
+
+    #     +-----------+...+
+    #     |  picture  |   :      picture_px: what is asked for, and what is written
+    #     |           |   :      size_px: what the model computes, for instance a multiple of 32; white is read as any
+    #     +-----------+   :               other pixels, and never stored
+    #     :               :
+    #     +...............+
+    picture: Picture
+    size_px: tuple[int, int]
+
+    @property
+    def picture_px(self) -> tuple[int, int]:
+        """Height and width of the picture."""
+        return self.picture.shape()
+
+    def pad_to_multiple(self, px: int) -> PaddedRegion:
+        """Return the region padded to multiples of `px` on both sides."""
+        height, width = (-(-side // px) * px for side in self.picture_px)
+        return replace(self, size_px=(height, width))
+
+    def read_tile(self, tile: Tile, dtype: torch.dtype) -> Tensor:
+        """Return the pixels of `tile` as (1, 3, h, w), from -1 to 1. Raises ImageError if they cannot be read."""
+        pixels = self.picture.read(tile.rows.start, tile.cols.start, *tile.shape)
+        part = to_network_input(pixels)
+        return part[None].to(dtype, memory_format=torch.channels_last)
+
+
+def make_padded_region(picture: Picture, box: Sequence[int] | None = None, level: int = 0) -> PaddedRegion:
+    """Return the rectangle (y0, x0, height, width) in pixels of `level`, white outside the picture; None: all of it.
+
+    Raises ImageError if the rectangle is empty, does not overlap the picture, or is larger than any slide.
+    """
+    rows, cols = picture.shape(level)
+    if box is not None and (len(box) != 4 or not all(isinstance(px, int) for px in box)):
+        raise ImageError(f"region={box!r} must be four whole numbers of pixels: y0, x0, height, width.")
+    if box is not None and (max(box[2:]) > _MOST_SIDE_PX or box[2] * box[3] > _MOST_PX):
+        raise ImageError(
+            f"region={box!r}: {box[2]:,} x {box[3]:,} px are more than any slide has. Ask for a smaller one."
+        )
+    cut = crop_picture(picture, *((0, 0, rows, cols) if box is None else box), level)
+    return PaddedRegion(cut, cut.shape())
 
 
 def prepare_region(

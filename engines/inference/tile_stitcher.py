@@ -15,7 +15,7 @@ from engines.comm.collective_errors import run_on_all
 from engines.comm.world import Message, World
 from engines.errors import PlanError, TraceError
 from engines.graph.model_graph import TensorSpec
-from engines.inference.padded_region import PaddedRegion
+from engines.inference.rank_predictor import PaddedRegion
 from engines.program.program import ShardSpec
 from engines.spatial.tiles import Grid, Tile
 

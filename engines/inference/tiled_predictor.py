@@ -32,8 +32,7 @@ from engines.comm.device import (
     use_threads,
 )
 from engines.comm.world import World
-from engines.inference.padded_region import PaddedRegion
-from engines.inference.rank_predictor import fetch_tensors
+from engines.inference.rank_predictor import PaddedRegion, find_state
 from engines.inference.tile_fitting import choose_grid, iterate_passes
 from engines.inference.tile_stitcher import (
     ArraySink,
@@ -102,10 +101,7 @@ class TiledPredictor:
         self.device = choose_device(recipe.device, world.rank)
         # Every rank computes all layers, so it needs all weights and buffers, whatever the training's plan gave it.
         graph, names = self.graph, (*self.graph.weights, *self.graph.buffers)
-        there = recipe.state
-        if held is not None:
-            learnt = [name for name in names if name not in graph.constants]
-            there = {**fetch_tensors(world, held, learnt), **held, **graph.constants}
+        there = find_state(world, recipe, held, names)
         self.state = {name: copy_state_tensor(there[name], graph.specs[name], self.device) for name in names}
         self.known: dict[str, Tensor] = {}
         self._partial: dict[str, Tensor] = {}

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from engines.comm.all_reduce_sizes import count_sends
 from engines.formatting import format_html_table
@@ -61,6 +61,15 @@ class ShardSpec:
 
     tile: Tile | None
     axes: tuple[int, int] | None
+
+    def cut(self, whole: Any) -> Any:
+        """Return this part of a micro-batch's tensor, a view."""
+        if self.tile is not None and self.tile.images is not None:
+            whole = whole.narrow(0, self.tile.images.start, len(self.tile.images))
+        if self.tile is not None and self.axes is not None:
+            for axis, span in zip(self.axes, (self.tile.rows, self.tile.cols), strict=True):
+                whole = whole.narrow(axis, span.start, len(span))
+        return whole
 
 
 @dataclass(frozen=True)

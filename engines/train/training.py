@@ -33,7 +33,7 @@ from engines.program.instructions import Phase, SumGradients
 from engines.program.micro_batch import MicroBatchState
 from engines.program.offloader import Offloader, OffloadStore
 from engines.program.offloading_micro_batch import OffloadingMicroBatch
-from engines.program.program import Program, ShardSpec
+from engines.program.program import Program
 from engines.program.segment import Segment
 from engines.program.segment_compiler import SegmentCompiler, check_compiler
 from engines.program.step_labels import describe_steps
@@ -471,20 +471,11 @@ def copy_state_tensor(tensor: Tensor, spec: TensorSpec, device: torch.device) ->
 
 def cut_inputs(program: Program, inputs: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
     """Return the parts of a step's whole inputs that a rank's program reads, by micro-batch."""
+    # whole (N, C, H, W)  --chunk-->  micro-batch  --images-->  share  --rows, cols-->  tile
+    #
+    # Not a view: pickling would send the whole batch, and a kernel would read with the strides of the whole image.
+    chunks = {name: whole.chunk(program.micro_batches) for name, whole in inputs.items()}
     return {
-        number: {name: _cut_part(inputs[name], feed, number, program.micro_batches) for name, feed in feeds.items()}
+        number: {name: feed.cut(chunks[name][number]).contiguous() for name, feed in feeds.items()}
         for number, feeds in program.feeds.items()
     }
-
-
-def _cut_part(whole: Tensor, feed: ShardSpec, number: int, micro_batches: int) -> Tensor:
-    """Return a micro-batch's images, or the share of its images and pixels that `feed` names."""
-    # whole (N, C, H, W)  --chunk-->  micro-batch  --images-->  share  --rows, cols-->  tile
-    part = whole.chunk(micro_batches)[number] if micro_batches > 1 else whole
-    if feed.tile is not None and feed.tile.images is not None:
-        part = part.narrow(0, feed.tile.images.start, len(feed.tile.images))
-    if feed.tile is not None and feed.axes is not None:
-        for axis, span in zip(feed.axes, (feed.tile.rows, feed.tile.cols), strict=True):
-            part = part.narrow(axis, span.start, len(span))
-    # Not a view: pickling would send the whole batch, and a kernel would read with the strides of the whole image.
-    return part.contiguous()

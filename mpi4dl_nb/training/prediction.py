@@ -19,12 +19,12 @@ from engines.errors import ImageError, Mpi4dlError, PlanError, RankError, make_a
 from engines.graph.model_graph import TensorSpec, is_batch_dependent
 from engines.images.dataset import LabelledImages
 from engines.images.picture import Source, open_image
-from engines.inference.padded_region import make_padded_region
 from engines.inference.pyramid_sink import make_pyramid
 from engines.inference.rank_predictor import (
     Prediction,
     RankPredictor,
     join_predictions,
+    make_padded_region,
     prepare_prediction,
     prepare_region,
 )

@@ -16,7 +16,7 @@ from engines.comm.loopback import run_ranks
 from engines.errors import CheckpointError, ImageError, PlanError
 from engines.images.picture import open_image
 from engines.inference.command import load_weights, predict
-from engines.inference.padded_region import make_padded_region
+from engines.inference.rank_predictor import make_padded_region
 from engines.models import UNet
 from engines.plan import Plan
 from engines.spatial.tiles import Tile

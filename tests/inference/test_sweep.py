@@ -18,9 +18,8 @@ from engines.comm.loopback import run_ranks
 from engines.errors import ImageError, PlanError, TraceError
 from engines.images.arrays import ArrayPicture
 from engines.images.picture import Picture, open_image
-from engines.inference.padded_region import make_padded_region
 from engines.inference.pyramid_sink import make_pyramid
-from engines.inference.rank_predictor import prepare_region
+from engines.inference.rank_predictor import make_padded_region, prepare_region
 from engines.inference.tile_fitting import fit_tiles
 from engines.inference.tile_stitcher import ArraySink
 from engines.inference.tiled_predictor import PredictionRequest, TiledPrediction, TiledPredictor

@@ -11,7 +11,7 @@ from torch import nn
 
 from engines.errors import ImageError, PlanError, TraceError
 from engines.images.picture import open_image
-from engines.inference.padded_region import make_padded_region
+from engines.inference.rank_predictor import make_padded_region
 from engines.models import UNet
 from engines.spatial.tiles import Tile
 from mpi4dl_nb import Cluster, Plan, Training
