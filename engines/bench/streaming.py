@@ -16,7 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -37,7 +37,7 @@ from engines.train.oracle import ReferenceTraining, to_plain_names
 from engines.train.training import RankTraining, Recipe
 from engines.train.verify import make_batches
 
-__all__ = ["bench_streaming", "make_ranks_in_turn", "make_streaming_parser", "train_plain", "train_streamed"]
+__all__ = ["bench_streaming", "make_ranks_in_turn", "make_streaming_parser", "train_one_way"]
 
 
 def make_ranks_in_turn(recipe: Recipe) -> tuple[list[RankTraining], Callable[[Mapping[str, Tensor]], None]]:
@@ -83,11 +83,10 @@ def bench_streaming(arguments: Sequence[str]) -> dict[str, object]:
     options.make_plan(chosen)  # a fault of the plan is found before any training
     with tempfile.TemporaryDirectory() as folder:
         ways = {name: Path(folder, name) for name in ("streamed", "alone")}
-        functions = {"streamed": train_streamed.__name__, "alone": train_plain.__name__}
         # One process after another, each with all cores and with memory that no earlier work has enlarged.
         lines = {
-            name: run_in_subprocess(f"{__name__}:{functions[name]}", [str(path), *arguments], count_cores())
-            for name, path in ways.items()
+            way: run_in_subprocess(f"{__name__}:{train_one_way.__name__}", [way, str(path), *arguments], count_cores())
+            for way, path in ways.items()
         }
         tensors = [load_file(path) for path in ways.values()]
     # All gradients as one vector each, in one order of names.
@@ -106,45 +105,37 @@ def bench_streaming(arguments: Sequence[str]) -> dict[str, object]:
     }
 
 
-def train_streamed(arguments: Sequence[str]) -> None:
-    """Train tile by tile within the limit; write the gradients to the first argument, and print a line of JSON."""
+def train_one_way(arguments: Sequence[str]) -> None:
+    """Train `streamed`, tile by tile within the limit, or `alone`, the plain model on the whole image without one.
+
+    The way is the first argument, the file for the gradients the second; prints a line of JSON.
+    """
     from engines.cli import options
 
-    path, chosen = _parse_arguments(arguments)
-    _, recipe = options.make_recipe(chosen, options.make_plan(chosen).ranks)
-    whole = make_batches(recipe, chosen.seed, steps=1)[0]
-    keep_memory_tight(True, KEPT_BYTES)
-    tempfile.tempdir = str(chosen.folder)
-    share_process(count_cores())  # all cores for the rank that computes
-    trainings, step = make_ranks_in_turn(recipe)
-    try:
-        with limit_memory(trainings[0].device, chosen.memory_mb * MIB):
-            line = _measure_steps(lambda: step(whole), chosen.iterations)
-    except RankError as error:
-        sys.exit(str(error))
-    except (RuntimeError, MemoryError) as error:
-        sys.exit(f"{chosen.memory_mb} MB are too little ({error}). Use more tiles, or more memory.")
-    gradients = [to_plain_names(training.copy_tensors()["gradients"]) for training in trainings]
-    save_file(_make_contiguous(dict(ChainMap(*gradients))), path)
-    print(json.dumps(line | {"stored_bytes": sum(each.offloader.store.end_bytes for each in trainings)}), flush=True)
-
-
-def train_plain(arguments: Sequence[str]) -> None:
-    """Train the plain model on the whole image, with the same arguments and results as `train_streamed`."""
-    from engines.cli import options
-
-    path, chosen = _parse_arguments(arguments)
+    way, path, *rest = arguments
+    chosen = make_streaming_parser().parse_args(rest)
     model, recipe = options.make_recipe(chosen, options.make_plan(chosen).ranks)
     whole = make_batches(recipe, chosen.seed, steps=1)[0]
-    process = ReferenceTraining.of(model, nn.CrossEntropyLoss(), recipe, recipe.draws)
-    torch.set_num_threads(count_cores())
-    line = _measure_steps(lambda: process.step(whole), chosen.iterations)
-    save_file(_make_contiguous(process.gradients), path)
+    share_process(count_cores())  # all cores for the rank that computes
+    if way == "alone":
+        process = ReferenceTraining.of(model, nn.CrossEntropyLoss(), recipe, recipe.draws)
+        line = _measure_steps(lambda: process.step(whole), chosen.iterations)
+        gradients = process.gradients
+    else:
+        keep_memory_tight(True, KEPT_BYTES)
+        tempfile.tempdir = str(chosen.folder)
+        trainings, step = make_ranks_in_turn(recipe)
+        try:
+            with limit_memory(trainings[0].device, chosen.memory_mb * MIB):
+                line = _measure_steps(lambda: step(whole), chosen.iterations)
+        except RankError as error:
+            sys.exit(str(error))
+        except (RuntimeError, MemoryError) as error:
+            sys.exit(f"{chosen.memory_mb} MB are too little ({error}). Use more tiles, or more memory.")
+        line["stored_bytes"] = sum(training.offloader.store.end_bytes for training in trainings)
+        gradients = dict(ChainMap(*(to_plain_names(each.copy_tensors()["gradients"]) for each in trainings)))
+    save_file({name: grad.contiguous() for name, grad in gradients.items()}, path)
     print(json.dumps(line), flush=True)
-
-
-def _parse_arguments(arguments: Sequence[str]) -> tuple[Path, Namespace]:
-    return Path(arguments[0]), make_streaming_parser().parse_args(arguments[1:])
 
 
 def _measure_steps(step: Callable[[], object], iterations: int) -> dict[str, float]:
@@ -160,7 +151,3 @@ def _measure_steps(step: Callable[[], object], iterations: int) -> dict[str, flo
     peak_bytes = measure_host_peak_bytes(run_steps)
     median_s = statistics.median(seconds[1:])
     return {"peak_bytes": peak_bytes, "step_s": median_s, "spread": (max(seconds[1:]) - min(seconds[1:])) / median_s}
-
-
-def _make_contiguous(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: grad.contiguous() for name, grad in gradients.items()}
