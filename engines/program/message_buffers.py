@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import EllipsisType
 
@@ -62,9 +62,8 @@ def make_persistent_messages(exchange: Exchange, world: World, arena: Tensor) ->
     # | send to 0 |pad| send to 2 |pad| receive from 0 |pad| receive from 2 |pad|    the next exchange begins at 0, too
     parcels, used = [], 0
     for move in (*exchange.sends, *exchange.receives):
-        count_bytes = exchange.compute_bytes([move])
-        parcels.append(_make_staged_buffer(exchange, move, arena[used : used + count_bytes]))
-        used += -(-count_bytes // ALIGNED_BYTES) * ALIGNED_BYTES  # rounded up
+        parcels.append(_make_buffer(exchange, move, lambda count, start=used: arena[start : start + count]))
+        used += -(-exchange.compute_bytes([move]) // ALIGNED_BYTES) * ALIGNED_BYTES  # rounded up
     return _make_message_set(exchange, parcels, world.prepare)
 
 
@@ -82,8 +81,7 @@ def make_temporary_messages(
     """
     ends = (*((move, source) for move in exchange.sends), *((move, window) for move in exchange.receives))
     parcels = [
-        _make_direct_buffer(exchange, move, whole, world)
-        or _make_staged_buffer(exchange, move, memory(exchange.compute_bytes([move])))
+        _make_buffer(exchange, move, memory, whole if whole is not None and world.can_access(whole.device) else None)
         for move, whole in ends
     ]
     return _make_message_set(exchange, parcels, lambda *both: partial(world.exchange, *both))
@@ -122,71 +120,51 @@ def _make_messages(parcels: Sequence[MessageBuffer], tag: int) -> list[Message]:
     return [Message(parcel.peer, tag, parcel.flat) for parcel in parcels]
 
 
-def _get_endpoint(exchange: Exchange, move: Move) -> tuple[int, Index]:
-    """Return the other rank of a move, and the index of its pixels on this rank."""
-    lends = move in exchange.sends
+def _make_buffer(
+    exchange: Exchange, move: Move, memory: Callable[[int], Tensor], whole: Tensor | None = None
+) -> MessageBuffer:
+    """Make a message whose buffer is its region of `whole` if that is contiguous, else `memory` to pack pixels into."""
+    lends, dtype = move in exchange.sends, getattr(torch, exchange.dtype)
     peer, frame = (move.target, exchange.own) if lends else (move.source, exchange.window)
-    return peer, make_index(exchange, move.tile, frame)
-
-
-def _make_staged_buffer(exchange: Exchange, move: Move, memory: Tensor) -> MessageBuffer:
-    """Make a message whose buffer is `memory` (bytes), into which pixels are packed."""
-    flat, shape = memory.view(getattr(torch, exchange.dtype)), exchange.compute_shape(move.tile)
+    index, shape = make_index(exchange, move.tile, frame), exchange.compute_shape(move.tile)
+    is_image = choose_memory_format(len(shape)) is torch.channels_last
+    if whole is not None and whole.dtype == dtype:
+        pixels = whole.data[index]  # `data`: autograd must not count packing as a change
+        # MPI sends one run of memory. Channels are innermost, so whole rows of a tile over all columns are one run,
+        # while columns are many short ones. Lazily conjugated or negated values differ from their memory.
+        ordered = pixels.permute(0, 2, 3, 1) if is_image else pixels
+        if ordered.is_contiguous() and not (ordered.is_conj() or ordered.is_neg()):
+            return MessageBuffer(peer, index, ordered.view(-1), pixels)
+    flat = memory(exchange.compute_bytes([move])).view(dtype)
     pixels = flat.view(shape)
-    if _is_image(shape):
+    if is_image:
         # Channels last, as in the tensors that pixels are copied from and to: rows are then copied whole.
         batch, channels, height, width = shape
         pixels = flat.view(batch, height, width, channels).permute(0, 3, 1, 2)
-    return MessageBuffer(*_get_endpoint(exchange, move), flat, pixels)
-
-
-def _make_direct_buffer(exchange: Exchange, move: Move, whole: Tensor | None, world: World) -> MessageBuffer | None:
-    """Make a message whose buffer is the region itself; None if the region is not contiguous or not accessible."""
-    if whole is None or whole.dtype != getattr(torch, exchange.dtype) or not world.can_access(whole.device):
-        return None
-    peer, index = _get_endpoint(exchange, move)
-    pixels = whole.data[index]  # `data`: autograd must not count packing as a change
-    # MPI sends one run of memory. Channels are innermost, so whole rows of a tile over all columns are one run, while
-    # columns are many short ones. Lazily conjugated or negated values differ from their memory.
-    ordered = pixels.permute(0, 2, 3, 1) if _is_image(pixels.shape) else pixels
-    as_stored = ordered.is_contiguous() and not (ordered.is_conj() or ordered.is_neg())
-    return MessageBuffer(peer, index, ordered.view(-1), pixels) if as_stored else None
-
-
-def _is_image(shape: Sequence[int]) -> bool:
-    return choose_memory_format(len(shape)) is torch.channels_last
+    return MessageBuffer(peer, index, flat, pixels)
 
 
 def make_index(exchange: Exchange, tile: Tile, frame: Tile) -> Index:
     """Return the index of the pixels of `tile` in a tensor that holds those of `frame`."""
-    pixels = _make_spatial_index(exchange, *tile.to_slices(frame))
+    pixels: Index = (...,)
+    if exchange.axes is not None:
+        chosen = dict(zip(exchange.axes, tile.to_slices(frame), strict=True))
+        pixels = (..., *(chosen.get(axis, slice(None)) for axis in range(min(exchange.axes), 0)))
     if tile.images is None:
         return pixels
     return (tile.images.to_slice(frame.images or Span(0, exchange.shape[0])), *pixels)
-
-
-def _make_spatial_index(exchange: Exchange, rows: slice, cols: slice) -> Index:
-    """Return the index that takes slices of the spatial axes of the whole tensor."""
-    if exchange.axes is None:
-        return (...,)
-    chosen = dict(zip(exchange.axes, (rows, cols), strict=True))
-    return (..., *(chosen.get(axis, slice(None)) for axis in range(min(exchange.axes), 0)))
 
 
 def find_outside(exchange: Exchange, window: Tile) -> list[Index]:
     """Return the indices of a window's rows and columns outside the image."""
     if exchange.axes is None:
         return []
-    found, everything = [], [slice(None), slice(None)]
-    for position, span in enumerate((window.rows, window.cols)):
-        widths = -span.start, span.stop - exchange.shape[exchange.axes[position]]
-        before, after = (min(max(0, width), len(span)) for width in widths)
-        for part in (slice(0, before), slice(len(span) - after, len(span))):
-            if part.stop > part.start:
-                slices = [*everything]
-                slices[position] = part
-                found.append(_make_spatial_index(exchange, *slices))
-    return found
+    (rows, cols), (height, width) = (window.rows, window.cols), (exchange.shape[axis] for axis in exchange.axes)
+    sides = (
+        *(replace(window, rows=part) for part in (rows & Span(rows.start, 0), rows & Span(height, rows.stop))),
+        *(replace(window, cols=part) for part in (cols & Span(cols.start, 0), cols & Span(width, cols.stop))),
+    )
+    return [make_index(exchange, side, window) for side in sides if side]
 
 
 # Outgoing messages that the rank does not wait for: they are sent while it computes.
