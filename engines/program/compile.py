@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -27,7 +27,7 @@ from engines.spatial.batch_sharding import find_sharded_names, shard_graph
 from engines.spatial.layout import Layout, Role
 from engines.spatial.operator_table import lower
 
-__all__ = ["Compiler", "compile_plan", "insert_gradient_sums", "make_buckets", "make_count_steps"]
+__all__ = ["Compiler", "compile_plan", "make_buckets"]
 
 # Buckets of gradients: which weights are reduced together, and where in a program their all-reduce starts.
 
@@ -56,68 +56,6 @@ def make_buckets(
                 found.append(SumGradients(f"gradients{number}", tuple(part), filled, group, tag + 2 * number))
                 part = []
     return tuple(found)
-
-
-def insert_gradient_sums(
-    steps: Iterable[Step], sums: Sequence[SumGradients], trained: Callable[[Instruction], set[str]]
-) -> Iterator[Step]:
-    """Yield a rank's steps, with each all-reduce started after the last step that adds to a gradient in its bucket.
-
-    `trained` returns the weights to whose gradients an instruction adds in the backward pass.
-    """
-    steps = tuple(steps)
-    last: dict[str, int] = {}
-    for index, step in enumerate(steps):
-        if step.phase is not Phase.FORWARD:
-            last.update(dict.fromkeys(trained(step.instruction), index))
-    begun: dict[int, list[SumGradients]] = defaultdict(list)
-    for each in sums:
-        # A weight that no step trains here has no gradient; the bucket then starts at the end, as other ranks still
-        # take part.
-        begun[max(last.get(name, len(steps) - 1) for name in each.weights)].append(each)
-    for index, step in enumerate(steps):
-        yield step
-        yield from (Step(each, Phase.BACKWARD, step.micro_batch) for each in begun[index])
-
-
-# The count, before a step, of what the loss of the whole batch is divided by; done by the ranks of the last stage.
-#
-# Each rank counts over its own labels, micro-batch by micro-batch, with a small program; one all-reduce adds the
-# counts
-# over all replicas and directions. A loss whose divisor does not depend on labels has no such program.
-
-
-def make_count_steps(graph: ModelGraph, plan: Plan, layout: Layout, program: Program) -> Iterator[Step]:
-    """Yield the step before a rank's `program`, if the rank has labels of the last stage and the loss counts them."""
-    last = plan.split_size - 1
-    roles = {role.direction: role for role in layout.roles[program.rank] if role.stage == last}
-    if not (graph.totals and roles):
-        return
-    ways = {direction: _make_direction_program(graph, plan, layout, role) for direction, role in roles.items()}
-    numbers = {number: way for number, way in sorted(program.directions.items()) if way in ways}
-    steps = [Step(item, Phase.FORWARD, number) for number, way in numbers.items() for item in ways[way].forward]
-    buffers = sorted(graph.whole.reads - graph.inputs.keys())
-    own = Program(program.rank, tuple(steps), ways, numbers, program.micro_batches, (), tuple(buffers))
-    count = 8 * sum(total.spec.numel for total in graph.totals)  # in float64
-    counting = CountLabels("labels", own, count, layout.find_ranks([last]))
-    yield Step(counting, Phase.FORWARD, program.steps[0].micro_batch)
-
-
-def _make_direction_program(graph: ModelGraph, plan: Plan, layout: Layout, role: Role) -> DirectionProgram:
-    """Return a rank's work on the labels of a micro-batch of one direction."""
-    stage = layout.get_pipeline(role).stages[role.stage]
-    labels, parted = _extract_label_graph(graph, graph.whole), frozenset[str]()
-    if stage.shares > 1:
-        share = _extract_label_graph(graph.share, graph.share.whole)
-        labels, parted = shard_graph(labels, share, labels.nodes), find_sharded_names(labels, share)
-    # The second half of the last stage's block of tags: the stage's own exchanges count up from its start.
-    block = 1 + role.stage + role.direction * plan.split_size
-    builder = Builder(labels, stage, role.tile, STAGE_TAGS * block + STAGE_TAGS // 2, batch_sharded=parted)
-    add_inputs(builder)
-    for node in labels.nodes:
-        lower(builder, node)
-    sources = frozenset(total.source for total in graph.totals)
-    return DirectionProgram({role.stage: tuple(builder.finish(sources))}, {}, None, None, role.tile == 0, sources)
 
 
 def _extract_label_graph(graph: ModelGraph, whole: BatchLoss) -> ModelGraph:
@@ -199,11 +137,7 @@ class Compiler:
         ]
         held = {role.stage for role in roles}
         sums = [each for each in self.gradient_buckets if rank in each.group]
-        trained = self._get_trained_weights if self.overlap else lambda _: set()
-        # Each sum appears twice: its start among the backward steps here, its end in `ends`.
-        #
-        #   F0 F1 B0 B1(last layers) start(bucket 0) B1(first layers) start(bucket 1) | end, end, agree, update
-        steps = insert_gradient_sums(self._make_steps(work, ways), sums, trained)
+        steps = self._insert_gradient_sums(list(self._make_steps(work, ways)), sums)
         ends = (*sums, *self._make_updates(rank, roles, work)) if self.graph.loss else ()
         program = Program(
             rank=rank,
@@ -214,8 +148,41 @@ class Compiler:
             weights=self.lowering.select_read_names(held, self.graph.weights),
             buffers=self.lowering.select_read_names(held, self.graph.buffers),
         )
-        before = make_count_steps(self.graph, plan, self.layout, program)
-        return replace(program, steps=(*before, *program.steps))
+        return replace(program, steps=(*self._make_count_steps(program), *program.steps))
+
+    def _make_count_steps(self, program: Program) -> Iterator[Step]:
+        """Yield the step before a rank's `program`, if the rank has labels of the last stage and the loss counts them.
+
+        It counts what the loss of the whole batch is divided by. Each rank counts over its own labels, micro-batch by
+        micro-batch, with a small program; one all-reduce adds the counts over all replicas and directions. A loss whose
+        divisor does not depend on labels has no such program.
+        """
+        graph, last = self.graph, self.plan.split_size - 1
+        roles = {role.direction: role for role in self.layout.roles[program.rank] if role.stage == last}
+        if not (graph.totals and roles):
+            return
+        sources, ways = frozenset(total.source for total in graph.totals), {}
+        for direction, role in roles.items():
+            stage = self.layout.get_pipeline(role).stages[last]
+            labels, parted = _extract_label_graph(graph, graph.whole), frozenset[str]()
+            if stage.shares > 1:
+                share = _extract_label_graph(graph.share, graph.share.whole)
+                labels, parted = shard_graph(labels, share, labels.nodes), find_sharded_names(labels, share)
+            # The second half of the last stage's block of tags: the stage's own exchanges count up from its start.
+            tag = STAGE_TAGS * (1 + last + direction * self.plan.split_size) + STAGE_TAGS // 2
+            builder = Builder(labels, stage, role.tile, tag, batch_sharded=parted)
+            add_inputs(builder)
+            for node in labels.nodes:
+                lower(builder, node)
+            forward = {last: tuple(builder.finish(sources))}
+            ways[direction] = DirectionProgram(forward, {}, None, None, role.tile == 0, sources)
+        numbers = {number: way for number, way in sorted(program.directions.items()) if way in ways}
+        steps = [Step(item, Phase.FORWARD, number) for number, way in numbers.items() for item in ways[way].forward]
+        buffers = sorted(graph.whole.reads - graph.inputs.keys())
+        own = Program(program.rank, tuple(steps), ways, numbers, program.micro_batches, (), tuple(buffers))
+        count = 8 * sum(total.spec.numel for total in graph.totals)  # in float64
+        counting = CountLabels("labels", own, count, self.layout.find_ranks([last]))
+        yield Step(counting, Phase.FORWARD, program.steps[0].micro_batch)
 
     def _make_steps(self, work: Iterable[PipelineAction], ways: dict[int, DirectionProgram]) -> Iterable[Step]:
         apart = self.plan.rule.splits
@@ -233,6 +200,25 @@ class Compiler:
                     # In reverse order, each half of an overlapped exchange takes the place of the other one:
                     #   forward   start, interior, end, border       backward   border', start', interior', end'
                     yield Step(each.adjoint if isinstance(each, Exchange) else each, phase, item.micro_batch)
+
+    def _insert_gradient_sums(self, steps: Sequence[Step], sums: Sequence[SumGradients]) -> Iterator[Step]:
+        """Yield a rank's steps, with each all-reduce started after the last step that adds to a gradient in its bucket.
+
+        Each sum appears twice: its start among the backward steps here, its end in the update.
+        """
+        #   F0 F1 B0 B1(last layers) start(bucket 0) B1(first layers) start(bucket 1) | end, end, agree, update
+        last: dict[str, int] = {}
+        for index, step in enumerate(steps):
+            if self.overlap and step.phase is not Phase.FORWARD:
+                last.update(dict.fromkeys(self._get_trained_weights(step.instruction), index))
+        begun: dict[int, list[SumGradients]] = defaultdict(list)
+        for each in sums:
+            # A weight that no step trains here has no gradient; the bucket then starts at the end, as other ranks still
+            # take part.
+            begun[max(last.get(name, len(steps) - 1) for name in each.weights)].append(each)
+        for index, step in enumerate(steps):
+            yield step
+            yield from (Step(each, Phase.BACKWARD, step.micro_batch) for each in begun[index])
 
     def _get_trained_weights(self, item: Instruction) -> set[str]:
         """Return the trained weights that a segment reads."""
