@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.graph.model_graph import Ref
+from engines.graph.model_graph import Ref, find_ref_names
 from engines.program.exchange_runner import ExchangeRunner
 from engines.program.instructions import SEED, Compute, Exchange, LocalOp
 from engines.program.program import DirectionProgram
@@ -26,6 +26,7 @@ __all__ = [
     "find_last_reads",
     "find_out_kernel",
     "find_output_allocators",
+    "make_lookup",
 ]
 
 # ReLUs that overwrite their input where neither later operators nor the backward pass read it again.
@@ -217,8 +218,8 @@ class Segment:
                 op.out,
                 (find_out_kernel(segment, op, rooms or {}) if op.graded else None) or run,
                 run,
-                _make_lookup(op.arguments),
-                _make_lookup(dict(op.keywords)),
+                make_lookup(op.arguments),
+                make_lookup(dict(op.keywords)),
                 of_no_use,
             )
             for op, run, of_no_use in zip(segment.ops, plain, find_last_reads(segment), strict=True)
@@ -266,23 +267,19 @@ def find_last_reads(segment: Compute) -> list[list[str]]:
     return found[::-1]
 
 
-def _make_lookup(value: Any) -> Callable[[dict[str, Any]], Any]:
+def make_lookup(value: Any) -> Callable[[dict[str, Any]], Any]:
     """Return a function that replaces each `Ref` in `value` by the tensor of that name."""
     match value:
         case Ref(name):
             return lambda scope: scope[name]
         case list() | tuple():
-            if not any(_has_ref(item) for item in value):
+            if next(find_ref_names(value), None) is None:
                 fixed = list(value)
                 return lambda scope: fixed
-            parts = [_make_lookup(item) for item in value]
+            parts = [make_lookup(item) for item in value]
             return lambda scope: [part(scope) for part in parts]
         case dict():
-            entries = {key: _make_lookup(item) for key, item in value.items()}
+            entries = {key: make_lookup(item) for key, item in value.items()}
             return lambda scope: {key: part(scope) for key, part in entries.items()}
         case _:
             return lambda scope: value
-
-
-def _has_ref(value: Any) -> bool:
-    return isinstance(value, Ref) or (isinstance(value, list | tuple) and any(_has_ref(item) for item in value))

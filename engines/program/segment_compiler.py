@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from engines.errors import PlanError, RankError
-from engines.graph.model_graph import Ref
 from engines.program.instructions import DEVICE, SEED, Compute, LocalOp
-from engines.program.segment import OutputAllocator, Segment, bind_kernel
+from engines.program.segment import OutputAllocator, Segment, bind_kernel, make_lookup
 from engines.spatial.kernels import get_kernel
 
 __all__ = ["SegmentCompiler", "check_compiler"]
@@ -115,22 +114,10 @@ def _trace_segment(segment: Compute, names: tuple[str, ...], device: torch.devic
     nodes: dict[str, Any] = {name: graph.placeholder(f"value_{number}") for number, name in enumerate(names)}
     nodes[DEVICE.name] = device
     for op in segment.ops:
-        arguments = tuple(_replace_refs(list(op.arguments), nodes))
-        nodes[op.out] = graph.call_function(_make_function(op), arguments, _replace_refs(dict(op.keywords), nodes))
+        arguments, keywords = make_lookup(op.arguments)(nodes), make_lookup(dict(op.keywords))(nodes)
+        nodes[op.out] = graph.call_function(_make_function(op), tuple(arguments), keywords)
     graph.output(tuple(nodes[name] for name in segment.outputs))
     return fx.GraphModule(nn.Module(), graph)
-
-
-def _replace_refs(value: Any, nodes: Mapping[str, Any]) -> Any:
-    """Return `value` with each `Ref` replaced by its node."""
-    match value:
-        case Ref(name):
-            return nodes[name]
-        case list() | tuple():
-            return [_replace_refs(item, nodes) for item in value]
-        case dict():
-            return {key: _replace_refs(item, nodes) for key, item in value.items()}
-    return value
 
 
 def _make_function(op: LocalOp) -> Function:
