@@ -113,7 +113,8 @@ class PyramidSink:
         #     scratch file, level 1  ->  SubIFD 1           each level is made from the one before, whose scratch file
         #              | halve                              goes at once: at most two exist at a time
         #     scratch file, level 2  ->  SubIFD 2
-        levels = _count_halvings(*self.raw.shape[:2])
+        # The least n for which the longest side, halved n times and rounded up, is at most SMALLEST_PX.
+        levels = ((max(self.raw.shape[:2]) - 1) // SMALLEST_PX).bit_length()
         with tifffile.TiffWriter(name, bigtiff=True) as writer:
             for level in range(levels + 1):
                 if level:
@@ -150,18 +151,6 @@ def make_pyramid(path: Path, region: PaddedRegion, kind: str, shape: Shape, dtyp
     return PyramidSink(path, shape, dtype, scaled, mixes=kind != "classes")
 
 
-def _count_halvings(height: int, width: int) -> int:
-    """Return how often an image is halved.
-
-    >>> _count_halvings(1024, 4000), _count_halvings(512, 512)
-    (3, 0)
-    """
-    count = 0
-    while max(height, width) > SMALLEST_PX:
-        height, width, count = -(-height // 2), -(-width // 2), count + 1
-    return count
-
-
 def _split_blocks(shape: Shape, rows_px: int, cols_px: int) -> Iterator[Tile]:
     for y0, x0 in product(range(0, shape[0], rows_px), range(0, shape[1], cols_px)):
         get_status_board().report(b"writes a pyramid")  # heartbeat: the other ranks wait meanwhile
@@ -182,6 +171,7 @@ def _read_tiles(raw: _ScratchArray) -> Iterator[NDArray[Any]]:
 
 
 def _write_halved(raw: _ScratchArray, folder: Path, mixes: bool) -> _ScratchArray:
+    """Return means of 2 x 2 pixels, or every other pixel; a last odd row or column is repeated."""
     height, width = (-(-px // 2) for px in raw.shape[:2])
     coarser = _ScratchArray(folder, (height, width, raw.shape[2]), raw.dtype)
     for block in _split_blocks(coarser.shape, TILE_PX, GROUP_PX):
@@ -189,15 +179,12 @@ def _write_halved(raw: _ScratchArray, folder: Path, mixes: bool) -> _ScratchArra
             Span(2 * span.start, min(2 * span.stop, px))
             for span, px in zip((block.rows, block.cols), raw.shape[:2], strict=True)
         )
-        coarser.write(block, _halve(raw.read(Tile(rows, cols)), mixes))
+        pixels = raw.read(Tile(rows, cols))
+        if mixes:
+            height, width = pixels.shape[:2]
+            even = np.pad(pixels, ((0, height % 2), (0, width % 2), (0, 0)), mode="edge").astype(np.float32)
+            mean = (even[::2, ::2] + even[1::2, ::2] + even[::2, 1::2] + even[1::2, 1::2]) / 4
+            coarser.write(block, (mean if pixels.dtype.kind == "f" else np.rint(mean)).astype(pixels.dtype))
+        else:  # a mean of classes 1 and 3 would be class 2
+            coarser.write(block, pixels[::2, ::2])
     return coarser
-
-
-def _halve(pixels: NDArray[Any], mixes: bool) -> NDArray[Any]:
-    """Return means of 2 x 2 pixels, or every other pixel; a last odd row or column is repeated."""
-    if not mixes:  # a mean of classes 1 and 3 would be class 2
-        return pixels[::2, ::2]
-    height, width = pixels.shape[:2]
-    even = np.pad(pixels, ((0, height % 2), (0, width % 2), (0, 0)), mode="edge").astype(np.float32)
-    mean = (even[::2, ::2] + even[1::2, ::2] + even[::2, 1::2] + even[1::2, 1::2]) / 4
-    return (mean if np.issubdtype(pixels.dtype, np.floating) else np.rint(mean)).astype(pixels.dtype)

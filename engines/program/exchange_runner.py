@@ -205,8 +205,17 @@ class ExchangeRunner:
         gradient.
         """
         with torch.no_grad():
-            if source is not None and begun.adds:
-                self._add_own_gradients(begun.parts, source, alone)
+            grads = begun.parts
+            if source is not None and begun.adds:  # the gradients of the pixels that stayed on this rank
+                if self._keeps_all and source.grad is None and grads[0] is not None:
+                    own = grads[0][self._kept[0][2]]
+                    # Other readers add to it in place.
+                    source.grad = own if alone else torch.empty_like(source).copy_(own)
+                else:
+                    source.grad = torch.zeros_like(source) if source.grad is None else source.grad
+                    for number, here, there in self._kept:
+                        if grads[number] is not None:
+                            source.grad[here].add_(grads[number][there])
             self._finish(begun)
             if source is None:
                 return
@@ -240,18 +249,6 @@ class ExchangeRunner:
             begun.pending.wait()
         else:
             self.outbox.add(begun.pending)
-
-    def _add_own_gradients(self, grads: Sequence[Tensor | None], source: Tensor, alone: bool) -> None:
-        """Add the gradients of the pixels that stayed on this rank."""
-        if self._keeps_all and source.grad is None and grads[0] is not None:
-            own = grads[0][self._kept[0][2]]
-            source.grad = own if alone else torch.empty_like(source).copy_(own)  # other readers add to it in place
-            return
-        if source.grad is None:
-            source.grad = torch.zeros_like(source)
-        for number, here, there in self._kept:
-            if grads[number] is not None:
-                source.grad[here].add_(grads[number][there])
 
     def _make_part(self, number: int) -> Tensor:
         """Allocate the window or a strip and write the fill where it extends beyond the image."""

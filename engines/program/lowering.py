@@ -93,7 +93,16 @@ class Lowering:
             # In stage order: a stage can be lowered only once the layouts of all values that it receives are recorded.
             made = {node.name for node in self._get_nodes(self.spans[stage])}
             self.crossing_values.update({name: builder.values[name] for name in made & builder.values.keys()})
-        self._check_statistics()
+        # A stage must not read a buffer that another stage writes at its update.
+        for stage in range(len(self.spans)):
+            builder = self.get_builder(Role(stage, 0))
+            written = {name for entry in builder.statistics for name in (entry.mean_buffer, entry.variance_buffer)}
+            for other, reads in enumerate(self.reads):
+                if other != stage and (shared := sorted((written | builder.counters.keys()) & reads)):
+                    raise PlanError(
+                        f"stages {stage} and {other} both use {shared[0]}, which counts what it saw, in "
+                        "their order. Put the layers that share it into one stage (balance, or a smaller split_size)."
+                    )
 
     def get_builder(self, role: Role) -> Builder:
         """Return the builder of a stage for tile `role.tile`: values received, the stage's nodes, values sent."""
@@ -163,18 +172,6 @@ class Lowering:
                 f"split_size={len(self.spans)} with {len(self.crossings)} values read in later stages needs more tags "
                 "for messages than there are. Use fewer stages (up to 255), or cut where fewer values pass."
             )
-
-    def _check_statistics(self) -> None:
-        """Raise PlanError if a stage reads a buffer that another stage writes at its update."""
-        for stage in range(len(self.spans)):
-            builder = self.get_builder(Role(stage, 0))
-            written = {name for entry in builder.statistics for name in (entry.mean_buffer, entry.variance_buffer)}
-            for other, reads in enumerate(self.reads):
-                if other != stage and (shared := sorted((written | builder.counters.keys()) & reads)):
-                    raise PlanError(
-                        f"stages {stage} and {other} both use {shared[0]}, which counts what it saw, in "
-                        "their order. Put the layers that share it into one stage (balance, or a smaller split_size)."
-                    )
 
     def _group_nodes(self, stage: int, scout: Builder) -> dict[str, int]:
         """Return the fusion group of each node of a stage.

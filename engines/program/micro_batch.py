@@ -156,9 +156,14 @@ class MicroBatchState:
         #
         #   INPUTS    outputs' gradients, graph --> inputs' gradients         graph kept in `_late`
         #   WEIGHTS   `_late`                   --> weights' gradients        graph freed
-        roots, grads = (
-            self._late.pop(segment.name, ([], [])) if phase is Phase.WEIGHTS else self._collect_roots(segment)
-        )
+        if phase is Phase.WEIGHTS:
+            roots, grads = self._late.pop(segment.name, ([], []))
+        else:
+            if segment.name not in self._made:
+                self._recompute(segment)
+            made = zip(self._made.pop(segment.name), map(self._take_gradient, segment.outputs), strict=True)
+            pairs = [(value, grad) for value, grad in made if grad is not None and value.requires_grad]
+            roots, grads = [value for value, _ in pairs], [grad for _, grad in pairs]
         if not roots:
             return 0
         ready = self.runtime.segments[segment.name]
@@ -175,15 +180,6 @@ class MicroBatchState:
         if phase is not Phase.WEIGHTS:
             self._copy_shared_gradients(segment, self._late.get(segment.name, ((), ()))[1])
         return 0
-
-    def _collect_roots(self, segment: Compute) -> tuple[list[Tensor], list[Tensor]]:
-        """Return a segment's differentiable outputs, and the gradients accumulated for them."""
-        if segment.name not in self._made:
-            self._recompute(segment)
-        made = self._made.pop(segment.name)
-        grads = [self._take_gradient(name) for name in segment.outputs]
-        pairs = [(v, g) for v, g in zip(made, grads, strict=True) if g is not None and v.requires_grad]
-        return [value for value, _ in pairs], [grad for _, grad in pairs]
 
     def _recompute(self, segment: Compute) -> None:
         """Recompute a segment's outputs, first those of an interior segment that it completes.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -81,11 +81,13 @@ class Schedule:
     @property
     def idle_share(self) -> float:
         """The idle fraction of all ranks' time, 0 to 1; 0 if there is no work."""
-        return _compute_idle_share(self.lanes, self.length)
+        return self.compute_idle_share(*range(self.ranks))
 
-    def compute_idle_share(self, rank: int) -> float:
-        """Return the idle fraction of one rank's time, 0 to 1."""
-        return _compute_idle_share([self.lanes[rank]], self.length)
+    def compute_idle_share(self, *ranks: int) -> float:
+        """Return the idle fraction of the time of some ranks, 0 to 1."""
+        whole = self.length * len(ranks)
+        busy = sum(slot.stop - slot.start for rank in ranks for slot in self.lanes[rank])
+        return (whole - busy) / whole if whole else 0.0
 
     def get_actions(self, rank: int) -> tuple[PipelineAction, ...]:
         """Return a rank's actions, first to last."""
@@ -125,12 +127,6 @@ class Schedule:
         """Return `F0`, `b3` or `W1/2`, as in the table."""
         letter = work.kind.value.lower() if work.direction else work.kind.value
         return f"{letter}{work.micro_batch}" + f"/{work.stage}" * self.is_interleaved
-
-
-def _compute_idle_share(lanes: Sequence[Sequence[Slot]], length: int) -> float:
-    whole = length * len(lanes)
-    busy = sum(slot.stop - slot.start for lane in lanes for slot in lane)
-    return (whole - busy) / whole if whole else 0.0
 
 
 # What distinguishes the pipeline schedules: one rule each.

@@ -86,21 +86,19 @@ class ShardIndex:
         """
         for rank, program in enumerate(self.programs):
             direction = program.directions.get(micro_batch)
-            stages = program.direction_programs[direction].stages if direction is not None else {}
-            for stage in stages:
-                made = self._find_output_name(program, direction, stage, name)
+            if direction is None:
+                continue
+            way = program.direction_programs[direction]
+            for stage, items in way.stages.items():
+                ops = ((item, op) for item in items if isinstance(item, Compute) for op in item.ops)
+                found = [
+                    op.out
+                    for item, op in ops
+                    if op.out in item.outputs and (name == op.out or f"{op.module}.".startswith(f"{name}."))
+                ]
+                made = name if name in way.input_shards else found[-1] if found else None
                 if made and (extent := self.find_shard(rank, direction, stage, made)) is not None:
                     yield rank, extent
-
-    def _find_output_name(self, program: Program, direction: int, stage: int, name: str) -> str | None:
-        way, last = program.direction_programs[direction], None
-        if name in way.input_shards:
-            return name
-        for item in way.stages[stage]:
-            for op in item.ops if isinstance(item, Compute) else ():
-                of_it = name == op.out or f"{op.module}.".startswith(f"{name}.")
-                last = op.out if of_it and op.out in item.outputs else last
-        return last
 
 
 def assemble_shards(parts: Iterable[tuple[Shard, Tensor]], adds: bool) -> Tensor:

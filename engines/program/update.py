@@ -175,7 +175,12 @@ def update_buffers(
         # Micro-batch by micro-batch over all entries, as a sequential model would update them.
         for micro_batch in zip(*counted, strict=True):  # one norm may be used twice in a forward pass
             for entry, own in zip(update.statistics, micro_batch, strict=True):
-                _update_running_stats(buffers, entry, own, seen.advance_momentum(entry))
+                momentum = seen.advance_momentum(entry)
+                mean, variance = compute_batch_statistics(own, entry.counts)
+                unbiased = variance * (sum(entry.counts) / max(1, sum(entry.counts) - 1))
+                for name, now in ((entry.mean_buffer, mean), (entry.variance_buffer, unbiased)):
+                    buffer = buffers[name]
+                    buffer.lerp_(now.view(-1, *buffer.shape).mean(0).to(buffer.dtype), momentum)
         for entry in update.statistics:
             if entry.mean_over:
                 apart.setdefault(entry.mean_over, []).extend(
@@ -210,17 +215,6 @@ class _BatchCounts:
         # A mean over n + e batches, e of them new: mean += (new - mean) * e / (n + e).
         self.batches[entry.counter] += self.each[entry.counter]
         return self.each[entry.counter] / self.batches[entry.counter]
-
-
-def _update_running_stats(
-    buffers: Mapping[str, Tensor], entry: RunningStatistics, counted: Tensor, momentum: float
-) -> None:
-    """Update running statistics by what one micro-batch counted."""
-    mean, variance = compute_batch_statistics(counted, entry.counts)
-    unbiased = variance * (sum(entry.counts) / max(1, sum(entry.counts) - 1))
-    for name, now in ((entry.mean_buffer, mean), (entry.variance_buffer, unbiased)):
-        buffer = buffers[name]
-        buffer.lerp_(now.view(-1, *buffer.shape).mean(0).to(buffer.dtype), momentum)
 
 
 # The moments that batch norms counted per micro-batch, shared with every rank that keeps the running statistics.
