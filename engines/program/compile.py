@@ -64,20 +64,17 @@ def _extract_label_graph(graph: ModelGraph, whole: BatchLoss) -> ModelGraph:
     return replace(graph, inputs=inputs, nodes=whole.nodes, trainable=frozenset(), share=None, whole=None)
 
 
-def compile_plan(graph: ModelGraph, plan: Plan, input_gradient: bool = False) -> tuple[Program, ...]:
-    """Return the program of every rank, in rank order.
-
-    `input_gradient`: compute the gradient of the image as well, which training does not need. Raises PlanError or
-    TraceError if the plan does not fit the model.
-    """
-    compiler = Compiler(graph, plan, input_gradient)
+def compile_plan(graph: ModelGraph, plan: Plan) -> tuple[Program, ...]:
+    """Return the program of every rank, in rank order. Raises PlanError or TraceError if plan and model do not fit."""
+    compiler = Compiler(graph, plan)
     return tuple(compiler.compile_rank(rank) for rank in range(compiler.layout.size))
 
 
 class Compiler:
     """Compiles one rank at a time; what does not depend on the rank is computed once.
 
-    If the graph has no loss, a program ends with the forward passes. `overlap`: all-reduces of gradients start while
+    If the graph has no loss, a program ends with the forward passes. `input_gradient`: compute the gradient of the
+    image as well, which training does not need. `overlap`: all-reduces of gradients start while
     the backward pass is still running.
     """
 

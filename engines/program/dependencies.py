@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
 
 from engines.program.instructions import (
     AllReduce,
@@ -28,18 +27,6 @@ StepCounts = tuple[int, ...]
 """For each rank, the number of its steps that are done."""
 
 
-@dataclass(frozen=True, slots=True)
-class _SyncPoint:
-    """A point at which ranks synchronise: instructions with one `key` on several ranks.
-
-    The instruction waits for the ranks `waits_for` to begin their instruction of key `asks` (of its own key if None).
-    """
-
-    key: Hashable
-    waits_for: frozenset[int]
-    asks: Hashable = None
-
-
 class DependencyOrder:
     """The programs of all ranks, and for each step the steps of other ranks that must have begun for it to end.
 
@@ -54,25 +41,21 @@ class DependencyOrder:
         #
         #   rank 0   exchange 2 #0 --> exchange 2 #1 --> update
         #   rank 1                     exchange 2 #0 --> exchange 2 #1 --> update      (#0 waits for #0, never for #1)
-        met: list[list[_SyncPoint]] = []
+        begun: list[dict[Hashable, int]] = []  # by rank: the index of the step with each key and number
+        asked: list[list[tuple[Hashable, frozenset[int]]]] = []  # by rank and step: a key and number, and who has it
         for program in programs:
             seen: Counter[Hashable] = Counter()
-            meetings = []
-            for step in program.steps:
-                meeting = _make_sync_point(step, everyone)
-                number = seen[meeting.key]
-                asks = meeting.key if meeting.asks is None else meeting.asks
-                meetings.append(_SyncPoint((meeting.key, number), meeting.waits_for, (asks, number)))
-                seen[meeting.key] += 1
-            met.append(meetings)
-        where = [{meeting.key: index for index, meeting in enumerate(each)} for each in met]
+            begun.append({})
+            asked.append([])
+            for index, step in enumerate(program.steps):
+                key, asks, waits_for = _find_sync(step, everyone)
+                begun[-1][key, seen[key]] = index
+                asked[-1].append(((asks, seen[key]), waits_for))
+                seen[key] += 1
         # needs[rank][index] are the (peer, step of the peer) pairs that the step waits for
         self.needs = tuple(
-            tuple(
-                tuple((peer, where[peer][meeting.asks]) for peer in sorted(meeting.waits_for - {rank}))
-                for meeting in meetings
-            )
-            for rank, meetings in enumerate(met)
+            tuple(tuple((peer, begun[peer][asks]) for peer in sorted(waits_for - {rank})) for asks, waits_for in steps)
+            for rank, steps in enumerate(asked)
         )
 
     def compute_closure(self, places: StepCounts, wanted: Mapping[int, int]) -> StepCounts:
@@ -122,30 +105,36 @@ class DependencyOrder:
 
 def find_peers(program: Program, step: Step) -> tuple[int, ...]:
     """Return the other ranks for whose messages a rank may have to wait in this step of its program."""
-    return tuple(sorted(_make_sync_point(step, frozenset()).waits_for - {program.rank}))
+    return tuple(sorted(_find_sync(step, frozenset())[2] - {program.rank}))
 
 
-def _make_sync_point(step: Step, everyone: frozenset[int]) -> _SyncPoint:
-    forward, alone = step.phase is Phase.FORWARD, frozenset[int]()
+def _find_sync(step: Step, everyone: frozenset[int]) -> tuple[Hashable, Hashable, frozenset[int]]:
+    """Return the key of a step, and that of the steps which other ranks, returned as well, must begin for it to end.
+
+    Steps at which ranks synchronise have one key on all of them.
+    """
+    forward = step.phase is Phase.FORWARD
+    key: Hashable = None
+    waits_for = frozenset[int]()
     match step.instruction:
         case Exchange() as exchange:
-            key = ("exchange", exchange.tag, forward, step.micro_batch)
+            key = asks = ("exchange", exchange.tag, forward, step.micro_batch)
             # A rank that receives also waits for its own sends to complete.
             lenders, borrowers = {m.source for m in exchange.receives}, {m.target for m in exchange.sends}
-            waits = exchange.ends and (lenders if forward else borrowers)
-            here = key if exchange.begins else (*key, "ends")
-            return _SyncPoint(here, frozenset(lenders | borrowers) if waits else alone, key)
+            if exchange.ends and (lenders if forward else borrowers):
+                waits_for = frozenset(lenders | borrowers)
+            return key if exchange.begins else (*asks, "ends"), asks, waits_for
         case AllReduce(name=name, group=group):
-            return _SyncPoint((name, forward, step.micro_batch), frozenset(group))
+            key, waits_for = (name, forward, step.micro_batch), frozenset(group)
         case SumGradients(name=name, group=group):
             ends = step.phase is Phase.UPDATE
-            return _SyncPoint((name, ends), frozenset(group) if ends else alone)
+            key, waits_for = (name, ends), frozenset(group if ends else ())
         case (
             CountLabels(name=name, group=group)
             | ReduceBatchStats(name=name, group=group)
             | FiniteCheckAllReduce(name=name, group=group)
         ):
-            return _SyncPoint(name, frozenset(group))
+            key, waits_for = name, frozenset(group)
         case Update(name=name):
-            return _SyncPoint(name, everyone)
-    return _SyncPoint(None, alone)
+            key, waits_for = name, everyone
+    return key, key, waits_for

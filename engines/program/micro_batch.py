@@ -77,11 +77,6 @@ class MicroBatchState:
         return self.leaves[self.direction_program.loss].item() if self.direction_program.loss in self.leaves else None
 
     @property
-    def has_pending_backward(self) -> bool:
-        """Whether local graphs, and the activations in them, are still held for the backward pass."""
-        return bool(self._made or self._late)
-
-    @property
     def tensors(self) -> Iterator[Tensor]:
         """All tensors held by name, and their gradients; some may be views of others."""
         for tensor in (

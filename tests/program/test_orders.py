@@ -36,7 +36,7 @@ def held(recipe: Recipe) -> list[list[Counter[int]]]:
                 Counter(
                     training.program.directions[number]
                     for number, lane in training.worker.micro_batch_states.items()
-                    if lane.has_pending_backward
+                    if lane._made or lane._late
                 )
             )
             training.worker.step()
