@@ -16,36 +16,7 @@ from engines.spatial.halo_fusion import WindowRead
 from engines.spatial.tiles import Move, Tile, compute_moves
 from engines.spatial.windows import Shift, SpanRule, Window, compute_window
 
-__all__ = ["POINT", "Builder", "HaloRead", "ValueLayout", "resolve_segment_io"]
-
-# The inputs and outputs of each segment of a rank's program.
-
-
-def resolve_segment_io(
-    instructions: Iterable[ModelInstruction], values: Mapping[str, ValueLayout], kept: Iterable[str]
-) -> list[ModelInstruction]:
-    """Return the instructions with each segment's inputs, and as outputs what later instructions read or is `kept`."""
-    wanted, done = set(kept), []
-    # Liveness, from the end backward: `wanted` are the values read by the instructions after this one.
-    #
-    #   wanted {a} <- [s0: a -> b, c]  {b, c} <- (exchange b -> w)  {c, w} <- [s1: c, w -> y]  {y} = kept
-    #
-    # A value that only its own segment reads is in no set, so it is no output and dies inside the segment.
-    for instruction in reversed(list(instructions)):
-        if isinstance(instruction, Compute):
-            made = {op.out for op in instruction.ops}
-            read = dict.fromkeys(name for op in instruction.ops for name in op.reads)
-            # Names that are not in `values` are weights and buffers, which the rank owns.
-            inputs = tuple(name for name in read if name in values and name not in made)
-            outputs = tuple(op.out for op in instruction.ops if op.out in wanted)
-            differentiable = any(values[name].differentiable for name in outputs)
-            instruction = replace(instruction, inputs=inputs, outputs=outputs, differentiable=differentiable)
-            wanted.update(inputs)
-        else:
-            wanted.add(instruction.source)
-        done.append(instruction)
-    return done[::-1]
-
+__all__ = ["POINT", "Builder", "HaloRead", "ValueLayout"]
 
 MovesByRank = Mapping[int, tuple[Move, ...]]
 
@@ -300,9 +271,28 @@ class Builder(ValueLayouts):
             self._open = []
 
     def finish(self, kept: Iterable[str]) -> list[ModelInstruction]:
-        """Return all instructions, each segment with its inputs and outputs; `kept` values are outputs in any case."""
+        """Return all instructions, each segment with its inputs, and as outputs what later ones read or is `kept`."""
         self.flush()
-        return resolve_segment_io(self.instructions, self.values, kept)
+        wanted, done = set(kept), []
+        # Liveness, from the end backward: `wanted` are the values read by the instructions after this one.
+        #
+        #   wanted {a} <- [s0: a -> b, c]  {b, c} <- (exchange b -> w)  {c, w} <- [s1: c, w -> y]  {y} = kept
+        #
+        # A value that only its own segment reads is in no set, so it is no output and dies inside the segment.
+        for instruction in reversed(self.instructions):
+            if isinstance(instruction, Compute):
+                made = {op.out for op in instruction.ops}
+                read = dict.fromkeys(name for op in instruction.ops for name in op.reads)
+                # Names that are not in `values` are weights and buffers, which the rank owns.
+                inputs = tuple(name for name in read if name in self.values and name not in made)
+                outputs = tuple(op.out for op in instruction.ops if op.out in wanted)
+                differentiable = any(self.values[name].differentiable for name in outputs)
+                instruction = replace(instruction, inputs=inputs, outputs=outputs, differentiable=differentiable)
+                wanted.update(inputs)
+            else:
+                wanted.add(instruction.source)
+            done.append(instruction)
+        return done[::-1]
 
 
 def _needs_exchange(size_px: tuple[int, int], held: Mapping[int, Tile], wanted: Mapping[int, Tile]) -> bool:

@@ -24,7 +24,7 @@ from engines.program.lowering import STAGE_TAGS, Lowering, add_inputs
 from engines.program.make_schedule import ActionKind, Batch, PipelineAction, Schedule, make_schedule
 from engines.program.program import CountLabels, DirectionProgram, Instruction, Program, Step
 from engines.spatial.batch_sharding import find_sharded_names, shard_graph
-from engines.spatial.layout import Layout, Role
+from engines.spatial.layout import Role
 from engines.spatial.operator_table import lower
 
 __all__ = ["Compiler", "compile_plan", "make_buckets"]
@@ -80,8 +80,8 @@ class Compiler:
 
     def __init__(self, graph: ModelGraph, plan: Plan, input_gradient: bool = False, overlap: bool = True) -> None:
         self.graph, self.plan, self.overlap = graph, plan, overlap
-        self.layout = Layout.of(plan)
-        self.lowering = Lowering(graph, plan, self.layout, input_gradient)
+        self.lowering = Lowering(graph, plan, input_gradient)
+        self.layout = self.lowering.layout
 
     @cached_property
     def _ranks_by_weight(self) -> dict[str, tuple[int, ...]]:

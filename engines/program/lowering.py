@@ -70,10 +70,8 @@ class Lowering:
     Raises PlanError or TraceError if the plan does not fit the model.
     """
 
-    def __init__(
-        self, graph: ModelGraph, plan: Plan, layout: Layout, input_gradient: bool, in_turn: bool = False
-    ) -> None:
-        self.graph, self.plan, self.layout = graph, plan, layout
+    def __init__(self, graph: ModelGraph, plan: Plan, input_gradient: bool = False, in_turn: bool = False) -> None:
+        self.graph, self.plan, self.layout = graph, plan, Layout.of(plan)
         self.input_gradient, self.in_turn = input_gradient, in_turn
         self.layers = find_layers(graph)
         self.spans = cut_stages(self.layers, plan)
@@ -173,45 +171,41 @@ class Lowering:
                 "for messages than there are. Use fewer stages (up to 255), or cut where fewer values pass."
             )
 
-    def _group_nodes(self, stage: int, scout: Builder) -> dict[str, int]:
-        """Return the fusion group of each node of a stage.
-
-        The prediction has a group of its own, since the loss reads each rank's own tile of it.
-        """
-        if self.in_turn:
-            return dict.fromkeys((*self.graph.inputs, *(node.name for node in self.graph.nodes)), 0)
-        span = self.spans[stage]
-        names = [[n.name for n in self._get_nodes(layer.nodes)] for layer in self.layers if layer.nodes.start in span]
-        fused = self.plan.fused_layers
-        if isinstance(fused, str):
-            work = {name: scout.estimate_cost(name) for name in scout.values if scout.is_tiled(Ref(name))}
-            sizes = group_cheapest(names, scout.reads, scout.get_image_tiles, work, HaloCost())
-        else:
-            sizes = group_evenly(len(names), fused)
-        numbers = [number for number, size in enumerate(sizes) for _ in range(size)]
-        groups = {name: number for number, layer in zip(numbers, names, strict=True) for name in layer}
-        return groups | ({self.graph.prediction: -1} if self.graph.loss else {})
-
     def _get_extended_tiles(self, role: Role) -> ExtendedTiles:
         """Return what the ranks of a stage hold beyond their tiles, for fused halos; for tiles in turn, of one tile at
         a time.
         """
         first = replace(role, tile=0)
         key = role if self.in_turn else first
-        if key not in self._wides:
+        if key in self._wides:
+            return self._wides[key]
+        if not self.plan.halo_d2 or self._get_stage_ranks(role, role.stage).grid.tiles == 1:
             self._wides[key] = ExtendedTiles()
-            if self.plan.halo_d2 and self._get_stage_ranks(role, role.stage).grid.tiles > 1:
-                # What each node reads is known only after lowering. The stage is therefore lowered twice: first without
-                # fused halos, by a scout that records the reads (the same for every tile), then with them.
-                #
-                #   scout: reads of each node --> groups --> extend_tiles --> builder of every tile
-                if first not in self._scouts:
-                    self._scouts[first] = self._lower_stage(first, ExtendedTiles(), overlaps=False)
-                scout = self._scouts[first]
-                scout.tile = key.tile
-                self._wides[key] = extend_tiles(
-                    scout.reads, self._group_nodes(role.stage, scout), scout.get_image_tiles
-                )
+            return self._wides[key]
+        # What each node reads is known only after lowering. The stage is therefore lowered twice: first without fused
+        # halos, by a scout that records the reads (the same for every tile), then with them.
+        #
+        #   scout: reads of each node --> groups --> extend_tiles --> builder of every tile
+        if first not in self._scouts:
+            self._scouts[first] = self._lower_stage(first, ExtendedTiles(), overlaps=False)
+        scout = self._scouts[first]
+        scout.tile = key.tile
+        if self.in_turn:
+            groups = dict.fromkeys((*self.graph.inputs, *(node.name for node in self.graph.nodes)), 0)
+        else:
+            layers = [layer.nodes for layer in self.layers if layer.nodes.start in self.spans[role.stage]]
+            names = [[node.name for node in self._get_nodes(nodes)] for nodes in layers]
+            fused = self.plan.fused_layers
+            if isinstance(fused, str):
+                work = {name: scout.estimate_cost(name) for name in scout.values if scout.is_tiled(Ref(name))}
+                sizes = group_cheapest(names, scout.reads, scout.get_image_tiles, work, HaloCost())
+            else:
+                sizes = group_evenly(len(names), fused)
+            numbers = [number for number, size in enumerate(sizes) for _ in range(size)]
+            groups = {name: number for number, layer in zip(numbers, names, strict=True) for name in layer}
+            # The prediction has a group of its own, since the loss reads each rank's own tile of it.
+            groups |= {self.graph.prediction: -1} if self.graph.loss else {}
+        self._wides[key] = extend_tiles(scout.reads, groups, scout.get_image_tiles)
         return self._wides[key]
 
     @cached_property

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 from engines.errors import PlanError
-from engines.graph.model_graph import ModelGraph, Node
+from engines.graph.model_graph import ModelGraph
 from engines.plan import Plan
 from engines.program.builder import Builder
 from engines.program.lowering import Lowering
 from engines.spatial.halo_fusion import WindowRead
-from engines.spatial.layout import Layout, Role
+from engines.spatial.layout import Role
 from engines.spatial.tiles import Span, Tile
 from engines.spatial.windows import compute_window
 
@@ -64,11 +64,25 @@ class ReceptiveFields:
             )
         # Backward through the nodes: all readers of a value come after it, so its rectangle is complete when it is
         # reached. Two branches that read different windows of one value are joined to the smallest rectangle of both.
-        found = {node: Tile(Span(row, row + 1), Span(col, col + 1))}
+        found, values = {node: Tile(Span(row, row + 1), Span(col, col + 1))}, self._builder.values
         for each in reversed(self.graph.nodes):
-            if each.name in found:
-                for name, tile in self._find_reads(each, found[each.name]):
-                    found[name] = found[name] | tile if name in found else tile
+            if each.name not in found:
+                continue
+            outputs, made = found[each.name], values.get(each.name)
+            for name in dict.fromkeys(each.reads):
+                value = values.get(name)
+                if value is None or value.axes is None:
+                    continue
+                whole = Tile.whole(*value.size_px)
+                if rules := self._rules.get((each.name, name)):
+                    windows = [compute_window(outputs, rule.rows, rule.cols) for rule in rules]
+                else:
+                    # No window rule: a pointwise operator reads the pixel at the same position; any other one reads the
+                    # whole value, as does one whose input was all-gathered.
+                    beneath = made is not None and made.axes is not None and made.size_px == whole.shape
+                    windows = [outputs if beneath and f"{name}.whole" not in values else whole]
+                for tile in windows:
+                    found[name] = found[name] | tile & whole if name in found else tile & whole
         return ReceptiveField(node, (row, col), found)
 
     def get_size_px(self, node: str) -> tuple[int, int]:
@@ -82,7 +96,7 @@ class ReceptiveFields:
     def _builder(self) -> Builder:
         """The whole model built for one rank, which records what each operator reads."""
         plan = Plan(split_size=1, spatial_size=0)
-        return Lowering(self.graph, plan, Layout.of(plan), input_gradient=False).get_builder(Role(0, 0))
+        return Lowering(self.graph, plan).get_builder(Role(0, 0))
 
     @cached_property
     def _rules(self) -> Mapping[tuple[str, str], list[WindowRead]]:
@@ -90,21 +104,3 @@ class ReceptiveFields:
         for read in self._builder.reads:
             found[read.node, read.value].append(read)
         return found
-
-    def _find_reads(self, node: Node, outputs: Tile) -> Iterable[tuple[str, Tile]]:
-        """Yield what some outputs of a node read of each tiled value."""
-        values = self._builder.values
-        made = values.get(node.name)
-        for name in dict.fromkeys(node.reads):
-            value = values.get(name)
-            if value is None or value.axes is None:
-                continue
-            whole = Tile.whole(*value.size_px)
-            if rules := self._rules.get((node.name, name)):
-                windows = [compute_window(outputs, rule.rows, rule.cols) for rule in rules]
-            else:
-                # No window rule: a pointwise operator reads the pixel at the same position; any other one reads the
-                # whole value, as does one whose input was all-gathered.
-                beneath = made is not None and made.axes is not None and made.size_px == whole.shape
-                windows = [outputs if beneath and f"{name}.whole" not in values else whole]
-            yield from ((name, tile & whole) for tile in windows)

@@ -17,7 +17,7 @@ from engines.plan import Plan
 from engines.program.instructions import AllReduce, Compute, ModelInstruction, Phase
 from engines.program.lowering import Lowering
 from engines.program.program import DirectionProgram, Program, ShardSpec, Step
-from engines.spatial.layout import Layout, Role
+from engines.spatial.layout import Role
 from engines.spatial.tiles import Grid
 
 __all__ = ["TilePass", "TilePasses"]
@@ -57,7 +57,7 @@ class TilePasses:
         cut = {"split_size": 1, "spatial_size": 1, "num_spatial_parts": grid.tiles, "slice_method": str(grid)}
         plan = Plan(**cut, halo_d2=True, fused_layers="auto")
         try:
-            self.lowering = Lowering(graph, plan, Layout.of(plan), input_gradient=False, in_turn=True)
+            self.lowering = Lowering(graph, plan, in_turn=True)
         except (TraceError, PlanError) as error:
             raise type(error)(f"The image cannot be computed in {grid} tiles one after another. {error}") from error
 
