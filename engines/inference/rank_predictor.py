@@ -26,7 +26,7 @@ from engines.images.picture import Picture, crop_picture
 from engines.plan import Plan
 from engines.program.compile import Compiler, compile_plan
 from engines.program.program import Program
-from engines.program.step_labels import describe_steps
+from engines.program.steps import describe_steps
 from engines.program.worker import Inputs, Worker
 from engines.spatial.operator_table import UserOps
 from engines.spatial.tiles import Tile

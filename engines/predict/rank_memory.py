@@ -15,7 +15,7 @@ from engines.predict.tallies import RankTally
 from engines.program.compile import Compiler
 from engines.program.instructions import Compute, SumGradients
 from engines.program.program import Program
-from engines.program.step_labels import StepLabel, label_steps
+from engines.program.steps import StepLabel, label_steps
 
 __all__ = [
     "KINDS",

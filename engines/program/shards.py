@@ -14,7 +14,7 @@ from engines.program.builder import Builder
 from engines.program.compile import Compiler
 from engines.program.instructions import AllReduce, Compute, Exchange, Phase
 from engines.program.program import Program
-from engines.program.step_labels import StepLabel
+from engines.program.steps import StepLabel
 from engines.spatial.layout import Role
 from engines.spatial.tiles import Grid, Span, Tile
 

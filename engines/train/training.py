@@ -36,7 +36,7 @@ from engines.program.offloading_micro_batch import OffloadingMicroBatch
 from engines.program.program import Program
 from engines.program.segment import Segment
 from engines.program.segment_compiler import SegmentCompiler, check_compiler
-from engines.program.step_labels import describe_steps
+from engines.program.steps import describe_steps
 from engines.program.timeline import TimelineEvent
 from engines.program.update import SCALE, Scheduler, UpdateRules
 from engines.program.worker import Inputs, Worker

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from matplotlib.axes import Axes
 
 from engines.program.schedule import Schedule
-from engines.program.step_labels import StepLabel
+from engines.program.steps import StepLabel
 from mpi4dl_nb.draw.bars import MANY
 from mpi4dl_nb.draw.figure import INK, ORANGE, Drawing, format_bytes, format_ranks
 from mpi4dl_nb.draw.rank_panels import FigureBox, describe_message, describe_panels, draw_message, draw_panels

@@ -14,10 +14,9 @@ from torch import Tensor
 from engines.comm.rank_server import allow_during_step
 from engines.errors import PlanError, RankError
 from engines.program.compile import Compiler
-from engines.program.dependencies import DependencyOrder, StepCounts
 from engines.program.schedule import Schedule
 from engines.program.shards import ShardIndex
-from engines.program.step_labels import UNITS, StepLabel, find_block_end, label_steps
+from engines.program.steps import UNITS, DependencyOrder, StepCounts, StepLabel, find_block_end, label_steps
 from engines.program.worker import Inputs
 from engines.spatial.layout import Layout
 from engines.train.debug_step import RankStepper, StepState

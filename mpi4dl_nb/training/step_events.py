@@ -11,11 +11,10 @@ from torch import Tensor
 
 from engines.errors import PlanError
 from engines.program.compile import Compiler
-from engines.program.dependencies import StepCounts
 from engines.program.instructions import Exchange, Phase
 from engines.program.schedule import PipelineAction, Schedule, Slot
 from engines.program.shards import Shard, ShardIndex, assemble_shards
-from engines.program.step_labels import StepLabel
+from engines.program.steps import StepCounts, StepLabel
 from engines.spatial.tiles import Move
 from engines.train.debug_step import MessageEffect, ViewRequest, ViewResult
 

@@ -11,10 +11,9 @@ from torch import nn
 from engines.graph.model_graph import ModelGraph
 from engines.plan import Plan
 from engines.program.compile import Compiler
-from engines.program.dependencies import DependencyOrder, StepCounts
 from engines.program.instructions import Exchange, Phase, Update
 from engines.program.program import Program
-from engines.program.step_labels import UNITS, StepLabel, find_block_end, label_steps
+from engines.program.steps import UNITS, DependencyOrder, StepCounts, StepLabel, find_block_end, label_steps
 from engines.train.training import prepare
 
 PLANS = {
