@@ -125,11 +125,12 @@ class AllReduceRequest:
         self.round = next(self.rounds)  # runs up to the first `yield`: posts the first messages
         return self
 
-    def wait(self) -> None:
-        """Return when the sum is complete. Raises RankError if a rank fails meanwhile."""
+    def wait(self) -> int:
+        """Wait for the sum; return the bytes that this rank sent. Raises RankError if a rank fails meanwhile."""
         while self.round is not None:
             self.round.wait()
             self.round = next(self.rounds, None)
+        return self.sent_bytes
 
     def is_completed(self) -> bool:
         """Advance as far as messages have arrived, and return whether the sum is complete."""

@@ -65,9 +65,7 @@ class LabelCounter:
         sent_bytes = sum(event.bytes for event in worker.events)
         worker.restart({})
         if len(group) > 1:
-            under_way = all_reduce(self.world, sums, group)
-            under_way.wait()
-            sent_bytes += under_way.sent_bytes
+            sent_bytes += all_reduce(self.world, sums, group).wait()
         parts = sums.split([total.spec.numel for total in self.totals])
         for total, part in zip(self.totals, parts, strict=True):
             mean = part / self.micro_batches**total.degree

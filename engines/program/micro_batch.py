@@ -242,21 +242,19 @@ class MicroBatchState:
     def _reduce(self, reduction: AllReduce) -> int:
         # A copy, since the all-reduce is in place and others may still read the source.
         total = self.values[reduction.source].detach().clone()
-        under_way = all_reduce(self.runtime.world, total, reduction.group)
-        under_way.wait()
+        sent = all_reduce(self.runtime.world, total, reduction.group).wait()
         self._keep(reduction.target, total, reduction.differentiable)
         self._release(reduction, (reduction.source,))
-        return under_way.sent_bytes
+        return sent
 
     def _reduce_backward(self, reduction: AllReduce) -> int:
         # y = sum over ranks of x is read on every rank, so dL/dx is the sum over ranks of dL/dy. A rank without a
         # gradient must take part with zeros: the all-reduce is collective.
         source, grad = self.leaves[reduction.source], self._take_gradient(reduction.target)
         total = torch.zeros_like(source) if grad is None else grad.clone()
-        under_way = all_reduce(self.runtime.world, total, reduction.group)
-        under_way.wait()
+        sent = all_reduce(self.runtime.world, total, reduction.group).wait()
         source.grad = total if source.grad is None else source.grad.add_(total)
-        return under_way.sent_bytes
+        return sent
 
 
 def _get_address(tensor: Tensor) -> int:

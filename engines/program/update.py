@@ -16,7 +16,7 @@ from engines.comm.all_reduce import AllReduceRequest, all_reduce
 from engines.comm.nccl import NcclAllReduce
 from engines.comm.streams import DeviceEvent, copy_to_device, record_event, use_send_stream
 from engines.comm.world import World
-from engines.program.instructions import ReduceBatchStats, RunningStatistics, SumGradients, Update
+from engines.program.instructions import ReduceBatchStats, SumGradients, Update
 from engines.program.message_buffers import choose_message_device, make_message_allocator
 from engines.program.micro_batch import MicroBatchState
 from engines.spatial.kernels import compute_batch_statistics
@@ -171,11 +171,18 @@ def update_buffers(
     apart: dict[tuple[int, ...], list[Tensor]] = {}
     with torch.no_grad():
         counted = [moments(entry.moments) for entry in update.statistics]
-        seen = _BatchCounts(buffers, update, len(counted[0]) if counted else 0)
+        # The batches seen by batch norms whose running statistics are the mean over all batches, by counter.
+        moves = Counter(entry.counter for entry in update.statistics if entry.counter)
+        seen = {name: int(buffers[name]) for name in moves}
+        new = {name: update.counters[name] // (count * len(counted[0])) for name, count in moves.items()}
         # Micro-batch by micro-batch over all entries, as a sequential model would update them.
         for micro_batch in zip(*counted, strict=True):  # one norm may be used twice in a forward pass
             for entry, own in zip(update.statistics, micro_batch, strict=True):
-                momentum = seen.advance_momentum(entry)
+                momentum = entry.momentum
+                if entry.counter is not None:
+                    # A mean over n + e batches, e of them new: mean += (new - mean) * e / (n + e).
+                    seen[entry.counter] += new[entry.counter]
+                    momentum = new[entry.counter] / seen[entry.counter]
                 mean, variance = compute_batch_statistics(own, entry.counts)
                 unbiased = variance * (sum(entry.counts) / max(1, sum(entry.counts) - 1))
                 for name, now in ((entry.mean_buffer, mean), (entry.variance_buffer, unbiased)):
@@ -192,29 +199,10 @@ def update_buffers(
         # One message per group, in the same order on all ranks.
         for group, tensors in sorted(apart.items(), key=lambda it: it[0]):
             flat = torch.cat([tensor.flatten() for tensor in tensors])
-            under_way = all_reduce(world, flat, group)
-            under_way.wait()
-            sent_bytes += under_way.sent_bytes
+            sent_bytes += all_reduce(world, flat, group).wait()
             for tensor, total in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
                 tensor.copy_(total.view_as(tensor) / len(group))
         return sent_bytes
-
-
-class _BatchCounts:
-    """Counts the batches seen by batch norms whose running statistics are the mean over all batches."""
-
-    def __init__(self, buffers: Mapping[str, Tensor], update: Update, micro_batches: int) -> None:
-        moves = Counter(entry.counter for entry in update.statistics if entry.counter)
-        self.batches = {name: int(buffers[name]) for name in moves}
-        self.each = {name: update.counters[name] // (moves[name] * micro_batches) for name in moves}
-
-    def advance_momentum(self, entry: RunningStatistics) -> float:
-        """Return the momentum for the next micro-batch."""
-        if entry.counter is None:
-            return entry.momentum
-        # A mean over n + e batches, e of them new: mean += (new - mean) * e / (n + e).
-        self.batches[entry.counter] += self.each[entry.counter]
-        return self.each[entry.counter] / self.batches[entry.counter]
 
 
 # The moments that batch norms counted per micro-batch, shared with every rank that keeps the running statistics.
@@ -238,11 +226,10 @@ class BatchStats:
                 row[number] = self._get_own(name)[number].flatten()
             rows.append(row)
         total = torch.cat(rows, dim=1)
-        under_way = all_reduce(world, total, share.group)
-        under_way.wait()
+        sent = all_reduce(world, total, share.group).wait()
         parts = total.split([row.shape[1] for row in rows], dim=1)
         self._shared.update(zip(share.moments, parts, strict=True))
-        return under_way.sent_bytes
+        return sent
 
     def _get_own(self, name: str) -> dict[int, Tensor]:
         """Return the moments that this rank counted, by micro-batch."""

@@ -239,9 +239,7 @@ class Worker:
             case FiniteCheckAllReduce() as agreement:
                 self._send_queue.wait()  # a failed send must show before any rank changes its weights
                 self._agreed = self.optimiser_step.compute_gradient_stats(agreement.counted)
-                under_way = all_reduce(self.world, self._agreed, agreement.group)
-                under_way.wait()
-                return under_way.sent_bytes
+                return all_reduce(self.world, self._agreed, agreement.group).wait()
             case Update() as update:
                 return self._update(update)
             case instruction:
