@@ -31,7 +31,7 @@ from engines.bench.memory import KEPT_BYTES, MIB, limit_memory, measure_host_pea
 from engines.comm.cgroup_limits import count_cores
 from engines.comm.device import keep_memory_tight, share_process
 from engines.errors import RankError
-from engines.program.offloader import find_disk_folder
+from engines.program.offloader import OffloadStore, find_disk_folder
 from engines.program.rank_scheduler import RankScheduler
 from engines.train.oracle import ReferenceTraining, to_plain_names
 from engines.train.training import RankTraining, Recipe
@@ -40,15 +40,18 @@ from engines.train.verify import make_batches
 __all__ = ["bench_streaming", "make_ranks_in_turn", "make_streaming_parser", "train_one_way"]
 
 
-def make_ranks_in_turn(recipe: Recipe) -> tuple[list[RankTraining], Callable[[Mapping[str, Tensor]], None]]:
+def make_ranks_in_turn(
+    recipe: Recipe, folder: str | Path | None = None
+) -> tuple[list[RankTraining], Callable[[Mapping[str, Tensor]], None]]:
     """Return the trainings of a plan's ranks in this thread, and a function that trains a step on a whole batch.
 
-    What a rank holds while others compute is in a file. Raises RankError if nothing can be stored.
+    What a rank holds while others compute is in a file in `folder`. Raises RankError if nothing can be stored.
     """
     recipe = replace(recipe, plan=replace(recipe.plan, offload_activations=True))
     scheduler = RankScheduler(recipe.plan.ranks)
     trainings = [RankTraining(world, recipe) for world in scheduler.worlds]
     for rank, training in enumerate(trainings):
+        training.offloader.store = OffloadStore(folder)
         scheduler.register(rank, training.worker.offload)
 
     def train_rank(training: RankTraining, batch: Mapping[str, Tensor]) -> None:
@@ -123,8 +126,7 @@ def train_one_way(arguments: Sequence[str]) -> None:
         gradients = process.gradients
     else:
         keep_memory_tight(True, KEPT_BYTES)
-        tempfile.tempdir = str(chosen.folder)
-        trainings, step = make_ranks_in_turn(recipe)
+        trainings, step = make_ranks_in_turn(recipe, chosen.folder)
         try:
             with limit_memory(trainings[0].device, chosen.memory_mb * MIB):
                 line = _measure_steps(lambda: step(whole), chosen.iterations)

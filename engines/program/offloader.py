@@ -42,12 +42,12 @@ class OffloadStore:
     """Contents of storages in an unnamed file, which disappears with the process however that ends.
 
     The contents can be read and modified in place, through the operating system's page cache of the file; the system
-    evicts these pages when memory is short. The file is where temporary files are, on a disk. Regions that no tensor
-    uses any more are reused.
+    evicts these pages when memory is short. `folder` is where the file is (None: where temporary files are, on a disk).
+    Regions that no tensor uses any more are reused.
     """
 
-    def __init__(self) -> None:
-        self.folder = find_disk_folder()
+    def __init__(self, folder: str | Path | None = None) -> None:
+        self.folder = Path(folder or find_disk_folder())
         try:
             self._file = tempfile.TemporaryFile(dir=self.folder)  # noqa: SIM115 (open as long as the store)
         except OSError as error:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
-import tempfile
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -58,7 +58,7 @@ def nothing_stays(monkeypatch):
     monkeypatch.setattr(offloader, "LEAST_BYTES", 1)
 
 
-def make(plan: Plan, steps: int = 3, **rules):
+def make(plan: Plan, folder: Path, steps: int = 3, **rules):
     """The trainings of the ranks, a function that trains a step, its batches, and one process."""
     torch.manual_seed(0)
     model = Net()
@@ -72,7 +72,7 @@ def make(plan: Plan, steps: int = 3, **rules):
         plan.micro_batches,
         recipe.rules,
     )
-    return *make_ranks_in_turn(recipe), make_batches(recipe, 0, steps=steps), one
+    return *make_ranks_in_turn(recipe, folder), make_batches(recipe, 0, steps=steps), one
 
 
 def far(ours: torch.Tensor, theirs: torch.Tensor) -> float:
@@ -92,9 +92,8 @@ def assert_alike(trainings: list[RankTraining], one: ReferenceTraining) -> None:
 
 @pytest.mark.parametrize("reads_files", [True, False], ids=["in the file", "brought back"])
 @pytest.mark.parametrize("name", PLANS)
-def test_three_steps_are_those_of_one_process(name: str, reads_files: bool, monkeypatch, tmp_path):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    trainings, step, whole, one = make(PLANS[name])
+def test_three_steps_are_those_of_one_process(name: str, reads_files: bool, tmp_path):
+    trainings, step, whole, one = make(PLANS[name], tmp_path)
     for training in trainings:
         training.offloader.reads_files = reads_files
     for batch in whole:
@@ -111,16 +110,16 @@ def test_three_steps_are_those_of_one_process(name: str, reads_files: bool, monk
     assert not list(tmp_path.iterdir())  # the file has no name
 
 
-def test_all_gradients_are_clipped_together_and_the_scheduler_goes_on():
+def test_all_gradients_are_clipped_together_and_the_scheduler_goes_on(tmp_path):
     scheduler = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
-    trainings, step, whole, one = make(PLANS["strips, then whole"], clip_norm=0.01, scheduler=scheduler)
+    trainings, step, whole, one = make(PLANS["strips, then whole"], tmp_path, clip_norm=0.01, scheduler=scheduler)
     for batch in whole:
         step(batch)
         one.step(batch)
     assert_alike(trainings, one)
 
 
-def test_while_a_tile_waits_it_holds_next_to_nothing(monkeypatch):
+def test_while_a_tile_waits_it_holds_next_to_nothing(monkeypatch, tmp_path):
     held, put_away = [], Worker.offload
 
     def watched(worker: Worker) -> None:
@@ -138,14 +137,14 @@ def test_while_a_tile_waits_it_holds_next_to_nothing(monkeypatch):
             held.append(sum(s.nbytes() for key, s in live.items() if key not in kept and not store.has_storage(s)))
 
     monkeypatch.setattr(Worker, "offload", watched)
-    _, step, whole, _ = make(PLANS["2x2"], steps=1)
+    _, step, whole, _ = make(PLANS["2x2"], tmp_path, steps=1)
     step(whole[0])
     assert held
     assert max(held) == 0
 
 
-def test_a_loss_that_is_no_number_changes_nothing_and_training_goes_on():
-    trainings, step, whole, one = make(PLANS["2x2"], steps=1)
+def test_a_loss_that_is_no_number_changes_nothing_and_training_goes_on(tmp_path):
+    trainings, step, whole, one = make(PLANS["2x2"], tmp_path, steps=1)
     before = state(trainings)
     with pytest.raises(LossError, match="No weight was changed"):
         step({**whole[0], "images": whole[0]["images"] * float("nan")})
@@ -155,8 +154,8 @@ def test_a_loss_that_is_no_number_changes_nothing_and_training_goes_on():
     assert_alike(trainings, one)
 
 
-def test_a_full_disk_is_said_and_changes_nothing(monkeypatch):
-    trainings, step, whole, one = make(PLANS["2x2"], steps=1)
+def test_a_full_disk_is_said_and_changes_nothing(monkeypatch, tmp_path):
+    trainings, step, whole, one = make(PLANS["2x2"], tmp_path, steps=1)
     before, calls, reserve = state(trainings), [], os.posix_fallocate
 
     def full(*arguments):
@@ -174,10 +173,9 @@ def test_a_full_disk_is_said_and_changes_nothing(monkeypatch):
     assert_alike(trainings, one)
 
 
-def test_a_folder_that_is_not_there_is_named(monkeypatch, tmp_path):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+def test_a_folder_that_is_not_there_is_named(tmp_path):
     with pytest.raises(RankError, match=r"Nothing can be stored in .*nowhere"):
-        make(PLANS["2x2"], steps=1)
+        make(PLANS["2x2"], tmp_path / "nowhere", steps=1)
 
 
 ONE_STAGE = ("--model", "engines.models:chain", "--split-size", 1, "--spatial-size", 1, "--slice-method", "3x1")
