@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from torch import nn
 
 from engines.cli import options
-from engines.cli.model_options import build_model
 from engines.comm.mpi import MpiWorld
 from engines.graph.model_graph import TensorSpec
 from engines.train.training import Recipe, prepare
@@ -25,7 +24,7 @@ def judged(name: str, flags: Sequence[str]) -> tuple[nn.Module, nn.Module, Recip
     from monai import losses
 
     chosen = options.make_parser("").parse_args(flags)
-    model, loss = build_model(chosen), getattr(losses, name)(**LOSSES[name])
+    model, loss = options.build_model(chosen), getattr(losses, name)(**LOSSES[name])
     shape = (chosen.batch_size, 3, *options.parse_image_size(chosen.image_size))
     labels = TensorSpec((shape[0], 1, *shape[2:]), "int64")
     plan, moves = options.make_plan(chosen), options.choose_optimiser(chosen)

@@ -202,7 +202,7 @@ STOCK = {"monai": "monai.networks.nets:resnet50", "transformers": "transformers:
 @pytest.mark.parametrize("package", STOCK)
 def test_a_stock_resnet50_is_of_the_package_that_is_there(package: str, monkeypatch):
     pytest.importorskip(package)
-    monkeypatch.setattr("engines.cli.model_options.find_spec", lambda name: name == package)
+    monkeypatch.setattr("engines.cli.options.find_spec", lambda name: name == package)
     model = options.build_model(chosen(MODEL, "resnet50", "--num-classes", "7"))
     assert type(model).__module__.startswith(package)
     assert 23_400_000 < sum(p.numel() for p in model.parameters()) < 23_600_000
@@ -212,7 +212,7 @@ def test_a_stock_resnet50_is_of_the_package_that_is_there(package: str, monkeypa
 
 
 def test_where_no_package_has_a_resnet50(monkeypatch):
-    monkeypatch.setattr("engines.cli.model_options.find_spec", lambda name: None)
+    monkeypatch.setattr("engines.cli.options.find_spec", lambda name: None)
     with pytest.raises(PlanError, match=r"neither MONAI nor transformers is installed: pip install 'monai"):
         options.build_model(chosen(MODEL, "resnet50"))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engines.bench.halo_case import make_halo_setup
+from engines.bench.halo import make_halo_case, make_halo_parser, make_halo_runner
 from engines.cli import options, train_command
 from engines.comm.loopback import run_ranks
 from engines.comm.world import World
@@ -57,6 +57,6 @@ def test_a_row_runs_with_a_small_model(name: str, flags: str, ranks: int):
 
 def test_the_halo_benchmark_takes_the_predecessors_flags():
     (flags,) = [flags for name, flags, *_ in ROWS if name == "sp_halo_exchange"]
-    case = options.make_halo_case(options.make_halo_parser().parse_args(flags.split()))
+    case = make_halo_case(make_halo_parser().parse_args(flags.split()))
     assert (case.plan.ranks, case.image_shape[-2:]) == (4, (32, 32))
-    assert all(own.exchange.sends for own in run_ranks(4, lambda world: make_halo_setup(case, world)))
+    assert all(runner.exchange.sends for runner, _ in run_ranks(4, lambda world: make_halo_runner(case, world)))

@@ -90,19 +90,15 @@ CHECKS: Mapping[str, tuple[int, Sequence[str]]] = {
 def run_gpu_checks(arguments: Sequence[str] = ()) -> int:
     """Run the checks on this machine's GPU; return 0 if all succeed.
 
-    Print the result of each check when it is done, then all results as JSON.
+    Print the result of each check when it is done, then all results as JSON. Raises PlanError if no check is named so.
     """
     flags = options.FlagParser("gpu-check", description=__doc__.splitlines()[0])
     flags.add_argument("--only", default="", help="those whose names begin so")
     flags.add_argument("--timeout", type=options.parse_positive, default=900, help="seconds for each")
-    try:
-        chosen = flags.parse_args(arguments)
-        names = [name for name in ("link", *CHECKS) if name.startswith(chosen.only)]
-        if not names:
-            raise PlanError(f"No check begins with {chosen.only}. There are link, {', '.join(CHECKS)}.")
-    except PlanError as error:
-        print(f"PlanError: {error}", file=sys.stderr)
-        return 2
+    chosen = flags.parse_args(arguments)
+    names = [name for name in ("link", *CHECKS) if name.startswith(chosen.only)]
+    if not names:
+        raise PlanError(f"No check begins with {chosen.only}. There are link, {', '.join(CHECKS)}.")
     if not torch.cuda.is_available():
         print("There is no GPU that torch can use here: nothing to check.")
         return 0

@@ -1,7 +1,7 @@
 """Milliseconds and bytes of a halo exchange, forward and backward, against a manual one in mpi4py.
 
 The exchange is the one that the compiler makes for a convolution, run by its `ExchangeRunner` as in a training. Each
-iteration measures all variants, in a random order, each between two barriers:
+iteration measures all variants:
 
 - `ms`: the exchange of a tile that was allocated inside its window, as a ReLU before a convolution leaves it (the fill
   around the image is written when that memory is allocated, which is not timed here, nor in the manual exchange);
@@ -16,35 +16,131 @@ sums over the ranks. `spread` is the interquartile range of `ms`, divided by its
 
 from __future__ import annotations
 
-import random
+import argparse
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from engines.bench.halo_case import HaloCase, HaloSetup, make_halo_setup
-from engines.comm.device import choose_memory_format, choose_thread_count, use_threads
-from engines.comm.streams import wait_for_device
-from engines.comm.world import World
-from engines.program.exchange_runner import ExchangeRunner
-from engines.program.instructions import Exchange
-from engines.spatial.tiles import Tile
+from engines.bench.timing import compute_quartile_spread, time_shuffled
+from engines.cli import options
+from engines.cli.plan_options import parse_value
+from engines.comm.device import choose_device, choose_memory_format, choose_thread_count, use_threads
+from engines.comm.world import Message, World
+from engines.errors import PlanError
+from engines.plan import OPTIONS, Plan
+from engines.program.compile import Compiler
+from engines.program.exchange_runner import ExchangeRunner, make_exchange_runners
+from engines.program.instructions import Compute, Exchange
+from engines.program.message_buffers import SendQueue
+from engines.program.segment import Segment
+from engines.spatial.layout import check_fits
+from engines.spatial.tiles import Move, Tile
+from engines.train.training import prepare
 
 if TYPE_CHECKING:
-    from engines.bench.manual_exchange import ManualExchange
     from engines.comm.mpi import MpiWorld
 
-__all__ = ["bench_halo", "is_valid_exchange", "make_pattern"]
+__all__ = [
+    "HaloCase",
+    "ManualExchange",
+    "bench_halo",
+    "is_valid_exchange",
+    "make_halo_case",
+    "make_halo_parser",
+    "make_halo_runner",
+    "make_pattern",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HaloCase:
+    """An image of (N, C, H, W) on the plan's tiles, read by a convolution with a kernel of 2 * `halo_px` + 1."""
+
+    plan: Plan
+    image_shape: tuple[int, int, int, int]
+    out_channels: int
+    halo_px: int
+    device: str = "auto"
+
+
+def make_halo_parser() -> argparse.ArgumentParser:
+    """Make a parser of the halo benchmark's flags, with the predecessor's names."""
+    flags = options.FlagParser(
+        description="Time a halo exchange, there and back, against the same by hand in mpi4py.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    flags.add_argument("--image-size", default="1024", help="pixels: one number, or HEIGHTxWIDTH")
+    flags.add_argument(
+        "--num-spatial-parts", type=parse_value, default=None, help=f"{OPTIONS['num_spatial_parts'].help} (4)"
+    )
+    flags.add_argument("--slice-method", type=parse_value, default="square", help=OPTIONS["slice_method"].help)
+    counts = {"batch-size": 1, "halo-len": 3, "in-channels": 1, "out-channels": 256, "warmup": 10, "iterations": 100}
+    for name, default in counts.items():
+        flags.add_argument(f"--{name}", type=options.parse_positive, default=default)
+    flags.add_argument("--dtype", "--precision", default="float32", choices=["float32", "float64"])
+    flags.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:1")
+    flags.add_argument("--with-compute", action="store_true", help="time the convolution that reads the halo as well")
+    flags.add_argument("--validate", action="store_true", help="check windows and gradients, exactly")
+    return flags
+
+
+def make_halo_case(chosen: argparse.Namespace) -> HaloCase:
+    """Make the case that the flags describe. Raises PlanError."""
+    return HaloCase(
+        plan=Plan(
+            split_size=1,
+            precision=chosen.dtype,
+            num_spatial_parts=chosen.num_spatial_parts,
+            slice_method=chosen.slice_method,
+        ),
+        image_shape=(chosen.batch_size, chosen.in_channels, *options.parse_image_size(chosen.image_size)),
+        out_channels=chosen.out_channels,
+        halo_px=chosen.halo_len,
+        device=chosen.device,
+    )
+
+
+def make_halo_runner(case: HaloCase, world: World) -> tuple[ExchangeRunner, Segment]:
+    """Return this rank's exchange, and the convolution (with its weights) that reads the window, as compiled.
+
+    Raises PlanError if there is nothing to exchange, or if ranks and tiles differ in number.
+    """
+    check_fits(case.plan, world.size)
+    if world.size == 1:
+        raise PlanError("One tile has nobody to borrow from. Use num_spatial_parts=2 or more.")
+    height_px, width_px = case.image_shape[2:]
+    if case.halo_px > min(height_px, width_px):
+        raise PlanError(
+            f"A halo of {case.halo_px} pixels is wider than the image of {height_px}x{width_px}. "
+            f"Use --halo-len {min(height_px, width_px)} or less, or a larger --image-size."
+        )
+    model = nn.Conv2d(case.image_shape[1], case.out_channels, 2 * case.halo_px + 1, padding=case.halo_px)
+    recipe = prepare(model, case.plan, case.image_shape)
+    # The window's gradient is needed for the way back, although no weight lies before the image: `input_gradient`.
+    #
+    #     image tile --exchange--> window --conv2d--> output
+    #                <--adjoint---        <--backward--
+    forward = Compiler(recipe.graph, case.plan, input_gradient=True).compile_rank(world.rank).forward
+    (exchange,) = (item for item in forward if isinstance(item, Exchange))
+    (op,) = (op for item in forward if isinstance(item, Compute) for op in item.ops if "conv2d" in op.kernel)
+    device = choose_device(case.device, world.rank)
+    dtype = getattr(torch, case.plan.precision)
+    weights = {
+        name: tensor.to(device, dtype, memory_format=choose_memory_format(tensor.dim())).requires_grad_()
+        for name, tensor in recipe.state.items()
+    }
+    convolution = Segment(Compute("convolution", (op,), (exchange.target,), (op.out,), True), weights)
+    return make_exchange_runners([exchange], world, device, SendQueue())[exchange.name], convolution
+
 
 # Check a halo exchange: its window against the whole image, and its backward pass against the adjoint.
 #
 # Pixels and gradients are integers computed from their coordinates. So any rank can compute any part of the image
-# without
-# holding it, nothing is rounded, and comparisons are exact.
-
+# without holding it, nothing is rounded, and comparisons are exact.
 
 _STEPS, _VALUES = (17, 31, 7919, 104_729), 1021  # primes: neighbouring pixels, channels and samples differ
 
@@ -62,8 +158,9 @@ def make_pattern(exchange: Exchange, tile: Tile, device: torch.device, salt: int
     return values.contiguous(memory_format=choose_memory_format(4))
 
 
-def is_valid_exchange(world: World, exchange: Exchange, carrier: ExchangeRunner, device: torch.device) -> bool:
+def is_valid_exchange(world: World, runner: ExchangeRunner) -> bool:
     """Check that every window and gradient is bitwise right, and that <Fx, y> = <x, F*y>; collective."""
+    exchange, device = runner.exchange, runner.device
     pixels = make_pattern(exchange, exchange.own, device)
     grad = make_pattern(exchange, exchange.window, device, salt=1 + world.rank)
     windows = world.all_gather(exchange.window)
@@ -71,13 +168,11 @@ def is_valid_exchange(world: World, exchange: Exchange, carrier: ExchangeRunner,
     #
     #     rank 0    tile  p q r    window  p q r s        gradient of r = that in window 0 + that in window 1
     #     rank 1    tile  s t u    window    r s t u      gradient of s = likewise
-    copied = carrier.forward(pixels)[0]
+    copied = runner.forward(pixels)[0]
     # Both paths of the forward pass: a tile that is copied into a new window, and one allocated inside its window.
-    made_in_place = (
-        carrier.forward(carrier.allocate_source().copy_(pixels))[0] if carrier.can_allocate_source else copied
-    )
+    made_in_place = runner.forward(runner.allocate_source().copy_(pixels))[0] if runner.can_allocate_source else copied
     source = pixels.clone()
-    carrier.backward(grad.clone(memory_format=torch.preserve_format), source, alone=True)
+    runner.backward(grad.clone(memory_format=torch.preserve_format), source, alone=True)
     # The window cut out of the whole image, with the fill value around the image.
     inside = exchange.window & Tile.whole(*exchange.shape[-2:])
     expected = make_pattern(exchange, exchange.window, device).fill_(exchange.fill)
@@ -92,84 +187,160 @@ def is_valid_exchange(world: World, exchange: Exchange, carrier: ExchangeRunner,
         and torch.equal(made_in_place, expected)
         and torch.equal(source.grad, expected_grad)
     )
+
+    def compute_dot(one: Tensor, other: Tensor) -> float:
+        # Exact: the terms are integers, and sums stay below 2 ** 53.
+        return (one.double() * other.double()).sum().item()
+
     # Forward F and backward F* are adjoint only over all ranks together: a pixel meets the gradients of other ranks.
-    reports = world.all_gather((right, _compute_dot(copied, grad), _compute_dot(pixels, source.grad)))
+    reports = world.all_gather((right, compute_dot(copied, grad), compute_dot(pixels, source.grad)))
     there, back = (sum(report[side] for report in reports) for side in (1, 2))
     return all(report[0] for report in reports) and there == back
 
 
-def _compute_dot(one: Tensor, other: Tensor) -> float:
-    """Return the dot product. It is exact: the terms are integers, and sums stay below 2 ** 53."""
-    return (one.double() * other.double()).sum().item()
+# The same exchange by hand.
+
+_TAG = 1  # this benchmark runs alone on its communicator
 
 
-Times = Mapping[str, Sequence[float]]
+@dataclass(frozen=True, slots=True)
+class _StripBuffer:
+    """A border of the window and of its gradient, and its contiguous host buffer: made before anything is timed."""
+
+    pixels: Tensor
+    grad: Tensor
+    buffer: Tensor
+
+
+class ManualExchange:
+    """A halo exchange written by hand with torch and mpi4py: a window and its gradient, allocated once."""
+
+    def __init__(self, world: MpiWorld, exchange: Exchange, device: torch.device) -> None:
+        from engines.comm.raw_mpi import RawMessages  # mpi4py starts MPI when it is imported
+
+        shape = exchange.compute_shape(exchange.window)
+        dtype = getattr(torch, exchange.dtype)
+        self.window, self.grad = (
+            torch.zeros(shape, dtype=dtype, device=device).to(memory_format=choose_memory_format(len(shape)))
+            for _ in range(2)
+        )
+        self.tile = self.window[..., *exchange.own.to_slices(exchange.window)]
+
+        def make_strip(move: Move) -> _StripBuffer:
+            place = move.tile.to_slices(exchange.window)
+            pixels, grad = self.window[..., *place], self.grad[..., *place]
+            buffer = torch.empty(pixels.shape, dtype=dtype, memory_format=torch.channels_last)
+            # MPI reads and writes the buffer, which is pinned if a GPU copies to it.
+            return _StripBuffer(pixels, grad, buffer.pin_memory() if pixels.is_cuda else buffer)
+
+        def make_message(peer: int, strip: _StripBuffer) -> Message:
+            # Channels last: the permuted view is contiguous, and `reshape` copies nothing.
+            return Message(peer, _TAG, strip.buffer.permute(0, 2, 3, 1).reshape(-1))
+
+        # Borders of the own tile are lent to neighbours, those around it are borrowed from them:
+        #
+        #     borrowed | lent    ...    lent | borrowed
+        #              |<---- self.tile ---->|
+        #     |<------------ self.window ------------->|
+        self.lent = [make_strip(move) for move in exchange.sends]
+        self.borrowed = [make_strip(move) for move in exchange.receives]
+        lent = [make_message(move.target, strip) for move, strip in zip(exchange.sends, self.lent, strict=True)]
+        borrowed = [
+            make_message(move.source, strip) for move, strip in zip(exchange.receives, self.borrowed, strict=True)
+        ]
+        self.messages_there = RawMessages(world, lent, borrowed)
+        self.messages_back = RawMessages(world, borrowed, lent)
+
+    def prepare(self, pixels: Tensor) -> Callable[[], None]:
+        """Copy a fresh tile into the middle of the window; return the function to be timed."""
+        self.tile.copy_(pixels)
+        return self.forward
+
+    def forward(self) -> None:
+        """Send borders to the neighbours and copy theirs into the window."""
+        for strip in self.lent:
+            strip.buffer.copy_(strip.pixels)
+        self.messages_there()
+        for strip in self.borrowed:
+            strip.pixels.copy_(strip.buffer)
+
+    def backward(self) -> None:
+        """Send the gradients of borrowed borders to their owners, which add them."""
+        for strip in self.borrowed:
+            strip.buffer.copy_(strip.grad)
+        self.messages_back()
+        for strip in self.lent:
+            strip.grad.add_(strip.buffer.to(strip.grad.device))
+
+
+# Time both.
 
 
 def bench_halo(
     world: MpiWorld, case: HaloCase, warmup: int, iterations: int, with_compute: bool = False, validate: bool = False
 ) -> dict[str, object]:
     """Return one line of measurements, the same on every rank. Raises PlanError."""
-    from engines.bench.manual_exchange import ManualExchange
-
-    own = make_halo_setup(case, world)
+    runner, convolution = make_halo_runner(case, world)
+    exchange = runner.exchange
     use_threads(choose_thread_count(case.plan, world.rank))
-    checked = {"valid": is_valid_exchange(world, own.exchange, own.carrier, own.device)} if validate else {}
-    works = _make_works(own, ManualExchange(world, own.exchange, own.device), with_compute)
-    times: dict[str, list[float]] = {name: [] for name in works}
-    for index in range(warmup + iterations):
-        for name in random.Random(index).sample(sorted(works), len(works)):  # the predecessor warms the caches
-            work = works[name]()
-            world.comm.Barrier()
-            wait_for_device(own.device)
-            start_s = time.perf_counter()
-            work()
-            wait_for_device(own.device)
-            times[name].append(time.perf_counter() - start_s)
-            world.comm.Barrier()  # what a finished rank does next must not take cores from the others
-    told = {name: seconds[warmup:] for name, seconds in times.items()}
-    traffic = own.exchange.compute_bytes(own.exchange.sends), len(own.exchange.sends)
-    return {**checked, **_make_line(case, world.all_gather((told, *traffic)))}
+    checked = {"valid": is_valid_exchange(world, runner)} if validate else {}
+    works = _make_works(runner, ManualExchange(world, exchange, runner.device), convolution if with_compute else None)
+    times = time_shuffled(world, works, iterations, warmup, runner.device)
+    told = world.all_gather((times, exchange.compute_bytes(exchange.sends), len(exchange.sends)))
+    ranks, sent, messages = zip(*told, strict=True)
+    ways = {way: _make_direction_line(way, ranks) for way in ("forward", "backward")}
+    # Sums over ranks and directions before the division: a mean of ratios would weigh a small message like a large one.
+    both = {key: sum(sum(way[key]) for way in ways.values()) for key in ("ms", "by_hand_ms", "messages_ms")}
+    return {
+        **checked,
+        "ranks": world.size,
+        "tiles": str(case.plan.grids[0]),
+        "image_shape": case.image_shape,
+        "halo_px": case.halo_px,
+        "dtype": case.plan.precision,
+        "bytes": sent,
+        "messages": messages,
+        "ratio": round(both["ms"] / both["by_hand_ms"], 3),
+        "ratio_messages_only": round(both["ms"] / both["messages_ms"], 3),
+        **ways,
+    }
 
 
 def _make_works(
-    own: HaloSetup, by_hand: ManualExchange, with_compute: bool
+    runner: ExchangeRunner, by_hand: ManualExchange, convolution: Segment | None
 ) -> dict[str, Callable[[], Callable[[], object]]]:
-    """Return the variants by name: each is a function that prepares a run and returns the function to be timed."""
-    carrier, exchange = own.carrier, own.exchange
-    pixels = make_pattern(exchange, exchange.own, own.device)
-    grad = torch.ones_like(carrier.forward(pixels)[0])
+    """Return the variants by name: each prepares a run and returns the function to be timed (see `time_shuffled`)."""
+    pixels = make_pattern(runner.exchange, runner.exchange.own, runner.device)
+    grad = torch.ones_like(runner.forward(pixels)[0])
 
     def prepare_forward() -> Callable[[], object]:
-        tile = carrier.allocate_source().copy_(pixels)
-        return lambda: carrier.forward(tile)
+        tile = runner.allocate_source().copy_(pixels)
+        return lambda: runner.forward(tile)
 
     def prepare_backward() -> Callable[[], object]:
         source = pixels.detach()
-        return lambda: carrier.backward(grad, source, alone=True)
+        return lambda: runner.backward(grad, source, alone=True)
 
-    # Each entry is called before a barrier (allocation and copies of the input), and its result after it (the
-    # exchange).
     works = {
         "forward.ms": prepare_forward,
         "forward.by_hand_ms": lambda: by_hand.prepare(pixels),
         "forward.messages_ms": lambda: by_hand.messages_there,
-        "forward.copied_ms": lambda: lambda: carrier.forward(pixels),
+        "forward.copied_ms": lambda: lambda: runner.forward(pixels),
         "backward.ms": prepare_backward,
         "backward.by_hand_ms": lambda: by_hand.backward,
         "backward.messages_ms": lambda: by_hand.messages_back,
     }
-    if not with_compute:
+    if convolution is None:
         return works
-    window = carrier.forward(pixels)[0].requires_grad_()
+    window = {runner.exchange.target: runner.forward(pixels)[0].requires_grad_()}
     made: list[Tensor] = []
 
     def prepare_conv_forward() -> Callable[[], object]:
         made.clear()
-        return lambda: made.extend(own.convolution({exchange.target: window}, seed=0))
+        return lambda: made.extend(convolution(window, seed=0))
 
     def prepare_conv_backward() -> Callable[[], object]:
-        outputs = own.convolution({exchange.target: window}, seed=0)
+        outputs = convolution(window, seed=0)
         grads = [torch.ones_like(output) for output in outputs]
         return lambda: torch.autograd.backward(outputs, grads)
 
@@ -179,43 +350,16 @@ def _make_works(
     }
 
 
-def _make_line(case: HaloCase, ranks: Sequence[tuple[Times, int, int]]) -> dict[str, object]:
-    ways = {way: _make_direction_line(way, [times for times, _, _ in ranks]) for way in ("forward", "backward")}
-    # Sums over ranks and directions before the division: a mean of ratios would weigh a small message like a large one.
-    both = {key: sum(sum(way[key]) for way in ways.values()) for key in ("ms", "by_hand_ms", "messages_ms")}
-    return {
-        "ranks": len(ranks),
-        "tiles": str(case.plan.grids[0]),
-        "image_shape": case.image_shape,
-        "halo_px": case.halo_px,
-        "dtype": case.plan.precision,
-        "bytes": [sent for _, sent, _ in ranks],
-        "messages": [count for _, _, count in ranks],
-        "ratio": _compute_ratio(both["ms"], both["by_hand_ms"]),
-        "ratio_messages_only": _compute_ratio(both["ms"], both["messages_ms"]),
-        **ways,
-    }
-
-
-def _make_direction_line(way: str, ranks: Sequence[Times]) -> dict[str, object]:
+def _make_direction_line(way: str, ranks: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, object]:
     """Return the measurements of one direction, each list in rank order."""
-    names = [name.split(".")[1] for name in ranks[0] if name.startswith(way)]
+    names = [name.partition(".")[2] for name in ranks[0] if name.startswith(way)]
     line: dict[str, object] = {
         name: [round(statistics.median(times[f"{way}.{name}"]) * 1e3, 4) for times in ranks] for name in names
     }
-    spreads = []
-    for times in ranks:
-        seconds = times[f"{way}.ms"]
-        low, middle, high = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else (0.0, 1.0, 0.0)
-        spreads.append(round((high - low) / middle, 3))
-    line["spread"] = spreads
     total = {name: sum(line[name]) for name in names}
-    line["ratio"] = _compute_ratio(total["ms"], total["by_hand_ms"])
-    line["ratio_messages_only"] = _compute_ratio(total["ms"], total["messages_ms"])
+    line["spread"] = [compute_quartile_spread(times[f"{way}.ms"]) for times in ranks]
+    line["ratio"] = round(total["ms"] / total["by_hand_ms"], 3)
+    line["ratio_messages_only"] = round(total["ms"] / total["messages_ms"], 3)
     if "copied_ms" in total:
-        line["ratio_copied"] = _compute_ratio(total["copied_ms"], total["by_hand_ms"])
+        line["ratio_copied"] = round(total["copied_ms"] / total["by_hand_ms"], 3)
     return line
-
-
-def _compute_ratio(ours: float, theirs: float) -> float:
-    return round(ours / theirs, 3)

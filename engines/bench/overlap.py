@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engines.bench.compiled import time_interleaved
+from engines.bench.timing import time_interleaved
 from engines.comm.wait_time import measure_wait
 from engines.comm.world import Message, Pending, World
 from engines.program.instructions import Exchange, SumGradients

@@ -1,33 +1,45 @@
-"""Seconds per training step: the plan on its ranks against the plain model in one process with all cores.
-
-A second comparison is the time of convolutions and matrix products alone, a lower bound for any implementation.
-"""
+"""Seconds per training step: of a plan, compiled or not, against one process, and in images per second."""
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import torch
 from torch import nn
 from torch.profiler import profile, supported_activities
 
+from engines.bench.timing import compute_spread, time_interleaved, time_rank_step
+from engines.cli import options
 from engines.comm.cgroup_limits import count_cores
-from engines.comm.device import trim_memory
+from engines.comm.device import has_own_memory, trim_memory
 from engines.comm.streams import wait_for_device
 from engines.comm.world import World
+from engines.predict.calibrate import measure_overheads
 from engines.program.instructions import Phase
 from engines.program.timeline import TimelineEvent
 from engines.train.oracle import ReferenceTraining
 from engines.train.training import RankTraining, Recipe
 from engines.train.verify import make_batches
 
-__all__ = ["PHASES", "bench_step", "compute_shares", "measure_arithmetic_share", "sum_by_phase"]
+__all__ = [
+    "PHASES",
+    "bench_compiled",
+    "bench_overhead",
+    "bench_step",
+    "bench_throughput",
+    "make_throughput_parser",
+    "make_throughput_recipe",
+    "measure_arithmetic_share",
+    "sum_by_phase",
+]
 
-# Breakdown of the time of steps by phase, from each rank's own events.
 
+# The plan on its ranks against the plain model in one process with all cores.
 
 PHASES = ("forward", "backward", "messages", "sums", "update", "waiting")
 
@@ -43,20 +55,6 @@ def sum_by_phase(events: Iterable[TimelineEvent]) -> Counter[str]:
         found[phase] += event.busy_s
         found["waiting"] += event.wait_s
     return found
-
-
-def compute_shares(ranks: Sequence[Counter[str]]) -> dict[str, float]:
-    """Return the share of each phase in the time of all ranks.
-
-    >>> compute_shares([Counter(forward=1.0, waiting=1.0), Counter(forward=2.0)])["forward"]
-    0.75
-    """
-    together = sum(ranks, Counter())
-    total = sum(together.values())
-    return {name: round(together[name] / total, 4) if total else 0.0 for name in PHASES}
-
-
-# Share of convolutions and matrix products in a step: a lower bound for its duration.
 
 
 _KERNELS = ("conv", "addmm", "aten::mm", "aten::bmm", "matmul")
@@ -93,48 +91,141 @@ def bench_step(
     threads = count_cores()
     ranks_s, alone_s, spent = [], [], Counter[str]()
     for number in range(iterations + 1):
-        # Ranks and one process take turns, so that a slow phase of the machine hits both. Meanwhile the other ranks
-        # wait at the barrier below, and rank 0 may use all cores.
-        world.barrier()
-        ranks_s.append(_time_work(lambda: (training.step(own), wait_for_device(training.device), world.barrier())))
+        ranks_s.append(time_rank_step(world, training, own))
         spent += sum_by_phase(training.report.events if number else ())
         if in_turns:
             training.start({})  # release the tensors of the last step
             trim_memory()
             world.barrier()
         if alone:
-            # The ranks' step has left the thread count of a rank's share of the cores.
+            # Meanwhile the other ranks wait at the barrier below, so that this process may use all cores. The ranks'
+            # step has left the thread count of a rank's share of them.
             torch.set_num_threads(threads)
-            alone_s.append(_time_work(lambda: (alone.step(batch), wait_for_device(training.device))))
+            start_s = time.perf_counter()
+            alone.step(batch)
+            wait_for_device(training.device)
+            alone_s.append(time.perf_counter() - start_s)
             if in_turns:
                 trim_memory()
         world.barrier()
-    images, answer = recipe.step_specs["images"].shape[0], None
+    line: dict[str, object] = {}
     if alone:
         # The profiled step comes last: a profiler slows down what it watches.
         torch.set_num_threads(threads)
-        answer = _make_line(
-            ranks_s[1:], alone_s[1:], images, threads, measure_arithmetic_share(lambda: alone.step(batch))
-        )
-    line = world.all_gather(answer)[0]
-    return {**line, "phases": compute_shares(world.all_gather(spent))}
+        arithmetic = measure_arithmetic_share(lambda: alone.step(batch))
+        images = recipe.step_specs["images"].shape[0]
+        ours, theirs = statistics.median(ranks_s[1:]), statistics.median(alone_s[1:])
+        line = {
+            "images_per_s": round(images / ours, 4),
+            "one_process_images_per_s": round(images / theirs, 4),
+            "ratio": round(theirs / ours, 3),
+            "of_limit": round(arithmetic * theirs / ours, 3),
+            "spread": compute_spread(ranks_s[1:]),
+            "threads": threads,
+        }
+    line = world.all_gather(line)[0]
+    spent = sum(world.all_gather(spent), Counter())
+    total = sum(spent.values())
+    return {**line, "phases": {name: round(spent[name] / total, 4) if total else 0.0 for name in PHASES}}
 
 
-def _time_work(work: Callable[[], object]) -> float:
-    start_s = time.perf_counter()
-    work()
-    return time.perf_counter() - start_s
+def bench_compiled(world: World, recipe: Recipe, iterations: int, seed: int) -> dict[str, object]:
+    """Return medians over interleaved steps in eager mode and with `compile_segments`; the same line on every rank.
 
-
-def _make_line(
-    ranks_s: list[float], alone_s: list[float], images: int, threads: int, arithmetic: float
-) -> dict[str, object]:
-    ours, theirs = statistics.median(ranks_s), statistics.median(alone_s)
+    `ratio` is the speed-up by compiled segments. `first_s` is the duration in seconds of the first compiled step, which
+    compiles, or loads from disk what an earlier process has compiled. `spread` is (largest - smallest) / median of the
+    durations of compiled steps.
+    """
+    both = [
+        RankTraining(world, replace(recipe, plan=replace(recipe.plan, compile_segments=compiles)))
+        for compiles in (False, True)
+    ]
+    own = both[0].cut(make_batches(recipe, seed, steps=1)[0])
+    plain, compiled = time_interleaved(world, both, own, iterations + 1)
+    plain_s, compiled_s = (statistics.median(seconds[1:]) for seconds in (plain, compiled))
     return {
-        "images_per_s": round(images / ours, 4),
-        "one_process_images_per_s": round(images / theirs, 4),
-        "ratio": round(theirs / ours, 3),
-        "of_limit": round(arithmetic * theirs / ours, 3),
-        "spread": round((max(ranks_s) - min(ranks_s)) / ours, 3),
-        "threads": threads,
+        "step_s": round(plain_s, 5),
+        "compiled_step_s": round(compiled_s, 5),
+        "first_s": round(compiled[0], 2),
+        "ratio": round(plain_s / compiled_s, 3),
+        "spread": compute_spread(compiled[1:]),
+    }
+
+
+def bench_overhead(times: int) -> dict[str, object]:
+    """Return the overhead of a program's instruction, with tiny segments on one rank, in microseconds of one thread.
+
+    All are medians over `times` measurements, each a median itself. `instruction_us` is the time of an instruction
+    (forward or backward) minus that of its one kernel call and the call's gradient, which are `call_us` and
+    `back_call_us`. `spread` is (largest - smallest) / median.
+    """
+    torch.set_num_threads(1)
+    found = [measure_overheads() for _ in range(times)]
+    medians = {f"{name[:-2]}_us": round(1e6 * statistics.median(each[name] for each in found), 2) for name in found[0]}
+    return {**medians, "spread": compute_spread([each["instruction_s"] for each in found])}
+
+
+# Images per second, in the format of common synthetic benchmarks.
+
+
+def make_throughput_parser() -> argparse.ArgumentParser:
+    """Return the parser of `bench throughput`, with the flag names of common synthetic benchmarks."""
+    flags = options.make_parser("Time training steps on random images, each rank a replica of the whole model.")
+    flags.set_defaults(model="resnet50", image_size="224", num_classes=1000, batch_size=32)
+    flags.set_defaults(split_size=1, spatial_size=0, data_parallel=None)
+    flags.add_argument("--warmup", type=options.parse_positive, default=10, help="steps before anything is timed")
+    flags.add_argument("--num-iters", type=options.parse_positive, default=10)
+    flags.add_argument("--num-batches-per-iter", type=options.parse_positive, default=10)
+    return flags
+
+
+def make_throughput_recipe(chosen: argparse.Namespace, ranks: int, world: World | None = None) -> Recipe:
+    """Return the recipe, with as many replicas as the ranks allow unless the flags set it. Raises PlanError."""
+    if chosen.data_parallel is None:
+        chosen.data_parallel = 1
+        chosen.data_parallel = max(1, ranks // options.make_plan(chosen).ranks)
+    return options.make_recipe(chosen, ranks, world)[1]
+
+
+def bench_throughput(
+    world: World, recipe: Recipe, model: str, warmup: int, iterations: int, steps: int, seed: int
+) -> dict[str, object]:
+    """Print results as they arrive; return images per second per device and in total, the same on every rank.
+
+    One iteration is a number of steps on the same random images, from a barrier of all ranks until the last rank is
+    done. `+-` is 1.96 standard deviations over the iterations, which contain 95 % of them if they are normally
+    distributed.
+    """
+    training = RankTraining(world, recipe)
+    device = "GPU" if has_own_memory(training.device) else "CPU"
+    whole = make_batches(recipe, seed, steps=1)[0]
+    images, own = len(whole["images"]), training.cut(whole)
+    print(f"Model: {model}", f"Batch size: {images // recipe.plan.batches}", sep="\n", flush=True)
+    print(f"Number of {device}s: {world.size}", "Running warmup...", sep="\n", flush=True)
+    for _ in range(warmup):
+        training.step(own)
+    print("Running benchmark...", flush=True)
+    each = []
+    for index in range(iterations):
+        world.barrier()
+        start_s = time.perf_counter()
+        for _ in range(steps):
+            training.step(own)
+        wait_for_device(training.device)
+        slowest_s = max(world.all_gather(time.perf_counter() - start_s))
+        each.append(images * steps / slowest_s / world.size)
+        print(f"Iter #{index}: {each[-1]:.1f} img/sec per {device}", flush=True)
+    mean, around = statistics.fmean(each), 1.96 * statistics.pstdev(each)
+    print(f"Img/sec per {device}: {mean:.1f} +-{around:.1f}", flush=True)
+    total, around_total = mean * world.size, around * world.size
+    print(f"Total img/sec on {world.size} {device}(s): {total:.1f} +-{around_total:.1f}", flush=True)
+    return {
+        "model": model,
+        "device": device,
+        "ranks": world.size,
+        "images_per_step": images,
+        "images_per_s_each": round(mean, 4),
+        "images_per_s_total": round(total, 4),
+        "spread": round(around / mean, 4),
+        "iterations": [round(speed, 4) for speed in each],
     }

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import importlib
+import inspect
+import json
+import math
 import re
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from functools import partial
-from typing import Any
+from importlib.util import find_spec
+from operator import attrgetter
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from engines.bench.halo_case import HaloCase
-from engines.cli.model_options import add_model_flags, build_model
+from engines import models
 from engines.cli.plan_options import parse_value
 from engines.comm.collective_errors import run_on_first
 from engines.comm.world import World
-from engines.errors import PlanError
+from engines.errors import PlanError, TraceError
 from engines.plan import OPTIONS, Plan
 from engines.spatial.layout import check_fits
 from engines.train.training import Optimiser, Recipe, describe_precision_change, prepare, trace_model
@@ -28,19 +35,17 @@ __all__ = [
     "add_model_flags",
     "build_model",
     "choose_optimiser",
-    "make_allreduce_parser",
-    "make_halo_case",
-    "make_halo_parser",
+    "get_image_shape",
     "make_parser",
     "make_plan",
     "make_recipe",
-    "make_throughput_parser",
-    "make_throughput_recipe",
     "parse_image_size",
     "parse_positive",
     "parse_seconds",
     "parse_seed",
 ]
+
+Number = TypeVar("Number", int, float)
 
 _SIDE = re.compile(r"\d{1,9}", re.ASCII)
 _OPTIMISERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -67,8 +72,8 @@ class FlagParser(argparse.ArgumentParser):
         return found
 
 
-def make_parser(description: str) -> argparse.ArgumentParser:
-    """Make a parser of the flags that all commands share."""
+def make_parser(description: str, iterations: int | None = None) -> argparse.ArgumentParser:
+    """Make a parser of the flags that all commands share, and of `--iterations` if it has a default."""
     flags = FlagParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add_model_flags(flags)
     flags.add_argument("--image-size", default="512", help="pixels: one number, or HEIGHTxWIDTH")
@@ -89,58 +94,32 @@ def make_parser(description: str) -> argparse.ArgumentParser:
             flags.add_argument(*names, action=argparse.BooleanOptionalAction, default=True, **told)
         else:
             flags.add_argument(*names, type=parse_value, default=field.default, **told)
+    if iterations:
+        flags.add_argument("--iterations", type=parse_positive, default=iterations)
     return flags
-
-
-def make_halo_parser() -> argparse.ArgumentParser:
-    """Make a parser of the halo benchmark's flags, with the predecessor's names."""
-    flags = FlagParser(
-        description="Time a halo exchange, there and back, against the same by hand in mpi4py.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    flags.add_argument("--image-size", default="1024", help="pixels: one number, or HEIGHTxWIDTH")
-    flags.add_argument(
-        "--num-spatial-parts", type=parse_value, default=None, help=f"{OPTIONS['num_spatial_parts'].help} (4)"
-    )
-    flags.add_argument("--slice-method", type=parse_value, default="square", help=OPTIONS["slice_method"].help)
-    counts = {"batch-size": 1, "halo-len": 3, "in-channels": 1, "out-channels": 256, "warmup": 10, "iterations": 100}
-    for name, default in counts.items():
-        flags.add_argument(f"--{name}", type=parse_positive, default=default)
-    flags.add_argument("--dtype", "--precision", default="float32", choices=["float32", "float64"])
-    flags.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:1")
-    flags.add_argument("--with-compute", action="store_true", help="time the convolution that reads the halo as well")
-    flags.add_argument("--validate", action="store_true", help="check windows and gradients, exactly")
-    return flags
-
-
-def make_halo_case(options: argparse.Namespace) -> HaloCase:
-    """Make the case that the flags of the halo benchmark describe. Raises PlanError."""
-    tiles = {"num_spatial_parts": options.num_spatial_parts, "slice_method": options.slice_method}
-    wanted = Plan(split_size=1, precision=options.dtype, **tiles)
-    shape = (options.batch_size, options.in_channels, *parse_image_size(options.image_size))
-    channels, halo_px = options.out_channels, options.halo_len
-    return HaloCase(plan=wanted, image_shape=shape, out_channels=channels, halo_px=halo_px, device=options.device)
 
 
 def parse_positive(text: str) -> int:
     """Parse an integer of at least 1."""
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1.")
-    return int(text)
+    return _parse_number(int, text, 1, math.inf, "a whole number of at least 1")
 
 
 def parse_seconds(text: str) -> float:
     """Parse a number of seconds, 0 or more."""
-    if not 0 <= (found := float(text)) < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds, 0 or more.")
-    return found
+    return _parse_number(float, text, 0, sys.float_info.max, "a number of seconds, 0 or more")
 
 
 def parse_seed(text: str) -> int:
-    """Parse a 64-bit integer."""
-    if (found := int(text)) not in range(-(1 << 63), 1 << 63):  # the seeds that torch accepts
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of 64 bits.")
-    return found
+    """Parse a 64-bit integer, as torch accepts for a seed."""
+    return _parse_number(int, text, -(1 << 63), (1 << 63) - 1, "a whole number of 64 bits")
+
+
+def _parse_number(kind: Callable[[str], Number], text: str, low: float, high: float, said: str) -> Number:
+    # Of a ValueError argparse would show the name of the function, and not its message.
+    with suppress(ValueError):
+        if low <= (found := kind(text)) <= high:
+            return found
+    raise argparse.ArgumentTypeError(f"{text!r} must be {said}.")
 
 
 def make_plan(options: argparse.Namespace) -> Plan:
@@ -185,36 +164,147 @@ def make_recipe(options: argparse.Namespace, ranks: int, world: World | None = N
     return model, prepare(model, wanted, shape, loss, moves, device=device, clip_norm=clip_norm, graph=graph)
 
 
-# Flags of the throughput and all-reduce benchmarks.
+# A model: a short name, or any importable callable, and the arguments to call it with.
+
+_DEPTH, _CELLS, _FILTERS = 110, 18, 416  # defaults: the predecessor's ResNet and AmoebaNet
+
+Named = tuple[str, dict[str, Any]]
+"""PACKAGE.MODULE:CALLABLE, and its keywords, in the JSON form of `--model-args`."""
 
 
-def make_throughput_parser() -> argparse.ArgumentParser:
-    """Return the parser of `bench throughput`, with the flag names of common synthetic benchmarks."""
-    flags = make_parser("Time training steps on random images, each rank a replica of the whole model.")
-    flags.set_defaults(
-        model="resnet50", image_size="224", num_classes=1000, batch_size=32, split_size=1, spatial_size=0
+def add_model_flags(flags: argparse.ArgumentParser) -> None:
+    """Add the flags that `build_model` reads."""
+    flags.add_argument(
+        "--model",
+        default="engines.models:resnet110_v2",
+        help=f"{', '.join(_SHORT)}, a name in engines.models, or PACKAGE.MODULE:CALLABLE that returns a plain module",
     )
-    flags.set_defaults(data_parallel=None)
-    flags.add_argument("--warmup", type=parse_positive, default=10, help="steps before anything is timed")
-    flags.add_argument("--num-iters", type=parse_positive, default=10)
-    flags.add_argument("--num-batches-per-iter", type=parse_positive, default=10)
-    return flags
-
-
-def make_throughput_recipe(chosen: argparse.Namespace, ranks: int, world: World | None = None) -> Recipe:
-    """Return the recipe, with as many replicas as the ranks allow unless the flags set it. Raises PlanError."""
-    if chosen.data_parallel is None:
-        chosen.data_parallel = 1
-        chosen.data_parallel = max(1, ranks // make_plan(chosen).ranks)
-    return make_recipe(chosen, ranks, world)[1]
-
-
-def make_allreduce_parser() -> argparse.ArgumentParser:
-    """Return the parser of `bench allreduce`."""
-    flags = FlagParser(
-        description="Time sums over all ranks against raw MPI_Allreduce and gloo.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    flags.add_argument(
+        "--model-args",
+        default="{}",
+        help="JSON: an object of keywords, or a list of arguments; "
+        'an object {"PACKAGE.MODULE:CALLABLE": its arguments} in it is what that call returns',
     )
-    flags.add_argument("--max-bytes", type=parse_positive, default=1 << 28, help="the largest sum; each 4 x the last")
-    flags.add_argument("--iterations", type=parse_positive, default=30)
-    return flags
+    flags.add_argument("--num-classes", type=int, default=10, help="given to the model if it takes num_classes")
+    flags.add_argument(
+        "--num-layers",
+        type=int,
+        help=f"of a resnet 9n+2 (v2) or 6n+2 (v1), default {_DEPTH}; normal cells of an amoebanet, default {_CELLS}; "
+        "given to any other model if it takes num_layers or depth",
+    )
+    flags.add_argument(
+        "--num-filters", type=int, help=f"width of an amoebanet, default {_FILTERS}; likewise if it takes num_filters"
+    )
+
+
+def build_model(options: argparse.Namespace) -> nn.Module:
+    """Import the callable and call it, with weights drawn from the seed.
+
+    Raises TraceError if that fails, and PlanError if the flags do not name a model.
+    """
+    torch.manual_seed(options.seed)
+    path, known = _SHORT[options.model](options) if options.model in _SHORT else _resolve_callable(options)
+    try:
+        told = json.loads(options.model_args)
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"--model-args {options.model_args!r} is not JSON ({error}).") from error
+    # What `--model-args` says wins over what the other flags imply.
+    positional, keywords = _split_arguments(_build_values(told))
+    model = _call(path, positional, {**_build_values(known), **keywords})
+    if not isinstance(model, nn.Module):
+        raise TraceError(f"{path} returned {type(model).__name__}, not a torch.nn.Module.")
+    return model
+
+
+def _resolve_callable(options: argparse.Namespace) -> Named:
+    """Return the path of a callable, and the flags' values for which it has parameters."""
+    ours = ":" not in options.model and options.model in models.__all__
+    path = f"{models.__name__}:{options.model}" if ours else options.model
+    told = {"num_classes": options.num_classes, "num_layers": options.num_layers, "depth": options.num_layers}
+    told["num_filters"] = options.num_filters
+    make, takes = _import_callable(path), ()
+    with suppress(TypeError, ValueError):  # some callables written in C have no signature
+        takes = tuple(inspect.signature(make).parameters)
+    return path, {name: value for name, value in told.items() if value is not None and name in takes}
+
+
+def _resolve_resnet(options: argparse.Namespace) -> Named:
+    """Choose v2 if it exists at that depth, as in the predecessor's benchmarks, else v1.
+
+    Raises PlanError if neither does.
+    """
+    depth = _DEPTH if options.num_layers is None else options.num_layers
+    version = next((name for name, step in (("v2", 9), ("v1", 6)) if depth > step and depth % step == 2), None)
+    if version is None:
+        raise PlanError(
+            f"--num-layers {depth}: a resnet has 9n+2 layers (v2) or 6n+2 (v1) with n >= 1. "
+            "Use 20, 56 or 110, for instance."
+        )
+    return f"engines.models:resnet_{version}", {"depth": depth, "num_classes": options.num_classes}
+
+
+def _resolve_amoebanet(options: argparse.Namespace) -> Named:
+    cells = _CELLS if options.num_layers is None else options.num_layers
+    filters = _FILTERS if options.num_filters is None else options.num_filters
+    if cells < 3 or cells % 3 or filters < 8:
+        raise PlanError(
+            f"--num-layers {cells} --num-filters {filters}: an amoebanet has three equal groups of normal cells, so a "
+            "multiple of 3 layers, and at least 8 filters. Use --num-layers 18 --num-filters 416, for instance."
+        )
+    sizes = {"num_layers": cells, "num_filters": filters}
+    return "engines.models:amoebanetd", {**sizes, "num_classes": options.num_classes}
+
+
+def _resolve_resnet50(options: argparse.Namespace) -> Named:
+    """Choose the ResNet-50 of MONAI or transformers, whichever is installed. Raises PlanError if neither is."""
+    if find_spec("monai"):
+        stem = {"spatial_dims": 2, "n_input_channels": 3, "conv1_t_stride": 2}
+        return "monai.networks.nets:resnet50", {**stem, "num_classes": options.num_classes}
+    if find_spec("transformers"):
+        config = {"transformers:ResNetConfig": {"num_labels": options.num_classes}}
+        return "transformers:ResNetForImageClassification", {"config": config}
+    raise PlanError(
+        "--model resnet50 comes from another package, and neither MONAI nor transformers is installed: "
+        f"pip install 'monai>=1.5,<2', or use one of our own, such as {', '.join(models.__all__)}."
+    )
+
+
+_SHORT: dict[str, Callable[[argparse.Namespace], Named]] = {
+    "resnet": _resolve_resnet,
+    "amoebanet": _resolve_amoebanet,
+    "unet": lambda options: ("engines.models:UNet", {"num_classes": options.num_classes}),
+    "resnet50": _resolve_resnet50,
+}
+
+
+def _build_values(value: Any) -> Any:
+    """Replace each JSON object with the single key `PACKAGE.MODULE:CALLABLE` by the result of that call."""
+    if isinstance(value, list):
+        return [_build_values(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    items = {key: _build_values(item) for key, item in value.items()}
+    path = next(iter(items), "")
+    return _call(path, *_split_arguments(items[path])) if len(items) == 1 and ":" in path else items
+
+
+def _split_arguments(value: Any) -> tuple[Sequence[Any], dict[str, Any]]:
+    if isinstance(value, dict):
+        return (), value
+    return (value if isinstance(value, list) else [value]), {}
+
+
+def _call(path: str, positional: Sequence[Any], keywords: dict[str, Any]) -> Any:
+    make = _import_callable(path)
+    try:
+        return make(*positional, **keywords)
+    except (Exception, SystemExit) as error:
+        raise TraceError(f"{path} failed with {type(error).__name__}: {error}. Check --model-args.") from error
+
+
+def _import_callable(path: str) -> Callable[..., Any]:
+    module, _, name = path.partition(":")
+    try:
+        return attrgetter(name)(importlib.import_module(module))  # type: ignore[no-any-return]
+    except (Exception, SystemExit) as error:
+        raise TraceError(f"{path!r} cannot be imported ({error}). Name it PACKAGE.MODULE:CALLABLE.") from error

@@ -9,6 +9,7 @@ from engines.plan import OPTIONS
 
 __all__ = ["find_plan_option", "find_plan_options", "format_value", "parse_value"]
 
+_WHOLE = re.compile(r"-?\d{1,4000}")  # `int` raises ValueError if there are many more digits
 _NAMES = "|".join(OPTIONS)
 _SET = re.compile(rf"\b({_NAMES})=")
 _NAMED = re.compile(rf"\b({'|'.join(name for name in _NAMES.split('|') if '_' in name)})\b")
@@ -46,7 +47,7 @@ def parse_value(text: str) -> Any:
     (4, (4, 2), 'auto', ('2x3', 'square'))
     """
     words = [word.strip() for word in text.strip().removesuffix(",").split(",")]
-    parts = [int(word) if word.lstrip("-").isdecimal() else word for word in words]
+    parts = [int(word) if _WHOLE.fullmatch(word) else word for word in words]
     return tuple(parts) if "," in text else parts[0]
 
 

@@ -7,8 +7,7 @@ import json
 import pytest
 import torch
 
-from engines.bench.allreduce import list_sizes
-from engines.cli.options import make_allreduce_parser
+from engines.bench.allreduce import list_sizes, make_allreduce_parser
 from engines.comm.rendezvous import connect_gloo
 from engines.errors import PlanError
 

@@ -40,9 +40,7 @@ def kinds() -> dict[str, BenchmarkStudy]:
 
 @pytest.mark.parametrize("case", PLANNED, ids=lambda case: case.name)
 def test_the_plan_of_a_case_is_for_its_ranks(case: BenchmarkCase):
-    flags = options.make_parser("")
-    flags.add_argument("--iterations")
-    chosen = flags.parse_args(case.arguments[2:])
+    chosen = options.make_parser("", iterations=5).parse_args(case.arguments[2:])
     assert options.make_plan(chosen).ranks == case.ranks
     assert case.at is None or str(case.at) in (*case.arguments, str(case.ranks))
 

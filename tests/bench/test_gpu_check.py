@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from engines.bench.gpu_check import CHECKS, LINK_BYTES, measure_link_speeds, run_gpu_checks
+from engines.bench.gpu_check import CHECKS, LINK_BYTES, measure_link_speeds
+from engines.bench.halo import make_halo_case, make_halo_parser
 from engines.bench.largest import make_largest_parser
-from engines.cli import options
+from engines.cli import command, options
 
 WITHOUT = '''
 import sys
@@ -51,13 +52,11 @@ def test_without_a_gpu_it_says_so(bare, mpiexec):
 def flags_of(command: Sequence[str]) -> Namespace:
     match list(command):
         case ["bench", "halo", *rest]:
-            return Namespace(**vars(options.make_halo_case(options.make_halo_parser().parse_args(rest)).plan))
+            return Namespace(**vars(make_halo_case(make_halo_parser().parse_args(rest)).plan))
         case ["bench", "largest", *rest]:
             return make_largest_parser().parse_args(rest)
         case ["bench", "step" | "compiled", *rest]:
-            flags = options.make_parser("")
-            flags.add_argument("--iterations", type=options.parse_positive)
-            return flags.parse_args(rest)
+            return options.make_parser("", iterations=5).parse_args(rest)
         case ["bench", "memory", *rest] | ["verify", *rest]:
             return options.make_parser("").parse_args(rest)
     raise AssertionError(command)
@@ -75,7 +74,7 @@ def test_the_link_is_faster_than_nothing():
 
 
 def test_a_check_that_is_not_there_is_named(capsys):
-    assert run_gpu_checks(["--only", "slow"]) == 2
+    assert command.main(["gpu-check", "--only", "slow"]) == 2
     assert "No check begins with slow. There are link, exact, ResNet-20" in capsys.readouterr().err
 
 

@@ -9,22 +9,27 @@ import pytest
 import torch
 from torch import Tensor
 
-from engines.bench.halo import is_valid_exchange, make_pattern
-from engines.bench.halo_case import HaloCase, make_halo_setup
-from engines.cli import command, options
+from engines.bench.halo import (
+    HaloCase,
+    is_valid_exchange,
+    make_halo_case,
+    make_halo_parser,
+    make_halo_runner,
+    make_pattern,
+)
+from engines.cli import command
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.errors import PlanError
 from engines.program.exchange_runner import ExchangeRunner
 
 
 def case(*flags: object) -> HaloCase:
-    return options.make_halo_case(options.make_halo_parser().parse_args([*map(str, flags), "--device", "cpu"]))
+    return make_halo_case(make_halo_parser().parse_args([*map(str, flags), "--device", "cpu"]))
 
 
 def verdicts(wanted: HaloCase) -> list[bool]:
     def work(world: LoopbackWorld) -> bool:
-        own = make_halo_setup(wanted, world)
-        return is_valid_exchange(world, own.exchange, own.carrier, own.device)
+        return is_valid_exchange(world, make_halo_runner(wanted, world)[0])
 
     return run_ranks(wanted.plan.ranks, work)
 
@@ -71,11 +76,11 @@ def test_one_wrong_pixel_is_not_valid(place: tuple[int, ...], monkeypatch):
 
 
 def test_a_pattern_is_the_same_wherever_it_is_cut():
-    own = make_halo_setup(
+    runner, _ = make_halo_runner(
         case(*UNEVEN),
         SimpleNamespace(rank=3, size=4, prepare=lambda sends, receives: None, can_access=lambda device: True),
     )
-    exchange, cpu = own.exchange, torch.device("cpu")
+    exchange, cpu = runner.exchange, torch.device("cpu")
     window, inside = make_pattern(exchange, exchange.window, cpu), make_pattern(exchange, exchange.own, cpu)
     assert torch.equal(window[..., *exchange.own.to_slices(exchange.window)], inside)
     assert inside.abs().max() <= 510
@@ -99,18 +104,18 @@ REFUSED = {
 @pytest.mark.parametrize(("flags", "message"), REFUSED.items(), ids=[" ".join(map(str, flags)) for flags in REFUSED])
 def test_what_cannot_be_exchanged(flags: tuple[object, ...], message: str):
     with pytest.raises(PlanError, match=message):
-        make_halo_setup(case(*flags), SimpleNamespace(rank=0, size=4))
+        make_halo_runner(case(*flags), SimpleNamespace(rank=0, size=4))
 
 
 def test_one_tile_has_no_halo():
     with pytest.raises(PlanError, match="One tile has nobody to borrow from"):
-        make_halo_setup(case("--num-spatial-parts", 1), SimpleNamespace(rank=0, size=1))
+        make_halo_runner(case("--num-spatial-parts", 1), SimpleNamespace(rank=0, size=1))
 
 
 @pytest.mark.parametrize(("line", "right"), [({"valid": False}, False), ({"valid": True}, True), ({}, True)])
 def test_the_exit_code_follows_the_verdict(line: dict[str, object], right: bool, monkeypatch, capsys):
     monkeypatch.setattr(command, "bench_halo", lambda *arguments: line)
-    assert command._run_bench_halo(SimpleNamespace(rank=0), ["--validate"]) is right
+    assert command._run_command("bench halo", SimpleNamespace(rank=0), ["--validate"]) is right
     assert json.loads(capsys.readouterr().out) == line
 
 

@@ -7,9 +7,8 @@ import re
 
 import pytest
 
-from engines.bench.throughput import bench_throughput
+from engines.bench.step import bench_throughput, make_throughput_parser, make_throughput_recipe
 from engines.cli import options
-from engines.cli.options import make_throughput_parser, make_throughput_recipe
 from engines.comm.loopback import run_ranks
 from engines.errors import PlanError
 from engines.plan import Plan

@@ -187,7 +187,7 @@ def no_work(ranks: int) -> Iterator[None]:
         stack.enter_context(patch("engines.cli.train_command.run", _cut))
         stack.enter_context(patch("engines.inference.command.TiledPredictor.run", _cut))
         stack.enter_context(patch("engines.bench.read.measure_host_peak_bytes", _cut))
-        stack.enter_context(patch("engines.cli.published_command.PublishedReplay.simulate_result", _cut))
+        stack.enter_context(patch("engines.cli.data_commands.PublishedReplay.simulate_result", _cut))
         stack.enter_context(patch("engines.bench.gpu_check.launch", _cut))
         stack.enter_context(patch.object(mpi, "MpiWorld", partial(OneOfMany, ranks)))
         stack.enter_context(patch.object(os, "_exit", _leave))

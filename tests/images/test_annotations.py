@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from engines.cli import table_command
+from engines.cli import command
 from engines.errors import ImageError
 from engines.images.folder import write_boxes_table, write_masks_table
 from engines.images.picture import open_cached, open_image
@@ -98,11 +98,11 @@ def test_every_picture_needs_its_mask(tmp_path: Path):
 
 def test_the_command_writes_a_table_or_says_why_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     voc, table = make_voc(tmp_path / "voc"), tmp_path / "t.csv"
-    assert table_command.run_table(["boxes", str(voc), "train", str(table), "--crop-px", "8", "--most", "1"]) == 0
+    assert command.main(["table", "boxes", str(voc), "train", str(table), "--crop-px", "8", "--most", "1"]) == 0
     assert capsys.readouterr().out == f"{table}: 2 images\n"
-    assert table_command.run_table(["boxes", str(voc), "test", str(table)]) == 2
+    assert command.main(["table", "boxes", str(voc), "test", str(table)]) == 2
     assert capsys.readouterr().err.startswith("ImageError: ")
-    assert table_command.run_table(["masks", str(voc)]) == 2
+    assert command.main(["table", "masks", str(voc)]) == 2
     assert "PlanError: The following arguments are required: masks, table" in capsys.readouterr().err
 
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from engines.cli.published_command import format_outcomes, run_published
+from engines.cli.data_commands import format_outcomes, run_published
+from engines.errors import PlanError
 from engines.predict.machines import MACHINES
 from engines.predict.published import PUBLISHED
 from engines.predict.published_replay import MEASURES, PublishedReplay, ReplayOutcome, RunResult
@@ -70,7 +71,7 @@ def test_a_row_that_does_not_fit_says_so():
 
 def test_the_command_prints_what_the_simulator_says(capsys):
     pytest.importorskip("monai")
-    assert run_published(["--only", "resnet-50/summit"]) == 0
+    run_published(["--only", "resnet-50/summit"])
     first, *shown = capsys.readouterr().out.splitlines()
     line = json.loads(first)
     row = ROWS["resnet-50/summit"]
@@ -96,6 +97,6 @@ def test_data_parallel_replicas_wait_for_each_other_little(capsys):
     assert 0.9 * 1536 * one.images_per_s < all_of_them.images_per_s <= 1536 * one.images_per_s
 
 
-def test_an_unknown_row_is_refused_with_those_there_are(capsys):
-    assert run_published(["--only", "alexnet"]) == 2
-    assert "hy-fi/layers" in capsys.readouterr().err
+def test_an_unknown_row_is_refused_with_those_there_are():
+    with pytest.raises(PlanError, match="hy-fi/layers"):
+        run_published(["--only", "alexnet"])

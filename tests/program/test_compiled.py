@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from engines.bench.compiled import bench_compiled
+from engines.bench.step import bench_compiled
 from engines.comm.world import World
 from engines.errors import PlanError, RankError
 from engines.plan import Plan
