@@ -71,11 +71,25 @@ def bench_bubble(world: World, plan: Plan, stage_s: float) -> dict[str, object]:
     A stage takes `stage_s` seconds forward and twice that backward. `against_layers` is the speed-up over plain layer
     parallelism with as many micro-batches, one after another: a schedule's share of work over 1 / ranks.
     """
-    worker, inputs = _make_worker(world, plan, stage_s)
+    shape = (plan.parts * plan.local_dp, _CHANNELS, _PIXELS, _PIXELS)
+    # One weight for each stage, as each weight's gradient sleeps.
+    model = nn.Sequential(*(nn.Conv2d(_CHANNELS, _CHANNELS, 1, bias=False) for _ in range(plan.split_size)))
+    labels = TensorSpec(shape, plan.precision)
+    recipe = prepare(model, plan, shape, lambda prediction, labels: (prediction * labels).sum(), labels=labels)
+    program = Compiler(recipe.graph, plan, input_gradient=True).compile_rank(world.rank)
+    dtype = getattr(torch, plan.precision)
+    weights = {name: recipe.state[name].to(dtype).requires_grad_() for name in program.weights}
+    worker = Worker(program, world, weights, {})
+    for name, segment in worker.runtime.segments.items():
+        if segment.late:
+            worker.runtime.segments[name] = _DelayedSegment(segment, stage_s)
+    whole = {name: torch.ones(spec.shape, dtype=dtype) for name, spec in recipe.step_specs.items()}
+    inputs = cut_inputs(program, whole)
     shares = []
     for _ in range(_STEPS + 1):
         world.barrier()
-        # Fresh leaves in each step: the image takes part in the backward pass, as every other stage's input does.
+        # Fresh leaves in each step: the image takes part in the backward pass, as every other stage's input does, so
+        # that all stages cost the same.
         worker.run(
             {m: {name: t.clone().requires_grad_(name == "images") for name, t in p.items()} for m, p in inputs.items()}
         )
@@ -94,23 +108,3 @@ def bench_bubble(world: World, plan: Plan, stage_s: float) -> dict[str, object]:
         "spread": round(max(shares) - min(shares), 4),
         "against_layers": round((1 - measured) * depth, 3),
     }
-
-
-def _make_worker(world: World, plan: Plan, stage_s: float) -> tuple[Worker, dict[int, dict[str, Tensor]]]:
-    """Return a worker with delayed stages, and its inputs.
-
-    The image has a gradient, as the input of every other stage has, so that all stages cost the same.
-    """
-    shape = (plan.parts * plan.local_dp, _CHANNELS, _PIXELS, _PIXELS)
-    model = nn.Sequential(*(nn.Conv2d(_CHANNELS, _CHANNELS, 1) for _ in range(plan.split_size)))
-    labels = TensorSpec(shape, plan.precision)
-    recipe = prepare(model, plan, shape, lambda prediction, labels: (prediction * labels).sum(), labels=labels)
-    program = Compiler(recipe.graph, plan, input_gradient=True).compile_rank(world.rank)
-    dtype = getattr(torch, plan.precision)
-    weights = {name: recipe.state[name].to(dtype).requires_grad_() for name in program.weights}
-    worker = Worker(program, world, weights, {})
-    for name, segment in worker.runtime.segments.items():
-        if segment.late:
-            worker.runtime.segments[name] = _DelayedSegment(segment, stage_s)
-    whole = {name: torch.ones(spec.shape, dtype=dtype) for name, spec in recipe.step_specs.items()}
-    return worker, cut_inputs(program, whole)

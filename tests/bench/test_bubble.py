@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engines.bench.bubble import bench_bubble
+from engines.bench import bubble
 from engines.comm.loopback import run_ranks
 from engines.plan import Plan
 from engines.program.make_schedule import compute_bubble_share
@@ -24,13 +24,21 @@ PLANS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("schedule", PLANS)
 def test_every_schedule_is_measured_beside_its_formula(schedule: str):
     plan = Plan(schedule=schedule, spatial_size=0, **PLANS[schedule])
-    lines = run_ranks(plan.ranks, lambda world: bench_bubble(world, plan, stage_s=0.001))
+    lines = run_ranks(plan.ranks, lambda world: bubble.bench_bubble(world, plan, stage_s=0.001))
     assert all(line == lines[0] for line in lines)
     line, depth = lines[0], plan.split_size // plan.stages_per_rank
     formula = compute_bubble_share(schedule, plan.split_size, plan.parts, plan.stages_per_rank, plan.replica_batches)
     assert line["formula"] == round(formula, 4)
     assert 0 < line["idle"] < 1
     assert line["against_layers"] == pytest.approx((1 - line["idle"]) * depth, abs=1e-3 * depth)
+
+
+def test_a_stage_sleeps_once_forward_and_twice_backward(monkeypatch: pytest.MonkeyPatch):
+    slept: list[float] = []
+    monkeypatch.setattr(bubble.time, "sleep", slept.append)
+    plan = Plan(schedule="1f1b", split_size=2, spatial_size=0, parts=4)
+    run_ranks(plan.ranks, lambda world: bubble.bench_bubble(world, plan, stage_s=0.00123))
+    assert slept.count(0.00123) == 3 * plan.split_size * plan.parts * (1 + 3)  # steps, with the warm-up
 
 
 def test_idle_is_what_is_neither_computed_nor_over():
