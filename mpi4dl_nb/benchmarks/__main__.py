@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from engines.errors import Mpi4dlError, PlanError
-from mpi4dl_nb.benchmarks.cases import STUDIES, BenchmarkStudy
-from mpi4dl_nb.benchmarks.results import BenchmarkResults, RatioChange, build_page, find_changes
-from mpi4dl_nb.benchmarks.suite import measure_studies
+from mpi4dl_nb.benchmarks.cases import STUDIES
+from mpi4dl_nb.benchmarks.results import BenchmarkResults, build_page, find_changes, measure_studies
 from mpi4dl_nb.draw.benchmarks import show_growth
 
 __all__ = ["main"]
@@ -44,15 +43,6 @@ def main(arguments: Sequence[str]) -> int:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
     changed = list(find_changes(studies, before, found)) if before else None
-    _write(folder, studies, found, changed)
-    for said in (*found.failures, *(change.words for change in changed or ())):
-        print(said)
-    return 1 if found.failures else 0
-
-
-def _write(
-    folder: Path, studies: Sequence[BenchmarkStudy], found: BenchmarkResults, changed: Sequence[RatioChange] | None
-) -> None:
     (folder / PICTURES).mkdir(parents=True, exist_ok=True)
     pictures = {}
     for study in studies:
@@ -64,6 +54,9 @@ def _write(
     found.save(folder / DATA)
     (folder / PAGE).write_text(build_page(studies, found, pictures, changed))
     print(f"{folder / PAGE}: {sum(map(len, found.rows.values()))} rows")
+    for said in (*found.failures, *(change.words for change in changed or ())):
+        print(said)
+    return 1 if found.failures else 0
 
 
 if __name__ == "__main__":

@@ -1,18 +1,37 @@
-"""Results of benchmarks: rows of studies, parsed from the output of the commands, and stored as JSON."""
+"""Run the benchmark commands one after another; keep their rows as JSON, compare them, and write the page."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from engines.errors import PlanError
+import psutil
+import torch
+
+from engines.comm.cgroup_limits import count_cores
+from engines.errors import PlanError, RankError
 from engines.formatting import format_bytes, format_number
 from mpi4dl_nb.benchmarks.cases import BenchmarkCase, BenchmarkStudy
+from mpi4dl_nb.launch.exec_launcher import make_engine_command
+from mpi4dl_nb.launch.mpi_library import make_mpi_environment
 
-__all__ = ["BenchmarkResults", "BenchmarkRow", "RatioChange", "build_page", "find_changes", "make_rows"]
+__all__ = [
+    "BenchmarkResults",
+    "BenchmarkRow",
+    "RatioChange",
+    "build_page",
+    "find_changes",
+    "measure_studies",
+    "run_case",
+]
 
 # From the line that a command prints to a cell of the page:
 #
@@ -39,27 +58,12 @@ class BenchmarkRow:
             value = value[part]
         return float(max(value) if isinstance(value, list) else value)
 
-    def has_number(self, column: str) -> bool:
-        """Return whether the line has such a field; lines of an older version may not."""
-        try:
-            self.get_number(column)
-        except (KeyError, TypeError, ValueError):
-            return False
-        return True
-
     @property
     def spread(self) -> float:
         """The spread of the measurements of this line; 0 if the line has none."""
         told = [self.line, *(part for part in self.line.values() if isinstance(part, dict))]
         found = [BenchmarkRow("", None, part).get_number("spread") for part in told if "spread" in part]
         return max(found, default=0.0)
-
-
-def make_rows(case: BenchmarkCase, lines: Sequence[Mapping[str, Any]]) -> list[BenchmarkRow]:
-    """Return the rows of a case: under the case's name if it has one, else each under its number of bytes."""
-    if case.name:
-        return [BenchmarkRow(case.name, case.at, line) for line in lines]
-    return [BenchmarkRow(format_bytes(line["bytes"]), line["bytes"], line) for line in lines]
 
 
 @dataclass(frozen=True)
@@ -85,13 +89,73 @@ class BenchmarkResults:
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise PlanError(f"{path} holds no figures of benchmarks: {error}. Delete it, and measure all.") from error
 
-    def get_rows(self, title: str) -> dict[str, BenchmarkRow]:
-        """Return the rows of a study by name."""
-        return {row.name: row for row in self.rows.get(title, ())}
+
+# Run the commands, each on its own ranks. No other work may run meanwhile.
+
+_LONGEST_S = 900
+
+Runner = Callable[[BenchmarkCase], Sequence[dict[str, Any]]]
+
+
+def run_case(case: BenchmarkCase) -> list[dict[str, Any]]:
+    """Return the lines that a case prints. Raises RankError if it fails or does not end."""
+    environment = os.environ | make_mpi_environment(case.ranks)
+    try:
+        command = make_engine_command(case.ranks, *case.arguments)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_LONGEST_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise RankError(f"`{' '.join(case.arguments)}` on {case.ranks} ranks took more than {_LONGEST_S} s.") from error
+    if done.returncode:
+        said = (done.stderr.strip().splitlines() or ["nothing was said"])[0]
+        raise RankError(f"`{' '.join(case.arguments)}` on {case.ranks} ranks ended with {done.returncode}: {said}")
+    try:
+        return [json.loads(line) for line in done.stdout.splitlines()]
+    except json.JSONDecodeError as error:
+        raise RankError(f"`{' '.join(case.arguments)}` on {case.ranks} ranks printed {error.doc!r}.") from error
+
+
+def measure_studies(
+    studies: Sequence[BenchmarkStudy], runner: Runner = run_case, told: Callable[[str], object] = print
+) -> BenchmarkResults:
+    """Run studies; return their rows, a description of the machine, and the commands that failed."""
+    start_s = time.perf_counter()
+    rows: dict[str, list[BenchmarkRow]] = {study.title: [] for study in studies}
+    failures = []
+    for study in studies:
+        for case in study.cases:
+            told(f"{study.title}: {case.name or ' '.join(case.arguments[:2])} ...")
+            try:
+                for line in runner(case):
+                    # A case without a name has a row for each number of bytes.
+                    rows[study.title].append(
+                        BenchmarkRow(case.name, case.at, line)
+                        if case.name
+                        else BenchmarkRow(format_bytes(line["bytes"]), line["bytes"], line)
+                    )
+            except RankError as error:
+                failures.append(str(error))
+    took = {"took": f"{time.perf_counter() - start_s:.0f} s"}
+    return BenchmarkResults(describe_machine() | took, rows, tuple(failures))
+
+
+def describe_machine() -> dict[str, str]:
+    """Return the processor, memory, GPU, versions and date."""
+    names = ("torch", "mpi4py", "numpy")
+    path = Path("/proc/cpuinfo")  # on Linux `platform.processor()` says no more than "x86_64"
+    lines = path.read_text().splitlines() if path.exists() else []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    processor = next(named, platform.processor() or platform.machine())
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    return {
+        "processor": f"{processor}, {count_cores()} cores",
+        "memory": format_bytes(psutil.virtual_memory().total),
+        "GPU": device,
+        "versions": ", ".join([f"Python {platform.python_version()}", *(f"{name} {version(name)}" for name in names)]),
+        "date": time.strftime("%Y-%m-%d"),
+    }
 
 
 # Compare figures with earlier ones: ratios rather than seconds, since machines differ, and only beyond noise.
-
 
 LEAST = 0.1
 """Minimum change that is reported, however small the spread: medians of seven steps differ by as much."""
@@ -99,29 +163,10 @@ LEAST = 0.1
 
 @dataclass(frozen=True)
 class RatioChange:
-    """A row whose ratio has changed; `noise` is the relative noise that the change exceeds."""
+    """A row whose ratio has changed by more than noise, in one sentence."""
 
-    study: str
-    row: str
-    before: float
-    now: float
-    noise: float
-    more_is_better: bool
-
-    @property
-    def is_better(self) -> bool:
-        """Whether the change is an improvement."""
-        return (self.now > self.before) == self.more_is_better
-
-    @property
-    def words(self) -> str:
-        """The change in one sentence.
-
-        >>> RatioChange("Halos", "4 ranks", 1.5, 3.0, 0.25, more_is_better=False).words
-        'Halos, 4 ranks: worse, 3.000 after 1.500 (noise 25%).'
-        """
-        way = "better" if self.is_better else "worse"
-        return f"{self.study}, {self.row}: {way}, {self.now:.3f} after {self.before:.3f} (noise {self.noise:.0%})."
+    words: str
+    is_better: bool
 
 
 def find_changes(
@@ -129,14 +174,20 @@ def find_changes(
 ) -> Iterator[RatioChange]:
     """Iterate over rows in both results whose ratio has changed by more than noise."""
     for study in studies:
-        earlier = before.get_rows(study.title)
-        for name, row in now.get_rows(study.title).items():
-            if name not in earlier or not earlier[name].has_number(study.ratio):
-                continue
-            was, is_ = earlier[name].get_number(study.ratio), row.get_number(study.ratio)
-            noise = max(LEAST, earlier[name].spread, row.spread)
+        earlier = {row.name: row for row in before.rows.get(study.title, ())}
+        for row in now.rows.get(study.title, ()):
+            try:
+                old = earlier[row.name]
+                was = old.get_number(study.ratio)
+            except (KeyError, TypeError, ValueError):
+                continue  # there was no such row, or an older version's line has no such field
+            is_ = row.get_number(study.ratio)
+            noise = max(LEAST, old.spread, row.spread)
             if was > 0 and abs(is_ / was - 1) > noise:
-                yield RatioChange(study.title, name, was, is_, noise, study.more_is_better)
+                is_better = (is_ > was) == study.more_is_better
+                way = "better" if is_better else "worse"
+                numbers = f"{is_:.3f} after {was:.3f} (noise {noise:.0%})"
+                yield RatioChange(f"{study.title}, {row.name}: {way}, {numbers}.", is_better)
 
 
 # The page of all figures, in Markdown, completely generated.

@@ -10,9 +10,15 @@ import pytest
 from engines.cli import options
 from engines.errors import PlanError, RankError
 from mpi4dl_nb.benchmarks import __main__ as command
-from mpi4dl_nb.benchmarks import suite
 from mpi4dl_nb.benchmarks.cases import STUDIES, BenchmarkCase, BenchmarkStudy
-from mpi4dl_nb.benchmarks.results import BenchmarkResults, BenchmarkRow, build_page, find_changes
+from mpi4dl_nb.benchmarks.results import (
+    BenchmarkResults,
+    BenchmarkRow,
+    build_page,
+    find_changes,
+    measure_studies,
+    run_case,
+)
 from mpi4dl_nb.draw.benchmarks import show_growth
 
 PLANNED = [case for study in STUDIES for case in study.cases if case.arguments[1] in ("step", "memory")]
@@ -57,7 +63,7 @@ def test_titles_and_names_are_told_apart():
 @pytest.mark.parametrize("kind", SMALL)
 def test_real_lines_have_what_the_page_shows(kind: str, tmp_path, capsys):
     study = small(kinds()[kind])
-    found = suite.measure_studies([study])
+    found = measure_studies([study])
     rows = found.rows[study.title]
     assert rows
     assert all(row.get_number(column) >= 0 for row in rows for column in (*study.columns, study.ratio))
@@ -102,7 +108,7 @@ def line_of(case: BenchmarkCase) -> list[dict[str, object]]:
 
 
 def test_the_command_writes_a_page_and_then_tells_what_changed(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(command, "measure_studies", lambda studies: suite.measure_studies(studies, line_of))
+    monkeypatch.setattr(command, "measure_studies", lambda studies: measure_studies(studies, line_of))
     asked = ["--folder", str(tmp_path), "--only", "More ranks"]
     assert command.main(asked) == 0
     text = (tmp_path / "BENCHMARKS.md").read_text()
@@ -124,7 +130,7 @@ def test_what_fails_is_told_and_the_rest_is_kept(tmp_path, monkeypatch, capsys):
             raise RankError("`bench step` on 4 ranks ended with 2: PlanError: no.")
         return line_of(case)
 
-    monkeypatch.setattr(command, "measure_studies", lambda studies: suite.measure_studies(studies, fails))
+    monkeypatch.setattr(command, "measure_studies", lambda studies: measure_studies(studies, fails))
     assert command.main(["--folder", str(tmp_path), "--only", "More ranks"]) == 1
     assert "`bench step` on 4 ranks ended with 2: PlanError: no." in capsys.readouterr().out
     text = (tmp_path / "BENCHMARKS.md").read_text()
@@ -147,4 +153,4 @@ def test_figures_that_are_none_are_refused(tmp_path):
 
 def test_a_command_that_fails_says_why():
     with pytest.raises(RankError, match="ended with 2: PlanError: The plan needs 4 ranks"):
-        suite.run_case(BenchmarkCase("", 2, ("bench", "halo", "--num-spatial-parts", "4")))
+        run_case(BenchmarkCase("", 2, ("bench", "halo", "--num-spatial-parts", "4")))
