@@ -20,7 +20,6 @@ HALF = ("bfloat16", "float16")
 MOST, MOST_TILES = 1 << 20, 1 << 32
 """Upper bounds: of the counts of stages, replicas and micro-batches, and of the tiles of a stage. They bound loops."""
 _GRID = re.compile(r"([1-9]\d{0,8})x([1-9]\d{0,8})", re.ASCII)
-SLICE_METHODS = "square, vertical, horizontal, or a grid such as 2x3"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,9 +238,18 @@ class Plan:
                 f"fused_layers={self.fused_layers!r} counts the layers between two exchanges of halo_d2, which is off. "
                 "Set halo_d2=True, or leave fused_layers at 1."
             )
-        _check_balance(self.balance, self.split_size)
+        if self.balance != "auto":
+            if not isinstance(self.balance, tuple) or not all(type(n) is int and n > 0 for n in self.balance):
+                raise PlanError(
+                    f"balance={self.balance!r} must be 'auto' or a tuple of layers per stage, such as (20, 19)."
+                )
+            if len(self.balance) != self.split_size:
+                raise PlanError(
+                    f"balance={self.balance} names {len(self.balance)} stages but split_size={self.split_size}. "
+                    f"Give {self.split_size} numbers, or set split_size={len(self.balance)}."
+                )
         _check_order(self)
-        _ = self.grids
+        _ = self.grids  # raises PlanError unless slice methods and numbers of tiles fit each other
 
     @property
     def grids(self) -> tuple[Grid, ...]:
@@ -344,18 +352,12 @@ OPTIONS: Mapping[str, PlanOption] = {each.name: each.metadata["option"] for each
 """What is known of each field, by its name."""
 
 
-def format_options() -> str:
-    """Return a line for each field: its name, default, meaning, and how its results differ from the default's."""
-    lines = []
-    for each in fields(Plan):
-        option = OPTIONS[each.name]
-        lines.append(
-            f"    {each.name}={each.default!r}: {option.help}" + (f" ({option.results})" if option.results else "")
-        )
-    return "\n".join(lines)
-
-
-Plan.__doc__ = f"{Plan.__doc__}\n    Fields:\n\n{format_options()}\n    "
+# `help(Plan)` lists each field with its default, its meaning, and how its results differ from the default's.
+_LINES = "\n".join(
+    f"    {each.name}={each.default!r}: {option.help}" + (f" ({option.results})" if option.results else "")
+    for each, option in zip(fields(Plan), OPTIONS.values(), strict=True)
+)
+Plan.__doc__ = f"{Plan.__doc__}\n    Fields:\n\n{_LINES}\n    "
 
 
 def make_grid(method: str, tiles: int | None) -> Grid:
@@ -377,14 +379,12 @@ def make_grid(method: str, tiles: int | None) -> Grid:
             )
         return result
     count = 4 if tiles is None else tiles
-    if method == "square":
-        return _make_square(count)
     if method in ("vertical", "horizontal"):
         return Grid(1, count) if method == "vertical" else Grid(count, 1)
-    raise PlanError(f"slice_method={method!r} is unknown. Choose {SLICE_METHODS}.")
-
-
-def _make_square(count: int) -> Grid:
+    if method != "square":
+        raise PlanError(
+            f"slice_method={method!r} is unknown. Choose square, vertical, horizontal, or a grid such as 2x3."
+        )
     side = math.isqrt(count)
     if side * side != count:
         raise PlanError(
@@ -436,18 +436,6 @@ def _check_value(name: str, option: PlanOption, value: Any, default: Any) -> Non
         most = MOST_TILES if several else MOST
         if count is not None and count > most:
             raise PlanError(f"{name} must be a whole number of at most {most:,}.")
-
-
-def _check_balance(balance: str | tuple[int, ...], stages: int) -> None:
-    if balance == "auto":
-        return
-    if not isinstance(balance, tuple) or not all(type(n) is int and n > 0 for n in balance):
-        raise PlanError(f"balance={balance!r} must be 'auto' or a tuple of layers per stage, such as (20, 19).")
-    if len(balance) != stages:
-        raise PlanError(
-            f"balance={balance} names {len(balance)} stages but split_size={stages}. "
-            f"Give {stages} numbers, or set split_size={len(balance)}."
-        )
 
 
 def _check_order(plan: Plan) -> None:
