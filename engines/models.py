@@ -1,9 +1,12 @@
-"""The plain models: ResNet v1 and v2, AmoebaNet-D, U-Net, and a chain of convolutions for benchmarks."""
+"""The plain models: ResNet v1 and v2, AmoebaNet-D, U-Net, and a chain of convolutions for benchmarks.
+
+They have no code for parallelism.
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,17 +24,9 @@ __all__ = ["amoebanetd", "resnet20_v1", "resnet110_v2", "resnet_v1", "resnet_v2"
 STEM_CHANNELS = 16
 
 
-@dataclass(frozen=True, slots=True)
-class ResNetStage:
-    """Blocks of one width: channels inside and after a block, and the stride of the first block."""
-
-    inner: int
-    out: int
-    stride: int
-
-
-V1_STAGES = (ResNetStage(16, 16, 1), ResNetStage(32, 32, 2), ResNetStage(64, 64, 2))
-V2_STAGES = (ResNetStage(16, 64, 1), ResNetStage(64, 128, 2), ResNetStage(128, 256, 2))
+# The three stages: channels inside and after a block, and the stride of the first block.
+V1_STAGES = ((16, 16, 1), (32, 32, 2), (64, 64, 2))
+V2_STAGES = ((16, 64, 1), (64, 128, 2), (128, 256, 2))
 
 
 class Residual(nn.Module):
@@ -39,19 +34,12 @@ class Residual(nn.Module):
 
     def __init__(self, branch: nn.Module, shortcut: nn.Module, after: nn.Module) -> None:
         super().__init__()
-        self.branch = branch
-        self.shortcut = shortcut
-        self.after = after
+        self.branch, self.shortcut, self.after = branch, shortcut, after
 
     def forward(self, x: Tensor) -> Tensor:
         # v1:  x --- conv norm relu conv norm --- + --- relu        v2:  x --- norm relu conv (3 times) --- +
         #       `------------ shortcut -----------'                       `---------- shortcut -------------'
-        out: Tensor = self.after(self.branch(x) + self.shortcut(x))
-        return out
-
-
-BlockMaker = Callable[[int, ResNetStage, int], Residual]
-"""(input channels, stage, stride) -> a block."""
+        return self.after(self.branch(x) + self.shortcut(x))  # type: ignore[no-any-return]
 
 
 def resnet20_v1(*, num_classes: int = 10) -> nn.Sequential:
@@ -71,10 +59,7 @@ def resnet_v1(depth: int, *, num_classes: int = 10) -> nn.Sequential:
     Raises ValueError for any other depth.
     """
     repeats = count_blocks_per_stage("v1", depth, layers_per_n=6)
-    return assemble(
-        blocks=nn.Sequential(*stack_blocks(make_basic_block, V1_STAGES, repeats)),
-        head=make_classifier(V1_STAGES[-1].out, num_classes),
-    )
+    return assemble(make_basic_block, V1_STAGES, repeats, [], num_classes)
 
 
 def resnet_v2(depth: int, *, num_classes: int = 10) -> nn.Sequential:
@@ -84,11 +69,7 @@ def resnet_v2(depth: int, *, num_classes: int = 10) -> nn.Sequential:
     section 4. Raises ValueError for any other depth.
     """
     repeats = count_blocks_per_stage("v2", depth, layers_per_n=9)
-    channels = V2_STAGES[-1].out
-    return assemble(
-        blocks=nn.Sequential(*stack_blocks(make_bottleneck, V2_STAGES, repeats)),
-        head=nn.Sequential(*make_norm_relu(channels), *make_classifier(channels, num_classes)),
-    )
+    return assemble(make_bottleneck, V2_STAGES, repeats, make_norm_relu(V2_STAGES[-1][1]), num_classes)
 
 
 def count_blocks_per_stage(version: str, depth: int, layers_per_n: int) -> int:
@@ -107,34 +88,38 @@ def count_blocks_per_stage(version: str, depth: int, layers_per_n: int) -> int:
     )
 
 
-def assemble(blocks: nn.Module, head: nn.Module) -> nn.Sequential:
-    """Return the whole model, with the child names `stem`, `blocks` and `head` that traces show."""
+def assemble(
+    make_block: Callable[[int, int, int, int], Residual],
+    stages: Sequence[tuple[int, int, int]],
+    repeats: int,
+    before_head: Sequence[nn.Module],
+    num_classes: int,
+) -> nn.Sequential:
+    """Return the whole model, with `repeats` blocks in each stage. Its child names are those that traces show."""
+    blocks, channels = [], STEM_CHANNELS
+    for inner, out, first_stride in stages:
+        for stride in (first_stride, *[1] * (repeats - 1)):
+            blocks.append(make_block(channels, inner, out, stride))
+            channels = out
+    # Weights are drawn in this order: blocks, head, stem.
+    head = nn.Sequential(*before_head, *make_classifier(channels, num_classes))
     stem = nn.Sequential(make_convolution(3, STEM_CHANNELS, kernel=3), *make_norm_relu(STEM_CHANNELS))
-    return nn.Sequential(OrderedDict(stem=stem, blocks=blocks, head=head))
+    return nn.Sequential(OrderedDict(stem=stem, blocks=nn.Sequential(*blocks), head=head))
 
 
-def stack_blocks(block: BlockMaker, stages: tuple[ResNetStage, ...], repeats: int) -> Iterator[Residual]:
-    """Yield the blocks of all stages in order, `repeats` per stage; only the first block has the stage's stride."""
-    channels = STEM_CHANNELS
-    for stage in stages:
-        for stride in (stage.stride, *[1] * (repeats - 1)):
-            yield block(channels, stage, stride)
-            channels = stage.out
-
-
-def make_basic_block(channels: int, stage: ResNetStage, stride: int) -> Residual:
-    """Return a v1 block: (N, channels, H, W) -> (N, stage.out, ceil(H / stride), ceil(W / stride))."""
+def make_basic_block(channels: int, inner: int, out: int, stride: int) -> Residual:
+    """Return a v1 block: (N, channels, H, W) -> (N, out, ceil(H / stride), ceil(W / stride))."""
     branch = nn.Sequential(
-        make_convolution(channels, stage.inner, kernel=3, stride=stride),
-        *make_norm_relu(stage.inner),
-        make_convolution(stage.inner, stage.out, kernel=3),
-        nn.BatchNorm2d(stage.out),
+        make_convolution(channels, inner, kernel=3, stride=stride),
+        *make_norm_relu(inner),
+        make_convolution(inner, out, kernel=3),
+        nn.BatchNorm2d(out),
     )
-    return Residual(branch, make_shortcut(channels, stage.out, stride), after=nn.ReLU())
+    return Residual(branch, make_shortcut(channels, out, stride), after=nn.ReLU())
 
 
-def make_bottleneck(channels: int, stage: ResNetStage, stride: int) -> Residual:
-    """Return a v2 block: (N, channels, H, W) -> (N, stage.out, ceil(H / stride), ceil(W / stride)).
+def make_bottleneck(channels: int, inner: int, out: int, stride: int) -> Residual:
+    """Return a v2 block: (N, channels, H, W) -> (N, out, ceil(H / stride), ceil(W / stride)).
 
     Normalisation and activation precede each convolution, so that the shortcut path has neither.
     """
@@ -142,13 +127,13 @@ def make_bottleneck(channels: int, stage: ResNetStage, stride: int) -> Residual:
     before = [] if channels == STEM_CHANNELS else make_norm_relu(channels)
     branch = nn.Sequential(
         *before,
-        make_convolution(channels, stage.inner, kernel=1, stride=stride),
-        *make_norm_relu(stage.inner),
-        make_convolution(stage.inner, stage.inner, kernel=3),
-        *make_norm_relu(stage.inner),
-        make_convolution(stage.inner, stage.out, kernel=1),
+        make_convolution(channels, inner, kernel=1, stride=stride),
+        *make_norm_relu(inner),
+        make_convolution(inner, inner, kernel=3),
+        *make_norm_relu(inner),
+        make_convolution(inner, out, kernel=1),
     )
-    return Residual(branch, make_shortcut(channels, stage.out, stride), after=nn.Identity())
+    return Residual(branch, make_shortcut(channels, out, stride), after=nn.Identity())
 
 
 def make_shortcut(channels: int, out: int, stride: int) -> nn.Module:
@@ -221,15 +206,12 @@ class AmoebaNetD(nn.Module):
         cells, out_channels = stack_cells(channels, repeats=num_layers // 3)
         self.stem = nn.Sequential(nn.Conv2d(3, channels, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(channels))
         self.blocks = nn.Sequential(*cells)
-        self.head = nn.Sequential(
-            nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(out_channels, num_classes)
-        )
+        self.head = nn.Sequential(nn.ReLU(), *make_classifier(out_channels, num_classes))
 
     def forward(self, image: Tensor) -> Tensor:
         x = self.stem(image)
         x, _ = self.blocks((x, x))
-        logits: Tensor = self.head(x)
-        return logits
+        return self.head(x)  # type: ignore[no-any-return]
 
 
 def stack_cells(channels: int, repeats: int) -> tuple[list[Cell], int]:
@@ -260,8 +242,7 @@ class Cell(nn.Module):
         enter_skip = FactorizedReduction if skip_is_larger else make_relu_conv_norm
         self.enter_skip = enter_skip(skip_channels, channels)
         self.sums = nn.ModuleList(
-            Sum(left.make(channels, genotype.stride), right.make(channels, genotype.stride))
-            for left, right in genotype.sums
+            Sum(*(genotype.make_operation(*each, channels) for each in pair)) for pair in genotype.sums
         )
 
     def forward(self, state: State) -> State:
@@ -270,8 +251,8 @@ class Cell(nn.Module):
         # two earlier states   --sums[k]--> states[2 + k], for five k;  concat --> the next x;  x --> the next skip
         x, skip = state
         states = [self.enter_x(x), self.enter_skip(skip)]
-        for total, (left, right) in zip(self.sums, self.genotype.sums, strict=True):
-            states.append(total(states[left.reads], states[right.reads]))
+        for total, ((a, _), (b, _)) in zip(self.sums, self.genotype.sums, strict=True):
+            states.append(total(states[a], states[b]))
         return torch.cat([states[index] for index in self.genotype.concat], dim=1), x
 
 
@@ -280,12 +261,10 @@ class Sum(nn.Module):
 
     def __init__(self, left: nn.Module, right: nn.Module) -> None:
         super().__init__()
-        self.left = left
-        self.right = right
+        self.left, self.right = left, right
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        out: Tensor = self.left(a) + self.right(b)
-        return out
+        return self.left(a) + self.right(b)  # type: ignore[no-any-return]
 
 
 class FactorizedReduction(nn.Module):
@@ -304,8 +283,7 @@ class FactorizedReduction(nn.Module):
         x = torch.relu(x)
         # One row and column of padding at the end, and one cut off at the start: the odd pixels come to even places.
         shifted = nn.functional.pad(x, (0, 1, 0, 1))[:, :, 1:, 1:]
-        out: Tensor = self.norm(torch.cat([self.even(x), self.odd(shifted)], dim=1))
-        return out
+        return self.norm(torch.cat([self.even(x), self.odd(shifted)], dim=1))  # type: ignore[no-any-return]
 
 
 def make_relu_conv_norm(
@@ -360,46 +338,44 @@ def max_pool_2x2(_channels: int, stride: int) -> nn.Module:
     return nn.MaxPool2d(2, stride, ceil_mode=True)
 
 
-@dataclass(frozen=True, slots=True)
-class CellOperation:
-    """An operation and the index of the state that it reads: 0 is x, 1 is skip, 2 to 6 are the sums in order."""
-
-    reads: int
-    operation: Callable[[int, int], nn.Module]
-
-    def make(self, channels: int, cell_stride: int) -> nn.Module:
-        """Return the operation as a module; only operations on the cell's two inputs have the cell's stride."""
-        return self.operation(channels, cell_stride if self.reads < 2 else 1)
+Operation = Callable[[int, int], nn.Module]
 
 
 @dataclass(frozen=True, slots=True)
 class Genotype:
-    """Five sums of two operations each, and the states that are concatenated to the cell's output."""
+    """Five sums of two operations each, and the states that are concatenated to the cell's output.
+
+    Before each operation is the index of the state that it reads: 0 is x, 1 is skip, 2 to 6 are the sums in order.
+    """
 
     stride: int
-    sums: tuple[tuple[CellOperation, CellOperation], ...]
+    sums: tuple[tuple[tuple[int, Operation], tuple[int, Operation]], ...]
     concat: tuple[int, ...]
+
+    def make_operation(self, reads: int, operation: Operation, channels: int) -> nn.Module:
+        """Return an operation as a module; only operations on the cell's two inputs have the cell's stride."""
+        return operation(channels, self.stride if reads < 2 else 1)
 
 
 NORMAL = Genotype(
     stride=1,
     sums=(
-        (CellOperation(1, conv_1x1), CellOperation(1, max_pool_3x3)),
-        (CellOperation(1, identity), CellOperation(0, conv_1x7_7x1)),
-        (CellOperation(0, conv_1x1), CellOperation(0, conv_1x7_7x1)),
-        (CellOperation(2, max_pool_3x3), CellOperation(2, identity)),
-        (CellOperation(1, avg_pool_3x3), CellOperation(5, conv_1x1)),
+        ((1, conv_1x1), (1, max_pool_3x3)),
+        ((1, identity), (0, conv_1x7_7x1)),
+        ((0, conv_1x1), (0, conv_1x7_7x1)),
+        ((2, max_pool_3x3), (2, identity)),
+        ((1, avg_pool_3x3), (5, conv_1x1)),
     ),
     concat=(0, 3, 4, 6),
 )
 REDUCTION = Genotype(
     stride=2,
     sums=(
-        (CellOperation(0, max_pool_2x2), CellOperation(0, max_pool_3x3)),
-        (CellOperation(2, identity), CellOperation(1, conv_3x3)),
-        (CellOperation(2, conv_1x7_7x1), CellOperation(2, max_pool_3x3)),
-        (CellOperation(3, identity), CellOperation(1, max_pool_2x2)),
-        (CellOperation(2, avg_pool_3x3), CellOperation(3, conv_1x1)),
+        ((0, max_pool_2x2), (0, max_pool_3x3)),
+        ((2, identity), (1, conv_3x3)),
+        ((2, conv_1x7_7x1), (2, max_pool_3x3)),
+        ((3, identity), (1, max_pool_2x2)),
+        ((2, avg_pool_3x3), (3, conv_1x1)),
     ),
     concat=(4, 5, 6),
 )
@@ -454,9 +430,6 @@ def _make_layer(before: int, after: int) -> nn.Sequential:
     return nn.Sequential(convolution, nn.BatchNorm2d(after), nn.ReLU(inplace=True))
 
 
-# The benchmark models as plain PyTorch modules, without any code for parallelism.
-
-
 # A network of any depth and width, made of equal layers in sequence, to study scaling.
 
 
@@ -472,4 +445,4 @@ def chain(num_layers: int = 20, num_filters: int = 16, *, num_classes: int = 10)
     for _ in range(num_layers):
         layers += [nn.Conv2d(num_filters, num_filters, 3, padding=1, bias=False), nn.BatchNorm2d(num_filters)]
         layers += [nn.ReLU()]
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(num_filters, num_classes))
+    return nn.Sequential(*layers, *make_classifier(num_filters, num_classes))

@@ -282,8 +282,8 @@ def test_amoebanetd_parameters_as_published(num_layers: int, num_filters: int, g
 def test_genotype_as_published(genotype: Genotype, operations: str, reads: list[int], used: list[int]) -> None:
     """As the authors' TensorFlow code lists them: operations, the states they read, the states left out."""
     steps = [step for pair in genotype.sums for step in pair]
-    assert [step.operation.__name__ for step in steps] == operations.split()
-    assert [step.reads for step in steps] == reads
+    assert [operation.__name__ for _, operation in steps] == operations.split()
+    assert [state for state, _ in steps] == reads
     assert genotype.concat == tuple(index for index, left_out in enumerate(used) if not left_out)
 
 
@@ -315,8 +315,8 @@ def test_every_operation_rounds_up_where_it_halves(size_px: tuple[int, int]) -> 
     """torchgpipe's 2x2 pool rounds down, so that its cells fail on images such as 100x132."""
     for genotype in (NORMAL, REDUCTION):
         for step in (step for pair in genotype.sums for step in pair):
-            stride = genotype.stride if step.reads < 2 else 1
-            out = step.make(8, genotype.stride).eval()(torch.randn(1, 8, *size_px))
+            stride = genotype.stride if step[0] < 2 else 1
+            out = genotype.make_operation(*step, 8).eval()(torch.randn(1, 8, *size_px))
             assert out.shape == (1, 8, *(ceil(px / stride) for px in size_px)), step
     halved = identity(8, 2).eval()(torch.randn(1, 8, *size_px))
     assert halved.shape == (1, 8, *(ceil(px / 2) for px in size_px))
