@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -34,17 +34,7 @@ from engines.train.train_loop import CollectiveTrainLoop, RankTrainLoop, count_l
 from engines.train.training import RankTraining, Recipe, count_step_images
 from engines.train.training_events import EpochResult, Scores, SkippedImage, StepResult, summarise
 
-__all__ = [
-    "describe_ineffective",
-    "find_resume_path",
-    "make_dataset",
-    "make_datasets",
-    "make_train_parser",
-    "run_train",
-]
-
-
-# The flags of a training, with the predecessor's names, defaults and meanings.
+__all__ = ["find_resume_path", "make_dataset", "make_datasets", "make_train_parser", "run_train"]
 
 _CROP = "crop"
 
@@ -65,7 +55,21 @@ def make_train_parser() -> argparse.ArgumentParser:
         help="a .csv table of medical images, a folder with CLASS/IMAGE or CLASS/SLIDE/IMAGE in it, or CIFAR-10",
     )
     flags.add_argument("--within", type=Path, metavar="FOLDER", help="where a table's files must be; else beside it")
-    _add_image_flags(flags)
+    flags.add_argument("--fit", choices=FITS, default="scale", help="bring medical images to the size, or crop or pad")
+    flags.add_argument("--mask-threshold", type=int, help="the number of a mask above which a pixel is of class 1")
+    flags.add_argument(
+        "--mask-ignore",
+        type=_parse_numbers,
+        default=(),
+        metavar="N[,N]",
+        help="numbers of a mask that are no class, such as 255 for void: the loss leaves their pixels out",
+    )
+    flags.add_argument(
+        "--augment",
+        type=_parse_augmentations,
+        default=(),
+        help=f"some of {','.join(KINDS)} between commas; and crop: take random parts of medical images, unscaled",
+    )
     flags.add_argument("--validate-path", type=Path, help="images of the same kind that are not trained on")
     flags.add_argument(
         "--held-out", type=float, help="a share of the images, such as 0.2, that is not trained on but judged by"
@@ -88,24 +92,6 @@ def make_train_parser() -> argparse.ArgumentParser:
     flags.add_argument("--enable-master-comm-opt", action="store_true", help="accepted, without effect")
     flags.add_argument("-v", "--verbose", action="store_true", help="tell loss and accuracy of every step")
     return flags
-
-
-def _add_image_flags(flags: argparse.ArgumentParser) -> None:
-    flags.add_argument("--fit", choices=FITS, default="scale", help="bring medical images to the size, or crop or pad")
-    flags.add_argument("--mask-threshold", type=int, help="the number of a mask above which a pixel is of class 1")
-    flags.add_argument(
-        "--mask-ignore",
-        type=_parse_numbers,
-        default=(),
-        metavar="N[,N]",
-        help="numbers of a mask that are no class, such as 255 for void: the loss leaves their pixels out",
-    )
-    flags.add_argument(
-        "--augment",
-        type=_parse_augmentations,
-        default=(),
-        help=f"some of {','.join(KINDS)} between commas; and crop: take random parts of medical images, unscaled",
-    )
 
 
 def _parse_augmentations(text: str) -> tuple[str, ...]:
@@ -132,15 +118,6 @@ def find_resume_path(chosen: argparse.Namespace) -> Path | None:
     if not chosen.save:
         raise PlanError("--resume without a folder goes on from that of --save, which is not given. Give one of them.")
     return chosen.save if chosen.save.is_dir() and list_checkpoints(chosen.save) else None
-
-
-def describe_ineffective(chosen: argparse.Namespace) -> Iterator[str]:
-    """Yield a note on each flag that was given and has no effect here."""
-    if chosen.enable_master_comm_opt:
-        yield (
-            "--enable-master-comm-opt has no effect: in the predecessor it updated the two copies of GEMS in turn, to "
-            "hide their messages. Here both are updated together, at the end of a step, from the whole sum."
-        )
 
 
 def make_datasets(chosen: argparse.Namespace, images_per_step: int) -> tuple[LabelledImages, LabelledImages | None]:
@@ -184,10 +161,6 @@ def make_dataset(chosen: argparse.Namespace, images_per_step: int) -> LabelledIm
     return images
 
 
-def _make_synthetic(chosen: argparse.Namespace, size: Size, images_per_step: int) -> LabelledImages:
-    return SyntheticImages(10 * images_per_step, size, chosen.num_classes, chosen.seed)
-
-
 def _make_medical(chosen: argparse.Namespace, size: Size, images_per_step: int) -> LabelledImages:
     wanted = None if _CROP in chosen.augment else size
     check = chosen.on_bad_image == "raise"
@@ -207,26 +180,28 @@ def _make_cifar(chosen: argparse.Namespace, size: Size, images_per_step: int) ->
     return load_cifar_images(chosen.datapath, size, chosen.test)
 
 
+def _make_synthetic(chosen: argparse.Namespace, size: Size, images_per_step: int) -> LabelledImages:
+    return SyntheticImages(10 * images_per_step, size, chosen.num_classes, chosen.seed)
+
+
 _APPLICATIONS: dict[str, Callable[[argparse.Namespace, Size, int], LabelledImages]] = {
-    "1": _make_medical,
-    "medical": _make_medical,
-    "2": _make_cifar,
-    "cifar": _make_cifar,
-    "3": _make_synthetic,
-    "synthetic": _make_synthetic,
+    **dict.fromkeys(("1", "medical"), _make_medical),
+    **dict.fromkeys(("2", "cifar"), _make_cifar),
+    **dict.fromkeys(("3", "synthetic"), _make_synthetic),
 }
 
 
-# The command `train`: train on images, and print the progress.
-
-
-def run_train(world: World, arguments: Sequence[str]) -> bool:
-    """Train as the flags say. Every rank does the same; only the output of rank 0 is shown."""
+def run_train(world: World, arguments: Sequence[str]) -> None:
+    """Train as the flags say, and print the progress. Every rank does the same; only the output of rank 0 is shown."""
     chosen = make_train_parser().parse_args(arguments)
     feeding = LoaderOptions(chosen.seed, chosen.max_steps, chosen.num_workers, chosen.on_bad_image, chosen.drop_last)
     model, recipe = options.make_recipe(chosen, world.size, world)
-    for text in describe_ineffective(chosen):
-        print(text, flush=True)
+    if chosen.enable_master_comm_opt:
+        print(
+            "--enable-master-comm-opt has no effect: in the predecessor it updated the two copies of GEMS in turn, to "
+            "hide their messages. Here both are updated together, at the end of a step, from the whole sum.",
+            flush=True,
+        )
     images, others = run_on_all(world, lambda: make_datasets(chosen, count_step_images(recipe)))
     training = RankTraining(world, recipe)
     loss = nn.CrossEntropyLoss()
@@ -257,7 +232,6 @@ def run_train(world: World, arguments: Sequence[str]) -> bool:
             kept = make_rank_manager(training, chosen.save, state, chosen.save_every, chosen.keep, asked)
         loop = CollectiveTrainLoop(course, evaluate or (lambda: None), smaller)
         _run_and_print(loop, max(0, chosen.num_epochs - done), chosen.verbose, log, kept)
-    return True
 
 
 def _resume(course: RankTrainLoop, chosen: argparse.Namespace) -> int:
@@ -299,9 +273,9 @@ def _run_and_print(
     if not steps:
         print("No steps are left to do: all epochs are done.", flush=True)
     if last is not None:
-        line = summarise(steps, last)
-        print(f"Mean {line['images_per_s_mean']} Median {line['images_per_s_median']}", flush=True)
-        print(json.dumps(line), flush=True)
+        summary = summarise(steps, last)
+        print(f"Mean {summary['images_per_s_mean']} Median {summary['images_per_s_median']}", flush=True)
+        print(json.dumps(summary), flush=True)
 
 
 def _format_event(event: SkippedImage | StepResult | EpochResult, verbose: bool) -> str:

@@ -78,11 +78,11 @@ def test_what_cannot_be_resumed_is_said_in_one_line(mpiexec):
     assert done.stdout == ""
 
 
-def alone(*flags: object) -> bool:
+def alone(*flags: object) -> None:
     """The command on one rank, in this process."""
     plan = ("--split-size", 1, "--spatial-size", 0, "--max-steps", 2, *flags)
     given = [str(flag) for flag in train(*plan)[3:]]
-    return run_ranks(1, lambda world: run_train(world, given))[0]
+    run_ranks(1, lambda world: run_train(world, given))
 
 
 def test_what_cannot_be_saved_is_said_before_the_first_step(capsys):
@@ -94,17 +94,17 @@ def test_what_cannot_be_saved_is_said_before_the_first_step(capsys):
 
 
 def test_resume_alone_begins_where_there_is_nothing_and_ends_where_all_is_done(tmp_path: Path, capsys):
-    assert alone("--save", tmp_path, "--resume")
+    alone("--save", tmp_path, "--resume")
     assert "Resumed" not in capsys.readouterr().out
-    assert alone("--save", tmp_path, "--resume", "--num-epochs", 2)
+    alone("--save", tmp_path, "--resume", "--num-epochs", 2)
     assert f"Resumed after 2 steps: {tmp_path}/00001-step-2" in capsys.readouterr().out
-    assert alone("--save", tmp_path, "--resume", "--num-epochs", 2)
+    alone("--save", tmp_path, "--resume", "--num-epochs", 2)
     assert "No steps are left to do: all epochs are done." in capsys.readouterr().out
     assert [path.name for path in list_checkpoints(tmp_path)] == ["00001-step-2", "00002-step-4"]
 
 
 def test_other_images_cannot_go_on_in_the_middle(tmp_path: Path):
-    assert alone("--save", tmp_path)
+    alone("--save", tmp_path)
     with pytest.raises(ImageError, match="The training that is to go on had 20 images, but there are 40"):
         alone("--resume", tmp_path, "--batch-size", 4, "--num-epochs", 2)
 
