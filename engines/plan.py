@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
 
 from engines.errors import PlanError
@@ -52,6 +53,13 @@ class PlanOption:
 
 def _option(default: Any, **option: Any) -> Any:
     return field(default=default, metadata={"option": PlanOption(**option)})
+
+
+_stage_option = partial(_option, group="Stages")
+_tile_option = partial(_option, group="Tiles")
+_pipeline_option = partial(_option, group="Pipeline")
+_replica_option = partial(_option, group="Directions and replicas")
+_number_option = partial(_option, group="Numbers", kept=True)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -103,126 +111,81 @@ class Plan:
     ['2x3', '1x4', '1x1']
     """
 
-    split_size: int = _option(2, help="stages that the model is cut into", group="Stages", low=1)
-    spatial_size: int = _option(1, help="how many leading stages are cut into tiles", group="Tiles", low=0)
-    num_spatial_parts: int | tuple[int, ...] | None = _option(
-        None,
-        help="tiles of each spatial stage: one number, or one for each such as 4,2",
-        group="Tiles",
-        low=1,
-        proposals=(),
+    split_size: int = _stage_option(2, help="stages that the model is cut into", low=1)
+    spatial_size: int = _tile_option(1, help="how many leading stages are cut into tiles", low=0)
+    num_spatial_parts: int | tuple[int, ...] | None = _tile_option(
+        None, help="tiles of each spatial stage: one number, or one for each such as 4,2", low=1, proposals=()
     )
-    slice_method: str | tuple[str, ...] = _option(
+    slice_method: str | tuple[str, ...] = _tile_option(
         "square",
         help="square, vertical, horizontal, or rows x columns such as 2x3",
-        group="Tiles",
         proposals=("square", "vertical", "horizontal", "2x3"),
     )
-    balance: str | tuple[int, ...] = _option(
-        "auto", help="layers of each stage such as 20,18, or auto", group="Stages", proposals=("auto",)
+    balance: str | tuple[int, ...] = _stage_option(
+        "auto", help="layers of each stage such as 20,18, or auto", proposals=("auto",)
     )
-    parts: int = _option(
+    parts: int = _pipeline_option(
         1,
         help="micro-batches that a batch is cut into; batch norm normalises each by itself, as GPipe does",
-        group="Pipeline",
         low=1,
         divides="step",
         results="batch norm normalises each micro-batch by itself",
     )
-    bidirectional: bool = _option(
-        False,
-        help="a second copy of the model runs through the ranks in mirrored order (GEMS)",
-        group="Directions and replicas",
-        divides="step",
+    bidirectional: bool = _replica_option(
+        False, help="a second copy of the model runs through the ranks in mirrored order (GEMS)", divides="step"
     )
-    times: int = _option(
-        1,
-        help="pairs of batches, one in each direction, for an update",
-        group="Directions and replicas",
-        low=1,
-        divides="step",
+    times: int = _replica_option(
+        1, help="pairs of batches, one in each direction, for an update", low=1, divides="step"
     )
-    local_dp: int = _option(
+    local_dp: int = _replica_option(
         1,
         help="ranks that share the images of a micro-batch in every stage behind the spatial ones",
-        group="Directions and replicas",
         low=1,
         flags=("--local-DP",),
         divides="micro_batch",
     )
-    data_parallel: int = _option(
-        1,
-        help="replicas of all, with batches of their own",
-        group="Directions and replicas",
-        low=1,
-        divides="step",
+    data_parallel: int = _replica_option(1, help="replicas of all, with batches of their own", low=1, divides="step")
+    accumulate: int = _replica_option(
+        1, help="batches one after another that are added up before an update", low=1, divides="step"
     )
-    accumulate: int = _option(
-        1,
-        help="batches one after another that are added up before an update",
-        group="Directions and replicas",
-        low=1,
-        divides="step",
-    )
-    halo_d2: bool = _option(
+    halo_d2: bool = _tile_option(
         False,
         help="halos travel once for several layers; where tiles overlap then, both ranks compute",
-        group="Tiles",
         flags=("--halo-D2",),
         phrase="fused halos",
     )
-    fused_layers: int | str = _option(
-        1,
-        help="layers between two exchanges of halo_d2, or auto: as many as are cheapest",
-        group="Tiles",
-        low=1,
-        proposals=("auto",),
+    fused_layers: int | str = _tile_option(
+        1, help="layers between two exchanges of halo_d2, or auto: as many as are cheapest", low=1, proposals=("auto",)
     )
-    overlap_halos: bool = _option(
-        False,
-        help="halos travel while what needs none is computed: for slow links",
-        group="Tiles",
+    overlap_halos: bool = _tile_option(False, help="halos travel while what needs none is computed: for slow links")
+    schedule: str = _pipeline_option("fill_drain", help="the order of micro-batches", choices=SCHEDULES)
+    stages_per_rank: int = _pipeline_option(
+        1, help="stages on each rank behind the spatial ones, for the schedule interleaved", low=1
     )
-    schedule: str = _option("fill_drain", help="the order of micro-batches", group="Pipeline", choices=SCHEDULES)
-    stages_per_rank: int = _option(
-        1, help="stages on each rank behind the spatial ones, for the schedule interleaved", group="Pipeline", low=1
-    )
-    precision: str = _option(
+    precision: str = _number_option(
         "float32",
         help="the type of activations and halos",
-        group="Numbers",
         choices=PRECISIONS,
         flags=("--dtype",),
         results="activations are rounded to the type",
-        kept=True,
     )
-    checkpoint_activations: bool = _option(
+    checkpoint_activations: bool = _number_option(
         False,
         help="keep what comes from other ranks, and compute the rest again for backward",
-        group="Numbers",
-        kept=True,
         phrase="activations again",
     )
-    offload_activations: bool = _option(
+    offload_activations: bool = _number_option(
         False,
         help="what is kept for backward lies in a file: a GPU's on the host, a host's on its disk",
-        group="Numbers",
-        kept=True,
         phrase="activations in a file",
     )
-    compile_segments: bool = _option(
-        False,
-        help="fewer, larger kernels by torch.compile: for GPUs; the first steps compile",
-        group="Numbers",
-        kept=True,
-        phrase="compiled",
+    compile_segments: bool = _number_option(
+        False, help="fewer, larger kernels by torch.compile: for GPUs; the first steps compile", phrase="compiled"
     )
-    sync_batchnorm: bool = _option(
+    sync_batchnorm: bool = _number_option(
         True,
         help="batch norm over all tiles, as one process does it; off: each tile by itself",
-        group="Numbers",
         results="batch norm normalises each tile by itself",
-        kept=True,
     )
 
     def __post_init__(self) -> None:
