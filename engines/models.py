@@ -422,12 +422,11 @@ class UNet(nn.Module):
 
 
 def _make_block(before: int, after: int) -> nn.Sequential:
-    return nn.Sequential(_make_layer(before, after), _make_layer(after, after))
-
-
-def _make_layer(before: int, after: int) -> nn.Sequential:
-    convolution = nn.Conv2d(before, after, 3, padding=1, bias=False)
-    return nn.Sequential(convolution, nn.BatchNorm2d(after), nn.ReLU(inplace=True))
+    layers = []
+    for channels in (before, after):
+        convolution = nn.Conv2d(channels, after, 3, padding=1, bias=False)
+        layers.append(nn.Sequential(convolution, nn.BatchNorm2d(after), nn.ReLU(inplace=True)))
+    return nn.Sequential(*layers)
 
 
 # A network of any depth and width, made of equal layers in sequence, to study scaling.

@@ -10,7 +10,7 @@ import math
 import re
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import fields
 from functools import partial
@@ -208,9 +208,7 @@ def build_model(options: argparse.Namespace) -> nn.Module:
         told = json.loads(options.model_args)
     except (ValueError, RecursionError) as error:
         raise PlanError(f"--model-args {options.model_args!r} is not JSON ({error}).") from error
-    # What `--model-args` says wins over what the other flags imply.
-    positional, keywords = _split_arguments(_build_values(told))
-    model = _call(path, positional, {**_build_values(known), **keywords})
+    model = _call(path, _build_values(told), _build_values(known))
     if not isinstance(model, nn.Module):
         raise TraceError(f"{path} returned {type(model).__name__}, not a torch.nn.Module.")
     return model
@@ -220,8 +218,12 @@ def _resolve_callable(options: argparse.Namespace) -> Named:
     """Return the path of a callable, and the flags' values for which it has parameters."""
     ours = ":" not in options.model and options.model in models.__all__
     path = f"{models.__name__}:{options.model}" if ours else options.model
-    told = {"num_classes": options.num_classes, "num_layers": options.num_layers, "depth": options.num_layers}
-    told["num_filters"] = options.num_filters
+    told = {
+        "num_classes": options.num_classes,
+        "num_layers": options.num_layers,
+        "depth": options.num_layers,
+        "num_filters": options.num_filters,
+    }
     make, takes = _import_callable(path), ()
     with suppress(TypeError, ValueError):  # some callables written in C have no signature
         takes = tuple(inspect.signature(make).parameters)
@@ -285,19 +287,16 @@ def _build_values(value: Any) -> Any:
         return value
     items = {key: _build_values(item) for key, item in value.items()}
     path = next(iter(items), "")
-    return _call(path, *_split_arguments(items[path])) if len(items) == 1 and ":" in path else items
+    return _call(path, items[path], {}) if len(items) == 1 and ":" in path else items
 
 
-def _split_arguments(value: Any) -> tuple[Sequence[Any], dict[str, Any]]:
-    if isinstance(value, dict):
-        return (), value
-    return (value if isinstance(value, list) else [value]), {}
-
-
-def _call(path: str, positional: Sequence[Any], keywords: dict[str, Any]) -> Any:
+def _call(path: str, value: Any, known: Mapping[str, Any]) -> Any:
+    """Call with an object's keywords, a list's arguments, or one argument; keywords of the object win over `known`."""
     make = _import_callable(path)
     try:
-        return make(*positional, **keywords)
+        if isinstance(value, dict):
+            return make(**{**known, **value})
+        return make(*(value if isinstance(value, list) else [value]), **known)
     except (Exception, SystemExit) as error:
         raise TraceError(f"{path} failed with {type(error).__name__}: {error}. Check --model-args.") from error
 
