@@ -350,21 +350,13 @@ def make_grid(method: str, tiles: int | None) -> Grid:
         )
     side = math.isqrt(count)
     if side * side != count:
+        # Of all grids of as many tiles, the one whose sides are closest: 2x3 of 6, 1x5 of 5.
+        rows = max(each for each in range(1, side + 1) if count % each == 0)
         raise PlanError(
             f"num_spatial_parts={count} is no square number, which slice_method='square' needs. "
-            f"Use {side * side} or {(side + 1) ** 2}, or another slice_method, such as '{_make_near_square(count)}'."
+            f"Use {side * side} or {(side + 1) ** 2}, or another slice_method, such as '{rows}x{count // rows}'."
         )
     return Grid(side, side)
-
-
-def _make_near_square(count: int) -> Grid:
-    """Return the grid of `count` tiles whose sides are closest.
-
-    >>> str(_make_near_square(6)), str(_make_near_square(5))
-    ('2x3', '1x5')
-    """
-    rows = max(side for side in range(1, math.isqrt(count) + 1) if count % side == 0)
-    return Grid(rows, count // rows)
 
 
 def _expand_per_stage(name: str, value: Any, stages: int) -> tuple[Any, ...]:

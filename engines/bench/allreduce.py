@@ -43,10 +43,7 @@ def list_sizes(max_bytes: int) -> list[int]:
 
 def make_allreduce_parser() -> argparse.ArgumentParser:
     """Return the parser of `bench allreduce`."""
-    flags = options.FlagParser(
-        description="Time sums over all ranks against raw MPI_Allreduce and gloo.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    flags = options.make_bare_parser("Time sums over all ranks against raw MPI_Allreduce and gloo.")
     flags.add_argument(
         "--max-bytes", type=options.parse_positive, default=1 << 28, help="the largest sum; each 4 x the last"
     )

@@ -69,10 +69,7 @@ class HaloCase:
 
 def make_halo_parser() -> argparse.ArgumentParser:
     """Make a parser of the halo benchmark's flags, with the predecessor's names."""
-    flags = options.FlagParser(
-        description="Time a halo exchange, there and back, against the same by hand in mpi4py.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    flags = options.make_bare_parser("Time a halo exchange, there and back, against the same by hand in mpi4py.")
     flags.add_argument("--image-size", default="1024", help="pixels: one number, or HEIGHTxWIDTH")
     flags.add_argument(
         "--num-spatial-parts", type=parse_value, default=None, help=f"{OPTIONS['num_spatial_parts'].help} (4)"

@@ -129,27 +129,21 @@ def bench_overlap(
 
     steps = time_interleaved(world, both, own, iterations + 1, record_traffic)
     blocking, exposed = (statistics.median(seconds[1:]) for seconds in sums)
-    return {
+    line = {
         "blocking_s": round(blocking, 5),
         "exposed_s": round(exposed, 5),
         "link_mbit_per_s": link_mbit_per_s,
         "hidden": round(1 - exposed / blocking, 3) if blocking else None,
         "step_s": round(statistics.median(steps[1][1:]), 4),
         "step_blocking_s": round(statistics.median(steps[0][1:]), 4),
-        **_count_traffic(both[1], halos),
     }
-
-
-def _count_traffic(training: RankTraining, halos: bool) -> dict[str, int]:
-    """Return the halo traffic of a step and how many exchanges were split, or else the gradient buckets."""
+    program = both[1].program
     if not halos:
-        sums = list(training.program.select_instructions(SumGradients))
-        return {"buckets": len({item.name for item in sums}), "bytes": sum(item.bytes for item in sums) // 2}
-    sent = count_traffic(training.program).get("halo", Traffic(0, 0))
+        items = list(program.select_instructions(SumGradients))
+        return {**line, "buckets": len({item.name for item in items}), "bytes": sum(item.bytes for item in items) // 2}
+    sent = count_traffic(program).get("halo", Traffic(0, 0))
     begun = [
-        item
-        for item in training.program.forward
-        if isinstance(item, Exchange) and item.purpose == "halo" and item.begins
+        item for item in program.forward if isinstance(item, Exchange) and item.purpose == "halo" and item.begins
     ]
     whole = sum(item.ends for item in begun)
-    return {"messages": sent.messages, "bytes": sent.bytes, "split": len(begun) - whole, "whole": whole}
+    return {**line, "messages": sent.messages, "bytes": sent.bytes, "split": len(begun) - whole, "whole": whole}

@@ -24,9 +24,8 @@ Box = tuple[int, int, int, int]
 
 def make_read_parser() -> argparse.ArgumentParser:
     """Return the parser of `bench read`."""
-    flags = options.FlagParser(
-        description="Read a picture on the ranks, each its own tile, and in one process; compare pixels and memory.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    flags = options.make_bare_parser(
+        "Read a picture on the ranks, each its own tile, and in one process; compare pixels and memory."
     )
     flags.add_argument("image", help="a file: PNG, JPEG, TIFF, Zarr or a slide")
     flags.add_argument("--slice-method", default="square", help="square, vertical, horizontal, or a grid such as 2x3")

@@ -36,6 +36,7 @@ __all__ = [
     "build_model",
     "choose_optimiser",
     "get_image_shape",
+    "make_bare_parser",
     "make_parser",
     "make_plan",
     "make_recipe",
@@ -72,9 +73,14 @@ class FlagParser(argparse.ArgumentParser):
         return found
 
 
+def make_bare_parser(description: str) -> argparse.ArgumentParser:
+    """Make a parser without flags, whose help lists defaults."""
+    return FlagParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+
+
 def make_parser(description: str, iterations: int | None = None) -> argparse.ArgumentParser:
     """Make a parser of the flags that all commands share, and of `--iterations` if it has a default."""
-    flags = FlagParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    flags = make_bare_parser(description)
     add_model_flags(flags)
     flags.add_argument("--image-size", default="512", help="pixels: one number, or HEIGHTxWIDTH")
     flags.add_argument("--batch-size", type=int, default=1)

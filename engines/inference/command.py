@@ -63,9 +63,8 @@ def load_weights(model: nn.Module, path: Path) -> None:
 
 def make_predict_parser() -> argparse.ArgumentParser:
     """Return the parser of the flags of `predict`."""
-    flags = options.FlagParser(
-        description="Classify or segment a region of a picture of any size, tile after tile, in bounded memory.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    flags = options.make_bare_parser(
+        "Classify or segment a region of a picture of any size, tile after tile, in bounded memory."
     )
     options.add_model_flags(flags)
     flags.add_argument("--weights", default=None, help="a checkpoint, a folder of them, or a safetensors file")

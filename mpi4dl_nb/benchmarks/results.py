@@ -114,16 +114,14 @@ def run_case(case: BenchmarkCase) -> list[dict[str, Any]]:
         raise RankError(f"`{' '.join(case.arguments)}` on {case.ranks} ranks printed {error.doc!r}.") from error
 
 
-def measure_studies(
-    studies: Sequence[BenchmarkStudy], runner: Runner = run_case, told: Callable[[str], object] = print
-) -> BenchmarkResults:
+def measure_studies(studies: Sequence[BenchmarkStudy], runner: Runner = run_case) -> BenchmarkResults:
     """Run studies; return their rows, a description of the machine, and the commands that failed."""
     start_s = time.perf_counter()
     rows: dict[str, list[BenchmarkRow]] = {study.title: [] for study in studies}
     failures = []
     for study in studies:
         for case in study.cases:
-            told(f"{study.title}: {case.name or ' '.join(case.arguments[:2])} ...")
+            print(f"{study.title}: {case.name or ' '.join(case.arguments[:2])} ...")
             try:
                 for line in runner(case):
                     # A case without a name has a row for each number of bytes.
