@@ -125,22 +125,16 @@ def measure_link_speeds(device: torch.device) -> dict[str, object]:
     """Return the bytes per second between a device and pinned host memory, both ways: the bound of staged halos."""
     there = torch.zeros(LINK_BYTES, dtype=torch.uint8, device=device)
     here = torch.zeros(LINK_BYTES, dtype=torch.uint8, pin_memory=has_own_memory(device))
-    return {
-        "to_host_bytes_per_s": LINK_BYTES / _time_copy(here, there),
-        "to_device_bytes_per_s": LINK_BYTES / _time_copy(there, here),
-    }
-
-
-def _time_copy(into: torch.Tensor, of: torch.Tensor) -> float:
-    found = []
-    for _ in range(LINK_TIMES):
-        start_s = time.perf_counter()
-        into.copy_(of, non_blocking=True)
-        # One of the two is on the host and needs no wait, whichever direction is measured.
-        for tensor in (into, of):
-            wait_for_device(tensor.device)
-        found.append(time.perf_counter() - start_s)
-    return statistics.median(found)
+    found: dict[str, object] = {}
+    for name, into, of in (("to_host_bytes_per_s", here, there), ("to_device_bytes_per_s", there, here)):
+        seconds = []
+        for _ in range(LINK_TIMES):
+            start_s = time.perf_counter()
+            into.copy_(of, non_blocking=True)
+            wait_for_device(device)
+            seconds.append(time.perf_counter() - start_s)
+        found[name] = LINK_BYTES / statistics.median(seconds)
+    return found
 
 
 def _run_command(ranks: int, arguments: Sequence[str], timeout_s: float) -> dict[str, object]:
