@@ -142,8 +142,6 @@ def bench_overlap(
         items = list(program.select_instructions(SumGradients))
         return {**line, "buckets": len({item.name for item in items}), "bytes": sum(item.bytes for item in items) // 2}
     sent = count_traffic(program).get("halo", Traffic(0, 0))
-    begun = [
-        item for item in program.forward if isinstance(item, Exchange) and item.purpose == "halo" and item.begins
-    ]
+    begun = [item for item in program.forward if isinstance(item, Exchange) and item.purpose == "halo" and item.begins]
     whole = sum(item.ends for item in begun)
     return {**line, "messages": sent.messages, "bytes": sent.bytes, "split": len(begun) - whole, "whole": whole}
