@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
     found.save(folder / DATA)
     (folder / PAGE).write_text(build_page(studies, found, pictures, changed))
     print(f"{folder / PAGE}: {sum(map(len, found.rows.values()))} rows")
-    for said in (*found.failures, *(change.words for change in changed or ())):
+    for said in (*found.failures, *(changed or ())):
         print(said)
     return 1 if found.failures else 0
 

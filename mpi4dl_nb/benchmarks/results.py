@@ -26,7 +26,6 @@ from mpi4dl_nb.launch.mpi_library import make_mpi_environment
 __all__ = [
     "BenchmarkResults",
     "BenchmarkRow",
-    "RatioChange",
     "build_page",
     "find_changes",
     "measure_studies",
@@ -159,18 +158,8 @@ LEAST = 0.1
 """Minimum change that is reported, however small the spread: medians of seven steps differ by as much."""
 
 
-@dataclass(frozen=True)
-class RatioChange:
-    """A row whose ratio has changed by more than noise, in one sentence."""
-
-    words: str
-    is_better: bool
-
-
-def find_changes(
-    studies: Sequence[BenchmarkStudy], before: BenchmarkResults, now: BenchmarkResults
-) -> Iterator[RatioChange]:
-    """Iterate over rows in both results whose ratio has changed by more than noise."""
+def find_changes(studies: Sequence[BenchmarkStudy], before: BenchmarkResults, now: BenchmarkResults) -> Iterator[str]:
+    """Yield a sentence on each row in both results whose ratio has changed by more than noise."""
     for study in studies:
         earlier = {row.name: row for row in before.rows.get(study.title, ())}
         for row in now.rows.get(study.title, ()):
@@ -182,10 +171,8 @@ def find_changes(
             is_ = row.get_number(study.ratio)
             noise = max(LEAST, old.spread, row.spread)
             if was > 0 and abs(is_ / was - 1) > noise:
-                is_better = (is_ > was) == study.more_is_better
-                way = "better" if is_better else "worse"
-                numbers = f"{is_:.3f} after {was:.3f} (noise {noise:.0%})"
-                yield RatioChange(f"{study.title}, {row.name}: {way}, {numbers}.", is_better)
+                way = "better" if (is_ > was) == study.more_is_better else "worse"
+                yield f"{study.title}, {row.name}: {way}, {is_:.3f} after {was:.3f} (noise {noise:.0%})."
 
 
 # The page of all figures, in Markdown, completely generated.
@@ -195,7 +182,7 @@ def build_page(
     studies: Sequence[BenchmarkStudy],
     found: BenchmarkResults,
     pictures: Mapping[str, tuple[str, str]],
-    changed: Sequence[RatioChange] | None,
+    changed: Sequence[str] | None,
 ) -> str:
     """Return the page with all tables and pictures.
 
@@ -209,7 +196,7 @@ def build_page(
         lines += ["No ratio differs from the figures before by more than noise."]
     else:
         lines += ["Ratios that differ from the figures before by more than noise:", ""]
-        lines += [f"- {change.words}" for change in changed]
+        lines += [f"- {said}" for said in changed]
     lines += ["", "Not measured:", "", *(f"- {said}" for said in found.failures)] if found.failures else []
     for study in studies:
         if rows := found.rows.get(study.title):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -86,18 +87,19 @@ def finding(ratio: float, spread: float = 0.0) -> BenchmarkResults:
     [
         (1.0, 1.05, 0.0, []),
         (1.0, 1.3, 0.4, []),
-        (1.0, 1.3, 0.2, [True]),
-        (1.0, 0.7, 0.2, [False]),
+        (1.0, 1.3, 0.2, ["better"]),
+        (1.0, 0.7, 0.2, ["worse"]),
     ],
 )
-def test_what_is_more_than_noise_is_told(before: float, now: float, spread: float, told: list[bool]):
+def test_what_is_more_than_noise_is_told(before: float, now: float, spread: float, told: list[str]):
     study = next(study for study in STUDIES if study.title == "More ranks")
     found = list(find_changes([study], finding(before), finding(now, spread)))
-    assert [change.is_better for change in found] == told
-    worse = replace(study, more_is_better=False)
-    assert [change.is_better for change in find_changes([worse], finding(before), finding(now, spread))] == [
-        not better for better in told
-    ]
+    assert [re.search("better|worse", text)[0] for text in found] == told
+    less = replace(study, more_is_better=False)
+    opposite = {"better": "worse", "worse": "better"}
+    assert [
+        re.search("better|worse", text)[0] for text in find_changes([less], finding(before), finding(now, spread))
+    ] == [opposite[word] for word in told]
 
 
 def line_of(case: BenchmarkCase) -> list[dict[str, object]]:
