@@ -13,9 +13,9 @@ from PIL import Image
 from torch import nn
 
 from engines.cli import options, train_command
-from engines.comm.collective_errors import run_on_all, run_on_first
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.comm.rank_server import Failure
+from engines.comm.world import run_on_all, run_on_first
 from engines.errors import ImageError, PlanError, ReleasedError
 from engines.images.dataset import LabelledImages, SyntheticImages, shuffle_indices
 from engines.images.loader import LoaderOptions

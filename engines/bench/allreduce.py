@@ -18,7 +18,7 @@ import torch
 from engines.bench.timing import compute_quartile_spread, time_shuffled
 from engines.cli import options
 from engines.comm.all_reduce import AllReduceRequest
-from engines.comm.rendezvous import connect_gloo
+from engines.comm.nccl import connect_gloo
 
 if TYPE_CHECKING:  # mpi4py starts MPI when it is imported
     from engines.comm.mpi import MpiWorld

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from engines.cli import options
-from engines.comm.collective_errors import run_on_first
-from engines.comm.world import World
+from engines.comm.world import World, run_on_first
 from engines.errors import PlanError
 from engines.images.stains import StainCrops, immunohistochemistry
 from engines.models import resnet20_v1

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engines.bench.timing import time_interleaved
-from engines.comm.wait_time import measure_wait
+from engines.comm.status_board import measure_wait
 from engines.comm.world import Message, Pending, World
 from engines.program.instructions import Exchange, SumGradients
 from engines.program.program import Traffic, count_traffic

@@ -8,8 +8,7 @@ from hashlib import sha256
 
 from engines.bench.memory import measure_host_peak_bytes
 from engines.cli import options
-from engines.comm.collective_errors import run_on_all
-from engines.comm.world import World
+from engines.comm.world import World, run_on_all
 from engines.errors import PlanError
 from engines.images.arrays import ArrayPicture
 from engines.images.picture import Pixels, open_image

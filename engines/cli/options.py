@@ -23,8 +23,7 @@ from torch import nn
 
 from engines import models
 from engines.cli.plan_options import parse_value
-from engines.comm.collective_errors import run_on_first
-from engines.comm.world import World
+from engines.comm.world import World, run_on_first
 from engines.errors import PlanError, TraceError
 from engines.plan import OPTIONS, Plan
 from engines.spatial.layout import check_fits

@@ -12,8 +12,7 @@ from pathlib import Path
 from torch import nn
 
 from engines.cli import options
-from engines.comm.collective_errors import run_on_all, run_on_first
-from engines.comm.world import World
+from engines.comm.world import World, run_on_all, run_on_first
 from engines.errors import PlanError
 from engines.graph.trace_cache import TraceCache
 from engines.images.augmented import KINDS, Augmented

@@ -9,12 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from engines.comm.device import share_process
-from engines.comm.wait_time import measure_wait
-from engines.comm.world import Message, Pending
+from engines.comm.status_board import measure_wait
+from engines.comm.world import Message, Pending, World
 from engines.errors import RankError, ReleasedError
 
 __all__ = ["LoopbackWorld", "Mailbox", "make_loopback_worlds", "run_ranks"]
@@ -125,32 +124,20 @@ class _PendingReceive:
         return True
 
 
-class LoopbackWorld:
+class LoopbackWorld(World):
     """One rank's view of the mailbox."""
 
     def __init__(self, rank: int, size: int, mail: Mailbox) -> None:
         self.rank, self.size = rank, size
         self._mail = mail
 
-    def can_access(self, device: torch.device) -> bool:
-        """Return whether messages may be in a device's memory: always, as ranks of one process share all of it."""
-        return True
-
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        """Start messages."""
         for message in sends:
             # A copy: the send is complete at once and the sender may overwrite its tensor.
             self._mail.post((self.rank, message.peer, message.tag), message.tensor.clone())
         places = [self._mail.reserve((message.peer, self.rank, message.tag)) for message in receives]
         fetches = [partial(self._fetch_into, m.tensor, place) for m, place in zip(receives, places, strict=True)]
         return _PendingReceive(fetches, [partial(self._mail.has, place) for place in places])
-
-    def prepare(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], Pending]:
-        """Return a function that starts the same messages each time."""
-        return partial(self.exchange, sends, receives)
-
-    def collectives(self, device: torch.device) -> None:
-        """Return None: there are only messages."""
 
     def _fetch_into(self, tensor: Tensor, place: _MessageKey) -> None:
         letter = self._mail.fetch(place)
@@ -160,26 +147,15 @@ class LoopbackWorld:
         tensor.copy_(letter)
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks."""
         # The values themselves, not copies: ranks of one process may share an object.
         for peer in range(self.size):
             self._mail.post((self.rank, peer, _GATHER), value)
         return [self._mail.fetch(self._mail.reserve((peer, self.rank, _GATHER))) for peer in range(self.size)]
 
-    def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks on rank 0, [] elsewhere."""
-        return self.all_gather(value)[: None if self.rank == 0 else 0]
-
-    def barrier(self) -> None:
-        """Return when every rank is here."""
-        self.all_gather(None)
-
     def abort(self) -> None:
-        """Release every rank that waits."""
         self._mail.abort()
 
     def recover(self) -> None:
-        """Discard old messages once every rank is here."""
         self._mail.recover(self.rank)
 
 

@@ -19,10 +19,18 @@ from torch import Tensor
 
 from engines.comm.device import has_own_memory
 from engines.comm.nccl import Collectives, make_collectives
+from engines.comm.status_board import measure_wait
 from engines.comm.streams import wait_for_stream
-from engines.comm.subgroup import VALUE_TAG, all_gather_by_messages, pack_value, receive_value, send_value
-from engines.comm.wait_time import measure_wait
-from engines.comm.world import Message, Pending
+from engines.comm.world import (
+    BARRIER_TAG,
+    VALUE_TAG,
+    Message,
+    Pending,
+    World,
+    pack_value,
+    receive_value,
+    send_value,
+)
 from engines.errors import RankError, ReleasedError
 
 __all__ = ["MpiWorld", "is_cuda_aware"]
@@ -62,7 +70,6 @@ def _find_mpi_libraries() -> list[ctypes.CDLL]:
 # sleeps of _PART of the time waited so far, at most _REST_S. Where ranks share cores, the rank that is waited for needs
 # the core, and each poll holds up all threads of its kernels.
 _EAGER, _YIELDING, _NAP_S, _REST_S, _PART = 2, 100, 5e-5, 2e-3, 1 / 16
-_HERE = VALUE_TAG - 1  # a tag that no program uses
 _BY_OTHERS = (MPI.ERR_REVOKED, MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING)
 # Open MPI supports Revoke and Shrink only if mpiexec was started with `--with-ft ulfm`, which sets this variable;
 # without it Revoke does nothing and Shrink never returns. Other MPIs are not trusted: none was seen to survive the
@@ -165,7 +172,7 @@ class _PersistentRequests:
                 request.Free()
 
 
-class MpiWorld:
+class MpiWorld(World):
     """A communicator, replaced by `recover` after a failure. `with world:` converts MPI's errors to the project's."""
 
     def __init__(self, comm: MPI.Intracomm | None = None) -> None:
@@ -243,7 +250,7 @@ class MpiWorld:
         return tensor.cpu() if filled else torch.empty_like(tensor, device="cpu")
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, pickled."""
+        """Return the values of all ranks, pickled; collective."""
         # Free abandoned requests that have completed meanwhile. Over a copy: garbage collection may add requests
         # (`_Requests.__del__`), or another thread remove them.
         for number, (requests, _) in list(_left.items()):
@@ -251,17 +258,17 @@ class MpiWorld:
                 _left.pop(number, None)
         # A rank that is early sleeps in the barrier, so that the polls for the messages after it are few.
         self.barrier()
-        return all_gather_by_messages(self, value, self._check_whole)
+        return super().all_gather(value)
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks on rank 0, pickled and received one after another; [] on other ranks."""
         self.barrier()
         if self.rank == 0:
-            return [value, *(receive_value(self, peer, self._check_whole) for peer in range(1, self.size))]
+            return [value, *(receive_value(self, peer) for peer in range(1, self.size))]
         send_value(self, 0, pack_value(value)).wait()
         return []
 
-    def _check_whole(self) -> None:
+    def check_received(self) -> None:
         """Raise ReleasedError if a rank has failed: a message received without an error may then be invalid."""
         self.check()
         if _ULFM and self.comm.Get_failed().size:
@@ -282,8 +289,9 @@ class MpiWorld:
         for nap_s in (_REST_S, _NAP_S):
             step = 1
             while step < self.size:
-                after, before = (self.rank + step) % self.size, (self.rank - step) % self.size
-                self.exchange([Message(after, _HERE, nothing)], [Message(before, _HERE, nothing)]).wait(nap_s)
+                peers = self.rank + step, self.rank - step
+                after, before = ([Message(peer % self.size, BARRIER_TAG, nothing)] for peer in peers)
+                self.exchange(after, before).wait(nap_s)
                 step *= 2
 
     def exit_process(self, code: int) -> NoReturn:

@@ -11,8 +11,10 @@ gradients become available, each rank in its own order; a sum requested before i
 from __future__ import annotations
 
 import os
+import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -21,19 +23,38 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engines.comm.device import get_gpu_id
-from engines.comm.rendezvous import make_tcp_store
-from engines.comm.subgroup import SubGroup
-from engines.comm.wait_time import measure_wait
-from engines.comm.world import World
+from engines.comm.status_board import measure_wait
+from engines.comm.world import SubGroup, World
 from engines.errors import RankError
 
-__all__ = ["Collectives", "NcclAllReduce", "OrderedStarter", "make_collectives"]
+__all__ = [
+    "PATIENCE",
+    "Collectives",
+    "NcclAllReduce",
+    "OrderedStarter",
+    "connect_gloo",
+    "make_collectives",
+]
 
 _SWITCH = "MPI4DL_NB_NCCL"
 
+PATIENCE = timedelta(seconds=60)
+"""How long to wait for the other ranks."""
 
 Group = Any
 """A process group of torch.distributed, of any backend."""
+
+
+def _make_tcp_store(world: World) -> dist.TCPStore:
+    """Return this rank's client of a TCP store on rank 0; collective. The world's messages carry its address."""
+    hosts = world.all_gather(socket.gethostname())
+    host = "127.0.0.1" if len(set(hosts)) == 1 else hosts[0]
+    own = None
+    if world.rank == 0:
+        # Port 0: the system chooses a free one. Rank 0 must not wait for the others here, as they still need the port.
+        own = dist.TCPStore(host, 0, world.size, is_master=True, wait_for_workers=False, timeout=PATIENCE)
+    port = world.all_gather(own and own.port)[0]
+    return own or dist.TCPStore(host, port, world.size, is_master=False, wait_for_workers=False, timeout=PATIENCE)
 
 
 class Collectives:
@@ -51,7 +72,7 @@ class Collectives:
         if (key := tuple(ranks)) not in self._groups:
             part = SubGroup(self._world, key)  # ranks outside of the group do not take part in the rendezvous
             try:
-                found = self._made(make_tcp_store(part), part.rank, part.size)
+                found = self._made(_make_tcp_store(part), part.rank, part.size)
                 # The first sum connects the GPUs, which takes seconds: here, not within a step.
                 found.allreduce([torch.zeros(1, device=device)]).wait()
             except RuntimeError as error:
@@ -145,3 +166,20 @@ class NcclAllReduce:
         except RuntimeError as error:
             self.check()
             raise RankError(f"NCCL failed to sum {self.tensor.nbytes} bytes: {error}") from error
+
+
+@contextmanager
+def connect_gloo(world: World) -> Iterator[Callable[[Tensor], object] | None]:
+    """Yield gloo's all-reduce in place over all ranks of a world, for comparison; None if there is no gloo; collective.
+
+    Rank 0 listens; the world's messages carry its address to the others.
+    """
+    if not all(world.all_gather(dist.is_available() and dist.is_gloo_available())):
+        yield None
+        return
+    store = _make_tcp_store(world)
+    dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, timeout=PATIENCE)
+    try:
+        yield dist.all_reduce
+    finally:
+        dist.destroy_process_group()

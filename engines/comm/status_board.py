@@ -1,4 +1,4 @@
-"""The status board of a rank: its current work, written to memory that outlives it, so that others can report it."""
+"""What a rank does, on a board in memory that outlives it, so that others can report it; and how long it has waited."""
 
 from __future__ import annotations
 
@@ -15,7 +15,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from engines.comm.output import LineBuffer
 
-__all__ = ["BOARD", "RankStatus", "StatusBoard", "get_status_board", "report_working", "set_status_board"]
+__all__ = [
+    "BOARD",
+    "RankStatus",
+    "StatusBoard",
+    "get_status_board",
+    "get_wait_cpu_s",
+    "get_wait_s",
+    "measure_suspension",
+    "measure_wait",
+    "report_working",
+    "set_status_board",
+]
 
 BOARD = "MPI4DL_NB_BOARD"
 """The environment variable with the descriptor of the open file on which a rank's process writes its status."""
@@ -100,14 +111,14 @@ class StatusBoard:
         return RankStatus(text, since_s, step, bool(waits)) if length else None
 
 
-class _ThreadBoard(threading.local):
-    """The board of each thread: ranks may be threads, and a thread that reads images has its own."""
+class _ThreadState(threading.local):
+    """The board and the waiting times of each thread: ranks may be threads, and one that reads images has its own."""
 
     def __init__(self) -> None:
-        self.board = StatusBoard()
+        self.board, self.wait_s, self.wait_cpu_s = StatusBoard(), 0.0, 0.0
 
 
-_here = _ThreadBoard()
+_here = _ThreadState()
 
 
 def get_status_board() -> StatusBoard:
@@ -129,3 +140,50 @@ def report_working(board: StatusBoard, text: str) -> Iterator[None]:
         yield
     finally:
         board.report(b"")
+
+
+# How long this thread has been blocked, with nothing to do until a message arrived.
+
+
+@contextmanager
+def measure_wait() -> Iterator[None]:
+    """Count the time within the context as waiting. Use only if nothing has arrived yet: arrived messages cost nothing.
+
+    >>> before_s = get_wait_s()
+    >>> with measure_wait():
+    ...     time.sleep(0.01)
+    >>> 0.01 <= get_wait_s() - before_s < 1
+    True
+    """
+    board, start_s, start_cpu_s = _here.board, time.perf_counter(), time.thread_time()
+    board.report_waiting(True)
+    try:
+        yield
+    finally:
+        board.report_waiting(False)
+        _here.wait_s += time.perf_counter() - start_s
+        _here.wait_cpu_s += time.thread_time() - start_cpu_s
+
+
+@contextmanager
+def measure_suspension() -> Iterator[None]:
+    """As `measure_wait`, while other ranks use this thread: what they record is not added to this rank's times."""
+    # The other ranks add to the counters of this thread, and set their own status boards: both are put back at the end.
+    board, start_s, wait_s, wait_cpu_s = _here.board, time.perf_counter(), _here.wait_s, _here.wait_cpu_s
+    board.report_waiting(True)
+    try:
+        yield
+    finally:
+        set_status_board(board)
+        board.report_waiting(False)
+        _here.wait_s, _here.wait_cpu_s = wait_s + time.perf_counter() - start_s, wait_cpu_s
+
+
+def get_wait_s() -> float:
+    """Return the seconds that this thread has waited since it began, transfer of the awaited messages included."""
+    return _here.wait_s
+
+
+def get_wait_cpu_s() -> float:
+    """Return the CPU seconds that this thread spent waiting: polling, and fetching what arrived."""
+    return _here.wait_cpu_s

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.comm.collective_errors import all_gather_or_raise, make_released_error
 from engines.comm.output import LineBuffer
 from engines.comm.status_board import get_status_board
-from engines.comm.world import World
+from engines.comm.world import World, all_gather_or_raise, make_released_error
 from engines.errors import ImageError, PlanError
 from engines.images.shard_reader import ReadRequest, Sample, Sampler, SamplerState, ShardReader
 from engines.program.worker import Inputs

@@ -17,8 +17,7 @@ from torch import nn
 from tqdm import tqdm
 
 from engines.cli import options
-from engines.comm.collective_errors import run_on_all
-from engines.comm.world import World
+from engines.comm.world import World, run_on_all
 from engines.errors import CheckpointError, ImageError, PlanError
 from engines.images.picture import open_image
 from engines.inference.pyramid_sink import make_pyramid

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.comm.collective_errors import run_on_first
 from engines.comm.device import choose_memory_format, read_process_bytes
 from engines.comm.loopback import make_loopback_worlds
-from engines.comm.world import World
+from engines.comm.world import World, run_on_first
 from engines.errors import PlanError
 from engines.graph.model_graph import ModelGraph, TensorSpec
 from engines.predict.live_bytes import LiveBytes

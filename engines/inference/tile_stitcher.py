@@ -11,8 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engines.comm.collective_errors import run_on_all
-from engines.comm.world import Message, World
+from engines.comm.world import Message, World, run_on_all
 from engines.errors import PlanError, TraceError
 from engines.graph.model_graph import TensorSpec
 from engines.inference.rank_predictor import PaddedRegion

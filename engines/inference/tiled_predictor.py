@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engines.comm.all_reduce import all_reduce
-from engines.comm.collective_errors import run_on_all
 from engines.comm.device import (
     choose_device,
     compute_threads_per_rank,
@@ -31,7 +30,7 @@ from engines.comm.device import (
     read_process_bytes,
     use_threads,
 )
-from engines.comm.world import World
+from engines.comm.world import World, run_on_all
 from engines.inference.rank_predictor import PaddedRegion, find_state
 from engines.inference.tile_fitting import choose_grid, iterate_passes
 from engines.inference.tile_stitcher import (

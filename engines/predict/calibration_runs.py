@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from torch import nn
 
-from engines.comm.wait_time import get_wait_cpu_s
+from engines.comm.status_board import get_wait_cpu_s
 from engines.comm.world import World
 from engines.plan import Plan
 from engines.predict.actions import ComputeWork

@@ -16,7 +16,7 @@ from greenlet import greenlet
 from torch.utils._python_dispatch import _disable_current_modes
 
 from engines.comm.loopback import LoopbackWorld, Mailbox
-from engines.comm.wait_time import measure_suspension
+from engines.comm.status_board import measure_suspension
 from engines.errors import RankError
 
 __all__ = ["RankScheduler"]

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from engines.comm.all_reduce import all_reduce
 from engines.comm.nccl import Collectives, NcclAllReduce, OrderedStarter
-from engines.comm.status_board import get_status_board
-from engines.comm.wait_time import get_wait_s
+from engines.comm.status_board import get_status_board, get_wait_s
 from engines.comm.world import World
 from engines.errors import PlanError
 from engines.program.exchange_runner import make_exchange_runners

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engines.comm.collective_errors import run_on_all
+from engines.comm.world import run_on_all
 from engines.errors import CheckpointError
 from engines.graph.trace import OWNERS, find_first_names
 from engines.program.update import OptimiserStep

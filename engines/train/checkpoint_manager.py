@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engines.comm.collective_errors import run_on_all
+from engines.comm.world import run_on_all
 from engines.errors import CheckpointError
 from engines.train.checkpoint_save import KEEP, save
 from engines.train.checkpoint_writer import check_writable

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.comm.collective_errors import run_on_all
 from engines.comm.status_board import get_status_board
-from engines.comm.world import Message, World
+from engines.comm.world import TENSOR_TAG, Message, World, run_on_all
 from engines.errors import CheckpointError
 from engines.graph.model_graph import TensorSpec
 from engines.graph.trace import OWNERS
@@ -179,7 +178,6 @@ def compute_fingerprint(model: Mapping[str, TensorSpec]) -> str:
 
 
 KEEP = 3
-_GIVEN = (1 << 23) - 2  # a tag that no program uses
 
 
 def save(training: RankTraining, folder: Path, feed: Any = None, keep: int = KEEP) -> Path:
@@ -250,7 +248,7 @@ def _write_file(
             continue
         # As all ranks iterate in the same order, one tag suffices, and sends and receives match.
         if giver and spec.numel:
-            message = [Message(0 if world.rank else giver, _GIVEN, tensor)]
+            message = [Message(0 if world.rank else giver, TENSOR_TAG, tensor)]
             world.exchange(*((message, []) if world.rank else ([], message))).wait()
         if writer:
             writer.add(tensor)

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from engines.comm.device import choose_device, compute_threads_per_rank, count_local_ranks
-from engines.comm.subgroup import SubGroup
-from engines.comm.world import World
+from engines.comm.world import SubGroup, World
 from engines.program.compile import compile_plan
 from engines.train.asynchrony import Asynchrony
 from engines.train.training import RankTraining, Recipe

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from engines.comm.device import compute_threads_per_rank, count_local_ranks
-from engines.comm.subgroup import SubGroup
-from engines.comm.world import World
+from engines.comm.world import SubGroup, World
 from engines.errors import PlanError, TraceError
 from engines.graph.model_graph import ModelGraph, to_user_name
 from engines.graph.whole_loss import with_whole_loss

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engines.bench.allreduce import list_sizes, make_allreduce_parser
-from engines.comm.rendezvous import connect_gloo
+from engines.comm.nccl import connect_gloo
 from engines.errors import PlanError
 
 

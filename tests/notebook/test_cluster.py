@@ -24,10 +24,10 @@ import pytest
 import torch
 
 from engines.comm.all_reduce import all_reduce
-from engines.comm.collective_errors import run_on_all
 from engines.comm.device import compute_threads_per_rank
 from engines.comm.notebook_imports import pack
 from engines.comm.status_board import get_status_board
+from engines.comm.world import run_on_all
 from engines.errors import CheckpointError, ImageError, LossError, PlanError, RankError, TraceError
 from mpi4dl_nb.cluster import Cluster
 

@@ -20,8 +20,7 @@ from torch import nn
 
 from engines.comm import mpi
 from engines.comm.mpi import MpiWorld
-from engines.comm.nccl import Collectives, NcclAllReduce, OrderedStarter
-from engines.comm.rendezvous import PATIENCE
+from engines.comm.nccl import PATIENCE, Collectives, NcclAllReduce, OrderedStarter
 from engines.errors import RankError, ReleasedError
 from engines.models import resnet20_v1
 from engines.plan import Plan

@@ -6,8 +6,8 @@ import pickle
 
 import pytest
 
-from engines.comm import subgroup
-from engines.comm.subgroup import pack_value, unpack_value
+from engines.comm import world
+from engines.comm.world import pack_value, unpack_value
 from engines.errors import ReleasedError
 
 PLAIN = (None, True, 0, -(2**70), 0.1, float("inf"), "", "Rank 2: für „alle“ \ud800")
@@ -21,7 +21,7 @@ def test_what_is_sealed_comes_back(value: object):
 
 
 def test_what_ranks_agree_on_is_not_pickled(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(subgroup, "pickle", None)
+    monkeypatch.setattr(world, "pickle", None)
     for value in PLAIN:
         assert unpack_value(pack_value(value)) == value
 
@@ -35,6 +35,6 @@ WHOLE = pack_value(["a", "value"])
     ids=["nothing", "zeros", "too short", "too long", "another byte", "zeros of the length", "not sealed"],
 )
 def test_other_bytes_are_not_unpickled(found: bytes, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(subgroup.pickle, "loads", lambda *_: pytest.fail("it was unpickled"))
+    monkeypatch.setattr(world.pickle, "loads", lambda *_: pytest.fail("it was unpickled"))
     with pytest.raises(ReleasedError, match="did not come whole"):
         unpack_value(found)

@@ -10,8 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from engines.comm.subgroup import SubGroup
-from engines.comm.world import World
+from engines.comm.world import SubGroup, World
 from engines.errors import RankError
 from engines.plan import Plan
 from engines.train.asynchrony import Asynchrony

@@ -11,7 +11,7 @@ import pytest
 from torch import Tensor
 
 from engines.comm.loopback import run_ranks
-from engines.comm.subgroup import SubGroup
+from engines.comm.world import SubGroup
 from engines.errors import PlanError
 from engines.plan import Plan
 from engines.train.asynchrony import Asynchrony
