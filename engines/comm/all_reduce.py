@@ -15,9 +15,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -54,19 +52,6 @@ class _BufferPool(threading.local):
 _spare = _BufferPool()
 
 
-@dataclass(frozen=True, slots=True)
-class _AllReducePiece:
-    """The `terms` of all ranks, in rank order, whose sum becomes `own`.
-
-    `gather` starts the messages that bring the terms, `pass_on` those that distribute the sums of a long tensor.
-    """
-
-    own: Tensor
-    terms: Sequence[Tensor]
-    gather: Callable[[], Pending]
-    pass_on: Callable[[], Pending] | None
-
-
 class AllReduceRequest:
     """A non-blocking all-reduce of `tensor` over the ranks in `group`, in place.
 
@@ -89,13 +74,15 @@ class AllReduceRequest:
         cuts: list[Sequence[Tensor]] = [[flat] * len(self.group)]
         if self.long:
             count = count_pieces(flat.nbytes)
-            chunks = [_cut(chunk, count) for chunk in _cut(flat, len(self.group))]
+            chunks = [chunk.tensor_split(count) for chunk in flat.tensor_split(len(self.group))]
             cuts = list(zip(*chunks, strict=True))
         # Memory for the other ranks' terms, of as many pieces as are in flight at once. A request that is kept for the
         # whole training owns its memory: between two steps another sum could otherwise take it from the pool.
         largest = max((cut[mine] for cut in cuts), key=Tensor.numel)
         allocate = _spare.take if self.long and not self.again else torch.empty_like
         self.lent = [[allocate(largest) for _ in self.group[1:]] for _ in cuts[:AHEAD]]
+        # For each piece: this rank's part; the terms of all ranks, in rank order, whose sum it becomes; what starts the
+        # messages that bring the terms; what starts those that distribute the sums of a long tensor.
         self.pieces = []
         for index, cut in enumerate(cuts):
             own = cut[mine]
@@ -104,7 +91,7 @@ class AllReduceRequest:
             # The sums arrive where they belong in the tensor, which needs no further copy: its old terms there were
             # sent away before, in `gather`.
             pass_on = self._make_exchange(_SUMS, [own] * len(cut), cut) if self.long else None
-            self.pieces.append(_AllReducePiece(own, terms, self._make_exchange(_PARTS, cut, terms), pass_on))
+            self.pieces.append((own, terms, self._make_exchange(_PARTS, cut, terms), pass_on))
         self.round: Pending | None = None
 
     def _make_exchange(self, tag: int, sent: Sequence[Tensor], received: Sequence[Tensor]) -> Callable[[], Pending]:
@@ -141,31 +128,26 @@ class AllReduceRequest:
 
     def _run_rounds(self) -> Iterator[Pending]:
         """Yield each communication that must complete before the next step of the sum can run."""
-        arriving = [piece.gather() for piece in self.pieces[:AHEAD]]
+        arriving = [gather() for _, _, gather, _ in self.pieces[:AHEAD]]
         going_round = []
-        for index, piece in enumerate(self.pieces):
+        for index, (own, terms, _, pass_on) in enumerate(self.pieces):
             yield arriving[index]
-            if len(piece.terms) > 1:
+            if len(terms) > 1:
                 # From first to last, so that the sum has the same bits whichever rank forms it. `own` is among the
                 # terms; the others' memory is scratch from here on.
-                first, *between, last = piece.terms
+                first, *between, last = terms
                 for term in between:
                     first.add_(term)
-                torch.add(first, last, out=piece.own)
-            going_round += [piece.pass_on()] if piece.pass_on else []
+                torch.add(first, last, out=own)
+            if pass_on:
+                going_round.append(pass_on())
             # Every AHEAD-th piece uses the same buffers: this piece's terms are added up, so piece index + AHEAD may be
             # received.
-            arriving += [coming.gather() for coming in self.pieces[index + AHEAD : index + AHEAD + 1]]
+            arriving += [gather() for _, _, gather, _ in self.pieces[index + AHEAD : index + AHEAD + 1]]
         if self.long and not self.again:
             _spare.release([tensor for lent in self.lent for tensor in lent])
         # Last, so that the distribution of all sums overlaps with the pieces above.
         yield from going_round
-
-
-def _cut(flat: Tensor, count: int) -> list[Tensor]:
-    """Cut into parts that differ in length by at most one element."""
-    cuts = [flat.numel() * index // count for index in range(count + 1)]
-    return [flat[start:stop] for start, stop in pairwise(cuts)]
 
 
 def all_reduce(world: World, tensor: Tensor, group: Sequence[int], tag: int = 0) -> AllReduceRequest:

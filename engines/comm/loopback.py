@@ -6,7 +6,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -108,17 +107,22 @@ class Mailbox:
 class _PendingReceive:
     """Messages still to be copied into their tensors."""
 
-    def __init__(self, fetches: Sequence[Callable[[], None]], arrived: Sequence[Callable[[], bool]]) -> None:
-        self.fetches, self.arrived = fetches, arrived
+    def __init__(self, mail: Mailbox, expected: Sequence[tuple[_MessageKey, Tensor]]) -> None:
+        self.mail, self.expected = mail, expected
 
     def wait(self) -> None:
-        for fetch in self.fetches:
-            fetch()
-        self.fetches = self.arrived = ()
+        for place, tensor in self.expected:
+            letter = self.mail.fetch(place)
+            # MPI rejects a message that is too long; `copy_` alone would broadcast one that is too short.
+            if tensor.shape != letter.shape:
+                sizes = f"{tuple(letter.shape)} came where {tuple(tensor.shape)}"
+                raise RankError(f"a message of shape {sizes} was expected")
+            tensor.copy_(letter)
+        self.expected = ()
 
     def is_completed(self) -> bool:
         # All or none: once every message of the request is here, no fetch can block.
-        if not all(waiting() for waiting in self.arrived):
+        if not all(self.mail.has(place) for place, _ in self.expected):
             return False
         self.wait()
         return True
@@ -135,16 +139,8 @@ class LoopbackWorld(World):
         for message in sends:
             # A copy: the send is complete at once and the sender may overwrite its tensor.
             self._mail.post((self.rank, message.peer, message.tag), message.tensor.clone())
-        places = [self._mail.reserve((message.peer, self.rank, message.tag)) for message in receives]
-        fetches = [partial(self._fetch_into, m.tensor, place) for m, place in zip(receives, places, strict=True)]
-        return _PendingReceive(fetches, [partial(self._mail.has, place) for place in places])
-
-    def _fetch_into(self, tensor: Tensor, place: _MessageKey) -> None:
-        letter = self._mail.fetch(place)
-        # MPI rejects a message that is too long; `copy_` alone would broadcast one that is too short.
-        if tensor.shape != letter.shape:
-            raise RankError(f"a message of shape {tuple(letter.shape)} came where {tuple(tensor.shape)} was expected")
-        tensor.copy_(letter)
+        reserved = [(self._mail.reserve((m.peer, self.rank, m.tag)), m.tensor) for m in receives]
+        return _PendingReceive(self._mail, reserved)
 
     def all_gather(self, value: Any) -> list[Any]:
         # The values themselves, not copies: ranks of one process may share an object.

@@ -167,47 +167,35 @@ class RankStream(io.TextIOBase):
         return getattr(self._before, name)
 
 
-class _StreamRedirection:
-    """The redirection of the process's streams, in place while it has users."""
-
-    def __init__(self) -> None:
-        self.lock, self.users = RLock(), 0
-        self.streams: list[tuple[str, TextIO, RankStream]] = []
-
-    def begin(self, whose: Callable[[], LineBuffer | None]) -> None:
-        with self.lock:
-            self.users += 1
-            if self.users == 1:
-                for name in ("stdout", "stderr"):
-                    before = getattr(sys, name)
-                    self.streams.append((name, before, RankStream(name, before, whose)))
-                    setattr(sys, name, self.streams[-1][2])
-                # `logging.StreamHandler` holds the stream itself: replacing `sys.stderr` alone would miss all log
-                # lines.
-                _redirect_handlers((before, mine) for _, before, mine in self.streams)
-
-    def end(self) -> None:
-        with self.lock:
-            self.users -= 1
-            if not self.users:
-                for name, before, mine in self.streams:
-                    if getattr(sys, name) is mine:  # otherwise another redirection has replaced it
-                        setattr(sys, name, before)
-                _redirect_handlers((mine, before) for _, before, mine in self.streams)
-                self.streams.clear()
-
-
-_diversion = _StreamRedirection()
+# The redirection of the process's streams is in place while it has users.
+_redirection = RLock()
+_users: list[Callable[[], LineBuffer | None]] = []
+_redirected: list[tuple[str, TextIO, RankStream]] = []
 
 
 @contextmanager
 def redirect_streams(whose: Callable[[], LineBuffer | None]) -> Iterator[None]:
     """Within the context, redirect the streams, and log handlers on them, to the outputs of threads that are ranks."""
-    _diversion.begin(whose)
+    with _redirection:
+        _users.append(whose)
+        if len(_users) == 1:
+            for name in ("stdout", "stderr"):
+                before = getattr(sys, name)
+                _redirected.append((name, before, RankStream(name, before, whose)))
+                setattr(sys, name, _redirected[-1][2])
+            # `logging.StreamHandler` holds the stream itself: replacing `sys.stderr` alone would miss all log lines.
+            _redirect_handlers((before, mine) for _, before, mine in _redirected)
     try:
         yield
     finally:
-        _diversion.end()
+        with _redirection:
+            _users.remove(whose)
+            if not _users:
+                for name, before, mine in _redirected:
+                    if getattr(sys, name) is mine:  # otherwise another redirection has replaced it
+                        setattr(sys, name, before)
+                _redirect_handlers((mine, before) for _, before, mine in _redirected)
+                _redirected.clear()
 
 
 def _redirect_handlers(instead: Iterable[tuple[Any, Any]]) -> None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,27 +25,18 @@ from engines.comm.device import has_own_memory
 __all__ = ["DeviceEvent", "copy_to_device", "record_event", "use_send_stream", "wait_for_device", "wait_for_stream"]
 
 
-class DeviceEvent(Protocol):
-    """A point in the sequence of operations enqueued on a device."""
+class DeviceEvent:
+    """A point in the sequence of operations enqueued on a device, as a CUDA event; of one without a queue, passed."""
 
     def query(self) -> bool:
         """Return at once whether the device has passed the event."""
+        return True
 
     def synchronize(self) -> None:
         """Return when the device has passed the event."""
 
 
-class _CompletedEvent:
-    """The event of a device that runs synchronously: always passed."""
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        return
-
-
-_PASSED = _CompletedEvent()
+_PASSED = DeviceEvent()
 
 
 def wait_for_device(device: torch.device) -> None:
@@ -61,7 +51,7 @@ def wait_for_stream(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-def record_event(device: torch.device, memory: torch.device) -> DeviceEvent:
+def record_event(device: torch.device, memory: torch.device) -> DeviceEvent | torch.cuda.Event:
     """Record an event on this thread's stream: once passed, what was copied to `memory` before may be read.
 
     If `memory` is the device itself, no event is needed: its readers there are enqueued in order.
