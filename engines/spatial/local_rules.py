@@ -15,7 +15,7 @@ from engines.program.builder import Builder
 from engines.program.instructions import DEVICE
 from engines.program.value_layout import ValueLayout
 from engines.spatial.kernels import get_operator, has_kernel
-from engines.spatial.tiles import Tile
+from engines.spatial.tiles import Span, Tile
 from engines.spatial.windows import Window
 
 __all__ = [
@@ -33,13 +33,11 @@ __all__ = [
     "get_spatial_axes",
     "get_spec",
     "is_pointwise",
-    "keep_own_tile",
     "lower_pointwise",
     "make_gather_error",
     "make_unsupported_error",
     "map_refs",
     "split_arguments",
-    "with_gathered_inputs",
 ]
 
 # Errors for operators that cannot run on tiles, and their remedies.
@@ -266,26 +264,13 @@ def all_gather_pixels(b: Builder, node: Node, ref: Ref) -> Ref:
     return b.all_gather(ref)
 
 
-def with_gathered_inputs(b: Builder, node: Node) -> Node:
-    """Return the node with gathered values in place of tiled ones.
+def all_gather_lines(b: Builder, node: Node, source: Ref, axis: int, lines: Span) -> Ref:
+    """Gather a few rows or columns of a tiled value, along `axis` counted from the front, on every rank.
 
-    Raises NeedsGatherError as `all_gather_pixels` does.
+    Raises NeedsGatherError beyond `WHOLE_PX` pixels.
     """
-    whole = {
-        name: map_refs(lambda ref: all_gather_pixels(b, node, ref), value) for name, value in node.arguments.items()
-    }
-    return replace(node, arguments=whole)
-
-
-def keep_own_tile(b: Builder, node: Node, whole: Ref, axes: tuple[int, int]) -> None:
-    """Set the node's result to this rank's tile of a value that the rank holds whole."""
-    places = get_local_ranges(b, node.spec, axes)
-    spans = tuple(places[axis][1:] for axis in axes)
-    b.add_local_op(node.name, "tile.cut", whole, axes, spans, like=node.spec, axes=axes)
-
-
-def all_gather_lines(b: Builder, node: Node, source: Ref, wanted: Tile) -> Ref:
-    """Gather a few rows or columns of a tiled value on every rank. Raises NeedsGatherError beyond `WHOLE_PX`."""
+    whole = Tile.whole(*b.get_value(source).size_px)
+    wanted = replace(whole, rows=lines) if axis == get_spatial_axes(b, source)[0] else replace(whole, cols=lines)
     if wanted.pixels > WHOLE_PX:
         raise make_gather_error(node, f"takes {len(wanted.rows)} x {len(wanted.cols)} pixels out of {source.name}")
     # Every rank wants the same lines, wherever its own tile lies.

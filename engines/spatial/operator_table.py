@@ -18,14 +18,15 @@ from engines.spatial.halo_overlap import split_interior
 from engines.spatial.kernels import Kernel, get_kernels, register_kernel
 from engines.spatial.local_rules import (
     NeedsGatherError,
+    all_gather_pixels,
     apply_locally,
     check_deterministic,
+    get_local_ranges,
     is_pointwise,
-    keep_own_tile,
     lower_pointwise,
     make_gather_error,
     make_unsupported_error,
-    with_gathered_inputs,
+    map_refs,
 )
 
 __all__ = ["Rule", "UserOps", "get_rules", "is_user_defined", "lower", "register_rule"]
@@ -114,14 +115,19 @@ def _lower_gathered(b: Builder, node: Node, refusal: NeedsGatherError | PlanErro
     alike = (image.axes for image in images if node.spec and image.spec.shape == node.spec.shape)
     axes = getattr(refusal, "axes", None) or next(alike, None)
     try:
-        whole = with_gathered_inputs(b, node)
+        arguments = {
+            name: map_refs(lambda ref: all_gather_pixels(b, node, ref), value) for name, value in node.arguments.items()
+        }
     except NeedsGatherError:
         raise TraceError(str(refusal)) if isinstance(refusal, NeedsGatherError) else refusal from None
     if axes is None or not b.can_tile((node.spec.shape[axes[0]], node.spec.shape[axes[1]])):
-        _lower(b, whole)
+        _lower(b, replace(node, arguments=arguments))
         return
-    _lower(b, replace(whole, name=f"{node.name}.whole"))
-    keep_own_tile(b, node, Ref(f"{node.name}.whole"), axes)
+    whole = f"{node.name}.whole"
+    _lower(b, replace(node, name=whole, arguments=arguments))
+    places = get_local_ranges(b, node.spec, axes)
+    spans = tuple(places[axis][1:] for axis in axes)
+    b.add_local_op(node.name, "tile.cut", Ref(whole), axes, spans, like=node.spec, axes=axes)
 
 
 def _lower(b: Builder, node: Node) -> None:

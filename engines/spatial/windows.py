@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from engines.spatial.tiles import Span, Tile
 
 __all__ = [
-    "AssignmentWindow",
     "MonotoneWindow",
     "Shift",
     "SlidingWindow",
@@ -88,28 +87,6 @@ class Shift:
 
     def __call__(self, out: Span) -> Span:
         return Span(out.start + self.by, out.stop + self.by)
-
-
-@dataclass(frozen=True, slots=True)
-class AssignmentWindow:
-    """Window of an assignment of `count` inputs, `step` outputs apart: output start + i * step reads input i."""
-
-    start: int
-    step: int
-    count: int
-
-    def __call__(self, out: Span) -> Span:
-        """Return a span that is never empty: outputs to which nothing is assigned read the nearest input.
-
-        >>> (
-        ...     AssignmentWindow(start=2, step=1, count=3)(Span(0, 4)),
-        ...     AssignmentWindow(start=2, step=1, count=3)(Span(7, 9)),
-        ... )
-        (Span(start=0, stop=2), Span(start=2, stop=3))
-        """
-        first = min(max(-((self.start - out.start) // self.step), 0), self.count - 1)
-        last = min(max((out.stop - 1 - self.start) // self.step, first), self.count - 1)
-        return Span(first, last + 1)
 
 
 @dataclass(frozen=True, slots=True)

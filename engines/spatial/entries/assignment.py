@@ -12,7 +12,7 @@ from engines.graph.model_graph import Node, Ref
 from engines.program.builder import Builder
 from engines.program.instructions import DEVICE, SEED
 from engines.program.value_layout import ValueLayout
-from engines.spatial.entries.channels import check_along_other_axes, read_line_numbers
+from engines.spatial.entries.channels import read_line_numbers
 from engines.spatial.kernels import register_kernel
 from engines.spatial.local_rules import (
     align_arguments,
@@ -24,99 +24,42 @@ from engines.spatial.local_rules import (
 )
 from engines.spatial.operator_table import register_rule
 from engines.spatial.rng import SETTINGS, draws, find_sample_number
-from engines.spatial.tiles import Span
-from engines.spatial.windows import AssignmentWindow, Shift, TableWindow
-
-__all__: list[str] = []
+from engines.spatial.windows import Shift, TableWindow
 
 
 @register_rule("aten.slice_scatter.default", "aten.select_scatter.default")
 def assign(b: Builder, node: Node) -> None:
     """Assign a part: along a spatial axis each tile takes the lines of the part inside it, along others its pixels."""
-    a, count = node.arguments, len(node.spec.shape)
-    dim = a["dim"] - (count if a["dim"] >= 0 else 0)
-    if b.is_tiled(a["self"]):
-        rows, cols = b.get_value(a["self"]).axes or (-2, -1)
-    else:
-        rows, cols = b.get_value(a["src"]).axes or (-2, -1)
-        if node.operator == "aten.select_scatter.default":  # the part lacks the axis that is selected
-            rows, cols = (axis - (axis <= dim) for axis in (rows, cols))
+    a, part, count = node.arguments, node.arguments["src"], len(node.spec.shape)
+    dim, selects = a["dim"] - (count if a["dim"] >= 0 else 0), node.operator == "aten.select_scatter.default"
+    rows, cols = b.get_value(a["self"] if b.is_tiled(a["self"]) else part).axes or (-2, -1)
+    if selects and not b.is_tiled(a["self"]):  # the part lacks the axis that is selected
+        rows, cols = (axis - (axis <= dim) for axis in (rows, cols))
     axes = rows, cols
-    result = ValueLayout(node.name, node.spec, axes, differentiable=True)
-    whole = a["self"] if b.is_tiled(a["self"]) else cut_to_tile(b, node, a["self"], result)
+    part_axes = tuple(axis + (selects and axis < dim) for axis in axes)
     if dim in axes:
-        _assign_lines(b, node, result, whole, dim)
-    else:
-        apply_locally(b, node, axes, self=b.align_to_output(whole), src=_align_part(b, node, result, dim))
-
-
-def _align_part(b: Builder, node: Node, result: ValueLayout, dim: int) -> Ref:
-    """Return the part that is written along a non-spatial axis: its pixels under those of the result."""
-    part = node.arguments["src"]
-    gone = node.operator == "aten.select_scatter.default"
-    rows, cols = (axis + (gone and axis < dim) for axis in result.axes or (-2, -1))
-    if not b.is_tiled(part):
-        layout = ValueLayout(part.name, get_spec(b, part.name), (rows, cols), differentiable=True)
-        return cut_to_tile(b, node, part, layout)
-    if b.get_value(part).axes != (rows, cols):
+        size = node.spec.shape[dim]
+        numbers = [a["index"] % size] if selects else range(size)[a["start"] : a["end"] : a["step"]]
+        if selects and not b.is_tiled(part):
+            # The selected axis comes back with size 1: one line, written as the lines of a slice are.
+            spec, place = get_spec(b, part.name), dim + count
+            spec = replace(spec, shape=(*spec.shape[:place], 1, *spec.shape[place:]))
+            part = b.add_local_op(f"{node.name}.line", "aten.unsqueeze.default", part, place, like=spec)
+        _write_lines(b, node, axes, dim, numbers, part)
+    elif b.is_tiled(part) and b.get_value(part).axes != part_axes:
         raise make_gather_error(
-            node, "writes a part whose rows and columns are other axes than those of the whole", result.axes
+            node, "writes a part whose rows and columns are other axes than those of the whole", axes
         )
-    return b.align_to_output(part)
-
-
-def _assign_lines(b: Builder, node: Node, result: ValueLayout, whole: Ref, dim: int) -> None:
-    """Assign the lines of the part to the rows or columns from `start` to `stop`, `step` apart."""
-    a, size, axes = node.arguments, node.spec.shape[dim], result.axes or (-2, -1)
-    if node.operator == "aten.select_scatter.default":
-        start, stop, step = a["index"] % size, a["index"] % size + 1, 1
     else:
-        start, stop, step = slice(a["start"], a["end"], a["step"]).indices(size)
-    out = b.get_output_tiles(result.size_px)[b.rank]
-    span = out.rows if dim == axes[0] else out.cols
-    # x[2:9:3] = part, on a tile that owns rows 4 to 8:
-    #
-    #     row       0  1  2  3  4  5  6  7  8  9         first = 1, the line for row 5
-    #     tile                  |-----------|            count = 1, since row 8 is the neighbour's
-    #     part            0        1        2            place = 1, row 5 counted from row 4
-    first = max(0, -((start - span.start) // step))  # the first line of the part inside the tile
-    count = max(0, -((start + first * step - min(stop, span.stop)) // step))
-    source, begins = _fetch_lines(b, node, result, dim, AssignmentWindow(start, step, -((start - stop) // step)))
-    place = start + first * step - span.start
-    lines = (dim, place, step, first - begins, count) if count else (dim, 0, 1, 0, 0)
-    b.add_local_op(node.name, "tile.assign", b.align_to_output(whole), source, *lines, like=node.spec, axes=axes)
+        own = _align(b, node, a["self"], axes), _align(b, node, part, part_axes)
+        apply_locally(b, node, axes, self=own[0], src=own[1])
 
 
-def _fetch_lines(
-    b: Builder, node: Node, result: ValueLayout, dim: int, rule: AssignmentWindow | TableWindow
-) -> tuple[Ref, int]:
-    """Return the part as far as this rank writes it, and the number of its first line."""
-    part, axes = node.arguments.get("src", node.arguments.get("values")), result.axes or (-2, -1)
-    if b.is_tiled(part):
-        if b.get_value(part).axes != axes:
-            raise make_gather_error(node, "writes rows and columns that are other axes than those of the whole", axes)
-        window = b.read_window(part, result.size_px, *(rule if axis == dim else Shift(0) for axis in axes))
-        return b.pad_window(window), (window.wanted.rows if dim == axes[0] else window.wanted.cols).start
-    spec = get_spec(b, part.name)
-    if node.operator == "aten.select_scatter.default":
-        # The selected axis comes back with size 1: one line, written as the lines of a slice are.
-        place = dim + len(node.spec.shape)
-        spec = replace(spec, shape=(*spec.shape[:place], 1, *spec.shape[place:]))
-        part = b.add_local_op(f"{node.name}.line", "aten.unsqueeze.default", part, place, like=spec)
-    other = axes[1] if dim == axes[0] else axes[0]
-    out = b.get_output_tiles(result.size_px)[b.rank]
-    beside = out.cols if other == axes[1] else out.rows
-    if len(spec.shape) >= -other and spec.shape[other] > len(beside):
-        cut = (other,), ((beside.start, beside.stop),)
-        part = b.add_local_op(f"{node.name}.own", "tile.cut", part, *cut, like=spec)
-    return part, 0
-
-
-@register_kernel("tile.assign")
-def assign_lines(x: Tensor, part: Tensor, dim: int, place: int, step: int, first: int, count: int) -> Tensor:
-    """Return `x` with `count` lines of `part`, from its line `first` on, at `place` and every `step` after it."""
-    end = place + (count - 1) * step + 1 if count else place
-    return torch.slice_scatter(x, part.narrow(dim, first, count), dim, place, end, step)
+def _align(b: Builder, node: Node, ref: Ref, axes: tuple[int, int]) -> Ref:
+    """Return the pixels of a value, whose rows and columns are along `axes`, under those of the result."""
+    if b.is_tiled(ref):
+        return b.align_to_output(ref)
+    return cut_to_tile(b, node, ref, ValueLayout(ref.name, get_spec(b, ref.name), axes, differentiable=True))
 
 
 @register_rule("aten.index_put.default")
@@ -127,38 +70,54 @@ def put(b: Builder, node: Node) -> None:
     tiled = next((ref for ref in (a["self"], a["values"]) if b.is_tiled(ref)), None)
     if tiled is None or len(picked) != 1 or b.is_tiled(picked[0][1]) or len(get_spec(b, picked[0][1].name).shape) != 1:
         raise make_gather_error(node, "writes by something other than one list of channels, rows or columns")
-    axes, dim = b.get_value(tiled).axes or (-2, -1), picked[0][0] - len(node.spec.shape)
-    if dim in axes:
-        _put_lines(b, node, axes, dim, picked[0][1])
+    axes, (place, index) = b.get_value(tiled).axes or (-2, -1), picked[0]
+    dim = place - len(node.spec.shape)
+    if dim not in axes:
+        images = {name: a[name] for name in ("self", "values")}
+        apply_locally(b, node, axes, **align_arguments(b, replace(node, arguments=images)), indices=list(a["indices"]))
         return
-    images = {name: a[name] for name in ("self", "values")}
-    apply_locally(b, node, axes, **align_arguments(b, replace(node, arguments=images)), indices=list(a["indices"]))
-
-
-def _put_lines(b: Builder, node: Node, axes: tuple[int, int], dim: int, index: Ref) -> None:
-    """Write rows or columns by their numbers, which must be constants of the trace."""
-    a, size = node.arguments, node.spec.shape[dim]
-    numbers = read_line_numbers(b, node, index, size)
+    numbers = read_line_numbers(b, node, index, node.spec.shape[dim])
     if a["accumulate"]:
         raise make_gather_error(node, "adds to rows or columns by a list of their numbers", axes)
     if len(set(numbers)) < len(numbers):  # which value stays is undefined, and all of them receive the gradient
         raise make_gather_error(node, "writes to a row or column twice, by a list of their numbers", axes)
-    result = ValueLayout(node.name, node.spec, axes, differentiable=True)
-    whole = a["self"] if b.is_tiled(a["self"]) else cut_to_tile(b, node, a["self"], result)
-    line_of = {number: line for line, number in enumerate(numbers)}
-    shape = get_spec(b, a["values"].name).shape
-    last = shape[dim] - 1 if len(shape) >= -dim else 0  # a single line is broadcast
+    _write_lines(b, node, axes, dim, numbers, a["values"])
+
+
+def _write_lines(b: Builder, node: Node, axes: tuple[int, int], dim: int, numbers: Sequence[int], part: Ref) -> None:
+    """Write rows or columns: those of `numbers` become the lines of the part in turn, or its only line."""
+    if not numbers:
+        whole = _align(b, node, node.arguments["self"], axes)
+        b.add_local_op(node.name, "aten.alias.default", whole, like=node.spec, axes=axes)
+        return
+    spec, size_px = get_spec(b, part.name), (node.spec.shape[axes[0]], node.spec.shape[axes[1]])
+    out = b.get_output_tiles(size_px)[b.rank]
+    (span, beside), other = ((out.rows, out.cols), axes[1]) if dim == axes[0] else ((out.cols, out.rows), axes[0])
+    last = spec.shape[dim] - 1 if len(spec.shape) >= -dim else 0  # a single line is broadcast
+    # x[2:9:3] = part, on a tile that owns rows 4 to 8:
+    #
+    #     row       0  1  2  3  4  5  6  7  8  9
+    #     tile                  |-----------|            writes line 1 of the part to row 5; row 8 is the neighbour's
+    #     table     0  0  0  0  0  1  1  1  2  2         a row that is not written repeats the line before it, so
+    #     part            0        1        2            that hardly more lines are fetched
+    line_of = {number: min(line, last) for line, number in enumerate(numbers)}
     table, line = [], 0
-    for number in range(size):  # a line that is not written repeats an entry, so that no more lines are fetched
+    for number in range(node.spec.shape[dim]):
         line = line_of.get(number, line)
-        table.append(min(line, last))
-    source, begins = _fetch_lines(b, node, result, dim, TableWindow(tuple((line,) for line in table)))
-    out = b.get_output_tiles(result.size_px)[b.rank]
-    span: Span = out.rows if dim == axes[0] else out.cols
-    own, x = range(span.start, span.stop), b.align_to_output(whole)
-    written = [number in line_of for number in own]
-    lines = [table[number] - begins for number in own]
-    b.add_local_op(node.name, "tile.put", x, source, dim, lines, written, like=node.spec, axes=axes)
+        table.append(line)
+    begins = 0
+    if b.is_tiled(part):
+        if b.get_value(part).axes != axes:
+            raise make_gather_error(node, "writes rows and columns that are other axes than those of the whole", axes)
+        rule = TableWindow(tuple((line,) for line in table))
+        window = b.read_window(part, size_px, *(rule if axis == dim else Shift(0) for axis in axes))
+        part, begins = b.pad_window(window), (window.wanted.rows if dim == axes[0] else window.wanted.cols).start
+    elif len(spec.shape) >= -other and spec.shape[other] > len(beside):
+        cut = (other,), ((beside.start, beside.stop),)
+        part = b.add_local_op(f"{node.name}.own", "tile.cut", part, *cut, like=spec)
+    whole, own = _align(b, node, node.arguments["self"], axes), range(span.start, span.stop)
+    lines, written = [table[number] - begins for number in own], [number in line_of for number in own]
+    b.add_local_op(node.name, "tile.put", whole, part, dim, lines, written, like=node.spec, axes=axes)
 
 
 @register_kernel("tile.put")
@@ -168,25 +127,7 @@ def put_lines(x: Tensor, part: Tensor, dim: int, lines: Sequence[int], written: 
         part = part.index_select(dim, torch.tensor(lines, device=part.device))
     # `lines` has an entry for each line of the tile; the mask drops those of lines that are not written.
     mask = torch.tensor(written, device=x.device).view(-1, *(1,) * (-1 - dim))
-    return torch.where(mask, part, x)
-
-
-@register_rule("aten.scatter.value", "aten.scatter.src", "aten.scatter_add.default")
-def scatter(b: Builder, node: Node) -> None:
-    """Scatter into the channels of each pixel, by indices at that pixel."""
-    tiled = next(Ref(name) for name in node.reads if b.is_tiled(Ref(name)))
-    check_along_other_axes(b, node, tiled, node.arguments["dim"])
-    apply_locally(b, node, b.get_value(tiled).axes, **align_arguments(b, node))
-
-
-@register_rule("aten.index_fill.int_Scalar")
-def fill(b: Builder, node: Node) -> None:
-    """Fill some channels of each pixel with one number."""
-    a = node.arguments
-    if not b.is_tiled(a["self"]) or b.is_tiled(a["index"]):
-        raise make_gather_error(node, "reads pixels in an argument for which there is no rule")
-    check_along_other_axes(b, node, a["self"], a["dim"])
-    apply_locally(b, node, b.get_value(a["self"]).axes)
+    return torch.where(mask, part.to(x.dtype), x)
 
 
 @register_rule(
@@ -211,9 +152,6 @@ def expand_number(value: float, shape: Sequence[int], dtype: torch.dtype, device
 
 
 # Random operators: tensors with pixels are drawn by whole-image position, all others alike on all tiles.
-
-
-__all__: list[str] = []
 
 
 @register_rule(*draws, everywhere=True)

@@ -18,14 +18,13 @@ from engines.spatial.local_rules import (
     get_axes_without,
     get_spatial_axes,
     get_spec,
-    lower_pointwise,
     make_gather_error,
     split_arguments,
 )
 from engines.spatial.operator_table import register_rule
-from engines.spatial.tiles import Span, Tile
+from engines.spatial.tiles import Span
 
-__all__ = ["check_along_other_axes", "check_only_first_tiled", "read_line_numbers"]
+__all__ = ["lower_other_axes", "read_line_numbers"]
 
 
 def check_along_other_axes(b: Builder, node: Node, ref: Ref, dims: Sequence[int] | int | None) -> list[int]:
@@ -50,16 +49,21 @@ def check_only_first_tiled(b: Builder, node: Node) -> Ref:
 
 
 @register_rule(
-    *(f"aten.{name}.default" for name in ("cumsum", "cumprod", "glu", "sort", "topk", "narrow")),
-    *("aten.softmax.int", "aten.log_softmax.int"),
+    *(f"aten.{name}.default" for name in ("cumsum", "cumprod", "glu", "sort", "topk", "narrow", "argmax", "argmin")),
+    *(f"aten.{name}.dim" for name in ("max", "min", "median", "any", "all")),
+    *("aten.softmax.int", "aten.log_softmax.int", "aten.index_fill.int_Scalar", "aten.prod.dim_int"),
     *("aten.chunk.default", "aten.split.Tensor", "aten.split_with_sizes.default"),
 )
 def lower_per_pixel(b: Builder, node: Node) -> None:
-    """Reorder, accumulate, select or split the values of each pixel by itself. (`getitem` picks the parts.)"""
-    source = check_only_first_tiled(b, node)
-    dims = node.arguments.get("dim", node.arguments.get("dims"))
-    check_along_other_axes(b, node, source, dims)
-    apply_locally(b, node, b.get_value(source).axes)
+    """Reorder, accumulate, select, fill, split or reduce the values of each pixel. (`getitem` picks the parts.)"""
+    lower_other_axes(b, node, check_only_first_tiled(b, node))
+
+
+def lower_other_axes(b: Builder, node: Node, source: Ref) -> None:
+    """Run the node's own operator along non-spatial axes, which a reduction removes unless `keepdim` is set."""
+    a = node.arguments
+    dims = check_along_other_axes(b, node, source, a.get("dim", a.get("dims")))
+    apply_locally(b, node, get_axes_without(b, source, [] if a.get("keepdim", True) else dims))
 
 
 @register_rule("aten.flip.default", "aten.roll.default", "aten.repeat_interleave.self_int")
@@ -85,28 +89,15 @@ def reorder_pixels(b: Builder, node: Node) -> None:
 
 
 @register_rule(
-    *(f"aten.{name}.dim" for name in ("max", "min", "median", "any", "all")),
-    *("aten.argmax.default", "aten.argmin.default", "aten.prod.dim_int"),
+    *("aten.gather.default", "aten.cosine_similarity.default", "aten.cat.default", "aten.concat.default"),
+    *("aten.scatter.value", "aten.scatter.src", "aten.scatter_add.default"),
 )
-def reduce_channels(b: Builder, node: Node) -> None:
-    """Reduce the channels of each pixel to one value."""
-    reduce_other_axes(b, node, check_only_first_tiled(b, node))
-
-
-def reduce_other_axes(b: Builder, node: Node, source: Ref) -> None:
-    """Run the node's own reduction along non-spatial axes."""
-    dims = check_along_other_axes(b, node, source, node.arguments.get("dim"))
-    apply_locally(b, node, get_axes_without(b, source, [] if node.arguments.get("keepdim") else dims))
-
-
-@register_rule("aten.gather.default", "aten.cosine_similarity.default")
 def combine_channels(b: Builder, node: Node) -> None:
-    """Combine the channels of each pixel of two images."""
-    parts = align_arguments(b, node)
+    """Combine the channels of each pixel of several images: concatenate, compare, or pick and write by indices."""
     source = next(Ref(name) for name in node.reads if b.is_tiled(Ref(name)))
     dims = check_along_other_axes(b, node, source, node.arguments["dim"])
     gone = dims if node.operator == "aten.cosine_similarity.default" else []
-    apply_locally(b, node, get_axes_without(b, source, gone), **parts)
+    apply_locally(b, node, get_axes_without(b, source, gone), **align_arguments(b, node))
 
 
 @register_rule("aten.channel_shuffle.default", images=("self",))
@@ -132,14 +123,6 @@ def stack(b: Builder, node: Node) -> None:
     new = node.arguments["dim"] % (count + 1)
     axes = (rows + (new <= rows) - count - 1, cols + (new <= cols) - count - 1)
     apply_locally(b, node, axes, **parts)
-
-
-@register_rule("aten.cat.default", "aten.concat.default")
-def join(b: Builder, node: Node) -> None:
-    """Concatenate channels; pixels stay in place."""
-    first = next(ref for ref in node.arguments["tensors"] if b.is_tiled(ref))
-    check_along_other_axes(b, node, first, node.arguments["dim"])
-    lower_pointwise(b, node)
 
 
 @register_rule("aten.unbind.int")
@@ -191,13 +174,9 @@ def select(b: Builder, node: Node) -> None:
     if place % count not in (rows, cols):
         apply_locally(b, node, get_axes_without(b, source, [place % count]))
         return
-    height, width = b.get_value(source).size_px
-    is_row = place % count == rows
-    number = node.arguments["index"] % (height if is_row else width)
-    line = Span(number, number + 1)
-    wanted = Tile(line, Span(0, width)) if is_row else Tile(Span(0, height), line)
-    line_of_all = all_gather_lines(b, node, source, wanted)
-    b.add_local_op(node.name, "aten.select.int", line_of_all, place, 0, like=node.spec)
+    number = node.arguments["index"] % b.get_value(source).spec.shape[place]
+    line = all_gather_lines(b, node, source, place % count, Span(number, number + 1))
+    b.add_local_op(node.name, "aten.select.int", line, place, 0, like=node.spec)
 
 
 @register_rule("aten.index.Tensor")
@@ -242,22 +221,10 @@ def read_line_numbers(b: Builder, node: Node, index: Ref, size_px: int) -> list[
 # Matrix products in which pixels are a batch, or which sum over all of space.
 
 
-__all__: list[str] = []
-
-
-@register_rule("aten.linear.default")
-def linear(b: Builder, node: Node) -> None:
-    """Multiply along the channels, which are the last axis."""
-    _multiply_by_weight(b, node, node.arguments["input"], node.arguments["weight"], node.arguments["bias"])
-
-
-@register_rule("aten.matmul.default")
-def matmul(b: Builder, node: Node) -> None:
-    """Multiply along the last axis by a matrix that all pixels share."""
-    _multiply_by_weight(b, node, node.arguments["self"], node.arguments["other"])
-
-
-def _multiply_by_weight(b: Builder, node: Node, pixels: Ref, weight: Ref, *more: Ref | None) -> None:
+@register_rule("aten.linear.default", "aten.matmul.default")
+def multiply_channels(b: Builder, node: Node) -> None:
+    """Multiply along the channels, which are the last axis, by a matrix that all pixels share."""
+    pixels, weight, *more = node.arguments.values()
     if not b.is_tiled(pixels) or any(b.is_tiled(other) for other in (weight, *more)):
         raise make_gather_error(node, "multiplies pixels with pixels")
     rows, cols, count = get_spatial_axes(b, pixels)

@@ -1,28 +1,43 @@
-"""Convolutions: windows padded with zeros."""
+"""Convolutions and pools: each output reads a window. And operators that read or write pixels at any position."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from engines.graph.model_graph import Node, Ref
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engines.graph.model_graph import Node, Ref, TensorSpec
 from engines.program.builder import Builder
-from engines.spatial.local_rules import get_spec
+from engines.spatial.entries.reduction import reduce_mean
+from engines.spatial.kernels import get_operator, get_sum_type, register_kernel
+from engines.spatial.local_rules import (
+    all_gather_pixels,
+    apply_locally,
+    get_local_ranges,
+    get_spec,
+    make_gather_error,
+    split_arguments,
+)
 from engines.spatial.operator_table import register_rule
-from engines.spatial.windows import SlidingWindow, TransposedWindow, Window
+from engines.spatial.tiles import Span, Tile
+from engines.spatial.windows import MonotoneWindow, SlidingWindow, TransposedWindow, Window
 
-__all__ = ["fold_padding", "to_pair"]
+__all__ = ["Cells", "fetch_cells", "to_whole_index"]
+
+Pair = tuple[int, int]
+Cells = tuple[Pair, ...]
 
 
-def to_pair(value: Any) -> tuple[int, int]:
+def to_pair(value: Any) -> Pair:
     """Return a setting for both axes: `(3,)` and `3` mean `(3, 3)`."""
     values = tuple(value) if isinstance(value, Sequence) else (value,)
     return (values[0], values[-1])
 
 
-def fold_padding(
-    b: Builder, window: Window, rules: Sequence[SlidingWindow], out_px: tuple[int, int]
-) -> tuple[Ref, tuple[int, int]]:
+def fold_padding(b: Builder, window: Window, rules: Sequence[SlidingWindow], out_px: Pair) -> tuple[Ref, Pair]:
     """Return the kernel's input and padding: the kernel pads by itself if that yields exactly the tile's outputs.
 
     A kernel pads both sides alike, so its padding can replace a fill above and left of the tile only if the number of
@@ -53,7 +68,7 @@ def conv2d(b: Builder, node: Node) -> None:
     else:
         padding = to_pair(a["padding"])
     rules = [SlidingWindow(*axis) for axis in zip(kernel, stride, padding, dilation, strict=True)]
-    out_px = (node.spec.shape[-2], node.spec.shape[-1]) if node.spec else value.size_px
+    out_px = node.spec.shape[-2:] if node.spec else value.size_px
     window = b.read_window(a["input"], out_px, rules[0], rules[1])
     x, native = fold_padding(b, window, rules, out_px)
     settings = a["weight"], a["bias"], stride, native, dilation, a["groups"]
@@ -67,7 +82,7 @@ def conv_transpose2d(b: Builder, node: Node) -> None:
     kernel = get_spec(b, a["weight"].name).shape[2:]
     stride, padding, dilation = to_pair(a["stride"]), to_pair(a["padding"]), to_pair(a["dilation"])
     rules = [TransposedWindow(*axis) for axis in zip(kernel, stride, padding, dilation, strict=True)]
-    out_px = (node.spec.shape[-2], node.spec.shape[-1])
+    out_px = node.spec.shape[-2:]
     window = b.read_window(a["input"], out_px, rules[0], rules[1])
     out = b.get_output_tiles(out_px)[b.rank]
     # Inputs held:       start ... stop          write the outputs first ... last - 1 in full
@@ -82,3 +97,223 @@ def conv_transpose2d(b: Builder, node: Node) -> None:
         margins += [first - target.start, target.stop - last]
     settings = a["weight"], a["bias"], stride, dilation, a["groups"], tuple(margins)
     b.add_local_op(node.name, "tile.conv_transpose", Ref(window.name), *settings, like=node.spec, axes=(-2, -1))
+
+
+def to_whole_index(index: Tensor, width: int, corner: Pair, width_px: int) -> Tensor:
+    """Convert row-major pixel numbers within a part of that width at `corner` to numbers in the whole image."""
+    return (index // width + corner[0]) * width_px + index % width + corner[1]
+
+
+def _make_pool_windows(node: Node) -> tuple[SlidingWindow, SlidingWindow]:
+    """Return the windows of a max pool along rows and along columns."""
+    a = node.arguments
+    kernel = to_pair(a["kernel_size"])
+    settings = kernel, to_pair(a["stride"] or kernel), to_pair(a["padding"]), to_pair(a["dilation"])
+    rows, cols = (SlidingWindow(*axis) for axis in zip(*settings, strict=True))
+    return rows, cols
+
+
+@register_rule("aten.max_pool2d.default", images=("self",))
+def max_pool2d(b: Builder, node: Node) -> None:
+    """Pool by maximum. Outside the image is minus infinity, so that padding never wins."""
+    rules = _make_pool_windows(node)
+    window = b.read_window(node.arguments["self"], node.spec.shape[-2:], *rules, fill=-torch.inf)
+    x, padding = fold_padding(b, window, rules, node.spec.shape[-2:])
+    apply_locally(b, node, (-2, -1), self=x, padding=padding, ceil_mode=False)
+
+
+@register_rule("aten.max_pool2d_with_indices.default", images=("self",))
+def max_pool2d_with_indices(b: Builder, node: Node) -> None:
+    """Pool by maximum; the indices number the pixels of the whole image in row-major order."""
+    source, rules = node.arguments["self"], _make_pool_windows(node)
+    value = b.get_value(source)
+    # The node has two outputs and therefore no spec: ATen itself tells the shape.
+    image = torch.empty(value.spec.shape, dtype=getattr(torch, value.spec.dtype), device="meta")
+    positional, keywords = split_arguments(node, {"self": image})
+    like = TensorSpec(tuple(get_operator(node.operator)(*positional, **keywords)[0].shape), value.spec.dtype)
+    out_px = like.shape[-2:]
+    window = b.read_window(source, out_px, *rules, fill=-torch.inf)
+    x, padding = fold_padding(b, window, rules, out_px)
+    # The kernel numbers the pixels of what it is given: with its fill, or, if it pads by itself, without.
+    seen = window.wanted if padding == (0, 0) else window.held
+    settings = [tuple(getattr(rule, name) for rule in rules) for name in ("kernel", "stride", "dilation")]
+    settings += [padding, (seen.rows.start, seen.cols.start), value.size_px[1]]
+    b.add_local_op(node.name, "tile.max_pool_with_places", x, *settings, like=like, axes=(-2, -1))
+
+
+@register_kernel("tile.max_pool_with_places")
+def pool_tile(
+    x: Tensor, kernel: Pair, stride: Pair, dilation: Pair, padding: Pair, corner: Pair, width_px: int
+) -> tuple[Tensor, Tensor]:
+    """Pool a tile by maximum; `corner` is the first pixel of `x` in the whole image."""
+    values, index = functional.max_pool2d(x, kernel, stride, padding, dilation, return_indices=True)
+    return values, to_whole_index(index, x.shape[-1], corner, width_px)
+
+
+@register_rule("aten.avg_pool2d.default", images=("self",))
+def avg_pool2d(b: Builder, node: Node) -> None:
+    """Divide the sum over each window by the pixels that count: those of the image, or of the padded image."""
+    a = node.arguments
+    value, kernel = b.get_value(a["self"]), to_pair(a["kernel_size"])
+    stride, padding = to_pair(a["stride"] or kernel), to_pair(a["padding"])
+    rules = [SlidingWindow(*axis) for axis in zip(kernel, stride, padding, strict=True)]
+    border = padding if a["count_include_pad"] else (0, 0)
+    out_px = node.spec.shape[-2:]
+    if not b.can_tile(out_px):
+        reads = [[rule(Span(i, i + 1)) for i in range(count)] for rule, count in zip(rules, out_px, strict=True)]
+        _average_few(b, node, reads, border)
+        return
+    window = b.read_window(a["self"], out_px, rules[0], rules[1])
+    x, native = fold_padding(b, window, rules, out_px)
+    out = b.get_output_tiles(out_px)[b.rank]
+    rows, cols = (  # how many of the pixels that each output reads are in the image with its border
+        tuple(len(rule(Span(i, i + 1)) & Span(-edge, image_px + edge)) for i in range(span.start, span.stop))
+        for rule, span, image_px, edge in zip(rules, (out.rows, out.cols), value.size_px, border, strict=True)
+    )
+    # The plain kernel divides by one number, whatever lies outside the image.
+    if a["divisor_override"] or (set(rows), set(cols)) == ({kernel[0]}, {kernel[1]}):
+        apply_locally(b, node, (-2, -1), self=x, padding=native, ceil_mode=False)
+        return
+    settings = kernel, stride, native, rows, cols
+    b.add_local_op(node.name, "tile.average_pool", x, *settings, like=node.spec, axes=(-2, -1))
+
+
+def _average_few(b: Builder, node: Node, reads: Sequence[Sequence[Span]], border_px: Pair = (0, 0)) -> None:
+    """Average to fewer rows or columns than tiles: every rank sums its own part of each, and holds the whole result.
+
+    `reads` are the pixels of each row and each column of outputs; those in the image with its border count.
+    """
+    source = node.arguments["self"]
+    size_px, own = b.get_value(source).size_px, b.get_tiles(b.get_value(source).size_px)[b.rank]
+    cells = []
+    for axis, span in zip(reads, (own.rows, own.cols), strict=True):  # the part of each in this tile, may be empty
+        parts = [read & span for read in axis]
+        cells.append(tuple((part.start - span.start, part.stop - span.start) if part else (0, 0) for part in parts))
+    sums = b.add_local_op(f"{node.name}.sums", "tile.cell_sums", b.crop_to_own(source), *cells, like=node.spec.sums)
+    counts = [
+        tuple(len(read & Span(-border, px + border)) for read in axis)
+        for axis, px, border in zip(reads, size_px, border_px, strict=True)
+    ]
+    divisor, dtype = node.arguments.get("divisor_override"), getattr(torch, node.spec.dtype)
+    b.add_local_op(node.name, "tile.averages", b.all_reduce(sums), *counts, divisor, dtype, like=node.spec)
+
+
+@register_kernel("tile.cell_sums")
+def sum_cells(x: Tensor, rows: Cells, cols: Cells) -> Tensor:
+    """Return the sum of each cell: (start, stop) of its rows and of its columns, which may be empty."""
+    x = x.to(get_sum_type(x))
+    lines = torch.cat([x[..., start:stop, :].sum(-2, keepdim=True) for start, stop in rows], -2)
+    return torch.cat([lines[..., start:stop].sum(-1, keepdim=True) for start, stop in cols], -1)
+
+
+@register_kernel("tile.averages")
+def divide_sums(
+    sums: Tensor, rows: Sequence[int], cols: Sequence[int], divisor: int | None, dtype: torch.dtype
+) -> Tensor:
+    """Divide sums by the number of pixels that count there, rows[i] * cols[j], or by a given number."""
+    return (sums / (divisor or sums.new_tensor(rows)[:, None] * sums.new_tensor(cols))).to(dtype)
+
+
+@register_rule("aten.adaptive_avg_pool2d.default", images=("self",))
+def adaptive_avg_pool2d(b: Builder, node: Node) -> None:
+    """Average each cell: output i reads pixels i*n//k to -(-(i+1)*n//k). A single cell is a mean over space."""
+    if node.spec.shape[-2:] == (1, 1):
+        reduce_mean(b, node, node.arguments["self"], [-2, -1], keepdim=True)
+        return
+    if not b.can_tile(node.spec.shape[-2:]):
+        sizes = zip(b.get_value(node.arguments["self"]).size_px, node.spec.shape[-2:], strict=True)
+        _average_few(b, node, [[Span(*cell) for cell in _split_cells(size, count)] for size, count in sizes])
+        return
+    x, _, rows, cols = fetch_cells(b, node.arguments["self"], node.spec.shape[-2:])
+    b.add_local_op(node.name, "tile.adaptive_average", x, rows, cols, like=node.spec, axes=(-2, -1))
+
+
+def fetch_cells(b: Builder, ref: Ref, out_px: Pair) -> tuple[Ref, Tile, Cells, Cells]:
+    """Return the window that this tile's cells read, its tile, and (start, stop) of each cell in it."""
+    # 7 pixels in 3 cells: 0 to 3, 2 to 5, 4 to 7. Neighbours overlap, so that a tile may read its neighbour's pixels.
+    cells = [_split_cells(size, count) for size, count in zip(b.get_value(ref).size_px, out_px, strict=True)]
+    rules = [MonotoneWindow(lambda i, c=c: c[i][0], lambda i, c=c: c[i][1] - 1) for c in cells]
+    window = b.read_window(ref, out_px, rules[0], rules[1])
+    x, out = b.pad_window(window), b.get_output_tiles(out_px)[b.rank]
+    wanted = window.wanted
+    rows, cols = (
+        tuple((start - first.start, stop - first.start) for start, stop in axis[span.start : span.stop])
+        for axis, span, first in zip(cells, (out.rows, out.cols), (wanted.rows, wanted.cols), strict=True)
+    )
+    return x, wanted, rows, cols
+
+
+def _split_cells(size_px: int, count: int) -> list[Pair]:
+    return [(index * size_px // count, -(-(index + 1) * size_px // count)) for index in range(count)]
+
+
+# Operators that read or write pixels at data-dependent positions.
+
+
+@register_rule("aten.grid_sampler.default")
+def grid_sampler(b: Builder, node: Node) -> None:
+    """Gather the image; each rank samples its own outputs (Jaderberg et al., 2015, arXiv:1506.02025)."""
+    a, grid = node.arguments, node.arguments["grid"]
+    if b.is_tiled(grid) and b.get_value(grid).axes != (-3, -2):
+        raise make_gather_error(
+            node, "reads places whose rows and columns are not the two axes before the last", (-2, -1)
+        )
+    spans = [place[1:] for place in get_local_ranges(b, node.spec, (-2, -1))[-2:]]
+    if b.is_tiled(grid):
+        own = b.align_to_output(grid)
+    else:
+        own = b.add_local_op(f"{node.name}.places", "tile.cut", grid, (-3, -2), spans, like=b.get_value(grid).spec)
+    apply_locally(b, node, (-2, -1), input=all_gather_pixels(b, node, a["input"]), grid=own)
+
+
+_ANYWHERE = ("rot90", "median", "prod", "argsort", "kthvalue", "msort", "im2col", "unfold", "bmm", "tril", "triu")
+
+
+@register_rule(*(f"aten.{name}.default" for name in _ANYWHERE), "aten.argsort.stable")
+def require_gather(b: Builder, node: Node) -> None:
+    """Refuse tiles: any output may read any pixel."""
+    raise make_gather_error(node, "reads pixels that lie anywhere")
+
+
+@register_kernel("tile.unpool")
+def unpool_tile(x: Tensor, places: Tensor, tile: tuple[int, int, int, int], width_px: int) -> Tensor:
+    """Write each value to its place in the whole image, if inside the tile (start, stop of rows, then columns)."""
+    top, bottom, left, right = tile
+    height, width = bottom - top, right - left
+    row, col = places // width_px - top, places % width_px - left
+    inside = (places >= 0) & (row >= 0) & (row < height) & (col >= 0) & (col < width)
+    nowhere = height * width
+    # Values of other tiles go to one extra element, which is cropped: the scatter needs no dynamic shape.
+    flat = torch.where(inside, row * width + col, nowhere).flatten(-2)
+    made = x.new_zeros((*x.shape[:-2], nowhere + 1)).scatter(-1, flat, x.flatten(-2))
+    return made[..., :nowhere].unflatten(-1, (height, width))
+
+
+@register_rule("aten.max_unpool2d.default", images=("self", "indices"))
+def max_unpool2d(b: Builder, node: Node) -> None:
+    """Unpool: the output that read a pixel writes it, if the places are those of a pool with disjoint windows."""
+    a, out_px = node.arguments, node.spec.shape[-2:]
+    pool = _find_pool(b, a["indices"])
+    rules = _make_pool_windows(pool) if pool else ()
+    overlap = any(rule.stride < rule.dilation * (rule.kernel - 1) + 1 for rule in rules)
+    if not rules or overlap or b.get_value(pool.arguments["self"]).size_px != out_px:
+        raise make_gather_error(node, "writes to places that are not known before", (-2, -1))
+    # A pooled pixel is written back into the window that it was pooled from. A tile is written by the pooled pixels
+    # whose windows meet it: those that a transposed convolution would read.
+    back = [TransposedWindow(rule.kernel, rule.stride, rule.padding, rule.dilation) for rule in rules]
+    values = b.pad_window(b.read_window(a["self"], out_px, *back))
+    places = b.pad_window(b.read_window(a["indices"], out_px, *back, fill=-1))
+    out = b.get_output_tiles(out_px)[b.rank]
+    tile = (out.rows.start, out.rows.stop, out.cols.start, out.cols.stop)
+    b.add_local_op(node.name, "tile.unpool", values, places, tile, out_px[1], like=node.spec, axes=(-2, -1))
+
+
+def _find_pool(b: Builder, places: Ref) -> Node | None:
+    """Return the tiled pool of which `places` are the second output; None if there is none."""
+    nodes = {node.name: node for node in b.graph.nodes}
+    pick = nodes.get(places.name)
+    if pick is None or pick.operator != "getitem" or pick.arguments["1"] != 1:
+        return None
+    pool = nodes.get(pick.arguments["0"].name)
+    known = pool and pool.operator == "aten.max_pool2d_with_indices.default"
+    return pool if known and b.is_tiled(pool.arguments["self"]) else None

@@ -12,14 +12,12 @@ from torch.nn import functional
 
 from engines.graph.model_graph import Node, Ref, TensorSpec
 from engines.program.builder import Builder
-from engines.spatial.entries.channels import reduce_other_axes
-from engines.spatial.entries.pooling import Cells, fetch_cells, to_whole_index
+from engines.spatial.entries.channels import lower_other_axes
+from engines.spatial.entries.convolution import Cells, fetch_cells, to_whole_index
 from engines.spatial.entries.reduction import all_gather_partials, find_spatial_dims
 from engines.spatial.kernels import get_operator, register_kernel
 from engines.spatial.local_rules import make_gather_error
 from engines.spatial.operator_table import register_rule
-
-__all__: list[str] = []
 
 
 class _Maxima(torch.autograd.Function):
@@ -79,7 +77,7 @@ def lower_minmax(b: Builder, node: Node) -> None:
     source = node.arguments["self"]
     dims = find_spatial_dims(b, node, source)
     if dims is None:
-        reduce_other_axes(b, node, source)
+        lower_other_axes(b, node, source)
     else:
         _reduce_minmax(b, node, source, dims, -1 if "min" in node.operator else 1)
 
@@ -105,7 +103,7 @@ def reduce_twice(b: Builder, node: Node) -> None:
     a, source = node.arguments, node.arguments["self"]
     dims, order = find_spatial_dims(b, node, source), float(a.get("ord", 2))
     if dims is None:
-        reduce_other_axes(b, node, source)
+        lower_other_axes(b, node, source)
     elif math.isinf(order):
         value, x = b.get_value(source), b.crop_to_own(source)
         own = b.add_local_op(f"{node.name}.absolute", "aten.abs.default", x, like=value.spec, axes=value.axes)

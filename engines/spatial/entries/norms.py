@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from engines.graph.model_graph import Node, Ref, TensorSpec, to_user_name
 from engines.graph.traceability import CUMULATIVE
 from engines.program.builder import Builder
 from engines.program.instructions import RunningStatistics
-from engines.spatial.entries.channels import reduce_other_axes
+from engines.spatial.entries.channels import lower_other_axes
 from engines.spatial.kernels import compute_batch_statistics, get_kernel, get_sum_type, register_kernel
 from engines.spatial.local_rules import (
     apply_locally,
@@ -23,8 +24,6 @@ from engines.spatial.local_rules import (
     make_unsupported_error,
 )
 from engines.spatial.operator_table import register_rule
-
-__all__: list[str] = []
 
 
 @register_kernel("tile.grouped")
@@ -70,38 +69,37 @@ def compute_variance(
     return (spread.sqrt() if root else spread).to(dtype).view(shape), mean.to(dtype).view(shape)
 
 
-Rows = Callable[[Ref], Ref]
-"""Maps (...) to (1, groups, values): the values of a tensor by group."""
+def _group(b: Builder, node: Node, x: Ref, kernel: str, setting: Sequence[int]) -> Ref:
+    """Return the values by group, (1, groups, values), as `kernel(x, setting)` arranges them, once for each value."""
+    name = f"{node.name}.{x.name}.grouped"
+    return Ref(name) if name in b.values else b.add_local_op(name, kernel, x, setting, like=b.get_value(x).spec)
 
 
-def _group_by(b: Builder, node: Node, kernel: str, setting: Sequence[int]) -> Rows:
-    """Return a grouping by `kernel(x, setting)`, which runs once for each value."""
+def _compute_moments(b: Builder, node: Node, own: Ref, groups: int, counts: Sequence[int]) -> Ref:
+    """Return the moments of the groups of `own`, of which the tiles have `counts` values each; of one tile if one."""
+    #     own pixels -> moments, (tiles, 2, C), 0 but in its slot -> all-reduce -> moments of all tiles
+    #
+    # Backward is the same way back: the gradient of the moments is summed over the ranks, and each takes its slot's.
+    slot, like = b.tile if len(counts) > 1 else 0, TensorSpec((len(counts), 2, groups), "float64")
+    moments = b.add_local_op(f"{node.name}.moments", "tile.moments", own, slot, len(counts), like=like)
+    return b.all_reduce(moments) if len(counts) > 1 else moments
 
-    def group(x: Ref) -> Ref:
-        name = f"{node.name}.{x.name}.grouped"
-        return Ref(name) if name in b.values else b.add_local_op(name, kernel, x, setting, like=b.get_value(x).spec)
 
-    return group
-
-
-def _compute_moments(b: Builder, name: str, x: Ref, rows: Rows, groups: int) -> tuple[Ref, list[int]]:
+def _compute_group_moments(b: Builder, node: Node, source: Ref, groups: int, *how: Any) -> tuple[Ref, list[int]]:
     """Return the moments of each group from all tiles, and each tile's number of values of a group."""
-    counts = b.count_elements(x, groups) if b.is_tiled(x) else [b.get_value(x).spec.numel // groups]
-    slot = b.tile if len(counts) > 1 else 0
-    like = TensorSpec((len(counts), 2, groups), "float64")
-    own = b.add_local_op(f"{name}.moments", "tile.moments", rows(b.crop_to_own(x)), slot, len(counts), like=like)
-    return b.all_reduce(own) if len(counts) > 1 else own, counts
+    counts = b.count_elements(source, groups) if b.is_tiled(source) else [b.get_value(source).spec.numel // groups]
+    return _compute_moments(b, node, _group(b, node, b.crop_to_own(source), *how), groups, counts), counts
 
 
 def _normalise_channels(b: Builder, node: Node, groups: int) -> tuple[Ref, list[int]]:
     """Normalise (N, C, ...) over `groups` runs of channels of one image; return the moments and the tiles' counts."""
     a, value = node.arguments, b.get_value(node.arguments["input"])
     channels = value.spec.shape[1]
-    rows = _group_by(b, node, "aten.reshape.default", (1, groups, -1))
-    moments, counts = _compute_moments(b, node.name, a["input"], rows, groups)
+    how = "aten.reshape.default", (1, groups, -1)
+    moments, counts = _compute_group_moments(b, node, a["input"], groups, *how)
     shape = get_local_shape(b, node.spec, value.axes)
     settings = a["weight"], a["bias"], counts, a["eps"], value.spec.shape[0] * channels, shape
-    x = rows(b.align_to_output(a["input"]))
+    x = _group(b, node, b.align_to_output(a["input"]), *how)
     b.add_local_op(node.name, "tile.normalise_groups", x, moments, *settings, like=node.spec, axes=value.axes)
     return moments, counts
 
@@ -166,9 +164,9 @@ def layer_norm(b: Builder, node: Node) -> None:
     shape = get_local_shape(b, node.spec, value.axes)
     kept = range(len(shape) - len(node.arguments["normalized_shape"]))
     groups = math.prod(value.spec.shape[axis] for axis in kept)
-    rows = _group_by(b, node, "tile.grouped", tuple(kept))
-    moments, counts = _compute_moments(b, node.name, node.arguments["input"], rows, groups)
-    x, whole = rows(b.align_to_output(node.arguments["input"])), f"{node.name}.normalised"
+    source, how = node.arguments["input"], ("tile.grouped", tuple(kept))
+    moments, counts = _compute_group_moments(b, node, source, groups, *how)
+    x, whole = _group(b, node, b.align_to_output(source), *how), f"{node.name}.normalised"
     settings = None, None, counts, node.arguments["eps"], groups, shape
     b.add_local_op(whole, "tile.normalise_groups", x, moments, *settings, like=node.spec, axes=value.axes)
     _scale_and_shift(b, node, whole, shape, value.axes)
@@ -212,7 +210,7 @@ def lower_variance(b: Builder, node: Node) -> None:
     rows, cols, count = get_spatial_axes(b, source)
     dims = {dim % count for dim in a.get("dim") or range(count)}
     if not {rows, cols} & dims:
-        reduce_other_axes(b, node, source)
+        lower_other_axes(b, node, source)
         return
     if not {rows, cols} <= dims:
         raise make_gather_error(node, "reduces one spatial axis of two")
@@ -222,8 +220,7 @@ def lower_variance(b: Builder, node: Node) -> None:
     kept = [axis for axis in range(count) if axis not in dims]
     shape = [1 if axis in dims else sizes[axis] for axis in range(count) if axis not in dims or a.get("keepdim")]
     groups = math.prod(sizes[axis] for axis in kept)
-    rows = _group_by(b, node, "tile.grouped", tuple(kept))
-    moments, counts = _compute_moments(b, node.name, source, rows, groups)
+    moments, counts = _compute_group_moments(b, node, source, groups, "tile.grouped", tuple(kept))
     name = node.name if node.spec is None else f"{node.name}.both"
     settings = counts, correction, root, shape, getattr(torch, dtype)
     both = b.add_local_op(name, "tile.variance", moments, *settings, like=TensorSpec(tuple(shape), dtype))
@@ -234,9 +231,6 @@ def lower_variance(b: Builder, node: Node) -> None:
 # Batch norm over all tiles: local moments, an all-reduce and a local formula. Or each tile by itself.
 
 
-__all__: list[str] = []
-
-
 @register_rule("aten.batch_norm.default", everywhere=True, images=("input",))
 def batch_norm(b: Builder, node: Node) -> None:
     """Normalise by the moments of all tiles or, if so planned, of each; the update sets the running statistics."""
@@ -245,31 +239,20 @@ def batch_norm(b: Builder, node: Node) -> None:
     if not a["training"]:
         apply_locally(b, node, value.axes)
         return
-    channels = value.spec.shape[1]
-    #     own pixels -> moments, (tiles, 2, C), 0 but in its slot -> all-reduce -> moments of all tiles -> own result
-    #
-    # Backward is the same way back: the gradient of the moments is summed over the ranks, and each takes its slot's.
-    counts, slot = b.count_elements(a["input"], channels), b.tile
-    is_whole = len(counts) == 1
-    if b.local_stats_ranks and not is_whole:  # each tile by its own moments
-        counts, slot = [counts[b.tile]], 0
-    like = TensorSpec((len(counts), 2, channels), "float64")
-    affine = a["weight"], a["bias"]
-    if is_whole:  # the rank holds whole images: the plain kernel alone
-        both = b.add_local_op(
-            f"{node.name}.both", "tile.whole_batch_norm", a["input"], *affine, a["eps"], like=node.spec
-        )
-        b.add_local_op(node.name, "getitem", both, 0, like=node.spec, axes=value.axes)
+    channels, affine, how = value.spec.shape[1], (a["weight"], a["bias"]), {"like": node.spec, "axes": value.axes}
+    counts = b.count_elements(a["input"], channels)
+    if len(counts) == 1:  # the rank holds whole images: the plain kernel alone
+        whole = a["input"], *affine, a["eps"]
+        both = b.add_local_op(f"{node.name}.both", "tile.whole_batch_norm", *whole, like=node.spec)
+        b.add_local_op(node.name, "getitem", both, 0, **how)
+        like = TensorSpec((1, 2, channels), "float64")
         moments = b.add_local_op(f"{node.name}.moments", "getitem", both, 1, like=like)
     else:
-        x = b.crop_to_own(a["input"])
-        moments = b.add_local_op(f"{node.name}.moments", "tile.moments", x, slot, len(counts), like=like)
-        if not b.local_stats_ranks:
-            moments = b.all_reduce(moments)
+        if b.local_stats_ranks:  # each tile by its own moments
+            counts = [counts[b.tile]]
+        moments = _compute_moments(b, node, b.crop_to_own(a["input"]), channels, counts)
         x = b.align_to_output(a["input"])
-        b.add_local_op(
-            node.name, "tile.batch_norm", x, moments, *affine, counts, a["eps"], like=node.spec, axes=value.axes
-        )
+        b.add_local_op(node.name, "tile.batch_norm", x, moments, *affine, counts, a["eps"], **how)
     if a["running_mean"]:
         names = a["running_mean"].name, a["running_var"].name
         counter = f"{names[0].removesuffix('running_mean')}num_batches_tracked" if a["momentum"] == CUMULATIVE else None

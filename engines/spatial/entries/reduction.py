@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from engines.graph.model_graph import Node, Ref, TensorSpec
 from engines.program.builder import Builder
-from engines.spatial.entries.channels import reduce_other_axes
+from engines.spatial.entries.channels import lower_other_axes
 from engines.spatial.kernels import register_kernel
 from engines.spatial.local_rules import (
     align_arguments,
@@ -71,20 +71,23 @@ _NONE, _MEAN = 0, 1
 
 def reduce_mean(b: Builder, node: Node, ref: Ref, dims: Sequence[int], keepdim: bool) -> None:
     """Compute the mean over `dims`, which include both spatial axes."""
-    sums = _sum(b, f"{node.name}.sum", ref, node.spec, dims, keepdim)
-    # The count is known from the shapes: only sums travel.
-    count = sum(b.count_elements(ref, node.spec.numel))
-    _cast_result(b, node, b.add_local_op(f"{node.name}.mean", "aten.div.Scalar", sums, count, like=node.spec.sums))
+    _finish_sum(b, node, ref, _sum(b, node, ref, dims, keepdim), mean=True)
 
 
-def _sum(b: Builder, out: str, ref: Ref, spec: TensorSpec, dims: Sequence[int], keepdim: bool) -> Ref:
-    dtype, own = getattr(torch, spec.sums.dtype), b.crop_to_own(ref)
-    return b.all_reduce(b.add_local_op(out, "tile.sum_pixels", own, list(dims), keepdim, dtype, like=spec.sums))
+def _sum(b: Builder, node: Node, ref: Ref, dims: Sequence[int], keepdim: bool) -> Ref:
+    like, own = node.spec.sums, b.crop_to_own(ref)
+    settings = list(dims), keepdim, getattr(torch, like.dtype)
+    return b.all_reduce(b.add_local_op(f"{node.name}.sum", "tile.sum_pixels", own, *settings, like=like))
 
 
-def _cast_result(b: Builder, node: Node, ref: Ref) -> None:
-    """Cast a sum over ranks to the type of the node's result."""
-    b.add_local_op(node.name, "aten._to_copy.default", ref, dtype=getattr(torch, node.spec.dtype), like=node.spec)
+def _finish_sum(b: Builder, node: Node, ref: Ref, total: Ref, mean: bool) -> None:
+    """Divide a sum of `ref` for a mean, and cast it to the type of the node's result."""
+    if mean:
+        # The count is known from the shapes: only sums travel.
+        shares = b.stage.shares if b.is_batch_sharded(ref) else 1
+        count = shares * b.get_value(ref).spec.numel // node.spec.numel
+        total = b.add_local_op(f"{node.name}.mean", "aten.div.Scalar", total, count, like=node.spec.sums)
+    b.add_local_op(node.name, "aten._to_copy.default", total, dtype=getattr(torch, node.spec.dtype), like=node.spec)
 
 
 @register_rule("aten.mean.default", "aten.mean.dim", "aten.sum.default", "aten.sum.dim_IntList", shared=True)
@@ -93,20 +96,16 @@ def reduce_sum(b: Builder, node: Node) -> None:
     source, keepdim = node.arguments["self"], bool(node.arguments.get("keepdim"))
     dims = find_spatial_dims(b, node, source)
     if dims is None:
-        reduce_other_axes(b, node, source)
-    elif b.is_tiled(source) and not set(get_spatial_axes(b, source)[:2]) <= set(dims):
+        lower_other_axes(b, node, source)
+        return
+    if b.is_tiled(source) and not set(get_spatial_axes(b, source)[:2]) <= set(dims):
         # Over rows, or over columns: each tile sums its own part, and every rank holds the whole result.
         like, dtype = node.spec.sums, getattr(torch, node.spec.sums.dtype)
         parts = all_gather_partials(b, node, source, "tile.sum_pixels", dims, True, dtype, dtype=like.dtype)
         total = b.add_local_op(f"{node.name}.sum", "tile.sum_pixels", parts, dims, keepdim, dtype, like=like)
-        if node.operator.startswith("aten.mean."):
-            count = b.get_value(source).spec.numel // node.spec.numel
-            total = b.add_local_op(f"{node.name}.mean", "aten.div.Scalar", total, count, like=like)
-        _cast_result(b, node, total)
-    elif node.operator.startswith("aten.mean."):
-        reduce_mean(b, node, source, dims, keepdim)
     else:
-        _cast_result(b, node, _sum(b, f"{node.name}.sum", source, node.spec, dims, keepdim))
+        total = _sum(b, node, source, dims, keepdim)
+    _finish_sum(b, node, source, total, mean=node.operator.startswith("aten.mean."))
 
 
 @register_kernel("tile.cross_entropy_sums")
@@ -134,16 +133,10 @@ def sum_nll(x: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int)
     return torch.stack([loss, _compute_divisor(loss, target, weight, ignore_index)])
 
 
-@register_kernel("tile.ratio")
-def compute_ratio(sums: Tensor) -> Tensor:
-    """Return the mean."""
-    return sums[0] / sums[1]
-
-
-@register_kernel("tile.first")
-def take_first(sums: Tensor) -> Tensor:
-    """Return the sum."""
-    return sums[0]
+@register_kernel("tile.total_loss")
+def compute_total(sums: Tensor, mean: bool) -> Tensor:
+    """Return the sum or the mean of the (2,) sums of all tiles."""
+    return sums[0] / sums[1] if mean else sums[0]
 
 
 @register_rule("aten.cross_entropy_loss.default", "aten.nll_loss_nd.default", images=("self", "target"), shared=True)
@@ -165,8 +158,7 @@ def cross_entropy_loss(b: Builder, node: Node) -> None:
         kernel, settings = "tile.cross_entropy_sums", [*settings, a["label_smoothing"]]
     own, like = map(b.crop_to_own, pair.values()), replace(node.spec, shape=(2,))
     sums = b.add_local_op(f"{node.name}.sums", kernel, *own, *settings, like=like)
-    kernel = "tile.ratio" if a["reduction"] == _MEAN else "tile.first"
-    b.add_local_op(node.name, kernel, b.all_reduce(sums), like=node.spec)
+    b.add_local_op(node.name, "tile.total_loss", b.all_reduce(sums), a["reduction"] == _MEAN, like=node.spec)
 
 
 _PIXEL_LOSSES = "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "kl_div", "poisson_nll_loss"
@@ -185,9 +177,8 @@ def lower_pixel_loss(b: Builder, node: Node) -> None:
     if reduction == _NONE:
         b.add_local_op(node.name, "aten.alias.default", each, like=spec, axes=b.get_value(source).axes)
         return
-    total = _sum(b, f"{node.name}.sum", each, node.spec, range(len(spec.shape)), keepdim=False)
-    count = sum(b.count_elements(source, 1)) if reduction == _MEAN else 1
-    _cast_result(b, node, b.add_local_op(f"{node.name}.mean", "aten.div.Scalar", total, count, like=node.spec.sums))
+    total = _sum(b, node, each, range(len(spec.shape)), keepdim=False)
+    _finish_sum(b, node, source, total, mean=reduction == _MEAN)
 
 
 # The divisor of a mean over class numbers, for labels in tiles or shares.
