@@ -31,26 +31,19 @@ def _read_limits(
     kinds: Sequence[tuple[str, Sequence[str]]], groups: Path, own: Path, count: int
 ) -> Iterator[tuple[int, ...]]:
     """Yield the limits, of `count` numbers each, of this process's control group and of all groups above it."""
+    told_groups = [line.split(":", 2) for line in _read_text(own).splitlines() if line.count(":") >= 2]
     for controller, names in kinds:
-        top = groups / controller
+        # The group's path below the controller, of lines such as `4:memory:/jobs/7` and (version 2) `0::/other`.
+        group = next((path.strip("/") for _, found, path in told_groups if controller in found.split(",")), "")
         # A limit on any group above holds for this process, too: a job's limit is often set two levels up.
-        place = top / _find_group(controller, _read_text(own))
+        top = groups / controller
+        place = top / group
         for folder in (place, *place.parents):
             told = " ".join(_read_text(folder / name) for name in names).split()
             if len(told) == count and all(map(str.isdecimal, told)):  # skips "max" and -1: no limit
                 yield tuple(map(int, told))
             if folder == top:
                 break
-
-
-def _find_group(controller: str, told: str) -> str:
-    """Return the path of this process's group under a controller, relative to the controller's root.
-
-    >>> _find_group("memory", "4:memory:/jobs/7\\n0::/other"), _find_group("", "4:memory:/jobs/7\\n0::/other")
-    ('jobs/7', 'other')
-    """
-    lines = (line.split(":", 2) for line in told.splitlines() if line.count(":") >= 2)
-    return next((path.strip("/") for _, kinds, path in lines if controller in kinds.split(",")), "")
 
 
 def _read_text(path: Path) -> str:

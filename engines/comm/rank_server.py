@@ -26,7 +26,6 @@ from engines.comm.world import World
 from engines.errors import ReleasedError
 
 if TYPE_CHECKING:
-    from engines.predict.calibrate import Calibration
     from engines.train.debug_step import RankStepper
     from engines.train.train_loop import RankTrainLoop
     from engines.train.training import RankTraining
@@ -64,7 +63,7 @@ class RankServer:
         self.trainings: dict[str, RankTraining] = {}
         self.courses: dict[str, RankTrainLoop] = {}
         self.predictions: dict[str, Any] = {}
-        self.calibration: Calibration | None = None
+        self.calibration: Any = None
         self.walk: RankStepper | None = None
 
     def abort_debug_step(self) -> None:

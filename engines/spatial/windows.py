@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from engines.spatial.tiles import Span, Tile
 
 __all__ = [
-    "MonotoneWindow",
     "Shift",
     "SlidingWindow",
     "SpanRule",
@@ -87,17 +86,6 @@ class Shift:
 
     def __call__(self, out: Span) -> Span:
         return Span(out.start + self.by, out.stop + self.by)
-
-
-@dataclass(frozen=True, slots=True)
-class MonotoneWindow:
-    """Any monotonic window: output i reads inputs `first(i)` to `last(i)`, both included."""
-
-    first: Callable[[int], int]
-    last: Callable[[int], int]
-
-    def __call__(self, out: Span) -> Span:
-        return Span(self.first(out.start), self.last(out.stop - 1) + 1)
 
 
 @dataclass(frozen=True, slots=True)

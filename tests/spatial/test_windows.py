@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from engines.spatial.tiles import Span, Tile
 from engines.spatial.windows import (
-    MonotoneWindow,
     Shift,
     SlidingWindow,
+    TableWindow,
     TransposedWindow,
     compute_halo_widths,
     compute_interior,
@@ -97,7 +97,7 @@ def test_reach_is_what_adaptive_cells_read(size_px: int, count: int, data: st.Da
     start = data.draw(st.integers(0, count - 1))
     out = Span(start, data.draw(st.integers(start + 1, count)))
     cells = [range(i * size_px // count, -(-(i + 1) * size_px // count)) for i in range(count)]
-    found = MonotoneWindow(lambda i: cells[i][0], lambda i: cells[i][-1])(out)
+    found = TableWindow(tuple((cell[0], cell[-1]) for cell in cells))(out)
     assert set(indices(found)) == {pixel for i in indices(out) for pixel in cells[i]}
 
 

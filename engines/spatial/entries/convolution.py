@@ -23,7 +23,7 @@ from engines.spatial.local_rules import (
 )
 from engines.spatial.operator_table import register_rule
 from engines.spatial.tiles import Span, Tile
-from engines.spatial.windows import MonotoneWindow, SlidingWindow, TransposedWindow, Window
+from engines.spatial.windows import SlidingWindow, TableWindow, TransposedWindow, Window, compute_window
 
 __all__ = ["Cells", "fetch_cells", "to_whole_index"]
 
@@ -81,21 +81,13 @@ def conv_transpose2d(b: Builder, node: Node) -> None:
     a = node.arguments
     kernel = get_spec(b, a["weight"].name).shape[2:]
     stride, padding, dilation = to_pair(a["stride"]), to_pair(a["padding"]), to_pair(a["dilation"])
-    rules = [TransposedWindow(*axis) for axis in zip(kernel, stride, padding, dilation, strict=True)]
-    out_px = node.spec.shape[-2:]
-    window = b.read_window(a["input"], out_px, rules[0], rules[1])
-    out = b.get_output_tiles(out_px)[b.rank]
-    # Inputs held:       start ... stop          write the outputs first ... last - 1 in full
-    # Outputs of the tile:       target
-    #
-    # The difference on each side is cropped (negative) or, where no input writes, padded (positive).
-    margins: list[int] = []
-    spans = zip((out.rows, out.cols), (window.held.rows, window.held.cols), rules, strict=True)
-    for target, held, rule in reversed(list(spans)):
-        first = held.start * rule.stride - rule.padding
-        last = (held.stop - 1) * rule.stride - rule.padding + rule.dilation * (rule.kernel - 1) + 1
-        margins += [first - target.start, target.stop - last]
-    settings = a["weight"], a["bias"], stride, dilation, a["groups"], tuple(margins)
+    axes, out_px = list(zip(kernel, stride, padding, dilation, strict=True)), node.spec.shape[-2:]
+    window = b.read_window(a["input"], out_px, *(TransposedWindow(*axis) for axis in axes))
+    # The inputs write those outputs that they would read in a convolution. The difference from the tile's outputs is
+    # cropped on each side (negative) or, where no input writes, padded (positive).
+    written = compute_window(window.held, *(SlidingWindow(*axis) for axis in axes))
+    margins = Window(window.name, written, b.get_output_tiles(out_px)[b.rank], 0.0).margins
+    settings = a["weight"], a["bias"], stride, dilation, a["groups"], margins
     b.add_local_op(node.name, "tile.conv_transpose", Ref(window.name), *settings, like=node.spec, axes=(-2, -1))
 
 
@@ -232,10 +224,9 @@ def fetch_cells(b: Builder, ref: Ref, out_px: Pair) -> tuple[Ref, Tile, Cells, C
     """Return the window that this tile's cells read, its tile, and (start, stop) of each cell in it."""
     # 7 pixels in 3 cells: 0 to 3, 2 to 5, 4 to 7. Neighbours overlap, so that a tile may read its neighbour's pixels.
     cells = [_split_cells(size, count) for size, count in zip(b.get_value(ref).size_px, out_px, strict=True)]
-    rules = [MonotoneWindow(lambda i, c=c: c[i][0], lambda i, c=c: c[i][1] - 1) for c in cells]
-    window = b.read_window(ref, out_px, rules[0], rules[1])
-    x, out = b.pad_window(window), b.get_output_tiles(out_px)[b.rank]
-    wanted = window.wanted
+    rules = [TableWindow(tuple((start, stop - 1) for start, stop in axis)) for axis in cells]
+    window = b.read_window(ref, out_px, *rules)
+    x, out, wanted = b.pad_window(window), b.get_output_tiles(out_px)[b.rank], window.wanted
     rows, cols = (
         tuple((start - first.start, stop - first.start) for start, stop in axis[span.start : span.stop])
         for axis, span, first in zip(cells, (out.rows, out.cols), (wanted.rows, wanted.cols), strict=True)

@@ -25,7 +25,7 @@ from engines.spatial.local_rules import (
 )
 from engines.spatial.operator_table import register_rule
 from engines.spatial.tiles import Span
-from engines.spatial.windows import MonotoneWindow, Shift, SlidingWindow, TableWindow
+from engines.spatial.windows import Shift, SlidingWindow, TableWindow, Window, compute_window
 
 __all__ = ["lower_resample", "make_copy_taps"]
 
@@ -175,14 +175,12 @@ def pixel_shuffle(b: Builder, node: Node) -> None:
     """Shuffle pixels: output i reads pixel i // r (Shi et al., 2016, arXiv:1609.05158); the surplus is cropped."""
     factor = node.arguments["upscale_factor"]
     out_px = node.spec.shape[-2:]
-    rule = MonotoneWindow(lambda i: i // factor, lambda i: i // factor)
-    window = b.read_window(node.arguments["self"], out_px, rule, rule)
-    out, made = b.get_output_tiles(out_px)[b.rank], f"{node.name}.wide"
-    margins = []
-    for span, held in ((out.cols, window.held.cols), (out.rows, window.held.rows)):
-        margins += [held.start * factor - span.start, span.stop - held.stop * factor]
-    wide = b.add_local_op(made, node.operator, Ref(window.name), factor, like=node.spec, axes=(-2, -1))
-    b.add_local_op(node.name, "tile.pad", wide, tuple(margins), 0.0, like=node.spec, axes=(-2, -1))
+    rules = [TableWindow(tuple((i // factor,) for i in range(size_px))) for size_px in out_px]
+    window = b.read_window(node.arguments["self"], out_px, *rules)
+    made = compute_window(window.held, *[SlidingWindow(factor, factor)] * 2)
+    margins = Window(f"{node.name}.wide", made, b.get_output_tiles(out_px)[b.rank], 0.0).margins
+    wide = b.add_local_op(f"{node.name}.wide", node.operator, Ref(window.name), factor, like=node.spec, axes=(-2, -1))
+    b.add_local_op(node.name, "tile.pad", wide, margins, 0.0, like=node.spec, axes=(-2, -1))
 
 
 @register_rule("aten.pixel_unshuffle.default", images=("self",))
