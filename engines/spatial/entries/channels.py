@@ -51,7 +51,7 @@ def check_only_first_tiled(b: Builder, node: Node) -> Ref:
 @register_rule(
     *(f"aten.{name}.default" for name in ("cumsum", "cumprod", "glu", "sort", "topk", "narrow", "argmax", "argmin")),
     *(f"aten.{name}.dim" for name in ("max", "min", "median", "any", "all")),
-    *("aten.softmax.int", "aten.log_softmax.int", "aten.index_fill.int_Scalar", "aten.prod.dim_int"),
+    *("aten.softmax.int", "aten.log_softmax.int", "aten.index_fill.int_Scalar", "aten.prod.dim_int", "aten.unbind.int"),
     *("aten.chunk.default", "aten.split.Tensor", "aten.split_with_sizes.default"),
 )
 def lower_per_pixel(b: Builder, node: Node) -> None:
@@ -59,11 +59,19 @@ def lower_per_pixel(b: Builder, node: Node) -> None:
     lower_other_axes(b, node, check_only_first_tiled(b, node))
 
 
-def lower_other_axes(b: Builder, node: Node, source: Ref) -> None:
-    """Run the node's own operator along non-spatial axes, which a reduction removes unless `keepdim` is set."""
+_REMOVING = ("aten.unbind.int", "aten.cosine_similarity.default")
+
+
+def lower_other_axes(b: Builder, node: Node, source: Ref, several: bool = False) -> None:
+    """Run the node's own operator along non-spatial axes, on `several` images pixel by pixel.
+
+    A reduction removes the axes unless `keepdim` is set.
+    """
     a = node.arguments
     dims = check_along_other_axes(b, node, source, a.get("dim", a.get("dims")))
-    apply_locally(b, node, get_axes_without(b, source, [] if a.get("keepdim", True) else dims))
+    keeps = a.get("keepdim", node.operator not in _REMOVING)
+    changes = align_arguments(b, node) if several else {}
+    apply_locally(b, node, get_axes_without(b, source, [] if keeps else dims), **changes)
 
 
 @register_rule("aten.flip.default", "aten.roll.default", "aten.repeat_interleave.self_int")
@@ -94,10 +102,7 @@ def reorder_pixels(b: Builder, node: Node) -> None:
 )
 def combine_channels(b: Builder, node: Node) -> None:
     """Combine the channels of each pixel of several images: concatenate, compare, or pick and write by indices."""
-    source = next(Ref(name) for name in node.reads if b.is_tiled(Ref(name)))
-    dims = check_along_other_axes(b, node, source, node.arguments["dim"])
-    gone = dims if node.operator == "aten.cosine_similarity.default" else []
-    apply_locally(b, node, get_axes_without(b, source, gone), **align_arguments(b, node))
+    lower_other_axes(b, node, next(Ref(name) for name in node.reads if b.is_tiled(Ref(name))), several=True)
 
 
 @register_rule("aten.channel_shuffle.default", images=("self",))
@@ -125,13 +130,6 @@ def stack(b: Builder, node: Node) -> None:
     apply_locally(b, node, axes, **parts)
 
 
-@register_rule("aten.unbind.int")
-def unbind(b: Builder, node: Node) -> None:
-    """Split channels and remove their axis; pixels stay in place."""
-    source = node.arguments["self"]
-    apply_locally(b, node, get_axes_without(b, source, check_along_other_axes(b, node, source, node.arguments["dim"])))
-
-
 @register_rule("aten.prelu.default")
 def prelu(b: Builder, node: Node) -> None:
     """Apply one slope for each channel, which are along axis 1, or one for all."""
@@ -144,7 +142,7 @@ def prelu(b: Builder, node: Node) -> None:
 _MOVED = ("transpose.int", "swapaxes.default", "swapdims.default", "movedim.int", "movedim.intlist", "moveaxis.int")
 
 
-@register_rule(*(f"aten.{name}" for name in (*_MOVED, "mT.default")))
+@register_rule(*(f"aten.{name}" for name in (*_MOVED, "mT.default", "permute.default")))
 def transpose(b: Builder, node: Node) -> None:
     """Move the spatial axes with the others. ATen itself, run on a meta tensor, determines their order."""
     rows, cols, count = get_spatial_axes(b, node.arguments["self"])

@@ -302,11 +302,3 @@ def pick(b: Builder, node: Node) -> None:
     several = node.arguments["0"]
     b.read_window(several, b.get_value(several).size_px, Shift(0), Shift(0))  # no exchange: the rank owns these pixels
     b.hold_like(apply_locally(b, node, b.get_value(several).axes, **{"0": several}), several)
-
-
-@register_rule("aten.permute.default")
-def permute(b: Builder, node: Node) -> None:
-    """Permute axes; the spatial axes move with the others."""
-    rows, cols, count = get_spatial_axes(b, node.arguments["self"])
-    order = [dim % count for dim in node.arguments["dims"]]
-    apply_locally(b, node, (order.index(rows) - count, order.index(cols) - count))
