@@ -17,7 +17,7 @@ from engines.program.instructions import ModelInstruction
 from engines.program.program import ShardSpec
 from engines.program.value_layout import Memo, ValueLayout
 from engines.spatial.batch_sharding import find_sharded_names, shard_graph
-from engines.spatial.halo_fusion import ExtendedTiles, HaloCost, extend_tiles, group_cheapest, group_evenly
+from engines.spatial.halo_fusion import ExtendedTiles, HaloCost, extend_tiles, group_cheapest
 from engines.spatial.layout import Layout, Role, StageRanks
 from engines.spatial.operator_table import lower
 from engines.spatial.tiles import Grid, Span, Tile
@@ -199,9 +199,9 @@ class Lowering:
             if isinstance(fused, str):
                 work = {name: scout.estimate_cost(name) for name in scout.values if scout.is_tiled(Ref(name))}
                 sizes = group_cheapest(names, scout.reads, scout.get_image_tiles, work, HaloCost())
+                numbers = [number for number, size in enumerate(sizes) for _ in range(size)]
             else:
-                sizes = group_evenly(len(names), fused)
-            numbers = [number for number, size in enumerate(sizes) for _ in range(size)]
+                numbers = [index // fused for index in range(len(names))]
             groups = {name: number for number, layer in zip(numbers, names, strict=True) for name in layer}
             # The prediction has a group of its own, since the loss reads each rank's own tile of it.
             groups |= {self.graph.prediction: -1} if self.graph.loss else {}

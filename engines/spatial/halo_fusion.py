@@ -12,7 +12,6 @@ from engines.spatial.tiles import Tile, compute_moves
 from engines.spatial.windows import SpanRule, compute_window
 
 __all__ = [
-    "MOST_LAYERS",
     "ExtendedTiles",
     "HaloCost",
     "TileLookup",
@@ -20,7 +19,6 @@ __all__ = [
     "WindowRead",
     "extend_tiles",
     "group_cheapest",
-    "group_evenly",
 ]
 
 Tiles = Mapping[int, Tile]
@@ -96,8 +94,7 @@ def _compute_hulls(wishes: Sequence[Tiles], whole: Tile) -> Tiles:
 # Which layers share a halo exchange: groups of a given size, or the cheapest groups.
 
 
-MOST_LAYERS = 8
-"""Longer groups are not searched: redundant computation grows with the square of their length."""
+_MOST_LAYERS = 8  # longer groups are not searched: redundant computation grows with the square of their length
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,15 +138,6 @@ class HaloCost:
         return max(added.values(), default=0.0)
 
 
-def group_evenly(layers: int, together: int) -> tuple[int, ...]:
-    """Return the number of layers of each group.
-
-    >>> group_evenly(5, 2)
-    (2, 2, 1)
-    """
-    return tuple(min(together, layers - first) for first in range(0, layers, together))
-
-
 def group_cheapest(
     layers: Sequence[Sequence[str]],
     reads: Sequence[WindowRead],
@@ -174,7 +162,7 @@ def group_cheapest(
     # best[end]: the first `end` layers, as (seconds, size of each group).
     best: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
     for end in range(1, len(layers) + 1):
-        starts = range(max(0, end - MOST_LAYERS), end)
+        starts = range(max(0, end - _MOST_LAYERS), end)
         options = ((best[start][0] + estimate_group(start, end), (*best[start][1], end - start)) for start in starts)
         best.append(min(options))
     return best[-1][1]

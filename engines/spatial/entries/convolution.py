@@ -96,13 +96,11 @@ def to_whole_index(index: Tensor, width: int, corner: Pair, width_px: int) -> Te
     return (index // width + corner[0]) * width_px + index % width + corner[1]
 
 
-def _make_pool_windows(node: Node) -> tuple[SlidingWindow, SlidingWindow]:
+def _make_pool_windows(node: Node) -> list[SlidingWindow]:
     """Return the windows of a max pool along rows and along columns."""
     a = node.arguments
-    kernel = to_pair(a["kernel_size"])
-    settings = kernel, to_pair(a["stride"] or kernel), to_pair(a["padding"]), to_pair(a["dilation"])
-    rows, cols = (SlidingWindow(*axis) for axis in zip(*settings, strict=True))
-    return rows, cols
+    settings = a["kernel_size"], a["stride"] or a["kernel_size"], a["padding"], a["dilation"]
+    return [SlidingWindow(*axis) for axis in zip(*map(to_pair, settings), strict=True)]
 
 
 @register_rule("aten.max_pool2d.default", images=("self",))
