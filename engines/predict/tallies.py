@@ -94,7 +94,7 @@ _BEGINNINGS = {
     "moments": "moments",
     "norm": "batch_norm",
     "whole_norm": "whole_batch_norm instance_norm group_norm layer_norm",
-    "pool": "max_pool avg_pool average_pool adaptive upsample",
+    "pool": "max_pool avg_pool adaptive upsample",
     "transcendental": "softmax log_softmax exp log sigmoid tanh gelu silu mish elu softplus",
     "loss": "cross_entropy binary_cross_entropy nll",
     "pointwise": "logical",

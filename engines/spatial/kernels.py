@@ -253,20 +253,6 @@ def sum_pixels(x: Tensor, dims: list[int], keepdim: bool, dtype: torch.dtype) ->
     return x.sum(dims, keepdim=keepdim, dtype=dtype)
 
 
-@register_kernel("tile.average_pool")
-def pool_average(
-    x: Tensor,
-    size: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    rows: Sequence[int],
-    cols: Sequence[int],
-) -> Tensor:
-    """Return the sum over each window divided by the number of pixels that count there: rows[i] * cols[j]."""
-    sums = functional.avg_pool2d(x, size, stride, padding, divisor_override=1)
-    return sums / (x.new_tensor(rows)[:, None] * x.new_tensor(cols))
-
-
 @register_kernel("tile.pad")
 def pad_pixels(x: Tensor, margins: Sequence[int], fill: float, axes: tuple[int, int] = (-2, -1)) -> Tensor:
     """Pad rows and columns, which lie along `axes`, by a constant, as `F.pad` does; nothing of `x` need remain.

@@ -33,7 +33,6 @@ __all__ = [
     "get_spatial_axes",
     "get_spec",
     "is_pointwise",
-    "lower_pointwise",
     "make_gather_error",
     "make_unsupported_error",
     "map_refs",
@@ -239,14 +238,6 @@ def split_arguments(node: Node, changes: dict[str, Any]) -> tuple[list[Any], dic
 def is_pointwise(name: str) -> bool:
     """Return whether each output pixel depends only on the same pixel of the inputs."""
     return name in _POINTWISE or (not has_kernel(name) and torch.Tag.pointwise in get_operator(name).tags)
-
-
-def lower_pointwise(b: Builder, node: Node) -> None:
-    """Lower a pointwise node: tiled arguments have the output's pixels, all others have none or all of them."""
-    check_deterministic(b, node)
-    changes = align_arguments(b, node)
-    tiled = next(Ref(name) for name in node.reads if b.is_tiled(Ref(name)))
-    apply_locally(b, node, b.get_value(tiled).axes, **changes)
 
 
 # Operators that read all pixels: every rank gathers them, for images of few pixels only.

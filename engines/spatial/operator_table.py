@@ -18,12 +18,12 @@ from engines.spatial.halo_overlap import split_interior
 from engines.spatial.kernels import Kernel, get_kernels, register_kernel
 from engines.spatial.local_rules import (
     NeedsGatherError,
+    align_arguments,
     all_gather_pixels,
     apply_locally,
     check_deterministic,
     get_local_ranges,
     is_pointwise,
-    lower_pointwise,
     make_gather_error,
     make_unsupported_error,
     map_refs,
@@ -131,7 +131,7 @@ def _lower_gathered(b: Builder, node: Node, refusal: NeedsGatherError | PlanErro
 
 
 def _lower(b: Builder, node: Node) -> None:
-    tiled = any(b.is_tiled(Ref(name)) for name in node.reads)
+    tiled = [Ref(name) for name in node.reads if b.is_tiled(Ref(name))]
     joins = any(b.is_batch_sharded(Ref(name)) for name in node.reads) and not b.is_batch_sharded(Ref(node.name))
     rule, how = _TABLE.get(node.operator, (None, {}))
     if joins and not how.get("shared"):
@@ -139,11 +139,10 @@ def _lower(b: Builder, node: Node) -> None:
     if rule and (tiled or joins or how["everywhere"]):
         _check_images(b, node, how["images"])
         rule(b, node)
-    elif not tiled:
+    elif not tiled or is_pointwise(node.operator):
         check_deterministic(b, node)
-        apply_locally(b, node, axes=None)
-    elif is_pointwise(node.operator):
-        lower_pointwise(b, node)
+        changes = align_arguments(b, node) if tiled else {}
+        apply_locally(b, node, b.get_value(tiled[0]).axes if tiled else None, **changes)
     else:
         raise make_unsupported_error(node)
 

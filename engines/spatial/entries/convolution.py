@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -164,8 +165,10 @@ def avg_pool2d(b: Builder, node: Node) -> None:
     if a["divisor_override"] or (set(rows), set(cols)) == ({kernel[0]}, {kernel[1]}):
         apply_locally(b, node, (-2, -1), self=x, padding=native, ceil_mode=False)
         return
-    settings = kernel, stride, native, rows, cols
-    b.add_local_op(node.name, "tile.average_pool", x, *settings, like=node.spec, axes=(-2, -1))
+    part = replace(node, name=f"{node.name}.sums")
+    sums = apply_locally(b, part, (-2, -1), self=x, padding=native, ceil_mode=False, divisor_override=1)
+    divisors = rows, cols, None, getattr(torch, node.spec.dtype)
+    b.add_local_op(node.name, "tile.averages", sums, *divisors, like=node.spec, axes=(-2, -1))
 
 
 def _average_few(b: Builder, node: Node, reads: Sequence[Sequence[Span]], border_px: Pair = (0, 0)) -> None:
