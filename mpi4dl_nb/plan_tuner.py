@@ -158,7 +158,8 @@ class PlanTuner:
         states = count_optimiser_states(self.optimiser, self.model, self.loss)
         n, batch = self.cluster.n, self.image_shape[0]
         found = search(n, batch, self.get_graph, machine, rank_bytes, states, seen, neutral_batch=neutral_batch)
-        return PlanSearchResult(tuple(map(Candidate, found.fitting)), explain(found, rank_bytes), found.refused)
+        explanation = explain((*found.fitting, *found.too_large), found.refused, rank_bytes)
+        return PlanSearchResult(tuple(map(Candidate, found.fitting)), explanation, found.refused)
 
     def measure(
         self,

@@ -1,8 +1,7 @@
 """The simulator at scale, and the search: `python -m tests.simulated` prints JSON lines; it takes some minutes.
 
 `--growth`: seconds of a forecast for 16 to 16,384 ranks, and what it says. `--search`: the seconds of a search of all
-plans for 64 ranks. `--check`: the best plans of a search beside those of one that simulates every plan, for fewer
-ranks. Without any of them, the first two.
+plans for 16 ranks. Without any of them, both.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from engines.plan import Plan
 from engines.predict.forecast import forecast
 from engines.predict.machine import Link, Machine, Speed
 from engines.predict.machines import MACHINES
-from engines.predict.search import SearchResult, generate_plans, search
+from engines.predict.search import generate_plans, search
 from engines.predict.tallies import BY_ARITHMETIC, CLASSES
 
 MADE_UP = Machine(
@@ -43,17 +42,17 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 def main() -> None:
     """Print what is asked for."""
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in ("growth", "search", "check"):
+    for name in ("growth", "search"):
         flags.add_argument(f"--{name}", action="store_true")
     flags.add_argument("--model", choices=MODELS, action="append", help="default: the first two")
     flags.add_argument("--machine", choices=MACHINES, help="default: a made-up one")
     flags.add_argument("--image-px", type=int, default=512)
     flags.add_argument("--batch", type=int, default=4)
-    flags.add_argument("--ranks", type=int, help="of the search (64) or the check (8)")
+    flags.add_argument("--ranks", type=int, help="of the search (16)")
     chosen = flags.parse_args()
     chosen.machine = MACHINES.get(chosen.machine, MADE_UP)
-    parts = {"growth": growth, "search": searched, "check": checked}
-    asked = [name for name in parts if getattr(chosen, name)] or ["growth", "search"]
+    parts = {"growth": growth, "search": searched}
+    asked = [name for name in parts if getattr(chosen, name)] or list(parts)
     for model in chosen.model or list(MODELS)[:2]:
         traces = TraceCache(MODELS[model](), (chosen.batch, 3, chosen.image_px, chosen.image_px), nn.CrossEntropyLoss())
         for name in asked:
@@ -86,42 +85,17 @@ def growth(traces: TraceCache, chosen: argparse.Namespace) -> Iterator[dict[str,
 
 def searched(traces: TraceCache, chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """All plans for so many ranks."""
-    ranks = chosen.ranks or 64
+    ranks = chosen.ranks or 16
     began = time.perf_counter()
     _trace(traces, ranks, chosen.batch)
     traced, traced_cpu = time.perf_counter(), time.process_time()
-    found = search(ranks, chosen.batch, traces.get_graph, chosen.machine, chosen.machine.memory_bytes, best=8)
+    found = search(ranks, chosen.batch, traces.get_graph, chosen.machine, chosen.machine.memory_bytes)
     yield {
         "ranks": ranks, "tracing_s": round(traced - began, 1), "search_s": round(time.perf_counter() - traced, 1),
         "search_cpu_s": round(time.process_time() - traced_cpu, 1),
         "simulated": len(found.fitting) + len(found.too_large), "refused": len(found.refused),
-        "bounded": len(found.bounded), "best": _told(found.fitting[:4]),
+        "best": _told(found.fitting[:4]),
     }  # fmt: skip
-
-
-def checked(traces: TraceCache, chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """The same search with bounds and without."""
-    ranks = chosen.ranks or 8
-    _trace(traces, ranks, chosen.batch)
-    rank_bytes = None
-    for _ in range(2):
-        row: dict[str, Any] = {"ranks": ranks, "rank_bytes": rank_bytes}
-        everything = _timed(row, "everything", traces, chosen, ranks, rank_bytes, None)
-        bounded = _timed(row, "bounds", traces, chosen, ranks, rank_bytes, 8)
-        rates = [[each.images_per_s for each in found.fitting[:8]] for found in (everything, bounded)]
-        yield row | {"same_best": rates[0] == rates[1], "best": _told(bounded.fitting[:2])}
-        rank_bytes = sorted(each.peak_bytes for each in everything.fitting)[len(everything.fitting) // 4]
-
-
-def _timed(
-    row: dict[str, Any], name: str, traces: TraceCache, chosen: argparse.Namespace, ranks: int, *limits: Any
-) -> SearchResult:
-    rank_bytes, best = limits
-    began = time.process_time()
-    found = search(ranks, chosen.batch, traces.get_graph, chosen.machine, rank_bytes, best=best)
-    row[f"{name}_cpu_s"] = round(time.process_time() - began, 1)
-    row[f"{name}_simulated"] = len(found.fitting) + len(found.too_large)
-    return found
 
 
 def _trace(traces: TraceCache, ranks: int, batch: int) -> None:

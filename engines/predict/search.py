@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from engines.errors import PlanError, TraceError
 from engines.graph.model_graph import ModelGraph
 from engines.plan import Plan
 from engines.predict.cost import CostModel
 from engines.predict.forecast import Forecast, forecast
-from engines.predict.lower_bound import BoundCalculator, PlanBound
 from engines.predict.machine import Machine
 
 __all__ = ["SearchResult", "generate_plans", "search"]
@@ -22,16 +21,11 @@ _MANY = 12
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The result of a search: `fitting` plans, the fastest first; `refused` plans with the reason; `too_large` plans.
-
-    `bounded` plans were not simulated, because their bounds show that they do not fit or are no faster than the best
-    plans. Whether these can run at all was not checked.
-    """
+    """The plans that are `fitting`, the fastest first, those `refused`, each with the reason, and those `too_large`."""
 
     fitting: tuple[Forecast, ...]
     refused: tuple[tuple[Plan, str], ...] = ()
     too_large: tuple[Forecast, ...] = ()
-    bounded: tuple[PlanBound, ...] = ()
 
 
 def search(
@@ -43,7 +37,6 @@ def search(
     optimiser_states: int = 1,
     seen: Callable[[int, int], None] = lambda done, of: None,
     asked: Sequence[Plan] | None = None,
-    best: int | None = None,
     neutral_batch: int | None = None,
 ) -> SearchResult:
     """Return the forecasts of all plans (or those in `asked`) for exactly `ranks` ranks, the fastest first.
@@ -52,108 +45,44 @@ def search(
     which accuracy suffers, the order is that of `compute_throughput`.
     `batch` is the number of images in a batch, `graph_of` returns the traced micro-batch of a plan, and `rank_bytes` is
     the memory that a rank may use (None: unlimited). A plan that does not fit is replaced by the same plan with
-    `checkpoint_activations`, if that needs less memory. `seen(done, of)` is called after each plan. With `best`, only
-    that many best plans are wanted, and others are skipped once their bounds exclude them (see `PlanBound`).
+    `checkpoint_activations`, if that needs less memory. `seen(done, of)` is called after each plan.
     Raises PlanError if no plan can run, with some of the reasons.
     """
     asked = list(generate_plans(ranks, batch)) if asked is None else asked
-    looking = _PlanSearch(
-        graph_of, CostModel(machine), rank_bytes, optimiser_states, lambda done: seen(done, len(asked)), neutral_batch
-    )
-    if best is None:
-        for plan in asked:
-            looking.evaluate_plan(plan)
-    else:
-        looking.search_best(best, asked)
-    if not looking.fitting:
-        raise PlanError(looking.describe_failure(ranks))
-    fitting = sorted(looking.fitting, key=lambda each: -each.compute_throughput(neutral_batch))
-    too_large = sorted(looking.too_large, key=lambda each: each.peak_bytes)
-    return SearchResult(tuple(fitting), tuple(looking.refused), tuple(too_large), tuple(looking.bounded))
+    prices = CostModel(machine)
+    fitting: list[Forecast] = []
+    too_large: list[Forecast] = []
+    refused: list[tuple[Plan, str]] = []
 
+    def predict_plan(plan: Plan) -> Forecast:
+        return forecast(graph_of(plan), plan, prices, optimiser_states)
 
-@dataclass
-class _PlanSearch:
-    """The state of a search; `seen` is called with the number of plans that are done."""
+    def can_fit(found: Forecast) -> bool:
+        return rank_bytes is None or found.peak_bytes <= rank_bytes
 
-    graph_of: Callable[[Plan], ModelGraph]
-    prices: CostModel
-    rank_bytes: int | None
-    states: int
-    seen: Callable[[int], None]
-    neutral_batch: int | None = None
-    fitting: list[Forecast] = field(default_factory=list)
-    too_large: list[Forecast] = field(default_factory=list)
-    refused: list[tuple[Plan, str]] = field(default_factory=list)
-    bounded: list[PlanBound] = field(default_factory=list)
-
-    def evaluate_plan(self, plan: Plan) -> None:
-        """Simulate a plan and, if it does not fit, the same plan with activation checkpointing."""
+    for done, plan in enumerate(asked, 1):
         # Checkpointing costs another forward pass. A plan that fits without it is never faster with it.
         try:
-            found = self._forecast_plan(plan)
-            if not self._can_fit(found) and not plan.checkpoint_activations:
-                found = min(found, self._forecast_plan(_with_checkpointing(plan)), key=lambda each: each.peak_bytes)
+            found = predict_plan(plan)
+            if not can_fit(found) and not plan.checkpoint_activations:
+                lean = predict_plan(replace(plan, checkpoint_activations=True))
+                found = min(found, lean, key=lambda each: each.peak_bytes)
         except (PlanError, TraceError) as error:
-            self._refuse(plan, error)
-            return
-        (self.fitting if self._can_fit(found) else self.too_large).append(found)
-        self._report_progress()
-
-    def _forecast_plan(self, plan: Plan) -> Forecast:
-        return forecast(self.graph_of(plan), plan, self.prices, self.states)
-
-    def search_best(self, best: int, asked: Sequence[Plan]) -> None:
-        """Simulate plans until the `best` fastest are certain, in order of decreasing upper bounds."""
-        calculator = BoundCalculator(self.graph_of, self.prices, self.states)
-        bounds = []
-        for plan in asked:
-            try:
-                bound = calculator.compute_bound(plan)
-                if not self._can_fit(bound) and not plan.checkpoint_activations:
-                    bound = calculator.compute_bound(_with_checkpointing(plan))
-            except (PlanError, TraceError) as error:
-                self._refuse(plan, error)
-            else:
-                bounds.append(bound)
-        # Branch and bound: once `best` plans are faster than the largest remaining bound, no other plan can be.
-        rates: list[float] = []  # of the best plans so far, ascending
-        for bound in sorted(bounds, key=lambda each: -each.images_per_s):
-            is_slower = len(rates) == best and bound.images_per_s < rates[0]
-            if is_slower or not self._can_fit(bound):
-                self.bounded.append(bound)
-                self._report_progress()
-                continue
-            count = len(self.fitting)
-            self.evaluate_plan(bound.plan)
-            rates += [each.compute_throughput(self.neutral_batch) for each in self.fitting[count:]]
-            rates = sorted(rates)[-best:]
-
-    def _can_fit(self, found: Forecast | PlanBound) -> bool:
-        return self.rank_bytes is None or found.peak_bytes <= self.rank_bytes
-
-    def _refuse(self, plan: Plan, error: Exception) -> None:
-        self.refused.append((plan, str(error)))
-        self._report_progress()
-
-    def _report_progress(self) -> None:
-        self.seen(len(self.fitting) + len(self.too_large) + len(self.refused) + len(self.bounded))
-
-    def describe_failure(self, ranks: int) -> str:
-        """Return the message that says why no plan was found."""
-        if self.too_large or self.bounded:
-            least = min([*(each.peak_bytes for each in self.too_large), *(each.peak_bytes for each in self.bounded)])
-            return (
-                f"No plan for {ranks} ranks fits: the smallest needs {least} bytes of a rank, but {self.rank_bytes} "
-                "are given. Use more ranks, smaller images, or fewer of them in a batch."
-            )
-        reasons = " ".join(dict.fromkeys(text for _, text in self.refused[:2]))
-        return f"No plan for {ranks} ranks can run. {reasons}"
-
-
-def _with_checkpointing(plan: Plan) -> Plan:
-    """Return the plan with activation checkpointing: less memory, more time."""
-    return replace(plan, checkpoint_activations=True)
+            refused.append((plan, str(error)))
+        else:
+            (fitting if can_fit(found) else too_large).append(found)
+        seen(done, len(asked))
+    fitting.sort(key=lambda each: -each.compute_throughput(neutral_batch))
+    too_large.sort(key=lambda each: each.peak_bytes)
+    if fitting:
+        return SearchResult(tuple(fitting), tuple(refused), tuple(too_large))
+    if too_large:
+        raise PlanError(
+            f"No plan for {ranks} ranks fits: the smallest needs {too_large[0].peak_bytes} bytes of a rank, but "
+            f"{rank_bytes} are given. Use more ranks, smaller images, or fewer of them in a batch."
+        )
+    reasons = " ".join(dict.fromkeys(text for _, text in refused[:2]))
+    raise PlanError(f"No plan for {ranks} ranks can run. {reasons}")
 
 
 def generate_plans(ranks: int, batch: int) -> Iterator[Plan]:

@@ -11,7 +11,7 @@ from torch import nn
 from engines.errors import PlanError, TraceError
 from engines.graph.trace_cache import Loss
 from engines.plan import Plan
-from engines.predict.explain import Explanation, Verdict, explain_forecasts
+from engines.predict.explain import Explanation, Verdict, explain
 from engines.predict.forecast import Forecast, forecast
 from engines.predict.machine import Machine
 from engines.predict.machines import resolve_machine
@@ -90,7 +90,7 @@ def capabilities(
                 refused.append((plan, str(error)))
             done += 1
             seen(done, len(chosen) * len(sizes_px))
-        found[size] = explain_forecasts(forecasts, refused, limit)
+        found[size] = explain(forecasts, refused, limit)
     return Capabilities(sizes.name, machine.name, ranks, batch, limit, found)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 from torch import nn
@@ -11,7 +10,7 @@ from torch import nn
 from engines.formatting import format_bytes, format_number
 from engines.graph.trace_cache import TraceCache
 from engines.plan import Plan
-from engines.predict.explain import explain, explain_forecasts
+from engines.predict.explain import explain
 from engines.predict.forecast import forecast
 from engines.predict.parallelism import KINDS, classify_plan, describe_plan
 from engines.predict.search import generate_plans, search
@@ -41,7 +40,7 @@ def test_every_plan_is_of_one_kind():
 
 
 def test_each_kind_has_its_fastest_plan(found):
-    explained = explain(found)
+    explained = explain(found.fitting, found.refused)
     for kind in KINDS:
         of_kind = [each for each in found.fitting if classify_plan(each.plan) == kind]
         verdict = explained.get_verdict(kind)
@@ -62,7 +61,8 @@ def test_what_does_not_fit_says_how_much_it_needs_of_how_much(traces):
     everything = search(4, 4, traces.get_graph, FLAT, asked=lean)
     data = next(each for each in everything.fitting if classify_plan(each.plan) == "data")
     limit = data.peak_bytes - 1
-    explained = explain(search(4, 4, traces.get_graph, FLAT, rank_bytes=limit), limit)
+    found = search(4, 4, traces.get_graph, FLAT, rank_bytes=limit)
+    explained = explain((*found.fitting, *found.too_large), found.refused, limit)
     verdict = explained.get_verdict("data")
     assert not verdict.fits
     assert verdict.best.plan == data.plan
@@ -75,28 +75,16 @@ def test_what_does_not_fit_says_how_much_it_needs_of_how_much(traces):
 
 def test_where_nothing_fits_there_is_no_best(traces):
     plan = Plan(split_size=1, spatial_size=0)
-    explained = explain_forecasts([forecast(traces.get_graph(plan), plan, FLAT)], rank_bytes=10)
+    explained = explain([forecast(traces.get_graph(plan), plan, FLAT)], rank_bytes=10)
     assert explained.best is None
     assert explained.sentences[0].startswith("Pure data parallelism does not fit: it needs ")
 
 
 def test_a_kind_that_cannot_run_says_why():
     plan = Plan(split_size=40, spatial_size=0)
-    explained = explain_forecasts([], [(plan, "The model has only 5 layers.")])
+    explained = explain([], [(plan, "The model has only 5 layers.")])
     assert explained.words == "Layer parallelism cannot run: The model has only 5 layers."
     assert explained.ranks == 40
-
-
-def test_what_was_not_simulated_is_told_by_its_bounds(found):
-    best, *others = found.fitting
-    layer = next(each for each in others if classify_plan(each.plan) == "layer")
-    data = next(each for each in found.fitting if classify_plan(each.plan) == "data")
-    bounded = [SimpleNamespace(plan=each.plan, images_per_s=9.0, peak_bytes=each.peak_bytes) for each in (layer, data)]
-    explained = explain_forecasts([best], (), data.peak_bytes - 1, bounded)
-    told = explained.get_verdict("layer").title
-    assert f"{told} ({describe_plan(layer.plan)}) is slower: at most 9.00 images/s, which is known" in explained.words
-    needs = f"it needs at least {format_bytes(data.peak_bytes)} of {format_bytes(data.peak_bytes - 1)}."
-    assert (classify_plan(best.plan) == "data") or f"Pure data parallelism does not fit: {needs}" in explained.words
 
 
 def test_the_parts_of_the_time_are_all_of_it(found):
