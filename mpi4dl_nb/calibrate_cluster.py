@@ -23,6 +23,7 @@ from engines.predict.machine import Machine
 from engines.predict.machine_schema import find_missing_speeds
 
 if TYPE_CHECKING:
+    from engines.comm.rank_server import RankServer
     from mpi4dl_nb.cluster import Cluster
 
 __all__ = ["CalibrationCache", "calibrate_cluster"]
@@ -58,15 +59,30 @@ def calibrate_cluster(
 
 def _measure(cluster: Cluster, rehearsal: CalibrationRecipes, quick: bool, progress: bool) -> Machine:
     """Measure part by part; an interrupt takes effect between two parts at the latest."""
-    cluster.call(Calibration.start, rehearsal, quick)
+    cluster.call(_start_calibration, rehearsal, quick)
     parts = Calibration.count_parts(cluster.n, quick)
     try:
         for _ in tqdm(range(parts), desc="measuring this machine", unit=" parts", disable=not progress, leave=False):
-            found = cluster.call(Calibration.run_next_part)[0]
+            found = cluster.call(_run_next_part)[0]
     finally:
         with suppress(RankError):  # an early end has an error of its own
-            cluster.call(Calibration.discard)
+            cluster.call(_discard_calibration)
     return found
+
+
+# What the ranks run: they hold the calibration from one part to the next.
+
+
+def _start_calibration(host: RankServer, rehearsal: CalibrationRecipes, quick: bool) -> None:
+    host.calibration = Calibration(host.world, rehearsal, quick)
+
+
+def _run_next_part(host: RankServer) -> Machine | None:
+    return host.calibration and host.calibration.run_part()
+
+
+def _discard_calibration(host: RankServer) -> None:
+    host.calibration = None
 
 
 # Cache of calibrations, so that no notebook has to repeat one.

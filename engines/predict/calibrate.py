@@ -11,19 +11,18 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from engines.comm.cgroup_limits import count_cores, get_memory_bytes
 from engines.comm.device import count_local_ranks, use_threads
+from engines.comm.loopback import LoopbackWorld, Mailbox
 from engines.comm.world import Message, World
 from engines.graph.model_graph import Ref
-from engines.predict.calibration_runs import STEPS, CalibrationRecipes, CalibrationRuns, fit_machine
-from engines.predict.calibration_runs import TURNS as REHEARSALS
+from engines.predict.calibration_runs import CalibrationRecipes, CalibrationRun, fit_machine
 from engines.predict.kernel_timer import (
-    TURNS,
     KernelTimer,
     KernelTimes,
     LayerSize,
@@ -40,10 +39,7 @@ from engines.program.program import DirectionProgram, Program, ShardSpec, Step
 from engines.program.update import update_buffers
 from engines.program.worker import Worker
 
-if TYPE_CHECKING:
-    from engines.comm.rank_server import RankServer
-
-__all__ = ["Calibration", "calibrate", "measure_overheads"]
+__all__ = ["Calibration", "measure_overheads"]
 
 SIZES = (
     LayerSize(16, 16),
@@ -69,7 +65,8 @@ class _RepeatCounts:
 
     Rank 0 measures `alone` times on one core and `spread` times on all cores, all ranks measure `crowded` times at
     once, and all ranks train for `rehearsals` rounds of `steps` steps. Three repetitions are the fewest that give a
-    spread. Convolutions of several images are measured only up to `most_operations`.
+    spread. They are seconds apart, because the speed of a shared machine varies. Convolutions of several images are
+    measured only up to `most_operations`.
     """
 
     alone: int
@@ -80,62 +77,31 @@ class _RepeatCounts:
     most_operations: float = math.inf
 
 
-_FULL = _RepeatCounts(alone=TURNS, spread=TURNS, crowded=TURNS, rehearsals=REHEARSALS, steps=STEPS)
+_FULL = _RepeatCounts(alone=9, spread=9, crowded=9, rehearsals=5, steps=5)
 _QUICK = _RepeatCounts(alone=3, spread=1, crowded=1, rehearsals=1, steps=3, most_operations=4e8)
 
 
-def calibrate(
-    world: World, name: str = "this machine", rehearsal: CalibrationRecipes | None = None, quick: bool = False
-) -> Machine:
-    """Measure the machine and return it, the same on all ranks; collective. The full calibration takes about a minute.
+class Calibration:
+    """Measures the machine, the same on all ranks, part by part; collective. All parts take about a minute.
 
     Kernels are timed on rank 0 while the other ranks sleep, and then on all ranks at once. After that, all ranks train
-    a small network together: `rehearsal` is `CalibrationRecipes.of(world.size)`, if it was traced elsewhere. `quick`
-    takes a quarter of a minute, with few repetitions and without large convolutions of several images. The machine's
-    `noise` tells how reliable the measurement is.
-    """
-    calibration = Calibration(world, name, rehearsal, quick)
-    while calibration.machine is None:
-        calibration.run_part()
-    return calibration.machine
-
-
-class Calibration:
-    """`calibrate` in parts: between two parts the calibration can be abandoned, and its progress can be reported.
-
-    After the last of its parts `machine` is set.
+    a small network together, in the layouts of `rehearsal`. `quick` takes a quarter of a minute, with few repetitions
+    and without large convolutions of several images. Between two parts the calibration can be abandoned. After the last
+    of them `machine` is set; its `noise` tells how reliable the measurement is.
     """
 
-    def __init__(
-        self, world: World, name: str = "this machine", rehearsal: CalibrationRecipes | None = None, quick: bool = False
-    ) -> None:
-        self.world, self.name, self.quick = world, name, quick
-        self.rehearsal = rehearsal or CalibrationRecipes.of(world.size)
+    def __init__(self, world: World, rehearsal: CalibrationRecipes, quick: bool) -> None:
+        self.world, self.rehearsal, self.quick = world, rehearsal, quick
         self.effort = _QUICK if quick else _FULL
         self.machine: Machine | None = None
         self._spins: list[float] = []
         self._rest = self._run()
 
     @staticmethod
-    def count_parts(ranks: int, quick: bool = False) -> int:
+    def count_parts(ranks: int, quick: bool) -> int:
         """Return the number of parts of a calibration."""
         effort = _QUICK if quick else _FULL
         return effort.alone + effort.spread + (effort.crowded if ranks > 1 else 0) + effort.rehearsals + 3
-
-    @classmethod
-    def start(cls, host: RankServer, rehearsal: CalibrationRecipes, quick: bool) -> None:
-        """Store a new calibration in `host` for the calls of `run_next_part` and `discard` that follow."""
-        host.calibration = cls(host.world, rehearsal=rehearsal, quick=quick)
-
-    @staticmethod
-    def run_next_part(host: RankServer) -> Machine | None:
-        """Run the next part of the stored calibration."""
-        return host.calibration and host.calibration.run_part()
-
-    @staticmethod
-    def discard(host: RankServer) -> None:
-        """Remove the stored calibration."""
-        host.calibration = None
 
     def run_part(self) -> Machine | None:
         """Run the next part and return the machine if it was the last one; collective."""
@@ -170,7 +136,7 @@ class Calibration:
         latency_s, bytes_per_s = _measure_messages(world)
         on_host = max(world.all_gather(count_local_ranks(world.size)))
         machine = Machine(
-            name=self.name,
+            name="this machine",
             source=f"measured on {world.size} ranks",
             latency_s=latency_s,
             bytes_per_s=bytes_per_s,
@@ -184,11 +150,12 @@ class Calibration:
         yield
         # Kernels and messages alone predict too short a step. The training of a small network shows what is missing,
         # and `fit_machine` chooses the remaining parameters accordingly.
-        rehearsing = CalibrationRuns(world, self.rehearsal, self.effort.steps)
+        runs = [CalibrationRun(world, *act) for act in self.rehearsal.acts]
         for _ in range(self.effort.rehearsals):
-            rehearsing.run_round()
+            for run in runs:
+                run.run_steps(self.effort.steps)
             yield
-        seen = rehearsing.gather_times()
+        seen = [run.gather_times() for run in runs]
         self._measure_slice()
         spread_s = compute_spread([times for each in alone for times in (each.forward, each.backward)])
         noise = Noise(statistics.median(self._spins), max(spread_s, *(each.spread for each in seen)))
@@ -243,7 +210,7 @@ def _measure_rank() -> dict[str, Any]:
     buffers = {name: torch.zeros(8) for name in ("mean", "variance")}
     moments = torch.zeros(2, 2, 8, dtype=torch.float64)
     update = Update("update", (RunningStatistics("mean", "variance", "moments", 0.1, (4, 4)),) * count, {})
-    run_update = partial(update_buffers, buffers, update, lambda _: [moments], _SingleRankWorld())
+    run_update = partial(update_buffers, buffers, update, lambda _: [moments], LoopbackWorld(0, 1, Mailbox(1)))
     found["statistic_s"] = measure_median_seconds(run_update, 5) / count
 
     # Messages are packed into new memory, of data that no cache holds: together the blocks exceed every cache.
@@ -292,19 +259,10 @@ def measure_overheads() -> dict[str, float]:
     last = f"v{_SEGMENTS}"
     way = DirectionProgram({0: tuple(segments)}, {"v0": ShardSpec(None, None)}, last, last, True, frozenset({last}))
     program = Program(0, tuple(steps), {0: way}, {0: 0}, 1, ("w",), ())
-    worker = Worker(program, _SingleRankWorld(), {"w": torch.ones(1, requires_grad=True)}, {})
+    worker = Worker(program, LoopbackWorld(0, 1, Mailbox(1)), {"w": torch.ones(1, requires_grad=True)}, {})
     seconds = measure_median_seconds(lambda: worker.run({0: {"v0": torch.ones(1)}}), 9)
     instruction_s = max(0.0, seconds / len(steps) - (call_s + 2 * back_call_s) / 2)
     return {"call_s": call_s, "back_call_s": back_call_s, "instruction_s": instruction_s}
-
-
-class _SingleRankWorld:
-    """A world of one rank."""
-
-    rank, size = 0, 1
-
-    def can_access(self, device: torch.device) -> bool:
-        return True
 
 
 def _measure_messages(world: World) -> tuple[float, float]:

@@ -26,10 +26,8 @@ from engines.train.training import RankTraining, Recipe, prepare
 from engines.train.verify import make_batches
 
 __all__ = [
-    "STEPS",
-    "TURNS",
     "CalibrationRecipes",
-    "CalibrationRuns",
+    "CalibrationRun",
     "CalibrationTimes",
     "RunComparison",
     "fit_machine",
@@ -39,8 +37,7 @@ _WIDTHS, _DEPTH = (16, 32, 64), 4
 _STRIP_PX, _WIDTH_PX = 128, 128
 _LARGEST_PX, _SMALL_PX = 320, 32
 _MOST_STAGES = 8
-TURNS = 5
-STEPS, _WARM_UP = 5, 1
+_WARM_UP = 1
 _OVERHEADS = {"compute": "instruction_s", "halo": "exchange_s", "all-reduce": "sum_s"}
 
 
@@ -104,24 +101,8 @@ class CalibrationTimes:
 _UNSEEN = CalibrationTimes(0.0, ())
 
 
-class CalibrationRuns:
-    """Runs the three recipes, some steps of each in every round; collective."""
-
-    def __init__(self, world: World, rehearsal: CalibrationRecipes, steps: int = STEPS) -> None:
-        self._acts, self._steps = [_CalibrationRun(world, *each) for each in rehearsal.acts], steps
-
-    def run_round(self) -> None:
-        """Run `steps` more steps of each recipe."""
-        for act in self._acts:
-            act.run_steps(self._steps)
-
-    def gather_times(self) -> list[CalibrationTimes]:
-        """Return the times of each recipe, the same on all ranks."""
-        return [act.gather_times() for act in self._acts]
-
-
-class _CalibrationRun:
-    """The training of one calibration recipe on this rank."""
+class CalibrationRun:
+    """The training of one calibration recipe on this rank; all ranks make the same calls."""
 
     def __init__(self, world: World, recipe: Recipe, all_cores: bool) -> None:
         self.world, self.training = world, RankTraining(world, recipe)

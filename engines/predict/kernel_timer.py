@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+import timeit
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -32,7 +33,6 @@ from engines.predict.tallies import BY_ARITHMETIC, OpTally, classify_kernel
 from engines.spatial.kernels import get_kernel
 
 __all__ = [
-    "TURNS",
     "KernelCall",
     "KernelTimer",
     "KernelTimes",
@@ -163,9 +163,6 @@ def _make_values(*shape: int) -> Tensor:
     return torch.empty(shape, memory_format=choose_memory_format(len(shape))).fill_(0.5).requires_grad_()
 
 
-TURNS = 9  # seconds apart, because the speed of a shared machine varies
-
-
 @dataclass
 class KernelTimes:
     """The seconds of each run of one kernel call.
@@ -279,12 +276,7 @@ def measure_median_seconds(work: Callable[[], object], times: int = 5) -> float:
 def measure_seconds(work: Callable[[], object], times: int, clock: Callable[[], float]) -> list[float]:
     """Return the seconds of each run of `work`, after one warm-up run that does not count."""
     work()
-    found = []
-    for _ in range(times):
-        start_s = clock()
-        work()
-        found.append(clock() - start_s)
-    return found
+    return timeit.repeat(work, timer=clock, repeat=times, number=1)
 
 
 def _compute_part(seconds: Sequence[float], whole_s: float, call_s: float) -> float:

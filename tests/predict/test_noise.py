@@ -6,6 +6,7 @@ import statistics
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -244,16 +245,17 @@ def test_as_many_parts_as_were_announced(ranks: int, quick: bool, monkeypatch):
 
         def __init__(self, *_: object, **__: object) -> None: ...
         def run_round(self) -> None: ...
-        def gather_times(self) -> list[CalibrationTimes]:
-            return [CalibrationTimes(0.0, (), spread=0.25)]
+        def run_steps(self, steps: int) -> None: ...
+        def gather_times(self) -> CalibrationTimes:
+            return CalibrationTimes(0.0, (), spread=0.25)
 
-    for name in ("KernelTimer", "CalibrationRuns"):
+    for name in ("KernelTimer", "CalibrationRun"):
         monkeypatch.setattr(calibrating, name, Nothing)
     monkeypatch.setattr(calibrating, "build_op_tallies", lambda _: [])
     monkeypatch.setattr(calibrating, "fit_machine", lambda machine, *_: machine)
 
     def count(world: object) -> tuple[int, Machine]:
-        calibration = calibrating.Calibration(world, rehearsal=object(), quick=quick)
+        calibration = calibrating.Calibration(world, SimpleNamespace(acts=[(None, False)]), quick)
         parts = 0
         while calibration.run_part() is None:
             parts += 1

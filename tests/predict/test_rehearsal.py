@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from engines.comm.loopback import run_ranks
-from engines.predict.calibrate import calibrate
+from engines.predict.calibrate import Calibration
 from engines.predict.calibration_runs import CalibrationRecipes, CalibrationTimes, RunComparison, fit_machine
 from engines.predict.machine import Machine
 from engines.predict.tallies import CLASSES
@@ -61,10 +62,16 @@ def test_what_ranks_would_measure_leads_back_to_their_machine(rehearsal):
         assert getattr(found, name) == pytest.approx(getattr(REAL, name), rel=0.1), name
 
 
+def measure(rehearsal: CalibrationRecipes, world) -> Machine:
+    calibration = Calibration(world, rehearsal, quick=True)
+    while calibration.machine is None:
+        calibration.run_part()
+    return calibration.machine
+
+
 @pytest.mark.nightly
 def test_ranks_measure_themselves_and_agree():
-    few = CalibrationRecipes.of(2)
-    machines = run_ranks(2, lambda world: calibrate(world, rehearsal=few, quick=True))
+    machines = run_ranks(2, partial(measure, CalibrationRecipes.of(2)))
     assert machines[0] == machines[1] == Machine.from_json(machines[0].to_json())
     machine = machines[0]
     assert set(machine.speeds) == set(CLASSES)
@@ -75,6 +82,6 @@ def test_ranks_measure_themselves_and_agree():
 
 @pytest.mark.nightly
 def test_a_rank_alone_waits_for_nobody():
-    (machine,) = run_ranks(1, lambda world: calibrate(world, quick=True))
+    (machine,) = run_ranks(1, partial(measure, CalibrationRecipes.of(1)))
     assert machine.resume_s == 0
     assert machine.cold_copies == 0
