@@ -7,20 +7,21 @@ pool its indices. Each kernel and shape is run once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 import engines.spatial.rng  # noqa: F401  (gives the kernels of random numbers their names)
 from engines.comm.device import choose_memory_format
 from engines.errors import TraceError
 from engines.graph.export_reader import FlopCount
 from engines.graph.model_graph import Ref, TensorSpec
-from engines.predict.live_bytes import LiveBytes
+from engines.predict.live_bytes import LiveBytes, get_storage_id
 from engines.program.instructions import DEVICE, SEED
 from engines.spatial.kernels import get_kernel
 
@@ -118,11 +119,11 @@ def _run_kernel(name: str, arguments: Sequence[Any], keywords: Mapping[str, Any]
             tensors.append(tensor.requires_grad_(item.needs_gradient))
             return tensor
         # Kernels of random numbers have placeholders among their arguments, which the ranks fill in.
-        if item in (DEVICE, SEED) if isinstance(item, Ref) else False:
-            return torch.device(device) if item == DEVICE else 0
+        if isinstance(item, Ref):
+            return {DEVICE: torch.device(device), SEED: 0}.get(item, item)
         return item
 
-    args, kwargs = _map_nested(list(arguments), materialise), _map_nested(dict(keywords), materialise)
+    args, kwargs = tree_map(materialise, (list(arguments), dict(keywords)))
     saved: list[Tensor] = []
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: (saved.append(x), x)[1], lambda x: x)
     with _MetaKernelMode(), FlopCount() as count, hooks:
@@ -132,12 +133,12 @@ def _run_kernel(name: str, arguments: Sequence[Any], keywords: Mapping[str, Any]
     # A kernel's results and saved tensors are identified by their storage: a view has that of an argument, and what
     # autograd saves may be an argument, a result, or memory of its own.
     # Reversed, so that the first of several tensors with the same storage wins.
-    places = {_get_storage_id(tensor): index for index, tensor in reversed(list(enumerate(tensors)))}
-    own = {_get_storage_id(tensor): index for index, tensor in reversed(list(enumerate(results)))}
-    kept = {_get_storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in saved}
+    places = {get_storage_id(tensor): index for index, tensor in reversed(list(enumerate(tensors)))}
+    own = {get_storage_id(tensor): index for index, tensor in reversed(list(enumerate(results)))}
+    kept = {get_storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in saved}
     made = tuple(
         KernelOutput(
-            LocalTensor.describe(tensor), tensor.untyped_storage().nbytes(), places.get(_get_storage_id(tensor))
+            LocalTensor.describe(tensor), tensor.untyped_storage().nbytes(), places.get(get_storage_id(tensor))
         )
         for tensor in results
     )
@@ -168,10 +169,10 @@ def _infer_backward(results: Sequence[Tensor], tensors: Sequence[Tensor]) -> tup
             found = torch.autograd.grad(roots, [tensors[index] for index in leaves], given, allow_unused=True)
     except (NotImplementedError, RuntimeError):
         return frozenset(), 0  # each gradient then counts as memory of its own
-    shared = {_get_storage_id(grad) for grad in given}
+    shared = {get_storage_id(grad) for grad in given}
     pairs = list(zip(leaves, found, strict=True))
-    passes = frozenset(index for index, grad in pairs if grad is None or _get_storage_id(grad) in shared)
-    kept = {_get_storage_id(grad): grad.untyped_storage().nbytes() for index, grad in pairs if index not in passes}
+    passes = frozenset(index for index, grad in pairs if grad is None or get_storage_id(grad) in shared)
+    kept = {get_storage_id(grad): grad.untyped_storage().nbytes() for index, grad in pairs if index not in passes}
     return passes, max(0, live.peak - sum(kept.values()))
 
 
@@ -185,25 +186,6 @@ class _MetaKernelMode(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _map_nested(value: Any, put: Callable[[Any], Any]) -> Any:
-    if isinstance(value, list | tuple):
-        return [_map_nested(item, put) for item in value]
-    if isinstance(value, dict):
-        return {key: _map_nested(item, put) for key, item in value.items()}
-    return put(value)
-
-
-def find_local_tensors(value: Any) -> Iterator[LocalTensor]:
-    """Yield the tensor descriptions in nested arguments, in order."""
-    if isinstance(value, LocalTensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from find_local_tensors(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from find_local_tensors(item)
-
-
-def _get_storage_id(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+def find_local_tensors(arguments: Any) -> tuple[LocalTensor, ...]:
+    """Return the tensor descriptions in nested arguments, in order."""
+    return tuple(leaf for leaf in tree_leaves(arguments) if isinstance(leaf, LocalTensor))

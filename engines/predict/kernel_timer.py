@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from engines.comm.device import choose_memory_format
 from engines.comm.status_board import get_status_board
@@ -228,7 +228,7 @@ class KernelTimer:
 
 def build_op_tallies(calls: Sequence[KernelCall]) -> list[OpTally]:
     """Return the tally of each call."""
-    return [build_op_tally(name, _to_local_tensors(arguments)) for name, arguments in calls]
+    return [build_op_tally(name, tree_map_only(Tensor, LocalTensor.describe, arguments)) for name, arguments in calls]
 
 
 def compute_speeds(
@@ -326,12 +326,3 @@ class _TimedKernel:
     def _report_working() -> None:
         """Report progress, so that ranks that wait for this one are not taken to hang."""
         get_status_board().report(b"measures how fast it computes")
-
-
-def _to_local_tensors(arguments: Any) -> Any:
-    """Return the arguments with each tensor replaced by its description."""
-    if isinstance(arguments, Tensor):
-        return LocalTensor.describe(arguments)
-    if isinstance(arguments, list | tuple):
-        return type(arguments)(_to_local_tensors(item) for item in arguments)
-    return arguments

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["LiveBytes"]
+__all__ = ["LiveBytes", "get_storage_id"]
 
 
 class LiveBytes(TorchDispatchMode):
@@ -40,11 +40,11 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         # Arguments made before the context are unknown, and must not count when an in-place operator returns them.
-        given = {_get_storage_id(item) for item in tree_leaves((args, kwargs)) if isinstance(item, Tensor)}
+        given = {get_storage_id(item) for item in tree_leaves((args, kwargs)) if isinstance(item, Tensor)}
         for item in tree_leaves(made):
             if not isinstance(item, Tensor):
                 continue
-            storage, place = item.untyped_storage(), _get_storage_id(item)
+            storage, place = item.untyped_storage(), get_storage_id(item)
             size = storage.nbytes()
             # A view shares its storage with a tensor that was given, or that is known: its bytes count once.
             if size and place not in given and place not in self._known:
@@ -60,5 +60,6 @@ class LiveBytes(TorchDispatchMode):
         self.now -= size
 
 
-def _get_storage_id(tensor: Tensor) -> int:
+def get_storage_id(tensor: Tensor) -> int:
+    """Return a number that tensors with the same memory share."""
     return int(tensor.untyped_storage()._cdata)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from torch.utils._pytree import tree_map
+
 from engines.graph.export_reader import resolve_flops
 from engines.graph.model_graph import ModelGraph, Ref, TensorSpec
 from engines.predict.kernel_effects import KernelEffect, LocalTensor, find_local_tensors, infer_effect
@@ -24,7 +26,7 @@ from engines.program.instructions import DEVICE, SEED, AllReduce, Compute, Excha
 from engines.program.program import DirectionProgram, Program, ShardSpec
 from engines.program.segment import find_in_place, find_last_reads, find_out_kernel
 
-__all__ = ["DirectionValues", "SegmentCounter", "build_op_tally", "build_tally", "get_window_key"]
+__all__ = ["build_op_tally", "build_tally"]
 
 # Counts the memory and arithmetic of one segment of a rank, call by call, forward and backward.
 
@@ -32,36 +34,7 @@ __all__ = ["DirectionValues", "SegmentCounter", "build_op_tally", "build_tally",
 Abstract = LocalTensor | tuple[LocalTensor, ...]
 
 
-@dataclass
-class DirectionValues:
-    """One direction of a rank, walked forward: the description of each value, and the key of its memory."""
-
-    way: DirectionProgram
-    graph: ModelGraph
-    values: dict[str, LocalTensor] = field(default_factory=dict)
-    lies_in: dict[str, str] = field(default_factory=dict)
-    bytes: dict[str, int] = field(default_factory=dict)
-
-    @cached_property
-    def rooms(self) -> dict[str, Exchange]:
-        """The values that may be written into the middle of their window: those that exactly one exchange reads."""
-        exchanges = [item for item in self.way.forward if isinstance(item, Exchange) and item.axes is not None]
-        return {e.source: e for e in exchanges if e.window_covers_own and len(self.way.reads[e.source]) == 1}
-
-    def find_owned(self, name: str) -> LocalTensor | None:
-        """Return the description of a weight, buffer or total, or None if the name is none of these."""
-        totals = {total.name: total.spec for total in self.graph.totals}
-        spec = self.graph.weights.get(name) or self.graph.buffers.get(name) or totals.get(name)
-        return None if spec is None else LocalTensor.of(spec, name in self.graph.trainable)
-
-    def add_value(self, name: str, local: LocalTensor, needs_gradient: bool, key: str) -> None:
-        """Register a value that the rank holds from here on, in the memory block `key`."""
-        self.values[name] = LocalTensor(local.spec, local.strides, needs_gradient and local.spec.is_floating)
-        self.lies_in[name] = key
-        self.bytes.setdefault(key, local.spec.bytes)
-
-
-def get_window_key(exchange: Exchange) -> str:
+def _get_window_key(exchange: Exchange) -> str:
     """Return the memory key of the window of an exchange."""
     return f"window:{exchange.name}"
 
@@ -88,7 +61,7 @@ class _SegmentCall:
 
 
 @dataclass
-class SegmentCounter:
+class _SegmentCounter:
     """The counter of one segment: its calls in order, and the memory key of each result."""
 
     # Names and memory are apart, because several values may lie in one block, which is counted once:
@@ -101,7 +74,7 @@ class SegmentCounter:
     # `keys` says where a value lies, `fresh` how large the blocks are that the segment allocates. The weights, under
     # "weight:...", are held by the rank at all times and never counted here.
     segment: Compute
-    way: DirectionValues
+    way: _DirectionCounter
     scope: dict[str, Abstract] = field(default_factory=dict)
     names: dict[str, tuple[str, ...]] = field(default_factory=dict)
     keys: dict[str, str] = field(default_factory=dict)
@@ -160,11 +133,20 @@ class SegmentCounter:
             inside.hold(self.keys[part])
             return
         read: list[str] = []
-        arguments = self._resolve_arguments(list(op.arguments), read)
-        keywords = self._resolve_arguments(dict(op.keywords), read)
+
+        def resolve(item: Any) -> Any:
+            if not isinstance(item, Ref) or item in (DEVICE, SEED):
+                return item
+            if item.name not in self.scope:
+                self._enter(item.name, self.way.find_owned(item.name), f"weight:{item.name}")  # type: ignore[arg-type]
+            (part,) = self.names[item.name]
+            read.append(part)
+            return self.scope[item.name]
+
+        arguments, keywords = tree_map(resolve, (list(op.arguments), dict(op.keywords)))
         effect = infer_effect(op.kernel, arguments, keywords)
         makes = tuple(f"{op.out}[{i}]" for i in range(len(effect.made))) if effect.several else (op.out,)
-        call = _SegmentCall(op, effect, tuple(read), makes, tuple(find_local_tensors((arguments, keywords))))
+        call = _SegmentCall(op, effect, tuple(read), makes, find_local_tensors((arguments, keywords)))
         self._add_results(call)
         # A result is held until its last reader, and once more if backward needs it; that reference is never released
         # here, since the block outlives the forward pass of the segment.
@@ -174,20 +156,6 @@ class SegmentCounter:
             for key in self._get_saved_keys(call):
                 inside.hold(key, {"made": self.fresh.get(key, 0)})
         yield call
-
-    def _resolve_arguments(self, value: Any, read: list[str]) -> Any:
-        """Return the arguments with each tensor name replaced by the tensor's description."""
-        if isinstance(value, list | tuple):
-            return [self._resolve_arguments(item, read) for item in value]
-        if isinstance(value, dict):
-            return {key: self._resolve_arguments(item, read) for key, item in value.items()}
-        if not isinstance(value, Ref) or value in (DEVICE, SEED):
-            return value
-        if value.name not in self.scope:
-            self._enter(value.name, self.way.find_owned(value.name), f"weight:{value.name}")  # type: ignore[arg-type]
-        (part,) = self.names[value.name]
-        read.append(part)
-        return self.scope[value.name]
 
     def _add_results(self, call: _SegmentCall) -> None:
         """Register the results of a call, their memory keys, and the sizes of newly allocated memory."""
@@ -202,7 +170,7 @@ class SegmentCounter:
             # The kernel writes its result into the middle of the window, so the block that is allocated is the whole
             # window.
             exchange = self.way.rooms[call.op.out]
-            key = get_window_key(exchange)
+            key = _get_window_key(exchange)
             self.fresh.pop(call.op.out, None)
             self.keys[call.op.out] = key
             self.fresh[key] = TensorSpec(exchange.compute_shape(exchange.window), exchange.dtype).bytes
@@ -251,9 +219,8 @@ class SegmentCounter:
 
 def build_op_tally(kernel: str, arguments: Sequence[Any], keywords: Mapping[str, Any] | None = None) -> OpTally:
     """Return the tally of a single call, with `LocalTensor` objects in place of the tensor arguments."""
-    return _make_op_tally(
-        kernel, infer_effect(kernel, arguments, keywords or {}), tuple(find_local_tensors((arguments, keywords or {})))
-    )
+    found = find_local_tensors((arguments, keywords))
+    return _make_op_tally(kernel, infer_effect(kernel, arguments, keywords or {}), found)
 
 
 def _make_op_tally(kernel: str, effect: KernelEffect, locals_: Sequence[LocalTensor]) -> OpTally:
@@ -296,10 +263,36 @@ def build_tally(program: Program, graph: ModelGraph) -> RankTally:
 
 
 @dataclass
-class _DirectionCounter(DirectionValues):
-    """The counter of one direction of a rank; `halo_bytes` are the received parts of windows."""
+class _DirectionCounter:
+    """One direction of a rank, walked forward: the description of each value, the key of its memory, and its bytes.
 
+    `halo_bytes` are the received parts of windows.
+    """
+
+    way: DirectionProgram
+    graph: ModelGraph
+    values: dict[str, LocalTensor] = field(default_factory=dict)
+    lies_in: dict[str, str] = field(default_factory=dict)
+    bytes: dict[str, int] = field(default_factory=dict)
     halo_bytes: dict[str, int] = field(default_factory=dict)
+
+    @cached_property
+    def rooms(self) -> dict[str, Exchange]:
+        """The values that may be written into the middle of their window: those that exactly one exchange reads."""
+        exchanges = [item for item in self.way.forward if isinstance(item, Exchange) and item.axes is not None]
+        return {e.source: e for e in exchanges if e.window_covers_own and len(self.way.reads[e.source]) == 1}
+
+    def find_owned(self, name: str) -> LocalTensor | None:
+        """Return the description of a weight, buffer or total, or None if the name is none of these."""
+        totals = {total.name: total.spec for total in self.graph.totals}
+        spec = self.graph.weights.get(name) or self.graph.buffers.get(name) or totals.get(name)
+        return None if spec is None else LocalTensor.of(spec, name in self.graph.trainable)
+
+    def add_value(self, name: str, local: LocalTensor, needs_gradient: bool, key: str) -> None:
+        """Register a value that the rank holds from here on, in the memory block `key`."""
+        self.values[name] = LocalTensor(local.spec, local.strides, needs_gradient and local.spec.is_floating)
+        self.lies_in[name] = key
+        self.bytes.setdefault(key, local.spec.bytes)
 
     def build_tally(self) -> DirectionTally:
         segments = {}
@@ -307,13 +300,13 @@ class _DirectionCounter(DirectionValues):
         for item in self.way.forward:
             match item:
                 case Compute():
-                    segments[item.name] = SegmentCounter(item, self).build_tally()
+                    segments[item.name] = _SegmentCounter(item, self).build_tally()
                 case Exchange() if item.window is not None:
                     self._add_window(item)
                 case AllReduce():
                     self.add_value(item.target, self.values[item.source], item.differentiable, item.target)
         gradients = frozenset(name for name, local in self.values.items() if local.needs_gradient)
-        roomy = frozenset(e.target for name, e in self.rooms.items() if self.lies_in.get(name) == get_window_key(e))
+        roomy = frozenset(e.target for name, e in self.rooms.items() if self.lies_in.get(name) == _get_window_key(e))
         return DirectionTally(self.lies_in, self.bytes, self.halo_bytes, gradients, segments, inputs, roomy)
 
     def _add_input(self, name: str, feed: ShardSpec) -> int:
@@ -331,7 +324,7 @@ class _DirectionCounter(DirectionValues):
         return part.bytes
 
     def _add_window(self, exchange: Exchange) -> None:
-        window, key = exchange.window, get_window_key(exchange)
+        window, key = exchange.window, _get_window_key(exchange)
         spec = TensorSpec(exchange.compute_shape(window), exchange.dtype)
         self.bytes[key] = spec.bytes
         # A window is the rank's own tile and the halo around it. Only the halo is memory due to spatial parallelism.
