@@ -6,7 +6,7 @@ import heapq
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
@@ -70,7 +70,7 @@ def simulate(
 
 @dataclass
 class _RankState:
-    """The position of one rank in its program.
+    """One rank and its position in its program.
 
     In a further replica, the program is that of the rank of the first replica whose number is smaller by `shift`.
     """
@@ -81,33 +81,11 @@ class _RankState:
     shift: int
     copy: int
     step: int = 0
-    action: int = 0
-    began_s: float = 0.0
-    waits_from_s: float | None = None
-    waited_s: float = 0.0
     events: list[TimelineEvent] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.rank = self.program.rank + self.shift
         self.random = Random(self.rank)  # seeded by rank, so that repeated simulations agree
-
-    @property
-    def done(self) -> bool:
-        return self.step == len(self.actions)
-
-    def resume(self, now: float) -> None:
-        """End the wait of the rank, if it was waiting, and add it to the waiting time of the step."""
-        if self.waits_from_s is not None:
-            self.waited_s += now - self.waits_from_s
-            self.waits_from_s = None
-
-    def end_step(self, now: float) -> None:
-        step = self.program.steps[self.step]
-        # In a timeline of several replicas, each has micro-batches of its own; they meet in the update.
-        if self.copy and step.phase is not Phase.UPDATE:
-            step = replace(step, micro_batch=step.micro_batch + self.copy * len(self.program.directions))
-        self.events.append(TimelineEvent.of(self.rank, step, self.began_s, now, self.sent[self.step], self.waited_s))
-        self.step, self.action, self.began_s, self.waited_s = self.step + 1, 0, now, 0.0
 
 
 @dataclass
@@ -151,6 +129,7 @@ class _Simulation:
         self.processors, self.prices, self.replica_ranks = processors, prices, replica_ranks
         self.machine, self.links = prices.machine, LinkQueues(prices.machine)
         self.now = 0.0
+        self.running = {lane.rank: self._run_rank(lane) for lane in lanes}
         self.ready = deque(self.lanes)
         self.arrived: dict[Route, float] = {}
         self.expected: dict[Route, int] = {}
@@ -167,7 +146,7 @@ class _Simulation:
         while True:
             # Run all ready ranks before time advances: their sends and joins may schedule earlier events.
             while self.ready:
-                self._advance_rank(self.lanes[self.ready.popleft()])
+                next(self.running[self.ready.popleft()], None)
             then = min(self.processors.find_next_end(), self.later[0][0] if self.later else math.inf)
             if then == math.inf:
                 break
@@ -177,7 +156,7 @@ class _Simulation:
             while self.later and self.later[0][0] <= self.now:
                 heapq.heappop(self.later)[2]()
         # Nothing more will happen: a rank that is not at its end waits for a message or all-reduce that never comes.
-        if stuck := [lane for lane in self.lanes.values() if not lane.done]:
+        if stuck := [lane for lane in self.lanes.values() if lane.step < len(lane.actions)]:
             lane = stuck[0]
             step = lane.program.steps[lane.step]
             ranks = ", ".join(str(each.rank) for each in stuck)
@@ -199,19 +178,23 @@ class _Simulation:
         else:
             self.ready.append(rank)
 
-    def _advance_rank(self, lane: _RankState) -> None:
-        """Run the actions of a rank until it computes or waits."""
-        lane.resume(self.now)
-        while not lane.done:
-            actions = lane.actions[lane.step]
-            while lane.action < len(actions):
-                action = actions[lane.action]
-                # Advance first: an action that blocks is complete by the time the rank resumes, and must not run again.
-                lane.action += 1
+    def _run_rank(self, lane: _RankState) -> Iterator[None]:
+        """Run the program of a rank; each `yield` is a computation or a wait, after which the rank is resumed."""
+        began_s = self.now
+        for actions, step, sent in zip(lane.actions, lane.program.steps, lane.sent, strict=True):
+            waited_s = 0.0
+            for action in actions:
                 if not self._run_action(lane, action):
-                    lane.waits_from_s = None if isinstance(action, ComputeWork | CopyMessage) else self.now
-                    return
-            lane.end_step(self.now)
+                    since_s = self.now
+                    yield
+                    if not isinstance(action, ComputeWork | CopyMessage):
+                        waited_s += self.now - since_s
+            # In a timeline of several replicas, each has micro-batches of its own; they meet in the update.
+            if lane.copy and step.phase is not Phase.UPDATE:
+                step = replace(step, micro_batch=step.micro_batch + lane.copy * len(lane.program.directions))
+            lane.events.append(TimelineEvent.of(lane.rank, step, began_s, self.now, sent, waited_s))
+            lane.step += 1
+            began_s = self.now
 
     def _run_action(self, lane: _RankState, action: Action) -> bool:
         """Run one action and return whether the rank can continue at once; otherwise an event resumes it."""
