@@ -10,7 +10,7 @@ from engines.graph.model_graph import ModelGraph
 from engines.plan import Plan
 from engines.predict.cost import CostModel
 from engines.predict.machine import Machine
-from engines.predict.rank_memory import RankMemory, predict_rank_memory, predict_tallied_memory
+from engines.predict.rank_memory import RankMemory, predict_rank_memory
 from engines.predict.rank_tally import build_tally
 from engines.predict.simulate import simulate
 from engines.program.compile import Compiler
@@ -105,14 +105,16 @@ def forecast(
     """
     prices = CostModel.from_machine(machine)
     machine, copies = prices.machine, copies or count_copies(plan, prices.machine)
-    compiler = Compiler(graph, replace(plan, overlap_halos=False))
+    serial = replace(plan, overlap_halos=False)
+    compiler = Compiler(graph, serial)
     programs = [compiler.compile_rank(rank) for rank in range(plan.replica_ranks)]
     tallies = [build_tally(program, graph) for program in programs]
     threads = [compute_threads(plan, program.rank, machine.cores or 1, machine.node_ranks) for program in programs]
     again, away = plan.checkpoint_activations, plan.offload_activations
     timeline = simulate(programs, tallies, prices, threads, again, copies, away)
     one = [
-        predict_tallied_memory(p, counted, plan, optimiser_states) for p, counted in zip(programs, tallies, strict=True)
+        predict_rank_memory(program, graph, serial, optimiser_states, tally)
+        for program, tally in zip(programs, tallies, strict=True)
     ]
     memory = (replace(each, rank=each.rank + copy * len(one)) for copy in range(copies) for each in one)
     return Forecast(plan, timeline, tuple(memory), plan.micro_batches * graph.inputs["images"].shape[0])

@@ -20,17 +20,14 @@ __all__ = [
     "PASSES",
     "NodeSpec",
     "Processor",
-    "get_machine",
     "make_machine",
     "resolve_machine",
 ]
 
 # Processors and nodes as described by their makers, and the rule that makes a `Machine` of them.
 #
-# The rule is a roofline. Kernels that only move data run at the memory's bandwidth, divided by the number of passes
-# over
-# the counted bytes (`PASSES`). Convolutions are matrix products, (outputs, dot) x (dot, filters), whose time is that
-# of
+# The rule is a roofline. Kernels that only move data run at the memory's bandwidth, divided by the number of passes over
+# the counted bytes (`PASSES`). Convolutions are matrix products, (outputs, dot) x (dot, filters), whose time is that of
 # the arithmetic plus that of moving the three matrices through memory, so thin ones are slow. A device is busy for at
 # least as long as its host takes to launch the next kernel.
 
@@ -269,26 +266,16 @@ for _node, _processor in _BUILT:
         MACHINES[_name] = make_machine(replace(_node, name=_name), _half)
 
 
-def get_machine(name: str) -> Machine:
-    """Return a machine by name. Raises PlanError, listing all names, if there is no such machine.
+def resolve_machine(asked: Machine | str) -> Machine:
+    """Return the machine, or the known one of that name. Raises PlanError, listing all names, if there is none.
 
-    >>> get_machine("Summit").node_ranks
+    >>> resolve_machine("Summit").node_ranks
     6
     """
-    if name not in MACHINES:
+    if isinstance(asked, Machine):
+        return asked
+    if asked not in MACHINES:
         raise PlanError(
-            f"There is no machine {name!r}. Known are {', '.join(MACHINES)}; calibrate() measures this one."
+            f"There is no machine {asked!r}. Known are {', '.join(MACHINES)}; calibrate() measures this one."
         )
-    return MACHINES[name]
-
-
-# Resolves the machine argument of a study: a machine, or the name of a known one.
-
-
-def resolve_machine(asked: Machine | str) -> Machine:
-    """Return the machine. Raises PlanError, listing the known names, for an unknown name.
-
-    >>> resolve_machine("Summit").name
-    'Summit'
-    """
-    return get_machine(asked) if isinstance(asked, str) else asked
+    return MACHINES[asked]

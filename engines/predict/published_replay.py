@@ -14,7 +14,7 @@ from engines.errors import PlanError
 from engines.graph.trace_cache import TraceCache
 from engines.plan import Plan
 from engines.predict.forecast import Forecast, forecast
-from engines.predict.machines import get_machine
+from engines.predict.machines import resolve_machine
 
 __all__ = [
     "MEASURES",
@@ -178,7 +178,7 @@ class PublishedReplay:
     def simulate_result(self, row: PublishedResult) -> ReplayOutcome:
         """Simulate a row and its variants. Raises PlanError if a model's package is not installed."""
         run, against = self._forecast_pair(row, RunVariant("as it is"))
-        memory_bytes = get_machine(row.run.machine).memory_bytes or 0
+        memory_bytes = resolve_machine(row.run.machine).memory_bytes or 0
         varied = []
         for variant in row.variants:
             pair = self._forecast_pair(row, variant)
@@ -197,7 +197,7 @@ class PublishedReplay:
         # Rows share runs, mostly those that they compare with. Changes are a dict, which has no hash: its text has.
         key = run, repr(sorted((changes or {}).items()))
         if key not in self._known:
-            asked = replace(get_machine(run.machine), **(changes or {}))
+            asked = replace(resolve_machine(run.machine), **(changes or {}))
             traced = run.model, run.image_px, run.images
             if traced not in self._traces:
                 shape = run.images, 3, run.image_px, run.image_px

@@ -24,7 +24,6 @@ __all__ = [
     "RankMemory",
     "predict_plan_memory",
     "predict_rank_memory",
-    "predict_tallied_memory",
 ]
 
 KINDS = ("weights", "gradients", "optimiser", "inputs", "activations", "halos", "passing", "messages")
@@ -51,8 +50,10 @@ class RankMemory:
         return sum(self.at_peak.values())
 
 
-def predict_rank_memory(program: Program, graph: ModelGraph, plan: Plan, optimiser_states: int = 1) -> RankMemory:
-    """Return the memory that the rank of `program` needs for a training step.
+def predict_rank_memory(
+    program: Program, graph: ModelGraph, plan: Plan, optimiser_states: int = 1, tally: RankTally | None = None
+) -> RankMemory:
+    """Return the memory that the rank of `program` needs for a training step; `tally` is that of the program, if known.
 
     `optimiser_states` is how many numbers the optimiser keeps for each weight: momentum 1, Adam 2. Halos that overlap
     with the interior are counted like those that do not. Raises TraceError if the effect of a kernel cannot be
@@ -60,12 +61,7 @@ def predict_rank_memory(program: Program, graph: ModelGraph, plan: Plan, optimis
     """
     if plan.overlap_halos:
         program = Compiler(graph, replace(plan, overlap_halos=False)).compile_rank(program.rank)
-    return predict_tallied_memory(program, build_tally(program, graph), plan, optimiser_states)
-
-
-def predict_tallied_memory(program: Program, tally: RankTally, plan: Plan, optimiser_states: int = 1) -> RankMemory:
-    """Return the same for a program that has been tallied already."""
-    ledger, after = simulate_memory(program, tally, plan, optimiser_states)
+    ledger, after = simulate_memory(program, tally or build_tally(program, graph), plan, optimiser_states)
     return RankMemory(
         program.rank, {kind: ledger.at_peak.get(kind, 0) for kind in KINDS}, ledger.peak_step, tuple(after)
     )
@@ -154,9 +150,7 @@ def predict_plan_memory(graph: ModelGraph, plan: Plan, optimiser_states: int = 1
     plan = replace(plan, overlap_halos=False)
     compiler = Compiler(graph, plan)
     programs = tuple(compiler.compile_rank(rank) for rank in range(plan.replica_ranks))
-    ranks = tuple(
-        predict_tallied_memory(program, build_tally(program, graph), plan, optimiser_states) for program in programs
-    )
+    ranks = tuple(predict_rank_memory(program, graph, plan, optimiser_states) for program in programs)
     return PlanMemory(plan, graph, programs, ranks, optimiser_states)
 
 

@@ -14,8 +14,7 @@ from engines.graph.trace_cache import Loss, TraceCache
 from engines.plan import Plan
 from engines.predict.machine import Machine
 from engines.predict.machines import resolve_machine
-from engines.predict.rank_memory import predict_tallied_memory
-from engines.predict.rank_tally import build_tally
+from engines.predict.rank_memory import predict_rank_memory
 from engines.program.compile import Compiler
 
 __all__ = ["Limit", "Sizes", "largest_image"]
@@ -210,7 +209,7 @@ class _SizeProbe:
         plan = replace(self.plan, overlap_halos=False)
         graph = self.sizes.graph(plan, (*self.batch, side, side))
         compiler = Compiler(graph, plan)
-        programs = (compiler.compile_rank(rank) for rank in ranks)
         return {
-            p.rank: predict_tallied_memory(p, build_tally(p, graph), plan, self.states).peak_bytes for p in programs
+            rank: predict_rank_memory(compiler.compile_rank(rank), graph, plan, self.states).peak_bytes
+            for rank in ranks
         }

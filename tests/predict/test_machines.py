@@ -10,7 +10,7 @@ from engines.errors import PlanError
 from engines.plan import Plan
 from engines.predict.cost import estimate_segment_work
 from engines.predict.machine import Machine
-from engines.predict.machines import BUSY, LAUNCH_S, MACHINES, MEMORY_SHARE, PASSES, get_machine
+from engines.predict.machines import BUSY, LAUNCH_S, MACHINES, MEMORY_SHARE, PASSES, resolve_machine
 from engines.predict.published import RESNET_50
 from engines.predict.published_replay import PublishedReplay, StudyRun
 from engines.predict.tallies import BY_ARITHMETIC, CLASSES, OpTally, SegmentTally
@@ -22,7 +22,7 @@ SIZES = st.tuples(st.floats(1, 1e4), st.floats(1, 1e4), st.floats(1, 1e8))
 
 @ALL
 def test_a_machine_has_all_that_a_forecast_asks_for_and_says_where_it_is_from(name):
-    found = get_machine(name)
+    found = resolve_machine(name)
     assert set(found.speeds) == set(CLASSES) == {*PASSES, *BY_ARITHMETIC}
     assert found.name == name
     assert any(letter.isdigit() for letter in found.source), "numbers have sources"
@@ -40,7 +40,7 @@ def test_a_machine_is_the_same_after_being_stored(name):
 
 def test_an_unknown_machine_is_refused_with_those_that_are_known():
     with pytest.raises(PlanError, match=r"no machine 'Sumit'.*Summit, Lassen, Pitzer.*Frontera"):
-        get_machine("Sumit")
+        resolve_machine("Sumit")
 
 
 @given(at=SIZES, more=st.floats(1, 100), axis=st.integers(0, 2), back=st.booleans())
@@ -56,13 +56,13 @@ def test_a_convolution_takes_its_arithmetic_and_three_matrices_through_memory():
     dot, filters, outputs = 576, 64, 3136
     flops, moved = 2 * dot * filters * outputs, 4 * (dot * outputs + dot * filters + filters * outputs)
     by_hand = flops / (BUSY * 15.7e12) + moved / (MEMORY_SHARE * 900e9)
-    assert get_machine("Lassen").estimate_seconds("convolution", flops, (dot, filters, outputs)) == pytest.approx(
+    assert resolve_machine("Lassen").estimate_seconds("convolution", flops, (dot, filters, outputs)) == pytest.approx(
         by_hand
     )
 
 
 def test_a_relu_reads_and_writes_and_backward_half_as_much_again():
-    lassen, size = get_machine("Lassen"), 10**8
+    lassen, size = resolve_machine("Lassen"), 10**8
     seconds = [lassen.estimate_seconds("pointwise", size, (size,), back) for back in (False, True)]
     assert seconds == pytest.approx([1e8 / 747e9, 1.5e8 / 747e9])
 
@@ -75,7 +75,7 @@ def test_many_small_kernels_take_what_a_host_takes_to_start_them_and_large_ones_
     ):
         segment = SegmentTally(ops, frozenset(), {}, 0, 0, {}, {}, late=False)
         found = [
-            estimate_segment_work(segment, get_machine("Lassen"), 1, phase).seconds
+            estimate_segment_work(segment, resolve_machine("Lassen"), 1, phase).seconds
             for phase in (Phase.FORWARD, Phase.BACKWARD)
         ]
         assert found == pytest.approx([forward, back], rel=1e-6)
