@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import nn
 
 from engines.comm.status_board import get_wait_cpu_s
@@ -86,14 +88,14 @@ def _build_network() -> nn.Module:
 
 @dataclass(frozen=True, slots=True)
 class CalibrationTimes:
-    """Medians over steps: seconds of a step on the slowest rank, and the CPU time of each instruction of each rank.
+    """Medians over steps: seconds of a step on the slowest rank, and the CPU time of each instruction, rank after rank.
 
     The CPU time runs from one instruction to the next, without polling for messages that had not arrived. `jitter`: by
     which fraction this time differs from step to step. `spread`: that of the step times, as in `Noise`.
     """
 
     step_s: float
-    spent_s: tuple[tuple[float, ...], ...]
+    spent_s: tuple[float, ...]
     jitter: float = 0.0
     spread: float = 0.0
 
@@ -143,7 +145,9 @@ class CalibrationRun:
         spent = tuple(statistics.median(each) for each in zip(*self.spent, strict=True))
         own = statistics.median(self.steps), spent, statistics.median(self.apart), compute_spread([self.steps])
         steps_s, spent_s, apart, spreads = zip(*self.world.all_gather(own), strict=True)
-        return CalibrationTimes(max(steps_s), spent_s, statistics.fmean(apart), statistics.fmean(spreads))
+        return CalibrationTimes(
+            max(steps_s), tuple(chain(*spent_s)), statistics.fmean(apart), statistics.fmean(spreads)
+        )
 
 
 def fit_machine(machine: Machine, rehearsal: CalibrationRecipes, seen: Sequence[CalibrationTimes]) -> Machine:
@@ -157,10 +161,9 @@ def fit_machine(machine: Machine, rehearsal: CalibrationRecipes, seen: Sequence[
     tiled, few, turns = [RunComparison(*act, each) for act, each in zip(rehearsal.acts, seen, strict=True)]
     # The order of the fits matters: each parameter explains what those fitted before it leave unexplained.
     bare = replace(machine, cold_copies=0.0, **dict.fromkeys(_OVERHEADS.values(), 0.0))
-    over = _reduce_to_medians(tiled.compute_overheads_s(bare)) | {
-        "instruction_s": _reduce_to_medians(few.compute_overheads_s(bare))["instruction_s"]
-    }
-    over["instruction_s"] = max(over["instruction_s"], machine.instruction_s)  # where kernels ran faster than alone
+    over = tiled.compute_overheads_s(bare)
+    instruction_s = few.compute_overheads_s(bare)["instruction_s"]
+    over["instruction_s"] = max(instruction_s, machine.instruction_s)  # where kernels ran faster than alone
     machine = replace(bare, **over)
     machine = replace(machine, cold_copies=tiled.fit_cold_copies(machine))
     # `update_s` is what the costs of weights and running statistics leave unexplained.
@@ -176,11 +179,6 @@ def fit_machine(machine: Machine, rehearsal: CalibrationRecipes, seen: Sequence[
     return turns.fit_parameter(machine, "thread_s")
 
 
-def _reduce_to_medians(over: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Return the median of each number that was measured, at least 0."""
-    return {name: max(0.0, statistics.median(found)) for name, found in over.items() if found}
-
-
 @dataclass
 class RunComparison:
     """The programs of one calibration recipe, to compare their predicted times with the measured times (`seen`)."""
@@ -193,40 +191,35 @@ class RunComparison:
         graph, plan = self.recipe.graph, self.recipe.plan
         self.programs = compile_plan(graph, plan)
         self.tallies = [build_tally(program, graph) for program in self.programs]
+        self.kinds = np.array([step.instruction.kind for program in self.programs for step in program.steps])
 
-    def estimate_work_s(self, machine: Machine) -> list[list[float]]:
-        """Return the predicted seconds of computation of each step of each rank while all ranks are busy."""
-        prices, ranks = CostModel(machine), zip(self.programs, self.tallies, strict=True)
-        slow = partial(machine.compute_slowdown, len(self.programs))
-        return [
-            [sum(each.seconds * slow(each.crowded) for each in step if isinstance(each, ComputeWork)) for step in steps]
-            for steps in (build_step_actions(*rank, prices, 1, again=False) for rank in ranks)
-        ]
+    def estimate_work_s(self, machine: Machine) -> NDArray[np.float64]:
+        """Return the predicted seconds of computation of each step, rank after rank, while all ranks are busy."""
+        prices, slow = CostModel(machine), partial(machine.compute_slowdown, len(self.programs))
+        return np.array(
+            [
+                sum(each.seconds * slow(each.crowded) for each in step if isinstance(each, ComputeWork))
+                for rank in zip(self.programs, self.tallies, strict=True)
+                for step in build_step_actions(*rank, prices, 1, again=False)
+            ]
+        )
 
     def estimate_total_s(self, machine: Machine, kind: str) -> float:
         """Return the predicted seconds of all instructions of a kind, summed over the ranks."""
-        return self._sum_kind(self.estimate_work_s(machine), kind)
+        return float(self.estimate_work_s(machine)[self.kinds == kind].sum())
 
     def get_measured_s(self, kind: str) -> float:
         """Return the measured seconds of all instructions of a kind, summed over the ranks."""
-        return self._sum_kind(self.seen.spent_s, kind)
+        return float(np.array(self.seen.spent_s)[self.kinds == kind].sum())
 
-    def _sum_kind(self, seconds: Sequence[Sequence[float]], kind: str) -> float:
-        return sum(
-            each_s
-            for program, own_s in zip(self.programs, seconds, strict=True)
-            for step, each_s in zip(program.steps, own_s, strict=True)
-            if kind == step.instruction.kind
-        )
+    def compute_overheads_s(self, bare: Machine) -> dict[str, float]:
+        """Return by how much the measured seconds of an instruction exceed the predicted ones, in the median.
 
-    def compute_overheads_s(self, bare: Machine) -> dict[str, list[float]]:
-        """Return the measured minus the predicted seconds of the instructions, by the names of the machine's fields."""
-        found: dict[str, list[float]] = {name: [] for name in _OVERHEADS.values()}
-        for program, works_s, spent_s in zip(self.programs, self.estimate_work_s(bare), self.seen.spent_s, strict=True):
-            for step, work_s, taken_s in zip(program.steps, works_s, spent_s, strict=True):
-                if name := _OVERHEADS.get(step.instruction.kind):
-                    found[name].append(taken_s - work_s)
-        return found
+        At least 0, by the names of the machine's fields.
+        """
+        over_s = np.array(self.seen.spent_s) - self.estimate_work_s(bare)
+        medians = {kind: float(np.median(over_s[self.kinds == kind])) for kind in _OVERHEADS if kind in self.kinds}
+        return {_OVERHEADS[kind]: max(0.0, median_s) for kind, median_s in medians.items()}
 
     def fit_cold_copies(self, machine: Machine) -> float:
         """Return the `cold_copies` with which predicted computation takes the measured time, at least 0."""

@@ -26,8 +26,8 @@ __all__ = [
 
 # Processors and nodes as described by their makers, and the rule that makes a `Machine` of them.
 #
-# The rule is a roofline. Kernels that only move data run at the memory's bandwidth, divided by the number of passes over
-# the counted bytes (`PASSES`). Convolutions are matrix products, (outputs, dot) x (dot, filters), whose time is that of
+# The rule is a roofline. Kernels that only move data run at the memory's bandwidth, divided by the passes over the
+# counted bytes (`PASSES`). Convolutions are matrix products, (outputs, dot) x (dot, filters), whose time is that of
 # the arithmetic plus that of moving the three matrices through memory, so thin ones are slow. A device is busy for at
 # least as long as its host takes to launch the next kernel.
 

@@ -50,7 +50,7 @@ def played(machine: Machine, *act) -> CalibrationTimes:
     """As ranks of such a machine would measure themselves."""
     programs = RunComparison(*act)
     return CalibrationTimes(
-        programs.simulate_seconds(machine), tuple(map(tuple, programs.estimate_work_s(machine))), machine.jitter
+        programs.simulate_seconds(machine), tuple(programs.estimate_work_s(machine)), machine.jitter
     )
 
 
