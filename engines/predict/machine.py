@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 
@@ -198,35 +198,35 @@ class Machine:
 
         Raises PlanError if the machine has no samples of the class.
         """
-        if not amount:
-            return 0.0
-        samples = self._get_samples(kind)
-        return amount / _interpolate_samples(samples, at, [sample.compute_rate(at, back) for sample in samples])
+        return amount / self._interpolate(kind, at, lambda sample: sample.compute_rate(at, back)) if amount else 0.0
 
     def estimate_crowding(self, kind: str, at: Sequence[float]) -> float:
         """Return the slowdown of work of that class and size when all cores are busy."""
         if not self.cores or not self.speeds.get(kind):
             return 1.0
-        samples = self.speeds[kind]
-        return max(1.0, _interpolate_samples(samples, at, [sample.crowded for sample in samples]))
+        return max(1.0, self._interpolate(kind, at, lambda sample: sample.crowded))
 
     def estimate_gradient_parts(self, kind: str, at: Sequence[float]) -> tuple[float, float]:
         """Return the fractions of the backward time for the gradients of the inputs alone, and of the weights alone.
 
         Raises PlanError if the machine has no samples of the class.
         """
-        samples = self._get_samples(kind)
-        return (
-            _interpolate_samples(samples, at, [sample.inputs for sample in samples]),
-            _interpolate_samples(samples, at, [sample.weights for sample in samples]),
-        )
+        inputs = self._interpolate(kind, at, lambda sample: sample.inputs)
+        return inputs, self._interpolate(kind, at, lambda sample: sample.weights)
 
     def estimate_spread(self, kind: str, at: Sequence[float]) -> float:
         """Return the time of work of that class and size on all cores together, relative to one core."""
         if not self.cores or not self.speeds.get(kind):
             return 0.0
-        samples, least = self.speeds[kind], 1 / self.cores
-        return _interpolate_samples(samples, at, [max(least, sample.spread) for sample in samples])
+        least = 1 / self.cores
+        return self._interpolate(kind, at, lambda sample: max(least, sample.spread))
+
+    def _interpolate(self, kind: str, at: Sequence[float], read: Callable[[Speed], float]) -> float:
+        samples = self.speeds.get(kind)
+        if not samples:
+            known = ", ".join(self.speeds)
+            raise PlanError(f"The machine {self.name!r} has no speed for {kind}. It knows {known}: calibrate it again.")
+        return interpolate([sample.at for sample in samples], at, [read(sample) for sample in samples])
 
     def compute_threaded_seconds(self, seconds: float, threads: int, spread: float = 0.0) -> float:
         """Return the time with several threads of a kernel that takes `seconds` with one.
@@ -271,12 +271,6 @@ class Machine:
         """Return the machine as JSON text, to be stored in a file."""
         return json.dumps(asdict(self), indent=1)
 
-    def _get_samples(self, kind: str) -> tuple[Speed, ...]:
-        if not self.speeds.get(kind):
-            known = ", ".join(self.speeds)
-            raise PlanError(f"The machine {self.name!r} has no speed for {kind}. It knows {known}: calibrate it again.")
-        return self.speeds[kind]
-
     @classmethod
     def from_json(cls, text: str) -> Machine:
         """Return the machine that `to_json` wrote.
@@ -300,7 +294,3 @@ class Machine:
             return cls(**fields)
         except (ValueError, TypeError, RecursionError) as error:
             raise PlanError(f"This is no machine that was stored: {error}. Calibrate, and store it again.") from error
-
-
-def _interpolate_samples(samples: Sequence[Speed], at: Sequence[float], numbers: Sequence[float]) -> float:
-    return interpolate([sample.at for sample in samples], at, numbers)

@@ -18,25 +18,16 @@ Check = Callable[[str, Any], None]
 _SHOWN = 24  # characters of a wrong value that are shown
 
 
-def _make_number_check(least: float, most: float, endless: bool = False) -> Check:
-    """Return a check for an integer or float in that range; with `endless` infinity is allowed, too."""
+def _make_number_check(least: float, most: float, endless: bool = False, whole: bool = False) -> Check:
+    """Return a check for a number in that range; with `endless` infinity is allowed, too."""
+    span = f"from {least} to {most}" if whole else f"from {least:g} to {most:g}"
 
     def check(name: str, value: Any) -> None:
         # To Python, True is a number too. The comparison is written so that nan fails.
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise TypeError(f"{name} is {_format_value(value)}, which is no number")
+        if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
+            raise TypeError(f"{name} is {_format_value(value)}, which is no {'whole ' * whole}number")
         if not (least <= value <= most or (endless and value == math.inf)):
-            raise ValueError(f"{name} is {_format_value(value)}, but must be from {least:g} to {most:g}")
-
-    return check
-
-
-def _make_count_check(most: int) -> Check:
-    def check(name: str, value: Any) -> None:
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} is {_format_value(value)}, which is no whole number")
-        if not 1 <= value <= most:
-            raise ValueError(f"{name} is {_format_value(value)}, but must be from 1 to {most}")
+            raise ValueError(f"{name} is {_format_value(value)}, but must be {span}")
 
     return check
 
@@ -122,9 +113,9 @@ _CHECKS: dict[str, Check] = {
     "host_per_s": _make_optional_check(_PER_SECOND_OR_ALL),
     "cold_copies": _TIMES,
     "jitter": _make_number_check(0, 1),
-    "cores": _make_optional_check(_make_count_check(1024)),
-    "memory_bytes": _make_optional_check(_make_count_check(1 << 60)),
-    **dict.fromkeys(("ranks", "node_ranks"), _make_optional_check(_make_count_check(1 << 20))),
+    "cores": _make_optional_check(_make_number_check(1, 1024, whole=True)),
+    "memory_bytes": _make_optional_check(_make_number_check(1, 1 << 60, whole=True)),
+    **dict.fromkeys(("ranks", "node_ranks"), _make_optional_check(_make_number_check(1, 1 << 20, whole=True))),
     "between": _make_optional_check(_make_table_check(_LINK, needed=tuple(_LINK))),
     "noise": _make_table_check(dict.fromkeys(("elsewhere", "spread"), _make_number_check(0, 1e9)), needed=()),
     "quick": _make_type_check(bool, "switch (true or false)"),
