@@ -224,20 +224,23 @@ class _ActionBuilder:
         whose cores the ranks share, the receiver copies each message.
         """
         # Backward sends each gradient the way that its pixels came: what forward received is sent, and the other way
-        # round. The tag of its own keeps a late message of forward from being taken for an early one
-        # of backward.
+        # round. The tag of its own keeps a late message of forward from being taken for an early one of backward.
         forward = step.phase is Phase.FORWARD
-        sends, receives = exchange.sends, exchange.receives
-        if not forward:
-            sends, receives = self._reverse_moves(receives), self._reverse_moves(sends)
-        tag = exchange.tag + (not forward)
+        sends, receives = (exchange.sends, exchange.receives)[:: 1 if forward else -1]
+
+        def make_route(counts: Counter[tuple[int, int, int]], move: Move) -> tuple[int, int, int, int]:
+            ends = (move.source, move.target) if forward else (move.target, move.source)
+            place = *ends, exchange.tag + (not forward)
+            counts[place] += 1
+            return *place, counts[place] - 1
+
         packed, unpacked = count_staged_bytes(exchange, forward)
         yield self._estimate_copy(packed)
         # All sends are posted before the first wait; otherwise two ranks that exchange halos would wait for each other.
         for move in sends:
-            yield PostSend(self._make_route(self.sent, (move.source, move.target, tag)), exchange.compute_bytes([move]))
+            yield PostSend(make_route(self.sent, move), exchange.compute_bytes([move]))
         for move in receives:
-            route = self._make_route(self.awaited, (move.source, move.target, tag))
+            route = make_route(self.awaited, move)
             yield WaitMessage(route)
             yield CopyMessage(route, exchange.compute_bytes([move]))
         own = 0
@@ -251,15 +254,6 @@ class _ActionBuilder:
                 stay = exchange.window_covers_own and len(way.reads[exchange.source]) == 1
             own = 0 if stay else exchange.compute_bytes([Move(0, 0, exchange.own & exchange.window)])
         yield self._estimate_copy(unpacked + own)
-
-    @staticmethod
-    def _reverse_moves(moves: Sequence[Move]) -> tuple[Move, ...]:
-        return tuple(Move(move.target, move.source, move.tile) for move in moves)
-
-    @staticmethod
-    def _make_route(counts: Counter[tuple[int, int, int]], place: tuple[int, int, int]) -> tuple[int, int, int, int]:
-        counts[place] += 1
-        return (*place, counts[place] - 1)
 
     def _build_all_reduce(self, group: tuple[int, ...], count_bytes: int) -> Iterator[Action]:
         """Yield the actions of a blocking all-reduce: no rank continues before all have joined."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -213,11 +213,10 @@ def build_meta_model(model: ModelReference) -> nn.Module:
     The published systems keep the running statistics of each replica without messages. Raises PlanError if the model's
     package is not installed.
     """
-    path, _, name = model.path.partition(":")
     try:
-        make = getattr(importlib.import_module(path), name)
+        make = pkgutil.resolve_name(model.path)
     except ImportError as error:
-        package = path.partition(".")[0]
+        package = model.path.partition(".")[0]
         raise PlanError(f"{model.path} needs the package {package}: pip install {package}.") from error
     with torch.device("meta"):
         found: nn.Module = make(**model.keywords)

@@ -102,42 +102,28 @@ def generate_plans(ranks: int, batch: int) -> Iterator[Plan]:
     2 stages: 1 rank -> 1 rank; 2 micro-batches, both ways; 2 ranks
     1 stage: 1 rank; 2 micro-batches; 2 replicas; 2 ranks
     """
-    # First the replicas, which need no messages but gradients; what is left of the ranks is for one of them. The four
+    # First the replicas, which need no messages but gradients; what is left of the ranks is for one of them. The three
     # families have no plan in common.
     for replicas in (count for count in range(1, ranks + 1) if ranks % count == 0):
         each = ranks // replicas
-        yield from _generate_tiled(each, replicas)
-        yield from _generate_mixed(each, replicas, batch)
+        yield from _generate_tiled(each, replicas, batch)
         yield from _generate_narrowing(each, replicas, batch)
         yield from _generate_layered(each, replicas, batch)
 
 
-def _list_grids(tiles: int) -> tuple[str, ...]:
-    """Return the grid closest to a square, and the strips in both directions."""
-    side = max(rows for rows in range(1, int(tiles**0.5) + 1) if tiles % rows == 0)
-    return tuple(dict.fromkeys((f"{side}x{tiles // side}", f"1x{tiles}", f"{tiles}x1")))
-
-
-def _generate_tiled(ranks: int, replicas: int) -> Iterator[Plan]:
-    """Yield plans with tiles from the image to the loss."""
-    if ranks > 1:
-        for fused in (False, True):
-            for grid in _list_grids(ranks):
-                layers = "auto" if fused else 1
-                plan = Plan(split_size=1, spatial_size=1, slice_method=grid, data_parallel=replicas)
-                yield replace(plan, halo_d2=fused, fused_layers=layers)
-
-
-def _generate_mixed(ranks: int, replicas: int, batch: int) -> Iterator[Plan]:
-    """Yield plans with tiles first, and then stages, or ranks that share the images."""
+def _generate_tiled(ranks: int, replicas: int, batch: int) -> Iterator[Plan]:
+    """Yield plans with tiles from the image to the loss, or tiles and then stages or ranks that share the images."""
+    for fused in (False, True) if ranks > 1 else ():
+        for grid in _list_grids(ranks):
+            plan = Plan(split_size=1, spatial_size=1, slice_method=grid, data_parallel=replicas)
+            yield replace(plan, halo_d2=fused, fused_layers="auto" if fused else 1)
     for tiles in range(2, ranks):
         behind = ranks - tiles
         for grid in _list_grids(tiles):
             plan = Plan(split_size=1 + behind, spatial_size=1, slice_method=grid, data_parallel=replicas)
-            for parts in _generate_parts(batch):
-                yield replace(plan, parts=parts, schedule="1f1b" if parts > 1 else "fill_drain")
+            yield from _generate_parts(plan, batch)
             if behind > 1 and batch % behind == 0:
-                yield Plan(split_size=2, spatial_size=1, slice_method=grid, local_dp=behind, data_parallel=replicas)
+                yield replace(plan, split_size=2, local_dp=behind)
 
 
 def _generate_narrowing(ranks: int, replicas: int, batch: int) -> Iterator[Plan]:
@@ -148,24 +134,33 @@ def _generate_narrowing(ranks: int, replicas: int, batch: int) -> Iterator[Plan]
             if behind >= 0:
                 grids = _list_grids(first)[0], _list_grids(second)[0]
                 plan = Plan(split_size=2 + behind, spatial_size=2, slice_method=grids, data_parallel=replicas)
-                for parts in _generate_parts(batch):
-                    yield replace(plan, parts=parts, schedule="1f1b" if parts > 1 else "fill_drain")
+                yield from _generate_parts(plan, batch)
 
 
 def _generate_layered(ranks: int, replicas: int, batch: int) -> Iterator[Plan]:
     """Yield plans with stages from the image to the loss, in every schedule; one stage is pure data parallelism."""
-    if ranks == 1:
-        yield Plan(split_size=1, spatial_size=0, data_parallel=replicas)
-        return
     plan = Plan(split_size=ranks, spatial_size=0, data_parallel=replicas)
-    for parts in _generate_parts(batch):
-        for order in ("fill_drain", "1f1b", "zero_bubble") if parts > 1 else ("fill_drain",):
-            yield replace(plan, parts=parts, schedule=order)
-        if parts > 1:
-            yield replace(plan, split_size=2 * ranks, parts=parts, schedule="interleaved", stages_per_rank=2)
+    if ranks == 1:
+        yield plan
+        return
+    for split in _generate_parts(plan, batch):
+        if split.parts == 1:
+            yield split
+            continue
+        for order in ("fill_drain", "1f1b", "zero_bubble"):
+            yield replace(split, schedule=order)
+        yield replace(split, split_size=2 * ranks, schedule="interleaved", stages_per_rank=2)
     yield replace(plan, bidirectional=True, schedule="gems")
 
 
-def _generate_parts(batch: int) -> Iterator[int]:
-    """Yield the powers of two up to eight that divide a batch: the possible numbers of micro-batches."""
-    return (parts for parts in (1, 2, 4, 8) if batch % parts == 0)
+def _list_grids(tiles: int) -> tuple[str, ...]:
+    """Return the grid closest to a square, and the strips in both directions."""
+    side = max(rows for rows in range(1, int(tiles**0.5) + 1) if tiles % rows == 0)
+    return tuple(dict.fromkeys((f"{side}x{tiles // side}", f"1x{tiles}", f"{tiles}x1")))
+
+
+def _generate_parts(plan: Plan, batch: int) -> Iterator[Plan]:
+    """Yield the plan with each number of micro-batches: the powers of two up to eight that divide a batch."""
+    for parts in (1, 2, 4, 8):
+        if batch % parts == 0:
+            yield replace(plan, parts=parts, schedule="1f1b" if parts > 1 else "fill_drain")

@@ -200,7 +200,14 @@ def scaling(
     if how not in HOW:
         raise PlanError(f"how={how!r} must be one of {', '.join(map(repr, HOW))}.")
     machine = resolve_machine(machine)
-    chosen = sorted(_resolve_plans(plans, ranks), key=lambda plan: plan.ranks)
+    if isinstance(plans, Plan):
+        each, counts = plans.replica_ranks, ranks or (plans.ranks,)
+        if odd := [count for count in counts if count < each or count % each]:
+            raise PlanError(f"{odd[0]} ranks are no multiple of the {each} that a replica of the plan needs.")
+        plans = [replace(plans, data_parallel=count // each) for count in counts]
+    elif ranks is not None:
+        raise PlanError("ranks are for one plan, which is repeated to fill them, but several plans are given.")
+    chosen = sorted(plans, key=lambda plan: plan.ranks)
     if not chosen:
         raise PlanError("There is no plan to scale: give plans for two or more numbers of ranks, or ranks=(1, 2, 4).")
     sizes, points = Sizes.of(model, loss), []
@@ -221,14 +228,3 @@ def scaling(
             shape = (*shape[:2], *sides)
         points.append(ScalingPoint(forecast(sizes.graph(plan, shape), plan, machine, optimiser_states), shape))
     return Scaling(sizes.name, machine.name, how, tuple(points))
-
-
-def _resolve_plans(plans: Plan | Sequence[Plan], ranks: Sequence[int] | None) -> Sequence[Plan]:
-    if not isinstance(plans, Plan):
-        if ranks is not None:
-            raise PlanError("ranks are for one plan, which is repeated to fill them, but several plans are given.")
-        return plans
-    each = plans.replica_ranks
-    if odd := [count for count in ranks or () if count < each or count % each]:
-        raise PlanError(f"{odd[0]} ranks are no multiple of the {each} that a replica of the plan needs.")
-    return [replace(plans, data_parallel=count // each) for count in ranks or (plans.ranks,)]
