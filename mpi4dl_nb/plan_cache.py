@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from engines.graph.model_graph import ModelGraph
 from engines.graph.trace_cache import TraceCache
 from engines.plan import Plan
-from engines.predict.forecast import Forecast, RankLoad, count_load, forecast, with_memory, with_time
+from engines.predict.forecast import Forecast, RankLoad, count_load, forecast, with_time
 from engines.predict.machine import Machine
 from engines.program.compile import compile_plan
 from engines.program.program import Program
@@ -86,7 +86,7 @@ class PlanCache:
         for number, program in enumerate(() if found.is_weighed else found.programs):
             if not is_asked():
                 return None
-            loads[number] = with_memory(loads[number], program, found.graph, plan)
+            loads[number] = count_load(program, found.graph, plan)
         found = replace(found, loads=tuple(loads))
         self._keep(found)  # the memory stays known, even if no time can be computed
         if machine is None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from engines.comm.cgroup_limits import count_cores, get_memory_bytes
 from engines.comm.device import count_local_ranks, use_threads
-from engines.comm.loopback import LoopbackWorld, Mailbox
+from engines.comm.loopback import make_loopback_worlds
 from engines.comm.world import Message, World
 from engines.graph.model_graph import Ref
 from engines.predict.calibration_runs import CalibrationRecipes, CalibrationRun, fit_machine
@@ -210,7 +210,7 @@ def _measure_rank() -> dict[str, Any]:
     buffers = {name: torch.zeros(8) for name in ("mean", "variance")}
     moments = torch.zeros(2, 2, 8, dtype=torch.float64)
     update = Update("update", (RunningStatistics("mean", "variance", "moments", 0.1, (4, 4)),) * count, {})
-    run_update = partial(update_buffers, buffers, update, lambda _: [moments], LoopbackWorld(0, 1, Mailbox(1)))
+    run_update = partial(update_buffers, buffers, update, lambda _: [moments], make_loopback_worlds(1)[0])
     found["statistic_s"] = measure_median_seconds(run_update, 5) / count
 
     # Messages are packed into new memory, of data that no cache holds: together the blocks exceed every cache.
@@ -259,7 +259,7 @@ def measure_overheads() -> dict[str, float]:
     last = f"v{_SEGMENTS}"
     way = DirectionProgram({0: tuple(segments)}, {"v0": ShardSpec(None, None)}, last, last, True, frozenset({last}))
     program = Program(0, tuple(steps), {0: way}, {0: 0}, 1, ("w",), ())
-    worker = Worker(program, LoopbackWorld(0, 1, Mailbox(1)), {"w": torch.ones(1, requires_grad=True)}, {})
+    worker = Worker(program, make_loopback_worlds(1)[0], {"w": torch.ones(1, requires_grad=True)}, {})
     seconds = measure_median_seconds(lambda: worker.run({0: {"v0": torch.ones(1)}}), 9)
     instruction_s = max(0.0, seconds / len(steps) - (call_s + 2 * back_call_s) / 2)
     return {"call_s": call_s, "back_call_s": back_call_s, "instruction_s": instruction_s}

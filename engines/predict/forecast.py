@@ -24,9 +24,7 @@ __all__ = [
     "compute_throughput",
     "count_copies",
     "count_load",
-    "count_loads",
     "forecast",
-    "with_memory",
     "with_time",
 ]
 
@@ -167,19 +165,19 @@ class RankLoad:
     wait_s: float | None = None
 
 
-def count_load(program: Program, graph: ModelGraph) -> RankLoad:
-    """Return what is cheap to count: the weights and messages of a rank's program."""
+def count_load(program: Program, graph: ModelGraph, plan: Plan | None = None) -> RankLoad:
+    """Return the weights and messages of a rank's program and, with its `plan`, its memory, which takes a moment.
+
+    Raises TraceError as `predict_rank_memory` does.
+    """
     owned = {**graph.weights, **graph.buffers}
     weights = sum(owned[name].bytes for name in (*program.weights, *program.buffers))
-    return RankLoad(weights, sum(count_traffic(program).values(), start=Traffic(0, 0)))
-
-
-def with_memory(load: RankLoad, program: Program, graph: ModelGraph, plan: Plan) -> RankLoad:
-    """Return the load with its memory, which takes a moment. Raises TraceError as `predict_rank_memory` does."""
+    load = RankLoad(weights, sum(count_traffic(program).values(), start=Traffic(0, 0)))
+    if plan is None:
+        return load
     memory = predict_rank_memory(program, graph, plan)
-    return replace(
-        load, kept_bytes=memory.at_peak["activations"] + memory.at_peak["halos"], peak_bytes=memory.peak_bytes
-    )
+    kept_bytes = memory.at_peak["activations"] + memory.at_peak["halos"]
+    return replace(load, kept_bytes=kept_bytes, peak_bytes=memory.peak_bytes)
 
 
 def with_time(loads: Sequence[RankLoad], found: Forecast) -> list[RankLoad]:
@@ -188,22 +186,13 @@ def with_time(loads: Sequence[RankLoad], found: Forecast) -> list[RankLoad]:
     Ranks that were not simulated have the times of the simulated ones.
     """
     uses, seconds = found.timeline.time_shares, found.seconds
+
+    def round_seconds(seconds: float) -> float:
+        return float(f"{seconds:.2g}")
+
     made = []
     for rank, load in enumerate(loads):
         use = uses[rank % len(uses)]  # whole replicas are simulated, and the others do the same
         busy = (use.work + use.communication) * seconds
-        made.append(replace(load, busy_s=_round_seconds(busy), wait_s=_round_seconds(max(0.0, seconds - busy))))
+        made.append(replace(load, busy_s=round_seconds(busy), wait_s=round_seconds(max(0.0, seconds - busy))))
     return made
-
-
-def _round_seconds(seconds: float) -> float:
-    """
-    >>> _round_seconds(0.012345), _round_seconds(0.0)
-    (0.012, 0.0)
-    """
-    return float(f"{seconds:.2g}")
-
-
-def count_loads(programs: Sequence[Program], graph: ModelGraph, plan: Plan) -> list[RankLoad]:
-    """Return the loads of all ranks, with memory, in rank order."""
-    return [with_memory(count_load(program, graph), program, graph, plan) for program in programs]

@@ -6,8 +6,6 @@ from engines.plan import Plan
 
 __all__ = ["KINDS", "WORDS", "classify_plan", "describe_plan", "format_grids"]
 
-KINDS = ("data", "layer", "pipeline", "bidirectional", "spatial", "hybrid")
-
 WORDS = {
     "data": "data parallelism",
     "layer": "layer parallelism",
@@ -17,6 +15,8 @@ WORDS = {
     "hybrid": "a hybrid of tiles and stages",
 }
 """The name of each kind in a sentence."""
+
+KINDS = tuple(WORDS)
 
 
 def classify_plan(plan: Plan) -> str:

@@ -15,7 +15,7 @@ from engines.formatting import format_bytes, format_number, format_seconds
 from engines.graph.model_graph import ModelGraph
 from engines.graph.trace_cache import Loss, TraceCache
 from engines.plan import Plan
-from engines.predict.forecast import Forecast, RankLoad, count_loads, forecast, with_time
+from engines.predict.forecast import Forecast, RankLoad, count_load, forecast, with_time
 from engines.predict.machine import Machine
 from engines.predict.machines import resolve_machine
 from engines.program.compile import compile_plan
@@ -168,7 +168,7 @@ def show_ranks(
         if image_shape is None:
             raise PlanError("show_ranks needs the image_shape (N, C, H, W) of a batch, to trace the model with it.")
         model = TraceCache(model, image_shape, loss or nn.CrossEntropyLoss()).get_graph(plan)
-    loads = count_loads(compile_plan(model, plan), model, plan)
+    loads = [count_load(program, model, plan) for program in compile_plan(model, plan)]
     if machine is None:
         return draw_ranks(plan, loads)
     machine = resolve_machine(machine)

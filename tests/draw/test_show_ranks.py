@@ -12,7 +12,7 @@ from engines.comm.loopback import run_ranks
 from engines.errors import PlanError
 from engines.models import resnet20_v1
 from engines.plan import Plan
-from engines.predict.forecast import count_loads
+from engines.predict.forecast import count_load
 from engines.predict.rank_memory import predict_rank_memory
 from engines.program.compile import compile_plan
 from engines.program.program import count_traffic
@@ -77,7 +77,8 @@ def test_the_mirrored_copy_is_told_and_hatched():
 def test_the_numbers_are_those_of_the_programs(plan: Plan):
     graph = prepare(resnet20_v1(), plan, SHAPE).graph
     figure, programs = show_ranks(plan, resnet20_v1(), SHAPE), compile_plan(graph, plan)
-    for program, load in zip(programs, count_loads(programs, graph, plan), strict=True):
+    for program in programs:
+        load = count_load(program, graph, plan)
         memory, sent = predict_rank_memory(program, graph, plan), count_traffic(program).values()
         assert load.kept_bytes == memory.at_peak["activations"] + memory.at_peak["halos"] > 0
         told = f"{format_bytes(load.kept_bytes)} ({format_bytes(memory.peak_bytes)} in all), sent in a training step "
@@ -98,7 +99,7 @@ def test_the_numbers_are_those_of_ranks_at_work():
         owned = [*training.weights.values(), *training.buffers.values()]
         return sum(tensor.nbytes for tensor in owned), sum(event.bytes for event in report.events)
 
-    loads = count_loads(compile_plan(recipe.graph, plan), recipe.graph, plan)
+    loads = [count_load(program, recipe.graph, plan) for program in compile_plan(recipe.graph, plan)]
     for load, (weights, sent) in zip(loads, run_ranks(plan.ranks, weighed), strict=True):
         assert load.weight_bytes == weights
         assert load.sent.bytes == pytest.approx(sent, rel=1e-3)
