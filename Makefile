@@ -19,7 +19,7 @@ PURE := engines/train/checkpoint_folder.py engines/errors.py engines/formatting.
 	engines/spatial/layout.py engines/graph/model_graph.py engines/comm/output.py engines/images/regular_file.py engines/comm/start.py \
 	engines/spatial/tiles.py engines/spatial/windows.py engines/program/schedule.py \
 	engines/program/make_schedule.py engines/program/instructions.py engines/program/program.py \
-	engines/program/timeline.py engines/comm/all_reduce_sizes.py engines/predict/actions.py \
+	engines/program/timeline.py engines/comm/all_reduce_sizes.py \
 	engines/predict/machine.py engines/predict/tallies.py engines/predict/cores.py engines/predict/cost.py engines/predict/machines.py \
 	engines/predict/parallelism.py engines/predict/memory_simulation.py engines/predict/links.py engines/predict/noise.py engines/predict/machine_schema.py \
 	engines/predict/simulate.py engines/train/asynchrony.py engines/comm/status_board.py

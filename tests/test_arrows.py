@@ -34,7 +34,6 @@ PURE = (
     "engines.program.program",
     "engines.program.timeline",
     "engines.comm.all_reduce_sizes",
-    "engines.predict.actions",
     "engines.predict.machine",
     "engines.predict.tallies",
     "engines.predict.cores",

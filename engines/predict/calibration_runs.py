@@ -16,8 +16,7 @@ from torch import nn
 from engines.comm.status_board import get_wait_cpu_s
 from engines.comm.world import World
 from engines.plan import Plan
-from engines.predict.actions import ComputeWork
-from engines.predict.cost import CostModel, build_step_actions
+from engines.predict.cost import ComputeWork, CostModel, build_step_actions
 from engines.predict.machine import Machine
 from engines.predict.noise import compute_spread
 from engines.predict.rank_tally import build_tally

@@ -13,7 +13,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from engines.predict.actions import ComputeWork
+from engines.predict.cost import ComputeWork
 from engines.predict.machine import Machine
 
 __all__ = ["DedicatedCores", "RunQueue", "SharedCores"]

@@ -188,8 +188,8 @@ class KernelTimes:
 class KernelTimer:
     """Times calls of kernels round by round, with one thread or as many as are set.
 
-    The default clock counts the CPU time of the calling thread only. The first calls, the fraction `late` of all, are
-    timed last. `apart`: the gradients of inputs and of weights are also timed separately.
+    `timed` are the times so far. The default clock counts the CPU time of the calling thread only. The first calls, the
+    fraction `late` of all, are timed last. `apart`: the gradients of inputs and of weights are also timed separately.
     """
 
     def __init__(
@@ -199,31 +199,51 @@ class KernelTimer:
         clock: Callable[[], float] = time.thread_time,
         apart: bool = False,
     ) -> None:
-        self._apart = apart
-        self._samples = [_TimedKernel(call, clock) for call in calls]
+        self.timed = [KernelTimes() for _ in calls]
+        self._clock, self._apart = clock, apart
         # Ranks that time the same kernels at once begin at different ones, like ranks at different layers of a network.
-        middle = int(late * len(self._samples))
-        self._order = [*self._samples[middle:], *self._samples[:middle]]
+        both, middle = list(zip(calls, self.timed, strict=True)), int(late * len(calls))
+        self._order = [*both[middle:], *both[:middle]]
 
     def run_round(self) -> None:
-        """Time each call once more."""
+        """Time each call once more, and append to `timed`."""
         # As in training: all forward, all backward in reverse, and then separate gradients, if they are wanted.
-        results = [sample.time_forward() for sample in self._order]
-        layers = list(zip(self._order, results, strict=True))[::-1]
-        # The graphs are kept for the parts that follow, and freed with `results` at the end of the round.
-        for sample, result in layers:
-            sample.timed.backward.append(sample.time_backward(sample.leaves, result))
+        layers = []
+        for (name, arguments), timed in self._order:
+            leaves = [item for item in tree_leaves(arguments) if isinstance(item, Tensor) and item.requires_grad]
+            _report_working()
+            leaves[0].detach().sum()  # the input was just written by the layer before, so that it is in the cache
+            start_s = self._clock()
+            made = get_kernel(name)(*arguments)
+            timed.forward.append(self._clock() - start_s)
+            layers.append((name, timed, leaves, made[0] if isinstance(made, tuple) else made))
+        layers.reverse()
+        # The graphs are kept for the parts that follow, and freed with `layers` at the end of the round.
+        for _, timed, leaves, result in layers:
+            timed.backward.append(self._time_backward(leaves, result))
         if self._apart:
-            layers = [each for each in layers if classify_kernel(each[0].call[0]) in BY_ARITHMETIC]
-            for sample, result in layers:
-                sample.timed.inputs.append(sample.time_backward(sample.leaves[:1], result))
-            for sample, result in layers:
-                sample.timed.weights.append(sample.time_backward(sample.leaves[1:], result))
+            layers = [layer for layer in layers if classify_kernel(layer[0]) in BY_ARITHMETIC]
+            for _, timed, leaves, result in layers:
+                timed.inputs.append(self._time_backward(leaves[:1], result))
+            for _, timed, leaves, result in layers:
+                timed.weights.append(self._time_backward(leaves[1:], result))
 
-    @property
-    def timed(self) -> list[KernelTimes]:
-        """The times measured so far."""
-        return [each.timed for each in self._samples]
+    def _time_backward(self, leaves: Sequence[Tensor], result: Tensor) -> float:
+        """Return the seconds until the leaves have their gradients."""
+        _report_working()
+        # The gradient was just written by the layer behind, so that it is in the cache.
+        grad = torch.ones_like(result)
+        start_s = self._clock()
+        found = torch.autograd.grad(result, leaves, grad, retain_graph=True)
+        for part in found:
+            if part.untyped_storage().nbytes() > part.nbytes:
+                part.clone()  # as the next reader of the gradient has to
+        return self._clock() - start_s
+
+
+def _report_working() -> None:
+    """Report progress, so that ranks that wait for this one are not taken to hang."""
+    get_status_board().report(b"measures how fast it computes")
 
 
 def build_op_tallies(calls: Sequence[KernelCall]) -> list[OpTally]:
@@ -286,43 +306,3 @@ def _compute_part(seconds: Sequence[float], whole_s: float, call_s: float) -> fl
 def _subtract_overhead(seconds: float, overhead_s: float) -> float:
     """Return the seconds without the overhead, but at least a tenth of the measured time."""
     return max(0.1 * seconds, seconds - overhead_s)
-
-
-@dataclass
-class _TimedKernel:
-    """A kernel call and its times; the first of its leaves is its input."""
-
-    call: KernelCall
-    clock: Callable[[], float]
-
-    def __post_init__(self) -> None:
-        self.timed = KernelTimes()
-        self.leaves = [item for item in tree_leaves(self.call[1]) if isinstance(item, Tensor) and item.requires_grad]
-
-    def time_forward(self) -> Tensor:
-        """Time the call and return its result; the input is read just before, so that it is in the cache."""
-        name, arguments = self.call
-        self._report_working()
-        self.leaves[0].detach().sum()
-        start_s = self.clock()
-        made = get_kernel(name)(*arguments)
-        self.timed.forward.append(self.clock() - start_s)
-        result: Tensor = made[0] if isinstance(made, tuple) else made
-        return result
-
-    def time_backward(self, leaves: Sequence[Tensor], result: Tensor) -> float:
-        """Return the seconds until the leaves have their gradients."""
-        self._report_working()
-        # The gradient was just written by the layer behind, so that it is in the cache.
-        grad = torch.ones_like(result)
-        start_s = self.clock()
-        found = torch.autograd.grad(result, leaves, grad, retain_graph=True)
-        for part in found:
-            if part.untyped_storage().nbytes() > part.nbytes:
-                part.clone()  # as the next reader of the gradient has to
-        return self.clock() - start_s
-
-    @staticmethod
-    def _report_working() -> None:
-        """Report progress, so that ranks that wait for this one are not taken to hang."""
-        get_status_board().report(b"measures how fast it computes")

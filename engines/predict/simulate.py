@@ -12,17 +12,18 @@ from functools import partial
 from random import Random
 
 from engines.errors import PlanError
-from engines.predict.actions import (
+from engines.predict.cores import DedicatedCores, SharedCores
+from engines.predict.cost import (
     Action,
     ComputeWork,
     CopyMessage,
+    CostModel,
     JoinAllReduce,
     PostSend,
     WaitAllReduce,
     WaitMessage,
+    build_step_actions,
 )
-from engines.predict.cores import DedicatedCores, SharedCores
-from engines.predict.cost import CostModel, build_step_actions
 from engines.predict.links import AllReduceCost, BackgroundAllReduce, LinkQueues
 from engines.predict.machine import Link, Machine
 from engines.predict.tallies import RankTally

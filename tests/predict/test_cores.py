@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 
 from engines.graph.model_graph import TensorSpec
-from engines.predict.actions import ComputeWork
 from engines.predict.cores import RunQueue
-from engines.predict.cost import CostModel
+from engines.predict.cost import ComputeWork, CostModel
 from engines.predict.simulate import simulate
 from engines.program.instructions import AllReduce, Phase, SumGradients
 from tests.predict.test_simulate import BACKWARD, BYTE_PER_S, FORWARD, compute, ends, toy, transfer

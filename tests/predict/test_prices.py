@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from engines.plan import Plan
 from engines.predict import kernel_timer
-from engines.predict.actions import ComputeWork
-from engines.predict.cost import build_step_actions, estimate_segment_work
+from engines.predict.cost import ComputeWork, build_step_actions, estimate_segment_work
 from engines.predict.kernel_timer import (
     KernelTimer,
     KernelTimes,
