@@ -18,7 +18,7 @@ from engines.comm.cgroup_limits import count_cores
 from engines.errors import PlanError, RankError
 from engines.images.regular_file import read_bounded
 from engines.predict.calibrate import Calibration
-from engines.predict.calibration_runs import CalibrationRecipes
+from engines.predict.calibration_runs import CalibrationRecipes, prepare_recipes
 from engines.predict.machine import Machine
 from engines.predict.machine_schema import find_missing_speeds
 
@@ -36,7 +36,7 @@ def calibrate_cluster(
 
     Raises PlanError if both are useless, unless `accept_noise`, and RankError if the ranks are lost.
     """
-    rehearsal = CalibrationRecipes.of(cluster.n)
+    rehearsal = prepare_recipes(cluster.n)
     machine = _measure(cluster, rehearsal, quick, progress)
     if machine.noise.is_good or accept_noise:
         return machine

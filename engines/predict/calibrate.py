@@ -150,7 +150,7 @@ class Calibration:
         yield
         # Kernels and messages alone predict too short a step. The training of a small network shows what is missing,
         # and `fit_machine` chooses the remaining parameters accordingly.
-        runs = [CalibrationRun(world, *act) for act in self.rehearsal.acts]
+        runs = [CalibrationRun(world, *act) for act in self.rehearsal]
         for _ in range(self.effort.rehearsals):
             for run in runs:
                 run.run_steps(self.effort.steps)

@@ -32,6 +32,7 @@ __all__ = [
     "CalibrationTimes",
     "RunComparison",
     "fit_machine",
+    "prepare_recipes",
 ]
 
 _WIDTHS, _DEPTH = (16, 32, 64), 4
@@ -42,35 +43,25 @@ _WARM_UP = 1
 _OVERHEADS = {"compute": "instruction_s", "halo": "exchange_s", "all-reduce": "sum_s"}
 
 
-@dataclass(frozen=True)
-class CalibrationRecipes:
-    """One network in three layouts.
+CalibrationRecipes = tuple[tuple[Recipe, bool], ...]
+"""Recipes in the order of their runs, each with whether a rank uses all cores that the plan gives it."""
 
-    `strips`: one strip for each rank, so that every layer has a halo and an all-reduce. `small`: replicas of small
-    images. `turns`: stages, whose ranks use all cores in turn, with images that are large enough for that.
+
+def prepare_recipes(ranks: int) -> CalibrationRecipes:
+    """Return one network in three layouts for a number of ranks.
+
+    First, one strip for each rank, so that every layer has a halo and an all-reduce. Then, replicas of small images.
+    Last, stages, whose ranks use all cores in turn, with images that are large enough for that.
     """
-
-    strips: Recipe
-    small: Recipe
-    turns: Recipe
-
-    @classmethod
-    def of(cls, ranks: int) -> CalibrationRecipes:
-        """Return the recipes for a number of ranks."""
-        strips = Plan(split_size=1, spatial_size=1, num_spatial_parts=ranks, slice_method="horizontal")
-        replicas = Plan(split_size=1, spatial_size=0, data_parallel=ranks)
-        stages = max(count for count in range(1, _MOST_STAGES + 1) if ranks % count == 0)
-        turns = Plan(split_size=stages, spatial_size=0, data_parallel=ranks // stages)
-        return cls(
-            prepare(_build_network(), strips, (1, 3, _STRIP_PX * ranks, _WIDTH_PX), device="cpu"),
-            prepare(_build_network(), replicas, (1, 3, _SMALL_PX, _SMALL_PX), device="cpu"),
-            prepare(_build_network(), turns, (1, 3, _LARGEST_PX, _LARGEST_PX), device="cpu"),
-        )
-
-    @property
-    def acts(self) -> tuple[tuple[Recipe, bool], ...]:
-        """The recipes in the order of their runs, each with whether a rank uses all cores that the plan gives it."""
-        return (self.strips, False), (self.small, False), (self.turns, True)
+    strips = Plan(split_size=1, spatial_size=1, num_spatial_parts=ranks, slice_method="horizontal")
+    replicas = Plan(split_size=1, spatial_size=0, data_parallel=ranks)
+    stages = max(count for count in range(1, _MOST_STAGES + 1) if ranks % count == 0)
+    turns = Plan(split_size=stages, spatial_size=0, data_parallel=ranks // stages)
+    return (
+        (prepare(_build_network(), strips, (1, 3, _STRIP_PX * ranks, _WIDTH_PX), device="cpu"), False),
+        (prepare(_build_network(), replicas, (1, 3, _SMALL_PX, _SMALL_PX), device="cpu"), False),
+        (prepare(_build_network(), turns, (1, 3, _LARGEST_PX, _LARGEST_PX), device="cpu"), True),
+    )
 
 
 def _build_network() -> nn.Module:
@@ -157,7 +148,7 @@ def fit_machine(machine: Machine, rehearsal: CalibrationRecipes, seen: Sequence[
     the run in stages gives the cost of a kernel of several threads beyond its parallel part. A single rank never waits,
     so its jitter is not fitted.
     """
-    tiled, few, turns = [RunComparison(*act, each) for act, each in zip(rehearsal.acts, seen, strict=True)]
+    tiled, few, turns = [RunComparison(*act, each) for act, each in zip(rehearsal, seen, strict=True)]
     # The order of the fits matters: each parameter explains what those fitted before it leave unexplained.
     bare = replace(machine, cold_copies=0.0, **dict.fromkeys(_OVERHEADS.values(), 0.0))
     over = tiled.compute_overheads_s(bare)

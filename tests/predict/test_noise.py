@@ -6,7 +6,6 @@ import statistics
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -129,13 +128,8 @@ def measures(monkeypatch, *noises: Noise) -> list[bool]:
         return replace(FLAT, ranks=cluster.n, noise=next(left), quick=quick)
 
     monkeypatch.setattr(from_notebook, "_measure", measured)
-    monkeypatch.setattr(from_notebook, "CalibrationRecipes", _NoRehearsal)
+    monkeypatch.setattr(from_notebook, "prepare_recipes", lambda ranks: ())
     return asked
-
-
-class _NoRehearsal:
-    @classmethod
-    def of(cls, ranks: int) -> None: ...
 
 
 @pytest.fixture
@@ -223,7 +217,7 @@ def test_it_goes_part_by_part_and_can_be_stopped(monkeypatch, remembered):
             yield part
 
     monkeypatch.setattr(from_notebook, "Calibration", ThreeParts)
-    monkeypatch.setattr(from_notebook, "CalibrationRecipes", _NoRehearsal)
+    monkeypatch.setattr(from_notebook, "prepare_recipes", lambda ranks: ())
     monkeypatch.setattr(from_notebook, "tqdm", shown)
     with Cluster(2, backend="loopback") as cluster:
         with pytest.raises(KeyboardInterrupt):
@@ -255,7 +249,7 @@ def test_as_many_parts_as_were_announced(ranks: int, quick: bool, monkeypatch):
     monkeypatch.setattr(calibrating, "fit_machine", lambda machine, *_: machine)
 
     def count(world: object) -> tuple[int, Machine]:
-        calibration = calibrating.Calibration(world, SimpleNamespace(acts=[(None, False)]), quick)
+        calibration = calibrating.Calibration(world, ((None, False),), quick)
         parts = 0
         while calibration.run_part() is None:
             parts += 1

@@ -9,7 +9,13 @@ import pytest
 
 from engines.comm.loopback import run_ranks
 from engines.predict.calibrate import Calibration
-from engines.predict.calibration_runs import CalibrationRecipes, CalibrationTimes, RunComparison, fit_machine
+from engines.predict.calibration_runs import (
+    CalibrationRecipes,
+    CalibrationTimes,
+    RunComparison,
+    fit_machine,
+    prepare_recipes,
+)
 from engines.predict.machine import Machine
 from engines.predict.tallies import CLASSES
 from tests.predict.test_simulate import FLAT
@@ -43,7 +49,7 @@ REAL = replace(
 
 @pytest.fixture(scope="module")
 def rehearsal():
-    return CalibrationRecipes.of(RANKS)
+    return prepare_recipes(RANKS)
 
 
 def played(machine: Machine, *act) -> CalibrationTimes:
@@ -55,7 +61,7 @@ def played(machine: Machine, *act) -> CalibrationTimes:
 
 
 def test_what_ranks_would_measure_leads_back_to_their_machine(rehearsal):
-    seen = [played(REAL, *act) for act in rehearsal.acts]
+    seen = [played(REAL, *act) for act in rehearsal]
     blank = replace(FLAT, cores=2, slice_s=REAL.slice_s, copy_per_s=REAL.copy_per_s)
     found = fit_machine(blank, rehearsal, seen)
     for name in FOUND:
@@ -71,7 +77,7 @@ def measure(rehearsal: CalibrationRecipes, world) -> Machine:
 
 @pytest.mark.nightly
 def test_ranks_measure_themselves_and_agree():
-    machines = run_ranks(2, partial(measure, CalibrationRecipes.of(2)))
+    machines = run_ranks(2, partial(measure, prepare_recipes(2)))
     assert machines[0] == machines[1] == Machine.from_json(machines[0].to_json())
     machine = machines[0]
     assert set(machine.speeds) == set(CLASSES)
@@ -82,6 +88,6 @@ def test_ranks_measure_themselves_and_agree():
 
 @pytest.mark.nightly
 def test_a_rank_alone_waits_for_nobody():
-    (machine,) = run_ranks(1, partial(measure, CalibrationRecipes.of(1)))
+    (machine,) = run_ranks(1, partial(measure, prepare_recipes(1)))
     assert machine.resume_s == 0
     assert machine.cold_copies == 0
