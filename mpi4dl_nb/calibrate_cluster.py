@@ -20,7 +20,7 @@ from engines.images.regular_file import read_bounded
 from engines.predict.calibrate import Calibration
 from engines.predict.calibration_runs import CalibrationRecipes, prepare_recipes
 from engines.predict.machine import Machine
-from engines.predict.machine_schema import find_missing_speeds
+from engines.predict.tallies import CLASSES
 
 if TYPE_CHECKING:
     from engines.comm.rank_server import RankServer
@@ -117,7 +117,7 @@ class CalibrationCache:
             return None
         try:
             found = Machine.from_json(read_bounded(self.path, _MOST_BYTES).decode(errors="replace"))
-            if missing := list(find_missing_speeds(found.speeds)):
+            if missing := [kind for kind in CLASSES if not found.speeds.get(kind)]:
                 raise PlanError(f"speeds.{missing[0]} is missing. Calibrate, and store it again.")
             return found
         except PlanError as error:

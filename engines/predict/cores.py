@@ -195,9 +195,6 @@ class RunQueue:
         self._now = now
 
 
-# Schedules computation on cores: ranks with their own processors here, ranks that share cores in `run_queue.py`.
-
-
 # Both kinds of cores are used alike, by `simulate`. Times never decrease:
 #
 #   start(rank, work, now)        start work on a rank

@@ -6,12 +6,12 @@ The ranges are wide: from one byte in a thousand seconds to more than all comput
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from engines.predict.tallies import CLASSES
 
-__all__ = ["check_machine", "find_missing_speeds"]
+__all__ = ["check_machine"]
 
 Check = Callable[[str, Any], None]
 
@@ -133,8 +133,3 @@ def check_machine(fields: Any) -> None:
     ValueError: latency_s is a whole number of some 400 digits, but must be from 0 to 3600
     """
     _make_table_check(_CHECKS, needed=("name", "source", "speeds"))("", fields)
-
-
-def find_missing_speeds(speeds: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the kernel classes for which a machine has no speed."""
-    return (kind for kind in CLASSES if not speeds.get(kind))
