@@ -177,20 +177,18 @@ class PublishedReplay:
 
     def simulate_result(self, row: PublishedResult) -> ReplayOutcome:
         """Simulate a row and its variants. Raises PlanError if a model's package is not installed."""
-        run, against = self._forecast_pair(row, RunVariant("as it is"))
-        memory_bytes = resolve_machine(row.run.machine).memory_bytes or 0
-        varied = []
-        for variant in row.variants:
-            pair = self._forecast_pair(row, variant)
-            fits = max(each.peak_bytes for each in pair) <= memory_bytes
-            varied.append((variant.words, MEASURES[row.measure](*pair), fits))
-        value = MEASURES[row.measure](run, against)
-        return ReplayOutcome(row, value, run, against, memory_bytes, tuple(varied))
-
-    def _forecast_pair(self, row: PublishedResult, variant: RunVariant) -> tuple[RunResult, RunResult]:
-        run, against = variant.run or row.run, variant.against or row.against
-        found = self.forecast_run(run, variant.changes)
-        return found, self.forecast_run(against, variant.changes) if against else found
+        measure, memory_bytes = MEASURES[row.measure], resolve_machine(row.run.machine).memory_bytes or 0
+        pairs = []
+        for variant in (RunVariant("as it is"), *row.variants):
+            run, against = variant.run or row.run, variant.against or row.against
+            found = self.forecast_run(run, variant.changes)
+            pairs.append((found, self.forecast_run(against, variant.changes) if against else found))
+        own, *others = pairs
+        varied = tuple(
+            (variant.words, measure(*pair), max(each.peak_bytes for each in pair) <= memory_bytes)
+            for variant, pair in zip(row.variants, others, strict=True)
+        )
+        return ReplayOutcome(row, measure(*own), *own, memory_bytes, varied)
 
     def forecast_run(self, run: StudyRun, changes: Mapping[str, Any] | None = None) -> RunResult:
         """Return the summary of one run, on its machine with `changes` applied."""
