@@ -24,8 +24,7 @@ from engines.images.loader import LoaderOptions
 from engines.images.tables import table_images
 from engines.train.checkpoint_folder import list_checkpoints
 from engines.train.checkpoint_load import load
-from engines.train.checkpoint_manager import CheckpointManager, make_rank_manager
-from engines.train.checkpoint_save import KEEP
+from engines.train.checkpoint_save import KEEP, CheckpointManager, make_rank_manager
 from engines.train.epoch_log import EpochLog
 from engines.train.evaluation import HeldOutSet, RankEvaluation, evaluate_on_ranks
 from engines.train.interrupts import Interrupts

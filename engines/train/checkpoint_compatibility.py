@@ -21,7 +21,6 @@ from engines.train.checkpoint_values import (
     check_like,
     check_scheduler_state,
     decode_value,
-    get_class_name,
     is_finite,
     make_optimiser_state,
 )
@@ -41,8 +40,7 @@ __all__ = [
 # Check by a trial step without memory that training can continue from the state of an optimiser and a scheduler.
 #
 # Weights on PyTorch's meta device have shapes and dtypes, but no memory. The same holds for their gradients and for
-# the
-# optimiser's state. Scalar state, such as the step count of a weight, keeps its value.
+# the optimiser's state. Scalar state, such as the step count of a weight, keeps its value.
 #
 #     trial step of                       if the step fails
 #     1. the optimiser as it was made     a trial is impossible: only sizes are checked
@@ -67,11 +65,13 @@ def check_optimiser_step(optimiser: torch.optim.Optimizer, made: Mapping[str, An
                 raise ValueError(
                     f"{name}/{key} has the shape {tuple(value.shape)}, and its weight {tuple(weight.shape)}"
                 )
-    # Each trial uses its own copy, because a step changes the optimiser's state and its options.
-    if not _can_step(lambda: _copy_to_meta(optimiser).step()):
+    # Each trial uses its own copy, because a step changes the optimiser's state and its options. Many third-party
+    # optimisers read values, which fails without memory.
+    if _find_failure(_copy_to_meta(optimiser).step):
         return
-    after = _copy_to_meta(optimiser, made)
-    _try_step(after.step, f"{get_class_name(optimiser)} with these options")
+    kind, after = type(optimiser).__name__, _copy_to_meta(optimiser, made)
+    if error := _find_failure(after.step):
+        raise ValueError(f"{kind} with these options cannot step: {type(error).__name__}: {error}") from error
     usual = dict(enumerate(after.state.get(weight, {}) for group in after.param_groups for weight in group["params"]))
     is_own = type(optimiser).__module__.startswith("torch.optim")
     for index, (_, name, held) in kept.items():
@@ -82,7 +82,8 @@ def check_optimiser_step(optimiser: torch.optim.Optimizer, made: Mapping[str, An
     moved = [weight for group in again.param_groups for weight in group["params"]]
     for index, (_, _, held) in kept.items():
         again.state[moved[index]] = {key: _convert_like(value, usual[index].get(key)) for key, value in held.items()}
-    _try_step(again.step, f"{get_class_name(optimiser)} from this state")
+    if error := _find_failure(again.step):
+        raise ValueError(f"{kind} from this state cannot step: {type(error).__name__}: {error}") from error
 
 
 def check_scheduler_step(
@@ -96,27 +97,25 @@ def check_scheduler_step(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the scheduler warns when it steps without its optimiser
         fresh: Any = scheduler(_copy_to_meta(optimiser))
+        kind = type(fresh).__name__
         check_scheduler_state(state, fresh)
         done, first = state.get("last_epoch", 0), getattr(fresh, "last_epoch", 0)  # chained schedulers have none
         if not isinstance(done, int) or not 0 <= done <= first + steps:
-            raise ValueError(f"{get_class_name(fresh)} has made {str(done)[:20]} steps, and the training {steps}")
-        if not _can_step(fresh.step):
+            raise ValueError(f"{kind} has made {str(done)[:20]} steps, and the training {steps}")
+        if _find_failure(fresh.step):
             return
         trial = _copy_to_meta(optimiser, made)
         paced: Any = scheduler(trial)
         _set_options(trial, made)
         paced.load_state_dict(copy.deepcopy(state))
-        try:
-            paced.step()
-        # Schedulers raise ValueError themselves when their schedule has ended: a valid state.
-        except ValueError:
+        error = _find_failure(paced.step)
+        if isinstance(error, ValueError):  # schedulers raise it when their schedule has ended: a valid state
             return
-        except Exception as error:
-            why = f"{type(error).__name__}: {error}"
-            raise ValueError(f"{get_class_name(fresh)} cannot step from this state: {why}") from error
+        if error:
+            raise ValueError(f"{kind} cannot step from this state: {type(error).__name__}: {error}") from error
     for group in trial.param_groups:
         if not is_finite(group["lr"]):
-            raise ValueError(f"{get_class_name(fresh)} steps from this state to a learning rate of {group['lr']}")
+            raise ValueError(f"{kind} steps from this state to a learning rate of {group['lr']}")
 
 
 def _copy_to_meta(optimiser: torch.optim.Optimizer, made: Mapping[str, Any] | None = None) -> torch.optim.Optimizer:
@@ -146,20 +145,12 @@ def _set_options(optimiser: torch.optim.Optimizer, made: Mapping[str, Any]) -> N
         group.update(dict.fromkeys(group.keys() & {"fused", "foreach"}, False))
 
 
-def _can_step(step: Callable[[], object]) -> bool:
-    """Return whether the step works without memory. Many third-party optimisers read values, which fails."""
-    try:
-        step()
-    except Exception:
-        return False
-    return True
-
-
-def _try_step(step: Callable[[], object], what: str) -> None:
+def _find_failure(step: Callable[[], object]) -> Exception | None:
     try:
         step()
     except Exception as error:
-        raise ValueError(f"{what} cannot step: {type(error).__name__}: {error}") from error
+        return error
+    return None
 
 
 def _convert_like(value: Any, usual: Any) -> Any:
@@ -293,7 +284,7 @@ def _check_optimisation(checkpoint: Checkpoint, recipe: Recipe, trains: bool) ->
         with checkpoint.translate_errors():
             stored = checkpoint.manifest[what]
             theirs = stored["kind"] if stored else "none"
-        ours = get_class_name(made) if made else "none"
+        ours = type(made).__name__ if made else "none"
         if theirs != ours:
             raise CheckpointError(
                 f"{checkpoint.path}: the {what} of this checkpoint is {str(theirs)[:40]}, and here it is {ours}. Train "
@@ -321,10 +312,9 @@ def check_optimiser_state(
 
     def read_if_small(name: str) -> Tensor:
         shape, code = shapes[name]
-        small = math.prod(shape) <= _SMALL
-        return (
-            checkpoint.read_tensor(STATE, name) if small else torch.empty(shape, dtype=parse_dtype(code), device="meta")
-        )
+        if math.prod(shape) <= _SMALL:
+            return checkpoint.read_tensor(STATE, name)
+        return torch.empty(shape, dtype=parse_dtype(code), device="meta")
 
     with checkpoint.translate_errors():
         made = make_optimiser_state(optimiser, names, checkpoint.weight_states, read_if_small)

@@ -1,12 +1,15 @@
-"""The files of a checkpoint: the manifest `checkpoint.json`, and tensors in safetensors files."""
+"""The files of a checkpoint, the manifest `checkpoint.json` and safetensors files, and their writer."""
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
+import shutil
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +20,27 @@ from engines.errors import CheckpointError
 from engines.graph.model_graph import TensorSpec
 from engines.images.regular_file import read_bounded
 from engines.program.update import GOOD_STEPS
-from engines.train.checkpoint_folder import MANIFEST, make_damaged_error, make_read_error
+from engines.train.checkpoint_folder import (
+    MANIFEST,
+    check_space,
+    create_draft,
+    describe_remedy,
+    get_free_bytes,
+    lock_folder,
+    make_damaged_error,
+    make_read_error,
+    make_space_error,
+    prune,
+    publish_draft,
+)
 
 __all__ = [
     "FORMAT",
     "HEADER_BYTES",
     "MOST_STEPS",
+    "CheckpointWriter",
     "TensorFile",
+    "check_writable",
     "count_file_bytes",
     "get_tensor_spec",
     "parse_dtype",
@@ -215,3 +232,99 @@ class TensorFile:
                 os.fsync(self._file.fileno())
         finally:
             self._file.close()
+
+
+# Write one checkpoint: all of its files, or nothing.
+
+_PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO)  # another folder would not help
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class CheckpointWriter:
+    """A checkpoint being written into `folder`. Raises CheckpointError if `needed_bytes` are not free.
+
+    An error in `write_file` is kept and raised by `finish`, because the ranks that send tensors wait for no reply.
+    """
+
+    def __init__(self, folder: Path, needed_bytes: int) -> None:
+        self.folder, self.needed_bytes = folder, needed_bytes
+        self.written: dict[str, dict[str, int]] = {}
+        self._failure: OSError | None = None
+        self._file: TensorFile | None = None
+        self._path: Path | None = None
+        self._lock = ExitStack()
+        try:
+            self._lock.enter_context(lock_folder(folder))
+            self._path = create_draft(folder)
+            check_space(folder, needed_bytes)
+        except OSError as error:
+            self.discard()
+            raise self._make_error(error) from error
+        except CheckpointError:
+            self.discard()
+            raise
+
+    def write_file(self, name: str, specs: Mapping[str, TensorSpec], tensors: Iterable[Tensor]) -> None:
+        """Write the file `name` with `tensors`, which are in the order of `specs`."""
+
+        def open_file() -> None:
+            self._file = TensorFile(self._path / name, specs)
+
+        def close_file() -> None:
+            self._file.close()
+            self.written[name] = {"bytes": self._file.bytes, "crc32": self._file.crc32}
+
+        self._try(open_file)
+        # After an error all tensors are still taken: a rank whose tensor nobody received would block in its send.
+        for tensor in tensors:
+            self._try(lambda tensor=tensor: self._file.add(tensor))
+        self._try(close_file)
+
+    def _try(self, work: Callable[[], None]) -> None:
+        """Do the work, unless some has failed before."""
+        if self._failure is None:
+            try:
+                work()
+            except OSError as error:
+                self._failure = error
+
+    def finish(self, manifest: Mapping[str, Any], keep: int) -> Path:
+        """Publish the checkpoint on disk and remove all but the last `keep`. Raises CheckpointError."""
+        try:
+            if self._failure:
+                raise self._failure
+            with (self._path / MANIFEST).open("x") as file:
+                file.write(serialise_manifest(manifest))
+                file.flush()
+                os.fsync(file.fileno())
+            found = publish_draft(self._path, manifest["step"])
+            self._path = None  # it is no draft any more, so `discard` must not remove it
+            prune(self.folder, keep)  # last: until the new checkpoint is on disk, no old one goes
+            return found
+        except OSError as error:
+            self.discard()
+            raise self._make_error(error) from error
+
+    def discard(self) -> None:
+        """Remove unfinished files and release the lock. A finished checkpoint stays."""
+        if self._file:
+            with suppress(OSError):  # closing flushes the buffer, which fails again on a full disk
+                self._file.close(complete=False)
+        if self._path:
+            shutil.rmtree(self._path, ignore_errors=True)
+        self._path = self._file = None
+        self._lock.close()
+
+    def _make_error(self, error: OSError) -> CheckpointError:
+        if error.errno in _FULL:
+            return make_space_error(self.folder, self.needed_bytes, get_free_bytes(self.folder), error.strerror)
+        mend = describe_remedy(error.errno) if error.errno in _PASSING else "Name a folder that this user may write to."
+        return CheckpointError(
+            f"{self.folder}: no checkpoint can be written here: {error.strerror or error}. Those that are there are as "
+            f"they were. {mend}"
+        )
+
+
+def check_writable(folder: Path) -> None:
+    """Try to create `folder` and a draft in it, before hours of training depend on that. Raises CheckpointError."""
+    CheckpointWriter(folder, needed_bytes=1).discard()

@@ -20,8 +20,9 @@ from engines.train.checkpoint_compatibility import (
     check_shapes,
     read_scheduler_state,
 )
+from engines.train.checkpoint_files import read_manifest
 from engines.train.checkpoint_reader import STATE, Checkpoint, get_tensor_file
-from engines.train.checkpoint_values import check_scheduler_state, decode_value, get_class_name, make_optimiser_state
+from engines.train.checkpoint_values import check_scheduler_state, decode_value, make_optimiser_state
 from engines.train.training import RankTraining, Recipe
 
 __all__ = ["load", "open_checkpoint", "optimiser_state", "scheduler_state"]
@@ -60,7 +61,7 @@ def load(training: RankTraining, path: Path) -> Checkpoint:
 
 def _stage_state(training: RankTraining, path: Path) -> tuple[Checkpoint, dict[str, Tensor], OptimiserStep]:
     """Read this rank's weights and buffers, and make its optimiser, without changing the training."""
-    checkpoint = Checkpoint.from_path(path)
+    checkpoint = Checkpoint(path, read_manifest(path))
     found: dict[str, Tensor] = {}
     # Each rank reads what it holds under its own plan, from files that list everything by the model's names.
     own = {**training.weights, **training.buffers, **training.kept}
@@ -133,10 +134,8 @@ def optimiser_state(
         for name, weight in owner.named_parameters()
     }
     stored = (checkpoint.manifest["optimiser"] or {}).get("kind", "none")
-    if stored != get_class_name(optimiser):
-        raise CheckpointError(
-            f"{checkpoint.path}: its optimiser is {stored}, and this one is {get_class_name(optimiser)}."
-        )
+    if stored != (kind := type(optimiser).__name__):
+        raise CheckpointError(f"{checkpoint.path}: its optimiser is {stored}, and this one is {kind}.")
     for group in optimiser.param_groups:
         for weight in group["params"]:
             if id(weight) not in names:

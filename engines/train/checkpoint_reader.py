@@ -55,11 +55,6 @@ class Checkpoint:
     passed_over: tuple[str, ...] = ()
 
     @classmethod
-    def from_path(cls, path: Path) -> Checkpoint:
-        """Return the checkpoint at `path`. Only `checkpoint.json` is read. Raises CheckpointError."""
-        return cls(path, read_manifest(path))
-
-    @classmethod
     def open(
         cls, path: Path, hold: Callable[[Checkpoint], object] | None = None, only: Collection[str] | None = None
     ) -> Checkpoint:

@@ -1,10 +1,11 @@
-"""Save a training: which rank contributes which tensor, and the collective writing of a checkpoint."""
+"""Save a training, once or periodically: which rank contributes which tensor, and the collective writing."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import signal
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -20,13 +21,13 @@ from engines.comm.world import TENSOR_TAG, Message, World, run_on_all
 from engines.errors import CheckpointError
 from engines.graph.model_graph import TensorSpec
 from engines.graph.trace import OWNERS
-from engines.train.checkpoint_files import FORMAT, count_file_bytes, get_tensor_spec
+from engines.train.checkpoint_files import FORMAT, CheckpointWriter, check_writable, count_file_bytes, get_tensor_spec
 from engines.train.checkpoint_reader import STATE, get_tensor_file
-from engines.train.checkpoint_values import WeightState, collect_weight_states, encode_value, get_class_name
-from engines.train.checkpoint_writer import CheckpointWriter
+from engines.train.checkpoint_values import WeightState, collect_weight_states, encode_value
+from engines.train.interrupts import StoppedError
 from engines.train.training import RankTraining, Recipe
 
-__all__ = ["KEEP", "CheckpointContents", "RankMetadata", "RankState", "compute_fingerprint", "save"]
+__all__ = ["KEEP", "CheckpointManager", "make_rank_manager", "save"]
 
 
 # The contents of a checkpoint, and which rank contributes which tensor.
@@ -36,7 +37,7 @@ _BYTES_PER_WEIGHT = 1 << 9
 
 
 @dataclass(frozen=True)
-class RankMetadata:
+class _RankMetadata:
     """What one rank reports to the others about its state: shapes and dtypes, but no tensors."""
 
     specs: Mapping[str, TensorSpec]
@@ -46,86 +47,82 @@ class RankMetadata:
     steps: int
 
 
-@dataclass(frozen=True)
-class RankState:
-    """The tensors that one rank can contribute to a checkpoint, by name, and their metadata (`part`)."""
-
-    tensors: Mapping[str, Tensor]
-    part: RankMetadata
-
-    @classmethod
-    def of(cls, training: RankTraining) -> RankState:
-        """Return the state of this rank. Raises CheckpointError if something cannot be written."""
-        descent = training.worker.optimiser_step
-
-        tensors = {**training.kept, **training.weights, **training.own_buffers}
-        states: dict[str, WeightState] = {}
-        if descent.optimiser:
-            names = {id(weight): name for name, weight in training.weights.items()}
-            states, moving = collect_weight_states(descent.optimiser, names)
-            tensors |= moving
-        paced = descent.scheduler
-        scheduler = (
-            {"kind": get_class_name(paced), "state": encode_value(paced.state_dict(), get_class_name(paced))}
-            if paced
-            else None
-        )
-        specs = {name: get_tensor_spec(tensor, name) for name, tensor in tensors.items()}
-        optimiser = get_class_name(descent.optimiser) if descent.optimiser else None
-        return cls(tensors, RankMetadata(specs, states, optimiser, scheduler, training.worker.steps))
+def _collect_rank_state(training: RankTraining, feed: Any, keep: int) -> tuple[dict[str, Tensor], _RankMetadata]:
+    """Return the tensors that this rank can contribute, and their metadata. Raises CheckpointError."""
+    if keep < 1:
+        raise CheckpointError(f"keep={keep} must be at least 1: the last checkpoint is always kept.")
+    try:
+        json.dumps(feed, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"The feed's state cannot be written as JSON: {error}.") from error
+    if training.worker.position and not training.worker.done:
+        raise CheckpointError("The training is in the middle of a step. Save it when the step is done.")
+    descent = training.worker.optimiser_step
+    tensors = {**training.kept, **training.weights, **training.own_buffers}
+    states: dict[str, WeightState] = {}
+    optimiser = scheduler = None
+    if descent.optimiser:
+        optimiser = type(descent.optimiser).__name__
+        names = {id(weight): name for name, weight in training.weights.items()}
+        states, moving = collect_weight_states(descent.optimiser, names)
+        tensors |= moving
+    if descent.scheduler:
+        kind = type(descent.scheduler).__name__
+        scheduler = {"kind": kind, "state": encode_value(descent.scheduler.state_dict(), kind)}
+    specs = {name: get_tensor_spec(tensor, name) for name, tensor in tensors.items()}
+    return tensors, _RankMetadata(specs, states, optimiser, scheduler, training.worker.steps)
 
 
 @dataclass(frozen=True)
-class CheckpointContents:
-    """The contents of a checkpoint. `files` maps each file to {name in the file: name on the ranks}."""
+class _StoredTensor:
+    """A tensor of a file: its name on the ranks, and the first rank that has it."""
 
-    parts: Sequence[RankMetadata]
-    files: Mapping[str, Mapping[str, str]]
+    held: str
+    spec: TensorSpec
+    source: int
+
+
+@dataclass(frozen=True)
+class _CheckpointContents:
+    """The contents of a checkpoint. `files` maps each file to its tensors by their names in it, in their order."""
+
+    parts: Sequence[_RankMetadata]
+    states: Mapping[str, WeightState]
+    files: Mapping[str, Mapping[str, _StoredTensor]]
 
     @classmethod
-    def of(cls, recipe: Recipe, parts: Sequence[RankMetadata]) -> CheckpointContents:
+    def of(cls, recipe: Recipe, parts: Sequence[_RankMetadata]) -> _CheckpointContents:
         """Return the contents, equal on all ranks given equal `parts`. Raises CheckpointError if steps differ."""
         if len(steps := {part.steps for part in parts}) > 1:
             raise CheckpointError(
                 f"Ranks were stopped while they changed their weights, after {min(steps) - 1} to {max(steps) - 1} "
                 "steps: what they hold is no state of the training. Load the last checkpoint."
             )
-        files = {
+        # All ranks that have a tensor, or update a weight, agree on it: the first of them counts.
+        sources = {name: rank for rank in reversed(range(len(parts))) for name in parts[rank].specs}
+        states: dict[str, WeightState] = {}
+        for part in parts:
+            states |= {name: state for name, state in part.states.items() if name not in states}
+        names = {
             get_tensor_file(owner): {name: names.held.get(name, OWNERS[owner] + name) for name in names.names}
             for owner, names in recipe.names.items()
             if names.names or owner == "model"
         }
-        contents = cls(parts, files)
-        states = contents.states
-        files[STATE] = {f"{name}/{key}": f"{name}/{key}" for name, state in states.items() for key in state.tensors}
-        # By decreasing element size: the format requires each tensor aligned to its element size, and has no gaps.
-        for file, held in files.items():
-            widths = {name: getattr(torch, spec.dtype).itemsize for name, spec in contents.get_specs(file).items()}
-            files[file] = {name: held[name] for name in sorted(held, key=widths.__getitem__, reverse=True)}
-        return contents
-
-    @property
-    def states(self) -> dict[str, WeightState]:
-        """The optimiser's state of every weight, taken from the first rank that updates it; all such ranks agree."""
-        found: dict[str, WeightState] = {}
-        for part in self.parts:
-            found |= {name: state for name, state in part.states.items() if name not in found}
-        return found
-
-    @property
-    def source_ranks(self) -> dict[str, int]:
-        """The first rank that holds each tensor."""
-        return {name: rank for rank in reversed(range(len(self.parts))) for name in self.parts[rank].specs}
+        names[STATE] = {f"{name}/{key}": f"{name}/{key}" for name, state in states.items() for key in state.tensors}
+        files = {}
+        for file, found in names.items():
+            stored = {
+                name: _StoredTensor(held, parts[sources[held]].specs[held], sources[held])
+                for name, held in found.items()
+            }
+            # By decreasing element size: the format requires each tensor aligned to it, and has no gaps.
+            ordered = sorted(stored, key=lambda name: getattr(torch, stored[name].spec.dtype).itemsize, reverse=True)
+            files[file] = {name: stored[name] for name in ordered}
+        return cls(parts, states, files)
 
     def get_specs(self, file: str) -> dict[str, TensorSpec]:
         """Return the specs of the tensors of a file."""
-        givers = self.source_ranks
-        return {name: self.parts[givers[held]].specs[held] for name, held in self.files[file].items()}
-
-    def iterate_tensors(self, file: str) -> Iterator[tuple[str, TensorSpec, int]]:
-        """Yield, for each tensor of a file in its order: its name on the ranks, its spec, and its source rank."""
-        givers, specs = self.source_ranks, self.get_specs(file)
-        return ((held, specs[name], givers[held]) for name, held in self.files[file].items())
+        return {name: tensor.spec for name, tensor in self.files[file].items()}
 
     @property
     def bytes(self) -> int:
@@ -138,7 +135,6 @@ class CheckpointContents:
         worker, plan = training.worker, training.recipe.plan
         descent = worker.optimiser_step
         optimiser = next((part.optimiser for part in self.parts if part.optimiser), None)
-        model = self.get_specs(get_tensor_file("model"))
         package = "unknown"
         with suppress(PackageNotFoundError):
             package = version("mpi4dl_nb")
@@ -158,7 +154,7 @@ class CheckpointContents:
             "seed": worker.seed,
             "precision": plan.precision,
             "plan": asdict(plan),
-            "model": {"tensors": len(model), "fingerprint": compute_fingerprint(model)},
+            "model": {"tensors": len(self.files[get_tensor_file("model")])},
             "files": dict(written),
             "optimiser": {"kind": optimiser, "options": options, "weights": weights} if optimiser else None,
             "scheduler": next((part.scheduler for part in self.parts if part.scheduler), None),
@@ -166,12 +162,6 @@ class CheckpointContents:
             "good_steps": descent.good_steps,
             "feed": feed,
         }
-
-
-def compute_fingerprint(model: Mapping[str, TensorSpec]) -> str:
-    """Return a hash of a model's names, shapes and dtypes; models that differ in one of them have different hashes."""
-    told = [[name, list(spec.shape), spec.dtype] for name, spec in sorted(model.items())]
-    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
 
 
 # Save a training collectively: rank 0 writes, and each tensor comes from the first rank that holds it.
@@ -194,15 +184,19 @@ def save(training: RankTraining, folder: Path, feed: Any = None, keep: int = KEE
     #   all ranks    tensors to rank 0, file by file | rank 0 keeps its errors until the end
     #   rank 0       manifest, publish, prune        |
     world = training.worker.world
-    share = run_on_all(world, partial(_collect_rank_state, training, feed, keep), CheckpointError)
-    contents = CheckpointContents.of(training.recipe, world.all_gather(share.part))
+    tensors, own = run_on_all(world, partial(_collect_rank_state, training, feed, keep), CheckpointError)
+    contents = _CheckpointContents.of(training.recipe, world.all_gather(own))
     writer = None
     try:
         writer = run_on_all(
             world, lambda: None if world.rank else CheckpointWriter(folder, contents.bytes), CheckpointError
         )
-        for file in contents.files:
-            _write_file(world, writer, file, contents, share)
+        for file, stored in contents.files.items():
+            arriving = _gather_tensors(world, stored.values(), tensors)
+            if writer:
+                writer.write_file(file, contents.get_specs(file), arriving)
+            else:
+                list(arriving)
         done = run_on_all(
             world,
             lambda: writer and writer.finish(contents.make_manifest(training, writer.written, feed), keep),
@@ -215,42 +209,104 @@ def save(training: RankTraining, folder: Path, feed: Any = None, keep: int = KEE
             writer.discard()
 
 
-def _collect_rank_state(training: RankTraining, feed: Any, keep: int) -> RankState:
-    """Return this rank's state, checked. Raises CheckpointError."""
-    if keep < 1:
-        raise CheckpointError(f"keep={keep} must be at least 1: the last checkpoint is always kept.")
-    try:
-        json.dumps(feed, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"The feed's state cannot be written as JSON: {error}.") from error
-    if training.worker.position and not training.worker.done:
-        raise CheckpointError("The training is in the middle of a step. Save it when the step is done.")
-    return RankState.of(training)
-
-
-def _write_file(
-    world: World, writer: CheckpointWriter | None, file: str, contents: CheckpointContents, share: RankState
-) -> None:
-    """Write one file: its tensors are sent to rank 0 one after another.
-
-    for each tensor of the file, on every rank in the same order:
-        its first holder   --- tensor --->   rank 0 appends it to the file; other ranks do nothing
-    """
-    if writer:
-        writer.begin(file, contents.get_specs(file))
-    for held, spec, giver in contents.iterate_tensors(file):
-        get_status_board().report(f"saves {held}".encode())
-        if world.rank == giver:
-            tensor = share.tensors[held].detach().cpu().contiguous()
+def _gather_tensors(world: World, stored: Collection[_StoredTensor], tensors: Mapping[str, Tensor]) -> Iterator[Tensor]:
+    """Send each tensor from its source to rank 0, one after another, and yield them there."""
+    for each in stored:
+        get_status_board().report(f"saves {each.held}".encode())
+        if world.rank == each.source:
+            tensor = tensors[each.held].detach().cpu().contiguous()
         elif world.rank == 0:
-            tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
+            tensor = torch.empty(each.spec.shape, dtype=getattr(torch, each.spec.dtype))
         else:
             continue
         # As all ranks iterate in the same order, one tag suffices, and sends and receives match.
-        if giver and spec.numel:
-            message = [Message(0 if world.rank else giver, TENSOR_TAG, tensor)]
+        if each.source and each.spec.numel:
+            message = [Message(0 if world.rank else each.source, TENSOR_TAG, tensor)]
             world.exchange(*((message, []) if world.rank else ([], message))).wait()
-        if writer:
-            writer.add(tensor)
-    if writer:
-        writer.end(file)
+        if world.rank == 0:
+            yield tensor
+
+
+# Save a training periodically while it runs.
+
+
+class CheckpointManager:
+    """Saves a training after every `every` steps, or after each epoch if `every` is None.
+
+    `save()` writes a checkpoint, `step()` returns the number of completed steps, and `asked()` the signal that requests
+    the end, or 0. `tell` receives the message of an error after which training continues.
+    """
+
+    def __init__(
+        self,
+        save: Callable[[], Path],
+        step: Callable[[], int],
+        every: int | None,
+        asked: Callable[[], int],
+        tell: Callable[[str], object],
+    ) -> None:
+        self.save, self.step, self.every, self.asked, self.tell = save, step, every, asked, tell
+        self.saved_step = step()
+        self.path: Path | None = None  # of the last checkpoint
+
+    def save_after_step(self) -> None:
+        """Save if a checkpoint is due. Raises StoppedError, after saving, if a signal has requested the end.
+
+        If a periodic checkpoint cannot be written (for example, the disk is full), report the error and continue.
+        """
+        if number := self.asked():
+            path = self.save_now()
+            name = signal.Signals(number).name
+            raise StoppedError(
+                f"Stopped by {name} after {self.step()} steps. Saved as {path}: go on from there.", number
+            )
+        if self.every and self.step() % self.every == 0:
+            self._try()
+
+    def save_after_epoch(self) -> None:
+        """Save, unless checkpoints are written by step."""
+        if not self.every:
+            self._try()
+
+    def save_at_end(self) -> None:
+        """Save the final state, unless it is saved already. Raises CheckpointError."""
+        if self.saved_step != self.step():
+            self.save_now()
+
+    def save_now(self) -> Path:
+        """Save unconditionally. Raises CheckpointError."""
+        self.path = self.save()
+        self.saved_step = self.step()
+        return self.path
+
+    def _try(self) -> None:
+        try:
+            self.save_now()
+        except CheckpointError as error:
+            self.tell(f"Not saved after {self.step()} steps: {error}")
+
+
+def make_rank_manager(
+    training: RankTraining,
+    folder: Path,
+    state: Callable[[], Any],
+    every: int | None = None,
+    keep: int = KEEP,
+    asked: Callable[[], int] = lambda: 0,
+) -> CheckpointManager:
+    """Return a manager for all ranks. Collective, as are the calls of its methods.
+
+    `state()` returns the feed's state, and `asked()` the signal that this rank has received, or 0. Raises
+    CheckpointError, on every rank, if the folder is not writable.
+    """
+    world = training.worker.world
+    run_on_all(world, lambda: None if world.rank else check_writable(folder), CheckpointError)
+    return CheckpointManager(
+        save=lambda: save(training, folder, state(), keep),
+        step=lambda: training.worker.steps - 1,
+        every=every,
+        # A signal may reach some ranks only, or ranks in different steps. All ranks agree on it, because saving is
+        # collective: a rank that stopped alone would block the others.
+        asked=lambda: max(world.all_gather(asked())),
+        tell=partial(print, file=sys.stderr, flush=True) if world.rank == 0 else lambda text: None,
+    )

@@ -20,7 +20,6 @@ __all__ = [
     "collect_weight_states",
     "decode_value",
     "encode_value",
-    "get_class_name",
     "is_finite",
     "make_optimiser_state",
 ]
@@ -182,11 +181,6 @@ class WeightState:
     tensors: tuple[str, ...]
 
 
-def get_class_name(made: object) -> str:
-    """Return the class name of an optimiser or a scheduler."""
-    return type(made).__name__
-
-
 def collect_weight_states(
     optimiser: torch.optim.Optimizer, names: Mapping[int, str]
 ) -> tuple[dict[str, WeightState], dict[str, Tensor]]:
@@ -195,7 +189,7 @@ def collect_weight_states(
     Raises CheckpointError if the optimiser keeps state that belongs to no single weight, or that is no number or
     tensor.
     """
-    kind = get_class_name(optimiser)
+    kind = type(optimiser).__name__
     if strange := [key for key in optimiser.state if id(key) not in names]:
         raise CheckpointError(f"{kind} keeps {strange[0]!r}, which is of no weight. A checkpoint has state by weight.")
     states: dict[str, WeightState] = {}
@@ -240,23 +234,18 @@ def make_optimiser_state(
             )
         options = decode_value(states[saved[0]].options) if saved else {}
         known = options.keys() & packed.keys()  # schedulers add others, which no step reads
-        check_like({key: options[key] for key in known}, {key: packed[key] for key in known}, get_class_name(optimiser))
+        kind = type(optimiser).__name__
+        check_like({key: options[key] for key in known}, {key: packed[key] for key in known}, kind)
         packed.update(options)
         for index, name, weight in zip(packed["params"], said, group["params"], strict=True):
-            if name in states and (kept := _read_weight_state(name, weight, states[name], tensor)):
+            if name not in states:
+                continue
+            kept = {key: decode_value(value) for key, value in states[name].values.items()}
+            for key in states[name].tensors:
+                read = kept[key] = tensor(f"{name}/{key}")
+                if not read.is_meta:  # a copy: it is mapped from the file, which others may overwrite
+                    like = weight if read.shape == weight.shape else read  # other memory layouts slow down steps
+                    kept[key] = torch.empty_like(like, dtype=read.dtype, device="cpu", requires_grad=False).copy_(read)
+            if kept:
                 made["state"][index] = kept
     return made
-
-
-def _read_weight_state(
-    name: str, weight: Tensor, state: WeightState, tensor: Callable[[str], Tensor]
-) -> dict[str, Any]:
-    kept = {key: decode_value(value) for key, value in state.values.items()}
-    for key in state.tensors:
-        read = tensor(f"{name}/{key}")  # mapped from the file, which others may overwrite
-        if read.is_meta:
-            kept[key] = read
-            continue
-        like = weight if read.shape == weight.shape else read  # the weight's memory layout: others slow down steps
-        kept[key] = torch.empty_like(like, dtype=read.dtype, device="cpu", requires_grad=False).copy_(read)
-    return kept

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Protocol
 from tqdm.auto import tqdm
 
 from engines.errors import RankError, make_absolute
-from engines.train.checkpoint_manager import CheckpointManager
-from engines.train.checkpoint_writer import check_writable
+from engines.train.checkpoint_files import check_writable
+from engines.train.checkpoint_save import CheckpointManager
 from engines.train.epoch_log import EpochLog
 from engines.train.interrupts import SIGNALS, Interrupts, StoppedError
 from engines.train.train_loop import run

@@ -15,15 +15,13 @@ import torch
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.errors import CheckpointError
 from engines.images.shard_reader import SamplerState
+from engines.train import checkpoint_files as writers
 from engines.train import checkpoint_folder as folders
-from engines.train import checkpoint_writer as writers
-from engines.train.checkpoint_files import TensorFile
+from engines.train.checkpoint_files import TensorFile, check_writable
 from engines.train.checkpoint_folder import list_checkpoints, lock_folder
 from engines.train.checkpoint_load import open_checkpoint
-from engines.train.checkpoint_manager import make_rank_manager
-from engines.train.checkpoint_save import save
+from engines.train.checkpoint_save import make_rank_manager, save
 from engines.train.checkpoint_values import decode_value, encode_value
-from engines.train.checkpoint_writer import check_writable
 from engines.train.training import RankTraining, Recipe
 from tests.checkpoint.trainings import data, on_ranks
 
