@@ -15,8 +15,8 @@ from engines.errors import PlanError
 from engines.images.stains import StainCrops, immunohistochemistry
 from engines.models import resnet20_v1
 from engines.plan import Plan
-from engines.train.asynchrony import MODES, Asynchrony
-from engines.train.replica import Feed, ReplicaStudy
+from engines.train.asynchrony import MODES, Asynchrony, ReplicaStudy
+from engines.train.replica import Feed
 from engines.train.train_replicas import train_replicas
 from engines.train.training import Recipe, prepare
 

@@ -28,8 +28,8 @@ from torch import Tensor
 from engines.comm.all_reduce import all_reduce
 from engines.comm.world import Message, World
 from engines.program.message_buffers import SendQueue
-from engines.train.asynchrony import Asynchrony
-from engines.train.replica import BODY, HEADER, Feed, RankLog, Replica, ReplicaEvent, flatten_tensors, unflatten_like
+from engines.train.asynchrony import Asynchrony, ReplicaEvent
+from engines.train.replica import BODY, HEADER, Feed, Replica, flatten_tensors, unflatten_like
 from engines.train.training import Recipe
 
 __all__ = ["PeerReplica", "add_half_difference"]
@@ -76,13 +76,11 @@ class _OpenOffer:
     answer: _IncomingWeights
 
 
-class PeerReplica:
+class PeerReplica(Replica):
     """One rank of a replica that averages weights with the same rank of other replicas."""
 
     def __init__(self, world: World, recipe: Recipe, asynchrony: Asynchrony, feed: Feed) -> None:
-        self.world, self.asynchrony, self.feed = world, asynchrony, feed
-        self.replica = Replica(world, recipe, asynchrony)
-        self.number = self.replica.number
+        super().__init__(world, recipe, asynchrony, feed)
         self.known = torch.zeros(asynchrony.replicas, dtype=torch.int64)
         self.offer: _OpenOffer | None = None
         self.offers = 0
@@ -99,43 +97,41 @@ class PeerReplica:
         """The number of steps that this replica has taken."""
         return int(self.known[self.number])
 
-    def run(self) -> RankLog:
+    def train(self) -> None:
         """Train on this replica's own batches until all replicas together have taken enough."""
-        self.replica.start_clock()
         while self.known.sum() < self.asynchrony.budget:
             # Replica r takes batches r, r + replicas, ...: no two take the same one, without asking each other.
             batch = self.steps * self.asynchrony.replicas + self.number
-            self.replica.train_batch(batch, self.feed(batch))
+            self.train_batch(batch, self.feed(batch))
             self.known[self.number] += 1
             self._record_event("step", batch)
             self.process_arrivals()
             if not self.offer and self.higher and self.steps % self.asynchrony.average_every == 0:
                 peer = self.higher[self.offers % len(self.higher)]
                 self.offers += 1
-                self.offer = _OpenOffer(peer, self._flatten_weights(), self.steps, self._post_receive(peer))
+                self.offer = _OpenOffer(peer, flatten_tensors(self.trained), self.steps, self._post_receive(peer))
                 self._send(peer, _WEIGHTS, self.offer.row)
                 self._record_event("offer", peer)
         self._finish()
-        return self.replica.finish_log()
 
     def process_arrivals(self) -> None:
         """Handle the messages that have arrived on every rank of the replica."""
         letters = self.letters | ({self.offer.peer: self.offer.answer} if self.offer else {})
-        group = range(self.replica.world.size)
         # A message may have arrived on some ranks only. If these acted on it alone, the ranks would hold parts of
         # different weights. So they vote, with the same list of messages at the same point of their work.
         votes = torch.tensor([float(letter.has_arrived) for letter in letters.values()])
-        if letters and len(group) > 1:
-            all_reduce(self.replica.world, votes, group).wait()
-        arrived = [peer for peer, vote in zip(letters, votes.tolist(), strict=True) if vote == len(group)]
+        size = self.group.size
+        if letters and size > 1:
+            all_reduce(self.group, votes, range(size)).wait()
+        arrived = [peer for peer, vote in zip(letters, votes.tolist(), strict=True) if vote == size]
         # The answer first: once the own offer is closed, this replica may answer others within the same step.
         if self.offer and self.offer.peer in arrived:
             offer = self.offer
             self._merge_step_counts(offer.answer)
-            add_half_difference(self.replica.trained, offer.answer.row, offer.row)
+            add_half_difference(self.trained, offer.answer.row, offer.row)
             self._record_event("close", offer.peer)
-            if self.replica.is_log_rank:
-                self.replica.diary.staleness.append(self.steps - offer.step)
+            if self.is_log_rank:
+                self.log.staleness.append(self.steps - offer.step)
             self.offer = None
         for peer in arrived:
             if not self.offer and peer < self.number:
@@ -155,41 +151,38 @@ class PeerReplica:
             # The last message to each higher replica, which then posts no further receive for this one.
             if not self.offer and not told:
                 for peer in self.higher:
-                    self._send(peer, _FAREWELL, self._flatten_weights())
+                    self._send(peer, _FAREWELL, flatten_tensors(self.trained))
                 told = True
             self.process_arrivals()
             time.sleep(_NAP_S)
         self._outbox.wait()
 
     def _accept_offer(self, peer: int) -> None:
-        letter, own = self.letters.pop(peer), self._flatten_weights()
+        letter, own = self.letters.pop(peer), flatten_tensors(self.trained)
         self._merge_step_counts(letter)
         if int(letter.header[0]) == _FAREWELL:
             return
         # `own` is a copy from before the move: the offering replica must move by the same difference, reversed. And the
         # answer is sent before the move, because the send reads `own` while this replica goes on.
         self._send(peer, _WEIGHTS, own)
-        add_half_difference(self.replica.trained, letter.row, own)
+        add_half_difference(self.trained, letter.row, own)
         self._record_event("answer", peer)
         self.letters[peer] = self._post_receive(peer)
 
     def _merge_step_counts(self, letter: _IncomingWeights) -> None:
         self.known = torch.maximum(self.known, letter.header[1:])
 
-    def _flatten_weights(self) -> Tensor:
-        return flatten_tensors(self.replica.trained)
-
     def _get_peer_rank(self, peer: int) -> int:
         """Return the rank that holds the same part of another replica."""
-        return peer * self.replica.world.size + self.replica.world.rank
+        return peer * self.group.size + self.group.rank
 
     def _post_receive(self, peer: int) -> _IncomingWeights:
-        return _IncomingWeights(self.world, self._get_peer_rank(peer), self.known, self._flatten_weights())
+        return _IncomingWeights(self.world, self._get_peer_rank(peer), self.known, flatten_tensors(self.trained))
 
     def _send(self, peer: int, kind: int, row: Tensor) -> None:
         header, rank = torch.tensor([kind, *self.known.tolist()]), self._get_peer_rank(peer)
         self._outbox.add(self.world.exchange([Message(rank, HEADER, header), Message(rank, BODY, row)], []))
 
     def _record_event(self, kind: str, subject: int) -> None:
-        if self.replica.is_log_rank:
-            self.replica.diary.deeds.append(ReplicaEvent(kind, self.number, subject))
+        if self.is_log_rank:
+            self.log.deeds.append(ReplicaEvent(kind, self.number, subject))

@@ -19,22 +19,12 @@ import torch
 from torch import Tensor
 
 from engines.comm.world import Message, Pending, World
+from engines.program.compile import compile_plan
 from engines.program.message_buffers import SendQueue
 from engines.program.update import OptimiserStep
-from engines.train.asynchrony import Asynchrony, VersionTracker
+from engines.train.asynchrony import Asynchrony, RankLog, ReplicaEvent, VersionTracker
 from engines.train.optimisers import make_on_rank
-from engines.train.replica import (
-    BODY,
-    HEADER,
-    Feed,
-    RankLog,
-    Replica,
-    ReplicaEvent,
-    flatten_tensors,
-    list_trained_weights,
-    unflatten_like,
-    with_gradients_only,
-)
+from engines.train.replica import BODY, HEADER, Feed, Replica, flatten_tensors, unflatten_like, with_gradients_only
 from engines.train.training import Recipe
 
 __all__ = ["ParameterClient", "ParameterServer", "ParameterStore"]
@@ -80,6 +70,12 @@ class ParameterStore:
         self.descent.step(self.descent.compute_gradient_stats(self.weights))
 
 
+def list_trained_weights(recipe: Recipe) -> list[list[str]]:
+    """Return the weights that each rank of a replica trains, in the rank's order."""
+    programs = compile_plan(recipe.graph, recipe.plan)
+    return [[name for name in program.weights if name in recipe.graph.trainable] for program in programs]
+
+
 def assign_gradients(held: Sequence[Sequence[str]]) -> list[list[str]]:
     """Return the gradients that each rank of a replica sends: those of weights that no earlier rank holds.
 
@@ -95,29 +91,26 @@ def assign_gradients(held: Sequence[Sequence[str]]) -> list[list[str]]:
     return found
 
 
-class ParameterClient:
+class ParameterClient(Replica):
     """One rank of a replica: it receives weights from the server, and sends gradients to it."""
 
     def __init__(self, world: World, recipe: Recipe, asynchrony: Asynchrony, feed: Feed) -> None:
-        self.replica = Replica(world, with_gradients_only(recipe), asynchrony)
-        self.world, self.feed = world, feed
+        super().__init__(world, with_gradients_only(recipe), asynchrony, feed)
         self.server = asynchrony.replicas * recipe.plan.ranks
-        self.sent = assign_gradients(list_trained_weights(recipe))[self.replica.world.rank]
+        self.sent = assign_gradients(list_trained_weights(recipe))[self.group.rank]
 
-    def run(self) -> RankLog:
+    def train(self) -> None:
         """Train on batches until the server has no more."""
-        self.replica.start_clock()
         number = self._push_pull([])
         while number != _NO_MORE:
-            self.replica.train_batch(number, self.feed(number))
-            weights = [self.replica.training.weights[name] for name in self.sent]
+            self.train_batch(number, self.feed(number))
+            weights = [self.training.weights[name] for name in self.sent]
             gradients = flatten_tensors([torch.zeros_like(w) if w.grad is None else w.grad for w in weights])
             number = self._push_pull([Message(self.server, BODY, gradients)] if self.sent else [])
-        return self.replica.finish_log()
 
     def _push_pull(self, sends: Sequence[Message]) -> int:
         """Send `sends`, receive the server's weights, and return the number of the next batch."""
-        weights = self.replica.trained
+        weights = self.trained
         header, body = torch.empty(1, dtype=torch.int64), flatten_tensors(weights)
         receives = [Message(self.server, HEADER, header), Message(self.server, BODY, body)]
         self.world.exchange(sends, receives).wait()
@@ -152,7 +145,7 @@ class ParameterServer:
         self.batches: dict[int, int] = {}
         self.rows: dict[int, list[Tensor]] = {}
         self.granted = 0
-        self.diary = RankLog(None)
+        self.log = RankLog(None)
         self._outbox = SendQueue()
 
     def run(self) -> RankLog:
@@ -164,8 +157,8 @@ class ParameterServer:
             # The sends complete without blocking the loop: a slow replica must not delay the others.
             self._outbox.poll()
         self._outbox.wait()
-        self.diary.weights = {name: weight.detach() for name, weight in self.keeper.weights.items()}
-        return self.diary
+        self.log.weights = {name: weight.detach() for name, weight in self.keeper.weights.items()}
+        return self.log
 
     def _collect(self) -> int:
         """Move the replicas whose gradients have arrived, and return their number."""
@@ -190,8 +183,8 @@ class ParameterServer:
             parts = unflatten_like(row, [self.keeper.weights[name] for name in names])
             gradients.update(zip(names, parts, strict=True))
         self.keeper.apply(gradients, staleness)
-        self.diary.staleness.append(staleness)
-        self.diary.deeds.append(ReplicaEvent("update", replica, self.batches[replica], read))
+        self.log.staleness.append(staleness)
+        self.log.deeds.append(ReplicaEvent("update", replica, self.batches[replica], read))
         self.waiting.append(replica)
         return 1
 

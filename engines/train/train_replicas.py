@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -10,18 +9,17 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from engines.comm.device import compute_threads_per_rank, count_local_ranks
-from engines.comm.world import SubGroup, World
+from engines.comm.world import World
 from engines.errors import PlanError, TraceError
 from engines.graph.model_graph import ModelGraph, to_user_name
 from engines.graph.whole_loss import with_whole_loss
 from engines.plan import Plan
-from engines.train.asynchrony import Asynchrony
+from engines.train.asynchrony import Asynchrony, RankLog, ReplicaEvent, ReplicaStudy
 from engines.train.oracle import ReferenceTraining
-from engines.train.replica import Feed, RankLog, ReplicaEvent, ReplicaStudy, flatten_tensors, with_gradients_only
+from engines.train.replica import Feed, Replica, flatten_tensors, with_gradients_only
 from engines.train.replica_peers import PeerReplica, add_half_difference
 from engines.train.replica_server import ParameterClient, ParameterServer, ParameterStore
-from engines.train.training import Loss, RankTraining, Recipe
+from engines.train.training import Loss, Recipe
 
 __all__ = ["SynchronousReplica", "replay", "train_replicas"]
 
@@ -51,38 +49,30 @@ def _raise_no_model() -> ModelGraph:
     raise TraceError("The model is not here any more: it was traced for one replica.")
 
 
-class SynchronousReplica:
+class SynchronousReplica(Replica):
     """One rank of a plan with replicas, in ordinary training."""
 
     def __init__(self, world: World, recipe: Recipe, asynchrony: Asynchrony, feed: Feed) -> None:
         plan = replace(recipe.plan, data_parallel=asynchrony.replicas)
-        self.asynchrony, self.feed = asynchrony, feed
         together = replace(recipe, plan=plan, graph=with_global_loss(recipe.graph, plan))
-        self.training = RankTraining(SubGroup(world, range(plan.ranks)), together)
-        self.training.threads = compute_threads_per_rank(count_local_ranks(world.size))
-        self.is_log_rank = world.rank == 0
-        self.diary = RankLog(world.rank // recipe.plan.ranks)
+        super().__init__(world, together, asynchrony, feed)  # as one replica with the ranks of all
+        self.number = self.log.replica = world.rank // recipe.plan.ranks
 
-    def run(self) -> RankLog:
+    def train(self) -> None:
         """Train on the batches of all replicas, step by step."""
-        start_s = time.perf_counter()
-        replicas, own = self.asynchrony.replicas, self.diary.replica
+        replicas = self.asynchrony.replicas
         for step in range(self.asynchrony.steps):
             batches = [self.feed(step * replicas + replica) for replica in range(replicas)]
             whole = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
-            time.sleep(self.asynchrony.slow.get(own, 0.0))
-            losses = self.training.step(self.training.cut(whole)).losses
-            self.diary.turns.append((step * replicas + own, losses, time.perf_counter() - start_s))
-            self.diary.staleness += [0] * self.is_log_rank
-        self.diary.weights = self.training.copy_tensors()["weights"]
-        return self.diary
+            self.sleep()
+            self.log_batch(step * replicas + self.number, self.training.step(self.training.cut(whole)).losses)
+            self.log.staleness += [0] * self.is_log_rank
 
 
 # Train replicas of a plan asynchronously, to study the effects. This is not meant for production training.
 #
 # The steps differ from those of one process, so there is nothing to which `verify` could compare them. What is exact,
-# and
-# tested, is that one process can replay what the replicas did (`engines.train.train_replicas`).
+# and tested, is that one process can replay what the replicas did (`replay`).
 
 
 def train_replicas(world: World, recipe: Recipe, asynchrony: Asynchrony, feed: Feed) -> ReplicaStudy:
@@ -96,7 +86,7 @@ def train_replicas(world: World, recipe: Recipe, asynchrony: Asynchrony, feed: F
     """
     asynchrony.check(recipe.plan, world.size)
     replica = world.rank // recipe.plan.ranks
-    role: SynchronousReplica | ParameterClient | PeerReplica | ParameterServer | None = None
+    role: Replica | ParameterServer | None = None
     if replica < asynchrony.replicas:
         kind = {"synchronous": SynchronousReplica, "server": ParameterClient, "peers": PeerReplica}[asynchrony.mode]
         role = kind(world, recipe, asynchrony, feed)
@@ -104,9 +94,9 @@ def train_replicas(world: World, recipe: Recipe, asynchrony: Asynchrony, feed: F
         role = ParameterServer(world, recipe, asynchrony)
     # The clocks of all replicas start here: making a role compiles the plan, which takes some ranks longer than others.
     world.barrier()
-    diary = role.run() if role else RankLog(None)
+    log = role.run() if role else RankLog(None)
     images = recipe.step_specs["images"].shape[0]
-    return ReplicaStudy.of(asynchrony, images, world.all_gather(diary))
+    return ReplicaStudy.of(asynchrony, images, world.all_gather(log))
 
 
 # Replay of a study with the plain model in one process, which has to yield the replicas' weights.

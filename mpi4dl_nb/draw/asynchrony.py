@@ -13,7 +13,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from engines.errors import PlanError
-from engines.train.replica import ReplicaStudy
+from engines.train.asynchrony import ReplicaStudy
 from mpi4dl_nb.draw.figure import BLUE, INK, ORANGE, Drawing
 
 __all__ = ["show_asynchrony"]

@@ -6,8 +6,7 @@ import pytest
 from legible import read, unreadable
 
 from engines.errors import PlanError
-from engines.train.asynchrony import Asynchrony
-from engines.train.replica import ReplicaStep, ReplicaStudy
+from engines.train.asynchrony import Asynchrony, ReplicaStep, ReplicaStudy
 from mpi4dl_nb import show_asynchrony
 from mpi4dl_nb.draw.figure import get_alt_text
 

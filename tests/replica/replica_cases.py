@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from engines.comm.world import SubGroup, World
 from engines.errors import RankError
 from engines.plan import Plan
-from engines.train.asynchrony import Asynchrony
+from engines.train.asynchrony import Asynchrony, ReplicaStudy
 from engines.train.oracle import to_plain_names, train_reference
-from engines.train.replica import ReplicaStudy
 from engines.train.train_replicas import replay, train_replicas
 from engines.train.training import Recipe, prepare
 from engines.train.verify import verify

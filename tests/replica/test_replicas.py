@@ -14,8 +14,7 @@ from engines.comm.loopback import run_ranks
 from engines.comm.world import SubGroup
 from engines.errors import PlanError
 from engines.plan import Plan
-from engines.train.asynchrony import Asynchrony
-from engines.train.replica import ReplicaStudy
+from engines.train.asynchrony import Asynchrony, ReplicaStudy
 from engines.train.train_replicas import replay, train_replicas
 from tests.replica.replica_cases import ALONE, CASES, LOSS, RANKS, STAGES, Chain, feed, made, recipe_of
 
