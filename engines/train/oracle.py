@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,19 +46,17 @@ class TrainingRecord:
 
     def restrict_to(self, other: TrainingRecord) -> TrainingRecord:
         """Return this record with only the losses, gradients, weights and buffers that `other` has too."""
-        pairs = zip(self.gradients, other.gradients, strict=True)
-        losses = zip(self.losses, other.losses, strict=True)
+
+        def select_common(mine: Mapping[Any, Any], theirs: Mapping[Any, Any]) -> dict[Any, Any]:
+            return {name: value for name, value in mine.items() if name in theirs}
+
         return TrainingRecord(
-            tuple({number: loss for number, loss in mine.items() if number in theirs} for mine, theirs in losses),
-            tuple(_select_common(mine, theirs) for mine, theirs in pairs),
-            _select_common(self.weights, other.weights),
-            _select_common(self.buffers, other.buffers),
+            tuple(map(select_common, self.losses, other.losses)),
+            tuple(map(select_common, self.gradients, other.gradients)),
+            select_common(self.weights, other.weights),
+            select_common(self.buffers, other.buffers),
             self.whole,
         )
-
-
-def _select_common(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    return {name: tensor for name, tensor in mine.items() if name in theirs}
 
 
 class ReferenceTraining:
@@ -113,45 +112,38 @@ class ReferenceTraining:
         """
         for weight in self.weights.values():
             weight.grad = None
-        self.losses = []
-        parts = {name: tensor.chunk(self.micro_batches) for name, tensor in batch.items()}
+        self.losses: list[float] = []
+        outputs = []
+        parts = (batch[name].chunk(self.micro_batches) for name in ("images", "labels"))
+        for part in zip(*parts, strict=True):
+            images, labels = (tensor.to(self.device) for tensor in part)
+            random = nullcontext() if self.seed is None else CounterRNGMode(self.seed, self.begun)
+            self.begun += 1
+            with random, self._make_autocast():
+                answer = get_prediction(self.model(images.to(self.dtype)))
+                if not self.whole_loss:
+                    value = self.loss(answer, labels)
+            if self.whole_loss:
+                outputs.append(answer)
+                continue
+            self.losses.append(float(value.item()))
+            if self.optimiser:
+                self.scaler.scale(value / self.micro_batches).backward()
+        # A loss of the whole batch is computed once, from the outputs of all micro-batches; their graphs stay until
+        # then.
         if self.whole_loss:
-            # A loss of the whole batch is computed once, from the outputs of all micro-batches; their graphs stay until
-            # then.
-            outputs = []
-            for images in (part.to(self.device) for part in parts["images"]):
-                with self._make_rng_mode(), self._make_autocast(images):
-                    outputs.append(get_prediction(self.model(images.to(self.dtype))))
-                self.begun += 1
-            labels = batch["labels"].to(self.device)
-            with self._make_autocast(labels):
-                value = self.loss(merge_outputs(outputs), labels)
+            with self._make_autocast():
+                value = self.loss(merge_outputs(outputs), batch["labels"].to(self.device))
             self.losses = [float(value.item())] * self.micro_batches
             if self.optimiser:
                 self.scaler.scale(value).backward()
-        else:
-            for images, labels in zip(parts["images"], parts["labels"], strict=True):
-                self._add(images.to(self.device), labels.to(self.device))
         if self.optimiser:
             self._update(self.optimiser)
         return sum(self.losses) / self.micro_batches
 
-    def _add(self, images: Tensor, labels: Tensor) -> None:
-        """Add one micro-batch's share of the step's gradient."""
-        with self._make_rng_mode(), self._make_autocast(images):
-            answer = self.model(images.to(self.dtype))
-            value = self.loss(get_prediction(answer), labels)
-        self.begun += 1
-        self.losses.append(float(value.item()))
-        if self.optimiser:
-            self.scaler.scale(value / self.micro_batches).backward()
-
-    def _make_rng_mode(self) -> AbstractContextManager[object]:
-        return nullcontext() if self.seed is None else CounterRNGMode(self.seed, self.begun)
-
-    def _make_autocast(self, images: Tensor) -> AbstractContextManager[object]:
+    def _make_autocast(self) -> AbstractContextManager[object]:
         half = self.precision is not self.dtype
-        return torch.autocast(images.device.type, self.precision) if half else nullcontext()
+        return torch.autocast(self.device.type, self.precision) if half else nullcontext()
 
     def _update(self, optimiser: torch.optim.Optimizer) -> None:
         self.scaler.unscale_(optimiser)
@@ -260,28 +252,31 @@ def compare(oracle: TrainingRecord, ranks: Sequence[TrainingRecord]) -> Comparis
     losses = _pair_losses(oracle, ranks)
     sizes = [_compute_squares(theirs) for theirs in oracle.gradients]  # computed once for all ranks
     steps = [
-        _SquaredNorms(_compute_differences(mine, theirs), size)
+        (_compute_squares(mine, theirs), size)
         for rank in ranks
         for mine, theirs, size in zip(rank.gradients, oracle.gradients, sizes, strict=True)
     ]
-    complete = all(
-        set().union(*(rank.gradients[step] for rank in ranks)) == set(theirs)
-        for step, theirs in enumerate(oracle.gradients)
-    )
-    told = all(
-        set().union(*(rank.losses[step] for rank in ranks)) == set(theirs) for step, theirs in enumerate(oracle.losses)
-    )
-    worst_rel, worst = max((each for step in steps for each in step.compute_by_name()), default=(0.0, ""))
+
+    def is_complete(kind: str) -> bool:
+        steps = zip(*(getattr(record, kind) for record in (*ranks, oracle)), strict=True)
+        return all(set().union(*mine) == set(theirs) for *mine, theirs in steps)
+
+    def compare_final(kind: str) -> float:
+        theirs = getattr(oracle, kind)
+        sizes = _compute_squares(theirs)
+        return max(_compare_squares(_compute_squares(getattr(rank, kind), theirs), sizes) for rank in ranks)
+
+    worst_rel, worst = max((each for step in steps for each in _compare_by_name(*step)), default=(0.0, ""))
     return Comparison(
         # A value that no rank has makes the result infinite: a comparison of what is there would call it right.
         loss_rel=max(_replace_nan(abs(mine - theirs) / max(abs(theirs), 1e-300)) for mine, theirs in losses)
-        if told
+        if is_complete("losses")
         else math.inf,
-        grad_rel=max(step.whole for step in steps) if complete else math.inf,
+        grad_rel=max(_compare_squares(*step) for step in steps) if is_complete("gradients") else math.inf,
         worst_parameter=worst,
         worst_parameter_rel=worst_rel,
-        buffers_rel=max(_compute_distance(rank.buffers, oracle.buffers) for rank in ranks),
-        params_rel=max(_compute_distance(rank.weights, oracle.weights) for rank in ranks),
+        buffers_rel=compare_final("buffers"),
+        params_rel=compare_final("weights"),
     )
 
 
@@ -301,43 +296,26 @@ def _pair_losses(oracle: TrainingRecord, ranks: Sequence[TrainingRecord]) -> lis
     return [(sum(mine) / len(mine), theirs) for mine, theirs in zip(steps, oracle.mean_losses, strict=True)]
 
 
-@dataclass(frozen=True)
-class _SquaredNorms:
-    """Squared norms by name: of some tensors' differences to the reference, and of all tensors of the reference."""
-
-    differences: Mapping[str, float]
-    sizes: Mapping[str, float]
-
-    @property
-    def whole(self) -> float:
-        """|mine - theirs| / |theirs| over all tensors in `differences`, as one vector."""
-        return _compute_relative(sum(self.differences.values()), sum(self.sizes[name] for name in self.differences))
-
-    def compute_by_name(self) -> Iterator[tuple[float, str]]:
-        """Yield the relative error of each tensor.
-
-        A reference that is zero up to rounding is replaced by the norm of all.
-        """
-        whole = sum(self.sizes.values())
-        for name, difference in self.differences.items():
-            own = self.sizes[name]
-            yield _compute_relative(difference, own if own > 1e-24 * whole else whole), name
+def _compute_squares(tensors: Mapping[str, Tensor], others: Mapping[str, Tensor] | None = None) -> dict[str, float]:
+    """Return the squared norm of each tensor, or of its difference to that of the same name in `others`."""
+    found = {}
+    for name, tensor in tensors.items():
+        difference = tensor.double() if others is None else tensor.double() - others[name].double()
+        found[name] = difference.square().sum().item()
+    return found
 
 
-def _compute_distance(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
-    return _SquaredNorms(_compute_differences(mine, theirs), _compute_squares(theirs)).whole
+def _compare_squares(differences: Mapping[str, float], sizes: Mapping[str, float]) -> float:
+    """Return |mine - theirs| / |theirs| over all tensors in `differences`, as one vector; both are squared norms."""
+    return _compute_relative(sum(differences.values()), sum(sizes[name] for name in differences))
 
 
-def _compute_differences(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> dict[str, float]:
-    return {name: _compute_square(tensor.double() - theirs[name].double()) for name, tensor in mine.items()}
-
-
-def _compute_squares(tensors: Mapping[str, Tensor]) -> dict[str, float]:
-    return {name: _compute_square(tensor.double()) for name, tensor in tensors.items()}
-
-
-def _compute_square(tensor: Tensor) -> float:
-    return tensor.square().sum().item()
+def _compare_by_name(differences: Mapping[str, float], sizes: Mapping[str, float]) -> Iterator[tuple[float, str]]:
+    """Yield the relative error of each tensor. A reference that is zero up to rounding counts as large as all."""
+    whole = sum(sizes.values())
+    for name, difference in differences.items():
+        own = sizes[name]
+        yield _compute_relative(difference, own if own > 1e-24 * whole else whole), name
 
 
 def _compute_relative(difference: float, size: float) -> float:

@@ -21,11 +21,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
+from engines.graph.model_graph import ModelGraph
 from engines.train.oracle import ReferenceTraining, TrainingRecord
-from engines.train.ulps import DOUBLE, UlpNoiseMode, nudge_images, nudge_weights
 
-__all__ = ["EXACT", "Begin", "Key", "RoundingCheck", "TensorDifference", "collect_quantities"]
+__all__ = ["DOUBLE", "EXACT", "Begin", "Key", "RoundingCheck", "TensorDifference", "find_lowest_precision"]
+
+DOUBLE = torch.finfo(torch.float64).eps
+"""Machine epsilon of float64."""
 
 TIMES = 64
 """Ranks add in another order than one process: their error may be this multiple of the effect of an ulp's change."""
@@ -39,7 +44,7 @@ Key = tuple[str, int, str]
 _MOVED = "change of the weight"
 
 
-def collect_quantities(record: TrainingRecord, start: Mapping[str, Tensor]) -> dict[Key, Tensor]:
+def _collect_quantities(record: TrainingRecord, start: Mapping[str, Tensor]) -> dict[Key, Tensor]:
     """Return all quantities of a record in float64; for weights, their change since the `start`."""
     moved = {name: weight.detach().double() - start[name].double() for name, weight in record.weights.items()}
     found = _collect_losses(record)
@@ -97,21 +102,21 @@ class RoundingCheck:
     @cached_property
     def oracle(self) -> Mapping[Key, Tensor]:
         """Quantities of the unchanged process."""
-        return collect_quantities(self.record, self.start)
+        return _collect_quantities(self.record, self.start)
 
     def ensure_nears(self, times: int) -> None:
         """Run until there are `times` `nears`."""
         for seed in range(3 * len(self.nears), 3 * times, 3):
             # Three seeds for each run: the noise of low-precision results, the weights, the images.
-            meanwhile = UlpNoiseMode(seed) if self.eps > DOUBLE else nullcontext()
-            begin, change = partial(nudge_weights, seed=seed + 1), partial(nudge_images, seed=seed + 2)
-            self.nears.append(collect_quantities(self.run(begin, meanwhile, change), self.start))
+            meanwhile = _UlpNoiseMode(seed) if self.eps > DOUBLE else nullcontext()
+            begin, change = partial(_nudge_weights, seed=seed + 1), partial(_nudge_images, seed=seed + 2)
+            self.nears.append(_collect_quantities(self.run(begin, meanwhile, change), self.start))
 
     @cached_property
     def mirrored(self) -> Mapping[Key, Tensor]:
         """Quantities after negating each gradient that is only rounding, so that its weight moves the other way."""
         return (
-            collect_quantities(self.run(self._reverse_noise, nullcontext(), lambda batch: batch), self.start)
+            _collect_quantities(self.run(self._reverse_noise, nullcontext(), lambda batch: batch), self.start)
             if self.noise
             else self.oracle
         )
@@ -140,12 +145,12 @@ class RoundingCheck:
     def _records(self) -> list[dict[Key, Tensor]]:
         """Each rank's quantities. A whole batch's loss, combined from its parts on ranks, is one more record."""
         if not self.record.whole:
-            return [collect_quantities(rank, self.start) for rank in self.ranks]
+            return [_collect_quantities(rank, self.start) for rank in self.ranks]
         together = tuple(
             {n: loss for rank in self.ranks for n, loss in rank.losses[step].items()}
             for step in range(len(self.ranks[0].losses))
         )
-        alone = [collect_quantities(replace(rank, losses=()), self.start) for rank in self.ranks]
+        alone = [_collect_quantities(replace(rank, losses=()), self.start) for rank in self.ranks]
         return [*alone, _collect_losses(TrainingRecord(together, (), {}, {}, whole=True))]
 
     @cached_property
@@ -304,3 +309,60 @@ class RoundingCheck:
 
 def _compute_norm(tensor: Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor))
+
+
+# Perturb weights, images and low-precision results by an ulp, a unit in the last place.
+
+
+def find_lowest_precision(graph: ModelGraph) -> tuple[float, str]:
+    """Return the machine epsilon of a graph's least precise operator, and the operator's place in the user's model."""
+    found = [
+        (torch.finfo(getattr(torch, node.spec.dtype)).eps, f"{node.spec.dtype} ({node.where})")
+        for node in graph.nodes
+        if node.spec is not None and node.spec.dtype in ("float64", "float32", "float16", "bfloat16")
+    ]
+    return max(found, key=lambda each: each[0], default=(DOUBLE, ""))
+
+
+def _nudge_images(batch: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
+    """Return the batch with every element of its images changed by an ulp. Labels, which may have bounds, stay."""
+    random = torch.Generator().manual_seed(seed)
+    return {name: _nudge(t, random) if name == "images" and t.is_floating_point() else t for name, t in batch.items()}
+
+
+def _nudge_weights(process: ReferenceTraining, seed: int) -> None:
+    """Change every element of the weights of a process by an ulp."""
+    random = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in process.weights.values():
+            if weight.is_floating_point():
+                weight.copy_(_nudge(weight, random))
+
+
+def _nudge(tensor: Tensor, random: torch.Generator) -> Tensor:
+    up = torch.randint(2, tensor.shape, generator=random).bool()
+    # Each element moves to its next neighbour above or below.
+    far = torch.full_like(tensor, torch.inf)
+    return torch.nextafter(tensor, torch.where(up, far, -far))
+
+
+class _UlpNoiseMode(TorchDispatchMode):
+    """Changes every result computed in a lower precision than float64 by an ulp, forward and backward."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.random = torch.Generator().manual_seed(seed)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator and perturb its results, except views and in-place results, which were perturbed before."""
+        out = func(*args, **(kwargs or {}))
+        # Noise on a view or an in-place result would be added to the same memory a second time.
+        fresh = not any(result.alias_info for result in func._schema.returns)
+        return tree_map_only(Tensor, self._add_noise, out) if fresh else out
+
+    def _add_noise(self, tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point() or torch.finfo(tensor.dtype).eps <= DOUBLE:
+            return tensor
+        # Times 1 + eps or 1 - eps: `nextafter` does not exist for half precisions on all devices.
+        sign = 2 * torch.randint(2, tensor.shape, generator=self.random, dtype=torch.int8) - 1
+        return tensor * (1 + sign.to(tensor.dtype) * torch.finfo(tensor.dtype).eps)

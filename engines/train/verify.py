@@ -18,17 +18,21 @@ from engines.graph.model_graph import TensorSpec
 from engines.program.worker import Inputs
 from engines.train.optimisers import format_names
 from engines.train.oracle import ReferenceTraining, TrainingRecord, compare, to_plain_names, train_reference
-from engines.train.rounding import EXACT, Begin, Key, RoundingCheck, TensorDifference
+from engines.train.rounding import (
+    DOUBLE,
+    EXACT,
+    Begin,
+    Key,
+    RoundingCheck,
+    TensorDifference,
+    find_lowest_precision,
+)
 from engines.train.training import Loss, RankTraining, Recipe
-from engines.train.ulps import DOUBLE, find_lowest_precision
 
 __all__ = [
     "TIMES",
     "TOLERANCE",
     "compare_records",
-    "describe_fault",
-    "describe_rounding",
-    "describe_unmoved",
     "make_batches",
     "record_rank_run",
     "verify",
@@ -39,7 +43,7 @@ __all__ = [
 # Texts of `verify`: which tensors differ, by how much, and whether that is rounding or a fault.
 
 
-def describe_fault(far: Sequence[TensorDifference]) -> list[str]:
+def _describe_fault(far: Sequence[TensorDifference]) -> str:
     """Describe the tensor that differs most: by how much, and how much rounding explains."""
     first = far[0]
     others = f" So are {len(far) - 1} other tensors." if len(far) > 1 else ""
@@ -47,15 +51,13 @@ def describe_fault(far: Sequence[TensorDifference]) -> list[str]:
     if first.is_zero:
         what, step, _ = first.key
         size = f"the size of every {what}{' of the step' if step else ''} together (it is exactly 0 in one process)"
-    return [
-        (
-            f"This is a fault, not rounding: {_describe_key(first.key)} is off by {first.rel:.1e} of {size}, and by "
-            f"{first.usual:.1e} in one process whose weights and images change by an ulp.{others}"
-        )
-    ]
+    return (
+        f"This is a fault, not rounding: {_describe_key(first.key)} is off by {first.rel:.1e} of {size}, and by "
+        f"{first.usual:.1e} in one process whose weights and images change by an ulp.{others}"
+    )
 
 
-def describe_rounding(rounding: RoundingCheck, where: str) -> list[str]:
+def _describe_rounding(rounding: RoundingCheck, where: str) -> list[str]:
     """Explain why ranks are right although some tensors differ by more than EXACT; empty if none does."""
     inexact = rounding.find_inexact()
     noise = sorted({key[2] for key in inexact if rounding.is_noise(key)})
@@ -76,14 +78,6 @@ def describe_rounding(rounding: RoundingCheck, where: str) -> list[str]:
             "theory, change by rounding."
         )
     return said
-
-
-def describe_unmoved(names: Sequence[str]) -> str:
-    """Describe the weights that the optimiser leaves unchanged."""
-    return (
-        f"The optimiser does not move {format_names(names)}, on ranks and in one process, although the gradient is not "
-        "zero and the learning rate not 0: nothing is learned there. Look at the function that makes the optimiser."
-    )
 
 
 def _describe_key(key: Key) -> str:
@@ -193,9 +187,9 @@ def compare_records(
         far = rounding.find_differences() if complete else []
         line["ok"] = complete and not far
         if far:
-            why = describe_fault(far)
+            why = [_describe_fault(far)]
         elif complete:
-            why = describe_rounding(rounding, where)
+            why = _describe_rounding(rounding, where)
         else:
             why = ["Some losses or gradients are on ranks only, in one process only, or not finite."]
     else:
@@ -205,7 +199,12 @@ def compare_records(
         usual = compare(oracle, [same.restrict_to(record) for record in records])
         line |= {"ok": line["ok"] or found.is_within(TIMES, usual), "one_process": asdict(usual)}
     if still := seen.find_unmoved(oracle, rounding):
-        line["ok"], why = False, [*why, describe_unmoved(still)]
+        line["ok"] = False
+        why.append(
+            f"The optimiser does not move {format_names(still)}, on ranks and in one process, although the gradient is "
+            "not zero and the learning rate not 0: nothing is learned there. Look at the function that makes the "
+            "optimiser."
+        )
     return {**line, "why": " ".join(why)} if why else line
 
 

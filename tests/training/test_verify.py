@@ -17,9 +17,8 @@ from engines.comm.loopback import run_ranks
 from engines.plan import Plan
 from engines.program.update import GradientBucket
 from engines.train.oracle import TrainingRecord
-from engines.train.rounding import RoundingCheck
+from engines.train.rounding import DOUBLE, RoundingCheck
 from engines.train.training import RankTraining, Recipe, prepare
-from engines.train.ulps import DOUBLE
 from engines.train.verify import compare_records, make_batches, record_rank_run, verify, with_small_loss_scale
 
 TILES = Plan(split_size=1, slice_method="2x2", precision="float64")
