@@ -13,6 +13,7 @@ from tqdm.auto import tqdm
 
 from engines.errors import PlanError
 from engines.graph.model_graph import ModelGraph, TensorSpec
+from engines.graph.trace_cache import TraceCache
 from engines.plan import Plan
 from engines.predict.explain import Explanation, explain
 from engines.predict.forecast import Forecast, compute_throughput
@@ -20,7 +21,7 @@ from engines.predict.machine import Machine
 from engines.predict.search import search
 from engines.train.optimiser_trial import count_states
 from engines.train.optimisers import collect_parameter_specs
-from engines.train.training import Loss, Optimiser, Recipe, prepare, sgd, trace_model
+from engines.train.training import Loss, Optimiser, Recipe, prepare, sgd
 from mpi4dl_nb.plan_benchmark import Measurement, PlanTrial, ProgressCallback, ignore_progress, run_interleaved
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ class PlanTuner:
         key = plan.parts, plan.local_dp, plan.precision
         if key not in self._graphs:
             loss = self.loss or nn.CrossEntropyLoss()
-            self._graphs[key] = trace_model(self.model, plan, self.image_shape, loss, self.labels, self.device)
+            self._graphs[key] = TraceCache(self.model, self.image_shape, loss, self.labels, self.device).get_graph(plan)
         return self._graphs[key]
 
     def find(

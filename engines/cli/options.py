@@ -25,9 +25,11 @@ from engines import models
 from engines.cli.plan_options import parse_value
 from engines.comm.world import World, run_on_first
 from engines.errors import PlanError, TraceError
+from engines.graph.model_graph import ModelGraph
+from engines.graph.trace_cache import TraceCache
 from engines.plan import OPTIONS, Plan
 from engines.spatial.layout import check_fits
-from engines.train.training import Optimiser, Recipe, describe_precision_change, prepare, trace_model
+from engines.train.training import Optimiser, Recipe, describe_precision_change, prepare
 
 __all__ = [
     "FlagParser",
@@ -161,11 +163,14 @@ def make_recipe(options: argparse.Namespace, ranks: int, world: World | None = N
     model, loss = build_model(options), nn.CrossEntropyLoss()
     shape = get_image_shape(options)
     device, clip_norm, moves = options.device, options.clip_norm, choose_optimiser(options)
-    trace = partial(trace_model, model, wanted, shape, loss, device=device)
+
+    def trace_model() -> ModelGraph:
+        return TraceCache(model, shape, loss, device=device).get_graph(wanted)
+
     if (changed := describe_precision_change(model, loss, wanted)) and (world is None or world.rank == 0):
         warnings.warn(changed, stacklevel=2)
     # Every rank has built the model itself, from the same seed; only the trace is shared.
-    graph = run_on_first(world, trace) if world else trace()
+    graph = run_on_first(world, trace_model) if world else trace_model()
     return model, prepare(model, wanted, shape, loss, moves, device=device, clip_norm=clip_norm, graph=graph)
 
 

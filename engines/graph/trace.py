@@ -35,10 +35,14 @@ __all__ = [
     "collect_state_names",
     "find_first_names",
     "infer_output_spec",
+    "iterate_owners",
     "to_user_name",
     "trace",
     "trace_inference",
 ]
+
+OWNERS = {"model": MODEL, "loss": LOSS}
+"""The owners of tensors, and the prefixes of their names on the ranks."""
 
 _BY_VALUES = ("GuardOnDataDependent", "DataDependent", "UserError", "PendingUnbacked")
 """Prefixes of the names of PyTorch's errors for values that are unknown while it traces."""
@@ -161,21 +165,26 @@ def _collect_buffers(*owners: object) -> dict[str, Tensor]:
     """Return the buffers of a model and its loss, by their names in the trace."""
     return {
         prefix + name: buffer
-        for prefix, owner in zip((MODEL, LOSS), owners, strict=False)
-        if isinstance(owner, nn.Module)
+        for prefix, owner in iterate_owners(*owners)
         for name, buffer in owner.named_buffers(remove_duplicate=False)
     }
+
+
+def iterate_owners(*owners: object) -> Iterator[tuple[str, nn.Module]]:
+    """Yield a model and its loss, as far as they are modules, each with the prefix of its tensors' names on ranks."""
+    for prefix, owner in zip(OWNERS.values(), owners, strict=False):
+        if isinstance(owner, nn.Module):
+            yield prefix, owner
 
 
 def find_first_names(*owners: object) -> dict[str, str]:
     """Map every name of a weight or buffer of a model, and of its loss if given, to the first name of that tensor."""
     names: dict[str, str] = {}
-    for prefix, owner in zip((MODEL, LOSS), owners, strict=False):
-        if isinstance(owner, nn.Module):
-            first: dict[int, str] = {}
-            for named in (owner.named_parameters, owner.named_buffers):
-                for name, tensor in named(remove_duplicate=False):
-                    names[prefix + name] = first.setdefault(id(tensor), prefix + name)
+    for prefix, owner in iterate_owners(*owners):
+        first: dict[int, str] = {}
+        for named in (owner.named_parameters, owner.named_buffers):
+            for name, tensor in named(remove_duplicate=False):
+                names[prefix + name] = first.setdefault(id(tensor), prefix + name)
     return names
 
 
@@ -248,22 +257,24 @@ def _get_first_line(error: Exception) -> str:
 # The names of tensors in a module's own `state_dict()`, and their names on the ranks.
 
 
-OWNERS = {"model": MODEL, "loss": LOSS}
-"""The owners of tensors, and the prefixes of their names on the ranks."""
-
-
 @dataclass(frozen=True)
 class StateNames:
     """The names of a module's `state_dict()`, in its order.
 
     `held` maps a state name to the name on the ranks; several map to one tensor if weights are tied. `kept` are the
-    tensors that the graph does not use, by state name: no rank changes them. As in PyTorch, buffers registered with
-    `persistent=False` are not part of the state.
+    tensors that the graph does not use, by state name: no rank changes them; their names on the ranks begin with
+    `prefix`. As in PyTorch, buffers registered with `persistent=False` are not part of the state.
     """
 
     names: tuple[str, ...] = ()
     held: Mapping[str, str] = field(default_factory=dict)
     kept: Mapping[str, Tensor] = field(default_factory=dict)
+    prefix: str = ""
+
+    @property
+    def on_ranks(self) -> dict[str, str]:
+        """The name on the ranks of every tensor, those of `kept` too."""
+        return {name: self.held.get(name, self.prefix + name) for name in self.names}
 
     def drop_unused_tensors(self) -> StateNames:
         """Return a copy without `kept`, to be sent to ranks, which do not need those tensors."""
@@ -274,13 +285,12 @@ def collect_state_names(model: nn.Module, loss: object, used: Collection[str]) -
     """Return the names of the model and, if it is a module, of the loss; `used` are the names that graph nodes read."""
     first = find_first_names(model, loss)
     found = {}
-    for owner, module in (("model", model), ("loss", loss)):
-        if isinstance(module, nn.Module):
-            named = [*module.named_parameters(), *module.named_buffers()]
-            # By identity: a state_dict() lists a tied weight under each of its names, the ranks know only the first.
-            ranks_say = {id(tensor): first[OWNERS[owner] + name] for name, tensor in named}
-            state = {name: t for name, t in module.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
-            held = {name: said for name, t in state.items() if (said := ranks_say.get(id(t))) in used}
-            kept = {name: t.detach() for name, t in state.items() if name not in held}
-            found[owner] = StateNames(tuple(state), held, kept)
+    for prefix, module in iterate_owners(model, loss):
+        named = [*module.named_parameters(), *module.named_buffers()]
+        # By identity: a state_dict() lists a tied weight under each of its names, the ranks know only the first.
+        ranks_say = {id(tensor): first[prefix + name] for name, tensor in named}
+        state = {name: t for name, t in module.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
+        held = {name: said for name, t in state.items() if (said := ranks_say.get(id(t))) in used}
+        kept = {name: t.detach() for name, t in state.items() if name not in held}
+        found[prefix.removesuffix(".")] = StateNames(tuple(state), held, kept, prefix)
     return found

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from engines.comm.world import run_on_all
 from engines.errors import CheckpointError
-from engines.graph.trace import OWNERS, find_first_names
+from engines.graph.trace import find_first_names, iterate_owners
 from engines.program.update import OptimiserStep
 from engines.train.checkpoint_compatibility import (
     check_fits_recipe,
@@ -66,8 +66,7 @@ def _stage_state(training: RankTraining, path: Path) -> tuple[Checkpoint, dict[s
     # Each rank reads what it holds under its own plan, from files that list everything by the model's names.
     own = {**training.weights, **training.buffers, **training.kept}
     for owner, names in training.recipe.names.items():
-        said = {name: names.held.get(name, OWNERS[owner] + name) for name in names.names}
-        wanted = {held: name for name, held in said.items() if held in own}
+        wanted = {held: name for name, held in names.on_ranks.items() if held in own}
         found |= checkpoint.read_tensors(get_tensor_file(owner), wanted)
     for name, tensor in found.items():
         if tensor.is_floating_point() != own[name].is_floating_point():
@@ -129,8 +128,7 @@ def optimiser_state(
     first = find_first_names(model, loss)  # of tied weights, the name under which the ranks know them
     names = {
         id(weight): first[prefix + name]
-        for prefix, owner in zip(OWNERS.values(), (model, loss), strict=True)
-        if owner is not None
+        for prefix, owner in iterate_owners(model, loss)
         for name, weight in owner.named_parameters()
     }
     stored = (checkpoint.manifest["optimiser"] or {}).get("kind", "none")

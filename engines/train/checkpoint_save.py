@@ -20,7 +20,6 @@ from engines.comm.status_board import get_status_board
 from engines.comm.world import TENSOR_TAG, Message, World, run_on_all
 from engines.errors import CheckpointError
 from engines.graph.model_graph import TensorSpec
-from engines.graph.trace import OWNERS
 from engines.train.checkpoint_files import FORMAT, CheckpointWriter, check_writable, count_file_bytes, get_tensor_spec
 from engines.train.checkpoint_reader import STATE, get_tensor_file
 from engines.train.checkpoint_values import WeightState, collect_weight_states, encode_value
@@ -104,7 +103,7 @@ class _CheckpointContents:
         for part in parts:
             states |= {name: state for name, state in part.states.items() if name not in states}
         names = {
-            get_tensor_file(owner): {name: names.held.get(name, OWNERS[owner] + name) for name in names.names}
+            get_tensor_file(owner): names.on_ranks
             for owner, names in recipe.names.items()
             if names.names or owner == "model"
         }

@@ -19,7 +19,7 @@ from engines.comm.world import World
 from engines.errors import ImageError
 from engines.graph.label_spec import has_accuracy
 from engines.graph.model_graph import LOSS, ModelGraph, TensorSpec, is_batch_dependent
-from engines.graph.trace import OWNERS, StateNames, trace
+from engines.graph.trace import StateNames, trace
 from engines.graph.whole_loss import ImageWeights, compute_mean_loss
 from engines.images.dataset import LabelledImages, find_ignored_label
 from engines.images.loader import describe_read_error
@@ -229,7 +229,7 @@ def collect_state_dict(recipe: Recipe, ranks: Sequence[Mapping[str, State]], own
         for rank in ranks
         for name, tensor in {**rank["weights"], **rank["buffers"], **rank["kept"]}.items()
     }
-    return {name: found[names.held.get(name, OWNERS[owner] + name)] for name in names.names}
+    return {name: found[said] for name, said in names.on_ranks.items()}
 
 
 def evaluate_on_ranks(world: World, training: RankTraining, held_out: HeldOutSet, evaluation: RankEvaluation) -> Scores:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from engines.errors import PlanError
 from engines.graph.model_graph import to_user_name
-from engines.graph.trace import OWNERS
+from engines.graph.trace import iterate_owners
 
 __all__ = [
     "NAMED",
@@ -63,8 +63,8 @@ def collect_parameter_specs(
     reads. Raises PlanError if the loss reads a parameter of the model.
     """
     found: dict[int, ParameterSpec] = {}
-    for prefix, owner in zip(OWNERS.values(), (model, loss), strict=True):
-        for name, weight in owner.named_parameters() if isinstance(owner, nn.Module) else ():
+    for prefix, owner in iterate_owners(model, loss):
+        for name, weight in owner.named_parameters():
             # Weights tied between model and loss: on ranks the loss has its own copy, which would be trained apart.
             if id(weight) in found:
                 if prefix + name not in used:
@@ -86,8 +86,7 @@ def collect_user_parameters(model: nn.Module, loss: object) -> dict[str, nn.Para
     """
     return {
         prefix + name: weight
-        for prefix, owner in zip(OWNERS.values(), (model, loss), strict=True)
-        if isinstance(owner, nn.Module)
+        for prefix, owner in iterate_owners(model, loss)
         for name, weight in owner.named_parameters(remove_duplicate=False)
     }
 

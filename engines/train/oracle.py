@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from engines.comm.device import choose_device
-from engines.graph.trace import LOSS, MODEL, to_user_name
+from engines.graph.trace import iterate_owners, to_user_name
 from engines.graph.traceability import get_prediction, merge_outputs
 from engines.program.update import SCALE, UpdateRules
 from engines.spatial.rng import CounterRNGMode
@@ -169,17 +169,14 @@ class ReferenceTraining:
     @property
     def weights(self) -> dict[str, nn.Parameter]:
         """The parameters of the model and of its loss, by name."""
-        return {to_user_name(prefix + name): p for prefix, it in self._modules for name, p in it.named_parameters()}
+        owners = iterate_owners(self.model, self.loss)
+        return {to_user_name(prefix + name): p for prefix, owner in owners for name, p in owner.named_parameters()}
 
     @property
     def buffers(self) -> dict[str, Tensor]:
         """The buffers of the model and of its loss, by name."""
-        return {to_user_name(prefix + name): b for prefix, it in self._modules for name, b in it.named_buffers()}
-
-    @property
-    def _modules(self) -> list[tuple[str, nn.Module]]:
-        owners = ((MODEL, self.model), (LOSS, self.loss))
-        return [(prefix, owner) for prefix, owner in owners if isinstance(owner, nn.Module)]
+        owners = iterate_owners(self.model, self.loss)
+        return {to_user_name(prefix + name): b for prefix, owner in owners for name, b in owner.named_buffers()}
 
     @property
     def gradients(self) -> dict[str, Tensor]:

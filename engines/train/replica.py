@@ -64,14 +64,14 @@ class Replica:
     def train_batch(self, number: int, batch: Mapping[str, Tensor]) -> None:
         """Run one step on a batch, and sleep for as long as the study says."""
         losses = self.training.step(self.training.cut(batch)).losses
-        self.sleep()
-        self.log_batch(number, losses)
+        self.delay()
+        self.record_batch(number, losses)
 
-    def sleep(self) -> None:
+    def delay(self) -> None:
         """Sleep for as long as this replica does in each step."""
         time.sleep(self.asynchrony.slow.get(self.number, 0.0))
 
-    def log_batch(self, number: int, losses: Mapping[int, float]) -> None:
+    def record_batch(self, number: int, losses: Mapping[int, float]) -> None:
         """Record that a batch is done."""
         self.log.turns.append((number, losses, time.perf_counter() - self._start_s))
 

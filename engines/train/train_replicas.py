@@ -64,8 +64,8 @@ class SynchronousReplica(Replica):
         for step in range(self.asynchrony.steps):
             batches = [self.feed(step * replicas + replica) for replica in range(replicas)]
             whole = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
-            self.sleep()
-            self.log_batch(step * replicas + self.number, self.training.step(self.training.cut(whole)).losses)
+            self.delay()
+            self.record_batch(step * replicas + self.number, self.training.step(self.training.cut(whole)).losses)
             self.log.staleness += [0] * self.is_log_rank
 
 

@@ -25,7 +25,7 @@ from engines.errors import LossError, PlanError, TraceError
 from engines.graph.label_counter import LabelCounter, NonFiniteCause, find_causes
 from engines.graph.label_counter import format_causes as said_causes
 from engines.graph.model_graph import ModelGraph, TensorSpec, to_user_name
-from engines.graph.trace import OWNERS, StateNames, collect_state_names
+from engines.graph.trace import StateNames, collect_state_names, iterate_owners
 from engines.graph.trace_cache import Loss, TraceCache
 from engines.plan import Plan
 from engines.program.compile import Compiler, compile_plan
@@ -66,7 +66,6 @@ __all__ = [
     "freeze_weights",
     "prepare",
     "sgd",
-    "trace_model",
 ]
 
 sgd: Optimiser = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
@@ -168,11 +167,11 @@ def prepare(
     It must freeze each parameter that it leaves out, with `requires_grad_(False)`.
     `clip_norm` bounds the norm of all gradients of the model together, as `torch.nn.utils.clip_grad_norm_` does.
     `scheduler` is a function of the optimiser, such as `partial(torch.optim.lr_scheduler.StepLR, step_size=10)`; the
-    scheduler steps once after each update. `graph` is the result of an earlier `trace_model`.
+    scheduler steps once after each update. `graph` is that of an earlier `TraceCache` for this plan.
     Raises TraceError, PlanError or ImageError.
     """
     loss = loss or nn.CrossEntropyLoss()
-    graph = graph or trace_model(model, plan, image_shape, loss, labels, device)
+    graph = graph or TraceCache(model, image_shape, loss, labels, device).get_graph(plan)
     if clip_norm is not None and not clip_norm > 0:
         raise PlanError(f"clip_norm={clip_norm!r} must be a positive number, or None for gradients of any norm.")
     used = {name for node in graph.nodes for name in node.reads}
@@ -210,8 +209,8 @@ def describe_precision_change(model: nn.Module, loss: object, plan: Plan) -> str
 
     Returns an empty string if it changes none of them.
     """
-    owners = [owner for owner in (model, loss) if isinstance(owner, nn.Module)]
-    named = [pair for owner in owners for pair in (*owner.named_parameters(), *owner.named_buffers())]
+    owners = iterate_owners(model, loss)
+    named = [pair for _, owner in owners for pair in (*owner.named_parameters(), *owner.named_buffers())]
     kept = (torch.float32, getattr(torch, plan.held_in))
     other = {name: t.dtype for name, t in named if t.is_floating_point() and t.dtype not in kept}
     if not other:
@@ -224,28 +223,11 @@ def describe_precision_change(model: nn.Module, loss: object, plan: Plan) -> str
     )
 
 
-def trace_model(
-    model: nn.Module,
-    plan: Plan,
-    image_shape: Sequence[int],
-    loss: Loss,
-    labels: TensorSpec | Tensor | None = None,
-    device: str = "auto",
-) -> ModelGraph:
-    """Trace the graph of one micro-batch under a plan, and of one rank's share of it if ranks share micro-batches.
-
-    The arguments are those of `prepare`. Of the plan the graph depends on `parts`, `local_dp` and `precision` alone.
-    """
-    return TraceCache(model, image_shape, loss, labels, device).get_graph(plan)
-
-
 def collect_state(model: nn.Module, loss: Loss | None, graph: ModelGraph) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for prefix, owner in zip(OWNERS.values(), (model, loss), strict=True):
-        if isinstance(owner, nn.Module):
-            found |= {f"{prefix}{name}": tensor.detach() for name, tensor in owner.named_parameters()}
-            found |= {f"{prefix}{name}": tensor for name, tensor in owner.named_buffers()}
-    found |= graph.constants
+    found = dict(graph.constants)
+    for prefix, owner in iterate_owners(model, loss):
+        found |= {prefix + name: tensor.detach() for name, tensor in owner.named_parameters()}
+        found |= {prefix + name: tensor for name, tensor in owner.named_buffers()}
     return {name: found[name] for name in (*graph.weights, *graph.buffers)}
 
 
@@ -280,16 +262,18 @@ class RankTraining:
         self.recipe, self.program, self.graph = recipe, program, recipe.graph
         self.device = choose_device(recipe.device, world.rank)
         self.threads = choose_thread_count(recipe.plan, world.rank)
-        self.weights = {
-            name: nn.Parameter(self._copy_tensor(name), requires_grad=name in recipe.graph.trainable)
-            for name in program.weights
+        copied = {
+            name: copy_state_tensor(recipe.state[name], self.graph.specs[name], self.device)
+            for name in (*program.weights, *program.buffers)
         }
-        self.buffers = {name: self._copy_tensor(name) for name in program.buffers}
+        trained = self.graph.trainable
+        self.weights = {name: nn.Parameter(copied[name], requires_grad=name in trained) for name in program.weights}
+        self.buffers = {name: copied[name] for name in program.buffers}
         self.kept = {
-            f"{prefix}{name}": tensor.clone()
-            for owner, prefix in OWNERS.items()
-            if owner in recipe.names and world.rank == 0
-            for name, tensor in recipe.names[owner].kept.items()
+            names.prefix + name: tensor.clone()
+            for names in recipe.names.values()
+            if world.rank == 0
+            for name, tensor in names.kept.items()
         }
         self._make_lane: Callable[..., MicroBatchState] = MicroBatchState
         self.offloader: Offloader | None = None
@@ -361,9 +345,6 @@ class RankTraining:
             known = ", ".join(map(str, self.sizes))
             raise PlanError(f"A step of {images} images was not prepared; steps of {known} images were.")
         return self.sizes[images]
-
-    def _copy_tensor(self, name: str) -> Tensor:
-        return copy_state_tensor(self.recipe.state[name], self.recipe.graph.specs[name], self.device)
 
     def step(self, inputs: Inputs, images: int | None = None) -> StepReport:
         """Run one training step on this rank's parts of the inputs.

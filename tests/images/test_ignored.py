@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from engines.errors import ImageError
+from engines.graph.trace_cache import TraceCache
 from engines.images.augmented import Augmented
 from engines.images.dataset import IGNORED, find_ignored_label
 from engines.images.tables import table_images
 from engines.plan import Plan
 from engines.spatial.tiles import Tile
-from engines.train.training import trace_model
 from mpi4dl_nb import Cluster, Training
 
 SIZE, COUNT, VOID = 16, 4, 255
@@ -98,7 +98,7 @@ LOSSES: dict[str, tuple[Loss, int]] = {
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_loss_says_which_label_it_leaves_out(name: str):
     loss, label = LOSSES[name]
-    graph = trace_model(model(), PLANS["2x2"], (2, 3, SIZE, SIZE), loss)
+    graph = TraceCache(model(), (2, 3, SIZE, SIZE), loss).get_graph(PLANS["2x2"])
     assert find_ignored_label(graph) == label
 
 
@@ -143,7 +143,7 @@ def of_two_minds(scores: Tensor, labels: Tensor) -> Tensor:
 @pytest.mark.parametrize("loss", [bce, dice, of_two_minds])
 def test_a_loss_that_leaves_nothing_out_is_refused_before_a_rank_works(table: Path, loss: Loss):
     images, plan = table_images(table, None, classes=3, ignore=VOID), PLANS["2x2"]
-    assert find_ignored_label(trace_model(model(), plan, (2, 3, SIZE, SIZE), loss)) is None
+    assert find_ignored_label(TraceCache(model(), (2, 3, SIZE, SIZE), loss).get_graph(plan)) is None
     with Cluster(4, backend="loopback") as cluster:
         training = Training(model(), plan, cluster, (2, 3, SIZE, SIZE), loss=loss)
         says = r"pixels without a class, ignore=\(255,\)\. The loss does not leave these out.*ignore_index"
