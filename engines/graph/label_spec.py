@@ -41,7 +41,7 @@ def find_label_specs(graph: ModelGraph) -> tuple[LabelSpec, ...]:
     """
     direct, found = find_unchanged_labels(graph), []
     for node in graph.nodes:
-        name, a = _get_operator_name(node), node.arguments
+        name, a = node.short_operator, node.arguments
         if name in CLASS_LOSSES and _get_ref_name(node, "target") in direct:
             shape = graph.specs[a["self"].name].shape
             if not graph.specs[a["target"].name].is_floating:
@@ -55,13 +55,9 @@ def find_unchanged_labels(graph: ModelGraph) -> set[str]:
     """Return the names of the labels and of all values that only change their shape or dtype."""
     found = {"labels"}
     for node in graph.nodes:
-        if _get_operator_name(node) in _PASSING and node.reads and node.reads[0] in found:
+        if node.short_operator in _PASSING and node.reads and node.reads[0] in found:
             found.add(node.name)
     return found
-
-
-def _get_operator_name(node: Node) -> str:
-    return node.operator.removeprefix("aten.").split(".")[0]
 
 
 def _get_ref_name(node: Node, argument: str) -> str | None:
@@ -71,7 +67,7 @@ def _get_ref_name(node: Node, argument: str) -> str | None:
 
 def has_accuracy(graph: ModelGraph) -> bool:
     """Return whether accuracy is defined: it is not for a regression loss without class labels."""
-    amounts = any(_get_operator_name(node) in _REGRESSIONS for node in graph.nodes)
+    amounts = any(node.short_operator in _REGRESSIONS for node in graph.nodes)
     return bool(find_label_specs(graph)) or not amounts
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
-from math import prod
 from typing import Any
 
 from engines.errors import TraceError
@@ -21,9 +20,8 @@ __all__ = [
     "BatchAggregation",
     "LossAnalysis",
     "aggregates",
-    "compute_reduced_axis",
     "find_batch_axis",
-    "is_batch_axis_kept",
+    "make_denominator_key",
     "normalise_dims",
 ]
 
@@ -94,20 +92,6 @@ def find_batch_axis(one: TensorSpec | None, two: TensorSpec | None) -> int | Non
     return apart[0] if len(apart) == 1 and two.shape[apart[0]] == 2 * one.shape[apart[0]] else None
 
 
-def is_batch_axis_kept(before: TensorSpec, axis: int, after: TensorSpec, new_axis: int) -> bool:
-    """Return whether a view keeps images separate: the element count before their axis is unchanged.
-
-    >>> is_batch_axis_kept(TensorSpec((2, 3, 8), "float32"), 0, TensorSpec((16, 3), "float32"), 0)
-    True
-    """
-    return prod(before.shape[:axis]) == prod(after.shape[:new_axis])
-
-
-def compute_reduced_axis(axis: int, dims: Iterable[int], keepdim: bool) -> int:
-    """Return the image axis after a reduction over `dims` (counted from the front)."""
-    return axis if keepdim else axis - sum(dim < axis for dim in dims)
-
-
 def normalise_dims(given: Any, count: int) -> tuple[int, ...]:
     """Return the dimensions that an argument names as non-negative numbers, for a tensor of `count` dimensions."""
     listed: Iterable[int] = [given] if isinstance(given, int) else given or ()
@@ -117,8 +101,8 @@ def normalise_dims(given: Any, count: int) -> tuple[int, ...]:
 # Propagation of the batch dimension through a traced loss: which values are sums or means, and their denominators.
 #
 # Only operators that are known to keep images separate have a rule. Any other operator that reads batch-dependent
-# values
-# makes the result unknown. A second trace with twice as many images (the twin) shows which numbers are the batch size.
+# values makes the result unknown. A second trace with twice as many images (the twin) shows which numbers are the batch
+# size.
 
 
 CLASS_LOSSES = ("cross_entropy_loss", "nll_loss_nd")
@@ -141,6 +125,11 @@ def aggregates(*operators: str) -> Callable[[_Rule], _Rule]:
     return register
 
 
+def make_denominator_key(node: Node) -> str:
+    """Return the text that stands in `over` for what a class loss divides by: equal for equal denominators."""
+    return repr([node.arguments[name] for name in ("target", "weight", "ignore_index")])
+
+
 @dataclass
 class LossAnalysis:
     """The aggregation of every value of a loss. `twin` traces the same loss with twice as many images.
@@ -157,7 +146,7 @@ class LossAnalysis:
     ratios: set[str] = field(default_factory=set)
     scaled: set[tuple[str, str]] = field(default_factory=set)
     why: str = ""
-    _found: dict[str, BatchAggregation] = field(default_factory=dict)
+    aggregations: dict[str, BatchAggregation] = field(default_factory=dict)
 
     @cached_property
     def nodes(self) -> Mapping[str, Node]:
@@ -165,7 +154,7 @@ class LossAnalysis:
         return {node.name: node for node in self.graph.nodes}
 
     @cached_property
-    def _twin(self) -> ModelGraph | None:
+    def double(self) -> ModelGraph | None:
         """The trace with twice as many images, or None if it cannot be traced."""
         try:
             return self.twin()
@@ -173,33 +162,33 @@ class LossAnalysis:
             return None
 
     @cached_property
-    def _twins(self) -> Mapping[str, Node]:
+    def twins(self) -> Mapping[str, Node]:
         """The twin's nodes by name; empty if the twin's sequence of operators differs."""
-        if self._twin is None:
+        if self.double is None:
             return {}
-        mine, theirs = ([(node.name, node.operator) for node in each.nodes] for each in (self.graph, self._twin))
-        return {node.name: node for node in self._twin.nodes} if mine == theirs else {}
+        mine, theirs = ([(node.name, node.operator) for node in each.nodes] for each in (self.graph, self.double))
+        return {node.name: node for node in self.double.nodes} if mine == theirs else {}
 
     def analyse(self) -> BatchAggregation:
         """Return the aggregation of the loss itself."""
-        for node in self._find_loss_nodes():
+        for node in self.find_loss_nodes():
             found = self._compute_aggregation(node)
             # The twin costs a second trace. It is consulted only if a rule has already computed it (cached_property).
-            if found.kind is AggregationKind.ROWS and node.spec and "_twins" in self.__dict__:
-                twin = self._twins.get(node.name)
+            if found.kind is AggregationKind.ROWS and node.spec and "twins" in self.__dict__:
+                twin = self.twins.get(node.name)
                 if twin is None or find_batch_axis(node.spec, twin.spec) != found.axis:
                     found = self._mark_unknown(node)
-            self._found[node.name] = found
+            self.aggregations[node.name] = found
         found = self.get_aggregation(self.graph.loss or "")
-        if self.__dict__.get("_twins"):  # each of the model's outputs that the loss reads has its images along axis 0
-            read = {name for node in self._find_loss_nodes() for name in node.reads}.intersection(self.graph.answers)
-            if any(find_batch_axis(self.nodes[name].spec, self._twins[name].spec) != 0 for name in read):
+        if self.__dict__.get("twins"):  # each of the model's outputs that the loss reads has its images along axis 0
+            read = {name for node in self.find_loss_nodes() for name in node.reads}.intersection(self.graph.answers)
+            if any(find_batch_axis(self.nodes[name].spec, self.twins[name].spec) != 0 for name in read):
                 found = BatchAggregation(AggregationKind.ROWS)
         if found.kind is AggregationKind.ROWS or (found.kind is AggregationKind.SUM and found.degree not in (0, 1)):
             return self._mark_unknown(self.nodes[self.graph.loss or ""])
         return found
 
-    def _find_loss_nodes(self) -> list[Node]:
+    def find_loss_nodes(self) -> list[Node]:
         """Return the nodes between the model's outputs and the loss, in order."""
         asked, found = {self.graph.loss}, []
         for node in reversed(self.graph.nodes):
@@ -212,13 +201,13 @@ class LossAnalysis:
         """Return the aggregation of a node's output, an input, a weight or a buffer."""
         if name in self.totals:
             return BatchAggregation(AggregationKind.SAME, derived=True)
-        if name in self._found:
-            return self._found[name]
+        if name in self.aggregations:
+            return self.aggregations[name]
         if name in self.graph.weights or name in self.graph.buffers:
             # The same for every micro-batch. But a constant that the loss creates may contain the number of images: it
             # is then another one in the twin.
             mine = self.graph.constants.get(name)
-            theirs = self._twin.constants.get(name) if mine is not None and self._twin else None
+            theirs = self.double.constants.get(name) if mine is not None and self.double else None
             if mine is not None and (theirs is None or mine.shape != theirs.shape or (mine != theirs).any()):
                 return BatchAggregation(AggregationKind.UNKNOWN)
             return replace(CONSTANT, known=name not in self.graph.trainable)
@@ -229,16 +218,15 @@ class LossAnalysis:
         return BatchAggregation(AggregationKind.UNKNOWN)
 
     def _mark_unknown(self, node: Node) -> BatchAggregation:
-        self.why = self.why or f"{node.operator.removeprefix('aten.').split('.')[0]} in {node.where}"
+        self.why = self.why or f"{node.short_operator} in {node.where}"
         return BatchAggregation(AggregationKind.UNKNOWN)
 
     def _compute_aggregation(self, node: Node) -> BatchAggregation:
-        name = node.operator.removeprefix("aten.").split(".")[0]
         shares = {ref: self.get_aggregation(ref) for ref in node.reads}
         drawn = find_sample_number(self.graph, node) is not None  # each micro-batch draws different random numbers
         if drawn or any(each.kind is AggregationKind.UNKNOWN for each in shares.values()):
             return self._mark_unknown(node)
-        rule = _RULES.get(name) or (_RULES["*"] if is_pointwise(node.operator) else None)
+        rule = _RULES.get(node.short_operator) or (_RULES["*"] if is_pointwise(node.operator) else None)
         if rule:
             return rule(self, node) or self._mark_unknown(node)
         # Without a rule, any function of batch-independent values is batch-independent itself.
@@ -263,11 +251,11 @@ class LossAnalysis:
 
     def is_batch_independent(self, node: Node) -> bool:
         """Return whether neither a node's arguments nor its output shape depend on the number of images."""
-        return self.has_constant_arguments(node) and self._twins[node.name].spec == node.spec
+        return self.has_constant_arguments(node) and self.twins[node.name].spec == node.spec
 
     def has_constant_arguments(self, node: Node) -> bool:
         """Return whether a node's arguments do not depend on the number of images; its output shape may."""
-        twin = self._twins.get(node.name)
+        twin = self.twins.get(node.name)
         return twin is not None and repr(twin.arguments) == repr(node.arguments)
 
     def get_number_aggregation(self, node: Node, argument: str) -> BatchAggregation | None:
@@ -278,7 +266,7 @@ class LossAnalysis:
         mine = node.arguments.get(argument)
         if mine is None or isinstance(mine, bool):
             return CONSTANT
-        theirs = self._twins[node.name].arguments.get(argument) if node.name in self._twins else None
+        theirs = self.twins[node.name].arguments.get(argument) if node.name in self.twins else None
         if not isinstance(mine, int | float) or not isinstance(theirs, int | float):
             return None
         if mine == theirs:
@@ -321,5 +309,5 @@ class LossAnalysis:
 
     def find_node_axis(self, node: Node) -> int | None:
         """Return the image axis of a node's output according to the twin, or None."""
-        twin = self._twins.get(node.name)
+        twin = self.twins.get(node.name)
         return find_batch_axis(node.spec, twin.spec) if twin else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 
 from engines.graph.loss_analysis import (
     CLASS_LOSSES,
@@ -11,15 +12,12 @@ from engines.graph.loss_analysis import (
     BatchAggregation,
     LossAnalysis,
     aggregates,
-    compute_reduced_axis,
-    is_batch_axis_kept,
+    make_denominator_key,
     normalise_dims,
 )
 from engines.graph.model_graph import Node, Ref, find_ref_names
 
 __all__ = ["SUM"]
-
-__all__: list[str] = []
 
 
 @aggregates("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze")
@@ -30,7 +28,9 @@ def propagate_view(a: LossAnalysis, node: Node) -> BatchAggregation | None:
     if found.kind is not AggregationKind.ROWS:
         return found
     axis = a.find_node_axis(node)
-    kept = axis is not None and node.spec and is_batch_axis_kept(a.get_spec(ref), found.axis, node.spec, axis)
+    if axis is None or node.spec is None:
+        return None
+    kept = prod(a.get_spec(ref).shape[: found.axis]) == prod(node.spec.shape[:axis])
     return replace(found, axis=axis) if kept else None
 
 
@@ -58,7 +58,7 @@ def propagate_expand(a: LossAnalysis, node: Node) -> BatchAggregation | None:
         return None
     if found.kind is AggregationKind.SUM:
         return found if a.is_batch_independent(node) else None
-    if node.name in a._twins and a._twins[node.name].spec == node.spec and found.kind is AggregationKind.SAME:
+    if node.name in a.twins and a.twins[node.name].spec == node.spec and found.kind is AggregationKind.SAME:
         return found
     axis = a.find_node_axis(node)
     return None if axis is None or found.degree else replace(found, kind=AggregationKind.ROWS, axis=axis)
@@ -187,7 +187,7 @@ def propagate_linear(a: LossAnalysis, node: Node) -> BatchAggregation | None:
 @aggregates("mul", "multiply", "div", "divide", "true_divide")
 def propagate_product(a: LossAnalysis, node: Node) -> BatchAggregation | None:
     """Return the aggregation of a product or quotient: degrees add up or are subtracted; one operand may be a sum."""
-    divides = node.operator.removeprefix("aten.").startswith(("div", "true_divide"))
+    divides = node.short_operator.startswith(("div", "true_divide"))
     if node.arguments.get("rounding_mode"):
         return propagate_pointwise(a, node)
     one, two = a.get_operand_aggregation(node, "self"), a.get_operand_aggregation(node, "other")
@@ -277,8 +277,8 @@ def propagate_reduction(a: LossAnalysis, node: Node) -> BatchAggregation | None:
     count = len(spec.shape)
     dims = normalise_dims(node.arguments.get("dim"), count) or tuple(range(count))
     if found.axis not in dims:
-        keepdim = bool(node.arguments.get("keepdim"))
-        return replace(found, axis=compute_reduced_axis(found.axis, dims, keepdim))
+        gone = 0 if node.arguments.get("keepdim") else sum(dim < found.axis for dim in dims)
+        return replace(found, axis=found.axis - gone)
     over = found.over | ({""} if mean else set())
     return replace(found, kind=AggregationKind.SUM, degree=found.degree + mean, axis=0, over=over)
 
@@ -305,8 +305,8 @@ def propagate_class_loss(a: LossAnalysis, node: Node) -> BatchAggregation | None
     if not (labels.known and weight.known):
         return None
     a.ratios.add(node.name)
-    key = repr([given["target"], given["weight"], given["ignore_index"]])
-    return replace(made, kind=AggregationKind.SUM, degree=1, known=False, over=frozenset({key}))
+    over = frozenset({make_denominator_key(node)})
+    return replace(made, kind=AggregationKind.SUM, degree=1, known=False, over=over)
 
 
 @aggregates(

@@ -102,6 +102,11 @@ class Node:
         return tuple(find_ref_names(self.arguments))
 
     @property
+    def short_operator(self) -> str:
+        """The operator's name without `aten.` and its overload."""
+        return self.operator.removeprefix("aten.").split(".")[0]
+
+    @property
     def where(self) -> str:
         """Module and source line, for messages."""
         return f"{self.module or 'the model itself'}, {self.source or 'source unknown'}"

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.graph.loss_analysis import AggregationKind, BatchAggregation, LossAnalysis
+from engines.graph.loss_analysis import AggregationKind, BatchAggregation, LossAnalysis, make_denominator_key
 from engines.graph.loss_rules import SUM
 from engines.graph.model_graph import BatchLoss, BatchTotal, ModelGraph, Node, Ref, TensorSpec, find_ref_names
 from engines.plan import OPTIONS, Plan
 from engines.spatial.kernels import get_kernel
-from engines.spatial.local_rules import split_arguments
+from engines.spatial.local_rules import map_refs, split_arguments
 
 __all__ = [
     "COUNTED",
@@ -56,9 +56,8 @@ def warn_of_mean(graph: ModelGraph, plan: Plan, stacklevel: int) -> None:
 # The loss of the whole batch from micro-batches: numerator and denominator are sums over all micro-batches.
 #
 # The denominator of a mean over labels that are not ignored, or of a class-weighted mean, depends on the labels. The
-# mean
-# of such means over micro-batches is not the mean over the whole batch. The denominator is therefore computed from the
-# labels of all micro-batches before the first one runs, and each micro-batch divides its own sum by it.
+# mean of such means over micro-batches is not the mean over the whole batch. The denominator is therefore computed from
+# the labels of all micro-batches before the first one runs, and each micro-batch divides its own sum by it.
 
 
 COUNTED = "loss.counted.default"
@@ -111,7 +110,7 @@ class _LossRewrite:
         nodes = {node.name: node for node in graph.nodes}
         counted = {source: nodes[name] for name, source in sorted(self.sources.items())}
         totals = [BatchTotal(_name_total(source), source, node.spec, 1) for source, node in counted.items()]
-        degrees = {name: self.found._found[name].degree for name in sorted(self.found.totals)}
+        degrees = {name: self.found.aggregations[name].degree for name in sorted(self.found.totals)}
         totals += [BatchTotal(_name_total(name), name, nodes[name].spec, degree) for name, degree in degrees.items()]
         for source, node in counted.items():
             arguments = {name: node.arguments[name] for name in ("target", "weight", "ignore_index")}
@@ -131,7 +130,10 @@ class _LossRewrite:
         """The count that each label-dependent mean divides by, by node name. Means of the same key share a count."""
         first: dict[str, str] = {}
         nodes = self.found.nodes
-        return {name: first.setdefault(_make_key(nodes[name]), f"{name}.counted") for name in sorted(self.found.ratios)}
+        return {
+            name: first.setdefault(make_denominator_key(nodes[name]), f"{name}.counted")
+            for name in sorted(self.found.ratios)
+        }
 
     @property
     def scales(self) -> bool:
@@ -144,13 +146,13 @@ class _LossRewrite:
         (first, *others) = over
         if others or first == "?":
             return None
-        by_key = {_make_key(self.found.nodes[name]): source for name, source in self.sources.items()}
+        by_key = {make_denominator_key(self.found.nodes[name]): source for name, source in self.sources.items()}
         return by_key.get(first, first)
 
     def apply(self, graph: ModelGraph) -> ModelGraph:
         """Return the rewritten graph, without loss nodes that nothing reads any more."""
         renamed = {name: Ref(_name_total(name)) for name in self.found.totals}
-        cone = {node.name for node in self.found._find_loss_nodes()}
+        cone = {node.name for node in self.found.find_loss_nodes()}
         nodes: list[Node] = []
         for node in graph.nodes:  # only the loss reads totals: the model's own nodes keep their operands
             own = _replace_reads(node, renamed) if node.name in cone else node
@@ -196,26 +198,15 @@ def _name_total(name: str) -> str:
     return f"{name}.total"
 
 
-def _make_key(node: Node) -> str:
-    """Return the key of a class loss's denominator, as `propagate_class_loss` puts it into `over`."""
-    return repr([node.arguments[name] for name in ("target", "weight", "ignore_index")])
-
-
 def _replace_reads(node: Node, renamed: Mapping[str, Ref]) -> Node:
     """Return the node with some of the values that it reads replaced by others."""
     if renamed.keys().isdisjoint(node.reads):
         return node
-    return replace(node, arguments={name: _replace_refs(value, renamed) for name, value in node.arguments.items()})
 
+    def rename(ref: Ref) -> Ref:
+        return renamed.get(ref.name, ref)
 
-def _replace_refs(value: Any, renamed: Mapping[str, Ref]) -> Any:
-    match value:
-        case Ref(name):
-            return renamed.get(name, value)
-        case list() | tuple():
-            return tuple(_replace_refs(item, renamed) for item in value)
-        case _:
-            return value
+    return replace(node, arguments={name: map_refs(rename, value) for name, value in node.arguments.items()})
 
 
 # Weights of images in a mean loss, so that the mean equals the loss of all images in one batch.
@@ -243,24 +234,15 @@ class ImageWeights:
             return 1.0
         # The nodes that count labels, run one after another by their kernels.
         values: dict[str, Any] = {**owned, "labels": labels, "@device": torch.device("cpu")}
+
+        def resolve(argument: Any) -> Any:
+            return map_refs(lambda ref: values[ref.name], argument)
+
         for node in self.nodes:
             positional, keywords = split_arguments(node, {})
-            values[node.name] = get_kernel(node.operator)(
-                *_resolve_refs(positional, values), **_resolve_refs(keywords, values)
-            )
+            named = {name: resolve(argument) for name, argument in keywords.items()}
+            values[node.name] = get_kernel(node.operator)(*map(resolve, positional), **named)
         return float(values[self.source])
-
-
-def _resolve_refs(value: Any, values: Mapping[str, Any]) -> Any:
-    match value:
-        case Ref(name):
-            return values[name]
-        case list() | tuple():
-            return [_resolve_refs(item, values) for item in value]
-        case dict():
-            return {key: _resolve_refs(item, values) for key, item in value.items()}
-        case _:
-            return value
 
 
 def compute_mean_loss(losses: Sequence[float], weights: Sequence[float]) -> float:
