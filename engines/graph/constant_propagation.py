@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from engines.errors import TraceError
@@ -117,14 +118,14 @@ class ConstantPropagationMode(TorchFunctionMode):
     # ---- reads of numbers
 
     def _answer(self, func: Any, args: Any, kwargs: Any) -> Any:
-        known = [self._find_constant(each) for each in _iterate_tensors((args, kwargs))]
+        known = [self._find_constant(each) for each in _list_tensors((args, kwargs))]
         if all(known):
             for name in frozenset().union(*(each.buffers for each in known)):  # type: ignore[union-attr]
                 self.decided.setdefault(name, find_current_line())
             return self._evaluate(func, args, kwargs)
         # Some trace modes answer with a symbol, and only its use fails, on some other line (see `_translate_errors`):
         # what was asked is noted before.
-        asked = next(each for each in _iterate_tensors((args, kwargs)) if not self._find_constant(each))
+        asked = next(each for each in _list_tensors((args, kwargs)) if not self._find_constant(each))
         kind = str(asked.dtype).removeprefix("torch.")
         self.unanswered = (
             f"{find_current_line()} asks for the numbers ({_ASKS[func]}) of a {kind} tensor {tuple(asked.shape)}"
@@ -155,11 +156,11 @@ class ConstantPropagationMode(TorchFunctionMode):
 
     def _propagate(self, func: Any, args: Any, kwargs: Any, made: Any) -> None:
         """Compute the result's numbers if all inputs are known; forget tensors written with unknown numbers."""
-        given = list(_iterate_tensors((args, kwargs)))
+        given = _list_tensors((args, kwargs))
         by_shape = func in _BY_SHAPE
         # `zeros_like(image)` is known although the image is not.
         inputs_known = by_shape or all(self._find_constant(each) for each in given)
-        small = all(each.numel() <= LIMIT for each in _iterate_tensors(made))
+        small = all(each.numel() <= LIMIT for each in _list_tensors(made))
         draws = any(word in _get_name(func) for word in _DRAWS)
         if inputs_known and small and (given or func in _MAKES) and not draws:
             try:
@@ -169,12 +170,12 @@ class ConstantPropagationMode(TorchFunctionMode):
                 return
             read = [] if by_shape else [self._find_constant(each) for each in given]
             buffers = frozenset().union(*(known.buffers for known in read if known))
-            for tensor, real in zip(_iterate_tensors(made), _iterate_tensors(numbers), strict=False):
+            for tensor, real in zip(_list_tensors(made), _list_tensors(numbers), strict=False):
                 if tensor.shape == real.shape and tensor.dtype == real.dtype:
                     self._known[tensor] = _ConstantValue(real, buffers)
         elif _is_mutating(func, kwargs):
             # `t[0] = x` or `t.add_(x)` with an unknown x: t and all views of it are unknown from here on.
-            self._forget([*given[:1], *_iterate_tensors(kwargs.get("out"))])
+            self._forget([*given[:1], *_list_tensors(kwargs.get("out"))])
 
     def _forget(self, written: list[Tensor]) -> None:
         """Forget the numbers of all tensors that share storage with a written tensor."""
@@ -197,7 +198,7 @@ class ConstantPropagationMode(TorchFunctionMode):
             return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)  # only its shape matters (`_BY_SHAPE`)
 
         with disable_tracing():
-            given, named = _map_tensors((args, {**kwargs}), get_numbers)
+            given, named = tree_map_only(Tensor, get_numbers, (args, {**kwargs}))
             if "device" in named:
                 named["device"] = "cpu"
             return func(*given, **named)
@@ -221,22 +222,5 @@ def _is_mutating(func: Any, kwargs: Mapping[str, Any]) -> bool:
     return in_place or name == "__setitem__" or name.startswith("__i") or kwargs.get("out") is not None
 
 
-def _iterate_tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _iterate_tensors(each)
-    elif isinstance(value, dict):
-        yield from _iterate_tensors(list(value.values()))
-
-
-def _map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, list | tuple):
-        items = [_map_tensors(item, change) for item in value]
-        return type(value)(items) if type(value) in (list, tuple) else value
-    if isinstance(value, dict):
-        return {key: _map_tensors(item, change) for key, item in value.items()}
-    return value
+def _list_tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
