@@ -1,11 +1,11 @@
-"""Formatting of numbers for people: significant digits, with a unit."""
+"""Formatting for people: numbers with significant digits and a unit, lists of names, and tables."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html import escape
 
-__all__ = ["format_bytes", "format_html_table", "format_number", "format_percent", "format_seconds"]
+__all__ = ["format_bytes", "format_html_table", "format_names", "format_number", "format_percent", "format_seconds"]
 
 
 def format_bytes(count: int) -> str:
@@ -58,6 +58,16 @@ def format_percent(share: float) -> str:
 
 
 _LEFT = 'style="text-align: left"'
+
+
+def format_names(names: Sequence[str]) -> str:
+    """Format the first three names, and the number of the others.
+
+    >>> format_names(["a", "b", "c", "d", "e"])
+    'a, b, c and 2 more'
+    """
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
 
 
 def format_html_table(caption: str, facts: Mapping[str, object]) -> str:

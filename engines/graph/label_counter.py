@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engines.comm.all_reduce import all_reduce
 from engines.comm.world import World
+from engines.formatting import format_names
 from engines.graph.label_spec import find_label_specs
 from engines.graph.model_graph import ModelGraph, Ref, to_user_name
 from engines.plan import Plan
@@ -134,9 +135,8 @@ def find_causes(
     held = {**worker.weights, **worker.buffers}
     names = [to_user_name(name) for name, tensor in held.items() if _count_non_finite(tensor.detach())]
     if names:
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         words = (
-            f"Weights are not finite themselves after {worker.steps - 1} updates: {', '.join(names[:3])}{more}. "
+            f"Weights are not finite themselves after {worker.steps - 1} updates: {format_names(names)}. "
             "Load a checkpoint, or begin anew; then lower the learning rate, or bound the gradients (clip_norm)."
         )
         found.append(NonFiniteCause(WEIGHTS, words))

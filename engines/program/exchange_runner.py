@@ -36,13 +36,14 @@ __all__ = ["ExchangeRunner", "ReceivedMessage", "StartedExchange", "make_exchang
 class ReceivedMessage:
     """Record of one received message: pixels of a window, or gradients added at the owner.
 
-    `before` is the content of the destination before gradients were added; None if the pixels were copied.
+    `before` is the content of the destination before gradients were added; None if the pixels were copied. `arrived`
+    and `after` are None if the pixels were not kept.
     """
 
     move: Move
     before: Tensor | None
-    arrived: Tensor
-    after: Tensor
+    arrived: Tensor | None
+    after: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)

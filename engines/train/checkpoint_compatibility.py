@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from engines.errors import CheckpointError
+from engines.formatting import format_names
 from engines.images.shard_reader import SamplerState
 from engines.program.update import Scheduler
 from engines.train.checkpoint_files import MOST_STEPS, parse_dtype
@@ -194,7 +195,6 @@ def _to_float(value: Any) -> float:
 # Check that a checkpoint fits the model, loss, optimiser and scheduler, before anything is changed.
 
 
-_SHOWN = 3
 _SMALL = 1024  # tensors with up to this many elements are read and their values checked
 
 Outline = tuple[tuple[int, ...], torch.dtype]
@@ -269,9 +269,7 @@ def _describe_outline(outline: Outline) -> str:
 
 
 def _describe_names(what: str, names: Collection[str], tell: Callable[[str], str] = str) -> str:
-    shown = ", ".join(tell(name) for name in sorted(names)[:_SHOWN])
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"{len(names)} {what}: {shown}{more}" if names else ""
+    return f"{len(names)} {what}: {format_names([tell(name) for name in sorted(names)])}" if names else ""
 
 
 def _check_optimisation(checkpoint: Checkpoint, recipe: Recipe, trains: bool) -> None:

@@ -16,11 +16,10 @@ from engines.errors import PlanError
 from engines.program.exchange_runner import ReceivedMessage
 from engines.program.instructions import Exchange
 from engines.program.worker import Inputs
-from engines.spatial.tiles import Move
 from engines.train.train_loop import RankStepStats, collect_stats
 from engines.train.training import RankTraining, StepReport
 
-__all__ = ["MessageEffect", "RankStepper", "StepState", "ViewRequest", "ViewResult"]
+__all__ = ["RankStepper", "StepState", "ViewRequest", "ViewResult"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +66,6 @@ class ViewResult:
     block_px: int
     shape: tuple[int, ...]
     channels: int
-
-
-@dataclass(frozen=True, slots=True)
-class MessageEffect:
-    """The effect of one received message: (h, w) each, or None where there were no pixels or none were kept."""
-
-    move: Move
-    before: Tensor | None
-    arrived: Tensor | None
-    after: Tensor | None
 
 
 class RankStepper:
@@ -155,8 +144,8 @@ class RankStepper:
         chosen = found.grad if gradient else found
         return None if chosen is None else chosen.detach()
 
-    def view(self, look: ViewRequest | None) -> tuple[ViewResult | None, list[MessageEffect]]:
-        """Return the requested view, reduced in size, and the effects of the last exchange."""
+    def view(self, look: ViewRequest | None) -> tuple[ViewResult | None, list[ReceivedMessage]]:
+        """Return the requested view, reduced in size, and the messages of the last exchange, (h, w) each."""
         if look is None:
             return None, []
 
@@ -166,7 +155,7 @@ class RankStepper:
             return None if plane is None else plane[: look.bound_px, : look.bound_px].clone()
 
         effects = [
-            MessageEffect(each.move, cut_plane(each.before), cut_plane(each.arrived), cut_plane(each.after))
+            ReceivedMessage(each.move, cut_plane(each.before), cut_plane(each.arrived), cut_plane(each.after))
             for each in self._landings
         ]
         found = self.get_tensor(look.name, look.micro_batch, look.gradient)

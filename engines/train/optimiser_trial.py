@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from engines.errors import PlanError
+from engines.formatting import format_names
 from engines.graph.traceability import has_hooks
 from engines.program.update import Scheduler
-from engines.train.optimisers import Optimiser, ParameterSpec, format_names, make_on_rank, make_optimiser
+from engines.train.optimisers import Optimiser, ParameterSpec, make_on_rank, make_optimiser
 
 __all__ = ["check_groups", "check_on_ranks", "check_scheduler", "count_states", "find_frozen"]
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from engines.errors import PlanError
+from engines.formatting import format_names
 from engines.graph.model_graph import to_user_name
 from engines.graph.trace import iterate_owners
 
@@ -25,7 +26,6 @@ __all__ = [
     "ParameterSpec",
     "collect_parameter_specs",
     "collect_user_parameters",
-    "format_names",
     "make_on_rank",
     "make_optimiser",
 ]
@@ -34,8 +34,6 @@ Optimiser = Callable[[Any], torch.optim.Optimizer]
 """Makes the optimiser of parameters, or of (name, parameter) pairs if its first argument is called NAMED."""
 
 NAMED = "named_parameters"
-
-_SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -158,12 +156,6 @@ def make_on_rank(
     for weight in [key for key in made.state if isinstance(key, Tensor) and id(key) not in kept]:
         del made.state[weight]
     return made
-
-
-def format_names(names: Sequence[str]) -> str:
-    """Format the first names, and the number of the others."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
 
 
 def _call_function(function: Optimiser, named: Mapping[str, Tensor]) -> Any:

@@ -36,8 +36,8 @@ class TrainingRecord:
     weights: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
     whole: bool = False
-    resting: frozenset[str] = frozenset()
-    """The weights whose learning rate was 0 in every step, if this is recorded."""
+    driven: frozenset[str] = frozenset()
+    """The weights with a gradient, and a learning rate, that was not 0 in every step, if this is recorded."""
 
     @property
     def mean_losses(self) -> tuple[float, ...]:
@@ -96,6 +96,7 @@ class ReferenceTraining:
         self.scheduler = self.rules.scheduler(self.optimiser) if self.rules.scheduler and self.optimiser else None
         first = self.rules.loss_scale or SCALE
         self.rates: list[list[float]] = []  # the learning rate of each group in each update
+        self.pushed: set[str] = set()  # the weights with a gradient that was not 0 before some update
         self.scaler = torch.amp.GradScaler(self.device.type, init_scale=first, enabled=dtype is torch.float16)
 
     @classmethod
@@ -151,6 +152,7 @@ class ReferenceTraining:
         if self.rules.clip_norm is not None:
             nn.utils.clip_grad_norm_(self.trained, self.rules.clip_norm)
         self.rates.append([float(group.get("lr", 1.0)) for group in optimiser.param_groups])
+        self.pushed |= {name for name, weight in self.weights.items() if weight.grad is not None and weight.grad.any()}
         before = self.scaler.get_scale()
         self.scaler.step(optimiser)
         self.scaler.update()
@@ -159,12 +161,12 @@ class ReferenceTraining:
             self.scheduler.step()
 
     @property
-    def resting(self) -> frozenset[str]:
-        """The weights of parameter groups whose learning rate was 0 in every update."""
+    def driven(self) -> frozenset[str]:
+        """The weights that an update should have moved: neither gradient nor learning rate was 0 in every one."""
         groups = self.optimiser.param_groups if self.optimiser else []
         still = (group for number, group in enumerate(groups) if not any(rates[number] for rates in self.rates))
         ids = {id(weight) for group in still for weight in group["params"]}
-        return frozenset(name for name, weight in self.weights.items() if id(weight) in ids)
+        return frozenset(name for name, weight in self.weights.items() if name in self.pushed and id(weight) not in ids)
 
     @property
     def weights(self) -> dict[str, nn.Parameter]:
@@ -209,7 +211,7 @@ def train_reference(
         losses.append(dict(enumerate(alone.losses)))
         gradients.append(alone.gradients)
     weights = {name: weight.detach() for name, weight in alone.weights.items()}
-    return TrainingRecord(tuple(losses), tuple(gradients), weights, alone.buffers, alone.whole_loss, alone.resting)
+    return TrainingRecord(tuple(losses), tuple(gradients), weights, alone.buffers, alone.whole_loss, alone.driven)
 
 
 @dataclass(frozen=True)

@@ -190,6 +190,12 @@ class RoundingCheck:
         """Return the keys whose error only rounding explains."""
         return list(self._find_beyond(self._records, self._is_exact))
 
+    def find_unmoved(self) -> list[str]:
+        """Return the weights of one process that stay unchanged, although an update should have moved them."""
+        weights, driven = self.record.weights, self.record.driven
+        still = [name for name in weights if name in driven and torch.equal(weights[name], self.start[name])]
+        return [name for name in still if not self.is_noise(("gradient", 0, name))]  # last, because it takes a run
+
     def is_noise(self, key: Key) -> bool:
         """Return whether `key` is a gradient that is zero in theory in all elements, or the change of its weight."""
         return key[2] in self.noise and key[0] in ("gradient", _MOVED) and bool(self.noise[key[2]].all())

@@ -22,6 +22,7 @@ from engines.comm.device import (
 )
 from engines.comm.world import World
 from engines.errors import LossError, PlanError, TraceError
+from engines.formatting import format_names
 from engines.graph.label_counter import LabelCounter, NonFiniteCause, find_causes
 from engines.graph.label_counter import format_causes as said_causes
 from engines.graph.model_graph import ModelGraph, TensorSpec, to_user_name
@@ -48,7 +49,6 @@ from engines.train.optimisers import (
     ParameterSpec,
     collect_parameter_specs,
     collect_user_parameters,
-    format_names,
     make_on_rank,
     make_optimiser,
 )

@@ -6,17 +6,17 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from engines.comm.world import World
+from engines.formatting import format_names
 from engines.graph.label_spec import find_class_count
 from engines.graph.model_graph import TensorSpec
 from engines.program.worker import Inputs
-from engines.train.optimisers import format_names
 from engines.train.oracle import ReferenceTraining, TrainingRecord, compare, to_plain_names, train_reference
 from engines.train.rounding import (
     DOUBLE,
@@ -174,12 +174,17 @@ def compare_records(
         with meanwhile:
             return run_plain_model(torch.float64, begin, [change(batch) for batch in whole])
 
-    seen, precision = _UpdateWatcher(), recipe.plan.precision
-    oracle = run_plain_model(torch.float64, seen.watch_updates)
+    start: dict[str, Tensor] = {}
+
+    def copy_weights(process: ReferenceTraining) -> None:
+        start.update({name: weight.detach().clone() for name, weight in process.weights.items()})
+
+    precision = recipe.plan.precision
+    oracle = run_plain_model(torch.float64, copy_weights)
     found = compare(oracle, records)
     # In float64 the model itself may still compute in float32 somewhere (a cast in its forward): then rounding is that.
     eps, where = find_lowest_precision(recipe.graph) if precision == "float64" else (DOUBLE, "")
-    rounding = RoundingCheck(oracle, run_perturbed, eps, seen.start, records)
+    rounding = RoundingCheck(oracle, run_perturbed, eps, start, records)
     line = {"ok": found.worst <= TOLERANCE.get(precision, 0.0), "ranks": len(records), **asdict(found)}
     line["dtype"], why = precision, []
     if precision == "float64":
@@ -198,7 +203,7 @@ def compare_records(
         same = run_plain_model(getattr(torch, precision))
         usual = compare(oracle, [same.restrict_to(record) for record in records])
         line |= {"ok": line["ok"] or found.is_within(TIMES, usual), "one_process": asdict(usual)}
-    if still := seen.find_unmoved(oracle, rounding):
+    if still := rounding.find_unmoved():
         line["ok"] = False
         why.append(
             f"The optimiser does not move {format_names(still)}, on ranks and in one process, although the gradient is "
@@ -206,33 +211,3 @@ def compare_records(
             "optimiser."
         )
     return {**line, "why": " ".join(why)} if why else line
-
-
-@dataclass
-class _UpdateWatcher:
-    """The initial weights of one process, and the names of weights that had a non-zero gradient before an update."""
-
-    start: dict[str, Tensor] = field(default_factory=dict)
-    pushed: set[str] = field(default_factory=set)
-
-    def watch_updates(self, process: ReferenceTraining) -> None:
-        """Record the weights and, before each optimiser step, the gradients: the step may clear them."""
-        self.start |= {name: weight.detach().clone() for name, weight in process.weights.items()}
-
-        # A weight whose gradient is zero may rest. One with a gradient that stays all the same is a fault of the
-        # optimiser.
-        def record_gradients(*_: object) -> None:
-            grads = {name: weight.grad for name, weight in process.weights.items()}
-            self.pushed |= {name for name, grad in grads.items() if grad is not None and grad.any()}
-
-        if process.optimiser is not None:
-            process.optimiser.register_step_pre_hook(record_gradients)
-
-    def find_unmoved(self, record: TrainingRecord, rounding: RoundingCheck) -> list[str]:
-        """Return the weights that stay unchanged although neither their gradient is zero in theory nor their rate 0."""
-        still = [
-            name
-            for name, weight in record.weights.items()
-            if name in self.pushed - record.resting and torch.equal(weight, self.start[name])
-        ]
-        return [name for name in still if not rounding.is_noise(("gradient", 0, name))]  # last, because it takes a run

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from engines.errors import PlanError
 from engines.program.compile import Compiler
+from engines.program.exchange_runner import ReceivedMessage
 from engines.program.instructions import Exchange, Phase
 from engines.program.schedule import PipelineAction, Schedule, Slot
 from engines.program.shards import Shard, ShardIndex, assemble_shards
 from engines.program.steps import StepCounts, StepLabel
 from engines.spatial.tiles import Move
-from engines.train.debug_step import MessageEffect, ViewRequest, ViewResult
+from engines.train.debug_step import ViewRequest, ViewResult
 
 __all__ = [
     "BOUND_PX",
@@ -126,7 +127,7 @@ class StepView:
 
     event: StepEvent
     panels: tuple[RankPanel, ...]
-    landed: tuple[tuple[Transfer, MessageEffect], ...]
+    landed: tuple[tuple[Transfer, ReceivedMessage], ...]
     channel: int
     image: int
     schedule: Schedule
@@ -270,7 +271,7 @@ class StepInspector:
                 sent,
                 next(
                     (each for each in effects[sent.target] if each.move == sent.move),
-                    MessageEffect(sent.move, None, None, None),
+                    ReceivedMessage(sent.move, None, None, None),
                 ),
             )
             for sent in event.transfers
