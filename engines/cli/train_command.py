@@ -25,12 +25,11 @@ from engines.images.tables import table_images
 from engines.train.checkpoint_folder import list_checkpoints
 from engines.train.checkpoint_load import load
 from engines.train.checkpoint_save import KEEP, CheckpointManager, make_rank_manager
-from engines.train.epoch_log import EpochLog
 from engines.train.evaluation import HeldOutSet, RankEvaluation, evaluate_on_ranks
 from engines.train.interrupts import Interrupts
 from engines.train.train_loop import CollectiveTrainLoop, RankTrainLoop, count_left_over, make_smaller_recipe, run
 from engines.train.training import RankTraining, Recipe, count_step_images
-from engines.train.training_events import EpochResult, Scores, SkippedImage, StepResult, summarise
+from engines.train.training_events import EpochLog, EpochResult, Scores, SkippedImage, StepResult, summarise
 
 __all__ = ["find_resume_path", "make_dataset", "make_datasets", "make_train_parser", "run_train"]
 

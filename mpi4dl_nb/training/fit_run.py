@@ -18,10 +18,9 @@ from tqdm.auto import tqdm
 from engines.errors import RankError, make_absolute
 from engines.train.checkpoint_files import check_writable
 from engines.train.checkpoint_save import CheckpointManager
-from engines.train.epoch_log import EpochLog
 from engines.train.interrupts import SIGNALS, Interrupts, StoppedError
 from engines.train.train_loop import run
-from engines.train.training_events import EpochResult, Recovered, StepResult, TrainingEvent
+from engines.train.training_events import EpochLog, EpochResult, Recovered, StepResult, TrainingEvent
 from mpi4dl_nb.training.loops import BatchLoop, ImageLoop
 from mpi4dl_nb.training.recovery import FailureRecovery, FitPosition, is_whole
 

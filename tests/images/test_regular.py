@@ -17,7 +17,7 @@ from engines.images.picture import open_image
 from engines.images.regular_file import open_regular, read_bounded
 from engines.images.tables import table_images
 from engines.train.checkpoint_reader import Checkpoint
-from engines.train.epoch_log import EpochLog
+from engines.train.training_events import EpochLog
 from mpi4dl_nb.calibrate_cluster import CalibrationCache
 from mpi4dl_nb.launch.hosts import read_hosts
 
