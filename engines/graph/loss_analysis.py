@@ -22,6 +22,7 @@ __all__ = [
     "aggregates",
     "find_batch_axis",
     "make_denominator_key",
+    "make_rows",
     "normalise_dims",
 ]
 
@@ -90,6 +91,11 @@ def find_batch_axis(one: TensorSpec | None, two: TensorSpec | None) -> int | Non
         return None
     apart = [axis for axis, (a, b) in enumerate(zip(one.shape, two.shape, strict=True)) if a != b]
     return apart[0] if len(apart) == 1 and two.shape[apart[0]] == 2 * one.shape[apart[0]] else None
+
+
+def make_rows(found: BatchAggregation, axis: int | None) -> BatchAggregation | None:
+    """Return `found` as values of separate images along `axis`; None if the axis is not known."""
+    return None if axis is None else replace(found, kind=AggregationKind.ROWS, axis=axis)
 
 
 def normalise_dims(given: Any, count: int) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from engines.graph.loss_analysis import (
     LossAnalysis,
     aggregates,
     make_denominator_key,
+    make_rows,
     normalise_dims,
 )
 from engines.graph.model_graph import Node, Ref, find_ref_names
@@ -42,9 +43,9 @@ def propagate_permute(a: LossAnalysis, node: Node) -> BatchAggregation | None:
     if found.kind is not AggregationKind.ROWS:
         return found if a.is_batch_independent(node) else None
     # A slice that takes all images, as x[:], keeps the shape.
-    axis, dim, before = a.find_node_axis(node), node.arguments.get("dim"), a.get_spec(ref)
+    dim, before = node.arguments.get("dim"), a.get_spec(ref)
     takes_images = isinstance(dim, int) and dim % len(before.shape) == found.axis and node.spec != before
-    return None if axis is None or takes_images else replace(found, axis=axis)
+    return None if takes_images else make_rows(found, a.find_node_axis(node))
 
 
 @aggregates("expand", "expand_as", "zeros", "ones", "full", "new_zeros", "new_ones", "new_full")
@@ -60,8 +61,7 @@ def propagate_expand(a: LossAnalysis, node: Node) -> BatchAggregation | None:
         return found if a.is_batch_independent(node) else None
     if node.name in a.twins and a.twins[node.name].spec == node.spec and found.kind is AggregationKind.SAME:
         return found
-    axis = a.find_node_axis(node)
-    return None if axis is None or found.degree else replace(found, kind=AggregationKind.ROWS, axis=axis)
+    return None if found.degree else make_rows(found, a.find_node_axis(node))
 
 
 @aggregates(
@@ -78,10 +78,7 @@ def propagate_along_dims(a: LossAnalysis, node: Node) -> BatchAggregation | None
     dims = normalise_dims(given, len(a.get_spec(ref).shape))
     if not found.is_plain or not dims or found.axis in dims or len(node.reads) != 1:
         return None
-    if node.spec is None:
-        return found
-    axis = a.find_node_axis(node)
-    return None if axis is None else replace(found, axis=axis)
+    return found if node.spec is None else make_rows(found, a.find_node_axis(node))
 
 
 @aggregates(
@@ -110,10 +107,10 @@ def propagate_index(a: LossAnalysis, node: Node) -> BatchAggregation | None:
     shares = [a.resolve_total(name) for name in find_ref_names(indices)]
     if not all(each.is_plain for each in (table, *shares)) or table.kind is not AggregationKind.SAME:
         return None
-    made, axis = table.combine(*shares), a.find_node_axis(node)
+    made = table.combine(*shares)
     if all(each.kind is AggregationKind.SAME for each in shares):
         return made
-    return None if axis is None or len(shares) != 1 else replace(made, kind=AggregationKind.ROWS, axis=axis)
+    return make_rows(made, a.find_node_axis(node)) if len(shares) == 1 else None
 
 
 @aggregates("stack", "cat")
@@ -127,12 +124,9 @@ def propagate_concat(a: LossAnalysis, node: Node) -> BatchAggregation | None:
     made = first.combine(*found)
     if first.kind is not AggregationKind.ROWS:
         return made
-    axis = a.find_node_axis(node)
-    along = node.arguments.get("dim")
+    axis, along = a.find_node_axis(node), node.arguments.get("dim")
     count = len(node.spec.shape) if node.spec else 0
-    if axis is None or not isinstance(along, int) or along % count == axis:
-        return None
-    return replace(made, axis=axis)
+    return make_rows(made, axis) if axis is not None and isinstance(along, int) and along % count != axis else None
 
 
 @aggregates("split", "split_with_sizes", "chunk", "unbind")
@@ -148,10 +142,7 @@ def propagate_split(a: LossAnalysis, node: Node) -> BatchAggregation | None:
 def propagate_getitem(a: LossAnalysis, node: Node) -> BatchAggregation | None:
     """Return the aggregation of one of several outputs."""
     found = a.get_aggregation(node.reads[0])
-    if found.kind is not AggregationKind.ROWS:
-        return found
-    axis = a.find_node_axis(node)
-    return None if axis is None else replace(found, axis=axis)
+    return make_rows(found, a.find_node_axis(node)) if found.kind is AggregationKind.ROWS else found
 
 
 # Aggregation rules of arithmetic operators: sums, means, products and losses. A rule returns None for unknown.
@@ -169,8 +160,7 @@ def propagate_pointwise(a: LossAnalysis, node: Node) -> BatchAggregation | None:
     made = CONSTANT.combine(*shares.values())
     if all(each.kind is AggregationKind.SAME for each in shares.values()):
         return made
-    axis = a.find_aligned_axis(node, shares)
-    return None if axis is None else made.combine(kind=AggregationKind.ROWS, axis=axis)
+    return make_rows(made, a.find_aligned_axis(node, shares))
 
 
 @aggregates(
@@ -213,8 +203,7 @@ def propagate_product(a: LossAnalysis, node: Node) -> BatchAggregation | None:
     if made.kind is not AggregationKind.ROWS:
         return made
     operands = {ref.name: share for ref, share in ((first, one), (second, two)) if isinstance(ref, Ref)}
-    axis = a.find_aligned_axis(node, operands)
-    return None if axis is None else replace(made, axis=axis)
+    return make_rows(made, a.find_aligned_axis(node, operands))
 
 
 def _resolve_factors(
@@ -321,7 +310,6 @@ def propagate_element_loss(a: LossAnalysis, node: Node) -> BatchAggregation | No
         return None
     made, reduction = CONSTANT.combine(*shares.values()), node.arguments["reduction"]
     if reduction == NONE:
-        axis = a.find_aligned_axis(node, shares)
-        return None if axis is None else replace(made, kind=AggregationKind.ROWS, axis=axis)
+        return make_rows(made, a.find_aligned_axis(node, shares))
     over = frozenset({""}) if reduction == MEAN else frozenset()
     return replace(made, kind=AggregationKind.SUM, degree=int(reduction == MEAN), over=made.over | over)
