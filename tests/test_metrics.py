@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engines.train.training_events import Counts, count_predictions, sum_counts
+from engines.train.training_events import Counts, count_predictions
 
 
 def brute(scores: Tensor, labels: Tensor, classes: int) -> list[tuple[int, ...]]:
@@ -54,7 +54,7 @@ def test_parts_add_up_to_the_whole():
     scores, labels = torch.randn(3, 4, 6, 8), torch.randint(4, (3, 6, 8))
     tiles = [(slice(None), slice(0, 2)), (slice(None), slice(2, 6))]
     parts = [count_predictions(scores[:, :, rows], labels[:, rows]) for _, rows in tiles]
-    assert sum_counts([Counts(), *parts]) == count_predictions(scores, labels)
+    assert sum([Counts(), *parts], Counts()) == count_predictions(scores, labels)
 
 
 def test_dice_of_two_classes_is_that_of_the_second():

@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engines.graph.export_reader import is_check
+from engines.graph.exported_nodes import AUTOCAST, MARKS
 from engines.graph.functionalise import WRITTEN
-from engines.graph.inline import AUTOCAST, MARKS
 
 __all__ = ["insert_casts"]
 
@@ -47,7 +47,7 @@ def insert_casts(module: fx.GraphModule, precision: torch.dtype | None, device: 
     """Insert the casts of autocast as nodes, so that the graph needs no autocast, and return the module.
 
     `precision` is that of `torch.autocast` around the whole graph, None if there is none. The model's own autocast
-    regions (see `engines.graph.inline`) override it.
+    regions (see `engines.graph.exported_nodes`) override it.
 
     PyTorch's own table decides which operators run in which type: each node runs without memory under autocast of that
     `device` type, and its casts are recorded. `val` of every node is updated. A model that reads the type of a tensor

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from engines.errors import TraceError
-from engines.graph.source_location import find_current_line
+from engines.graph.exported_nodes import find_current_line
 
 __all__ = ["ConstantPropagationMode", "disable_tracing"]
 

@@ -22,9 +22,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from engines.errors import TraceError
-from engines.graph.inline import is_no_grad
+from engines.graph.exported_nodes import describe_location, find_source_line, get_module_path, is_no_grad
 from engines.graph.model_graph import ModelGraph, Node, Ref, TensorSpec, find_gradient_targets, find_ref_names
-from engines.graph.source_location import describe_location, find_source_line, get_module_path
 
 __all__ = [
     "ExportReader",

@@ -20,9 +20,8 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from engines.errors import TraceError
-from engines.graph.inline import is_no_grad
+from engines.graph.exported_nodes import describe_location, find_source_line, is_no_grad
 from engines.graph.model_graph import WITHOUT_GRADIENT, to_user_name
-from engines.graph.source_location import describe_location, find_source_line
 from engines.graph.views import (
     find_storages,
     invert_view,

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from engines.errors import TraceError
 from engines.graph.constant_propagation import ConstantPropagationMode, disable_tracing
-from engines.graph.source_location import find_current_line
+from engines.graph.exported_nodes import find_current_line
 
 __all__ = ["TraceAbortedError", "check_custom_functions", "silence_exporter", "watch_forward"]
 

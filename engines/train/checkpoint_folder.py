@@ -108,8 +108,7 @@ def make_read_error(path: Path, what: str, error: BaseException) -> CheckpointEr
 #
 #     FOLDER/00007-step-350/       a checkpoint; the one with the highest first number is the newest
 #     FOLDER/00008-step-400/
-#     FOLDER/.partial-00009/       a draft: being written, or left by a training that was killed; the next save removes
-# it
+#     FOLDER/.partial-00009/       a draft: being written, or left by a killed training and removed by the next save
 #
 # A checkpoint is written under its partial name, flushed to disk, and then renamed, which the file system does
 # atomically.

@@ -25,7 +25,6 @@ __all__ = [
     "Optimiser",
     "ParameterSpec",
     "collect_parameter_specs",
-    "collect_user_parameters",
     "make_on_rank",
     "make_optimiser",
 ]
@@ -75,18 +74,6 @@ def collect_parameter_specs(
             key = prefix + name
             found[id(weight)] = ParameterSpec(to_user_name(key), key, tuple(weight.shape), dtype, weight.requires_grad)
     return tuple(found.values())
-
-
-def collect_user_parameters(model: nn.Module, loss: object) -> dict[str, nn.Parameter]:
-    """Collect the user's own parameters of model and loss by the ranks' names.
-
-    A shared one is listed under all its names.
-    """
-    return {
-        prefix + name: weight
-        for prefix, owner in iterate_owners(model, loss)
-        for name, weight in owner.named_parameters(remove_duplicate=False)
-    }
 
 
 def make_optimiser(function: Optimiser, named: Mapping[str, Tensor]) -> torch.optim.Optimizer:

@@ -29,7 +29,6 @@ from engines.train.training_events import (
     SkippedImage,
     StepResult,
     count_predictions,
-    sum_counts,
 )
 
 __all__ = [
@@ -51,8 +50,7 @@ __all__ = [
 # The last step of an epoch, if fewer images are left than a step takes.
 #
 # It has as many micro-batches as every other step, each with fewer images, and each of its images has equal weight. So
-# it
-# is the step of a training made for that many images, and the loss is the mean over them.
+# it is the step of a training made for that many images, and the loss is the mean over them.
 
 _WAY_OUT = "Leave them out in each epoch (drop_last=True, --drop-last)"
 
@@ -116,10 +114,7 @@ def make_smaller_recipe(recipe: Recipe, traces: TraceCache, images: int) -> Reci
     return replace(recipe, graph=graph, plan=plan, state={}, names={})
 
 
-# The training loop on every rank, step by step: from images to weights.
-
-
-# ---- one rank
+# The training loop on one rank, step by step: from images to weights.
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,12 +218,12 @@ def merge_stats(ranks: Sequence[RankStepStats]) -> StepResult:
     # Several ranks may report the loss of one micro-batch: by its number it counts once.
     losses = {number: loss for heard in ranks for number, loss in heard.losses.items()}
     seconds, wait_s = max(heard.seconds for heard in ranks), max(heard.wait_s for heard in ranks)
-    first, counts = ranks[0], sum_counts(heard.counts for heard in ranks)
+    first, counts = ranks[0], sum((heard.counts for heard in ranks), Counts())
     loss = statistics.fmean(losses.values())
     return StepResult(first.epoch, first.step, first.images, seconds, loss, counts, wait_s)
 
 
-# ---- all ranks
+# The training loop of all ranks.
 
 
 class TrainLoop(Protocol):

@@ -48,7 +48,6 @@ from engines.train.optimisers import (
     Optimiser,
     ParameterSpec,
     collect_parameter_specs,
-    collect_user_parameters,
     make_on_rank,
     make_optimiser,
 )
@@ -178,7 +177,12 @@ def prepare(
     parameters = collect_parameter_specs(model, loss, getattr(torch, plan.held_in), used)
     graph = freeze_weights(graph, find_frozen(optimiser, parameters))
     if parameters:
-        check_groups(optimiser, parameters, collect_user_parameters(model, loss))
+        owned = {
+            prefix + name: weight
+            for prefix, owner in iterate_owners(model, loss)
+            for name, weight in owner.named_parameters(remove_duplicate=False)
+        }
+        check_groups(optimiser, parameters, owned)
     programs, state = compile_plan(graph, plan), collect_state(model, loss, graph)
     if plan.compile_segments:
         check_compiler(choose_autocast_type(device))

@@ -10,7 +10,6 @@ import statistics
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,6 @@ __all__ = [
     "StepResult",
     "TrainingEvent",
     "count_predictions",
-    "sum_counts",
     "summarise",
 ]
 
@@ -89,11 +87,6 @@ class Scores:
     loss: float
     counts: Counts
     bad: tuple[str, ...] = ()
-
-
-def sum_counts(counts: Iterable[Counts]) -> Counts:
-    """Return the sum of all counts."""
-    return reduce(Counts.__add__, counts, Counts())
 
 
 def count_predictions(scores: Tensor, labels: Tensor) -> Counts:
@@ -191,7 +184,7 @@ class EpochResult:
         )
         # A smaller last step weighs less, so that the mean is that over images.
         loss = statistics.fmean([step.loss for step in steps], [step.images for step in steps])
-        counts = sum_counts(step.counts for step in steps)
+        counts = sum((step.counts for step in steps), Counts())
         return cls(steps[0].epoch, len(steps), images, seconds, wait_s, loss, counts, left_out, held_out)
 
     @property
