@@ -50,17 +50,23 @@ _BY_VALUES = ("GuardOnDataDependent", "DataDependent", "UserError", "PendingUnba
 _ONE_AT_A_TIME = threading.Lock()  # torch.export keeps global state; ranks may be threads
 
 
-class _ModelWithLoss(nn.Module):
-    def __init__(self, model: nn.Module, loss: Callable[..., Tensor], asked: ConstantPropagationMode) -> None:
-        super().__init__()
-        self.model = model
-        self.loss = loss
-        self.asked = asked
+class _TracedModel(nn.Module):
+    """A model with its loss, or alone and in evaluation mode: no dropout, batch norm with its running statistics."""
 
-    def forward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+    def __init__(
+        self, asked: ConstantPropagationMode, model: nn.Module, loss: Callable[..., Tensor] | None = None
+    ) -> None:
+        super().__init__()
+        self.model, self.loss, self.asked = model, loss, asked
+        if loss is None:
+            self.eval()
+
+    def forward(self, images: Tensor, labels: Tensor | None = None) -> tuple[Tensor, ...]:
         with watch_forward(self, self.asked):
             prediction = get_prediction(self.model(images))
             found = collect_tensors(prediction)
+            if self.loss is None:
+                return tuple(found.values())
             try:
                 loss = self.loss(prediction, labels)
             except TraceError:
@@ -79,20 +85,6 @@ class _ModelWithLoss(nn.Module):
             return loss, *found.values()
 
 
-class _EvalModel(nn.Module):
-    """A model in evaluation mode: no dropout, and batch norm with its running statistics."""
-
-    def __init__(self, model: nn.Module, asked: ConstantPropagationMode) -> None:
-        super().__init__()
-        self.model = model
-        self.asked = asked
-        self.eval()
-
-    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        with watch_forward(self, self.asked):
-            return tuple(collect_tensors(get_prediction(self.model(images))).values())
-
-
 def trace(
     model: nn.Module,
     loss: Callable[[Tensor, Tensor], Tensor],
@@ -107,13 +99,7 @@ def trace(
     its current mode (train or eval). If `precision` is a half precision, the graph has the casts that `torch.autocast`
     does on that type of `device`. Raises TraceError if `torch.export` cannot trace the model.
     """
-    mode, dtype = FakeTensorMode(allow_non_fake_inputs=True), getattr(torch, images.dtype)
-    with _translate_errors(model, images):
-        judge = make_fake_copy(loss, mode, dtype) if isinstance(loss, nn.Module) else loss
-        whole = _ModelWithLoss(
-            make_fake_copy(model, mode, dtype), judge, ConstantPropagationMode(_collect_buffers(model, loss))
-        )
-    return _export(whole, mode, (images, labels), precision, device, (model, loss))
+    return _export((model, loss), (images, labels), precision, device)
 
 
 def trace_inference(model: nn.Module, images: TensorSpec, precision: str = "", device: str = "cpu") -> ModelGraph:
@@ -121,19 +107,17 @@ def trace_inference(model: nn.Module, images: TensorSpec, precision: str = "", d
 
     Otherwise like `trace`; the model itself keeps its mode.
     """
+    return _export((model,), (images,), precision, device)
+
+
+def _export(owners: Sequence[Any], specs: Sequence[TensorSpec], precision: str, device: str) -> ModelGraph:
+    """Export a model, with its loss if there is one, and rewrite its graph."""
+    model, dtype = owners[0], getattr(torch, specs[0].dtype)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with _translate_errors(model, images):
-        whole = _EvalModel(
-            make_fake_copy(model, mode, getattr(torch, images.dtype)), ConstantPropagationMode(_collect_buffers(model))
-        )
-    return _export(whole, mode, (images,), precision, device, (model,))
-
-
-def _export(
-    whole: Any, mode: FakeTensorMode, specs: Sequence[TensorSpec], precision: str, device: str, owners: Sequence[Any]
-) -> ModelGraph:
-    """Export `whole` and rewrite its graph; `owners` are the model and, if it has one, its loss."""
-    model, inputs = owners[0], tuple(make_fake_tensor(mode, spec.shape, spec.dtype) for spec in specs)
+    with _translate_errors(model, specs[0]):
+        copies = [make_fake_copy(owner, mode, dtype) if isinstance(owner, nn.Module) else owner for owner in owners]
+        whole = _TracedModel(ConstantPropagationMode(_collect_buffers(*owners)), *copies)
+    inputs = tuple(make_fake_tensor(mode, spec.shape, spec.dtype) for spec in specs)
     with _translate_errors(model, specs[0], whole.asked):
         exported = torch.export.export(whole, inputs, strict=False).module()
         names = find_first_names(*owners)
@@ -143,7 +127,7 @@ def _export(
         with torch.device(device):
             insert_casts(plain, getattr(torch, precision) if precision in HALF else None, device)
         plain = insert_detaches(remove_dead_nodes(plain))
-        graph = ExportReader(plain, names, has_loss=isinstance(whole, _ModelWithLoss)).read_graph()
+        graph = ExportReader(plain, names, has_loss=whole.loss is not None).read_graph()
         # Forward may have taken decisions by the numbers of a buffer: not if these change from step to step.
         changing = {name for node in graph.nodes for name in find_updated_buffers(graph, node)}
         for name, place in whole.asked.decided.items():
