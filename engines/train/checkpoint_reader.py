@@ -22,7 +22,7 @@ from engines.graph.trace import OWNERS
 from engines.images.regular_file import open_regular
 from engines.train.checkpoint_files import HEADER_BYTES, read_manifest
 from engines.train.checkpoint_folder import find_checkpoints, is_outside_link, make_damaged_error, make_read_error
-from engines.train.checkpoint_values import WeightState
+from engines.train.checkpoint_state import WeightState
 
 __all__ = ["STATE", "Checkpoint", "get_tensor_file"]
 

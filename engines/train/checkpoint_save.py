@@ -22,7 +22,7 @@ from engines.errors import CheckpointError
 from engines.graph.model_graph import TensorSpec
 from engines.train.checkpoint_files import FORMAT, CheckpointWriter, check_writable, count_file_bytes, get_tensor_spec
 from engines.train.checkpoint_reader import STATE, get_tensor_file
-from engines.train.checkpoint_values import WeightState, collect_weight_states, encode_value
+from engines.train.checkpoint_state import WeightState, collect_weight_states, encode_value
 from engines.train.interrupts import StoppedError
 from engines.train.training import RankTraining, Recipe
 

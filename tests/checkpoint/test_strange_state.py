@@ -18,8 +18,7 @@ from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, ExponentialLR
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.errors import CheckpointError
 from engines.images.shard_reader import SamplerState
-from engines.train.checkpoint_compatibility import check_fits_recipe
-from engines.train.checkpoint_load import load, optimiser_state
+from engines.train.checkpoint_load import check_fits_recipe, load, optimiser_state
 from engines.train.checkpoint_reader import STATE, Checkpoint
 from engines.train.training import RankTraining
 from tests.checkpoint.test_bad_checkpoints import refused

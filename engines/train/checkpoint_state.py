@@ -1,26 +1,30 @@
-"""The state of optimisers and schedulers as JSON and tensors, and back."""
+"""The state of optimisers and schedulers: as JSON and tensors and back, and whether steps can be made from it."""
 
 from __future__ import annotations
 
+import copy
 import math
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from engines.errors import CheckpointError
+from engines.program.update import Scheduler
+from engines.train.checkpoint_files import MOST_STEPS
 
 __all__ = [
     "WeightState",
-    "check_like",
+    "check_optimiser_step",
     "check_scheduler_state",
+    "check_scheduler_step",
     "collect_weight_states",
     "decode_value",
     "encode_value",
-    "is_finite",
     "make_optimiser_state",
 ]
 
@@ -101,10 +105,10 @@ def check_scheduler_state(found: dict[str, Any], owner: Any) -> None:
     for name in found.keys() - fresh.keys():
         if hasattr(owner, name):
             raise ValueError(f"{kind} keeps no {name!r}: it would replace what {kind} needs")
-    check_like({name: value for name, value in found.items() if name in fresh}, fresh, kind)
+    _check_like({name: value for name, value in found.items() if name in fresh}, fresh, kind)
 
 
-def check_like(found: Any, fresh: Any, where: str) -> None:
+def _check_like(found: Any, fresh: Any, where: str) -> None:
     """Check that a saved value has the names and the kinds of types of a value in a fresh optimiser or scheduler.
 
     A fresh None may have become a number or a string, and a switch (a bool) may have been None, its default. Raises
@@ -116,27 +120,27 @@ def check_like(found: Any, fresh: Any, where: str) -> None:
         if unknown := [key for key in found if key not in fresh]:
             raise ValueError(f"{where} has no {str(unknown[0])!r}")
         for key, value in found.items():
-            check_like(value, fresh[key], f"{where}.{key}")
+            _check_like(value, fresh[key], f"{where}.{key}")
     elif _get_kind(found) != _get_kind(fresh) and not (
         (fresh is None and _get_kind(found) in ("number", "text")) or (found is None and isinstance(fresh, bool))
     ):
         raise ValueError(f"{where} is of type {type(found).__name__}, and here of type {type(fresh).__name__}")
-    elif _get_kind(found) == "number" and not is_finite(found) and (fresh is None or is_finite(fresh)):
+    elif _get_kind(found) == "number" and not _is_finite(found) and (fresh is None or _is_finite(fresh)):
         said = found.item() if isinstance(found, Tensor) else found
         raise ValueError(f"{where} is {str(said)[:20]}, which is no number that a step can take")
     elif isinstance(found, list | tuple) and fresh:
         for index, value in enumerate(found):  # past the end of `fresh`, its last item is the sample
-            check_like(value, fresh[min(index, len(fresh) - 1)], f"{where}[{index}]")
+            _check_like(value, fresh[min(index, len(fresh) - 1)], f"{where}[{index}]")
     elif isinstance(found, dict) and fresh:
         for key, value in found.items():  # keys are numbers, as in milestones
-            check_like(key, next(iter(fresh)), f"a key of {where}")
-            check_like(value, next(iter(fresh.values())), f"{where}[{key}]")
+            _check_like(key, next(iter(fresh)), f"a key of {where}")
+            _check_like(value, next(iter(fresh.values())), f"{where}[{key}]")
 
 
-def is_finite(number: Any) -> bool:
+def _is_finite(number: Any) -> bool:
     """Return whether a number, or each element of a tensor, is finite and fits a float. Meta tensors count as finite.
 
-    >>> is_finite(3), is_finite(torch.tensor(0.5)), is_finite(float("nan")), is_finite(10**400)
+    >>> _is_finite(3), _is_finite(torch.tensor(0.5)), _is_finite(float("nan")), _is_finite(10**400)
     (True, True, False, False)
     """
     if isinstance(number, Tensor):
@@ -235,7 +239,7 @@ def make_optimiser_state(
         options = decode_value(states[saved[0]].options) if saved else {}
         known = options.keys() & packed.keys()  # schedulers add others, which no step reads
         kind = type(optimiser).__name__
-        check_like({key: options[key] for key in known}, {key: packed[key] for key in known}, kind)
+        _check_like({key: options[key] for key in known}, {key: packed[key] for key in known}, kind)
         packed.update(options)
         for index, name, weight in zip(packed["params"], said, group["params"], strict=True):
             if name not in states:
@@ -249,3 +253,157 @@ def make_optimiser_state(
             if kept:
                 made["state"][index] = kept
     return made
+
+
+# Check by a trial step without memory that training can continue from the state of an optimiser and a scheduler.
+#
+# Weights on PyTorch's meta device have shapes and dtypes, but no memory. The same holds for their gradients and for
+# the optimiser's state. Scalar state, such as the step count of a weight, keeps its value.
+#
+#     trial step of                       if the step fails
+#     1. the optimiser as it was made     a trial is impossible: only sizes are checked
+#     2. ... with the saved options       every step of the training would fail, too
+#                                         (afterwards: its state shows what must have been saved)
+#     3. ... and with the saved state     every step of the training would fail, too
+
+
+def check_optimiser_step(optimiser: torch.optim.Optimizer, made: Mapping[str, Any], names: Mapping[int, str]) -> None:
+    """Compare `made` with the state that a fresh `optimiser` builds, and try a step from it.
+
+    `made` is the result of `make_optimiser_state`; `names` maps ids of weights to names. Raises ValueError if
+    `load_state_dict` would accept the state but every step would fail.
+    """
+    weights = [weight for group in optimiser.param_groups for weight in group["params"]]
+    kept = {index: (weights[index], names[id(weights[index])], held) for index, held in made["state"].items()}
+    for weight, name, held in kept.values():
+        # Optimisers' largest states have the weight's size, or are square matrices over one of its sides (Shampoo).
+        most = max(weight.numel(), *(side**2 for side in weight.shape), 1)
+        for key, value in held.items():
+            if isinstance(value, Tensor) and value.numel() > most:
+                raise ValueError(
+                    f"{name}/{key} has the shape {tuple(value.shape)}, and its weight {tuple(weight.shape)}"
+                )
+    # Each trial uses its own copy, because a step changes the optimiser's state and its options. Many third-party
+    # optimisers read values, which fails without memory.
+    if _find_failure(_copy_to_meta(optimiser).step):
+        return
+    kind, after = type(optimiser).__name__, _copy_to_meta(optimiser, made)
+    if error := _find_failure(after.step):
+        raise ValueError(f"{kind} with these options cannot step: {type(error).__name__}: {error}") from error
+    usual = dict(enumerate(after.state.get(weight, {}) for group in after.param_groups for weight in group["params"]))
+    is_own = type(optimiser).__module__.startswith("torch.optim")
+    for index, (_, name, held) in kept.items():
+        _check_weight_values(held, usual[index], name, is_own)
+    # The state is put in place by hand: `load_state_dict` would move it to the device of the weights, which is "meta",
+    # and a step could not read its own count then.
+    again = _copy_to_meta(optimiser, made)
+    moved = [weight for group in again.param_groups for weight in group["params"]]
+    for index, (_, _, held) in kept.items():
+        again.state[moved[index]] = {key: _convert_like(value, usual[index].get(key)) for key, value in held.items()}
+    if error := _find_failure(again.step):
+        raise ValueError(f"{kind} from this state cannot step: {type(error).__name__}: {error}") from error
+
+
+def check_scheduler_step(
+    optimiser: torch.optim.Optimizer, made: Mapping[str, Any], scheduler: Scheduler, state: dict[str, Any], steps: int
+) -> None:
+    """Compare a scheduler's `state` with that of a fresh one, and try a step from it.
+
+    `steps` is the number of steps that the training has made. Raises ValueError as `check_optimiser_step`. The end of a
+    schedule (`total_steps`) is not an error here: the scheduler itself reports it.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the scheduler warns when it steps without its optimiser
+        fresh: Any = scheduler(_copy_to_meta(optimiser))
+        kind = type(fresh).__name__
+        check_scheduler_state(state, fresh)
+        done, first = state.get("last_epoch", 0), getattr(fresh, "last_epoch", 0)  # chained schedulers have none
+        if not isinstance(done, int) or not 0 <= done <= first + steps:
+            raise ValueError(f"{kind} has made {str(done)[:20]} steps, and the training {steps}")
+        if _find_failure(fresh.step):
+            return
+        trial = _copy_to_meta(optimiser, made)
+        paced: Any = scheduler(trial)
+        _set_options(trial, made)
+        paced.load_state_dict(copy.deepcopy(state))
+        error = _find_failure(paced.step)
+        if isinstance(error, ValueError):  # schedulers raise it when their schedule has ended: a valid state
+            return
+        if error:
+            raise ValueError(f"{kind} cannot step from this state: {type(error).__name__}: {error}") from error
+    for group in trial.param_groups:
+        if not _is_finite(group["lr"]):
+            raise ValueError(f"{kind} steps from this state to a learning rate of {group['lr']}")
+
+
+def _copy_to_meta(optimiser: torch.optim.Optimizer, made: Mapping[str, Any] | None = None) -> torch.optim.Optimizer:
+    """Return a copy of `optimiser` on the meta device, with the options of `made`; trainable weights have gradients."""
+    # Entries of `memo` replace tensors during the deep copy: no weight and no large state tensor is ever copied.
+    # Zero-dimensional state keeps its value, because steps read it.
+    memo: dict[int, Any] = {}
+    for group in optimiser.param_groups:
+        for weight in group["params"]:
+            empty = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+            memo[id(weight)] = nn.Parameter(empty, requires_grad=weight.requires_grad)
+    for kept in optimiser.state.values():
+        memo |= {id(value): value.to("meta") for value in kept.values() if isinstance(value, Tensor) and value.dim()}
+    copied = copy.deepcopy(optimiser, memo)
+    for group in copied.param_groups:
+        for weight in group["params"]:
+            weight.grad = torch.empty_like(weight) if weight.requires_grad else None
+    if made is not None:
+        _set_options(copied, made)
+    return copied
+
+
+def _set_options(optimiser: torch.optim.Optimizer, made: Mapping[str, Any]) -> None:
+    """Copy the options of `made`, except those that choose kernels: some are for GPUs only; results are equal."""
+    for group, said in zip(optimiser.param_groups, made["param_groups"], strict=True):
+        group.update({key: copy.deepcopy(said[key]) for key in said.keys() - {"params", "param_names"}})
+        group.update(dict.fromkeys(group.keys() & {"fused", "foreach"}, False))
+
+
+def _find_failure(step: Callable[[], object]) -> Exception | None:
+    try:
+        step()
+    except Exception as error:
+        return error
+    return None
+
+
+def _convert_like(value: Any, usual: Any) -> Any:
+    """Move `value` to the device and dtype that the optimiser itself uses: kernels take nothing else."""
+    if not isinstance(value, Tensor):
+        return value
+    if isinstance(usual, Tensor):
+        return value.to(usual.device, usual.dtype)
+    return value.to("meta") if value.dim() else value
+
+
+def _check_weight_values(held: Mapping[str, Any], usual: Mapping[str, Any], name: str, is_own: bool) -> None:
+    """Check the state of one weight. A third-party optimiser may create some of it in a later step only."""
+    for key, value in held.items():
+        where = f"{name}/{key}"
+        if key in usual:
+            like = usual[key]
+            _check_like(value, like, where)
+            if isinstance(value, Tensor) and isinstance(like, Tensor):
+                if value.shape != like.shape:
+                    raise ValueError(f"{where} has the shape {tuple(value.shape)} instead of {tuple(like.shape)}")
+                # The width of a dtype may differ, as with another precision; `load_state_dict` converts it.
+                classes = [(each.is_floating_point(), each.is_complex()) for each in (value, like)]
+                if classes[0] != classes[1]:
+                    raise ValueError(f"{where} is of type {value.dtype}, and here of type {like.dtype}")
+                if not value.dim() and not value.is_meta and not _is_finite(value):
+                    raise ValueError(f"{where} is {value.item()}")
+        elif is_own:
+            raise ValueError(f"{where} is none of what it keeps: {', '.join(usual) or 'nothing'}")
+        if key == "step" and not 0 <= _to_float(value) <= MOST_STEPS:
+            raise ValueError(f"{where} is {_to_float(value)}, which is no number of steps")
+
+
+def _to_float(value: Any) -> float:
+    """Return `value` as a float, NaN if it is not a real number."""
+    if isinstance(value, Tensor):
+        return float(value) if value.numel() == 1 and not value.is_meta and not value.is_complex() else math.nan
+    return value if isinstance(value, int | float) else math.nan
