@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -108,9 +108,6 @@ def _restore_optimiser(checkpoint: Checkpoint, training: RankTraining) -> Optimi
 
 _SMALL = 1024  # tensors with up to this many elements are read and their values checked
 
-Outline = tuple[tuple[int, ...], torch.dtype]
-Outlines = Mapping[str, Outline]
-
 
 def check_fits_recipe(checkpoint: Checkpoint, recipe: Recipe) -> None:
     """Check everything but the values of large tensors against what is to be trained. Raises CheckpointError."""
@@ -126,22 +123,22 @@ def check_fits_recipe(checkpoint: Checkpoint, recipe: Recipe) -> None:
         if differing:
             raise CheckpointError(
                 f"{checkpoint.path}: this checkpoint trains {len(theirs)} weights, and this training {len(ours)}: "
-                f"{_describe_names(what, differing)}. Give all weights the requires_grad that they had, or load the "
+                f"{_describe_differences({what: differing})}. Give all weights the requires_grad that they had, or load the "
                 "weights alone: safetensors.torch.load_file."
             )
     with checkpoint.translate_errors():
         needed = {f"{name}/{key}" for name, state in checkpoint.weight_states.items() for key in state.tensors}
     found = checkpoint.read_shapes(STATE).keys()
     if needed != found:
-        told = (_describe_names("not in it", needed - found), _describe_names("of no weight", found - needed))
-        raise make_damaged_error(checkpoint.path, f"of {STATE}, {'; '.join(text for text in told if text)}")
+        told = _describe_differences({"not in it": needed - found, "of no weight": found - needed})
+        raise make_damaged_error(checkpoint.path, f"of {STATE}, {told}")
     _check_optimisation(checkpoint, recipe, bool(ours))
     if checkpoint.feed is not None:
         with checkpoint.translate_errors():
             SamplerState.of(checkpoint.feed)
 
 
-def _check_shapes(checkpoint: Checkpoint, owner: str, ours: Outlines) -> None:
+def _check_shapes(checkpoint: Checkpoint, owner: str, ours: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
     """Compare the tensors of the model or the loss with `ours`. Raises CheckpointError if they do not match."""
     file = get_tensor_file(owner)
     if file not in checkpoint.manifest["files"]:
@@ -150,37 +147,24 @@ def _check_shapes(checkpoint: Checkpoint, owner: str, ours: Outlines) -> None:
         theirs = {name: (shape, parse_dtype(code)) for name, (shape, code) in checkpoint.read_shapes(file).items()}
     missing, unknown = ours.keys() - theirs.keys(), theirs.keys() - ours.keys()
     # Dtypes may differ, as another precision is another plan; but a counter cannot become a weight.
-    other = {
-        name
-        for name in ours.keys() & theirs.keys()
-        if ours[name][0] != theirs[name][0] or ours[name][1].is_floating_point != theirs[name][1].is_floating_point
-    }
-    if not (missing or unknown or other):
-        return
-    told = (
-        _describe_names("not in it", missing),
-        _describe_names("not here", unknown),
-        _describe_names(
-            "of another shape",
-            other,
-            lambda name: f"{name} {_describe_outline(theirs[name])} instead of {_describe_outline(ours[name])}",
-        ),
-    )
-    agree = len(ours) - len(missing) - len(other)
-    raise CheckpointError(
-        f"{checkpoint.path}: this checkpoint is of another {owner}: of its {len(theirs)} tensors {agree} are those of "
-        f"the {len(ours)} here; {'; '.join(text for text in told if text)}. Load it into the {owner} that it was saved "
-        "from."
-    )
+    other = []
+    for name in ours.keys() & theirs.keys():
+        pairs = (theirs[name], ours[name])
+        if len({(shape, dtype.is_floating_point) for shape, dtype in pairs}) > 1:
+            said = [f"{shape}" if dtype.is_floating_point else f"{shape} of {dtype}" for shape, dtype in pairs]
+            other.append(f"{name} {said[0]} instead of {said[1]}")
+    if told := _describe_differences({"not in it": missing, "not here": unknown, "of another shape": other}):
+        agree = len(ours) - len(missing) - len(other)
+        raise CheckpointError(
+            f"{checkpoint.path}: this checkpoint is of another {owner}: of its {len(theirs)} tensors {agree} are those "
+            f"of the {len(ours)} here; {told}. Load it into the {owner} that it was saved from."
+        )
 
 
-def _describe_outline(outline: Outline) -> str:
-    shape, dtype = outline
-    return f"{shape}" if dtype.is_floating_point else f"{shape} of {dtype}"
-
-
-def _describe_names(what: str, names: Collection[str], tell: Callable[[str], str] = str) -> str:
-    return f"{len(names)} {what}: {format_names([tell(name) for name in sorted(names)])}" if names else ""
+def _describe_differences(names: Mapping[str, Collection[str]]) -> str:
+    """Describe names by what is different about them; empty if there are none."""
+    told = ((what, sorted(found)) for what, found in names.items() if found)
+    return "; ".join(f"{len(found)} {what}: {format_names(found)}" for what, found in told)
 
 
 def _check_optimisation(checkpoint: Checkpoint, recipe: Recipe, trains: bool) -> None:
