@@ -138,8 +138,8 @@ def check_fits_recipe(checkpoint: Checkpoint, recipe: Recipe) -> None:
             SamplerState.of(checkpoint.feed)
 
 
-def _check_shapes(checkpoint: Checkpoint, owner: str, ours: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
-    """Compare the tensors of the model or the loss with `ours`. Raises CheckpointError if they do not match."""
+def _check_shapes(checkpoint: Checkpoint, owner: str, ours: Mapping[str, Any]) -> None:
+    """Compare the tensors of the model or the loss with `ours`: (shape, dtype) by name. Raises CheckpointError."""
     file = get_tensor_file(owner)
     if file not in checkpoint.manifest["files"]:
         raise CheckpointError(f"{checkpoint.path}: it has no {file}. It is of a training whose {owner} had no weights.")
