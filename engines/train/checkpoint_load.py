@@ -123,8 +123,8 @@ def check_fits_recipe(checkpoint: Checkpoint, recipe: Recipe) -> None:
         if differing:
             raise CheckpointError(
                 f"{checkpoint.path}: this checkpoint trains {len(theirs)} weights, and this training {len(ours)}: "
-                f"{_describe_differences({what: differing})}. Give all weights the requires_grad that they had, or load the "
-                "weights alone: safetensors.torch.load_file."
+                f"{_describe_differences({what: differing})}. Give all weights the requires_grad that they had, or "
+                "load the weights alone: safetensors.torch.load_file."
             )
     with checkpoint.translate_errors():
         needed = {f"{name}/{key}" for name, state in checkpoint.weight_states.items() for key in state.tensors}
