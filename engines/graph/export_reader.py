@@ -1,9 +1,4 @@
-"""Floating-point operations of one operator; a multiply-add counts as two.
-
-PyTorch itself is the table: the operator runs once without memory, and the ATen operators that it calls are counted by
-the formulas of `torch.utils.flop_counter`, which cover convolutions, matrix products and attention. A formula that a
-user registers there for a custom operator is used here, too.
-"""
+"""Read the output of `torch.export` into a `ModelGraph`, and count the floating-point operations of its operators."""
 
 from __future__ import annotations
 
@@ -18,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from engines.errors import TraceError
@@ -34,6 +29,12 @@ __all__ = [
     "make_tensor_spec",
     "resolve_flops",
 ]
+
+# Floating-point operations of one operator; a multiply-add counts as two.
+#
+# PyTorch itself is the table: the operator runs once without memory, and the ATen operators that it calls are counted
+# by the formulas of `torch.utils.flop_counter`, which cover convolutions, matrix products and attention. A formula that
+# a user registers there for a custom operator is used here, too.
 
 _KNOWN: dict[str, int] = {}
 
@@ -71,7 +72,7 @@ def count_flops(node: fx.Node) -> int:
 
     def describe(item: Any) -> Any:
         if isinstance(item, fx.Node):
-            return tree_map(lambda part: _TensorMeta(part) if isinstance(part, Tensor) else part, item.meta.get("val"))
+            return tree_map_only(Tensor, make_tensor_spec, item.meta.get("val"))
         return torch.device("meta") if isinstance(item, torch.device) else item
 
     # A deep model has few different operators: the key has shapes and settings, but no names.
@@ -80,8 +81,12 @@ def count_flops(node: fx.Node) -> int:
     if key in _KNOWN:
         return _KNOWN[key]
     counted = 0
-    if any(isinstance(item, _TensorMeta) for item in tree_leaves(arguments)):
-        args, kwargs = tree_map(lambda item: item.to_meta() if isinstance(item, _TensorMeta) else item, arguments)
+    if any(isinstance(item, TensorSpec) for item in tree_leaves(arguments)):
+
+        def make_meta(spec: TensorSpec) -> Tensor:
+            return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")
+
+        args, kwargs = tree_map_only(TensorSpec, make_meta, arguments)
         # An operator that cannot run on the meta device is not refused for want of a count.
         with contextlib.suppress(Exception), torch.no_grad(), FlopCount() as count:
             node.target(*args, **kwargs)  # type: ignore[operator]
@@ -93,20 +98,6 @@ def count_flops(node: fx.Node) -> int:
 def resolve_flops(operator: str, counted: int, out: Sequence[int]) -> int:
     """Return `counted`; if it is 0, return one FLOP per output element, and 0 for a cast."""
     return counted or (0 if "_to_copy" in operator else math.prod(out))
-
-
-class _TensorMeta:
-    """The shape and type of a tensor; its text serves in cache keys."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.shape, self.dtype = tuple(map(int, tensor.shape)), tensor.dtype
-
-    def __repr__(self) -> str:
-        return f"{self.dtype}{self.shape}"
-
-    def to_meta(self) -> Tensor:
-        """Return such a tensor without memory."""
-        return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
 
 def _count_matvec(matrix: Tensor, vector: Tensor) -> int:

@@ -1,4 +1,4 @@
-"""Copies of a module without memory: the same names, shapes and classes, with fake tensors on the CPU."""
+"""What is traced: copies of a module without memory, its outputs, and checks of what a trace would get wrong."""
 
 from __future__ import annotations
 
@@ -30,6 +30,9 @@ __all__ = [
     "make_traceable",
     "merge_outputs",
 ]
+
+
+# Copies of a module without memory: the same names, shapes and classes, with fake tensors on the CPU.
 
 
 def make_fake_copy(module: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) -> nn.Module:
@@ -122,8 +125,7 @@ def merge_outputs(answers: Sequence[Any]) -> Any:
 # Checks before tracing: models that cannot be traced, and those that a trace would get wrong.
 #
 # A trace is made once and runs in every step. It contains the values that Python attributes had when it was made.
-# Writes
-# to attributes, and replacements of weights, are not repeated.
+# Writes to attributes, and replacements of weights, are not repeated.
 
 
 CUMULATIVE = float("inf")
