@@ -175,8 +175,7 @@ class ExportReader:
 
     def _build_graph(self, loss: str | None, answers: Sequence[str]) -> ModelGraph:
         specs = {name: make_tensor_spec(tensor) for name, tensor in self.owned.items()}
-        # A parameter that forward finds outside the user's module, such as in a closure, is a constant: no optimiser
-        # has it.
+        # A parameter that forward finds outside the user's module, as in a closure, is a constant: no optimiser has it.
         weights = {name for name, tensor in self.owned.items() if isinstance(tensor, nn.Parameter)} - {*self.constants}
         made = [index for index, node in enumerate(self.nodes) if node.name in answers]
         if not made:

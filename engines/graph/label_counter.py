@@ -166,8 +166,7 @@ def _find_uncounted_labels(
     graph: ModelGraph, worker: Worker, counting: LabelCounter, micro_batch: int | None
 ) -> Iterator[NonFiniteCause]:
     """Yield a cause for a denominator of the loss that is 0, or for each micro-batch whose labels are all ignored."""
-    # Only totals that are divided by are checked. Others may be 0: a count that the loss clamps, or that of an absent
-    # class.
+    # Only totals that are divided by are checked. Others may be 0: a clamped count, or that of an absent class.
     divisors = {node.arguments["other"] for node in graph.nodes if node.operator == "aten.div.Tensor"}
     if counting.worker and any(not value.any() for name, value in counting.values.items() if Ref(name) in divisors):
         yield NonFiniteCause(

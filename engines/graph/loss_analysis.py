@@ -107,8 +107,7 @@ def normalise_dims(given: Any, count: int) -> tuple[int, ...]:
 # Propagation of the batch dimension through a traced loss: which values are sums or means, and their denominators.
 #
 # Only operators that are known to keep images separate have a rule. Any other operator that reads batch-dependent
-# values makes the result unknown. A second trace with twice as many images (the twin) shows which numbers are the batch
-# size.
+# values makes the result unknown. A second trace with twice as many images (the twin) shows which are the batch size.
 
 
 CLASS_LOSSES = ("cross_entropy_loss", "nll_loss_nd")

@@ -110,8 +110,7 @@ def make_read_error(path: Path, what: str, error: BaseException) -> CheckpointEr
 #     FOLDER/00008-step-400/
 #     FOLDER/.partial-00009/       a draft: being written, or left by a killed training and removed by the next save
 #
-# A checkpoint is written under its partial name, flushed to disk, and then renamed, which the file system does
-# atomically.
+# A checkpoint is written under its partial name, flushed to disk, and then renamed, which file systems do atomically.
 
 
 MANIFEST = "checkpoint.json"

@@ -160,8 +160,7 @@ class Checkpoint:
                 size += expected
         if other := sums.keys() - set(_FILES):
             raise make_damaged_error(self.path, f"{min(other)!r} is no file of a checkpoint")
-        # Cheap checks come first: names and sizes above, then whether the checkpoint fits. The checksums read every
-        # byte.
+        # Cheap checks come first: names and sizes, then whether the checkpoint fits. The checksums read every byte.
         if hold and size > _LARGE_BYTES:
             hold(self)
         for name, crc32 in sums.items():
@@ -209,8 +208,7 @@ class Checkpoint:
             try:
                 opened = safe_open(self.path / file, "pt")
             except FileNotFoundError as error:  # the library raises this for every file that it cannot open
-                # If this plain open fails too, it raises the true error. Otherwise the cause is taken to be a lack of
-                # file handles.
+                # If this plain open fails too, it raises the true error. Otherwise the cause is a lack of handles.
                 open_regular(self.path / file).close()
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE)) from error
             with opened:

@@ -196,8 +196,7 @@ class HeldOutSet:
             whole = join_predictions(
                 self.programs, [answer.parts for answer in answers], graph.specs[graph.prediction]
             )[:members]
-            # A loss of half-precision predictions would lose digits that training keeps (autocast computes losses in
-            # float32).
+            # A loss of half-precision predictions would lose digits that training keeps: autocast's are in float32.
             whole = whole.to(torch.promote_types(whole.dtype, torch.float32))
             pairs = zip(whole.split(1), labels.split(1), strict=True)
             found = [

@@ -135,8 +135,7 @@ class _OptimiserTrial:
         made = make_on_rank(self.function, specs, weights)
         for step in range(_STEPS):
             for number, spec in moved:
-                # Weights with equally large gradients would hide a norm over all of them: sizes differ by weight and by
-                # step.
+                # Weights with equally large gradients would hide a norm over all of them: sizes differ each time.
                 size = 10.0 ** ((number + step) % 3 - 1)  # norms that change from step to step
                 weights[spec.key].grad = _make_random(spec, number + (1 + step) * len(specs), size)
             _step(made)

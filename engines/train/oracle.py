@@ -130,8 +130,7 @@ class ReferenceTraining:
             self.losses.append(float(value.item()))
             if self.optimiser:
                 self.scaler.scale(value / self.micro_batches).backward()
-        # A loss of the whole batch is computed once, from the outputs of all micro-batches; their graphs stay until
-        # then.
+        # A loss of the whole batch is computed once, from all micro-batches' outputs; their graphs stay until then.
         if self.whole_loss:
             with self._make_autocast():
                 value = self.loss(merge_outputs(outputs), batch["labels"].to(self.device))

@@ -208,8 +208,7 @@ class RoundingCheck:
             for key, mine in record.items():
                 if key not in found and not is_right(key, mine - self.oracle[key]):
                     own = _compute_norm(self.oracle[key])
-                    # A tensor that is exactly zero has no size of its own: all tensors of its kind in that step lend
-                    # theirs.
+                    # A tensor that is exactly zero has no size: all tensors of its kind in that step lend theirs.
                     size = own or self._sizes[key[:2]] or 1.0
                     usual = max((_compute_norm(near[key] - self.oracle[key]) for near in self.nears), default=0.0)
                     found[key] = TensorDifference(
@@ -253,8 +252,7 @@ class RoundingCheck:
         stored = self._estimate_storage_error(key, lambda tensor: self._select_real(key, tensor))
         if not _compute_norm(self._select_real(key, off)) <= max(EXACT * own, ulps, may, stored):
             return False
-        # The noise of a gradient is as large as the effect of an ulp's change on it, that of a weight as large as its
-        # move.
+        # The noise of a gradient is as large as the effect of an ulp's change on it, that of a weight as its move.
         if (mask := self._get_noise_mask(key)) is None:
             return True
         if key[0] == "gradient":

@@ -263,8 +263,7 @@ class CollectiveTrainLoop:
         """Run the next step, and return its result on every rank."""
         heard = self.course.step()
         if isinstance(heard, NotReady) and self.smaller:
-            # All ranks learn of the smaller step at the same place, so that preparing it may be collective. Then try
-            # again.
+            # All ranks learn of the smaller step at the same place, so preparing it may be collective. Then try again.
             self.course.training.add_size(self.smaller(heard.images))
             return self.step()
         return None if heard is None else merge_stats(self.course.world.all_gather(heard))

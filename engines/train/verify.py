@@ -198,8 +198,7 @@ def compare_records(
         else:
             why = ["Some losses or gradients are on ranks only, in one process only, or not finite."]
     else:
-        # A lower precision has no bound of its own that fits all models: one process in that precision is the
-        # yardstick.
+        # A lower precision has no bound that fits all models: one process in that precision is the yardstick.
         same = run_plain_model(getattr(torch, precision))
         usual = compare(oracle, [same.restrict_to(record) for record in records])
         line |= {"ok": line["ok"] or found.is_within(TIMES, usual), "one_process": asdict(usual)}
