@@ -22,7 +22,6 @@ from engines.images.regular_file import read_bounded
 from engines.program.update import GOOD_STEPS
 from engines.train.checkpoint_folder import (
     MANIFEST,
-    check_space,
     create_draft,
     describe_remedy,
     get_free_bytes,
@@ -256,7 +255,8 @@ class CheckpointWriter:
         try:
             self._lock.enter_context(lock_folder(folder))
             self._path = create_draft(folder)
-            check_space(folder, needed_bytes)
+            if (free := get_free_bytes(folder)) < needed_bytes:
+                raise make_space_error(folder, needed_bytes, free)
         except OSError as error:
             self.discard()
             raise self._make_error(error) from error

@@ -17,7 +17,6 @@ from engines.images.regular_file import NotRegularError
 
 __all__ = [
     "MANIFEST",
-    "check_space",
     "create_draft",
     "describe_remedy",
     "find_checkpoints",
@@ -189,12 +188,6 @@ def create_draft(folder: Path) -> Path:
     made = folder / f"{_PARTIAL}{number:05}"
     made.mkdir()
     return made
-
-
-def check_space(folder: Path, needed_bytes: int) -> None:
-    """Raise CheckpointError if the disk has fewer than `needed_bytes` free."""
-    if (free := get_free_bytes(folder)) < needed_bytes:
-        raise make_space_error(folder, needed_bytes, free)
 
 
 def get_free_bytes(folder: Path) -> int:
