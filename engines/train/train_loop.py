@@ -22,14 +22,7 @@ from engines.plan import OPTIONS, Plan
 from engines.program.compile import compile_plan
 from engines.program.worker import Inputs
 from engines.train.training import RankTraining, Recipe, StepReport, count_step_images, freeze_weights
-from engines.train.training_events import (
-    Counts,
-    EpochResult,
-    Scores,
-    SkippedImage,
-    StepResult,
-    count_predictions,
-)
+from engines.train.training_events import Counts, EpochResult, Scores, SkippedImage, StepResult, count_predictions
 
 __all__ = [
     "CollectiveTrainLoop",

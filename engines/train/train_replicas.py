@@ -16,14 +16,7 @@ from engines.graph.whole_loss import with_whole_loss
 from engines.plan import Plan
 from engines.train.asynchrony import Asynchrony, RankLog, ReplicaEvent, ReplicaStudy
 from engines.train.oracle import ReferenceTraining
-from engines.train.replica import (
-    Feed,
-    PeerReplica,
-    Replica,
-    add_half_difference,
-    flatten_tensors,
-    with_gradients_only,
-)
+from engines.train.replica import Feed, PeerReplica, Replica, add_half_difference, flatten_tensors, with_gradients_only
 from engines.train.replica_server import ParameterClient, ParameterServer, ParameterStore
 from engines.train.training import Loss, Recipe
 

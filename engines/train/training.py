@@ -44,13 +44,7 @@ from engines.program.worker import Inputs, Worker
 from engines.spatial.operator_table import UserOps
 from engines.spatial.rng import has_random_ops
 from engines.train.optimiser_trial import check_groups, check_on_ranks, check_scheduler, find_frozen
-from engines.train.optimisers import (
-    Optimiser,
-    ParameterSpec,
-    collect_parameter_specs,
-    make_on_rank,
-    make_optimiser,
-)
+from engines.train.optimisers import Optimiser, ParameterSpec, collect_parameter_specs, make_on_rank, make_optimiser
 
 __all__ = [
     "Loss",

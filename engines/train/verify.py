@@ -18,15 +18,7 @@ from engines.graph.label_spec import find_class_count
 from engines.graph.model_graph import TensorSpec
 from engines.program.worker import Inputs
 from engines.train.oracle import ReferenceTraining, TrainingRecord, compare, to_plain_names, train_reference
-from engines.train.rounding import (
-    DOUBLE,
-    EXACT,
-    Begin,
-    Key,
-    RoundingCheck,
-    TensorDifference,
-    find_lowest_precision,
-)
+from engines.train.rounding import DOUBLE, EXACT, Begin, Key, RoundingCheck, TensorDifference, find_lowest_precision
 from engines.train.training import Loss, RankTraining, Recipe
 
 __all__ = [
