@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from engines.comm.loopback import LoopbackWorld, run_ranks
-from engines.graph.model_graph import TensorSpec
-from engines.graph.trace import MODEL
+from engines.graph.model_graph import MODEL, TensorSpec
 from engines.graph.traceability import collect_tensors, get_prediction
 from engines.plan import Plan
 from engines.program.compile import Compiler

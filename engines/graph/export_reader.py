@@ -20,15 +20,7 @@ from engines.errors import TraceError
 from engines.graph.exported_nodes import describe_location, find_source_line, get_module_path, is_no_grad
 from engines.graph.model_graph import ModelGraph, Node, Ref, TensorSpec, find_gradient_targets, find_ref_names
 
-__all__ = [
-    "ExportReader",
-    "FlopCount",
-    "count_flops",
-    "is_check",
-    "make_constant_name",
-    "make_tensor_spec",
-    "resolve_flops",
-]
+__all__ = ["ExportReader", "FlopCount", "count_flops", "is_check", "make_tensor_spec", "resolve_flops"]
 
 # Floating-point operations of one operator; a multiply-add counts as two.
 #
@@ -164,7 +156,7 @@ class ExportReader:
                 tensor = operator.attrgetter(str(node.target))(self.module)
                 name = self.first_names.get(str(node.target))
                 if name is None:  # not a weight or buffer of the user's: forward made or found it
-                    name = make_constant_name(tensor)
+                    name = _make_constant_name(tensor)
                     self.constants[name] = tensor.detach()
                 self.owned[name], self.names[node.name] = tensor, name
             elif node.op == "output":
@@ -264,7 +256,7 @@ def make_tensor_spec(value: Tensor) -> TensorSpec:
     return TensorSpec(tuple(int(size) for size in value.shape), str(value.dtype).removeprefix("torch."))
 
 
-def make_constant_name(tensor: Tensor) -> str:
+def _make_constant_name(tensor: Tensor) -> str:
     """Return the name of a tensor that forward creates or finds: the same for the same numbers."""
     # A name by content: two traces of one model, with other numbers of images, call the same constant the same.
     numbers = tensor.detach().cpu().contiguous()

@@ -28,15 +28,12 @@ from engines.graph.watch_forward import TraceAbortedError, silence_exporter, wat
 from engines.plan import HALF
 
 __all__ = [
-    "LOSS",
-    "MODEL",
     "OWNERS",
     "StateNames",
     "collect_state_names",
     "find_first_names",
     "infer_output_spec",
     "iterate_owners",
-    "to_user_name",
     "trace",
     "trace_inference",
 ]

@@ -21,7 +21,7 @@ from engines.errors import TraceError
 from engines.graph.constant_propagation import ConstantPropagationMode, disable_tracing
 from engines.graph.exported_nodes import find_current_line
 
-__all__ = ["TraceAbortedError", "check_custom_functions", "silence_exporter", "watch_forward"]
+__all__ = ["TraceAbortedError", "silence_exporter", "watch_forward"]
 
 
 class _NullContext:
@@ -32,7 +32,7 @@ class _NullContext:
 
 
 @contextmanager
-def check_custom_functions() -> Iterator[None]:
+def _check_custom_functions() -> Iterator[None]:
     """Within the context, check each function that this thread calls.
 
     Raises TraceError for a function whose backward does not compute the gradient of its forward.
@@ -144,7 +144,7 @@ def watch_forward(module: nn.Module, asked: ConstantPropagationMode) -> Iterator
     """Within the context, `asked` answers forward's reads of tensor values. Errors become TraceAbortedErrors."""
     asked.add_buffers(dict(module.named_buffers(remove_duplicate=False)))
     try:
-        with asked, check_custom_functions():
+        with asked, _check_custom_functions():
             yield
     except Exception as error:
         raise TraceAbortedError(error) from error

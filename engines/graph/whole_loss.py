@@ -18,16 +18,7 @@ from engines.plan import OPTIONS, Plan
 from engines.spatial.kernels import get_kernel
 from engines.spatial.local_rules import map_refs, split_arguments
 
-__all__ = [
-    "COUNTED",
-    "WHOLE_BATCH",
-    "ImageWeights",
-    "analyse_loss",
-    "compute_mean_loss",
-    "describe_step_loss",
-    "warn_of_mean",
-    "with_whole_loss",
-]
+__all__ = ["WHOLE_BATCH", "ImageWeights", "compute_mean_loss", "describe_step_loss", "warn_of_mean", "with_whole_loss"]
 
 WHOLE_BATCH = "of the whole batch"
 
@@ -60,12 +51,12 @@ def warn_of_mean(graph: ModelGraph, plan: Plan, stacklevel: int) -> None:
 # the labels of all micro-batches before the first one runs, and each micro-batch divides its own sum by it.
 
 
-COUNTED = "loss.counted.default"
+_COUNTED = "loss.counted.default"
 """Operator that computes the denominator of a mean over class numbers: the sum of the class weights of all labels that
 are not ignored."""
 
 
-def analyse_loss(graph: ModelGraph, twin: Callable[[], ModelGraph]) -> LossAnalysis | str:
+def _analyse_loss(graph: ModelGraph, twin: Callable[[], ModelGraph]) -> LossAnalysis | str:
     """Return how the loss of a micro-batch aggregates to that of the whole batch, or a text that names the obstacle."""
     totals: frozenset[str] = frozenset()
     # Only a total that is known may stand in a denominator. Once a sum counts as a total, values computed from it may
@@ -86,7 +77,7 @@ def with_whole_loss(graph: ModelGraph, twin: Callable[[], ModelGraph], micro_bat
     `twin` traces the same model with twice as many images; it is called only to distinguish the batch size from other
     sizes. If the loss has no such form, or has it already, only the graph's `whole` changes.
     """
-    found = analyse_loss(graph, twin)
+    found = _analyse_loss(graph, twin)
     if isinstance(found, str):
         return replace(graph, whole=BatchLoss(unknown=found))
     change = _LossRewrite(found, micro_batches)
@@ -115,7 +106,7 @@ class _LossRewrite:
         for source, node in counted.items():
             arguments = {name: node.arguments[name] for name in ("target", "weight", "ignore_index")}
             spec = TensorSpec((), "float64")
-            nodes[source] = replace(node, name=source, operator=COUNTED, arguments=arguments, spec=spec, flops=0)
+            nodes[source] = replace(node, name=source, operator=_COUNTED, arguments=arguments, spec=spec, flops=0)
         asked, reached = [total.source for total in totals], set[str]()
         while asked:  # the nodes from the labels to the totals
             name = asked.pop()

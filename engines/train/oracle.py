@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from engines.comm.device import choose_device
-from engines.graph.trace import iterate_owners, to_user_name
+from engines.graph.model_graph import to_user_name
+from engines.graph.trace import iterate_owners
 from engines.graph.traceability import get_prediction, merge_outputs
 from engines.program.update import SCALE, UpdateRules
 from engines.spatial.rng import CounterRNGMode

@@ -29,7 +29,6 @@ __all__ = [
     "RankStepStats",
     "RankTrainLoop",
     "TrainLoop",
-    "check_divides",
     "collect_stats",
     "compute_smallest_step",
     "count_left_over",
@@ -68,11 +67,11 @@ def count_left_over(total: int, recipe: Recipe, steps: int | None, drop_last: bo
     full, rest = divmod(total, count_step_images(recipe))
     if drop_last or not full or (steps is not None and steps <= full):
         return 0
-    check_divides(rest, recipe)
+    _check_divides(rest, recipe)
     return rest
 
 
-def check_divides(images: int, recipe: Recipe) -> None:
+def _check_divides(images: int, recipe: Recipe) -> None:
     """Raise PlanError if a step of `images` images cannot be divided into the plan's micro-batches."""
     plan, unit = recipe.plan, compute_smallest_step(recipe.plan)
     if images % unit:
@@ -90,7 +89,7 @@ def make_smaller_recipe(recipe: Recipe, traces: TraceCache, images: int) -> Reci
     `traces` are those of the recipe's model. Raises PlanError if the plan cannot divide the images, and TraceError if
     the model or its loss does not accept so few.
     """
-    check_divides(images, recipe)
+    _check_divides(images, recipe)
     # Each rank holds the weights of its stages already. An automatic balance could move layers between stages for
     # fewer images, so the stages of the full step are fixed as layer counts.
     found, plan = find_layers(recipe.graph), recipe.plan

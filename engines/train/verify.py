@@ -21,15 +21,7 @@ from engines.train.oracle import ReferenceTraining, TrainingRecord, compare, to_
 from engines.train.rounding import DOUBLE, EXACT, Begin, Key, RoundingCheck, TensorDifference, find_lowest_precision
 from engines.train.training import Loss, RankTraining, Recipe
 
-__all__ = [
-    "TIMES",
-    "TOLERANCE",
-    "compare_records",
-    "make_batches",
-    "record_rank_run",
-    "verify",
-    "with_small_loss_scale",
-]
+__all__ = ["TIMES", "compare_records", "make_batches", "record_rank_run", "verify", "with_small_loss_scale"]
 
 
 # Texts of `verify`: which tensors differ, by how much, and whether that is rounding or a fault.
