@@ -81,7 +81,7 @@ class Checkpoint:
                     for damaged, error in zip(found, wrong, strict=False)
                 )
                 checkpoint = cls(each, read_manifest(each), passed_over)
-                checkpoint.check_files(hold, only)
+                checkpoint._check_files(hold, only)
                 return checkpoint
             # Only damage leads to the next older checkpoint. A checkpoint that does not fit, or that cannot be read
             # now, raises: falling back from it would silently discard newer work.
@@ -129,9 +129,7 @@ class Checkpoint:
                 states[name] = WeightState(options[number], values, tuple(tensors))
         return states
 
-    def check_files(
-        self, hold: Callable[[Checkpoint], object] | None = None, only: Collection[str] | None = None
-    ) -> None:
+    def _check_files(self, hold: Callable[[Checkpoint], object] | None, only: Collection[str] | None) -> None:
         """Read every file once; the arguments are those of `open`.
 
         Raises DamagedError if a file is missing, truncated or changed, and what `hold` raises.

@@ -163,7 +163,7 @@ def check_on_ranks(
     specs: Sequence[ParameterSpec],
     state: Mapping[str, Tensor],
     holdings: Sequence[Collection[str]],
-    must_step: bool = True,
+    must_step: bool,
 ) -> None:
     """Make and step the optimiser as each rank would, and compare it to one process.
 

@@ -84,10 +84,9 @@ TIMES = 4
 """Beyond TOLERANCE, the error of the ranks may be this multiple of the error of one process in the same precision."""
 
 
-def make_batches(recipe: Recipe, seed: int, steps: int = STEPS, classes: int | None = None) -> list[dict[str, Tensor]]:
+def make_batches(recipe: Recipe, seed: int, steps: int = STEPS) -> list[dict[str, Tensor]]:
     """Return whole random batches, identical on every rank for the same seed."""
-    random = torch.Generator().manual_seed(seed)
-    classes = classes or find_class_count(recipe.graph)
+    random, classes = torch.Generator().manual_seed(seed), find_class_count(recipe.graph)
 
     def sample(spec: TensorSpec) -> Tensor:
         dtype = getattr(torch, spec.dtype)
