@@ -83,7 +83,15 @@ class RankEvaluation:
         """Predict one step, of the images with these numbers."""
         step = [(number, None) for number in numbers]
         bad: dict[int, str] = {}
-        read = {part: self._read(part, step, bad) for part in (self.own, self.labels) if part is not None}
+        read: dict[ShardReader, dict[ReadRequest, Tensor]] = {self.own: {}}
+        if self.labels is not None:
+            read[self.labels] = {}
+        for part, pieces in read.items():
+            for piece in part.make_read_requests(step):
+                try:
+                    pieces[piece] = part.fetch(piece)
+                except (ImageError, OSError) as error:
+                    bad[piece.index] = describe_read_error(self.images.name(piece.index), error)
         # All ranks must agree before anyone predicts: a rank that cannot read its pixels would leave the others waiting
         # in the first exchange. Reversed, so that the text of the lowest rank wins.
         found = {number: text for each in reversed(self.world.all_gather(bad)) for number, text in each.items()}
@@ -92,17 +100,6 @@ class RankEvaluation:
         inputs = {part: part.assemble(step, pieces.__getitem__) for part, pieces in read.items()}
         labels = None if self.labels is None else inputs[self.labels][0]["labels"]
         return PredictedBatch(self.prediction.predict(inputs[self.own]), labels, {})
-
-    def _read(
-        self, part: ShardReader, step: Sequence[tuple[int, None]], bad: dict[int, str]
-    ) -> dict[ReadRequest, Tensor]:
-        found = {}
-        for piece in part.make_read_requests(step):
-            try:
-                found[piece] = part.fetch(piece)
-            except (ImageError, OSError) as error:
-                bad[piece.index] = describe_read_error(self.images.name(piece.index), error)
-        return found
 
 
 @dataclass(frozen=True)

@@ -126,7 +126,7 @@ class ParameterServer:
     A replica is in one of three states: waiting for weights, at work on a batch, or arrived: its gradient is complete
     and waits to be applied. Each of the replica's ranks that is assigned gradients sends its part of them.
 
-        waiting -- _send_weights --> at_work -- _collect --> arrived -- _apply --> waiting
+        waiting -- _send_weights --> at_work -- (received) --> arrived -- _apply --> waiting
     """
 
     def __init__(self, world: World, recipe: Recipe, asynchrony: Asynchrony) -> None:
@@ -152,7 +152,15 @@ class ParameterServer:
         """Serve until every replica has received the message that there are no more batches."""
         while self.waiting or self.at_work or self.arrived:
             # All three in every round, so that no replica in one of the states starves those in another.
-            if not (self._collect() + self._apply() + self._serve_waiting()):
+            here = [replica for replica, pending in self.at_work.items() if pending.is_completed()]
+            for replica in here:
+                del self.at_work[replica]
+            self.arrived += here
+            is_idle = not (self._apply() or here)
+            while self.waiting and (self._is_exhausted or self.ledger.can_read):
+                self._send_weights(self.waiting.popleft())
+                is_idle = False
+            if is_idle:
                 time.sleep(_NAP_S)
             # The sends complete without blocking the loop: a slow replica must not delay the others.
             self._outbox.poll()
@@ -160,20 +168,12 @@ class ParameterServer:
         self.log.weights = {name: weight.detach() for name, weight in self.keeper.weights.items()}
         return self.log
 
-    def _collect(self) -> int:
-        """Move the replicas whose gradients have arrived, and return their number."""
-        here = [replica for replica, pending in self.at_work.items() if pending.is_completed()]
-        for replica in here:
-            del self.at_work[replica]
-        self.arrived += here
-        return len(here)
-
-    def _apply(self) -> int:
-        """Apply at most one gradient, the first to arrive that may be applied, and return the number applied."""
+    def _apply(self) -> bool:
+        """Apply the first gradient to arrive that may be applied, and return whether there was one."""
         # One at a time: an update raises the version, so the next `can_apply` must see it.
         replica = next((replica for replica in self.arrived if self.ledger.can_apply(replica)), None)
         if replica is None:
-            return 0
+            return False
         self.arrived.remove(replica)
         read = self.ledger.readers[replica]
         staleness = self.ledger.apply(replica)
@@ -186,15 +186,7 @@ class ParameterServer:
         self.log.staleness.append(staleness)
         self.log.deeds.append(ReplicaEvent("update", replica, self.batches[replica], read))
         self.waiting.append(replica)
-        return 1
-
-    def _serve_waiting(self) -> int:
-        """Send weights and batches to waiting replicas while they may read, and return their number."""
-        count = 0
-        while self.waiting and (self._is_exhausted or self.ledger.can_read):
-            self._send_weights(self.waiting.popleft())
-            count += 1
-        return count
+        return True
 
     @property
     def _is_exhausted(self) -> bool:
