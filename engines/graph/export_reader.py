@@ -156,7 +156,11 @@ class ExportReader:
                 tensor = operator.attrgetter(str(node.target))(self.module)
                 name = self.first_names.get(str(node.target))
                 if name is None:  # not a weight or buffer of the user's: forward made or found it
-                    name = _make_constant_name(tensor)
+                    # A name by content: two traces, with other numbers of images, call the same constant the same.
+                    numbers = tensor.detach().cpu().contiguous()
+                    told = f"{tuple(numbers.shape)} {numbers.dtype} ".encode()
+                    told += numbers.view(-1).view(torch.uint8).numpy().tobytes()
+                    name = f"constant.{hashlib.sha256(told).hexdigest()[:16]}"
                     self.constants[name] = tensor.detach()
                 self.owned[name], self.names[node.name] = tensor, name
             elif node.op == "output":
@@ -254,14 +258,6 @@ def make_tensor_spec(value: Tensor) -> TensorSpec:
     if any(not isinstance(size, int) for size in value.shape):
         raise TraceError(_BY_VALUE.format("The answer is"))
     return TensorSpec(tuple(int(size) for size in value.shape), str(value.dtype).removeprefix("torch."))
-
-
-def _make_constant_name(tensor: Tensor) -> str:
-    """Return the name of a tensor that forward creates or finds: the same for the same numbers."""
-    # A name by content: two traces of one model, with other numbers of images, call the same constant the same.
-    numbers = tensor.detach().cpu().contiguous()
-    told = f"{tuple(numbers.shape)} {numbers.dtype} ".encode() + numbers.view(-1).view(torch.uint8).numpy().tobytes()
-    return f"constant.{hashlib.sha256(told).hexdigest()[:16]}"
 
 
 def _get_operator_name(node: fx.Node) -> str:

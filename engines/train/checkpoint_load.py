@@ -66,7 +66,7 @@ def load(training: RankTraining, path: Path) -> Checkpoint:
 
 
 def _stage_state(training: RankTraining, path: Path) -> tuple[Checkpoint, dict[str, Tensor], OptimiserStep]:
-    """Read this rank's weights and buffers, and make its optimiser, without changing the training."""
+    """Read this rank's weights and buffers, and make its optimiser and scheduler, without changing the training."""
     checkpoint = Checkpoint(path, read_manifest(path))
     found: dict[str, Tensor] = {}
     # Each rank reads what it holds under its own plan, from files that list everything by the model's names.
@@ -77,19 +77,14 @@ def _stage_state(training: RankTraining, path: Path) -> tuple[Checkpoint, dict[s
     for name, tensor in found.items():
         if tensor.is_floating_point() != own[name].is_floating_point():
             raise CheckpointError(f"{checkpoint.path}: {name} is {tensor.dtype} there, and {own[name].dtype} here.")
-    return checkpoint, found, _restore_optimiser(checkpoint, training)
-
-
-def _restore_optimiser(checkpoint: Checkpoint, training: RankTraining) -> OptimiserStep:
-    """Return a fresh optimiser and scheduler with the saved state."""
     optimiser = training.recipe.make_optimiser(training.weights)
     # A fresh one on the training's own weights: they get their saved values later, when all ranks have succeeded.
     descent = OptimiserStep(training.weights, optimiser, training.recipe.rules)
     if optimiser:
-        names = {id(weight): name for name, weight in training.weights.items()}
+        by_id = {id(weight): name for name, weight in training.weights.items()}
         with checkpoint.translate_errors():
             made = make_optimiser_state(
-                optimiser, names, checkpoint.weight_states, partial(checkpoint.read_tensor, STATE)
+                optimiser, by_id, checkpoint.weight_states, partial(checkpoint.read_tensor, STATE)
             )
             optimiser.load_state_dict(made)
     if descent.scheduler:
@@ -100,7 +95,7 @@ def _restore_optimiser(checkpoint: Checkpoint, training: RankTraining) -> Optimi
     scale = checkpoint.manifest["loss_scale"]
     if descent.scaled and scale is not None:
         descent.scale, descent.good_steps = scale, checkpoint.manifest["good_steps"]
-    return descent
+    return checkpoint, found, descent
 
 
 # Check that a checkpoint fits the model, loss, optimiser and scheduler, before anything is changed.
