@@ -194,10 +194,10 @@ def _replace_reads(node: Node, renamed: Mapping[str, Ref]) -> Node:
     if renamed.keys().isdisjoint(node.reads):
         return node
 
-    def rename(ref: Ref) -> Ref:
+    def replace_ref(ref: Ref) -> Ref:
         return renamed.get(ref.name, ref)
 
-    return replace(node, arguments={name: map_refs(rename, value) for name, value in node.arguments.items()})
+    return replace(node, arguments={name: map_refs(replace_ref, value) for name, value in node.arguments.items()})
 
 
 # Weights of images in a mean loss, so that the mean equals the loss of all images in one batch.
