@@ -25,9 +25,7 @@ __all__ = [
     "make_bounded_int",
     "make_button",
     "make_checkbox",
-    "make_combobox",
     "make_dropdown",
-    "make_int",
     "show_status",
 ]
 
@@ -45,9 +43,6 @@ class RangeBar(anywidget.AnyWidget):
     tip = traitlets.Unicode().tag(sync=True)  # not `tooltip`: pages expect a description with that
     disabled = traitlets.Bool(False).tag(sync=True)
 
-    def __init__(self, value: int, **traits: Any) -> None:
-        super().__init__(value=value, **traits)
-
 
 _STYLE = {"description_width": "initial"}
 
@@ -58,18 +53,6 @@ def make_bounded_int(
     """Create a box for an integer from `low` to `high`, to type or to step with the arrow keys."""
     return ipywidgets.BoundedIntText(
         value, min=low, max=high, description=label, tooltip=tip, style=_STYLE, layout={"width": width}
-    )
-
-
-def make_int(label: str, value: int, tip: str = "") -> ipywidgets.IntText:
-    """Create a box for any integer. An invalid one is reported by the caller, not replaced."""
-    return ipywidgets.IntText(value, description=label, tooltip=tip, style=_STYLE)
-
-
-def make_combobox(label: str, value: str, proposed: Sequence[str] = (), tip: str = "") -> ipywidgets.Combobox:
-    """Create a text box with proposals. Its value changes on Enter, or when the box loses the focus."""
-    return ipywidgets.Combobox(
-        value=value, options=list(proposed), description=label, tooltip=tip, continuous_update=False, style=_STYLE
     )
 
 
@@ -104,7 +87,7 @@ class Slider(ipywidgets.HBox):
     def __init__(
         self, label: str, value: int, low: int, high: int, tip: str = "", box_width: str | None = None
     ) -> None:
-        self._slider = RangeBar(value, min=low, max=high, label=label, tip=tip or label)
+        self._slider = RangeBar(value=value, min=low, max=high, label=label, tip=tip or label)
         self._box = make_bounded_int(label, value, low, high, tip, box_width)
         super().__init__([self._box, self._slider], layout={"align_items": "center"})
         self.value = value
@@ -181,9 +164,12 @@ def _make_control(name: str, value: Any) -> ipywidgets.Widget:
         return make_checkbox(name, value, option.help)
     if option.choices:
         return make_dropdown(name, tuple(option.choices), value, option.help)
-    if option.proposals is not None:
-        return make_combobox(name, format_value(value), option.proposals, option.help)
-    return make_int(name, value, option.help)
+    look = {"description": name, "tooltip": option.help, "style": _STYLE}
+    if option.proposals is None:
+        return ipywidgets.IntText(value, **look)  # any integer: an invalid one is reported, not replaced
+    # Its value changes on Enter, or when the box loses the focus.
+    proposals = list(option.proposals)
+    return ipywidgets.Combobox(value=format_value(value), options=proposals, continuous_update=False, **look)
 
 
 # A status line for the time that a cell waits.

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ipywidgets
 from IPython.core.interactiveshell import InteractiveShell
@@ -15,10 +14,8 @@ from engines.train.training_events import TrainingEvent
 from mpi4dl_nb.draw.monitor import describe_outcome, format_progress_html, show_progress
 from mpi4dl_nb.training.fit_run import History
 from mpi4dl_nb.training.progress import Progress, ProgressRecorder, RefreshRate
+from mpi4dl_nb.training.training import Training
 from mpi4dl_nb.widgets.figure_widget import FigureWidget
-
-if TYPE_CHECKING:
-    from mpi4dl_nb.training.training import Training
 
 __all__ = ["LiveButton", "Monitor"]
 
@@ -26,15 +23,11 @@ __all__ = ["LiveButton", "Monitor"]
 
 
 class LiveButton(ipywidgets.Button):
-    """A button that calls `on_press()` in another thread while a cell runs, so `on_press` should only set a flag.
+    """A button whose click is handled in another thread while a cell runs, so that it should only set a flag.
 
     JupyterLab 4.4 and later, and front ends based on it, send clicks to a subshell of the kernel, which has its own
     thread. Elsewhere a click is handled when the cell is done.
     """
-
-    def __init__(self, label: str, on_press: Callable[[], None], tip: str = "", icon: str = "") -> None:
-        super().__init__(description=label, tooltip=tip or label, icon=icon, layout={"width": "max-content"})
-        self.on_click(lambda _: on_press())
 
     def open(self) -> None:
         """Open the comm to the page."""
@@ -79,7 +72,8 @@ class Monitor(FigureWidget):
 
     def __init__(self, training: Training | None = None) -> None:
         self.numbers = ipywidgets.HTML()
-        self.stop = LiveButton(STOP, self._stop, HINT, icon="stop")
+        self.stop = LiveButton(description=STOP, tooltip=HINT, icon="stop", layout={"width": "max-content"})
+        self.stop.on_click(lambda _: self._stop())
         self.stops = False
         self._over, self._drawer = threading.Event(), Thread()
         self._gathered: ProgressRecorder | None = None

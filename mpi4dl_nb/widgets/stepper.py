@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ipywidgets
 
 from mpi4dl_nb.draw.stepper import draw_step
+from mpi4dl_nb.training.training import Training
 from mpi4dl_nb.widgets.controls import Slider, make_bounded_int, make_button, make_dropdown
 from mpi4dl_nb.widgets.figure_widget import FigureWidget
-
-if TYPE_CHECKING:
-    from mpi4dl_nb.training.training import Training
 
 __all__ = ["Stepper"]
 
@@ -25,6 +23,8 @@ TIP = (
     "With the figure focused: n one instruction, l one layer, m one micro-batch's pass, p all forward or all back, "
     "b to the breakpoint, f finish the step, r restart it, g gradient or activation"
 )
+MICRO_BATCH_TIP = "To the end of a micro-batch's pass through a stage"
+BREAKPOINT_TIP = "Until an instruction of all that is chosen below is done"
 
 
 class Stepper(FigureWidget):
@@ -46,23 +46,7 @@ class Stepper(FigureWidget):
 
     def __init__(self, training: Training, images: Any, labels: Any) -> None:
         self.stepping = training.stepping(images, labels)
-        self._actions: dict[str, Callable[[], object]] = {
-            "n": partial(self._go, "instruction"),
-            "l": partial(self._go, "layer"),
-            "m": partial(self._go, "micro-batch"),
-            "p": partial(self._go, "phase"),
-            "b": self._run_to_breakpoint,
-            "f": self.stepping.finish,
-            "r": self.stepping.restart,
-        }
-        self._make_controls()
-        super().__init__(self._make_rows(), [*self._actions, "g"], self._handle_key, tip=TIP)
         self._quiet = False
-        for control in (self.show, self.channel, self.image, self.message):
-            control.observe(lambda _: self.refresh(), "value")
-        self.refresh()
-
-    def _make_controls(self) -> None:
         ranks = [(f"rank {rank}", rank) for rank in range(len(self.stepping.steps))]
         shown = "Activation, gradient, or what the last instruction made"
         self.of = make_dropdown("Go on", [(ALL, ALL), ("the next rank", "next"), *ranks], ALL, "Who goes on", "15em")
@@ -75,19 +59,18 @@ class Stepper(FigureWidget):
         self.image = make_bounded_int("Image", 0, 0, 0, "Which image of the micro-batch is shown", "8em")
         moved = "Of the messages that have just moved, whose values are shown"
         self.message = make_dropdown("Message", [("none", 0)], 0, moved, "31em")
-
-    def _make_rows(self) -> list[ipywidgets.Box]:
-        names = {
-            "n": ("Instruction (n)", "One instruction"),
-            "l": ("Layer (l)", "To the end of the layer"),
-            "m": ("Micro-batch (m)", "To the end of a micro-batch's pass through a stage"),
-            "p": ("Phase (p)", "All forward, all back, or the update"),
-            "b": ("To breakpoint (b)", "Until an instruction of all that is chosen below is done"),
-            "f": ("Finish the step (f)", "The rest at full speed; weights move at the end"),
-            "r": ("Restart (r)", "From the beginning of the step; nothing has changed"),
+        offered: dict[str, tuple[Callable[[], object], str, str]] = {
+            "n": (partial(self._go, "instruction"), "Instruction (n)", "One instruction"),
+            "l": (partial(self._go, "layer"), "Layer (l)", "To the end of the layer"),
+            "m": (partial(self._go, "micro-batch"), "Micro-batch (m)", MICRO_BATCH_TIP),
+            "p": (partial(self._go, "phase"), "Phase (p)", "All forward, all back, or the update"),
+            "b": (self._run_to_breakpoint, "To breakpoint (b)", BREAKPOINT_TIP),
+            "f": (self.stepping.finish, "Finish the step (f)", "The rest at full speed; weights move at the end"),
+            "r": (self.stepping.restart, "Restart (r)", "From the beginning of the step; nothing has changed"),
         }
+        self._actions = {key: action for key, (action, _, _) in offered.items()}
         self.buttons = {
-            key: make_button(name, partial(self._handle_key, key), tip) for key, (name, tip) in names.items()
+            key: make_button(name, partial(self._handle_key, key), tip) for key, (_, name, tip) in offered.items()
         }
         rows = [
             [self.of, *self.buttons.values()],
@@ -95,18 +78,18 @@ class Stepper(FigureWidget):
             [self.show, self.channel, self.image],
             [self.message],
         ]
-        return [ipywidgets.HBox(row, layout={"flex_flow": "row wrap", "align_items": "center"}) for row in rows]
+        boxes = [ipywidgets.HBox(row, layout={"flex_flow": "row wrap", "align_items": "center"}) for row in rows]
+        super().__init__(boxes, [*offered, "g"], self._handle_key, tip=TIP)
+        for control in (self.show, self.channel, self.image, self.message):
+            control.observe(lambda _: self.refresh(), "value")
+        self.refresh()
 
     def _go(self, unit: str) -> None:
-        self.stepping.go(unit, _parse_choice(self.of.value))
+        self.stepping.go(unit, _parse_choice(self.of))
 
     def _run_to_breakpoint(self) -> None:
-        self.stepping.until(
-            layer=_parse_choice(self.layer.value),
-            rank=_parse_choice(self.rank.value),
-            kind=_parse_choice(self.kind.value),
-            phase=_parse_choice(self.phase.value),
-        )
+        wanted = {"layer": self.layer, "rank": self.rank, "kind": self.kind, "phase": self.phase}
+        self.stepping.until(**{name: _parse_choice(control) for name, control in wanted.items()})
 
     def _handle_key(self, key: str) -> None:
         if key == "g":
@@ -143,5 +126,5 @@ class Stepper(FigureWidget):
         super().close()
 
 
-def _parse_choice(value: Any) -> Any:
-    return None if value in (ANY, ALL) else value
+def _parse_choice(control: ipywidgets.Dropdown) -> Any:
+    return None if control.value in (ANY, ALL) else control.value

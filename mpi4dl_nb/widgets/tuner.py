@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import anywidget
 import ipywidgets
@@ -16,13 +15,11 @@ from engines.errors import PlanError
 from engines.graph.model_graph import TensorSpec
 from engines.plan import Plan
 from engines.train.training import Loss, Optimiser, sgd
+from mpi4dl_nb.cluster import Cluster
 from mpi4dl_nb.draw.tuning import describe_measurements, format_table_html, show_tuning
 from mpi4dl_nb.plan_tuner import Candidate, PlanTuner, make_progress_bar, replace_measured, sort_candidates
 from mpi4dl_nb.widgets.controls import make_bounded_int, make_button, show_status
 from mpi4dl_nb.widgets.figure_widget import FigureWidget
-
-if TYPE_CHECKING:
-    from mpi4dl_nb.cluster import Cluster
 
 __all__ = ["ChoiceTable", "Tuner"]
 
