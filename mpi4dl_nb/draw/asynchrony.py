@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from matplotlib.axes import Axes
 from matplotlib.legend_handler import HandlerTuple
@@ -23,12 +23,13 @@ WIDE = 10  # the loss axis is logarithmic if the largest loss exceeds the smalle
 
 @dataclass(frozen=True)
 class ModeStyle:
-    """The line and bar style of one mode."""
+    """The line and bar style of one mode, and the definition of its staleness."""
 
     name: str
     colour: str
     line: str
     hatch: str
+    late: str
 
     @property
     def patch(self) -> dict[str, str]:
@@ -41,14 +42,9 @@ class ModeStyle:
 
 
 LOOKS = {
-    "synchronous": ModeStyle("synchronous", INK, "-", ""),
-    "server": ModeStyle("server", BLUE, "--", "//"),
-    "peers": ModeStyle("peers", ORANGE, ":", "..."),
-}
-LATE = {
-    "synchronous": "always 0",
-    "server": "others' updates since the weights were read",
-    "peers": "own steps since the weights were offered",
+    "synchronous": ModeStyle("synchronous", INK, "-", "", "always 0"),
+    "server": ModeStyle("server", BLUE, "--", "//", "others' updates since the weights were read"),
+    "peers": ModeStyle("peers", ORANGE, ":", "...", "own steps since the weights were offered"),
 }
 
 
@@ -89,7 +85,13 @@ def show_asynchrony(studies: ReplicaStudy | Sequence[ReplicaStudy]) -> Drawing:
     slow = [f"replica {number} sleeps {seconds:g} s in each step" for number, seconds in chosen.slow.items() if seconds]
     title = "; ".join([copies, *slow])
     figure.suptitle(title, x=0.01, ha="left", fontsize=10)
-    _draw_legend(figure, found)
+    looks = [LOOKS[study.mode] for study in found]
+    handles = [
+        (Line2D([], [], linestyle=look.line, color=look.colour, linewidth=2), Patch(**look.patch)) for look in looks
+    ]
+    names = [f"{_format_name(study)} (staleness: {LOOKS[study.mode].late})" for study in found]
+    style = {"loc": "outside lower left", "ncols": 1, "frameon": False, "fontsize": 9, "handlelength": 5}
+    figure.legend(handles, names, handler_map={tuple: HandlerTuple(ndivide=None)}, **style)
     figure.alt = f"{title}. {' '.join(map(_describe_study, found))}"
     return figure
 
@@ -121,19 +123,7 @@ def compute_running_mean(losses: Sequence[float]) -> list[float]:
     [4.0, 3.0, 1.0, 0.0]
     """
     width = max(1, len(losses) // 10)
-    windows = [losses[max(0, end - width) : end] for end in range(1, len(losses) + 1)]
-    return [math.fsum(window) / len(window) for window in windows]
-
-
-def _draw_legend(figure: Drawing, studies: Sequence[ReplicaStudy]) -> None:
-    """Draw the line and bar style of each mode, and the definition of its staleness."""
-    looks = [LOOKS[study.mode] for study in studies]
-    handles = [
-        (Line2D([], [], linestyle=look.line, color=look.colour, linewidth=2), Patch(**look.patch)) for look in looks
-    ]
-    names = [f"{_format_name(study)} (staleness: {LATE[study.mode]})" for study in studies]
-    style = {"loc": "outside lower left", "ncols": 1, "frameon": False, "fontsize": 9, "handlelength": 5}
-    figure.legend(handles, names, handler_map={tuple: HandlerTuple(ndivide=None)}, **style)
+    return [fmean(losses[max(0, end - width) : end]) for end in range(1, len(losses) + 1)]
 
 
 def _format_name(study: ReplicaStudy) -> str:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from matplotlib.axes import Axes
 from matplotlib.ticker import NullFormatter
 
-from engines.bench.step import PHASES
 from engines.errors import PlanError
 from engines.formatting import format_bytes, format_number, format_percent
 from mpi4dl_nb.benchmarks.cases import BenchmarkStudy
 from mpi4dl_nb.benchmarks.results import BenchmarkRow
-from mpi4dl_nb.draw.bars import BarStyle, draw_legend, draw_stacks
-from mpi4dl_nb.draw.figure import BLUE, INK, Drawing
+from mpi4dl_nb.draw.figure import BLUE, INK, BarStyle, Drawing, draw_legend, draw_stacks
 
 __all__ = ["show_growth"]
 
@@ -45,8 +42,13 @@ def show_growth(study: BenchmarkStudy, rows: Sequence[BenchmarkRow]) -> Drawing:
         left.yaxis.set_major_formatter(lambda value, _: format_bytes(int(value)))
         left.legend(frameon=False)
     else:
-        what = study.columns[study.ratio]
-        _draw_ratios(left, sizes, [row.get_number(study.ratio) for row in rows], [row.spread for row in rows])
+        what, ratios = study.columns[study.ratio], [row.get_number(study.ratio) for row in rows]
+        errors = [ratio * row.spread / 2 for ratio, row in zip(ratios, rows, strict=True)]  # bars as long as the spread
+        left.errorbar(sizes, ratios, yerr=errors, color=BLUE, marker="o", capsize=3, elinewidth=0.8)
+        left.axhline(1, color="#767676", linewidth=1, linestyle="--")
+        # One noisy row must not flatten the others: an error bar beyond 1.5 times the largest ratio is cut off.
+        highest = max(r + e for r, e in zip(ratios, errors, strict=True))
+        left.set_ylim(bottom=0, top=1.15 * max(1.0, min(highest, 1.5 * max(ratios))))
     left.set(ylabel=what, xscale="log", xlabel=study.grows)
     # Ticks at the measured sizes; every third of many, as labels of neighbours would overlap.
     shown = sizes if len(sizes) <= 6 else sizes[::3]
@@ -54,7 +56,7 @@ def show_growth(study: BenchmarkStudy, rows: Sequence[BenchmarkRow]) -> Drawing:
     left.xaxis.set_minor_formatter(NullFormatter())
     left.set_xticks([], minor=True)
     left.grid(color="#dddddd", linewidth=0.6)
-    shares = [{name: row.get_number(f"phases.{name}") for name in PHASES if study.phases} for row in rows]
+    shares = [{name: row.get_number(f"phases.{name}") for name in LOOKS if study.phases} for row in rows]
     if study.phases:
         draw_stacks(right[0], LOOKS, [{name: 100 * share for name, share in each.items()} for each in shares])
         right[0].set(xlim=(0, 100), xlabel="% of all ranks' time")
@@ -69,13 +71,3 @@ def show_growth(study: BenchmarkStudy, rows: Sequence[BenchmarkRow]) -> Drawing:
         told.append(f"{row.name}: {numbers}{f' ({phases})' * study.phases}")
     figure.alt = f"{study.title}. {'; '.join(told)}."
     return figure
-
-
-def _draw_ratios(axes: Axes, sizes: Sequence[int], ratios: Sequence[float], spreads: Sequence[float]) -> None:
-    """Plot the ratios with error bars as long as each row's spread."""
-    errors = [ratio * spread / 2 for ratio, spread in zip(ratios, spreads, strict=True)]
-    axes.errorbar(sizes, ratios, yerr=errors, color=BLUE, marker="o", capsize=3, elinewidth=0.8)
-    axes.axhline(1, color="#767676", linewidth=1, linestyle="--")
-    # One noisy row must not flatten the others: an error bar beyond 1.5 times the largest ratio is cut off.
-    highest = max(r + e for r, e in zip(ratios, errors, strict=True))
-    axes.set_ylim(bottom=0, top=1.15 * max(1.0, min(highest, 1.5 * max(ratios))))

@@ -8,33 +8,29 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from engines.errors import ImageError, PlanError
+from engines.formatting import format_bytes
 from engines.graph.model_graph import ModelGraph, Node, TensorSpec
 from engines.images.picture import Picture
 from engines.plan import Plan
-from engines.program.builder import Builder
 from engines.program.compile import Compiler
 from engines.program.instructions import Compute, Exchange, LocalOp
 from engines.program.receptive import ReceptiveField, ReceptiveFields
-from engines.spatial.halo_fusion import WindowRead
 from engines.spatial.layout import Layout, Role, StageRanks
 from engines.spatial.tiles import Move, Tile, compute_moves
 from engines.spatial.windows import Shift, compute_halo_widths, compute_window
 from engines.train.training import Recipe, prepare
-from mpi4dl_nb.draw.figure import format_bytes, format_size
+from mpi4dl_nb.draw.figure import format_size
 
 __all__ = [
     "HaloLayers",
     "HaloPoint",
-    "find_exchange_points",
     "find_halo_points",
-    "find_layer_points",
     "find_point",
     "find_spatial_stages",
     "get_stage_ranks",
     "make_picture_point",
     "resolve_graph",
     "with_fused_halos",
-    "with_whole_windows",
 ]
 
 
@@ -149,16 +145,15 @@ def resolve_graph(model: nn.Module | Recipe | ModelGraph, picture: Picture, plan
 
 def find_halo_points(graph: ModelGraph, plan: Plan) -> tuple[HaloPoint, ...]:
     """Return every halo exchange of one forward pass, in order."""
-    return tuple(find_exchange_points(Compiler(graph, with_whole_windows(plan))))
+    return tuple(_find_exchange_points(_make_compiler(graph, plan)))
 
 
-def with_whole_windows(plan: Plan) -> Plan:
-    """Return `plan` without overlapped halos: the same messages, but one `Exchange` with the whole window for each."""
-    return replace(plan, overlap_halos=False)
+def _make_compiler(graph: ModelGraph, plan: Plan) -> Compiler:
+    # Without overlapped halos: the same messages, but one `Exchange` with the whole window for each.
+    return Compiler(graph, replace(plan, overlap_halos=False))
 
 
-def find_exchange_points(compiler: Compiler) -> Iterator[HaloPoint]:
-    """Yield every halo exchange of the plan of `compiler`, in order. The compiler can be reused."""
+def _find_exchange_points(compiler: Compiler) -> Iterator[HaloPoint]:
     nodes = {node.name: node for node in compiler.graph.nodes}
     for stage, ranks in enumerate(compiler.layout.stages):
         if len(ranks.ranks) == 1:
@@ -213,38 +208,8 @@ def find_point(points: Sequence[HaloPoint], layer: str | int | None) -> HaloPoin
     )
 
 
-# The layers of a stage that read beyond their tiles, with a halo exchange before each (D1) or fused halos (D2).
-
-
-def find_layer_points(graph: ModelGraph, plan: Plan, stage: int | None = None) -> tuple[HaloPoint, ...]:
-    """Return every layer (of one stage) that reads beyond its tile, in the model's order.
-
-    Some follow a halo exchange. With fused halos, the others read pixels that each rank computed beyond its own tile.
-    """
-    compiler = Compiler(graph, with_whole_windows(plan))
-    order = {node.name: number for number, node in enumerate(graph.nodes)}
-    # Two sources: the Exchange instructions of the programs, and what the compiler remembers of fused groups, in whose
-    # programs nothing marks where a layer reads beyond its tile.
-    found = [*find_exchange_points(compiler), *_find_fused_points(compiler)]
-    found.sort(key=lambda point: min((order[node.name] for node in point.readers), default=0))
-    return tuple(point for point in found if stage in (None, point.stage))
-
-
 def _find_fused_points(compiler: Compiler) -> Iterator[HaloPoint]:
-    nodes = {node.name: node for node in compiler.graph.nodes}
-    for stage, ranks in enumerate(compiler.layout.stages):
-        builder = compiler.lowering.get_builder(Role(stage, 0))
-        met: dict[tuple[str, tuple[Tile, ...]], HaloPoint] = {}
-        for read in builder.reads:
-            if wanted := _find_windows(builder, read):  # readers with equal windows of a value share a point
-                key, held = (read.value, tuple(wanted.values())), builder.values[read.value]
-                readers = (*met[key].readers, nodes[read.node]) if key in met else (nodes[read.node],)
-                met[key] = HaloPoint(readers, stage, ranks, held.spec, held.axes or (-2, -1), computed=wanted)
-        yield from met.values()
-
-
-def _find_windows(builder: Builder, read: WindowRead) -> Mapping[int, Tile] | None:
-    """Return each rank's window if the layer reads pixels that ranks computed beyond their tiles, else None.
+    """Yield the layers that read pixels which ranks computed beyond their tiles.
 
                  own tile
                |<-------->|
@@ -252,16 +217,26 @@ def _find_windows(builder: Builder, read: WindowRead) -> Mapping[int, Tile] | No
         |<---------------------->|
            window of this layer
           |<----------------->|       inside held: no exchange, a point of its own here
-    |<---------------------------->|  exceeds held: an exchange comes first, which `find_exchange_points` finds
+    |<---------------------------->|  exceeds held: an exchange comes first, which `_find_exchange_points` finds
     """
-    held = builder.extended.held.get(read.value)
-    if held is None or read.rows == read.cols == Shift(0):  # Shift(0): each output reads its own pixel only
-        return None
-    whole, own = builder.get_image_tiles(read.value)
-    outputs = builder.extended.held.get(read.node) or builder.get_image_tiles(read.node)[1]
-    wanted = {rank: compute_window(tile, read.rows, read.cols) & whole for rank, tile in outputs.items()}
-    beyond = any(not tile.is_inside(own[rank]) for rank, tile in wanted.items())
-    return wanted if beyond and all(tile.is_inside(held[rank]) for rank, tile in wanted.items()) else None
+    nodes = {node.name: node for node in compiler.graph.nodes}
+    for stage, ranks in enumerate(compiler.layout.stages):
+        builder = compiler.lowering.get_builder(Role(stage, 0))
+        met: dict[tuple[str, tuple[Tile, ...]], HaloPoint] = {}
+        for read in builder.reads:
+            extended = builder.extended.held.get(read.value)
+            if extended is None or read.rows == read.cols == Shift(0):  # each output reads its own pixel only
+                continue
+            whole, own = builder.get_image_tiles(read.value)
+            outputs = builder.extended.held.get(read.node) or builder.get_image_tiles(read.node)[1]
+            wanted = {rank: compute_window(tile, read.rows, read.cols) & whole for rank, tile in outputs.items()}
+            beyond = any(not tile.is_inside(own[rank]) for rank, tile in wanted.items())
+            if beyond and all(tile.is_inside(extended[rank]) for rank, tile in wanted.items()):
+                # Readers with equal windows of a value share a point.
+                key, held = (read.value, tuple(wanted.values())), builder.values[read.value]
+                readers = (*met[key].readers, nodes[read.node]) if key in met else (nodes[read.node],)
+                met[key] = HaloPoint(readers, stage, ranks, held.spec, held.axes or (-2, -1), computed=wanted)
+        yield from met.values()
 
 
 def with_fused_halos(plan: Plan, layers: int | str | None) -> Plan:
@@ -281,15 +256,21 @@ class HaloLayers:
         """Return whether the plan with `together` fused layers is compiled. Compiling may take a second."""
         return together in self._points
 
-    def find_points(self, stage: int, together: int | str | None = None) -> tuple[HaloPoint, ...]:
-        """Return the layers of a stage that read beyond their tiles.
+    def find_points(self, stage: int | None, together: int | str | None = None) -> tuple[HaloPoint, ...]:
+        """Return the layers (of one stage) that read beyond their tiles, in the model's order.
 
-        `together` layers share a halo exchange; None: each has its own. Raises PlanError if the plan does not fit the
-        model.
+        `together` layers share a halo exchange: the first follows it, the others read pixels that each rank computed
+        beyond its own tile. None: each has its own. Raises PlanError if the plan does not fit the model.
         """
         if together not in self._points:
-            self._points[together] = find_layer_points(self.graph, with_fused_halos(self.plan, together))
-        return tuple(point for point in self._points[together] if point.stage == stage)
+            compiler = _make_compiler(self.graph, with_fused_halos(self.plan, together))
+            order = {node.name: number for number, node in enumerate(self.graph.nodes)}
+            # Two sources: the Exchange instructions of the programs, and what the compiler remembers of fused groups,
+            # in whose programs nothing marks where a layer reads beyond its tile.
+            found = [*_find_exchange_points(compiler), *_find_fused_points(compiler)]
+            found.sort(key=lambda point: min((order[node.name] for node in point.readers), default=0))
+            self._points[together] = tuple(found)
+        return tuple(point for point in self._points[together] if stage in (None, point.stage))
 
     def select_point(self, stage: int, number: int, together: int | str | None = None) -> HaloPoint:
         """Return layer `number`, counted without fusion, as it reads with `together` fused layers.

@@ -17,10 +17,20 @@ from engines.predict.machines import resolve_machine
 from engines.predict.parallelism import describe_plan
 from engines.predict.rank_memory import PeakMemory, PlanMemory, predict_plan_memory
 from engines.program.instructions import Phase
-from mpi4dl_nb.draw.bars import BarStyle, draw_legend, draw_stacks
-from mpi4dl_nb.draw.figure import BLUE, CASING, INK, ORANGE, Drawing, format_rank_count, format_ranks
+from mpi4dl_nb.draw.figure import (
+    BLUE,
+    CASING,
+    INK,
+    ORANGE,
+    BarStyle,
+    Drawing,
+    draw_legend,
+    draw_stacks,
+    format_rank_count,
+    format_ranks,
+)
 
-__all__ = ["draw_memory", "show_memory"]
+__all__ = ["draw_memory", "show_memory", "trace_model"]
 
 LOOKS = {
     "weights": BarStyle("weights and buffers", "#56b4e9", ""),
@@ -32,7 +42,7 @@ LOOKS = {
     "passing": BarStyle("passing: made and let go", "#ffffff", ".."),
     "messages": BarStyle("memory of messages", "#cc79a7", "\\\\"),
 }
-MOST_RANKS, MOST_LAYERS = 12, 8
+MOST_RANKS, MOST_LAYERS, MOST_LETTERS = 12, 8, 34
 ROW_IN, CURVE_IN = 0.3, 1.9
 LIMIT = {"color": "#b71c1c", "linewidth": 1.8, "linestyle": "--"}
 
@@ -62,12 +72,20 @@ def show_memory(
     >>> from mpi4dl_nb import Plan, show_memory
     >>> figure = show_memory(Plan(split_size=2, num_spatial_parts=4), resnet20_v1(), (2, 3, 64, 64), machine="Summit")
     """
-    if isinstance(model, nn.Module):
-        if image_shape is None:
-            raise PlanError("show_memory needs the image_shape (N, C, H, W) of a batch, to trace the model with it.")
-        model = TraceCache(model, image_shape, loss or nn.CrossEntropyLoss()).get_graph(plan)
+    model = trace_model("show_memory", model, plan, image_shape, loss)
     rank_bytes = resolve_machine(machine).get_rank_bytes(plan.ranks) if machine else None
     return draw_memory(predict_plan_memory(model, plan, optimiser_states), rank_bytes, rank)
+
+
+def trace_model(
+    caller: str, model: nn.Module | ModelGraph, plan: Plan, image_shape: Sequence[int] | None, loss: Loss | None
+) -> ModelGraph:
+    """Return the graph of a model, traced at `image_shape` unless it is a graph. Raises PlanError without a shape."""
+    if not isinstance(model, nn.Module):
+        return model
+    if image_shape is None:
+        raise PlanError(f"{caller} needs the image_shape (N, C, H, W) of a batch, to trace the model with it.")
+    return TraceCache(model, image_shape, loss or nn.CrossEntropyLoss()).get_graph(plan)
 
 
 def draw_memory(memory: PlanMemory, rank_bytes: int | None = None, rank: int | None = None) -> Drawing:
@@ -82,11 +100,11 @@ def draw_memory(memory: PlanMemory, rank_bytes: int | None = None, rank: int | N
     heights = [ROW_IN * len(ranks) + 0.5, CURVE_IN, ROW_IN * len(layers) + 0.5]
     figure = Drawing(figsize=(11, 2.1 + sum(heights)), layout="constrained")
     upper, curve, lower = figure.subplots(3, height_ratios=heights)
-    unit, size = _choose_unit(max(sum(kinds.values()) for _, kinds in ranks))
+    unit, size = _choose_unit(ranks)
     _draw_rows(upper, ranks, size)
     _draw_limit(upper, rank_bytes, size)
     _draw_curve(curve, memory, moment, size)
-    inner, part = _choose_unit(max(sum(kinds.values()) for _, kinds in layers))
+    inner, part = _choose_unit(layers)
     _draw_rows(lower, layers, part)
     upper.set(xlabel=f"{unit} of tensors, each rank at its own fullest moment")
     curve.set(ylabel=f"{unit} held")
@@ -132,30 +150,18 @@ def _make_layer_rows(moment: PeakMemory) -> MemoryRows:
     return [*rows, *([("of no layer", moment.rest)] if moment.rest else [])]
 
 
-def _choose_unit(largest: int) -> tuple[str, int]:
-    """
-    >>> _choose_unit(3 << 30), _choose_unit(5 << 20)
-    (('GB', 1073741824), ('MB', 1048576))
-    """
-    return ("GB", 1 << 30) if largest >= 1 << 30 else ("MB", 1 << 20)
+def _choose_unit(rows: MemoryRows) -> tuple[str, int]:
+    return ("GB", 1 << 30) if max(sum(kinds.values()) for _, kinds in rows) >= 1 << 30 else ("MB", 1 << 20)
 
 
 def _draw_rows(axes: Axes, rows: MemoryRows, size: int) -> None:
     """Draw one bar per row, stacked by kind, with the sum at its end."""
-    draw_stacks(axes, LOOKS, [{kind: count / size for kind, count in kinds.items()} for _, kinds in rows])
     totals = [sum(kinds.values()) for _, kinds in rows]
-    for row, total in enumerate(totals):
-        axes.text(total / size, row, f" {format_bytes(total)}", va="center", fontsize=9)
+    lengths = [{kind: count / size for kind, count in kinds.items()} for _, kinds in rows]
+    draw_stacks(axes, LOOKS, lengths, list(map(format_bytes, totals)))
     axes.set_xlim(0, 1.14 * max(totals) / size)
-    axes.set_yticks(range(len(rows)), [_shorten(name) for name, _ in rows], fontsize=9)
-
-
-def _shorten(name: str, most: int = 34) -> str:
-    """
-    >>> _shorten("ranks 0, 2, 4, 6, 8, 10", most=12)
-    'ranks 0, ...'
-    """
-    return name if len(name) <= most else f"{name[: most - 4].rstrip()} ..."
+    names = [name if len(name) <= MOST_LETTERS else f"{name[: MOST_LETTERS - 4].rstrip()} ..." for name, _ in rows]
+    axes.set_yticks(range(len(rows)), names, fontsize=9)
 
 
 def _draw_limit(axes: Axes, rank_bytes: int | None, size: int) -> None:

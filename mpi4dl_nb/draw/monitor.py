@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
+from engines.formatting import format_bytes
 from engines.plan import Plan
 from engines.program.timeline import Timeline, TimeShares
 from engines.spatial.layout import Layout
 from engines.train.interrupts import StoppedError
 from engines.train.training_events import EpochResult
-from mpi4dl_nb.draw.bars import BarStyle, draw_rows
-from mpi4dl_nb.draw.figure import BLUE, INK, ORANGE, Drawing, format_bytes
+from mpi4dl_nb.draw.figure import BLUE, INK, ORANGE, BarStyle, Drawing, draw_legend, draw_stacks
 from mpi4dl_nb.training.fit_run import History
 from mpi4dl_nb.training.progress import Progress
 
@@ -40,32 +38,24 @@ COMMUNICATES = BarStyle("communicates", "#f0e442", "xxx")
 WAITS = BarStyle("waits for others", "#ffffff", "...")
 OTHER = BarStyle("other: between instructions", "#c8c8c8", "")
 MEMORY = BarStyle("memory", "#cccccc", "//")
-LOOKS = (WORKS, COMMUNICATES, WAITS, OTHER)
+LOOKS = {"works": WORKS, "communicates": COMMUNICATES, "waits": WAITS, "other": OTHER}
 
-WIDTH, TOP_IN, HEAD_IN, GAP_IN, FOOT_IN, ROW_IN = 11.0, 2.1, 0.35, 0.8, 0.5, 0.32
-COLUMNS = ((0.15, 0.36), (0.59, 0.33))  # left edge and width, as fractions of the figure
+CURVES_IN, ROW_IN = 2.5, 0.32
 SEEN = 2.0  # held-out losses within so many ranges of the training losses stay visible
 POINTS = 400  # of a curve; more would be indistinguishable
 LABELLED = 0.09  # fraction of a bar; shorter parts have no room for a number
-BAR_TOP, BAR_HIGH = -0.4, 0.8
 NUMBER_BOX = {"boxstyle": "square,pad=0.15", "facecolor": "white", "linewidth": 0}
-NUMBER: dict[str, Any] = {"fontsize": 8.5, "color": INK, "ha": "center", "va": "center", "bbox": NUMBER_BOX}
 
 
 def show_progress(progress: Progress) -> Drawing:
     """Plot loss and images per second by step, and below them the time and memory of each rank.
 
-    The time of the ranks is that of the last step. Positions are fixed, not fitted, as the figure is redrawn often.
+    The time of the ranks is that of the last step.
     """
-    names = format_rank_names(progress.plan)
-    rows_in = max(2, len(names)) * ROW_IN
-    high = HEAD_IN + TOP_IN + GAP_IN + rows_in + FOOT_IN
-    figure = Drawing(figsize=(WIDTH, high))
-    top = (rows_in + FOOT_IN + GAP_IN) / high, TOP_IN / high
-    low = FOOT_IN / high, rows_in / high
-    loss, speed, use, memory = (
-        figure.add_axes((left, bottom, wide, tall)) for bottom, tall in (top, low) for left, wide in COLUMNS
-    )
+    names, used, held = format_rank_names(progress.plan), compute_uses(progress), get_memory_bytes(progress)
+    tall = [CURVES_IN, max(2, len(names)) * ROW_IN + 0.3]
+    figure = Drawing(figsize=(11, sum(tall) + 0.8), layout="constrained")
+    (loss, speed), (use, memory) = figure.subplots(2, 2, height_ratios=tall)
     _draw_curve(loss, progress.losses, "loss", BLUE)
     _draw_evaluation(loss, progress)
     _draw_curve(speed, progress.speeds, "images per second", INK)
@@ -73,15 +63,18 @@ def show_progress(progress: Progress) -> Drawing:
     for end in progress.ends if len(progress.ends) <= POINTS // 10 else ():  # more lines would hide the curves
         for axes in (loss, speed):
             axes.axvline(end + 0.5, color="#888888", linewidth=0.8, linestyle=":")
-    used = compute_uses(progress)
-    _draw_uses(use, names, used)
-    held = get_memory_bytes(progress)
-    _draw_row_axes(memory, "memory after the last step", list(held), [format_bytes(size) for size in held.values()])
+    rows = [_get_shares(used[rank]) if rank in used else {} for rank in range(len(names))]
+    _draw_rows(use, "time of the last step, in %", names, LOOKS, rows)
+    for bars in use.containers:
+        told = [f"{100 * bar.get_width():.0f}" if bar.get_width() >= LABELLED else "" for bar in bars]
+        use.bar_label(bars, told, label_type="center", fontsize=8.5, color=INK, bbox=NUMBER_BOX)
     most = max(held.values(), default=1)
-    draw_rows(memory, MEMORY, [(row, 0, size / most) for row, size in enumerate(held.values())], BAR_TOP, BAR_HIGH)
+    sizes, texts = [{"memory": size / most} for size in held.values()], [format_bytes(size) for size in held.values()]
+    _draw_rows(memory, "memory after the last step", list(held), {"memory": MEMORY}, sizes, texts)
+    draw_legend(figure, list(LOOKS.values()))
     # The figure is drawn less often than the numbers above it, so that it says of which step it is.
     step = f"after step {len(progress.losses)}" if progress.losses else ""
-    figure.text(0.99, 0.14 / high, step, ha="right", va="bottom", fontsize=9, color=INK)
+    figure.text(0.99, 0.02, step, ha="right", va="bottom", fontsize=9, color=INK)
     figure.alt = _format_alt(progress, names, used, held)
     return figure
 
@@ -107,9 +100,14 @@ def compute_uses(progress: Progress) -> dict[int, TimeShares]:
     return timeline.time_shares if timeline.events else {}
 
 
+def _get_shares(use: TimeShares) -> dict[str, float]:
+    """Return the time shares by the names in `LOOKS`."""
+    return {"works": use.work, "communicates": use.communication, "waits": use.waiting, "other": use.other}
+
+
 def _draw_curve(axes: Axes, values: Sequence[float], name: str, colour: str) -> None:
     """Plot each step, or means of neighbours if there are more than `POINTS`, and the last point as a dot."""
-    axes.text(0, 1.04, f"{name}, by step", transform=axes.transAxes, fontsize=10)
+    axes.set_title(f"{name}, by step", loc="left", fontsize=10)
     axes.tick_params(labelsize=9)
     axes.grid(color="#dddddd", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
@@ -145,33 +143,21 @@ def _draw_evaluation(axes: Axes, progress: Progress) -> None:
         axes.set_ylim(low - room, high + room)
 
 
-def _draw_row_axes(axes: Axes, title: str, names: Sequence[str], ends: Sequence[str]) -> None:
-    """Set up axes with one bar, 0 to 1, per name. Texts replace ticks and second axes, which dominate drawing time."""
-    axes.axis("off")
-    axes.set(xlim=(0, 1), ylim=(max(1, len(names)) - 0.5, -0.5))
-    axes.text(0, -0.5 - 0.15, title, fontsize=10, va="bottom")
-    for row, (name, end) in enumerate(zip(names, ends, strict=True)):
-        axes.text(-0.015, row, name, fontsize=9, ha="right", va="center")
-        axes.text(1.015, row, end, fontsize=9, ha="left", va="center")
-
-
-def _draw_uses(axes: Axes, names: Sequence[str], used: Mapping[int, TimeShares]) -> None:
-    """Draw the parts of each rank's time as a stacked bar, with numbers where there is room."""
-    _draw_row_axes(axes, "time of the last step, in %", names, [""] * len(names))
-    bars: dict[BarStyle, list[tuple[int, float, float]]] = {look: [] for look in LOOKS}
-    for rank, use in used.items():
-        start = 0.0
-        for look, share in zip(LOOKS, (use.work, use.communication, use.waiting, use.other), strict=True):
-            bars[look].append((rank, start, start + share))
-            if share >= LABELLED:
-                axes.text(start + share / 2, rank, f"{100 * share:.0f}", zorder=10, **NUMBER)
-            start += share
-    for look, places in bars.items():
-        draw_rows(axes, look, places, BAR_TOP, BAR_HIGH)
-    patches = [Patch(facecolor=look.colour, hatch=look.hatch, edgecolor=INK, label=look.name) for look in LOOKS]
-    axes.figure.legend(
-        handles=patches, loc="lower left", bbox_to_anchor=(0.12, 0), ncols=len(LOOKS), frameon=False, fontsize=9
-    )
+def _draw_rows(
+    axes: Axes,
+    title: str,
+    names: Sequence[str],
+    looks: Mapping[str, BarStyle],
+    rows: Sequence[Mapping[str, float]],
+    ends: Sequence[str] = (),
+) -> None:
+    """Draw one bar, at most 1 long, per name."""
+    draw_stacks(axes, looks, rows, ends, high=0.8)
+    axes.set(xlim=(0, 1), xticks=[])
+    axes.set_yticks(range(len(names)), names, fontsize=9)
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    axes.set_title(title, loc="left", fontsize=10)
 
 
 def _format_alt(
@@ -208,8 +194,16 @@ EPOCH_COLUMNS = (
 
 def format_progress_html(progress: Progress) -> str:
     """Return a line of numbers, a progress bar of the steps, and tables of the last epochs and of the ranks."""
-    line = " · ".join(escape(part) for part in _format_step(progress))
-    bar = ""
+    of, last = f" of {progress.total}" if progress.total is not None else "", progress.last
+    told = [f"step {len(progress.losses)}{of}"]
+    if last is not None:
+        wait = last.wait_s / (last.seconds + last.wait_s)
+        told = [f"epoch {last.epoch}, {told[0]}", f"loss {last.loss:.5g}", f"{progress.speeds[-1]:.2f} images/s"]
+        told += [f"accuracy {last.accuracy:.3f}"] if last.accuracy is not None else []
+        told += [f"waiting for images {wait:.0%}", f"{format_duration(progress.seconds)} so far"]
+        told += [f"about {format_duration(progress.left_s)} left"] if progress.left_s is not None else []
+        told += [f"{progress.left_out} bad images left out"] if progress.left_out else []
+    line, bar = " · ".join(map(escape, told)), ""
     if progress.total:
         style = "width:100%;max-width:40em;height:1.1em;margin:0.2em 0"
         done = f'value="{len(progress.losses)}" max="{progress.total}"'
@@ -246,20 +240,6 @@ def describe_outcome(outcome: History | BaseException) -> str:
     return f"ended by an error: {outcome}"
 
 
-def _format_step(progress: Progress) -> list[str]:
-    done = len(progress.losses)
-    of = f" of {progress.total}" if progress.total is not None else ""
-    if progress.last is None:
-        return [f"step {done}{of}"]
-    last = progress.last
-    wait = last.wait_s / (last.seconds + last.wait_s)
-    told = [f"epoch {last.epoch}, step {done}{of}", f"loss {last.loss:.5g}", f"{progress.speeds[-1]:.2f} images/s"]
-    told += [f"accuracy {last.accuracy:.3f}"] if last.accuracy is not None else []
-    told += [f"waiting for images {wait:.0%}", f"{format_duration(progress.seconds)} so far"]
-    told += [f"about {format_duration(progress.left_s)} left"] if progress.left_s is not None else []
-    return told + ([f"{progress.left_out} bad images left out"] if progress.left_out else [])
-
-
 def _format_ranks(progress: Progress) -> str:
     used, held = compute_uses(progress), get_memory_bytes(progress)
     # Ranks that are threads of one process have one memory, which has a row of its own.
@@ -267,7 +247,7 @@ def _format_ranks(progress: Progress) -> str:
     names = format_rank_names(progress.plan)
     rows: list[tuple[str, ...]] = []
     for rank, use in used.items():
-        shares = (f"{share:.0%}" for share in (use.work, use.communication, use.waiting, use.other))
+        shares = (f"{share:.0%}" for share in _get_shares(use).values())
         rows.append((names[rank], *shares, "" if together is not None else format_bytes(held[f"rank {rank}"])))
     rows += [("all ranks: one process", "", "", "", "", format_bytes(together))] if together else []
     rows = rows if len(rows) <= RANKS else []

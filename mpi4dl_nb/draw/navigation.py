@@ -1,9 +1,16 @@
-"""Navigation in a tiled picture: tile, zoom and centre pixel. Pure functions for the slicer's keys and clicks."""
+"""What is shown of a tiled picture: its pixels at a resolution of the screen; and tile, zoom and centre, which move."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from functools import cached_property, lru_cache
 
+import numpy as np
+from PIL import Image
+
+from engines.images.picture import Picture, Pixels
+from engines.images.picture_reader import make_thumbnail
 from engines.spatial.tiles import Grid, Span, Tile
 from mpi4dl_nb.draw.halo_points import HaloPoint
 
@@ -11,20 +18,60 @@ __all__ = [
     "ARROWS",
     "CLOSEST_PX",
     "NEAR_PX",
+    "RasterCache",
     "add_clamped",
     "choose_seam",
     "clamp_to_tile",
     "find_nearest_seam",
     "find_owner",
-    "get_closer_zoom",
+    "find_zoom",
     "get_neighbour",
     "get_pixel_at",
-    "get_wider_zoom",
     "make_square",
     "pan",
     "to_fractions",
     "to_pixel",
 ]
+
+WHOLE_PX, REGION_PX = 1200, 800  # longer side as read; more than a screen shows
+EXACT_PX = 1 << 20  # pixels; a larger region is read from a coarser level
+KEPT = 16  # cached regions
+
+
+class RasterCache:
+    """The whole picture and regions of it; those used last are cached."""
+
+    def __init__(self, picture: Picture) -> None:
+        self.picture = picture
+        self.render_region = lru_cache(KEPT)(self._render_region)
+
+    @cached_property
+    def whole(self) -> Pixels:
+        """The whole picture as (h, w, 3)."""
+        return self.picture.thumbnail(WHOLE_PX)
+
+    def _render_region(self, layer_px: tuple[int, int], view: Tile) -> Pixels:
+        """Return the picture under the pixels `view` of a layer as (h, w, 3), averaged over each layer pixel.
+
+        A large region is coarser: its sides are at most `REGION_PX`.
+        """
+        # A layer pixel may cover a fraction of the picture's pixels at its edges: whole pixels are read, and the
+        # resampling weighs them by their share of `box`.
+        (top, bottom), (left, right) = (
+            (span.start * side / px, span.stop * side / px)
+            for span, side, px in zip((view.rows, view.cols), self.picture.shape(), layer_px, strict=True)
+        )
+        y0, x0 = int(top), int(left)
+        rows, cols = math.ceil(bottom) - y0, math.ceil(right) - x0
+        if rows * cols > EXACT_PX:
+            return make_thumbnail(self.picture, REGION_PX, (y0, x0, rows, cols))
+        there = Image.fromarray(self.picture.read(y0, x0, rows, cols))
+        box = (left - x0, top - y0, right - x0, bottom - y0)
+        return np.array(there.resize(view.shape[::-1], Image.Resampling.BOX, box=box))
+
+
+# Navigation by keys and clicks.
+
 
 CLOSEST_PX, FACTOR = 8, 4
 NEAR_PX = CLOSEST_PX * FACTOR
@@ -38,35 +85,20 @@ Pixel = tuple[int, int]
 """Row and column."""
 
 
-def _compute_zoom_sides(size_px: Pixel) -> tuple[int, ...]:
-    """Return the side lengths in pixels of the zoomed views of an image, from far to close.
+def find_zoom(zoom: int | None, closer: bool, size_px: Pixel) -> int | None:
+    """Return the side in pixels of the next closer or wider view. None is the whole image.
 
-    >>> _compute_zoom_sides((512, 300))
-    (128, 32, 8)
+    >>> [find_zoom(zoom, True, (512, 300)) for zoom in (None, 128, 8)]
+    [128, 32, 8]
+    >>> [find_zoom(zoom, False, (512, 300)) for zoom in (8, 128, None)]
+    [32, None, None]
     """
     sides = [CLOSEST_PX]
     while sides[-1] * FACTOR < max(size_px):
         sides.append(sides[-1] * FACTOR)
-    return tuple(reversed(sides))
-
-
-def get_closer_zoom(zoom: int | None, size_px: Pixel) -> int:
-    """Return the side of the next closer view in pixels. None is the whole image.
-
-    >>> get_closer_zoom(None, (512, 300)), get_closer_zoom(128, (512, 300)), get_closer_zoom(8, (512, 300))
-    (128, 32, 8)
-    """
-    return next((side for side in _compute_zoom_sides(size_px) if zoom is None or side < zoom), CLOSEST_PX)
-
-
-def get_wider_zoom(zoom: int | None, size_px: Pixel) -> int | None:
-    """Return the side of the next wider view in pixels; None is the whole image.
-
-    >>> get_wider_zoom(8, (512, 300)), get_wider_zoom(128, (512, 300))
-    (32, None)
-    """
-    sides = reversed(_compute_zoom_sides(size_px))
-    return None if zoom is None else next((side for side in sides if side > zoom), None)
+    if closer:
+        return max((side for side in sides if zoom is None or side < zoom), default=CLOSEST_PX)
+    return min((side for side in sides if zoom is not None and side > zoom), default=None)
 
 
 def make_square(at: Pixel, side: int, size_px: Pixel) -> Tile:

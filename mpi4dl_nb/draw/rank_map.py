@@ -10,18 +10,17 @@ from textwrap import shorten
 from matplotlib.axes import Axes
 from torch import nn
 
-from engines.errors import PlanError
 from engines.formatting import format_bytes, format_number, format_seconds
 from engines.graph.model_graph import ModelGraph
-from engines.graph.trace_cache import Loss, TraceCache
+from engines.graph.trace_cache import Loss
 from engines.plan import Plan
 from engines.predict.forecast import Forecast, RankLoad, count_load, forecast, with_time
 from engines.predict.machine import Machine
 from engines.predict.machines import resolve_machine
 from engines.program.compile import compile_plan
 from engines.spatial.layout import Layout, Pipeline, StageRanks
-from mpi4dl_nb.draw.bars import BarStyle, Box, draw_arrows, draw_boxes, make_sheet, write, write_fitting
-from mpi4dl_nb.draw.figure import INK, Drawing, format_ranks
+from mpi4dl_nb.draw.figure import INK, BarStyle, Box, Drawing, draw_boxes, format_ranks, write_first_fit
+from mpi4dl_nb.draw.memory import trace_model
 
 __all__ = [
     "COUNTING",
@@ -56,7 +55,7 @@ def describe_forecast(found: Forecast, machine: Machine) -> str:
 RanksByLoad = Mapping[RankLoad, tuple[int, ...]]
 """Ranks grouped by equal load."""
 
-NAMES_LEFT_IN, ROW_IN, BAR_IN = 0.15, 0.27, 0.18
+ROW_IN, BAR_SHARE = 0.27, 0.67  # height of a row, and of its bar as a fraction of that
 MOST_ROWS, MOST_LETTERS = 16, 22
 COUNTING, NOT_COUNTED = "counting ...", "not counted"
 LOOKS = (
@@ -83,54 +82,52 @@ def compute_height(loads: RanksByLoad) -> float:
     return ROW_IN * (rows + 1) if rows else 0.0
 
 
-def draw_loads(axes: Axes, loads: RanksByLoad, top: float, missing: str) -> None:
+def draw_loads(figure: Drawing, loads: RanksByLoad, top_in: float, missing: str) -> None:
     """Draw a row per group of equal load: three bars, or four with times, each with its number or `missing`."""
     #             weights and buffers   activations kept     sent in a training step
     #    rank 0   [====] 486.6 KB       [//] 3.2 MB          [xxx] 182 messages, 1.1 MB
     #    ranks 1, 2 ...
     # Each column has a scale of its own: its longest bar is the largest number in it.
-    groups = list(loads.items())
-    columns = 4 if any(load.busy_s is not None for load in loads) else 3
-    for column, (look, (left, longest)) in enumerate(zip(LOOKS, PLACES[columns], strict=False) if groups else ()):
-        write(axes, left, top, look.name, 9, weight="bold")
-        largest = max(_get_sizes(load)[column] for load in loads) or 1
-        boxes: list[Box] = []
-        for row, (load, _) in enumerate(groups[:MOST_ROWS]):
-            length = longest * _get_sizes(load)[column] / largest
-            boxes.append((left, _compute_middle(top, row) - BAR_IN / 2, length, BAR_IN))
-            write(axes, left + length + 0.07, _compute_middle(top, row), _format_values(load, missing)[column], 9)
-        draw_boxes(axes, boxes, facecolor=look.colour, hatch=look.hatch, edgecolor=INK, linewidth=0)
-    for row, (_, ranks) in enumerate(groups[:MOST_ROWS]):
-        name = shorten(format_ranks(ranks), MOST_LETTERS, placeholder=" ...")
-        write(axes, NAMES_LEFT_IN, _compute_middle(top, row), name, 9)
-    if rest := sum(len(ranks) for _, ranks in groups[MOST_ROWS:]):
-        write(axes, NAMES_LEFT_IN, _compute_middle(top, MOST_ROWS), f"... and {rest} more ranks", 9)
+    groups, shown = list(loads.values()), min(len(loads), MOST_ROWS)
+    names = [shorten(format_ranks(ranks), MOST_LETTERS, placeholder=" ...") for ranks in groups[:shown]]
+    if rest := sum(map(len, groups[shown:])):
+        names.append(f"... and {rest} more ranks")
+    by_column = list(zip(*(_list_values(load, missing) for load in loads), strict=True))
+    wide_in, high_in = figure.get_size_inches()
+    rows_in = ROW_IN * len(names)
+    for values, look, (left, longest) in zip(by_column, LOOKS, PLACES.get(len(by_column), ()), strict=False):
+        bottom = 1 - (top_in + ROW_IN / 2 + rows_in) / high_in
+        axes = figure.add_axes((left / wide_in, bottom, longest / wide_in, rows_in / high_in))
+        sizes, texts = zip(*values, strict=True)
+        bars = axes.barh(range(shown), sizes[:shown], BAR_SHARE, **look.patch | {"linewidth": 0})
+        axes.bar_label(bars, texts[:shown], padding=5, fontsize=9)
+        axes.set(xlim=(0, max(sizes) or 1), ylim=(len(names) - 0.5, -0.5))
+        axes.set(xticks=[], yticks=[])
+        axes.spines[:].set_visible(False)
+        axes.set_title(look.name, loc="left", fontsize=9, weight="bold", pad=2)
+        if values is by_column[0]:
+            axes.set_yticks(range(len(names)), names, fontsize=9)
+            axes.tick_params(length=0)
 
 
 def describe_loads(loads: RanksByLoad, missing: str) -> Iterable[str]:
     """Yield a description of each row."""
     for load, ranks in loads.items():
-        parts = zip((look.name for look in LOOKS), _format_values(load, missing), strict=False)
-        yield f"{format_ranks(ranks)}: {', '.join(f'{name} {said}' for name, said in parts)}"
+        parts = zip(LOOKS, _list_values(load, missing), strict=False)
+        yield f"{format_ranks(ranks)}: {', '.join(f'{look.name} {said}' for look, (_, said) in parts)}"
 
 
-def _compute_middle(top: float, row: int) -> float:
-    return top + ROW_IN * (row + 1)
-
-
-def _get_sizes(load: RankLoad) -> tuple[float, ...]:
-    return load.weight_bytes, load.kept_bytes or 0, load.sent.bytes, load.busy_s or 0.0
-
-
-def _format_values(load: RankLoad, missing: str) -> tuple[str, ...]:
+def _list_values(load: RankLoad, missing: str) -> list[tuple[float, str]]:
+    """Return the number in each column, and its text."""
     kept = missing
     if load.kept_bytes is not None and load.peak_bytes is not None:
         kept = f"{format_bytes(load.kept_bytes)} ({format_bytes(load.peak_bytes)} in all)"
     sent = f"{load.sent.messages:,} messages, {format_bytes(load.sent.bytes)}" if load.sent.messages else "nothing"
-    texts = (format_bytes(load.weight_bytes), kept, sent)
-    if load.busy_s is None or load.wait_s is None:
-        return texts
-    return (*texts, f"{format_seconds(load.busy_s, 2)}, waits {format_seconds(load.wait_s, 2)}")
+    values = [(load.weight_bytes, format_bytes(load.weight_bytes)), (load.kept_bytes or 0, kept)]
+    values.append((load.sent.bytes, sent))
+    if load.busy_s is not None and load.wait_s is not None:
+        values.append((load.busy_s, f"{format_seconds(load.busy_s, 2)}, waits {format_seconds(load.wait_s, 2)}"))
+    return values
 
 
 WIDTH_IN, MARGIN_IN, GAP_IN = 11.0, 0.15, 0.28
@@ -142,6 +139,8 @@ MOST_COPIES, MOST_CELLS = 12, 300
 StageColumn = tuple[float, float]
 """Left edge and width of a stage, in inches."""
 FACES = {0: ("#dbe9f6", ""), 1: ("#fde3c8", "//")}  # by direction
+WORDS = {"fontsize": 9, "va": "center", "color": INK}
+ARROW = {"arrowstyle": "-|>", "mutation_scale": 16, "linewidth": 1, "color": INK, "shrinkA": 0, "shrinkB": 0}
 
 
 def show_ranks(
@@ -164,10 +163,7 @@ def show_ranks(
     """
     if model is None:
         return draw_ranks(plan)
-    if isinstance(model, nn.Module):
-        if image_shape is None:
-            raise PlanError("show_ranks needs the image_shape (N, C, H, W) of a batch, to trace the model with it.")
-        model = TraceCache(model, image_shape, loss or nn.CrossEntropyLoss()).get_graph(plan)
+    model = trace_model("show_ranks", model, plan, image_shape, loss)
     loads = [count_load(program, model, plan) for program in compile_plan(model, plan)]
     if machine is None:
         return draw_ranks(plan, loads)
@@ -187,9 +183,14 @@ def draw_ranks(plan: Plan, loads: Sequence[RankLoad] = (), missing: str = NOT_CO
     more = layout.pipes[len(sheet.pipes) :]
     below = sheet.compute_top(len(sheet.pipes)) + (0.35 if more else 0.1)
     bottom = below + compute_height(groups)
-    figure, axes = make_sheet(WIDTH_IN, bottom + (0.32 if foreseen else 0) + MARGIN_IN)
+    high = bottom + (0.32 if foreseen else 0) + MARGIN_IN
+    figure = Drawing(figsize=(WIDTH_IN, high))
+    # A sheet of paper with inches from its upper left corner as units.
+    axes = figure.add_axes((0, 0, 1, 1), xlim=(0, WIDTH_IN), ylim=(high, 0))
+    axes.axis("off")
     forms = [plan.summary, f"{plan.split_size} stages; {plan.ranks} ranks"]
-    write_fitting(axes, MARGIN_IN, 0.26, forms, WIDTH_IN - 2 * MARGIN_IN, 11, ha="left", weight="bold")
+    room_px = (WIDTH_IN - 2 * MARGIN_IN) * figure.dpi
+    write_first_fit(axes, MARGIN_IN, 0.26, forms, room_px, fontsize=11, ha="left", weight="bold")
     for index, pipe in enumerate(sheet.pipes):
         _draw_copy(axes, sheet, pipe, sheet.compute_top(index))
     crowded = min(width for _, width in sheet.columns) < 0.75
@@ -197,14 +198,22 @@ def draw_ranks(plan: Plan, loads: Sequence[RankLoad] = (), missing: str = NOT_CO
         tiles = f"{stage.grid} tiles" if stage.grid.tiles > 1 else f"{stage.shares} shares" if stage.shares > 1 else ""
         forms = [f"stage {number}\n{tiles}".strip(), f"stage {number}"]
         middle = left + width / 2, TOP_IN - 0.06
-        write_fitting(axes, *middle, [str(number)] if crowded else forms, width + 0.1, 9, va="bottom")
+        forms = [str(number)] if crowded else forms
+        write_first_fit(axes, *middle, forms, (width + 0.1) * figure.dpi, fontsize=9, va="bottom")
     if more:
         ranks = sorted({rank for pipe in more for stage in pipe.stages for rank in stage.ranks})
-        write(axes, MARGIN_IN, below - 0.2, f"... and {len(more)} more copies, on {format_ranks(ranks)}", 9)
-    draw_loads(axes, groups, below + 0.1, missing)
+        axes.text(MARGIN_IN, below - 0.2, f"... and {len(more)} more copies, on {format_ranks(ranks)}", **WORDS)
+    draw_loads(figure, groups, below + 0.1, missing)
     if foreseen:
-        write(axes, MARGIN_IN, bottom + 0.22, foreseen, 9, weight="bold")
-    figure.alt = f"{plan.summary}. {'; '.join([*map(_describe_copy, layout.pipes), *describe_loads(groups, missing)])}."
+        axes.text(MARGIN_IN, bottom + 0.22, foreseen, weight="bold", **WORDS)
+    told = []
+    for pipe in layout.pipes:
+        stages = []
+        for number, stage in enumerate(pipe.stages):
+            cut = f" of {stage.grid} tiles" if stage.grid.tiles > 1 else ""
+            stages.append(f"stage {number}{cut} on {format_ranks(stage.ranks)}")
+        told.append(f"replica {pipe.replica}{', mirrored' * pipe.direction}: {', '.join(stages)}")
+    figure.alt = f"{plan.summary}. {'; '.join([*told, *describe_loads(groups, missing)])}."
     figure.alt += f" {foreseen}" * bool(foreseen)
     return figure
 
@@ -253,7 +262,7 @@ def _draw_copy(axes: Axes, sheet: _SheetLayout, pipe: Pipeline, top: float) -> N
     """Draw the stages of one copy of the model in a row, from the images on the left to the loss."""
     if sheet.several:
         words = [f"replica {pipe.replica}", *["mirrored"] * pipe.direction]
-        write(axes, MARGIN_IN, top + sheet.copy_in / 2, "\n".join(words), 9)
+        axes.text(MARGIN_IN, top + sheet.copy_in / 2, "\n".join(words), **WORDS)
     cells: list[tuple[int, Box]] = []
     frames: list[Box] = []
     for stage, (left, width) in zip(pipe.stages, sheet.columns, strict=True):
@@ -269,15 +278,8 @@ def _draw_copy(axes: Axes, sheet: _SheetLayout, pipe: Pipeline, top: float) -> N
     draw_boxes(axes, [box for _, box in cells], fill=False, edgecolor=INK, linewidth=0.8)
     draw_boxes(axes, frames, fill=False, edgecolor=INK, linewidth=2.2)
     for rank, (left, upper, width, height) in cells:
-        middle = left + width / 2, upper + height / 2
-        write_fitting(axes, *middle, [f"rank {rank}", str(rank)], width, 9 if height > 0.2 else 7)
-    draw_arrows(axes, [(sum(here), there[0]) for here, there in pairwise(sheet.columns)], top + sheet.copy_in / 2)
-
-
-def _describe_copy(pipe: Pipeline) -> str:
-    """Return a text such as `replica 0, mirrored: stage 0 of 2x2 tiles on ranks 4 to 1, ...`."""
-    stages = []
-    for number, stage in enumerate(pipe.stages):
-        cut = f" of {stage.grid} tiles" if stage.grid.tiles > 1 else ""
-        stages.append(f"stage {number}{cut} on {format_ranks(stage.ranks)}")
-    return f"replica {pipe.replica}{', mirrored' * pipe.direction}: {', '.join(stages)}"
+        middle, size = (left + width / 2, upper + height / 2), 9 if height > 0.2 else 7
+        write_first_fit(axes, *middle, [f"rank {rank}", str(rank)], width * axes.figure.dpi, fontsize=size)
+    for (left, width), (right, _) in pairwise(sheet.columns):
+        ends = (right, top + sheet.copy_in / 2), (left + width, top + sheet.copy_in / 2)
+        axes.annotate("", *ends, arrowprops=ARROW)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from engines.errors import PlanError
 from engines.formatting import format_bytes, format_number, format_percent
@@ -16,8 +16,17 @@ from engines.predict.parallelism import describe_plan
 from engines.predict.sizes import Limit
 from engines.predict.studies import Capabilities, Scaling
 from engines.program.timeline import SHARES
-from mpi4dl_nb.draw.bars import BarStyle, Box, draw_boxes, draw_legend, draw_rows, draw_stacks
-from mpi4dl_nb.draw.figure import BLUE, INK, ORANGE, Drawing, format_rank_count, write_first_fit
+from mpi4dl_nb.draw.figure import (
+    BLUE,
+    INK,
+    ORANGE,
+    BarStyle,
+    Drawing,
+    draw_legend,
+    draw_stacks,
+    format_rank_count,
+    write_first_fit,
+)
 
 __all__ = ["show_capabilities", "show_limits", "show_scaling"]
 
@@ -73,30 +82,18 @@ def _draw_speeds(axes: Axes, named: Mapping[str, Scaling], grows: bool) -> None:
     axes.plot([], [], label="ideal: as much of each rank as of the first", **IDEAL)
     axes.set(xscale="log", yscale="log", xlabel="ranks")
     axes.set_ylabel("megapixels per second" if grows else "images per second")
-    shown = _choose_ticks(sorted({point.ranks for study in named.values() for point in study.points}))
-    axes.xaxis.set_major_locator(FixedLocator(shown))
-    # Counts of ranks are powers of 2, not of 10: without this, labels such as 2x10^0 stand between them.
-    axes.xaxis.set_minor_formatter(NullFormatter())
+    shown: list[int] = []
+    for count in sorted({point.ranks for study in named.values() for point in study.points}):
+        if not shown or count >= 1.5 * shown[-1]:  # else their labels would overlap on the logarithmic axis
+            shown.append(count)
+    # Counts of ranks are powers of 2, not of 10: with minor ticks, labels such as 2x10^0 stand between them.
+    axes.set_xticks(shown, [f"{count:,}" for count in shown])
     axes.set_xticks([], minor=True)
-    axes.set_xticklabels([f"{count:,}" for count in shown])
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(lambda value, _: format_number(value))
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.grid(color="#dddddd", linewidth=0.6)
     axes.legend(loc="lower right", fontsize=9, frameon=False)
-
-
-def _choose_ticks(counts: Sequence[int], factor: float = 1.5) -> list[int]:
-    """Return the counts whose labels have room on a logarithmic axis.
-
-    >>> _choose_ticks([4, 5, 8, 16])
-    [4, 8, 16]
-    """
-    found: list[int] = []
-    for count in counts:
-        if not found or count >= factor * found[-1]:
-            found.append(count)
-    return found
 
 
 def _draw_shares(axes: Axes, named: Mapping[str, Scaling]) -> None:
@@ -139,7 +136,6 @@ def show_limits(limits: Sequence[Limit], machine: str = "") -> Drawing:
         raise PlanError("There is no limit to show: give what largest_image() has found, of one plan or of several.")
     figure = Drawing(figsize=(11, 1.3 + 0.42 * len(limits)), layout="constrained")
     axes = figure.subplots()
-    draw_rows(axes, PIXELS, [(row, 0.0, float(each.size_px)) for row, each in enumerate(limits)])
     texts = []
     for each in limits:
         limit = format_bytes(each.rank_bytes)
@@ -148,15 +144,14 @@ def show_limits(limits: Sequence[Limit], machine: str = "") -> Drawing:
             texts.append(f"{each.size_px:,} px: {format_bytes(each.bytes)} of {limit}{more}")
         else:
             texts.append(f"none fits: {each.step_px} px need {format_bytes(each.next_bytes or 0)} of {limit}")
-    for row, (each, text) in enumerate(zip(limits, texts, strict=True)):
-        axes.text(each.size_px, row, f" {text}", va="center", fontsize=9, color=INK)
+    draw_stacks(axes, {"px": PIXELS}, [{"px": each.size_px} for each in limits], texts)
     names = [
         f"{describe_plan(each.plan)}, {format_rank_count(each.plan.ranks)}" if each.plan.ranks > 1 else "1 rank"
         for each in limits
     ]
     axes.set_yticks(range(len(limits)), names, fontsize=9)
     axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.set(xlim=(0, 1.45 * max(1, *(each.size_px for each in limits))), ylim=(len(limits) - 0.4, -0.6))
+    axes.set_xlim(0, 1.45 * max(1, *(each.size_px for each in limits)))
     axes.set_xlabel(f"pixels a side, in steps of {limits[0].step_px}")
     title = f"The largest square image that fits{f' on {machine}' * bool(machine)}, in batches of {limits[0].batch}"
     figure.suptitle(title, x=0.01, ha="left", fontsize=10)
@@ -178,7 +173,6 @@ FACES = {
 }
 """Blue for plans that fit, darker for faster ones; ochre, hatched, for plans that do not. Each cell has a text too."""
 FAST, HALF = 0.9, 0.5
-CENTRED: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 9, "linespacing": 1.3, "color": INK}
 
 
 def show_capabilities(found: Capabilities) -> Drawing:
@@ -218,21 +212,19 @@ def show_capabilities(found: Capabilities) -> Drawing:
         each.tick_params(length=0)
         each.spines[:].set_visible(False)
     figure.freeze_layout()  # the width of a cell on the screen decides which text fits into it
-    frames: list[Box] = []
     for column, size in enumerate(sizes):
         for row, kind in enumerate(kinds):
             look, forms = _describe_verdict(found.get_verdict(kind, size))
-            box = (column, row, 1, 1)
-            hatch = "////" if look == "large" else None
-            draw_boxes(axes, [box], facecolor=FACES[look], edgecolor="white", linewidth=0, hatch=hatch)
-            draw_boxes(axes, [box], fill=False, edgecolor=INK, linewidth=0.6, clip_on=False)
-            style = CENTRED | {"weight": "bold" if look == "fastest" else "normal"}
+            hatch, best = "////" if look == "large" else None, look == "fastest"
+            # A hatch has the colour of the edge, so that the outline is a patch of its own. Frames are on top.
+            face = {"facecolor": FACES[look], "edgecolor": "white", "linewidth": 0, "hatch": hatch}
+            line = {"fill": False, "linewidth": 2.4 if best else 0.6, "zorder": 2 if best else 1.5, "clip_on": False}
+            for style in (face, line):
+                axes.add_patch(Rectangle((column, row), 1, 1, **{"edgecolor": INK} | style))
+            style = {"fontsize": 9, "linespacing": 1.3, "weight": "bold" if best else "normal"}
             if hatch:  # the text is on plain ground, since it is illegible on the hatch
                 style["bbox"] = {"facecolor": FACES[look], "edgecolor": "none", "pad": 2}
             write_first_fit(axes, column + 0.5, row + 0.5, forms, axes.bbox.width / len(sizes), **style)
-            frames += [box] * (look == "fastest")
-    # Last, so that the lines of the neighbours are below the frames.
-    draw_boxes(axes, frames, fill=False, edgecolor=INK, linewidth=2.4, clip_on=False)
     figure.alt = f"{title}. {legend} " + " ".join(
         f"Images of {size:,} px: {explained.words}" for size, explained in found.by_size.items()
     )

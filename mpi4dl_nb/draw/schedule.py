@@ -10,8 +10,18 @@ from matplotlib.axes import Axes
 
 from engines.errors import PlanError
 from engines.program.schedule import ActionKind, PipelineAction, Schedule
-from mpi4dl_nb.draw.bars import BarStyle, draw_bars, draw_legend, draw_row_frame, get_row_layout
-from mpi4dl_nb.draw.figure import CASING, INK, Drawing, write_first_fit
+from mpi4dl_nb.draw.figure import (
+    CASING,
+    INK,
+    BarStyle,
+    Box,
+    Drawing,
+    draw_boxes,
+    draw_legend,
+    draw_row_frame,
+    get_row_layout,
+    write_first_fit,
+)
 
 __all__ = ["draw_slots", "label_slots", "show_schedule"]
 
@@ -69,14 +79,15 @@ def draw_slots(axes: Axes, schedule: Schedule) -> list[BarStyle]:
     """Draw every slot and return the styles that occur, in the order of the legend."""
     met: set[BarStyle] = set()
     for rank, lane in enumerate(schedule.lanes):
-        spans: dict[BarStyle, list[tuple[float, float]]] = defaultdict(list)
+        bars: dict[BarStyle, list[Box]] = defaultdict(list)
         for slot in lane:
-            spans[LOOKS[slot.work.kind, slot.work.direction > 0]].append((slot.start, slot.stop))
-        for look, bars in spans.items():
-            draw_bars(axes, rank, look, bars, rank + TOP, HIGH)
+            look = LOOKS[slot.work.kind, slot.work.direction > 0]
+            bars[look].append((slot.start, rank + TOP, slot.stop - slot.start, HIGH))
+        for look, boxes in bars.items():
+            draw_boxes(axes, boxes, **look.patch | {"linewidth": 0, "label": look.name})
         # Slots of one style are one patch without an outline. A line at each start separates those that touch.
         axes.vlines([slot.start for slot in lane], rank + TOP, rank + TOP + HIGH, color=INK, linewidth=0.6)
-        met.update(spans)
+        met.update(bars)
     return [look for look in LOOKS.values() if look in met]
 
 

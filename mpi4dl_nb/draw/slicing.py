@@ -2,60 +2,69 @@
 
 from __future__ import annotations
 
+import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from matplotlib.axes import Axes
 from matplotlib.legend_handler import HandlerTuple
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+from matplotlib.text import Text
 from torch import nn
 
 from engines.errors import PlanError
+from engines.formatting import format_bytes
 from engines.graph.model_graph import ModelGraph
 from engines.images.picture import Picture, Source, open_image
 from engines.plan import Plan
-from engines.program.receptive import ReceptiveField, ReceptiveFields
+from engines.program.receptive import ReceptiveField
 from engines.spatial.layout import StageRanks
 from engines.spatial.tiles import Tile
 from engines.train.training import Recipe
-from mpi4dl_nb.draw.figure import INK, Drawing, FigurePanels, format_bytes, format_rank_count, format_size, make_panels
+from mpi4dl_nb.draw.figure import INK, Drawing, format_rank_count, format_size
 from mpi4dl_nb.draw.halo_points import (
+    HaloLayers,
     HaloPoint,
-    find_layer_points,
     find_point,
     find_spatial_stages,
     get_stage_ranks,
     make_picture_point,
     resolve_graph,
 )
-from mpi4dl_nb.draw.navigation import choose_seam, get_pixel_at, make_square
-from mpi4dl_nb.draw.raster_cache import UP_TO_PX, RasterCache, format_values
+from mpi4dl_nb.draw.navigation import RasterCache, choose_seam, get_pixel_at, make_square
 from mpi4dl_nb.draw.tilemap import (
     COMPUTED,
+    FIELD,
     HALO,
     LOOKS,
     OTHER_HALO,
+    draw_field,
     draw_halo_arrows,
     draw_halos,
     draw_picture,
     draw_tiles,
+    draw_zoom,
     get_screen_box,
+    label_owners,
     label_tiles,
+    mark_zoom,
 )
-from mpi4dl_nb.draw.zoom import FIELD, choose_zoom_view, describe_field, draw_field, draw_zoom, label_owners, mark_zoom
 
 __all__ = [
     "LayerView",
+    "describe_field",
     "describe_region",
     "describe_tile",
     "describe_tiling",
     "describe_values",
     "draw_slicing",
-    "draw_tiles_only",
     "format_title",
     "has_values",
     "show_slicing",
-    "truncate_lines",
 ]
+
+UP_TO_PX = 12  # across a view whose values are written; three numbers would be illegible in smaller cells
 
 # Captions of the drawings of a tiling, in words and numbers.
 
@@ -101,16 +110,13 @@ def describe_region(point: HaloPoint, rank: int, place: Tile) -> list[str]:
     lent = sum((move.tile & place).pixels for move in point.find_halo(rank))
     own = (point.tiles[rank] & place).pixels
     verb = "computed twice" if point.computed else "borrowed"
-    shown = (
-        f"Shown: rows {rows.start} to {rows.stop - 1}, columns {cols.start} to {cols.stop - 1}. "
-        f"{own} px are its own, {lent} {verb}, {place.pixels - own - lent} not needed"
-    )
-    words = [shown]
+    there = f"rows {rows.start} to {rows.stop - 1}, columns {cols.start} to {cols.stop - 1}"
+    words = [f"Shown: {there}. {own} px are its own, {lent} {verb}, {place.pixels - own - lent} not needed"]
     # Only the image itself is at hand here. The values of inner layers exist on the ranks, during a step.
     if has_values(point, place):
-        return [*words, "In each pixel: the picture's red, green, blue (0 to 255)"]
-    if max(place.shape) <= UP_TO_PX:
-        return [*words, "Colours are the picture's there: this layer's own values are on the ranks only"]
+        words.append("In each pixel: the picture's red, green, blue (0 to 255)")
+    elif max(place.shape) <= UP_TO_PX:
+        words.append("Colours are the picture's there: this layer's own values are on the ranks only")
     return words
 
 
@@ -119,21 +125,92 @@ def has_values(point: HaloPoint, place: Tile) -> bool:
     return point.reads_image and max(place.shape) <= UP_TO_PX
 
 
+def describe_field(point: HaloPoint, field: ReceptiveField, picture_px: tuple[int, int]) -> str:
+    """Describe the receptive field of an output pixel, and its share on each tile."""
+    image, (row, col) = field.image, field.pixel
+    if not image:
+        return f"Output pixel ({row}, {col}) sees nothing of the picture"
+    tiles = zip(point.ranks.ranks, point.ranks.grid.cut(*picture_px), strict=True)
+    parts = {rank: (tile & image).pixels for rank, tile in tiles if tile & image}
+    share = ", ".join(f"tile {point.numbers[rank]} {count / image.pixels:.0%}" for rank, count in parts.items())
+    rows, cols = image.rows, image.cols
+    return (
+        f"Output pixel ({row}, {col}) of this layer sees {format_size(image.shape)} px of the picture (dotted): "
+        f"rows {rows.start} to {rows.stop - 1}, columns {cols.start} to {cols.stop - 1}. They lie on {share}"
+    )
+
+
 def describe_values(rasters: RasterCache, point: HaloPoint, place: Tile) -> str:
-    told = "; ".join(format_values(rasters.render_region(point.size_px, place), place))
-    return f"Pixel values (red green blue) from column {place.cols.start} on: {told}"
+    """Return red, green and blue of the pixels of a place, row by row."""
+    rows = [
+        f"row {number}: {', '.join(' '.join(map(str, pixel)) for pixel in row)}"
+        for number, row in enumerate(rasters.render_region(point.size_px, place), start=place.rows.start)
+    ]
+    return f"Pixel values (red green blue) from column {place.cols.start} on: {'; '.join(rows)}"
 
 
-def truncate_lines(count: int, lines: list[str]) -> list[str]:
+def _truncate_lines(lines: list[str]) -> list[str]:
+    most = 8
+    return lines if len(lines) <= most else [*lines[:most], f"... and {len(lines) - most} more"]
+
+
+# Panels at computed positions, since the room of a panel on the screen decides how it is labelled.
+
+
+WIDTH_IN, LEFT_IN, TOP_IN = 11.0, 0.75, 0.9
+MAIN_IN, TALLEST_IN = 5.6, 7.6  # of the large panel
+BESIDE_IN, SIDE_LEFT_IN, SIDE_IN = 7.0, 7.5, 2.9  # left edges of words and small panel; its longer side
+BELOW_IN = 0.95  # below the large panel: ticks, label, legend
+UNDER_SIDE_IN, LINE_IN = 0.7, 0.167
+LEGEND_IN = 0.45
+LINE = 59  # characters in a line of the words
+
+
+def _make_panels(
+    main: tuple[int, int], side: tuple[int, int] | None, title: str, words: Sequence[str]
+) -> tuple[Drawing, Axes, Axes | None, Text]:
+    """Create a large panel and a small one with the aspect ratios of `main` and `side` (rows, columns), and the words.
+
+    Return the figure, the panels and the words.
     """
-    >>> truncate_lines(2, ["a", "b", "c", "d"])
-    ['a', 'b', '... and 2 more']
-    """
-    return lines if len(lines) <= count else [*lines[:count], f"... and {len(lines) - count} more"]
+    #     LEFT_IN                     SIDE_LEFT_IN
+    #     |title                      |
+    #     |+--------------------+     |+-----------+   TOP_IN
+    #     ||                    |     ||   side    |
+    #     ||        main        |     |+-----------+
+    #     ||                    |     UNDER_SIDE_IN: its ticks and label
+    #     |+--------------------+     words (BESIDE_IN)
+    #     BELOW_IN: ticks, label, legend of the figure
+    #
+    # The figure is as high as the higher one of its two columns.
+    main_in, side_in = _fit_sides(main, MAIN_IN, TALLEST_IN), _fit_sides(side or (0, 1), SIDE_IN, SIDE_IN)
+    text, beside = _wrap_lines(words), side_in[0] + UNDER_SIDE_IN * bool(side)
+    below = max(main_in[0] + BELOW_IN, beside + LINE_IN * (1 + text.count("\n")) + LEGEND_IN)
+    high = TOP_IN + below
+    figure = Drawing(figsize=(WIDTH_IN, high))
+
+    def add_axes(left: float, size: tuple[float, float], name: str) -> Axes:
+        bottom = 1 - (TOP_IN + size[0]) / high
+        return figure.add_axes((left / WIDTH_IN, bottom, size[1] / WIDTH_IN, size[0] / high), label=name)
+
+    large = add_axes(LEFT_IN, main_in, "main")
+    small = add_axes(SIDE_LEFT_IN, side_in, "side") if side else None
+    figure.text(LEFT_IN / WIDTH_IN, 1 - 0.14 / high, title, va="top", fontsize=10, color=INK)
+    top = 1 - (TOP_IN + beside) / high
+    return figure, large, small, figure.text(BESIDE_IN / WIDTH_IN, top, text, va="top", fontsize=9, color=INK)
+
+
+def _wrap_lines(lines: Sequence[str]) -> str:
+    return "\n".join(textwrap.fill(line, LINE, subsequent_indent="   ") for line in lines)
+
+
+def _fit_sides(shape: tuple[int, int], width: float, height: float) -> tuple[float, float]:
+    """Return the largest (height, width) with the aspect ratio of `shape` that fits into `width` and `height`."""
+    scale = min(width / shape[1], height / max(1, shape[0]))
+    return shape[0] * scale, shape[1] * scale
 
 
 VISIBLE_PX = 6  # of the screen; a thinner halo is drawn in the zoomed panel only
-MOST_LINES = 8  # of the list of sources
 OUTLINE_GAP = 0.005  # fraction of the picture's longer side
 
 
@@ -183,43 +260,42 @@ def show_slicing(
         if layer is not None or receptive is not None:
             raise PlanError("layer and receptive are those of a model. Give the model too, or leave them out.")
         point = make_picture_point(rasters.picture, plan, find_spatial_stages(plan)[0] if stage is None else stage)
-        if zoom is None:
-            return draw_tiles_only(rasters, point, tile)
         return draw_slicing(rasters, point, tile, LayerView(zoom, at))
     if stage is not None:
         get_stage_ranks(plan, stage)
-    graph = resolve_graph(model, rasters.picture, plan)
-    point = find_point(find_layer_points(graph, plan, stage), layer)
-    field = ReceptiveFields(graph).compute_field(point.readers[0].name, *receptive) if receptive else None
+    layers = HaloLayers(resolve_graph(model, rasters.picture, plan), plan)
+    point = find_point(layers.find_points(stage, plan.fused_layers if plan.halo_d2 else None), layer)
+    field = layers.compute_field(point, *receptive) if receptive else None
     return draw_slicing(rasters, point, tile, LayerView(zoom, at, field))
 
 
-def draw_tiles_only(picture: Picture | RasterCache, point: HaloPoint, tile: int | None = None) -> Drawing:
+def _draw_tiles_only(rasters: RasterCache, point: HaloPoint, tile: int | None) -> Drawing:
     """Draw the picture in tiles, with a thicker outline around `tile` if given."""
-    rasters, tiles = RasterCache.of(picture), point.tiles
+    tiles, title = point.tiles, describe_tiling(rasters.picture, point.ranks)
     chosen = None if tile is None else _resolve_rank(point, tile)
     told = [f"tile {point.numbers[rank]}, rank {rank}: {format_size(tile.shape)} px" for rank, tile in tiles.items()]
     chosen_words = [] if chosen is None else [f"Chosen: {told[point.numbers[chosen]]}"]
-    words = [*chosen_words, *truncate_lines(MOST_LINES, told)]
-    panels = make_panels(rasters.picture.shape(), None, words)
-    draw_picture(panels.main, rasters, point.size_px)
-    draw_tiles(panels.main, point.ranks, tiles, OUTLINE_GAP * max(point.size_px), chosen)
-    title = panels.draw_title(describe_tiling(rasters.picture, point.ranks))
+    figure, main, *_ = _make_panels(rasters.picture.shape(), None, title, [*chosen_words, *_truncate_lines(told)])
+    draw_picture(main, rasters, point.size_px)
+    draw_tiles(main, point.ranks, tiles, OUTLINE_GAP * max(point.size_px), chosen)
     # No tile is right of or below the last one, so that all labels are in the upper left corners.
-    label_tiles(panels.main, point.numbers, tiles, centre=tiles[point.ranks.ranks[-1]])
-    panels.draw_lines(words)
-    panels.figure.alt = ". ".join([f"{title}: {'; '.join(told)}", *chosen_words]) + "."
-    return panels.figure
+    label_tiles(main, point.numbers, tiles, centre=tiles[point.ranks.ranks[-1]])
+    figure.alt = ". ".join([f"{title}: {'; '.join(told)}", *chosen_words]) + "."
+    return figure
 
 
 def draw_slicing(
-    picture: Picture | RasterCache, point: HaloPoint, tile: int | None = None, view: LayerView | None = None
+    rasters: RasterCache, point: HaloPoint, tile: int | None = None, view: LayerView = LayerView()
 ) -> Drawing:
     """Draw the figure of `show_slicing` for one compiled layer, for callers that draw many."""
-    rasters, rank, view = RasterCache.of(picture), _resolve_rank(point, tile), view or LayerView()
-    whole, pieces = view.zoom is None, [point.describe_move(move) for move in point.get_receives(rank)]
-    if whole:
-        place = choose_zoom_view(point, rank)
+    whole = view.zoom is None
+    if whole and not point.readers:
+        return _draw_tiles_only(rasters, point, tile)
+    rank = _resolve_rank(point, tile)
+    pieces = [point.describe_move(move) for move in point.get_receives(rank)]
+    if whole:  # the place in the small panel: around a corner where the tile borrows, or around a seam
+        side = 10 + 6 * max(point.compute_widths(rank).values())
+        place = make_square(choose_seam(point, rank), side, point.size_px)
     elif view.zoom < 1:
         raise PlanError(f"zoom={view.zoom} is how many pixels are shown across: use 1 or more, or None for all.")
     else:
@@ -229,27 +305,26 @@ def draw_slicing(
     lends = bool(point.find_halo(rank))
     beside = rasters.picture.shape() if not whole else place.shape if lends else None
     told = [*describe_tile(point, rank), *([] if whole else describe_region(point, rank, place))]
-    told += describe_field(point, view.field, rasters.picture.shape()) if view.field else []
+    told += [describe_field(point, view.field, rasters.picture.shape())] if view.field else []
     told += view.remarks
-    words = [*told, *truncate_lines(MOST_LINES, pieces)]
-    panels = make_panels(rasters.picture.shape() if whole else place.shape, beside, words)
-    title = panels.draw_title(format_title(rasters.picture, point))
-    # Arrows with labels tell the sources on the picture; without them the list is written beside it.
-    draw = _draw_whole if whole else _draw_close
-    labelled = draw(panels, rasters, point, rank, place)
-    for axes in (panels.main, panels.side):
+    title, size = format_title(rasters.picture, point), rasters.picture.shape() if whole else place.shape
+    figure, main, side, words = _make_panels(size, beside, title, [*told, *_truncate_lines(pieces)])
+    if whole and _draw_whole(main, side, rasters, point, rank, place):
+        words.set_text(_wrap_lines(told))  # arrows with labels tell the sources on the picture instead of the list
+    if not whole:
+        _draw_close(main, side, rasters, point, rank, place)
+    for axes in (main, side):
         if axes and view.field:
             draw_field(axes, point, view.field, rasters.picture.shape())
-    _draw_legend(panels, point, rank, view.field is not None)
-    panels.draw_lines(told if labelled else words)
+    _draw_legend(figure, point, rank, view.field is not None)
     values = [] if whole or not has_values(point, place) else [describe_values(rasters, point, place)]
-    panels.figure.alt = ". ".join([title.replace("\n", ": "), *told, "; ".join(pieces), *values])
-    return panels.figure
+    figure.alt = ". ".join([title.replace("\n", ": "), *told, "; ".join(pieces), *values])
+    return figure
 
 
-def _draw_whole(panels: FigurePanels, rasters: RasterCache, point: HaloPoint, rank: int, place: Tile) -> bool:
+def _draw_whole(main: Axes, side: Axes | None, rasters: RasterCache, point: HaloPoint, rank: int, place: Tile) -> bool:
     """Draw the whole layer large and a seam of it small. Return whether the arrows could be labelled."""
-    main, tiles, avoid = panels.main, point.tiles, []
+    tiles, avoid = point.tiles, []
     draw_picture(main, rasters, point.size_px, unit="px of this layer")
     draw_tiles(main, point.ranks, tiles, OUTLINE_GAP * max(point.size_px), rank)
     for owner in tiles:
@@ -258,9 +333,9 @@ def _draw_whole(panels: FigurePanels, rasters: RasterCache, point: HaloPoint, ra
         for pieces, look in ((point.get_receives(owner), HALO if mine else OTHER_HALO), (redundant, COMPUTED)):
             visible = [move for move in pieces if min(*get_screen_box(main, move.tile).size) >= VISIBLE_PX]
             draw_halos(main, point.ranks, visible, look)
-    if panels.side:
-        draw_zoom(panels.side, rasters, point, rank, place)
-        label_owners(panels.side, point, rank, place)
+    if side:
+        draw_zoom(side, rasters, point, rank, place)
+        label_owners(side, point, rank, place)
         avoid = mark_zoom(main, place)
     # Labels avoid the frame of the zoomed place, which is therefore drawn first. If the arrows are labelled, the chosen
     # tile has a label already, with what it borrows.
@@ -270,18 +345,16 @@ def _draw_whole(panels: FigurePanels, rasters: RasterCache, point: HaloPoint, ra
     return bool(lettered)
 
 
-def _draw_close(panels: FigurePanels, rasters: RasterCache, point: HaloPoint, rank: int, place: Tile) -> bool:
-    """Draw a region large, and its position in the layer small. Return False: no arrow is labelled."""
+def _draw_close(main: Axes, side: Axes, rasters: RasterCache, point: HaloPoint, rank: int, place: Tile) -> None:
+    """Draw a region large, and its position in the layer small."""
     values = has_values(point, place)
-    draw_zoom(panels.main, rasters, point, rank, place, values)
+    draw_zoom(main, rasters, point, rank, place, values)
     if not values:
-        label_owners(panels.main, point, rank, place)
-    if panels.side:
-        draw_picture(panels.side, rasters, point.size_px)
-        panels.side.set(xlabel="the place in this layer, px", ylabel="")
-        draw_tiles(panels.side, point.ranks, point.tiles, OUTLINE_GAP * max(point.size_px), rank)
-        mark_zoom(panels.side, place)
-    return False
+        label_owners(main, point, rank, place)
+    draw_picture(side, rasters, point.size_px)
+    side.set(xlabel="the place in this layer, px", ylabel="")
+    draw_tiles(side, point.ranks, point.tiles, OUTLINE_GAP * max(point.size_px), rank)
+    mark_zoom(side, place)
 
 
 def _resolve_rank(point: HaloPoint, tile: int | None) -> int:
@@ -294,7 +367,7 @@ def _resolve_rank(point: HaloPoint, tile: int | None) -> int:
     return ranks[tile]
 
 
-def _draw_legend(panels: FigurePanels, point: HaloPoint, rank: int, with_field: bool) -> None:
+def _draw_legend(figure: Drawing, point: HaloPoint, rank: int, with_field: bool) -> None:
     outlines = tuple(Line2D([], [], color=tint, linestyle=line, linewidth=2.5) for tint, line in LOOKS)
     # A look that alternates from tile to tile has an entry with a handle for each of its colours, side by side.
     entries: dict[str, object] = {"what a rank owns": outlines}
@@ -304,13 +377,13 @@ def _draw_legend(panels: FigurePanels, point: HaloPoint, rank: int, with_field: 
     ):
         if pieces:
             entries[name] = tuple(Patch(edgecolor=tint, **look) for tint, _ in LOOKS)
-    if panels.side and len(entries) > 1:
+    if len(figure.axes) > 1 and len(entries) > 1:
         entries["whitened: not needed by this tile"] = Patch(facecolor="white", edgecolor="#bbbbbb")
     # Whether the halos of others are wide enough to be drawn depends on the screen: the figure itself tells.
-    if any(patch.get_hatch() == OTHER_HALO["hatch"] for patch in panels.main.patches):
+    if any(patch.get_hatch() == OTHER_HALO["hatch"] for patch in figure.axes[0].patches):
         entries["halos of the other tiles"] = Patch(**OTHER_HALO | {"linewidth": 0.5})
     if with_field:
         entries["receptive field"] = Patch(edgecolor=INK, linewidth=1.6, **FIELD)
     together = {tuple: HandlerTuple(ndivide=None)}
     look = {"loc": "lower left", "ncols": len(entries), "frameon": False, "fontsize": 9, "borderaxespad": 0.2}
-    panels.figure.legend(entries.values(), entries.keys(), handler_map=together, **look)
+    figure.legend(entries.values(), entries.keys(), handler_map=together, **look)

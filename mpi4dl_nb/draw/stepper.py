@@ -5,22 +5,31 @@ Positions on the page are in inches from its upper left corner, so that no layou
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import Normalize
+from matplotlib.patches import Rectangle
+from numpy.typing import NDArray
 
+from engines.formatting import format_bytes
 from engines.program.schedule import Schedule
 from engines.program.steps import StepLabel
-from mpi4dl_nb.draw.bars import MANY
-from mpi4dl_nb.draw.figure import INK, ORANGE, Drawing, format_bytes, format_ranks
-from mpi4dl_nb.draw.rank_panels import FigureBox, describe_message, describe_panels, draw_message, draw_panels
+from engines.spatial.tiles import Span, Tile
+from mpi4dl_nb.draw.figure import INK, MANY, ORANGE, Drawing, format_ranks, format_size
 from mpi4dl_nb.draw.schedule import draw_slots, label_slots
-from mpi4dl_nb.training.step_events import RankEvent, StepEvent, StepView
+from mpi4dl_nb.draw.tilemap import HALO
+from mpi4dl_nb.training.step_events import PanelGroup, RankEvent, RankPanel, StepEvent, StepView, Transfer
 
 if TYPE_CHECKING:
     from mpi4dl_nb.training.step_debugger import StepDebugger
 
 __all__ = ["draw_step", "format_step_label", "show_step"]
+
+FigureBox = tuple[float, float, float, float]
+"""(left, bottom, width, height) in the figure's own coordinates."""
 
 WIDE_IN, MARGIN_IN, LANDING_IN = 10.5, 0.15, 7.0
 COLUMNS = (
@@ -60,7 +69,7 @@ def show_step(
 
 def draw_step(view: StepView, focus: int = 0) -> Drawing:
     """Draw a `StepView`. `focus` is the index, among the last messages, of the one whose values are shown."""
-    ranks = view.event.ranks
+    ranks, focus = view.event.ranks, min(focus, len(view.landed) - 1)
     lane_in = 0.27 if len(ranks) <= MANY else 0.16
     lanes_in = lane_in * len(ranks)
     # The upper edges of the table, the panels and the schedule, and the height of the page, in inches from above.
@@ -73,26 +82,27 @@ def draw_step(view: StepView, focus: int = 0) -> Drawing:
     def place(left: float, top: float, wide: float, high: float) -> FigureBox:
         return left / WIDE_IN, 1 - (top + high) / high_in, wide / WIDE_IN, high / high_in
 
-    title = describe_event(view.event)
+    title = _describe_event(view.event)
     figure.text(MARGIN_IN / WIDE_IN, 1 - 0.12 / high_in, title, va="top", fontsize=11, weight="bold", color=INK)
     full_in = WIDE_IN - 2 * MARGIN_IN
     _draw_table(figure.add_axes(place(MARGIN_IN, table_top, full_in, ROW_IN * (len(ranks) + 1))), view)
     wide_in = LANDING_IN - 3 * MARGIN_IN if view.landed else full_in
-    draw_panels(figure, view, place(MARGIN_IN, panels_top, wide_in, PANELS_IN - 0.05), focus)
+    _draw_panels(figure, view, place(MARGIN_IN, panels_top, wide_in, PANELS_IN - 0.05), focus)
+    message = ""
     if view.landed:
         box = place(LANDING_IN, panels_top, WIDE_IN - LANDING_IN - MARGIN_IN, PANELS_IN - 0.05)
-        draw_message(figure, view, box, focus)
+        message = _draw_message(figure, view, box, focus)
     _draw_schedule(figure.add_axes(place(0.75, schedule_top, WIDE_IN - 0.95, lanes_in)), view)
     told = []
     for rank in ranks:
         did, coming = format_step_label(rank.did, NOTHING), _describe_next(rank, format_step_label(rank.next, DONE))
         memory = f"values {format_bytes(rank.activation_bytes)}, process {format_bytes(rank.process_bytes)}"
         told.append(f"Rank {rank.rank} ({rank.role}) did {did}; next {coming}; {memory}.")
-    figure.alt = " ".join((title, *told, *describe_panels(view), describe_message(view, focus))).strip()
+    figure.alt = " ".join((title, *told, *_describe_panels(view), message)).strip()
     return figure
 
 
-def describe_event(event: StepEvent) -> str:
+def _describe_event(event: StepEvent) -> str:
     """Describe the state of the whole step."""
     done = sum(event.places)
     if event.done:
@@ -158,3 +168,219 @@ def _draw_schedule(axes: Axes, view: StepView) -> None:
     legend = ", ".join(f"{HATCHES.get(look.hatch, look.hatch)}: {look.name}" for look in looks)
     title = f"{schedule.name}: which micro-batch of which pass; the upright bar is where a rank is. {legend}"
     axes.set_title(title, loc="left", fontsize=9, color=INK)
+
+
+# Panels of what each rank holds of a value, its own pixels and its halo, on a common colour scale.
+
+
+MAPS = {False: "cividis", True: "PuOr"}
+MOST = 12  # panels; with more, each would be too small
+BAR_SHARE, BAR_IN, GAP_IN = 0.2, 0.9, 0.42
+UNSHAPED = 1.4  # aspect ratio (width / height) of a panel without pixels
+
+
+def _draw_panels(figure: Drawing, view: StepView, box: FigureBox, focus: int) -> None:
+    """Draw the groups of ranks side by side. Within a group, tiles are arranged as in the image."""
+    groups = view.groups
+    left, bottom, width, height = box
+    if not groups:
+        reasons: dict[str, list[int]] = {}
+        for panel in view.panels:
+            reasons.setdefault(panel.why, []).append(panel.rank)
+        told = [f"{format_ranks(ranks)}: {why}" for why, ranks in reasons.items()]
+        if view.event.done:
+            told = ["The weights have moved. There are no images to show now: a restart begins another step."]
+        words = {"fontsize": 10, "color": INK, "ha": "center", "va": "center", "linespacing": 1.5}
+        figure.text(left + width / 2, bottom + height / 2, "\n".join(told), **words)
+        return
+    arranged: list[list[tuple[int, int]]] = []  # row and column of each panel
+    for group in groups:
+        owns = [panel.extent.own for panel in group.panels]
+        if None in owns or len(set(owns)) < len(owns):  # ranks share a tile: four to a row
+            arranged.append([divmod(index, 4) for index in range(len(owns))])
+            continue
+        rows, columns = sorted({own.rows.start for own in owns}), sorted({own.cols.start for own in owns})
+        arranged.append([(rows.index(own.rows.start), columns.index(own.cols.start)) for own in owns])
+    # A group is as wide as its columns of panels and its colour bar need. A single narrow group is not stretched over
+    # the page: it gets the share of one among 2.2 columns.
+    counts = [1 + max(column for _, column in places) + BAR_SHARE * 2 for places in arranged]
+    for group, places, count in zip(groups, arranged, counts, strict=True):
+        share = width * count / max(sum(counts), 2.2)
+        _draw_group(figure, view, group, places, (left, bottom, share, height), focus)
+        left += share
+
+
+def _draw_group(
+    figure: Drawing,
+    view: StepView,
+    group: PanelGroup,
+    places: Sequence[tuple[int, int]],
+    box: FigureBox,
+    focus: int,
+) -> None:
+    left, bottom, width, height = box
+    wide_in, high_in = figure.get_size_inches()
+    rows, columns = (1 + max(numbers) for numbers in zip(*places, strict=True))
+    figure.text(left, bottom + height, _describe_group(view, group, "\n"), fontsize=9, color=INK, va="bottom")
+    gap_x, gap_y = GAP_IN / wide_in, GAP_IN / high_in
+    cell_h = (height - 0.05 / high_in) / rows
+    # A panel wider than the pixels in it would be partly empty, and the colour bar far from the last panel.
+    held = [panel.extent.held for panel in group.panels if _is_square(panel.extent.held)]
+    widest = max((tile.shape[1] / tile.shape[0] for tile in held), default=UNSHAPED)
+    room_in = (width * wide_in - BAR_IN) / columns
+    cell_w = min(room_in, (cell_h * high_in - GAP_IN) * widest + GAP_IN) / wide_in
+    drawn = None
+    for panel, (row, column) in zip(group.panels[:MOST], places, strict=False):
+        corner = left + column * cell_w + 0.6 * gap_x, bottom + (rows - 1 - row) * cell_h + 0.45 * gap_y
+        axes = figure.add_axes((*corner, cell_w - gap_x, cell_h - gap_y))
+        drawn = _draw_panel(axes, group, panel)
+        transfer = view.landed[focus][0] if view.landed else None
+        if transfer and panel.extent.axes is not None and panel.rank in (transfer.source, transfer.target):
+            _mark_message(axes, transfer, there=panel.rank == transfer.target)
+    bar = figure.add_axes(
+        (left + columns * cell_w + 0.05 / wide_in, bottom + 0.1 * height, 0.12 / wide_in, 0.8 * height)
+    )
+    ticks = figure.colorbar(drawn, cax=bar).ax
+    ticks.tick_params(labelsize=8)
+    ticks.yaxis.get_offset_text().set(fontsize=8, ha="left")
+
+
+def _is_square(held: Tile | None) -> bool:
+    """Return whether pixels are drawn as squares. Narrow strips, and values without pixels, fill their panel."""
+    return held is not None and max(held.shape) < 8 * min(held.shape)
+
+
+def _describe_group(view: StepView, group: PanelGroup, end: str = ", ") -> str:
+    """Return `gradient of relu_3 (blocks.0), 32 × 48 px, channel 0 of 16, image 0`, with `end` between its lines."""
+    extent, seen = group.panels[0].extent, group.panels[0].seen
+    what = f"{'gradient of ' * group.gradient}{group.name}"
+    if extent.axes is None:
+        return f"{what}{end}{' × '.join(map(str, seen.shape)) or 'a number'}"
+    means = f", means of {seen.block_px} × {seen.block_px} px" if seen.block_px > 1 else ""
+    channel = min(view.channel, seen.channels - 1)
+    where = f"channel {channel} of {seen.channels}, image {view.image}"
+    borrowed = any(panel.extent.held != panel.extent.own for panel in group.panels)
+    hatched = f"{end}hatched: not the rank's own pixels" * borrowed
+    return f"{what}{end}{format_size(extent.size_px)} px, {where}{means}{hatched}"
+
+
+def _draw_panel(axes: Axes, group: PanelGroup, panel: RankPanel) -> object:
+    low, high = group.span
+    held, own, pixels = panel.extent.held, panel.extent.own, panel.seen.pixels.numpy()
+    tile = held or Tile.whole(*pixels.shape)
+    cols, rows = tile.cols, tile.rows
+    extent = (cols.start, cols.stop, rows.stop, rows.start)
+    norm = Normalize(low, high if high > low else low + 1)
+    style = {"cmap": MAPS[group.gradient], "norm": norm, "interpolation": "nearest"}
+    image = axes.imshow(pixels, extent=extent, aspect="equal" if _is_square(held) else "auto", **style)
+    if own is not None and own != held:
+        #   +-------------------+
+        #   |   above           |   What the rank holds around its own tile is hatched: rows above and below over the
+        #   +------+-----+------+   whole width, then columns left and right beside the tile.
+        #   | left | own | right|
+        #   +------+-----+------+
+        inner = own.rows & rows
+        outside = (
+            Tile(Span(rows.start, inner.start), cols),
+            Tile(Span(inner.stop, rows.stop), cols),
+            Tile(inner, Span(cols.start, own.cols.start)),
+            Tile(inner, Span(own.cols.stop, cols.stop)),
+        )
+        for part in filter(None, outside):
+            axes.add_patch(Rectangle((part.cols.start, part.rows.start), *part.shape[::-1], **HALO))
+    axes.set_title(f"rank {panel.rank}", fontsize=9, pad=3, color=INK)
+    axes.set(xticks=[cols.start, cols.stop], yticks=[rows.start, rows.stop])
+    axes.tick_params(labelsize=7.5, length=2, pad=1)
+    # The numbers are aligned inwards, so that the two at a corner of the panel do not overlap.
+    for label, side in zip(axes.get_xticklabels(), ("left", "right"), strict=True):
+        label.set_horizontalalignment(side)
+    for label, side in zip(axes.get_yticklabels(), ("top", "bottom"), strict=True):
+        label.set_verticalalignment(side)
+    axes.set(xlim=(cols.start, cols.stop), ylim=(rows.stop, rows.start))
+    return image
+
+
+def _mark_message(axes: Axes, transfer: Transfer, there: bool) -> None:
+    """Frame the tile of a message on its target (`there`: solid) or on its source (dashed)."""
+    tile = transfer.move.tile
+    for width, colour in ((4.5, "white"), (2.2, ORANGE)):
+        frame = Rectangle((tile.cols.start, tile.rows.start), *tile.shape[::-1], fill=False, clip_on=False, zorder=9)
+        frame.set(linewidth=width, edgecolor=colour, linestyle="solid" if there or colour == "white" else (0, (2, 1)))
+        axes.add_patch(frame)
+    axes.set_title(f"→ rank {transfer.target}" if there else f"rank {transfer.source} →", fontsize=9, pad=3, color=INK)
+
+
+def _describe_panels(view: StepView) -> Iterator[str]:
+    """Yield a description of each group, with the range of its colours."""
+    for group in view.groups:
+        ranks = ", ".join(str(panel.rank) for panel in group.panels)
+        low, high = group.span
+        yield f"Shown of ranks {ranks}: {_describe_group(view, group)}, colours from {low:.4g} to {high:.4g}."
+
+
+# One message that has arrived: its values, and those of its destination before and after.
+
+
+LONG, DEEP = 5, 2
+"""Number of cells shown along a strip, and across it."""
+PAPER = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.85}
+NUMBER = {"ha": "center", "va": "center", "fontsize": 8, "color": INK, "bbox": PAPER}
+
+
+def _draw_message(figure: Drawing, view: StepView, box: FigureBox, focus: int) -> str:
+    """Draw the values before, those that arrived, and those after, cell by cell, and return them in words.
+
+    Of a long strip only the middle is shown. A vertical strip is transposed.
+    """
+    (transfer, landed), (left, bottom, width, height) = view.landed[focus], box
+    tile, where = transfer.move.tile, f"on rank {transfer.target}"
+    what = "gradients go home" if transfer.back else "pixels have moved"
+    size = f"{format_size(tile.shape)} px, {format_bytes(transfer.bytes)} with all channels and images"
+    head = f"message {focus + 1} of {len(view.landed)}: {what}\n{transfer}\n{size}"
+    figure.text(left, bottom + height, head, fontsize=9, color=INK, va="bottom")
+    names = [f"window {where} before: no values yet", "arrived", "after, in the window"]
+    if transfer.back:
+        names = [f"gradient {where} before", "arrived, to be added", "after"]
+    along, span = ("row", tile.rows) if len(tile.rows) > len(tile.cols) else ("column", tile.cols)
+    skipped = max(0, (len(span) - LONG) // 2)
+    strips: dict[str, NDArray[np.float64] | None] = {}
+    for name, tensor in zip(names, (landed.before, landed.arrived, landed.after), strict=True):
+        kept = tensor is not None and tensor.numel()
+        values = (tensor.T if along == "row" else tensor).numpy() if kept else None
+        strips[name] = values[:DEEP, skipped : skipped + LONG] if kept else None
+    known = {name: numbers for name, numbers in strips.items() if numbers is not None}
+    if known:
+        axes = figure.add_axes((left, bottom, width, height * 0.94))
+        _draw_strips(axes, strips, f"{along} ", span.start + skipped, MAPS[transfer.back])
+    else:
+        figure.text(left, bottom + height / 2, "its values are not kept here", fontsize=9, color=INK)
+    told = (f"{name}: {', '.join(f'{number:.4g}' for number in numbers[0])}" for name, numbers in known.items())
+    return f"{' '.join(head.split())}. From {along} {span.start + skipped * bool(known)} on: {'; '.join(told)}."
+
+
+def _draw_strips(
+    axes: Axes, strips: Mapping[str, NDArray[np.float64] | None], along: str, first: int, colours: str
+) -> None:
+    """Draw the strips below each other, with the indices of their cells from `first` on, on one scale."""
+    # One scale: a gradient that is added to another changes its colour visibly.
+    known = [numbers for numbers in strips.values() if numbers is not None]
+    low, high = min(float(n.min()) for n in known), max(float(n.max()) for n in known)
+    look = {"cmap": colours, "norm": Normalize(low, high if high > low else low + 1)}
+    deep, long = known[0].shape
+    axes.axis("off")
+    # Each strip has three units of height: its name, its rows of cells, and their indices with a gap.
+    for top, (name, numbers) in zip(range(0, 3 * len(strips), 3), strips.items(), strict=True):
+        axes.text(-0.5, top + 0.9, name, fontsize=8.5, va="bottom", color=INK)
+        if numbers is None:
+            axes.add_patch(Rectangle((-0.5, top + 1), long, 1, facecolor="white", hatch="xx", edgecolor="#999999"))
+            continue
+        axes.imshow(
+            numbers, extent=(-0.5, long - 0.5, top + 2, top + 1), aspect="auto", interpolation="nearest", **look
+        )
+        for (line, column), number in np.ndenumerate(numbers):
+            text = f"{number:.3g}" if not number or 1e-3 <= abs(number) < 1e4 else f"{number:.1e}"
+            axes.text(column, top + 1 + (line + 0.5) / deep, text, **NUMBER)
+        for at in range(long):
+            text = f"{'' if at else along}{first + at}"
+            axes.text(at, top + 2.1, text, ha="center", va="top", fontsize=7.5, color=INK)
+    axes.set(xlim=(-0.55, long - 0.45), ylim=(3 * len(strips) - 0.6, 0))

@@ -1,46 +1,47 @@
-"""The picture with outlined tiles, hatched halos, and arrows from the sources of a tile's halo to the tile.
+"""The picture with outlined tiles, hatched halos, arrows from the sources of a halo to its tile, and single pixels.
 
 Axes are in pixels of the layer that is shown. The picture is scaled to them, not the numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 from matplotlib.text import Text
+from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import Bbox
 
+from engines.formatting import format_bytes
 from engines.images.picture import Pixels
+from engines.program.receptive import ReceptiveField
 from engines.spatial.layout import StageRanks
 from engines.spatial.tiles import Move, Span, Tile
-from mpi4dl_nb.draw.figure import BLUE, CASING, INK, ORANGE, choose_ticks, format_bytes, get_panel_px
+from mpi4dl_nb.draw.figure import BLUE, CASING, INK, ORANGE, format_size
 from mpi4dl_nb.draw.halo_points import HaloPoint
-from mpi4dl_nb.draw.raster_cache import RasterCache
+from mpi4dl_nb.draw.navigation import RasterCache
 
 __all__ = [
     "COMPUTED",
+    "FIELD",
     "HALO",
     "LOOKS",
     "OTHER_HALO",
     "TileLabels",
-    "clamp_point",
-    "compute_middle",
-    "draw_arrow",
-    "draw_first_fit",
+    "draw_field",
     "draw_halo_arrows",
     "draw_halos",
-    "draw_label",
     "draw_picture",
     "draw_tiles",
+    "draw_zoom",
     "get_screen_box",
-    "get_text_box",
-    "get_tile_colour",
+    "label_owners",
     "label_tiles",
-    "show_raster",
+    "mark_zoom",
 ]
 
 # Texts on a picture: legible on any colour, inside the tile that they describe, and without overlap.
@@ -60,26 +61,23 @@ def draw_label(axes: Axes, x: float, y: float, text: str, **style: Any) -> Text:
 
 
 def draw_first_fit(
-    axes: Axes, tiles: Mapping[int, Tile], forms: Sequence[Callable[[], TileLabels]], avoid: Sequence[Bbox] = ()
+    axes: Axes, tiles: Mapping[int, Tile], forms: Iterable[TileLabels], avoid: Sequence[Bbox] = ()
 ) -> TileLabels:
-    """Label the tiles with the first of `forms` that fits, and return the labels; an empty mapping if none fits.
+    """Keep the first of `forms` that fits into the tiles, and return the labels; an empty mapping if none fits.
 
-    `avoid` are boxes on the screen that stay free, in addition to existing texts. The layout of the figure must be
-    final.
+    Each form is drawn when `forms` is advanced. `avoid` are boxes on the screen that stay free, in addition to existing
+    texts. The layout of the figure must be final.
     """
     # Texts have sizes in points and tiles have sizes in data units: only boxes on the screen can be compared. A form is
     # drawn, measured and, if a single label does not fit, removed again, as all tiles have labels of the same form.
-    taken = [*avoid, *(get_text_box(text) for text in axes.texts if text.get_text())]
-    for form in forms:
-        lettered = form()
-        boxes = {rank: get_text_box(text) for rank, text in lettered.items()}
+    for lettered in forms:
+        boxes = {text: text.get_window_extent().padded(PAD_PX) for text in axes.texts if text.get_text()}
         inside = all(
             get_screen_box(axes, tiles[rank]).fully_contains(*corner)
-            for rank, box in boxes.items()
-            for corner in (box.min, box.max)
+            for rank, text in lettered.items()
+            for corner in (boxes[text].min, boxes[text].max)
         )
-        pairs = combinations([*boxes.values(), *taken], 2)
-        if inside and not any(one.overlaps(other) for one, other in pairs):
+        if inside and not any(one.overlaps(other) for one, other in combinations([*boxes.values(), *avoid], 2)):
             return lettered
         for text in lettered.values():
             text.remove()
@@ -90,11 +88,6 @@ def get_screen_box(axes: Axes, tile: Tile) -> Bbox:
     """Return the box on the screen of a rectangle in data coordinates."""
     corners = [(tile.cols.start, tile.rows.stop), (tile.cols.stop, tile.rows.start)]
     return Bbox(axes.transData.transform(corners))
-
-
-def get_text_box(text: Text) -> Bbox:
-    """Return the box of a text on the screen, with its white box."""
-    return text.get_window_extent().padded(PAD_PX)
 
 
 # Levels (zorder): 0 the picture, 3 halos of other tiles, 4 outlines of tiles, 5 the chosen tile's halo, 6 its outline,
@@ -109,17 +102,17 @@ TAGS = (("tile {tile}, rank {rank}", 9), ("tile {tile}\nrank {rank}", 8), ("r{ra
 def draw_picture(axes: Axes, rasters: RasterCache, size_px: tuple[int, int], unit: str = "px") -> None:
     """Draw the whole picture in a layer's pixel coordinates."""
     height, width = size_px
-    axes.set(xlim=(0, width), ylim=(height, 0), xticks=choose_ticks(0, width), yticks=choose_ticks(0, height))
-    show_raster(axes, rasters.render_whole(get_panel_px(axes)), Tile.whole(height, width))
+    _show_pixels(axes, rasters.whole, Tile.whole(height, width))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10], integer=True))
     axes.set_xlabel(f"column, {unit}", fontsize=9)
     axes.set_ylabel(f"row, {unit}", fontsize=9)
     axes.tick_params(labelsize=9)
 
 
-def show_raster(axes: Axes, raster: Pixels, tile: Tile, level: float = 0) -> None:
-    """Draw an image at screen resolution, so that Matplotlib need not rescale it in each redraw."""
+def _show_pixels(axes: Axes, pixels: Pixels, tile: Tile) -> None:
     extent = (tile.cols.start, tile.cols.stop, tile.rows.stop, tile.rows.start)
-    axes.imshow(raster, extent=extent, aspect="auto", interpolation="nearest", zorder=level)
+    axes.imshow(pixels, extent=extent, aspect="auto")
 
 
 def draw_tiles(axes: Axes, ranks: StageRanks, tiles: Mapping[int, Tile], gap: float, chosen: int | None = None) -> None:
@@ -155,7 +148,7 @@ def label_tiles(
             lettered[rank] = axes.annotate(text, corner, inwards, textcoords="offset points", **aligned, **style)
         return lettered
 
-    return draw_first_fit(axes, tiles, [lambda form=form: draw_tile_labels(*form) for form in TAGS], avoid)
+    return draw_first_fit(axes, tiles, (draw_tile_labels(*form) for form in TAGS), avoid)
 
 
 def draw_halos(axes: Axes, ranks: StageRanks, pieces: Iterable[Move], look: Mapping[str, Any] = HALO) -> None:
@@ -183,14 +176,13 @@ def draw_halo_arrows(axes: Axes, point: HaloPoint, rank: int, avoid: Sequence[Bb
     total = format_bytes(point.count_bytes(pieces)) if pieces else "nothing"
     texts[rank] = f"tile {point.numbers[rank]}, rank {rank}\nborrows {total}"
 
-    def draw_labels() -> TileLabels:
-        return {owner: draw_label(axes, *compute_middle(tiles[owner]), text) for owner, text in texts.items()}
-
-    lettered = draw_first_fit(axes, tiles, [draw_labels], avoid)
+    labels = {owner: draw_label(axes, *compute_middle(tiles[owner]), text) for owner, text in texts.items()}
+    lettered = draw_first_fit(axes, tiles, [labels], avoid)
     depth = 0.09 * min(tiles[rank].shape)  # an arrow ends just inside the tile, where it is nearest to the piece
     inner = Tile(*(Span(span.start + depth, span.stop - depth) for span in (tiles[rank].rows, tiles[rank].cols)))
     for move in pieces:
-        tip = clamp_point(compute_middle(move.tile), inner)
+        x, y = compute_middle(move.tile)
+        tip = np.clip(x, inner.cols.start, inner.cols.stop), np.clip(y, inner.rows.start, inner.rows.stop)
         draw_arrow(axes, compute_middle(tiles[move.source]), tip, lettered.get(move.source))
     return lettered
 
@@ -211,7 +203,134 @@ def compute_middle(tile: Tile) -> tuple[float, float]:
     return (tile.cols.start + tile.cols.stop) / 2, (tile.rows.start + tile.rows.stop) / 2
 
 
-def clamp_point(point: tuple[float, float], tile: Tile) -> tuple[float, float]:
-    """Return the point of a rectangle that is nearest to (x, y)."""
-    x, y = point
-    return min(max(x, tile.cols.start), tile.cols.stop), min(max(y, tile.rows.start), tile.rows.stop)
+# Close view of a seam, in which single pixels are visible: owned, borrowed, and not needed.
+
+
+SMALLEST_FRAME_PT, LARGE_FRAME_PT = 13, 36
+GRID_UP_TO_PX = 60  # grid lines between more pixels would hide them
+VEIL = 165  # of 255: opacity of the white over pixels that are not needed
+SMALLEST_FONT_PX, LARGEST_FONT_PX = 7, 17
+DARK = 3 * 120  # sum of red, green and blue; dark text is hard to read on less
+PAPER = {"boxstyle": "round,pad=0.25", "facecolor": "white", "edgecolor": "none", "alpha": 0.92}
+
+
+def mark_zoom(axes: Axes, view: Tile) -> list[Bbox]:
+    """Draw a frame, of a visible minimum size, around the zoomed region. Return the boxes that texts must avoid."""
+    # The region may be a few pixels of a large picture. The frame is a marker, whose size is in points, and not a
+    # rectangle in pixels of the layer, so that it is never too small to be seen.
+    box, point_px = get_screen_box(axes, view), axes.figure.dpi / 72
+    side_pt = max(box.width / point_px, SMALLEST_FRAME_PT)
+    frame = {"marker": "s", "markersize": side_pt, "markeredgecolor": INK, "markeredgewidth": 2.2}
+    axes.plot(*compute_middle(view), markerfacecolor="none", path_effects=CASING, zorder=9.5, **frame)
+    grown = box.padded((side_pt * point_px - box.width) / 2 + 3)
+    # Within a large frame there is room for texts.
+    return [grown] if side_pt < LARGE_FRAME_PT else []
+
+
+def draw_zoom(axes: Axes, rasters: RasterCache, point: HaloPoint, rank: int, view: Tile, values: bool = False) -> None:
+    """Draw each layer pixel as a cell in the picture's mean colour there; with `values`, write that into the cell."""
+    pixels = rasters.render_region(point.size_px, view)
+    # Pixels that the rank neither owns nor borrows nor computes are whitened.
+    veil = np.full(pixels.shape[:2], True)
+    # A large view is rendered with fewer pixels than the layer has there.
+    down, across = (there / here for there, here in zip(pixels.shape, view.shape, strict=False))
+    for tile in (point.tiles[rank], *(move.tile for move in point.find_halo(rank))):
+        part = (tile & view).to_slices(view)
+        y, x = (slice(round(s.start * by), round(s.stop * by)) for s, by in zip(part, (down, across), strict=True))
+        veil[y, x] = False
+    pale = (pixels.astype(np.uint16) * (255 - VEIL) + 255 * VEIL) // 255
+    ground = np.where(veil[..., None], pale, pixels).astype(np.uint8)
+    _show_pixels(axes, ground, view)
+    in_cells, (rows, cols) = max(view.shape) <= GRID_UP_TO_PX, (view.rows, view.cols)
+    if in_cells:
+        axes.hlines(range(rows.start + 1, rows.stop), cols.start, cols.stop, color="white", linewidth=0.7, zorder=1)
+        axes.vlines(range(cols.start + 1, cols.stop), rows.start, rows.stop, color="white", linewidth=0.7, zorder=1)
+    draw_tiles(axes, point.ranks, point.tiles, gap=0, chosen=rank)
+    draw_halos(axes, point.ranks, point.get_receives(rank))
+    draw_halos(axes, point.ranks, point.find_redundant_moves(rank), COMPUTED)
+    if values:
+        _write_values(axes, pixels, ground, view, point, rank)
+    # The outlines of tiles beyond the view have moved the limits.
+    axes.set(xlim=(cols.start, cols.stop), ylim=(rows.stop, rows.start))
+    axes.set(xticks=[cols.start, cols.stop], yticks=[rows.start, rows.stop])
+    axes.tick_params(labelsize=9)
+    each = ", each a cell" if in_cells else ""
+    axes.set_xlabel(f"the framed place: {format_size(view.shape)} px of this layer{each}", fontsize=9)
+    _draw_widths(axes, point, rank, view)
+
+
+def _write_values(axes: Axes, pixels: Pixels, ground: Pixels, view: Tile, point: HaloPoint, rank: int) -> None:
+    """Write red, green and blue of each pixel into its cell of the colour `ground`, below its owner if it is lent."""
+    notes: dict[tuple[int, int], str] = {}
+    for sign, pieces in (("from", point.get_receives(rank)), ("of", point.find_redundant_moves(rank))):
+        for move in pieces:
+            lent = np.zeros(view.shape, bool)
+            lent[(move.tile & view).to_slices(view)] = True
+            notes |= dict.fromkeys(zip(*np.nonzero(lent), strict=True), f"{sign} r{move.source}")
+    cell = min(axes.bbox.height / view.shape[0], axes.bbox.width / view.shape[1])
+    size_px = min(LARGEST_FONT_PX, max(SMALLEST_FONT_PX, int(cell / 5.2)))
+    style = {"fontsize": size_px * 72 / axes.figure.dpi, "ha": "center", "va": "center", "linespacing": 1, "zorder": 7}
+    for row, col in np.ndindex(view.shape):
+        lines = [str(value) for value in pixels[row, col]]
+        if note := notes.get((row, col)):
+            look: dict[str, Any] = {"color": INK, "bbox": PAPER}
+            lines.insert(0, note)
+        else:
+            look = {"color": INK if int(ground[row, col].sum(dtype=int)) > DARK else "white"}
+        axes.text(view.cols.start + col + 0.5, view.rows.start + row + 0.5, "\n".join(lines), **style | look)
+
+
+def _draw_widths(axes: Axes, point: HaloPoint, rank: int, view: Tile) -> None:
+    """Draw brackets outside the frame with the numbers of rows and columns that are borrowed here."""
+    own, width = point.tiles[rank], point.compute_widths(rank)
+    above, beside = axes.get_xaxis_transform(), axes.get_yaxis_transform()
+    for side, edge, way in (("left", own.cols.start, -1), ("right", own.cols.stop, 1)):
+        if width[side] and view.cols.start < edge < view.cols.stop:
+            ends = edge, edge + way * width[side]
+            axes.plot(ends, (1.02, 1.02), color=INK, marker="|", transform=above, clip_on=False)
+            axes.text(sum(ends) / 2, 1.04, f"{width[side]} px", ha="center", va="bottom", transform=above)
+    for side, edge, way in (("above", own.rows.start, -1), ("below", own.rows.stop, 1)):
+        if width[side] and view.rows.start < edge < view.rows.stop:
+            ends = edge, edge + way * width[side]
+            axes.plot((1.02, 1.02), ends, color=INK, marker="_", transform=beside, clip_on=False)
+            axes.text(1.04, sum(ends) / 2, f"{width[side]} px", ha="left", va="center", transform=beside)
+
+
+def label_owners(axes: Axes, point: HaloPoint, rank: int, view: Tile) -> None:
+    """Label the pixels with their owners, as fully as fits, with arrows to borrowed pixels."""
+    lent = point.find_halo(rank)
+    pieces = {move.source: move.tile & view for move in lent if move.tile & view}
+    seen = {owner: point.tiles[owner] & view for owner in (*pieces, rank) if point.tiles[owner] & view}
+
+    def draw_names(own: str, lent: str) -> TileLabels:
+        return {
+            owner: draw_label(axes, *compute_middle(part), (own if owner == rank else lent).format(owner), fontsize=8)
+            for owner, part in seen.items()
+        }
+
+    verb = "computed,\nof rank {}" if point.computed else "borrowed\nfrom rank {}"
+    forms = (("own pixels\nof rank {}", verb), ("own", "r{}"))
+    lettered = draw_first_fit(axes, seen, (draw_names(*form) for form in forms))
+    # Nothing travels with fused halos, so that there is no arrow.
+    for owner in pieces.keys() & lettered.keys() if not point.computed else ():
+        draw_arrow(axes, compute_middle(seen[owner]), compute_middle(pieces[owner]), after=lettered[owner], short_pt=7)
+
+
+# The receptive field of one output pixel, drawn on the picture and in words.
+
+
+FIELD = {"fill": False, "linestyle": (0, (2, 1.2)), "zorder": 8}
+SMALLEST_PX = 10  # on the screen
+
+
+def draw_field(axes: Axes, point: HaloPoint, field: ReceptiveField, picture_px: tuple[int, int]) -> None:
+    """Draw a dotted frame around the receptive field in the picture, in the coordinates of the layer."""
+    down, across = (layer / picture for layer, picture in zip(point.size_px, picture_px, strict=True))
+    height, width = field.image.shape[0] * down, field.image.shape[1] * across
+    # The field of an early layer is a few pixels: the frame grows around its middle to a visible size on the screen.
+    pixel = get_screen_box(axes, Tile.whole(1, 1))
+    more_x, more_y = max(0.0, SMALLEST_PX / pixel.width - width), max(0.0, SMALLEST_PX / pixel.height - height)
+    corner = field.image.cols.start * across - more_x / 2, field.image.rows.start * down - more_y / 2
+    width, height = width + more_x, height + more_y
+    for colour, line in (("white", 5.5), (INK, 2.2)):
+        axes.add_patch(Rectangle(corner, width, height, edgecolor=colour, linewidth=line, **FIELD))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 from matplotlib.axes import Axes
 from torch import nn
 
 from engines.errors import PlanError
+from engines.formatting import format_bytes
 from engines.plan import Plan
 from engines.program.compile import compile_plan
 from engines.program.make_schedule import compute_plan_bubble
@@ -17,8 +18,18 @@ from engines.program.program import Traffic, count_traffic
 from engines.program.timeline import WORK, Timeline, TimelineEvent
 from engines.spatial.layout import Layout
 from engines.train.training import prepare
-from mpi4dl_nb.draw.bars import BarStyle, draw_bars, draw_legend, draw_row_frame, get_row_layout
-from mpi4dl_nb.draw.figure import CASING, INK, Drawing, format_bytes, write_first_fit
+from mpi4dl_nb.draw.figure import (
+    CASING,
+    BarStyle,
+    Box,
+    Drawing,
+    draw_boxes,
+    draw_legend,
+    draw_row_frame,
+    draw_stacks,
+    get_row_layout,
+    write_first_fit,
+)
 
 __all__ = ["get_style", "label_rows", "show_timeline", "show_traffic"]
 
@@ -58,8 +69,7 @@ def _label_span(axes: Axes, forms: Sequence[str], span_s: tuple[float, float], h
     low, high = axes.get_xlim()
     start, end = max(span_s[0] * 1e3, low), min(span_s[1] * 1e3, high)
     room_px = axes.bbox.width * (end - start) / (high - low) - ROOM_PX
-    style = {"ha": "center", "va": "center", "fontsize": 8, "color": INK, "path_effects": CASING, "zorder": 10}
-    write_first_fit(axes, (start + end) / 2, height, forms, room_px, **style)
+    write_first_fit(axes, (start + end) / 2, height, forms, room_px, fontsize=8, path_effects=CASING, zorder=10)
 
 
 HINT = "upper half of a row: own work; lower half: communication, and waiting for others with its share of the step"
@@ -180,21 +190,23 @@ def _draw_chart(axes: Axes, timeline: Timeline, rows: RowLabels, title: str) -> 
     """
     axes.set_title(title, loc="left", fontsize=10)
     ranks = list(rows)
-    bars: dict[tuple[int, BarStyle, bool], list[tuple[float, float]]] = defaultdict(list)
+    bars: dict[tuple[int, BarStyle], list[Box]] = defaultdict(list)
     for event in timeline.events:
         # A message is drawn as its own time, followed by the time for which it waited.
         start, wait, end = (
             (s - timeline.start_s) * 1e3 for s in (event.start_s, event.end_s - event.wait_s, event.end_s)
         )
-        bars[event.rank, get_style(event), event.kind in WORK].append((start, wait))
+        row = ranks.index(event.rank)
+        top = row - 0.42 if event.kind in WORK else row + 0.02
+        bars[row, get_style(event)].append((start, top, wait - start, 0.4))
         if event.wait_s:
-            bars[event.rank, WAIT, False].append((wait, end))
-    for (rank, style, is_work), spans in bars.items():
-        draw_bars(axes, rank, style, spans, ranks.index(rank) + (-0.42 if is_work else 0.02), 0.4)
+            bars[row, WAIT].append((wait, row + 0.02, end - wait, 0.4))
+    for (_, style), boxes in bars.items():
+        draw_boxes(axes, boxes, **style.patch | {"linewidth": 0, "label": style.name})
     _, separator = get_row_layout(len(rows))
     texts = [[separator.join(words) for words in side] for side in (rows.values(), _format_shares(timeline).values())]
     draw_row_frame(axes, timeline.seconds * 1e3, "time, ms", *texts)
-    return {style for _, style, _ in bars}
+    return {style for _, style in bars}
 
 
 def _format_shares(timeline: Timeline) -> dict[int, tuple[str, str]]:
@@ -232,13 +244,19 @@ def show_traffic(model: nn.Module, plans: Mapping[str, Plan], image_shape: Seque
         sent[name] = max(traffic, key=lambda parts: sum(part.bytes for part in parts.values()))  # of the busiest rank
     figure = Drawing(figsize=(11, 1.9 + 0.5 * len(sent)), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
-    _draw_bars(left, sent, lambda part: part.messages, "{:.0f}".format)
-    _draw_bars(right, sent, lambda part: part.bytes / 2**20, lambda size: format_bytes(round(size * 2**20)))
-    left.set(xlabel="messages sent", yticks=range(len(sent)), yticklabels=sent, ylim=(len(sent) - 0.4, -0.6))
+    looks = {kind: LOOKS[kind] for kind in KINDS}
+    messages = [{kind: part.messages for kind, part in parts.items()} for parts in sent.values()]
+    sizes = [{kind: part.bytes / 2**20 for kind, part in parts.items()} for parts in sent.values()]
+    draw_stacks(left, looks, messages, [str(sum(row.values())) for row in messages])
+    draw_stacks(right, looks, sizes, [format_bytes(round(sum(row.values()) * 2**20)) for row in sizes])
+    left.set(xlabel="messages sent", yticks=range(len(sent)), yticklabels=sent)
     right.set(xlabel="megabytes sent")
+    for axes in (left, right):
+        axes.margins(x=0.16)  # room for the number at the end of the longest bar
+        axes.set_xlim(left=0)
     title = "One training step, forward and back: what the busiest rank sends"
     figure.suptitle(title, x=0.01, ha="left", fontsize=10)
-    draw_legend(figure, [LOOKS[kind] for kind in KINDS])
+    draw_legend(figure, list(looks.values()))
     told = []
     for name, parts in sent.items():
         texts = [
@@ -249,18 +267,3 @@ def show_traffic(model: nn.Module, plans: Mapping[str, Plan], image_shape: Seque
         told.append(f"{name}: {', '.join(texts)}")
     figure.alt = f"{title}. {'; '.join(told)}."
     return figure
-
-
-def _draw_bars(
-    axes: Axes, sent: Mapping[str, TrafficByKind], size: Callable[[Traffic], float], said: Callable[[float], str]
-) -> None:
-    """Draw one bar per plan, stacked by kind, with the sum at its end."""
-    for row, parts in enumerate(sent.values()):
-        end = 0.0
-        for kind in KINDS:
-            length, look = size(parts.get(kind, Traffic(0, 0))), LOOKS[kind]
-            axes.barh(row, length, 0.6, end, color=look.colour, hatch=look.hatch, edgecolor=INK, linewidth=0.5)
-            end += length
-        axes.text(end, row, f" {said(end)}", va="center", fontsize=9)
-    axes.margins(x=0.16)  # room for the number at the end of the longest bar
-    axes.set_xlim(left=0)

@@ -11,13 +11,12 @@ from matplotlib.axes import Axes
 from engines.errors import PlanError
 from engines.formatting import format_bytes, format_number
 from engines.predict.parallelism import describe_plan, format_grids
-from mpi4dl_nb.draw.bars import BarStyle, draw_legend
-from mpi4dl_nb.draw.figure import INK, Drawing
+from mpi4dl_nb.draw.figure import BarStyle, Drawing, draw_legend
 
 if TYPE_CHECKING:
     from mpi4dl_nb.plan_tuner import Candidate
 
-__all__ = ["COLUMNS", "describe_measurements", "format_cells", "format_table_html", "show_tuning"]
+__all__ = ["describe_measurements", "format_table_html", "show_tuning"]
 
 PREDICTED = BarStyle("predicted", "#56b4e9", "")
 MEASURED = BarStyle("measured", "#e69f00", "//")
@@ -35,23 +34,6 @@ NUMBERS = 5
 MB = 1 << 20
 _CELL = "padding: 2px 10px 2px 4px; border-bottom: 1px solid currentColor; line-height: 1.3"
 _WORDS, _NUMBER = f"text-align: left; {_CELL}", f"text-align: right; white-space: nowrap; {_CELL}"
-
-
-def format_cells(number: int, each: Candidate) -> tuple[str, ...]:
-    """Return the row of a candidate, one text per column."""
-    plan = each.plan
-    return (
-        str(number),
-        describe_plan(plan),
-        str(plan.split_size),
-        format_grids(plan),
-        plan.schedule if plan.parts > 1 or plan.bidirectional else "–",  # no micro-batches or directions to order
-        str(plan.parts),
-        format_number(each.predicted_images_per_s),
-        "failed" if each.failure else "–" if each.images_per_s is None else format_number(each.images_per_s),
-        format_bytes(each.predicted_bytes),
-        "–" if each.peak_bytes is None else format_bytes(each.peak_bytes),
-    )
 
 
 def format_table_html(candidates: Sequence[Candidate], choose: str = "") -> str:
@@ -72,7 +54,17 @@ def format_table_html(candidates: Sequence[Candidate], choose: str = "") -> str:
             lower += f'<th {label} style="{style}; font-weight: normal">{part}</th>'
     rows = ""
     for number, each in enumerate(candidates, 1):
-        first, name, *rest = format_cells(number, each)
+        plan, name, first = each.plan, describe_plan(each.plan), str(number)
+        rest = (
+            str(plan.split_size),
+            format_grids(plan),
+            plan.schedule if plan.parts > 1 or plan.bidirectional else "–",  # no micro-batches or directions to order
+            str(plan.parts),
+            format_number(each.predicted_images_per_s),
+            "failed" if each.failure else "–" if each.images_per_s is None else format_number(each.images_per_s),
+            format_bytes(each.predicted_bytes),
+            "–" if each.peak_bytes is None else format_bytes(each.peak_bytes),
+        )
         if choose:
             label = escape(f"{choose} {number}: {name}")
             first = f'<input type="radio" value="{number - 1}" aria-label="{label}"> {first}'
@@ -132,10 +124,8 @@ def show_tuning(candidates: Sequence[Candidate]) -> Drawing:
 
 def _draw_bars(axes: Axes, pairs: Sequence[tuple[float, float | None]], say: Callable[[float], str]) -> None:
     """Draw two bars per candidate, predicted and measured, or one if nothing was measured."""
-    for row, lengths in enumerate(pairs):
-        for look, length, shift in zip((PREDICTED, MEASURED), lengths, (-0.19, 0.19), strict=True):
-            if length is not None:
-                place = row + shift
-                axes.barh(place, length, 0.36, color=look.colour, hatch=look.hatch, edgecolor=INK, linewidth=0.5)
-                axes.text(length, place, f" {say(length)}", va="center", fontsize=8)
+    for look, lengths, shift in zip((PREDICTED, MEASURED), zip(*pairs, strict=True), (-0.19, 0.19), strict=True):
+        known = {row + shift: length for row, length in enumerate(lengths) if length is not None}
+        bars = axes.barh(list(known), list(known.values()), 0.36, **look.patch)
+        axes.bar_label(bars, list(map(say, known.values())), padding=3, fontsize=8)
     axes.set_xlim(0, 1.2 * max(bar.get_width() for bar in axes.patches))

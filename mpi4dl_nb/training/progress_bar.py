@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from tqdm.auto import tqdm
 
+from engines.formatting import format_bytes
 from engines.graph.whole_loss import describe_step_loss
 from engines.plan import Plan
 from engines.program.timeline import Timeline
 from engines.train.training_events import EpochResult, Recovered, SkippedImage, StepResult, TrainingEvent
-from mpi4dl_nb.draw.figure import format_bytes
 from mpi4dl_nb.draw.timeline import show_timeline
 
 if TYPE_CHECKING:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
 from functools import partial
 from html import escape
 from typing import Any
@@ -28,28 +27,24 @@ from mpi4dl_nb.draw.halo_points import (
 from mpi4dl_nb.draw.navigation import (
     ARROWS,
     NEAR_PX,
+    RasterCache,
     add_clamped,
     choose_seam,
     clamp_to_tile,
     find_nearest_seam,
     find_owner,
-    get_closer_zoom,
+    find_zoom,
     get_neighbour,
     get_pixel_at,
-    get_wider_zoom,
     pan,
     to_fractions,
     to_pixel,
 )
-from mpi4dl_nb.draw.raster_cache import RasterCache
-from mpi4dl_nb.draw.slicing import LayerView, draw_slicing, draw_tiles_only
+from mpi4dl_nb.draw.slicing import LayerView, draw_slicing
 from mpi4dl_nb.widgets.controls import Slider, make_bounded_int, make_button, make_checkbox, make_dropdown, show_status
 from mpi4dl_nb.widgets.figure_widget import FigureWidget
 
-__all__ = ["WAYS", "Slicer", "SlicerControls", "make_slicer_controls"]
-
-# The controls of the slicer, and their arrangement on the page.
-
+__all__ = ["Slicer"]
 
 TOGETHER = ("auto", 1, 2, 3, 4, 6, 8)  # layers fused
 HELP = (
@@ -59,54 +54,6 @@ HELP = (
 )
 WAYS = {"ArrowLeft": "← left", "ArrowUp": "↑ up", "ArrowDown": "↓ down", "ArrowRight": "→ right"}
 ROW = {"flex_flow": "row wrap", "align_items": "center"}
-
-
-@dataclass(frozen=True)
-class SlicerControls:
-    """Controls for stage, layer and tile; with a model, also for fused halos and for the output pixel to follow."""
-
-    stage: ipywidgets.Dropdown
-    layer: Slider
-    tile: ipywidgets.BoundedIntText
-    fused_halos: ipywidgets.Checkbox
-    together: ipywidgets.Dropdown
-    receptive: ipywidgets.Checkbox
-    row: ipywidgets.BoundedIntText
-    column: ipywidgets.BoundedIntText
-
-    @property
-    def all(self) -> tuple[ipywidgets.Widget, ...]:
-        """All controls, in the order of the page."""
-        return tuple(getattr(self, each.name) for each in fields(self))
-
-    def make_rows(
-        self, buttons: Sequence[ipywidgets.Widget], note: ipywidgets.Widget, has_model: bool
-    ) -> list[ipywidgets.Widget]:
-        """Return rows with the controls, the buttons and a help text; without a model, only the picture's controls."""
-        of_model = [self.fused_halos, self.together, self.receptive, self.row, self.column]
-        first = [self.stage, self.layer, self.tile] if has_model else [self.stage, self.tile]
-        rows = [first, of_model, [*buttons, note]] if has_model else [first, [*buttons, note]]
-        help_line = ipywidgets.HTML(f'<div style="max-width: 80em; line-height: 1.4">{escape(HELP)}</div>')
-        return [*(ipywidgets.HBox(row, layout=ROW) for row in rows), help_line]
-
-
-def make_slicer_controls(plan: Plan) -> SlicerControls:
-    """Create the controls with the plan's stages and fusion."""
-    stages = find_spatial_stages(plan)
-    names = [(f"{stage}, in {get_stage_ranks(plan, stage).grid} tiles", stage) for stage in stages]
-    together = plan.fused_layers if plan.halo_d2 else "auto"
-    return SlicerControls(
-        make_dropdown("stage", names, stages[0], "one of the stages that are cut into tiles", "15em"),
-        Slider("layer", 0, 0, 0, "among those that read beyond their tiles", "8em"),
-        make_bounded_int("tile", 0, 0, 0, "whose halo is shown", "7em"),
-        make_checkbox("fused halos (D2)", plan.halo_d2, "one exchange for several layers", "12em"),
-        make_dropdown("layers fused", [*dict.fromkeys((*TOGETHER, together))], together, width="12em"),
-        make_checkbox("receptive field", False, "what one output pixel sees of the picture", "11em"),
-        make_bounded_int("output row", 0, 0, 0, width="11em"),
-        make_bounded_int("output column", 0, 0, 0, width="13em"),
-    )
-
-
 COMPILING = "Compiling the ranks' programs ..."
 
 
@@ -137,10 +84,19 @@ class Slicer(FigureWidget):
         self._zoom: int | None = None
         self._place: tuple[float, float] | None = None  # fractions of the image: another layer has another size
         self._settling = False
-        self._controls = made = make_slicer_controls(plan)
-        self.stage, self.layer, self.tile = made.stage, made.layer, made.tile
-        self.fused_halos, self.together = made.fused_halos, made.together
-        self.receptive, self.row, self.column = made.receptive, made.row, made.column
+        stages = find_spatial_stages(plan)
+        names = [(f"{stage}, in {get_stage_ranks(plan, stage).grid} tiles", stage) for stage in stages]
+        together = plan.fused_layers if plan.halo_d2 else "auto"
+        self.stage = make_dropdown("stage", names, stages[0], "one of the stages that are cut into tiles", "15em")
+        self.layer = Slider("layer", 0, 0, 0, "among those that read beyond their tiles", "8em")
+        self.tile = make_bounded_int("tile", 0, 0, 0, "whose halo is shown", "7em")
+        fused = "one exchange for several layers"
+        self.fused_halos = make_checkbox("fused halos (D2)", plan.halo_d2, fused, "12em")
+        counts = [*dict.fromkeys((*TOGETHER, together))]
+        self.together = make_dropdown("layers fused", counts, together, width="12em")
+        self.receptive = make_checkbox("receptive field", False, "what one output pixel sees of the picture", "11em")
+        self.row = make_bounded_int("output row", 0, 0, 0, width="11em")
+        self.column = make_bounded_int("output column", 0, 0, 0, width="13em")
         self.note = ipywidgets.HTML()
         buttons = [
             make_button("zoom in", self.zoom_in, "show fewer pixels, larger (+)", "search-plus"),
@@ -148,10 +104,13 @@ class Slicer(FigureWidget):
             make_button("whole", self.zoom_to_whole, "show the whole layer (0)"),
             *(make_button(name, partial(self.go, way), "the next tile; close up, pan") for way, name in WAYS.items()),
         ]
-        rows = made.make_rows(buttons, self.note, bool(self._layers))
-        super().__init__(rows, (*self._make_key_actions(),), self._handle_key, self._handle_click)
+        of_model = [self.fused_halos, self.together, self.receptive, self.row, self.column]
+        rows = [[self.stage, self.layer, self.tile], of_model] if self._layers else [[self.stage, self.tile]]
+        boxes = [ipywidgets.HBox(row, layout=ROW) for row in (*rows, [*buttons, self.note])]
+        help_line = ipywidgets.HTML(f'<div style="max-width: 80em; line-height: 1.4">{escape(HELP)}</div>')
+        super().__init__([*boxes, help_line], [*self._make_key_actions()], self._handle_key, self._handle_click)
         self._update_controls()
-        for control in self._controls.all:
+        for control in (self.stage, self.layer, self.tile, *of_model):
             control.observe(self._handle_change, "value")
         self._redraw()
 
@@ -168,11 +127,11 @@ class Slicer(FigureWidget):
             if self._place:
                 at = find_nearest_seam(point, self._get_rank(point), at)
             self._place = to_fractions(at, point.size_px)
-        self._set_zoom(get_closer_zoom(self._zoom, point.size_px))
+        self._set_zoom(find_zoom(self._zoom, True, point.size_px))
 
     def zoom_out(self) -> None:
         """Show four times as many pixels across, up to the whole layer."""
-        self._set_zoom(get_wider_zoom(self._zoom, self._get_point().size_px))
+        self._set_zoom(find_zoom(self._zoom, False, self._get_point().size_px))
 
     def zoom_to_whole(self) -> None:
         """Show the whole layer."""
@@ -291,9 +250,6 @@ class Slicer(FigureWidget):
         with self.show_errors():
             self._update_controls()
             point = self._get_point()
-            if self._zoom is None and not point.readers:
-                self.view.show(draw_tiles_only(self.rasters, point, self.tile.value))
-                return
             field, remarks = None, ()
             if point.readers and self.receptive.value:
                 field = self._layers.compute_field(point, self.row.value, self.column.value)

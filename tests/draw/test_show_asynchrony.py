@@ -8,7 +8,6 @@ from legible import read, unreadable
 from engines.errors import PlanError
 from engines.train.asynchrony import Asynchrony, ReplicaStep, ReplicaStudy
 from mpi4dl_nb import show_asynchrony
-from mpi4dl_nb.draw.figure import get_alt_text
 
 
 def study(mode: str, staleness: tuple[int, ...], losses: tuple[float, ...]) -> ReplicaStudy:
@@ -30,7 +29,7 @@ def test_it_is_legible(shown: ReplicaStudy | tuple[ReplicaStudy, ...]) -> None:
 
 def test_it_says_what_was_seen() -> None:
     figure = show_asynchrony(STUDIES)
-    told = get_alt_text(figure)
+    told = figure.alt
     assert "3 replicas, 8 images in each batch; replica 2 sleeps 0.25 s in each step" in read(figure)
     assert "Server: loss 2 at first, 0.3 at last, after 2.5 s and 40 images (16 images/s)" in told
     assert "staleness (how often): 0 (1), 1 (2), 2 (3), 14 (1)" in told

@@ -10,6 +10,7 @@ from legible import read, unreadable
 
 from engines.comm.loopback import run_ranks
 from engines.errors import PlanError
+from engines.formatting import format_bytes
 from engines.models import resnet20_v1
 from engines.plan import Plan
 from engines.predict.forecast import count_load
@@ -19,7 +20,6 @@ from engines.program.program import count_traffic
 from engines.spatial.layout import Layout
 from engines.train.training import RankTraining, prepare
 from mpi4dl_nb import show_ranks
-from mpi4dl_nb.draw.figure import format_bytes
 from mpi4dl_nb.draw.rank_map import draw_ranks
 
 SHAPE = (4, 3, 32, 32)

@@ -10,7 +10,6 @@ from legible import read, unreadable
 import mpi4dl_nb
 from engines.errors import PlanError
 from engines.program.make_schedule import ActionKind, Batch, Schedule, make_schedule
-from mpi4dl_nb.draw.figure import get_alt_text
 from mpi4dl_nb.draw.schedule import LOOKS, show_schedule
 
 
@@ -66,13 +65,13 @@ def test_names_give_way_to_numbers_and_numbers_to_nothing():
 
 
 def test_the_alt_text_has_the_numbers():
-    assert get_alt_text(show_schedule(GEMS)) == (
+    assert show_schedule(GEMS).alt == (
         "gems on 3 ranks: 18 forwards long, idle 33%. "
         "rank 0, stages 0 and mirrored 1: idle 33%, holds up to 2; "
         "rank 1, stages 0 and mirrored 0: idle 33%, holds up to 2; "
         "rank 2, stages 1 and mirrored 0: idle 33%, holds up to 2."
     )
-    assert "rank 1, stages 1, 3: idle 11%, holds up to 3." in get_alt_text(show_schedule(LOOPED))
+    assert "rank 1, stages 1, 3: idle 11%, holds up to 3." in show_schedule(LOOPED).alt
 
 
 def test_the_rows_say_it_too():

@@ -12,7 +12,6 @@ from engines.program.compile import compile_plan
 from engines.program.program import count_traffic
 from engines.train.training import prepare
 from mpi4dl_nb import show_traffic
-from mpi4dl_nb.draw.figure import get_alt_text
 
 SHAPE = (1, 3, 64, 80)
 PLANS = {
@@ -32,7 +31,7 @@ def test_it_tells_what_the_busiest_rank_sends(figure):
     for name, plan in PLANS.items():
         programs = compile_plan(prepare(resnet_v2(29), plan, SHAPE).graph, plan)
         busiest = max(map(count_traffic, programs), key=lambda parts: sum(part.bytes for part in parts.values()))
-        said = get_alt_text(figure).split(f"{name}: ")[1].split(";")[0]
+        said = figure.alt.split(f"{name}: ")[1].split(";")[0]
         for part in busiest.values():
             assert f"{part.messages} messages" in said
         assert str(sum(part.messages for part in busiest.values())) in read(figure)

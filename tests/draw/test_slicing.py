@@ -16,6 +16,7 @@ from torch import nn
 
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.errors import ImageError, PlanError
+from engines.formatting import format_bytes
 from engines.images.stains import immunohistochemistry
 from engines.plan import Plan
 from engines.program.compile import Compiler
@@ -25,7 +26,6 @@ from engines.spatial.tiles import Move, Tile
 from engines.train.training import RankTraining, prepare
 from mpi4dl_nb.draw import figure as drawings
 from mpi4dl_nb.draw import slicing
-from mpi4dl_nb.draw.figure import format_bytes, get_alt_text
 from mpi4dl_nb.draw.halo_points import find_halo_points, find_point
 from mpi4dl_nb.draw.slicing import show_slicing
 from mpi4dl_nb.draw.tilemap import HALO, OTHER_HALO
@@ -90,7 +90,7 @@ def test_what_is_said_is_what_the_program_moves(grid, layer):
         exchange = exchange_of(plan, layer, tile)
         figure = show_slicing(TISSUE, plan, RECIPE, layer, tile)
         rows, cols = exchange.own.shape
-        for told in (read(figure), get_alt_text(figure)):
+        for told in (read(figure), figure.alt):
             assert f"Tile {tile} (rank {tile}) owns {rows} × {cols} px" in told
             assert all(travels(exchange, move) in told for move in exchange.receives)
             assert len(re.findall(r"from rank \d+: ", told)) == len(exchange.receives)
@@ -100,7 +100,7 @@ def test_what_is_said_is_what_the_program_moves(grid, layer):
 def test_what_is_hatched_is_what_the_program_borrows(layer):
     plan = tiles_of("2x3")
     exchange = exchange_of(plan, layer, 4)
-    _, _, zoom = show_slicing(TISSUE, plan, RECIPE, layer, 4).axes
+    _, zoom = show_slicing(TISSUE, plan, RECIPE, layer, 4).axes
     assert hatched(zoom, HALO) == {corners(move.tile) for move in exchange.receives}
 
 
@@ -147,7 +147,7 @@ def test_pictures_of_any_shape_stay_legible(shape):
 @pytest.mark.parametrize(("grid", "most_lenders"), [("2x2", 0), ("1x3", 1), ("2x3", 1), ("3x3", 4)])
 def test_the_tile_with_most_lenders_is_shown(grid, most_lenders):
     figure = show_slicing(TISSUE, tiles_of(grid), RECIPE)
-    assert f"Tile {most_lenders} (rank {most_lenders}) owns" in get_alt_text(figure)
+    assert f"Tile {most_lenders} (rank {most_lenders}) owns" in figure.alt
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_a_layer_is_found_by_module_number_or_operator(layer, name):
 
 
 def test_deep_layers_are_in_their_own_pixels():
-    main, _, zoom = show_slicing(TISSUE, tiles_of("2x2"), RECIPE, "deep").axes
+    main, zoom = show_slicing(TISSUE, tiles_of("2x2"), RECIPE, "deep").axes
     assert (main.get_xlim(), main.get_ylim()) == ((0, 60), (48, 0))
     assert main.get_xlabel() == "column, px of this layer"
     assert "2 px" in [text.get_text() for text in zoom.texts]
@@ -168,9 +168,9 @@ def test_deep_layers_are_in_their_own_pixels():
 def test_what_lies_beyond_the_edge_is_told_as_it_is_filled():
     """MPI4DL pads max-pools with 0, which is wrong for negative activations; the figure shows what we do."""
     plan = tiles_of("3x3")
-    assert "reads 0, which nobody lends" in get_alt_text(show_slicing(TISSUE, plan, RECIPE, "stem", 0))
-    assert "nobody lends" not in get_alt_text(show_slicing(TISSUE, plan, RECIPE, "stem", 4))
-    assert "reads -inf, which nobody lends" in get_alt_text(show_slicing(TISSUE, plan, RECIPE, "pool", 1))
+    assert "reads 0, which nobody lends" in show_slicing(TISSUE, plan, RECIPE, "stem", 0).alt
+    assert "nobody lends" not in show_slicing(TISSUE, plan, RECIPE, "stem", 4).alt
+    assert "reads -inf, which nobody lends" in show_slicing(TISSUE, plan, RECIPE, "pool", 1).alt
 
 
 def test_wide_halos_are_hatched_in_the_picture_too():
@@ -194,10 +194,7 @@ def test_the_tiles_of_a_later_stage_have_that_stages_ranks():
 def test_without_a_model_there_are_only_tiles():
     figure = show_slicing(TISSUE, Plan(slice_method="2x3"))
     assert [f"tile {tile}, rank {tile}" in read(figure) for tile in range(6)] == [True] * 6
-    assert (
-        "picture, 96 × 120 px (rows × columns), in 2x3 tiles on ranks 0 to 5: tile 0, rank 0: 48 × 40"
-        in get_alt_text(figure)
-    )
+    assert "picture, 96 × 120 px (rows × columns), in 2x3 tiles on ranks 0 to 5: tile 0, rank 0: 48 × 40" in figure.alt
     assert "in 1x1 tile on rank 0" in read(show_slicing(TISSUE, Plan(spatial_size=0)))
 
 
@@ -207,8 +204,8 @@ def test_a_notebook_shows_the_figure_once_and_says_what_it_shows():
     shown, _ = DisplayFormatter().format(figure)
     assert set(shown) == {"text/plain", "text/html"}
     assert shown["text/html"].count("<img") == 1
-    assert f'alt="{get_alt_text(figure)}"' in unescape(shown["text/html"])
-    assert "from rank 1: 48 × 1 px, 576 bytes" in get_alt_text(figure)
+    assert f'alt="{figure.alt}"' in unescape(shown["text/html"])
+    assert "from rank 1: 48 × 1 px, 576 bytes" in figure.alt
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from engines.errors import PlanError
 from engines.plan import Plan
 from engines.program.timeline import Timeline, TimelineEvent
 from engines.train.training import RankTraining, prepare
-from mpi4dl_nb.draw.figure import get_alt_text
 from mpi4dl_nb.draw.timeline import BACKWARD, FORWARD, LOOKS, OTHER, WAIT, WEIGHTS, get_style, show_timeline
 
 PLAN = Plan(split_size=2, spatial_size=1, slice_method="1x2")
@@ -134,7 +133,7 @@ def test_measured_and_predicted_have_one_axis_of_time():
     shown = read(figure)
     assert "One training step, measured: 1000 ms on 2 ranks" in shown
     faster = Timeline(tuple(event(each.rank, each.kind, each.start_s / 2, each.end_s / 2) for each in TWO_RANKS.events))
-    alt = get_alt_text(show_timeline(PIPELINE, predicted=faster))
+    alt = show_timeline(PIPELINE, predicted=faster).alt
     assert "One training step, predicted: 500 ms (-50%) on 2 ranks." in alt
     assert alt.count("rank 1: compute") == 2
     assert unreadable(figure) == []
@@ -185,13 +184,11 @@ def test_a_plan_names_the_roles(measured):
 
 
 def test_the_alt_text_has_the_numbers(measured):
-    assert get_alt_text(show_timeline(TWO_RANKS)) == (
+    assert show_timeline(TWO_RANKS).alt == (
         "One training step: 1000 ms on 2 ranks. rank 0: compute 80%, communicate 10%, wait 0%; "
         "rank 1: compute 20%, communicate 80%, wait 0%."
     )
-    assert f"rank 2, stage 1, tile 0: compute {measured.time_shares[2].work:.0%}" in get_alt_text(
-        show_timeline(measured, PLAN)
-    )
+    assert f"rank 2, stage 1, tile 0: compute {measured.time_shares[2].work:.0%}" in show_timeline(measured, PLAN).alt
 
 
 def test_kinds_differ_in_colour_and_in_hatch():
