@@ -10,8 +10,8 @@ from engines.bench.memory import measure_host_peak_bytes
 from engines.cli import options
 from engines.comm.world import World, run_on_all
 from engines.errors import PlanError
-from engines.images.arrays import ArrayPicture
 from engines.images.picture import Pixels, open_image
+from engines.images.picture_reader import ArrayPicture
 from engines.plan import Plan
 
 __all__ = ["bench_read", "make_read_parser"]

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from engines.comm.cgroup_limits import get_memory_bytes
 from engines.errors import ImageError, describe_working_folder, make_absolute
 from engines.formatting import format_bytes
-from engines.images.picture_reader import Level, PictureReader
+from engines.images.picture_reader import Level, Picture
 from engines.images.regular_file import NotRegularError, open_regular
 
 __all__ = [
@@ -54,7 +54,7 @@ PIXELS_PER_BYTE = 4096  # no compression exceeds this, except for blank fax page
 Handle = TypeVar("Handle")
 
 
-class FileReader(PictureReader, Generic[Handle]):
+class FileReader(Picture, Generic[Handle]):
     """A picture in a file that is read in parts through a handle, which `_open` returns.
 
     A pickled reader contains its path and metadata: the copy opens the file on its first read, so that each rank has
@@ -62,10 +62,10 @@ class FileReader(PictureReader, Generic[Handle]):
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = make_absolute(path)
-        self._lock, self._process = threading.Lock(), os.getpid()
-        self._handle: Handle | None = self._open()
-        super().__init__(path.name, self._get_levels(self._handle), self._get_microns(self._handle))
+        self.path, self._process = make_absolute(path), os.getpid()
+        handle, levels, microns_per_px = self._open()
+        self._handle: Handle | None = handle
+        super().__init__(path.name, levels, microns_per_px)
 
     @property
     def handle(self) -> Handle:
@@ -75,8 +75,8 @@ class FileReader(PictureReader, Generic[Handle]):
             if self._handle is None or forked:
                 # The file may have been replaced meanwhile. Other pixels of the same shape cannot be told from the old
                 # ones, but rectangles of another shape would lie outside of it.
-                handle = self._open()
-                if tuple(self._get_levels(handle)) != self.levels:
+                handle, levels, _ = self._open()
+                if tuple(levels) != self.levels:
                     raise make_changed_error(self.path)
                 self._handle, self._process = handle, os.getpid()
             return self._handle
@@ -87,23 +87,15 @@ class FileReader(PictureReader, Generic[Handle]):
             self._handle = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # Neither an open file nor a lock can be pickled: a copy on another rank, or on another host, opens the path.
-        return self.__dict__ | {"_handle": None, "_lock": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__ |= state | {"_lock": threading.Lock()}
+        # An open file cannot be pickled: a copy on another rank, or on another host, opens the path.
+        return super().__getstate__() | {"_handle": None}
 
     @abstractmethod
-    def _open(self) -> Handle:
-        """Open the file at `path`. Raises ImageError if that fails."""
+    def _open(self) -> tuple[Handle, Sequence[Level], float | None]:
+        """Open the file at `path`; return the handle, the levels (finest first) and the micrometres per pixel.
 
-    @abstractmethod
-    def _get_levels(self, handle: Handle) -> Sequence[Level]:
-        """Return the levels in the file, finest first."""
-
-    @abstractmethod
-    def _get_microns(self, handle: Handle) -> float | None:
-        """Return the micrometres per pixel of level 0, or None if the file does not give them."""
+        Raises ImageError if that fails.
+        """
 
 
 def make_damaged_error(path: Path, reason: object) -> ImageError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,9 +12,8 @@ import cloudpickle
 import numpy as np
 
 from engines.errors import ImageError
-from engines.images.arrays import convert_array
 from engines.images.files import FileReader, translate_errors
-from engines.images.picture_reader import Level, PictureReader, Pixels
+from engines.images.picture_reader import Level, Picture, Pixels, convert_array
 
 __all__ = ["OpenSlidePicture", "SlideLike", "SlideLikePicture", "detect", "has_openslide", "make_openslide_error"]
 
@@ -69,19 +67,14 @@ def detect(path: Path) -> str | None:
 class OpenSlidePicture(FileReader[Any]):
     """A slide in a file. Raises ImageError if OpenSlide cannot open it or is not installed."""
 
-    def _open(self) -> Any:
+    def _open(self) -> tuple[Any, Sequence[Level], float | None]:
         if not has_openslide():
             raise make_openslide_error(self.path)
         import openslide
 
         with translate_errors(self.path):
-            return openslide.OpenSlide(self.path)
-
-    def _get_levels(self, handle: Any) -> Sequence[Level]:
-        return _read_levels(handle, self.path.name)
-
-    def _get_microns(self, handle: Any) -> float | None:
-        return _read_microns(handle)
+            slide = openslide.OpenSlide(self.path)
+        return slide, _read_levels(slide, self.path.name), _read_microns(slide)
 
     def _fill(self, out: Pixels, y0: int, x0: int, level: int) -> None:
         handle = self.handle
@@ -93,12 +86,12 @@ class OpenSlidePicture(FileReader[Any]):
             raise
 
 
-class SlideLikePicture(PictureReader):
+class SlideLikePicture(Picture):
     """A slide object that the caller has opened. To reach other ranks, the object itself is pickled, if possible."""
 
     def __init__(self, slide: SlideLike, name: str = "slide") -> None:
         super().__init__(name, _read_levels(slide, name), _read_microns(slide))
-        self._slide, self._lock = slide, threading.Lock()
+        self._slide = slide
 
     def _fill(self, out: Pixels, y0: int, x0: int, level: int) -> None:
         with self._lock:
@@ -106,13 +99,13 @@ class SlideLikePicture(PictureReader):
 
     def __getstate__(self) -> dict[str, Any]:
         try:
-            return self.__dict__ | {"_lock": None, "_slide": cloudpickle.dumps(self._slide)}
+            return super().__getstate__() | {"_slide": cloudpickle.dumps(self._slide)}
         except Exception as error:  # pickling a foreign object may raise anything
             kind = type(self._slide).__name__
             raise ImageError(f"An open {kind} cannot be sent to another rank ({error}). Give its path.") from error
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__ |= state | {"_lock": threading.Lock(), "_slide": cloudpickle.loads(state["_slide"])}
+        super().__setstate__(state | {"_slide": cloudpickle.loads(state["_slide"])})
 
 
 def _read_levels(slide: SlideLike, name: str) -> list[Level]:

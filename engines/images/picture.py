@@ -1,14 +1,14 @@
-"""Pictures from files, arrays, tensors or open slides, and their regions, with one interface for reading rectangles."""
+"""Pictures from files, arrays, tensors or open slides, and their regions."""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from os import PathLike
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar, runtime_checkable
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from engines.errors import ImageError, make_absolute
-from engines.images.arrays import ArrayPicture, convert_array, convert_tensor
 from engines.images.files import JPEG_HEAD, PNG_HEAD, TIFF_HEADS, read_head, translate_errors
 from engines.images.openslide import (
     OpenSlidePicture,
@@ -26,7 +25,17 @@ from engines.images.openslide import (
     has_openslide,
     make_openslide_error,
 )
-from engines.images.picture_reader import Level, PictureReader, Pixels, make_thumbnail, split_row_bands
+from engines.images.picture_reader import (
+    ArrayPicture,
+    DecodeBlock,
+    Level,
+    Picture,
+    Pixels,
+    convert_array,
+    convert_tensor,
+    make_thumbnail,
+    split_row_bands,
+)
 from engines.images.pillow import ORIENTATION, PillowPicture, allow_any_size
 from engines.images.regular_file import open_regular
 from engines.images.tiff import TiffPicture, check_segments, detect_vendor, find_whole_page
@@ -44,42 +53,6 @@ __all__ = [
     "open_image",
     "read_shape",
 ]
-
-
-@runtime_checkable
-class Picture(Protocol):
-    """A picture that can be read in tiles without being loaded whole, at one or more resolutions (levels).
-
-    Level 0 is the finest. Rows and columns are always in pixels of the level that is read.
-    """
-
-    @property
-    def name(self) -> str:
-        """The name for titles and messages."""
-
-    @property
-    def levels(self) -> Sequence[Level]:
-        """Height, width and downsample factor of each level, finest first."""
-
-    @property
-    def microns_per_px(self) -> float | None:
-        """Micrometres per pixel of level 0 (times `levels[level].downsample` for another level); None if unknown."""
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes of the picture's own pixels that were read in this process."""
-
-    def shape(self, level: int = 0) -> tuple[int, int]:
-        """Return height and width in pixels of one level."""
-
-    def read(self, y0: int, x0: int, height_px: int, width_px: int, level: int = 0) -> Pixels:
-        """Return the rectangle whose first pixel is row `y0`, column `x0`, as a new (height_px, width_px, 3) array.
-
-        Pixels outside of the picture are white. Raises ImageError if a side is less than 1.
-        """
-
-    def thumbnail(self, longest_px: int) -> Pixels:
-        """Return the whole picture, shrunk until neither side is longer than `longest_px`, from the best level."""
 
 
 Source = str | PathLike[str] | NDArray[np.generic] | torch.Tensor | Picture | SlideLike
@@ -153,7 +126,7 @@ def _open_slide(path: Path, head: bytes) -> Picture:
 # A rectangle of a picture, with the interface of a picture.
 
 
-class RegionPicture(PictureReader):
+class RegionPicture(Picture):
     """A view of a rectangle of one level of another picture; pixel (0, 0) is its row `y0`, column `x0`.
 
     The view has one level; its thumbnail is made from the picture's coarser levels, if there are any.
@@ -164,6 +137,10 @@ class RegionPicture(PictureReader):
         microns = picture.microns_per_px and picture.microns_per_px * picture.levels[level].downsample
         super().__init__(name, [Level(height_px, width_px)], microns)
         self.picture, self.box, self.level = picture, (y0, x0, height_px, width_px), level
+
+    def get_decode_block(self, level: int) -> DecodeBlock:
+        """Return the unit of decoding of the picture's level."""
+        return self.picture.get_decode_block(self.level)
 
     def thumbnail(self, longest_px: int) -> Pixels:
         """Return the whole region, shrunk until neither side is longer than `longest_px`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
@@ -16,19 +16,18 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 from PIL.TiffImagePlugin import TiffImageFile
 
-from engines.errors import ImageError, make_absolute
-from engines.images.arrays import composite_on_white
+from engines.errors import ImageError
 from engines.images.files import (
     MOST_SCANS,
     PIXELS_PER_BYTE,
     DecodeCache,
+    FileReader,
     check_budget,
     check_size,
     count_jpeg_scans,
-    make_changed_error,
     translate_errors,
 )
-from engines.images.picture_reader import Level, PictureReader, Pixels, split_row_bands
+from engines.images.picture_reader import Level, Pixels, composite_on_white, split_row_bands
 from engines.images.regular_file import open_regular
 
 __all__ = [
@@ -50,7 +49,7 @@ TILED = "Save it as a TIFF file in tiles, which is read tile by tile (such as `v
 _HOLDS = {"CMYK": "printing inks", "F": "floating-point numbers", "I": "integers of more than 8 bits"}
 
 
-class PillowPicture(PictureReader):
+class PillowPicture(FileReader[Pixels]):
     """A file that can only be decoded whole. Its pixels are cached and shared by all readers of the file.
 
     `page` is the index of the TIFF page that holds the picture. Raises ImageError, naming the file and the reason, if
@@ -58,20 +57,15 @@ class PillowPicture(PictureReader):
     """
 
     def __init__(self, path: Path, page: int = 0) -> None:
-        self.path, self.page = make_absolute(path), page
-        self._pixels: Pixels | None = _DECODED.get_pixels(self.path, page)
-        super().__init__(path.name, [Level(*self._pixels.shape[:2])])
+        self.page = page
+        super().__init__(path)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_pixels": None}
+    def _open(self) -> tuple[Pixels, Sequence[Level], float | None]:
+        pixels = _DECODED.get_pixels(self.path, self.page)
+        return pixels, [Level(*pixels.shape[:2])], None
 
     def _fill(self, out: Pixels, y0: int, x0: int, level: int) -> None:
-        pixels = self._pixels
-        if pixels is None:
-            pixels = self._pixels = _DECODED.get_pixels(self.path, self.page)
-        if pixels.shape[:2] != self.shape():
-            raise make_changed_error(self.path)
-        out[:] = pixels[y0 : y0 + out.shape[0], x0 : x0 + out.shape[1]]
+        out[:] = self.handle[y0 : y0 + out.shape[0], x0 : x0 + out.shape[1]]
 
 
 _SETTINGS = threading.Lock()  # Pillow's limit and Python's warning filters are process-wide

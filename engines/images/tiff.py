@@ -13,7 +13,7 @@ from tifffile import TiffFile, TiffPage
 
 from engines.errors import ImageError
 from engines.images.files import FileReader, make_changed_error, translate_errors
-from engines.images.picture_reader import WHITE, DecodeBlock, Level, Pixels, split_row_bands
+from engines.images.picture_reader import WHITE, DecodeBlock, Level, Pixels, make_levels, split_row_bands
 from engines.images.tiff_layout import check_picture, find_picture, list_pages, list_sub_pages
 from engines.images.tiff_page import TiffPageReader, check_segment_size, is_plain, to_rgb
 
@@ -27,7 +27,6 @@ _Planes = tuple[TiffPageReader, ...]
 class _TiffHandle:
     fd: int
     levels: tuple[_Planes, ...]
-    microns: float | None
 
 
 def detect_vendor(path: Path) -> str | None:
@@ -72,24 +71,16 @@ class TiffPicture(FileReader[_TiffHandle]):
     Raises ImageError if a file holds a stack of several pictures.
     """
 
-    def _open(self) -> _TiffHandle:
+    def _open(self) -> tuple[_TiffHandle, Sequence[Level], float | None]:
         with translate_errors(self.path), TiffFile(self.path) as file:
-            levels, microns = _read_levels(self.path, file)
+            found, microns = _read_levels(self.path, file)
         # tifffile has parsed the tags; from here on only offsets and a bare descriptor are needed. `pread` takes the
         # position as an argument, so that any number of threads read through one descriptor without a lock.
         with translate_errors(self.path):
             fd = os.open(self.path, os.O_RDONLY)
-        handle = _TiffHandle(fd, levels, microns)
+        handle = _TiffHandle(fd, found)
         weakref.finalize(handle, os.close, fd)
-        return handle
-
-    def _get_levels(self, handle: _TiffHandle) -> Sequence[Level]:
-        finest = handle.levels[0][0].shape
-        shapes = [planes[0].shape for planes in handle.levels]
-        return [Level(*shape, (finest[0] / shape[0] + finest[1] / shape[1]) / 2) for shape in shapes]
-
-    def _get_microns(self, handle: _TiffHandle) -> float | None:
-        return handle.microns
+        return handle, make_levels([planes[0].shape for planes in found]), microns
 
     def get_decode_block(self, level: int) -> DecodeBlock:
         """Return the unit of decoding of a level: a tile or strip, or single pixels if it is uncompressed."""

@@ -12,9 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tifffile import TiffPage
 
-from engines.images.arrays import composite_on_white
 from engines.images.files import check_budget, check_size, make_damaged_error, read_jpeg_2000_size, read_jpeg_size
-from engines.images.picture_reader import WHITE, DecodeBlock, Pixels
+from engines.images.picture_reader import WHITE, DecodeBlock, Pixels, composite_on_white
 
 __all__ = ["DECODED", "TiffPageReader", "check_segment_size", "find_alpha_channel", "is_plain", "to_rgb"]
 

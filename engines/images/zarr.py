@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from engines.errors import ImageError
-from engines.images.arrays import convert_array
 from engines.images.files import FileReader, make_damaged_error, translate_errors
-from engines.images.picture_reader import DecodeBlock, Level, Pixels, split_row_bands
+from engines.images.picture_reader import DecodeBlock, Level, Pixels, convert_array, make_levels, split_row_bands
 from engines.images.zarr_chunks import check_array, check_metadata, check_stored
 
 __all__ = ["ZarrPicture", "is_zarr"]
@@ -34,7 +33,6 @@ def is_zarr(folder: Path) -> bool:
 class _ZarrHandle:
     arrays: list[Any]
     axes: str
-    microns: float | None
 
 
 class ZarrPicture(FileReader[_ZarrHandle]):
@@ -44,7 +42,7 @@ class ZarrPicture(FileReader[_ZarrHandle]):
     Raises ImageError if it is none of these, or the extra `zarr` is not installed.
     """
 
-    def _open(self) -> _ZarrHandle:
+    def _open(self) -> tuple[_ZarrHandle, Sequence[Level], float | None]:
         if find_spec("zarr") is None:
             raise ImageError(f"{self.path} is a Zarr store: pip install 'mpi4dl_nb[zarr]'.")
         import zarr
@@ -60,15 +58,9 @@ class ZarrPicture(FileReader[_ZarrHandle]):
                 arrays, axes, microns = [found], letters if "?" not in letters else None, None
             else:
                 arrays, axes, microns = _read_multiscale(self.path, found)
-            return _ZarrHandle(arrays, _resolve_axes(self.path, arrays, axes), microns)
-
-    def _get_levels(self, handle: _ZarrHandle) -> Sequence[Level]:
-        sizes = [tuple(array.shape[handle.axes.index(axis)] for axis in "yx") for array in handle.arrays]
-        rows, cols = sizes[0]
-        return [Level(height, width, (rows / height + cols / width) / 2) for height, width in sizes]
-
-    def _get_microns(self, handle: _ZarrHandle) -> float | None:
-        return handle.microns
+            axes = _resolve_axes(self.path, arrays, axes)
+            shapes = [tuple(array.shape[axes.index(axis)] for axis in "yx") for array in arrays]
+            return _ZarrHandle(arrays, axes), make_levels(shapes), microns
 
     def get_decode_block(self, level: int) -> DecodeBlock:
         """Return the chunk of a level as the unit of decoding."""

@@ -20,8 +20,8 @@ from engines.errors import ImageError
 from engines.images import files, folder, tiff_layout
 from engines.images.cifar import load_cifar_images
 from engines.images.files import count_jpeg_scans
-from engines.images.picture import open_image
-from engines.images.picture_reader import DecodeBlock, Level, PictureReader, Pixels
+from engines.images.picture import crop_picture, open_image
+from engines.images.picture_reader import DecodeBlock, Level, Picture, Pixels
 from engines.images.raw_image import open_raw_image
 from engines.images.safe_xml import OmeImage
 from engines.spatial.tiles import Tile
@@ -237,7 +237,7 @@ def test_a_tiff_header_that_claims_a_million_px(tag: bytes, tmp_path: Path):
 MILLION = (1 << 20, 1 << 20)
 
 
-class Coarse(PictureReader):
+class Coarse(Picture):
     """A picture of which so much is decoded at once, that counts how often it is read."""
 
     def __init__(self, sides: tuple[int, int], segment: DecodeBlock) -> None:
@@ -267,6 +267,11 @@ def test_a_thumbnail_decodes_only_so_much(sides: tuple[int, int], segment: Decod
     picture = Coarse(sides, segment)
     assert max(picture.thumbnail(100).shape) == 100
     assert picture.reads <= reads
+
+
+def test_a_region_says_what_its_picture_decodes_at_once():
+    picture = Coarse((4096, 4096), DecodeBlock(512, 512, 1 << 18))
+    assert crop_picture(picture, 5, 6, 70, 80).get_decode_block(0) == DecodeBlock(512, 512, 1 << 18)
 
 
 # ---- pickles of CIFAR-10

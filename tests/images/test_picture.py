@@ -17,9 +17,9 @@ from PIL import Image
 
 from engines.errors import ImageError
 from engines.images import picture, picture_reader, pillow
-from engines.images.arrays import ArrayPicture
 from engines.images.files import DecodeCache
 from engines.images.picture import Picture, Pixels, open_image
+from engines.images.picture_reader import ArrayPicture
 from engines.images.stains import immunohistochemistry
 
 COLOURS = np.random.default_rng(0).integers(0, 256, (6, 9, 3), dtype=np.uint8)

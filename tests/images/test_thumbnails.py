@@ -11,9 +11,8 @@ from PIL import Image
 
 from engines.errors import ImageError
 from engines.images import picture_reader
-from engines.images.arrays import ArrayPicture
-from engines.images.picture import Picture, crop_picture, open_image
-from engines.images.picture_reader import Level, PictureReader
+from engines.images.picture import crop_picture, open_image
+from engines.images.picture_reader import ArrayPicture, Level, Picture
 from engines.images.stains import StainCrops
 from engines.plan import Plan
 from mpi4dl_nb import show_slicing
@@ -21,7 +20,7 @@ from mpi4dl_nb import show_slicing
 PIXELS = tissue(400, 600)
 
 
-class Endless(PictureReader):
+class Endless(Picture):
     """A slide of any size that nobody has to hold: red grows downwards, green to the right."""
 
     def __init__(self, *levels: Level) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from engines.errors import ImageError
-from engines.images.picture_reader import Level, PictureReader
+from engines.images.picture_reader import Level, Picture
 from engines.images.stains import immunohistochemistry
 from engines.plan import Plan
 from engines.program.receptive import ReceptiveFields
@@ -208,7 +208,7 @@ def test_a_model_of_another_size_is_refused():
         Slicer(TISSUE[:90], PLAN, RECIPE)
 
 
-class Plasma(PictureReader):
+class Plasma(Picture):
     """A slide of any size, in five levels, whose pixels are computed from where they are: red and green tell it."""
 
     def __init__(self, side: int) -> None:
