@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 from weakref import WeakValueDictionary
 
-from numpy.typing import NDArray
-
 from engines.comm.cgroup_limits import get_memory_bytes
 from engines.errors import ImageError, describe_working_folder, make_absolute
 from engines.formatting import format_bytes
@@ -32,7 +30,7 @@ __all__ = [
     "PIXELS_PER_BYTE",
     "PNG_HEAD",
     "TIFF_HEADS",
-    "DecodeCache",
+    "FileCache",
     "FileReader",
     "check_budget",
     "check_size",
@@ -52,6 +50,7 @@ TIFF_HEADS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 PIXELS_PER_BYTE = 4096  # no compression exceeds this, except for blank fax pages
 
 Handle = TypeVar("Handle")
+Kind = TypeVar("Kind")
 
 
 class FileReader(Picture, Generic[Handle]):
@@ -187,43 +186,38 @@ def _get_free_bytes() -> int:
     return min(int(psutil.virtual_memory().available), get_memory_bytes())
 
 
-# Cache of files that can only be decoded whole; their pixels are shared within the process.
+class FileCache(Generic[Kind]):
+    """Cache of what `make(path, page)` returns for files that have not changed since: all that is in use, and the last.
 
+    The last ones are kept until their `cost` exceeds `most`; one that alone costs more is not kept. Thread-safe.
+    """
 
-KEPT_BYTES = 1 << 26  # of decoded files that the cache keeps alive by itself
+    def __init__(self, make: Callable[..., Kind], cost: Callable[[Kind], float], most: float) -> None:
+        self._make, self._cost, self._most, self._lock = make, cost, most, threading.Lock()
+        self._in_use: WeakValueDictionary[tuple[object, ...], Kind] = WeakValueDictionary()
+        self._kept: OrderedDict[tuple[object, ...], Kind] = OrderedDict()
 
+    def __call__(self, path: Path, *page: int) -> Kind:
+        """Return what was made of a file (or of a page) in its current state; all callers share it.
 
-class DecodeCache:
-    """Cache of the arrays that `decode(path, page)` returns: all that are in use, and the last up to `KEPT_BYTES`."""
-
-    def __init__(self, decode: Callable[[Path, int], NDArray[Any]]) -> None:
-        self._decode, self._lock = decode, threading.Lock()
-        self._in_use: WeakValueDictionary[tuple[object, ...], NDArray[Any]] = WeakValueDictionary()
-        self._kept: OrderedDict[tuple[object, ...], NDArray[Any]] = OrderedDict()
-
-    def get_pixels(self, path: Path, page: int = 0) -> NDArray[Any]:
-        """Return the shared, read-only array of a page of a file in its current state.
-
-        Raises ImageError if the file cannot be read.
+        Raises ImageError, naming the file, if it cannot be read.
         """
         with translate_errors(path):
             state = path.stat()
         # A file that was written anew has another key, so that its old pixels are never taken for it.
-        key = (path, page, state.st_mtime_ns, state.st_size, state.st_ino)
+        key = (make_absolute(path), *page, state.st_mtime_ns, state.st_size, state.st_ino)
         with self._lock:
             found = self._in_use.get(key)
         if found is None:
-            # Outside of the lock, so that other files are decoded meanwhile. If two threads decode one file at once,
-            # the later array replaces the earlier one, which goes when its reader is gone.
-            found = self._decode(path, page)
-            found.flags.writeable = False
+            # Outside of the lock, so that other files are opened meanwhile. If two threads open one file at once, the
+            # later object replaces the earlier one, which goes when its reader is gone.
+            found = self._make(path, *page)
         with self._lock:
             self._in_use[key] = found
             self._kept.pop(key, None)
-            # Readers keep a large array alive themselves; held here too, it would outlive them.
-            if found.nbytes <= KEPT_BYTES:
+            if self._cost(found) <= self._most:
                 self._kept[key] = found
-            while sum(each.nbytes for each in self._kept.values()) > KEPT_BYTES:
+            while sum(map(self._cost, self._kept.values())) > self._most:
                 self._kept.popitem(last=False)
         return found
 

@@ -1,31 +1,67 @@
-"""Reader of masks, which give the class of each pixel, by rectangles."""
+"""Masks, which give the class of each pixel: the unmodified numbers that a file stores, read by rectangles.
+
+A picture's numbers mean light, so a picture reader inverts them if white is 0, looks them up in a palette, composites
+transparency on white and stretches few bits to 0 ... 255. The readers here do none of that. Only the position of pixels
+is changed: an image with an orientation (EXIF, TIFF's Orientation) is turned upright, as pictures are.
+"""
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
+from tifffile import TiffFile, TiffPage
 
-from engines.errors import ImageError
+from engines.errors import ImageError, make_absolute
 from engines.images.dataset import IGNORED
-from engines.images.picture import FileCache
-from engines.images.raw_image import RawImage, open_raw_image
+from engines.images.files import (
+    JPEG_HEAD,
+    PNG_HEAD,
+    TIFF_HEADS,
+    FileCache,
+    check_budget,
+    make_changed_error,
+    read_head,
+    translate_errors,
+)
+from engines.images.pillow import (
+    KEPT_BYTES,
+    ORIENTATION,
+    allow_any_size,
+    check_decoding,
+    map_row_bands,
+    read_whole_file,
+)
+from engines.images.tiff_layout import find_picture
+from engines.images.tiff_page import (
+    DECODED,
+    JPEG,
+    TiffPageReader,
+    check_segment_size,
+    find_alpha_channel,
+    open_descriptor,
+)
+from engines.images.zarr import is_zarr
 from engines.spatial.tiles import Tile
 
-__all__ = ["Classes", "Ignore", "MaskFile", "parse_ignored_numbers", "read_mask_shape"]
+__all__ = ["Classes", "Ignore", "MaskFile", "open_raw_image", "parse_ignored_numbers", "read_mask_shape"]
 
+Numbers = NDArray[Any]
 Classes = NDArray[np.int64]
 
 Ignore = int | Iterable[int] | None
 """The numbers in a mask that are no class, such as 255 for void: one, several or none."""
 
 _NEARLY_GREY = 16  # the most that channels of a grey mask may differ after it was saved as a colour JPEG
-
-_open_mask: FileCache[RawImage] = FileCache(open_raw_image)
+_KEPT = 4  # open masks
 
 
 class MaskFile:
@@ -73,7 +109,7 @@ class MaskFile:
             )
         return np.where(ignored, IGNORED, np.where(ignored, 0, found).astype(np.int64))
 
-    def _select_channel(self, found: NDArray[Any], tile: Tile) -> NDArray[Any]:
+    def _select_channel(self, found: Numbers, tile: Tile) -> Numbers:
         """Select the channel of classes: (h, w, channels) -> (h, w). Raises ImageError if that is ambiguous."""
         # Programs that save grey as RGB or RGBA lose nothing: the three channels are equal, and all is opaque. Anything
         # else has lost the class numbers, and a guess would train on wrong labels without a sign of it.
@@ -96,14 +132,7 @@ class MaskFile:
             )
         if found.shape[2] == 1:
             return found[..., 0]
-        self._check_grey(found, tile)
-        return found[..., 0] if self.threshold is None else found.sum(2, dtype=np.float64) // 3
-
-    def _check_grey(self, found: NDArray[Any], tile: Tile) -> None:
-        """Raise ImageError unless the three channels are equal.
-
-        With a threshold, they may also differ by up to `_NEARLY_GREY`, or be all three on the same side of it.
-        """
+        # With a threshold, channels may also differ by up to `_NEARLY_GREY`, or be all three on the same side of it.
         low, high = found.min(2), found.max(2)
         odd = low != high
         if self.threshold is not None:
@@ -116,6 +145,7 @@ class MaskFile:
                 f"{_describe_pixel(tile, row, col)}, and it is not known which class a colour is. Save it as grey, or "
                 "with a palette, so that numbers are classes."
             )
+        return found[..., 0] if self.threshold is None else found.sum(2, dtype=np.float64) // 3
 
 
 def parse_ignored_numbers(ignore: Ignore) -> tuple[int, ...]:
@@ -138,3 +168,174 @@ def read_mask_shape(path: Path) -> tuple[int, int]:
 
 def _describe_pixel(tile: Tile, row: int, col: int) -> str:
     return f"row {tile.rows.start + row}, column {tile.cols.start + col}"
+
+
+# The numbers that a file stores for its pixels.
+
+
+_FAX = (2, 3, 4)
+_WHITE_IS_ZERO, _GREY, _RGB, _PALETTE, _MASK, _YCBCR = 0, 1, 2, 3, 4, 6
+_SAVE = "Save it as a grey PNG or TIFF file, or as an (H, W) array in a .npy file, whose numbers are the classes."
+
+
+@dataclass(frozen=True, eq=False)
+class RawImage:
+    """A file of numbers, with one or more channels; `read` returns a tile of them, (h, w, channels), in their own type.
+
+    `shape` is in pixels. `bits` is the number of bits of a number; as shades, fewer than 8 would be spread over
+    0 ... 255. `alpha` is the index of the alpha channel, if any. `is_indexed` is true if the numbers are indices into a
+    palette of colours.
+    """
+
+    shape: tuple[int, int]
+    bits: int
+    read: Callable[[Tile], Numbers]
+    alpha: int | None = None
+    is_indexed: bool = False
+
+
+def open_raw_image(path: Path) -> RawImage:
+    """Open a PNG, JPEG, TIFF or `.npy` file, recognised by its content (or the ending `.npy`), for its raw numbers.
+
+    No pixels are decoded yet. Raises ImageError, naming the file, if its numbers cannot be obtained.
+    """
+    with translate_errors(path):
+        if is_zarr(path):
+            raise ImageError(f"{path} is a Zarr store, and masks are not read from these. {_SAVE}")
+    head = read_head(path, 8)
+    if path.suffix.lower() == ".npy" or head.startswith(b"\x93NUMPY"):
+        return _open_npy(path)
+    if head.startswith(TIFF_HEADS):
+        return _open_tiff(path)
+    if head.startswith((PNG_HEAD, JPEG_HEAD)):
+        return _open_whole(path)
+    raise ImageError(f"{path} is not a PNG, JPEG or TIFF file, nor a NumPy array, so it is no mask. {_SAVE}")
+
+
+_open_mask: FileCache[RawImage] = FileCache(open_raw_image, lambda mask: 1, _KEPT)
+
+
+def _open_npy(path: Path) -> RawImage:
+    """Open a memory-mapped (H, W) array in a `.npy` file."""
+    with translate_errors(path):
+        values = np.load(path, mmap_mode="r", allow_pickle=False)
+        if values.ndim != 2 or not values.size or values.dtype.kind not in "biuf":
+            raise ImageError(f"{path} holds {values.dtype} of shape {values.shape}, but a mask is (H, W) numbers.")
+    bits = 1 if values.dtype == bool else 8 * values.dtype.itemsize
+    return RawImage(values.shape, bits, lambda tile: np.array(_cut(values, tile))[..., None])
+
+
+def _open_whole(path: Path) -> RawImage:
+    """Open a PNG or JPEG file."""
+    path = make_absolute(path)
+    with translate_errors(path):
+        image, bits, orientation = _open_checked(path)
+        shape = image.size if orientation in (5, 6, 7, 8) else image.size[::-1]
+        whole_numbers = image.mode.startswith("I")
+        if bits > 8 and not whole_numbers:
+            raise ImageError(
+                f"The mask {path} has several channels of {bits} bits ({image.mode}), and it is not known "
+                f"which of them are classes. {_SAVE}"
+            )
+        if not whole_numbers and image.mode not in ("1", "L", "LA", "P", "RGB", "RGBA"):
+            raise ImageError(f"The mask {path} is of mode {image.mode}, whose numbers are no classes. {_SAVE}")
+        palette = np.array(image.getpalette("RGB") if image.mode == "P" else [], np.int64).reshape(-1, 3).T
+
+    def read(tile: Tile) -> Numbers:
+        values = _WHOLE(path)
+        if values.shape[:2] != shape:
+            raise make_changed_error(path)
+        return _cut(values, tile)
+
+    return RawImage(shape, bits, read, {"LA": 1, "RGBA": 3}.get(image.mode), not _is_grey_ramp(palette))
+
+
+def _open_checked(path: Path) -> tuple[Image.Image, int, int]:
+    """Return a PNG or JPEG image that is not decoded yet, its bits per channel, and its orientation."""
+    data = read_whole_file(path)
+    with allow_any_size():
+        image = Image.open(BytesIO(data), formats=("PNG", "JPEG"))
+        # The cost is checked before any access that makes Pillow decode the image, such as `getexif`.
+        bytes_per_pixel = np.dtype(np.int32).itemsize if image.mode == "I" else len(image.getbands())
+        check_decoding(path, image, data, bytes_per_pixel)
+        bits = data[24] if image.format == "PNG" else 8  # in the header chunk (PNG, 11.2.2)
+        return image, bits, int(image.getexif().get(ORIENTATION, 1))
+
+
+def _decode(path: Path) -> Numbers:
+    """Decode a PNG or JPEG file to (H, W, channels), upright."""
+    with translate_errors(path):
+        image, bits, orientation = _open_checked(path)
+        # Pillow spreads 2 and 4 bits of grey over 0 ... 255. It has multiplied them by 255 / (2**bits - 1), a whole
+        # number: the division is exact.
+        factor = 255 // ((1 << bits) - 1) if image.mode == "L" and bits in (2, 4) else 1
+        values = map_row_bands(image, lambda band: np.array(band) // factor if factor > 1 else np.array(band))
+        return _apply_orientation(np.atleast_3d(values), orientation)
+
+
+_WHOLE = FileCache(_decode, operator.attrgetter("nbytes"), KEPT_BYTES)
+
+
+def _open_tiff(path: Path) -> RawImage:
+    """Open a TIFF file; only the tiles or strips that intersect a rectangle are decoded."""
+    path = make_absolute(path)
+    with translate_errors(path), TiffFile(path) as file:
+        base = find_picture(path, file).base
+        for page in base:
+            _check_page(path, page)
+        first = base[0]
+        pages = [TiffPageReader(path, page) for page in base]
+        orientation, alpha = int(first.tags.valueof(ORIENTATION, 1)), find_alpha_channel(first)
+        is_indexed = first.photometric == _PALETTE and not _is_grey_ramp(np.asarray(first.colormap) >> 8)
+    channels, stored = sum(page.channels for page in pages), pages[0].shape
+    fd = open_descriptor(path, pages[0])
+
+    def read(tile: Tile) -> Numbers:
+        with translate_errors(path):
+            found = np.zeros((*tile.shape, channels), pages[0].dtype)
+            for number, page in enumerate(pages):
+                page.fill(fd, found[..., number : number + page.channels], tile.rows.start, tile.cols.start)
+            return found
+
+    def read_turned(tile: Tile) -> Numbers:
+        # Hardly any mask is turned, so that a mapping of rectangles through each orientation is not worth its code.
+        wanted = 2 * math.prod(stored) * channels * pages[0].dtype.itemsize
+        check_budget(path, wanted, "it is turned, so that it is read all at once", "Save it upright.")
+        return _cut(_apply_orientation(read(Tile.whole(*stored)), orientation), tile)
+
+    shape = stored[::-1] if orientation in (5, 6, 7, 8) else stored
+    turned = orientation in range(2, 9)
+    return RawImage(shape, int(first.bitspersample), read_turned if turned else read, alpha, is_indexed)
+
+
+def _check_page(path: Path, page: TiffPage) -> None:
+    check_segment_size(path, page)
+    kind = np.dtype(page.dtype).kind if page.dtype else ""
+    if not isinstance(page.bitspersample, int) or kind not in tuple("biuf") or page.imagedepth != 1:
+        raise ImageError(f"The mask {path} holds no plain numbers, one for each pixel. {_SAVE}")
+    if page.compression in _FAX:
+        raise ImageError(
+            f"The mask {path} is compressed as a fax is, for which programs differ in whether ink is 0 or 1. {_SAVE}"
+        )
+    if page.compression not in DECODED:
+        raise ImageError(f"The mask {path} is compressed in a way that is not read here ({page.compression}). {_SAVE}")
+    decoded_to_rgb = page.photometric == _YCBCR and page.compression == JPEG
+    if page.photometric not in (_WHITE_IS_ZERO, _GREY, _RGB, _PALETTE, _MASK) and not decoded_to_rgb:
+        raise ImageError(f"The mask {path} holds colours of another kind than RGB ({page.photometric}). {_SAVE}")
+
+
+def _cut(values: Numbers, tile: Tile) -> Numbers:
+    return values[tile.rows.start : tile.rows.stop, tile.cols.start : tile.cols.stop]
+
+
+def _apply_orientation(values: Numbers, orientation: int) -> Numbers:
+    """Turn (H, W, ...) values upright by the file's Orientation (TIFF 6.0, p. 36)."""
+    # The eight symmetries of a rectangle: 5 to 8 swap rows and columns, and each of the four corners may come first.
+    turned = values.swapaxes(0, 1) if orientation in (5, 6, 7, 8) else values
+    rows, cols = orientation in (3, 4, 7, 8), orientation in (2, 3, 6, 7)
+    return turned[:: -1 if rows else 1, :: -1 if cols else 1]
+
+
+def _is_grey_ramp(palette: NDArray[np.integer[Any]]) -> bool:
+    """Return whether a palette, (3, N), maps each index to the grey of the same number, so that indices are shades."""
+    return bool((palette == np.arange(palette.shape[1])).all())

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
-from collections.abc import Callable
+import math
 from contextlib import suppress
 from os import PathLike
 from pathlib import Path
-from typing import Generic, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from engines.errors import ImageError, make_absolute
-from engines.images.files import JPEG_HEAD, PNG_HEAD, TIFF_HEADS, read_head, translate_errors
+from engines.errors import ImageError
+from engines.images.files import JPEG_HEAD, PNG_HEAD, TIFF_HEADS, FileCache, read_head, translate_errors
 from engines.images.openslide import (
     OpenSlidePicture,
     SlideLike,
@@ -42,7 +39,6 @@ from engines.images.tiff import TiffPicture, check_segments, detect_vendor, find
 from engines.images.zarr import ZarrPicture, is_zarr
 
 __all__ = [
-    "FileCache",
     "Level",
     "Picture",
     "Pixels",
@@ -170,43 +166,12 @@ def crop_picture(picture: Picture, y0: int, x0: int, height_px: int, width_px: i
     return RegionPicture(picture, y0, x0, height_px, width_px, level)
 
 
-# LRU cache of open pictures. A table may name thousands of regions of one slide.
-
-
-Kind = TypeVar("Kind")
-
 _KEPT = 4  # open files; OpenSlide caches up to 32 MB of decoded pixels for each
 
-
-class FileCache(Generic[Kind]):
-    """LRU cache of the files that `open_file` opened, while they are unchanged; fully decoded files are not kept.
-
-    A table may name thousands of regions of one slide, which is then opened once.
-    """
-
-    def __init__(self, open_file: Callable[[Path], Kind]) -> None:
-        self._lock, self._open = threading.Lock(), open_file
-        self._files: OrderedDict[tuple[object, ...], Kind] = OrderedDict()
-
-    def __call__(self, path: Path) -> Kind:
-        """Return the open file at a path. Raises ImageError, naming the file, if it cannot be read."""
-        with translate_errors(path):
-            state = path.stat()
-        key = (make_absolute(path), state.st_mtime_ns, state.st_size)
-        # The entry is taken out, and put back as the newest. A thread that asks meanwhile opens the file once more:
-        # that costs little, whereas a lock held during the opening would make readers of other files wait.
-        with self._lock:
-            file = self._files.pop(key, None)
-        file = file or self._open(path)
-        if not isinstance(file, PillowPicture):
-            with self._lock:
-                self._files[key] = file
-                while len(self._files) > _KEPT:
-                    self._files.popitem(last=False)
-        return file
-
-
-open_cached: FileCache[Picture] = FileCache(open_image)
+# A table may name thousands of regions of one slide, which is then opened once. Fully decoded files are not kept.
+open_cached: FileCache[Picture] = FileCache(
+    open_image, lambda picture: math.inf if isinstance(picture, PillowPicture) else 1, _KEPT
+)
 
 
 def read_shape(path: Path, level: int = 0) -> tuple[int, int]:

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from io import BytesIO
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from engines.errors import ImageError
 from engines.images.files import (
     MOST_SCANS,
     PIXELS_PER_BYTE,
-    DecodeCache,
+    FileCache,
     FileReader,
     check_budget,
     check_size,
@@ -32,6 +33,7 @@ from engines.images.regular_file import open_regular
 
 __all__ = [
     "FORMATS",
+    "KEPT_BYTES",
     "ORIENTATION",
     "PillowPicture",
     "allow_any_size",
@@ -45,6 +47,7 @@ _GREY, _COLOUR = ("1", "L"), ("P", "RGB", "YCbCr")
 _WITH_ALPHA = ("LA", "La", "PA", "RGBA", "RGBa")
 _EXTRA_SAMPLES = 338
 ORIENTATION = 0x0112  # the tag of EXIF and TIFF
+KEPT_BYTES = 1 << 26  # of decoded files that a cache keeps alive by itself: readers keep a larger array themselves
 TILED = "Save it as a TIFF file in tiles, which is read tile by tile (such as `vips copy IN OUT.tif[tile,pyramid]`)."
 _HOLDS = {"CMYK": "printing inks", "F": "floating-point numbers", "I": "integers of more than 8 bits"}
 
@@ -61,7 +64,7 @@ class PillowPicture(FileReader[Pixels]):
         super().__init__(path)
 
     def _open(self) -> tuple[Pixels, Sequence[Level], float | None]:
-        pixels = _DECODED.get_pixels(self.path, self.page)
+        pixels = _DECODED(self.path, self.page)
         return pixels, [Level(*pixels.shape[:2])], None
 
     def _fill(self, out: Pixels, y0: int, x0: int, level: int) -> None:
@@ -178,7 +181,10 @@ def _to_pixels(image: Image.Image) -> Pixels:
 
 
 def map_row_bands(image: Image.Image, read: Callable[[Image.Image], NDArray[Any]]) -> NDArray[Any]:
-    """Return the array that `read` makes of an image, converted band by band to avoid a second copy of the whole."""
+    """Return the read-only array that `read` makes of an image.
+
+    It is converted band by band to avoid a second copy of the whole, and shared by all readers of a file.
+    """
     found = None
     for top, bottom in split_row_bands(0, image.height, 4 * image.width):
         band = read(image.crop((0, top, image.width, bottom)))
@@ -187,7 +193,8 @@ def map_row_bands(image: Image.Image, read: Callable[[Image.Image], NDArray[Any]
         found[top:bottom] = band
     if found is None:
         raise ValueError(f"it has {image.height} x {image.width} px")
+    found.flags.writeable = False
     return found
 
 
-_DECODED = DecodeCache(_decode)
+_DECODED = FileCache(_decode, attrgetter("nbytes"), KEPT_BYTES)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -15,18 +12,12 @@ from engines.errors import ImageError
 from engines.images.files import FileReader, make_changed_error, translate_errors
 from engines.images.picture_reader import WHITE, DecodeBlock, Level, Pixels, make_levels, split_row_bands
 from engines.images.tiff_layout import check_picture, find_picture, list_pages, list_sub_pages
-from engines.images.tiff_page import TiffPageReader, check_segment_size, is_plain, to_rgb
+from engines.images.tiff_page import TiffPageReader, check_segment_size, is_plain, open_descriptor, to_rgb
 
 __all__ = ["TiffPicture", "check_segments", "detect_vendor", "find_whole_page"]
 
-_Planes = tuple[TiffPageReader, ...]
+Planes = tuple[TiffPageReader, ...]
 """The pages of one level: one with all channels, or one per channel."""
-
-
-@dataclass
-class _TiffHandle:
-    fd: int
-    levels: tuple[_Planes, ...]
 
 
 def detect_vendor(path: Path) -> str | None:
@@ -64,44 +55,40 @@ def find_whole_page(path: Path) -> int | None:
         return layout.number
 
 
-class TiffPicture(FileReader[_TiffHandle]):
+class TiffPicture(FileReader[tuple[int, tuple[Planes, ...]]]):
     """The picture of a TIFF file (see `find_picture`), with the levels in its SubIFDs or other pages.
 
     A read decodes only the tiles or strips that it intersects; of uncompressed data it reads only the wanted bytes.
     Raises ImageError if a file holds a stack of several pictures.
     """
 
-    def _open(self) -> tuple[_TiffHandle, Sequence[Level], float | None]:
+    def _open(self) -> tuple[tuple[int, tuple[Planes, ...]], Sequence[Level], float | None]:
         with translate_errors(self.path), TiffFile(self.path) as file:
-            found, microns = _read_levels(self.path, file)
-        # tifffile has parsed the tags; from here on only offsets and a bare descriptor are needed. `pread` takes the
-        # position as an argument, so that any number of threads read through one descriptor without a lock.
-        with translate_errors(self.path):
-            fd = os.open(self.path, os.O_RDONLY)
-        handle = _TiffHandle(fd, found)
-        weakref.finalize(handle, os.close, fd)
-        return handle, make_levels([planes[0].shape for planes in found]), microns
+            levels, microns = _read_levels(self.path, file)
+        # tifffile has parsed the tags; from here on only offsets and a bare descriptor are needed.
+        fd = open_descriptor(self.path, levels[0][0])
+        return (fd, levels), make_levels([planes[0].shape for planes in levels]), microns
 
     def get_decode_block(self, level: int) -> DecodeBlock:
         """Return the unit of decoding of a level: a tile or strip, or single pixels if it is uncompressed."""
-        return self.handle.levels[level][0].decode_block
+        return self.handle[1][level][0].decode_block
 
     def _fill(self, out: Pixels, y0: int, x0: int, level: int) -> None:
-        handle = self.handle
-        planes, (height_px, width_px) = handle.levels[level], out.shape[:2]
+        (fd, levels), (height_px, width_px) = self.handle, out.shape[:2]
+        planes = levels[level]
         with translate_errors(self.path):
             if [page.channels for page in planes] == [3]:  # red, green and blue: straight into the result
-                planes[0].fill(handle.fd, out, y0, x0)
+                planes[0].fill(fd, out, y0, x0)
                 return
             channels = sum(page.channels for page in planes)
             for top, bottom in split_row_bands(y0, y0 + height_px, width_px * channels, planes[0].segment_rows):
                 band = np.full((bottom - top, width_px, channels), WHITE, np.uint8)
                 for number, page in enumerate(planes):
-                    page.fill(handle.fd, band[..., number : number + page.channels], top, x0)
+                    page.fill(fd, band[..., number : number + page.channels], top, x0)
                 out[top - y0 : bottom - y0] = to_rgb(band, planes[0].alpha)
 
 
-def _read_levels(path: Path, file: TiffFile) -> tuple[tuple[_Planes, ...], float | None]:
+def _read_levels(path: Path, file: TiffFile) -> tuple[tuple[Planes, ...], float | None]:
     """Return the pages of each level, finest first, and the size of a pixel in micrometres."""
     layout = find_picture(path, file)
     check_picture(path, layout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -12,7 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 from tifffile import TiffPage
 
-from engines.images.files import check_budget, check_size, make_damaged_error, read_jpeg_2000_size, read_jpeg_size
+from engines.images.files import (
+    check_budget,
+    check_size,
+    make_damaged_error,
+    read_jpeg_2000_size,
+    read_jpeg_size,
+    translate_errors,
+)
 from engines.images.picture_reader import WHITE, DecodeBlock, Pixels, composite_on_white
 
 __all__ = ["DECODED", "TiffPageReader", "check_segment_size", "find_alpha_channel", "is_plain", "to_rgb"]
@@ -81,6 +89,17 @@ def to_rgb(pixels: NDArray[np.uint8], alpha: int) -> Pixels:
         paper = WHITE - pixels[..., 3:]
         return np.minimum(pixels[..., :3], WHITE - paper) + paper
     return composite_on_white(pixels) if alpha == _ALPHA else np.ascontiguousarray(pixels[..., :3])
+
+
+def open_descriptor(path: Path, owner: object) -> int:
+    """Return a bare descriptor of a file, closed when `owner` goes; for `TiffPageReader.fill`.
+
+    `pread` takes the position as an argument, so that any number of threads read through one descriptor without a lock.
+    """
+    with translate_errors(path):
+        fd = os.open(path, os.O_RDONLY)
+    weakref.finalize(owner, os.close, fd)
+    return fd
 
 
 class TiffPageReader:

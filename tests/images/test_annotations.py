@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from pathlib import Path
 
@@ -160,11 +161,11 @@ def test_regions_of_one_slide_open_it_once_until_it_changes(tmp_path: Path):
     paths = [tmp_path / f"{number}.tiff" for number in range(6)]
     for path in paths:
         write_pages(path, tissue(128, 128))
-    first = open_cached(paths[0])
-    assert open_cached(paths[0]) is first
+    first = weakref.ref(open_cached(paths[0]))
+    assert open_cached(paths[0]) is first()
     for path in paths[1:]:
         open_cached(path)
-    assert open_cached(paths[0]) is not first
+    assert first() is None
     again = open_cached(paths[0])
     write_pages(paths[0], 255 - tissue(192, 128))
     assert open_cached(paths[0]) is not again

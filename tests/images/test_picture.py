@@ -17,7 +17,7 @@ from PIL import Image
 
 from engines.errors import ImageError
 from engines.images import picture, picture_reader, pillow
-from engines.images.files import DecodeCache
+from engines.images.files import FileCache
 from engines.images.picture import Picture, Pixels, open_image
 from engines.images.picture_reader import ArrayPicture
 from engines.images.stains import immunohistochemistry
@@ -245,7 +245,7 @@ def test_a_file_that_may_not_be_read_is_told(tmp_path, monkeypatch):
 
 def test_a_file_is_decoded_once_for_all_who_open_it(tmp_path, monkeypatch):
     path, decoded = saved(tmp_path / "a.png", Image.fromarray(COLOURS)), []
-    monkeypatch.setattr(pillow._DECODED, "_decode", lambda path, page: decoded.append(path) or COLOURS.copy())
+    monkeypatch.setattr(pillow._DECODED, "_make", lambda path, page: decoded.append(path) or COLOURS.copy())
     for _ in range(3):
         open_image(path).read(0, 0, 2, 2)
     pickle.loads(pickle.dumps(open_image(path))).read(0, 0, 2, 2)
@@ -255,12 +255,11 @@ def test_a_file_is_decoded_once_for_all_who_open_it(tmp_path, monkeypatch):
     assert len(decoded) == 2, "another file of the same name"
 
 
-def test_what_nobody_uses_is_forgotten(tmp_path, monkeypatch):
-    monkeypatch.setattr("engines.images.files.KEPT_BYTES", 2 * COLOURS.nbytes)
-    cache = DecodeCache(pillow._decode)
+def test_what_nobody_uses_is_forgotten(tmp_path):
+    cache = FileCache(pillow._decode, lambda pixels: pixels.nbytes, 2 * COLOURS.nbytes)
     paths = [saved(tmp_path / f"{number}.png", Image.fromarray(COLOURS)) for number in range(4)]
     for path in paths:
-        cache.get_pixels(path)
+        cache(path, 0)
     assert len(cache._kept) == 2
     assert len(cache._in_use) == 2
 

@@ -185,7 +185,7 @@ def test_bad_images_can_be_left_for_later(folder: Path):
 
 
 def test_headers_are_enough_to_check_a_table(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("engines.images.pillow._DECODED._decode", lambda path, page: pytest.fail("it was decoded"))
+    monkeypatch.setattr("engines.images.pillow._DECODED._make", lambda path, page: pytest.fail("it was decoded"))
     text = "path,label,mask,region\nimages/a.png,1,masks/a.png,2 2 9 9\nimages/b.png,0,,\n"
     assert len(table_images(table(folder, text), SIZE, classes=2)) == 2
 

@@ -230,7 +230,7 @@ KNOWN = {
     "mpi4dl_nb/remote_call.py": {"pickle.loads"},  # the ranks' answers, over the same
     "engines/comm/world.py": {"pickle.loads"},  # what ranks of one job send each other, once it is known to be whole
     "engines/images/openslide.py": {"cloudpickle.loads"},  # a slide of somebody's own class, on its way to a rank
-    "engines/images/raw_image.py": {"np.load"},  # with allow_pickle=False
+    "engines/images/mask_file.py": {"np.load"},  # with allow_pickle=False
     "engines/images/cifar.py": {"pickle.Unpickler"},  # one that makes arrays, and calls nothing else
     "engines/images/safe_xml.py": {"ET.fromstring"},  # without document types
 }
