@@ -11,8 +11,7 @@ from xml.etree.ElementTree import Element
 from engines.errors import ImageError, describe_working_folder
 from engines.images.examples import Example, ExampleImages
 from engines.images.files import translate_errors
-from engines.images.regular_file import TEXT_BYTES, is_within, read_bounded
-from engines.images.safe_xml import XML_BYTES, parse_xml
+from engines.images.regular_file import TEXT_BYTES, XML_BYTES, is_within, parse_xml, read_bounded
 from engines.images.tables import write_table
 
 __all__ = ["folder_images", "list_pictures", "write_boxes_table", "write_masks_table"]

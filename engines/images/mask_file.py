@@ -40,15 +40,8 @@ from engines.images.pillow import (
     map_row_bands,
     read_whole_file,
 )
-from engines.images.tiff_layout import find_picture
-from engines.images.tiff_page import (
-    DECODED,
-    JPEG,
-    TiffPageReader,
-    check_segment_size,
-    find_alpha_channel,
-    open_descriptor,
-)
+from engines.images.tiff import TiffPageReader, check_segment_size, open_descriptor
+from engines.images.tiff_layout import DECODED, JPEG, find_alpha_channel, find_picture
 from engines.images.zarr import is_zarr
 from engines.spatial.tiles import Tile
 

@@ -35,7 +35,7 @@ from engines.images.picture_reader import (
 )
 from engines.images.pillow import ORIENTATION, PillowPicture, allow_any_size
 from engines.images.regular_file import open_regular
-from engines.images.tiff import TiffPicture, check_segments, detect_vendor, find_whole_page
+from engines.images.tiff import TiffPicture, detect_vendor, find_whole_page
 from engines.images.zarr import ZarrPicture, is_zarr
 
 __all__ = [
@@ -99,8 +99,6 @@ def _open_file(path: Path) -> Picture:
         # OpenSlide knows the vendors' gaps and overlaps between tiles, so that it reads their files, or the user is
         # told to install it. What it does not take for a vendor's file is ordinary TIFF whose tags only look like one.
         maker = detect_vendor(path)
-        if maker == "svs":
-            check_segments(path)  # before OpenSlide opens it, which allocates whatever a damaged header asks for
         if maker and not (has_openslide() and detect(path) in (None, "generic-tiff")):
             return OpenSlidePicture(path)
         page = find_whole_page(path)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import struct
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -19,13 +21,11 @@ from PIL.TiffImagePlugin import TiffImageFile
 
 from engines.errors import ImageError
 from engines.images.files import (
-    MOST_SCANS,
     PIXELS_PER_BYTE,
     FileCache,
     FileReader,
     check_budget,
     check_size,
-    count_jpeg_scans,
     translate_errors,
 )
 from engines.images.picture_reader import Level, Pixels, composite_on_white, split_row_bands
@@ -38,6 +38,7 @@ __all__ = [
     "PillowPicture",
     "allow_any_size",
     "check_decoding",
+    "count_jpeg_scans",
     "map_row_bands",
     "read_whole_file",
 ]
@@ -48,6 +49,9 @@ _WITH_ALPHA = ("LA", "La", "PA", "RGBA", "RGBa")
 _EXTRA_SAMPLES = 338
 ORIENTATION = 0x0112  # the tag of EXIF and TIFF
 KEPT_BYTES = 1 << 26  # of decoded files that a cache keeps alive by itself: readers keep a larger array themselves
+MOST_SCANS = 32  # of a progressive picture: programs write about 10, and a decoder visits every block in every scan
+_MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")  # a marker that ends a scan: no stuffed 0, restart or padding
+_SCAN, _END = 0xDA, 0xD9
 TILED = "Save it as a TIFF file in tiles, which is read tile by tile (such as `vips copy IN OUT.tif[tile,pyramid]`)."
 _HOLDS = {"CMYK": "printing inks", "F": "floating-point numbers", "I": "integers of more than 8 bits"}
 
@@ -147,6 +151,21 @@ def check_decoding(path: Path, image: Image.Image, data: bytes, result_bytes: in
     turned = held if image.format == "PNG" or image.getexif().get(ORIENTATION, 1) != 1 else 0
     wanted = len(data) + rows * cols * (held + more + turned + result_bytes)
     check_budget(path, wanted, f"its {rows} x {cols} px can only be decoded all at once", TILED)
+
+
+def count_jpeg_scans(data: bytes) -> int:
+    """Count the scans of JPEG data (ITU T.81, B.2.3), at most up to `MOST_SCANS` + 1."""
+    # Data of a scan have no length: its end is the next marker. FF in data is followed by a stuffed 0, or by a restart
+    # marker (D0 to D7), neither of which ends it.
+    at, scans = 2, 0
+    while scans <= MOST_SCANS and (found := _MARKER.search(data, at)) and found.end() + 2 <= len(data):
+        marker, at = data[found.end() - 1], found.end()
+        if marker == _END:
+            break
+        scans += marker == _SCAN
+        (length,) = struct.unpack_from(">H", data, at)
+        at += length
+    return scans
 
 
 def _check_mode(path: Path, image: Image.Image) -> None:

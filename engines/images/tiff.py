@@ -1,37 +1,287 @@
-"""Reader of TIFF, BigTIFF and OME-TIFF, including pyramids, with tifffile's parser and imagecodecs' decoders."""
+"""Reader of TIFF, BigTIFF and OME-TIFF, including pyramids, with tifffile's parser and imagecodecs' decoders.
+
+Only the tiles or strips (segments) that intersect a rectangle are decoded.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import struct
+import weakref
+from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from tifffile import TiffFile, TiffPage
 
 from engines.errors import ImageError
-from engines.images.files import FileReader, make_changed_error, translate_errors
-from engines.images.picture_reader import WHITE, DecodeBlock, Level, Pixels, make_levels, split_row_bands
-from engines.images.tiff_layout import check_picture, find_picture, list_pages, list_sub_pages
-from engines.images.tiff_page import TiffPageReader, check_segment_size, is_plain, open_descriptor, to_rgb
+from engines.images.files import (
+    FileReader,
+    check_budget,
+    check_size,
+    make_changed_error,
+    make_damaged_error,
+    translate_errors,
+)
+from engines.images.picture_reader import (
+    WHITE,
+    DecodeBlock,
+    Level,
+    Pixels,
+    composite_on_white,
+    make_levels,
+    split_row_bands,
+)
+from engines.images.tiff_layout import (
+    ALPHA,
+    DECODED,
+    JPEG,
+    JPEG_2000,
+    MULTIPLIED,
+    PLAIN,
+    check_picture,
+    find_picture,
+    list_pages,
+    list_sub_pages,
+)
 
-__all__ = ["TiffPicture", "check_segments", "detect_vendor", "find_whole_page"]
+__all__ = ["TiffPageReader", "TiffPicture", "check_segment_size", "detect_vendor", "find_whole_page", "open_descriptor"]
+
+MOST_BYTES = 1 << 26  # of one decoded segment; with larger ones, decoding the whole picture once is no worse
+LARGE_TILE_PX = 1 << 20
+TILE_PX = 1 << 14  # pixels that take as long to decode as a tile takes to find
+_GREY, _RGB, _YCBCR = 1, 2, 6
+
+
+def is_plain(page: TiffPage) -> bool:
+    """Return whether a page is 8-bit grey or colour, upright, and in segments small enough to decode one by one.
+
+    Fax pages, palettes, rotated photographs and the like are not; nor are more than 8 bits, which no reader supports.
+    """
+    colours = (_GREY, _RGB, _YCBCR) if page.compression in (JPEG, *JPEG_2000) else (_GREY, _RGB)
+    grey = page.photometric == _GREY
+    rows, cols = _get_segment_shape(page)
+    return (
+        page.compression in DECODED
+        and page.photometric in colours
+        and page.samplesperpixel in ((1, 2) if grey else (3, 4))
+        and (page.bitspersample, page.sampleformat, page.imagedepth, page.fillorder) == (8, 1, 1, 1)
+        and page.tags.valueof(274, 1) == 1
+        and (page.compression == PLAIN or rows * cols * int(page.samplesperpixel) <= MOST_BYTES)
+    )
+
+
+def check_segment_size(path: Path, page: TiffPage) -> None:
+    """Raise ImageError if a tile is far larger than the picture: no program writes that, but a decoder would obey."""
+    (rows, cols), (height, width) = _get_segment_shape(page), (int(page.imagelength), int(page.imagewidth))
+    if rows * cols > max(LARGE_TILE_PX, 4 * height * width):
+        raise make_damaged_error(path, f"its tiles have {rows} x {cols} px, and all of it has {height} x {width}")
+
+
+def _get_segment_shape(page: TiffPage) -> tuple[int, int]:
+    """Return the rows and columns of a tile or strip."""
+    if page.is_tiled:
+        return int(page.tilelength), int(page.tilewidth)
+    return min(int(page.rowsperstrip), int(page.imagelength)), int(page.imagewidth)
+
+
+def to_rgb(pixels: NDArray[np.uint8], alpha: int) -> Pixels:
+    """Convert grey or colours, with or without an extra last channel, to RGB on white: (H, W, 1 to 4) -> (H, W, 3).
+
+    `alpha` is TIFF's ExtraSamples value of the extra channel: 1 for premultiplied alpha, 2 for alpha; it is dropped
+    for any other value.
+    """
+    last = pixels.shape[2] - 1
+    if last in (0, 1):
+        pixels = pixels[..., [0, 0, 0, *range(1, last + 1)]]
+    if pixels.shape[2] == 3:
+        return pixels
+    if alpha == MULTIPLIED:
+        paper = WHITE - pixels[..., 3:]
+        return np.minimum(pixels[..., :3], WHITE - paper) + paper
+    return composite_on_white(pixels) if alpha == ALPHA else np.ascontiguousarray(pixels[..., :3])
+
+
+def open_descriptor(path: Path, owner: object) -> int:
+    """Return a bare descriptor of a file, closed when `owner` goes; for `TiffPageReader.fill`.
+
+    `pread` takes the position as an argument, so that any number of threads read through one descriptor without a lock.
+    """
+    with translate_errors(path):
+        fd = os.open(path, os.O_RDONLY)
+    weakref.finalize(owner, os.close, fd)
+    return fd
+
+
+class TiffPageReader:
+    """Reader of a page's segments: their offsets in the file and their decoder. Any number of threads may use it.
+
+    It returns the stored numbers as `dtype`, whether they are shades, colours or classes.
+    Raises ImageError if segments that the header lists are not in the file.
+    """
+
+    def __init__(self, path: Path, page: TiffPage) -> None:
+        self.path, self.shape = path, (int(page.imagelength), int(page.imagewidth))
+        self.channels, self.alpha = int(page.samplesperpixel), int(next(iter(page.extrasamples), 0))
+        self._planes = self.channels if page.planarconfig == 2 else 1
+        self.dtype = np.dtype(page.dtype)
+        self._stored = self.dtype.newbyteorder(page.parent.byteorder)
+        whole = page.bitspersample == 8 * self.dtype.itemsize and page.fillorder == 1
+        self._stored_plainly = page.compression == PLAIN and page.predictor == 1 and whole
+        self._segment, self._compression = _get_segment_shape(page), int(page.compression)
+        if min(*self.shape, *self._segment) < 1:
+            raise make_damaged_error(
+                path, f"it has {self.shape[0]} x {self.shape[1]} px in segments of {self._segment}"
+            )
+        check_size(path, *self.shape)
+        check_segment_size(path, page)
+        self._offsets = np.asarray(page.dataoffsets, np.int64)
+        self._counts = np.asarray(page.databytecounts, np.int64)
+        # A truncated file lacks its last segments, which should fail here and not in the middle of a training.
+        expected, file_bytes = self._grid[0] * self._grid[1] * self._planes, path.stat().st_size
+        if not len(self._offsets) == len(self._counts) == expected:
+            told = f"{expected} segments are needed, but it lists {len(self._offsets)} of {len(self._counts)} lengths"
+            raise make_damaged_error(path, told)
+        beyond = (self._offsets < 0) | (self._counts < 0) | (self._offsets + self._counts > file_bytes)
+        if beyond.any():
+            raise make_damaged_error(path, f"{beyond.sum()} of its {expected} segments lie beyond its end")
+        size = self._segment_bytes
+        if self._compression == PLAIN and self._counts.max() > size:
+            raise make_damaged_error(path, f"a segment of {self._counts.max()} bytes cannot lie in {size}")
+        if not self._stored_plainly:
+            told = f"its tiles or strips of {' x '.join(map(str, self._segment))} px are decoded whole"
+            check_budget(path, 3 * self._segment_bytes, told, "Save it in smaller tiles, such as 512 x 512.")
+        self._decode: Callable[..., Any] = page.decode
+        self._tables = {"jpegtables": page.jpegtables} if self._compression == JPEG else {}
+
+    @property
+    def segment_rows(self) -> int:
+        """Rows of a tile or strip."""
+        return self._segment[0]
+
+    @property
+    def decode_block(self) -> DecodeBlock:
+        """The unit of decoding and its cost."""
+        if self._stored_plainly:
+            return DecodeBlock()
+        return DecodeBlock(*self._segment, max(TILE_PX, self._segment[0] * self._segment[1]))
+
+    @property
+    def _segment_bytes(self) -> int:
+        return self._segment[0] * self._segment[1] * self.channels // self._planes * self.dtype.itemsize
+
+    @property
+    def _grid(self) -> tuple[int, int]:
+        """Number of segments vertically and horizontally."""
+        rows, cols = (-(-side // part) for side, part in zip(self.shape, self._segment, strict=True))
+        return rows, cols
+
+    def fill(self, fd: int, out: NDArray[Any], y0: int, x0: int) -> None:
+        """Fill `out`, (h, w, channels), with the rectangle at (y0, x0), which must be inside the page.
+
+        Pixels of empty segments (of 0 bytes) are left as they are.
+        """
+        #     segments (tiles, or strips as wide as the page)
+        #     +-----+-----+-----+     `part` to (bottom, right) is what a segment and the rectangle have in common, in
+        #     |   +-|-----|-+   |     pixels of the page; `inner` is the same in pixels of the segment. The segments of
+        #     +---|-+-----+-|---+     one plane follow each other in rows. With planarconfig 2, each channel is a plane
+        #     |   +-|-----|-+   |     of its own, and the planes follow each other.
+        #     +-----+-----+-----+
+        (height_px, width_px), (rows, cols) = out.shape[:2], self._segment
+        hit_rows = range(y0 // rows, -(-(y0 + height_px) // rows))
+        hit_cols = range(x0 // cols, -(-(x0 + width_px) // cols))
+        for plane, row, col in product(range(self._planes), hit_rows, hit_cols):
+            index = (plane * self._grid[0] + row) * self._grid[1] + col
+            if not self._counts[index]:
+                continue
+            top, left = row * rows, col * cols
+            part = max(y0, top), max(x0, left)
+            bottom, right = min(y0 + height_px, top + rows), min(x0 + width_px, left + cols)
+            inner = slice(part[0] - top, bottom - top), slice(part[1] - left, right - left)
+            pixels = (
+                self._read_rows(fd, index, *inner) if self._stored_plainly else self._decode_segment(fd, index)[inner]
+            )
+            channels = slice(None) if self._planes == 1 else slice(plane, plane + 1)
+            out[part[0] - y0 : bottom - y0, part[1] - x0 : right - x0, channels] = pixels
+
+    def _read_rows(self, fd: int, index: int, rows: slice, cols: slice) -> NDArray[Any]:
+        """Read only the wanted bytes of an uncompressed segment."""
+        deep, wide = self.channels // self._planes, self._segment[1]
+        found = np.empty((rows.stop - rows.start, cols.stop - cols.start, deep), self.dtype)
+        for number, row in enumerate(range(rows.start, rows.stop)):
+            start = (row * wide + cols.start) * deep * self.dtype.itemsize
+            if start + found[number].nbytes > self._counts[index]:
+                raise make_damaged_error(self.path, f"segment {index} ends in row {row}")
+            line = os.pread(fd, found[number].nbytes, int(self._offsets[index]) + start)
+            found[number] = np.frombuffer(line, self._stored).reshape(found[number].shape)
+        return found
+
+    def _decode_segment(self, fd: int, index: int) -> NDArray[Any]:
+        data = os.pread(fd, int(self._counts[index]), int(self._offsets[index]))
+        # A JPEG or JPEG 2000 segment has a header of its own, and the decoder trusts the size in it, up to
+        # 65535 x 65535 for JPEG.
+        size = None
+        if self._compression == JPEG:
+            size = read_jpeg_size(data)
+        elif self._compression in JPEG_2000:
+            size = read_jpeg_2000_size(data)
+        if size is not None and size[0] * size[1] > 2 * self._segment[0] * self._segment[1]:
+            told = f"segment {index} says that it holds {size[0]} x {size[1]} px, where there is room for"
+            raise make_damaged_error(self.path, f"{told} {self._segment[0]} x {self._segment[1]}")
+        pixels, *_ = self._decode(data, index, **self._tables)
+        return np.asarray(pixels[0], self.dtype)
+
+
+# ---- the size in the header of a segment: decoders trust it, so it is checked before decoding
+
+
+def read_jpeg_size(data: bytes) -> tuple[int, int] | None:
+    """Return rows and columns from the frame header of JPEG data (ITU T.81, B.2.2), or None if there is none."""
+    #     FFD8 | FFE0 length ... | FFDB length ... | FFC0 length, precision, rows, columns, ... | FFDA length ... | data
+    #
+    # FFC0 to FFCF begin a frame, except C4 (Huffman tables), C8 (reserved) and CC (arithmetic coding tables). A marker
+    # may be preceded by any number of FF.
+    at = 2
+    while at + 9 <= len(data) and data[at] == 0xFF:
+        marker, (length,) = data[at + 1], struct.unpack_from(">H", data, at + 2)
+        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
+            rows, cols = struct.unpack_from(">HH", data, at + 5)
+            return rows, cols
+        at += 1 if marker == 0xFF else 2 + length
+    return None
+
+
+def read_jpeg_2000_size(data: bytes) -> tuple[int, int] | None:
+    """Return rows and columns of a JPEG 2000 code stream (ITU T.800, A.5.1), with or without enclosing boxes."""
+    at = data.find(b"\xff\x4f\xff\x51")
+    if at < 0 or at + 24 > len(data):
+        return None
+    right, bottom, left, top = struct.unpack_from(">4I", data, at + 8)
+    return bottom - top, right - left
+
+
+# ---- the picture of a file
+
 
 Planes = tuple[TiffPageReader, ...]
 """The pages of one level: one with all channels, or one per channel."""
 
 
 def detect_vendor(path: Path) -> str | None:
-    """Return the vendor of a slide in a TIFF file, which OpenSlide reads best; None for a file of no vendor format."""
-    with translate_errors(path), TiffFile(path) as file:
-        return next((name for name in ("svs", "ndpi", "scn", "bif", "philips") if getattr(file, f"is_{name}")), None)
+    """Return the vendor of a slide in a TIFF file, which OpenSlide reads best; None for a file of no vendor format.
 
-
-def check_segments(path: Path) -> None:
-    """Raise ImageError if tiles that a TIFF file lists are not in it, because it is truncated or damaged."""
+    Raises ImageError if tiles that an Aperio file lists are not in it, because it is truncated or damaged: OpenSlide
+    would allocate whatever its header asks for.
+    """
     with translate_errors(path), TiffFile(path) as file:
-        for page in list_pages(path, file):
+        maker = next((name for name in ("svs", "ndpi", "scn", "bif", "philips") if getattr(file, f"is_{name}")), None)
+        for page in list_pages(path, file) if maker == "svs" else ():
             if page.is_tiled:
                 TiffPageReader(path, page)
+        return maker
 
 
 def find_whole_page(path: Path) -> int | None:

@@ -9,19 +9,32 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from xml.parsers import expat
 
 from tifffile import COMPRESSION, PHOTOMETRIC, TiffFile, TiffPage
 
 from engines.errors import ImageError
 from engines.images.files import make_damaged_error
-from engines.images.safe_xml import OmeImage
-from engines.images.tiff_page import DECODED, find_alpha_channel
+from engines.images.regular_file import refuse_doctype
 
-__all__ = ["TiffLayout", "check_picture", "find_picture", "list_pages", "list_sub_pages"]
+__all__ = [
+    "OmeImage",
+    "TiffLayout",
+    "check_picture",
+    "find_alpha_channel",
+    "find_picture",
+    "list_pages",
+    "list_sub_pages",
+]
 
+PLAIN, JPEG = 1, 7
+JPEG_2000 = (33005, 34712)
+DECODED = (PLAIN, 5, JPEG, 8, 32773, 32946, 50000, *JPEG_2000)  # none, LZW, JPEG, deflate, PackBits, Zstandard
+MULTIPLIED, ALPHA = 1, 2
 MOST_PAGES = 64  # pages that are inspected: a pyramid has about ten, a time series thousands
 MOST_SUB_PAGES = 16  # SubIFDs per page: one for each halving
 MOST_TAGS = 1000  # tags per page: microscope vendors add dozens
@@ -74,7 +87,12 @@ def find_picture(path: Path, file: TiffFile) -> TiffLayout:
         if len({page.shape for page in base}) > 1:
             raise make_damaged_error(path, f"pages {start} to {stop - 1} are not the channels of one picture")
         return TiffLayout(base, start, (), True, ome.microns_per_px)
-    full = _find_full_size(path, pages)
+    # The pages that are neither a reduced copy nor a mask, or else the largest copy, or else the first page. (Camera
+    # files store the preview as the page and the picture as its SubIFD.)
+    inner = (each for page in pages for each in list_sub_pages(path, page))
+    copies = sorted((page for page in pages if not page.is_mask), key=_count_pixels, reverse=True)
+    groups = ([page for page in group if not page.is_reduced and not page.is_mask] for group in (pages, inner))
+    full = next((group for group in (*groups, copies[:1]) if group), pages[:1])
     others = tuple(page for page in pages if page is not full[0] and not page.is_mask)
     _check_single(path, file, full, others)
     number = next((number for number, page in enumerate(pages) if page is full[0]), None)
@@ -107,7 +125,19 @@ def check_picture(path: Path, layout: TiffLayout) -> None:
             f"{path} is compressed by {_get_name(COMPRESSION, page.compression)}, which is not read here. Save it "
             "without compression, or with LZW, deflate, JPEG, JPEG 2000 or Zstandard."
         )
-    _check_channels(path, layout)
+    samples, photometric = int(page.samplesperpixel), int(page.photometric)
+    if photometric not in (_WHITE_IS_ZERO, _GREY, _RGB, _PALETTE, _YCBCR):
+        kind = _NO_COLOURS.get(photometric, f"values of the kind {_get_name(PHOTOMETRIC, photometric)}")
+        raise ImageError(f"{path} holds {kind}. Convert it to 8-bit RGB or grey and save it again.")
+    colours = 3 if photometric in (_RGB, _YCBCR) else 1
+    extra = samples - colours
+    # The first three samples of an RGB page are its colours; further ones are ignored. In OME all channels are equal.
+    ignorable = photometric == _RGB and not layout.is_ome
+    if extra < 0 or (extra > 0 and not ignorable and not (extra == 1 and find_alpha_channel(page) == colours)):
+        raise ImageError(
+            f"{path} has {samples} channels, and the file does not say that one of them is transparency. "
+            "A picture is grey, or red, green and blue: save the channels you want by themselves."
+        )
 
 
 def list_pages(path: Path, file: TiffFile) -> list[TiffPage]:
@@ -140,16 +170,6 @@ def _collect_pages(path: Path, pages: Iterable[object], most: int) -> list[TiffP
             _check_tags(path, page)
             found.append(page)
     return found
-
-
-def _find_full_size(path: Path, pages: Sequence[TiffPage]) -> list[TiffPage]:
-    """Return the pages that are neither a reduced copy nor a mask, or else the largest copy, or else the first page."""
-    inner = (each for page in pages for each in list_sub_pages(path, page))
-    for group in (pages, inner):  # camera files store the preview as the page and the picture as its SubIFD
-        if found := [page for page in group if not page.is_reduced and not page.is_mask]:
-            return found
-    copies = [page for page in pages if not page.is_mask]
-    return sorted(copies, key=_count_pixels, reverse=True)[:1] or list(pages[:1])
 
 
 def _check_single(path: Path, file: TiffFile, full: Sequence[TiffPage], others: Sequence[TiffPage]) -> None:
@@ -201,25 +221,110 @@ def _check_tags(path: Path, page: TiffPage) -> None:
             raise make_damaged_error(path, f"the text in tag {code} of page {page.index} has {values} bytes")
 
 
-def _check_channels(path: Path, layout: TiffLayout) -> None:
-    page = layout.base[0]
-    samples, photometric = int(page.samplesperpixel), int(page.photometric)
-    if photometric not in (_WHITE_IS_ZERO, _GREY, _RGB, _PALETTE, _YCBCR):
-        kind = _NO_COLOURS.get(photometric, f"values of the kind {_get_name(PHOTOMETRIC, photometric)}")
-        raise ImageError(f"{path} holds {kind}. Convert it to 8-bit RGB or grey and save it again.")
-    colours = 3 if photometric in (_RGB, _YCBCR) else 1
-    extra = samples - colours
-    # The first three samples of an RGB page are its colours; further ones are ignored. In OME all channels are equal.
-    ignorable = photometric == _RGB and not layout.is_ome
-    if extra < 0 or (extra > 0 and not ignorable and not (extra == 1 and find_alpha_channel(page) == colours)):
-        raise ImageError(
-            f"{path} has {samples} channels, and the file does not say that one of them is transparency. "
-            "A picture is grey, or red, green and blue: save the channels you want by themselves."
-        )
-
-
 def _get_name(names: type, number: int) -> str:
     try:
         return str(names(number).name)
     except ValueError:
         return f"number {number}"
+
+
+def find_alpha_channel(page: TiffPage) -> int | None:
+    """Return the index of the alpha channel (ExtraSamples 1 or 2: TIFF 6.0, p. 31), or None if there is none."""
+    extras = [int(each) for each in page.extrasamples]
+    first = int(page.samplesperpixel) - len(extras)
+    return next((first + place for place, each in enumerate(extras) if each in (MULTIPLIED, ALPHA)), None)
+
+
+# The OME-XML of an OME-TIFF file, of which only the first picture is read (OME data model, Pixels).
+
+
+_OME_MICRONS = {"µm": 1.0, "μm": 1.0, "um": 1.0, "nm": 1e-3, "mm": 1e3, "cm": 1e4, "m": 1e6}
+
+
+@dataclass(frozen=True)
+class OmeImage:
+    """A picture in `planes` pages from `first_page` on, with `microns_per_px` micrometres per pixel (None: unknown)."""
+
+    planes: int
+    first_page: int
+    microns_per_px: float | None
+
+    @classmethod
+    def parse(cls, path: Path, text: str) -> OmeImage:
+        """Parse OME-XML. Raises ImageError if it is damaged, or describes a stack or channels that are no colours."""
+        try:
+            #     <OME><Image><Pixels SizeZ SizeT SizeC PhysicalSizeX ...>
+            #         <Channel SamplesPerPixel/> ... <TiffData IFD/> ...
+            #
+            # RGB is either one channel of three samples, in one page, or three channels of one sample, a page each.
+            found = _find_attributes(text, "Pixels", ("Channel", "TiffData"))
+            pixels = found["Pixels"]
+            depth, times, channels = (int(pixels[f"Size{axis}"]) for axis in "ZTC")
+            samples = int(found.get("Channel", {}).get("SamplesPerPixel", 1))
+            first = int(found.get("TiffData", {}).get("IFD", 0))
+            planes = channels // max(1, samples)
+        except (expat.ExpatError, LookupError, ValueError, OverflowError) as error:
+            raise make_damaged_error(path, f"its OME-XML cannot be read ({type(error).__name__}: {error})") from error
+        if (depth, times) != (1, 1) or (planes, samples) not in ((1, 1), (1, 2), (1, 3), (1, 4), (3, 1)):
+            raise ImageError(
+                f"{path} holds a stack: {depth} focal planes, {times} times, {channels} channels of {samples}. "
+                "A picture is one plane of grey, or of red, green and blue: save that by itself."
+            )
+        if first < 0:
+            raise make_damaged_error(path, f"its OME-XML speaks of page {first}")
+        return cls(planes, first, _parse_microns(pixels))
+
+
+def _parse_microns(attributes: dict[str, str]) -> float | None:
+    """Return the mean of a pixel's two sides in micrometres, or None if it is not given."""
+    sides = []
+    for axis in "XY":
+        unit = _OME_MICRONS.get(attributes.get(f"PhysicalSize{axis}Unit", "µm"))
+        try:
+            sides.append(float(attributes[f"PhysicalSize{axis}"]) * (unit or 0))
+        except (KeyError, ValueError):
+            return None
+    return sum(sides) / 2 if min(sides) > 0 else None
+
+
+def _find_attributes(text: str | bytes, outer: str, inner: Sequence[str]) -> dict[str, dict[str, str]]:
+    """Return the attributes of the first element `outer`, and of its first direct child of each name in `inner`.
+
+    Names are given without namespaces. No tree is built, and parsing stops after these elements, since the document may
+    have megabytes of other content. Raises ExpatError, and ValueError for a document type.
+
+    >>> _find_attributes("<a><n:b c='1'><d e='2'/><d e='3'/></n:b><b/></a>", "b", ["d", "f"])
+    {'b': {'c': '1'}, 'd': {'e': '2'}}
+    """
+    # Two states: until `outer` is met, only its name is looked for; from then on, the depth tells its direct children
+    # from deeper elements, and its own end from theirs.
+    parser, found, depth = expat.ParserCreate(), dict[str, dict[str, str]](), 0
+
+    def find_outer(name: str, attributes: dict[str, str]) -> None:
+        if name.endswith(outer) and name.rpartition(":")[2] == outer:
+            found[outer] = attributes
+            parser.StartElementHandler, parser.EndElementHandler = find_inner, end_element
+
+    def find_inner(name: str, attributes: dict[str, str]) -> None:
+        nonlocal depth
+        depth += 1
+        plain = name.rpartition(":")[2]
+        if depth == 1 and plain in inner:
+            found.setdefault(plain, attributes)
+        if len(found) == 1 + len(inner):
+            raise _FoundAllError
+
+    def end_element(_name: str) -> None:
+        nonlocal depth
+        depth -= 1
+        if depth < 0:
+            raise _FoundAllError
+
+    parser.StartDoctypeDeclHandler, parser.StartElementHandler = refuse_doctype, find_outer
+    with suppress(_FoundAllError):
+        parser.Parse(text, True)
+    return found
+
+
+class _FoundAllError(Exception):
+    """Raised to stop the parser once all wanted elements are found."""

@@ -18,8 +18,8 @@ from engines.errors import ImageError
 from engines.images import zarr_chunks
 from engines.images.folder import write_boxes_table
 from engines.images.picture import open_image
-from engines.images.safe_xml import OmeImage
 from engines.images.tables import table_images, write_table
+from engines.images.tiff_layout import OmeImage
 
 ROOT = Path(__file__).parents[2]
 SIZE = (8, 8)
@@ -232,7 +232,7 @@ KNOWN = {
     "engines/images/openslide.py": {"cloudpickle.loads"},  # a slide of somebody's own class, on its way to a rank
     "engines/images/mask_file.py": {"np.load"},  # with allow_pickle=False
     "engines/images/cifar.py": {"pickle.Unpickler"},  # one that makes arrays, and calls nothing else
-    "engines/images/safe_xml.py": {"ET.fromstring"},  # without document types
+    "engines/images/regular_file.py": {"ET.fromstring"},  # without document types
 }
 RUNS = {"pickle", "cloudpickle", "marshal", "shelve", "yaml", "dill", "joblib", "ET", "ElementTree", "minidom"}
 
