@@ -14,8 +14,8 @@ import pytest
 from engines.cli import command, options
 from engines.comm.device import choose_device
 from engines.errors import ImageError, PlanError, RankError, TraceError
-from engines.inference.rank_predictor import make_padded_region
 from engines.images.picture_reader import ArrayPicture
+from engines.inference.rank_predictor import make_padded_region
 from engines.plan import Plan
 from engines.spatial.layout import check_fits
 from tests.fuzz.commands import OneOfMany, run, write_files

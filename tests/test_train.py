@@ -84,7 +84,7 @@ def test_each_rank_reads_what_is_cut_for_it_from_the_whole(model: str, plan: Pla
 
     def check(world: LoopbackWorld) -> list[str]:
         training = RankTraining(world, made)
-        read, cut = ShardReader(training, images, made.step_specs).read(numbers), training.cut(whole)
+        read, cut = ShardReader(training.cut, images, made.step_specs).read(numbers), training.cut(whole)
         assert {number: part.keys() for number, part in read.items()} == {n: part.keys() for n, part in cut.items()}
         for number, part in cut.items():
             for name, tensor in part.items():
@@ -118,7 +118,7 @@ def test_no_rank_reads_more_than_its_own_tile():
 
     def asked(world: LoopbackWorld) -> set[tuple[int, Tile]]:
         images = Spied()
-        ShardReader(RankTraining(world, made), images, made.step_specs).read([2, 4, 6, 8])
+        ShardReader(RankTraining(world, made).cut, images, made.step_specs).read([2, 4, 6, 8])
         return images.asked
 
     *tiles, last = run_ranks(plan.ranks, asked)
@@ -133,7 +133,7 @@ def test_masks_travel_tiled():
 
     def asked(world: LoopbackWorld) -> tuple[set[tuple[int, Tile]], set[tuple[int, Tile]]]:
         images = Spied()
-        ShardReader(RankTraining(world, made), images, made.step_specs).read([2, 4, 6, 8])
+        ShardReader(RankTraining(world, made).cut, images, made.step_specs).read([2, 4, 6, 8])
         return images.asked, images.masks
 
     expected = [{(number, tile) for number in (2, 4, 6, 8)} for tile in plan.grids[0].cut(*SIZE)]
@@ -158,7 +158,7 @@ def test_an_answer_for_several_pixels_is_for_the_one_in_their_middle():
 
     def check(world: LoopbackWorld) -> None:
         training = RankTraining(world, made)
-        read = ShardReader(training, images, made.step_specs).read([4])
+        read = ShardReader(training.cut, images, made.step_specs).read([4])
         assert torch.equal(read[0]["labels"], training.cut(whole)[0]["labels"])
 
     run_ranks(plan.ranks, check)

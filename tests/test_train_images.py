@@ -61,7 +61,7 @@ def test_all_ranks_read_one_augmented_image(plan: Plan, table: Path):
 
     def check(world: LoopbackWorld) -> None:
         training = RankTraining(world, made)
-        read = ShardReader(training, images, made.step_specs).read(numbers, draws)
+        read = ShardReader(training.cut, images, made.step_specs).read(numbers, draws)
         cut = training.cut(inputs)
         assert read.keys() == cut.keys()
         for number, part in cut.items():

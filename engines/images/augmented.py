@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engines.errors import ImageError
-from engines.images.dataset import LabelledImages, to_network_input
+from engines.images.dataset import LabelledImages, Subset, to_network_input
 from engines.images.stains import restain
 from engines.spatial.rng import sample_uniform
 from engines.spatial.tiles import Span, Tile
@@ -56,7 +56,7 @@ class _GeometricTransform:
         return turned.flip([axis - 2 for axis in (0, 1) if self.mirrored[axis]]).contiguous()
 
 
-class Augmented:
+class Augmented(Subset):
     """Images augmented by these `kinds`, as determined by each image's draw; unchanged without a draw.
 
     `flip` mirrors; `rotate` rotates by quarter turns (by half turns if a turned crop does not fit); each case has equal
@@ -85,37 +85,11 @@ class Augmented:
             raise ImageError(f"There is no augmentation {unknown[0]!r}. Choose among {', '.join(KINDS)}.")
         if not (0 <= stain < 1 and 0 <= light < 1):
             raise ImageError(f"stain={stain} and light={light} are shares: use numbers from 0 to less than 1.")
-        self.images, self.kinds, self.size = images, frozenset(kinds), size
-        self.stain, self.light = stain, light
-
-    @property
-    def classes(self) -> int:
-        """Number of classes."""
-        return self.images.classes
-
-    @property
-    def ignore(self) -> Sequence[int]:
-        """The numbers in masks that stand for no class."""
-        return getattr(self.images, "ignore", ())
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def name(self, index: int) -> str:
-        """Return the name of the original image."""
-        return self.images.name(index)
-
-    def slide(self, index: int) -> str:
-        """Return the slide of the original image."""
-        return self.images.slide(index)
-
-    def label(self, index: int) -> int:
-        """Return the class of the original image."""
-        return self.images.label(index)
+        super().__init__(images, range(len(images)))
+        self.kinds, self.size, self.stain, self.light = frozenset(kinds), size, stain, light
 
     def shape(self, index: int) -> tuple[int, int]:
-        """Return height and width in pixels."""
-        return self.size or self.images.shape(index)
+        return self.size or super().shape(index)
 
     def part(self, index: int, tile: Tile, draw: int | None = None) -> Tensor:
         """Return the augmented pixels of a tile, (3, h, w).
@@ -124,13 +98,12 @@ class Augmented:
         """
         numbers = _sample_numbers(draw)
         pose = self._make_transform(index, numbers)
-        pixels = pose(self.images.part(index, pose.find_source_tile(tile), draw))
+        pixels = pose(super().part(index, pose.find_source_tile(tile), draw))
         return pixels if numbers is None else self._jitter_colours(pixels, numbers[5:])
 
     def mask(self, index: int, tile: Tile, draw: int | None = None) -> Tensor:
-        """Return the classes of the same pixels, (h, w)."""
         pose = self._make_transform(index, _sample_numbers(draw))
-        return pose(self.images.mask(index, pose.find_source_tile(tile), draw))
+        return pose(super().mask(index, pose.find_source_tile(tile), draw))
 
     def check(self) -> None:
         """Raise ImageError if an image is too small for the crop; only headers are read, where they suffice."""
@@ -140,7 +113,7 @@ class Augmented:
     def _make_transform(self, index: int, numbers: Sequence[float] | None) -> _GeometricTransform:
         # The random numbers have fixed places: [0:2] the crop, [2] the transposition, [3:5] the mirrors, [5:] the
         # colours. All of them are drawn whatever the kinds, so that another kind more does not change the crops.
-        whole = self.images.shape(index)
+        whole = super().shape(index)
         size = self.size or whole
         if size[0] > whole[0] or size[1] > whole[1]:
             raise ImageError(

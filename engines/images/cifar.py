@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engines.errors import ImageError, describe_working_folder
-from engines.images.dataset import LabelledImages, SingleLabelImages, to_network_input
+from engines.images.dataset import LabelledImages, to_network_input
 from engines.images.files import translate_errors
 from engines.images.folder import folder_images
 from engines.images.regular_file import read_bounded
@@ -59,7 +59,7 @@ def load_cifar_images(folder: Path, size: tuple[int, int], test: bool = False) -
     )
 
 
-class CifarImages(SingleLabelImages):
+class CifarImages(LabelledImages):
     """Batches of (N, 3072) bytes, all red before all green before all blue, with (N,) classes; scaled when read."""
 
     classes = _CLASSES
@@ -73,15 +73,12 @@ class CifarImages(SingleLabelImages):
         return len(self.places)
 
     def name(self, index: int) -> str:
-        """Return a name with the indices of the batch and of the image in it, both from 0."""
         return "CIFAR-10, batch {}, image {}".format(*self.places[index])
 
     def shape(self, index: int) -> tuple[int, int]:
-        """Return height and width in pixels."""
         return self.size
 
     def part(self, index: int, tile: Tile, draw: int | None = None) -> Tensor:
-        """Return the pixels of a tile: (3, h, w), float32 from -1 to 1."""
         batch, row = self.places[index]
         pixels = self.batches[batch][0][row].reshape(3, _SIDE, _SIDE).transpose(1, 2, 0)
         whole = Tile.whole(_SIDE, _SIDE)
@@ -90,7 +87,6 @@ class CifarImages(SingleLabelImages):
         )
 
     def label(self, index: int) -> int:
-        """Return the class of an image."""
         batch, row = self.places[index]
         return int(self.batches[batch][1][row])
 

@@ -6,7 +6,6 @@ import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -22,7 +21,6 @@ from engines.spatial.tiles import Tile
 __all__ = [
     "IGNORED",
     "LabelledImages",
-    "SingleLabelImages",
     "Subset",
     "SyntheticImages",
     "check_ignored",
@@ -34,36 +32,42 @@ __all__ = [
 ]
 
 
-class LabelledImages(Protocol):
+class LabelledImages(ABC):
     """A data set of labelled images. It is the same on every rank, whichever tiles a rank reads.
 
     All images have one size, except in sets that random crops are taken from. `draw` is the random number that alone
     determines the augmentation of an image: tiles read with the same draw, on any ranks, belong to the same augmented
-    image. None means no augmentation.
+    image. None means no augmentation. A set needs neither masks nor slides: by default, each pixel has the class of its
+    image, and each image is its own slide.
     """
 
-    @property
-    def classes(self) -> int:
-        """Number of classes."""
+    classes: int  # the number of classes
+    ignore: Sequence[int] = ()  # the numbers in masks that stand for no class
 
+    @abstractmethod
     def __len__(self) -> int:
         """Return the number of images."""
 
+    @abstractmethod
     def name(self, index: int) -> str:
         """Return the name of an image for messages, such as its path."""
 
     def slide(self, index: int) -> str:
         """Return a name of the specimen that an image was taken from: images of one slide resemble each other."""
+        return self.name(index)
 
+    @abstractmethod
     def shape(self, index: int) -> tuple[int, int]:
         """Return height and width in pixels of one image."""
 
+    @abstractmethod
     def part(self, index: int, tile: Tile, draw: int | None = None) -> Tensor:
         """Return the pixels of `tile` of one image: (3, h, w), float32 from -1 to 1.
 
         Raises ImageError if the image cannot be read.
         """
 
+    @abstractmethod
     def label(self, index: int) -> int:
         """Return the class of one image, from 0 to `classes` - 1."""
 
@@ -72,25 +76,6 @@ class LabelledImages(Protocol):
 
         Raises ImageError if the mask cannot be read.
         """
-
-
-class SingleLabelImages(ABC):
-    """Base class for images without masks: each pixel has the class of its image, and each image is its own slide."""
-
-    @abstractmethod
-    def name(self, index: int) -> str:
-        """Return the name of an image for messages."""
-
-    def slide(self, index: int) -> str:
-        """Return the name of the image as that of its slide."""
-        return self.name(index)
-
-    @abstractmethod
-    def label(self, index: int) -> int:
-        """Return the class of one image."""
-
-    def mask(self, index: int, tile: Tile, draw: int | None = None) -> Tensor:
-        """Return the image's class for each pixel of a tile: (h, w), int64."""
         return torch.full(tile.shape, self.label(index))
 
 
@@ -160,10 +145,11 @@ NOT_LEFT_OUT = (
 _CPU = torch.device("cpu")
 
 
-class SyntheticImages(SingleLabelImages):
+class SyntheticImages(LabelledImages):
     """`count` uniformly random images of `size` = (height, width) pixels, with random classes of images and pixels.
 
-    Each pixel is a function of the seed, the image's index and its position, so that nothing is stored.
+    Each pixel is a function of the seed, the image's index and its position, so that nothing is stored, and only the
+    pixels of a tile are generated.
 
     >>> from engines.spatial.tiles import Span
     >>> images = SyntheticImages(count=2, size=(4, 6), classes=10)
@@ -179,23 +165,18 @@ class SyntheticImages(SingleLabelImages):
         return self.count
 
     def name(self, index: int) -> str:
-        """Return a name that contains the image's index."""
         return f"random image {index}"
 
     def shape(self, index: int) -> tuple[int, int]:
-        """Return height and width in pixels."""
         return self.size
 
     def part(self, index: int, tile: Tile, draw: int | None = None) -> Tensor:
-        """Return the pixels of a tile, (3, h, w), float32 from -1 to 1; only these are generated."""
         return self._sample_uniform(3 * index, 3, tile).mul_(2).sub_(1).float()
 
     def label(self, index: int) -> int:
-        """Return the class of an image."""
         return math.floor(sample_uniform(self.seed, 3 * index + 1, [], _CPU).item() * self.classes)
 
     def mask(self, index: int, tile: Tile, draw: int | None = None) -> Tensor:
-        """Return the classes of the pixels of a tile, (h, w), int64; only these are generated."""
         return self._sample_uniform(3 * index + 2, 1, tile)[0].mul_(self.classes).long()
 
     def _sample_uniform(self, number: int, channels: int, tile: Tile) -> Tensor:
@@ -246,7 +227,7 @@ def split_indices(
 # Subsets of a data set, and its split into training and held-out images.
 
 
-class Subset:
+class Subset(LabelledImages):
     """The data set of the images with the indices `numbers`, in that order.
 
     Raises ImageError if an index is out of range.
@@ -256,38 +237,28 @@ class Subset:
         wrong = [number for number in numbers if not 0 <= number < len(images)]
         if wrong:
             raise ImageError(f"There is no image {wrong[0]} among {len(images)}: they go from 0 to {len(images) - 1}.")
-        self.images, self.numbers, self.classes = images, tuple(numbers), images.classes
-
-    @property
-    def ignore(self) -> Sequence[int]:
-        """The numbers in masks that stand for no class."""
-        return getattr(self.images, "ignore", ())
+        self.images, self.numbers = images, tuple(numbers)
+        self.classes, self.ignore = images.classes, getattr(images, "ignore", ())
 
     def __len__(self) -> int:
         return len(self.numbers)
 
     def name(self, index: int) -> str:
-        """Return the name of an image in the full set."""
         return self.images.name(self.numbers[index])
 
     def slide(self, index: int) -> str:
-        """Return the slide of an image."""
         return self.images.slide(self.numbers[index])
 
     def shape(self, index: int) -> tuple[int, int]:
-        """Return height and width in pixels."""
         return self.images.shape(self.numbers[index])
 
     def part(self, index: int, tile: Tile, draw: int | None = None) -> Tensor:
-        """Return the pixels of a tile, (3, h, w)."""
         return self.images.part(self.numbers[index], tile, draw)
 
     def label(self, index: int) -> int:
-        """Return the class of an image."""
         return self.images.label(self.numbers[index])
 
     def mask(self, index: int, tile: Tile, draw: int | None = None) -> Tensor:
-        """Return the classes of a tile, (h, w)."""
         return self.images.mask(self.numbers[index], tile, draw)
 
 

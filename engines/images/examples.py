@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engines.errors import ImageError
-from engines.images.dataset import IGNORED, SingleLabelImages, Subset, split_by_slide, to_network_input
+from engines.images.dataset import IGNORED, LabelledImages, Subset, split_by_slide, to_network_input
 from engines.images.mask_file import Classes, Ignore, MaskFile, parse_ignored_numbers, read_mask_shape
 from engines.images.picture import Picture, Pixels, crop_picture, open_cached, read_shape
 from engines.images.resize import find_nearest_pixels, resize_tile
@@ -106,7 +106,7 @@ FITS = ("scale", "crop")
 _TOLD = 5  # bad images that an error lists; further ones are only counted
 
 
-class ExampleImages(SingleLabelImages):
+class ExampleImages(LabelledImages):
     """Examples with the class names `names`, brought to `size` = (height, width) as `fit` says (see `FITS`).
 
     Images are read lazily, and only the requested pixels. Without `size` each image keeps its own, for random crops.
@@ -127,33 +127,22 @@ class ExampleImages(SingleLabelImages):
             raise ImageError(f"fit={fit!r} is unknown. Choose one of {', '.join(FITS)}.")
         self.examples, self.names, self.size = tuple(examples), tuple(names), size
         self.fit, self.mask_classes, self.threshold = fit, mask_classes, threshold
-        self.ignore = parse_ignored_numbers(ignore)
-
-    @property
-    def classes(self) -> int:
-        """Number of classes: of the masks if there are any, else of the labels, whether or not an image has them."""
-        return self.mask_classes or len(self.names)
+        # Those of the masks if there are any, else of the labels, whether or not an image has them.
+        self.classes, self.ignore = mask_classes or len(names), parse_ignored_numbers(ignore)
 
     def __len__(self) -> int:
         return len(self.examples)
 
     def name(self, index: int) -> str:
-        """Return path, region and level."""
         return self.examples[index].name
 
     def slide(self, index: int) -> str:
-        """Return the slide of an image if given, or else its path."""
         return self.examples[index].slide or str(self.examples[index].path)
 
     def shape(self, index: int) -> tuple[int, int]:
-        """Return height and width in pixels."""
         return self.size or self.examples[index].shape
 
     def part(self, index: int, tile: Tile, draw: int | None = None) -> Tensor:
-        """Return the pixels of a tile: (3, h, w), float32 from -1 to 1.
-
-        Raises ImageError, naming the file, if it cannot be read.
-        """
         picture = self.examples[index].open_picture()
 
         def read(tile: Tile) -> Pixels:

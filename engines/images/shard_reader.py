@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -184,32 +184,26 @@ class _MicroBatchShard:
         return [ReadRequest(name, index, tile, draw if tile else None) for index, draw in drawn]
 
 
-class InputCutter(Protocol):
-    """An object that cuts a rank's shard out of the whole inputs of a step."""
-
-    def cut(self, inputs: Mapping[str, Tensor]) -> Inputs:
-        """Return this rank's shard by micro-batch and name; the step has as many images as `inputs`."""
-
-
 class ShardReader:
     """Reads this rank's shard of the steps of a training; `specs` describe the whole inputs of a full step.
 
-    The training itself determines the shard: `cut` is applied to tensors of indices instead of pixels, so that a single
-    rule distributes the data. If the model predicts per pixel, the labels are the images' masks, of which a rank also
-    reads only its shard. If it predicts at a lower resolution, each prediction belongs to the pixel in its middle.
-    Pixels without a class get the label `ignored`, which the loss ignores (None: the loss has no such label).
+    The training itself determines the shard: `cut`, which returns this rank's shard of whole inputs by micro-batch and
+    name, is applied to tensors of indices instead of pixels, so that a single rule distributes the data. If the model
+    predicts per pixel, the labels are the images' masks, of which a rank also reads only its shard. If it predicts at a
+    lower resolution, each prediction belongs to the pixel in its middle. Pixels without a class get the label
+    `ignored`, which the loss ignores (None: the loss has no such label).
     Raises ImageError if masks have ignored numbers and the loss has no such label.
     """
 
     def __init__(
         self,
-        training: InputCutter,
+        cut: Callable[[Mapping[str, Tensor]], Inputs],
         images: LabelledImages,
         specs: Mapping[str, TensorSpec],
         ignored: int | None = IGNORED,
     ) -> None:
         check_ignored(images, ignored)
-        self.training, self.images, self.specs = training, images, specs
+        self.cut, self.images, self.specs = cut, images, specs
         self.size = specs["images"].shape[2:]
         self.dtypes = {name: getattr(torch, spec.dtype) for name, spec in specs.items()}
         dtype = self.dtypes["labels"]
@@ -242,7 +236,7 @@ class ShardReader:
             for axis in (0, -2, -1):
                 of_labels = 0 if len(labels) < 3 else axis  # one label per image has no rows and columns
                 cut.append(
-                    self.training.cut(
+                    self.cut(
                         {
                             "images": _make_axis_index((images[0], 1, *images[2:]), axis, images[axis]),
                             "labels": _make_axis_index(labels, of_labels, images[of_labels]),

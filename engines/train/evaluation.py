@@ -52,11 +52,9 @@ PredictImages = Callable[[Sequence[int]], tuple[Mapping[int, str], Sequence[Pred
 """Predicts the images of a step: returns the bad images and, where they are evaluated, the results of all ranks."""
 
 
-class _LabelsOnly:
-    """An input cutter that keeps a step's labels whole and drops its images."""
-
-    def cut(self, inputs: State) -> dict[int, dict[str, Tensor]]:
-        return {0: {"labels": inputs["labels"]}}
+def _cut_labels(inputs: State) -> dict[int, dict[str, Tensor]]:
+    """Keep a step's labels whole, and drop its images."""
+    return {0: {"labels": inputs["labels"]}}
 
 
 class RankEvaluation:
@@ -72,12 +70,12 @@ class RankEvaluation:
         self.specs = {**recipe.step_specs, "labels": labels}
         ignored = find_ignored_label(training.graph)
         # Rank 0 alone evaluates: it reads the labels whole, whatever part of them it has in training.
-        self.labels = None if world.rank else ShardReader(_LabelsOnly(), images, self.specs, ignored)
+        self.labels = None if world.rank else ShardReader(_cut_labels, images, self.specs, ignored)
 
     def begin(self) -> None:
         """Take over the training's current weights for the predictions."""
         self.prediction = RankPredictor(self.world, self.recipe, self.training.held)
-        self.own = ShardReader(self.prediction, self.images, self.specs)
+        self.own = ShardReader(self.prediction.cut, self.images, self.specs)
 
     def predict(self, numbers: Sequence[int]) -> PredictedBatch:
         """Predict one step, of the images with these numbers."""

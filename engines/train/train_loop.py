@@ -140,7 +140,7 @@ class RankTrainLoop:
     ) -> None:
         self.world, self.training, self.images = world, training, specs["images"].shape[0]
         unit, sizes = compute_smallest_step(training.recipe.plan), training.sizes
-        own = ShardReader(training, images, specs, find_ignored_label(training.graph))
+        own = ShardReader(training.cut, images, specs, find_ignored_label(training.graph))
         self.feed = RankLoader(world, own, self.images, feeding, unit, sizes.__contains__)
         self.report: StepReport | None = None
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engines.errors import ImageError
 from engines.images.augmented import KINDS, Augmented
-from engines.images.dataset import SingleLabelImages, SyntheticImages
+from engines.images.dataset import LabelledImages, SyntheticImages
 from engines.images.stains import compute_dab, immunohistochemistry, restain
 from engines.spatial.tiles import Grid, Tile
 
@@ -35,7 +35,7 @@ def test_parts_of_any_grid_make_the_whole(source: tuple[int, int], kinds: set[st
         assert torch.equal(images.mask(1, tile, draw), mask[tile.to_slices(whole)])
 
 
-class Places(SingleLabelImages):
+class Places(LabelledImages):
     """Images whose pixels, and masks, tell where they are."""
 
     classes = 10**6

@@ -70,7 +70,7 @@ def feed(
     world: LoopbackWorld, images: SyntheticImages, feeding: LoaderOptions | None = None, count: int = COUNT
 ) -> RankLoader:
     specs = {"images": TensorSpec((count, 3, *SIZE), "float64"), "labels": TensorSpec((count,), "int64")}
-    return RankLoader(world, ShardReader(Cut(world.rank, world.size), images, specs), count, feeding)
+    return RankLoader(world, ShardReader(Cut(world.rank, world.size).cut, images, specs), count, feeding)
 
 
 def numbers(served: LoadedBatch, name: str = "images") -> list[int]:
