@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from io import StringIO
 from os import PathLike
 from pathlib import Path
@@ -71,32 +71,52 @@ def table_images(
     >>> images.label(0)
     1
     """
-    # Errors are collected and reported together, in two rounds: the lines by themselves, then the labels and files,
-    # which make sense only once every line has been understood.
-    table = Path(table)
-    rows = list(_read_rows(table))
-    troubles = _TableErrors(table)
+    # Errors are collected and reported together, so that the user can fix them all at once, in two rounds: the lines by
+    # themselves, then the labels and files, which make sense only once every line has been understood.
+    table, troubles = Path(table), list[str]()
     inside = Path(os.path.realpath(table.parent if within is None else within))
-    drafts = [draft for line, cells in rows if (draft := _parse_row(line, cells, table.parent, inside, troubles))]
-    troubles.raise_if_any()
-    names = names or _make_class_names(table, {draft.label for draft in drafts} - {""})
-    masks = _resolve_mask_classes(table, drafts, classes, threshold)
-    labels = {name: number for number, name in enumerate(names)}
-    for draft in drafts:
-        if draft.label and draft.label not in labels:
-            troubles.add(draft.line, f"the label {draft.label!r} is none of {', '.join(names)}")
-        elif masks and not draft.example.mask and labels[draft.label] >= masks:
-            troubles.add(
-                draft.line, f"it has no mask, and its class {labels[draft.label]} is none of the {masks} of the masks"
+    drafts: list[tuple[int, Example, str]] = []  # line, the example without its class, its label
+    for line, cells in list(_read_rows(table)):
+        try:
+            drafts.append((line, *_parse_row(cells, table.parent, inside)))
+        except ValueError as trouble:
+            troubles.append(_describe_trouble(line, trouble))
+    _raise_troubles(table, troubles)
+    names = names or _make_class_names(table, {label for _, _, label in drafts} - {""})
+    masks = None
+    if any(example.mask for _, example, _ in drafts):
+        if classes is None and threshold is None:
+            raise ImageError(
+                f"{table} has masks. Say how many classes their numbers stand for (classes=), or above which number "
+                "a pixel is of class 1 and not 0 (threshold=)."
             )
-        if check:
-            try:
-                draft.example.check()
-            except ImageError as error:
-                troubles.add(draft.line, str(error))
-    troubles.raise_if_any()
-    examples = [replace(draft.example, label=labels.get(draft.label)) for draft in drafts]
+        masks = classes or 2
+    labels = {name: number for number, name in enumerate(names)}
+    for line, example, label in drafts:
+        try:
+            if label and label not in labels:
+                troubles.append(_describe_trouble(line, f"the label {label!r} is none of {', '.join(names)}"))
+            elif masks and not example.mask and labels[label] >= masks:
+                told = f"it has no mask, and its class {labels[label]} is none of the {masks} of the masks"
+                troubles.append(_describe_trouble(line, told))
+            if check:
+                example.check()
+        except ImageError as error:
+            troubles.append(_describe_trouble(line, error))
+    _raise_troubles(table, troubles)
+    examples = [replace(example, label=labels.get(label)) for _, example, label in drafts]
     return ExampleImages(examples, names, size, fit, masks, threshold, ignore if masks else None)
+
+
+def _describe_trouble(line: int, trouble: object) -> str:
+    return f"line {line}: {str(trouble).rstrip('.')}"
+
+
+def _raise_troubles(table: Path, troubles: Sequence[str]) -> None:
+    """Raise ImageError if there are any errors in the lines of a table."""
+    if troubles:
+        more = f"; and {len(troubles) - _TOLD} more lines" if len(troubles) > _TOLD else ""
+        raise ImageError(f"{table}, {'; '.join(troubles[:_TOLD])}{more}. Mend or remove them.")
 
 
 def write_table(
@@ -116,33 +136,6 @@ def write_table(
     except OSError as error:
         raise ImageError(f"{table} cannot be written: {error.strerror}. Choose another place for the table.") from None
     return len(lines)
-
-
-@dataclass
-class _TableErrors:
-    """The errors found in the lines of a table, reported together so that the user can fix them all at once."""
-
-    table: Path
-    told: list[str] = field(default_factory=list)
-
-    def add(self, line: int, text: str) -> None:
-        """Add the error of one line."""
-        self.told.append(f"line {line}: {text.rstrip('.')}")
-
-    def raise_if_any(self) -> None:
-        """Raise ImageError if there are any errors."""
-        if self.told:
-            more = f"; and {len(self.told) - _TOLD} more lines" if len(self.told) > _TOLD else ""
-            raise ImageError(f"{self.table}, {'; '.join(self.told[:_TOLD])}{more}. Mend or remove them.")
-
-
-@dataclass(frozen=True)
-class _ParsedRow:
-    """An example whose label is not yet a class number."""
-
-    line: int
-    example: Example
-    label: str
 
 
 def _read_rows(table: Path) -> Iterator[tuple[int, dict[str, str]]]:
@@ -200,28 +193,22 @@ def _resolve_file(folder: Path, within: Path, name: str, what: str) -> Path:
     return path
 
 
-def _parse_row(
-    line: int, cells: dict[str, str], folder: Path, within: Path, troubles: _TableErrors
-) -> _ParsedRow | None:
-    """Parse a line; on an error, add it to `troubles` and return None."""
+def _parse_row(cells: dict[str, str], folder: Path, within: Path) -> tuple[Example, str]:
+    """Return the example of a line, without its class number, and its label. Raises ValueError if it is invalid."""
     label, masked, text = cells.get("label", ""), cells.get("mask", ""), cells.get("region", "")
-    try:
-        # A cell may be empty only if the table has the other column; with both, each image needs its label.
-        if not label and ("label" in cells or not masked):
-            raise ValueError("it has no label" if "label" in cells else "it has no mask")
-        path = _resolve_file(folder, within, cells["path"], "file")
-        mask = _resolve_file(folder, within, masked, "mask") if masked else None
-        level = _parse_numbers(cells.get("level") or "0", "level", 1)[0]
-        region = None
-        if text:
-            y0, x0, height, width = _parse_numbers(text, "region", 4)
-            if min(height, width) < 1:
-                raise ValueError(f"the region {text!r} has no pixels: it is y0 x0 height width")
-            region = Tile(Span(y0, y0 + height), Span(x0, x0 + width))
-    except ValueError as trouble:
-        troubles.add(line, str(trouble))
-        return None
-    return _ParsedRow(line, Example(path, None, mask, region, level, cells.get("slide", "")), label)
+    # A cell may be empty only if the table has the other column; with both, each image needs its label.
+    if not label and ("label" in cells or not masked):
+        raise ValueError("it has no label" if "label" in cells else "it has no mask")
+    path = _resolve_file(folder, within, cells["path"], "file")
+    mask = _resolve_file(folder, within, masked, "mask") if masked else None
+    level = _parse_numbers(cells.get("level") or "0", "level", 1)[0]
+    region = None
+    if text:
+        y0, x0, height, width = _parse_numbers(text, "region", 4)
+        if min(height, width) < 1:
+            raise ValueError(f"the region {text!r} has no pixels: it is y0 x0 height width")
+        region = Tile(Span(y0, y0 + height), Span(x0, x0 + width))
+    return Example(path, None, mask, region, level, cells.get("slide", "")), label
 
 
 def _parse_numbers(text: str, what: str, count: int) -> list[int]:
@@ -243,16 +230,3 @@ def _make_class_names(table: Path, labels: set[str]) -> list[str]:
     if labels and len(longest := max(labels, key=len)) > len(str(_MOST_CLASSES)):
         raise ImageError(f"{table}: the label {longest:.20} is no class number: they go from 0 to {_MOST_CLASSES}.")
     return [str(number) for number in range(1 + max(map(int, labels), default=-1))]
-
-
-def _resolve_mask_classes(
-    table: Path, drafts: Sequence[_ParsedRow], classes: int | None, threshold: int | None
-) -> int | None:
-    if not any(draft.example.mask for draft in drafts):
-        return None
-    if classes is None and threshold is None:
-        raise ImageError(
-            f"{table} has masks. Say how many classes their numbers stand for (classes=), or above which number "
-            "a pixel is of class 1 and not 0 (threshold=)."
-        )
-    return classes or 2
