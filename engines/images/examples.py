@@ -44,8 +44,9 @@ class Example:
     @property
     def name(self) -> str:
         """The path, with the region and level unless they are the whole of level 0."""
-        at = f"[{_format_span(self.region.rows)}, {_format_span(self.region.cols)}]" if self.region else ""
-        return f"{self.path}{at}" + (f" of level {self.level}" if self.level else "")
+        spans = (self.region.rows, self.region.cols) if self.region else ()
+        at = ", ".join(f"{span.start}:{span.stop}" for span in spans)
+        return f"{self.path}" + (f"[{at}]" if at else "") + (f" of level {self.level}" if self.level else "")
 
     @property
     def shape(self) -> Shape:
@@ -94,10 +95,6 @@ class Example:
                 f"The region of {self.region.shape[0]} x {self.region.shape[1]} px in {self.path} is more than "
                 f"{_LARGEST} times as large as the whole, which has {whole[0]} x {whole[1]}. Make it smaller."
             )
-
-
-def _format_span(span: Span) -> str:
-    return f"{span.start}:{span.stop}"
 
 
 FITS = ("scale", "crop")

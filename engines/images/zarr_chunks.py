@@ -18,14 +18,7 @@ from engines.errors import ImageError
 from engines.images.files import make_damaged_error
 from engines.images.regular_file import is_within, open_regular
 
-__all__ = [
-    "check_array",
-    "check_codecs",
-    "check_metadata",
-    "check_stored",
-    "estimate_unpacked_bytes",
-    "find_compressor",
-]
+__all__ = ["check_array", "check_metadata", "check_stored"]
 
 # Codecs of Zarr chunks: which ones are supported, and the size of a chunk unpacked, found before unpacking it.
 
@@ -38,22 +31,6 @@ _LARGE_BYTES = 1 << 29  # a deflate chunk that could unpack to more than this is
 _DEFLATED = 1032  # the highest compression ratio of deflate (RFC 1951: 258 bytes in 2 bits)
 _PARTS = 64  # concatenated gzip members in one chunk: programs write only one
 _ZSTD = b"\x28\xb5\x2f\xfd"
-
-
-def check_codecs(path: Path, array: Any) -> None:
-    """Raise ImageError if an array has unsupported codecs or more than one compressor."""
-    names = list(_list_codec_names(array))
-    if unknown := sorted({name for name in names if name not in (*_PACKERS, *_OTHERS)}):
-        raise ImageError(
-            f"{path} is packed by {', '.join(unknown)}, which is not read here. Save it with Zstandard, Blosc or gzip."
-        )
-    if len(twice := [name for name in names if name in _PACKERS]) > 1:
-        raise ImageError(f"{path} is packed several times, by {' and '.join(twice)}. Save it with one of them.")
-
-
-def find_compressor(array: Any) -> str | None:
-    """Return the compressor of an array's chunks, or None if they are not compressed."""
-    return next((name for name in _list_codec_names(array) if name in _PACKERS), None)
 
 
 def _list_codec_names(array: Any) -> Iterator[str]:
@@ -71,7 +48,7 @@ def _flatten_codec_names(codecs: Iterable[object]) -> Iterator[str]:
         yield from _flatten_codec_names((fields.get("configuration") or {}).get("codecs") or ())
 
 
-def estimate_unpacked_bytes(codec: str | None, size: int, read: Callable[[int, int], bytes], most: int) -> int:
+def _estimate_unpacked_bytes(codec: str | None, size: int, read: Callable[[int, int], bytes], most: int) -> int:
     """Estimate how many bytes a chunk of `size` bytes unpacks to, well enough to tell if that exceeds `most`.
 
     `read(offset, count)` returns bytes of the chunk.
@@ -194,7 +171,13 @@ def check_array(path: Path, array: Any) -> None:
             f"{path} has shards of {' x '.join(map(str, array.shards))}, with {math.prod(_get_shard_grid(array)):,} "
             f"chunks in each: {_MOST_IN_SHARD:,} are the most. Save it in larger chunks, such as 512 x 512."
         )
-    check_codecs(path, array)
+    names = list(_list_codec_names(array))
+    if unknown := sorted({name for name in names if name not in (*_PACKERS, *_OTHERS)}):
+        raise ImageError(
+            f"{path} is packed by {', '.join(unknown)}, which is not read here. Save it with Zstandard, Blosc or gzip."
+        )
+    if len(twice := [name for name in names if name in _PACKERS]) > 1:
+        raise ImageError(f"{path} is packed several times, by {' and '.join(twice)}. Save it with one of them.")
 
 
 def check_stored(path: Path, array: Any, wanted: Wanted) -> bool:
@@ -238,19 +221,14 @@ def _check_unpacked(path: Path, array: Any, file: Path, stored: BinaryIO, start:
         stored.seek(start + offset)
         return stored.read(min(count, length - offset))
 
-    holds = max(length - _SLACK_BYTES, estimate_unpacked_bytes(find_compressor(array), length, read, most))
-    if holds > most + (0 if find_compressor(array) else _SLACK_BYTES):
+    packer = next((name for name in _list_codec_names(array) if name in _PACKERS), None)
+    holds = max(length - _SLACK_BYTES, _estimate_unpacked_bytes(packer, length, read, most))
+    if holds > most + (0 if packer else _SLACK_BYTES):
         raise _make_bomb_error(path, file, holds, most)
 
 
 def _make_bomb_error(path: Path, file: Path, holds: int, most: int) -> ImageError:
     return make_damaged_error(path, f"its chunk {file.name} unpacks to {holds} bytes or more, where {most} are due")
-
-
-def _find_chunks(part: slice | int, size: int, side: int) -> range:
-    """Return the indices of the chunks along one axis that a part of it intersects."""
-    start, stop = (part, part + 1) if isinstance(part, int) else part.indices(size)[:2]
-    return range(start // side, -(-stop // side))
 
 
 # ---- shards: files with several chunks and an index of their offsets
@@ -263,22 +241,10 @@ def _get_shard_grid(array: Any) -> ChunkIndex:
 def _locate_chunks(
     path: Path, array: Any, file: Path, stored: BinaryIO, size: int, place: ChunkIndex, wanted: Wanted
 ) -> Iterator[tuple[int, int]]:
-    """Yield the offset and length in bytes of each wanted chunk in a file."""
+    """Yield the offset and length in bytes of each wanted chunk in a file (Zarr 3, sharding codec)."""
     if not array.shards:
         yield 0, size
         return
-    index = _read_shard_index(path, array, file, stored, size)
-    for inner in product(*map(_find_inner_chunks, wanted, array.shape, array.shards, array.chunks, place)):
-        start, length = (int(number) for number in index[inner])
-        if start == length == _NO_CHUNK:
-            continue
-        if start + length > size:
-            raise make_damaged_error(path, f"its chunk {file.name} has a part that lies beyond its end")
-        yield start, length
-
-
-def _read_shard_index(path: Path, array: Any, file: Path, stored: BinaryIO, size: int) -> Any:
-    """Return the offset and length in bytes of each chunk in a shard, (..., 2) (Zarr 3, sharding codec)."""
     #     shard:  chunk | chunk | ... | index: (offset, length) of each chunk, 16 bytes | crc32c, 4 bytes
     #
     # or the index comes first. Chunks lie in any order; one that is blank has offset and length 2**64 - 1.
@@ -291,14 +257,22 @@ def _read_shard_index(path: Path, array: Any, file: Path, stored: BinaryIO, size
     if size < length:
         raise make_damaged_error(path, f"its chunk {file.name} has {size} bytes, and an index of {length}")
     stored.seek(0 if str(told.get("index_location", "end")) == "start" else size - length)
-    return np.frombuffer(stored.read(16 * count), "<u8").reshape(*_get_shard_grid(array), 2)
+    index = np.frombuffer(stored.read(16 * count), "<u8").reshape(*_get_shard_grid(array), 2)
+    for inner in product(*map(_find_chunks, wanted, array.shape, array.chunks, array.shards, place)):
+        start, length = (int(number) for number in index[inner])
+        if start == length == _NO_CHUNK:
+            continue
+        if start + length > size:
+            raise make_damaged_error(path, f"its chunk {file.name} has a part that lies beyond its end")
+        yield start, length
 
 
-def _find_inner_chunks(part: slice | int, size: int, shard: int, chunk: int, place: int) -> range:
-    """Return the indices of the chunks of one shard that a part intersects along one axis."""
+def _find_chunks(part: slice | int, size: int, chunk: int, shard: int | None = None, place: int = 0) -> range:
+    """Return the indices of the chunks along one axis (of a shard, if given) that a part of it intersects."""
     #     shard `place`        |      .      .      |      .      .      |      its chunks are counted from its start
     #     part                          start |=============| stop
     #     first, last                   first |=====| last                    (clipped to this shard)
     start, stop = (part, part + 1) if isinstance(part, int) else part.indices(size)[:2]
-    first, last = max(start, place * shard), min(stop, (place + 1) * shard)
-    return range((first - place * shard) // chunk, -(-(last - place * shard) // chunk))
+    begin = place * (shard or size)
+    first, last = max(start, begin), min(stop, begin + (shard or size))
+    return range((first - begin) // chunk, -(-(last - begin) // chunk))
