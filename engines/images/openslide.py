@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -14,14 +15,12 @@ import numpy as np
 from engines.errors import ImageError
 from engines.images.files import FileReader, translate_errors
 from engines.images.picture_reader import Level, Picture, Pixels, convert_array
+from engines.spatial.tiles import Span, Tile
 
 __all__ = ["OpenSlidePicture", "SlideLike", "SlideLikePicture", "detect", "has_openslide", "make_openslide_error"]
 
 BLOCK_PX = 1024  # side of a block read at once; OpenSlide's copy of it is released before the next one is read
 BLENDED_PX = 256  # the same, for a level whose downsample factor is not an integer
-
-Box = tuple[int, int, int, int]
-"""First row, first column, height and width."""
 
 
 @runtime_checkable
@@ -142,24 +141,21 @@ def _read(slide: SlideLike, shape: Level, level: int, out: Pixels, corner: tuple
     #     +----|--+---|---+-------+       keeps what it needs of each. Of a level with an integer factor it takes only
     #     |    +--|---+   |       |       the parts of blocks inside the box.
     #     +-------+-------+-------+
-    (y0, x0), (height_px, width_px) = corner, out.shape[:2]
-    box = (y0, x0, height_px, width_px)
+    wanted = Tile(Span(corner[0], corner[0] + out.shape[0]), Span(corner[1], corner[1] + out.shape[1]))
     exact = shape.downsample.is_integer()
-    for top, left, rows, cols in _split_blocks(box, BLOCK_PX) if exact else _split_blocks(box, BLENDED_PX, shape):
-        location = round(left * shape.downsample), round(top * shape.downsample)
+    side_px, within = (BLOCK_PX, wanted) if exact else (BLENDED_PX, Tile.whole(*shape.shape))
+    for block in _split_blocks(wanted, side_px, within):
+        location = round(block.cols.start * shape.downsample), round(block.rows.start * shape.downsample)
+        rows, cols = block.shape
         part = convert_array(np.asarray(slide.read_region(location, level, (cols, rows))), "What read_region gave")
         if part.shape[:2] != (rows, cols):
             raise ImageError(f"Asked for {rows} x {cols} px, read_region gave {part.shape[0]} x {part.shape[1]}.")
-        a, b = max(y0, top), min(y0 + height_px, top + rows)
-        c, d = max(x0, left), min(x0 + width_px, left + cols)
-        out[a - y0 : b - y0, c - x0 : d - x0] = part[a - top : b - top, c - left : d - left]
+        common = block & wanted
+        out[common.to_slices(wanted)] = part[common.to_slices(block)]
 
 
-def _split_blocks(box: Box, side_px: int, whole: Level | None = None) -> Iterator[Box]:
-    """Yield the blocks of a fixed grid that intersect a rectangle, clipped to it, or to the level `whole` if given."""
-    y0, x0, height_px, width_px = box
-    above, before, below, behind = (0, 0, *whole.shape) if whole else (y0, x0, y0 + height_px, x0 + width_px)
-    for row in range(y0 - y0 % side_px, y0 + height_px, side_px):
-        for col in range(x0 - x0 % side_px, x0 + width_px, side_px):
-            top, left = max(row, above), max(col, before)
-            yield top, left, min(row + side_px, below) - top, min(col + side_px, behind) - left
+def _split_blocks(wanted: Tile, side_px: int, within: Tile) -> Iterator[Tile]:
+    """Yield the blocks of a fixed grid that intersect a rectangle, clipped to `within`."""
+    starts = ([*range(span.start - span.start % side_px, span.stop, side_px)] for span in (wanted.rows, wanted.cols))
+    for row, col in product(*starts):
+        yield Tile(Span(row, row + side_px), Span(col, col + side_px)) & within

@@ -47,6 +47,7 @@ from engines.images.tiff_layout import (
     list_pages,
     list_sub_pages,
 )
+from engines.spatial.tiles import Span, Tile
 
 __all__ = ["TiffPageReader", "TiffPicture", "check_segment_size", "detect_vendor", "find_whole_page", "open_descriptor"]
 
@@ -185,27 +186,26 @@ class TiffPageReader:
         Pixels of empty segments (of 0 bytes) are left as they are.
         """
         #     segments (tiles, or strips as wide as the page)
-        #     +-----+-----+-----+     `part` to (bottom, right) is what a segment and the rectangle have in common, in
-        #     |   +-|-----|-+   |     pixels of the page; `inner` is the same in pixels of the segment. The segments of
-        #     +---|-+-----+-|---+     one plane follow each other in rows. With planarconfig 2, each channel is a plane
-        #     |   +-|-----|-+   |     of its own, and the planes follow each other.
+        #     +-----+-----+-----+     `part` is what a segment and the rectangle have in common; `inner` is the same in
+        #     |   +-|-----|-+   |     pixels of the segment. The segments of one plane follow each other in rows. With
+        #     +---|-+-----+-|---+     planarconfig 2, each channel is a plane of its own, and the planes follow each
+        #     |   +-|-----|-+   |     other.
         #     +-----+-----+-----+
-        (height_px, width_px), (rows, cols) = out.shape[:2], self._segment
-        hit_rows = range(y0 // rows, -(-(y0 + height_px) // rows))
-        hit_cols = range(x0 // cols, -(-(x0 + width_px) // cols))
+        wanted, (rows, cols) = Tile(Span(y0, y0 + out.shape[0]), Span(x0, x0 + out.shape[1])), self._segment
+        hit_rows = range(wanted.rows.start // rows, -(-wanted.rows.stop // rows))
+        hit_cols = range(wanted.cols.start // cols, -(-wanted.cols.stop // cols))
         for plane, row, col in product(range(self._planes), hit_rows, hit_cols):
             index = (plane * self._grid[0] + row) * self._grid[1] + col
             if not self._counts[index]:
                 continue
-            top, left = row * rows, col * cols
-            part = max(y0, top), max(x0, left)
-            bottom, right = min(y0 + height_px, top + rows), min(x0 + width_px, left + cols)
-            inner = slice(part[0] - top, bottom - top), slice(part[1] - left, right - left)
+            segment = Tile(Span(row * rows, (row + 1) * rows), Span(col * cols, (col + 1) * cols))
+            part = segment & wanted
+            inner = part.to_slices(segment)
             pixels = (
                 self._read_rows(fd, index, *inner) if self._stored_plainly else self._decode_segment(fd, index)[inner]
             )
             channels = slice(None) if self._planes == 1 else slice(plane, plane + 1)
-            out[part[0] - y0 : bottom - y0, part[1] - x0 : right - x0, channels] = pixels
+            out[(*part.to_slices(wanted), channels)] = pixels
 
     def _read_rows(self, fd: int, index: int, rows: slice, cols: slice) -> NDArray[Any]:
         """Read only the wanted bytes of an uncompressed segment."""

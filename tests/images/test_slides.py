@@ -69,7 +69,7 @@ def test_where_a_level_does_not_divide_pixels_do_not_depend_on_where_a_read_begi
     assert np.abs(whole.astype(int) - levels[1]).mean() < 1.5, "not more than 1/8 of a pixel away"
     for y, x, height, width in ((0, 0, 100, 300), (255, 100, 3, 300), (301, 17, 48, 383), (100, 399, 200, 1)):
         assert np.array_equal(opened.read(y, x, height, width, 1), whole[y : y + height, x : x + width])
-    monkeypatch.setattr(reader, "_split_blocks", lambda box, *_: [box])
+    monkeypatch.setattr(reader, "_split_blocks", lambda wanted, *_: [wanted])
     assert any(
         not np.array_equal(opened.read(y, 17, 100, 300, 1), whole[y : y + 100, 17:317]) for y in range(1, 200, 7)
     ), "this test could not fail"
