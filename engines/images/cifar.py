@@ -19,10 +19,10 @@ from torch import Tensor
 
 from engines.errors import ImageError, describe_working_folder
 from engines.images.dataset import LabelledImages, to_network_input
+from engines.images.examples import resize_tile
 from engines.images.files import translate_errors
 from engines.images.folder import folder_images
 from engines.images.regular_file import read_bounded
-from engines.images.resize import resize_tile
 from engines.spatial.tiles import Tile
 
 __all__ = ["CifarImages", "load_cifar_images"]

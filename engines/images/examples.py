@@ -1,23 +1,23 @@
-"""Data set of images in files with their annotations: class, mask, region, slide."""
+"""Data set of images in files with their annotations (class, mask, region, slide), brought to one size."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engines.errors import ImageError
 from engines.images.dataset import IGNORED, LabelledImages, Subset, split_by_slide, to_network_input
 from engines.images.mask_file import Classes, Ignore, MaskFile, parse_ignored_numbers, read_mask_shape
 from engines.images.picture import Picture, Pixels, crop_picture, open_cached, read_shape
-from engines.images.resize import find_nearest_pixels, resize_tile
 from engines.spatial.tiles import Span, Tile
 
-__all__ = ["FITS", "Example", "ExampleImages"]
+__all__ = ["FITS", "Example", "ExampleImages", "find_nearest_pixels", "resize_tile"]
 
 # One image in a file, with its annotations.
 
@@ -148,8 +148,11 @@ class ExampleImages(LabelledImages):
         source = picture.shape()
         if self.size and self.fit == "scale":
             return to_network_input(resize_tile(read, source, self.size, tile))
-        by = self._compute_margins(source)
-        return to_network_input(read(Tile(_shift_span(tile.rows, by[0]), _shift_span(tile.cols, by[1]))))
+        above, before = self._compute_margins(source)
+        rows, cols = tile.rows, tile.cols
+        return to_network_input(
+            read(Tile(Span(rows.start + above, rows.stop + above), Span(cols.start + before, cols.stop + before)))
+        )
 
     def label(self, index: int) -> int:
         """Return the class of an image. Raises ImageError if it has only a mask."""
@@ -210,10 +213,6 @@ class ExampleImages(LabelledImages):
         return (source[0] - self.size[0]) // 2, (source[1] - self.size[1]) // 2
 
 
-def _shift_span(span: Span, by: int) -> Span:
-    return Span(span.start + by, span.stop + by)
-
-
 def _read_classes(mask: MaskFile, rows: Classes, cols: Classes) -> Classes:
     """Return the classes, (h, w), at ascending rows and columns; `IGNORED` where they are outside of the mask."""
     # One rectangle from the first to the last wanted pixel is read, since a file is read by rectangles. Its pixels are
@@ -225,3 +224,77 @@ def _read_classes(mask: MaskFile, rows: Classes, cols: Classes) -> Classes:
         read = mask.read(Tile(*(Span(int(places[0]), int(places[-1]) + 1) for places in (rows, cols))))
         classes[np.ix_(*inside)] = read[rows - rows[0]][:, cols - cols[0]]
     return classes
+
+
+# Tile-wise resizing of pictures: each tile is bit-identical to the same tile of the resized whole picture. Only the
+# source pixels that a tile needs are read. The filter is Pillow's bilinear one, which averages when shrinking:
+# fixed-point weights, columns before rows, rounding to bytes in between. Pillow itself cannot resize a tile this way:
+# it handles the borders of a box in single precision, and the order of columns and rows depends on the box's size.
+
+
+_BITS = 22  # fractional bits of a weight: with the 8 bits of a pixel, a sum fits into the 31 bits of an int32
+
+Whole = NDArray[np.int64]
+
+
+def resize_tile(read: Callable[[Tile], Pixels], source: Shape, target: Shape, tile: Tile) -> Pixels:
+    """Return the pixels of `tile`, (h, w, 3), of a picture of `source` = (height, width) resized to `target`.
+
+    `read` returns the pixels of a tile of the source, (H, W, 3).
+    """
+    #                  tile of the target          source
+    #     rows          |..####......|     ->      |....##########............|
+    #                                                  ^ taps of the tile's first and last pixel
+    #
+    # The taps of a pixel depend on its place in the whole target only, so that tiles agree where they meet. Pillow
+    # sums over columns first and rounds to bytes; the same order gives the same bytes.
+    if source == target:
+        return read(tile)
+    rows, cols = (
+        _compute_taps(size, wanted, span)
+        for size, wanted, span in zip(source, target, (tile.rows, tile.cols), strict=True)
+    )
+    pixels = read(Tile(_compute_span(rows[0]), _compute_span(cols[0])))
+    return _apply_taps(_apply_taps(pixels, *cols, axis=1), *rows, axis=0)
+
+
+def find_nearest_pixels(source: int, target: int, span: Span) -> Whole:
+    """Return the index of the nearest of `source` pixels for each pixel of `span` among `target`, along one axis.
+
+    >>> find_nearest_pixels(source=6, target=3, span=Span(1, 3)).tolist()
+    [3, 5]
+    """
+    return (2 * np.arange(span.start, span.stop) + 1) * source // (2 * target)
+
+
+def _compute_taps(source: int, target: int, span: Span) -> tuple[Whole, NDArray[np.int32]]:
+    """Return the source pixels that each pixel of `span` is a sum of, and their weights; both (pixels, taps).
+
+    The operations and their order are those of `precompute_coeffs` and `normalize_coeffs_8bpc` in Pillow's Resample.c.
+    """
+    # Pixel i of the target is centred at (i + 1/2) * scale in the source. Its filter is a triangle of half width
+    # `scale` when shrinking, so that every source pixel counts, and 1 (plain linear interpolation) when enlarging.
+    scale = source / target
+    support = max(scale, 1.0)
+    centre = (np.arange(span.start, span.stop)[:, None] + 0.5) * scale
+    first = np.maximum((centre - support + 0.5).astype(np.int64), 0)
+    stop = np.minimum((centre + support + 0.5).astype(np.int64), source)
+    place = first + np.arange(int((stop - first).max()))
+    weights = np.maximum(1.0 - np.abs((place - centre + 0.5) * (1.0 / support)), 0.0)
+    weights[place >= stop] = 0.0
+    weights /= np.cumsum(weights, axis=1)[:, -1:]  # cumsum adds sequentially, as Pillow does; sum would add pairwise
+    # Taps beyond `stop` have weight 0; their index is clipped so that a tile does not read pixels that it ignores.
+    return np.minimum(place, stop - 1), (0.5 + weights * (1 << _BITS)).astype(np.int32)
+
+
+def _compute_span(places: Whole) -> Span:
+    return Span(int(places.min()), int(places.max()) + 1)
+
+
+def _apply_taps(pixels: Pixels, places: Whole, weights: NDArray[np.int32], axis: int) -> Pixels:
+    """Return the weighted sum of the pixels at `places` along an axis, rounded to bytes."""
+    shape = [-1 if each == axis else 1 for each in range(3)]
+    total: NDArray[np.int32] = np.array(1 << (_BITS - 1), np.int32)  # one half, so that the shift below rounds
+    for place, weight in zip((places - places.min()).T, weights.T, strict=True):
+        total = total + np.take(pixels, place, axis) * weight.reshape(shape)
+    return (total >> _BITS).astype(np.uint8)

@@ -266,8 +266,8 @@ def read_jpeg_2000_size(data: bytes) -> tuple[int, int] | None:
 # ---- the picture of a file
 
 
-Planes = tuple[TiffPageReader, ...]
-"""The pages of one level: one with all channels, or one per channel."""
+TiffHandle = tuple[int, list[tuple[TiffPageReader, ...]]]
+"""The descriptor of a file, and for each level its pages: one with all channels, or one per channel."""
 
 
 def detect_vendor(path: Path) -> str | None:
@@ -305,19 +305,36 @@ def find_whole_page(path: Path) -> int | None:
         return layout.number
 
 
-class TiffPicture(FileReader[tuple[int, tuple[Planes, ...]]]):
+class TiffPicture(FileReader[TiffHandle]):
     """The picture of a TIFF file (see `find_picture`), with the levels in its SubIFDs or other pages.
 
     A read decodes only the tiles or strips that it intersects; of uncompressed data it reads only the wanted bytes.
     Raises ImageError if a file holds a stack of several pictures.
     """
 
-    def _open(self) -> tuple[tuple[int, tuple[Planes, ...]], Sequence[Level], float | None]:
-        with translate_errors(self.path), TiffFile(self.path) as file:
-            levels, microns = _read_levels(self.path, file)
+    def _open(self) -> tuple[TiffHandle, Sequence[Level], float | None]:
+        path = self.path
+        with translate_errors(path), TiffFile(path) as file:
+            layout = find_picture(path, file)
+            check_picture(path, layout)
+            base = layout.base
+            if not all(map(is_plain, base)):
+                raise make_changed_error(path)
+            # The levels are the SubIFDs of the base page, or other pages of the file that look like copies of it.
+            #
+            #     page 0  base -- SubIFD 0  1/2          page 0  base        page 1  label, other aspect ratio: no level
+            #                  -- SubIFD 1  1/4          page 2  1/4         page 3  1/16
+            #
+            # A level has as many pages as the base: with a page per channel, each of them lists its own SubIFDs.
+            named = [list_sub_pages(path, page) for page in base]  # one list of levels for each channel's page
+            coarser = [group for group in zip(*named, strict=False) if group] or [(page,) for page in layout.others]
+            levels = [tuple(TiffPageReader(path, page) for page in base)]
+            for group in sorted(coarser, key=lambda group: -group[0].imagewidth):
+                if all(map(_is_reduced_copy, group, base)) and group[0].imagewidth < levels[-1][0].shape[1]:
+                    levels.append(tuple(TiffPageReader(path, page) for page in group))
         # tifffile has parsed the tags; from here on only offsets and a bare descriptor are needed.
-        fd = open_descriptor(self.path, levels[0][0])
-        return (fd, levels), make_levels([planes[0].shape for planes in levels]), microns
+        handle = open_descriptor(path, levels[0][0]), levels
+        return handle, make_levels([planes[0].shape for planes in levels]), layout.microns_per_px
 
     def get_decode_block(self, level: int) -> DecodeBlock:
         """Return the unit of decoding of a level: a tile or strip, or single pixels if it is uncompressed."""
@@ -336,28 +353,6 @@ class TiffPicture(FileReader[tuple[int, tuple[Planes, ...]]]):
                 for number, page in enumerate(planes):
                     page.fill(fd, band[..., number : number + page.channels], top, x0)
                 out[top - y0 : bottom - y0] = to_rgb(band, planes[0].alpha)
-
-
-def _read_levels(path: Path, file: TiffFile) -> tuple[tuple[Planes, ...], float | None]:
-    """Return the pages of each level, finest first, and the size of a pixel in micrometres."""
-    layout = find_picture(path, file)
-    check_picture(path, layout)
-    base = layout.base
-    if not all(map(is_plain, base)):
-        raise make_changed_error(path)
-    # The levels are the SubIFDs of the base page, or other pages of the file that look like copies of it.
-    #
-    #     page 0  base -- SubIFD 0  1/2          page 0  base        page 1  label, another aspect ratio: no level
-    #                  -- SubIFD 1  1/4          page 2  1/4         page 3  1/16
-    #
-    # A level has as many pages as the base: with a page per channel, each of them lists its own SubIFDs.
-    named = [list_sub_pages(path, page) for page in base]  # one list of levels for each channel's page
-    coarser = [group for group in zip(*named, strict=False) if group] or [(page,) for page in layout.others]
-    chosen = [tuple(TiffPageReader(path, page) for page in base)]
-    for group in sorted(coarser, key=lambda group: -group[0].imagewidth):
-        if all(map(_is_reduced_copy, group, base)) and group[0].imagewidth < chosen[-1][0].shape[1]:
-            chosen.append(tuple(TiffPageReader(path, page) for page in group))
-    return tuple(chosen), layout.microns_per_px
 
 
 def _is_reduced_copy(page: TiffPage, base: TiffPage) -> bool:

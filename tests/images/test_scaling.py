@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from engines.images.resize import find_nearest_pixels, resize_tile
+from engines.images.examples import find_nearest_pixels, resize_tile
 from engines.spatial.tiles import Grid, Span, Tile
 
 SIDES = st.integers(1, 70)
