@@ -155,7 +155,8 @@ class RankLoader:
         """
         start_s = time.perf_counter()
         waited_s = 0.0
-        while (step := self.order.get_samples(self.place)) is not None:
+        while (coming := self.order.get_step(self.place)) is not None:
+            step, then = coming
             if not self.is_ready(len(step)):
                 return NotReady(len(step))
             # All ranks exchange their bad images before any of them uses the step. Every rank then raises, or skips the
@@ -165,13 +166,13 @@ class RankLoader:
             #     rank 0   read 3 7   {}        \                skip 7, read 3 9   {}  \
             #                                    all-gather {7}                         all-gather {}   use 3 9
             #     rank 1   read 3 7   {7: why}  /                skip 7, read 3 9   {}  /
-            read = self._read(step, self.order.get_next_state(self.place))
+            read = self._read(step, then)
             waited_s += time.perf_counter() - start_s
             found = all_gather_or_raise(self.world, read.bad, self._make_error(read.bad, read))
             # Reversed: where several ranks found an image bad, all of them keep the text of the lowest rank.
             bad = {index: why for rank in reversed(found) for index, why in rank.items()}
             if not bad:
-                self._next = self.order.get_next_state(self.place)
+                self._next = then
                 for piece in read.pieces:
                     self._reading.pop(piece, None)
                 return LoadedBatch(self.place, self.own.assemble(step, read.pieces.__getitem__), waited_s, len(step))

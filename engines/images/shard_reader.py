@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -79,12 +80,14 @@ class Sampler:
     they are dropped until the next epoch. The first step of an epoch is always full.
 
     >>> order, start = Sampler(total=5, count=2), SamplerState(seed=0)
-    >>> [index for index, _ in order.get_samples(start)] == list(shuffle_indices(5, 0, 0))[:2]
+    >>> step, place = order.get_step(start)
+    >>> [index for index, _ in step] == list(shuffle_indices(5, 0, 0))[:2]
     True
-    >>> last = order.get_next_state(order.get_next_state(start))
-    >>> len(order.get_samples(last)), order.get_samples(order.get_next_state(last))
+    >>> step, last = order.get_step(place)
+    >>> step, end = order.get_step(last)
+    >>> len(step), order.get_step(end)
     (1, None)
-    >>> Sampler(total=5, count=2, drop_last=True).get_samples(last) is None
+    >>> Sampler(total=5, count=2, drop_last=True).get_step(last) is None
     True
     """
 
@@ -95,54 +98,45 @@ class Sampler:
         self.drop_last, self.unit = drop_last, unit
         self._made: tuple[tuple[int, int], Sequence[int]] | None = None
 
-    def get_samples(self, place: SamplerState) -> list[Sample] | None:
-        """Return the images of the step at `place`, each with its draw, or None if the epoch has no further step.
+    def get_step(self, place: SamplerState) -> tuple[list[Sample], SamplerState] | None:
+        """Return the images of the step at `place`, each with its draw, and the state after it.
 
-        An image's draw depends only on seed, epoch and image.
+        Returns None if the epoch has no further step. An image's draw depends only on seed, epoch and image.
         """
-        if (self.steps is not None and place.step >= self.steps) or not (good := self._find_readable(place)):
-            return None
-        seed = compute_step_seed(place.seed, place.epoch)
-        return [(index, compute_step_seed(seed, 1 + index)) for _, index in good]
-
-    def get_next_state(self, place: SamplerState) -> SamplerState:
-        """Return the state after the step at `place`."""
-        return replace(place, step=place.step + 1, position=self._find_readable(place)[-1][0] + 1)
-
-    def skip_finished_epoch(self, place: SamplerState) -> SamplerState:
-        """Return `place`, or the beginning of the next epoch if its epoch has no step left."""
-        return place.next_epoch if place.step and self.get_samples(place) is None else place
-
-    def iterate_steps(self, place: SamplerState) -> Iterator[list[Sample]]:
-        """Yield the steps from `place` on, epoch after epoch, with the bad images known so far skipped."""
-        while True:
-            step = self.get_samples(place)
-            if step is None and not place.step:
-                return
-            if step is None:
-                place = place.next_epoch
-            else:
-                yield step
-                place = self.get_next_state(place)
-
-    def _find_readable(self, place: SamplerState) -> list[tuple[int, int]]:
-        """Return the (position, image) pairs of the next step; empty if too few readable images are left."""
         # An epoch's order is one permutation; a step takes the next `count` images that are not skipped. Steps are not
         # numbered in advance, so that a bad image moves the later ones and leaves no gap:
         #
         #     order      4 0 7 2 9 1 ...   count 2     after 7 has turned out to be bad
         #     steps     |4 0|7 2|9 1|                 |4 0|2 9|1 ...
         #     position   0   2   4   6                 0   2   5
+        if self.steps is not None and place.step >= self.steps:
+            return None
         key = place.seed, place.epoch
         if self._made is None or self._made[0] != key:
             self._made = key, shuffle_indices(self.total, *key)
-        order, found = self._made[1], []
-        for position in range(place.position, self.total):
-            if order[position] not in place.skipped:
-                found.append((position, order[position]))
-            if len(found) == self.count:
-                return found
-        return [] if self.drop_last or not place.step else found[: len(found) - len(found) % self.unit]
+        order = self._made[1]
+        readable = (at for at in range(place.position, self.total) if order[at] not in place.skipped)
+        positions = list(islice(readable, self.count))
+        if (left := len(positions)) < self.count:
+            positions = [] if self.drop_last or not place.step else positions[: left - left % self.unit]
+        if not positions:
+            return None
+        seed = compute_step_seed(*key)
+        samples = [(order[at], compute_step_seed(seed, 1 + order[at])) for at in positions]
+        return samples, replace(place, step=place.step + 1, position=positions[-1] + 1)
+
+    def skip_finished_epoch(self, place: SamplerState) -> SamplerState:
+        """Return `place`, or the beginning of the next epoch if its epoch has no step left."""
+        return place.next_epoch if place.step and self.get_step(place) is None else place
+
+    def iterate_steps(self, place: SamplerState) -> Iterator[list[Sample]]:
+        """Yield the steps from `place` on, epoch after epoch, with the bad images known so far skipped."""
+        while (found := self.get_step(place)) is not None or place.step:
+            if found is None:
+                place = place.next_epoch
+            else:
+                step, place = found
+                yield step
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,7 +91,7 @@ def test_an_epoch_that_was_longer_is_over():
     """A checkpoint of step 3 goes on with at most 2 steps in an epoch: none is left."""
     order = Sampler(total=8, count=2, steps=2)
     place = SamplerState(0, epoch=1, step=3, position=6)
-    assert order.get_samples(place) is None
+    assert order.get_step(place) is None
     assert order.skip_finished_epoch(place) == SamplerState(0, epoch=2)
     assert order.skip_finished_epoch(SamplerState(0, epoch=1, step=1, position=2)) == SamplerState(
         0, epoch=1, step=1, position=2
