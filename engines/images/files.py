@@ -23,7 +23,6 @@ from engines.images.regular_file import NotRegularError, open_regular
 
 __all__ = [
     "JPEG_HEAD",
-    "MEND",
     "PIXELS_PER_BYTE",
     "PNG_HEAD",
     "TIFF_HEADS",
@@ -37,7 +36,6 @@ __all__ = [
     "translate_errors",
 ]
 
-MEND = "Copy or export it again."
 # The first bytes of a file tell its kind, whatever its name. The last two of TIFF are BigTIFF, for files beyond 4 GB.
 PNG_HEAD, JPEG_HEAD = b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"
 TIFF_HEADS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
@@ -93,7 +91,7 @@ class FileReader(Picture, Generic[Handle]):
 
 def make_damaged_error(path: Path, reason: object) -> ImageError:
     """Build the error for a file whose content contradicts its header."""
-    return ImageError(f"{path} is damaged: {reason}. {MEND}")
+    return ImageError(f"{path} is damaged: {reason}. Copy or export it again.")
 
 
 def make_changed_error(path: Path) -> ImageError:
@@ -141,9 +139,6 @@ def read_head(path: Path, count: int) -> bytes:
         return file.read(count)
 
 
-# Limit on the memory of one read, checked before allocation, since a file's header cannot be trusted.
-
-
 # A file's header cannot be trusted, so that the memory of a read is limited by the bytes that the file really has.
 ANY_FILE_BYTES = 2 << 30  # for a file of any size: a mask of 30,000 x 30,000 px compresses to a thousandth
 PER_BYTE = 128  # per byte of the file: highly compressed photographs take a hundred times their bytes
@@ -183,10 +178,13 @@ def _get_free_bytes() -> int:
 class FileCache(Generic[Kind]):
     """Cache of what `make(path, page)` returns for files that have not changed since: all that is in use, and the last.
 
-    The last ones are kept until their `cost` exceeds `most`; one that alone costs more is not kept. Thread-safe.
+    The last ones are kept until their `cost` exceeds `most`; one that alone costs more is not kept. By default, these
+    are four open files: OpenSlide caches up to 32 MB of decoded pixels for each. Thread-safe.
     """
 
-    def __init__(self, make: Callable[..., Kind], cost: Callable[[Kind], float], most: float) -> None:
+    def __init__(
+        self, make: Callable[..., Kind], cost: Callable[[Kind], float] = lambda found: 1, most: float = 4
+    ) -> None:
         self._make, self._cost, self._most, self._lock = make, cost, most, threading.Lock()
         self._in_use: WeakValueDictionary[tuple[object, ...], Kind] = WeakValueDictionary()
         self._kept: OrderedDict[tuple[object, ...], Kind] = OrderedDict()

@@ -54,7 +54,6 @@ Ignore = int | Iterable[int] | None
 """The numbers in a mask that are no class, such as 255 for void: one, several or none."""
 
 _NEARLY_GREY = 16  # the most that channels of a grey mask may differ after it was saved as a colour JPEG
-_KEPT = 4  # open masks
 
 
 class MaskFile:
@@ -205,7 +204,7 @@ def open_raw_image(path: Path) -> RawImage:
     raise ImageError(f"{path} is not a PNG, JPEG or TIFF file, nor a NumPy array, so it is no mask. {_SAVE}")
 
 
-_open_mask: FileCache[RawImage] = FileCache(open_raw_image, lambda mask: 1, _KEPT)
+_open_mask: FileCache[RawImage] = FileCache(open_raw_image)
 
 
 def _open_npy(path: Path) -> RawImage:

@@ -164,11 +164,9 @@ def crop_picture(picture: Picture, y0: int, x0: int, height_px: int, width_px: i
     return RegionPicture(picture, y0, x0, height_px, width_px, level)
 
 
-_KEPT = 4  # open files; OpenSlide caches up to 32 MB of decoded pixels for each
-
 # A table may name thousands of regions of one slide, which is then opened once. Fully decoded files are not kept.
 open_cached: FileCache[Picture] = FileCache(
-    open_image, lambda picture: math.inf if isinstance(picture, PillowPicture) else 1, _KEPT
+    open_image, lambda picture: math.inf if isinstance(picture, PillowPicture) else 1
 )
 
 
