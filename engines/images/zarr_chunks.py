@@ -184,7 +184,7 @@ def check_stored(path: Path, array: Any, wanted: Wanted) -> bool:
     """Return whether any chunk of the `wanted` part is stored; missing chunks are blank.
 
     A stored chunk is hardly larger than its unpacked size. The unpacked size is taken from the compressor's header, or
-    measured by a trial. Only stores in folders are checked; for others the result is True.
+    measured by a trial.
     Raises ImageError if a chunk is outside of the store, or unpacks to more than declared.
     """
     # zarr would read and unpack a chunk whatever its size. Each wanted chunk is therefore looked at first:
@@ -193,10 +193,7 @@ def check_stored(path: Path, array: Any, wanted: Wanted) -> bool:
     #     larger than its pixels        refused: nothing that is packed grows
     #     in a shard                    the shard's index says where in the file it lies
     #     packed                        its unpacked size is estimated, and compared with its pixels
-    root = getattr(array.store_path.store, "root", None)
-    if root is None:
-        return True
-    found = False
+    found, root = False, array.store_path.store.root
     sides = array.shards or array.chunks
     most = math.prod(sides) * array.dtype.itemsize
     for place in product(*map(_find_chunks, wanted, array.shape, sides)):
