@@ -191,9 +191,8 @@ def open_raw_image(path: Path) -> RawImage:
 
     No pixels are decoded yet. Raises ImageError, naming the file, if its numbers cannot be obtained.
     """
-    with translate_errors(path):
-        if is_zarr(path):
-            raise ImageError(f"{path} is a Zarr store, and masks are not read from these. {_SAVE}")
+    if is_zarr(path):
+        raise ImageError(f"{path} is a Zarr store, and masks are not read from these. {_SAVE}")
     head = read_head(path, 8)
     if path.suffix.lower() == ".npy" or head.startswith(b"\x93NUMPY"):
         return _open_npy(path)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from engines.errors import ImageError
-from engines.images.files import JPEG_HEAD, PNG_HEAD, TIFF_HEADS, FileCache, read_head, translate_errors
+from engines.images.files import JPEG_HEAD, PNG_HEAD, TIFF_HEADS, FileCache, read_head
 from engines.images.openslide import (
     OpenSlidePicture,
     SlideLike,
@@ -89,9 +89,8 @@ def open_image(source: Source) -> Picture:
 
 
 def _open_file(path: Path) -> Picture:
-    with translate_errors(path):
-        if is_zarr(path):
-            return ZarrPicture(path)
+    if is_zarr(path):
+        return ZarrPicture(path)
     head, ending = read_head(path, 8), path.suffix.lower()
     if ending == ".mrxs":  # the slide is in a folder next to the file, which is itself a small JPEG picture
         return _open_slide(path, head)

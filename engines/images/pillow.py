@@ -32,7 +32,6 @@ from engines.images.picture_reader import Level, Pixels, composite_on_white, spl
 from engines.images.regular_file import open_regular
 
 __all__ = [
-    "FORMATS",
     "KEPT_BYTES",
     "ORIENTATION",
     "PillowPicture",
@@ -43,7 +42,6 @@ __all__ = [
     "read_whole_file",
 ]
 
-FORMATS = ("PNG", "JPEG", "TIFF")
 _GREY, _COLOUR = ("1", "L"), ("P", "RGB", "YCbCr")
 _WITH_ALPHA = ("LA", "La", "PA", "RGBA", "RGBa")
 _EXTRA_SAMPLES = 338
@@ -94,27 +92,23 @@ def allow_any_size() -> Iterator[None]:
 
 
 def _decode(path: Path, page: int) -> Pixels:
-    try:
-        with translate_errors(path):
-            data = read_whole_file(path)
-            with allow_any_size():
-                image = Image.open(BytesIO(data), formats=FORMATS)
-                if page:
-                    image.seek(page)
-                # The order matters: both checks look at the header only, and come before `getexif`, which for a PNG
-                # decodes the image. The latter is called for its side effect: it may warn, which is switched off here.
-                _check_mode(path, image)
-                check_decoding(path, image, data, 3)
-                image.getexif()
-                if image.format == "TIFF":
-                    image.load()  # Pillow inspects the tags, and warns, only now
-            return _to_pixels(image)  # outside of the lock, so that other threads do not wait
-    except ImageError as error:
-        if isinstance(error.__cause__, UnidentifiedImageError):
-            raise ImageError(
-                f"{path} is not a {', '.join(FORMATS[:-1])} or {FORMATS[-1]} picture that can be read."
-            ) from None
-        raise
+    with translate_errors(path):
+        data = read_whole_file(path)
+        with allow_any_size():
+            try:
+                image = Image.open(BytesIO(data), formats=("PNG", "JPEG", "TIFF"))
+            except UnidentifiedImageError:
+                raise ImageError(f"{path} is not a PNG, JPEG or TIFF picture that can be read.") from None
+            if page:
+                image.seek(page)
+            # The order matters: both checks look at the header only, and come before `getexif`, which for a PNG decodes
+            # the image. The latter is called for its side effect: it may warn, which is switched off here.
+            _check_mode(path, image)
+            check_decoding(path, image, data, 3)
+            image.getexif()
+            if image.format == "TIFF":
+                image.load()  # Pillow inspects the tags, and warns, only now
+        return _to_pixels(image)  # outside of the lock, so that other threads do not wait
 
 
 def read_whole_file(path: Path) -> bytes:

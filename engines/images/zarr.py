@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,24 +24,23 @@ _MICRONS = {"micrometer": 1.0, "nanometer": 1e-3, "millimeter": 1e3}
 
 
 def is_zarr(folder: Path) -> bool:
-    """Return whether a folder is a Zarr array or group."""
-    return any((folder / name).is_file() for name in _FILES)
+    """Return whether a folder is a Zarr array or group. Raises ImageError if it may not be read."""
+    with translate_errors(folder):
+        return any((folder / name).is_file() for name in _FILES)
 
 
-@dataclass
-class _ZarrHandle:
-    arrays: list[Any]
-    axes: str
+ZarrHandle = tuple[list[Any], str]
+"""The arrays of the levels, and their axes."""
 
 
-class ZarrPicture(FileReader[_ZarrHandle]):
+class ZarrPicture(FileReader[ZarrHandle]):
     """A Zarr array (H, W), (H, W, C) or (C, H, W) of uint8, or an OME-Zarr group of such arrays; read by chunks.
 
     The axes of a group are identified by name; other axes, such as time and depth, must have one entry.
     Raises ImageError if it is none of these, or the extra `zarr` is not installed.
     """
 
-    def _open(self) -> tuple[_ZarrHandle, Sequence[Level], float | None]:
+    def _open(self) -> tuple[ZarrHandle, Sequence[Level], float | None]:
         if find_spec("zarr") is None:
             raise ImageError(f"{self.path} is a Zarr store: pip install 'mpi4dl_nb[zarr]'.")
         import zarr
@@ -60,28 +58,28 @@ class ZarrPicture(FileReader[_ZarrHandle]):
                 arrays, axes, microns = _read_multiscale(self.path, found)
             axes = _resolve_axes(self.path, arrays, axes)
             shapes = [tuple(array.shape[axes.index(axis)] for axis in "yx") for array in arrays]
-            return _ZarrHandle(arrays, axes), make_levels(shapes), microns
+            return (arrays, axes), make_levels(shapes), microns
 
     def get_decode_block(self, level: int) -> DecodeBlock:
         """Return the chunk of a level as the unit of decoding."""
-        handle = self.handle
-        sides = [handle.arrays[level].chunks[handle.axes.index(axis)] for axis in "yx"]
+        arrays, axes = self.handle
+        sides = [arrays[level].chunks[axes.index(axis)] for axis in "yx"]
         return DecodeBlock(*sides, max(_CHUNK_PX, sides[0] * sides[1]))
 
     def _fill(self, out: Pixels, y0: int, x0: int, level: int) -> None:
-        handle = self.handle
-        array, (height_px, width_px) = handle.arrays[level], out.shape[:2]
+        (arrays, axes), (height_px, width_px) = self.handle, out.shape[:2]
+        array = arrays[level]
         # Axes come in any order, such as "tczyx". A read selects entry 0 of t and z, cuts y and x, takes all of c, and
         # transposes what is left to (y, x, c):
         #
         #     array[0, :, 0, top:bottom, x0:x1]   ->   (c, y, x)   ->   (y, x, c)
-        kept = [axis for axis in handle.axes if axis in "yxc"]
+        kept = [axis for axis in axes if axis in "yxc"]
         order = [kept.index(axis) for axis in "yxc" if axis in kept]
-        chunk_rows = array.chunks[handle.axes.index("y")]
+        chunk_rows = array.chunks[axes.index("y")]
         for top, bottom in split_row_bands(y0, y0 + height_px, 3 * width_px, chunk_rows):
             wanted = {"y": slice(top, bottom), "x": slice(x0, x0 + width_px), "c": slice(None)}
             with translate_errors(self.path):
-                part_of = tuple(wanted.get(axis, 0) for axis in handle.axes)
+                part_of = tuple(wanted.get(axis, 0) for axis in axes)
                 if not check_stored(self.path, array, part_of):
                     out[top - y0 : bottom - y0] = array.fill_value or 0
                     continue
