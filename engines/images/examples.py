@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engines.errors import ImageError
 from engines.images.dataset import IGNORED, LabelledImages, Subset, split_by_slide, to_network_input
-from engines.images.mask_file import Classes, Ignore, MaskFile, parse_ignored_numbers, read_mask_shape
+from engines.images.mask_file import Ignore, MaskFile, parse_ignored_numbers, read_mask_shape
 from engines.images.picture import Picture, Pixels, crop_picture, open_cached, read_shape
 from engines.spatial.tiles import Span, Tile
 
@@ -188,7 +188,16 @@ class ExampleImages(LabelledImages):
             else:
                 at = np.arange(span.start, span.stop) + margins[axis]
             places.append(np.where((at >= 0) & (at < source[axis]), at + origin[axis], -1))
-        return torch.from_numpy(_read_classes(mask, *places))
+        # One rectangle from the first to the last wanted pixel is read, since a file is read by rectangles. Its pixels
+        # are then picked, which repeats them where the image is larger than the mask's region, and skips them where it
+        # is smaller.
+        classes = np.full(tile.shape, IGNORED)
+        inside = [(at >= 0) & (at < side) for at, side in zip(places, mask.shape, strict=True)]
+        rows, cols = (at[within] for at, within in zip(places, inside, strict=True))
+        if len(rows) and len(cols):
+            read = mask.read(Tile(*(Span(int(at[0]), int(at[-1]) + 1) for at in (rows, cols))))
+            classes[np.ix_(*inside)] = read[rows - rows[0]][:, cols - cols[0]]
+        return torch.from_numpy(classes)
 
     def check(self) -> None:
         """Raise ImageError, naming the images, if some are found unreadable without reading their pixels."""
@@ -211,19 +220,6 @@ class ExampleImages(LabelledImages):
         if self.size is None:
             return 0, 0
         return (source[0] - self.size[0]) // 2, (source[1] - self.size[1]) // 2
-
-
-def _read_classes(mask: MaskFile, rows: Classes, cols: Classes) -> Classes:
-    """Return the classes, (h, w), at ascending rows and columns; `IGNORED` where they are outside of the mask."""
-    # One rectangle from the first to the last wanted pixel is read, since a file is read by rectangles. Its pixels are
-    # then picked, which repeats them where the image is larger than the mask's region, and skips them where smaller.
-    classes = np.full((len(rows), len(cols)), IGNORED)
-    inside = [(places >= 0) & (places < size) for places, size in zip((rows, cols), mask.shape, strict=True)]
-    rows, cols = rows[inside[0]], cols[inside[1]]
-    if len(rows) and len(cols):
-        read = mask.read(Tile(*(Span(int(places[0]), int(places[-1]) + 1) for places in (rows, cols))))
-        classes[np.ix_(*inside)] = read[rows - rows[0]][:, cols - cols[0]]
-    return classes
 
 
 # Tile-wise resizing of pictures: each tile is bit-identical to the same tile of the resized whole picture. Only the

@@ -45,10 +45,9 @@ from engines.images.tiff_layout import DECODED, JPEG, find_alpha_channel, find_p
 from engines.images.zarr import is_zarr
 from engines.spatial.tiles import Tile
 
-__all__ = ["Classes", "Ignore", "MaskFile", "open_raw_image", "parse_ignored_numbers", "read_mask_shape"]
+__all__ = ["Ignore", "MaskFile", "open_raw_image", "parse_ignored_numbers", "read_mask_shape"]
 
 Numbers = NDArray[Any]
-Classes = NDArray[np.int64]
 
 Ignore = int | Iterable[int] | None
 """The numbers in a mask that are no class, such as 255 for void: one, several or none."""
@@ -82,7 +81,7 @@ class MaskFile:
         """Height and width in pixels."""
         return self._source.shape
 
-    def read(self, tile: Tile) -> Classes:
+    def read(self, tile: Tile) -> NDArray[np.int64]:
         """Return the classes of a tile, (h, w). Raises ImageError, naming file and pixel, if a number is no class."""
         found = self._select_channel(self._source.read(tile), tile)
         ignored = np.isin(found, self.ignore)

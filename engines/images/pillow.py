@@ -108,7 +108,17 @@ def _decode(path: Path, page: int) -> Pixels:
             image.getexif()
             if image.format == "TIFF":
                 image.load()  # Pillow inspects the tags, and warns, only now
-        return _to_pixels(image)  # outside of the lock, so that other threads do not wait
+        # Outside of the lock, so that other threads do not wait.
+        alpha = image.mode in _WITH_ALPHA
+        if isinstance(image, TiffImageFile):
+            # Pillow takes any fourth channel of a TIFF file for alpha, but only the ExtraSamples tag makes it that.
+            alpha = alpha and bool({1, 2} & set(image.tag_v2.get(_EXTRA_SAMPLES, ())))
+        else:
+            alpha = alpha or "transparency" in image.info
+        ImageOps.exif_transpose(image, in_place=True)
+        if alpha:
+            return map_row_bands(image, lambda band: composite_on_white(np.array(band.convert("RGBA"))))
+        return map_row_bands(image, lambda band: np.array(band.convert("RGB")))
 
 
 def read_whole_file(path: Path) -> bytes:
@@ -178,19 +188,6 @@ def _check_mode(path: Path, image: Image.Image) -> None:
         raise ImageError(
             f"{path} is of mode {image.mode} ({holds}). Convert it to 8-bit RGB or grey and save it again."
         )
-
-
-def _to_pixels(image: Image.Image) -> Pixels:
-    alpha = image.mode in _WITH_ALPHA
-    if isinstance(image, TiffImageFile):
-        # Pillow takes any fourth channel of a TIFF file for alpha, but only the ExtraSamples tag makes it that.
-        alpha = alpha and bool({1, 2} & set(image.tag_v2.get(_EXTRA_SAMPLES, ())))
-    else:
-        alpha = alpha or "transparency" in image.info
-    ImageOps.exif_transpose(image, in_place=True)
-    if alpha:
-        return map_row_bands(image, lambda band: composite_on_white(np.array(band.convert("RGBA"))))
-    return map_row_bands(image, lambda band: np.array(band.convert("RGB")))
 
 
 def map_row_bands(image: Image.Image, read: Callable[[Image.Image], NDArray[Any]]) -> NDArray[Any]:

@@ -73,14 +73,14 @@ def table_images(
     """
     # Errors are collected and reported together, so that the user can fix them all at once, in two rounds: the lines by
     # themselves, then the labels and files, which make sense only once every line has been understood.
-    table, troubles = Path(table), list[str]()
+    table, troubles = Path(table), list[tuple[int, object]]()
     inside = Path(os.path.realpath(table.parent if within is None else within))
     drafts: list[tuple[int, Example, str]] = []  # line, the example without its class, its label
     for line, cells in list(_read_rows(table)):
         try:
             drafts.append((line, *_parse_row(cells, table.parent, inside)))
         except ValueError as trouble:
-            troubles.append(_describe_trouble(line, trouble))
+            troubles.append((line, trouble))
     _raise_troubles(table, troubles)
     names = names or _make_class_names(table, {label for _, _, label in drafts} - {""})
     masks = None
@@ -95,28 +95,25 @@ def table_images(
     for line, example, label in drafts:
         try:
             if label and label not in labels:
-                troubles.append(_describe_trouble(line, f"the label {label!r} is none of {', '.join(names)}"))
+                troubles.append((line, f"the label {label!r} is none of {', '.join(names)}"))
             elif masks and not example.mask and labels[label] >= masks:
                 told = f"it has no mask, and its class {labels[label]} is none of the {masks} of the masks"
-                troubles.append(_describe_trouble(line, told))
+                troubles.append((line, told))
             if check:
                 example.check()
         except ImageError as error:
-            troubles.append(_describe_trouble(line, error))
+            troubles.append((line, error))
     _raise_troubles(table, troubles)
     examples = [replace(example, label=labels.get(label)) for _, example, label in drafts]
     return ExampleImages(examples, names, size, fit, masks, threshold, ignore if masks else None)
 
 
-def _describe_trouble(line: int, trouble: object) -> str:
-    return f"line {line}: {str(trouble).rstrip('.')}"
-
-
-def _raise_troubles(table: Path, troubles: Sequence[str]) -> None:
+def _raise_troubles(table: Path, troubles: Sequence[tuple[int, object]]) -> None:
     """Raise ImageError if there are any errors in the lines of a table."""
     if troubles:
+        told = "; ".join(f"line {line}: {str(trouble).rstrip('.')}" for line, trouble in troubles[:_TOLD])
         more = f"; and {len(troubles) - _TOLD} more lines" if len(troubles) > _TOLD else ""
-        raise ImageError(f"{table}, {'; '.join(troubles[:_TOLD])}{more}. Mend or remove them.")
+        raise ImageError(f"{table}, {told}{more}. Mend or remove them.")
 
 
 def write_table(

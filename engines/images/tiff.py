@@ -5,6 +5,7 @@ Only the tiles or strips (segments) that intersect a rectangle are decoded.
 
 from __future__ import annotations
 
+import math
 import os
 import struct
 import weakref
@@ -132,53 +133,37 @@ class TiffPageReader:
         self._stored = self.dtype.newbyteorder(page.parent.byteorder)
         whole = page.bitspersample == 8 * self.dtype.itemsize and page.fillorder == 1
         self._stored_plainly = page.compression == PLAIN and page.predictor == 1 and whole
-        self._segment, self._compression = _get_segment_shape(page), int(page.compression)
-        if min(*self.shape, *self._segment) < 1:
-            raise make_damaged_error(
-                path, f"it has {self.shape[0]} x {self.shape[1]} px in segments of {self._segment}"
-            )
+        self.segment, self._compression = _get_segment_shape(page), int(page.compression)
+        if min(*self.shape, *self.segment) < 1:
+            raise make_damaged_error(path, f"it has {self.shape[0]} x {self.shape[1]} px in segments of {self.segment}")
         check_size(path, *self.shape)
         check_segment_size(path, page)
         self._offsets = np.asarray(page.dataoffsets, np.int64)
         self._counts = np.asarray(page.databytecounts, np.int64)
         # A truncated file lacks its last segments, which should fail here and not in the middle of a training.
-        expected, file_bytes = self._grid[0] * self._grid[1] * self._planes, path.stat().st_size
+        self._grid = tuple(-(-side // part) for side, part in zip(self.shape, self.segment, strict=True))
+        expected, file_bytes = math.prod(self._grid) * self._planes, path.stat().st_size
         if not len(self._offsets) == len(self._counts) == expected:
             told = f"{expected} segments are needed, but it lists {len(self._offsets)} of {len(self._counts)} lengths"
             raise make_damaged_error(path, told)
         beyond = (self._offsets < 0) | (self._counts < 0) | (self._offsets + self._counts > file_bytes)
         if beyond.any():
             raise make_damaged_error(path, f"{beyond.sum()} of its {expected} segments lie beyond its end")
-        size = self._segment_bytes
+        size = math.prod(self.segment) * self.channels // self._planes * self.dtype.itemsize
         if self._compression == PLAIN and self._counts.max() > size:
             raise make_damaged_error(path, f"a segment of {self._counts.max()} bytes cannot lie in {size}")
         if not self._stored_plainly:
-            told = f"its tiles or strips of {' x '.join(map(str, self._segment))} px are decoded whole"
-            check_budget(path, 3 * self._segment_bytes, told, "Save it in smaller tiles, such as 512 x 512.")
+            told = f"its tiles or strips of {' x '.join(map(str, self.segment))} px are decoded whole"
+            check_budget(path, 3 * size, told, "Save it in smaller tiles, such as 512 x 512.")
         self._decode: Callable[..., Any] = page.decode
         self._tables = {"jpegtables": page.jpegtables} if self._compression == JPEG else {}
-
-    @property
-    def segment_rows(self) -> int:
-        """Rows of a tile or strip."""
-        return self._segment[0]
 
     @property
     def decode_block(self) -> DecodeBlock:
         """The unit of decoding and its cost."""
         if self._stored_plainly:
             return DecodeBlock()
-        return DecodeBlock(*self._segment, max(TILE_PX, self._segment[0] * self._segment[1]))
-
-    @property
-    def _segment_bytes(self) -> int:
-        return self._segment[0] * self._segment[1] * self.channels // self._planes * self.dtype.itemsize
-
-    @property
-    def _grid(self) -> tuple[int, int]:
-        """Number of segments vertically and horizontally."""
-        rows, cols = (-(-side // part) for side, part in zip(self.shape, self._segment, strict=True))
-        return rows, cols
+        return DecodeBlock(*self.segment, max(TILE_PX, self.segment[0] * self.segment[1]))
 
     def fill(self, fd: int, out: NDArray[Any], y0: int, x0: int) -> None:
         """Fill `out`, (h, w, channels), with the rectangle at (y0, x0), which must be inside the page.
@@ -191,7 +176,7 @@ class TiffPageReader:
         #     +---|-+-----+-|---+     planarconfig 2, each channel is a plane of its own, and the planes follow each
         #     |   +-|-----|-+   |     other.
         #     +-----+-----+-----+
-        wanted, (rows, cols) = Tile(Span(y0, y0 + out.shape[0]), Span(x0, x0 + out.shape[1])), self._segment
+        wanted, (rows, cols) = Tile(Span(y0, y0 + out.shape[0]), Span(x0, x0 + out.shape[1])), self.segment
         hit_rows = range(wanted.rows.start // rows, -(-wanted.rows.stop // rows))
         hit_cols = range(wanted.cols.start // cols, -(-wanted.cols.stop // cols))
         for plane, row, col in product(range(self._planes), hit_rows, hit_cols):
@@ -209,7 +194,7 @@ class TiffPageReader:
 
     def _read_rows(self, fd: int, index: int, rows: slice, cols: slice) -> NDArray[Any]:
         """Read only the wanted bytes of an uncompressed segment."""
-        deep, wide = self.channels // self._planes, self._segment[1]
+        deep, wide = self.channels // self._planes, self.segment[1]
         found = np.empty((rows.stop - rows.start, cols.stop - cols.start, deep), self.dtype)
         for number, row in enumerate(range(rows.start, rows.stop)):
             start = (row * wide + cols.start) * deep * self.dtype.itemsize
@@ -228,9 +213,9 @@ class TiffPageReader:
             size = read_jpeg_size(data)
         elif self._compression in JPEG_2000:
             size = read_jpeg_2000_size(data)
-        if size is not None and size[0] * size[1] > 2 * self._segment[0] * self._segment[1]:
+        if size is not None and size[0] * size[1] > 2 * self.segment[0] * self.segment[1]:
             told = f"segment {index} says that it holds {size[0]} x {size[1]} px, where there is room for"
-            raise make_damaged_error(self.path, f"{told} {self._segment[0]} x {self._segment[1]}")
+            raise make_damaged_error(self.path, f"{told} {self.segment[0]} x {self.segment[1]}")
         pixels, *_ = self._decode(data, index, **self._tables)
         return np.asarray(pixels[0], self.dtype)
 
@@ -348,7 +333,7 @@ class TiffPicture(FileReader[TiffHandle]):
                 planes[0].fill(fd, out, y0, x0)
                 return
             channels = sum(page.channels for page in planes)
-            for top, bottom in split_row_bands(y0, y0 + height_px, width_px * channels, planes[0].segment_rows):
+            for top, bottom in split_row_bands(y0, y0 + height_px, width_px * channels, planes[0].segment[0]):
                 band = np.full((bottom - top, width_px, channels), WHITE, np.uint8)
                 for number, page in enumerate(planes):
                     page.fill(fd, band[..., number : number + page.channels], top, x0)
