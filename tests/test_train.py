@@ -23,6 +23,7 @@ from engines.images.picture import open_image
 from engines.images.shard_reader import ShardReader
 from engines.models import UNet
 from engines.plan import Plan
+from engines.program.worker import Inputs
 from engines.spatial.tiles import Tile
 from engines.train.oracle import ReferenceTraining
 from engines.train.train_loop import CollectiveTrainLoop, RankTrainLoop, run
@@ -75,6 +76,11 @@ def whole_batch(images: LabelledImages, numbers: Sequence[int], per_pixel: bool)
 # ---- what a rank reads
 
 
+def read_shard(training: RankTraining, images: LabelledImages, numbers: Sequence[int]) -> Inputs:
+    reader = ShardReader(training.cut, images, training.recipe.step_specs)
+    return reader.assemble([(number, None) for number in numbers], reader.fetch)
+
+
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_each_rank_reads_what_is_cut_for_it_from_the_whole(model: str, plan: Plan):
@@ -84,7 +90,7 @@ def test_each_rank_reads_what_is_cut_for_it_from_the_whole(model: str, plan: Pla
 
     def check(world: LoopbackWorld) -> list[str]:
         training = RankTraining(world, made)
-        read, cut = ShardReader(training.cut, images, made.step_specs).read(numbers), training.cut(whole)
+        read, cut = read_shard(training, images, numbers), training.cut(whole)
         assert {number: part.keys() for number, part in read.items()} == {n: part.keys() for n, part in cut.items()}
         for number, part in cut.items():
             for name, tensor in part.items():
@@ -118,7 +124,7 @@ def test_no_rank_reads_more_than_its_own_tile():
 
     def asked(world: LoopbackWorld) -> set[tuple[int, Tile]]:
         images = Spied()
-        ShardReader(RankTraining(world, made).cut, images, made.step_specs).read([2, 4, 6, 8])
+        read_shard(RankTraining(world, made), images, [2, 4, 6, 8])
         return images.asked
 
     *tiles, last = run_ranks(plan.ranks, asked)
@@ -133,7 +139,7 @@ def test_masks_travel_tiled():
 
     def asked(world: LoopbackWorld) -> tuple[set[tuple[int, Tile]], set[tuple[int, Tile]]]:
         images = Spied()
-        ShardReader(RankTraining(world, made).cut, images, made.step_specs).read([2, 4, 6, 8])
+        read_shard(RankTraining(world, made), images, [2, 4, 6, 8])
         return images.asked, images.masks
 
     expected = [{(number, tile) for number in (2, 4, 6, 8)} for tile in plan.grids[0].cut(*SIZE)]
@@ -158,7 +164,7 @@ def test_an_answer_for_several_pixels_is_for_the_one_in_their_middle():
 
     def check(world: LoopbackWorld) -> None:
         training = RankTraining(world, made)
-        read = ShardReader(training.cut, images, made.step_specs).read([4])
+        read = read_shard(training, images, [4])
         assert torch.equal(read[0]["labels"], training.cut(whole)[0]["labels"])
 
     run_ranks(plan.ranks, check)

@@ -61,7 +61,8 @@ def test_all_ranks_read_one_augmented_image(plan: Plan, table: Path):
 
     def check(world: LoopbackWorld) -> None:
         training = RankTraining(world, made)
-        read = ShardReader(training.cut, images, made.step_specs).read(numbers, draws)
+        reader = ShardReader(training.cut, images, made.step_specs)
+        read = reader.assemble(drawn, reader.fetch)
         cut = training.cut(inputs)
         assert read.keys() == cut.keys()
         for number, part in cut.items():

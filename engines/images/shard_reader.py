@@ -243,13 +243,6 @@ class ShardReader:
             }
         return self._parts[count]
 
-    def read(self, step: Sequence[int], draws: Sequence[int] | None = None) -> Inputs:
-        """Return this rank's shard of the images with these indices, each augmented by its draw.
-
-        Raises ImageError if one cannot be read.
-        """
-        return self.assemble(list(zip(step, draws or [None] * len(step), strict=True)), self.fetch)
-
     def make_read_requests(self, step: Sequence[Sample]) -> Iterator[ReadRequest]:
         """Yield everything that is to be read for a step."""
         for parts in self.get_shards(len(step)).values():
