@@ -24,8 +24,8 @@ PURE := engines/train/checkpoint_folder.py engines/errors.py engines/formatting.
 	engines/predict/parallelism.py engines/predict/memory_simulation.py engines/predict/links.py engines/predict/noise.py engines/predict/machine_schema.py \
 	engines/predict/simulate.py engines/train/asynchrony.py engines/comm/status_board.py
 
-# Tests that measure no time, and seldom start processes, may run beside each other.
-SIDE_BY_SIDE := $(addprefix tests/,draw images layer loss models pipeline program spatial)
+# Tests that measure time, or look at all processes of the machine, run alone; the others run two at a time.
+ALONE := $(addprefix tests/,browser chaos bench notebook/test_notebooks.py notebook/test_tuning.py test_public_names.py)
 
 # JupyterLab refuses root unless told.
 ifeq ($(shell id -u),0)
@@ -70,14 +70,14 @@ lint: $(STAMP)
 	$(BIN)/mypy $(PURE)
 
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile --doctest-modules $(PURE) $(SIDE_BY_SIDE)
-	$(BIN)/python -m pytest --doctest-modules tests $(addprefix --ignore=,$(SIDE_BY_SIDE))
+	$(BIN)/python -m pytest -n 2 --dist loadfile --doctest-modules $(PURE) tests $(addprefix --ignore=,$(ALONE))
+	$(BIN)/python -m pytest $(ALONE)
 
 # All cases of all tests, nightly ones and random ones included.
 test-all: export EVERYTHING := 1
 test-all: lint
-	$(BIN)/python -m pytest -m "nightly or not nightly" -n 2 --dist loadfile --doctest-modules $(PURE) $(SIDE_BY_SIDE)
-	$(BIN)/python -m pytest -m "nightly or not nightly" --doctest-modules tests $(addprefix --ignore=,$(SIDE_BY_SIDE))
+	$(BIN)/python -m pytest -m "nightly or not nightly" -n 2 --dist loadfile --doctest-modules $(PURE) tests $(addprefix --ignore=,$(ALONE))
+	$(BIN)/python -m pytest -m "nightly or not nightly" $(ALONE)
 	$(MAKE) chaos
 
 chaos: $(STAMP)

@@ -5,11 +5,25 @@ from __future__ import annotations
 import doctest
 import inspect
 import warnings
+from dataclasses import replace
 
 import pytest
 from matplotlib import pyplot as plt
 
 import mpi4dl_nb
+from engines.predict.noise import Noise
+from mpi4dl_nb import Cluster
+from mpi4dl_nb.calibrate_cluster import CalibrationCache
+from tests.sampling import EVERYTHING
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _calibrated_quickly() -> None:
+    """Examples that need a calibration of two ranks find a quick one, which takes a fifth of the time."""
+    if not EVERYTHING:
+        with Cluster(2) as cluster:
+            machine = cluster.calibrate(quick=True, accept_noise=True, progress=False)
+        CalibrationCache.of(2, cluster.backend).write(replace(machine, quick=False, noise=Noise()))
 
 
 @pytest.mark.parametrize("name", mpi4dl_nb.__all__)

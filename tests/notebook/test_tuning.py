@@ -24,6 +24,7 @@ from mpi4dl_nb.draw.tuning import show_tuning
 from mpi4dl_nb.plan_tuner import Candidate, PlanTuner, sort_candidates
 from mpi4dl_nb.widgets.tuner import Tuner
 from tests.draw.legible import read, unreadable
+from tests.sampling import EVERYTHING
 
 
 def model() -> nn.Module:
@@ -38,7 +39,8 @@ SHAPE = (2, 3, 32, 32)
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     with Cluster(2, backend="loopback") as started:
-        started.calibrate(tmp_path_factory.mktemp("machine") / "machine.json", accept_noise=True)
+        store = tmp_path_factory.mktemp("machine") / "machine.json"
+        started.calibrate(store, quick=not EVERYTHING, accept_noise=True)
         yield started
 
 
