@@ -453,7 +453,9 @@ def cut_inputs(program: Program, inputs: Mapping[str, Tensor]) -> dict[int, dict
     # whole (N, C, H, W)  --chunk-->  micro-batch  --images-->  share  --rows, cols-->  tile
     #
     # Not a view: pickling would send the whole batch, and a kernel would read with the strides of the whole image.
-    chunks = {name: whole.chunk(program.micro_batches) for name, whole in inputs.items()}
+    # Labels may be a single number, without an axis to be cut; a plan with one micro-batch takes them as they are.
+    parts = program.micro_batches
+    chunks = {name: whole.chunk(parts) if parts > 1 else (whole,) for name, whole in inputs.items()}
     return {
         number: {name: feed.cut(chunks[name][number]).contiguous() for name, feed in feeds.items()}
         for number, feeds in program.feeds.items()

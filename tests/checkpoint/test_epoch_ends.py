@@ -101,19 +101,19 @@ def test_an_epoch_that_was_longer_is_over():
 
 def test_the_command_counts_a_finished_epoch_as_done(tmp_path: Path, capsys):
     """An epoch of two steps, saved after each: one epoch is all, and of two the second is left."""
-    assert alone("--save", tmp_path, "--save-every", 1)
-    assert alone("--resume", tmp_path / "00002-step-2")
+    alone("--save", tmp_path, "--save-every", 1)
+    alone("--resume", tmp_path / "00002-step-2")
     assert "No steps are left to do: all epochs are done." in capsys.readouterr().out
-    assert alone("--resume", tmp_path / "00002-step-2", "--num-epochs", 2)
+    alone("--resume", tmp_path / "00002-step-2", "--num-epochs", 2)
     printed = capsys.readouterr().out
     assert printed.count("Epoch: 1 images per sec") == 2
     assert "No steps are left" not in printed
 
 
 def test_the_command_says_which_checkpoint_was_damaged(tmp_path: Path, capsys):
-    assert alone("--save", tmp_path, "--save-every", 1)
+    alone("--save", tmp_path, "--save-every", 1)
     flip("model.safetensors")(tmp_path / "00002-step-2")
-    assert alone("--resume", tmp_path)
+    alone("--resume", tmp_path)
     printed = capsys.readouterr().out
     assert f"{tmp_path}/00002-step-2 is damaged, and an older checkpoint is taken: the contents of model" in printed
     assert f"Resumed after 1 steps: {tmp_path}/00001-step-1" in printed
