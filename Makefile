@@ -25,7 +25,7 @@ PURE := engines/train/checkpoint_folder.py engines/errors.py engines/formatting.
 	engines/predict/simulate.py engines/train/asynchrony.py engines/comm/status_board.py
 
 # Tests that measure time, or look at all processes of the machine, run alone; the others run two at a time.
-ALONE := $(addprefix tests/,browser chaos bench notebook/test_notebooks.py notebook/test_tuning.py test_public_names.py)
+ALONE := $(addprefix tests/,browser chaos bench notebook/test_keys.py notebook/test_notebooks.py notebook/test_tuning.py test_public_names.py)
 
 # JupyterLab refuses root unless told.
 ifeq ($(shell id -u),0)
