@@ -283,8 +283,8 @@ def bench_halo(
     checked = {"valid": is_valid_exchange(world, runner)} if validate else {}
     works = _make_works(runner, ManualExchange(world, exchange, runner.device), convolution if with_compute else None)
     times = time_shuffled(world, works, iterations, warmup, runner.device)
-    told = world.all_gather((times, exchange.compute_bytes(exchange.sends), len(exchange.sends)))
-    ranks, sent, messages = zip(*told, strict=True)
+    found = world.all_gather((times, exchange.compute_bytes(exchange.sends), len(exchange.sends)))
+    ranks, sent, messages = zip(*found, strict=True)
     ways = {way: _make_direction_line(way, ranks) for way in ("forward", "backward")}
     # Sums over ranks and directions before the division: a mean of ratios would weigh a small message like a large one.
     both = {key: sum(sum(way[key]) for way in ways.values()) for key in ("ms", "by_hand_ms", "messages_ms")}

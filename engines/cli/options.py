@@ -93,14 +93,14 @@ def make_parser(description: str, iterations: int | None = None) -> argparse.Arg
     for field in fields(Plan):
         option = OPTIONS[field.name]
         names = [f"--{field.name.replace('_', '-')}", *option.flags]
-        told: dict[str, Any] = {"dest": field.name, "help": option.help}
+        keywords: dict[str, Any] = {"dest": field.name, "help": option.help}
         # A switch that is off has no opposite flag; one that is on can be turned off by `--no-NAME`.
         if field.default is False:
-            flags.add_argument(*names, action="store_true", **told)
+            flags.add_argument(*names, action="store_true", **keywords)
         elif field.default is True:
-            flags.add_argument(*names, action=argparse.BooleanOptionalAction, default=True, **told)
+            flags.add_argument(*names, action=argparse.BooleanOptionalAction, default=True, **keywords)
         else:
-            flags.add_argument(*names, type=parse_value, default=field.default, **told)
+            flags.add_argument(*names, type=parse_value, default=field.default, **keywords)
     if iterations:
         flags.add_argument("--iterations", type=parse_positive, default=iterations)
     return flags
@@ -215,10 +215,10 @@ def build_model(options: argparse.Namespace) -> nn.Module:
     torch.manual_seed(options.seed)
     path, known = _SHORT[options.model](options) if options.model in _SHORT else _resolve_callable(options)
     try:
-        told = json.loads(options.model_args)
+        arguments = json.loads(options.model_args)
     except (ValueError, RecursionError) as error:
         raise PlanError(f"--model-args {options.model_args!r} is not JSON ({error}).") from error
-    model = _call(path, _build_values(told), _build_values(known))
+    model = _call(path, _build_values(arguments), _build_values(known))
     if not isinstance(model, nn.Module):
         raise TraceError(f"{path} returned {type(model).__name__}, not a torch.nn.Module.")
     return model
@@ -228,7 +228,7 @@ def _resolve_callable(options: argparse.Namespace) -> Named:
     """Return the path of a callable, and the flags' values for which it has parameters."""
     ours = ":" not in options.model and options.model in models.__all__
     path = f"{models.__name__}:{options.model}" if ours else options.model
-    told = {
+    sizes = {
         "num_classes": options.num_classes,
         "num_layers": options.num_layers,
         "depth": options.num_layers,
@@ -237,7 +237,7 @@ def _resolve_callable(options: argparse.Namespace) -> Named:
     make, takes = _import_callable(path), ()
     with suppress(TypeError, ValueError):  # some callables written in C have no signature
         takes = tuple(inspect.signature(make).parameters)
-    return path, {name: value for name, value in told.items() if value is not None and name in takes}
+    return path, {name: value for name, value in sizes.items() if value is not None and name in takes}
 
 
 def _resolve_resnet(options: argparse.Namespace) -> Named:

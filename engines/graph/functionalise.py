@@ -170,9 +170,9 @@ class _Functionaliser:
         if alias.version != alias.memory.version:
             if alias.parent is None or str(alias.view.target) not in _REPLAYABLE:
                 writer = alias.memory.writer
-                told = f"{writer.target} in {describe_location(writer)}" if writer else "another operator"
+                origin = f"{writer.target} in {describe_location(writer)}" if writer else "another operator"
                 raise TraceError(
-                    f"{reader.target} in {describe_location(reader)} reads memory that {told} has changed through "
+                    f"{reader.target} in {describe_location(reader)} reads memory that {origin} has changed through "
                     "another view. Make that operator out-of-place."
                 )
             parent, view = self._get_current_value(alias.parent, reader), alias.view
@@ -419,17 +419,17 @@ def _make_masked_where(make: Make, node: fx.Node, value: fx.Node) -> fx.Node | N
     if len(given) != 1 or given[0][1].meta["val"].dtype != torch.bool:
         return None
     place, mask = given[0]
-    behind = value.meta["val"].dim() - place - mask.meta["val"].dim()
+    trailing = value.meta["val"].dim() - place - mask.meta["val"].dim()
     picked = None
     if new.target is torch.ops.aten.index.Tensor and _is_same(new.args[1], indices):  # y[mask] = z[mask]
         source = new.args[0]
         if source.meta["val"].shape == value.meta["val"].shape:
             picked = source
-    picked = picked or _make_broadcastable(make, new, behind)
+    picked = picked or _make_broadcastable(make, new, trailing)
     if picked is None:
         return None
-    if behind:
-        mask = make(torch.ops.aten.reshape.default, mask, [*mask.meta["val"].shape, *[1] * behind])
+    if trailing:
+        mask = make(torch.ops.aten.reshape.default, mask, [*mask.meta["val"].shape, *[1] * trailing])
     return make(torch.ops.aten.where.self, mask, picked, value)
 
 
@@ -444,11 +444,11 @@ def _is_same(one: object, other: object) -> bool:
     return is_computed and not is_drawn and _is_same(one.args, other.args) and one.kwargs == other.kwargs
 
 
-def _make_broadcastable(make: Make, new: fx.Node, behind: int) -> fx.Node | None:
+def _make_broadcastable(make: Make, new: fx.Node, trailing: int) -> fx.Node | None:
     """Return `new` so that it broadcasts over all masked positions; None if it differs between them."""
     found = new.meta["val"]
     if not isinstance(found, Tensor) or any(not isinstance(size, int) for size in found.shape):
         return None
-    if found.dim() <= behind:
+    if found.dim() <= trailing:
         return new
     return make(torch.ops.aten.reshape.default, new, []) if found.numel() == 1 else None

@@ -39,7 +39,7 @@ WITHOUT_GRADIENT = frozenset(
 """Operators through which no gradient flows to their arguments."""
 
 _ITEM_BYTES = {"complex128": 16, "complex64": 8, "float64": 8, "int64": 8, "float32": 4, "int32": 4}
-_ITEM_BYTES |= {"float16": 2, "bfloat16": 2, "int16": 2}
+_ITEM_BYTES |= {"float16": 2, "bfloat16": 2, "int16": 2, "uint64": 8, "uint32": 4, "uint16": 2, "complex32": 4}
 
 
 @dataclass(frozen=True, slots=True)

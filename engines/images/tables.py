@@ -97,8 +97,8 @@ def table_images(
             if label and label not in labels:
                 troubles.append((line, f"the label {label!r} is none of {', '.join(names)}"))
             elif masks and not example.mask and labels[label] >= masks:
-                told = f"it has no mask, and its class {labels[label]} is none of the {masks} of the masks"
-                troubles.append((line, told))
+                reason = f"it has no mask, and its class {labels[label]} is none of the {masks} of the masks"
+                troubles.append((line, reason))
             if check:
                 example.check()
         except ImageError as error:
@@ -111,9 +111,9 @@ def table_images(
 def _raise_troubles(table: Path, troubles: Sequence[tuple[int, object]]) -> None:
     """Raise ImageError if there are any errors in the lines of a table."""
     if troubles:
-        told = "; ".join(f"line {line}: {str(trouble).rstrip('.')}" for line, trouble in troubles[:_TOLD])
+        listed = "; ".join(f"line {line}: {str(trouble).rstrip('.')}" for line, trouble in troubles[:_TOLD])
         more = f"; and {len(troubles) - _TOLD} more lines" if len(troubles) > _TOLD else ""
-        raise ImageError(f"{table}, {told}{more}. Mend or remove them.")
+        raise ImageError(f"{table}, {listed}{more}. Mend or remove them.")
 
 
 def write_table(

@@ -144,8 +144,8 @@ class TiffPageReader:
         self._grid = tuple(-(-side // part) for side, part in zip(self.shape, self.segment, strict=True))
         expected, file_bytes = math.prod(self._grid) * self._planes, path.stat().st_size
         if not len(self._offsets) == len(self._counts) == expected:
-            told = f"{expected} segments are needed, but it lists {len(self._offsets)} of {len(self._counts)} lengths"
-            raise make_damaged_error(path, told)
+            reason = f"{expected} segments are needed, but it lists {len(self._offsets)} of {len(self._counts)} lengths"
+            raise make_damaged_error(path, reason)
         beyond = (self._offsets < 0) | (self._counts < 0) | (self._offsets + self._counts > file_bytes)
         if beyond.any():
             raise make_damaged_error(path, f"{beyond.sum()} of its {expected} segments lie beyond its end")
@@ -153,8 +153,8 @@ class TiffPageReader:
         if self._compression == PLAIN and self._counts.max() > size:
             raise make_damaged_error(path, f"a segment of {self._counts.max()} bytes cannot lie in {size}")
         if not self._stored_plainly:
-            told = f"its tiles or strips of {' x '.join(map(str, self.segment))} px are decoded whole"
-            check_budget(path, 3 * size, told, "Save it in smaller tiles, such as 512 x 512.")
+            reason = f"its tiles or strips of {' x '.join(map(str, self.segment))} px are decoded whole"
+            check_budget(path, 3 * size, reason, "Save it in smaller tiles, such as 512 x 512.")
         self._decode: Callable[..., Any] = page.decode
         self._tables = {"jpegtables": page.jpegtables} if self._compression == JPEG else {}
 
@@ -214,8 +214,8 @@ class TiffPageReader:
         elif self._compression in JPEG_2000:
             size = read_jpeg_2000_size(data)
         if size is not None and size[0] * size[1] > 2 * self.segment[0] * self.segment[1]:
-            told = f"segment {index} says that it holds {size[0]} x {size[1]} px, where there is room for"
-            raise make_damaged_error(self.path, f"{told} {self.segment[0]} x {self.segment[1]}")
+            reason = f"segment {index} says that it holds {size[0]} x {size[1]} px, where there is room for"
+            raise make_damaged_error(self.path, f"{reason} {self.segment[0]} x {self.segment[1]}")
         pixels, *_ = self._decode(data, index, **self._tables)
         return np.asarray(pixels[0], self.dtype)
 

@@ -431,3 +431,14 @@ def test_a_loss_that_is_no_number_is_an_error():
             TensorSpec((1, 2, 6, 6), "float64"),
             TensorSpec((1,), "float64"),
         )
+
+
+TYPES = [
+    *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
+    *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
+]
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_the_size_of_every_type_is_that_of_torch(name: str):
+    assert TensorSpec((3,), name).bytes == 3 * getattr(torch, name).itemsize
