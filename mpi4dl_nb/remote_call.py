@@ -99,7 +99,7 @@ _STOP_S = 0.8  # time for ranks to return after an interrupt, so that they are r
 _END_S = 2.0  # time for killed ranks to be gone
 _GRACE_S = 0.35  # time for the other ranks to return by themselves after a failure, before they are interrupted
 
-_HEARD_S = 1.0  # output of ranks may arrive this much later than their replies
+_OUTPUT_S = 10.0  # output of ranks may arrive this much later than their replies, on a busy machine
 
 _DEATH = Failure("Death", "its process has ended")
 _SILENCE = Failure("Silence", "it does not answer any more, and the others could not go on without it")
@@ -206,8 +206,8 @@ class RemoteCall:
                 self._is_late = _is_never_late  # drop the caller's closure: this object is kept until the next call
 
     def _show_output(self) -> None:
-        """Show the remaining output: wait for lines that the replies announce, but no longer than `_HEARD_S`."""
-        deadline = time.monotonic() + _HEARD_S
+        """Show the remaining output: wait for lines that the replies announce, but no longer than `_OUTPUT_S`."""
+        deadline = time.monotonic() + _OUTPUT_S
         self._show(self._ranks.read_output())
         while any(self._ranks.has_pending_output(rank, answer.lines) for rank, answer in self.answers.items()):
             if time.monotonic() > deadline:
