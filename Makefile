@@ -24,7 +24,8 @@ PURE := engines/train/checkpoint_folder.py engines/errors.py engines/formatting.
 	engines/predict/parallelism.py engines/predict/memory_simulation.py engines/predict/links.py engines/predict/noise.py engines/predict/machine_schema.py \
 	engines/predict/simulate.py engines/train/asynchrony.py engines/comm/status_board.py
 
-# Tests that measure time, or look at all processes of the machine, run alone; the others run two at a time.
+# Tests that measure time, or look at all processes of the machine, run alone; the others run two at a time, with one
+# thread of PyTorch each: threads that wait for a core spin, which took half of the time.
 ALONE := $(addprefix tests/,browser chaos bench notebook/test_keys.py notebook/test_notebooks.py notebook/test_tuning.py test_public_names.py)
 
 # JupyterLab refuses root unless told.
@@ -70,13 +71,13 @@ lint: $(STAMP)
 	$(BIN)/mypy $(PURE)
 
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile --doctest-modules $(PURE) tests $(addprefix --ignore=,$(ALONE))
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --doctest-modules $(PURE) tests $(addprefix --ignore=,$(ALONE))
 	$(BIN)/python -m pytest $(ALONE)
 
 # All cases of all tests, nightly ones and random ones included.
 test-all: export EVERYTHING := 1
 test-all: lint
-	$(BIN)/python -m pytest -m "nightly or not nightly" -n 2 --dist loadfile --doctest-modules $(PURE) tests $(addprefix --ignore=,$(ALONE))
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "nightly or not nightly" -n 2 --dist loadfile --doctest-modules $(PURE) tests $(addprefix --ignore=,$(ALONE))
 	$(BIN)/python -m pytest -m "nightly or not nightly" $(ALONE)
 	$(MAKE) chaos
 
