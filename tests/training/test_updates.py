@@ -55,6 +55,7 @@ OPTIMISERS: dict[str, Optimiser] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", OPTIMISERS)
 def test_optimisers(name: str):
     assert held(recipe_of(optimiser=OPTIMISERS[name])) <= 1e-10
@@ -68,6 +69,7 @@ SCHEDULERS: dict[str, Scheduler] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_schedulers_step_once_after_each_update(name: str):
     recipe = recipe_of(scheduler=SCHEDULERS[name])
@@ -91,6 +93,7 @@ def compare_rates(recipe: Recipe) -> bool:
     return before != after
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("clip_norm", [1e-3, 0.5, 1e6], ids=["far below", "below", "never reached"])
 @pytest.mark.parametrize(
     "plan",
