@@ -32,7 +32,7 @@ from engines.comm.device import (
 )
 from engines.comm.world import World, run_on_all
 from engines.inference.rank_predictor import PaddedRegion, find_state
-from engines.inference.tile_fitting import choose_grid, iterate_passes
+from engines.inference.tile_passes import TilePass, TilePasses, choose_grid, iterate_passes
 from engines.inference.tile_stitcher import (
     ArraySink,
     MakeSink,
@@ -40,7 +40,6 @@ from engines.inference.tile_stitcher import (
     convert_image_scores,
     convert_pixel_scores,
 )
-from engines.program.tile_passes import TilePass, TilePasses
 from engines.program.worker import Worker
 from engines.spatial.tiles import Tile
 from engines.train.training import Recipe, copy_state_tensor

@@ -20,7 +20,7 @@ from engines.images.picture import Picture, open_image
 from engines.images.picture_reader import ArrayPicture
 from engines.inference.pyramid_sink import make_pyramid
 from engines.inference.rank_predictor import make_padded_region, prepare_region
-from engines.inference.tile_fitting import fit_tiles
+from engines.inference.tile_passes import fit_tiles
 from engines.inference.tile_stitcher import ArraySink
 from engines.inference.tiled_predictor import PredictionRequest, TiledPrediction, TiledPredictor
 from engines.models import UNet, resnet20_v1

@@ -11,8 +11,8 @@ from torch.nn import functional
 
 from engines.errors import PlanError, TraceError
 from engines.inference.rank_predictor import prepare_prediction
+from engines.inference.tile_passes import TilePasses
 from engines.models import UNet, resnet20_v1
-from engines.program.tile_passes import TilePasses
 from engines.spatial.tiles import Grid
 from tests.exact import whole_numbers, with_whole_weights
 from tests.inference.turning import ALONE, in_turn, plain

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from engines.comm.loopback import make_loopback_worlds
 from engines.graph.traceability import collect_tensors, get_prediction
 from engines.inference.rank_predictor import prepare_prediction
+from engines.inference.tile_passes import TilePasses
 from engines.plan import Plan
-from engines.program.tile_passes import TilePasses
 from engines.program.worker import Worker
 from engines.spatial.rng import CounterRNGMode
 from engines.spatial.tiles import Grid
