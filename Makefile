@@ -21,7 +21,7 @@ PURE := engines/train/checkpoint_folder.py engines/errors.py engines/formatting.
 	engines/program/make_schedule.py engines/program/instructions.py engines/program/program.py \
 	engines/program/timeline.py engines/comm/all_reduce_sizes.py \
 	engines/predict/machine.py engines/predict/tallies.py engines/predict/cores.py engines/predict/cost.py engines/predict/machines.py \
-	engines/predict/parallelism.py engines/predict/memory_simulation.py engines/predict/links.py engines/predict/noise.py engines/predict/machine_schema.py \
+	engines/predict/memory_simulation.py engines/predict/links.py engines/predict/machine_checks.py \
 	engines/predict/simulate.py engines/train/asynchrony.py engines/comm/status_board.py
 
 # Tests that measure time, or look at all processes of the machine, run alone; the others run two at a time, with one

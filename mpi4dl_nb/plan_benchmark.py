@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from engines.comm.streams import wait_for_device
 from engines.errors import Mpi4dlError
-from engines.predict.live_bytes import LiveBytes
+from engines.predict.kernel_effects import LiveBytes
 from engines.program.compile import compile_plan
 from engines.program.worker import Inputs
 from engines.train.training import RankTraining, Recipe, cut_inputs

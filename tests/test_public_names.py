@@ -11,7 +11,7 @@ import pytest
 from matplotlib import pyplot as plt
 
 import mpi4dl_nb
-from engines.predict.noise import Noise
+from engines.predict.machine_checks import Noise
 from mpi4dl_nb import Cluster
 from mpi4dl_nb.calibrate_cluster import CalibrationCache
 from tests.sampling import EVERYTHING

@@ -17,10 +17,10 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from engines.errors import TraceError
-from engines.graph.exported_nodes import describe_location, find_source_line, get_module_path, is_no_grad
+from engines.graph.exported_nodes import describe_location, find_source_line, get_module_path, is_check, is_no_grad
 from engines.graph.model_graph import ModelGraph, Node, Ref, TensorSpec, find_gradient_targets, find_ref_names
 
-__all__ = ["ExportReader", "FlopCount", "count_flops", "is_check", "make_tensor_spec", "resolve_flops"]
+__all__ = ["ExportReader", "FlopCount", "count_flops", "make_tensor_spec", "resolve_flops"]
 
 # Floating-point operations of one operator; a multiply-add counts as two.
 #
@@ -128,7 +128,6 @@ _BY_VALUE = (
     "{} a tensor whose shape follows from the values of a tensor; only shapes are known. Choose with torch.where, or "
     "assign numbers or whole tensors (y[mask] = 0, y[mask] = z[mask])."
 )
-_CHECKS = ("_guards_fn", "_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range_for_size")
 
 
 class ExportReader:
@@ -246,11 +245,6 @@ class ExportReader:
                 graded=not is_no_grad(node),
             )
         )
-
-
-def is_check(node: fx.Node) -> bool:
-    """Return whether a node is only a check."""
-    return any(check in str(node.target) for check in _CHECKS)
 
 
 def make_tensor_spec(value: Tensor) -> TensorSpec:

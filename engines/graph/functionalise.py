@@ -20,13 +20,10 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from engines.errors import TraceError
-from engines.graph.exported_nodes import describe_location, find_source_line, is_no_grad
+from engines.graph.exported_nodes import WRITTEN, describe_location, find_source_line, is_no_grad
 from engines.graph.model_graph import WITHOUT_GRADIENT, to_user_name
 
-__all__ = ["WRITTEN", "functionalise", "remove_dead_nodes"]
-
-WRITTEN = "written"
-"""Key in `node.meta` of the result of a write: the node whose type the result keeps, whatever it is computed from."""
+__all__ = ["functionalise", "remove_dead_nodes"]
 
 _MADE, _VIEW = "made_here", "view"
 _ATEN = torch.ops.aten

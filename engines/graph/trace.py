@@ -17,10 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from engines.errors import TraceError
-from engines.graph.autocast import insert_casts
 from engines.graph.constant_propagation import ConstantPropagationMode
 from engines.graph.export_reader import ExportReader, make_tensor_spec
-from engines.graph.exported_nodes import inline_subgraphs, insert_detaches
+from engines.graph.exported_nodes import inline_subgraphs, insert_casts, insert_detaches
 from engines.graph.functionalise import functionalise, remove_dead_nodes
 from engines.graph.model_graph import LOSS, MODEL, ModelGraph, TensorSpec, find_updated_buffers, to_user_name
 from engines.graph.traceability import collect_tensors, get_prediction, make_fake_copy, make_fake_tensor

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engines.errors import ImageError
-from engines.graph.label_spec import find_label_specs, find_unchanged_labels
+from engines.graph.labels import find_label_specs, find_unchanged_labels
 from engines.graph.model_graph import ModelGraph, Ref
 from engines.images.picture import Pixels
 from engines.spatial.rng import compute_step_seed, sample_uniform

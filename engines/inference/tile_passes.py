@@ -23,7 +23,7 @@ from engines.comm.world import World, run_on_first
 from engines.errors import PlanError, TraceError
 from engines.graph.model_graph import ModelGraph, TensorSpec
 from engines.plan import Plan
-from engines.predict.live_bytes import LiveBytes
+from engines.predict.kernel_effects import LiveBytes
 from engines.program.instructions import AllReduce, Compute, ModelInstruction, Phase
 from engines.program.lowering import Lowering
 from engines.program.program import DirectionProgram, Program, ShardSpec, Step

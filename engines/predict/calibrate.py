@@ -33,7 +33,7 @@ from engines.predict.kernel_timer import (
     measure_seconds,
 )
 from engines.predict.machine import Machine
-from engines.predict.noise import Noise, Spin, compute_foreign_share, compute_spread
+from engines.predict.machine_checks import Noise, Spin, compute_foreign_share, compute_spread
 from engines.program.instructions import Compute, LocalOp, Phase, RunningStatistics, Update
 from engines.program.program import DirectionProgram, Program, ShardSpec, Step
 from engines.program.update import update_buffers

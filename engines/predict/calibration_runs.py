@@ -18,7 +18,7 @@ from engines.comm.world import World
 from engines.plan import Plan
 from engines.predict.cost import ComputeWork, CostModel, build_step_actions
 from engines.predict.machine import Machine
-from engines.predict.noise import compute_spread
+from engines.predict.machine_checks import compute_spread
 from engines.predict.rank_tally import build_tally
 from engines.predict.simulate import simulate
 from engines.program.compile import compile_plan

@@ -7,6 +7,7 @@ pool its indices. Each kernel and shape is run once.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,11 +22,10 @@ from engines.comm.device import choose_memory_format
 from engines.errors import TraceError
 from engines.graph.export_reader import FlopCount
 from engines.graph.model_graph import Ref, TensorSpec
-from engines.predict.live_bytes import LiveBytes, get_storage_id
 from engines.program.instructions import DEVICE, SEED
 from engines.spatial.kernels import get_kernel
 
-__all__ = ["KernelEffect", "KernelOutput", "LocalTensor", "find_local_tensors", "infer_effect"]
+__all__ = ["KernelEffect", "KernelOutput", "LiveBytes", "LocalTensor", "find_local_tensors", "infer_effect"]
 
 _TOO_LARGE = 1 << 28  # bytes of arguments, up to which a kernel without a meta implementation is run on the CPU
 
@@ -189,3 +189,56 @@ class _MetaKernelMode(TorchDispatchMode):
 def find_local_tensors(arguments: Any) -> tuple[LocalTensor, ...]:
     """Return the tensor descriptions in nested arguments, in order."""
     return tuple(leaf for leaf in tree_leaves(arguments) if isinstance(leaf, LocalTensor))
+
+
+# The bytes of live tensors while operators run. The kernel's figures for a process (`engines/bench/memory.py`) include
+# the allocator's gaps and all libraries, and do not exist for ranks that are threads.
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the live bytes (`now`, `peak`) of tensors that operators of this thread create within the context.
+
+    >>> import torch
+    >>> with LiveBytes() as live:
+    ...     x = torch.ones(256)
+    ...     del x
+    ...     y = torch.ones(8)
+    >>> live.now, live.peak
+    (32, 1024)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: set[int] = set()
+
+    def reset_peak(self) -> None:
+        """Start a new peak from the current bytes."""
+        self.peak = self.now
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        # Arguments made before the context are unknown, and must not count when an in-place operator returns them.
+        given = {get_storage_id(item) for item in tree_leaves((args, kwargs)) if isinstance(item, Tensor)}
+        for item in tree_leaves(made):
+            if not isinstance(item, Tensor):
+                continue
+            storage, place = item.untyped_storage(), get_storage_id(item)
+            size = storage.nbytes()
+            # A view shares its storage with a tensor that was given, or that is known: its bytes count once.
+            if size and place not in given and place not in self._known:
+                self._known.add(place)
+                self.now += size
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._release, place, size)
+        return made
+
+    def _release(self, place: int, size: int) -> None:
+        # The address may be used again by a later storage: it must be unknown by then.
+        self._known.discard(place)
+        self.now -= size
+
+
+def get_storage_id(tensor: Tensor) -> int:
+    """Return a number that tensors with the same memory share."""
+    return int(tensor.untyped_storage()._cdata)

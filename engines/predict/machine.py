@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engines.errors import PlanError
-from engines.predict.machine_schema import check_machine
-from engines.predict.noise import Noise
+from engines.predict.machine_checks import Noise, check_machine
 
 __all__ = ["SUMS", "Link", "Machine", "Speed", "interpolate"]
 

@@ -11,11 +11,10 @@ from torch import nn
 from engines.errors import PlanError, TraceError
 from engines.graph.trace_cache import Loss
 from engines.plan import Plan
-from engines.predict.explain import Explanation, Verdict, explain
+from engines.predict.explain import KINDS, Explanation, Verdict, classify_plan, explain
 from engines.predict.forecast import Forecast, forecast
 from engines.predict.machine import Machine
 from engines.predict.machines import resolve_machine
-from engines.predict.parallelism import KINDS, classify_plan
 from engines.predict.search import generate_plans
 from engines.predict.sizes import Sizes
 from engines.program.timeline import compute_time_shares

@@ -9,6 +9,7 @@ from functools import cached_property
 
 from engines.errors import PlanError
 from engines.graph.model_graph import BatchLoss, ModelGraph
+from engines.graph.stages import find_sharded_names, shard_graph
 from engines.plan import Plan
 from engines.program.builder import Builder
 from engines.program.instructions import (
@@ -23,7 +24,6 @@ from engines.program.instructions import (
 from engines.program.lowering import STAGE_TAGS, Lowering, add_inputs
 from engines.program.make_schedule import ActionKind, Batch, PipelineAction, Schedule, make_schedule
 from engines.program.program import CountLabels, DirectionProgram, Instruction, Program, Step
-from engines.spatial.batch_sharding import find_sharded_names, shard_graph
 from engines.spatial.layout import Role
 from engines.spatial.operator_table import lower
 

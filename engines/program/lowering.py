@@ -10,13 +10,12 @@ from functools import cached_property
 import engines.spatial.entries  # noqa: F401  (fills the operator table)
 from engines.errors import PlanError
 from engines.graph.model_graph import ModelGraph, Node, Ref
-from engines.graph.stages import cut_stages, find_layers
+from engines.graph.stages import cut_stages, find_layers, find_sharded_names, shard_graph
 from engines.plan import Plan
 from engines.program.builder import POINT, Builder
 from engines.program.instructions import ModelInstruction
 from engines.program.program import ShardSpec
 from engines.program.value_layout import Memo, ValueLayout
-from engines.spatial.batch_sharding import find_sharded_names, shard_graph
 from engines.spatial.halo_fusion import ExtendedTiles, HaloCost, extend_tiles, group_cheapest
 from engines.spatial.layout import Layout, Role, StageRanks
 from engines.spatial.operator_table import lower

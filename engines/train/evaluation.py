@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from engines.comm.device import choose_autocast_type
 from engines.comm.world import World
 from engines.errors import ImageError
-from engines.graph.label_spec import has_accuracy
+from engines.graph.labels import has_accuracy
 from engines.graph.model_graph import LOSS, ModelGraph, TensorSpec, is_batch_dependent
 from engines.graph.trace import StateNames, trace
 from engines.graph.whole_loss import ImageWeights, compute_mean_loss

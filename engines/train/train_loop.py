@@ -11,7 +11,7 @@ from typing import Protocol
 from engines.comm.status_board import get_status_board
 from engines.comm.world import World
 from engines.errors import ImageError, PlanError, TraceError
-from engines.graph.label_spec import has_accuracy
+from engines.graph.labels import has_accuracy
 from engines.graph.model_graph import TensorSpec
 from engines.graph.stages import cut_stages, find_layers
 from engines.graph.trace_cache import TraceCache

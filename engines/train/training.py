@@ -23,8 +23,8 @@ from engines.comm.device import (
 from engines.comm.world import World
 from engines.errors import LossError, PlanError, TraceError
 from engines.formatting import format_names
-from engines.graph.label_counter import LabelCounter, NonFiniteCause, find_causes
-from engines.graph.label_counter import format_causes as said_causes
+from engines.graph.labels import LabelCounter, NonFiniteCause, find_causes
+from engines.graph.labels import format_causes as said_causes
 from engines.graph.model_graph import ModelGraph, TensorSpec, to_user_name
 from engines.graph.trace import StateNames, collect_state_names, iterate_owners
 from engines.graph.trace_cache import Loss, TraceCache
@@ -32,8 +32,7 @@ from engines.plan import Plan
 from engines.program.compile import Compiler, compile_plan
 from engines.program.instructions import Phase, SumGradients
 from engines.program.micro_batch import MicroBatchState
-from engines.program.offloader import Offloader, OffloadStore
-from engines.program.offloading_micro_batch import OffloadingMicroBatch
+from engines.program.offloader import Offloader, OffloadingMicroBatch, OffloadStore
 from engines.program.program import Program
 from engines.program.segment import Segment
 from engines.program.segment_compiler import SegmentCompiler, check_compiler

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from engines.comm.world import World
 from engines.formatting import format_names
-from engines.graph.label_spec import find_class_count
+from engines.graph.labels import find_class_count
 from engines.graph.model_graph import TensorSpec
 from engines.program.worker import Inputs
 from engines.train.oracle import ReferenceTraining, TrainingRecord, compare, to_plain_names, train_reference

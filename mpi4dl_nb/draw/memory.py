@@ -12,9 +12,9 @@ from engines.formatting import format_bytes
 from engines.graph.model_graph import ModelGraph
 from engines.graph.trace_cache import Loss, TraceCache
 from engines.plan import Plan
+from engines.predict.explain import describe_plan
 from engines.predict.machine import Machine
 from engines.predict.machines import resolve_machine
-from engines.predict.parallelism import describe_plan
 from engines.predict.rank_memory import PeakMemory, PlanMemory, predict_plan_memory
 from engines.program.instructions import Phase
 from mpi4dl_nb.draw.figure import (

@@ -11,8 +11,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from engines.errors import PlanError
 from engines.formatting import format_bytes, format_number, format_percent
-from engines.predict.explain import Verdict
-from engines.predict.parallelism import describe_plan
+from engines.predict.explain import Verdict, describe_plan
 from engines.predict.sizes import Limit
 from engines.predict.studies import Capabilities, Scaling
 from engines.program.timeline import SHARES

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 
 from engines.errors import PlanError
 from engines.formatting import format_bytes, format_number
-from engines.predict.parallelism import describe_plan, format_grids
+from engines.predict.explain import describe_plan, format_grids
 from mpi4dl_nb.draw.figure import BarStyle, Drawing, draw_legend
 
 if TYPE_CHECKING:

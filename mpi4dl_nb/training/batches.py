@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from engines.errors import ImageError, PlanError
-from engines.graph.label_spec import find_label_specs
+from engines.graph.labels import find_label_specs
 from engines.train.training import Recipe
 
 __all__ = [

@@ -11,8 +11,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from engines.errors import ImageError, LossError, PlanError, RankError
-from engines.graph.label_counter import NonFiniteCause, format_causes
-from engines.graph.label_spec import find_label_specs
+from engines.graph.labels import NonFiniteCause, find_label_specs, format_causes
 from engines.graph.model_graph import ModelGraph, TensorSpec
 from engines.images.dataset import LabelledImages, check_ignored, find_ignored_label
 from engines.images.loader import LoaderOptions, NotReady

@@ -10,7 +10,7 @@ from legible import read, unreadable
 from engines.errors import PlanError
 from engines.formatting import format_bytes, format_number, format_percent
 from engines.plan import Plan
-from engines.predict.parallelism import describe_plan
+from engines.predict.explain import describe_plan
 from engines.predict.sizes import Sizes
 from engines.predict.studies import select_plans
 from mpi4dl_nb import (

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from engines.graph.label_spec import LabelSpec, find_label_specs, has_accuracy
+from engines.graph.labels import LabelSpec, find_label_specs, has_accuracy
 from engines.graph.model_graph import TensorSpec
 from engines.plan import Plan
 from engines.train.training import prepare

@@ -12,9 +12,9 @@ from torch import nn
 
 from engines.errors import PlanError, RankError
 from engines.formatting import format_bytes, format_number
+from engines.predict.explain import classify_plan
 from engines.predict.machine import Machine
-from engines.predict.noise import Noise
-from engines.predict.parallelism import classify_plan
+from engines.predict.machine_checks import Noise
 from engines.program.compile import compile_plan
 from engines.program.program import Program, count_traffic
 from mpi4dl_nb import Cluster, Training, tune

@@ -14,7 +14,7 @@ from engines.comm.loopback import run_ranks
 from engines.errors import LossError, RankError
 from engines.models import UNet, resnet20_v1
 from engines.plan import Plan
-from engines.predict.live_bytes import LiveBytes
+from engines.predict.kernel_effects import LiveBytes
 from engines.predict.rank_memory import predict_rank_memory
 from engines.program import offloader
 from engines.program.offloader import OffloadStore

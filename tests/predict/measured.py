@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engines.comm.loopback import run_ranks
-from engines.predict.live_bytes import LiveBytes
+from engines.predict.kernel_effects import LiveBytes
 from engines.program.program import Program
 from engines.train.training import RankTraining, Recipe
 from engines.train.verify import make_batches

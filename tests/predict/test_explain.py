@@ -10,9 +10,8 @@ from torch import nn
 from engines.formatting import format_bytes, format_number
 from engines.graph.trace_cache import TraceCache
 from engines.plan import Plan
-from engines.predict.explain import explain
+from engines.predict.explain import KINDS, classify_plan, describe_plan, explain
 from engines.predict.forecast import forecast
-from engines.predict.parallelism import KINDS, classify_plan, describe_plan
 from engines.predict.search import generate_plans, search
 from engines.program.timeline import SHARES, compute_time_shares
 from tests.predict.test_simulate import FLAT

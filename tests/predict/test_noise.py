@@ -16,7 +16,14 @@ from engines.errors import PlanError
 from engines.predict import calibrate as calibrating
 from engines.predict.calibration_runs import CalibrationTimes
 from engines.predict.machine import Machine
-from engines.predict.noise import MOST_ELSEWHERE, MOST_SPREAD, Noise, Spin, compute_foreign_share, compute_spread
+from engines.predict.machine_checks import (
+    MOST_ELSEWHERE,
+    MOST_SPREAD,
+    Noise,
+    Spin,
+    compute_foreign_share,
+    compute_spread,
+)
 from mpi4dl_nb import Cluster
 from mpi4dl_nb import calibrate_cluster as from_notebook
 from mpi4dl_nb.calibrate_cluster import CalibrationCache

@@ -8,8 +8,8 @@ import pytest
 
 from engines.errors import PlanError
 from engines.plan import Plan
+from engines.predict.explain import KINDS, classify_plan
 from engines.predict.forecast import forecast
-from engines.predict.parallelism import KINDS, classify_plan
 from engines.predict.rank_memory import predict_plan_memory
 from engines.predict.search import generate_plans
 from engines.predict.sizes import Sizes, largest_image

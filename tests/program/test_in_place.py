@@ -9,8 +9,7 @@ from torch import nn
 from engines.comm.loopback import run_ranks
 from engines.graph.model_graph import Ref, TensorSpec
 from engines.plan import Plan
-from engines.predict.kernel_effects import LocalTensor, infer_effect
-from engines.predict.live_bytes import LiveBytes
+from engines.predict.kernel_effects import LiveBytes, LocalTensor, infer_effect
 from engines.program import segment
 from engines.program.compile import compile_plan
 from engines.program.instructions import Compute, LocalOp

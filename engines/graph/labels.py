@@ -1,4 +1,4 @@
-"""All-reduce of the loss denominators: the ranks of the last stage count the labels of all micro-batches of a step."""
+"""The labels of a loss: which values it takes, how many count over a whole batch, and why a loss is not finite."""
 
 from __future__ import annotations
 
@@ -11,14 +11,95 @@ from torch import Tensor
 from engines.comm.all_reduce import all_reduce
 from engines.comm.world import World
 from engines.formatting import format_names
-from engines.graph.label_spec import find_label_specs
-from engines.graph.model_graph import ModelGraph, Ref, to_user_name
+from engines.graph.loss_analysis import CLASS_LOSSES
+from engines.graph.model_graph import ModelGraph, Node, Ref, to_user_name
 from engines.plan import Plan
 from engines.program.program import CountLabels, Program
 from engines.program.worker import Worker
 from engines.spatial.layout import Layout
 
-__all__ = ["LabelCounter", "NonFiniteCause", "find_causes", "format_causes"]
+__all__ = [
+    "LabelCounter",
+    "LabelSpec",
+    "NonFiniteCause",
+    "find_causes",
+    "find_class_count",
+    "find_label_specs",
+    "find_unchanged_labels",
+    "format_causes",
+    "has_accuracy",
+]
+
+# Which values the labels may have according to the traced loss: class numbers, or anything else.
+
+
+_PASSING = {"view", "reshape", "_unsafe_view", "flatten", "squeeze", "unsqueeze", "select", "slice", "permute"}
+_PASSING |= {"transpose", "to", "_to_copy", "alias", "clone", "contiguous", "detach", "long", "lift_fresh_copy"}
+_REGRESSIONS = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "poisson_nll_loss")
+
+
+@dataclass(frozen=True, slots=True)
+class LabelSpec:
+    """A use of the labels as class numbers from 0 to `classes` - 1, except for the label `ignored`, if any."""
+
+    classes: int
+    ignored: int | None = None
+
+    def find_invalid(self, labels: Tensor) -> Tensor:
+        """Return the labels that this loss does not accept."""
+        beyond = (labels < 0) | (labels >= self.classes)
+        return labels[beyond if self.ignored is None else beyond & (labels != self.ignored)]
+
+    def get_counted_mask(self, labels: Tensor) -> Tensor:
+        """Return a mask of the labels that are not ignored."""
+        return torch.ones_like(labels, dtype=torch.bool) if self.ignored is None else labels != self.ignored
+
+
+def find_label_specs(graph: ModelGraph) -> tuple[LabelSpec, ...]:
+    """Return every distinct use of the labels as class numbers in the loss; empty if there is none.
+
+    Labels that the loss changes first, such as `torch.where(labels == 255, 0, labels)`, are not followed.
+    """
+    direct, found = find_unchanged_labels(graph), []
+    for node in graph.nodes:
+        name, a = node.short_operator, node.arguments
+        if name in CLASS_LOSSES and _get_ref_name(node, "target") in direct:
+            shape = graph.specs[a["self"].name].shape
+            if not graph.specs[a["target"].name].is_floating:
+                found.append(LabelSpec(shape[min(1, len(shape) - 1)], a["ignore_index"]))
+        elif name == "one_hot" and _get_ref_name(node, "self") in direct and a.get("num_classes", -1) > 0:
+            found.append(LabelSpec(a["num_classes"]))
+    return tuple(dict.fromkeys(found))
+
+
+def find_unchanged_labels(graph: ModelGraph) -> set[str]:
+    """Return the names of the labels and of all values that only change their shape or dtype."""
+    found = {"labels"}
+    for node in graph.nodes:
+        if node.short_operator in _PASSING and node.reads and node.reads[0] in found:
+            found.add(node.name)
+    return found
+
+
+def _get_ref_name(node: Node, argument: str) -> str | None:
+    ref = node.arguments.get(argument)
+    return ref.name if isinstance(ref, Ref) else None
+
+
+def has_accuracy(graph: ModelGraph) -> bool:
+    """Return whether accuracy is defined: it is not for a regression loss without class labels."""
+    amounts = any(node.short_operator in _REGRESSIONS for node in graph.nodes)
+    return bool(find_label_specs(graph)) or not amounts
+
+
+def find_class_count(graph: ModelGraph) -> int:
+    """Return the number of classes that random labels may be drawn from."""
+    known = [numbers.classes for numbers in find_label_specs(graph)]
+    shape = graph.specs[graph.prediction].shape
+    return min(known) if known else max(2, shape[1] if len(shape) > 1 else 2)
+
+
+# The denominators of a loss over the whole batch: the ranks of the last stage count the labels of all micro-batches.
 
 
 class LabelCounter:
