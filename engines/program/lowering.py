@@ -79,7 +79,12 @@ class Lowering:
         if graph.whole:
             self.reads[-1] |= graph.whole.reads  # the last stage counts what the loss divides by
         self.crossings = tuple(self._find_crossings())
-        self._check_tags()
+        blocks, directions = 1 + 2 * len(self.spans), self.layout.directions
+        if 2 + 2 * directions * len(self.crossings) > STAGE_TAGS // 2 or blocks * STAGE_TAGS > 1 << 23:
+            raise PlanError(
+                f"split_size={len(self.spans)} with {len(self.crossings)} values read in later stages needs more tags "
+                "for messages than there are. Use fewer stages (up to 255), or cut where fewer values pass."
+            )
         self.crossing_values: dict[str, ValueLayout] = {}
         self._builders: dict[Role, Builder] = {}
         self._commons: dict[Role, Memo] = defaultdict(Memo)
@@ -160,15 +165,6 @@ class Lowering:
             else self.graph
             for span, ranks in zip(self.spans, self.layout.stages, strict=True)
         )
-
-    def _check_tags(self) -> None:
-        """Raise PlanError if messages would share tags, or need more tags than the transports have."""
-        blocks, directions = 1 + 2 * len(self.spans), self.layout.directions
-        if 2 + 2 * directions * len(self.crossings) > STAGE_TAGS // 2 or blocks * STAGE_TAGS > 1 << 23:
-            raise PlanError(
-                f"split_size={len(self.spans)} with {len(self.crossings)} values read in later stages needs more tags "
-                "for messages than there are. Use fewer stages (up to 255), or cut where fewer values pass."
-            )
 
     def _get_extended_tiles(self, role: Role) -> ExtendedTiles:
         """Return what the ranks of a stage hold beyond their tiles, for fused halos; for tiles in turn, of one tile at

@@ -248,7 +248,7 @@ class OffloadingMicroBatch(MicroBatchState):
             # What autograd saved for a segment is read twice if the weights' gradients follow later (WEIGHTS).
             take = self._saved.get if phase is Phase.INPUTS else self._saved.pop
             self.offloader.fetch(take(instruction.name, ()))
-            self.offloader.fetch(self._get_gradients(instruction))
+            self.offloader.fetch(self._get_gradients(_get_value_names(instruction)))
             self._going_back = instruction
         try:
             sent = super().run_instruction(instruction, phase)
@@ -274,7 +274,8 @@ class OffloadingMicroBatch(MicroBatchState):
         reads them too.
         """
         if self._going_back is not None:
-            self.offloader.fetch(self._get_gradients(self._going_back))  # one may have been created since
+            # One may have been created since.
+            self.offloader.fetch(self._get_gradients(_get_value_names(self._going_back)))
         lasting = self.direction_program.kept_to_end - {self.direction_program.prediction}
         # By storage, not by tensor: views of a value that stays must stay, too.
         kept = {self.leaves[name].untyped_storage()._cdata for name in lasting & self.leaves.keys()}
@@ -282,17 +283,9 @@ class OffloadingMicroBatch(MicroBatchState):
         saved = [tensor for name in self._touched for tensor in self._saved.get(name, ())]
         made = [tensor for name in self._touched for tensor in self._made.get(name, ())]
         self._begun, self._touched = [], {}
-        touched = (*saved, *made, *self._get_tensors(names))
+        named = [tensors[name] for name in names for tensors in (self.values, self.leaves) if name in tensors]
+        touched = (*saved, *made, *named, *self._get_gradients(names))
         self.offloader.offload(tensor for tensor in touched if tensor.untyped_storage()._cdata not in kept)
-
-    def _get_tensors(self, names: Iterable[str]) -> Iterator[Tensor]:
-        """Yield values and their gradients."""
-        for name in names:
-            for tensors in (self.values, self.leaves):
-                if name in tensors:
-                    yield tensors[name]
-            if name in self.leaves and self.leaves[name].grad is not None:
-                yield self.leaves[name].grad
 
     def fetch(self, tensor: Tensor) -> Tensor:
         """Return the tensor, moved back to the device it is computed on."""
@@ -322,9 +315,9 @@ class OffloadingMicroBatch(MicroBatchState):
         self.offloader.fetch(self._get_inputs(segment))
         super()._recompute(segment)
 
-    def _get_gradients(self, instruction: ModelInstruction) -> Iterator[Tensor]:
-        """Return the gradients that an instruction reads or adds to."""
-        leaves = (self.leaves.get(name) for name in _get_value_names(instruction))
+    def _get_gradients(self, names: Iterable[str]) -> Iterator[Tensor]:
+        """Return the gradients of values, as far as there are any."""
+        leaves = (self.leaves.get(name) for name in names)
         return (leaf.grad for leaf in leaves if leaf is not None and leaf.grad is not None)
 
 

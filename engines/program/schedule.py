@@ -140,14 +140,6 @@ def _count_one_bubble(p: int, m: int, v: int, n: int) -> tuple[int, int]:
     return 3 * v * m, 3 * (p - 1)
 
 
-def _count_zero_bubble(p: int, m: int, v: int, n: int) -> tuple[int, int]:
-    return 3 * v * m, p - 1 + max(0, p - m)
-
-
-def _count_gems_bubble(p: int, m: int, v: int, n: int) -> tuple[int, int]:
-    return 3 * m * n, (p - 1) * (2 * n + 1)
-
-
 @dataclass(frozen=True, slots=True)
 class ScheduleRule:
     """What distinguishes one schedule from another.
@@ -181,8 +173,12 @@ SCHEDULES = {
     "fill_drain": ScheduleRule(drains=True, count_bubble=_count_one_bubble),
     "1f1b": ScheduleRule(limited=True, count_bubble=_count_one_bubble),
     "interleaved": ScheduleRule(limited=True, interleaved=True, count_bubble=_count_one_bubble),
-    "zero_bubble": ScheduleRule(limited=True, splits=True, count_bubble=_count_zero_bubble),
-    "gems": ScheduleRule(drains=True, alone=True, mirrored=True, count_bubble=_count_gems_bubble),
+    "zero_bubble": ScheduleRule(
+        limited=True, splits=True, count_bubble=lambda p, m, v, n: (3 * v * m, p - 1 + max(0, p - m))
+    ),
+    "gems": ScheduleRule(
+        drains=True, alone=True, mirrored=True, count_bubble=lambda p, m, v, n: (3 * m * n, (p - 1) * (2 * n + 1))
+    ),
 }
 """Schedule rules by name. Interleaved is 1F1B on ranks with several stages; only the placement differs."""
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from engines.errors import PlanError
 from engines.graph.model_graph import Ref
-from engines.program.builder import Builder
 from engines.program.compile import Compiler
 from engines.program.instructions import AllReduce, Compute, Exchange, Phase
 from engines.program.program import Program
 from engines.program.steps import StepLabel
-from engines.spatial.layout import Role
 from engines.spatial.tiles import Grid, Span, Tile
 
 __all__ = ["Shard", "ShardIndex", "assemble_shards"]
@@ -62,8 +60,21 @@ class ShardIndex:
         """Return a rank's part of a value in a stage, or None if the stage has no such value."""
         for role in self.compiler.layout.roles[rank]:
             builder = self.compiler.lowering.get_builder(role)
-            if (role.direction, role.stage) == (direction, stage) and name in builder.values:
-                return replace(_make_shard(builder, role, name), module=self.modules.get(name.partition(".")[0], ""))
+            if (role.direction, role.stage) != (direction, stage) or name not in builder.values:
+                continue
+            value, ref = builder.values[name], Ref(name)
+            shape, images = value.spec.shape, None
+            if builder.is_batch_sharded(ref):
+                shape = (shape[0] * builder.stage.shares, *shape[1:])
+                images = Grid.split_axis(shape[0], builder.stage.shares)[role.tile]
+            if images is not None or value.axes is None:
+                # The rank holds all pixels, if there are any.
+                axes = (-2, -1) if len(shape) == 4 else None
+                held = own = Tile.whole(*shape[-2:]) if axes else None
+            else:
+                axes, held = value.axes, builder.get_held_tiles(ref)[builder.rank]
+                own = builder.get_tiles(value.size_px)[builder.rank]
+            return Shard(name, shape, axes, held, own, images, self.modules.get(name.partition(".")[0], ""))
         return None
 
     def find_step_shard(self, rank: int, place: StepLabel) -> Shard | None:
@@ -124,26 +135,6 @@ def assemble_shards(parts: Iterable[tuple[Shard, Tensor]], adds: bool) -> Tensor
     if whole is None:
         raise PlanError("No rank holds this value now.")
     return whole
-
-
-def _make_shard(builder: Builder, role: Role, name: str) -> Shard:
-    value, ref = builder.values[name], Ref(name)
-    if builder.is_batch_sharded(ref):
-        shape = (value.spec.shape[0] * builder.stage.shares, *value.spec.shape[1:])
-        images = Grid.split_axis(shape[0], builder.stage.shares)[role.tile]
-        return Shard(name, shape, *_get_whole_tiles(shape), images)
-    if value.axes is None:
-        return Shard(name, value.spec.shape, *_get_whole_tiles(value.spec.shape), None)
-    held, own = builder.get_held_tiles(ref)[builder.rank], builder.get_tiles(value.size_px)[builder.rank]
-    return Shard(name, value.spec.shape, value.axes, held, own, None)
-
-
-def _get_whole_tiles(shape: Sequence[int]) -> tuple[tuple[int, int] | None, Tile | None, Tile | None]:
-    """Return axes, held and own tile of an image that one rank holds whole; three times None for other shapes."""
-    if len(shape) != 4:
-        return None, None, None
-    whole = Tile.whole(*shape[-2:])
-    return (-2, -1), whole, whole
 
 
 def _get_value_names(place: StepLabel) -> tuple[str, ...]:

@@ -231,8 +231,16 @@ class Worker:
                 lanes = {number: self.micro_batch_states[number] for number in counting.program.directions}
                 labels = {number: lane.fetch(lane.values["labels"]) for number, lane in lanes.items()}
                 return self._count_labels(counting, labels)
+            case SumGradients() as bucket if step.phase is Phase.UPDATE:
+                self._sums[bucket.name].finish()
+                return 0
             case SumGradients() as bucket:
-                return self._sum_gradients(bucket, begins=step.phase is not Phase.UPDATE)
+                if bucket.name not in self._sums:
+                    self._sums[bucket.name] = GradientBucket(self.weights, bucket, self.world)
+                own = self._sums[bucket.name]
+                # Non-blocking: the sum proceeds during backward, driven by `SendQueue.poll` after each instruction.
+                self._send_queue.add(self._send_queue.start_after(own.pack(), own.total.begin))
+                return own.total.sent_bytes
             case ReduceBatchStats() as share:
                 return self._batch_stats.reduce(share, self.world)
             case FiniteCheckAllReduce() as agreement:
@@ -240,27 +248,13 @@ class Worker:
                 self._agreed = self.optimiser_step.compute_gradient_stats(agreement.counted)
                 return all_reduce(self.world, self._agreed, agreement.group).wait()
             case Update() as update:
-                return self._update(update)
+                self.steps += 1  # first: a rank that fails from here on has an incomplete update
+                sent = update_buffers(self.buffers, update, self._batch_stats, self.world)
+                for lane in self.micro_batch_states.values():
+                    lane.end_step()
+                self.optimiser_step.step(
+                    self.optimiser_step.compute_gradient_stats(self.weights) if self._agreed is None else self._agreed
+                )
+                return sent
             case instruction:
                 return self.micro_batch_states[step.micro_batch].run_instruction(instruction, step.phase)
-
-    def _sum_gradients(self, bucket: SumGradients, begins: bool) -> int:
-        if not begins:
-            self._sums[bucket.name].finish()
-            return 0
-        if bucket.name not in self._sums:
-            self._sums[bucket.name] = GradientBucket(self.weights, bucket, self.world)
-        own = self._sums[bucket.name]
-        # Non-blocking: the sum proceeds during the backward pass, driven by `SendQueue.poll` after each instruction.
-        self._send_queue.add(self._send_queue.start_after(own.pack(), own.total.begin))
-        return own.total.sent_bytes
-
-    def _update(self, update: Update) -> int:
-        self.steps += 1  # first: a rank that fails from here on has an incomplete update
-        sent = update_buffers(self.buffers, update, self._batch_stats, self.world)
-        for lane in self.micro_batch_states.values():
-            lane.end_step()
-        self.optimiser_step.step(
-            self.optimiser_step.compute_gradient_stats(self.weights) if self._agreed is None else self._agreed
-        )
-        return sent
