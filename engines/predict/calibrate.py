@@ -120,7 +120,7 @@ class Calibration:
         kernels = make_calls(SIZES, self.effort.most_operations)
         crowded = KernelTimer(kernels, late=world.rank / world.size)
         self._measure_slice()
-        on_one = KernelTimer(kernels, apart=True)
+        on_one = KernelTimer(kernels, separate=True)
         alone = yield from self._time_on_rank0(self.effort.alone, on_one, threads=1)
         on_all = KernelTimer(kernels, clock=time.perf_counter)
         spread = yield from self._time_on_rank0(self.effort.spread, on_all, threads=count_cores())

@@ -103,7 +103,7 @@ class CalibrationRun:
         self.inputs = self.training.cut(make_batches(recipe, 0, steps=1)[0])
         self.steps: list[float] = []
         self.spent: list[list[float]] = []
-        self.apart: list[float] = []
+        self.differences: list[float] = []
 
     def run_steps(self, steps: int) -> None:
         """Run and record `steps` steps, after warm-up steps that refill the caches which other recipes have evicted."""
@@ -113,8 +113,8 @@ class CalibrationRun:
         # The relative difference of two steps. Two draws from an exponential distribution differ, on average, by the
         # mean of the distribution: what `Machine.jitter` asks for.
         for (_, one_s), (_, other_s) in pairwise(found):
-            apart_s = sum(abs(one - other) for one, other in zip(one_s, other_s, strict=True))
-            self.apart.append(min(1.0, apart_s / sum(other_s)))
+            difference_s = sum(abs(one - other) for one, other in zip(one_s, other_s, strict=True))
+            self.differences.append(min(1.0, difference_s / sum(other_s)))
 
     def _run_step(self) -> tuple[float, list[float]]:
         """Return the seconds of a step, and the CPU time of each instruction without polling."""
@@ -133,10 +133,10 @@ class CalibrationRun:
     def gather_times(self) -> CalibrationTimes:
         """Return the times gathered from all ranks; collective."""
         spent = tuple(statistics.median(each) for each in zip(*self.spent, strict=True))
-        own = statistics.median(self.steps), spent, statistics.median(self.apart), compute_spread([self.steps])
-        steps_s, spent_s, apart, spreads = zip(*self.world.all_gather(own), strict=True)
+        own = statistics.median(self.steps), spent, statistics.median(self.differences), compute_spread([self.steps])
+        steps_s, spent_s, differences, spreads = zip(*self.world.all_gather(own), strict=True)
         return CalibrationTimes(
-            max(steps_s), tuple(chain(*spent_s)), statistics.fmean(apart), statistics.fmean(spreads)
+            max(steps_s), tuple(chain(*spent_s)), statistics.fmean(differences), statistics.fmean(spreads)
         )
 
 
@@ -190,7 +190,7 @@ class RunComparison:
             [
                 sum(each.seconds * slow(each.crowded) for each in step if isinstance(each, ComputeWork))
                 for rank in zip(self.programs, self.tallies, strict=True)
-                for step in build_step_actions(*rank, prices, 1, again=False)
+                for step in build_step_actions(*rank, prices, 1, recompute=False)
             ]
         )
 

@@ -96,13 +96,13 @@ class CopyMessage:
 class JoinAllReduce:
     """Join an all-reduce of `bytes`, which starts when the last rank of `group` has joined.
 
-    `behind`: it runs in the background of its ranks' work, and messages that ranks wait for have priority on the links.
+    In the `background` of its ranks' work, messages that ranks wait for have priority over it on the links.
     """
 
     name: Hashable
     group: tuple[int, ...]
     bytes: int
-    behind: bool = False
+    background: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,14 +117,21 @@ Action = ComputeWork | PostSend | WaitMessage | CopyMessage | JoinAllReduce | Wa
 
 
 def build_step_actions(
-    program: Program, tally: RankTally, machine: Machine | CostModel, threads: int, again: bool, away: bool = False
+    program: Program,
+    tally: RankTally,
+    machine: Machine | CostModel,
+    threads: int,
+    recompute: bool,
+    offload: bool = False,
 ) -> list[tuple[Action, ...]]:
     """Return the actions of the rank in each step of its program, in order.
 
-    `again`: segments are recomputed for backward. `away`: saved activations are offloaded, at the rate of memory, or
-    from a device to its host and back.
+    `recompute`: segments are recomputed for backward. `offload`: saved activations are offloaded, at the rate of
+    memory, or from a device to its host and back.
     """
-    return list(_ActionBuilder(program, tally, CostModel.from_machine(machine), threads, again, away).build_steps())
+    return list(
+        _ActionBuilder(program, tally, CostModel.from_machine(machine), threads, recompute, offload).build_steps()
+    )
 
 
 class CostModel:
@@ -143,11 +150,11 @@ class CostModel:
         """Return a new cost model of a machine, or the argument itself if it is a cost model, with its cache."""
         return machine if isinstance(machine, CostModel) else cls(machine)
 
-    def get_segment_work(self, segment: SegmentTally, threads: int, phase: Phase, again: bool) -> ComputeWork:
+    def get_segment_work(self, segment: SegmentTally, threads: int, phase: Phase, recompute: bool) -> ComputeWork:
         """Return the cached result of `estimate_segment_work`."""
-        key = segment.ops, segment.moves, segment.late, threads, phase, again
+        key = segment.ops, segment.moves, segment.late, threads, phase, recompute
         if key not in self._known:
-            self._known[key] = estimate_segment_work(segment, self.machine, threads, phase, again)
+            self._known[key] = estimate_segment_work(segment, self.machine, threads, phase, recompute)
         return self._known[key]
 
     def get_all_reduce_cost(self, group: tuple[int, ...], count_bytes: int) -> AllReduceCost:
@@ -159,7 +166,7 @@ class CostModel:
 
 
 def estimate_segment_work(
-    segment: SegmentTally, machine: Machine, threads: int, phase: Phase, again: bool = False
+    segment: SegmentTally, machine: Machine, threads: int, phase: Phase, recompute: bool = False
 ) -> ComputeWork:
     """Return the work of one phase of a segment on one or several threads."""
     # Phases, and what they compute in a segment with (`late`) and without matrices among its weights:
@@ -185,7 +192,7 @@ def estimate_segment_work(
         for size in segment.moves:
             back += _estimate_kernel(machine, machine.call_s, threads, "pointwise", size, (size,))
     back = back.with_minimum(machine.least_s * sum(op.gradients > 0 for op in segment.ops))
-    recomputed = again and phase is not Phase.WEIGHTS
+    recomputed = recompute and phase is not Phase.WEIGHTS
     return back + estimate_segment_work(segment, machine, threads, Phase.FORWARD) if recomputed else back
 
 
@@ -230,8 +237,8 @@ class _ActionBuilder:
     tally: RankTally
     prices: CostModel
     threads: int
-    again: bool
-    away: bool
+    recompute: bool
+    offload: bool
 
     def __post_init__(self) -> None:
         self.machine = self.prices.machine
@@ -259,14 +266,14 @@ class _ActionBuilder:
         match step.instruction:
             case Compute() as segment:
                 tally = self._get_direction_tally(step).segments[segment.name]
-                work = self.prices.get_segment_work(tally, self.threads, step.phase, self.again)
+                work = self.prices.get_segment_work(tally, self.threads, step.phase, self.recompute)
                 # After a wait the caches are cold: the segment's data, up to the size of a cache, is charged as copies.
                 if waited and work.seconds:
                     yield self._estimate_copy(
                         self.machine.cold_copies * min(_CACHE_BYTES, sum(op.bytes for op in tally.ops))
                     )
                 yield work
-                if self.away:
+                if self.offload:
                     yield self._estimate_offload(tally, step.phase)
             case Exchange() as exchange:
                 yield from self._build_exchange(exchange, step)
@@ -291,11 +298,11 @@ class _ActionBuilder:
 
     def _estimate_offload(self, tally: SegmentTally, phase: Phase) -> ComputeWork:
         """Return the work of offloading a segment's saved activations, or of loading them again for backward."""
-        away_bytes = sum(size for size in tally.fresh.values() if size >= LEAST_BYTES)
+        offloaded_bytes = sum(size for size in tally.fresh.values() if size >= LEAST_BYTES)
         if self.machine.host_per_s is None:
             # Without a device, backward reads the offloaded activations in place: only forward copies.
-            return self._estimate_copy(away_bytes if phase is Phase.FORWARD else 0)
-        return ComputeWork(away_bytes / min(self.machine.host_per_s, self.machine.copy_per_s))
+            return self._estimate_copy(offloaded_bytes if phase is Phase.FORWARD else 0)
+        return ComputeWork(offloaded_bytes / min(self.machine.host_per_s, self.machine.copy_per_s))
 
     def _build_exchange(self, exchange: Exchange, step: Step) -> Iterator[Action]:
         """Yield the actions of an exchange: pack, send, wait for each message, and unpack.
@@ -350,7 +357,7 @@ class _ActionBuilder:
         name = ("gradients", bucket.name)
         if begins:
             yield self._estimate_copy(bucket.bytes)
-            yield JoinAllReduce(name, bucket.group, bucket.bytes, behind=True)  # and backward goes on
+            yield JoinAllReduce(name, bucket.group, bucket.bytes, background=True)  # and backward goes on
         else:
             yield WaitAllReduce(name, bucket.group)
             yield ComputeWork(self.prices.get_all_reduce_cost(bucket.group, bucket.bytes).fetched_s)
@@ -358,9 +365,10 @@ class _ActionBuilder:
 
     def _build_update(self, update: Update) -> Iterator[Action]:
         machine, trained = self.machine, self.tally.trained
-        moved = 5 * sum(self.tally.weights[name] for name in trained)  # weight, gradient and momentum, read and written
+        # Weight, gradient and momentum, read and written.
+        moved = 5 * sum(self.tally.weights[name] for name in trained)
         counted = len(update.statistics) * len(self.program.directions)
-        moving_s = machine.estimate_seconds("pointwise", moved, (moved,))
-        yield ComputeWork(machine.update_s + machine.weight_s * len(trained) + machine.statistic_s * counted + moving_s)
+        overhead_s = machine.update_s + machine.weight_s * len(trained) + machine.statistic_s * counted
+        yield ComputeWork(overhead_s + machine.estimate_seconds("pointwise", moved, (moved,)))
         for group in sorted({entry.mean_over for entry in update.statistics if entry.mean_over}):
             yield from self._build_all_reduce(group, 16)  # so few bytes that the latency alone counts

@@ -60,9 +60,9 @@ def describe_plan(plan: Plan) -> str:
     ('2x2 tiles + 1 stage', '4 replicas')
     """
     words = [f"{format_grids(plan)} tiles"] if plan.spatial_size else []
-    behind = plan.split_size - plan.spatial_size
-    if behind and (plan.spatial_size or behind > 1):
-        words.append(f"{behind} stage{'s'[: behind > 1]}")
+    stages = plan.split_size - plan.spatial_size
+    if stages and (plan.spatial_size or stages > 1):
+        words.append(f"{stages} stage{'s'[: stages > 1]}")
     words += [f"{plan.local_dp} ranks share"] if plan.local_dp > 1 else []
     words += [f"{plan.parts} parts, {plan.schedule}"] if plan.parts > 1 else []
     words += ["both ways"] if plan.bidirectional else []
@@ -137,12 +137,12 @@ class Explanation:
             (each for each in self.verdicts if each is not chosen),
             key=lambda each: (each.plan is None, not each.fits, -each.share),
         )
-        told = [self._describe_other(each) for each in others]
+        sentences = [self._describe_other(each) for each in others]
         if chosen and chosen.best:
             best, ranks = chosen.best, f"{self.ranks:,} rank{'s'[: self.ranks > 1]}"
             plan = f"{WORDS[chosen.kind]}, {describe_plan(best.plan)}"
-            told.insert(0, f"The best for {ranks} is {plan}: {self._format_numbers(best)}.")
-        return tuple(told)
+            sentences.insert(0, f"The best for {ranks} is {plan}: {self._format_numbers(best)}.")
+        return tuple(sentences)
 
     @property
     def words(self) -> str:
@@ -174,8 +174,8 @@ class Explanation:
         large = sorted(
             (kind for kind, share in shares.items() if share >= WORTH_SAYING), key=lambda kind: -shares[kind]
         )
-        told = [f"{format_percent(shares[kind])} {kind if 'waiting' in kind else f'on {kind}'}" for kind in large]
-        losses = f"; of a rank's time {', '.join(told)}" if told else ""
+        parts = [f"{format_percent(shares[kind])} {kind if 'waiting' in kind else f'on {kind}'}" for kind in large]
+        losses = f"; of a rank's time {', '.join(parts)}" if parts else ""
         rate = format_number(found.images_per_s)
         return f"{rate} images/s in steps of {images}, {self._format_memory(found)}{losses}"
 

@@ -108,8 +108,8 @@ def forecast(
     programs = [compiler.compile_rank(rank) for rank in range(plan.replica_ranks)]
     tallies = [build_tally(program, graph) for program in programs]
     threads = [compute_threads(plan, program.rank, machine.cores or 1, machine.node_ranks) for program in programs]
-    again, away = plan.checkpoint_activations, plan.offload_activations
-    timeline = simulate(programs, tallies, prices, threads, again, copies, away)
+    recompute, offload = plan.checkpoint_activations, plan.offload_activations
+    timeline = simulate(programs, tallies, prices, threads, recompute, copies, offload)
     one = [
         predict_rank_memory(program, graph, serial, optimiser_states, tally)
         for program, tally in zip(programs, tallies, strict=True)

@@ -189,7 +189,8 @@ class KernelTimer:
     """Times calls of kernels round by round, with one thread or as many as are set.
 
     `timed` are the times so far. The default clock counts the CPU time of the calling thread only. The first calls, the
-    fraction `late` of all, are timed last. `apart`: the gradients of inputs and of weights are also timed separately.
+    fraction `late` of all, are timed last. `separate`: the gradients of inputs and of weights are also timed
+    separately.
     """
 
     def __init__(
@@ -197,10 +198,10 @@ class KernelTimer:
         calls: Sequence[KernelCall],
         late: float = 0.0,
         clock: Callable[[], float] = time.thread_time,
-        apart: bool = False,
+        separate: bool = False,
     ) -> None:
         self.timed = [KernelTimes() for _ in calls]
-        self._clock, self._apart = clock, apart
+        self._clock, self._separate = clock, separate
         # Ranks that time the same kernels at once begin at different ones, like ranks at different layers of a network.
         both, middle = list(zip(calls, self.timed, strict=True)), int(late * len(calls))
         self._order = [*both[middle:], *both[:middle]]
@@ -221,7 +222,7 @@ class KernelTimer:
         # The graphs are kept for the parts that follow, and freed with `layers` at the end of the round.
         for _, timed, leaves, result in layers:
             timed.backward.append(self._time_backward(leaves, result))
-        if self._apart:
+        if self._separate:
             layers = [layer for layer in layers if classify_kernel(layer[0]) in BY_ARITHMETIC]
             for _, timed, leaves, result in layers:
                 timed.inputs.append(self._time_backward(leaves[:1], result))
@@ -231,7 +232,7 @@ class KernelTimer:
     def _time_backward(self, leaves: Sequence[Tensor], result: Tensor) -> float:
         """Return the seconds until the leaves have their gradients."""
         _report_working()
-        # The gradient was just written by the layer behind, so that it is in the cache.
+        # The gradient was just written by the next layer, so that it is in the cache.
         grad = torch.ones_like(result)
         start_s = self._clock()
         found = torch.autograd.grad(result, leaves, grad, retain_graph=True)

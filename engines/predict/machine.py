@@ -46,17 +46,17 @@ def interpolate(sizes: Sequence[Size], at: Sequence[float], numbers: Sequence[fl
 def _compute_weights(sizes: tuple[Size, ...], at: Size) -> NDArray[np.float64]:
     """Return the weight of each sample's logarithm; the weights add up to 1."""
     known = _to_octaves(sizes)[:, : len(at)]
-    # `away`: how far the samples are from the asked size, so that the plane's value at 0 is wanted. It is the weighted
-    # mean of the samples, minus the slope times the weighted mean of their positions (`middle`). Both are linear in the
-    # samples' numbers, so that they come to one weight for each sample, whatever the numbers are.
-    away = known - np.log2(np.maximum(1.0, at))[: known.shape[1]]
-    counts = (np.square(away).sum(axis=1) + _NEAR) ** -2.0
+    # `offsets` are relative to the size `at`, so that the plane's value at 0 is wanted. It is the weighted mean of the
+    # samples, minus the slope times the weighted mean of their positions (`middle`). Both are linear in the samples'
+    # numbers, so that they come to one weight for each sample, whatever the numbers are.
+    offsets = known - np.log2(np.maximum(1.0, at))[: known.shape[1]]
+    counts = (np.square(offsets).sum(axis=1) + _NEAR) ** -2.0
     counts /= counts.sum()
-    middle = counts @ away
-    apart = away - middle
+    middle = counts @ offsets
+    deviations = offsets - middle
     # `_LEVEL` prefers a level plane (ridge regression): samples on a line do not tell how the plane is inclined across.
-    slopes = (counts[:, None] * apart).T @ apart + _LEVEL * np.eye(apart.shape[1])
-    shares: NDArray[np.float64] = counts * (1 - apart @ np.linalg.solve(slopes, middle))
+    slopes = (counts[:, None] * deviations).T @ deviations + _LEVEL * np.eye(deviations.shape[1])
+    shares: NDArray[np.float64] = counts * (1 - deviations @ np.linalg.solve(slopes, middle))
     return shares
 
 

@@ -202,7 +202,7 @@ class _MicroBatchMemory:
     grads: dict[str, str] = field(default_factory=dict)
     graphs: set[str] = field(default_factory=set)
     leaving: list[Hashable] = field(default_factory=list)
-    away: dict[Hashable, int] = field(default_factory=dict)
+    offloaded: dict[Hashable, int] = field(default_factory=dict)
 
     @property
     def checkpoints(self) -> bool:
@@ -216,7 +216,17 @@ class _MicroBatchMemory:
             case Compute():
                 self._compute(item) if forward else self._compute_back(item, step.phase)
             case Exchange():
-                self._exchange(item) if forward else self._exchange_back(item)
+                self._hold_messages(item, forward)
+                if forward:
+                    if item.window is not None:
+                        self._keep(item.target)
+                    if item.own is not None:
+                        self._release(item, (item.source,))
+                else:
+                    if item.own is not None and item.source in self.tally.needs_gradient:
+                        self._hold_gradient(item.source, self.tally.bytes[self.tally.lies_in[item.source]])
+                    if item.window is not None:
+                        self._release_leaf(item.target)
             case AllReduce() if forward:
                 self._keep(item.target)
                 self._release(item, (item.source,))
@@ -232,16 +242,16 @@ class _MicroBatchMemory:
 
     def _hold_block(self, key: Hashable, **kinds: int) -> None:
         """Hold a block that backward needs; an offloaded block is in memory only during the step that makes it."""
-        away = self.plan.offload_activations and sum(kinds.values()) >= LEAST_BYTES
-        if away and key not in self.away:
-            self.away[key] = sum(kinds.values())
+        offload = self.plan.offload_activations and sum(kinds.values()) >= LEAST_BYTES
+        if offload and key not in self.offloaded:
+            self.offloaded[key] = sum(kinds.values())
             self.ledger.add_transient(**kinds)
         # An offloaded block is held with no bytes, so that hold and release stay paired.
-        self.ledger.hold(key, {} if away else kinds)
+        self.ledger.hold(key, {} if offload else kinds)
 
     def _get_offloaded_bytes(self, key: str) -> int:
         """Return the bytes of an offloaded block that is loaded again for a segment's backward."""
-        return self.away.get((self.number, key), 0)
+        return self.offloaded.get((self.number, key), 0)
 
     def _count_offloaded_inputs(self, item: Compute) -> int:
         """Return the bytes of the offloaded inputs that are loaded again for a segment."""
@@ -291,10 +301,10 @@ class _MicroBatchMemory:
         segment = self.tally.segments[item.name]
         if phase is Phase.WEIGHTS and not (segment.late and item.name in self.graphs):
             return
-        again = sum(segment.fresh.values()) + self._count_offloaded_inputs(item) if self.checkpoints else 0
+        recomputed = sum(segment.fresh.values()) + self._count_offloaded_inputs(item) if self.checkpoints else 0
         # With checkpointing, recomputed activations count here; without it, offloaded ones that are loaded again.
         back = sum(map(self._get_offloaded_bytes, segment.keeps)) if item.name in self.graphs else 0
-        self.ledger.add_transient(passing=again + back + segment.back_inside)
+        self.ledger.add_transient(passing=recomputed + back + segment.back_inside)
         self.ledger.add_transient(passing=segment.inside if self.checkpoints else 0)
         if phase is not Phase.WEIGHTS:
             for name, size in segment.grads.items():
@@ -328,13 +338,6 @@ class _MicroBatchMemory:
         if name in self.grads:
             self.ledger.release((self.number, self.grads.pop(name)))
 
-    def _exchange(self, item: Exchange) -> None:
-        self._hold_messages(item, forward=True)
-        if item.window is not None:
-            self._keep(item.target)
-        if item.own is not None:
-            self._release(item, (item.source,))
-
     def _hold_messages(self, item: Exchange, forward: bool) -> None:
         """Count the message buffers of an exchange.
 
@@ -350,10 +353,3 @@ class _MicroBatchMemory:
             size = count_staged_bytes(item, forward)[0] if forward else item.compute_bytes(item.receives)
             self.leaving.append((self.number, item.name, forward))
             self.ledger.hold(self.leaving[-1], {"messages": size})
-
-    def _exchange_back(self, item: Exchange) -> None:
-        self._hold_messages(item, forward=False)
-        if item.own is not None and item.source in self.tally.needs_gradient:
-            self._hold_gradient(item.source, self.tally.bytes[self.tally.lies_in[item.source]])
-        if item.window is not None:
-            self._release_leaf(item.target)

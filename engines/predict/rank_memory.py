@@ -217,10 +217,8 @@ class _LayerAssignment:
             case ("gradient", str(name)):
                 yield self.weights.get(name), kinds
             case (int(), str(name)):
-                yield self._find_layer(name), kinds
+                # A gradient, or what autograd saves, belongs to the layer of its value; "x[1]" is a result of "x".
+                name = name.removeprefix("gradient of ").removesuffix(":saved")
+                yield self.values.get(name) or self.values.get(name.partition("[")[0]), kinds
             case _:
                 yield None, kinds
-
-    def _find_layer(self, key: str) -> str | None:
-        name = key.removeprefix("gradient of ").removesuffix(":saved")
-        return self.values.get(name) or self.values.get(name.partition("[")[0])

@@ -64,7 +64,7 @@ class _SegmentCall:
 class _SegmentCounter:
     """The counter of one segment: its calls in order, and the memory key of each result."""
 
-    # Names and memory are apart, because several values may lie in one block, which is counted once:
+    # Names and memory are separate, because several values may lie in one block, which is counted once:
     #
     #   y = relu(x)        y lies in "y": new memory
     #   v = view(y)        v lies in "y", too
@@ -301,8 +301,16 @@ class _DirectionCounter:
             match item:
                 case Compute():
                     segments[item.name] = _SegmentCounter(item, self).build_tally()
-                case Exchange() if item.window is not None:
-                    self._add_window(item)
+                case Exchange(window=window, differentiable=differentiable) if window is not None:
+                    key, spec = _get_window_key(item), TensorSpec(item.compute_shape(window), item.dtype)
+                    self.bytes[key] = spec.bytes
+                    # A window is the rank's own tile and the halo around it. Only the halo is memory due to spatial
+                    # parallelism.
+                    if item.kind == "halo":
+                        own = item.own & window if item.own else None
+                        kept = TensorSpec(item.compute_shape(own), item.dtype).bytes if own else 0
+                        self.halo_bytes[key] = spec.bytes - kept
+                    self.add_value(item.target, LocalTensor.of(spec, differentiable), differentiable, key)
                 case AllReduce():
                     self.add_value(item.target, self.values[item.source], item.differentiable, item.target)
         gradients = frozenset(name for name, local in self.values.items() if local.needs_gradient)
@@ -322,14 +330,3 @@ class _DirectionCounter:
         self.add_value(name, LocalTensor.of(part, False), False, f"input:{name}")
         self.bytes[f"input:{name}"] = 0  # counted in `inputs` instead
         return part.bytes
-
-    def _add_window(self, exchange: Exchange) -> None:
-        window, key = exchange.window, _get_window_key(exchange)
-        spec = TensorSpec(exchange.compute_shape(window), exchange.dtype)
-        self.bytes[key] = spec.bytes
-        # A window is the rank's own tile and the halo around it. Only the halo is memory due to spatial parallelism.
-        if exchange.kind == "halo":
-            own = exchange.own & window if exchange.own else None
-            kept = TensorSpec(exchange.compute_shape(own), exchange.dtype).bytes if own else 0
-            self.halo_bytes[key] = spec.bytes - kept
-        self.add_value(exchange.target, LocalTensor.of(spec, exchange.differentiable), exchange.differentiable, key)

@@ -118,22 +118,22 @@ def _generate_tiled(ranks: int, replicas: int, batch: int) -> Iterator[Plan]:
             plan = Plan(split_size=1, spatial_size=1, slice_method=grid, data_parallel=replicas)
             yield replace(plan, halo_d2=fused, fused_layers="auto" if fused else 1)
     for tiles in range(2, ranks):
-        behind = ranks - tiles
+        stages = ranks - tiles
         for grid in _list_grids(tiles):
-            plan = Plan(split_size=1 + behind, spatial_size=1, slice_method=grid, data_parallel=replicas)
+            plan = Plan(split_size=1 + stages, spatial_size=1, slice_method=grid, data_parallel=replicas)
             yield from _generate_parts(plan, batch)
-            if behind > 1 and batch % behind == 0:
-                yield replace(plan, split_size=2, local_dp=behind)
+            if stages > 1 and batch % stages == 0:
+                yield replace(plan, split_size=2, local_dp=stages)
 
 
 def _generate_narrowing(ranks: int, replicas: int, batch: int) -> Iterator[Plan]:
     """Yield plans for many ranks: tiles in two stages, the second with a half or a quarter of them, and then stages."""
     for second in (2**power for power in range(1, ranks.bit_length())) if ranks >= _MANY else ():
         for first in (2 * second, 4 * second):
-            behind = ranks - first - second
-            if behind >= 0:
+            stages = ranks - first - second
+            if stages >= 0:
                 grids = _list_grids(first)[0], _list_grids(second)[0]
-                plan = Plan(split_size=2 + behind, spatial_size=2, slice_method=grids, data_parallel=replicas)
+                plan = Plan(split_size=2 + stages, spatial_size=2, slice_method=grids, data_parallel=replicas)
                 yield from _generate_parts(plan, batch)
 
 

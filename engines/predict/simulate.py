@@ -39,16 +39,16 @@ def simulate(
     tallies: Sequence[RankTally],
     machine: Machine | CostModel,
     threads: Sequence[int],
-    again: bool = False,
+    recompute: bool = False,
     copies: int = 1,
-    away: bool = False,
+    offload: bool = False,
 ) -> Timeline:
     """Return the timeline of a training step on the machine, with all ranks starting at the same time.
 
     A rank runs its steps in order. Sends do not block; a rank that reads a message waits for it. An all-reduce
-    completes once every rank of its group has joined. `threads` holds the thread count of each rank. `again`: segments
-    are recomputed for backward. `away`: the saved activations are offloaded. `engines/predict/links.py` describes how
-    messages and all-reduces share the links between nodes.
+    completes once every rank of its group has joined. `threads` holds the thread count of each rank. `recompute`:
+    segments are recomputed for backward. `offload`: the saved activations are offloaded. `engines/predict/links.py`
+    describes how messages and all-reduces share the links between nodes.
     The programs may be those of the first replica alone; then `copies` consecutive replicas are simulated. Ranks that
     are not simulated behave like the simulated ones: an all-reduce waits only for its simulated ranks, but takes as
     long as for all of them. Raises PlanError if ranks would wait for ever.
@@ -58,15 +58,15 @@ def simulate(
     ranks = [
         (
             program,
-            build_step_actions(program, tally, prices, count, again, away),
+            build_step_actions(program, tally, prices, count, recompute, offload),
             [sum(part.bytes for part in count_step_traffic(step)) for step in program.steps],
         )
         for program, tally, count in zip(programs, tallies, threads, strict=True)
     ]
-    lanes = [_RankState(*rank, copy * len(programs), copy) for copy in range(copies) for rank in ranks]
-    counts = {lane.rank: count for lane, count in zip(lanes, list(threads) * copies, strict=True)}
+    states = [_RankState(*rank, copy * len(programs), copy) for copy in range(copies) for rank in ranks]
+    counts = {state.rank: count for state, count in zip(states, list(threads) * copies, strict=True)}
     processors = SharedCores(prices.machine, counts) if prices.machine.cores else DedicatedCores()
-    return _Simulation(lanes, processors, prices, len(programs)).run()
+    return _Simulation(states, processors, prices, len(programs)).run()
 
 
 @dataclass
@@ -95,8 +95,8 @@ class _AllReduceState:
 
     cost: AllReduceCost
     here: Sequence[int]
-    behind: bool
-    come: int = 0
+    background: bool
+    joined: int = 0
     passing: BackgroundAllReduce | None = None
     complete: bool = False
     waiting: list[int] = field(default_factory=list)
@@ -121,17 +121,17 @@ class _Simulation:
 
     def __init__(
         self,
-        lanes: Sequence[_RankState],
+        states: Sequence[_RankState],
         processors: DedicatedCores | SharedCores,
         prices: CostModel,
         replica_ranks: int,
     ) -> None:
-        self.lanes = {lane.rank: lane for lane in lanes}
+        self.states = {state.rank: state for state in states}
         self.processors, self.prices, self.replica_ranks = processors, prices, replica_ranks
         self.machine, self.links = prices.machine, LinkQueues(prices.machine)
         self.now = 0.0
-        self.running = {lane.rank: self._run_rank(lane) for lane in lanes}
-        self.ready = deque(self.lanes)
+        self.running = {state.rank: self._run_rank(state) for state in states}
+        self.ready = deque(self.states)
         self.arrived: dict[Route, float] = {}
         self.expected: dict[Route, int] = {}
         self.sums: dict[Hashable, _AllReduceState] = {}
@@ -157,16 +157,16 @@ class _Simulation:
             while self.later and self.later[0][0] <= self.now:
                 heapq.heappop(self.later)[2]()
         # Nothing more will happen: a rank that is not at its end waits for a message or all-reduce that never comes.
-        if stuck := [lane for lane in self.lanes.values() if lane.step < len(lane.actions)]:
-            lane = stuck[0]
-            step = lane.program.steps[lane.step]
+        if stuck := [state for state in self.states.values() if state.step < len(state.actions)]:
+            state = stuck[0]
+            step = state.program.steps[state.step]
             ranks = ", ".join(str(each.rank) for each in stuck)
             raise PlanError(
-                f"The programs would wait for ever: ranks {ranks} wait, rank {lane.rank} in step {lane.step} "
+                f"The programs would wait for ever: ranks {ranks} wait, rank {state.rank} in step {state.step} "
                 f"({step.instruction.name}, {step.phase.value}) for what no rank sends. Compile all ranks' programs "
                 "from one plan, and give all of them."
             )
-        return Timeline.of(lane.events for lane in self.lanes.values())
+        return Timeline.of(state.events for state in self.states.values())
 
     def _schedule(self, then: float, event: Callable[[], None]) -> None:
         self.count += 1  # ties in time are broken by the order of scheduling, which keeps the simulation deterministic
@@ -179,58 +179,58 @@ class _Simulation:
         else:
             self.ready.append(rank)
 
-    def _run_rank(self, lane: _RankState) -> Iterator[None]:
+    def _run_rank(self, state: _RankState) -> Iterator[None]:
         """Run the program of a rank; each `yield` is a computation or a wait, after which the rank is resumed."""
         began_s = self.now
-        for actions, step, sent in zip(lane.actions, lane.program.steps, lane.sent, strict=True):
+        for actions, step, sent in zip(state.actions, state.program.steps, state.sent, strict=True):
             waited_s = 0.0
             for action in actions:
-                if not self._run_action(lane, action):
+                if not self._run_action(state, action):
                     since_s = self.now
                     yield
                     if not isinstance(action, ComputeWork | CopyMessage):
                         waited_s += self.now - since_s
             # In a timeline of several replicas, each has micro-batches of its own; they meet in the update.
-            if lane.copy and step.phase is not Phase.UPDATE:
-                step = replace(step, micro_batch=step.micro_batch + lane.copy * len(lane.program.directions))
-            lane.events.append(TimelineEvent.of(lane.rank, step, began_s, self.now, sent, waited_s))
-            lane.step += 1
+            if state.copy and step.phase is not Phase.UPDATE:
+                step = replace(step, micro_batch=step.micro_batch + state.copy * len(state.program.directions))
+            state.events.append(TimelineEvent.of(state.rank, step, began_s, self.now, sent, waited_s))
+            state.step += 1
             began_s = self.now
 
-    def _run_action(self, lane: _RankState, action: Action) -> bool:
+    def _run_action(self, state: _RankState, action: Action) -> bool:
         """Run one action and return whether the rank can continue at once; otherwise an event resumes it."""
         match action:
             case ComputeWork():
-                return self._start_work(lane, action)
+                return self._start_work(state, action)
             case PostSend(route, count):
-                self._post_send(_shift_route(route, lane.shift), count)
+                self._post_send(_shift_route(route, state.shift), count)
                 return True
             case WaitMessage(route):
-                route = _shift_route(route, lane.shift)
+                route = _shift_route(route, state.shift)
                 then = self.arrived.pop(route, None)
                 if then is None:
-                    self.expected[route] = lane.rank
+                    self.expected[route] = state.rank
                 elif then > self.now:
-                    self._schedule(then, partial(self._end_wait, lane.rank))
+                    self._schedule(then, partial(self._end_wait, state.rank))
                 return then is not None and then <= self.now
             case CopyMessage(route, count):
-                here = self.machine.needs_core_copy(*_shift_route(route, lane.shift)[:2])
-                return not here or self._start_work(lane, ComputeWork(count / self.machine.bytes_per_s))
+                here = self.machine.needs_core_copy(*_shift_route(route, state.shift)[:2])
+                return not here or self._start_work(state, ComputeWork(count / self.machine.bytes_per_s))
             case JoinAllReduce():
-                self._join_all_reduce(self._get_all_reduce(lane, action))
+                self._join_all_reduce(self._get_all_reduce(state, action))
                 return True
             case WaitAllReduce():
-                total = self._get_all_reduce(lane, action)
+                total = self._get_all_reduce(state, action)
                 if not total.complete:
-                    total.waiting.append(lane.rank)
+                    total.waiting.append(state.rank)
                 return total.complete
 
-    def _start_work(self, lane: _RankState, work: ComputeWork) -> bool:
+    def _start_work(self, state: _RankState, work: ComputeWork) -> bool:
         if work.seconds > 0:
             jitter = self.machine.jitter
             # An exponential share with mean 1 keeps the mean duration, but of several ranks the slowest counts.
-            drawn = work.scale(1 - jitter + jitter * lane.random.expovariate(1.0)) if jitter else work
-            self.processors.start(lane.rank, drawn, self.now)
+            drawn = work.scale(1 - jitter + jitter * state.random.expovariate(1.0)) if jitter else work
+            self.processors.start(state.rank, drawn, self.now)
         return work.seconds <= 0
 
     def _post_send(self, route: Route, count: int) -> None:
@@ -260,27 +260,29 @@ class _Simulation:
         else:
             self.arrived[route] = then
 
-    def _get_all_reduce(self, lane: _RankState, action: JoinAllReduce | WaitAllReduce) -> _AllReduceState:
+    def _get_all_reduce(self, state: _RankState, action: JoinAllReduce | WaitAllReduce) -> _AllReduceState:
         """Return the state of an all-reduce, creating it for the first rank that joins.
 
         A group within one replica has one state for each copy; a group over all replicas has one state.
         """
         own = len(action.group) <= self.replica_ranks and max(action.group) < self.replica_ranks
-        name = (lane.copy if own else 0, action.name)
+        name = (state.copy if own else 0, action.name)
         if isinstance(action, JoinAllReduce) and name not in self.sums:
-            group = tuple(rank + lane.shift for rank in action.group) if own else action.group
+            group = tuple(rank + state.shift for rank in action.group) if own else action.group
             # Ranks that are not simulated never join, so completion depends on the simulated prefix of the sorted group
             # alone.
-            here = group if own else group[: bisect_left(group, len(self.lanes))]
-            self.sums[name] = _AllReduceState(self.prices.get_all_reduce_cost(group, action.bytes), here, action.behind)
+            here = group if own else group[: bisect_left(group, len(self.states))]
+            self.sums[name] = _AllReduceState(
+                self.prices.get_all_reduce_cost(group, action.bytes), here, action.background
+            )
         return self.sums[name]
 
     def _join_all_reduce(self, total: _AllReduceState) -> None:
-        total.come += 1
-        if total.come < len(total.here):
+        total.joined += 1
+        if total.joined < len(total.here):
             return
         cost = total.cost
-        if total.behind:
+        if total.background:
             total.passing = self.links.schedule_background(total.here, cost.carried_s, cost.crosses, self.now)
             self._schedule(total.passing.end_s + cost.latency_s, partial(self._end_all_reduce, total))
         else:

@@ -68,8 +68,21 @@ class MicroBatchState:
                 return self._compute(segment) if forward else self._compute_backward(segment, phase)
             case Exchange() as exchange:
                 return self._exchange(exchange) if forward else self._exchange_backward(exchange)
-            case AllReduce() as reduction:
-                return self._reduce(reduction) if forward else self._reduce_backward(reduction)
+            case AllReduce(source=source, target=target) if forward:
+                # A copy, since the all-reduce is in place and others may still read the source.
+                total = self.values[source].detach().clone()
+                sent = all_reduce(self.runtime.world, total, instruction.group).wait()
+                self._keep(target, total, instruction.differentiable)
+                self._release(instruction, (source,))
+                return sent
+            case AllReduce(source=source, target=target):
+                # y = sum over ranks of x is read on every rank, so dL/dx is the sum over ranks of dL/dy. A rank without
+                # a gradient must take part with zeros: the all-reduce is collective.
+                leaf, grad = self.leaves[source], self._take_gradient(target)
+                total = torch.zeros_like(leaf) if grad is None else grad.clone()
+                sent = all_reduce(self.runtime.world, total, instruction.group).wait()
+                leaf.grad = total if leaf.grad is None else leaf.grad.add_(total)
+                return sent
 
     @property
     def loss(self) -> float | None:
@@ -237,23 +250,6 @@ class MicroBatchState:
             # window's.
             alone = len(self.direction_program.reads[exchange.source]) == 1
             runner.wait_backward(self._under_way.pop(exchange.key), source, alone)
-        return sent
-
-    def _reduce(self, reduction: AllReduce) -> int:
-        # A copy, since the all-reduce is in place and others may still read the source.
-        total = self.values[reduction.source].detach().clone()
-        sent = all_reduce(self.runtime.world, total, reduction.group).wait()
-        self._keep(reduction.target, total, reduction.differentiable)
-        self._release(reduction, (reduction.source,))
-        return sent
-
-    def _reduce_backward(self, reduction: AllReduce) -> int:
-        # y = sum over ranks of x is read on every rank, so dL/dx is the sum over ranks of dL/dy. A rank without a
-        # gradient must take part with zeros: the all-reduce is collective.
-        source, grad = self.leaves[reduction.source], self._take_gradient(reduction.target)
-        total = torch.zeros_like(source) if grad is None else grad.clone()
-        sent = all_reduce(self.runtime.world, total, reduction.group).wait()
-        source.grad = total if source.grad is None else source.grad.add_(total)
         return sent
 
 

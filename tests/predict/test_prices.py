@@ -136,7 +136,7 @@ def test_gradients_apart_take_what_samples_say():
 
 def timed(sizes: tuple[LayerSize, ...], late: float = 0.0) -> list[tuple[OpTally, KernelTimes]]:
     kernels = make_calls(sizes)
-    found = KernelTimer(kernels, late, apart=True)
+    found = KernelTimer(kernels, late, separate=True)
     found.run_round()
     return list(zip(build_op_tallies(kernels), found.timed, strict=True))
 
@@ -187,7 +187,7 @@ def test_what_is_away_is_carried_and_comes_back_where_it_cannot_be_read(host_per
     segment = replace(counted.ways[0].segments["a"], fresh={"kept": LEAST_BYTES, "small": LEAST_BYTES - 1})
     counted.ways[0].segments["a"] = segment
     machine = replace(BYTE_PER_S, copy_per_s=LEAST_BYTES / 4, host_per_s=host_per_s)
-    steps = build_step_actions(program, counted, machine, 1, again=False, away=True)
+    steps = build_step_actions(program, counted, machine, 1, recompute=False, offload=True)
     assert [sum(action.seconds for action in step) for step in steps] == takes_s
 
 
@@ -205,7 +205,7 @@ def test_a_message_that_leaves_one_way_is_not_packed():
 
 
 def _work_s(program, counted, machine: Machine) -> float:
-    (actions,) = build_step_actions(program, counted, machine, 1, again=False)
+    (actions,) = build_step_actions(program, counted, machine, 1, recompute=False)
     return sum(action.seconds for action in actions if isinstance(action, ComputeWork))
 
 
@@ -216,5 +216,5 @@ def test_who_has_waited_finds_its_caches_cold_as_far_as_they_reach(copies, cache
     works = [(transfer(1), FORWARD), (compute("a"), FORWARD), (compute("b"), FORWARD)]
     program, counted = toy(1, works, {"a": 2, "b": 2})
     machine = replace(BYTE_PER_S, copy_per_s=4.0, cold_copies=copies)
-    _, first, second = build_step_actions(program, counted, machine, 1, again=False)
+    _, first, second = build_step_actions(program, counted, machine, 1, recompute=False)
     assert [sum(action.seconds for action in step) for step in (first, second)] == [2 + more_s, 2]
