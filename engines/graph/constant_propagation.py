@@ -95,15 +95,6 @@ class ConstantPropagationMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if func == Tensor.data.__get__:  # type: ignore[attr-defined]
             return args[0].detach()  # torch.export cannot trace `.data`
-        self._refuse(func)
-        if func in _ASKS:
-            return self._answer(func, args, kwargs)
-        made = func(*args, **kwargs)
-        if isinstance(made, Tensor | tuple | list) or _is_mutating(func, kwargs):
-            self._propagate(func, args, kwargs, made)
-        return made
-
-    def _refuse(self, func: Any) -> None:
         if func in _HOOKS:
             raise TraceError(
                 f"{find_current_line()} calls Tensor.{func.__name__}: what it does to gradients would be lost on the "
@@ -114,6 +105,12 @@ class ConstantPropagationMode(TorchFunctionMode):
                 f"{find_current_line()} stands under torch.inference_mode(), whose tensors no gradient may be computed "
                 "with. Use torch.no_grad()."
             )
+        if func in _ASKS:
+            return self._answer(func, args, kwargs)
+        made = func(*args, **kwargs)
+        if isinstance(made, Tensor | tuple | list) or _is_mutating(func, kwargs):
+            self._propagate(func, args, kwargs, made)
+        return made
 
     # ---- reads of numbers
 

@@ -215,6 +215,10 @@ class ExportReader:
         name, made = str(node.target), node.meta["val"]
         schema = node.target._schema if isinstance(node.target, torch._ops.OpOverload) else None
         if schema is None:
+            if node.target is not operator.getitem:
+                raise TraceError(
+                    f"{name} in {find_source_line(node)} computes with values of a tensor; only shapes are known."
+                )
             arguments = {str(position): self._to_refs(value) for position, value in enumerate(node.args)}
         else:
             given = {each.name: value for each, value in zip(schema.arguments, node.args, strict=False)}
@@ -236,7 +240,7 @@ class ExportReader:
         self.nodes.append(
             Node(
                 name=node.name,
-                operator=_get_operator_name(node),
+                operator="getitem" if schema is None else name,
                 arguments=arguments,
                 spec=make_tensor_spec(made) if isinstance(made, Tensor) else None,
                 module=get_module_path(node),
@@ -252,14 +256,3 @@ def make_tensor_spec(value: Tensor) -> TensorSpec:
     if any(not isinstance(size, int) for size in value.shape):
         raise TraceError(_BY_VALUE.format("The answer is"))
     return TensorSpec(tuple(int(size) for size in value.shape), str(value.dtype).removeprefix("torch."))
-
-
-def _get_operator_name(node: fx.Node) -> str:
-    """Return the operator's name. Raises TraceError for anything but a registered operator or `getitem`."""
-    if node.target is operator.getitem:
-        return "getitem"
-    if not isinstance(node.target, torch._ops.OpOverload):
-        raise TraceError(
-            f"{node.target} in {find_source_line(node)} computes with values of a tensor; only shapes are known."
-        )
-    return str(node.target)

@@ -107,7 +107,13 @@ class _Functionaliser:
     def __init__(self, module: fx.GraphModule, owned: Collection[str]) -> None:
         self.module, self.graph, self.owned = module, module.graph, owned
         self.aliases: dict[fx.Node, _Alias] = {}
-        self.memories = _find_storages(module)
+        # The storages of each node's value or values, before the graph is changed: replacements have their own. Fake
+        # tensors have no data pointers, but their storages are objects: views share one, as real tensors do.
+        self.memories: dict[fx.Node, frozenset[int]] = {}
+        for node in self.graph.nodes:
+            value = node.meta.get("val")
+            parts = value if isinstance(value, list | tuple) else (value,)
+            self.memories[node] = frozenset(p.untyped_storage()._cdata for p in parts if isinstance(p, Tensor))
         self.carrying: set[fx.Node] = set()
         modes = (getattr(node.meta.get("val"), "fake_mode", None) for node in self.graph.nodes)
         self.mode = next(filter(None, modes), None) or FakeTensorMode(allow_non_fake_inputs=True)
@@ -316,25 +322,8 @@ def _find_functional_target(node: fx.Node) -> Any:
     return getattr(plain, overload)
 
 
-# Views: values that share the storage of others, and how a write through a view changes these.
-
-
-def _find_storages(module: fx.GraphModule) -> dict[fx.Node, frozenset[int]]:
-    """Map each node of a traced graph to the storages of its value or values.
-
-    Two nodes share a storage exactly if they are views of the same memory. The map must be made before the graph is
-    changed, since replacements of a node have storages of their own.
-    """
-    # Fake tensors have no data pointers, but their storages are objects: views share one, as real tensors do.
-    found = {}
-    for node in module.graph.nodes:
-        value = node.meta.get("val")
-        parts = value if isinstance(value, list | tuple) else (value,)
-        found[node] = frozenset(part.untyped_storage()._cdata for part in parts if isinstance(part, Tensor))
-    return found
-
-
-# Inverses. A part of the base is written back into the base; a view of all of it is turned back into the base's shape:
+# Inverses of views: how a write through a view changes the values that share its storage. A part of the base is written
+# back into the base; a view of all of it is turned back into the base's shape:
 #
 #     view = base[2:4]         base' = slice_scatter(base, part, 0, 2, 4)
 #     view = base.permute(p)   base' = part.permute(inverse of p)
@@ -407,9 +396,8 @@ def _make_masked_where(make: Make, node: fx.Node, value: fx.Node) -> fx.Node | N
     It is possible if all masked positions get the same number, the same vector along the axes after the mask, or the
     values of another tensor at the same positions (`y[mask] = z[mask]`).
     """
-    if node.target is not torch.ops.aten.index_put_.default:
-        return None
-    if node.kwargs.get("accumulate", node.args[3] if len(node.args) > 3 else False):
+    accumulates = node.kwargs.get("accumulate", node.args[3] if len(node.args) > 3 else False)
+    if node.target is not torch.ops.aten.index_put_.default or accumulates:
         return None
     indices, new = node.args[1], node.args[2]
     given = [(place, index) for place, index in enumerate(indices) if index is not None]  # type: ignore[arg-type]
@@ -422,7 +410,13 @@ def _make_masked_where(make: Make, node: fx.Node, value: fx.Node) -> fx.Node | N
         source = new.args[0]
         if source.meta["val"].shape == value.meta["val"].shape:
             picked = source
-    picked = picked or _make_broadcastable(make, new, trailing)
+    found = new.meta["val"]
+    if picked is None and isinstance(found, Tensor) and all(isinstance(size, int) for size in found.shape):
+        # A number, or a vector along the axes after the mask, broadcasts over all masked positions.
+        if found.dim() <= trailing:
+            picked = new
+        elif found.numel() == 1:
+            picked = make(torch.ops.aten.reshape.default, new, [])
     if picked is None:
         return None
     if trailing:
@@ -439,13 +433,3 @@ def _is_same(one: object, other: object) -> bool:
     is_computed = one.op == other.op == "call_function" and one.target is other.target
     is_drawn = torch.Tag.nondeterministic_seeded in getattr(one.target, "tags", ())
     return is_computed and not is_drawn and _is_same(one.args, other.args) and one.kwargs == other.kwargs
-
-
-def _make_broadcastable(make: Make, new: fx.Node, trailing: int) -> fx.Node | None:
-    """Return `new` so that it broadcasts over all masked positions; None if it differs between them."""
-    found = new.meta["val"]
-    if not isinstance(found, Tensor) or any(not isinstance(size, int) for size in found.shape):
-        return None
-    if found.dim() <= trailing:
-        return new
-    return make(torch.ops.aten.reshape.default, new, []) if found.numel() == 1 else None

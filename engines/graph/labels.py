@@ -142,8 +142,16 @@ class LabelCounter:
         """
         worker, group = self.worker, instruction.group
         worker.run({number: {"labels": labels[number]} for number in worker.program.directions})
-        # All totals travel in one float64 vector, so that a step needs a single all-reduce.
-        sums = torch.cat([self._sum(total.source) for total in self.totals])
+        parts = []
+        for total in self.totals:
+            # Only the rank that seeds the loss of a micro-batch contributes, so that the sum counts each one once.
+            found = [
+                worker.peek(total.source, number).detach().double().cpu().flatten()
+                for number in worker.program.directions
+                if worker.program.get_direction_program(number).seeds_loss
+            ]
+            parts.append(torch.stack(found).sum(0) if found else torch.zeros(total.spec.numel, dtype=torch.float64))
+        sums = torch.cat(parts)  # all totals in one vector, so that a step needs a single all-reduce
         sent_bytes = sum(event.bytes for event in worker.events)
         worker.restart({})
         if len(group) > 1:
@@ -153,18 +161,6 @@ class LabelCounter:
             mean = part / self.micro_batches**total.degree
             self.values[total.name].copy_(mean.view(total.spec.shape))
         return sent_bytes
-
-    def _sum(self, source: str) -> Tensor:
-        """Return the sum over this rank's micro-batches, (n,), float64."""
-        worker = self.worker
-        # Only the rank that seeds the loss of a micro-batch contributes, so that the all-reduce counts each one once.
-        found = [
-            worker.peek(source, number).detach().double().cpu().flatten()
-            for number in worker.program.directions
-            if worker.program.get_direction_program(number).seeds_loss
-        ]
-        size = next(total.spec.numel for total in self.totals if total.source == source)
-        return torch.stack(found).sum(0) if found else torch.zeros(size, dtype=torch.float64)
 
 
 # Diagnosis of a non-finite loss from a rank's labels, images, weights and earlier losses.

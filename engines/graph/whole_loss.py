@@ -56,30 +56,24 @@ _COUNTED = "loss.counted.default"
 are not ignored."""
 
 
-def _analyse_loss(graph: ModelGraph, twin: Callable[[], ModelGraph]) -> LossAnalysis | str:
-    """Return how the loss of a micro-batch aggregates to that of the whole batch, or a text that names the obstacle."""
-    totals: frozenset[str] = frozenset()
-    # Only a total that is known may stand in a denominator. Once a sum counts as a total, values computed from it may
-    # turn out to be needed as totals themselves: (labels == 1).sum() first, then what is divided by it.
-    for _ in range(8):
-        found = LossAnalysis(graph, twin, totals)
-        if found.analyse().kind is AggregationKind.UNKNOWN:
-            return found.why
-        if found.wanted <= totals:
-            return found
-        totals |= found.wanted
-    return "sums of sums"
-
-
 def with_whole_loss(graph: ModelGraph, twin: Callable[[], ModelGraph], micro_batches: int) -> ModelGraph:
     """Return the graph, and its share, with a loss whose mean over the micro-batches is that of the whole batch.
 
     `twin` traces the same model with twice as many images; it is called only to distinguish the batch size from other
     sizes. If the loss has no such form, or has it already, only the graph's `whole` changes.
     """
-    found = _analyse_loss(graph, twin)
-    if isinstance(found, str):
-        return replace(graph, whole=BatchLoss(unknown=found))
+    totals: frozenset[str] = frozenset()
+    # Only a total that is known may stand in a denominator. Once a sum counts as a total, values computed from it may
+    # turn out to be needed as totals themselves: (labels == 1).sum() first, then what is divided by it.
+    for _ in range(8):
+        found = LossAnalysis(graph, twin, totals)
+        if found.analyse().kind is AggregationKind.UNKNOWN:
+            return replace(graph, whole=BatchLoss(unknown=found.why))
+        if found.wanted <= totals:
+            break
+        totals |= found.wanted
+    else:
+        return replace(graph, whole=BatchLoss(unknown="sums of sums"))
     change = _LossRewrite(found, micro_batches)
     share = graph.share and change.apply(graph.share)
     return replace(change.apply(graph), share=share and replace(share, whole=change.make_whole_loss(graph.share)))
@@ -114,7 +108,11 @@ class _LossRewrite:
                 reached.add(name)
                 asked += find_ref_names(nodes[name].arguments)
         label_nodes = tuple(node for name, node in nodes.items() if name in reached)
-        return BatchLoss(label_nodes, tuple(totals), self.scales, weighed_by=self._find_denominator())
+        # The one source that all terms of the loss are divided by: "" for a constant, None if there is none.
+        (first, *others) = self.loss.over or {""}
+        by_key = {make_denominator_key(self.found.nodes[name]): source for name, source in self.sources.items()}
+        weighed_by = None if others or first == "?" else by_key.get(first, first)
+        return BatchLoss(label_nodes, tuple(totals), self.scales, weighed_by=weighed_by)
 
     @cached_property
     def sources(self) -> dict[str, str]:
@@ -130,15 +128,6 @@ class _LossRewrite:
     def scales(self) -> bool:
         """Whether any sum over the batch is multiplied by the number of micro-batches."""
         return bool(self.found.scaled) or _is_sum(self.loss)
-
-    def _find_denominator(self) -> str | None:
-        """Return the one source that all terms of the loss are divided by: "" for a constant, None if there is none."""
-        over = self.loss.over or frozenset({""})
-        (first, *others) = over
-        if others or first == "?":
-            return None
-        by_key = {make_denominator_key(self.found.nodes[name]): source for name, source in self.sources.items()}
-        return by_key.get(first, first)
 
     def apply(self, graph: ModelGraph) -> ModelGraph:
         """Return the rewritten graph, without loss nodes that nothing reads any more."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,12 +13,10 @@ from torch.nn import functional
 
 from engines.graph.model_graph import Node, Ref, TensorSpec
 from engines.program.builder import Builder
-from engines.spatial.entries.reduction import reduce_mean
+from engines.spatial.entries.reduction import all_gather_partials, reduce_mean
 from engines.spatial.kernels import get_operator, get_sum_type, register_kernel
 from engines.spatial.local_rules import (
-    all_gather_pixels,
     apply_locally,
-    get_local_ranges,
     get_spec,
     make_gather_error,
     split_arguments,
@@ -25,8 +24,6 @@ from engines.spatial.local_rules import (
 from engines.spatial.operator_table import register_rule
 from engines.spatial.tiles import Span, Tile
 from engines.spatial.windows import SlidingWindow, TableWindow, TransposedWindow, Window, compute_window
-
-__all__ = ["Cells", "fetch_cells", "to_whole_index"]
 
 Pair = tuple[int, int]
 Cells = tuple[Pair, ...]
@@ -239,23 +236,61 @@ def _split_cells(size_px: int, count: int) -> list[Pair]:
     return [(index * size_px // count, -(-(index + 1) * size_px // count)) for index in range(count)]
 
 
-# Operators that read or write pixels at data-dependent positions.
+# Maxima of cells, and operators that read or write pixels at data-dependent positions.
 
 
-@register_rule("aten.grid_sampler.default")
-def grid_sampler(b: Builder, node: Node) -> None:
-    """Gather the image; each rank samples its own outputs (Jaderberg et al., 2015, arXiv:1506.02025)."""
-    a, grid = node.arguments, node.arguments["grid"]
-    if b.is_tiled(grid) and b.get_value(grid).axes != (-3, -2):
-        raise make_gather_error(
-            node, "reads places whose rows and columns are not the two axes before the last", (-2, -1)
-        )
-    spans = [place[1:] for place in get_local_ranges(b, node.spec, (-2, -1))[-2:]]
-    if b.is_tiled(grid):
-        own = b.align_to_output(grid)
-    else:
-        own = b.add_local_op(f"{node.name}.places", "tile.cut", grid, (-3, -2), spans, like=b.get_value(grid).spec)
-    apply_locally(b, node, (-2, -1), input=all_gather_pixels(b, node, a["input"]), grid=own)
+@register_kernel("tile.first_maximum")
+def find_first_maximum(x: Tensor, dims: list[int], corner: tuple[int, int], width_px: int) -> Tensor:
+    """Return (2, ..., 1, 1) in float64: the tile's largest value, and the whole-image index of its first one."""
+    value, index = functional.adaptive_max_pool2d(x, 1, return_indices=True)
+    return torch.stack([value.double(), to_whole_index(index, x.shape[-1], corner, width_px).double()])
+
+
+@register_kernel("tile.first_of_all")
+def merge_first_maxima(found: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the largest value and its index; of several, those of the first pixel in row-major order, as in ATen."""
+    values, places = found.flatten(-2)
+    # Float64 holds whole numbers up to 2 ** 53 exactly, so that indices may travel in one tensor with the values.
+    late = places.detach().masked_fill(values != values.amax(-1, keepdim=True), math.inf)
+    first = late.argmin(-1, keepdim=True)
+    return values.gather(-1, first)[..., None].to(dtype), places.gather(-1, first)[..., None].long()
+
+
+@register_kernel("tile.adaptive_maximum")
+def pool_adaptive_maximum(
+    x: Tensor, rows: Cells, cols: Cells, corner: tuple[int, int], width_px: int
+) -> tuple[Tensor, Tensor]:
+    """Return the largest value of each cell and its index; cells are (start, stop) ranges of the window at `corner`."""
+    lines = []
+    for top, bottom in rows:
+        values, places = [], []
+        for left, right in cols:
+            cell = x[..., top:bottom, left:right]
+            value, index = functional.adaptive_max_pool2d(cell, 1, return_indices=True)
+            values.append(value)
+            places.append(to_whole_index(index, right - left, (corner[0] + top, corner[1] + left), width_px))
+        lines.append((torch.cat(values, -1), torch.cat(places, -1)))
+    values, places = zip(*lines, strict=True)
+    return torch.cat(values, -2), torch.cat(places, -2)
+
+
+@register_rule("aten.adaptive_max_pool2d.default", images=("self",))
+def adaptive_max_pool2d(b: Builder, node: Node) -> None:
+    """Reduce each cell to its largest value and the index of that, with the cells of the adaptive average."""
+    source = node.arguments["self"]
+    value, out_px = b.get_value(source), tuple(node.arguments["output_size"])
+    like, width_px = TensorSpec((*value.spec.shape[:-2], *out_px), value.spec.dtype), value.size_px[1]
+    if out_px == (1, 1):
+        tile = b.get_tiles(value.size_px)[b.rank]
+        settings = (tile.rows.start, tile.cols.start), width_px
+        dims = [len(like.shape) - 2, len(like.shape) - 1]
+        how = "tile.first_maximum", dims, *settings
+        found = all_gather_partials(b, node, source, *how, dtype="float64", lead=(2,))
+        b.add_local_op(node.name, "tile.first_of_all", found, getattr(torch, value.spec.dtype), like=like)
+        return
+    x, wanted, rows, cols = fetch_cells(b, source, out_px)
+    corner = (wanted.rows.start, wanted.cols.start)
+    b.add_local_op(node.name, "tile.adaptive_maximum", x, rows, cols, corner, width_px, like=like, axes=(-2, -1))
 
 
 _ANYWHERE = ("rot90", "median", "prod", "argsort", "kthvalue", "msort", "im2col", "unfold", "bmm", "tril", "triu")

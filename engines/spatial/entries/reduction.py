@@ -1,7 +1,8 @@
-"""Sums over space, and the losses that end in one: local sums, then an all-reduce."""
+"""Reductions over space: sums, and the losses that end in one, by an all-reduce; others by reducing partial results."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ from torch.nn import functional
 from engines.graph.model_graph import Node, Ref, TensorSpec
 from engines.program.builder import Builder
 from engines.spatial.entries.channels import lower_other_axes
-from engines.spatial.kernels import register_kernel
+from engines.spatial.kernels import get_operator, register_kernel
 from engines.spatial.local_rules import (
     align_arguments,
     apply_locally,
@@ -24,7 +25,7 @@ from engines.spatial.local_rules import (
 )
 from engines.spatial.operator_table import register_rule
 
-__all__ = ["all_gather_partials", "count_labels", "find_spatial_dims", "reduce_mean"]
+__all__ = ["all_gather_partials", "count_labels", "reduce_mean"]
 
 # Partial results of all tiles, gathered on every rank: reductions whose results are reduced again.
 
@@ -200,3 +201,103 @@ def lower_count_labels(b: Builder, node: Node) -> None:
     target, weight, ignore_index = node.arguments.values()
     own = b.add_local_op(f"{node.name}.own", node.operator, b.crop_to_own(target), weight, ignore_index, like=node.spec)
     b.add_local_op(node.name, "aten.alias.default", b.all_reduce(own), like=node.spec)
+
+
+# Other reductions over space: every tile reduces its own pixels, and the results are reduced again.
+
+
+class _Maxima(torch.autograd.Function):
+    """The largest value along `dims`, and how often it occurs: (2, ...) in float64.
+
+    The incoming gradient is already divided by the number of maxima: every maximum of this tile receives it whole.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dims: list[int]) -> Tensor:
+        largest = x.amax(dims, keepdim=True)
+        equal = x == largest
+        ctx.save_for_backward(equal)
+        ctx.dtype = x.dtype
+        return torch.stack([largest.double(), equal.sum(dims, keepdim=True).double()])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (equal,) = ctx.saved_tensors
+        return equal * grad[0].to(ctx.dtype), None
+
+
+class _Largest(torch.autograd.Function):
+    """The largest value of all tiles. All pixels with that value share its gradient evenly, as in ATen."""
+
+    @staticmethod
+    def forward(ctx: Any, found: Tensor, dims: list[int]) -> Tensor:
+        largest = found[0].amax(dims, keepdim=True)
+        # As in ATen, a maximum that occurs k times passes 1/k of its gradient to each, over all tiles together: hence
+        # the counts travel with the values. `_Maxima` then hands the share to each of its own.
+        winners = found[0] == largest
+        ctx.save_for_backward(winners, (found[1] * winners).sum(dims, keepdim=True))
+        return largest
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        winners, count = ctx.saved_tensors
+        share = winners * (grad / count)
+        return torch.stack([share, torch.zeros_like(share)]), None
+
+
+@register_kernel("tile.largest")
+def merge_maxima(found: Tensor, dims: list[int], sign: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return the largest value of all tiles, in the shape of the whole result."""
+    return (sign * _Largest.apply(found, dims)).to(dtype).view(shape)
+
+
+@register_kernel("tile.maxima")
+def find_maxima(x: Tensor, dims: list[int], sign: int) -> Tensor:
+    """Return the maxima of the values, or (sign -1) of their negatives."""
+    return _Maxima.apply(x if sign > 0 else -x, dims)  # type: ignore[no-any-return]
+
+
+@register_rule("aten.amax.default", "aten.amin.default", "aten.max.default", "aten.min.default")
+def lower_minmax(b: Builder, node: Node) -> None:
+    """Reduce to the largest or smallest value over space, or over rows or columns."""
+    source = node.arguments["self"]
+    dims = find_spatial_dims(b, node, source)
+    if dims is None:
+        lower_other_axes(b, node, source)
+    else:
+        _reduce_minmax(b, node, source, dims, -1 if "min" in node.operator else 1)
+
+
+def _reduce_minmax(b: Builder, node: Node, source: Ref, dims: list[int], sign: int) -> None:
+    found = all_gather_partials(b, node, source, "tile.maxima", dims, sign, dtype="float64", lead=(2,))
+    dtype = getattr(torch, node.spec.dtype)
+    b.add_local_op(node.name, "tile.largest", found, dims, sign, node.spec.shape, dtype, like=node.spec)
+
+
+@register_kernel("tile.reduced")
+def reduce_dims(
+    x: Tensor, dims: list[int], operator: str, settings: Sequence[Any], shape: Sequence[int] | None = None
+) -> Tensor:
+    """Reduce along `dims`, keeping each with size 1, or return the result in the whole result's `shape`."""
+    made = get_operator(operator)(x, *settings, dims, True)
+    return made if shape is None else made.view(shape)
+
+
+@register_rule("aten.linalg_vector_norm.default", "aten.logsumexp.default")
+def reduce_twice(b: Builder, node: Node) -> None:
+    """Reduce again the tiles' results: a norm is the norm of norms, and likewise a log-sum-exp."""
+    a, source = node.arguments, node.arguments["self"]
+    dims, order = find_spatial_dims(b, node, source), float(a.get("ord", 2))
+    if dims is None:
+        lower_other_axes(b, node, source)
+    elif math.isinf(order):
+        value, x = b.get_value(source), b.crop_to_own(source)
+        own = b.add_local_op(f"{node.name}.absolute", "aten.abs.default", x, like=value.spec, axes=value.axes)
+        _reduce_minmax(b, node, own, dims, 1 if order > 0 else -1)
+    elif order <= 0:
+        raise make_gather_error(node, f"is of order {order}")
+    else:
+        settings = () if "logsumexp" in node.operator else (order,)
+        how = dims, node.operator, settings
+        found = all_gather_partials(b, node, source, "tile.reduced", *how, dtype=node.spec.dtype)
+        b.add_local_op(node.name, "tile.reduced", found, *how, node.spec.shape, like=node.spec)

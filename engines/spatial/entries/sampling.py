@@ -16,7 +16,9 @@ from engines.spatial.kernels import get_operator, get_sum_type, register_kernel
 from engines.spatial.local_rules import (
     align_arguments,
     all_gather_lines,
+    all_gather_pixels,
     apply_locally,
+    get_local_ranges,
     get_local_shape,
     get_spatial_axes,
     get_spec,
@@ -189,6 +191,22 @@ def pixel_unshuffle(b: Builder, node: Node) -> None:
     factor = node.arguments["downscale_factor"]
     out_px, rule = node.spec.shape[-2:], SlidingWindow(factor, factor)
     apply_locally(b, node, (-2, -1), self=b.pad_window(b.read_window(node.arguments["self"], out_px, rule, rule)))
+
+
+@register_rule("aten.grid_sampler.default")
+def grid_sampler(b: Builder, node: Node) -> None:
+    """Gather the image; each rank samples its own outputs (Jaderberg et al., 2015, arXiv:1506.02025)."""
+    a, grid = node.arguments, node.arguments["grid"]
+    if b.is_tiled(grid) and b.get_value(grid).axes != (-3, -2):
+        raise make_gather_error(
+            node, "reads places whose rows and columns are not the two axes before the last", (-2, -1)
+        )
+    spans = [place[1:] for place in get_local_ranges(b, node.spec, (-2, -1))[-2:]]
+    if b.is_tiled(grid):
+        own = b.align_to_output(grid)
+    else:
+        own = b.add_local_op(f"{node.name}.places", "tile.cut", grid, (-3, -2), spans, like=b.get_value(grid).spec)
+    apply_locally(b, node, (-2, -1), input=all_gather_pixels(b, node, a["input"]), grid=own)
 
 
 # Other shapes for the same values: rows and columns stay whole axes, the others are split, merged or repeated.
