@@ -344,11 +344,6 @@ def _scatter(target: Any, *names: str) -> Callable[[Make, fx.Node, fx.Node, fx.N
     return lambda make, view, base, part: make(target, base, part, *(_get_argument(view, name) for name in names))
 
 
-def _invert_narrow(make: Make, view: fx.Node, base: fx.Node, part: fx.Node) -> fx.Node:
-    dim, start = _get_argument(view, "dim"), _get_argument(view, "start")
-    return make(_ATEN.slice_scatter.default, base, part, dim, start, start + _get_argument(view, "length"))
-
-
 def _invert_permute(make: Make, view: fx.Node, base: fx.Node, part: fx.Node) -> fx.Node:
     count = base.meta["val"].dim()
     order = [dim % count for dim in _get_argument(view, "dims")]
@@ -362,7 +357,11 @@ def _list_names(names: str) -> list[str]:
 _BACK: dict[str, Callable[[Make, fx.Node, fx.Node, fx.Node], fx.Node]] = {
     "aten.alias.default": lambda make, view, base, part: part,
     "aten.slice.Tensor": _scatter(_ATEN.slice_scatter.default, "dim", "start", "end", "step"),
-    "aten.narrow.default": _invert_narrow,
+    "aten.narrow.default": lambda make, view, base, part: make(
+        _ATEN.slice_scatter.default,
+        *(base, part, _get_argument(view, "dim"), _get_argument(view, "start")),
+        _get_argument(view, "start") + _get_argument(view, "length"),
+    ),
     "aten.select.int": _scatter(_ATEN.select_scatter.default, "dim", "index"),
     "aten.diagonal.default": _scatter(_ATEN.diagonal_scatter.default, "offset", "dim1", "dim2"),
     "aten.permute.default": _invert_permute,

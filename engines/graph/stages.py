@@ -137,7 +137,16 @@ class _LayerFinder:
         `wraps_all` is set if the module holds every weight of the model, as the model itself does. Such a module is
         always split, as are chains and modules with most of the FLOPs: the inner levels of a U-Net with nested modules.
         """
-        parts = list(self._group_children(whole, depth))
+
+        def get_child(index: int) -> str | int:
+            path = self.paths[index]
+            return ".".join(path[: depth + 1]) if len(path) > depth else index
+
+        # The runs of nodes of each child module; each node of the module itself is a part of its own.
+        parts = []
+        for name, run in groupby(range(whole.start, whole.stop), get_child):
+            members = list(run)
+            parts.append(_NodeRange(members[0], members[-1] + 1, name if isinstance(name, str) else whole.name))
         # A residual block carries one tensor at its ends and two inside:
         #
         #     --+--> conv --> conv --(+)-->      The cut | inside would send the skip connection's tensor as well.
@@ -157,17 +166,6 @@ class _LayerFinder:
                 yield from self._split_module(part, depth + 1, wraps_all and heavy == [part])
             else:
                 yield part
-
-    def _group_children(self, whole: _NodeRange, depth: int) -> Iterator[_NodeRange]:
-        """Yield the runs of nodes of each child module; each node of the module itself is a part of its own."""
-
-        def get_child(index: int) -> str | int:
-            path = self.paths[index]
-            return ".".join(path[: depth + 1]) if len(path) > depth else index
-
-        for name, run in groupby(range(whole.start, whole.stop), get_child):
-            members = list(run)
-            yield _NodeRange(members[0], members[-1] + 1, name if isinstance(name, str) else whole.name)
 
     @cached_property
     def alive(self) -> list[int]:

@@ -92,14 +92,10 @@ class TraceCache:
                 graph = replace(graph, share=share)
             self._graphs[key] = graph
         check_buffer_reads(self._graphs[key], plan.micro_batches)
-        return self._graphs[key] if plan.micro_batches == 1 else self._get_whole_loss_graph(key, plan)
-
-    def _get_whole_loss_graph(self, key: Hashable, plan: Plan) -> ModelGraph:
-        """Return the graph for several micro-batches.
-
-        Their number matters only to losses that are sums, which are multiplied by it.
-        """
-        # None: a loss that does not depend on the number of micro-batches serves every number.
+        if plan.micro_batches == 1:
+            return self._graphs[key]
+        # The number of micro-batches matters only to losses that are sums, which are multiplied by it. Any other loss
+        # serves every number (None).
         for known in ((key, None), (key, plan.micro_batches)):
             if known in self._wholes:
                 return self._wholes[known]

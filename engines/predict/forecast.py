@@ -91,18 +91,16 @@ def compute_throughput(images: int, seconds: float, neutral_batch: int | None = 
     return neutral_batch / (math.ceil(neutral_batch / images) * seconds)
 
 
-def forecast(
-    graph: ModelGraph, plan: Plan, machine: Machine | CostModel, optimiser_states: int = 1, copies: int | None = None
-) -> Forecast:
+def forecast(graph: ModelGraph, plan: Plan, machine: Machine | CostModel, optimiser_states: int = 1) -> Forecast:
     """Return the forecast of a step of the traced micro-batch's model.
 
-    One replica is compiled and counted, and as many `copies` of it are simulated as the machine can tell apart (see
-    `count_copies`), unless `copies` is given. A `CostModel` is a machine whose costs are cached for further plans.
+    One replica is compiled and counted, and as many copies of it are simulated as the machine can tell apart (see
+    `count_copies`). A `CostModel` is a machine whose costs are cached for further plans.
     `optimiser_states` as in `predict_rank_memory`. Overlap of halos with computation is ignored.
     Raises PlanError or TraceError if the plan does not fit the model.
     """
     prices = CostModel.from_machine(machine)
-    machine, copies = prices.machine, copies or count_copies(plan, prices.machine)
+    machine, copies = prices.machine, count_copies(plan, prices.machine)
     serial = replace(plan, overlap_halos=False)
     compiler = Compiler(graph, serial)
     programs = [compiler.compile_rank(rank) for rank in range(plan.replica_ranks)]

@@ -216,17 +216,7 @@ class _MicroBatchMemory:
             case Compute():
                 self._compute(item) if forward else self._compute_back(item, step.phase)
             case Exchange():
-                self._hold_messages(item, forward)
-                if forward:
-                    if item.window is not None:
-                        self._keep(item.target)
-                    if item.own is not None:
-                        self._release(item, (item.source,))
-                else:
-                    if item.own is not None and item.source in self.tally.needs_gradient:
-                        self._hold_gradient(item.source, self.tally.bytes[self.tally.lies_in[item.source]])
-                    if item.window is not None:
-                        self._release_leaf(item.target)
+                self._exchange(item, forward)
             case AllReduce() if forward:
                 self._keep(item.target)
                 self._release(item, (item.source,))
@@ -338,18 +328,24 @@ class _MicroBatchMemory:
         if name in self.grads:
             self.ledger.release((self.number, self.grads.pop(name)))
 
-    def _hold_messages(self, item: Exchange, forward: bool) -> None:
-        """Count the message buffers of an exchange.
-
-        If a rank only sends or only receives, its send is not waited for in this instruction, and its buffer is held
-        longer.
-        """
+    def _exchange(self, item: Exchange, forward: bool) -> None:
         # The buffers of two-way exchanges are kept between steps, in an arena that `simulate_memory` holds throughout.
-        if is_persistent(item):
-            return
-        self.ledger.add_transient(messages=sum(count_staged_bytes(item, forward)))
-        if (item.sends and not item.receives) if forward else (item.receives and not item.sends):
-            # The source tensor of a send is held; in backward it is a gradient without other use.
-            size = count_staged_bytes(item, forward)[0] if forward else item.compute_bytes(item.receives)
-            self.leaving.append((self.number, item.name, forward))
-            self.ledger.hold(self.leaving[-1], {"messages": size})
+        if not is_persistent(item):
+            self.ledger.add_transient(messages=sum(count_staged_bytes(item, forward)))
+            # If a rank only sends or only receives, its send is not waited for in this instruction, and its buffer is
+            # held longer.
+            if (item.sends and not item.receives) if forward else (item.receives and not item.sends):
+                # The source tensor of a send is held; in backward it is a gradient without other use.
+                size = count_staged_bytes(item, forward)[0] if forward else item.compute_bytes(item.receives)
+                self.leaving.append((self.number, item.name, forward))
+                self.ledger.hold(self.leaving[-1], {"messages": size})
+        if forward:
+            if item.window is not None:
+                self._keep(item.target)
+            if item.own is not None:
+                self._release(item, (item.source,))
+        else:
+            if item.own is not None and item.source in self.tally.needs_gradient:
+                self._hold_gradient(item.source, self.tally.bytes[self.tally.lies_in[item.source]])
+            if item.window is not None:
+                self._release_leaf(item.target)

@@ -149,7 +149,6 @@ class ScheduleRule:
       last.
     - `splits`: the gradient of the weights is an action of its own, done when there is nothing else to do.
     - `alone`: a rank begins a batch only when it has finished all earlier ones, of any direction.
-    - `interleaved`: a rank has several stages (`stages_per_rank`).
     - `mirrored`: batches alternate between two directions in mirrored rank order, so that there have to be two.
     - `count_bubble`: the units that a rank works and idles, from the number of ranks p, of micro-batches m, of stages
       per rank v and of batches n; None if there is no formula (see `compute_bubble_share`).
@@ -159,7 +158,6 @@ class ScheduleRule:
     limited: bool = False
     splits: bool = False
     alone: bool = False
-    interleaved: bool = False
     mirrored: bool = False
     count_bubble: Callable[[int, int, int, int], tuple[int, int]] | None = None
 
@@ -172,7 +170,7 @@ class ScheduleRule:
 SCHEDULES = {
     "fill_drain": ScheduleRule(drains=True, count_bubble=_count_one_bubble),
     "1f1b": ScheduleRule(limited=True, count_bubble=_count_one_bubble),
-    "interleaved": ScheduleRule(limited=True, interleaved=True, count_bubble=_count_one_bubble),
+    "interleaved": ScheduleRule(limited=True, count_bubble=_count_one_bubble),
     "zero_bubble": ScheduleRule(
         limited=True, splits=True, count_bubble=lambda p, m, v, n: (3 * v * m, p - 1 + max(0, p - m))
     ),

@@ -61,7 +61,15 @@ class SegmentCompiler:
             return Segment(segment, owned, rooms)
         read = dict.fromkeys(name for op in segment.ops for name in op.reads if name in owned and name != DEVICE.name)
         names = (*segment.inputs, *read)
-        traced = _trace_segment(segment, names, owned[DEVICE.name])
+        # Values are numbered, so that segments that run the same code have the same source text.
+        graph = fx.Graph()
+        nodes: dict[str, Any] = {name: graph.placeholder(f"value_{number}") for number, name in enumerate(names)}
+        nodes[DEVICE.name] = owned[DEVICE.name]
+        for op in segment.ops:
+            arguments, keywords = make_lookup(op.arguments)(nodes), make_lookup(dict(op.keywords))(nodes)
+            nodes[op.out] = graph.call_function(_make_function(op), tuple(arguments), keywords)
+        graph.output(tuple(nodes[name] for name in segment.outputs))
+        traced = fx.GraphModule(nn.Module(), graph)
         # Sizes are compiled in, and torch.compile keeps only a few versions of a function. The weights' shapes separate
         # most of them; segments without weights get a function each.
         sizes = tuple(owned[name].shape for name in read)
@@ -103,21 +111,6 @@ def _translate_compile_errors(segment: str) -> Iterator[None]:
         raise RankError(
             f"The segment {segment} cannot be compiled: {type(cause).__name__}: {said} Set compile_segments=False."
         ) from error
-
-
-def _trace_segment(segment: Compute, names: tuple[str, ...], device: torch.device) -> fx.GraphModule:
-    """Return a segment's kernels as a graph of `names`.
-
-    Values are numbered, so that segments that run the same code have the same source text.
-    """
-    graph = fx.Graph()
-    nodes: dict[str, Any] = {name: graph.placeholder(f"value_{number}") for number, name in enumerate(names)}
-    nodes[DEVICE.name] = device
-    for op in segment.ops:
-        arguments, keywords = make_lookup(op.arguments)(nodes), make_lookup(dict(op.keywords))(nodes)
-        nodes[op.out] = graph.call_function(_make_function(op), tuple(arguments), keywords)
-    graph.output(tuple(nodes[name] for name in segment.outputs))
-    return fx.GraphModule(nn.Module(), graph)
 
 
 def _make_function(op: LocalOp) -> Function:

@@ -84,8 +84,19 @@ class ShardIndex:
         """
         if place.work is None:
             return None
-        direction, stage = place.work.direction, place.work.stage
-        found = [self.find_shard(rank, direction, stage, name) for name in _get_value_names(place)]
+        forward, names = place.step.phase is Phase.FORWARD, ()
+        match place.step.instruction:
+            case Compute(inputs=inputs, outputs=outputs):
+                names = outputs if forward else inputs
+            case Exchange(strips=()) as exchange if forward:
+                names = (exchange.target if exchange.window is not None else exchange.source,)
+            case Exchange(strips=(), own=None):
+                names = ()  # all were sent to their owners
+            case Exchange(source=source):
+                names = (source,)
+            case AllReduce(source=source, target=target):
+                names = (target if forward else source,)
+        found = [self.find_shard(rank, place.work.direction, place.work.stage, name) for name in names]
         extents = [extent for extent in found if extent is not None]
         return max(extents, key=lambda each: (each.axes is not None, math.prod(each.shape)), default=None)
 
@@ -135,19 +146,3 @@ def assemble_shards(parts: Iterable[tuple[Shard, Tensor]], adds: bool) -> Tensor
     if whole is None:
         raise PlanError("No rank holds this value now.")
     return whole
-
-
-def _get_value_names(place: StepLabel) -> tuple[str, ...]:
-    forward = place.step.phase is Phase.FORWARD
-    match place.step.instruction:
-        case Compute(inputs=inputs, outputs=outputs):
-            return outputs if forward else inputs
-        case Exchange(strips=()) as exchange:
-            if forward:
-                return (exchange.target if exchange.window is not None else exchange.source,)
-            return (exchange.source,) if exchange.own is not None else ()  # else all were sent to their owners
-        case Exchange(source=source):
-            return (source,)
-        case AllReduce(source=source, target=target):
-            return (target if forward else source,)
-    return ()

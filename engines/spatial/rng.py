@@ -78,12 +78,6 @@ def sample_uniform(seed: int, draw: int, place: AxisRanges, device: torch.device
 Draw = Callable[[], Tensor]
 
 
-def _sample_normal(draw: Draw, a: Mapping[str, Any]) -> Tensor:
-    """Sample by Box and Muller, 1958 (Annals of Mathematical Statistics 29), equation 1."""
-    radius = draw().neg_().log1p_().mul_(-2).sqrt_()
-    return radius * draw().mul_(2 * math.pi).cos_() * a.get("std", 1.0) + a.get("mean", 0.0)
-
-
 def _sample_range(draw: Draw, a: Mapping[str, Any]) -> Tensor:
     low, high = a.get("from", 0.0), a.get("to", 1.0)
     return draw() * (high - low) + low
@@ -91,7 +85,14 @@ def _sample_range(draw: Draw, a: Mapping[str, Any]) -> Tensor:
 
 _LAWS: dict[str, Callable[[Draw, Mapping[str, Any]], Tensor]] = {
     **dict.fromkeys(("rand", "rand_like", "uniform"), _sample_range),
-    **dict.fromkeys(("randn", "randn_like", "normal_functional", "normal"), _sample_normal),
+    **dict.fromkeys(
+        ("randn", "randn_like", "normal_functional", "normal"),
+        # Box and Muller, 1958 (Annals of Mathematical Statistics 29), equation 1.
+        lambda draw, a: (
+            draw().neg_().log1p_().mul_(-2).sqrt_() * draw().mul_(2 * math.pi).cos_() * a.get("std", 1.0)
+            + a.get("mean", 0.0)
+        ),
+    ),
     "randint": lambda draw, a: (draw() * (a["high"] - a.get("low", 0))).floor_() + a.get("low", 0),
     "bernoulli": lambda draw, a: (draw() < a["p"]).double(),
     "exponential": lambda draw, a: draw().neg_().log1p_().div_(-a.get("lambd", 1.0)),
