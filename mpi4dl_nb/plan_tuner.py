@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -131,15 +132,11 @@ class PlanTuner:
     optimiser: Optimiser = sgd
     labels: TensorSpec | Tensor | None = None
     device: str = "auto"
-    _graphs: dict[tuple[int, int, str], ModelGraph] = field(default_factory=dict)
 
-    def get_graph(self, plan: Plan) -> ModelGraph:
-        """Return the traced graph of one micro-batch of a plan."""
-        key = plan.parts, plan.local_dp, plan.precision
-        if key not in self._graphs:
-            loss = self.loss or nn.CrossEntropyLoss()
-            self._graphs[key] = TraceCache(self.model, self.image_shape, loss, self.labels, self.device).get_graph(plan)
-        return self._graphs[key]
+    @cached_property
+    def traces(self) -> TraceCache:
+        """The traces of the model, which all plans share."""
+        return TraceCache(self.model, self.image_shape, self.loss or nn.CrossEntropyLoss(), self.labels, self.device)
 
     def find(
         self, rank_bytes: int | None = None, seen: ProgressCallback = ignore_progress, neutral_batch: int | None = None
@@ -158,7 +155,11 @@ class PlanTuner:
             rank_bytes = machine.get_rank_bytes(self.cluster.n)
         states = count_optimiser_states(self.optimiser, self.model, self.loss)
         n, batch = self.cluster.n, self.image_shape[0]
-        found = search(n, batch, self.get_graph, machine, rank_bytes, states, seen, neutral_batch=neutral_batch)
+
+        def get_graph(plan: Plan) -> ModelGraph:  # where a model cannot be traced, `search` reports why
+            return self.traces.get_graph(plan)
+
+        found = search(n, batch, get_graph, machine, rank_bytes, states, seen, neutral_batch=neutral_batch)
         explanation = explain((*found.fitting, *found.too_large), found.refused, rank_bytes)
         return PlanSearchResult(tuple(map(Candidate, found.fitting)), explanation, found.refused)
 
@@ -180,7 +181,7 @@ class PlanTuner:
     def _make_recipe_factory(self, plan: Plan) -> Callable[[], Recipe]:
         def make_recipe() -> Recipe:
             own = self.loss, self.optimiser, self.labels, self.device
-            return prepare(self.model, plan, self.image_shape, *own, graph=self.get_graph(plan))
+            return prepare(self.model, plan, self.image_shape, *own, graph=self.traces.get_graph(plan))
 
         return make_recipe
 

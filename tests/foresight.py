@@ -103,7 +103,8 @@ def measured(model: str, size_px: int, ranks: int, rounds: int) -> Case:
         case = Case(model, size_px, cluster.calibrate(again=True))
         tuning = case.tuning(cluster)
         asked = [
-            Candidate(forecast(tuning.get_graph(plan), plan, case.machine)) for plan in generate_plans(ranks, BATCH)
+            Candidate(forecast(tuning.traces.get_graph(plan), plan, case.machine))
+            for plan in generate_plans(ranks, BATCH)
         ]
         machines, rows = [case.machine], [Row(each.plan) for each in asked]
         for turn in range(rounds):
@@ -128,7 +129,7 @@ def predicted(case: Case) -> Iterator[tuple[Row, Forecast]]:
     """The rows, each with its prediction."""
     tuning = case.tuning(None)
     for row in case.rows:
-        yield row, forecast(tuning.get_graph(row.plan), row.plan, case.machine)
+        yield row, forecast(tuning.traces.get_graph(row.plan), row.plan, case.machine)
 
 
 def told(case: Case) -> Iterator[dict[str, object]]:

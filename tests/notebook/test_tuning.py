@@ -185,7 +185,9 @@ def test_over_mpi_predictions_are_of_the_size_of_what_is_measured():
         tuned = tune(model(), (2, 3, 64, 64), started, top=2, steps=3, progress=False)
         for each in tuned.candidates[:2]:
             assert 0.05 < each.predicted_images_per_s / each.images_per_s < 20
-            check_bytes(each, compile_plan(PlanTuner(model(), (2, 3, 64, 64), started).get_graph(each.plan), each.plan))
+            check_bytes(
+                each, compile_plan(PlanTuner(model(), (2, 3, 64, 64), started).traces.get_graph(each.plan), each.plan)
+            )
 
 
 def check_bytes(found: Candidate, programs: Sequence[Program]) -> None:
