@@ -121,11 +121,11 @@ class ConstantPropagationMode(TorchFunctionMode):
                 self.decided.setdefault(name, find_current_line())
             return self._evaluate(func, args, kwargs)
         # Some trace modes answer with a symbol, and only its use fails, on some other line (see `_translate_errors`):
-        # what was asked is noted before.
-        asked = next(each for each in _list_tensors((args, kwargs)) if not self._find_constant(each))
-        kind = str(asked.dtype).removeprefix("torch.")
+        # what was read is noted before.
+        unknown = next(each for each in _list_tensors((args, kwargs)) if not self._find_constant(each))
+        kind = str(unknown.dtype).removeprefix("torch.")
         self.unanswered = (
-            f"{find_current_line()} asks for the numbers ({_ASKS[func]}) of a {kind} tensor {tuple(asked.shape)}"
+            f"{find_current_line()} asks for the numbers ({_ASKS[func]}) of a {kind} tensor {tuple(unknown.shape)}"
         )
         try:
             return func(*args, **kwargs)

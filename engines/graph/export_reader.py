@@ -157,9 +157,9 @@ class ExportReader:
                 if name is None:  # not a weight or buffer of the user's: forward made or found it
                     # A name by content: two traces, with other numbers of images, call the same constant the same.
                     numbers = tensor.detach().cpu().contiguous()
-                    told = f"{tuple(numbers.shape)} {numbers.dtype} ".encode()
-                    told += numbers.view(-1).view(torch.uint8).numpy().tobytes()
-                    name = f"constant.{hashlib.sha256(told).hexdigest()[:16]}"
+                    content = f"{tuple(numbers.shape)} {numbers.dtype} ".encode()
+                    content += numbers.view(-1).view(torch.uint8).numpy().tobytes()
+                    name = f"constant.{hashlib.sha256(content).hexdigest()[:16]}"
                     self.constants[name] = tensor.detach()
                 self.owned[name], self.names[node.name] = tensor, name
             elif node.op == "output":

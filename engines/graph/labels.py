@@ -192,13 +192,13 @@ def format_causes(found: Mapping[int, Sequence[NonFiniteCause]]) -> str:
         for cause in causes:
             finders.setdefault(cause, []).append(rank)
     known = sorted(cause for cause, ranks in finders.items() if len(ranks) >= cause.finders)
-    told = []
+    sentences = []
     for cause in known:
         if cause.level == known[0].level:
             ranks = finders[cause]
             several = "s" if len(ranks) > 1 else ""
-            told.append(f"Found on rank{several} {', '.join(map(str, ranks))}: {cause.words}")
-    return " ".join(told)
+            sentences.append(f"Found on rank{several} {', '.join(map(str, ranks))}: {cause.words}")
+    return " ".join(sentences)
 
 
 def find_causes(
@@ -223,9 +223,9 @@ def find_causes(
         losses = ", ".join(f"{loss:.4g}" for loss in recent)
         words = f"The losses before it grow: {losses}. Lower the learning rate, or bound the gradients (clip_norm)."
         found.append(NonFiniteCause(GROWTH, words))
-    lane = worker.micro_batch_states[micro_batch]
-    answer = lane.leaves.get(graph.prediction)
-    if answer is not None and _count_non_finite(lane.fetch(answer).detach()):
+    state = worker.micro_batch_states[micro_batch]
+    answer = state.leaves.get(graph.prediction)
+    if answer is not None and _count_non_finite(state.fetch(answer).detach()):
         words = (
             "The model's answers are not finite, but images, labels and weights are, as far as this rank has them. "
             "Lower the learning rate, or look for a division by 0 or an overflow in the model."
@@ -251,11 +251,11 @@ def _find_uncounted_labels(
             "No label counts: the loss divides by what the labels of the whole batch count, and that is 0 (all are "
             "ignored, masked, or of a class of weight 0). In plain PyTorch it is nan too. Leave such batches out.",
         )
-    for number, lane in worker.micro_batch_states.items():
+    for number, state in worker.micro_batch_states.items():
         # Where totals are taken over the whole batch, a micro-batch without labels does no harm.
-        if counting.totals or lane.inputs.get("labels") is None or micro_batch not in (None, number):
+        if counting.totals or state.inputs.get("labels") is None or micro_batch not in (None, number):
             continue
-        labels = lane.fetch(lane.inputs["labels"])
+        labels = state.fetch(state.inputs["labels"])
         for numbers in find_label_specs(graph):
             if not numbers.get_counted_mask(labels).any():
                 yield NonFiniteCause(
@@ -267,10 +267,10 @@ def _find_uncounted_labels(
 
 
 def _find_bad_inputs(worker: Worker, micro_batch: int | None) -> Iterator[NonFiniteCause]:
-    for number, lane in worker.micro_batch_states.items():
-        for name, tensor in lane.inputs.items():
+    for number, state in worker.micro_batch_states.items():
+        for name, tensor in state.inputs.items():
             gone = tensor is None  # sequential tiles release inputs that they no longer need
-            bad = 0 if gone or micro_batch not in (None, number) else _count_non_finite(lane.fetch(tensor))
+            bad = 0 if gone or micro_batch not in (None, number) else _count_non_finite(state.fetch(tensor))
             if bad:
                 where = LABELS if name == "labels" else IMAGES
                 what = "1 value" if bad == 1 else f"{bad} values"

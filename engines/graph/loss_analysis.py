@@ -89,8 +89,8 @@ def find_batch_axis(one: TensorSpec | None, two: TensorSpec | None) -> int | Non
     """
     if one is None or two is None or len(one.shape) != len(two.shape):
         return None
-    apart = [axis for axis, (a, b) in enumerate(zip(one.shape, two.shape, strict=True)) if a != b]
-    return apart[0] if len(apart) == 1 and two.shape[apart[0]] == 2 * one.shape[apart[0]] else None
+    differing = [axis for axis, (a, b) in enumerate(zip(one.shape, two.shape, strict=True)) if a != b]
+    return differing[0] if len(differing) == 1 and two.shape[differing[0]] == 2 * one.shape[differing[0]] else None
 
 
 def make_rows(found: BatchAggregation, axis: int | None) -> BatchAggregation | None:
@@ -195,11 +195,11 @@ class LossAnalysis:
 
     def find_loss_nodes(self) -> list[Node]:
         """Return the nodes between the model's outputs and the loss, in order."""
-        asked, found = {self.graph.loss}, []
+        needed, found = {self.graph.loss}, []
         for node in reversed(self.graph.nodes):
-            if node.name in asked and node.name not in self.graph.answers:
+            if node.name in needed and node.name not in self.graph.answers:
                 found.append(node)
-                asked.update(node.reads)
+                needed.update(node.reads)
         return found[::-1]
 
     def get_aggregation(self, name: str) -> BatchAggregation:

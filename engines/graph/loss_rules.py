@@ -134,8 +134,8 @@ def propagate_split(a: LossAnalysis, node: Node) -> BatchAggregation | None:
     """Return the aggregation of a split into several tensors, each of which `getitem` reads."""
     ref = node.arguments["self"]
     found, dim = a.get_aggregation(ref.name), node.arguments.get("dim", 0)
-    apart = found.kind is not AggregationKind.ROWS or dim % len(a.get_spec(ref).shape) != found.axis
-    return found if apart else None
+    separate = found.kind is not AggregationKind.ROWS or dim % len(a.get_spec(ref).shape) != found.axis
+    return found if separate else None
 
 
 @aggregates("getitem")

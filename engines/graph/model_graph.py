@@ -266,8 +266,8 @@ def check_buffer_reads(graph: ModelGraph, micro_batches: int) -> None:
     # A rank, at the end of the step:      read m |                      | read m   ...   m = 0.9 m + 0.1 mean
     #
     # The first read is the same unless a micro-batch came before it in the step; the second one never is.
-    # `behind` are the buffers whose change has been passed.
-    behind: set[str] = set()
+    # `changed` are the buffers whose change has been passed.
+    changed: set[str] = set()
     for node in graph.nodes:
         own = set(find_updated_buffers(graph, node))
         for name in sorted({*node.reads} & changers.keys() - own):
@@ -275,7 +275,7 @@ def check_buffer_reads(graph: ModelGraph, micro_batches: int) -> None:
             both = (
                 f"{node.operator} in {node.where} reads the buffer {to_user_name(name)}, which {changer.operator} in "
             )
-            if name in behind:
+            if name in changed:
                 raise TraceError(
                     f"{both}{changer.where} has changed before. Ranks change buffers at the end of a step: read it "
                     "before the change, or compute what you need without the buffer."
@@ -286,7 +286,7 @@ def check_buffer_reads(graph: ModelGraph, micro_batches: int) -> None:
                     "change buffers at the end of a step. Use a plan with one micro-batch, or a model that does not "
                     "read it."
                 )
-        behind |= own
+        changed |= own
 
 
 def is_batch_dependent(graph: ModelGraph) -> bool:

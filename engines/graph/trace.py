@@ -50,15 +50,15 @@ class _TracedModel(nn.Module):
     """A model with its loss, or alone and in evaluation mode: no dropout, batch norm with its running statistics."""
 
     def __init__(
-        self, asked: ConstantPropagationMode, model: nn.Module, loss: Callable[..., Tensor] | None = None
+        self, constants: ConstantPropagationMode, model: nn.Module, loss: Callable[..., Tensor] | None = None
     ) -> None:
         super().__init__()
-        self.model, self.loss, self.asked = model, loss, asked
+        self.model, self.loss, self.constants = model, loss, constants
         if loss is None:
             self.eval()
 
     def forward(self, images: Tensor, labels: Tensor | None = None) -> tuple[Tensor, ...]:
-        with watch_forward(self, self.asked):
+        with watch_forward(self, self.constants):
             prediction = get_prediction(self.model(images))
             found = collect_tensors(prediction)
             if self.loss is None:
@@ -114,7 +114,7 @@ def _export(owners: Sequence[Any], specs: Sequence[TensorSpec], precision: str, 
         copies = [make_fake_copy(owner, mode, dtype) if isinstance(owner, nn.Module) else owner for owner in owners]
         whole = _TracedModel(ConstantPropagationMode(_collect_buffers(*owners)), *copies)
     inputs = tuple(make_fake_tensor(mode, spec.shape, spec.dtype) for spec in specs)
-    with _translate_errors(model, specs[0], whole.asked):
+    with _translate_errors(model, specs[0], whole.constants):
         exported = torch.export.export(whole, inputs, strict=False).module()
         names = find_first_names(*owners)
         # The order matters: writes within nested graphs are found only after inlining; casts are inserted once no
@@ -126,7 +126,7 @@ def _export(owners: Sequence[Any], specs: Sequence[TensorSpec], precision: str, 
         graph = ExportReader(plain, names, has_loss=whole.loss is not None).read_graph()
         # Forward may have taken decisions by the numbers of a buffer: not if these change from step to step.
         changing = {name for node in graph.nodes for name in find_updated_buffers(graph, node)}
-        for name, place in whole.asked.decided.items():
+        for name, place in whole.constants.decided.items():
             if name in changing:
                 raise TraceError(
                     f"{place} asks for the numbers of the buffer {to_user_name(name)}, which are others in each step: "
@@ -174,12 +174,12 @@ def infer_output_spec(model: nn.Module, images: TensorSpec) -> TensorSpec:
     Raises TraceError if the model cannot run, returns no tensor or replaces a buffer.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-    asked = ConstantPropagationMode(_collect_buffers(model))
-    with _translate_errors(model, images, asked):
+    constants = ConstantPropagationMode(_collect_buffers(model))
+    with _translate_errors(model, images, constants):
         twin = make_fake_copy(model, mode, getattr(torch, images.dtype))
         held = dict(twin.named_buffers())
         pixels = make_fake_tensor(mode, images.shape, images.dtype)
-        with mode, torch.no_grad(), watch_forward(nn.ModuleDict({"model": twin}), asked):
+        with mode, torch.no_grad(), watch_forward(nn.ModuleDict({"model": twin}), constants):
             found = collect_tensors(get_prediction(twin(pixels)))
     for name, buffer in twin.named_buffers():
         if buffer is not held.get(name):
@@ -191,7 +191,7 @@ def infer_output_spec(model: nn.Module, images: TensorSpec) -> TensorSpec:
 
 @contextmanager
 def _translate_errors(
-    model: nn.Module, images: TensorSpec, asked: ConstantPropagationMode | None = None
+    model: nn.Module, images: TensorSpec, constants: ConstantPropagationMode | None = None
 ) -> Iterator[None]:
     """Convert errors to TraceErrors, and suppress PyTorch's messages about its own graphs."""
     try:
@@ -204,8 +204,8 @@ def _translate_errors(
         cause = error.error if isinstance(error, TraceAbortedError) else error
         if isinstance(cause, TraceError):
             raise cause from None
-        if asked is not None and asked.unanswered and type(cause).__name__.startswith(_BY_VALUES):
-            raise asked.make_error() from cause
+        if constants is not None and constants.unanswered and type(cause).__name__.startswith(_BY_VALUES):
+            raise constants.make_error() from cause
         raise TraceError(
             f"{type(model).__name__} cannot be traced with images of shape {images.shape}: "
             f"{type(cause).__name__}: {_get_first_line(cause)}. Check that it runs on images of this shape, the loss "

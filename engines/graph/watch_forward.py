@@ -140,11 +140,11 @@ class TraceAbortedError(Exception):
 
 
 @contextmanager
-def watch_forward(module: nn.Module, asked: ConstantPropagationMode) -> Iterator[None]:
-    """Within the context, `asked` answers forward's reads of tensor values. Errors become TraceAbortedErrors."""
-    asked.add_buffers(dict(module.named_buffers(remove_duplicate=False)))
+def watch_forward(module: nn.Module, constants: ConstantPropagationMode) -> Iterator[None]:
+    """Within the context, `constants` answers forward's reads of tensor values. Errors become TraceAbortedErrors."""
+    constants.add_buffers(dict(module.named_buffers(remove_duplicate=False)))
     try:
-        with asked, _check_custom_functions():
+        with constants, _check_custom_functions():
             yield
     except Exception as error:
         raise TraceAbortedError(error) from error

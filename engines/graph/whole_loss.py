@@ -101,12 +101,12 @@ class _LossRewrite:
             arguments = {name: node.arguments[name] for name in ("target", "weight", "ignore_index")}
             spec = TensorSpec((), "float64")
             nodes[source] = replace(node, name=source, operator=_COUNTED, arguments=arguments, spec=spec, flops=0)
-        asked, reached = [total.source for total in totals], set[str]()
-        while asked:  # the nodes from the labels to the totals
-            name = asked.pop()
+        pending, reached = [total.source for total in totals], set[str]()
+        while pending:  # the nodes from the labels to the totals
+            name = pending.pop()
             if name in nodes and name not in reached:
                 reached.add(name)
-                asked += find_ref_names(nodes[name].arguments)
+                pending += find_ref_names(nodes[name].arguments)
         label_nodes = tuple(node for name, node in nodes.items() if name in reached)
         # The one source that all terms of the loss are divided by: "" for a constant, None if there is none.
         (first, *others) = self.loss.over or {""}

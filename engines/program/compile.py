@@ -182,13 +182,13 @@ class Compiler:
         yield Step(counting, Phase.FORWARD, program.steps[0].micro_batch)
 
     def _make_steps(self, work: Iterable[PipelineAction], ways: dict[int, DirectionProgram]) -> Iterable[Step]:
-        apart = self.plan.rule.splits
+        splits = self.plan.rule.splits
         for item in work:
             forward = ways[item.direction].stages[item.stage]
             if item.kind is ActionKind.FORWARD:
                 yield from (Step(each, Phase.FORWARD, item.micro_batch) for each in forward)
                 continue
-            phase = Phase.WEIGHTS if item.kind is ActionKind.WEIGHTS else Phase.INPUTS if apart else Phase.BACKWARD
+            phase = Phase.WEIGHTS if item.kind is ActionKind.WEIGHTS else Phase.INPUTS if splits else Phase.BACKWARD
             for each in reversed(forward):
                 # The weights' pass has work only in segments with matrices or convolutions: the gradients of all other
                 # weights cost next to nothing and come with those of the inputs (see `Segment.late`).

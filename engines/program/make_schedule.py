@@ -186,8 +186,8 @@ class _StageState:
     ranks: tuple[int, ...]
     queue: Sequence[QueuedMicroBatch]
     before: _StageState | None = None
-    behind: _StageState | None = None
-    beside: list[_StageState] = field(default_factory=list)  # stages that share a rank, any direction, itself too
+    after: _StageState | None = None
+    sharing: list[_StageState] = field(default_factory=list)  # stages that share a rank, any direction, itself too
     # Of each of its ranks: how many forwards it may hold, and its stages in this direction.
     quotas: list[tuple[int, list[_StageState]]] = field(default_factory=list)
 
@@ -214,13 +214,13 @@ class _StageState:
             return self.done[BACKWARD] > place
         if kind is BACKWARD:
             needs = self.queue[place].batch.stop if self.rule.drains else place + 1
-            return self.done[FORWARD] >= needs and (self.behind is None or self.behind.done[BACKWARD] > place)
+            return self.done[FORWARD] >= needs and (self.after is None or self.after.done[BACKWARD] > place)
         turn = self.queue[place]
         if self.before is not None and self.before.done[FORWARD] <= place:
             return False
         # The batches before must be finished: on this stage, or (`alone`) on all stages of its ranks. `last` is the
         # kind that ends a micro-batch here: WEIGHTS where the rule splits it off, else BACKWARD.
-        watched = self.beside if self.rule.alone else (self,)
+        watched = self.sharing if self.rule.alone else (self,)
         if any(post.done[post.last] < turn.earlier[post.direction] for post in watched):
             return False
         # The other stages of its ranks must have started all that comes first: of earlier stages this group as well, of
@@ -228,7 +228,7 @@ class _StageState:
         # micro-batch 1 in stage 2):
         #
         #   F0/0 F1/0   F0/2 F1/2   F2/0 F3/0   F2/2 F3/2
-        for post in self.beside:
+        for post in self.sharing:
             first = turn.group.stop if post.stage < self.stage else turn.group.start
             if post is not self and post.direction == self.direction and post.started[FORWARD] < first:
                 return False
@@ -270,14 +270,14 @@ def simulate(
         count, queue = len(stages), queues[direction]
         line = [_StageState(rule, direction, stage, count, tuple(ranks), queue) for stage, ranks in enumerate(stages)]
         quotas: dict[int, tuple[int, list[_StageState]]] = {}
-        for post, before, behind in zip(line, [None, *line], [*line[1:], None], strict=False):
-            post.before, post.behind = before, behind
+        for post, before, after in zip(line, [None, *line], [*line[1:], None], strict=False):
+            post.before, post.after = before, after
             post.quotas = [quotas.setdefault(rank, (count - post.stage, [])) for rank in post.ranks]
             for _, mine in post.quotas:
                 mine.append(post)
         posts += line
     for post in posts:
-        post.beside = [other for other in posts if set(other.ranks) & set(post.ranks)]
+        post.sharing = [other for other in posts if set(other.ranks) & set(post.ranks)]
     # A simulation by events: at each time at which an action ends, start whatever can start, in order of priority.
     #
     #   now = 2    running: F1 on rank 0 (ends at 3), B0 on rank 3 (ends at 4)    -> next event at 3

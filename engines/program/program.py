@@ -171,8 +171,8 @@ class Program:
         }
 
     def __repr__(self) -> str:
-        told = "; ".join(f"{name}: {fact}" for name, fact in self.facts.items())
-        return f"<Program of rank {self.rank}: {told}>"
+        facts = "; ".join(f"{name}: {fact}" for name, fact in self.facts.items())
+        return f"<Program of rank {self.rank}: {facts}>"
 
     def _repr_html_(self) -> str:
         return format_html_table(f"Program of rank {self.rank}", self.facts)
@@ -273,8 +273,8 @@ def is_all_sent(exchange: Exchange) -> bool:
     """Return whether each pixel that this rank holds is sent to exactly one other rank, and none stays."""
     if not exchange.own or (exchange.window and exchange.own & exchange.window):
         return False
-    apart = not any(one.tile & other.tile for one, other in combinations(exchange.sends, 2))
-    return apart and exchange.compute_bytes(exchange.sends) == exchange.compute_bytes([Move(0, 0, exchange.own)])
+    disjoint = not any(one.tile & other.tile for one, other in combinations(exchange.sends, 2))
+    return disjoint and exchange.compute_bytes(exchange.sends) == exchange.compute_bytes([Move(0, 0, exchange.own)])
 
 
 def is_tile_contiguous(exchange: Exchange, tile: Tile, frame: Tile) -> bool:

@@ -182,20 +182,20 @@ class DependencyOrder:
         #   rank 0   exchange 2 #0 --> exchange 2 #1 --> update
         #   rank 1                     exchange 2 #0 --> exchange 2 #1 --> update      (#0 waits for #0, never for #1)
         begun: list[dict[Hashable, int]] = []  # by rank: the index of the step with each key and number
-        asked: list[list[tuple[Hashable, frozenset[int]]]] = []  # by rank and step: a key and number, and who has it
+        waits: list[list[tuple[Hashable, frozenset[int]]]] = []  # by rank and step: a key and number, and who has it
         for program in programs:
             seen: Counter[Hashable] = Counter()
             begun.append({})
-            asked.append([])
+            waits.append([])
             for index, step in enumerate(program.steps):
                 key, asks, waits_for = _find_sync(step, everyone)
                 begun[-1][key, seen[key]] = index
-                asked[-1].append(((asks, seen[key]), waits_for))
+                waits[-1].append(((asks, seen[key]), waits_for))
                 seen[key] += 1
         # needs[rank][index] are the (peer, step of the peer) pairs that the step waits for
         self.needs = tuple(
             tuple(tuple((peer, begun[peer][asks]) for peer in sorted(waits_for - {rank})) for asks, waits_for in steps)
-            for rank, steps in enumerate(asked)
+            for rank, steps in enumerate(waits)
         )
 
     def compute_closure(self, places: StepCounts, wanted: Mapping[int, int]) -> StepCounts:

@@ -168,7 +168,7 @@ def update_buffers(
     mean over all micro-batches. Statistics that an instance norm has per image are stored as their mean over the
     images. Statistics that ranks have each for their own tile are stored as the mean over these ranks.
     """
-    apart: dict[tuple[int, ...], list[Tensor]] = {}
+    by_group: dict[tuple[int, ...], list[Tensor]] = {}
     with torch.no_grad():
         counted = [moments(entry.moments) for entry in update.statistics]
         # The batches seen by batch norms whose running statistics are the mean over all batches, by counter.
@@ -190,14 +190,14 @@ def update_buffers(
                     buffer.lerp_(now.view(-1, *buffer.shape).mean(0).to(buffer.dtype), momentum)
         for entry in update.statistics:
             if entry.mean_over:
-                apart.setdefault(entry.mean_over, []).extend(
+                by_group.setdefault(entry.mean_over, []).extend(
                     (buffers[entry.mean_buffer], buffers[entry.variance_buffer])
                 )
         for name, amount in update.counters.items():
             buffers[name].add_(amount)
         sent_bytes = 0
         # One message per group, in the same order on all ranks.
-        for group, tensors in sorted(apart.items(), key=lambda it: it[0]):
+        for group, tensors in sorted(by_group.items(), key=lambda it: it[0]):
             flat = torch.cat([tensor.flatten() for tensor in tensors])
             sent_bytes += all_reduce(world, flat, group).wait()
             for tensor, total in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
@@ -211,8 +211,8 @@ def update_buffers(
 class BatchStats:
     """The moments of one training step, in the order of its micro-batches."""
 
-    def __init__(self, lanes: Mapping[int, MicroBatchState], micro_batches: int) -> None:
-        self.lanes, self.micro_batches = lanes, micro_batches
+    def __init__(self, states: Mapping[int, MicroBatchState], micro_batches: int) -> None:
+        self.states, self.micro_batches = states, micro_batches
         self._shared: dict[str, Tensor] = {}
 
     def reduce(self, share: ReduceBatchStats, world: World) -> int:
@@ -233,7 +233,7 @@ class BatchStats:
 
     def _get_own(self, name: str) -> dict[int, Tensor]:
         """Return the moments that this rank counted, by micro-batch."""
-        return {number: lane.leaves[name].detach() for number, lane in self.lanes.items() if name in lane.leaves}
+        return {number: state.leaves[name].detach() for number, state in self.states.items() if name in state.leaves}
 
     def __call__(self, name: str) -> list[Tensor]:
         """Return the moments of one batch norm, for each micro-batch of the step."""

@@ -44,8 +44,8 @@ class Worker:
     """One rank's tensors, and its position in its program.
 
     `weights` and `buffers` are the rank's own, by name; `constants` change only before the passes of a step, by
-    `count_labels`. `keeps_graphs` is that of `Runtime`. `make_lane` makes the state of a micro-batch, `make_segment` a
-    runnable segment. `step_labels` describe each step for the status board.
+    `count_labels`. `keeps_graphs` is that of `Runtime`. `make_micro_batch` makes the state of a micro-batch,
+    `make_segment` a runnable segment. `step_labels` describe each step for the status board.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Worker:
         seed: int = 0,
         rules: UpdateRules | None = None,
         keeps_graphs: bool = True,
-        make_lane: Callable[..., MicroBatchState] = MicroBatchState,
+        make_micro_batch: Callable[..., MicroBatchState] = MicroBatchState,
         make_segment: Callable[..., Segment] = Segment,
         constants: Mapping[str, Tensor] | None = None,
         count_labels: Callable[[CountLabels, Mapping[int, Tensor]], int] | None = None,
@@ -69,7 +69,7 @@ class Worker:
         self.optimiser_step = OptimiserStep(weights, optimiser, rules or UpdateRules())
         self.device = device or torch.device("cpu")
         self.events: list[TimelineEvent] = []
-        self.seed, self.steps, self._make_lane = seed, 1, make_lane
+        self.seed, self.steps, self._make_micro_batch = seed, 1, make_micro_batch
         self.step_labels = [step.instruction.name.encode() for step in program.steps]
         self._count_labels = count_labels
         self._send_queue = SendQueue()
@@ -129,7 +129,7 @@ class Worker:
         self._agreed: Tensor | None = None
         count = self.program.micro_batches
         self.micro_batch_states = {
-            number: self._make_lane(
+            number: self._make_micro_batch(
                 self.runtime,
                 self.program.get_direction_program(number),
                 inputs.get(number, {}),
@@ -155,7 +155,7 @@ class Worker:
     @property
     def losses(self) -> dict[int, float]:
         """The losses computed on this rank, by micro-batch."""
-        return {number: loss for number, lane in self.micro_batch_states.items() if (loss := lane.loss) is not None}
+        return {number: loss for number, state in self.micro_batch_states.items() if (loss := state.loss) is not None}
 
     @property
     def loss(self) -> float | None:
@@ -185,8 +185,8 @@ class Worker:
 
     def offload(self) -> None:
         """Let the idle micro-batches offload what they hold, if they support it."""
-        for lane in self.micro_batch_states.values():
-            lane.offload()
+        for state in self.micro_batch_states.values():
+            state.offload()
 
     def peek(self, name: str, micro_batch: int | None = None) -> Tensor:
         """Return this rank's part of a live value, by default of the current (or last) micro-batch.
@@ -194,18 +194,18 @@ class Worker:
         The gradient accumulated so far is in `.grad`. Raises PlanError if the value is not made yet, already released,
         or not held by this rank, or if the rank does not have this micro-batch.
         """
-        lane = self._get_micro_batch(micro_batch)
-        for tensors in (lane.values, lane.leaves, self.weights, self.buffers):
+        state = self._get_micro_batch(micro_batch)
+        for tensors in (state.values, state.leaves, self.weights, self.buffers):
             if name in tensors:
-                return lane.fetch(tensors[name])
-        alive = ", ".join(sorted(lane.leaves)[:8])
+                return state.fetch(tensors[name])
+        alive = ", ".join(sorted(state.leaves)[:8])
         raise PlanError(f"rank {self.program.rank} holds no value {name!r} now. It holds {alive}, ...")
 
     @property
     def live_values(self) -> dict[str, Tensor]:
         """The values of the current micro-batch that the rank holds now, by name."""
-        lane = self._get_micro_batch(None)
-        return {name: lane.fetch(tensor) for name, tensor in {**lane.leaves, **lane.values}.items()}
+        state = self._get_micro_batch(None)
+        return {name: state.fetch(tensor) for name, tensor in {**state.leaves, **state.values}.items()}
 
     def _get_micro_batch(self, micro_batch: int | None) -> MicroBatchState:
         if micro_batch is None:
@@ -228,8 +228,8 @@ class Worker:
             self.flush_sends()
         match step.instruction:
             case CountLabels() as counting:
-                lanes = {number: self.micro_batch_states[number] for number in counting.program.directions}
-                labels = {number: lane.fetch(lane.values["labels"]) for number, lane in lanes.items()}
+                states = {number: self.micro_batch_states[number] for number in counting.program.directions}
+                labels = {number: state.fetch(state.values["labels"]) for number, state in states.items()}
                 return self._count_labels(counting, labels)
             case SumGradients() as bucket if step.phase is Phase.UPDATE:
                 self._sums[bucket.name].finish()
@@ -250,8 +250,8 @@ class Worker:
             case Update() as update:
                 self.steps += 1  # first: a rank that fails from here on has an incomplete update
                 sent = update_buffers(self.buffers, update, self._batch_stats, self.world)
-                for lane in self.micro_batch_states.values():
-                    lane.end_step()
+                for state in self.micro_batch_states.values():
+                    state.end_step()
                 self.optimiser_step.step(
                     self.optimiser_step.compute_gradient_stats(self.weights) if self._agreed is None else self._agreed
                 )

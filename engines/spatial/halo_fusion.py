@@ -70,7 +70,7 @@ def extend_tiles(reads: Iterable[WindowRead], groups: Mapping[str, int], extent:
     #     first convolution       3 |--============--| 9       computed redundantly where neighbours own the columns
     #     input                2 |----============----| 10     fetched in one exchange of two columns, not in two of one
     held: dict[str, Tiles] = {}
-    asked: dict[tuple[int, str], list[tuple[Tiles, float]]] = defaultdict(list)
+    requests: dict[tuple[int, str], list[tuple[Tiles, float]]] = defaultdict(list)
     for read in reversed(list(reads)):  # backwards: `held` of a node must cover its readers before its own reads follow
         whole, own = extent(read.value)
         outputs = held.get(read.node) or extent(read.node)[1]
@@ -78,11 +78,12 @@ def extend_tiles(reads: Iterable[WindowRead], groups: Mapping[str, int], extent:
         if groups.get(read.value) == groups[read.node]:
             held[read.value] = _compute_hulls([held.get(read.value, own), wanted], whole)
         else:
-            asked[groups[read.node], read.value].append((wanted, read.fill))
+            requests[groups[read.node], read.value].append((wanted, read.fill))
     fetched = {
-        place: _compute_hulls([wanted for wanted, _ in wishes], extent(place[1])[0]) for place, wishes in asked.items()
+        place: _compute_hulls([wanted for wanted, _ in wishes], extent(place[1])[0])
+        for place, wishes in requests.items()
     }
-    alike = frozenset(place for place, wishes in asked.items() if all(wish == wishes[0] for wish in wishes))
+    alike = frozenset(place for place, wishes in requests.items() if all(wish == wishes[0] for wish in wishes))
     return ExtendedTiles(held, fetched, alike, groups)
 
 

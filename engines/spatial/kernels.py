@@ -192,8 +192,8 @@ def _compute_statistics(moments: Tensor, parts: Tensor, count: int) -> tuple[Ten
     #
     #     sum (x - mean)^2  =  sum over tiles of  squares + n * (means - mean)^2
     mean = (means * parts).sum(0)
-    apart = means - mean
-    return mean, torch.addcmul(squares / count, apart, apart * parts).sum(0), apart
+    deviations = means - mean
+    return mean, torch.addcmul(squares / count, deviations, deviations * parts).sum(0), deviations
 
 
 class _Normalise(torch.autograd.Function):
@@ -208,17 +208,17 @@ class _Normalise(torch.autograd.Function):
         ctx: Any, x: Tensor, moments: Tensor, weight: Tensor | None, bias: Tensor | None, counts: list[int], eps: float
     ) -> Tensor:
         ctx.parts, ctx.count = _compute_fractions(counts, moments.device), sum(counts)
-        mean, variance, apart = _compute_statistics(moments, ctx.parts, ctx.count)
+        mean, variance, deviations = _compute_statistics(moments, ctx.parts, ctx.count)
         kind = get_sum_type(x)
         low = mean.to(kind), variance.to(kind)
         affine = [None if vector is None else vector.to(kind) for vector in (weight, bias)]
-        ctx.save_for_backward(x, *low, variance, apart, affine[0])
+        ctx.save_for_backward(x, *low, variance, deviations, affine[0])
         ctx.eps, ctx.types = eps, [None if v is None else v.dtype for v in (weight, bias)]
         return functional.batch_norm(x, *low, *affine, eps=eps)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, low_mean, low_variance, variance, apart, weight = ctx.saved_tensors
+        x, low_mean, low_variance, variance, deviations, weight = ctx.saved_tensors
         gain = torch.ones_like(low_mean) if weight is None else weight
         unsaved = low_mean.new_empty(0)  # CUDA's channels_last kernels require tensors here, empty ones as ATen's own
         grad_x, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
@@ -226,12 +226,12 @@ class _Normalise(torch.autograd.Function):
         )
         # With s = spread, grad_weight = sum(grad * (x - mean) * s) and grad_bias = sum(grad) over this tile:
         #     dL/dmean = -gain * s * grad_bias              dL/dvariance = -gain * s^2 * grad_weight / 2
-        # variance = sum(squares) / count + sum(parts * apart^2), which is stationary in the overall mean. Hence
-        #     dL/dmeans = parts * (dL/dmean + 2 * apart * dL/dvariance)      dL/dsquares = dL/dvariance / count
+        # variance = sum(squares) / count + sum(parts * deviations^2), which is stationary in the overall mean. Hence
+        #     dL/dmeans = parts * (dL/dmean + 2 * deviations * dL/dvariance)      dL/dsquares = dL/dvariance / count
         spread = (variance + ctx.eps).rsqrt_()
         slope = (spread * gain).neg_()  # dy/dmean
         to_squares = (slope * spread).mul_(grad_weight)  # 2 * dL/dvariance
-        to_means = torch.addcmul(slope * grad_bias, to_squares, apart).mul_(ctx.parts)
+        to_means = torch.addcmul(slope * grad_bias, to_squares, deviations).mul_(ctx.parts)
         to_moments = torch.stack([to_means, (to_squares * (0.5 / ctx.count)).expand_as(to_means)], dim=1)
         pairs = zip(ctx.types, (grad_weight, grad_bias), strict=True)
         affine = (None if kind is None else grad_of.to(kind) for kind, grad_of in pairs)

@@ -139,7 +139,7 @@ def _make_stages(plan: Plan) -> list[StageRanks]:
 
     The stages after the spatial ones are dealt out to the ranks in turn, so that stages per rank are interleaved.
     """
-    # With spatial_size=1, 4 tiles, split_size=5 and two ranks behind (two stages for each of them):
+    # With spatial_size=1, 4 tiles, split_size=5 and two further ranks (two stages for each of them):
     #
     #     rank     0 1 2 3   4   5
     #     stage    0 0 0 0   1   2
@@ -148,9 +148,9 @@ def _make_stages(plan: Plan) -> list[StageRanks]:
     for grid in plan.grids[: plan.spatial_size]:
         found.append(StageRanks(grid, tuple(range(first, first + grid.tiles))))
         first += grid.tiles
-    behind = plan.split_size - plan.spatial_size
+    rest = plan.split_size - plan.spatial_size
     turns = range(first, plan.replica_ranks, plan.local_dp)
-    for index in range(behind):
+    for index in range(rest):
         start = turns[index % len(turns)]
         found.append(StageRanks(Grid(1, 1), tuple(range(start, start + plan.local_dp)), plan.local_dp))
     return found

@@ -272,13 +272,13 @@ class RankTraining:
             if world.rank == 0
             for name, tensor in names.kept.items()
         }
-        self._make_lane: Callable[..., MicroBatchState] = MicroBatchState
+        self._make_micro_batch: Callable[..., MicroBatchState] = MicroBatchState
         self.offloader: Offloader | None = None
         if recipe.plan.offload_activations:
             # Activations go to a file of this rank; what the rank holds in any case stays.
             stays = [*self.weights.values(), *self.buffers.values()]
             self.offloader = Offloader(OffloadStore(), stays, reads_files=self.device.type == "cpu")
-            self._make_lane = partial(OffloadingMicroBatch, offloader=self.offloader)
+            self._make_micro_batch = partial(OffloadingMicroBatch, offloader=self.offloader)
         self._make_segment = SegmentCompiler() if recipe.plan.compile_segments else Segment
         # One setup for each number of images in a step; weights, buffers and optimiser are the same in all of them.
         found = self._make_setup(recipe, program, recipe.make_optimiser(self.weights), recipe.rules)
@@ -302,7 +302,7 @@ class RankTraining:
             self.recipe.seed,
             rules,
             keeps_graphs=not recipe.plan.checkpoint_activations,
-            make_lane=self._make_lane,
+            make_micro_batch=self._make_micro_batch,
             make_segment=self._make_segment,
             constants=counting.values,
             count_labels=counting.count,

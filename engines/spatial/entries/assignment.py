@@ -92,7 +92,7 @@ def _write_lines(b: Builder, node: Node, axes: tuple[int, int], dim: int, number
         return
     spec, size_px = get_spec(b, part.name), (node.spec.shape[axes[0]], node.spec.shape[axes[1]])
     out = b.get_output_tiles(size_px)[b.rank]
-    (span, beside), other = ((out.rows, out.cols), axes[1]) if dim == axes[0] else ((out.cols, out.rows), axes[0])
+    (span, across), other = ((out.rows, out.cols), axes[1]) if dim == axes[0] else ((out.cols, out.rows), axes[0])
     last = spec.shape[dim] - 1 if len(spec.shape) >= -dim else 0  # a single line is broadcast
     # x[2:9:3] = part, on a tile that owns rows 4 to 8:
     #
@@ -112,8 +112,8 @@ def _write_lines(b: Builder, node: Node, axes: tuple[int, int], dim: int, number
         rule = TableWindow(tuple((line,) for line in table))
         window = b.read_window(part, size_px, *(rule if axis == dim else Shift(0) for axis in axes))
         part, begins = b.pad_window(window), (window.wanted.rows if dim == axes[0] else window.wanted.cols).start
-    elif len(spec.shape) >= -other and spec.shape[other] > len(beside):
-        cut = (other,), ((beside.start, beside.stop),)
+    elif len(spec.shape) >= -other and spec.shape[other] > len(across):
+        cut = (other,), ((across.start, across.stop),)
         part = b.add_local_op(f"{node.name}.own", "tile.cut", part, *cut, like=spec)
     whole, own = _align(b, node, node.arguments["self"], axes), range(span.start, span.stop)
     lines, written = [table[number] - begins for number in own], [number in line_of for number in own]

@@ -35,8 +35,8 @@ def find_spatial_dims(b: Builder, node: Node, ref: Ref) -> list[int] | None:
     rows, cols, count = get_spatial_axes(b, ref)
     given = node.arguments.get("dim")
     dims = [dim % count for dim in ([given] if isinstance(given, int) else given or range(count))]
-    apart = {0} if b.is_batch_sharded(ref) else {rows, cols}
-    return dims if apart & set(dims) else None
+    distributed = {0} if b.is_batch_sharded(ref) else {rows, cols}
+    return dims if distributed & set(dims) else None
 
 
 def all_gather_partials(

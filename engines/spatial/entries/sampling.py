@@ -56,20 +56,22 @@ class Taps:
 def find_taps(size_px: int, resample: Resample, reach_px: int) -> Taps:
     """Return which inputs each output reads with which weights, by probing `resample` itself.
 
-    A row that is 1 at every `apart`-th input yields the weights of those inputs. The output for the ramp 0, 1, 2 ...
+    A row that is 1 at every `spacing`-th input yields the weights of those inputs. The output for the ramp 0, 1, 2 ...
     identifies the one that is read: no tap is more than `reach_px` from it.
     """
-    # reach_px 1, apart 4: of the inputs r, r + 4, ... no output reads more than one.
+    # reach_px 1, spacing 4: of the inputs r, r + 4, ... no output reads more than one.
     #
     #     row r      1 at r, r + 4, ...    output i is the weight of the one that it reads
     #     ramp       0  1  2  3  4 ...     output i is about the place where it reads: the nearest one is meant
-    apart = 2 * reach_px + 2
+    spacing = 2 * reach_px + 2
     places = torch.arange(size_px)
-    answers = resample((places % apart == torch.arange(min(apart, size_px))[:, None]).double()).T.tolist()
+    answers = resample((places % spacing == torch.arange(min(spacing, size_px))[:, None]).double()).T.tolist()
     middles = resample(places[None].double())[0].tolist()
     found = []
     for row, middle in zip(answers, middles, strict=True):
-        near = [(start + apart * round((middle - start) / apart), weight) for start, weight in enumerate(row) if weight]
+        near = [
+            (start + spacing * round((middle - start) / spacing), weight) for start, weight in enumerate(row) if weight
+        ]
         # An output without weights still reads an input, since a window must not be empty.
         found.append(near or [(min(max(round(middle), 0), size_px - 1), 0.0)])
     most = max(len(near) for near in found)
