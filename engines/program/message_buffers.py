@@ -195,10 +195,11 @@ class SendQueue:
 
     def flush(self) -> None:
         """Return when all messages have started."""
-        if departure := self._packed:
+        if deferred := self._packed:
             self._packed = None
             # Blocks until the device has packed. `_packed` is reset first, so that no send starts twice.
-            departure.start_when_packed()
+            deferred.packed.synchronize()
+            deferred.pending = deferred.start()
 
     def add(self, pending: Pending) -> None:
         """Track sends, started or deferred, that the rank does not wait for now."""
@@ -232,10 +233,6 @@ class _DeferredSend:
     start: Callable[[], Pending]
     outbox: SendQueue
     pending: Pending | None = None
-
-    def start_when_packed(self) -> None:
-        self.packed.synchronize()
-        self.pending = self.start()
 
     def wait(self) -> None:
         self.outbox.flush()
