@@ -12,9 +12,8 @@ from engines.errors import TraceError
 from engines.graph.model_graph import WITHOUT_GRADIENT, Node, Ref, TensorSpec
 from engines.program.instructions import AllReduce, Compute, Exchange, LocalOp, ModelInstruction, RunningStatistics
 from engines.program.value_layout import ValueLayout, ValueLayouts
-from engines.spatial.halo_fusion import WindowRead
 from engines.spatial.tiles import Move, Tile, compute_moves
-from engines.spatial.windows import Shift, SpanRule, Window, compute_window
+from engines.spatial.windows import Shift, SpanRule, Window, WindowRead, compute_window
 
 __all__ = ["POINT", "Builder", "HaloRead", "ValueLayout"]
 

@@ -16,10 +16,10 @@ from engines.program.builder import POINT, Builder
 from engines.program.instructions import ModelInstruction
 from engines.program.program import ShardSpec
 from engines.program.value_layout import Memo, ValueLayout
-from engines.spatial.halo_fusion import ExtendedTiles, HaloCost, extend_tiles, group_cheapest
 from engines.spatial.layout import Layout, Role, StageRanks
 from engines.spatial.operator_table import lower
 from engines.spatial.tiles import Grid, Span, Tile
+from engines.spatial.windows import ExtendedTiles, HaloCost, extend_tiles, group_cheapest
 
 __all__ = ["STAGE_TAGS", "Lowering", "add_inputs"]
 

@@ -12,10 +12,9 @@ from engines.graph.model_graph import ModelGraph
 from engines.plan import Plan
 from engines.program.builder import Builder
 from engines.program.lowering import Lowering
-from engines.spatial.halo_fusion import WindowRead
 from engines.spatial.layout import Role
 from engines.spatial.tiles import Span, Tile
-from engines.spatial.windows import compute_window
+from engines.spatial.windows import WindowRead, compute_window
 
 __all__ = ["ReceptiveField", "ReceptiveFields"]
 

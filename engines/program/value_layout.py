@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from engines.graph.model_graph import ModelGraph, Ref, TensorSpec
-from engines.spatial.halo_fusion import ExtendedTiles, ValueCost
 from engines.spatial.layout import StageRanks
 from engines.spatial.tiles import Tile
+from engines.spatial.windows import ExtendedTiles, ValueCost
 
 __all__ = ["Memo", "ValueLayout", "ValueLayouts"]
 

@@ -13,9 +13,8 @@ from engines.plan import Plan
 from engines.program.compile import compile_plan
 from engines.program.instructions import Exchange
 from engines.program.program import Program
-from engines.spatial.halo_fusion import HaloCost, ValueCost, WindowRead, extend_tiles, group_cheapest
 from engines.spatial.tiles import Grid, Span, Tile
-from engines.spatial.windows import Shift, SlidingWindow
+from engines.spatial.windows import HaloCost, Shift, SlidingWindow, ValueCost, WindowRead, extend_tiles, group_cheapest
 from engines.train.training import prepare
 
 SAME = SlidingWindow(kernel=3, padding=1)
