@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -285,7 +285,19 @@ def bench_halo(
     times = time_shuffled(world, works, iterations, warmup, runner.device)
     found = world.all_gather((times, exchange.compute_bytes(exchange.sends), len(exchange.sends)))
     ranks, sent, messages = zip(*found, strict=True)
-    ways = {way: _make_direction_line(way, ranks) for way in ("forward", "backward")}
+    ways: dict[str, dict[str, object]] = {}
+    for way in ("forward", "backward"):  # each list in rank order
+        names = [name.partition(".")[2] for name in works if name.startswith(way)]
+        ms = {name: [round(statistics.median(own[f"{way}.{name}"]) * 1e3, 4) for own in ranks] for name in names}
+        total = {name: sum(ms[name]) for name in names}
+        ways[way] = {
+            **ms,
+            "spread": [compute_quartile_spread(own[f"{way}.ms"]) for own in ranks],
+            "ratio": round(total["ms"] / total["by_hand_ms"], 3),
+            "ratio_messages_only": round(total["ms"] / total["messages_ms"], 3),
+        }
+        if "copied_ms" in total:
+            ways[way]["ratio_copied"] = round(total["copied_ms"] / total["by_hand_ms"], 3)
     # Sums over ranks and directions before the division: a mean of ratios would weigh a small message like a large one.
     both = {key: sum(sum(way[key]) for way in ways.values()) for key in ("ms", "by_hand_ms", "messages_ms")}
     return {
@@ -345,18 +357,3 @@ def _make_works(
         "forward.convolution_ms": prepare_conv_forward,
         "backward.convolution_ms": prepare_conv_backward,
     }
-
-
-def _make_direction_line(way: str, ranks: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, object]:
-    """Return the measurements of one direction, each list in rank order."""
-    names = [name.partition(".")[2] for name in ranks[0] if name.startswith(way)]
-    line: dict[str, object] = {
-        name: [round(statistics.median(times[f"{way}.{name}"]) * 1e3, 4) for times in ranks] for name in names
-    }
-    total = {name: sum(line[name]) for name in names}
-    line["spread"] = [compute_quartile_spread(times[f"{way}.ms"]) for times in ranks]
-    line["ratio"] = round(total["ms"] / total["by_hand_ms"], 3)
-    line["ratio_messages_only"] = round(total["ms"] / total["messages_ms"], 3)
-    if "copied_ms" in total:
-        line["ratio_copied"] = round(total["copied_ms"] / total["by_hand_ms"], 3)
-    return line

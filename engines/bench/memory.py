@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,11 @@ from torch import nn
 from engines.comm.device import (
     choose_device,
     has_own_memory,
-    limit_device_memory,
     measure_device_peak,
     read_process_bytes,
     trim_memory,
 )
+from engines.comm.streams import wait_for_device
 from engines.comm.supervisor import set_parent_death_signal
 from engines.comm.world import World
 from engines.errors import RankError
@@ -34,46 +34,14 @@ from engines.train.training import RankTraining, Recipe
 from engines.train.verify import make_batches
 
 __all__ = [
-    "KEPT_BYTES",
-    "MIB",
     "STEPS",
     "SubprocessExitError",
     "bench_memory",
-    "limit_memory",
     "measure_host_peak_bytes",
     "measure_one_process",
-    "measure_peak_bytes",
+    "measure_steps",
     "run_in_subprocess",
 ]
-
-# Enforce a memory limit, by the kernel or by a GPU's allocator.
-
-
-MIB = 1 << 20
-KEPT_BYTES = 4 * MIB
-"""Freed blocks below this size are better kept: most tensors of a tile are smaller, and fresh pages are slow."""
-
-
-@contextmanager
-def limit_memory(device: torch.device, size_bytes: int) -> Iterator[None]:
-    """Within the context, allocations beyond `size_bytes` fail.
-
-    On the host the limit counts from the memory that the process has already (`RLIMIT_DATA`, Linux: mapped files do not
-    count). On a GPU it covers everything, and it stays in force afterwards.
-    """
-    if has_own_memory(device):
-        limit_device_memory(device, size_bytes)
-        yield
-        return
-    # RLIMIT_DATA bounds private writable memory: heap and anonymous mappings, where tensors lie, but no libraries'
-    # code.
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (read_process_bytes("VmData") + size_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
-
 
 # Run a function in a process of its own without MPI; the last line that it prints is its result as JSON.
 
@@ -138,13 +106,10 @@ def _measure_rank(world: World, recipe: Recipe, seed: int) -> int:
     own = {number: {name: part.clone() for name, part in parts.items()} for number, parts in cut.items()}
     del cut
 
-    # The training is made inside, so that its weights, gradients and optimiser state count.
-    def run_steps() -> None:
-        training = RankTraining(world, recipe)
-        for _ in range(STEPS):
-            training.step(own)
+    def begin() -> Callable[[], object]:
+        return partial(RankTraining(world, recipe).step, own)
 
-    return measure_peak_bytes(choose_device(recipe.device, world.rank), run_steps)
+    return measure_steps(choose_device(recipe.device, world.rank), begin, STEPS)[0]
 
 
 def measure_one_process(arguments: Sequence[str]) -> None:
@@ -156,17 +121,31 @@ def measure_one_process(arguments: Sequence[str]) -> None:
     batch = make_batches(recipe, chosen.seed, steps=1)[0]
     device = choose_device(recipe.device, rank=0)
 
-    def train_plain() -> None:
-        process = ReferenceTraining.of(model, nn.CrossEntropyLoss(), recipe)
-        for _ in range(STEPS):
-            process.step(batch)
+    def begin() -> Callable[[], object]:
+        return partial(ReferenceTraining.of(model, nn.CrossEntropyLoss(), recipe).step, batch)
 
-    print(json.dumps(measure_peak_bytes(device, train_plain)), flush=True)
+    print(json.dumps(measure_steps(device, begin, STEPS)[0]), flush=True)
 
 
-def measure_peak_bytes(device: torch.device, work: Callable[[], object]) -> int:
-    """Return the peak bytes while `work` runs, beyond those before: of the process, or of a device's own memory."""
-    return measure_device_peak(device, work) if has_own_memory(device) else measure_host_peak_bytes(work)
+def measure_steps(
+    device: torch.device, begin: Callable[[], Callable[[], object]], count: int
+) -> tuple[int, list[float]]:
+    """Return the peak bytes beyond those before, of the process or a device's own memory, and the seconds of each step.
+
+    `begin` returns the function that trains a step. A training that it makes counts: its weights, gradients, optimiser.
+    """
+    seconds: list[float] = []
+
+    def run_steps() -> None:
+        step = begin()
+        for _ in range(count):
+            start_s = time.perf_counter()
+            step()
+            wait_for_device(device)
+            seconds.append(time.perf_counter() - start_s)
+
+    measure = partial(measure_device_peak, device) if has_own_memory(device) else measure_host_peak_bytes
+    return measure(run_steps), seconds
 
 
 def measure_host_peak_bytes(work: Callable[[], object]) -> int:

@@ -50,9 +50,16 @@ def main(arguments: Sequence[str]) -> int:
     """Run one command on this rank; rank 0 prints its lines as JSON, or a one-line error."""
     words = 2 if arguments[:1] == ["bench"] else 1
     name, rest = " ".join(arguments[:words]), arguments[words:]
-    if name in ("gpu-check", "table", "published"):
+    if name in ("gpu-check", "table", "published"):  # these need no ranks
         try:
-            return _run_without_ranks(name, rest)
+            if name == "gpu-check":
+                from engines.bench.gpu_check import run_gpu_checks
+
+                return run_gpu_checks(rest)
+            from engines.cli.data_commands import run_published, run_table
+
+            (run_table if name == "table" else run_published)(rest)
+            return 0
         except (PlanError, TraceError, ImageError) as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
             return 2
@@ -76,18 +83,6 @@ def main(arguments: Sequence[str]) -> int:
             print(f"rank {world.rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         world.abort()
         os._exit(1)
-
-
-def _run_without_ranks(name: str, arguments: Sequence[str]) -> int:
-    if name == "gpu-check":
-        from engines.bench.gpu_check import run_gpu_checks
-
-        return run_gpu_checks(arguments)
-    from engines.cli.data_commands import run_published, run_table
-
-    run = run_table if name == "table" else run_published
-    run(arguments)
-    return 0
 
 
 def _run_command(name: str, world: World, arguments: Sequence[str]) -> bool:
@@ -199,7 +194,7 @@ def _bench_bubble(world: World, arguments: Sequence[str]) -> Iterable[Line]:
 def _bench_streaming(world: World, arguments: Sequence[str]) -> Iterable[Line]:
     if world.size > 1:
         raise PlanError(f"Tiles in turn are one process's work, but there are {world.size}. Start 1.")
-    from engines.bench.streaming import bench_streaming
+    from engines.bench.memory_limit import bench_streaming
 
     return [bench_streaming(arguments)]
 
@@ -207,7 +202,7 @@ def _bench_streaming(world: World, arguments: Sequence[str]) -> Iterable[Line]:
 def _bench_largest(world: World, arguments: Sequence[str]) -> Iterable[Line]:
     if world.size > 1:
         raise PlanError(f"The largest image is looked for by one process, but there are {world.size}. Start 1.")
-    from engines.bench.largest import bench_largest
+    from engines.bench.memory_limit import bench_largest
 
     return [bench_largest(arguments)]
 

@@ -12,7 +12,7 @@ import torch
 
 from engines.bench.gpu_check import CHECKS, LINK_BYTES, measure_link_speeds
 from engines.bench.halo import make_halo_case, make_halo_parser
-from engines.bench.largest import make_largest_parser
+from engines.bench.memory_limit import make_largest_parser
 from engines.cli import command, options
 
 WITHOUT = '''

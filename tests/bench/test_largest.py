@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from engines.bench.largest import bench_largest, search_largest
+from engines.bench.memory_limit import bench_largest, search_largest
 from engines.errors import PlanError
 
 # With less memory the size that fits depends on how the allocator happens to lay its blocks.

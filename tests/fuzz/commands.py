@@ -22,7 +22,7 @@ from unittest.mock import patch
 import numpy as np
 from PIL import Image
 
-from engines.bench import asynchronous, largest, streaming
+from engines.bench import asynchronous, memory_limit
 from engines.cli import command
 from engines.errors import PlanError
 from mpi4dl_nb import __main__ as launcher
@@ -179,8 +179,8 @@ def no_work(ranks: int) -> Iterator[None]:
 
     with ExitStack() as stack:
         for owner, names in (
-            (command, _WORK), (asynchronous, ("bench_asynchronous",)), (streaming, ("run_in_subprocess",)),
-            (largest, ("run_in_subprocess",)), (launcher, ("exec_launcher",)),
+            (command, _WORK), (asynchronous, ("bench_asynchronous",)),
+            (memory_limit, ("run_in_subprocess",)), (launcher, ("exec_launcher",)),
         ):  # fmt: skip
             for name in names:
                 stack.enter_context(patch.object(owner, name, _cut))

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from engines.bench.streaming import make_ranks_in_turn
+from engines.bench.memory_limit import make_ranks_in_turn
 from engines.comm.loopback import run_ranks
 from engines.graph.model_graph import TensorSpec
 from engines.plan import Plan

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engines.bench.streaming import make_ranks_in_turn
+from engines.bench.memory_limit import make_ranks_in_turn
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.comm.world import Pending
 from engines.errors import RankError

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from engines.bench.streaming import make_ranks_in_turn
+from engines.bench.memory_limit import make_ranks_in_turn
 from engines.errors import LossError, RankError
 from engines.graph.model_graph import to_user_name
 from engines.plan import Plan

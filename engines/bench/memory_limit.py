@@ -1,0 +1,320 @@
+"""Training within a limit of memory: the largest image that one process trains, and tiles streamed through it.
+
+Each trial runs in a process of its own. The kernel enforces the limit (`RLIMIT_DATA`, Linux), or on a GPU the
+allocator: allocations beyond it fail.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import statistics
+import sys
+import tempfile
+from argparse import ArgumentParser, Namespace
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from signal import Signals
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engines.bench.memory import STEPS, SubprocessExitError, measure_steps, run_in_subprocess
+from engines.cli import options
+from engines.comm.cgroup_limits import count_cores
+from engines.comm.device import (
+    choose_device,
+    has_own_memory,
+    keep_memory_tight,
+    limit_device_memory,
+    read_process_bytes,
+    share_process,
+)
+from engines.comm.loopback import make_loopback_worlds
+from engines.errors import PlanError, RankError, TraceError
+from engines.program.offloader import OffloadStore, find_disk_folder
+from engines.train.oracle import ReferenceTraining, to_plain_names
+from engines.train.training import RankTraining, Recipe
+from engines.train.verify import make_batches
+
+__all__ = [
+    "bench_largest",
+    "bench_streaming",
+    "make_largest_parser",
+    "make_ranks_in_turn",
+    "make_streaming_parser",
+    "search_largest",
+    "train_one_way",
+    "train_within_limit",
+]
+
+_MIB = 1 << 20
+_KEPT_BYTES = 4 * _MIB
+"""Freed blocks below this size are better kept: most tensors of a tile are smaller, and fresh pages are slow."""
+
+
+@contextmanager
+def limit_memory(device: torch.device, size_bytes: int) -> Iterator[None]:
+    """Within the context, allocations beyond `size_bytes` fail.
+
+    On the host the limit counts from the memory that the process has already (`RLIMIT_DATA`, Linux: mapped files do not
+    count). On a GPU it covers everything, and it stays in force afterwards.
+    """
+    if has_own_memory(device):
+        limit_device_memory(device, size_bytes)
+        yield
+        return
+    # RLIMIT_DATA bounds private writable memory: heap and anonymous mappings, where tensors lie, but no libraries'
+    # code.
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (read_process_bytes("VmData") + size_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+# The largest square image that trains within the limit, by one of several methods. Each size is tried for two training
+# steps, since only the second one has the optimiser's state.
+
+_UNCUT = {"split_size": 1, "spatial_size": 0, "num_spatial_parts": None, "slice_method": "square", "balance": "auto"}
+_WAYS: Mapping[str, tuple[str, Mapping[str, object]]] = {  # what it is, and the plan's options that it replaces
+    "plain": ("PyTorch's own loop", _UNCUT),
+    "again": ("activations are computed again for backward", {**_UNCUT, "checkpoint_activations": True}),
+    "away": ("they lie in a file meanwhile", {**_UNCUT, "offload_activations": True}),
+    "in-turn": ("the plan's tiles one after another", {}),
+}
+
+
+def make_largest_parser() -> ArgumentParser:
+    """Return the parser: the flags of a step, the method, and the limit."""
+    flags = options.make_parser("Find the largest square image that one process trains within a bound of memory.")
+    says = "; ".join(f"{way}: {what}" for way, (what, _) in _WAYS.items())
+    flags.add_argument("--way", choices=list(_WAYS), default="plain", help=says)
+    flags.add_argument(
+        "--memory-mb", type=options.parse_positive, default=512, help="beyond what the process has before"
+    )
+    flags.add_argument("--step-px", type=options.parse_positive, default=64, help="sizes are multiples of it")
+    flags.add_argument("--most-px", type=options.parse_positive, default=16384, help="larger ones are not tried")
+    return flags
+
+
+def bench_largest(arguments: Sequence[str]) -> dict[str, object]:
+    """Return one line: images of side `largest_px` train, those of `next_px` fail, and why (None: it was not tried).
+
+    The first size is that of `--image-size`. Raises PlanError if no size trains, or TraceError.
+    """
+    chosen = make_largest_parser().parse_args(list(arguments))
+    # A set: `512x512` is square as well, and has one element.
+    first, *others = set(options.parse_image_size(chosen.image_size))
+    if others:
+        raise PlanError(f"--image-size {chosen.image_size}: images are square here. Name one number of pixels.")
+    if chosen.most_px < chosen.step_px:
+        raise PlanError(f"--most-px {chosen.most_px} is less than one step of {chosen.step_px} px (--step-px).")
+    _make_recipe(chosen)  # a fault of the model or the plan is found before any trial
+    seen: dict[int | None, Mapping[str, Any]] = {None: {"failure": None}}
+
+    def can_train(size_px: int) -> bool:
+        try:
+            seen[size_px] = run_in_subprocess(
+                "engines.bench.memory_limit:train_within_limit",
+                [*arguments, "--image-size", str(size_px)],
+                count_cores(),
+            )
+        except SubprocessExitError as error:  # a library that gets no memory may end its process by a signal
+            if error.code >= 0:
+                raise
+            seen[size_px] = {"failure": f"the process was ended by {Signals(-error.code).name}"}
+        return "failure" not in seen[size_px]
+
+    found, beyond = search_largest(can_train, first, chosen.step_px, chosen.most_px)
+    if not found:
+        raise PlanError(
+            f"Not even {beyond} x {beyond} px train in this way within {chosen.memory_mb} MB "
+            f"({seen[beyond]['failure']}). Use more memory (--memory-mb), or a smaller step (--step-px)."
+        )
+    line = {"way": chosen.way, "memory_bytes": chosen.memory_mb * _MIB, "largest_px": found, **seen[found]}
+    line["s_per_megapixel"] = round(1e6 * seen[found]["step_s"] / (chosen.batch_size * found**2), 6)
+    return {**line, "next_px": beyond, "next_failure": seen[beyond]["failure"]}
+
+
+def _make_recipe(chosen: Namespace) -> tuple[nn.Module, Recipe]:
+    """Return the model, and the recipe for the flags with the method's options."""
+    told = Namespace(**{**vars(chosen), **_WAYS[chosen.way][1]})
+    return options.make_recipe(told, options.make_plan(told).ranks if chosen.way == "in-turn" else 1)
+
+
+def search_largest(fits: Callable[[int], bool], first: int, step: int, most: int) -> tuple[int, int | None]:
+    """Return the largest multiple of `step` up to `most` that fits (0 if none), and the smallest that does not, if any.
+
+    Sizes are doubled from `first` until one does not fit, then bisected.
+
+    >>> search_largest(lambda size: size <= 700, first=512, step=64, most=4096)
+    (640, 704)
+    >>> search_largest(lambda size: size <= 100, first=512, step=64, most=4096)
+    (64, 128)
+    >>> search_largest(lambda size: True, first=512, step=64, most=1000)
+    (960, None)
+    """
+    # Invariant: `low` steps fit (0 is taken to), `high` do not, or are beyond `most` while `beyond` is False.
+    low, high, last = 0, most // step + 1, most // step
+    size = min(max(1, first // step), last)
+    beyond = False
+    while high - low > 1:
+        if fits(size * step):
+            low = size
+        else:
+            high, beyond = size, True
+        size = (low + high) // 2 if beyond else min(2 * size, last)
+    return low * step, high * step if beyond else None
+
+
+def train_within_limit(arguments: Sequence[str]) -> None:
+    """Train some steps in this process within the limit; print `peak_bytes` and `step_s`, or `failure`, as JSON."""
+    chosen = make_largest_parser().parse_args(list(arguments))
+    device = choose_device(chosen.device, rank=0)
+    # Blocks that glibc keeps for reuse would count against the limit, although no tensor uses them.
+    keep_memory_tight(True, _KEPT_BYTES)
+    # Whatever libraries allocate once, threads and a GPU's context, is allocated before the limit applies.
+    torch.set_num_threads(count_cores())
+    layer = nn.Conv2d(4, 4, 3).to(device)
+    layer(torch.zeros(1, 4, 64, 64, device=device)).sum().backward()
+    try:
+        model, recipe = _make_recipe(chosen)
+        batch = make_batches(recipe, chosen.seed, steps=1)[0]
+        with limit_memory(device, chosen.memory_mb * _MIB):
+            peak, seconds = measure_steps(device, lambda: _begin_training(chosen.way, model, recipe, batch), STEPS)
+        line = {"peak_bytes": peak, "step_s": round(seconds[-1], 6)}
+    except (RuntimeError, MemoryError, PlanError, TraceError) as error:
+        line = {"failure": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
+    print(json.dumps(line), flush=True)
+
+
+def _begin_training(way: str, model: nn.Module, recipe: Recipe, batch: Mapping[str, Tensor]) -> Callable[[], object]:
+    """Return a function that trains one step."""
+    if way == "plain":
+        return partial(ReferenceTraining.of(model, nn.CrossEntropyLoss(), recipe).step, batch)
+    if way == "in-turn":
+        share_process(count_cores())  # all cores for the rank that computes
+        return partial(make_ranks_in_turn(recipe)[1], batch)
+    training = RankTraining(make_loopback_worlds(1)[0], recipe)
+    return partial(training.step, training.cut(batch))
+
+
+# Streamed tiles within a limit, against one process with the whole image and no limit.
+#
+# The tiles are those of a plan, whose ranks run one after another in one thread, as in a cluster of `"in_turn"` ranks,
+# with their activations in a file meanwhile. Late layers have many weights and few pixels: a last stage that is not cut
+# holds them once. Both train the same steps, one after the other.
+
+
+def make_ranks_in_turn(
+    recipe: Recipe, folder: str | Path | None = None
+) -> tuple[list[RankTraining], Callable[[Mapping[str, Tensor]], None]]:
+    """Return the trainings of a plan's ranks in this thread, and a function that trains a step on a whole batch.
+
+    What a rank holds while others compute is in a file in `folder`. Raises RankError if nothing can be stored.
+    """
+    from engines.program.rank_scheduler import RankScheduler  # greenlet is not installed on every machine
+
+    recipe = replace(recipe, plan=replace(recipe.plan, offload_activations=True))
+    scheduler = RankScheduler(recipe.plan.ranks)
+    trainings = [RankTraining(world, recipe) for world in scheduler.worlds]
+    for rank, training in enumerate(trainings):
+        training.offloader.store = OffloadStore(folder)
+        scheduler.register(rank, training.worker.offload)
+
+    def train_rank(training: RankTraining, batch: Mapping[str, Tensor]) -> None:
+        # Cut in the rank's turn, and held by no name here, so that each part is freed after its last use.
+        training.start(training.cut(batch))
+        while not training.worker.done:
+            training.advance()
+
+    return trainings, lambda batch: scheduler.run([partial(train_rank, each, batch) for each in trainings])
+
+
+def make_streaming_parser() -> ArgumentParser:
+    """Return the parser: the flags of a step, and the limit."""
+    flags = options.make_parser(
+        "Train an image tile after tile within a bound of memory, beside one process with it all."
+    )
+    flags.add_argument("--iterations", type=options.parse_positive, default=3)
+    flags.add_argument(
+        "--memory-mb", type=options.parse_positive, default=512, help="beyond what the process has before"
+    )
+    flags.add_argument("--folder", default=find_disk_folder(), help="where values lie while other tiles compute")
+    return flags
+
+
+def bench_streaming(arguments: Sequence[str]) -> dict[str, object]:
+    """Return one line of measurements. Raises PlanError, and RankError if the limit is too small.
+
+    `needs` is the plain training's peak divided by the limit, `time_ratio` the duration of a streamed step divided by
+    that of a plain step, and `grad_rel` the relative distance of the last gradients.
+    """
+    from safetensors.torch import load_file  # not installed on every machine, as greenlet
+
+    chosen = make_streaming_parser().parse_args(list(arguments))
+    options.make_plan(chosen)  # a fault of the plan is found before any training
+    with tempfile.TemporaryDirectory() as folder:
+        ways = {name: Path(folder, name) for name in ("streamed", "alone")}
+        # One process after another, each with all cores and with memory that no earlier work has enlarged.
+        lines = {
+            way: run_in_subprocess(f"{__name__}:{train_one_way.__name__}", [way, str(path), *arguments], count_cores())
+            for way, path in ways.items()
+        }
+        tensors = [load_file(path) for path in ways.values()]
+    # All gradients as one vector each, in one order of names.
+    ours, theirs = (torch.cat([each[name].double().flatten() for name in sorted(tensors[0])]) for each in tensors)
+    return {
+        "memory_bytes": chosen.memory_mb * _MIB,
+        "peak_bytes": lines["streamed"]["peak_bytes"],
+        "one_process_peak_bytes": lines["alone"]["peak_bytes"],
+        "needs": round(lines["alone"]["peak_bytes"] / (chosen.memory_mb * _MIB), 2),
+        "step_s": round(lines["streamed"]["step_s"], 6),
+        "one_process_step_s": round(lines["alone"]["step_s"], 6),
+        "time_ratio": round(lines["streamed"]["step_s"] / lines["alone"]["step_s"], 3),
+        "spread": round(max(line["spread"] for line in lines.values()), 3),
+        "stored_bytes": lines["streamed"]["stored_bytes"],
+        "grad_rel": float((ours - theirs).norm() / theirs.norm()),
+    }
+
+
+def train_one_way(arguments: Sequence[str]) -> None:
+    """Train `streamed`, tile by tile within the limit, or `alone`, the plain model on the whole image without one.
+
+    The way is the first argument, the file for the gradients the second; prints a line of JSON.
+    """
+    from safetensors.torch import save_file
+
+    way, path, *rest = arguments
+    chosen = make_streaming_parser().parse_args(rest)
+    model, recipe = options.make_recipe(chosen, options.make_plan(chosen).ranks)
+    whole = make_batches(recipe, chosen.seed, steps=1)[0]
+    share_process(count_cores())  # all cores for the rank that computes
+    host, stored = torch.device("cpu"), {}
+    if way == "alone":
+        process = ReferenceTraining.of(model, nn.CrossEntropyLoss(), recipe, recipe.draws)
+        peak, seconds = measure_steps(host, lambda: partial(process.step, whole), chosen.iterations + 1)
+        gradients = process.gradients
+    else:
+        keep_memory_tight(True, _KEPT_BYTES)
+        trainings, step = make_ranks_in_turn(recipe, chosen.folder)
+        try:
+            with limit_memory(trainings[0].device, chosen.memory_mb * _MIB):
+                peak, seconds = measure_steps(host, lambda: partial(step, whole), chosen.iterations + 1)
+        except RankError as error:
+            sys.exit(str(error))
+        except (RuntimeError, MemoryError) as error:
+            sys.exit(f"{chosen.memory_mb} MB are too little ({error}). Use more tiles, or more memory.")
+        stored["stored_bytes"] = sum(training.offloader.store.end_bytes for training in trainings)
+        gradients = dict(ChainMap(*(to_plain_names(each.copy_tensors()["gradients"]) for each in trainings)))
+    save_file({name: grad.contiguous() for name, grad in gradients.items()}, path)
+    median_s = statistics.median(seconds[1:])
+    spread = (max(seconds[1:]) - min(seconds[1:])) / median_s
+    print(json.dumps({"peak_bytes": peak, "step_s": median_s, "spread": spread, **stored}), flush=True)
