@@ -111,7 +111,7 @@ def test_where_memory_runs_out_that_is_told(monkeypatch, error, told):
     def takes(world, arguments):
         raise error
 
-    monkeypatch.setitem(command._COMMANDS, "verify", takes)
+    monkeypatch.setattr(command, "run_verify", takes)
     with pytest.raises(RankError, match=told):
         command._run_command("verify", OneOfMany(1), [])
 
@@ -120,7 +120,7 @@ def test_other_faults_keep_their_traceback(monkeypatch):
     def fails(world, arguments):
         raise RuntimeError("a fault of ours")
 
-    monkeypatch.setitem(command._COMMANDS, "verify", fails)
+    monkeypatch.setattr(command, "run_verify", fails)
     with pytest.raises(RuntimeError, match="a fault of ours"):
         command._run_command("verify", OneOfMany(1), [])
 

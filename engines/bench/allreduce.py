@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,7 @@ from engines.comm.nccl import connect_gloo
 if TYPE_CHECKING:  # mpi4py starts MPI when it is imported
     from engines.comm.mpi import MpiWorld
 
-__all__ = ["bench_allreduce", "list_sizes", "make_allreduce_parser"]
+__all__ = ["bench_allreduce", "list_sizes", "make_allreduce_parser", "run_bench_allreduce"]
 
 _WARMUP = 3
 _FLOAT_BYTES = 4
@@ -79,3 +79,9 @@ def bench_allreduce(world: MpiWorld, max_bytes: int, iterations: int) -> Iterato
                 "ratio_to_mpi": round(medians["raw_mpi_ms"] / medians["ours_ms"], 3),
                 "spread": compute_quartile_spread(slowest["ours_ms"]),
             }
+
+
+def run_bench_allreduce(world: MpiWorld, arguments: Sequence[str]) -> Iterator[dict[str, object]]:
+    """Run `bench allreduce`."""
+    chosen = make_allreduce_parser().parse_args(arguments)
+    return bench_allreduce(world, chosen.max_bytes, chosen.iterations)

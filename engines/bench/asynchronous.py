@@ -20,7 +20,7 @@ from engines.train.replica import Feed
 from engines.train.train_replicas import train_replicas
 from engines.train.training import Recipe, prepare
 
-__all__ = ["bench_asynchronous", "expand_modes", "make_crops_feed", "make_crops_recipe"]
+__all__ = ["bench_asynchronous", "expand_modes", "make_crops_feed", "make_crops_recipe", "run_bench_asynchronous"]
 
 _ALONE = Plan(split_size=1, spatial_size=0)
 
@@ -114,3 +114,11 @@ def parse_studies(chosen: argparse.Namespace, ranks: int) -> list[Asynchrony]:
     if ranks > (needed := max(study.count_ranks(plan) for study in studies)):
         raise PlanError(f"mode={chosen.mode} needs {needed} ranks, but there are {ranks}. Start {needed} ranks.")
     return studies
+
+
+def run_bench_asynchronous(world: World, arguments: Sequence[str]) -> list[dict[str, object]]:
+    """Run `bench asynchronous`."""
+    chosen = make_parser().parse_args(arguments)
+    studies = parse_studies(chosen, world.size)
+    _, recipe = options.make_recipe(chosen, options.make_plan(chosen).ranks, world)
+    return [study.line for study in bench_asynchronous(world, studies, recipe)]

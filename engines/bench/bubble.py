@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from engines.cli import options
 from engines.comm.world import World
 from engines.graph.model_graph import TensorSpec
 from engines.plan import Plan
@@ -21,9 +22,10 @@ from engines.program.compile import Compiler
 from engines.program.make_schedule import compute_plan_bubble
 from engines.program.timeline import Timeline
 from engines.program.worker import Worker
+from engines.spatial.layout import check_fits
 from engines.train.training import cut_inputs, prepare
 
-__all__ = ["bench_bubble"]
+__all__ = ["bench_bubble", "run_bench_bubble"]
 
 _PIXELS, _CHANNELS, _STEPS = 12, 3, 3
 
@@ -108,3 +110,16 @@ def bench_bubble(world: World, plan: Plan, stage_s: float) -> dict[str, object]:
         "spread": round(max(shares) - min(shares), 4),
         "against_layers": round((1 - measured) * depth, 3),
     }
+
+
+def run_bench_bubble(world: World, arguments: Sequence[str]) -> dict[str, object]:
+    """Run `bench bubble`."""
+    flags = options.make_parser("Measure how long ranks stand idle in a schedule of equal stages, beside the formula.")
+    flags.add_argument(
+        "--stage-seconds", type=options.parse_seconds, default=0.02, help="how long a stage takes forward"
+    )
+    flags.set_defaults(spatial_size=0)
+    chosen = flags.parse_args(arguments)
+    plan = options.make_plan(chosen)
+    check_fits(plan, world.size)
+    return bench_bubble(world, plan, chosen.stage_seconds)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -53,6 +53,7 @@ __all__ = [
     "make_halo_parser",
     "make_halo_runner",
     "make_pattern",
+    "run_bench_halo",
 ]
 
 
@@ -357,3 +358,10 @@ def _make_works(
         "forward.convolution_ms": prepare_conv_forward,
         "backward.convolution_ms": prepare_conv_backward,
     }
+
+
+def run_bench_halo(world: MpiWorld, arguments: Sequence[str]) -> dict[str, object]:
+    """Run `bench halo`."""
+    chosen = make_halo_parser().parse_args(arguments)
+    case = make_halo_case(chosen)
+    return bench_halo(world, case, chosen.warmup, chosen.iterations, chosen.with_compute, chosen.validate)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from engines.cli import options
 from engines.comm.device import (
     choose_device,
     has_own_memory,
@@ -40,6 +41,7 @@ __all__ = [
     "measure_host_peak_bytes",
     "measure_one_process",
     "measure_steps",
+    "run_bench_memory",
     "run_in_subprocess",
 ]
 
@@ -100,6 +102,14 @@ def bench_memory(world: World, recipe: Recipe, arguments: Sequence[str], seed: i
     }
 
 
+def run_bench_memory(world: World, arguments: Sequence[str]) -> dict[str, object]:
+    """Run `bench memory`."""
+    flags = options.make_parser("Measure the peak memory of a training step on each rank, and in one process.")
+    chosen = flags.parse_args(arguments)
+    _, recipe = options.make_recipe(chosen, world.size, world)
+    return bench_memory(world, recipe, arguments, chosen.seed)
+
+
 def _measure_rank(world: World, recipe: Recipe, seed: int) -> int:
     cut = RankTraining(world, recipe).cut(make_batches(recipe, seed, steps=1)[0])
     # Copies of this rank's parts: views would keep the whole batches alive, and count them as the rank's memory.
@@ -114,8 +124,6 @@ def _measure_rank(world: World, recipe: Recipe, seed: int) -> int:
 
 def measure_one_process(arguments: Sequence[str]) -> None:
     """Measure one process with the plain model; print its peak in bytes as JSON."""
-    from engines.cli import options
-
     chosen = options.make_parser("").parse_args(list(arguments))
     model, recipe = options.make_recipe(chosen, options.make_plan(chosen).ranks)
     batch = make_batches(recipe, chosen.seed, steps=1)[0]

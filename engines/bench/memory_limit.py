@@ -36,6 +36,7 @@ from engines.comm.device import (
     share_process,
 )
 from engines.comm.loopback import make_loopback_worlds
+from engines.comm.world import World
 from engines.errors import PlanError, RankError, TraceError
 from engines.program.offloader import OffloadStore, find_disk_folder
 from engines.train.oracle import ReferenceTraining, to_plain_names
@@ -104,11 +105,13 @@ def make_largest_parser() -> ArgumentParser:
     return flags
 
 
-def bench_largest(arguments: Sequence[str]) -> dict[str, object]:
+def bench_largest(world: World, arguments: Sequence[str]) -> dict[str, object]:
     """Return one line: images of side `largest_px` train, those of `next_px` fail, and why (None: it was not tried).
 
     The first size is that of `--image-size`. Raises PlanError if no size trains, or TraceError.
     """
+    if world.size > 1:
+        raise PlanError(f"The largest image is looked for by one process, but there are {world.size}. Start 1.")
     chosen = make_largest_parser().parse_args(list(arguments))
     # A set: `512x512` is square as well, and has one element.
     first, *others = set(options.parse_image_size(chosen.image_size))
@@ -251,7 +254,7 @@ def make_streaming_parser() -> ArgumentParser:
     return flags
 
 
-def bench_streaming(arguments: Sequence[str]) -> dict[str, object]:
+def bench_streaming(world: World, arguments: Sequence[str]) -> dict[str, object]:
     """Return one line of measurements. Raises PlanError, and RankError if the limit is too small.
 
     `needs` is the plain training's peak divided by the limit, `time_ratio` the duration of a streamed step divided by
@@ -259,6 +262,8 @@ def bench_streaming(arguments: Sequence[str]) -> dict[str, object]:
     """
     from safetensors.torch import load_file  # not installed on every machine, as greenlet
 
+    if world.size > 1:
+        raise PlanError(f"Tiles in turn are one process's work, but there are {world.size}. Start 1.")
     chosen = make_streaming_parser().parse_args(list(arguments))
     options.make_plan(chosen)  # a fault of the plan is found before any training
     with tempfile.TemporaryDirectory() as folder:

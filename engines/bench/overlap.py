@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from engines.bench.timing import time_interleaved
+from engines.cli import options
 from engines.comm.status_board import measure_wait
 from engines.comm.world import Message, Pending, World
 from engines.program.instructions import Exchange, SumGradients
@@ -19,7 +20,7 @@ from engines.program.program import Traffic, count_traffic
 from engines.train.training import RankTraining, Recipe
 from engines.train.verify import make_batches
 
-__all__ = ["ThrottledWorld", "bench_overlap"]
+__all__ = ["ThrottledWorld", "bench_overlap", "run_bench_overlap"]
 
 # A world with the message times of a slower link: ranks on one machine behave as if they were on several.
 
@@ -145,3 +146,15 @@ def bench_overlap(
     begun = [item for item in program.forward if isinstance(item, Exchange) and item.purpose == "halo" and item.begins]
     whole = sum(item.ends for item in begun)
     return {**line, "messages": sent.messages, "bytes": sent.bytes, "split": len(begun) - whole, "whole": whole}
+
+
+def run_bench_overlap(world: World, arguments: Sequence[str]) -> dict[str, object]:
+    """Run `bench overlap`."""
+    flags = options.make_parser(
+        "Measure how much of the gradients' sums over ranks, or of halos, hides behind computing.", 5
+    )
+    flags.add_argument("--link-mbit-per-s", type=options.parse_positive, help="as if each rank were behind such a link")
+    flags.add_argument("--halos", action="store_true", help="halos behind tiles' interiors, and not sums")
+    chosen = flags.parse_args(arguments)
+    _, recipe = options.make_recipe(chosen, world.size, world)
+    return bench_overlap(world, recipe, chosen.iterations, chosen.seed, chosen.link_mbit_per_s, chosen.halos)

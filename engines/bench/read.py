@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import time
+from collections.abc import Sequence
 from hashlib import sha256
 
 from engines.bench.memory import measure_host_peak_bytes
@@ -14,15 +14,15 @@ from engines.images.picture import Pixels, open_image
 from engines.images.picture_reader import ArrayPicture
 from engines.plan import Plan
 
-__all__ = ["bench_read", "make_read_parser"]
+__all__ = ["bench_read", "run_bench_read"]
 
 ALLOWED_BYTES = 64 << 20  # allowed beyond a rank's part of the picture: a reader's working memory
 Box = tuple[int, int, int, int]
 """First row, first column, height and width."""
 
 
-def make_read_parser() -> argparse.ArgumentParser:
-    """Return the parser of `bench read`."""
+def run_bench_read(world: World, arguments: Sequence[str]) -> dict[str, object]:
+    """Run `bench read`."""
     flags = options.make_bare_parser(
         "Read a picture on the ranks, each its own tile, and in one process; compare pixels and memory."
     )
@@ -30,7 +30,8 @@ def make_read_parser() -> argparse.ArgumentParser:
     flags.add_argument("--slice-method", default="square", help="square, vertical, horizontal, or a grid such as 2x3")
     flags.add_argument("--halo-px", type=int, default=0, help="pixels that each rank reads around its tile")
     flags.add_argument("--level", type=int, default=0, help="0 is the finest")
-    return flags
+    chosen = flags.parse_args(arguments)
+    return bench_read(world, chosen.image, chosen.slice_method, chosen.halo_px, chosen.level)
 
 
 def bench_read(world: World, path: str, method: str = "square", halo_px: int = 0, level: int = 0) -> dict[str, object]:

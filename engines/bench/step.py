@@ -6,7 +6,7 @@ import argparse
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -35,6 +35,10 @@ __all__ = [
     "make_throughput_parser",
     "make_throughput_recipe",
     "measure_arithmetic_share",
+    "run_bench_compiled",
+    "run_bench_overhead",
+    "run_bench_step",
+    "run_bench_throughput",
     "sum_by_phase",
 ]
 
@@ -129,6 +133,19 @@ def bench_step(
     return {**line, "phases": {name: round(spent[name] / total, 4) if total else 0.0 for name in PHASES}}
 
 
+def run_bench_step(world: World, arguments: Sequence[str]) -> dict[str, object]:
+    """Run `bench step`."""
+    flags = options.make_parser("Time training steps of a plan on the ranks, and of the plain model in one process.", 5)
+    flags.add_argument(
+        "--in-turns",
+        action="store_true",
+        help="give memory back after each step: ranks and process need not fit together",
+    )
+    chosen = flags.parse_args(arguments)
+    model, recipe = options.make_recipe(chosen, world.size, world)
+    return bench_step(world, recipe, model, chosen.iterations, chosen.seed, chosen.in_turns)
+
+
 def bench_compiled(world: World, recipe: Recipe, iterations: int, seed: int) -> dict[str, object]:
     """Return medians over interleaved steps in eager mode and with `compile_segments`; the same line on every rank.
 
@@ -152,6 +169,14 @@ def bench_compiled(world: World, recipe: Recipe, iterations: int, seed: int) -> 
     }
 
 
+def run_bench_compiled(world: World, arguments: Sequence[str]) -> dict[str, object]:
+    """Run `bench compiled`."""
+    flags = options.make_parser("Time training steps with segments as PyTorch runs them, and compiled.", 5)
+    chosen = flags.parse_args(arguments)
+    _, recipe = options.make_recipe(chosen, world.size, world)
+    return bench_compiled(world, recipe, chosen.iterations, chosen.seed)
+
+
 def bench_overhead(times: int) -> dict[str, object]:
     """Return the overhead of a program's instruction, with tiny segments on one rank, in microseconds of one thread.
 
@@ -163,6 +188,17 @@ def bench_overhead(times: int) -> dict[str, object]:
     found = [measure_overheads() for _ in range(times)]
     medians = {f"{name[:-2]}_us": round(1e6 * statistics.median(each[name] for each in found), 2) for name in found[0]}
     return {**medians, "spread": compute_spread([each["instruction_s"] for each in found])}
+
+
+def run_bench_overhead(world: World, arguments: Sequence[str]) -> Iterator[dict[str, object]]:
+    """Run `bench overhead`."""
+    flags = options.FlagParser(description="Measure what an instruction of a program costs beside its kernels.")
+    flags.add_argument("--iterations", type=options.parse_positive, default=7)
+    chosen = flags.parse_args(arguments)
+    # It needs one rank; the others wait, so that they do not take its cores.
+    if world.rank == 0:
+        yield bench_overhead(chosen.iterations)
+    world.barrier()
 
 
 # Images per second, in the format of common synthetic benchmarks.
@@ -229,3 +265,11 @@ def bench_throughput(
         "spread": round(around / mean, 4),
         "iterations": [round(speed, 4) for speed in each],
     }
+
+
+def run_bench_throughput(world: World, arguments: Sequence[str]) -> dict[str, object]:
+    """Run `bench throughput`."""
+    chosen = make_throughput_parser().parse_args(arguments)
+    recipe = make_throughput_recipe(chosen, world.size, world)
+    counts = chosen.warmup, chosen.num_iters, chosen.num_batches_per_iter
+    return bench_throughput(world, recipe, chosen.model, *counts, chosen.seed)

@@ -1,7 +1,6 @@
 """The commands, each run on every rank. Exit codes: 0: success; 1: it ran, with a wrong result; 2: invalid request.
 
-Commands that read images or files import their modules themselves: a machine that only checks its GPU needs nothing but
-torch and mpi4py.
+A command's module is imported when it runs: a machine that only checks its GPU needs nothing but torch and mpi4py.
 """
 
 from __future__ import annotations
@@ -10,56 +9,66 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from engines.bench.allreduce import bench_allreduce, make_allreduce_parser
-from engines.bench.bubble import bench_bubble
-from engines.bench.halo import bench_halo, make_halo_case, make_halo_parser
-from engines.bench.memory import bench_memory
-from engines.bench.overlap import bench_overlap
-from engines.bench.step import (
-    bench_compiled,
-    bench_overhead,
-    bench_step,
-    bench_throughput,
-    make_throughput_parser,
-    make_throughput_recipe,
-)
 from engines.cli import options
 from engines.comm.world import World
 from engines.errors import CheckpointError, ImageError, PlanError, RankError, ReleasedError, TraceError
 from engines.formatting import format_bytes
-from engines.spatial.layout import check_fits
 from engines.train.interrupts import StoppedError
 from engines.train.verify import verify
 
-__all__ = ["main"]
+if TYPE_CHECKING:
+    from engines.predict.published_replay import ReplayOutcome
+
+__all__ = ["format_outcomes", "main", "run_published", "run_table", "run_verify"]
+
+_COMMANDS = {
+    "train": "engines.cli.train_command:run_train",
+    "predict": "engines.inference.command:predict",
+    "verify": f"{__name__}:run_verify",
+    "bench step": "engines.bench.step:run_bench_step",
+    "bench memory": "engines.bench.memory:run_bench_memory",
+    "bench halo": "engines.bench.halo:run_bench_halo",
+    "bench bubble": "engines.bench.bubble:run_bench_bubble",
+    "bench overhead": "engines.bench.step:run_bench_overhead",
+    "bench overlap": "engines.bench.overlap:run_bench_overlap",
+    "bench compiled": "engines.bench.step:run_bench_compiled",
+    "bench streaming": "engines.bench.memory_limit:bench_streaming",
+    "bench largest": "engines.bench.memory_limit:bench_largest",
+    "bench throughput": "engines.bench.step:run_bench_throughput",
+    "bench allreduce": "engines.bench.allreduce:run_bench_allreduce",
+    "bench read": "engines.bench.read:run_bench_read",
+    "bench asynchronous": "engines.bench.asynchronous:run_bench_asynchronous",
+}
+"""MODULE:FUNCTION of a world and the flags, which returns the line to print, several, or None.
+
+`ok` or `valid` in a line says whether its result is right.
+"""
+
+_WITHOUT_RANKS = {
+    "table": f"{__name__}:run_table",
+    "published": f"{__name__}:run_published",
+    "gpu-check": "engines.bench.gpu_check:run_gpu_checks",
+}
+"""MODULE:FUNCTION of the flags, which returns the exit code."""
 
 # PyTorch's messages: on a CPU, memory that runs out has no exception type of its own.
 _NO_MEMORY = re.compile(r"can't allocate memory|not enough memory|out of memory|bad_alloc", re.IGNORECASE)
-
-Line = Mapping[str, object]
-Command = Callable[[World, Sequence[str]], Iterable[Line]]
-"""Runs on every rank, and returns the lines to print; `ok` or `valid` in a line says whether its result is right."""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run one command on this rank; rank 0 prints its lines as JSON, or a one-line error."""
     words = 2 if arguments[:1] == ["bench"] else 1
     name, rest = " ".join(arguments[:words]), arguments[words:]
-    if name in ("gpu-check", "table", "published"):  # these need no ranks
+    if name in _WITHOUT_RANKS:
         try:
-            if name == "gpu-check":
-                from engines.bench.gpu_check import run_gpu_checks
-
-                return run_gpu_checks(rest)
-            from engines.cli.data_commands import run_published, run_table
-
-            (run_table if name == "table" else run_published)(rest)
-            return 0
+            return int(_import_command(_WITHOUT_RANKS[name])(rest))
         except (PlanError, TraceError, ImageError) as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
             return 2
@@ -91,11 +100,11 @@ def _run_command(name: str, world: World, arguments: Sequence[str]) -> bool:
     Raises PlanError if the command is unknown, and RankError if memory runs out.
     """
     if name not in _COMMANDS:
-        commands = ", ".join([*_COMMANDS, "table", "published", "gpu-check"])
+        commands = ", ".join([*_COMMANDS, *_WITHOUT_RANKS])
         raise PlanError(f"Unknown command {name[:80]!r}. Commands: {commands}.")
     try:
-        right = True
-        for line in _COMMANDS[name](world, arguments):
+        right, found = True, _import_command(_COMMANDS[name])(world, arguments)
+        for line in [found] if isinstance(found, Mapping) else found or ():
             if world.rank == 0:
                 print(json.dumps(line), flush=True)
             right = right and bool(line.get("ok", line.get("valid", True)))
@@ -110,156 +119,94 @@ def _run_command(name: str, world: World, arguments: Sequence[str]) -> bool:
         ) from error
 
 
+def _import_command(path: str) -> Callable[..., Any]:
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)  # type: ignore[no-any-return]
+
+
 def _print_error(world: World, text: str) -> None:
     if world.rank == 0:
         print(" ".join(text.split()), file=sys.stderr, flush=True)
 
 
-def _train(world: World, arguments: Sequence[str]) -> Iterable[Line]:
-    from engines.cli.train_command import run_train
-
-    run_train(world, arguments)
-    return ()
-
-
-def _predict(world: World, arguments: Sequence[str]) -> Iterable[Line]:
-    from engines.inference.command import predict
-
-    return [predict(world, arguments)]
-
-
-def _verify(world: World, arguments: Sequence[str]) -> Iterable[Line]:
+def run_verify(world: World, arguments: Sequence[str]) -> Mapping[str, object]:
+    """Compare a plan on the ranks with one process, in float64 unless the flags name a precision."""
     flags = options.make_parser("Compare a plan on the ranks with the plain model in one process.")
     given = any(argument.split("=")[0] in ("--dtype", "--precision") for argument in arguments)
     chosen = flags.parse_args([*([] if given else ["--dtype", "float64"]), *arguments])
     model, recipe = options.make_recipe(chosen, world.size, world)
-    return [verify(world, recipe, model, nn.CrossEntropyLoss(), chosen.seed)]
+    return verify(world, recipe, model, nn.CrossEntropyLoss(), chosen.seed)
 
 
-def _bench_step(world: World, arguments: Sequence[str]) -> Iterable[Line]:
-    flags = options.make_parser("Time training steps of a plan on the ranks, and of the plain model in one process.", 5)
-    flags.add_argument(
-        "--in-turns",
-        action="store_true",
-        help="give memory back after each step: ranks and process need not fit together",
+# The commands `table` and `published`, which need no ranks.
+
+
+def run_table(arguments: Sequence[str]) -> int:
+    """Make a table of images from other tools' files, and print its number of images.
+
+    Raises ImageError or PlanError if the table cannot be made.
+    """
+    from engines.images.folder import write_boxes_table, write_masks_table
+
+    flags = options.FlagParser("table", description="Write a table of images that `train --app medical` takes.")
+    kinds = flags.add_subparsers(required=True, metavar="KIND", parser_class=options.FlagParser)
+    masks = kinds.add_parser("masks", help="pictures, and masks of the same names in another folder")
+    masks.add_argument("images", type=Path)
+    masks.add_argument("masks", type=Path)
+    masks.add_argument("table", type=Path, help="the .csv file to write")
+    masks.set_defaults(make=lambda chosen: write_masks_table(chosen.images, chosen.masks, chosen.table))
+    boxes = kinds.add_parser("boxes", help="crops around the boxes of a folder in Pascal VOC's format")
+    boxes.add_argument("folder", type=Path, help="with Annotations, ImageSets and JPEGImages in it")
+    boxes.add_argument("list", help="which images, such as train")
+    boxes.add_argument("table", type=Path, help="the .csv file to write")
+    boxes.add_argument("--crop-px", type=options.parse_positive, default=96, help="height and width of a crop")
+    boxes.add_argument("--most", type=options.parse_positive, help="boxes of one class that are taken of one image")
+    boxes.set_defaults(
+        make=lambda chosen: write_boxes_table(chosen.folder, chosen.list, chosen.table, chosen.crop_px, chosen.most)
     )
     chosen = flags.parse_args(arguments)
-    model, recipe = options.make_recipe(chosen, world.size, world)
-    return [bench_step(world, recipe, model, chosen.iterations, chosen.seed, chosen.in_turns)]
+    print(f"{chosen.table}: {chosen.make(chosen)} images")
+    return 0
 
 
-def _bench_overlap(world: World, arguments: Sequence[str]) -> Iterable[Line]:
-    flags = options.make_parser(
-        "Measure how much of the gradients' sums over ranks, or of halos, hides behind computing.", 5
+def run_published(arguments: Sequence[str]) -> int:
+    """Compare published results to the simulator's: print one line of JSON per row, and a table.
+
+    Raises PlanError or TraceError if a row cannot be simulated.
+    """
+    from engines.predict.published import PUBLISHED
+    from engines.predict.published_replay import PublishedReplay
+
+    flags = options.FlagParser(
+        "published", description="Simulate published results; machines and assumptions are data."
     )
-    flags.add_argument("--link-mbit-per-s", type=options.parse_positive, help="as if each rank were behind such a link")
-    flags.add_argument("--halos", action="store_true", help="halos behind tiles' interiors, and not sums")
-    chosen = flags.parse_args(arguments)
-    _, recipe = options.make_recipe(chosen, world.size, world)
-    return [bench_overlap(world, recipe, chosen.iterations, chosen.seed, chosen.link_mbit_per_s, chosen.halos)]
+    flags.add_argument("--only", nargs="*", default=[""], metavar="NAME", help="rows whose names begin so")
+    chosen = tuple(flags.parse_args(arguments).only)
+    rows = [row for row in PUBLISHED if row.name.startswith(chosen)]
+    if not rows:
+        raise PlanError(f"No row begins with {' or '.join(chosen)}. There are {', '.join(r.name for r in PUBLISHED)}.")
+    found, replay = [], PublishedReplay()
+    for row in rows:
+        found.append(replay.simulate_result(row))
+        print(json.dumps(found[-1].line), flush=True)
+    print(format_outcomes(found))
+    return 0
 
 
-def _bench_compiled(world: World, arguments: Sequence[str]) -> Iterable[Line]:
-    flags = options.make_parser("Time training steps with segments as PyTorch runs them, and compiled.", 5)
-    chosen = flags.parse_args(arguments)
-    _, recipe = options.make_recipe(chosen, world.size, world)
-    return [bench_compiled(world, recipe, chosen.iterations, chosen.seed)]
-
-
-def _bench_memory(world: World, arguments: Sequence[str]) -> Iterable[Line]:
-    flags = options.make_parser("Measure the peak memory of a training step on each rank, and in one process.")
-    chosen = flags.parse_args(arguments)
-    _, recipe = options.make_recipe(chosen, world.size, world)
-    return [bench_memory(world, recipe, arguments, chosen.seed)]
-
-
-def _bench_halo(world: World, arguments: Sequence[str]) -> Iterable[Line]:
-    chosen = make_halo_parser().parse_args(arguments)
-    case = make_halo_case(chosen)
-    return [bench_halo(world, case, chosen.warmup, chosen.iterations, chosen.with_compute, chosen.validate)]
-
-
-def _bench_bubble(world: World, arguments: Sequence[str]) -> Iterable[Line]:
-    flags = options.make_parser("Measure how long ranks stand idle in a schedule of equal stages, beside the formula.")
-    flags.add_argument(
-        "--stage-seconds", type=options.parse_seconds, default=0.02, help="how long a stage takes forward"
-    )
-    flags.set_defaults(spatial_size=0)
-    chosen = flags.parse_args(arguments)
-    plan = options.make_plan(chosen)
-    check_fits(plan, world.size)
-    return [bench_bubble(world, plan, chosen.stage_seconds)]
-
-
-def _bench_streaming(world: World, arguments: Sequence[str]) -> Iterable[Line]:
-    if world.size > 1:
-        raise PlanError(f"Tiles in turn are one process's work, but there are {world.size}. Start 1.")
-    from engines.bench.memory_limit import bench_streaming
-
-    return [bench_streaming(arguments)]
-
-
-def _bench_largest(world: World, arguments: Sequence[str]) -> Iterable[Line]:
-    if world.size > 1:
-        raise PlanError(f"The largest image is looked for by one process, but there are {world.size}. Start 1.")
-    from engines.bench.memory_limit import bench_largest
-
-    return [bench_largest(arguments)]
-
-
-def _bench_throughput(world: World, arguments: Sequence[str]) -> Iterable[Line]:
-    chosen = make_throughput_parser().parse_args(arguments)
-    recipe = make_throughput_recipe(chosen, world.size, world)
-    counts = chosen.warmup, chosen.num_iters, chosen.num_batches_per_iter
-    return [bench_throughput(world, recipe, chosen.model, *counts, chosen.seed)]
-
-
-def _bench_allreduce(world: World, arguments: Sequence[str]) -> Iterable[Line]:
-    chosen = make_allreduce_parser().parse_args(arguments)
-    return bench_allreduce(world, chosen.max_bytes, chosen.iterations)
-
-
-def _bench_overhead(world: World, arguments: Sequence[str]) -> Iterator[Line]:
-    flags = options.FlagParser(description="Measure what an instruction of a program costs beside its kernels.")
-    flags.add_argument("--iterations", type=options.parse_positive, default=7)
-    chosen = flags.parse_args(arguments)
-    # It needs one rank; the others wait, so that they do not take its cores.
-    if world.rank == 0:
-        yield bench_overhead(chosen.iterations)
-    world.barrier()
-
-
-def _bench_read(world: World, arguments: Sequence[str]) -> Iterable[Line]:
-    from engines.bench.read import bench_read, make_read_parser
-
-    chosen = make_read_parser().parse_args(arguments)
-    return [bench_read(world, chosen.image, chosen.slice_method, chosen.halo_px, chosen.level)]
-
-
-def _bench_asynchronous(world: World, arguments: Sequence[str]) -> Iterable[Line]:
-    from engines.bench import asynchronous
-
-    chosen = asynchronous.make_parser().parse_args(arguments)
-    studies = asynchronous.parse_studies(chosen, world.size)
-    _, recipe = options.make_recipe(chosen, options.make_plan(chosen).ranks, world)
-    return [study.line for study in asynchronous.bench_asynchronous(world, studies, recipe)]
-
-
-_COMMANDS: dict[str, Command] = {
-    "train": _train,
-    "predict": _predict,
-    "verify": _verify,
-    "bench step": _bench_step,
-    "bench memory": _bench_memory,
-    "bench halo": _bench_halo,
-    "bench bubble": _bench_bubble,
-    "bench overhead": _bench_overhead,
-    "bench overlap": _bench_overlap,
-    "bench compiled": _bench_compiled,
-    "bench streaming": _bench_streaming,
-    "bench largest": _bench_largest,
-    "bench throughput": _bench_throughput,
-    "bench allreduce": _bench_allreduce,
-    "bench read": _bench_read,
-    "bench asynchronous": _bench_asynchronous,
-}
+def format_outcomes(outcomes: Sequence[ReplayOutcome]) -> str:
+    """Format simulated and published values, and the range over each row's variants that fit the machine."""
+    lines = [f"{'row':24}{'published':>12}{'simulated':>12}{'ratio':>8}  {'range':20}{'peak GiB':>9}  unit"]
+    for each in outcomes:
+        fitting = [value for _, value, fits in each.varied if fits]
+        low, high = min([each.simulated, *fitting]), max([each.simulated, *fitting])
+        span = f"{low:.4g} to {high:.4g}" if fitting else ""
+        peak = f"{each.peak_bytes / 2**30:.1f}{'' if each.peak_bytes <= each.memory_bytes else '!'}"
+        lines.append(
+            f"{each.row.name:24}{each.row.published:12.5g}{each.simulated:12.5g}{each.ratio:8.2f}  {span:20}{peak:>9}"
+            f"  {each.row.measure}"
+        )
+        if each.row.why or not each.agrees:
+            lines.append(f"    {each.row.why or 'Why they disagree is not known.'}")
+        if each.peak_bytes > each.memory_bytes:
+            lines.append(f"    ! does not fit the {each.memory_bytes / 2**30:.0f} GiB of a rank")
+    return "\n".join(lines)

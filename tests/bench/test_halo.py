@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engines.bench import halo
 from engines.bench.halo import (
     HaloCase,
     is_valid_exchange,
@@ -114,7 +115,7 @@ def test_one_tile_has_no_halo():
 
 @pytest.mark.parametrize(("line", "right"), [({"valid": False}, False), ({"valid": True}, True), ({}, True)])
 def test_the_exit_code_follows_the_verdict(line: dict[str, object], right: bool, monkeypatch, capsys):
-    monkeypatch.setattr(command, "bench_halo", lambda *arguments: line)
+    monkeypatch.setattr(halo, "bench_halo", lambda *arguments: line)
     assert command._run_command("bench halo", SimpleNamespace(rank=0), ["--validate"]) is right
     assert json.loads(capsys.readouterr().out) == line
 

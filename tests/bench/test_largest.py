@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -55,4 +56,4 @@ def test_tiles_in_turn_train_larger_images(mpiexec):
 )
 def test_what_cannot_be_tried_is_said(flags: tuple[str, ...], said: str):
     with pytest.raises(PlanError, match=said.replace("(", r"\(")):
-        bench_largest([*CHAIN, "--step-px", "256", *STRIPS, *flags])
+        bench_largest(SimpleNamespace(size=1), [*CHAIN, "--step-px", "256", *STRIPS, *flags])

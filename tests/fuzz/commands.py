@@ -22,7 +22,7 @@ from unittest.mock import patch
 import numpy as np
 from PIL import Image
 
-from engines.bench import asynchronous, memory_limit
+from engines.bench import memory_limit
 from engines.cli import command
 from engines.errors import PlanError
 from mpi4dl_nb import __main__ as launcher
@@ -168,8 +168,8 @@ def _leave(code: int) -> NoReturn:
     raise Left(code)
 
 
-_WORK = ("verify", "bench_allreduce", "bench_bubble", "bench_compiled", "bench_halo", "bench_memory", "bench_overhead")
-_WORK = (*_WORK, "bench_overlap", "bench_step", "bench_throughput")
+_BENCHMARKS = {name: name for name in ("allreduce", "asynchronous", "bubble", "halo", "memory", "overlap", "step")}
+_BENCHMARKS |= dict.fromkeys(("compiled", "overhead", "throughput"), "step")  # the name, and the module that has it
 
 
 @contextmanager
@@ -178,16 +178,14 @@ def no_work(ranks: int) -> Iterator[None]:
     from engines.comm import mpi
 
     with ExitStack() as stack:
-        for owner, names in (
-            (command, _WORK), (asynchronous, ("bench_asynchronous",)),
-            (memory_limit, ("run_in_subprocess",)), (launcher, ("exec_launcher",)),
-        ):  # fmt: skip
-            for name in names:
-                stack.enter_context(patch.object(owner, name, _cut))
+        for owner, name in ((command, "verify"), (memory_limit, "run_in_subprocess"), (launcher, "exec_launcher")):
+            stack.enter_context(patch.object(owner, name, _cut))
+        for name, module in _BENCHMARKS.items():
+            stack.enter_context(patch(f"engines.bench.{module}.bench_{name}", _cut))
         stack.enter_context(patch("engines.cli.train_command.run", _cut))
         stack.enter_context(patch("engines.inference.command.TiledPredictor.run", _cut))
         stack.enter_context(patch("engines.bench.read.measure_host_peak_bytes", _cut))
-        stack.enter_context(patch("engines.cli.data_commands.PublishedReplay.simulate_result", _cut))
+        stack.enter_context(patch("engines.predict.published_replay.PublishedReplay.simulate_result", _cut))
         stack.enter_context(patch("engines.bench.gpu_check.launch", _cut))
         stack.enter_context(patch.object(mpi, "MpiWorld", partial(OneOfMany, ranks)))
         stack.enter_context(patch.object(os, "_exit", _leave))

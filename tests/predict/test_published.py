@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from engines.cli.data_commands import format_outcomes, run_published
+from engines.cli.command import format_outcomes, run_published
 from engines.errors import PlanError
 from engines.predict.machines import MACHINES
 from engines.predict.published import PUBLISHED
