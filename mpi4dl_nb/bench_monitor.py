@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import psutil
 import torch
 
-from engines.comm.cgroup_limits import count_cores
+from engines.comm.device import count_cores
 from engines.images.dataset import SyntheticImages
 from engines.models import resnet20_v1
 from engines.train.training_events import EpochResult, SkippedImage, StepResult

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from tqdm.auto import tqdm
 
-from engines.comm.cgroup_limits import count_cores
+from engines.comm.device import count_cores
 from engines.errors import PlanError, RankError
 from engines.images.regular_file import read_bounded
 from engines.predict.calibrate import Calibration

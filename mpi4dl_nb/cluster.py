@@ -11,8 +11,7 @@ from pathlib import Path
 from threading import RLock, get_ident
 from typing import Any, NoReturn
 
-from engines.comm.cgroup_limits import count_cores
-from engines.comm.device import compute_threads_per_rank
+from engines.comm.device import compute_threads_per_rank, count_cores
 from engines.comm.notebook_imports import pack
 from engines.comm.rank_server import recover, recover_and_reset
 from engines.errors import Mpi4dlError, PlanError, RankError

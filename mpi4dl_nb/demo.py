@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engines.comm.cgroup_limits import count_cores
+from engines.comm.device import count_cores
 from engines.images.picture import open_image
 from engines.images.stains import StainCrops, immunohistochemistry
 from engines.models import resnet110_v2

@@ -53,7 +53,7 @@ def make_allreduce_parser() -> argparse.ArgumentParser:
 
 def bench_allreduce(world: MpiWorld, max_bytes: int, iterations: int) -> Iterator[dict[str, object]]:
     """Yield one line for each size; the same lines on every rank."""
-    from engines.comm.raw_mpi import RawAllReduce
+    from engines.comm.mpi import RawAllReduce
 
     torch.set_num_threads(1)
     raw_mpi, group, cpu = RawAllReduce(world), range(world.size), torch.device("cpu")

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 
 from engines.bench.memory import STEPS, SubprocessExitError, measure_steps, run_in_subprocess
 from engines.cli import options
-from engines.comm.cgroup_limits import count_cores
 from engines.comm.device import (
     choose_device,
+    count_cores,
     has_own_memory,
     keep_memory_tight,
     limit_device_memory,

@@ -15,8 +15,7 @@ from torch.profiler import profile, supported_activities
 
 from engines.bench.timing import compute_spread, time_interleaved, time_rank_step
 from engines.cli import options
-from engines.comm.cgroup_limits import count_cores
-from engines.comm.device import has_own_memory, trim_memory
+from engines.comm.device import count_cores, has_own_memory, trim_memory
 from engines.comm.streams import wait_for_device
 from engines.comm.world import World
 from engines.predict.calibrate import measure_overheads

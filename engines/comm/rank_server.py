@@ -216,14 +216,14 @@ def _get_server() -> RankServer:
     # MPI_Finalize waits for all ranks, and those may wait for this one. The process exits without it, so that MPI
     # reports to the others that this rank has failed.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    atexit.register(_exit_at_once, os.getpid())
+    rank_pid = os.getpid()
+
+    def exit_at_once() -> None:
+        if os.getpid() == rank_pid:  # processes that the rank has forked exit as usual
+            os._exit(1)
+
+    atexit.register(exit_at_once)
     return host
-
-
-def _exit_at_once(rank_pid: int) -> None:
-    """Exit without MPI_Finalize; processes that the rank has forked exit as usual."""
-    if os.getpid() == rank_pid:
-        os._exit(1)
 
 
 def join() -> tuple[int, int, int]:
@@ -237,15 +237,15 @@ def run(common: bytes, own: bytes, followed: NotebookImports) -> bytes:
     host = _get_server()
     before = host.board.output.emitted if host.board.output else 0
     torch.set_grad_enabled(True)  # an interrupt on entry to or exit from `no_grad` can leave gradients disabled
-    signal.signal(signal.SIGINT, _stop_once)
+
+    def interrupt_once(number: int, frame: FrameType | None) -> NoReturn:
+        signal.signal(number, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt_once)
     try:
         return execute(host, common, own, followed)
     except KeyboardInterrupt as error:  # deferred by an MPI call, and raised while `execute` packed its failure
         return _abort_and_reply(host, error, before)
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # until the next call: an interrupt could lose the reply
-
-
-def _stop_once(number: int, frame: FrameType | None) -> NoReturn:
-    signal.signal(number, signal.SIG_IGN)
-    raise KeyboardInterrupt

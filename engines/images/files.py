@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 from weakref import WeakValueDictionary
 
-from engines.comm.cgroup_limits import get_memory_bytes
+from engines.comm.device import get_memory_bytes
 from engines.errors import ImageError, describe_working_folder, make_absolute
 from engines.formatting import format_bytes
 from engines.images.picture_reader import Level, Picture

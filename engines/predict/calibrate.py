@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engines.comm.cgroup_limits import count_cores, get_memory_bytes
-from engines.comm.device import count_local_ranks, use_threads
+from engines.comm.device import count_cores, count_local_ranks, get_memory_bytes, use_threads
 from engines.comm.loopback import make_loopback_worlds
 from engines.comm.world import Message, World
 from engines.graph.model_graph import Ref

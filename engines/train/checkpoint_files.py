@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 import shutil
 import zlib
@@ -119,10 +118,6 @@ def _make_type_check(*kinds: type) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, kinds)
 
 
-def _is_scale(value: Any) -> bool:
-    return value is None or (isinstance(value, float) and math.isfinite(value) and 0 < value <= _LARGEST_SCALE)
-
-
 _FIELDS: Mapping[str, Callable[[Any], bool]] = {
     "step": _make_integer_check(0, MOST_STEPS),
     "seed": _make_integer_check(-(1 << 63), (1 << 64) - 1),
@@ -132,7 +127,7 @@ _FIELDS: Mapping[str, Callable[[Any], bool]] = {
     "files": _make_type_check(dict),
     "optimiser": _make_type_check(dict, type(None)),
     "scheduler": _make_type_check(dict, type(None)),
-    "loss_scale": _is_scale,
+    "loss_scale": lambda value: value is None or (isinstance(value, float) and 0 < value <= _LARGEST_SCALE),
     "good_steps": _make_integer_check(0, MOST_STEPS),
 }
 

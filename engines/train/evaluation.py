@@ -52,11 +52,6 @@ PredictImages = Callable[[Sequence[int]], tuple[Mapping[int, str], Sequence[Pred
 """Predicts the images of a step: returns the bad images and, where they are evaluated, the results of all ranks."""
 
 
-def _cut_labels(inputs: State) -> dict[int, dict[str, Tensor]]:
-    """Keep a step's labels whole, and drop its images."""
-    return {0: {"labels": inputs["labels"]}}
-
-
 class RankEvaluation:
     """One rank of an evaluation: it predicts `images` with the training's current weights. Collective.
 
@@ -70,7 +65,9 @@ class RankEvaluation:
         self.specs = {**recipe.step_specs, "labels": labels}
         ignored = find_ignored_label(training.graph)
         # Rank 0 alone evaluates: it reads the labels whole, whatever part of them it has in training.
-        self.labels = None if world.rank else ShardReader(_cut_labels, images, self.specs, ignored)
+        self.labels = None
+        if world.rank == 0:
+            self.labels = ShardReader(lambda inputs: {0: {"labels": inputs["labels"]}}, images, self.specs, ignored)
 
     def begin(self) -> None:
         """Take over the training's current weights for the predictions."""

@@ -115,11 +115,26 @@ class RoundingCheck:
     @cached_property
     def mirrored(self) -> Mapping[Key, Tensor]:
         """Quantities after negating each gradient that is only rounding, so that its weight moves the other way."""
-        return (
-            _collect_quantities(self.run(self._reverse_noise, nullcontext(), lambda batch: batch), self.start)
-            if self.noise
-            else self.oracle
-        )
+        if not self.noise:
+            return self.oracle
+
+        def begin(process: ReferenceTraining) -> None:
+            steps = count(1)
+
+            def reverse_noise(*_: object) -> None:
+                # Called before each optimiser step, after the gradients of the whole step are complete.
+                step = next(steps)
+                for name, mask in self.noise.items():
+                    gradient = process.weights[name].grad
+                    if gradient is not None:
+                        gradient[mask] *= -1
+                        # An exact 0 has no opposite: it becomes the ranks' value in its place.
+                        gradient += self._strays["gradient", step, name].to(gradient)
+
+            if process.optimiser is not None:
+                process.optimiser.register_step_pre_hook(reverse_noise)
+
+        return _collect_quantities(self.run(begin, nullcontext(), lambda batch: batch), self.start)
 
     @cached_property
     def noise(self) -> dict[str, Tensor]:
@@ -293,22 +308,6 @@ class RoundingCheck:
     def _compute_floor(self, key: Key) -> float:
         """Return the rounding of all tensors of a kind in a step: the allowed error of one that is zero in theory."""
         return 500 * self.eps * self._sizes[key[:2]]
-
-    def _reverse_noise(self, process: ReferenceTraining) -> None:
-        steps = count(1)
-
-        def reverse_gradients(*_: object) -> None:
-            # Called before each optimiser step, after the gradients of the whole step are complete.
-            step = next(steps)
-            for name, mask in self.noise.items():
-                gradient = process.weights[name].grad
-                if gradient is not None:
-                    gradient[mask] *= -1
-                    # An exact 0 has no opposite: it becomes the ranks' value in its place.
-                    gradient += self._strays["gradient", step, name].to(gradient)
-
-        if process.optimiser is not None:
-            process.optimiser.register_step_pre_hook(reverse_gradients)
 
 
 def _compute_norm(tensor: Tensor) -> float:

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import torch
 
-from engines.comm.cgroup_limits import count_cores
+from engines.comm.device import count_cores
 from engines.errors import PlanError, RankError
 from engines.formatting import format_bytes, format_number
 from mpi4dl_nb.benchmarks.cases import BenchmarkCase, BenchmarkStudy
@@ -211,11 +211,11 @@ def _format_table(study: BenchmarkStudy, rows: Sequence[BenchmarkRow]) -> Iterat
     yield f"| | {' | '.join(study.columns.values())} |"
     yield f"|---|{'---:|' * len(study.columns)}"
     for row in rows:
-        yield f"| {row.name} | {' | '.join(_format_cell(row, column) for column in study.columns)} |"
-
-
-def _format_cell(row: BenchmarkRow, column: str) -> str:
-    value = row.get_number(column)
-    if column.endswith("bytes"):
-        return format_bytes(int(value))
-    return f"{value:.0%}" if column.endswith("spread") else format_number(value)
+        cells = [row.name]
+        for column in study.columns:
+            value = row.get_number(column)
+            if column.endswith("bytes"):
+                cells.append(format_bytes(int(value)))
+            else:
+                cells.append(f"{value:.0%}" if column.endswith("spread") else format_number(value))
+        yield f"| {' | '.join(cells)} |"

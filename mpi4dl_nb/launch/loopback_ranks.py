@@ -11,8 +11,7 @@ from threading import Thread
 from typing import Any
 
 from engines.comm import rank_server
-from engines.comm.cgroup_limits import count_cores
-from engines.comm.device import share_process
+from engines.comm.device import count_cores, share_process
 from engines.comm.loopback import make_loopback_worlds
 from engines.comm.notebook_imports import pack
 from engines.comm.output import LineBuffer, OutputLine, redirect_streams

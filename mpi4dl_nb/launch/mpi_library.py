@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from engines.comm.cgroup_limits import get_memory_bytes
-from engines.comm.device import compute_threads_per_rank
+from engines.comm.device import compute_threads_per_rank, get_memory_bytes
 from engines.errors import RankError
 from engines.formatting import format_bytes
 

@@ -16,7 +16,7 @@ from contextlib import suppress
 
 import psutil
 
-from engines.comm.cgroup_limits import count_cores
+from engines.comm.device import count_cores
 from engines.errors import RankError, is_deleted
 
 __all__ = [

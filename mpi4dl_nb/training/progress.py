@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Lock
 
-from engines.comm.cgroup_limits import count_cores
+from engines.comm.device import count_cores
 from engines.plan import Plan
 from engines.train.training import StepReport
 from engines.train.training_events import EpochResult, Recovered, SkippedImage, StepResult, TrainingEvent

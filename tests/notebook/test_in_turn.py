@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from engines.comm.cgroup_limits import count_cores
+from engines.comm.device import count_cores
 from engines.comm.world import Message
 from engines.errors import LossError, PlanError, RankError
 from engines.models import UNet, resnet20_v1
