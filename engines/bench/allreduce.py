@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engines.bench.timing import compute_quartile_spread, time_shuffled
+from engines.bench.measure import compute_quartile_spread, time_shuffled
 from engines.cli import options
 from engines.comm.all_reduce import AllReduceRequest
 from engines.comm.nccl import connect_gloo

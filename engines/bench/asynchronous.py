@@ -22,8 +22,6 @@ from engines.train.training import Recipe, prepare
 
 __all__ = ["bench_asynchronous", "expand_modes", "make_crops_feed", "make_crops_recipe", "run_bench_asynchronous"]
 
-_ALONE = Plan(split_size=1, spatial_size=0)
-
 
 def expand_modes(mode: str, **chosen: object) -> list[Asynchrony]:
     """Return the studies for one mode, or for `all`, each with the options that apply to its mode. Raises PlanError."""
@@ -36,22 +34,20 @@ def expand_modes(mode: str, **chosen: object) -> list[Asynchrony]:
     ]
 
 
-def make_crops_recipe(
-    size_px: int = 32, batch_size: int = 8, plan: Plan = _ALONE, learning_rate: float = 0.005
-) -> Recipe:
+def make_crops_recipe(size_px: int = 32, batch_size: int = 8) -> Recipe:
     """Return a recipe for ResNet-20 v1 that classifies which crops of a stained tissue are browner than most."""
     torch.manual_seed(0)
-    model, sgd = resnet20_v1(num_classes=2), partial(torch.optim.SGD, lr=learning_rate, momentum=0.9)
-    return prepare(model, plan, (batch_size, 3, size_px, size_px), optimiser=sgd)
+    model, sgd = resnet20_v1(num_classes=2), partial(torch.optim.SGD, lr=0.005, momentum=0.9)
+    return prepare(model, Plan(split_size=1, spatial_size=0), (batch_size, 3, size_px, size_px), optimiser=sgd)
 
 
-def make_crops_feed(recipe: Recipe, seed: int = 0, count: int = 512) -> Feed:
+def make_crops_feed(recipe: Recipe, count: int = 512) -> Feed:
     """Return a feed that cycles through batches of `count` crops of the tissue."""
     images = recipe.step_specs["images"]
     batch, _, height, width = images.shape
     if height != width:
         raise PlanError(f"The crops of this study are square, not {height} x {width} pixels. Use one --image-size.")
-    crops = StainCrops(immunohistochemistry(), height, max(count, batch), seed)
+    crops = StainCrops(immunohistochemistry(), height, max(count, batch))
     # Cut once: a study measures waiting and staleness, which reading images in each step would blur.
     found = list(crops.iterate_batches(batch))
     dtype = getattr(torch, images.dtype)

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from engines.bench.memory import run_in_subprocess
+from engines.bench.measure import run_in_subprocess
 from engines.cli import options
 from engines.comm.device import has_own_memory
 from engines.comm.streams import wait_for_device

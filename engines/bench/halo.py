@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from engines.bench.timing import compute_quartile_spread, time_shuffled
+from engines.bench.measure import compute_quartile_spread, time_shuffled
 from engines.cli import options
 from engines.cli.plan_options import parse_value
 from engines.comm.device import choose_device, choose_memory_format, choose_thread_count, use_threads

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engines.bench.memory import STEPS, SubprocessExitError, measure_steps, run_in_subprocess
+from engines.bench.measure import STEPS, SubprocessExitError, compute_spread, measure_steps, run_in_subprocess
 from engines.cli import options
 from engines.comm.device import (
     choose_device,
@@ -284,7 +284,7 @@ def bench_streaming(world: World, arguments: Sequence[str]) -> dict[str, object]
         "step_s": round(lines["streamed"]["step_s"], 6),
         "one_process_step_s": round(lines["alone"]["step_s"], 6),
         "time_ratio": round(lines["streamed"]["step_s"] / lines["alone"]["step_s"], 3),
-        "spread": round(max(line["spread"] for line in lines.values()), 3),
+        "spread": max(line["spread"] for line in lines.values()),
         "stored_bytes": lines["streamed"]["stored_bytes"],
         "grad_rel": float((ours - theirs).norm() / theirs.norm()),
     }
@@ -320,6 +320,5 @@ def train_one_way(arguments: Sequence[str]) -> None:
         stored["stored_bytes"] = sum(training.offloader.store.end_bytes for training in trainings)
         gradients = dict(ChainMap(*(to_plain_names(each.copy_tensors()["gradients"]) for each in trainings)))
     save_file({name: grad.contiguous() for name, grad in gradients.items()}, path)
-    median_s = statistics.median(seconds[1:])
-    spread = (max(seconds[1:]) - min(seconds[1:])) / median_s
-    print(json.dumps({"peak_bytes": peak, "step_s": median_s, "spread": spread, **stored}), flush=True)
+    found = {"peak_bytes": peak, "step_s": statistics.median(seconds[1:]), "spread": compute_spread(seconds[1:])}
+    print(json.dumps(found | stored), flush=True)

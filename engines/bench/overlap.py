@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engines.bench.timing import time_interleaved
+from engines.bench.measure import time_interleaved
 from engines.cli import options
 from engines.comm.status_board import measure_wait
 from engines.comm.world import Message, Pending, World

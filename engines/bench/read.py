@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from hashlib import sha256
 
-from engines.bench.memory import measure_host_peak_bytes
+from engines.bench.measure import measure_host_peak_bytes
 from engines.cli import options
 from engines.comm.world import World, run_on_all
 from engines.errors import PlanError

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.profiler import profile, supported_activities
 
-from engines.bench.timing import compute_spread, time_interleaved, time_rank_step
+from engines.bench.measure import compute_spread, time_interleaved, time_rank_step
 from engines.cli import options
 from engines.comm.device import count_cores, has_own_memory, trim_memory
 from engines.comm.streams import wait_for_device

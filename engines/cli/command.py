@@ -33,7 +33,7 @@ _COMMANDS = {
     "predict": "engines.inference.command:predict",
     "verify": f"{__name__}:run_verify",
     "bench step": "engines.bench.step:run_bench_step",
-    "bench memory": "engines.bench.memory:run_bench_memory",
+    "bench memory": "engines.bench.measure:run_bench_memory",
     "bench halo": "engines.bench.halo:run_bench_halo",
     "bench bubble": "engines.bench.bubble:run_bench_bubble",
     "bench overhead": "engines.bench.step:run_bench_overhead",

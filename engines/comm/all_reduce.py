@@ -150,6 +150,6 @@ class AllReduceRequest:
         yield from going_round
 
 
-def all_reduce(world: World, tensor: Tensor, group: Sequence[int], tag: int = 0) -> AllReduceRequest:
+def all_reduce(world: World, tensor: Tensor, group: Sequence[int]) -> AllReduceRequest:
     """Start an all-reduce of `tensor` (contiguous) over the ranks in `group`; collective, in the same order."""
-    return AllReduceRequest(world, tensor, group, tag).begin()
+    return AllReduceRequest(world, tensor, group).begin()

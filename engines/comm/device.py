@@ -1,4 +1,4 @@
-"""A rank's share of its machine: its cores and memory, and the only place that chooses a device, threads and memory format."""
+"""A rank's share of its machine: cores and memory; the only place that chooses devices, threads and memory formats."""
 
 from __future__ import annotations
 

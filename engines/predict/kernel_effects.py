@@ -191,7 +191,7 @@ def find_local_tensors(arguments: Any) -> tuple[LocalTensor, ...]:
     return tuple(leaf for leaf in tree_leaves(arguments) if isinstance(leaf, LocalTensor))
 
 
-# The bytes of live tensors while operators run. The kernel's figures for a process (`engines/bench/memory.py`) include
+# The bytes of live tensors while operators run. The kernel's figures for a process (`engines/bench/measure.py`) include
 # the allocator's gaps and all libraries, and do not exist for ranks that are threads.
 
 

@@ -168,8 +168,8 @@ def _leave(code: int) -> NoReturn:
     raise Left(code)
 
 
-_BENCHMARKS = {name: name for name in ("allreduce", "asynchronous", "bubble", "halo", "memory", "overlap", "step")}
-_BENCHMARKS |= dict.fromkeys(("compiled", "overhead", "throughput"), "step")  # the name, and the module that has it
+_BENCHMARKS = {name: name for name in ("allreduce", "asynchronous", "bubble", "halo", "overlap", "step")}
+_BENCHMARKS |= dict.fromkeys(("compiled", "overhead", "throughput"), "step") | {"memory": "measure"}  # name and module
 
 
 @contextmanager
