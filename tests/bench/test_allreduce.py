@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from engines.bench.allreduce import list_sizes, make_allreduce_parser
+from engines.bench.communication import list_sizes, make_allreduce_parser
 from engines.comm.nccl import connect_gloo
 from engines.errors import PlanError
 

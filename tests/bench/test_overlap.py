@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from engines.bench.overlap import ThrottledWorld, bench_overlap
+from engines.bench.communication import ThrottledWorld, bench_overlap
 from engines.comm.all_reduce import all_reduce
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.comm.world import Message

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engines.bench.overlap import ThrottledWorld
+from engines.bench.communication import ThrottledWorld
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.models import UNet
 from engines.plan import Plan
