@@ -54,12 +54,6 @@ def format_percent(share: float) -> str:
     return "under 1%" if 0 < share < 0.005 else f"{share:.0%}"
 
 
-# A table of facts in HTML for display in notebooks: plain text, legible in light and dark themes.
-
-
-_LEFT = 'style="text-align: left"'
-
-
 def format_names(names: Sequence[str]) -> str:
     """Format the first three names, and the number of the others.
 
@@ -68,6 +62,11 @@ def format_names(names: Sequence[str]) -> str:
     """
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
+
+
+# A table of facts in HTML for display in notebooks: plain text, legible in light and dark themes.
+
+_LEFT = 'style="text-align: left"'
 
 
 def format_html_table(caption: str, facts: Mapping[str, object]) -> str:

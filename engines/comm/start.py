@@ -13,7 +13,7 @@ import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["SAFE", "make_command", "order_search_path"]
+__all__ = ["SAFE", "main", "make_command", "order_search_path"]
 
 SAFE = "PYTHONSAFEPATH"
 """If this variable is set, Python does not search the working folder. The processes that a rank starts inherit it."""
@@ -51,7 +51,8 @@ def _is_standard(path: str) -> bool:
     return Path(path) in folders or Path(path).name == f"python{sys.version_info[0]}{sys.version_info[1]}.zip"
 
 
-def _main(module: str, *arguments: str) -> None:
+def main(module: str, *arguments: str) -> None:
+    """Run a module as the main program."""
     # The folders of PYTHONPATH, which Python has put first, stay before the working folder. This package's folder comes
     # before the installed packages, so that ranks use the notebook's copy and no other.
     told = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]  # noqa: PTH100
@@ -62,4 +63,4 @@ def _main(module: str, *arguments: str) -> None:
 
 
 if __name__ == "__main__":
-    _main(*sys.argv[1:])
+    main(*sys.argv[1:])
