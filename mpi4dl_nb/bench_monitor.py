@@ -71,7 +71,14 @@ class StepTimer:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the measurement and print one line of JSON as the last one."""
-    chosen = _parse_options(arguments)
+    flags = argparse.ArgumentParser(description="How fast a training is with a monitor, compared to without.")
+    flags.add_argument("--pairs", type=int, default=7)
+    flags.add_argument("--steps", type=int, default=100)
+    flags.add_argument("--tiles", type=int, default=2)
+    flags.add_argument("--batch-size", type=int, default=2)
+    flags.add_argument("--size", type=int, default=64, help="height and width of the images, in pixels")
+    flags.add_argument("--backend", choices=["mpi", "loopback"], default="mpi")
+    chosen = flags.parse_args(arguments)
     plan = Plan(split_size=2, spatial_size=1, num_spatial_parts=chosen.tiles, slice_method="vertical")
     size = (chosen.size, chosen.size)
     torch.manual_seed(0)
@@ -105,17 +112,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "load": round(os.getloadavg()[0], 1),
     }
     print(json.dumps(line), flush=True)
-
-
-def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    flags = argparse.ArgumentParser(description="How fast a training is with a monitor, compared to without.")
-    flags.add_argument("--pairs", type=int, default=7)
-    flags.add_argument("--steps", type=int, default=100)
-    flags.add_argument("--tiles", type=int, default=2)
-    flags.add_argument("--batch-size", type=int, default=2)
-    flags.add_argument("--size", type=int, default=64, help="height and width of the images, in pixels")
-    flags.add_argument("--backend", choices=["mpi", "loopback"], default="mpi")
-    return flags.parse_args(arguments)
 
 
 if __name__ == "__main__":

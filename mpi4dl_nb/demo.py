@@ -32,7 +32,13 @@ Batch = tuple[Tensor, Tensor]
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train, verify and draw; the last line printed is JSON."""
-    chosen = _parse_options(arguments)
+    flags = argparse.ArgumentParser(description="Train ResNet-110 v2 on tiles of a stained tissue.")
+    flags.add_argument("--epochs", type=int, default=3)
+    flags.add_argument("--batch-size", type=int, default=2)
+    flags.add_argument("--crop-px", type=int, default=96)
+    flags.add_argument("--backend", choices=["mpi", "loopback"], default="mpi")
+    flags.add_argument("--figures", default="build/demo", help="folder for the pictures")
+    chosen = flags.parse_args(arguments)
     picture = open_image(immunohistochemistry())
     batches = list(StainCrops(picture, chosen.crop_px, count=8, seed=0).iterate_batches(chosen.batch_size))
     torch.manual_seed(0)
@@ -43,7 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         shape = tuple(batches[0][0].shape)
         training = Training(model, PLAN, cluster, shape, optimiser=adam)
         history = training.fit(batches, epochs=chosen.epochs)
-        for number, loss in enumerate(_average_by_epoch(history.losses, len(batches)), start=1):
+        starts = range(0, len(history.losses), len(batches))  # of the epochs, whose losses are averaged
+        losses = [statistics.fmean(history.losses[start : start + len(batches)]) for start in starts]
+        for number, loss in enumerate(losses, start=1):
             print(f"epoch {number}: loss {loss:.4f}", flush=True)
         ours, theirs = _measure_rates(training, batches)
         print("Comparing three steps in float64 with one process ...", flush=True)
@@ -53,7 +61,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         figures = [folder / "slicing.png", folder / "timeline.png"]
         show_slicing(picture, PLAN, training.model).savefig(figures[0])
         show_timeline(training.timeline(), PLAN).savefig(figures[1])
-    losses = _average_by_epoch(history.losses, len(batches))
     line = {
         "ranks": PLAN.ranks,
         "images_per_s": round(ours, 4),
@@ -64,21 +71,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "figures": [str(path) for path in figures],
     }
     print(json.dumps(line), flush=True)
-
-
-def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    flags = argparse.ArgumentParser(description="Train ResNet-110 v2 on tiles of a stained tissue.")
-    flags.add_argument("--epochs", type=int, default=3)
-    flags.add_argument("--batch-size", type=int, default=2)
-    flags.add_argument("--crop-px", type=int, default=96)
-    flags.add_argument("--backend", choices=["mpi", "loopback"], default="mpi")
-    flags.add_argument("--figures", default="build/demo", help="folder for the pictures")
-    return flags.parse_args(arguments)
-
-
-def _average_by_epoch(losses: Sequence[float], steps: int) -> list[float]:
-    """Return the mean loss of each epoch."""
-    return [statistics.fmean(losses[start : start + steps]) for start in range(0, len(losses), steps)]
 
 
 def _measure_rates(training: Training, batches: Sequence[Batch], rounds: int = 2) -> tuple[float, float]:

@@ -99,7 +99,20 @@ class Augmented(Subset):
         numbers = _sample_numbers(draw)
         pose = self._make_transform(index, numbers)
         pixels = pose(super().part(index, pose.find_source_tile(tile), draw))
-        return pixels if numbers is None else self._jitter_colours(pixels, numbers[5:])
+        if numbers is None:
+            return pixels
+        # The colours: each result depends only on its own pixel, so that tiles agree.
+        moved = [2 * number - 1 for number in numbers[5:]]
+        if "stain" in self.kinds:
+            # Stains are tabulated for bytes. The inverse of `to_network_input` is exact after rounding.
+            image = pixels.add(1).mul(127.5).round().byte().numpy()
+            factors, added = [1 + self.stain * by for by in moved[:3]], [self.stain * by for by in moved[3:6]]
+            pixels = to_network_input(restain(image, factors, added).transpose(1, 2, 0))
+        if "contrast" in self.kinds:
+            pixels = pixels.mul(1 + self.light * moved[6])
+        if "brightness" in self.kinds:
+            pixels = pixels.add(self.light * moved[7])
+        return pixels.clamp(-1, 1)
 
     def mask(self, index: int, tile: Tile, draw: int | None = None) -> Tensor:
         pose = self._make_transform(index, _sample_numbers(draw))
@@ -131,20 +144,6 @@ class Augmented(Subset):
         taken = size[::-1] if transposed else size
         corner = [int(number * (there - here + 1)) for number, there, here in zip(numbers, whole, taken, strict=False)]
         return _GeometricTransform(size, (corner[0], corner[1]), transposed, (mirrored, other))
-
-    def _jitter_colours(self, pixels: Tensor, numbers: Sequence[float]) -> Tensor:
-        """Change the colours of (3, h, w) pixels; each result depends only on its own pixel, so tiles agree."""
-        moved = [2 * number - 1 for number in numbers]
-        if "stain" in self.kinds:
-            # Stains are tabulated for bytes. The inverse of `to_network_input` is exact after rounding.
-            image = pixels.add(1).mul(127.5).round().byte().numpy()
-            factors, added = [1 + self.stain * by for by in moved[:3]], [self.stain * by for by in moved[3:6]]
-            pixels = to_network_input(restain(image, factors, added).transpose(1, 2, 0))
-        if "contrast" in self.kinds:
-            pixels = pixels.mul(1 + self.light * moved[6])
-        if "brightness" in self.kinds:
-            pixels = pixels.add(self.light * moved[7])
-        return pixels.clamp(-1, 1)
 
 
 def _sample_numbers(draw: int | None) -> list[float] | None:

@@ -144,12 +144,16 @@ def write_boxes_table(folder: Path, chosen: str, table: Path, crop_px: int = 96,
         )
     rows = []
     for name in names:
-        seen: Counter[str] = Counter()
-        for label, row, col in _read_boxes(folder / "Annotations" / f"{name}.xml", folder):
-            seen[label] += 1
-            if most is None or seen[label] <= most:
-                region = f"{row - crop_px // 2} {col - crop_px // 2} {crop_px} {crop_px}"
-                rows.append((files[name], label, region, name))
+        path, seen = folder / "Annotations" / f"{name}.xml", Counter[str]()
+        with translate_errors(path):
+            for box in parse_xml(_read(path, folder, XML_BYTES)).findall("object"):
+                label, (row, col) = box.findtext("name", "").strip(), (_compute_middle(box, axis) for axis in "yx")
+                if not label:
+                    raise ValueError("an object has no name")
+                seen[label] += 1
+                if most is None or seen[label] <= most:
+                    region = f"{row - crop_px // 2} {col - crop_px // 2} {crop_px} {crop_px}"
+                    rows.append((files[name], label, region, name))
     return write_table(table, rows, ("path", "label", "region", "slide"))
 
 
@@ -164,19 +168,6 @@ def _read(path: Path, folder: Path, most_bytes: int) -> bytes:
     if path.is_file() and not is_within(path, folder):
         raise ImageError(f"{path} is a link that leads out of {folder}. Copy the folder whole.")
     return read_bounded(path, most_bytes)
-
-
-def _read_boxes(path: Path, folder: Path) -> list[tuple[str, int, int]]:
-    """Return the class of each box, and the row and column of its centre."""
-    with translate_errors(path):
-        found = parse_xml(_read(path, folder, XML_BYTES)).findall("object")
-        boxes = [
-            (each.findtext("name", "").strip(), _compute_middle(each, "y"), _compute_middle(each, "x"))
-            for each in found
-        ]
-        if not all(label for label, _, _ in boxes):
-            raise ValueError("an object has no name")
-    return boxes
 
 
 def _compute_middle(box: Element, axis: str) -> int:

@@ -6,13 +6,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from engines.comm.output import LineBuffer
 from engines.comm.status_board import get_status_board
 from engines.comm.world import World, all_gather_or_raise, make_released_error
 from engines.errors import ImageError, PlanError
@@ -115,9 +113,13 @@ class RankLoader:
         self._next = self.place
         self.bad: list[str] = []  # for each skipped image, its name and the reason
         self._reading: dict[ReadRequest, Future[Tensor]] = {}
-        workers = self.feeding.workers
-        begin = partial(_begin_worker, get_status_board().output)
-        self._pool = ThreadPoolExecutor(workers, "feed", begin) if workers else None
+        workers, output = self.feeding.workers, get_status_board().output
+
+        def begin_worker() -> None:
+            torch.set_num_threads(1)  # otherwise each worker would start as many threads as the training
+            get_status_board().output = output  # that of the worker's rank
+
+        self._pool = ThreadPoolExecutor(workers, "feed", begin_worker) if workers else None
         if (total := len(own.images)) < count:
             raise ImageError(f"There are {total} images, but a step takes {count}. Use smaller batches, or add images.")
 
@@ -251,12 +253,6 @@ class RankLoader:
 
     def __exit__(self, *failure: object) -> None:
         self.close()
-
-
-def _begin_worker(output: LineBuffer | None) -> None:
-    """Initialise a worker thread; its output is that of its rank."""
-    torch.set_num_threads(1)  # otherwise each worker would start as many threads as the training
-    get_status_board().output = output
 
 
 def describe_read_error(name: str, error: Exception, odd: bool = False) -> str:

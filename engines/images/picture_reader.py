@@ -212,7 +212,12 @@ def make_thumbnail(
     y0, x0, rows, cols = box or (0, 0, *picture.shape(level))
     scale = min(1.0, longest_px / max(rows, cols))
     size = max(1, round(rows * scale)), max(1, round(cols * scale))
-    source = _choose_level(picture, (rows, cols), level, size)
+    source = level  # then the coarsest level on which the rectangle has at least `size` pixels
+    for number, other in enumerate(picture.levels):
+        ratios = [there / here for there, here in zip(other.shape, picture.shape(level), strict=True)]
+        fits = all(side * ratio >= px for side, ratio, px in zip((rows, cols), ratios, size, strict=True))
+        if fits and other.downsample > picture.levels[source].downsample:
+            source = number
     ratios = [there / here for there, here in zip(picture.shape(source), picture.shape(level), strict=True)]
     top, left, bottom, right = (
         side * ratio for side, ratio in zip((y0, x0, y0 + rows, x0 + cols), ratios * 2, strict=True)
@@ -228,17 +233,6 @@ def make_thumbnail(
     if sides[0] * sides[1] > MOST_PX or touched * segment.cost_px > MOST_DECODED_PX:
         return _shrink_by_sampling(picture, (top, left, bottom, right), source, size)
     return _shrink_in_bands(picture, (top, left, bottom, right), source, size)
-
-
-def _choose_level(picture: Picture, sides: tuple[int, int], level: int, size: tuple[int, int]) -> int:
-    """Return the coarsest level on which the rectangle has at least `size` pixels."""
-    fits = level
-    for number, other in enumerate(picture.levels):
-        ratios = [there / here for there, here in zip(other.shape, picture.shape(level), strict=True)]
-        wide = all(side * ratio >= px for side, ratio, px in zip(sides, ratios, size, strict=True))
-        if wide and other.downsample > picture.levels[fits].downsample:
-            fits = number
-    return fits
 
 
 def _shrink_in_bands(picture: Picture, edges: tuple[float, ...], level: int, size: tuple[int, int]) -> Pixels:

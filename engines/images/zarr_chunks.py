@@ -6,7 +6,7 @@ import math
 import os
 import stat
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -48,21 +48,19 @@ def _flatten_codec_names(codecs: Iterable[object]) -> Iterator[str]:
         yield from _flatten_codec_names((fields.get("configuration") or {}).get("codecs") or ())
 
 
-def _estimate_unpacked_bytes(codec: str | None, size: int, read: Callable[[int, int], bytes], most: int) -> int:
-    """Estimate how many bytes a chunk of `size` bytes unpacks to, well enough to tell if that exceeds `most`.
-
-    `read(offset, count)` returns bytes of the chunk.
-    """
+def _estimate_unpacked_bytes(codec: str | None, stored: BinaryIO, start: int, size: int, most: int) -> int:
+    """Estimate how many bytes a chunk of `size` bytes unpacks to, well enough to tell if that exceeds `most`."""
     if codec is None:
         return size
-    head = read(0, 18)
+    stored.seek(start)
+    head = stored.read(min(18, size))
     if codec == "zstd":
         told = _read_zstd_size(head)
         if told is not None:
             return told
         # A frame written as a stream does not say its size: unpack it into a buffer of `most` bytes.
         try:
-            return len(imagecodecs.zstd_decode(read(0, size), out=most))
+            return len(imagecodecs.zstd_decode(head + stored.read(size - len(head)), out=most))
         except imagecodecs.ZstdError as error:
             return most + 1 if "too small" in str(error) else 0  # the reader raises other errors itself
     if codec == "blosc":
@@ -72,7 +70,7 @@ def _estimate_unpacked_bytes(codec: str | None, size: int, read: Callable[[int, 
     # Deflate data do not say their size. Small ones cannot unpack to much, which saves unpacking every chunk twice.
     if size * _DEFLATED <= max(most, _LARGE_BYTES):
         return 0
-    return _measure_inflated(read(0, size), most)
+    return _measure_inflated(head + stored.read(size - len(head)), most)
 
 
 def _read_zstd_size(head: bytes) -> int | None:
@@ -195,7 +193,8 @@ def check_stored(path: Path, array: Any, wanted: Wanted) -> bool:
     #     packed                        its unpacked size is estimated, and compared with its pixels
     found, root = False, array.store_path.store.root
     sides = array.shards or array.chunks
-    most = math.prod(sides) * array.dtype.itemsize
+    most, most_unpacked = (math.prod(part) * array.dtype.itemsize for part in (sides, array.chunks))
+    packer = next((name for name in _list_codec_names(array) if name in _PACKERS), None)
     for place in product(*map(_find_chunks, wanted, array.shape, sides)):
         file = Path(root, array.store_path.path, array.metadata.encode_chunk_key(place))
         if not os.path.lexists(file):  # a blank chunk
@@ -206,22 +205,11 @@ def check_stored(path: Path, array: Any, wanted: Wanted) -> bool:
             raise _make_bomb_error(path, file, size - _SLACK_BYTES, most)
         with open_regular(file) as stored:
             for start, length in _locate_chunks(path, array, file, stored, size, place, wanted):
-                _check_unpacked(path, array, file, stored, start, length)
+                unpacked = _estimate_unpacked_bytes(packer, stored, start, length, most_unpacked)
+                holds = max(length - _SLACK_BYTES, unpacked)
+                if holds > most_unpacked + (0 if packer else _SLACK_BYTES):
+                    raise _make_bomb_error(path, file, holds, most_unpacked)
     return found
-
-
-def _check_unpacked(path: Path, array: Any, file: Path, stored: BinaryIO, start: int, length: int) -> None:
-    """Check the unpacked size of one chunk, which may be a part of a file."""
-    most = math.prod(array.chunks) * array.dtype.itemsize
-
-    def read(offset: int, count: int) -> bytes:
-        stored.seek(start + offset)
-        return stored.read(min(count, length - offset))
-
-    packer = next((name for name in _list_codec_names(array) if name in _PACKERS), None)
-    holds = max(length - _SLACK_BYTES, _estimate_unpacked_bytes(packer, length, read, most))
-    if holds > most + (0 if packer else _SLACK_BYTES):
-        raise _make_bomb_error(path, file, holds, most)
 
 
 def _make_bomb_error(path: Path, file: Path, holds: int, most: int) -> ImageError:

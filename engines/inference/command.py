@@ -6,7 +6,6 @@ import argparse
 import os
 import re
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from engines.comm.world import World, run_on_all
 from engines.errors import CheckpointError, ImageError, PlanError
 from engines.images.picture import open_image
 from engines.inference.pyramid_sink import make_pyramid
-from engines.inference.rank_predictor import PaddedRegion, make_padded_region, prepare_region
+from engines.inference.rank_predictor import make_padded_region, prepare_region
 from engines.inference.tile_stitcher import KINDS, Shape, TileSink
 from engines.inference.tiled_predictor import PredictionRequest, TiledPrediction, TiledPredictor
 from engines.plan import PRECISIONS
@@ -102,19 +101,18 @@ def predict(world: World, arguments: Sequence[str]) -> dict[str, object]:
     region = run_on_all(world, lambda: make_padded_region(open_image(chosen.image), box, chosen.level))
     recipe, region = prepare_region(model, region, chosen.precision, chosen.device)
     ask = PredictionRequest(region, chosen.kind, chosen.memory_mb * 10**6, chosen.tile_px)
-    sweep = TiledPredictor(world, recipe, ask, partial(_make_sink, chosen.to, region, chosen.kind))
+
+    def make_sink(shape: Shape, dtype: np.dtype[Any]) -> TileSink:
+        if chosen.to is None:
+            raise ImageError(
+                f"The model answers for each of {shape[0]} x {shape[1]} px. Say which file that is to go to, "
+                "such as --to prediction.tif."
+            )
+        return make_pyramid(Path(chosen.to), region, chosen.kind, shape, dtype)
+
+    sweep = TiledPredictor(world, recipe, ask, make_sink)
     with tqdm(total=sweep.rounds, unit="round", disable=world.rank > 0 or not os.isatty(2)) as bar:
         return make_line(sweep.run(bar.update), ask)
-
-
-def _make_sink(path: str | None, region: PaddedRegion, kind: str, shape: Shape, dtype: np.dtype[Any]) -> TileSink:
-    """Return the file sink of a prediction for each pixel. Raises ImageError if no file is named."""
-    if path is None:
-        raise ImageError(
-            f"The model answers for each of {shape[0]} x {shape[1]} px. Say which file that is to go to, "
-            "such as --to prediction.tif."
-        )
-    return make_pyramid(Path(path), region, kind, shape, dtype)
 
 
 def make_line(swept: TiledPrediction, ask: PredictionRequest) -> dict[str, object]:

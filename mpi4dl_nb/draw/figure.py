@@ -11,6 +11,7 @@ from itertools import groupby
 from typing import Any
 
 from matplotlib.axes import Axes
+from matplotlib.axes._secondary_axes import SecondaryAxis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, PathPatch
@@ -36,6 +37,7 @@ __all__ = [
     "format_size",
     "get_row_layout",
     "write_first_fit",
+    "write_row_ends",
 ]
 
 ORANGE, BLUE, INK = "#d95f02", "#0057b8", "#1a1a1a"  # legible on pink and brown tissue, and for the colour-blind
@@ -188,6 +190,12 @@ def draw_row_frame(axes: Axes, length: float, unit: str, left: Sequence[str], ri
     axes.set_yticks(places, left, fontsize=9)
     for place in places[1:]:
         axes.axhline(place - 0.5, color="#bbbbbb", linewidth=0.8)
+    write_row_ends(axes, right)
+
+
+def write_row_ends(axes: Axes, texts: Sequence[str]) -> SecondaryAxis:
+    """Write a text on the right of each row, and return the axis that they belong to."""
     opposite = axes.secondary_yaxis("right")  # unlike text beside the axes, it gets its room from the layout
-    opposite.set_yticks(places, right, fontsize=9)
+    opposite.set_yticks(range(len(texts)), texts, fontsize=9)
     opposite.tick_params(length=0)
+    return opposite

@@ -14,7 +14,6 @@ from engines.plan import Plan
 from engines.program.timeline import Timeline, TimeShares
 from engines.spatial.layout import Layout
 from engines.train.interrupts import StoppedError
-from engines.train.training_events import EpochResult
 from mpi4dl_nb.draw.figure import BLUE, INK, ORANGE, BarStyle, Drawing, draw_legend, draw_stacks
 from mpi4dl_nb.training.fit_run import History
 from mpi4dl_nb.training.progress import Progress
@@ -75,7 +74,17 @@ def show_progress(progress: Progress) -> Drawing:
     # The figure is drawn less often than the numbers above it, so that it says of which step it is.
     step = f"after step {len(progress.losses)}" if progress.losses else ""
     figure.text(0.99, 0.02, step, ha="right", va="bottom", fontsize=9, color=INK)
-    figure.alt = _format_alt(progress, names, used, held)
+    of = f" of {progress.total}" if progress.total is not None else ""
+    told = [f"A training, {progress.state}: {len(progress.losses)}{of} steps done"]
+    if progress.losses:
+        told += [f"loss from {progress.losses[0]:.4g} to {progress.losses[-1]:.4g}"]
+        told += [f"{progress.speeds[-1]:.3g} images per second in the last step"]
+    ranks = [
+        f"{names[rank]}: works {use.work:.0%}, communicates {use.communication:.0%}, waits {use.waiting:.0%}"
+        for rank, use in used.items()
+    ]
+    sizes = [f"memory of {name}: {format_bytes(size)}" for name, size in held.items()]
+    figure.alt = ". ".join(filter(None, (", ".join(told), "; ".join(ranks), "; ".join(sizes)))) + "."
     return figure
 
 
@@ -160,22 +169,6 @@ def _draw_rows(
     axes.set_title(title, loc="left", fontsize=10)
 
 
-def _format_alt(
-    progress: Progress, names: Sequence[str], used: Mapping[int, TimeShares], held: Mapping[str, int]
-) -> str:
-    of = f" of {progress.total}" if progress.total is not None else ""
-    told = [f"A training, {progress.state}: {len(progress.losses)}{of} steps done"]
-    if progress.losses:
-        told += [f"loss from {progress.losses[0]:.4g} to {progress.losses[-1]:.4g}"]
-        told += [f"{progress.speeds[-1]:.3g} images per second in the last step"]
-    ranks = [
-        f"{names[rank]}: works {use.work:.0%}, communicates {use.communication:.0%}, waits {use.waiting:.0%}"
-        for rank, use in used.items()
-    ]
-    memory = [f"memory of {name}: {format_bytes(size)}" for name, size in held.items()]
-    return ". ".join(filter(None, (", ".join(told), "; ".join(ranks), "; ".join(memory)))) + "."
-
-
 # Numbers of a running training as HTML, cheap enough for an update every second.
 
 
@@ -208,9 +201,24 @@ def format_progress_html(progress: Progress) -> str:
         style = "width:100%;max-width:40em;height:1.1em;margin:0.2em 0"
         done = f'value="{len(progress.losses)}" max="{progress.total}"'
         bar = f'<progress aria-label="steps done" {done} style="{style}"></progress>'
+    used, held, names = compute_uses(progress), get_memory_bytes(progress), format_rank_names(progress.plan)
+    # Ranks that are threads of one process have one memory, which has a row of its own.
+    together = next(iter(held.values()), 0) if progress.one_process else None
+    rows: list[Sequence[str]] = []
+    for rank, use in used.items():
+        shares = (f"{share:.0%}" for share in _get_shares(use).values())
+        rows.append((names[rank], *shares, "" if together is not None else format_bytes(held[f"rank {rank}"])))
+    rows += [("all ranks: one process", "", "", "", "", format_bytes(together))] if together else []
+    heads = ("rank", "works", "communicates", "waits", "other", "memory")
+    ranks = _format_table("Ranks in the last step", heads, rows if len(rows) <= RANKS else [])
+    # The last epochs, newest first, without the columns that are empty.
+    records = [epoch.record for epoch in reversed(progress.epochs[-EPOCHS:])]
+    kept = {name: form for name, form in EPOCH_COLUMNS.items() if any(record[name] is not None for record in records)}
+    rows = [["" if record[name] is None else format(record[name], kept[name]) for name in kept] for record in records]
+    heads = tuple("images/s" if name == "images_per_s" else name.replace("_", " ") for name in kept)
     return (
         f'<div style="line-height:1.5"><p style="margin:0"><b>{escape(progress.state)}</b> · {line}</p>'
-        f'{bar}<div style="{SIDE_BY_SIDE}">{_format_ranks(progress)}{_format_epochs(progress.epochs)}</div></div>'
+        f'{bar}<div style="{SIDE_BY_SIDE}">{ranks}{_format_table("Last epochs", heads, rows)}</div></div>'
     )
 
 
@@ -238,29 +246,6 @@ def describe_outcome(outcome: History | BaseException) -> str:
         case KeyboardInterrupt():
             return "stopped by an interrupt; the ranks keep what they have learned"
     return f"ended by an error: {outcome}"
-
-
-def _format_ranks(progress: Progress) -> str:
-    used, held = compute_uses(progress), get_memory_bytes(progress)
-    # Ranks that are threads of one process have one memory, which has a row of its own.
-    together = next(iter(held.values()), 0) if progress.one_process else None
-    names = format_rank_names(progress.plan)
-    rows: list[tuple[str, ...]] = []
-    for rank, use in used.items():
-        shares = (f"{share:.0%}" for share in _get_shares(use).values())
-        rows.append((names[rank], *shares, "" if together is not None else format_bytes(held[f"rank {rank}"])))
-    rows += [("all ranks: one process", "", "", "", "", format_bytes(together))] if together else []
-    rows = rows if len(rows) <= RANKS else []
-    return _format_table("Ranks in the last step", ("rank", "works", "communicates", "waits", "other", "memory"), rows)
-
-
-def _format_epochs(epochs: Sequence[EpochResult]) -> str:
-    """Return the table of the last epochs, newest first, without the columns that are empty."""
-    records = [epoch.record for epoch in reversed(epochs[-EPOCHS:])]
-    kept = {name: form for name, form in EPOCH_COLUMNS.items() if any(record[name] is not None for record in records)}
-    rows = [["" if record[name] is None else format(record[name], kept[name]) for name in kept] for record in records]
-    names = {"images_per_s": "images/s"}
-    return _format_table("Last epochs", [names.get(name, name.replace("_", " ")) for name in kept], rows)
 
 
 def _format_table(caption: str, heads: Iterable[str], rows: Sequence[Sequence[str]]) -> str:

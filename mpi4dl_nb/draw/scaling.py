@@ -25,6 +25,7 @@ from mpi4dl_nb.draw.figure import (
     draw_stacks,
     format_rank_count,
     write_first_fit,
+    write_row_ends,
 )
 
 __all__ = ["show_capabilities", "show_limits", "show_scaling"]
@@ -55,12 +56,19 @@ def show_scaling(studies: Scaling | Mapping[str, Scaling]) -> Drawing:
     named = {studies.how: studies} if isinstance(studies, Scaling) else dict(studies)
     if not 1 <= len(named) <= MOST:
         raise PlanError(f"{len(named)} studies are to be shown: give one to {MOST}.")
-    rows = sum(len(study.points) for study in named.values())
-    figure = Drawing(figsize=(11, max(4.2, 1.9 + 0.36 * rows + 0.25 * len(named))), layout="constrained")
+    points = [(name, study, point) for name, study in named.items() for point in study.points]
+    figure = Drawing(figsize=(11, max(4.2, 1.9 + 0.36 * len(points) + 0.25 * len(named))), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.15))
     grows = any(study.images_grow for study in named.values())
     _draw_speeds(left, named, grows)
-    _draw_shares(right, named)
+    # Where the time goes: a stacked bar for each number of ranks, with the efficiency at its end.
+    draw_stacks(right, LOOKS, [{kind: 100 * share for kind, share in point.shares.items()} for *_, point in points])
+    labels = [f"{f'{name}, ' * (len(named) > 1)}{format_rank_count(point.ranks)}" for name, _, point in points]
+    right.set(xlim=(0, 100), xlabel="% of a rank's time")
+    right.set_yticks(range(len(points)), labels, fontsize=9)
+    right.set_title("Where the time goes", loc="left", fontsize=10)
+    ends = [format_percent(study.compute_efficiency(point)) for _, study, point in points]
+    write_row_ends(right, ends).set_ylabel("efficiency", fontsize=9)
     first = next(iter(named.values()))
     ways = " and ".join(sorted({study.how for study in named.values()}))
     title = f"{first.model} on {first.machine}, predicted: {ways} scaling"
@@ -93,21 +101,6 @@ def _draw_speeds(axes: Axes, named: Mapping[str, Scaling], grows: bool) -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.grid(color="#dddddd", linewidth=0.6)
     axes.legend(loc="lower right", fontsize=9, frameon=False)
-
-
-def _draw_shares(axes: Axes, named: Mapping[str, Scaling]) -> None:
-    """Draw a stacked bar of time shares for each number of ranks, with the efficiency at its end."""
-    rows = [(name, study, point) for name, study in named.items() for point in study.points]
-    draw_stacks(axes, LOOKS, [{kind: 100 * share for kind, share in point.shares.items()} for *_, point in rows])
-    labels = [f"{f'{name}, ' * (len(named) > 1)}{format_rank_count(point.ranks)}" for name, _, point in rows]
-    axes.set(xlim=(0, 100), xlabel="% of a rank's time")
-    axes.set_yticks(range(len(rows)), labels, fontsize=9)
-    axes.set_title("Where the time goes", loc="left", fontsize=10)
-    opposite = axes.secondary_yaxis("right")
-    ends = [format_percent(study.compute_efficiency(point)) for _, study, point in rows]
-    opposite.set_yticks(range(len(rows)), ends, fontsize=9)
-    opposite.tick_params(length=0)
-    opposite.set_ylabel("efficiency", fontsize=9)
 
 
 def _describe_study(name: str, study: Scaling) -> str:
@@ -143,14 +136,16 @@ def show_limits(limits: Sequence[Limit], machine: str = "") -> Drawing:
             texts.append(f"{each.size_px:,} px: {format_bytes(each.bytes)} of {limit}{more}")
         else:
             texts.append(f"none fits: {each.step_px} px need {format_bytes(each.next_bytes or 0)} of {limit}")
-    draw_stacks(axes, {"px": PIXELS}, [{"px": each.size_px} for each in limits], texts)
+    draw_stacks(axes, {"px": PIXELS}, [{"px": each.size_px} for each in limits])
+    write_row_ends(axes, texts)
     names = [
         f"{describe_plan(each.plan)}, {format_rank_count(each.plan.ranks)}" if each.plan.ranks > 1 else "1 rank"
         for each in limits
     ]
     axes.set_yticks(range(len(limits)), names, fontsize=9)
     axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.set_xlim(0, 1.45 * max(1, *(each.size_px for each in limits)))
+    axes.locator_params(axis="x", nbins=5)  # long texts leave a narrow axis
+    axes.set_xlim(0, 1.05 * max(limits[0].step_px, *(each.size_px for each in limits)))
     axes.set_xlabel(f"pixels a side, in steps of {limits[0].step_px}")
     title = f"The largest square image that fits{f' on {machine}' * bool(machine)}, in batches of {limits[0].batch}"
     figure.suptitle(title, x=0.01, ha="left", fontsize=10)

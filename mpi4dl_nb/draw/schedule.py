@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -59,12 +59,16 @@ def show_schedule(schedule: Schedule) -> Drawing:
     title = f"{schedule.name} on {schedule.ranks} ranks: {length}"
     axes.set_title(f"{title}\n{HINT}", loc="left", fontsize=10)
     draw_legend(figure, draw_slots(axes, schedule))
-    ranks = range(schedule.ranks)
-    left = [(f"rank {rank}", _format_stages(schedule.get_actions(rank))) for rank in ranks]
-    right = [
-        (f"idle {schedule.compute_idle_share(rank):.0%}", f"holds up to {schedule.count_in_flight(rank)}")
-        for rank in ranks
-    ]
+    left, right = [], []
+    for rank in range(schedule.ranks):
+        # The stages, such as `stages 0, 2 and mirrored 1`.
+        actions = schedule.get_actions(rank)
+        stages = [sorted({work.stage for work in actions if work.direction == way}) for way in (0, 1)]
+        words = [f"{word}{', '.join(map(str, of))}" for word, of in zip(("", "mirrored "), stages, strict=True) if of]
+        name = f"stage{'s' * (sum(map(len, stages)) > 1)} {' and '.join(words)}" if words else "no work"
+        left.append((f"rank {rank}", name))
+        idle, held = f"idle {schedule.compute_idle_share(rank):.0%}", schedule.count_in_flight(rank)
+        right.append((idle, f"holds up to {held}"))
     draw_row_frame(
         axes, schedule.length, "time, in forwards", *([end.join(each) for each in side] for side in (left, right))
     )
@@ -89,14 +93,6 @@ def draw_slots(axes: Axes, schedule: Schedule) -> list[BarStyle]:
         axes.vlines([slot.start for slot in lane], rank + TOP, rank + TOP + HIGH, color=INK, linewidth=0.6)
         met.update(bars)
     return [look for look in LOOKS.values() if look in met]
-
-
-def _format_stages(order: Iterable[PipelineAction]) -> str:
-    """Return a text such as `stages 0, 2 and mirrored 1`."""
-    found = [sorted({work.stage for work in order if (work.direction > 0) is mirrored}) for mirrored in (False, True)]
-    words = [", ".join(map(str, stages)) for stages in found]
-    told = " and ".join(f"{word}{numbers}" for word, numbers in zip(("", "mirrored "), words, strict=True) if numbers)
-    return f"stage{'s' * (sum(map(len, found)) > 1)} {told}" if told else "no work"
 
 
 def label_slots(axes: Axes, schedule: Schedule) -> None:

@@ -309,15 +309,24 @@ def draw_slicing(
     told += view.remarks
     title, size = format_title(rasters.picture, point), rasters.picture.shape() if whole else place.shape
     figure, main, side, words = _make_panels(size, beside, title, [*told, *_truncate_lines(pieces)])
-    if whole and _draw_whole(main, side, rasters, point, rank, place):
-        words.set_text(_wrap_lines(told))  # arrows with labels tell the sources on the picture instead of the list
-    if not whole:
-        _draw_close(main, side, rasters, point, rank, place)
+    values: list[str] = []
+    if whole:
+        if _draw_whole(main, side, rasters, point, rank, place):
+            words.set_text(_wrap_lines(told))  # arrows with labels tell the sources on the picture instead of the list
+    else:  # the region large, and its position in the layer small
+        draw_zoom(main, rasters, point, rank, place, has_values(point, place))
+        if has_values(point, place):
+            values = [describe_values(rasters, point, place)]
+        else:
+            label_owners(main, point, rank, place)
+        draw_picture(side, rasters, point.size_px)
+        side.set(xlabel="the place in this layer, px", ylabel="")
+        draw_tiles(side, point.ranks, point.tiles, OUTLINE_GAP * max(point.size_px), rank)
+        mark_zoom(side, place)
     for axes in (main, side):
         if axes and view.field:
             draw_field(axes, point, view.field, rasters.picture.shape())
     _draw_legend(figure, point, rank, view.field is not None)
-    values = [] if whole or not has_values(point, place) else [describe_values(rasters, point, place)]
     figure.alt = ". ".join([title.replace("\n", ": "), *told, "; ".join(pieces), *values])
     return figure
 
@@ -343,18 +352,6 @@ def _draw_whole(main: Axes, side: Axes | None, rasters: RasterCache, point: Halo
     untold = {owner: number for owner, number in point.numbers.items() if owner != rank or not lettered}
     label_tiles(main, untold, tiles, tiles[rank], avoid)
     return bool(lettered)
-
-
-def _draw_close(main: Axes, side: Axes, rasters: RasterCache, point: HaloPoint, rank: int, place: Tile) -> None:
-    """Draw a region large, and its position in the layer small."""
-    values = has_values(point, place)
-    draw_zoom(main, rasters, point, rank, place, values)
-    if not values:
-        label_owners(main, point, rank, place)
-    draw_picture(side, rasters, point.size_px)
-    side.set(xlabel="the place in this layer, px", ylabel="")
-    draw_tiles(side, point.ranks, point.tiles, OUTLINE_GAP * max(point.size_px), rank)
-    mark_zoom(side, place)
 
 
 def _resolve_rank(point: HaloPoint, tile: int | None) -> int:

@@ -5,7 +5,7 @@ Positions on the page are in inches from its upper left corner, so that no layou
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,7 +21,7 @@ from engines.spatial.tiles import Span, Tile
 from mpi4dl_nb.draw.figure import INK, MANY, ORANGE, Drawing, format_ranks, format_size
 from mpi4dl_nb.draw.schedule import draw_slots, label_slots
 from mpi4dl_nb.draw.tilemap import HALO
-from mpi4dl_nb.training.step_events import PanelGroup, RankEvent, RankPanel, StepEvent, StepView, Transfer
+from mpi4dl_nb.training.step_events import PanelGroup, RankEvent, RankPanel, StepEvent, StepView
 
 if TYPE_CHECKING:
     from mpi4dl_nb.training.step_debugger import StepDebugger
@@ -98,7 +98,10 @@ def draw_step(view: StepView, focus: int = 0) -> Drawing:
         did, coming = format_step_label(rank.did, NOTHING), _describe_next(rank, format_step_label(rank.next, DONE))
         memory = f"values {format_bytes(rank.activation_bytes)}, process {format_bytes(rank.process_bytes)}"
         told.append(f"Rank {rank.rank} ({rank.role}) did {did}; next {coming}; {memory}.")
-    figure.alt = " ".join((title, *told, *_describe_panels(view), message)).strip()
+    for group in view.groups:
+        shown, (low, high) = ", ".join(str(panel.rank) for panel in group.panels), group.span
+        told.append(f"Shown of ranks {shown}: {_describe_group(view, group)}, colours from {low:.4g} to {high:.4g}.")
+    figure.alt = " ".join((title, *told, message)).strip()
     return figure
 
 
@@ -236,7 +239,13 @@ def _draw_group(
         drawn = _draw_panel(axes, group, panel)
         transfer = view.landed[focus][0] if view.landed else None
         if transfer and panel.extent.axes is not None and panel.rank in (transfer.source, transfer.target):
-            _mark_message(axes, transfer, there=panel.rank == transfer.target)
+            # The tile of the message is framed on its target (solid) and on its source (dashed).
+            tile, there = transfer.move.tile, panel.rank == transfer.target
+            for wide, colour, line in ((4.5, "white", "solid"), (2.2, ORANGE, "solid" if there else (0, (2, 1)))):
+                look = {"linewidth": wide, "edgecolor": colour, "linestyle": line, "clip_on": False, "zorder": 9}
+                axes.add_patch(Rectangle((tile.cols.start, tile.rows.start), *tile.shape[::-1], fill=False, **look))
+            name = f"→ rank {transfer.target}" if there else f"rank {transfer.source} →"
+            axes.set_title(name, fontsize=9, pad=3, color=INK)
     bar = figure.add_axes(
         (left + columns * cell_w + 0.05 / wide_in, bottom + 0.1 * height, 0.12 / wide_in, 0.8 * height)
     )
@@ -298,24 +307,6 @@ def _draw_panel(axes: Axes, group: PanelGroup, panel: RankPanel) -> object:
         label.set_verticalalignment(side)
     axes.set(xlim=(cols.start, cols.stop), ylim=(rows.stop, rows.start))
     return image
-
-
-def _mark_message(axes: Axes, transfer: Transfer, there: bool) -> None:
-    """Frame the tile of a message on its target (`there`: solid) or on its source (dashed)."""
-    tile = transfer.move.tile
-    for width, colour in ((4.5, "white"), (2.2, ORANGE)):
-        frame = Rectangle((tile.cols.start, tile.rows.start), *tile.shape[::-1], fill=False, clip_on=False, zorder=9)
-        frame.set(linewidth=width, edgecolor=colour, linestyle="solid" if there or colour == "white" else (0, (2, 1)))
-        axes.add_patch(frame)
-    axes.set_title(f"→ rank {transfer.target}" if there else f"rank {transfer.source} →", fontsize=9, pad=3, color=INK)
-
-
-def _describe_panels(view: StepView) -> Iterator[str]:
-    """Yield a description of each group, with the range of its colours."""
-    for group in view.groups:
-        ranks = ", ".join(str(panel.rank) for panel in group.panels)
-        low, high = group.span
-        yield f"Shown of ranks {ranks}: {_describe_group(view, group)}, colours from {low:.4g} to {high:.4g}."
 
 
 # One message that has arrived: its values, and those of its destination before and after.

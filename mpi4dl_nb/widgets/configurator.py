@@ -237,14 +237,15 @@ class Configurator(FigureWidget):
         ranks = self.plan.ranks
         self._show_state(f"Starting {ranks} ranks ...")
         self.start.disabled = True  # `_show_state` has enabled it, as the ranks do not run yet
-        self._starting.submit(lambda _: self._resize(ranks))
 
-    def _resize(self, ranks: int) -> None:
-        try:
-            self.cluster = self.cluster or Cluster(ranks)
-            self.cluster.resize(ranks)
-        except Mpi4dlError as error:
-            self.rank_trouble.show(str(error))
-        else:
-            self.rank_trouble.show("")
-        self._show_state()
+        def resize(_is_asked: IsAsked) -> None:
+            try:
+                self.cluster = self.cluster or Cluster(ranks)
+                self.cluster.resize(ranks)
+            except Mpi4dlError as error:
+                self.rank_trouble.show(str(error))
+            else:
+                self.rank_trouble.show("")
+            self._show_state()
+
+        self._starting.submit(resize)

@@ -91,6 +91,7 @@ def test_limits_are_bars_with_their_numbers():
         assert said in read(figure)
     assert "none fits: 32 px need" in read(figure)
     assert "no larger one was tried" in read(figure)
+    assert unreadable(show_limits([replace(limits[-1], size_px=40960)] * 3, "a small machine")) == []
     assert describe_plan(plans[1]) in read(figure)
     with pytest.raises(PlanError, match="no limit to show"):
         show_limits([])
