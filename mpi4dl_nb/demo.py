@@ -73,14 +73,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(json.dumps(line), flush=True)
 
 
-def _measure_rates(training: Training, batches: Sequence[Batch], rounds: int = 2) -> tuple[float, float]:
+def _measure_rates(training: Training, batches: Sequence[Batch]) -> tuple[float, float]:
     """Return the median images per second of the ranks and of one process with all cores, measured interleaved."""
     torch.set_num_threads(count_cores())
     alone = ReferenceTraining(training.model, training.loss, training.recipe.optimiser)
     images, labels = batches[0]
     alone.step({"images": images, "labels": labels})
     ours, theirs = [], []
-    for _ in range(rounds):
+    for _ in range(2):
         start_s = time.perf_counter()
         training.step(images, labels)
         middle_s = time.perf_counter()

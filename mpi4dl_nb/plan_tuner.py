@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -171,19 +171,17 @@ class PlanTuner:
         count_bytes: bool = True,
     ) -> list[Candidate]:
         """Measure candidates by training some steps on the ranks. A plan that fails is returned with its failure."""
-        trials = [PlanTrial(self.cluster, self._make_recipe_factory(each.plan)) for each in candidates]
+        trials = [PlanTrial(self.cluster, partial(self.make_recipe, each.plan)) for each in candidates]
         run_interleaved(trials, steps, seen, count_bytes)
         return [
             replace(each, measured=trial.measured, failure=trial.failure)
             for each, trial in zip(candidates, trials, strict=True)
         ]
 
-    def _make_recipe_factory(self, plan: Plan) -> Callable[[], Recipe]:
-        def make_recipe() -> Recipe:
-            own = self.loss, self.optimiser, self.labels, self.device
-            return prepare(self.model, plan, self.image_shape, *own, graph=self.traces.get_graph(plan))
-
-        return make_recipe
+    def make_recipe(self, plan: Plan) -> Recipe:
+        """Return the recipe of a training under a plan."""
+        own = self.loss, self.optimiser, self.labels, self.device
+        return prepare(self.model, plan, self.image_shape, *own, graph=self.traces.get_graph(plan))
 
 
 def tune(

@@ -114,7 +114,6 @@ def _read_pickle(path: Path) -> tuple[Bytes, Bytes]:
     # in the file. Memory and time are therefore of the order of the file's size.
     data = read_bounded(path)
     try:
-        _check_memo_indices(data)
         batch = _Unpickler(path, data).load()
         pixels, labels = batch[b"data"], batch[b"labels"]
         if isinstance(labels, np.ndarray) and labels.dtype.kind in "iu" and labels.ndim == 1:
@@ -131,18 +130,6 @@ def _read_pickle(path: Path) -> tuple[Bytes, Bytes]:
             path, f"it has {len(labels)} classes, and pixels of shape {pixels.shape} and type {pixels.dtype}"
         )
     return pixels, labels
-
-
-def _check_memo_indices(data: bytes) -> None:
-    """Raise UnpicklingError if a memo index of a pickle exceeds its size: the unpickler would allocate that memory."""
-    if not data:
-        raise EOFError("it is empty")
-    try:
-        for opcode, argument, _ in pickletools.genops(data):
-            if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and argument > len(data):
-                raise ValueError(f"it speaks of its object {argument}, and has {len(data)} bytes")
-    except ValueError as error:
-        raise pickle.UnpicklingError(str(error)) from error
 
 
 def _make_damaged_error(path: Path, reason: str) -> ImageError:
@@ -183,6 +170,15 @@ class _Unpickler(pickle.Unpickler):
     def __init__(self, path: Path, data: bytes) -> None:
         super().__init__(BytesIO(data), encoding="bytes")  # unlike a file, BytesIO never allocates more than it has
         self.name = path
+        if not data:
+            raise EOFError("it is empty")
+        try:
+            for opcode, argument, _ in pickletools.genops(data):
+                # A memo index beyond the file's size: the unpickler would allocate that memory.
+                if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and argument > len(data):
+                    raise ValueError(f"it speaks of its object {argument}, and has {len(data)} bytes")
+        except ValueError as error:
+            raise pickle.UnpicklingError(str(error)) from error
 
     def find_class(self, module: str, name: str) -> Any:
         """Return an allowed global. Raises ImageError if the file refers to any other."""

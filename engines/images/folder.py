@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterator
 from os import PathLike
 from pathlib import Path
-from xml.etree.ElementTree import Element
 
 from engines.errors import ImageError, describe_working_folder
 from engines.images.examples import Example, ExampleImages
@@ -147,7 +146,12 @@ def write_boxes_table(folder: Path, chosen: str, table: Path, crop_px: int = 96,
         path, seen = folder / "Annotations" / f"{name}.xml", Counter[str]()
         with translate_errors(path):
             for box in parse_xml(_read(path, folder, XML_BYTES)).findall("object"):
-                label, (row, col) = box.findtext("name", "").strip(), (_compute_middle(box, axis) for axis in "yx")
+                label = box.findtext("name", "").strip()
+                # VOC counts pixels from 1 and includes the last one.
+                row, col = (
+                    int(sum(float(box.findtext(f"bndbox/{axis}{end}", "")) for end in ("min", "max")) - 1) // 2
+                    for axis in "yx"
+                )
                 if not label:
                     raise ValueError("an object has no name")
                 seen[label] += 1
@@ -168,8 +172,3 @@ def _read(path: Path, folder: Path, most_bytes: int) -> bytes:
     if path.is_file() and not is_within(path, folder):
         raise ImageError(f"{path} is a link that leads out of {folder}. Copy the folder whole.")
     return read_bounded(path, most_bytes)
-
-
-def _compute_middle(box: Element, axis: str) -> int:
-    low, high = (float(box.findtext(f"bndbox/{axis}{end}", "")) for end in ("min", "max"))
-    return int(low - 1 + high) // 2  # VOC counts pixels from 1 and includes the last one

@@ -199,7 +199,17 @@ class RankLoader:
     def _read(self, step: Sequence[Sample], then: SamplerState) -> _ReadResult:
         wanted = list(self.own.make_read_requests(step))
         if self._pool is not None:
-            self._prefetch(wanted, then)
+            # The workers get the pieces of this step and of the next ones. A step of a size that the rank is not
+            # prepared for is left out: its pieces are not known yet.
+            coming = (step for step, _ in zip(self.order.iterate_steps(then), range(_AHEAD), strict=False))
+            known = (step for step in coming if self.is_ready(len(step)))
+            pieces = dict.fromkeys([*wanted, *(piece for step in known for piece in self.own.make_read_requests(step))])
+            # Pieces become obsolete when a bad image is skipped, which shifts all later steps.
+            for piece in self._reading.keys() - pieces.keys():
+                self._reading.pop(piece).cancel()
+            for piece in pieces:
+                if piece not in self._reading:
+                    self._reading[piece] = self._pool.submit(self.own.fetch, piece)
         read = _ReadResult()
         for piece in wanted:
             if piece.index in read.bad:  # an image has several pieces; one that failed is enough
@@ -212,21 +222,6 @@ class RankLoader:
                 text = describe_read_error(self.own.images.name(piece.index), error, odd)
                 read.cause, read.bad[piece.index] = error, _BadImage(text, odd)
         return read
-
-    def _prefetch(self, wanted: Sequence[ReadRequest], then: SamplerState) -> None:
-        """Submit the pieces of the step and the next ones to the workers; cancel pieces that are no longer needed.
-
-        Pieces become obsolete when a bad image is skipped, which shifts all later steps.
-        """
-        # A step of a size that the rank is not prepared for is left out: its pieces are not known yet.
-        coming = (step for step, _ in zip(self.order.iterate_steps(then), range(_AHEAD), strict=False))
-        known = (step for step in coming if self.is_ready(len(step)))
-        pieces = dict.fromkeys([*wanted, *(piece for step in known for piece in self.own.make_read_requests(step))])
-        for piece in self._reading.keys() - pieces.keys():
-            self._reading.pop(piece).cancel()
-        for piece in pieces:
-            if piece not in self._reading:
-                self._reading[piece] = self._pool.submit(self.own.fetch, piece)
 
     def _make_error(self, bad: Mapping[int, _BadImage], read: _ReadResult) -> ImageError | None:
         """Return the error to raise for bad images, or None if they are skipped.

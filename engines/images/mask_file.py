@@ -194,7 +194,12 @@ def open_raw_image(path: Path) -> RawImage:
         raise ImageError(f"{path} is a Zarr store, and masks are not read from these. {_SAVE}")
     head = read_head(path, 8)
     if path.suffix.lower() == ".npy" or head.startswith(b"\x93NUMPY"):
-        return _open_npy(path)
+        with translate_errors(path):
+            values = np.load(path, mmap_mode="r", allow_pickle=False)
+            if values.ndim != 2 or not values.size or values.dtype.kind not in "biuf":
+                raise ImageError(f"{path} holds {values.dtype} of shape {values.shape}, but a mask is (H, W) numbers.")
+        bits = 1 if values.dtype == bool else 8 * values.dtype.itemsize
+        return RawImage(values.shape, bits, lambda tile: np.array(_cut(values, tile))[..., None])
     if head.startswith(TIFF_HEADS):
         return _open_tiff(path)
     if head.startswith((PNG_HEAD, JPEG_HEAD)):
@@ -203,16 +208,6 @@ def open_raw_image(path: Path) -> RawImage:
 
 
 _open_mask: FileCache[RawImage] = FileCache(open_raw_image)
-
-
-def _open_npy(path: Path) -> RawImage:
-    """Open a memory-mapped (H, W) array in a `.npy` file."""
-    with translate_errors(path):
-        values = np.load(path, mmap_mode="r", allow_pickle=False)
-        if values.ndim != 2 or not values.size or values.dtype.kind not in "biuf":
-            raise ImageError(f"{path} holds {values.dtype} of shape {values.shape}, but a mask is (H, W) numbers.")
-    bits = 1 if values.dtype == bool else 8 * values.dtype.itemsize
-    return RawImage(values.shape, bits, lambda tile: np.array(_cut(values, tile))[..., None])
 
 
 def _open_whole(path: Path) -> RawImage:

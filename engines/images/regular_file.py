@@ -35,19 +35,20 @@ def is_within(path: str | Path, folder: str | Path) -> bool:
 
 def open_regular(path: str | Path) -> BinaryIO:
     """Open a file for reading. Raises OSError, and NotRegularError for a pipe, a socket or a device."""
-    return open(path, "rb", opener=_open_descriptor)
 
+    def open_descriptor(path: str, flags: int) -> int:
+        # O_NONBLOCK: opening a pipe must not wait for a writer. The open handle is checked, and not the path, which may
+        # change.
+        handle = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
+        mode = os.fstat(handle).st_mode
+        if not stat.S_ISREG(mode):
+            os.close(handle)
+            if stat.S_ISDIR(mode):
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+            raise NotRegularError(errno.EINVAL, "it is no regular file", path)
+        return handle
 
-def _open_descriptor(path: str, flags: int) -> int:
-    # O_NONBLOCK: opening a pipe must not wait for a writer. The open handle is checked, not the path, which may change.
-    handle = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
-    mode = os.fstat(handle).st_mode
-    if not stat.S_ISREG(mode):
-        os.close(handle)
-        if stat.S_ISDIR(mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
-        raise NotRegularError(errno.EINVAL, "it is no regular file", path)
-    return handle
+    return open(path, "rb", opener=open_descriptor)
 
 
 def read_bounded(path: str | Path, most_bytes: int = TEXT_BYTES) -> bytes:

@@ -272,19 +272,12 @@ class OmeImage:
             )
         if first < 0:
             raise make_damaged_error(path, f"its OME-XML speaks of page {first}")
-        return cls(planes, first, _parse_microns(pixels))
-
-
-def _parse_microns(attributes: dict[str, str]) -> float | None:
-    """Return the mean of a pixel's two sides in micrometres, or None if it is not given."""
-    sides = []
-    for axis in "XY":
-        unit = _OME_MICRONS.get(attributes.get(f"PhysicalSize{axis}Unit", "µm"))
-        try:
-            sides.append(float(attributes[f"PhysicalSize{axis}"]) * (unit or 0))
-        except (KeyError, ValueError):
-            return None
-    return sum(sides) / 2 if min(sides) > 0 else None
+        sides = []  # of a pixel, in micrometres, as far as they are given
+        for axis in "XY":
+            with suppress(KeyError, ValueError):
+                unit = _OME_MICRONS.get(pixels.get(f"PhysicalSize{axis}Unit", "µm"), 0)
+                sides.append(float(pixels[f"PhysicalSize{axis}"]) * unit)
+        return cls(planes, first, sum(sides) / 2 if len(sides) == 2 and min(sides) > 0 else None)
 
 
 def _find_attributes(text: str | bytes, outer: str, inner: Sequence[str]) -> dict[str, dict[str, str]]:

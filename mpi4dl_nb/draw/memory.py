@@ -96,7 +96,14 @@ def draw_memory(memory: PlanMemory, rank_bytes: int | None = None, rank: int | N
     # All replicas hold the same, so that the prediction is of one of them.
     chosen = memory.fullest if rank is None else rank % memory.plan.replica_ranks
     moment = memory.find_peak(chosen)
-    ranks, layers = _make_rank_rows(memory), _make_layer_rows(moment)
+    ranks = _make_rank_rows(memory)
+    # The largest layers in the model's order, then all others as one row, then what belongs to no layer.
+    large = {name for name, _ in moment.get_largest_layers(MOST_LAYERS)}
+    layers = [(name or "the model itself", kinds) for name, kinds in moment.layers.items() if name in large]
+    if others := [kinds for name, kinds in moment.layers.items() if name not in large]:
+        total = {kind: sum(kinds.get(kind, 0) for kinds in others) for kind in LOOKS}
+        layers.append((f"{len(others)} other layer{'s'[: len(others) > 1]}", total))
+    layers += [("of no layer", moment.rest)] if moment.rest else []
     heights = [ROW_IN * len(ranks) + 0.5, CURVE_IN, ROW_IN * len(layers) + 0.5]
     figure = Drawing(figsize=(11, 2.1 + sum(heights)), layout="constrained")
     upper, curve, lower = figure.subplots(3, height_ratios=heights)
@@ -137,17 +144,6 @@ def _make_rank_rows(memory: PlanMemory) -> MemoryRows:
         rows = sorted(sorted(rows, key=lambda row: -sum(row[1].values()))[:MOST_RANKS])
     copies = f", each of {memory.plan.data_parallel:,} replicas" if memory.plan.data_parallel > 1 else ""
     return [(f"{format_ranks(members)}{copies}", kinds) for members, kinds in rows]
-
-
-def _make_layer_rows(moment: PeakMemory) -> MemoryRows:
-    """Return the largest layers in the model's order, then all others as one row, then what belongs to no layer."""
-    large = {name for name, _ in moment.get_largest_layers(MOST_LAYERS)}
-    rest = [kinds for name, kinds in moment.layers.items() if name not in large]
-    rows = [(name or "the model itself", kinds) for name, kinds in moment.layers.items() if name in large]
-    if rest:
-        total = {kind: sum(kinds.get(kind, 0) for kinds in rest) for kind in LOOKS}
-        rows.append((f"{len(rest)} other layer{'s'[: len(rest) > 1]}", total))
-    return [*rows, *([("of no layer", moment.rest)] if moment.rest else [])]
 
 
 def _choose_unit(rows: MemoryRows) -> tuple[str, int]:

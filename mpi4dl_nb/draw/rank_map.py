@@ -26,7 +26,6 @@ __all__ = [
     "COUNTING",
     "NOT_COUNTED",
     "RanksByLoad",
-    "compute_height",
     "describe_forecast",
     "describe_loads",
     "draw_loads",
@@ -74,12 +73,6 @@ def group_loads(loads: Sequence[RankLoad]) -> RanksByLoad:
     for rank, load in enumerate(loads):
         groups[load] = (*groups.get(load, ()), rank)
     return groups
-
-
-def compute_height(loads: RanksByLoad) -> float:
-    """Return the height of the rows in inches."""
-    rows = min(len(loads), MOST_ROWS) + (len(loads) > MOST_ROWS)
-    return ROW_IN * (rows + 1) if rows else 0.0
 
 
 def draw_loads(figure: Drawing, loads: RanksByLoad, top_in: float, missing: str) -> None:
@@ -182,7 +175,8 @@ def draw_ranks(plan: Plan, loads: Sequence[RankLoad] = (), missing: str = NOT_CO
     sheet = _SheetLayout.of(layout)
     more = layout.pipes[len(sheet.pipes) :]
     below = sheet.compute_top(len(sheet.pipes)) + (0.35 if more else 0.1)
-    bottom = below + compute_height(groups)
+    rows = min(len(groups), MOST_ROWS) + (len(groups) > MOST_ROWS)
+    bottom = below + (ROW_IN * (rows + 1) if rows else 0.0)
     high = bottom + (0.32 if foreseen else 0) + MARGIN_IN
     figure = Drawing(figsize=(WIDTH_IN, high))
     # A sheet of paper with inches from its upper left corner as units.

@@ -74,7 +74,18 @@ def show_scaling(studies: Scaling | Mapping[str, Scaling]) -> Drawing:
     title = f"{first.model} on {first.machine}, predicted: {ways} scaling"
     figure.suptitle(title, x=0.01, ha="left", fontsize=10)
     draw_legend(figure, [LOOKS[kind] for kind in SHARES])
-    figure.alt = f"{title}. {' '.join(_describe_study(name, study) for name, study in named.items())}"
+    figure.alt = f"{title}."
+    for name, study in named.items():
+        told = []
+        for point in study.points:
+            parts = ", ".join(f"{format_percent(share)} {kind}" for kind, share in point.shares.items() if share)
+            size = " × ".join(map(str, point.image_shape[2:]))
+            told.append(
+                f"{format_rank_count(point.ranks)}, {describe_plan(point.forecast.plan)}, images of {size} px: "
+                f"{format_number(point.images_per_s)} images/s, "
+                f"efficiency {format_percent(study.compute_efficiency(point))} ({parts})"
+            )
+        figure.alt += f" {name}: {'; '.join(told)}."
     return figure
 
 
@@ -101,19 +112,6 @@ def _draw_speeds(axes: Axes, named: Mapping[str, Scaling], grows: bool) -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.grid(color="#dddddd", linewidth=0.6)
     axes.legend(loc="lower right", fontsize=9, frameon=False)
-
-
-def _describe_study(name: str, study: Scaling) -> str:
-    points = []
-    for point in study.points:
-        parts = ", ".join(f"{format_percent(share)} {kind}" for kind, share in point.shares.items() if share)
-        size = " × ".join(map(str, point.image_shape[2:]))
-        points.append(
-            f"{format_rank_count(point.ranks)}, {describe_plan(point.forecast.plan)}, images of {size} px: "
-            f"{format_number(point.images_per_s)} images/s, "
-            f"efficiency {format_percent(study.compute_efficiency(point))} ({parts})"
-        )
-    return f"{name}: {'; '.join(points)}."
 
 
 def show_limits(limits: Sequence[Limit], machine: str = "") -> Drawing:

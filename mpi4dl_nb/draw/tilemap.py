@@ -256,7 +256,19 @@ def draw_zoom(axes: Axes, rasters: RasterCache, point: HaloPoint, rank: int, vie
     axes.tick_params(labelsize=9)
     each = ", each a cell" if in_cells else ""
     axes.set_xlabel(f"the framed place: {format_size(view.shape)} px of this layer{each}", fontsize=9)
-    _draw_widths(axes, point, rank, view)
+    # Brackets outside the frame, with the numbers of rows and columns that are borrowed here.
+    own, width = point.tiles[rank], point.compute_widths(rank)
+    above, beside = axes.get_xaxis_transform(), axes.get_yaxis_transform()
+    for side, edge, way in (("left", own.cols.start, -1), ("right", own.cols.stop, 1)):
+        if width[side] and cols.start < edge < cols.stop:
+            ends = edge, edge + way * width[side]
+            axes.plot(ends, (1.02, 1.02), color=INK, marker="|", transform=above, clip_on=False)
+            axes.text(sum(ends) / 2, 1.04, f"{width[side]} px", ha="center", va="bottom", transform=above)
+    for side, edge, way in (("above", own.rows.start, -1), ("below", own.rows.stop, 1)):
+        if width[side] and rows.start < edge < rows.stop:
+            ends = edge, edge + way * width[side]
+            axes.plot((1.02, 1.02), ends, color=INK, marker="_", transform=beside, clip_on=False)
+            axes.text(1.04, sum(ends) / 2, f"{width[side]} px", ha="left", va="center", transform=beside)
 
 
 def _write_values(axes: Axes, pixels: Pixels, ground: Pixels, view: Tile, point: HaloPoint, rank: int) -> None:
@@ -278,22 +290,6 @@ def _write_values(axes: Axes, pixels: Pixels, ground: Pixels, view: Tile, point:
         else:
             look = {"color": INK if int(ground[row, col].sum(dtype=int)) > DARK else "white"}
         axes.text(view.cols.start + col + 0.5, view.rows.start + row + 0.5, "\n".join(lines), **style | look)
-
-
-def _draw_widths(axes: Axes, point: HaloPoint, rank: int, view: Tile) -> None:
-    """Draw brackets outside the frame with the numbers of rows and columns that are borrowed here."""
-    own, width = point.tiles[rank], point.compute_widths(rank)
-    above, beside = axes.get_xaxis_transform(), axes.get_yaxis_transform()
-    for side, edge, way in (("left", own.cols.start, -1), ("right", own.cols.stop, 1)):
-        if width[side] and view.cols.start < edge < view.cols.stop:
-            ends = edge, edge + way * width[side]
-            axes.plot(ends, (1.02, 1.02), color=INK, marker="|", transform=above, clip_on=False)
-            axes.text(sum(ends) / 2, 1.04, f"{width[side]} px", ha="center", va="bottom", transform=above)
-    for side, edge, way in (("above", own.rows.start, -1), ("below", own.rows.stop, 1)):
-        if width[side] and view.rows.start < edge < view.rows.stop:
-            ends = edge, edge + way * width[side]
-            axes.plot((1.02, 1.02), ends, color=INK, marker="_", transform=beside, clip_on=False)
-            axes.text(1.04, sum(ends) / 2, f"{width[side]} px", ha="left", va="center", transform=beside)
 
 
 def label_owners(axes: Axes, point: HaloPoint, rank: int, view: Tile) -> None:

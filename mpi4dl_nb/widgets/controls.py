@@ -133,7 +133,17 @@ class OptionControl(ipywidgets.VBox):
     """The control of one option. `value` is what `Plan` takes, whatever form the control shows."""
 
     def __init__(self, name: str, value: Any, on_change: Callable[[str], None]) -> None:
-        self.name, self.control, self.trouble = name, _make_control(name, value), ErrorAlert()
+        self.name, self.trouble, option = name, ErrorAlert(), OPTIONS[name]
+        look = {"description": name, "tooltip": option.help, "style": _STYLE}
+        if isinstance(value, bool):
+            self.control = make_checkbox(name, value, option.help)
+        elif option.choices:
+            self.control = make_dropdown(name, tuple(option.choices), value, option.help)
+        elif option.proposals is None:
+            self.control = ipywidgets.IntText(value, **look)  # any integer: an invalid one is reported, not replaced
+        else:  # its value changes on Enter, or when the box loses the focus
+            look |= {"options": list(option.proposals), "continuous_update": False}
+            self.control = ipywidgets.Combobox(value=format_value(value), **look)
         self.control.layout.width = "98%"  # at 100 % the frame on the right would be cut off
         if not isinstance(self.control, ipywidgets.Checkbox):
             self.control.style.description_width = LABEL
@@ -156,20 +166,6 @@ class OptionControl(ipywidgets.VBox):
         """Show an error message below the control, or nothing if it is empty."""
         self.trouble.show(text)
         self.children = [self.control, self.trouble] if text else [self.control]
-
-
-def _make_control(name: str, value: Any) -> ipywidgets.Widget:
-    option = OPTIONS[name]
-    if isinstance(value, bool):
-        return make_checkbox(name, value, option.help)
-    if option.choices:
-        return make_dropdown(name, tuple(option.choices), value, option.help)
-    look = {"description": name, "tooltip": option.help, "style": _STYLE}
-    if option.proposals is None:
-        return ipywidgets.IntText(value, **look)  # any integer: an invalid one is reported, not replaced
-    # Its value changes on Enter, or when the box loses the focus.
-    proposals = list(option.proposals)
-    return ipywidgets.Combobox(value=format_value(value), options=proposals, continuous_update=False, **look)
 
 
 # A status line for the time that a cell waits.

@@ -86,7 +86,6 @@ class Tuner(FigureWidget):
         super().__init__([line, self.told, self.rows, self.why])
         self.candidates: tuple[Candidate, ...] = ()
         self._chosen: Plan | None = None
-        self._fills = False
         with show_status("Measuring how fast these ranks compute and send: about a minute ..."):
             cluster.calibrate()
         with make_progress_bar("plans predicted", progress) as seen:
@@ -94,7 +93,11 @@ class Tuner(FigureWidget):
         self.explanation, self.refused = found.explanation, found.refused
         self.why.value = f"<b>Why: what is predicted of each kind of parallelism</b>{self.explanation._repr_html_()}"
         self._show(found.candidates)
-        self.rows.observe(self._handle_pick, "index")
+
+        def pick(_change: object) -> None:
+            self._chosen = self.candidates[self.rows.index].plan
+
+        self.rows.observe(pick, "index")
 
     @property
     def plan(self) -> Plan:
@@ -146,11 +149,7 @@ class Tuner(FigureWidget):
         """Show the candidates in this order, as table and figure. The selected plan remains selected."""
         self.candidates = tuple(candidates)
         place = [each.plan for each in self.candidates].index(self.plan)
-        self._fills = True  # the index changes with the order, not with the selection
+        chosen = self._chosen  # the index changes with the order, and not the selection
         self.rows.html, self.rows.index = format_table_html(self.candidates, "plan"), place
-        self._fills = False
+        self._chosen = chosen
         self.view.show(show_tuning(self.candidates))
-
-    def _handle_pick(self, _change: object) -> None:
-        if not self._fills:
-            self._chosen = self.candidates[self.rows.index].plan

@@ -163,14 +163,14 @@ def test_images_beyond_a_neutral_batch_do_not_count_in_the_table(cluster):
 def test_a_plan_that_fails_is_told_and_the_others_are_measured(cluster, monkeypatch):
     tuner = Tuner(model(), SHAPE, cluster, progress=False)
     first, second = tuner.candidates[:2]
-    whole = tuner.tuning._make_recipe_factory
+    whole = tuner.tuning.make_recipe
 
     def failing(plan):
         if plan == first.plan:
-            return lambda: (_ for _ in ()).throw(PlanError("it does not <run>"))
+            raise PlanError("it does not <run>")
         return whole(plan)
 
-    monkeypatch.setattr(tuner.tuning, "_make_recipe_factory", failing)
+    monkeypatch.setattr(tuner.tuning, "make_recipe", failing)
     tuner.top.value, tuner.steps.value = 2, 1
     tuner.measure_best()
     assert tuner.candidates[0].plan == second.plan
