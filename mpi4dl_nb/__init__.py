@@ -11,15 +11,14 @@ from engines.predict.sizes import Sizes, largest_image
 from engines.predict.studies import capabilities, scaling
 from engines.train.checkpoint_load import optimiser_state, scheduler_state
 from mpi4dl_nb.cluster import Cluster
-from mpi4dl_nb.draw.asynchrony import show_asynchrony
+from mpi4dl_nb.draw.comparison import show_asynchrony, show_traffic
 from mpi4dl_nb.draw.memory import show_memory
 from mpi4dl_nb.draw.rank_map import show_ranks
 from mpi4dl_nb.draw.scaling import show_capabilities, show_limits, show_scaling
-from mpi4dl_nb.draw.schedule import show_schedule
 from mpi4dl_nb.draw.slicing import show_slicing
 from mpi4dl_nb.draw.stepper import show_step
-from mpi4dl_nb.draw.timeline import show_timeline, show_traffic
-from mpi4dl_nb.plan_forecast import forecast
+from mpi4dl_nb.draw.timeline import show_schedule, show_timeline
+from mpi4dl_nb.plan_cache import forecast
 from mpi4dl_nb.plan_tuner import tune
 from mpi4dl_nb.training.training import Training
 from mpi4dl_nb.widgets.configurator import Configurator

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from engines.comm.device import count_cores
 from engines.images.picture import open_image
-from engines.images.stains import StainCrops, immunohistochemistry
+from engines.images.sample_data import StainCrops, immunohistochemistry
 from engines.models import resnet110_v2
 from engines.train.oracle import ReferenceTraining
 from mpi4dl_nb import Cluster, Plan, Training, show_slicing, show_timeline

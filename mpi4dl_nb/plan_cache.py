@@ -1,22 +1,29 @@
-"""Cache of compiled plans for one model, so that nothing is computed twice."""
+"""The cost of plans before a cluster is started: a forecast, and a cache of compiled plans for one model."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+from torch import nn
+
 from engines.graph.model_graph import ModelGraph
-from engines.graph.trace_cache import TraceCache
+from engines.graph.trace_cache import Loss, TraceCache
 from engines.plan import Plan
-from engines.predict.forecast import Forecast, RankLoad, count_load, forecast, with_time
+from engines.predict import forecast as predicted
+from engines.predict.forecast import Forecast, RankLoad, count_load, with_time
 from engines.predict.machine import Machine
+from engines.predict.machines import resolve_machine
+from engines.predict.sizes import Sizes
 from engines.program.compile import compile_plan
 from engines.program.program import Program
+from engines.train.training import Optimiser, sgd
 from mpi4dl_nb.cluster import Cluster
+from mpi4dl_nb.plan_tuner import count_optimiser_states
 
-__all__ = ["ClusterFit", "CompiledPlan", "PlanCache", "describe_cluster_fit", "pause_gc"]
+__all__ = ["ClusterFit", "CompiledPlan", "PlanCache", "describe_cluster_fit", "forecast", "pause_gc"]
 
 KEPT = 24  # plans; the programs of a large model take some megabytes
 
@@ -92,7 +99,7 @@ class PlanCache:
         if machine is None:
             found = found.untimed
         else:
-            made = forecast(found.graph, plan, machine)
+            made = predicted.forecast(found.graph, plan, machine)
             found = replace(found, loads=tuple(with_time(found.loads, made)), machine=machine, forecast=made)
         self._keep(found)
         return found
@@ -144,3 +151,30 @@ def describe_cluster_fit(needed: int | None, cluster: Cluster | None) -> Cluster
     if running == needed:
         return ClusterFit(text, f"{needed} ranks run", helps=False)
     return ClusterFit(text, f"{'Start' if running is None else 'Resize to'} {needed} ranks", helps=True)
+
+
+# The forecast of one plan.
+
+
+def forecast(
+    model: nn.Module | Sizes,
+    plan: Plan,
+    image_shape: Sequence[int],
+    machine: Machine | str,
+    loss: Loss | None = None,
+    optimiser: Optimiser = sgd,
+) -> Forecast:
+    """Predict a training step under a plan on a machine, which may be elsewhere: time, timeline, memory of each rank.
+
+    `image_shape` is (N, C, H, W) of one batch. `machine` is the result of `cluster.calibrate()`, or the name of a known
+    machine, such as "Summit". Raises PlanError, TraceError or ImageError.
+
+    >>> from engines.models import resnet20_v1
+    >>> from mpi4dl_nb import Plan, forecast
+    >>> foreseen = forecast(resnet20_v1(), Plan(split_size=2, num_spatial_parts=4), (2, 3, 64, 64), "Summit")
+    >>> foreseen.ranks, len(foreseen.memory), 0 < foreseen.seconds < 1
+    (5, 5, True)
+    """
+    sizes = Sizes.of(model, loss)
+    states = count_optimiser_states(optimiser, sizes.model, sizes.loss)
+    return predicted.forecast(sizes.graph(plan, image_shape), plan, resolve_machine(machine), states)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from engines.comm.loopback import LoopbackWorld, run_ranks
-from engines.images.stains import StainCrops, immunohistochemistry
+from engines.images.sample_data import StainCrops, immunohistochemistry
 from engines.models import resnet20_v1
 from engines.plan import Plan
 from engines.train.training import RankTraining, Recipe, prepare

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import torch
 
-from engines.images.stains import immunohistochemistry
+from engines.images.sample_data import immunohistochemistry
 from engines.models import resnet20_v1, resnet110_v2
 from mpi4dl_nb import Cluster, Configurator, Plan, Slicer, Stepper, Training
 

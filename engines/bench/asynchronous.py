@@ -12,7 +12,7 @@ from torch import Tensor
 from engines.cli import options
 from engines.comm.world import World, run_on_first
 from engines.errors import PlanError
-from engines.images.stains import StainCrops, immunohistochemistry
+from engines.images.sample_data import StainCrops, immunohistochemistry
 from engines.models import resnet20_v1
 from engines.plan import Plan
 from engines.train.asynchrony import MODES, Asynchrony, ReplicaStudy

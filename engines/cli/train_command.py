@@ -16,11 +16,11 @@ from engines.comm.world import World, run_on_all, run_on_first
 from engines.errors import PlanError
 from engines.graph.trace_cache import TraceCache
 from engines.images.augmented import KINDS, Augmented
-from engines.images.cifar import load_cifar_images
 from engines.images.dataset import LabelledImages, SyntheticImages, split_by_slide
 from engines.images.examples import FITS
 from engines.images.folder import folder_images
 from engines.images.loader import LoaderOptions
+from engines.images.sample_data import load_cifar_images
 from engines.images.tables import table_images
 from engines.train.checkpoint_folder import list_checkpoints
 from engines.train.checkpoint_load import load

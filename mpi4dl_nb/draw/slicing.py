@@ -250,7 +250,7 @@ def show_slicing(
     A model is traced at the picture's size, which takes seconds; a `Recipe` or `ModelGraph` is not. All numbers are
     read from the ranks' programs. Raises PlanError, TraceError or ImageError.
 
-    >>> from engines.images.stains import immunohistochemistry
+    >>> from engines.images.sample_data import immunohistochemistry
     >>> from engines.models import resnet20_v1
     >>> from mpi4dl_nb import Plan, show_slicing
     >>> figure = show_slicing(immunohistochemistry(), Plan(split_size=2, num_spatial_parts=4), resnet20_v1(), tile=0)

@@ -19,8 +19,8 @@ from engines.program.schedule import Schedule
 from engines.program.steps import StepLabel
 from engines.spatial.tiles import Span, Tile
 from mpi4dl_nb.draw.figure import INK, MANY, ORANGE, Drawing, format_ranks, format_size
-from mpi4dl_nb.draw.schedule import draw_slots, label_slots
 from mpi4dl_nb.draw.tilemap import HALO
+from mpi4dl_nb.draw.timeline import draw_slots, label_slots
 from mpi4dl_nb.training.step_events import PanelGroup, RankEvent, RankPanel, StepEvent, StepView
 
 if TYPE_CHECKING:

@@ -1,44 +1,49 @@
-"""Timeline of one training step, one row per rank, with the predicted timeline below."""
+"""Charts of time, one row per rank: a training step, measured and predicted, and the schedule of a pipeline."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
+from typing import Any
 
 from matplotlib.axes import Axes
-from torch import nn
 
 from engines.errors import PlanError
-from engines.formatting import format_bytes
 from engines.plan import Plan
-from engines.program.compile import compile_plan
 from engines.program.make_schedule import compute_plan_bubble
-from engines.program.program import Traffic, count_traffic
+from engines.program.schedule import ActionKind, PipelineAction, Schedule
 from engines.program.timeline import WORK, Timeline, TimelineEvent
 from engines.spatial.layout import Layout
-from engines.train.training import prepare
 from mpi4dl_nb.draw.figure import (
     CASING,
+    INK,
     BarStyle,
     Box,
     Drawing,
     draw_boxes,
     draw_legend,
     draw_row_frame,
-    draw_stacks,
     get_row_layout,
     write_first_fit,
 )
 
-__all__ = ["get_style", "label_rows", "show_timeline", "show_traffic"]
+__all__ = [
+    "LOOKS",
+    "draw_slots",
+    "get_style",
+    "label_rows",
+    "label_slots",
+    "show_schedule",
+    "show_timeline",
+]
 
 # Labels in the bars of a timeline, where there is room for them.
 
 
 LETTERS = {"forward": "F", "weights": "W"}  # else B, as in the charts of schedules
 SMALL_ROW_PX = 40  # lower rows have no room for texts in their halves
-ROOM_PX = 6  # margin of a text
+ROOM_PX = 6  # margin of a text, for its outline
 LEAST = 0.02  # fraction of the step; smaller bubbles are not labelled
 
 
@@ -217,53 +222,90 @@ def _format_shares(timeline: Timeline) -> dict[int, tuple[str, str]]:
     }
 
 
-# Messages and bytes sent in a training step under several plans, counted from the ranks' programs.
+# The order of micro-batches on each rank, and the idle time, in units of one forward.
 
 
-KINDS = ("halo", "stage", "all-reduce")
-TrafficByKind = Mapping[str, Traffic]
+SCHEDULE_HINT = "in a bar: its micro-batch; white: idle; held: forwards that have not gone all the way back"
+TOP, HIGH = -0.4, 0.8  # upper edge, relative to the middle of the row, and height of a bar
+SLOTS = {
+    (ActionKind.FORWARD, False): BarStyle("forward", "#56b4e9", ""),
+    (ActionKind.BACKWARD, False): BarStyle("backward", "#e69f00", "//"),
+    (ActionKind.WEIGHTS, False): BarStyle("weights' gradient", "#bfbfbf", "++"),
+    (ActionKind.FORWARD, True): BarStyle("forward, mirrored", "#009e73", "..."),
+    (ActionKind.BACKWARD, True): BarStyle("backward, mirrored", "#cc79a7", "\\\\"),
+    (ActionKind.WEIGHTS, True): BarStyle("weights' gradient, mirrored", "#f0e442", "xx"),
+}
 
 
-def show_traffic(model: nn.Module, plans: Mapping[str, Plan], image_shape: Sequence[int]) -> Drawing:
-    """Draw the messages and bytes of one training step (forward and backward) of the busiest rank under each plan.
+def show_schedule(schedule: Schedule) -> Drawing:
+    """Draw a row of bars per rank over time, in units of one forward; white is idle.
 
-    `plans` are keyed by their names in the figure; `image_shape` is (N, C, H, W).
-    Raises PlanError, TraceError or ImageError, as `Training` does.
+    Where there is room, a bar is labelled with its work (`schedule.format_action`), or its micro-batch alone. A row is
+    labelled with the rank's stages, its idle share, and the most forwards that it holds (`schedule.count_in_flight`).
+    Raises PlanError if there is no work.
 
-    >>> from engines.models import resnet20_v1
-    >>> from mpi4dl_nb import Plan, show_traffic
-    >>> plans = {"before each layer": Plan(split_size=1), "fused": Plan(split_size=1, halo_d2=True)}
-    >>> figure = show_traffic(resnet20_v1(), plans, (2, 3, 64, 64))
+    >>> from engines.program.make_schedule import Batch, make_schedule
+    >>> from mpi4dl_nb import show_schedule
+    >>> made = make_schedule("1f1b", [[(0,), (1,)]], [Batch(0, (0, 1, 2))])
+    >>> figure = show_schedule(made)
     """
-    if not plans:
-        raise PlanError("There is no plan to show: give at least one, such as {'D1': Plan()}.")
-    # Counted from the compiled programs, so that nothing runs and no rank is needed.
-    sent: dict[str, TrafficByKind] = {}
-    for name, plan in plans.items():
-        traffic = map(count_traffic, compile_plan(prepare(model, plan, image_shape).graph, plan))
-        sent[name] = max(traffic, key=lambda parts: sum(part.bytes for part in parts.values()))  # of the busiest rank
-    figure = Drawing(figsize=(11, 1.9 + 0.5 * len(sent)), layout="constrained")
-    left, right = figure.subplots(1, 2, sharey=True)
-    looks = {kind: LOOKS[kind] for kind in KINDS}
-    messages = [{kind: part.messages for kind, part in parts.items()} for parts in sent.values()]
-    sizes = [{kind: part.bytes / 2**20 for kind, part in parts.items()} for parts in sent.values()]
-    draw_stacks(left, looks, messages, [str(sum(row.values())) for row in messages])
-    draw_stacks(right, looks, sizes, [format_bytes(round(sum(row.values()) * 2**20)) for row in sizes])
-    left.set(xlabel="messages sent", yticks=range(len(sent)), yticklabels=sent)
-    right.set(xlabel="megabytes sent")
-    for axes in (left, right):
-        axes.margins(x=0.16)  # room for the number at the end of the longest bar
-        axes.set_xlim(left=0)
-    title = "One training step, forward and back: what the busiest rank sends"
-    figure.suptitle(title, x=0.01, ha="left", fontsize=10)
-    draw_legend(figure, list(looks.values()))
-    told = []
-    for name, parts in sent.items():
-        texts = [
-            f"{part.messages} messages of {format_bytes(part.bytes)} for {LOOKS[kind].name}"
-            for kind in KINDS
-            if (part := parts.get(kind))
-        ]
-        told.append(f"{name}: {', '.join(texts)}")
+    if not schedule.length:
+        raise PlanError("The schedule holds no work: make it of at least one batch with a micro-batch.")
+    row_in, end = get_row_layout(schedule.ranks)
+    figure = Drawing(figsize=(11, 1.6 + row_in * schedule.ranks), layout="constrained")
+    axes = figure.add_subplot()
+    length = f"{schedule.length} forwards long, idle {schedule.idle_share:.0%}"
+    title = f"{schedule.name} on {schedule.ranks} ranks: {length}"
+    axes.set_title(f"{title}\n{SCHEDULE_HINT}", loc="left", fontsize=10)
+    draw_legend(figure, draw_slots(axes, schedule))
+    left, right = [], []
+    for rank in range(schedule.ranks):
+        # The stages, such as `stages 0, 2 and mirrored 1`.
+        actions = schedule.get_actions(rank)
+        stages = [sorted({work.stage for work in actions if work.direction == way}) for way in (0, 1)]
+        words = [f"{word}{', '.join(map(str, of))}" for word, of in zip(("", "mirrored "), stages, strict=True) if of]
+        name = f"stage{'s' * (sum(map(len, stages)) > 1)} {' and '.join(words)}" if words else "no work"
+        left.append((f"rank {rank}", name))
+        idle, held = f"idle {schedule.compute_idle_share(rank):.0%}", schedule.count_in_flight(rank)
+        right.append((idle, f"holds up to {held}"))
+    draw_row_frame(
+        axes, schedule.length, "time, in forwards", *([end.join(each) for each in side] for side in (left, right))
+    )
+    figure.freeze_layout()  # the final width of a bar decides which text fits
+    label_slots(axes, schedule)
+    told = [f"{', '.join(who)}: {', '.join(numbers)}" for who, numbers in zip(left, right, strict=True)]
     figure.alt = f"{title}. {'; '.join(told)}."
     return figure
+
+
+def draw_slots(axes: Axes, schedule: Schedule) -> list[BarStyle]:
+    """Draw every slot and return the styles that occur, in the order of the legend."""
+    met: set[BarStyle] = set()
+    for rank, lane in enumerate(schedule.lanes):
+        bars: dict[BarStyle, list[Box]] = defaultdict(list)
+        for slot in lane:
+            look = SLOTS[slot.work.kind, slot.work.direction > 0]
+            bars[look].append((slot.start, rank + TOP, slot.stop - slot.start, HIGH))
+        for look, boxes in bars.items():
+            draw_boxes(axes, boxes, **look.patch | {"linewidth": 0, "label": look.name})
+        # Slots of one style are one patch without an outline. A line at each start separates those that touch.
+        axes.vlines([slot.start for slot in lane], rank + TOP, rank + TOP + HIGH, color=INK, linewidth=0.6)
+        met.update(bars)
+    return [look for look in SLOTS.values() if look in met]
+
+
+def label_slots(axes: Axes, schedule: Schedule) -> None:
+    """Label all bars with their work, or their micro-batch, or not at all: the longest form that fits every bar."""
+    slots = [(rank, slot) for rank, lane in enumerate(schedule.lanes) for slot in lane]
+    unit_px = axes.bbox.width / schedule.length
+    style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8, "color": INK, "path_effects": CASING}
+    forms: tuple[Callable[[PipelineAction], str], ...] = (schedule.format_action, lambda work: str(work.micro_batch))
+    for form in forms:
+        # Only the text with most characters per unit of time is measured, as it decides for all.
+        rank, slot = max(slots, key=lambda each: len(form(each[1].work)) / (each[1].stop - each[1].start))
+        room_px = unit_px * (slot.stop - slot.start) - ROOM_PX
+        if widest := write_first_fit(axes, slot.start, rank, [form(slot.work)], room_px, **style):
+            widest.remove()
+            for rank, slot in slots:
+                axes.text((slot.start + slot.stop) / 2, rank, form(slot.work), **style)
+            return

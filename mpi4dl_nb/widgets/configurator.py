@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from html import escape
 from threading import RLock
+from typing import Any
 
 import ipywidgets
 from torch import Tensor, nn
 
-from engines.cli.plan_options import find_plan_option
+from engines.cli.plan_options import find_plan_option, format_value, parse_value
 from engines.errors import Mpi4dlError, TraceError
 from engines.graph.model_graph import TensorSpec
 from engines.graph.trace_cache import Loss, TraceCache
@@ -24,10 +25,64 @@ from mpi4dl_nb.background import IsAsked, LatestOnly
 from mpi4dl_nb.cluster import Cluster
 from mpi4dl_nb.draw.rank_map import COUNTING, describe_forecast, draw_ranks
 from mpi4dl_nb.plan_cache import CompiledPlan, PlanCache, describe_cluster_fit, pause_gc
-from mpi4dl_nb.widgets.controls import ErrorAlert, OptionControl, make_button, make_dropdown
-from mpi4dl_nb.widgets.figure_widget import FigureWidget
+from mpi4dl_nb.widgets.figure_widget import (
+    BOX_STYLE,
+    ErrorAlert,
+    FigureWidget,
+    make_button,
+    make_checkbox,
+    make_dropdown,
+)
 
-__all__ = ["Configurator"]
+__all__ = ["Configurator", "OptionControl"]
+
+# One option of a plan: its control and its error message.
+
+
+LABEL = "9.8em"  # wide enough for the longest name, so that boxes are aligned
+
+
+class OptionControl(ipywidgets.VBox):
+    """The control of one option. `value` is what `Plan` takes, whatever form the control shows."""
+
+    def __init__(self, name: str, value: Any, on_change: Callable[[str], None]) -> None:
+        self.name, self.trouble, option = name, ErrorAlert(), OPTIONS[name]
+        look = {"description": name, "tooltip": option.help, "style": BOX_STYLE}
+        if isinstance(value, bool):
+            self.control = make_checkbox(name, value, option.help)
+        elif option.choices:
+            self.control = make_dropdown(name, tuple(option.choices), value, option.help)
+        elif option.proposals is None:
+            self.control = ipywidgets.IntText(value, **look)  # any integer: an invalid one is reported, not replaced
+        else:  # its value changes on Enter, or when the box loses the focus
+            look |= {"options": list(option.proposals), "continuous_update": False}
+            self.control = ipywidgets.Combobox(value=format_value(value), **look)
+        self.control.layout.width = "98%"  # at 100 % the frame on the right would be cut off
+        if not isinstance(self.control, ipywidgets.Checkbox):
+            self.control.style.description_width = LABEL
+        super().__init__([self.control])
+        self.control.observe(lambda _: on_change(name), "value")
+
+    @property
+    def value(self) -> Any:
+        """The current value, as `Plan` takes it."""
+        # Options that may be a number or a word, such as `auto`, are written as text.
+        if OPTIONS[self.name].proposals is None:
+            return self.control.value
+        return parse_value(self.control.value) if self.control.value.strip() else None
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        self.control.value = value if OPTIONS[self.name].proposals is None else format_value(value)
+
+    def show_error(self, text: str) -> None:
+        """Show an error message below the control, or nothing if it is empty."""
+        self.trouble.show(text)
+        self.children = [self.control, self.trouble] if text else [self.control]
+
+
+# All options, the map of the ranks and the cluster.
+
 
 PATIENCE_S = 600.0  # enough to trace a very large model
 COUNT_AFTER_S = 0.3  # without a change, so that counting does not slow down quick changes

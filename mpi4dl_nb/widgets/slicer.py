@@ -41,8 +41,15 @@ from mpi4dl_nb.draw.navigation import (
     to_pixel,
 )
 from mpi4dl_nb.draw.slicing import LayerView, draw_slicing
-from mpi4dl_nb.widgets.controls import Slider, make_bounded_int, make_button, make_checkbox, make_dropdown, show_status
-from mpi4dl_nb.widgets.figure_widget import FigureWidget
+from mpi4dl_nb.widgets.figure_widget import (
+    FigureWidget,
+    Slider,
+    make_bounded_int,
+    make_button,
+    make_checkbox,
+    make_dropdown,
+    show_status,
+)
 
 __all__ = ["Slicer"]
 
@@ -66,7 +73,7 @@ class Slicer(FigureWidget):
     set by code as well (`slicer.layer.value = 3`), and `figure` is the current figure.
     Raises PlanError, TraceError or ImageError.
 
-    >>> from engines.images.stains import immunohistochemistry
+    >>> from engines.images.sample_data import immunohistochemistry
     >>> from engines.models import resnet20_v1
     >>> from mpi4dl_nb import Plan, Slicer
     >>> slicer = Slicer(immunohistochemistry(), Plan(split_size=2, num_spatial_parts=4), resnet20_v1())

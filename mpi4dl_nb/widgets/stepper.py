@@ -10,8 +10,7 @@ import ipywidgets
 
 from mpi4dl_nb.draw.stepper import draw_step
 from mpi4dl_nb.training.training import Training
-from mpi4dl_nb.widgets.controls import Slider, make_bounded_int, make_button, make_dropdown
-from mpi4dl_nb.widgets.figure_widget import FigureWidget
+from mpi4dl_nb.widgets.figure_widget import FigureWidget, Slider, make_bounded_int, make_button, make_dropdown
 
 __all__ = ["Stepper"]
 

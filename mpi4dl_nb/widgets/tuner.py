@@ -18,8 +18,7 @@ from engines.train.training import Loss, Optimiser, sgd
 from mpi4dl_nb.cluster import Cluster
 from mpi4dl_nb.draw.tuning import describe_measurements, format_table_html, show_tuning
 from mpi4dl_nb.plan_tuner import Candidate, PlanTuner, make_progress_bar, replace_measured, sort_candidates
-from mpi4dl_nb.widgets.controls import make_bounded_int, make_button, show_status
-from mpi4dl_nb.widgets.figure_widget import FigureWidget
+from mpi4dl_nb.widgets.figure_widget import FigureWidget, make_bounded_int, make_button, show_status
 
 __all__ = ["ChoiceTable", "Tuner"]
 

@@ -20,7 +20,7 @@ from mpi4dl_nb.benchmarks.results import (
     measure_studies,
     run_case,
 )
-from mpi4dl_nb.draw.benchmarks import show_growth
+from mpi4dl_nb.draw.comparison import show_growth
 
 PLANNED = [case for study in STUDIES for case in study.cases if case.arguments[1] in ("step", "memory")]
 SMALL = {

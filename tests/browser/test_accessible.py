@@ -10,7 +10,7 @@ OURS = """
 import ipywidgets
 from IPython.display import HTML
 from mpi4dl_nb.draw.figure import Drawing
-from mpi4dl_nb.widgets.controls import Slider, make_bounded_int, make_button, make_checkbox, make_dropdown
+from mpi4dl_nb.widgets.figure_widget import Slider, make_bounded_int, make_button, make_checkbox, make_dropdown
 from mpi4dl_nb.widgets.figure_widget import FigureView
 from mpi4dl_nb.widgets.figure_widget import FigureWidget
 

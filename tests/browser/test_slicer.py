@@ -7,7 +7,7 @@ import re
 CELLS = [
     """
 import torch
-from engines.images.stains import immunohistochemistry
+from engines.images.sample_data import immunohistochemistry
 from engines.models import resnet20_v1
 from mpi4dl_nb import Plan, Slicer
 

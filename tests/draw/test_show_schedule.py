@@ -10,7 +10,7 @@ from legible import read, unreadable
 import mpi4dl_nb
 from engines.errors import PlanError
 from engines.program.make_schedule import ActionKind, Batch, Schedule, make_schedule
-from mpi4dl_nb.draw.schedule import LOOKS, show_schedule
+from mpi4dl_nb.draw.timeline import SLOTS, show_schedule
 
 
 def line(ranks: int, per_rank: int = 1) -> list[tuple[int, ...]]:
@@ -42,7 +42,7 @@ def test_every_slot_is_drawn_where_it_is(made: Schedule):
     expected = defaultdict(list)
     for rank, lane in enumerate(made.lanes):
         for slot in lane:
-            look = LOOKS[slot.work.kind, slot.work.direction == 1]
+            look = SLOTS[slot.work.kind, slot.work.direction == 1]
             expected[rank, look.name].append((slot.start, slot.stop))
     assert bars(show_schedule(made)) == expected
 
@@ -88,8 +88,8 @@ def test_a_part_of_the_ranks_may_idle_more():
 
 
 def test_kinds_differ_in_colour_and_in_hatch():
-    assert len({each.colour for each in LOOKS.values()}) == len({each.hatch for each in LOOKS.values()}) == len(LOOKS)
-    assert len(LOOKS) == 2 * len(ActionKind)
+    assert len({each.colour for each in SLOTS.values()}) == len({each.hatch for each in SLOTS.values()}) == len(SLOTS)
+    assert len(SLOTS) == 2 * len(ActionKind)
 
 
 @pytest.mark.parametrize("made", [GEMS, SPLIT, LOOPED, LONG], ids=lambda made: made.name)

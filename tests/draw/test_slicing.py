@@ -17,7 +17,7 @@ from torch import nn
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.errors import ImageError, PlanError
 from engines.formatting import format_bytes
-from engines.images.stains import immunohistochemistry
+from engines.images.sample_data import immunohistochemistry
 from engines.plan import Plan
 from engines.program.compile import Compiler
 from engines.program.instructions import Exchange

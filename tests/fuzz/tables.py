@@ -20,9 +20,9 @@ from tempfile import TemporaryDirectory
 import numpy as np
 from PIL import Image
 
-from engines.images.cifar import load_cifar_images
 from engines.images.dataset import LabelledImages
 from engines.images.folder import folder_images, write_boxes_table, write_masks_table
+from engines.images.sample_data import load_cifar_images
 from engines.images.tables import table_images
 from engines.spatial.tiles import Tile
 from tests.fuzz.damage import damaged_bytes

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tifffile import TiffWriter
 
 from engines.images.picture import Picture
-from engines.images.stains import immunohistochemistry
+from engines.images.sample_data import immunohistochemistry
 
 __all__ = ["misread", "shared", "tissue", "write_ome", "write_pages", "write_svs"]
 

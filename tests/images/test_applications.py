@@ -14,9 +14,9 @@ import torch
 from PIL import Image
 
 from engines.errors import ImageError
-from engines.images.cifar import load_cifar_images
 from engines.images.dataset import LabelledImages, SyntheticImages, shuffle_indices
 from engines.images.folder import folder_images
+from engines.images.sample_data import load_cifar_images
 from engines.spatial.tiles import Grid, Tile
 
 SIZE = (37, 50)

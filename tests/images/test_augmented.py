@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.errors import ImageError
-from engines.images.augmented import KINDS, Augmented
+from engines.images.augmented import KINDS, Augmented, restain
 from engines.images.dataset import LabelledImages, SyntheticImages
-from engines.images.stains import compute_dab, immunohistochemistry, restain
+from engines.images.sample_data import compute_dab, immunohistochemistry
 from engines.spatial.tiles import Grid, Tile
 
 SIDES = st.integers(1, 40)

@@ -18,11 +18,11 @@ from PIL.PngImagePlugin import PngImageFile
 
 from engines.errors import ImageError
 from engines.images import files, folder, tiff_layout
-from engines.images.cifar import load_cifar_images
 from engines.images.mask_file import open_raw_image
 from engines.images.picture import crop_picture, open_image
 from engines.images.picture_reader import DecodeBlock, Level, Picture, Pixels
 from engines.images.pillow import count_jpeg_scans
+from engines.images.sample_data import load_cifar_images
 from engines.images.tiff_layout import OmeImage
 from engines.spatial.tiles import Tile
 from tests.images.made_slides import tissue

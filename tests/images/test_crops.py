@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engines.errors import ImageError
-from engines.images.stains import StainCrops, compute_dab, immunohistochemistry
+from engines.images.sample_data import StainCrops, compute_dab, immunohistochemistry
 
 TISSUE = immunohistochemistry()
 

@@ -14,8 +14,7 @@ from PIL import Image
 
 from engines.errors import ImageError
 from engines.images import openslide as reader
-from engines.images.openslide import OpenSlidePicture, SlideLikePicture
-from engines.images.picture import Picture, open_image
+from engines.images.picture import OpenSlidePicture, Picture, SlideLikePicture, open_image
 from engines.images.picture_reader import Level
 from engines.images.tiff import TiffPicture
 

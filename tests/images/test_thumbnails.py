@@ -13,7 +13,7 @@ from engines.errors import ImageError
 from engines.images import picture_reader
 from engines.images.picture import crop_picture, open_image
 from engines.images.picture_reader import ArrayPicture, Level, Picture
-from engines.images.stains import StainCrops
+from engines.images.sample_data import StainCrops
 from engines.plan import Plan
 from mpi4dl_nb import show_slicing
 

@@ -229,9 +229,9 @@ KNOWN = {
     "engines/comm/rank_server.py": {"cloudpickle.loads"},  # the notebook's own calls, over its keys
     "mpi4dl_nb/remote_call.py": {"pickle.loads"},  # the ranks' answers, over the same
     "engines/comm/world.py": {"pickle.loads"},  # what ranks of one job send each other, once it is known to be whole
-    "engines/images/openslide.py": {"cloudpickle.loads"},  # a slide of somebody's own class, on its way to a rank
+    "engines/images/picture.py": {"cloudpickle.loads"},  # a slide of somebody's own class, on its way to a rank
     "engines/images/mask_file.py": {"np.load"},  # with allow_pickle=False
-    "engines/images/cifar.py": {"pickle.Unpickler"},  # one that makes arrays, and calls nothing else
+    "engines/images/sample_data.py": {"pickle.Unpickler"},  # one that makes arrays, and calls nothing else
     "engines/images/regular_file.py": {"ET.fromstring"},  # without document types
 }
 RUNS = {"pickle", "cloudpickle", "marshal", "shelve", "yaml", "dill", "joblib", "ET", "ElementTree", "minidom"}

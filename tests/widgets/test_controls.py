@@ -10,8 +10,7 @@ import pytest
 import mpi4dl_nb.widgets
 from engines.errors import PlanError
 from mpi4dl_nb.draw.figure import Drawing
-from mpi4dl_nb.widgets.controls import Slider
-from mpi4dl_nb.widgets.figure_widget import FigureWidget
+from mpi4dl_nb.widgets.figure_widget import FigureWidget, Slider
 
 SCRIPTS = sorted(Path(mpi4dl_nb.widgets.__file__).parent.glob("*.js"))
 

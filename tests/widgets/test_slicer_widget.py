@@ -11,7 +11,7 @@ from torch import nn
 
 from engines.errors import ImageError
 from engines.images.picture_reader import Level, Picture
-from engines.images.stains import immunohistochemistry
+from engines.images.sample_data import immunohistochemistry
 from engines.plan import Plan
 from engines.program.receptive import ReceptiveFields
 from engines.train.training import prepare

@@ -1,20 +1,20 @@
-"""CIFAR-10 (Krizhevsky, 2009, "Learning Multiple Layers of Features from Tiny Images") from local files.
-
-Nothing is downloaded. Both distributed forms are supported: binary records and Python pickles. A restricted unpickler
-reads the latter, since an ordinary one could run any code.
-"""
+"""Data sets to begin with: crops of a picture of stained tissue, which is installed, and CIFAR-10 from local files."""
 
 from __future__ import annotations
 
+import math
 import pickle
 import pickletools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import skimage.data
+import torch
 from numpy.typing import NDArray
+from skimage.color import rgb2hed
 from torch import Tensor
 
 from engines.errors import ImageError, describe_working_folder
@@ -22,10 +22,98 @@ from engines.images.dataset import LabelledImages, to_network_input
 from engines.images.examples import resize_tile
 from engines.images.files import translate_errors
 from engines.images.folder import folder_images
+from engines.images.picture import Pixels, Source, open_image
 from engines.images.regular_file import read_bounded
 from engines.spatial.tiles import Tile
 
-__all__ = ["CifarImages", "load_cifar_images"]
+__all__ = ["CifarImages", "StainCrops", "compute_dab", "immunohistochemistry", "load_cifar_images"]
+
+
+def immunohistochemistry() -> Pixels:
+    """Return the (512, 512, 3) pixels of stained colonic glands.
+
+    The protein FHL2 is stained brown (DAB), the rest blue (haematoxylin). From the Center for Microscopy and Molecular
+    Imaging (CMMI), no known copyright restrictions; the file is in scikit-image's wheel.
+    """
+    pixels: Pixels = skimage.data.immunohistochemistry()
+    return pixels
+
+
+def compute_dab(image: Pixels) -> NDArray[np.float64]:
+    """Return the optical density of DAB (brown) by colour deconvolution: (H, W, 3) -> (H, W); 0 is no stain.
+
+    Ruifrok and Johnston's method and stain colours, as implemented in scikit-image.
+    """
+    stains: NDArray[np.float64] = rgb2hed(image)
+    return stains[..., 2]  # of haematoxylin, eosin, DAB
+
+
+# A small classification task on a picture of stained tissue: is a crop browner than the median crop?
+
+
+MOST_PX = 1 << 26  # of the picture, which is held in memory together with its stains
+
+
+class StainCrops:
+    """`count` random square crops of a picture, with label 1 where the mean DAB is above the median over the crops.
+
+    Half of the labels are therefore 1, and the task needs only the picture. The same arguments give the same crops.
+    `corners` is (count, 2): the first row and column of each crop; `labels` is (count,), int64.
+
+    Raises ImageError if the picture is smaller than a crop or too large for memory, or if `count` is less than 2.
+    """
+
+    def __init__(self, image: Source, size_px: int = 128, count: int = 256, seed: int = 0) -> None:
+        picture = open_image(image)
+        if not 1 <= size_px <= min(picture.shape()):
+            raise ImageError(
+                f"{picture.name} has {picture.shape()[0]} x {picture.shape()[1]} pixels, which no crop of "
+                f"{size_px} x {size_px} fits. Use size_px from 1 to {min(picture.shape())}."
+            )
+        if math.prod(picture.shape()) > MOST_PX:
+            raise ImageError(
+                f"{picture.name} has {picture.shape()[0]} x {picture.shape()[1]} pixels, and crops are taken from at "
+                f"most {MOST_PX}. Take them from a part: "
+                "engines.images.picture.crop_picture(picture, y0, x0, height, width)."
+            )
+        if count < 2:
+            raise ImageError(f"count={count} crops have no median between them. Use count >= 2.")
+        self.size_px = size_px
+        self._pixels = picture.read(0, 0, *picture.shape())
+        random = np.random.default_rng(seed)
+        self.corners = random.integers(0, [side - size_px + 1 for side in picture.shape()], size=(count, 2))
+        stain = compute_dab(self._pixels)
+        means = np.array([self._crop(stain, corner).mean() for corner in self.corners])
+        self.labels = torch.from_numpy((means > np.median(means)).astype(np.int64))
+
+    def __len__(self) -> int:
+        return len(self.corners)
+
+    def iterate_batches(self, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield images (N, 3, size_px, size_px), float32, and labels (N,), in order, with N = `batch_size`.
+
+        Each channel has mean 0 and deviation 1 over the whole picture. An incomplete last batch is dropped.
+        Raises ImageError if there are fewer crops than one batch.
+        """
+        if not 1 <= batch_size <= len(self):
+            raise ImageError(f"batch_size={batch_size}, but there are {len(self)} crops: use 1 to {len(self)}.")
+        mean, deviation = self._pixels.mean((0, 1)), self._pixels.std((0, 1))
+        for start in range(0, len(self) - batch_size + 1, batch_size):
+            members = slice(start, start + batch_size)
+            crops = np.stack([self._crop(self._pixels, corner) for corner in self.corners[members]])
+            normalised = (crops.astype(np.float32) - mean) / np.maximum(deviation, 1.0)  # a flat channel becomes 0
+            images = torch.from_numpy(normalised.astype(np.float32)).permute(0, 3, 1, 2).contiguous()
+            yield images, self.labels[members]
+
+    def _crop(self, array: NDArray[Any], corner: NDArray[np.int64]) -> NDArray[Any]:
+        row, col = corner
+        return array[row : row + self.size_px, col : col + self.size_px]
+
+
+# CIFAR-10 (Krizhevsky, 2009, "Learning Multiple Layers of Features from Tiny Images") from local files. Nothing is
+# downloaded. Both distributed forms are supported: binary records and Python pickles. A restricted unpickler reads the
+# latter, since an ordinary one could run any code.
+
 
 _SIDE, _CLASSES = 32, 10
 _PIXELS = 3 * _SIDE * _SIDE
@@ -47,7 +135,7 @@ def load_cifar_images(folder: Path, size: tuple[int, int], test: bool = False) -
     for inside, pattern in _FORMS[test]:
         files = sorted(folder.glob(pattern)) or sorted((folder / inside).glob(pattern))
         if files:
-            return CifarImages([_read(path) for path in files], size)
+            return CifarImages([_read_batch(path) for path in files], size)
     others = {path.name for path in folder.iterdir() if path.is_dir()} if folder.is_dir() else set()
     if others - {inside for inside, _ in _FORMS[test]}:
         return folder_images(folder, size)
@@ -91,7 +179,7 @@ class CifarImages(LabelledImages):
         return int(self.batches[batch][1][row])
 
 
-def _read(path: Path) -> tuple[Bytes, Bytes]:
+def _read_batch(path: Path) -> tuple[Bytes, Bytes]:
     """Return the (N, 3072) pixels and (N,) classes of one file."""
     with translate_errors(path):
         if path.suffix == ".bin":
