@@ -23,7 +23,7 @@ from engines.train.training import Optimiser, sgd
 from mpi4dl_nb.cluster import Cluster
 from mpi4dl_nb.plan_tuner import count_optimiser_states
 
-__all__ = ["ClusterFit", "CompiledPlan", "PlanCache", "describe_cluster_fit", "forecast", "pause_gc"]
+__all__ = ["CompiledPlan", "PlanCache", "describe_cluster_fit", "forecast", "pause_gc"]
 
 KEPT = 24  # plans; the programs of a large model take some megabytes
 
@@ -124,33 +124,26 @@ def pause_gc() -> Iterator[None]:
             gc.enable()
 
 
-@dataclass(frozen=True)
-class ClusterFit:
-    """How the ranks that a plan needs compare with those of a cluster, as text and as a button that can fix it."""
+def describe_cluster_fit(needed: int | None, cluster: Cluster | None) -> tuple[str, str, bool]:
+    """Compare the needed ranks with the cluster's: as text, as the label of a button, and whether the button helps.
 
-    text: str
-    button: str
-    helps: bool
-
-
-def describe_cluster_fit(needed: int | None, cluster: Cluster | None) -> ClusterFit:
-    """Compare the needed ranks with the cluster's. `needed` is None if no plan works yet.
+    `needed` is None if no plan works yet.
 
     >>> describe_cluster_fit(6, None)
-    ClusterFit(text='6 ranks needed, none running.', button='Start 6 ranks', helps=True)
-    >>> describe_cluster_fit(6, Cluster(5, backend="loopback").start()).button
+    ('6 ranks needed, none running.', 'Start 6 ranks', True)
+    >>> describe_cluster_fit(6, Cluster(5, backend="loopback").start())[1]
     'Resize to 6 ranks'
     """
     running = cluster.n if cluster is not None and cluster.state != "not started" else None
     there = "none running." if running is None else f"{running} running."
     if needed is None:
-        return ClusterFit(f"Ranks: {there}", "Start ranks", helps=False)
+        return f"Ranks: {there}", "Start ranks", False
     text = f"{needed} ranks needed, {there}"
     if cluster is not None and cluster.dead:
-        return ClusterFit(f"{text} {cluster.dead}", f"Restart with {needed} ranks", helps=True)
+        return f"{text} {cluster.dead}", f"Restart with {needed} ranks", True
     if running == needed:
-        return ClusterFit(text, f"{needed} ranks run", helps=False)
-    return ClusterFit(text, f"{'Start' if running is None else 'Resize to'} {needed} ranks", helps=True)
+        return text, f"{needed} ranks run", False
+    return text, f"{'Start' if running is None else 'Resize to'} {needed} ranks", True
 
 
 # The forecast of one plan.

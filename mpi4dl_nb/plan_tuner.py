@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Candidate",
-    "PlanSearchResult",
     "PlanTuner",
     "TuningResult",
     "count_optimiser_states",
@@ -112,15 +111,6 @@ class TuningResult:
         return format_table_html(self.candidates) + self.explanation._repr_html_()
 
 
-@dataclass(frozen=True)
-class PlanSearchResult:
-    """All plans that fit, fastest first, with an explanation, and the plans that cannot run."""
-
-    candidates: tuple[Candidate, ...]
-    explanation: Explanation
-    refused: tuple[tuple[Plan, str], ...]
-
-
 @dataclass
 class PlanTuner:
     """Searches plans for a model and images on a cluster. Graphs are traced once per micro-batch size."""
@@ -140,8 +130,8 @@ class PlanTuner:
 
     def find(
         self, rank_bytes: int | None = None, seen: ProgressCallback = ignore_progress, neutral_batch: int | None = None
-    ) -> PlanSearchResult:
-        """Predict all plans for the ranks of the cluster.
+    ) -> TuningResult:
+        """Predict all plans for the ranks of the cluster; nothing is measured.
 
         `rank_bytes` is the memory that a rank may use; None: an equal share of the machine's memory. `neutral_batch`:
         as in `tune`. Raises PlanError if no plan can run.
@@ -161,7 +151,7 @@ class PlanTuner:
 
         found = search(n, batch, get_graph, machine, rank_bytes, states, seen, neutral_batch=neutral_batch)
         explanation = explain((*found.fitting, *found.too_large), found.refused, rank_bytes)
-        return PlanSearchResult(tuple(map(Candidate, found.fitting)), explanation, found.refused)
+        return TuningResult(tuple(map(Candidate, found.fitting)), machine, explanation, found.refused)
 
     def measure(
         self,
@@ -227,8 +217,7 @@ def tune(
     if top:
         with make_progress_bar("steps measured", progress) as seen:
             measured = tuning.measure(found.candidates[:top], steps, seen)
-    candidates = sort_candidates([*measured, *found.candidates[top:]], neutral_batch)
-    return TuningResult(candidates, cluster.calibrate(), found.explanation, found.refused)
+    return replace(found, candidates=sort_candidates([*measured, *found.candidates[top:]], neutral_batch))
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -74,15 +74,6 @@ class _BadImage:
 
     text: str
     odd: bool = False
-
-
-@dataclass
-class _ReadResult:
-    """The pieces that were read for a step, and the images that cannot be read."""
-
-    pieces: dict[ReadRequest, Tensor] = field(default_factory=dict)
-    bad: dict[int, _BadImage] = field(default_factory=dict)
-    cause: Exception | None = None
 
 
 class RankLoader:
@@ -168,17 +159,17 @@ class RankLoader:
             #     rank 0   read 3 7   {}        \                skip 7, read 3 9   {}  \
             #                                    all-gather {7}                         all-gather {}   use 3 9
             #     rank 1   read 3 7   {7: why}  /                skip 7, read 3 9   {}  /
-            read = self._read(step, then)
+            pieces, own_bad, causes = self._read(step, then)
             waited_s += time.perf_counter() - start_s
-            found = all_gather_or_raise(self.world, read.bad, self._make_error(read.bad, read))
+            found = all_gather_or_raise(self.world, own_bad, self._make_error(own_bad, causes))
             # Reversed: where several ranks found an image bad, all of them keep the text of the lowest rank.
             bad = {index: why for rank in reversed(found) for index, why in rank.items()}
             if not bad:
                 self._next = then
-                for piece in read.pieces:
+                for piece in pieces:
                     self._reading.pop(piece, None)
-                return LoadedBatch(self.place, self.own.assemble(step, read.pieces.__getitem__), waited_s, len(step))
-            if failure := self._make_error(bad, read):
+                return LoadedBatch(self.place, self.own.assemble(step, pieces.__getitem__), waited_s, len(step))
+            if failure := self._make_error(bad, causes):
                 raise failure
             self.bad += [bad[index].text for index in sorted(bad)]
             self.place = replace(self.place, skipped=(*self.place.skipped, *sorted(bad)))
@@ -196,7 +187,10 @@ class RankLoader:
 
     # ---- reading
 
-    def _read(self, step: Sequence[Sample], then: SamplerState) -> _ReadResult:
+    def _read(
+        self, step: Sequence[Sample], then: SamplerState
+    ) -> tuple[dict[ReadRequest, Tensor], dict[int, _BadImage], dict[int, Exception]]:
+        """Return the pieces of a step, and of the images that this rank cannot read the reasons and the exceptions."""
         wanted = list(self.own.make_read_requests(step))
         if self._pool is not None:
             # The workers get the pieces of this step and of the next ones. A step of a size that the rank is not
@@ -210,20 +204,22 @@ class RankLoader:
             for piece in pieces:
                 if piece not in self._reading:
                     self._reading[piece] = self._pool.submit(self.own.fetch, piece)
-        read = _ReadResult()
+        found: dict[ReadRequest, Tensor] = {}
+        bad: dict[int, _BadImage] = {}
+        causes: dict[int, Exception] = {}
         for piece in wanted:
-            if piece.index in read.bad:  # an image has several pieces; one that failed is enough
+            if piece.index in bad:  # an image has several pieces; one that failed is enough
                 continue
             try:
-                read.pieces[piece] = self.own.fetch(piece) if self._pool is None else self._reading[piece].result()
+                found[piece] = self.own.fetch(piece) if self._pool is None else self._reading[piece].result()
             except Exception as error:
                 # Raised only after the exchange: a rank that left here would leave the others in the all-gather.
                 odd = not isinstance(error, ImageError | OSError)
                 text = describe_read_error(self.own.images.name(piece.index), error, odd)
-                read.cause, read.bad[piece.index] = error, _BadImage(text, odd)
-        return read
+                bad[piece.index], causes[piece.index] = _BadImage(text, odd), error
+        return found, bad, causes
 
-    def _make_error(self, bad: Mapping[int, _BadImage], read: _ReadResult) -> ImageError | None:
+    def _make_error(self, bad: Mapping[int, _BadImage], causes: Mapping[int, Exception]) -> ImageError | None:
         """Return the error to raise for bad images, or None if they are skipped.
 
         Only a rank that read the image itself has the original exception as the error's cause.
@@ -234,7 +230,7 @@ class RankLoader:
         if self.feeding.on_bad_image != "raise" and not bad[first].odd:
             return None
         failure = ImageError(bad[first].text)
-        failure.__cause__ = read.cause if first in read.bad else make_released_error()
+        failure.__cause__ = causes.get(first) or make_released_error()
         return failure
 
     def close(self) -> None:

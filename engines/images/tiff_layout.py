@@ -22,13 +22,13 @@ from engines.images.files import make_damaged_error
 from engines.images.regular_file import refuse_doctype
 
 __all__ = [
-    "OmeImage",
     "TiffLayout",
     "check_picture",
     "find_alpha_channel",
     "find_picture",
     "list_pages",
     "list_sub_pages",
+    "parse_ome",
 ]
 
 PLAIN, JPEG = 1, 7
@@ -77,16 +77,16 @@ def find_picture(path: Path, file: TiffFile) -> TiffLayout:
     #     others   the first page that is neither a reduced copy nor a mask; levels are SubIFDs or other pages
     pages = list_pages(path, file)
     if file.is_ome:
-        ome = OmeImage.parse(path, file.ome_metadata or "")
-        start, stop = ome.first_page, ome.first_page + ome.planes
+        planes, start, microns = parse_ome(path, file.ome_metadata or "")
+        stop = start + planes
         base = tuple(pages[start:stop])
-        if len(base) < ome.planes:
+        if len(base) < planes:
             raise make_damaged_error(
                 path, f"its OME-XML speaks of pages {start} to {stop - 1}, but there are {len(pages)}"
             )
         if len({page.shape for page in base}) > 1:
             raise make_damaged_error(path, f"pages {start} to {stop - 1} are not the channels of one picture")
-        return TiffLayout(base, start, (), True, ome.microns_per_px)
+        return TiffLayout(base, start, (), True, microns)
     # The pages that are neither a reduced copy nor a mask, or else the largest copy, or else the first page. (Camera
     # files store the preview as the page and the picture as its SubIFD.)
     inner = (each for page in pages for each in list_sub_pages(path, page))
@@ -241,43 +241,37 @@ def find_alpha_channel(page: TiffPage) -> int | None:
 _OME_MICRONS = {"µm": 1.0, "μm": 1.0, "um": 1.0, "nm": 1e-3, "mm": 1e3, "cm": 1e4, "m": 1e6}
 
 
-@dataclass(frozen=True)
-class OmeImage:
-    """A picture in `planes` pages from `first_page` on, with `microns_per_px` micrometres per pixel (None: unknown)."""
+def parse_ome(path: Path, text: str) -> tuple[int, int, float | None]:
+    """Return how many pages the picture in OME-XML has, its first page, and micrometres per pixel (None: unknown).
 
-    planes: int
-    first_page: int
-    microns_per_px: float | None
-
-    @classmethod
-    def parse(cls, path: Path, text: str) -> OmeImage:
-        """Parse OME-XML. Raises ImageError if it is damaged, or describes a stack or channels that are no colours."""
-        try:
-            #     <OME><Image><Pixels SizeZ SizeT SizeC PhysicalSizeX ...>
-            #         <Channel SamplesPerPixel/> ... <TiffData IFD/> ...
-            #
-            # RGB is either one channel of three samples, in one page, or three channels of one sample, a page each.
-            found = _find_attributes(text, "Pixels", ("Channel", "TiffData"))
-            pixels = found["Pixels"]
-            depth, times, channels = (int(pixels[f"Size{axis}"]) for axis in "ZTC")
-            samples = int(found.get("Channel", {}).get("SamplesPerPixel", 1))
-            first = int(found.get("TiffData", {}).get("IFD", 0))
-            planes = channels // max(1, samples)
-        except (expat.ExpatError, LookupError, ValueError, OverflowError) as error:
-            raise make_damaged_error(path, f"its OME-XML cannot be read ({type(error).__name__}: {error})") from error
-        if (depth, times) != (1, 1) or (planes, samples) not in ((1, 1), (1, 2), (1, 3), (1, 4), (3, 1)):
-            raise ImageError(
-                f"{path} holds a stack: {depth} focal planes, {times} times, {channels} channels of {samples}. "
-                "A picture is one plane of grey, or of red, green and blue: save that by itself."
-            )
-        if first < 0:
-            raise make_damaged_error(path, f"its OME-XML speaks of page {first}")
-        sides = []  # of a pixel, in micrometres, as far as they are given
-        for axis in "XY":
-            with suppress(KeyError, ValueError):
-                unit = _OME_MICRONS.get(pixels.get(f"PhysicalSize{axis}Unit", "µm"), 0)
-                sides.append(float(pixels[f"PhysicalSize{axis}"]) * unit)
-        return cls(planes, first, sum(sides) / 2 if len(sides) == 2 and min(sides) > 0 else None)
+    Raises ImageError if the text is damaged, or describes a stack or channels that are no colours.
+    """
+    try:
+        #     <OME><Image><Pixels SizeZ SizeT SizeC PhysicalSizeX ...>
+        #         <Channel SamplesPerPixel/> ... <TiffData IFD/> ...
+        #
+        # RGB is either one channel of three samples, in one page, or three channels of one sample, a page each.
+        found = _find_attributes(text, "Pixels", ("Channel", "TiffData"))
+        pixels = found["Pixels"]
+        depth, times, channels = (int(pixels[f"Size{axis}"]) for axis in "ZTC")
+        samples = int(found.get("Channel", {}).get("SamplesPerPixel", 1))
+        first = int(found.get("TiffData", {}).get("IFD", 0))
+        planes = channels // max(1, samples)
+    except (expat.ExpatError, LookupError, ValueError, OverflowError) as error:
+        raise make_damaged_error(path, f"its OME-XML cannot be read ({type(error).__name__}: {error})") from error
+    if (depth, times) != (1, 1) or (planes, samples) not in ((1, 1), (1, 2), (1, 3), (1, 4), (3, 1)):
+        raise ImageError(
+            f"{path} holds a stack: {depth} focal planes, {times} times, {channels} channels of {samples}. "
+            "A picture is one plane of grey, or of red, green and blue: save that by itself."
+        )
+    if first < 0:
+        raise make_damaged_error(path, f"its OME-XML speaks of page {first}")
+    sides = []  # of a pixel, in micrometres, as far as they are given
+    for axis in "XY":
+        with suppress(KeyError, ValueError):
+            unit = _OME_MICRONS.get(pixels.get(f"PhysicalSize{axis}Unit", "µm"), 0)
+            sides.append(float(pixels[f"PhysicalSize{axis}"]) * unit)
+    return planes, first, sum(sides) / 2 if len(sides) == 2 and min(sides) > 0 else None
 
 
 def _find_attributes(text: str | bytes, outer: str, inner: Sequence[str]) -> dict[str, dict[str, str]]:

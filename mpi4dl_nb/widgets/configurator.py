@@ -284,9 +284,10 @@ class Configurator(FigureWidget):
 
     def _show_state(self, doing: str = "") -> None:
         """Show the ranks needed and the ranks running, and label the button with the action that it offers."""
-        said = describe_cluster_fit(self._found.plan.ranks if self._found else None, self.cluster)
-        self.start.description, self.start.disabled = said.button, not said.helps
-        self.note.value = f'<div role="status">{escape(f"{said.text} {doing}")}</div>'
+        needed = self._found.plan.ranks if self._found else None
+        text, self.start.description, helps = describe_cluster_fit(needed, self.cluster)
+        self.start.disabled = not helps
+        self.note.value = f'<div role="status">{escape(f"{text} {doing}")}</div>'
 
     def _start(self) -> None:
         ranks = self.plan.ranks

@@ -23,7 +23,7 @@ from engines.images.picture import crop_picture, open_image
 from engines.images.picture_reader import DecodeBlock, Level, Picture, Pixels
 from engines.images.pillow import count_jpeg_scans
 from engines.images.sample_data import load_cifar_images
-from engines.images.tiff_layout import OmeImage
+from engines.images.tiff_layout import parse_ome
 from engines.spatial.tiles import Tile
 from tests.images.made_slides import tissue
 from tests.images.test_annotations import make_voc
@@ -151,17 +151,17 @@ OME = (
 
 
 def test_of_ome_xml_only_the_picture_is_read():
-    found = OmeImage.parse(Path("a"), OME.format("", '<TiffData IFD="2"/><this is never read', ""))
-    assert found == OmeImage(1, 2, 0.5)
-    found = OmeImage.parse(Path("a"), OME.format("", "<X><TiffData IFD='2'/></X>", "<nor this"))
-    assert found == OmeImage(1, 0, 0.5)
+    found = parse_ome(Path("a"), OME.format("", '<TiffData IFD="2"/><this is never read', ""))
+    assert found == (1, 2, 0.5)
+    found = parse_ome(Path("a"), OME.format("", "<X><TiffData IFD='2'/></X>", "<nor this"))
+    assert found == (1, 0, 0.5)
 
 
 def test_no_tree_is_made_of_what_comes_before():
     text = OME.format('<Well Row="1"/>' * 50_000, "", "</OME>")
     tracemalloc.start()
     try:
-        assert OmeImage.parse(Path("a"), text).planes == 1
+        assert parse_ome(Path("a"), text)[0] == 1
         assert tracemalloc.get_traced_memory()[1] < 3 * len(text)
     finally:
         tracemalloc.stop()

@@ -19,7 +19,7 @@ from engines.images import zarr_chunks
 from engines.images.folder import write_boxes_table
 from engines.images.picture import open_image
 from engines.images.tables import table_images, write_table
-from engines.images.tiff_layout import OmeImage
+from engines.images.tiff_layout import parse_ome
 
 ROOT = Path(__file__).parents[2]
 SIZE = (8, 8)
@@ -130,7 +130,7 @@ def test_xml_defines_nothing(tmp_path, text):
     with pytest.raises(ImageError, match="document type"):
         write_boxes_table(voc(tmp_path, text), "train", tmp_path / "t.csv")
     with pytest.raises(ImageError, match="document type"):
-        OmeImage.parse(tmp_path / "a.tif", text)
+        parse_ome(tmp_path / "a.tif", text)
 
 
 def voc(folder: Path, annotation: str) -> Path:
@@ -153,14 +153,14 @@ def test_boxes_have_numbers(tmp_path, number):
 @pytest.mark.parametrize("text", ["<a>" * 100_000, "<a>" * 100_000 + "</a>" * 100_000, "", "\0", "<a b=1>"])
 def test_xml_that_is_none_or_nested_without_end(tmp_path, text):
     with pytest.raises(ImageError):
-        OmeImage.parse(tmp_path / "a.tif", text)
+        parse_ome(tmp_path / "a.tif", text)
 
 
 @pytest.mark.parametrize("number", ["9" * 5000, "1e9", "nan", "-1", "99999999999999999999"])
 def test_ome_with_hostile_numbers(tmp_path, number):
     text = f'<OME><Pixels SizeZ="1" SizeT="1" SizeC="{number}"><TiffData IFD="{number}"/></Pixels></OME>'
     with pytest.raises(ImageError):
-        OmeImage.parse(tmp_path / "a.tif", text)
+        parse_ome(tmp_path / "a.tif", text)
 
 
 # ---- Zarr

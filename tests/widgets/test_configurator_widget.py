@@ -208,8 +208,9 @@ def test_a_cluster_that_does_not_start_says_why(chosen, monkeypatch):
 def test_a_dead_rank_is_told():
     cluster = Cluster(5, backend="loopback").start()
     cluster.dead = "Rank 3: gone."
-    assert describe_cluster_fit(6, cluster).button == "Restart with 6 ranks"
-    assert "Rank 3: gone." in describe_cluster_fit(6, cluster).text
+    text, button, _ = describe_cluster_fit(6, cluster)
+    assert button == "Restart with 6 ranks"
+    assert "Rank 3: gone." in text
     cluster.stop()
 
 
