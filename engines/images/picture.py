@@ -41,7 +41,6 @@ __all__ = [
     "OpenSlidePicture",
     "Picture",
     "Pixels",
-    "RegionPicture",
     "SlideLike",
     "SlideLikePicture",
     "Source",

@@ -26,7 +26,7 @@ from engines.images.picture import Pixels, Source, open_image
 from engines.images.regular_file import read_bounded
 from engines.spatial.tiles import Tile
 
-__all__ = ["CifarImages", "StainCrops", "compute_dab", "immunohistochemistry", "load_cifar_images"]
+__all__ = ["StainCrops", "compute_dab", "immunohistochemistry", "load_cifar_images"]
 
 
 def immunohistochemistry() -> Pixels:

@@ -26,7 +26,6 @@ __all__ = [
     "TileSink",
     "TileStitcher",
     "check_kind",
-    "compute_probabilities",
     "convert_image_scores",
     "convert_pixel_scores",
     "get_output_channels",

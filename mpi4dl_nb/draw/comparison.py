@@ -92,7 +92,6 @@ WIDE = 10  # the loss axis is logarithmic if the largest loss exceeds the smalle
 class ModeStyle:
     """The line and bar style of one mode, and the definition of its staleness."""
 
-    name: str
     colour: str
     line: str
     hatch: str
@@ -101,17 +100,14 @@ class ModeStyle:
     @property
     def patch(self) -> dict[str, str]:
         """The keywords of a bar: filled, or hatched on white."""
-        return {
-            "facecolor": "white" if self.hatch else self.colour,
-            "edgecolor": self.colour,
-            "hatch": self.hatch,
-        }
+        face = "white" if self.hatch else self.colour
+        return {"facecolor": face, "edgecolor": self.colour, "hatch": self.hatch}
 
 
 MODES = {
-    "synchronous": ModeStyle("synchronous", INK, "-", "", "always 0"),
-    "server": ModeStyle("server", BLUE, "--", "//", "others' updates since the weights were read"),
-    "peers": ModeStyle("peers", ORANGE, ":", "...", "own steps since the weights were offered"),
+    "synchronous": ModeStyle(INK, "-", "", "always 0"),
+    "server": ModeStyle(BLUE, "--", "//", "others' updates since the weights were read"),
+    "peers": ModeStyle(ORANGE, ":", "...", "own steps since the weights were offered"),
 }
 
 
@@ -159,7 +155,14 @@ def show_asynchrony(studies: ReplicaStudy | Sequence[ReplicaStudy]) -> Drawing:
     names = [f"{_format_name(study)} (staleness: {MODES[study.mode].late})" for study in found]
     style = {"loc": "outside lower left", "ncols": 1, "frameon": False, "fontsize": 9, "handlelength": 5}
     figure.legend(handles, names, handler_map={tuple: HandlerTuple(ndivide=None)}, **style)
-    figure.alt = f"{title}. {' '.join(map(_describe_study, found))}"
+    figure.alt = f"{title}."
+    for study in found:
+        late = ", ".join(f"{staleness} ({count})" for staleness, count in study.histogram.items())
+        figure.alt += (
+            f" {_format_name(study).capitalize()}: loss {study.turns[0].loss:.3g} at first, {study.final_loss:.3g} at "
+            f"last, after {study.seconds:.3g} s and {len(study.turns) * study.images_per_batch} images "
+            f"({study.images_per_s:.3g} images/s); staleness (how often): {late or 'none'}."
+        )
     return figure
 
 
@@ -169,7 +172,7 @@ def _draw_losses(
     drawn = []
     for study in studies:
         look, losses = MODES[study.mode], compute_running_mean([turn.loss for turn in study.turns])
-        axes.plot(places(study), losses, look.line, color=look.colour, linewidth=2, label=look.name)
+        axes.plot(places(study), losses, look.line, color=look.colour, linewidth=2, label=study.mode)
         axes.plot(places(study)[-1:], losses[-1:], "o", color=look.colour, markersize=6)
         drawn += losses
     # A loss that falls by orders of magnitude is a curve along the axis on a linear scale. Ticks at 1, 2 and 5 are then
@@ -197,16 +200,7 @@ def _format_name(study: ReplicaStudy) -> str:
     """Return the name of the mode and its options."""
     chosen = study.asynchrony
     bound = f", at most {chosen.max_staleness} stale" if chosen.max_staleness is not None else ""
-    return f"{MODES[study.mode].name}{bound}{', aware of staleness' * chosen.staleness_aware}"
-
-
-def _describe_study(study: ReplicaStudy) -> str:
-    late = ", ".join(f"{staleness} ({count})" for staleness, count in study.histogram.items())
-    return (
-        f"{_format_name(study).capitalize()}: loss {study.turns[0].loss:.3g} at first, {study.final_loss:.3g} at "
-        f"last, after {study.seconds:.3g} s and {len(study.turns) * study.images_per_batch} images "
-        f"({study.images_per_s:.3g} images/s); staleness (how often): {late or 'none'}."
-    )
+    return f"{study.mode}{bound}{', aware of staleness' * chosen.staleness_aware}"
 
 
 # Benchmark results against the quantity that grows: ratios, and the phases of the ranks' time.

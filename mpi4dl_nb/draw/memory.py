@@ -30,7 +30,7 @@ from mpi4dl_nb.draw.figure import (
     format_ranks,
 )
 
-__all__ = ["draw_memory", "show_memory", "trace_model"]
+__all__ = ["show_memory", "trace_model"]
 
 LOOKS = {
     "weights": BarStyle("weights and buffers", "#56b4e9", ""),

@@ -23,11 +23,8 @@ __all__ = [
     "OTHER",
     "WAITS",
     "WORKS",
-    "compute_uses",
     "describe_outcome",
-    "format_duration",
     "format_progress_html",
-    "format_rank_names",
     "get_memory_bytes",
     "show_progress",
 ]

@@ -16,7 +16,6 @@ from mpi4dl_nb.draw.halo_points import HaloPoint
 
 __all__ = [
     "ARROWS",
-    "CLOSEST_PX",
     "NEAR_PX",
     "RasterCache",
     "add_clamped",

@@ -22,17 +22,7 @@ from engines.spatial.layout import Layout, Pipeline, StageRanks
 from mpi4dl_nb.draw.figure import INK, BarStyle, Box, Drawing, draw_boxes, format_ranks, write_first_fit
 from mpi4dl_nb.draw.memory import trace_model
 
-__all__ = [
-    "COUNTING",
-    "NOT_COUNTED",
-    "RanksByLoad",
-    "describe_forecast",
-    "describe_loads",
-    "draw_loads",
-    "draw_ranks",
-    "group_loads",
-    "show_ranks",
-]
+__all__ = ["COUNTING", "describe_forecast", "draw_ranks", "show_ranks"]
 
 # The forecast of a training step as one line of text.
 

@@ -51,18 +51,7 @@ from mpi4dl_nb.draw.tilemap import (
     mark_zoom,
 )
 
-__all__ = [
-    "LayerView",
-    "describe_field",
-    "describe_region",
-    "describe_tile",
-    "describe_tiling",
-    "describe_values",
-    "draw_slicing",
-    "format_title",
-    "has_values",
-    "show_slicing",
-]
+__all__ = ["LayerView", "draw_slicing", "show_slicing"]
 
 UP_TO_PX = 12  # across a view whose values are written; three numbers would be illegible in smaller cells
 

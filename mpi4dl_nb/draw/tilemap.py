@@ -31,7 +31,6 @@ __all__ = [
     "HALO",
     "LOOKS",
     "OTHER_HALO",
-    "TileLabels",
     "draw_field",
     "draw_halo_arrows",
     "draw_halos",

@@ -28,15 +28,7 @@ from mpi4dl_nb.draw.figure import (
     write_first_fit,
 )
 
-__all__ = [
-    "LOOKS",
-    "draw_slots",
-    "get_style",
-    "label_rows",
-    "label_slots",
-    "show_schedule",
-    "show_timeline",
-]
+__all__ = ["LOOKS", "draw_slots", "get_style", "label_slots", "show_schedule", "show_timeline"]
 
 # Labels in the bars of a timeline, where there is room for them.
 
