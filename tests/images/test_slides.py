@@ -13,7 +13,7 @@ from made_slides import misread, shared, tissue, write_pages, write_svs
 from PIL import Image
 
 from engines.errors import ImageError
-from engines.images import openslide as reader
+from engines.images import picture as reader
 from engines.images.picture import OpenSlidePicture, Picture, SlideLikePicture, open_image
 from engines.images.picture_reader import Level
 from engines.images.tiff import TiffPicture
