@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from itertools import product
@@ -173,9 +173,7 @@ def _read_slide(slide: SlideLike, shape: Level, level: int, out: Pixels, corner:
     wanted = Tile(Span(corner[0], corner[0] + out.shape[0]), Span(corner[1], corner[1] + out.shape[1]))
     exact = shape.downsample.is_integer()
     side_px, within = (BLOCK_PX, wanted) if exact else (BLENDED_PX, Tile.whole(*shape.shape))
-    starts = ([*range(span.start - span.start % side_px, span.stop, side_px)] for span in (wanted.rows, wanted.cols))
-    for y0, x0 in product(*starts):
-        block = Tile(Span(y0, y0 + side_px), Span(x0, x0 + side_px)) & within
+    for block in _split_blocks(wanted, side_px, within):
         location = round(block.cols.start * shape.downsample), round(block.rows.start * shape.downsample)
         rows, cols = block.shape
         part = convert_array(np.asarray(slide.read_region(location, level, (cols, rows))), "What read_region gave")
@@ -183,6 +181,13 @@ def _read_slide(slide: SlideLike, shape: Level, level: int, out: Pixels, corner:
             raise ImageError(f"Asked for {rows} x {cols} px, read_region gave {part.shape[0]} x {part.shape[1]}.")
         common = block & wanted
         out[common.to_slices(wanted)] = part[common.to_slices(block)]
+
+
+def _split_blocks(wanted: Tile, side_px: int, within: Tile) -> Iterator[Tile]:
+    """Yield the blocks of a fixed grid that intersect a rectangle, clipped to `within`."""
+    starts = ([*range(span.start - span.start % side_px, span.stop, side_px)] for span in (wanted.rows, wanted.cols))
+    for row, col in product(*starts):
+        yield Tile(Span(row, row + side_px), Span(col, col + side_px)) & within
 
 
 # Pictures of all kinds, recognised by their content.
