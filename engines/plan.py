@@ -27,7 +27,8 @@ _GRID = re.compile(r"([1-9]\d{0,8})x([1-9]\d{0,8})", re.ASCII)
 class PlanOption:
     """What flags, widgets, documents and checks need to know of one field of a plan.
 
-    A new field needs nothing else: add it to `Plan` with its option, and read it where it takes effect.
+    A new field that is a count, a word or a switch needs nothing else: add it to `Plan` with its option, and read it
+    where it takes effect. A fraction would need `parse_value`, `_check_value` and a control that take one.
 
     - `help`: one line that says what it is; `group`: the title under which it is shown.
     - `low`: the least value of a count; None if the field is no count. `choices`: the values, if there are few.

@@ -74,10 +74,11 @@ class ExchangeRunner:
     """
 
     def __init__(
-        self, exchange: Exchange, world: World, device: torch.device, outbox: SendQueue, arena: Tensor | None = None
+        self, exchange: Exchange, world: World, device: torch.device, send_queue: SendQueue, arena: Tensor | None = None
     ) -> None:
-        self.exchange, self.world, self.device, self.outbox = exchange, world, device, outbox
-        self._sent = exchange.compute_bytes(exchange.sends), exchange.compute_bytes(exchange.receives)
+        self.exchange, self.world, self.device, self.send_queue = exchange, world, device, send_queue
+        self._forward_bytes = exchange.compute_bytes(exchange.sends)
+        self._backward_bytes = exchange.compute_bytes(exchange.receives)
         self._tiles = [tile for _, tile in exchange.parts]
         # The whole window: the pixels that stay on this rank are in its tile of the source, and in its window.
         #
@@ -109,13 +110,13 @@ class ExchangeRunner:
             if (here := move.tile & tile)
         ]
         self._keeps_all = exchange.window_covers_own and not exchange.strips
-        self._lends_all = is_all_sent(exchange)
+        self._sends_all_once = is_all_sent(exchange)
         self.received: list[ReceivedMessage] | None = None  # set to a list to record what arrives
         # The window of which `allocate_source` handed out the middle, and how to recognise that middle later.
-        self._room: Tensor | None = None
-        self._middle: tuple[int, tuple[int, ...]] | None = None
+        self._next_window: Tensor | None = None
+        self._next_source: tuple[int, tuple[int, ...]] | None = None
         self._memory, self._where = make_message_allocator(device, world), choose_message_device(device, world)
-        self._route = None if arena is None else make_persistent_messages(exchange, world, arena)
+        self._messages = None if arena is None else make_persistent_messages(exchange, world, arena)
 
     @property
     def can_allocate_source(self) -> bool:
@@ -128,52 +129,53 @@ class ExchangeRunner:
         If `forward` then gets this tensor as the source, the window is already complete except for the halo, and the
         rank's own pixels are not copied.
         """
-        self._room = self._make_part(0)
+        self._next_window = self._make_part(0)
         # Not a view in autograd's sense (`set_` shares the storage only): writing the halo into the window must not
         # count as a change of the source, and the source's data may be moved elsewhere.
-        view = self._room[self._kept[0][2]]
+        view = self._next_window[self._kept[0][2]]
         middle = view.new_empty(0).set_(view.untyped_storage(), view.storage_offset(), view.size(), view.stride())
-        self._middle = middle.data_ptr(), middle.stride()
+        self._next_source = middle.data_ptr(), middle.stride()
         return middle
 
     def forward(self, source: Tensor | None) -> tuple[Tensor | None, int]:
         """Run the whole exchange; return this rank's window (None if it wants none) and the bytes that it sent."""
-        begun, sent = self.start_forward(source)
-        return next(iter(self.wait_forward(begun)), None), sent
+        started, sent = self.start_forward(source)
+        return next(iter(self.wait_forward(started)), None), sent
 
     def backward(self, grad: Tensor | None, source: Tensor | None, alone: bool) -> int:
         """Run the whole backward pass, from the window's gradient to that of `source`; return the bytes sent."""
-        begun, sent = self.start_backward([grad] if self._tiles else [], source)
-        self.wait_backward(begun, source, alone)
+        started, sent = self.start_backward([grad] if self._tiles else [], source)
+        self.wait_backward(started, source, alone)
         return sent
 
     def start_forward(self, source: Tensor | None) -> tuple[StartedExchange, int]:
         """Post the messages and copy this rank's own pixels; return also the bytes that this rank sends."""
         with torch.no_grad():
-            room, self._room = self._room, None
-            # The source must still be exactly the tensor handed out: a kernel may have ignored it, or offloading moved
-            # it.
-            in_place = room is not None and source is not None and (source.data_ptr(), source.stride()) == self._middle
-            parts = [room] if in_place else [self._make_part(number) for number in range(len(self._tiles))]
-            route = self._get_message_set(source, parts)
-            packed = self._fill(route.sent, [source[message.index] for message in route.sent])
-            pending = self.outbox.start_after(packed, route.start_forward)
+            window, self._next_window = self._next_window, None
+            # The source must still be exactly the tensor handed out: a kernel may have ignored it, or offloading may
+            # have moved it.
+            held = None if source is None else (source.data_ptr(), source.stride())
+            in_place = window is not None and held == self._next_source
+            parts = [window] if in_place else [self._make_part(number) for number in range(len(self._tiles))]
+            messages = self._get_message_set(source, parts)
+            packed = self._fill(messages.sent, [source[message.index] for message in messages.sent])
+            pending = self.send_queue.start_after(packed, messages.start_forward)
             # Copy the rank's own pixels while the messages are in transit.
             for number, here, there in () if in_place else self._kept:
                 parts[number][there].copy_(source[here])
-        return StartedExchange(pending, route.received, parts), self._sent[0]
+        return StartedExchange(pending, messages.received, parts), self._forward_bytes
 
-    def wait_forward(self, begun: StartedExchange) -> Sequence[Tensor]:
+    def wait_forward(self, started: StartedExchange) -> Sequence[Tensor]:
         """Wait for the messages and return the completed window or strips."""
         with torch.no_grad():
-            self._finish(begun)
-            arrived = copy_to_device([message.pixels for message in begun.expected], self.device, self._where)
+            self._finish(started)
+            arrived = copy_to_device([message.pixels for message in started.expected], self.device, self._where)
             for message, number, here, there in self._arrivals:
-                begun.parts[number][there].copy_(arrived[message][here])
+                started.parts[number][there].copy_(arrived[message][here])
             if self.received is not None:
-                for move, each in zip(self.exchange.receives, begun.expected, strict=True):
+                for move, each in zip(self.exchange.receives, started.expected, strict=True):
                     self.received.append(ReceivedMessage(move, None, each.pixels.clone(), each.pixels.clone()))
-        return begun.parts
+        return started.parts
 
     def start_backward(self, grads: Sequence[Tensor | None], source: Tensor | None) -> tuple[StartedExchange, int]:
         """Send the gradients of received pixels to their owners; return also the bytes that this rank sends.
@@ -183,31 +185,31 @@ class ExchangeRunner:
         with torch.no_grad():
             # If every pixel was sent to exactly one rank and none stays, the arriving gradients cover the source
             # exactly once: they can be received straight into uninitialised memory instead of being added to zeros.
-            first = source is not None and source.grad is None and self._lends_all
+            first = source is not None and source.grad is None and self._sends_all_once
             if first:
                 source.grad = torch.empty_like(source)
-            route = self._get_message_set(source.grad if first else None, grads)
+            messages = self._get_message_set(source.grad if first else None, grads)
             if not self.exchange.strips and all(grad is not None for grad in grads):
-                contents = [grads[0][message.index] for message in route.received]
+                contents = [grads[0][message.index] for message in messages.received]
             else:
                 # A pixel may be in several strips, so the gradients are summed per message first: on the device, where
                 # the gradients are, then copied into the message once.
-                contents = [torch.zeros_like(message.pixels, device=self.device) for message in route.received]
+                contents = [torch.zeros_like(message.pixels, device=self.device) for message in messages.received]
                 for message, number, here, there in self._arrivals:
                     if grads[number] is not None:
                         contents[message][here].add_(grads[number][there])
-            pending = self.outbox.start_after(self._fill(route.received, contents), route.start_backward)
-        return StartedExchange(pending, route.sent, grads, adds=not first), self._sent[1]
+            pending = self.send_queue.start_after(self._fill(messages.received, contents), messages.start_backward)
+        return StartedExchange(pending, messages.sent, grads, adds=not first), self._backward_bytes
 
-    def wait_backward(self, begun: StartedExchange, source: Tensor | None, alone: bool) -> None:
+    def wait_backward(self, started: StartedExchange, source: Tensor | None, alone: bool) -> None:
         """Wait, and add all gradients to that of `source` (unless it is None): the rank's own and received ones.
 
         `alone`: nothing else is added to the gradient of `source`, so that it may remain a view of the window's
         gradient.
         """
         with torch.no_grad():
-            grads = begun.parts
-            if source is not None and begun.adds:  # the gradients of the pixels that stayed on this rank
+            grads = started.parts
+            if source is not None and started.adds:  # the gradients of the pixels that stayed on this rank
                 if self._keeps_all and source.grad is None and grads[0] is not None:
                     own = grads[0][self._kept[0][2]]
                     # Other readers add to it in place.
@@ -217,39 +219,39 @@ class ExchangeRunner:
                     for number, here, there in self._kept:
                         if grads[number] is not None:
                             source.grad[here].add_(grads[number][there])
-            self._finish(begun)
+            self._finish(started)
             if source is None:
                 return
-            arrived = copy_to_device([message.pixels for message in begun.expected], self.device, self._where)
-            for move, message, pixels in zip(self.exchange.sends, begun.expected, arrived, strict=True):
+            arrived = copy_to_device([message.pixels for message in started.expected], self.device, self._where)
+            for move, message, pixels in zip(self.exchange.sends, started.expected, arrived, strict=True):
                 place = source.grad[message.index]
-                before = place.clone() if begun.adds and self.received is not None else None
-                place.add_(pixels) if begun.adds else place.copy_(pixels)
+                before = place.clone() if started.adds and self.received is not None else None
+                place.add_(pixels) if started.adds else place.copy_(pixels)
                 if self.received is not None:
                     self.received.append(ReceivedMessage(move, before, message.pixels.clone(), place.clone()))
 
     def _get_message_set(self, source: Tensor | None, parts: Sequence[Tensor | None]) -> MessageSet:
-        if self._route:
-            return self._route
+        if self._messages:
+            return self._messages
         # Strips are no parts of one tensor, and their messages are still being sent while the rank continues: these
         # need memory of their own.
         direct = (None, None) if self.exchange.strips else (source, next(iter(parts), None))
         return make_temporary_messages(self.exchange, self.world, self._memory, *direct)
 
-    def _fill(self, parcels: Sequence[MessageBuffer], contents: Sequence[Tensor]) -> DeviceEvent:
+    def _fill(self, buffers: Sequence[MessageBuffer], contents: Sequence[Tensor]) -> DeviceEvent:
         with use_send_stream(self.device, self._where, contents):
-            for parcel, pixels in zip(parcels, contents, strict=True):
+            for buffer, pixels in zip(buffers, contents, strict=True):
                 if self._where != self.device:  # only a copy of contiguous memory is asynchronous
                     pixels = pixels.contiguous(memory_format=choose_memory_format(pixels.dim()))
-                parcel.pixels.copy_(pixels, non_blocking=True)
+                buffer.pixels.copy_(pixels, non_blocking=True)
             return record_event(self.device, self._where)
 
-    def _finish(self, begun: StartedExchange) -> None:
+    def _finish(self, started: StartedExchange) -> None:
         """Wait if messages are expected, else queue the sends: waiting for them would block the pipeline."""
-        if begun.expected:
-            begun.pending.wait()
+        if started.expected:
+            started.pending.wait()
         else:
-            self.outbox.add(begun.pending)
+            self.send_queue.add(started.pending)
 
     def _make_part(self, number: int) -> Tensor:
         """Allocate the window or a strip and write the fill where it extends beyond the image."""
@@ -261,12 +263,12 @@ class ExchangeRunner:
 
 
 def make_exchange_runners(
-    exchanges: Iterable[Exchange], world: World, device: torch.device, outbox: SendQueue
+    exchanges: Iterable[Exchange], world: World, device: torch.device, send_queue: SendQueue
 ) -> dict[str, ExchangeRunner]:
     """Make a runner for each exchange of a program, by key; persistent exchanges share one message arena."""
     found = {item.key: item for item in exchanges}
     arena = make_message_allocator(device, world)(compute_arena_bytes(found.values()))
     return {
-        key: ExchangeRunner(exchange, world, device, outbox, arena if is_persistent(exchange) else None)
+        key: ExchangeRunner(exchange, world, device, send_queue, arena if is_persistent(exchange) else None)
         for key, exchange in found.items()
     }

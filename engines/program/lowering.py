@@ -273,9 +273,7 @@ class Lowering:
         return builder
 
     def _add_transfer(self, builder: Builder, role: Role, crossing: _CrossStageValue, value: ValueLayout) -> None:
-        """Add the transfer of a value between two stages (the joint): a repartition or a copy, given by the tiles
-        alone.
-        """
+        """Add the joint of two stages: the transfer of one value from the tiles of one to those of the other."""
         if not crossing.travels:
             return
         # Both stages compute the same moves from their tiles, without a word between them. For example, from 4 vertical
@@ -292,6 +290,7 @@ class Lowering:
         if len(set(owned.values())) == 1:
             owned = dict(list(owned.items())[:1])  # all source ranks hold the same: the first one sends
         name = f"{value.name}.stage{crossing.source}to{crossing.target}"
+        # All micro-batches use this tag: their messages match in the order in which both ranks post them.
         tag = crossing.tag + 2 * role.direction * len(self.crossings)
         builder.transfer(whole, "stage", name, value.name, tag, owned, wanted)
 

@@ -60,11 +60,11 @@ class MessageSet:
 def make_persistent_messages(exchange: Exchange, world: World, arena: Tensor) -> MessageSet:
     """Make persistent messages in the memory of `arena`, prepared once and reused in each step."""
     # | send to 0 |pad| send to 2 |pad| receive from 0 |pad| receive from 2 |pad|    the next exchange begins at 0, too
-    parcels, used = [], 0
+    buffers, used = [], 0
     for move in (*exchange.sends, *exchange.receives):
-        parcels.append(_make_buffer(exchange, move, lambda count, start=used: arena[start : start + count]))
+        buffers.append(_make_buffer(exchange, move, lambda count, start=used: arena[start : start + count]))
         used += -(-exchange.compute_bytes([move]) // ALIGNED_BYTES) * ALIGNED_BYTES  # rounded up
-    return _make_message_set(exchange, parcels, world.prepare)
+    return _make_message_set(exchange, buffers, world.prepare)
 
 
 def make_temporary_messages(
@@ -80,11 +80,11 @@ def make_temporary_messages(
     large to be kept between steps, and for those that are still being sent while the rank continues.
     """
     ends = (*((move, source) for move in exchange.sends), *((move, window) for move in exchange.receives))
-    parcels = [
+    buffers = [
         _make_buffer(exchange, move, memory, whole if whole is not None and world.can_access(whole.device) else None)
         for move, whole in ends
     ]
-    return _make_message_set(exchange, parcels, lambda *both: partial(world.exchange, *both))
+    return _make_message_set(exchange, buffers, lambda *both: partial(world.exchange, *both))
 
 
 def choose_message_device(device: torch.device, world: World) -> torch.device:
@@ -102,30 +102,31 @@ def make_message_allocator(device: torch.device, world: World) -> Callable[[int]
 
 
 def _make_message_set(
-    exchange: Exchange, parcels: Sequence[MessageBuffer], ready: Callable[..., Callable[[], Pending]]
+    exchange: Exchange, buffers: Sequence[MessageBuffer], ready: Callable[..., Callable[[], Pending]]
 ) -> MessageSet:
-    lent, borrowed = parcels[: len(exchange.sends)], parcels[len(exchange.sends) :]
-    # Two ranks match their messages by (peer, tag) alone:
+    sent, received = buffers[: len(exchange.sends)], buffers[len(exchange.sends) :]
+    # Two ranks match their messages by (peer, tag) alone. Micro-batches share a tag: their messages match in the order
+    # in which both ranks post them, which the schedule makes the same, as MPI keeps the order of a pair of ranks.
     #
     #   forward    tag    pixels of `own`        rank 0  ---->  rank 1   into its window
     #   backward   tag+1  gradients of these     rank 0  <----  rank 1   out of its window's gradient
-    there = ready(_make_messages(lent, exchange.tag), _make_messages(borrowed, exchange.tag))
+    there = ready(_make_messages(sent, exchange.tag), _make_messages(received, exchange.tag))
     # The odd tag keeps gradients apart from activations: with several micro-batches in flight, both travel between the
     # same two ranks, and neither may match the other's receive.
-    back = ready(_make_messages(borrowed, exchange.tag + 1), _make_messages(lent, exchange.tag + 1))
-    return MessageSet(lent, borrowed, there, back)
+    back = ready(_make_messages(received, exchange.tag + 1), _make_messages(sent, exchange.tag + 1))
+    return MessageSet(sent, received, there, back)
 
 
-def _make_messages(parcels: Sequence[MessageBuffer], tag: int) -> list[Message]:
-    return [Message(parcel.peer, tag, parcel.flat) for parcel in parcels]
+def _make_messages(buffers: Sequence[MessageBuffer], tag: int) -> list[Message]:
+    return [Message(buffer.peer, tag, buffer.flat) for buffer in buffers]
 
 
 def _make_buffer(
     exchange: Exchange, move: Move, memory: Callable[[int], Tensor], whole: Tensor | None = None
 ) -> MessageBuffer:
     """Make a message whose buffer is its region of `whole` if that is contiguous, else `memory` to pack pixels into."""
-    lends, dtype = move in exchange.sends, getattr(torch, exchange.dtype)
-    peer, frame = (move.target, exchange.own) if lends else (move.source, exchange.window)
+    is_sent, dtype = move in exchange.sends, getattr(torch, exchange.dtype)
+    peer, frame = (move.target, exchange.own) if is_sent else (move.source, exchange.window)
     index, shape = make_index(exchange, move.tile, frame), exchange.compute_shape(move.tile)
     is_image = choose_memory_format(len(shape)) is torch.channels_last
     if whole is not None and whole.dtype == dtype:
@@ -231,11 +232,11 @@ class _DeferredSend:
 
     packed: DeviceEvent
     start: Callable[[], Pending]
-    outbox: SendQueue
+    send_queue: SendQueue
     pending: Pending | None = None
 
     def wait(self) -> None:
-        self.outbox.flush()
+        self.send_queue.flush()
         if self.pending is None:
             # `discard` dropped this send, so it will never start.
             raise RankError("a message is waited for whose step was given up before it left")

@@ -156,12 +156,12 @@ class RankTrainLoop:
             if served is None or isinstance(served, NotReady):
                 return served
             # `advance` only after the step: a checkpoint after a failed step resumes with the same images.
-            self.report, heard = run_step(self.training, served.parts, served.images)
+            self.report, stats = run_step(self.training, served.parts, served.images)
             self.feed.advance()
         except BaseException:
             self.close()
             raise
-        return replace(heard, epoch=served.place.epoch, step=served.place.step, wait_s=served.wait_s)
+        return replace(stats, epoch=served.place.epoch, step=served.place.step, wait_s=served.wait_s)
 
     @property
     def updates(self) -> int:
@@ -191,8 +191,8 @@ def collect_stats(
 ) -> tuple[StepReport, RankStepStats]:
     """Return this rank's report and statistics of a completed step."""
     counts = Counts()
-    judged = parts.items() if has_accuracy(training.graph) else ()
-    for number, part in judged:
+    evaluated = parts.items() if has_accuracy(training.graph) else ()
+    for number, part in evaluated:
         if "labels" not in part:
             continue
         way = training.program.get_direction_program(number)
@@ -208,9 +208,9 @@ def collect_stats(
 def merge_stats(ranks: Sequence[RankStepStats]) -> StepResult:
     """Merge the statistics of all ranks into the result of a step."""
     # Several ranks may report the loss of one micro-batch: by its number it counts once.
-    losses = {number: loss for heard in ranks for number, loss in heard.losses.items()}
-    seconds, wait_s = max(heard.seconds for heard in ranks), max(heard.wait_s for heard in ranks)
-    first, counts = ranks[0], sum((heard.counts for heard in ranks), Counts())
+    losses = {number: loss for stats in ranks for number, loss in stats.losses.items()}
+    seconds, wait_s = max(stats.seconds for stats in ranks), max(stats.wait_s for stats in ranks)
+    first, counts = ranks[0], sum((stats.counts for stats in ranks), Counts())
     loss = statistics.fmean(losses.values())
     return StepResult(first.epoch, first.step, first.images, seconds, loss, counts, wait_s)
 
@@ -240,52 +240,52 @@ class CollectiveTrainLoop:
 
     def __init__(
         self,
-        course: RankTrainLoop,
+        loop: RankTrainLoop,
         evaluate: Callable[[], Scores | None] = lambda: None,
         smaller: Callable[[int], Recipe] | None = None,
     ) -> None:
-        self.course, self.evaluate, self.smaller = course, evaluate, smaller
+        self.loop, self.evaluate, self.smaller = loop, evaluate, smaller
 
     @property
     def bad(self) -> Sequence[str]:
         """The images that were left out, the same on every rank."""
-        return self.course.feed.bad
+        return self.loop.feed.bad
 
     def step(self) -> StepResult | None:
         """Run the next step, and return its result on every rank."""
-        heard = self.course.step()
-        if isinstance(heard, NotReady) and self.smaller:
+        stats = self.loop.step()
+        if isinstance(stats, NotReady) and self.smaller:
             # All ranks learn of the smaller step at the same place, so preparing it may be collective. Then try again.
-            self.course.training.add_size(self.smaller(heard.images))
+            self.loop.training.add_size(self.smaller(stats.images))
             return self.step()
-        return None if heard is None else merge_stats(self.course.world.all_gather(heard))
+        return None if stats is None else merge_stats(self.loop.world.all_gather(stats))
 
 
 def run(
-    course: TrainLoop, epochs: int = 1, begun: Sequence[StepResult] = (), is_over: bool = False
+    loop: TrainLoop, epochs: int = 1, begun: Sequence[StepResult] = (), is_over: bool = False
 ) -> Iterator[SkippedImage | StepResult | EpochResult]:
     """Yield each completed step, the bad images that it left out before it, and each epoch after its steps.
 
     An epoch that has already begun counts as one. `begun` are its steps to include in the epoch's result, and `is_over`
     says that they are all of its steps. Between two results the caller may save the training, or stop.
     """
-    # `said`: how many bad images the events have named so far, `judged`: those of the held-out images.
-    said, judged = len(course.bad), set[str]()
+    # `reported`: how many bad images the events have named so far, `seen_held_out`: those of the held-out images.
+    reported, seen_held_out = len(loop.bad), set[str]()
     for number in range(epochs):
         steps = list(begun) if number == 0 else []
         # A training resumed exactly at the end of an epoch still owes that epoch's result, but no step.
         more = number > 0 or not is_over
         while more:
-            step = course.step()
-            yield from map(SkippedImage, course.bad[said:])
-            said = len(course.bad)
+            step = loop.step()
+            yield from map(SkippedImage, loop.bad[reported:])
+            reported = len(loop.bad)
             more = step is not None
             if step is not None:
                 steps.append(step)
                 yield step
         if steps:
-            held_out = course.evaluate()
-            new = [text for text in held_out.bad if text not in judged] if held_out else []
-            judged.update(new)
+            held_out = loop.evaluate()
+            new = [text for text in held_out.bad if text not in seen_held_out] if held_out else []
+            seen_held_out.update(new)
             yield from map(SkippedImage, new)
-            yield EpochResult.of(steps, said, held_out)
+            yield EpochResult.of(steps, reported, held_out)

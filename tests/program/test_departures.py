@@ -60,41 +60,41 @@ class Started:
         return True
 
 
-def handed_over(outbox: SendQueue, device: Device, seen: list[str], name: str) -> Pending:
+def handed_over(send_queue: SendQueue, device: Device, seen: list[str], name: str) -> Pending:
     device.told.append(lambda: seen.append(f"{name} packed"))
-    return outbox.start_after(device, lambda: Started(seen, f"{name} left"))
+    return send_queue.start_after(device, lambda: Started(seen, f"{name} left"))
 
 
 def test_messages_leave_when_the_device_has_packed_them():
-    outbox, device, seen = SendQueue(), Device(), []
-    pending = handed_over(outbox, device, seen, "a")
-    outbox.poll()
+    send_queue, device, seen = SendQueue(), Device(), []
+    pending = handed_over(send_queue, device, seen, "a")
+    send_queue.poll()
     assert not seen
     assert not pending.is_completed()
     device.synchronize()
-    outbox.poll()
+    send_queue.poll()
     assert seen == ["a packed", "a left"]
     assert pending.is_completed()
 
 
 def test_messages_leave_in_the_order_in_which_they_were_handed_over():
-    outbox, seen = SendQueue(), []
-    handed_over(outbox, Device(), seen, "a")
-    handed_over(outbox, Device(), seen, "b").wait()
+    send_queue, seen = SendQueue(), []
+    handed_over(send_queue, Device(), seen, "a")
+    handed_over(send_queue, Device(), seen, "b").wait()
     assert seen == ["a packed", "a left", "b packed", "b left"]
 
 
 def test_whoever_leaves_waits_for_the_device():
-    outbox, device, seen = SendQueue(), Device(), []
-    outbox.add(handed_over(outbox, device, seen, "a"))
-    outbox.wait()
+    send_queue, device, seen = SendQueue(), Device(), []
+    send_queue.add(handed_over(send_queue, device, seen, "a"))
+    send_queue.wait()
     assert seen == ["a packed", "a left"]
 
 
 def test_what_was_given_up_does_not_leave():
-    outbox, device, seen = SendQueue(), Device(), []
-    pending = handed_over(outbox, device, seen, "a")
-    outbox.discard()
+    send_queue, device, seen = SendQueue(), Device(), []
+    pending = handed_over(send_queue, device, seen, "a")
+    send_queue.discard()
     with pytest.raises(RankError, match="given up"):
         pending.wait()
     assert not seen
