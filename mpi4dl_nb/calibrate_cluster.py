@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import socket
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from tqdm.auto import tqdm
@@ -21,27 +22,28 @@ from engines.predict.calibrate import Calibration
 from engines.predict.calibration_runs import CalibrationRecipes, prepare_recipes
 from engines.predict.machine import Machine
 from engines.predict.tallies import CLASSES
-
-if TYPE_CHECKING:
-    from engines.comm.rank_server import RankServer
-    from mpi4dl_nb.cluster import Cluster
+from engines.train import rank_functions
 
 __all__ = ["CalibrationCache", "calibrate_cluster"]
 
 
+CallRanks = Callable[..., list[Any]]
+"""`Cluster.call`: run a function on all ranks."""
+
+
 def calibrate_cluster(
-    cluster: Cluster, quick: bool = False, accept_noise: bool = False, progress: bool = True
+    call: CallRanks, n: int, quick: bool = False, accept_noise: bool = False, progress: bool = True
 ) -> Machine:
-    """Measure the ranks, a second time if the first measurement is noisy, and return the less noisy one.
+    """Measure the `n` ranks, a second time if the first measurement is noisy, and return the less noisy one.
 
     Raises PlanError if both are useless, unless `accept_noise`, and RankError if the ranks are lost.
     """
-    rehearsal = prepare_recipes(cluster.n)
-    machine = _measure(cluster, rehearsal, quick, progress)
+    recipes = prepare_recipes(n)
+    machine = _measure(call, n, recipes, quick, progress)
     if machine.noise.is_good or accept_noise:
         return machine
     # Noise comes from other programs, mostly in bursts, so a second measurement is often a good one.
-    machine = min(machine, _measure(cluster, rehearsal, quick, progress), key=lambda each: each.noise.level)
+    machine = min(machine, _measure(call, n, recipes, quick, progress), key=lambda each: each.noise.level)
     if machine.noise.is_useless:
         raise PlanError(
             f"This machine is too busy to be measured: {machine.noise}, in the better one of two calibrations. End "
@@ -57,32 +59,17 @@ def calibrate_cluster(
     return machine
 
 
-def _measure(cluster: Cluster, rehearsal: CalibrationRecipes, quick: bool, progress: bool) -> Machine:
+def _measure(call: CallRanks, n: int, recipes: CalibrationRecipes, quick: bool, progress: bool) -> Machine:
     """Measure part by part; an interrupt takes effect between two parts at the latest."""
-    cluster.call(_start_calibration, rehearsal, quick)
-    parts = Calibration.count_parts(cluster.n, quick)
+    call(rank_functions.start_calibration, recipes, quick)
+    parts = Calibration.count_parts(n, quick)
     try:
         for _ in tqdm(range(parts), desc="measuring this machine", unit=" parts", disable=not progress, leave=False):
-            found = cluster.call(_run_next_part)[0]
+            found = call(rank_functions.run_calibration_part)[0]
     finally:
         with suppress(RankError):  # an early end has an error of its own
-            cluster.call(_discard_calibration)
+            call(rank_functions.discard_calibration)
     return found
-
-
-# What the ranks run: they hold the calibration from one part to the next.
-
-
-def _start_calibration(host: RankServer, rehearsal: CalibrationRecipes, quick: bool) -> None:
-    host.calibration = Calibration(host.world, rehearsal, quick)
-
-
-def _run_next_part(host: RankServer) -> Machine | None:
-    return host.calibration and host.calibration.run_part()
-
-
-def _discard_calibration(host: RankServer) -> None:
-    host.calibration = None
 
 
 # Cache of calibrations, so that no notebook has to repeat one.

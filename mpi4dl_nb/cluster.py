@@ -24,7 +24,7 @@ from mpi4dl_nb.launch.mpi_library import choose_backend
 from mpi4dl_nb.launch.mpi_ranks import MpiRanks
 from mpi4dl_nb.launch.multi_host import HostLost
 from mpi4dl_nb.launch.rank_output import OutputPrinter
-from mpi4dl_nb.owned_ranks import OwnedRanks, count_alive_ranks, get_running_clusters, watch_notebook
+from mpi4dl_nb.owned_ranks import OwnedRanks, count_alive_ranks, get_owned_ranks, watch_notebook
 from mpi4dl_nb.remote_call import Ranks, RemoteCall
 
 __all__ = ["HELP", "Cluster", "get_public_names"]
@@ -99,8 +99,7 @@ class Cluster:
         self._hurry: tuple[int, Callable[[], bool]] = (0, lambda: False)
         self.dead, self._dead_rank = "", 0
         self._ranks: Ranks | None = None
-        self._held: OwnedRanks | None = None
-        self.kept_by = ""  # name of the variable that keeps the cluster alive, once it has been reported
+        self._owned: OwnedRanks | None = None
         self._shown = OutputPrinter(output)
         self._last: RemoteCall | None = None
         self.machine: Machine | None = None
@@ -116,10 +115,10 @@ class Cluster:
     def start(self) -> Cluster:
         """Start the ranks and wait until they are ready. Raises RankError, with their output, if they do not start."""
         if self._ranks is None:
-            if get_running_clusters():
+            if get_owned_ranks():
                 gc.collect()  # a Training is part of a reference cycle: only a collection ends its old cluster
             self._ranks, self._last, self.dead = self._launch(), None, ""
-            self._held = OwnedRanks(self, self._ranks)
+            self._owned = OwnedRanks(self.end_later, self._ranks)
             watch_notebook()
         return self
 
@@ -128,15 +127,15 @@ class Cluster:
 
     def stop(self) -> None:
         """End the ranks. All state that they hold is lost."""
-        held, self._held, self._ranks = self._held, None, None
-        if held is not None:
-            held.end()
+        owned, self._owned, self._ranks = self._owned, None, None
+        if owned is not None:
+            owned.end()
 
     def end_later(self) -> None:
         """End the ranks as `stop` does, but in a background thread."""
-        held, self._held, self._ranks = self._held, None, None
-        if held is not None:
-            held.end_later()
+        owned, self._owned, self._ranks = self._owned, None, None
+        if owned is not None:
+            owned.end_later()
 
     def restart(self) -> Cluster:
         """Stop the ranks and start new ones. All state that they held is lost."""
@@ -275,7 +274,7 @@ class Cluster:
         if not again and (store or not self._is_calibrated(quick)):
             self.machine = kept.read() or self.machine
         if again or not self._is_calibrated(quick):
-            self.machine = calibrate_cluster(self, bool(quick), accept_noise, progress)
+            self.machine = calibrate_cluster(self.call, self.n, bool(quick), accept_noise, progress)
             kept.write(self.machine)
         return self.machine
 

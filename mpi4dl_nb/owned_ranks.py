@@ -9,43 +9,42 @@ import os
 import re
 import sys
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from threading import Lock, Thread, get_ident
 from types import FrameType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpi4dl_nb.remote_call import Ranks
 from mpi4dl_nb.user_modules import is_user_module
 
-if TYPE_CHECKING:
-    from mpi4dl_nb.cluster import Cluster
-
-__all__ = ["OwnedRanks", "count_alive_ranks", "find_holder_name", "get_running_clusters", "watch_notebook"]
+__all__ = ["OwnedRanks", "count_alive_ranks", "find_holder_name", "get_owned_ranks", "watch_notebook"]
 
 # How a cluster ends without a call of `stop`, and who ends its ranks then:
 #
 #     its last reference goes       the finalizer of OwnedRanks, in a thread
-#     no name refers to it          notebook_cleanup.py, after the next cell; then as above
+#     no name refers to it          `_end_unreachable`, after the next cell; then as above
 #     Python exits                  `_end_all`
 #     this process is killed        the cluster's reaper process (launch/reaper_process.py)
-#     both are killed               the next start, which finds the record (launch/pid_file.py)
+#     both are killed               the next start, which finds the record (launch/run_directory.py)
 #     another host loses this one   that host's agent (launch/host_agent.py), and each rank's supervisor
 
 
 class OwnedRanks:
     """The ranks of a cluster. The cluster itself is referenced weakly: once it is collected, a thread ends the ranks.
 
-    A fork of this process, as data loaders make it, has copies of these objects, which never end the ranks.
+    `release` is the method of the cluster that ends its ranks in a thread. A fork of this process, as data loaders make
+    it, has copies of these objects, which never end the ranks.
     """
 
-    def __init__(self, cluster: Cluster, ranks: Ranks) -> None:
+    def __init__(self, release: Callable[[], None], ranks: Ranks) -> None:
         self.ranks, self._process, self._ends = ranks, os.getpid(), False
-        self.cluster = weakref.ref(cluster)
-        self._finalizer = weakref.finalize(cluster, self.end_later)
+        self.release = weakref.WeakMethod(release)
+        self.kept_by = ""  # name of the variable that keeps the cluster alive, once it has been reported
+        self._finalizer = weakref.finalize(release.__self__, self.end_later)
         self._finalizer.atexit = False  # `_end_all` ends them at exit
         with _lock:
-            _held[id(self)] = self
+            _owned[id(self)] = self
 
     def end(self) -> None:
         """End the ranks and wait until they have ended."""
@@ -57,7 +56,7 @@ class OwnedRanks:
             self.ranks.stop()
         finally:
             with _lock:
-                _held.pop(id(self), None)
+                _owned.pop(id(self), None)
 
     def end_later(self) -> None:
         """End the ranks in a thread: objects may be collected in any thread, and none of these can wait."""
@@ -72,34 +71,34 @@ class OwnedRanks:
 
 
 _lock = Lock()
-_held: dict[int, OwnedRanks] = {}
+_owned: dict[int, OwnedRanks] = {}
 
 
 @atexit.register
 def _end_all() -> None:
-    for held in list(_held.values()):
+    for each in list(_owned.values()):
         with suppress(Exception):  # an error must not keep the other clusters alive
-            held.end()
+            each.end()
 
 
 def count_alive_ranks() -> int:
     """Return the number of living ranks in all clusters of this process, including those that are just ending."""
-    return sum(held.alive for held in list(_held.values()))
+    return sum(each.alive for each in list(_owned.values()))
 
 
-def get_running_clusters() -> list[Cluster]:
-    """Return the clusters that have ranks, in the order in which they were started."""
-    return [cluster for held in list(_held.values()) if (cluster := held.cluster()) is not None]
+def get_owned_ranks() -> list[OwnedRanks]:
+    """Return the ranks of all clusters that still exist, in the order in which they were started."""
+    return [each for each in list(_owned.values()) if each.release() is not None]
 
 
 # End clusters that a notebook can no longer reach, although IPython keeps what cells returned (`Out`, `_`).
 #
 # If a cell that starts a cluster is run again, the new cluster takes the variable of the old one. The old cluster is
-# then
-# ended, unless another name refers to it, such as that of a training.
+# then ended, unless another name refers to it, such as that of a training.
 
 
-_KEPT = re.compile(r"_+(i+|\d+|i\d+|ih|oh|dh)?|In|Out")  # names under which IPython keeps inputs and results of cells
+_CACHES = ("_oh", "Out", "_ih", "In", "_dh")  # IPython's own lists and dicts of the inputs and results of cells
+_KEPT = re.compile(r"_+(i+|\d+|i\d+)?")  # names that IPython gives to single inputs and results, which are the user's
 _MOST = 20_000  # objects visited: what takes more is considered to be in use
 THREAD = "a thread"
 
@@ -117,18 +116,20 @@ def _get_shell() -> Any:
 
 def _end_unreachable(*result: object) -> None:
     """End all clusters but the newest that no name refers to. Report once which name keeps a cluster alive."""
-    shell, running = _get_shell(), get_running_clusters()
-    for cluster in running[:-1]:
-        names = shell.user_ns
-        caches = [held for name, held in names.items() if _KEPT.fullmatch(name) and isinstance(held, dict | list)]
-        name = find_holder_name(cluster, names, (shell, *caches), shell.user_ns_hidden)
+    shell = _get_shell()
+    names = shell.user_ns
+    for each in get_owned_ranks()[:-1]:
+        if (release := each.release()) is None:
+            continue
+        caches = (names[name] for name in _CACHES if name in names)
+        name = find_holder_name(release.__self__, names, (shell, *caches), shell.user_ns_hidden)
         if not name:
-            cluster.end_later()
-        elif names.get(name) is not cluster and cluster.kept_by != name:
-            cluster.kept_by = name
+            release()
+        elif names.get(name) is not release.__self__ and each.kept_by != name:
+            each.kept_by = name
             print(
-                f"The {cluster.n} ranks of an earlier cluster stay alive: they are in use by `{name}`. They end with "
-                "it, or when you stop() that cluster.",
+                f"The {each.ranks.count()} ranks of an earlier cluster stay alive: they are in use by `{name}`. "
+                "They end with it, or when you stop() that cluster.",
                 file=sys.stderr,
             )
 
@@ -153,7 +154,8 @@ def find_holder_name(
     #
     #     training ──> Training ──> Cluster       in use by `training`
     #     Out ──> {4: Cluster}                    not in use: paths through IPython's caches end before they begin
-    given = {id(value): name for name, value in names.items() if name not in hidden and not _KEPT.fullmatch(name)}
+    ignored = {*hidden, *_CACHES}
+    given = {id(value): name for name, value in names.items() if name not in ignored and not _KEPT.fullmatch(name)}
     at_work = _get_thread_locals()
     modules = []
     for name, module in list(sys.modules.items()):
@@ -161,32 +163,33 @@ def find_holder_name(
             given.setdefault(id(vars(module)), name)
         elif isinstance(module, ModuleType):
             modules.append(vars(module))
-    seen = {id(each) for each in (thing, names, given, at_work, *aside, *modules)}
+    visited = {id(each) for each in (thing, names, given, at_work, *aside, *modules)}
     # Breadth-first search backwards along references, from `thing` towards a named object. The namespaces that must not
-    # count (IPython's caches, other modules) are marked as seen beforehand, which cuts these paths off.
+    # count (IPython's caches, other modules) are marked as visited beforehand, which cuts these paths off. A single
+    # result (`_`, `_12`) is not cut off: the user's names may refer to the same object.
     edge = [thing]
-    while edge and len(seen) < _MOST:
+    while edge and len(visited) < _MOST:
         for each in edge:
             if id(each) in given:
                 return given[id(each)]
             if id(each) in at_work:
                 return THREAD
-        edge = _find_referrers(edge, seen)
+        edge = _find_referrers(edge, visited)
     return THREAD if edge else ""
 
 
-def _find_referrers(things: list[object], seen: set[int]) -> list[object]:
-    """Return what refers to `things`, except for objects of this search itself and those seen before."""
+def _find_referrers(things: list[object], visited: set[int]) -> list[object]:
+    """Return what refers to `things`, except for objects of this search itself and those visited before."""
     found = [
         each
         for each in gc.get_referrers(*things)
         if each is not things
-        and id(each) not in seen
+        and id(each) not in visited
         and not isinstance(each, FrameType | ModuleType)
         # `*things` has made a tuple of them for the call above, which refers to them, too
         and not (isinstance(each, tuple) and len(each) == len(things) and all(map(operator.is_, each, things)))
     ]
-    seen.update(map(id, found))
+    visited.update(map(id, found))
     return found
 
 

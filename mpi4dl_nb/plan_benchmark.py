@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import statistics
-import time
 import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
-from engines.comm.streams import wait_for_device
 from engines.errors import Mpi4dlError
-from engines.predict.kernel_effects import LiveBytes
+from engines.plan import Plan
+from engines.predict.forecast import Forecast, compute_throughput
 from engines.program.compile import compile_plan
 from engines.program.worker import Inputs
-from engines.train.training import RankTraining, Recipe, cut_inputs
+from engines.train import rank_functions
+from engines.train.training import Recipe, cut_inputs
 from engines.train.verify import make_batches
+from mpi4dl_nb.cluster import Cluster
 
-if TYPE_CHECKING:
-    from engines.comm.rank_server import RankServer
-    from mpi4dl_nb.cluster import Cluster
-
-__all__ = ["Measurement", "PlanTrial", "ProgressCallback", "ignore_progress", "run_interleaved"]
+__all__ = [
+    "Candidate",
+    "Measurement",
+    "PlanTrial",
+    "ProgressCallback",
+    "ignore_progress",
+    "replace_measured",
+    "run_interleaved",
+    "sort_candidates",
+]
 
 ProgressCallback = Callable[[int, int], None]
 """Called with the amount done and the total."""
@@ -42,6 +47,44 @@ class Measurement:
     def median_s(self) -> float:
         """Median time of a step, in seconds."""
         return statistics.median(self.seconds)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan with its predicted cost and, if it was measured, its measured cost or the reason for its failure."""
+
+    forecast: Forecast
+    measured: Measurement | None = None
+    failure: str = ""
+
+    @property
+    def plan(self) -> Plan:
+        """The plan itself."""
+        return self.forecast.plan
+
+    @property
+    def predicted_images_per_s(self) -> float:
+        """Images per second by simulation."""
+        return self.forecast.images_per_s
+
+    @property
+    def images_per_s(self) -> float | None:
+        """Images per second as measured; None if not measured."""
+        return self.forecast.images / self.measured.median_s if self.measured else None
+
+    @property
+    def predicted_bytes(self) -> int:
+        """Predicted peak memory of the fullest rank, in bytes."""
+        return self.forecast.peak_bytes
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Measured peak memory of the fullest rank, in bytes; None if not measured."""
+        return max(self.measured.peak_bytes) if self.measured else None
+
+    def compute_pace(self, neutral_batch: int | None) -> float:
+        """Return the measured throughput in images per second, as limited by `neutral_batch`; 0 if not measured."""
+        return compute_throughput(self.forecast.images, self.measured.median_s, neutral_batch) if self.measured else 0.0
 
 
 @dataclass
@@ -75,13 +118,14 @@ class PlanTrial:
                 programs = compile_plan(recipe.graph, recipe.plan)
                 whole = make_batches(recipe, 0, steps=1)[0]
                 own = [(recipe.restrict_to_rank(program),) for program in programs]
-                self.cluster.call(_create, self.name, per_rank=own)
+                self.cluster.call(rank_functions.create, self.name, per_rank=own)
                 self._inputs = [(cut_inputs(program, whole),) for program in programs]
             if last:
-                self.peak_bytes = tuple(self.cluster.call(_measure_bytes, self.name, per_rank=self._inputs))
+                peaks = self.cluster.call(rank_functions.measure_bytes, self.name, per_rank=self._inputs)
+                self.peak_bytes = tuple(peaks)
             else:
                 # A step is over when the slowest rank is.
-                self._seconds.append(max(self.cluster.call(_time_step, self.name, per_rank=self._inputs)))
+                self._seconds.append(max(self.cluster.call(rank_functions.time_step, self.name, per_rank=self._inputs)))
         except Mpi4dlError as error:
             self.failure = str(error)
 
@@ -106,40 +150,21 @@ def run_interleaved(
     finally:
         for trial in trials:
             try:
-                trial.cluster.call(_drop, trial.name)
+                trial.cluster.call(rank_functions.drop, trial.name)
             except Mpi4dlError as error:  # lost ranks hold nothing to free
                 trial.failure = trial.failure or str(error)
 
 
-def _create(host: RankServer, name: str, recipe: Recipe) -> None:
-    host.trainings[name] = RankTraining(host.world, recipe)
+def sort_candidates(candidates: Iterable[Candidate], neutral_batch: int | None = None) -> tuple[Candidate, ...]:
+    """Sort candidates: the measured ones by measurement, then the others by prediction, and those that failed last."""
+
+    def get_sort_key(each: Candidate) -> tuple[bool, float, float]:
+        return bool(each.failure), -each.compute_pace(neutral_batch), -each.forecast.compute_throughput(neutral_batch)
+
+    return tuple(sorted(candidates, key=get_sort_key))
 
 
-def _time_step(host: RankServer, name: str, inputs: Inputs) -> float:
-    training = host.trainings[name]
-    training.step(inputs)  # fills the caches that the other plans have evicted
-    host.world.barrier()
-    start_s = time.perf_counter()
-    training.step(inputs)
-    wait_for_device(training.device)
-    return time.perf_counter() - start_s
-
-
-def _measure_bytes(host: RankServer, name: str, inputs: Inputs) -> int:
-    """Return the peak bytes of tensors in a step of a newly created training, so that all of them are counted.
-
-    Segments are not compiled here: allocations inside a compiled function cannot be counted.
-    """
-    made = host.trainings.pop(name).recipe
-    recipe = replace(made, plan=replace(made.plan, compile_segments=False))
-    with LiveBytes() as live:
-        training = host.trainings[name] = RankTraining(host.world, recipe)
-        for _ in range(2):
-            training.step(inputs)
-        live.reset_peak()
-        training.step(inputs)
-    return live.peak
-
-
-def _drop(host: RankServer, name: str) -> None:
-    host.trainings.pop(name, None)
+def replace_measured(candidates: Iterable[Candidate], measured: Iterable[Candidate]) -> list[Candidate]:
+    """Replace those candidates whose plans were measured (again)."""
+    by_plan = {each.plan: each for each in measured}
+    return [by_plan.get(each.plan, each) for each in candidates]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -17,65 +16,29 @@ from engines.graph.model_graph import ModelGraph, TensorSpec
 from engines.graph.trace_cache import TraceCache
 from engines.plan import Plan
 from engines.predict.explain import Explanation, explain
-from engines.predict.forecast import Forecast, compute_throughput
 from engines.predict.machine import Machine
 from engines.predict.search import search
 from engines.train.optimiser_trial import count_states
 from engines.train.optimisers import collect_parameter_specs
 from engines.train.training import Loss, Optimiser, Recipe, prepare, sgd
-from mpi4dl_nb.plan_benchmark import Measurement, PlanTrial, ProgressCallback, ignore_progress, run_interleaved
-
-if TYPE_CHECKING:
-    from mpi4dl_nb.cluster import Cluster
+from mpi4dl_nb.cluster import Cluster
+from mpi4dl_nb.draw.tuning import format_table_html
+from mpi4dl_nb.plan_benchmark import (
+    Candidate,
+    PlanTrial,
+    ProgressCallback,
+    ignore_progress,
+    run_interleaved,
+    sort_candidates,
+)
 
 __all__ = [
-    "Candidate",
     "PlanTuner",
     "TuningResult",
     "count_optimiser_states",
     "make_progress_bar",
-    "replace_measured",
-    "sort_candidates",
     "tune",
 ]
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A plan with its predicted cost and, if it was measured, its measured cost or the reason for its failure."""
-
-    forecast: Forecast
-    measured: Measurement | None = None
-    failure: str = ""
-
-    @property
-    def plan(self) -> Plan:
-        """The plan itself."""
-        return self.forecast.plan
-
-    @property
-    def predicted_images_per_s(self) -> float:
-        """Images per second by simulation."""
-        return self.forecast.images_per_s
-
-    @property
-    def images_per_s(self) -> float | None:
-        """Images per second as measured; None if not measured."""
-        return self.forecast.images / self.measured.median_s if self.measured else None
-
-    @property
-    def predicted_bytes(self) -> int:
-        """Predicted peak memory of the fullest rank, in bytes."""
-        return self.forecast.peak_bytes
-
-    @property
-    def peak_bytes(self) -> int | None:
-        """Measured peak memory of the fullest rank, in bytes; None if not measured."""
-        return max(self.measured.peak_bytes) if self.measured else None
-
-    def compute_pace(self, neutral_batch: int | None) -> float:
-        """Return the measured throughput in images per second, as limited by `neutral_batch`; 0 if not measured."""
-        return compute_throughput(self.forecast.images, self.measured.median_s, neutral_batch) if self.measured else 0.0
 
 
 @dataclass(frozen=True)
@@ -106,8 +69,6 @@ class TuningResult:
         return f"<Tuned: {len(self.candidates)} plans, {len(measured)} measured; best: {self.plan.summary}>"
 
     def _repr_html_(self) -> str:
-        from mpi4dl_nb.draw.tuning import format_table_html
-
         return format_table_html(self.candidates) + self.explanation._repr_html_()
 
 
@@ -232,15 +193,6 @@ def make_progress_bar(unit: str, progress: bool = True) -> Iterator[ProgressCall
         yield report_progress
 
 
-def sort_candidates(candidates: Iterable[Candidate], neutral_batch: int | None = None) -> tuple[Candidate, ...]:
-    """Sort candidates: the measured ones by measurement, then the others by prediction, and those that failed last."""
-
-    def get_sort_key(each: Candidate) -> tuple[bool, float, float]:
-        return bool(each.failure), -each.compute_pace(neutral_batch), -each.forecast.compute_throughput(neutral_batch)
-
-    return tuple(sorted(candidates, key=get_sort_key))
-
-
 def count_optimiser_states(optimiser: Optimiser, model: nn.Module, loss: object = None) -> int:
     """Return the count of numbers that an optimiser keeps per weight of a model and its loss. Raises PlanError.
 
@@ -248,9 +200,3 @@ def count_optimiser_states(optimiser: Optimiser, model: nn.Module, loss: object 
     1
     """
     return count_states(optimiser, collect_parameter_specs(model, loss, torch.float32))
-
-
-def replace_measured(candidates: Iterable[Candidate], measured: Iterable[Candidate]) -> list[Candidate]:
-    """Replace those candidates whose plans were measured (again)."""
-    by_plan = {each.plan: each for each in measured}
-    return [by_plan.get(each.plan, each) for each in candidates]

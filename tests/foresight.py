@@ -29,7 +29,8 @@ from engines.predict.forecast import Forecast, forecast
 from engines.predict.machine import Machine
 from engines.predict.search import generate_plans
 from mpi4dl_nb import Cluster
-from mpi4dl_nb.plan_tuner import Candidate, PlanTuner
+from mpi4dl_nb.plan_benchmark import Candidate
+from mpi4dl_nb.plan_tuner import PlanTuner
 from tests.typical import typical
 
 BATCH, GROUP, STEPS, TOP = 4, 15, 4, 4

@@ -120,21 +120,21 @@ def test_files_and_functions_are_not_too_long(path: Path):
 NAMES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
 
 
-def imports_of(path: Path, for_types: bool) -> set[str]:
-    """The project's modules that a file imports when it is imported, or for type checkers as well."""
-    body = tree_of(path).body
-    checked = [each for node in body if for_types and isinstance(node, ast.If) for each in node.body]
+def imports_of(path: Path) -> set[str]:
+    """The project's modules that a file imports anywhere: at its top, within functions, or for type checkers."""
     found = set()
-    for node in (*body, *checked):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.ImportFrom) and node.module:
             inner = [f"{node.module}.{each.name}" for each in node.names]
             found |= {name if name in NAMES else node.module for name in inner}
+        elif isinstance(node, ast.Import):
+            found |= {each.name for each in node.names}
     return found & NAMES.keys()
 
 
-def modules_in_circles(for_types: bool) -> set[str]:
+def modules_in_circles(imports: dict[str, set[str]]) -> set[str]:
     """Those from which imports lead back to them, and those between two of them."""
-    left = {name: imports_of(path, for_types) - {name} for name, path in NAMES.items()}
+    left = {name: needs - {name} for name, needs in imports.items()}
     while ends := {name for name in left if not left[name] & left.keys()}:
         left = {name: needs for name, needs in left.items() if name not in ends}
     while ends := left.keys() - set().union(*left.values()):
@@ -143,4 +143,9 @@ def modules_in_circles(for_types: bool) -> set[str]:
 
 
 def test_imports_run_in_no_circle():
-    assert modules_in_circles(for_types=False) == set()
+    assert modules_in_circles({name: imports_of(path) for name, path in NAMES.items()}) == set()
+
+
+def test_a_circle_is_found():
+    circle = {"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}, "e": {"c", "f"}, "f": set()}
+    assert modules_in_circles(circle) == {"b", "c"}

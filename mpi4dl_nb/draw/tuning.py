@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from html import escape
-from typing import TYPE_CHECKING
 
 from matplotlib.axes import Axes
 
@@ -12,9 +11,7 @@ from engines.errors import PlanError
 from engines.formatting import format_bytes, format_number
 from engines.predict.explain import describe_plan, format_grids
 from mpi4dl_nb.draw.figure import BarStyle, Drawing, draw_legend
-
-if TYPE_CHECKING:
-    from mpi4dl_nb.plan_tuner import Candidate
+from mpi4dl_nb.plan_benchmark import Candidate
 
 __all__ = ["describe_measurements", "format_table_html", "show_tuning"]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from tqdm.auto import tqdm
 
@@ -22,10 +22,8 @@ from engines.train.interrupts import SIGNALS, Interrupts, StoppedError
 from engines.train.train_loop import run
 from engines.train.training_events import EpochLog, EpochResult, Recovered, StepResult, TrainingEvent
 from mpi4dl_nb.training.loops import BatchLoop, ImageLoop
-from mpi4dl_nb.training.recovery import FailureRecovery, FitPosition, is_whole
-
-if TYPE_CHECKING:
-    from mpi4dl_nb.training.training import Training
+from mpi4dl_nb.training.recovery import FailureRecovery, FitPosition
+from mpi4dl_nb.training.training_handle import TrainingHandle
 
 __all__ = ["CheckpointOptions", "FitCallback", "History", "fit"]
 
@@ -51,7 +49,7 @@ class History:
 class FitCallback(Protocol):
     """Callback of `fit`. The ranks are idle during its calls, so slow work belongs in another thread."""
 
-    def begin(self, training: Training, total: int | None) -> None:
+    def begin(self, training: TrainingHandle, total: int | None) -> None:
         """Called before the first step, with the number of steps to do (None: unknown)."""
 
     def heard(self, event: TrainingEvent) -> None:
@@ -170,7 +168,7 @@ class _FitRun:
     def _stop(self) -> None:
         """End the training on request. Raises StoppedError if it was saved, else KeyboardInterrupt."""
         # An abandoned step may have ended in the middle of the update, on some ranks: such weights must not be saved.
-        if self.keeper and is_whole(self.course.training):
+        if self.keeper and self.course.training.is_whole():
             self.keeper.save_after_step()
         if self.keeper and self.keeper.path:
             raise StoppedError(f"Stopped while ranks changed their weights. {self._last}", self.asked())

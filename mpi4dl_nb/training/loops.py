@@ -1,29 +1,26 @@
-"""Explain a non-finite loss: the rank with the loss detects it, and all ranks together find the cause."""
+"""Train loops of a `fit`: over batches that the notebook sends, or over images that the ranks read."""
 
 from __future__ import annotations
 
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from engines.errors import ImageError, LossError, PlanError, RankError
-from engines.graph.labels import NonFiniteCause, find_label_specs, format_causes
-from engines.graph.model_graph import ModelGraph, TensorSpec
+from engines.errors import ImageError, RankError
+from engines.graph.labels import find_label_specs
+from engines.graph.model_graph import ModelGraph
 from engines.images.dataset import LabelledImages, check_ignored, find_ignored_label
 from engines.images.loader import LoaderOptions, NotReady
-from engines.train.train_loop import RankStepStats, RankTrainLoop, count_left_over, merge_stats
-from engines.train.training import RankTraining, StepReport, count_step_images
+from engines.train import rank_functions
+from engines.train.train_loop import count_left_over, merge_stats
+from engines.train.training import count_step_images
 from engines.train.training_events import Scores, StepResult
 from mpi4dl_nb.training.batches import Batch, count_images, find_batch_sizes
-
-if TYPE_CHECKING:
-    from engines.comm.rank_server import RankServer
-    from mpi4dl_nb.cluster import Cluster
-    from mpi4dl_nb.training.training import Training
+from mpi4dl_nb.training.training_handle import TrainingHandle
 
 __all__ = [
     "Batch",
@@ -31,32 +28,8 @@ __all__ = [
     "ImageLoop",
     "check_classes",
     "choose_resume_state",
-    "end_rank_loop",
-    "explain_loss",
-    "get_rank_training",
     "is_images",
 ]
-
-
-@contextmanager
-def explain_loss(cluster: Cluster, name: str) -> Iterator[None]:
-    """Raise a LossError from this context with the causes that the ranks find in images, labels and weights."""
-    try:
-        yield
-    except LossError as error:
-        words = ""
-        with suppress(RankError):
-            words = format_causes(dict(enumerate(cluster.call(_find_causes, name))))
-        if words:
-            raise error.with_cause(words) from None
-        raise
-
-
-def _find_causes(host: RankServer, name: str) -> list[NonFiniteCause]:
-    return host.trainings[name].find_causes() if name in host.trainings else []
-
-
-# Train loops of a `fit`: over batches that the notebook sends, or over images that the ranks read.
 
 
 Evaluate = Callable[[], Scores | None]
@@ -79,7 +52,7 @@ class BatchLoop:
 
     def __init__(
         self,
-        training: Training,
+        training: TrainingHandle,
         data: Iterable[Batch],
         evaluate: Evaluate,
         limit: int | None = None,
@@ -160,12 +133,12 @@ class BatchLoop:
         count = count_images(self._batch)
         if self.has_full and 0 < count < self.full:
             self.training.make_ready(count)
-            heard = self.training.take(*self._batch, count)
+            stats = self.training.take(*self._batch, count)
         else:
-            heard = self.training.take(*self._batch)
+            stats = self.training.take(*self._batch)
         # Only now is the batch used up: if the step has raised an error, a retry after healing trains it again.
         self.number, self.is_over, self._batch = self.number + 1, False, None
-        return merge_stats([replace(rank, epoch=self.epoch, step=self.number - 1, wait_s=wait_s) for rank in heard])
+        return merge_stats([replace(rank, epoch=self.epoch, step=self.number - 1, wait_s=wait_s) for rank in stats])
 
     def close(self) -> None:
         """Do nothing: there are no resources to release."""
@@ -183,7 +156,7 @@ class ImageLoop:
 
     def __init__(
         self,
-        training: Training,
+        training: TrainingHandle,
         images: LabelledImages,
         feeding: LoaderOptions,
         state: Mapping[str, Any] | None,
@@ -208,8 +181,8 @@ class ImageLoop:
         specs = training.recipe.step_specs
         if self.left_over:
             training.make_ready(self.left_over)
-        told = training.cluster.call(_begin, training.name, specs, self.images, self.feeding, place, anew)
-        self.updates, self.place = told[0]
+        begin = rank_functions.begin_loop, training.name
+        self.updates, self.place = training.cluster.call(*begin, specs, self.images, self.feeding, place, anew)[0]
 
     def count_steps(self, epochs: int) -> int:
         """Return the number of steps left in `epochs` epochs, the first of which may have started."""
@@ -217,27 +190,27 @@ class ImageLoop:
 
     def step(self) -> StepResult | None:
         """Run one step on all ranks."""
-        with explain_loss(self.training.cluster, self.training.name):
-            answers = self.training.cluster.call(_run_step, self.training.name, self.training.steps)
+        with self.training.explain_loss():
+            answers = self.training.cluster.call(rank_functions.step_loop, self.training.name, self.training.steps)
         # Bad images were skipped, so that fewer are left for the last step, which takes programs of another size.
-        if isinstance(answers[0].heard, NotReady):
-            self.training.make_ready(answers[0].heard.images)
+        if isinstance(answers[0].stats, NotReady):
+            self.training.make_ready(answers[0].stats.images)
             return self.step()
         self.bad = (*self._known, *(text for text in answers[0].bad if text not in self._known))
         self.place, self.updates = answers[0].state, answers[0].updates
         self.training.feed_state = self.place
-        heard = [answer.heard for answer in answers if answer.heard is not None]
-        self.is_over = not heard
+        stats = [answer.stats for answer in answers if answer.stats is not None]
+        self.is_over = not stats
         if self.is_over:
             return None
-        self.training.heard([answer.report for answer in answers])
-        return merge_stats(heard)
+        self.training.record_step([answer.report for answer in answers])
+        return merge_stats(stats)
 
     def close(self) -> None:
         """End the loader workers on the ranks. If ranks have died, their workers have ended too."""
         with suppress(RankError):
             # An interrupt may have met some ranks before their update and others after it.
-            updates = self.training.cluster.call(end_rank_loop, self.training.name)
+            updates = self.training.cluster.call(rank_functions.end_loop, self.training.name)
             if set(updates) != {self.updates}:
                 warnings.warn(
                     f"The training was stopped while ranks changed their weights: {updates.count(self.updates)} of "
@@ -272,64 +245,3 @@ def choose_resume_state(
         f"The last epoch ended early, at step {state['step']} through {state['images']} images in the order of seed "
         f"{state['seed']}: these are {len(images)} images, seed {seed}. Give it the same, or go_on=False to begin anew."
     )
-
-
-def get_rank_training(host: RankServer, name: str, steps: int | None = None) -> RankTraining:
-    """Return a rank's training by name. Raises PlanError if there is none, or if it has not done exactly `steps` steps.
-
-    If a step fails during the update, some ranks may have changed their weights and others not.
-    """
-    if name not in host.trainings:
-        raise PlanError(
-            "The ranks hold this training no more: it was closed, or they were started anew. Call load() with a "
-            "checkpoint of it, or make a new one."
-        )
-    found = host.trainings[name]
-    if steps not in (None, found.updates):
-        raise PlanError(
-            f"The training was stopped while ranks changed their weights: after {steps} steps, rank {host.world.rank} "
-            f"has done so {found.updates} times. Load a checkpoint, or make a new Training."
-        )
-    return found
-
-
-@dataclass(frozen=True)
-class _StepReply:
-    """Reply of a rank to a step: `heard` is None at the end of an epoch, and NotReady if no step was run."""
-
-    heard: RankStepStats | NotReady | None
-    report: StepReport | None
-    state: Mapping[str, Any]
-    bad: tuple[str, ...]
-    updates: int
-
-
-def _begin(
-    host: RankServer,
-    name: str,
-    specs: Mapping[str, TensorSpec],
-    images: LabelledImages,
-    feeding: LoaderOptions,
-    state: Mapping[str, Any] | None,
-    anew: bool,
-) -> tuple[int, Mapping[str, Any]]:
-    """Start a loader on a rank; return the number of updates done, and the position in the images."""
-    end_rank_loop(host, name)
-    course = host.courses[name] = RankTrainLoop(host.world, get_rank_training(host, name), specs, images, feeding)
-    if state is not None:
-        course.feed.resume(state, anew)
-    return course.updates, course.feed.get_state()
-
-
-def _run_step(host: RankServer, name: str, steps: int) -> _StepReply:
-    get_rank_training(host, name, steps)
-    course = host.courses[name]
-    heard = course.step()
-    return _StepReply(heard, course.report, course.feed.get_state(), tuple(course.feed.bad), course.updates)
-
-
-def end_rank_loop(host: RankServer, name: str) -> int:
-    """End the loader workers of a training, if it has any, and return its number of updates."""
-    if (course := host.courses.pop(name, None)) is not None:
-        course.close()
-    return course.updates if course else 0

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,32 +16,27 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from engines.errors import ImageError, Mpi4dlError, PlanError, RankError, make_absolute
-from engines.graph.model_graph import TensorSpec, is_batch_dependent
+from engines.graph.model_graph import is_batch_dependent
 from engines.images.dataset import LabelledImages
 from engines.images.picture import Source, open_image
 from engines.inference.pyramid_sink import make_pyramid
 from engines.inference.rank_predictor import (
-    Prediction,
-    RankPredictor,
     join_predictions,
     make_padded_region,
     prepare_prediction,
     prepare_region,
 )
 from engines.inference.tile_stitcher import ArraySink, MakeSink, check_kind, get_output_channels, get_output_dtype
-from engines.inference.tiled_predictor import PredictionRequest, TiledPrediction, TiledPredictor
+from engines.inference.tiled_predictor import PredictionRequest, TiledPrediction
 from engines.program.compile import compile_plan
-from engines.program.worker import Inputs
-from engines.train.evaluation import HeldOutSet, PredictedBatch, RankEvaluation
-from engines.train.training import RankTraining, Recipe, cut_inputs
+from engines.train import rank_functions
+from engines.train.evaluation import HeldOutSet, PredictedBatch
+from engines.train.training import cut_inputs
 from engines.train.training_events import Scores
-from mpi4dl_nb.training.loops import check_classes, get_rank_training
+from mpi4dl_nb.training.loops import check_classes
+from mpi4dl_nb.training.training_handle import TrainingHandle
 
-if TYPE_CHECKING:
-    from engines.comm.rank_server import RankServer
-    from mpi4dl_nb.training.training import Training
-
-__all__ = ["Evaluator", "drop", "is_batch", "predict_batch", "predict_picture"]
+__all__ = ["Evaluator", "is_batch", "predict_batch", "predict_picture"]
 
 # One evaluation: the ranks predict the images in steps of the plan, each of them reading its own pixels, and give their
 # parts of the predictions back. Only the notebook has all of them, and computes the scores as one process would.
@@ -50,7 +45,7 @@ __all__ = ["Evaluator", "drop", "is_batch", "predict_batch", "predict_picture"]
 class Evaluator:
     """Evaluates a training as it is now. Raises ImageError, TraceError or PlanError before any rank is called."""
 
-    def __init__(self, training: Training, images: LabelledImages, on_bad_image: str) -> None:
+    def __init__(self, training: TrainingHandle, images: LabelledImages, on_bad_image: str) -> None:
         check_classes(images, training.recipe.graph)
         self.held_out = HeldOutSet(training.model, training.loss, training.recipe, images, on_bad_image)
         self.training, self.name = training, f"{training.name}.held_out"
@@ -62,39 +57,22 @@ class Evaluator:
         if self.held_out.recipe is not self.training.recipe:
             self.held_out = replace(self.held_out, recipe=self.training.recipe)
         training, labels = self.training, self.training.recipe.step_specs["labels"]
-        training.cluster.call(_begin_evaluation, training.name, self.name, self.held_out.forward, labels, self._images)
+        begin = rank_functions.begin_evaluation, training.name, self.name
+        training.cluster.call(*begin, self.held_out.forward, labels, self._images)
 
     def compute_scores(self, tensors: Callable[[], Sequence[Mapping[str, object]]]) -> Scores | None:
         """Return the scores over all images; `tensors` returns the ranks' tensors, for a loss that has some."""
-        self.training.cluster.call(_use_current_weights, self.name)
+        self.training.cluster.call(rank_functions.update_evaluation, self.name)
         return self.held_out.compute_scores(self._request_predictions, tensors)
 
     def _request_predictions(self, numbers: Sequence[int]) -> tuple[Mapping[int, str], Sequence[PredictedBatch]]:
-        answers = self.training.cluster.call(_predict_held_out, self.name, list(numbers))
+        answers = self.training.cluster.call(rank_functions.predict_held_out, self.name, list(numbers))
         return answers[0].bad, answers
 
     def close(self) -> None:
         """Free what the ranks hold for the evaluation. If ranks have died, it is gone already."""
         with suppress(RankError):
-            self.training.cluster.call(_end_evaluation, self.name)
-
-
-def _begin_evaluation(
-    host: RankServer, training: str, name: str, recipe: Recipe, labels: TensorSpec, images: LabelledImages
-) -> None:
-    host.predictions[name] = RankEvaluation(host.world, get_rank_training(host, training), recipe, labels, images)
-
-
-def _use_current_weights(host: RankServer, name: str) -> None:
-    host.predictions[name].begin()
-
-
-def _predict_held_out(host: RankServer, name: str, numbers: Sequence[int]) -> PredictedBatch:
-    return host.predictions[name].predict(numbers)
-
-
-def _end_evaluation(host: RankServer, name: str) -> None:
-    host.predictions.pop(name, None)
+            self.training.cluster.call(rank_functions.drop_prediction, self.name)
 
 
 # Prediction with a training's weights: batches under its own plan, pictures of any size tile by tile.
@@ -108,8 +86,8 @@ def is_batch(source: Any) -> bool:
     return isinstance(source, Tensor | np.ndarray) and source.ndim == 4
 
 
-def predict_batch(training: Training, images: Any, held: Callable[[RankServer, str], RankTraining]) -> Tensor:
-    """Return `model.eval()(images)` with the current weights; `held` returns the training on a rank."""
+def predict_batch(training: TrainingHandle, images: Any) -> Tensor:
+    """Return `model.eval()(images)` with the current weights."""
     images = torch.as_tensor(images).detach()
     batch = training.recipe.graph.inputs["images"].shape
     if images.shape[1] != batch[1] or not images.numel():
@@ -127,22 +105,21 @@ def predict_batch(training: Training, images: Any, held: Callable[[RankServer, s
             f"prediction of {len(images)} images is exact only in one micro-batch, of {count} images here "
             f"({training.plan.micro_batches} micro-batches). Give {count} images, or use model.eval() itself."
         )
-    training.cluster.call(_prepare, training.name, held, recipe)
+    training.cluster.call(rank_functions.begin_prediction, training.name, recipe)
     # 7 images at 3 a step:  [0 1 2] [3 4 5] [6 6 6]; the repeated ones are dropped from the predictions.
     found = []
     for part in images.to(getattr(torch, training.plan.held_in)).split(count):
         # Programs have a fixed batch size: fill the last part up with repeated images, and drop their predictions.
         filled = part[torch.arange(count) % len(part)]
         parts = [(cut_inputs(program, {"images": filled}),) for program in programs]
-        told = training.cluster.call(_predict, training.name, per_rank=parts)
-        found.append(join_predictions(programs, told, recipe.graph.specs[recipe.graph.prediction])[: len(part)])
+        replies = training.cluster.call(rank_functions.predict, training.name, per_rank=parts)
+        found.append(join_predictions(programs, replies, recipe.graph.specs[recipe.graph.prediction])[: len(part)])
     return torch.cat(found)
 
 
 def predict_picture(
-    training: Training,
+    training: TrainingHandle,
     source: Source,
-    held: Callable[[RankServer, str], RankTraining],
     to: str | PathLike[str] | None,
     region: Sequence[int] | None,
     level: int,
@@ -155,7 +132,7 @@ def predict_picture(
     where = make_absolute(source) if isinstance(source, str | PathLike) else source
     asked = make_padded_region(open_image(where), region, level)
     recipe, asked = prepare_region(training.model, asked, training.plan.precision, training.recipe.device)
-    ask = PredictionRequest(asked, kind, memory_mb * 10**6)
+    request = PredictionRequest(asked, kind, memory_mb * 10**6)
     sink: MakeSink = partial(make_pyramid, make_absolute(to), asked, kind) if to is not None else ArraySink
     spec = recipe.graph.specs[recipe.graph.prediction]
     if to is None and len(spec.shape) >= 4:  # a prediction per pixel, which will be sent to the notebook as an array
@@ -167,47 +144,13 @@ def predict_picture(
                 "Write it to a file (to='prediction.tif'), or predict a region or a coarser level."
             )
     # One call per round rather than one for the whole picture: the bar advances, and the stop button takes effect
-    # between two rounds. If anything fails, `drop` closes what the ranks have opened.
+    # between two rounds. If anything fails, `drop_prediction` closes what the ranks have opened.
     try:
-        (rounds, *_) = training.cluster.call(_begin_sweep, training.name, held, replace(recipe, state={}), ask, sink)
+        begin = rank_functions.begin_tiled_prediction, training.name
+        (rounds, *_) = training.cluster.call(*begin, replace(recipe, state={}), request, sink)
         for _ in tqdm(range(rounds), unit="round", disable=not progress):
-            training.cluster.call(_step, training.name)
-        return training.cluster.call(_finish, training.name)[0]
+            training.cluster.call(rank_functions.predict_round, training.name)
+        return training.cluster.call(rank_functions.finish_tiled_prediction, training.name)[0]
     finally:
         with suppress(Mpi4dlError):
-            training.cluster.call(drop, training.name)
-
-
-def _prepare(host: RankServer, name: str, held: Callable[[RankServer, str], RankTraining], recipe: Recipe) -> None:
-    host.predictions[name] = RankPredictor(host.world, recipe, held(host, name).held)
-
-
-def _predict(host: RankServer, name: str, inputs: Inputs) -> Prediction:
-    return host.predictions[name].predict(inputs)
-
-
-def _begin_sweep(
-    host: RankServer,
-    name: str,
-    held: Callable[[RankServer, str], RankTraining],
-    recipe: Recipe,
-    ask: PredictionRequest,
-    sink: MakeSink,
-) -> int:
-    host.predictions[name] = made = TiledPredictor(host.world, recipe, ask, sink, held(host, name).held)
-    return made.rounds
-
-
-def _step(host: RankServer, name: str) -> None:
-    host.predictions[name].step()
-
-
-def _finish(host: RankServer, name: str) -> TiledPrediction:
-    return host.predictions[name].finish()
-
-
-def drop(host: RankServer, name: str) -> None:
-    """Free what a prediction holds on this rank."""
-    found = host.predictions.pop(name, None)
-    if isinstance(found, TiledPredictor):
-        found.close()
+            training.cluster.call(rank_functions.drop_prediction, training.name)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from engines.errors import DamagedError, PlanError, RankError
 from engines.plan import OPTIONS, Plan
@@ -16,12 +16,9 @@ from engines.train.train_loop import compute_smallest_step
 from engines.train.training_events import Recovered, StepResult
 from mpi4dl_nb.cluster import HELP
 from mpi4dl_nb.training.loops import BatchLoop, ImageLoop
+from mpi4dl_nb.training.training_handle import TrainingHandle
 
-if TYPE_CHECKING:
-    from engines.comm.rank_server import RankServer
-    from mpi4dl_nb.training.training import Training
-
-__all__ = ["FAILURE_POLICIES", "FailureRecovery", "FitPosition", "choose_plan", "is_whole"]
+__all__ = ["FAILURE_POLICIES", "FailureRecovery", "FitPosition", "choose_plan"]
 
 FAILURE_POLICIES = ("raise", "heal", "shrink")
 """Policies for failed ranks: raise the error, restart dead ranks, or continue without them."""
@@ -50,7 +47,7 @@ class FailureRecovery:
     `fewer`: continue without the ranks that have died. `mark` is the position to resume from.
     """
 
-    def __init__(self, training: Training, fewer: bool, renew: Callable[[], None]) -> None:
+    def __init__(self, training: TrainingHandle, fewer: bool, renew: Callable[[], None]) -> None:
         self.training, self.fewer, self.renew = training, fewer, renew
         self.mark = FitPosition(0, 0, (), None, is_over=False)
         self._saved: list[tuple[FitPosition, Path]] = []  # newest last
@@ -74,7 +71,7 @@ class FailureRecovery:
                 self.mark = now
                 # The ranks keep their state if none died and none was caught within an update. Otherwise weights are
                 # lost or inconsistent between ranks, and only a checkpoint has them whole.
-                if not is_whole(training):
+                if not training.is_whole():
                     plan = training.plan if cluster.n == training.plan.ranks else choose_plan(training, cluster.n)
                     self._load(plan)
                 course.resume(self.mark.place)
@@ -122,16 +119,7 @@ class FailureRecovery:
         raise DamagedError("There is no whole checkpoint to go back to.\n" + "\n".join(map(str, wrong)))
 
 
-def is_whole(training: Training) -> bool:
-    """Return whether all ranks hold the training, with exactly as many updates as the notebook has counted."""
-    return set(training.cluster.call(_get_updates, training.name)) == {training.steps}
-
-
-def _get_updates(host: RankServer, name: str) -> int | None:
-    return host.trainings[name].updates if name in host.trainings else None
-
-
-def choose_plan(training: Training, ranks: int) -> Plan:
+def choose_plan(training: TrainingHandle, ranks: int) -> Plan:
     """Return the plan for `ranks` ranks that is predicted to be fastest among those that compute the same as now.
 
     Such plans have the same numbers of batches and micro-batches. Raises PlanError if there is none.

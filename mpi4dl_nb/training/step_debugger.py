@@ -7,22 +7,20 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
-from engines.comm.rank_server import allow_during_step
 from engines.errors import PlanError, RankError
 from engines.program.compile import Compiler
 from engines.program.schedule import Schedule
 from engines.program.shards import ShardIndex
 from engines.program.steps import UNITS, DependencyOrder, StepCounts, StepLabel, find_block_end, label_steps
-from engines.program.worker import Inputs
 from engines.spatial.layout import Layout
-from engines.train.debug_step import RankStepper, StepState
+from engines.train import rank_functions
+from engines.train.debug_step import StepState
 from engines.train.train_loop import merge_stats
 from engines.train.training import cut_inputs
-from mpi4dl_nb.training.loops import get_rank_training
 from mpi4dl_nb.training.step_events import (
     BOUND_PX,
     RankEvent,
@@ -33,10 +31,7 @@ from mpi4dl_nb.training.step_events import (
     find_transfers,
     make_schedule,
 )
-
-if TYPE_CHECKING:
-    from engines.comm.rank_server import RankServer
-    from mpi4dl_nb.training.training import Training
+from mpi4dl_nb.training.training_handle import TrainingHandle
 
 __all__ = ["StepDebugger"]
 
@@ -56,7 +51,7 @@ class StepDebugger:
     `training.step` does, and RankError and LossError if a rank fails: nothing has changed then.
     """
 
-    def __init__(self, training: Training, whole: Mapping[str, Tensor]) -> None:
+    def __init__(self, training: TrainingHandle, whole: Mapping[str, Tensor]) -> None:
         self.training, graph = training, training.recipe.graph
         self.images = len(whole["images"])
         self._inputs = [cut_inputs(program, whole) for program in training.programs]
@@ -85,8 +80,8 @@ class StepDebugger:
     def _begin(self) -> None:
         self.number, self.loss = uuid.uuid4().hex, None
         parts = [(inputs,) for inputs in self._inputs]
-        begin = self.training.cluster.call
-        standings = begin(_begin, self.training.name, self.images, self.number, per_rank=parts)
+        begin = rank_functions.begin_debug_step, self.training.name, self.images, self.number
+        standings = self.training.cluster.call(*begin, per_rank=parts)
         self._update_event(tuple(0 for _ in parts), 0, standings)
 
     # ---- executing
@@ -190,7 +185,7 @@ class StepDebugger:
         open_still, self.number = bool(self.number) and not self.done, ""
         if open_still:
             with suppress(RankError):  # if ranks have died, the step is abandoned anyway
-                self.training.cluster.call(_do_nothing)
+                self.training.cluster.call(rank_functions.abort_debug_step)
 
     def __enter__(self) -> StepDebugger:
         return self
@@ -253,14 +248,14 @@ class StepDebugger:
         standings = self._call("advance", [(place,) for place in target])
         self._update_event(target, self.event.number + 1, standings, self.event.places)
         if last:  # the update is done: this was a step of the training
-            self.training.heard([standing.told[0] for standing in standings])
+            self.training.record_step([standing.told[0] for standing in standings])
             self.loss = merge_stats([standing.told[1] for standing in standings]).loss
         return self.event
 
     def _call(self, what: str, per_rank: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Call a method of the step on all ranks. Any error abandons the step."""
         try:
-            answers = self.training.cluster.call(_call_stepper, self.number, what, per_rank=per_rank)
+            answers = self.training.cluster.call(rank_functions.call_debug_step, self.number, what, per_rank=per_rank)
         except BaseException:
             self.number = ""
             raise
@@ -292,22 +287,3 @@ class StepDebugger:
         just_moved = tuple(transfer for each in moved for transfer in find_transfers(each.rank, each.did))
         loss = statistics.fmean(losses.values()) if losses else None
         self.event = StepEvent(number, tuple(ranks), just_moved, now, now == self.order.ends, loss)
-
-
-# ---- on a rank
-
-
-def _begin(host: RankServer, name: str, images: int, number: str, inputs: Inputs) -> StepState:
-    host.walk = RankStepper(get_rank_training(host, name), inputs, images, number)
-    return host.walk.standing
-
-
-@allow_during_step
-def _call_stepper(host: RankServer, number: str, what: str, *args: Any) -> tuple[Any] | None:
-    """Call a method of the stepper with that number; return None if that step was abandoned."""
-    walk = host.walk
-    return (getattr(walk, what)(*args),) if walk is not None and walk.number == number else None
-
-
-def _do_nothing(host: RankServer) -> None:
-    """Do nothing: any call that is not allowed during a step abandons the step."""

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import time
-import uuid
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from numbers import Integral
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torch import Tensor, nn
-
-from engines.errors import ImageError, PlanError, make_absolute
-from engines.formatting import format_html_table
-from engines.graph.model_graph import TensorSpec
-from engines.graph.trace_cache import TraceCache
-from engines.graph.whole_loss import WHOLE_BATCH, describe_step_loss, warn_of_mean
+from engines.errors import ImageError, PlanError
 from engines.images.dataset import LabelledImages
 from engines.images.loader import LoaderOptions
 from engines.inference.tiled_predictor import TiledPrediction
@@ -28,30 +20,17 @@ from engines.plan import Plan
 from engines.predict.forecast import Forecast, forecast
 from engines.program.compile import compile_plan
 from engines.program.timeline import Timeline
-from engines.program.update import Scheduler
-from engines.spatial.layout import check_fits
-from engines.train.checkpoint_load import open_checkpoint
+from engines.train import rank_functions
 from engines.train.checkpoint_save import KEEP
-from engines.train.evaluation import collect_state_dict
 from engines.train.optimiser_trial import count_states
-from engines.train.train_loop import RankStepStats, make_smaller_recipe, merge_stats
 from engines.train.training import (
-    Loss,
-    Optimiser,
-    Recipe,
-    StepReport,
-    count_step_images,
     cut_inputs,
-    describe_precision_change,
-    prepare,
-    sgd,
 )
 from engines.train.training_events import Scores
 from engines.train.verify import STEPS, compare_records, make_batches, with_small_loss_scale
-from mpi4dl_nb.cluster import get_public_names
 from mpi4dl_nb.draw.figure import Drawing
 from mpi4dl_nb.draw.memory import show_memory
-from mpi4dl_nb.training import remote_functions
+from mpi4dl_nb.draw.timeline import show_timeline
 from mpi4dl_nb.training.batches import check_batches, make_repeatable, prepare_batch
 from mpi4dl_nb.training.fit_run import CheckpointOptions, FitCallback, History, fit
 from mpi4dl_nb.training.loops import (
@@ -59,22 +38,31 @@ from mpi4dl_nb.training.loops import (
     BatchLoop,
     ImageLoop,
     choose_resume_state,
-    explain_loss,
-    get_rank_training,
     is_images,
 )
-from mpi4dl_nb.training.prediction import Evaluator, drop, is_batch, predict_batch, predict_picture
-from mpi4dl_nb.training.progress_bar import ProgressBar, StepTimeline, describe_training
+from mpi4dl_nb.training.prediction import Evaluator, is_batch, predict_batch, predict_picture
+from mpi4dl_nb.training.progress import ProgressBar
 from mpi4dl_nb.training.recovery import FAILURE_POLICIES, FailureRecovery
 from mpi4dl_nb.training.step_debugger import StepDebugger
-
-if TYPE_CHECKING:
-    from mpi4dl_nb.cluster import Cluster
+from mpi4dl_nb.training.training_handle import TrainingHandle
 
 __all__ = ["History", "Training"]
 
 
-class Training:
+@dataclass(frozen=True)
+class StepTimeline(Timeline):
+    """Events of a step that was run under a plan; a notebook displays them as a chart."""
+
+    plan: Plan
+
+    def __repr__(self) -> str:
+        return f"<Timeline of {len(self.ranks)} ranks: {len(self.events)} events in {self.seconds * 1e3:.4g} ms>"
+
+    def _repr_html_(self) -> str:
+        return show_timeline(self, self.plan)._repr_html_()
+
+
+class Training(TrainingHandle):
     """Distributed training of a model on a cluster under a plan.
 
     `image_shape` is (N, C, H, W) of one batch; a step takes `plan.batches` batches as one tensor. `loss(prediction,
@@ -108,77 +96,10 @@ class Training:
     True
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        plan: Plan,
-        cluster: Cluster,
-        image_shape: Sequence[int],
-        loss: Loss | None = None,
-        optimiser: Optimiser = sgd,
-        labels: TensorSpec | Tensor | None = None,
-        device: str = "auto",
-        clip_norm: float | None = None,
-        scheduler: Scheduler | None = None,
-    ) -> None:
-        check_fits(plan, cluster.n)
-        self.model, self.plan, self.cluster = model, plan, cluster
-        self.loss = loss or nn.CrossEntropyLoss()
-        self.traces = TraceCache(model, image_shape, self.loss, labels, device)
-        # `load` and `verify` prepare the same training for another plan or precision.
-        own = self.loss, optimiser, labels, device, clip_norm, scheduler
-        self._prepare: Callable[[Plan], Recipe] = lambda plan: prepare(
-            model, plan, image_shape, *own, self.traces.get_graph(plan)
-        )
-        self.recipe = self._prepare(plan)
-        warn_of_mean(self.recipe.graph, plan, stacklevel=2)
-        if changed := describe_precision_change(model, self.loss, plan):
-            warnings.warn(changed, stacklevel=2)
-        self.programs = compile_plan(self.recipe.graph, plan)
-        self.name = uuid.uuid4().hex
-        self.steps = 0
-        self.predicted: TiledPrediction | None = None
-        self.reports: list[StepReport] = []
-        self.monitor: FitCallback | None = None  # default callback of `fit`, which displays its progress
-        self.feed_state: Mapping[str, Any] | None = None  # position in the images from which `fit` resumes
-        self._create()
-
-    def _create(self) -> None:
-        # Programs have a fixed batch size: `make_ready` adds those of smaller steps, by their numbers of images.
-        self._sizes = {count_step_images(self.recipe): (self.recipe, self.programs)}
-        own = [(self.recipe.restrict_to_rank(program),) for program in self.programs]
-        self.cluster.call(remote_functions.create, self.name, per_rank=own)
-
-    def step(self, images: Any, labels: Any) -> float:
-        """Run one training step on a batch and return the loss before the update.
-
-        `images` is (N, C, H, W), and `labels` is what the loss takes; each rank receives only its own pixels. Raises
-        ImageError for a wrong shape or label, LossError with its cause if the loss is not finite, and RankError if a
-        rank fails. No weight has changed then, unless the rank failed during the update: in that case the next step
-        raises an error that says so.
-        """
-        return merge_stats(self.take(images, labels)).loss
-
-    def take(self, images: Any, labels: Any, count: int | None = None) -> list[RankStepStats]:
-        """Run one training step on a batch, as `step` does, and return the statistics of each rank.
-
-        `count` is the number of images if it is smaller than usual; `make_ready` must have prepared the ranks for it.
-        """
-        # The notebook has the whole batch, a rank gets what its program reads, and all of them give back the same loss:
-        #
-        #     images (N, C, H, W) ── cut_inputs ──> rank 0: tile 0 of each image ──> report, statistics
-        #                                      └──> rank 1: tile 1               ──> report, statistics
-        #
-        # Pixels beside a tile are not sent: ranks exchange them layer by layer.
-        recipe, programs = self._sizes[count or count_step_images(self.recipe)]
-        whole = prepare_batch(recipe, images, labels)
-        parts = [(cut_inputs(program, whole),) for program in programs]
-        with explain_loss(self.cluster, self.name):
-            answers = self.cluster.call(
-                remote_functions.step, self.name, len(whole["images"]), self.steps, per_rank=parts
-            )
-        self.heard([report for report, _ in answers])
-        return [heard for _, heard in answers]
+    predicted: TiledPrediction | None = None
+    """The last prediction of a picture, with its costs."""
+    monitor: FitCallback | None = None
+    """The default callback of `fit`, which displays its progress."""
 
     def stepping(self, images: Any, labels: Any) -> StepDebugger:
         """Return a debugger for one training step on a batch: `for event in training.stepping(images, labels): ...`.
@@ -186,26 +107,6 @@ class Training:
         See `mpi4dl_nb.training.step_debugger.StepDebugger`. Raises ImageError for a wrong shape or label.
         """
         return StepDebugger(self, prepare_batch(self.recipe, images, labels))
-
-    def make_ready(self, images: int) -> None:
-        """Prepare the ranks for steps of fewer images, such as the last step of an epoch.
-
-        Raises PlanError or TraceError, before any rank is called, if the plan or the model cannot take so few images.
-        """
-        if images not in self._sizes:
-            recipe = make_smaller_recipe(self.recipe, self.traces, images)
-            programs = compile_plan(recipe.graph, recipe.plan)
-            self.cluster.call(remote_functions.add_size, self.name, recipe)
-            self._sizes[images] = recipe, programs
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """The numbers of images per step that the ranks are prepared for."""
-        return tuple(self._sizes)
-
-    def heard(self, reports: list[StepReport]) -> None:
-        """Record a completed step and the reports of its ranks."""
-        self.reports, self.steps = reports, self.steps + 1
 
     def fit(
         self,
@@ -326,7 +227,7 @@ class Training:
             (recipe.restrict_to_rank(program), [cut_inputs(program, batch) for batch in whole])
             for program in compile_plan(recipe.graph, recipe.plan)
         ]
-        records = self.cluster.call(remote_functions.record_reference, per_rank=work)
+        records = self.cluster.call(rank_functions.record_reference, per_rank=work)
         line = compare_records(recipe, self.model, self.loss, whole, records)
         return {**line, "seconds": round(time.perf_counter() - start_s, 2)}
 
@@ -354,8 +255,8 @@ class Training:
         Raises ImageError, PlanError or TraceError, before any rank is called if that is possible.
         """
         if is_batch(source):
-            return predict_batch(self, source, get_rank_training)
-        self.predicted = predict_picture(self, source, get_rank_training, to, region, level, kind, memory_mb, progress)
+            return predict_batch(self, source)
+        self.predicted = predict_picture(self, source, to, region, level, kind, memory_mb, progress)
         return self.predicted.answer
 
     def forecast(self) -> Forecast:
@@ -379,64 +280,3 @@ class Training:
         if not self.reports:
             raise PlanError("timeline() shows the last step, but none was run yet. Call step() or fit() first.")
         return StepTimeline(Timeline.of(report.events for report in self.reports).events, self.plan)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the trained weights and buffers by the names of the plain model, for `model.load_state_dict`."""
-        return collect_state_dict(self.recipe, self._get_tensors())
-
-    def loss_state_dict(self) -> dict[str, Tensor]:
-        """Return the state of a loss that is a module, for `loss.load_state_dict`; empty if it has none."""
-        return collect_state_dict(self.recipe, self._get_tensors(), "loss")
-
-    def _get_tensors(self) -> list[dict[str, dict[str, Tensor]]]:
-        return self.cluster.call(remote_functions.get_tensors, self.name, self.steps)
-
-    def save(self, folder: str | PathLike[str], keep: int = KEEP) -> Path:
-        """Write a checkpoint into `folder`, which keeps the last `keep` checkpoints, and return its path.
-
-        The weights are stored in its `model.safetensors`, for
-        `model.load_state_dict(safetensors.torch.load_file(...))`. Raises CheckpointError; the training can continue
-        then, and earlier checkpoints are unchanged.
-        """
-        folder = make_absolute(folder)
-        return self.cluster.call(remote_functions.save, self.name, folder, self.feed_state, keep, self.steps)[0]
-
-    def load(self, path: str | PathLike[str], plan: Plan | None = None) -> int:
-        """Resume from a checkpoint, or from the newest whole one in a folder, and return its number of steps.
-
-        The checkpoint may have been saved under any plan. Warns of newer checkpoints in the folder that are damaged.
-        Raises UnreadableError if memory, file handles or permissions are lacking; no older checkpoint is used then.
-        `fit` resumes at the stored position in its images. If the ranks have lost the training because one died, it is
-        created again: after `cluster.heal()`, or after `cluster.heal(fewer=True)` under another `plan` with as many
-        ranks as are left. Raises CheckpointError before any rank has changed, and PlanError.
-        """
-        plan = plan or self.plan
-        check_fits(plan, self.cluster.n)
-        recipe = self.recipe if plan == self.plan else self._prepare(plan)
-        found = open_checkpoint(make_absolute(path), recipe)
-        found.warn_of_passed_over(stacklevel=2)
-        # For another plan, or if a rank has lost the training, all ranks make it anew: no rank can do so alone.
-        if recipe is not self.recipe or not all(self.cluster.call(remote_functions.has_training, self.name)):
-            warn_of_mean(recipe.graph, plan, stacklevel=2)
-            self.plan, self.recipe, self.programs = plan, recipe, compile_plan(recipe.graph, plan)
-            self._create()
-        self.cluster.call(remote_functions.load, self.name, found.path)
-        self.feed_state, self.steps = found.feed, found.step
-        return found.step
-
-    def close(self) -> None:
-        """Free the memory that the ranks hold for this training."""
-        self.cluster.call(drop, self.name)
-        self.cluster.call(remote_functions.drop, self.name)
-
-    def __repr__(self) -> str:
-        spec = self.recipe.step_specs["images"]
-        loss = describe_step_loss(self.recipe.graph, self.plan)
-        other = "" if loss == WHOLE_BATCH else f"; loss: {loss}"
-        return f"Training({type(self.model).__name__}, images {spec.shape}, {self.plan.summary}{other})"
-
-    def _repr_html_(self) -> str:
-        return format_html_table("Training", describe_training(self))
-
-    def __dir__(self) -> list[str]:
-        return get_public_names(self)

@@ -17,7 +17,8 @@ from engines.plan import Plan
 from engines.train.training import Loss, Optimiser, sgd
 from mpi4dl_nb.cluster import Cluster
 from mpi4dl_nb.draw.tuning import describe_measurements, format_table_html, show_tuning
-from mpi4dl_nb.plan_tuner import Candidate, PlanTuner, make_progress_bar, replace_measured, sort_candidates
+from mpi4dl_nb.plan_benchmark import Candidate, replace_measured, sort_candidates
+from mpi4dl_nb.plan_tuner import PlanTuner, make_progress_bar
 from mpi4dl_nb.widgets.figure_widget import FigureWidget, make_bounded_int, make_button, show_status
 
 __all__ = ["ChoiceTable", "Tuner"]

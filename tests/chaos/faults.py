@@ -57,7 +57,7 @@ HELPERS = ("controller", "mpiexec", "guard", "nanny", "leash")
 _WORDS = {
     "save": b"save",
     "load": b"load",
-    "calibrate": b"_run_next_part",
+    "calibrate": b"run_calibration_part",
 }  # on a rank's board, while it does so
 
 # (kinds, whom, when): all that can be drawn, each combination of a line as likely as any other one of it.

@@ -21,7 +21,7 @@ from engines.train.evaluation import HeldOutSet, RankEvaluation, evaluate_on_ran
 from engines.train.train_replicas import with_global_loss
 from engines.train.training import RankTraining, prepare
 from mpi4dl_nb import Cluster, Training
-from mpi4dl_nb.training.progress_bar import describe_training
+from mpi4dl_nb.training.training_handle import describe_training
 from tests.loss.losses import SIZE, WHOLE, dice, segmenter, unbalanced
 
 SEVERAL = Plan(split_size=2, spatial_size=0, parts=2, precision="float64")

@@ -10,6 +10,7 @@ import sys
 import time
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import nbformat
 import psutil
@@ -17,10 +18,10 @@ import pytest
 import torch
 from nbclient import NotebookClient
 
-from mpi4dl_nb import Cluster, Plan, Training
+from mpi4dl_nb import Cluster, Plan, Training, owned_ranks
 from mpi4dl_nb.launch.reaper_process import is_running
 from mpi4dl_nb.launch.startup_monitor import StartupMonitor
-from mpi4dl_nb.owned_ranks import THREAD, count_alive_ranks, find_holder_name, get_running_clusters
+from mpi4dl_nb.owned_ranks import THREAD, count_alive_ranks, find_holder_name, get_owned_ranks
 from tests.notebook.test_orphans import within
 
 ROOT = Path(__file__).parents[2]
@@ -70,10 +71,10 @@ def test_the_end_of_python_does_not_hold_it():
 def test_a_copy_of_the_process_ends_nothing():
     """As workers of a data loader, which collect their memory, too."""
     cluster = Cluster(1, backend="loopback").start()
-    (held,) = [each for each in gc.get_objects() if type(each).__name__ == "OwnedRanks" and each.cluster() is cluster]
+    (held,) = get_owned_ranks()
     held._process = os.getppid()
     del cluster
-    assert within(1, lambda: not get_running_clusters())
+    assert within(1, lambda: not get_owned_ranks())
     assert count_alive_ranks() == 1
     held._process = os.getpid()
     held.end()
@@ -190,6 +191,33 @@ def test_a_name_is_found_through_what_holds_a_thing():
     assert find_holder_name(thing, names, [names["Out"]], {"hidden"}) == "mine"
     assert find_holder_name(thing, {"__": thing, "_i": 1, "x": 1}) == ""
     assert THREAD
+
+
+def test_a_result_that_a_variable_refers_to_counts():
+    """IPython keeps the last result under `_` and in `Out`: the variable may refer to the same dict or list."""
+    thing = Clock()
+    for mine in ({"c": thing}, [thing]):
+        names = {"_": mine, "_1": mine, "Out": {1: mine}}
+        assert find_holder_name(thing, names, [names["Out"]]) == ""
+        assert find_holder_name(thing, {**names, "mine": mine}, [names["Out"]]) == "mine"
+
+
+def test_a_cluster_in_the_last_result_ends_only_without_a_variable(monkeypatch, capsys):
+    old, mine = Cluster(1, backend="loopback").start(), {}
+    mine["c"] = old
+    names = {"_": mine, "_1": mine, "_oh": {1: mine}, "mine": mine}
+    names["Out"], names["new"] = names["_oh"], Cluster(1, backend="loopback").start()
+    shell = SimpleNamespace(user_ns=names, user_ns_hidden=set())
+    monkeypatch.setattr(owned_ranks, "_get_shell", lambda: shell)
+    del old, mine
+    for _ in range(2):
+        owned_ranks._end_unreachable()
+    assert names["mine"]["c"].state == "ready"
+    assert capsys.readouterr().err.count("they are in use by `mine`") == 1
+    del names["mine"]
+    owned_ranks._end_unreachable()
+    assert names["_"]["c"].state == "not started"
+    assert within(5, lambda: count_alive_ranks() == 1)
 
 
 def test_a_module_of_the_users_that_holds_a_thing_counts(tmp_path, monkeypatch):

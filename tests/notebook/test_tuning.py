@@ -21,7 +21,8 @@ from mpi4dl_nb import Cluster, Training, tune
 from mpi4dl_nb.calibrate_cluster import CalibrationCache
 from mpi4dl_nb.draw.timeline import show_timeline
 from mpi4dl_nb.draw.tuning import show_tuning
-from mpi4dl_nb.plan_tuner import Candidate, PlanTuner, sort_candidates
+from mpi4dl_nb.plan_benchmark import Candidate, sort_candidates
+from mpi4dl_nb.plan_tuner import PlanTuner
 from mpi4dl_nb.widgets.tuner import Tuner
 from tests.draw.legible import read, unreadable
 from tests.sampling import EVERYTHING

@@ -24,6 +24,7 @@ from engines.predict.machine_checks import (
     compute_foreign_share,
     compute_spread,
 )
+from engines.train import rank_functions
 from mpi4dl_nb import Cluster
 from mpi4dl_nb import calibrate_cluster as from_notebook
 from mpi4dl_nb.calibrate_cluster import CalibrationCache
@@ -130,9 +131,9 @@ def measures(monkeypatch, *noises: Noise) -> list[bool]:
     left: Iterator[Noise] = iter(noises)
     asked: list[bool] = []
 
-    def measured(cluster: Cluster, rehearsal: object, quick: bool, progress: bool) -> Machine:
+    def measured(call: object, n: int, recipes: object, quick: bool, progress: bool) -> Machine:
         asked.append(quick)
-        return replace(FLAT, ranks=cluster.n, noise=next(left), quick=quick)
+        return replace(FLAT, ranks=n, noise=next(left), quick=quick)
 
     monkeypatch.setattr(from_notebook, "_measure", measured)
     monkeypatch.setattr(from_notebook, "prepare_recipes", lambda ranks: ())
@@ -223,7 +224,8 @@ def test_it_goes_part_by_part_and_can_be_stopped(monkeypatch, remembered):
                 raise KeyboardInterrupt
             yield part
 
-    monkeypatch.setattr(from_notebook, "Calibration", ThreeParts)
+    for module in (from_notebook, rank_functions):
+        monkeypatch.setattr(module, "Calibration", ThreeParts)
     monkeypatch.setattr(from_notebook, "prepare_recipes", lambda ranks: ())
     monkeypatch.setattr(from_notebook, "tqdm", shown)
     with Cluster(2, backend="loopback") as cluster:

@@ -1,0 +1,264 @@
+"""Functions that the notebook calls on its ranks: trainings, predictions, debugged steps, calibrations, timed steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from engines.comm.rank_server import RankServer, allow_during_step
+from engines.comm.streams import wait_for_device
+from engines.errors import PlanError
+from engines.graph.labels import NonFiniteCause
+from engines.graph.model_graph import TensorSpec
+from engines.images.dataset import LabelledImages
+from engines.images.loader import LoaderOptions, NotReady
+from engines.inference.rank_predictor import Prediction, RankPredictor
+from engines.inference.tile_stitcher import MakeSink
+from engines.inference.tiled_predictor import PredictionRequest, TiledPrediction, TiledPredictor
+from engines.predict.calibrate import Calibration
+from engines.predict.calibration_runs import CalibrationRecipes
+from engines.predict.kernel_effects import LiveBytes
+from engines.predict.machine import Machine
+from engines.program.worker import Inputs
+from engines.train import checkpoint_load, checkpoint_save
+from engines.train.debug_step import RankStepper, StepState
+from engines.train.evaluation import PredictedBatch, RankEvaluation
+from engines.train.oracle import TrainingRecord
+from engines.train.train_loop import RankStepStats, RankTrainLoop, run_step
+from engines.train.training import RankTraining, Recipe, StepReport
+from engines.train.verify import record_rank_run
+
+# Each function takes the rank's own RankServer first, which holds trainings, train loops and predictions by the names
+# that the notebook gave them. `steps` is the notebook's count of updates: a rank that has done more or fewer refuses.
+# The ranks import this file, and so nothing of the notebook's side:
+#
+#     notebook: cluster.call(rank_functions.step, name, ...) ── pickled by its name ──> rank: step(host, name, ...)
+
+
+def get_training(host: RankServer, name: str, steps: int | None = None) -> RankTraining:
+    """Return a rank's training by name. Raises PlanError if there is none, or if it has not done exactly `steps` steps.
+
+    If a step fails during the update, some ranks may have changed their weights and others not.
+    """
+    if name not in host.trainings:
+        raise PlanError(
+            "The ranks hold this training no more: it was closed, or they were started anew. Call load() with a "
+            "checkpoint of it, or make a new one."
+        )
+    found = host.trainings[name]
+    if steps not in (None, found.updates):
+        raise PlanError(
+            f"The training was stopped while ranks changed their weights: after {steps} steps, rank {host.world.rank} "
+            f"has done so {found.updates} times. Load a checkpoint, or make a new Training."
+        )
+    return found
+
+
+def create(host: RankServer, name: str, recipe: Recipe) -> None:
+    host.trainings[name] = RankTraining(host.world, recipe)
+
+
+def add_size(host: RankServer, name: str, recipe: Recipe) -> None:
+    get_training(host, name).add_size(recipe)
+
+
+def get_updates(host: RankServer, name: str) -> int | None:
+    """Return the number of updates of a training; None if this rank does not hold it."""
+    return host.trainings[name].updates if name in host.trainings else None
+
+
+def step(host: RankServer, name: str, images: int, steps: int, inputs: Inputs) -> tuple[StepReport, RankStepStats]:
+    return run_step(get_training(host, name, steps), inputs, images)
+
+
+def find_causes(host: RankServer, name: str) -> list[NonFiniteCause]:
+    """Return the causes of a non-finite loss in images, labels and weights. Collective."""
+    return host.trainings[name].find_causes() if name in host.trainings else []
+
+
+def record_reference(host: RankServer, recipe: Recipe, parts: list[Inputs]) -> TrainingRecord:
+    return record_rank_run(RankTraining(host.world, recipe), parts)
+
+
+@allow_during_step
+def get_tensors(host: RankServer, name: str, steps: int) -> dict[str, dict[str, Tensor]]:
+    return get_training(host, name, steps).copy_tensors()
+
+
+def save(host: RankServer, name: str, folder: Path, feed: Any, keep: int, steps: int) -> Path:
+    training = get_training(host, name, steps)
+    training.abort_step()
+    return checkpoint_save.save(training, folder, feed, keep)
+
+
+def load(host: RankServer, name: str, path: Path) -> None:
+    checkpoint_load.load(get_training(host, name), path)
+
+
+def drop(host: RankServer, name: str) -> None:
+    end_loop(host, name)
+    host.trainings.pop(name, None)
+
+
+# ---- train loops over images that the ranks read
+
+
+@dataclass(frozen=True)
+class LoopReply:
+    """Reply of a rank to a step: `stats` is None at the end of an epoch, and NotReady if no step was run."""
+
+    stats: RankStepStats | NotReady | None
+    report: StepReport | None
+    state: Mapping[str, Any]
+    bad: tuple[str, ...]
+    updates: int
+
+
+def begin_loop(
+    host: RankServer,
+    name: str,
+    specs: Mapping[str, TensorSpec],
+    images: LabelledImages,
+    feeding: LoaderOptions,
+    state: Mapping[str, Any] | None,
+    anew: bool,
+) -> tuple[int, Mapping[str, Any]]:
+    """Start a loader on a rank; return the number of updates done, and the position in the images."""
+    end_loop(host, name)
+    loop = host.courses[name] = RankTrainLoop(host.world, get_training(host, name), specs, images, feeding)
+    if state is not None:
+        loop.feed.resume(state, anew)
+    return loop.updates, loop.feed.get_state()
+
+
+def step_loop(host: RankServer, name: str, steps: int) -> LoopReply:
+    get_training(host, name, steps)
+    loop = host.courses[name]
+    stats = loop.step()
+    return LoopReply(stats, loop.report, loop.feed.get_state(), tuple(loop.feed.bad), loop.updates)
+
+
+def end_loop(host: RankServer, name: str) -> int:
+    """End the loader workers of a training, if it has any, and return its number of updates."""
+    if (loop := host.courses.pop(name, None)) is not None:
+        loop.close()
+    return loop.updates if loop else 0
+
+
+# ---- predictions with the current weights of a training
+
+
+def begin_evaluation(
+    host: RankServer, training: str, name: str, recipe: Recipe, labels: TensorSpec, images: LabelledImages
+) -> None:
+    host.predictions[name] = RankEvaluation(host.world, get_training(host, training), recipe, labels, images)
+
+
+def update_evaluation(host: RankServer, name: str) -> None:
+    """Let an evaluation use the current weights."""
+    host.predictions[name].begin()
+
+
+def predict_held_out(host: RankServer, name: str, numbers: Sequence[int]) -> PredictedBatch:
+    return host.predictions[name].predict(numbers)
+
+
+def begin_prediction(host: RankServer, name: str, recipe: Recipe) -> None:
+    host.predictions[name] = RankPredictor(host.world, recipe, get_training(host, name).held)
+
+
+def predict(host: RankServer, name: str, inputs: Inputs) -> Prediction:
+    return host.predictions[name].predict(inputs)
+
+
+def begin_tiled_prediction(
+    host: RankServer, name: str, recipe: Recipe, request: PredictionRequest, sink: MakeSink
+) -> int:
+    """Prepare the prediction of a picture, and return its number of rounds."""
+    weights = get_training(host, name).held
+    host.predictions[name] = made = TiledPredictor(host.world, recipe, request, sink, weights)
+    return made.rounds
+
+
+def predict_round(host: RankServer, name: str) -> None:
+    host.predictions[name].step()
+
+
+def finish_tiled_prediction(host: RankServer, name: str) -> TiledPrediction:
+    return host.predictions[name].finish()
+
+
+def drop_prediction(host: RankServer, name: str) -> None:
+    """Free what a prediction or an evaluation holds on this rank."""
+    found = host.predictions.pop(name, None)
+    if isinstance(found, TiledPredictor):
+        found.close()
+
+
+# ---- debugged steps
+
+
+def begin_debug_step(host: RankServer, name: str, images: int, number: str, inputs: Inputs) -> StepState:
+    host.walk = RankStepper(get_training(host, name), inputs, images, number)
+    return host.walk.standing
+
+
+@allow_during_step
+def call_debug_step(host: RankServer, number: str, what: str, *args: Any) -> tuple[Any] | None:
+    """Call a method of the stepper with that number; return None if that step was abandoned."""
+    stepper = host.walk
+    return (getattr(stepper, what)(*args),) if stepper is not None and stepper.number == number else None
+
+
+def abort_debug_step(host: RankServer) -> None:
+    """Do nothing: any call that is not allowed during a step abandons the step."""
+
+
+# ---- calibrations, of which a rank holds the state from one part to the next
+
+
+def start_calibration(host: RankServer, recipes: CalibrationRecipes, quick: bool) -> None:
+    host.calibration = Calibration(host.world, recipes, quick)
+
+
+def run_calibration_part(host: RankServer) -> Machine | None:
+    return host.calibration and host.calibration.run_part()
+
+
+def discard_calibration(host: RankServer) -> None:
+    host.calibration = None
+
+
+# ---- measurements of a plan
+
+
+def time_step(host: RankServer, name: str, inputs: Inputs) -> float:
+    """Return the seconds of a step on this rank."""
+    training = host.trainings[name]
+    training.step(inputs)  # fills the caches that the other plans have evicted
+    host.world.barrier()
+    start_s = time.perf_counter()
+    training.step(inputs)
+    wait_for_device(training.device)
+    return time.perf_counter() - start_s
+
+
+def measure_bytes(host: RankServer, name: str, inputs: Inputs) -> int:
+    """Return the peak bytes of tensors in a step of a newly created training, so that all of them are counted.
+
+    Segments are not compiled here: allocations inside a compiled function cannot be counted.
+    """
+    made = host.trainings.pop(name).recipe
+    recipe = replace(made, plan=replace(made.plan, compile_segments=False))
+    with LiveBytes() as live:
+        training = host.trainings[name] = RankTraining(host.world, recipe)
+        for _ in range(2):
+            training.step(inputs)
+        live.reset_peak()
+        training.step(inputs)
+    return live.peak
