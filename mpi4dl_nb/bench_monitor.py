@@ -91,8 +91,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 timed = StepTimer(Monitor() if watched else None)
                 training.fit(images, steps=chosen.steps, progress=False, go_on=False, monitor=timed)
                 runs[watched] += [timed] if pair else []
-                told = "with" if watched else "without"
-                print(f"pair {pair}, {told} a monitor: {timed.steps_per_s:.3f} steps/s", flush=True)
+                kind = "with" if watched else "without"
+                print(f"pair {pair}, {kind} a monitor: {timed.steps_per_s:.3f} steps/s", flush=True)
     # `ratio` is the median over adjacent pairs, `spread` half of its interquartile range. `drawing_share` is a share of
     # the processor time of all cores, `telling_share` one of the time of the thread that runs `fit`.
     speeds = {watched: [timed.steps_per_s for timed in all_of_them] for watched, all_of_them in runs.items()}

@@ -318,10 +318,10 @@ class Cluster:
         """Mark the cluster as unusable until it is healed, and raise an error with the reason."""
         self.dead, self._dead_rank = f"{str(error).rstrip('.')}. {HELP}", error.rank
         # A new object for each raise: notes and tracebacks would otherwise grow with every call on a dead cluster.
-        told = RankError(self.dead, error.rank)
+        failure = RankError(self.dead, error.rank)
         for note in getattr(error, "__notes__", ()):
-            told.add_note(note)
-        raise told from None
+            failure.add_note(note)
+        raise failure from None
 
     @property
     def state(self) -> str:

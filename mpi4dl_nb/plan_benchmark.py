@@ -131,7 +131,7 @@ class PlanTrial:
 
 
 def run_interleaved(
-    trials: Sequence[PlanTrial], steps: int, seen: ProgressCallback = ignore_progress, count_bytes: bool = True
+    trials: Sequence[PlanTrial], steps: int, report: ProgressCallback = ignore_progress, count_bytes: bool = True
 ) -> None:
     """Run the trials in turns, so that all meet the same disturbances, and free them on the ranks in the end.
 
@@ -146,7 +146,7 @@ def run_interleaved(
         for turn in range(rounds):
             for index, trial in enumerate(trials):
                 trial.run_turn(last=turn == steps)
-                seen(turn * len(trials) + index + 1, rounds * len(trials))
+                report(turn * len(trials) + index + 1, rounds * len(trials))
     finally:
         for trial in trials:
             try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -16,6 +16,7 @@ from engines.graph.model_graph import ModelGraph, TensorSpec
 from engines.graph.trace_cache import TraceCache
 from engines.plan import Plan
 from engines.predict.explain import Explanation, explain
+from engines.predict.forecast import Forecast, compute_throughput
 from engines.predict.machine import Machine
 from engines.predict.search import search
 from engines.train.optimiser_trial import count_states
@@ -90,7 +91,10 @@ class PlanTuner:
         return TraceCache(self.model, self.image_shape, self.loss or nn.CrossEntropyLoss(), self.labels, self.device)
 
     def find(
-        self, rank_bytes: int | None = None, seen: ProgressCallback = ignore_progress, neutral_batch: int | None = None
+        self,
+        rank_bytes: int | None = None,
+        report: ProgressCallback = ignore_progress,
+        neutral_batch: int | None = None,
     ) -> TuningResult:
         """Predict all plans for the ranks of the cluster; nothing is measured.
 
@@ -110,7 +114,7 @@ class PlanTuner:
         def get_graph(plan: Plan) -> ModelGraph:  # where a model cannot be traced, `search` reports why
             return self.traces.get_graph(plan)
 
-        found = search(n, batch, get_graph, machine, rank_bytes, states, seen, neutral_batch=neutral_batch)
+        found = search(n, batch, get_graph, machine, rank_bytes, states, report, neutral_batch=neutral_batch)
         explanation = explain((*found.fitting, *found.too_large), found.refused, rank_bytes)
         return TuningResult(tuple(map(Candidate, found.fitting)), machine, explanation, found.refused)
 
@@ -118,12 +122,12 @@ class PlanTuner:
         self,
         candidates: Sequence[Candidate],
         steps: int = 3,
-        seen: ProgressCallback = ignore_progress,
+        report: ProgressCallback = ignore_progress,
         count_bytes: bool = True,
     ) -> list[Candidate]:
         """Measure candidates by training some steps on the ranks. A plan that fails is returned with its failure."""
         trials = [PlanTrial(self.cluster, partial(self.make_recipe, each.plan)) for each in candidates]
-        run_interleaved(trials, steps, seen, count_bytes)
+        run_interleaved(trials, steps, report, count_bytes)
         return [
             replace(each, measured=trial.measured, failure=trial.failure)
             for each, trial in zip(candidates, trials, strict=True)
@@ -172,12 +176,12 @@ def tune(
     #
     #     all plans for n ranks ── trace, compile, simulate ──> fastest first ── the `top` best, trained ──> best first
     tuning = PlanTuner(model, image_shape, cluster, loss, optimiser, labels, device)
-    with make_progress_bar("plans predicted", progress) as seen:
-        found = tuning.find(rank_bytes, seen, neutral_batch)
+    with make_progress_bar("plans predicted", progress) as report:
+        found = tuning.find(rank_bytes, report, neutral_batch)
     measured: list[Candidate] = []
     if top:
-        with make_progress_bar("steps measured", progress) as seen:
-            measured = tuning.measure(found.candidates[:top], steps, seen)
+        with make_progress_bar("steps measured", progress) as report:
+            measured = tuning.measure(found.candidates[:top], steps, report)
     return replace(found, candidates=sort_candidates([*measured, *found.candidates[top:]], neutral_batch))
 
 

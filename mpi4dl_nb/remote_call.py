@@ -23,7 +23,7 @@ from engines.errors import (
     TraceError,
     UnreadableError,
 )
-from mpi4dl_nb.launch.guard_reports import RankExit, StalledRank
+from mpi4dl_nb.launch.supervisor_reports import RankExit, StalledRank
 
 __all__ = ["CallInterrupted", "Hang", "Ranks", "RemoteCall", "find_hang"]
 
@@ -78,17 +78,17 @@ def find_hang(
         f"Rank {rank} {'waits' if stuck[rank].at.waits else 'stands still'}: {_describe_state(stuck[rank])}."
         for rank in others
     ]
-    said = (
+    text = (
         f"Rank {first} does not go on: {_describe_state(stuck[first])}. No rank has for {after_s:.0f} s "
         "(hang_after_s). If work may take as long, start the cluster with a larger one."
     )
-    return Hang(first, "\n".join([said, *lines]))
+    return Hang(first, "\n".join([text, *lines]))
 
 
 def _describe_state(still: StalledRank) -> str:
     why = f"; {still.why}" if still.why and not still.at.waits else ""
     if still.silent:
-        return f"nothing has been heard of it for {still.for_s:.1f} s{why}"
+        return f"no report of it has arrived for {still.for_s:.1f} s{why}"
     if still.idle:
         return f"it has not received its work, or its answer does not arrive{why}"
     return f"{still.at}, since {still.for_s:.1f} s{why}"

@@ -110,9 +110,9 @@ def set_parent_death_signal() -> None:
 
 def main(command: Sequence[str]) -> None:
     """Run a command as a rank."""
-    guard = _Supervisor(command)
-    code = guard.watch()
-    guard.report_event("ended", code=code)
+    process = _Supervisor(command)
+    code = process.watch()
+    process.report_event("ended", code=code)
     # Exit as the rank did, but with a signal for any failure: MPI does not notice a process that exits with a code.
     if code:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no second core dump: the rank may have written one

@@ -62,12 +62,12 @@ def _hash_code():
 
 def _get_mpi_version(mpiexec: str):
     try:
-        said = subprocess.run(
+        done = subprocess.run(
             [mpiexec, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=20, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return (said.stdout.strip().splitlines() or [None])[0]
+    return (done.stdout.strip().splitlines() or [None])[0]
 
 
 def find_own_address(towards: str):
@@ -173,7 +173,7 @@ def main() -> None:
             if order["do"] == "tell":
                 silence_s = order["silence_s"]
                 memory = make_memory_folder(home, order["ranks"])
-                _send(told=collect_facts(order), home=home, memory=memory)
+                _send(facts=collect_facts(order), home=home, memory=memory)
             elif order["do"] == "arm":
                 _send(unreachable=write_connection_file(home, order))
             else:

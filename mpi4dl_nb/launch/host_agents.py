@@ -19,12 +19,12 @@ from mpi4dl_nb.launch import host_agent
 __all__ = ["BOOT", "SILENT_S", "HostAgent", "HostAgents", "check_alike"]
 
 SILENT_S = 4.0  # a host that is silent for longer is lost
-_BEAT_S, _LOOK_S, _TELL_S, _LEAVE_S = 0.5, 0.02, 25.0, 5.0
+_BEAT_S, _LOOK_S, _REPLY_S, _LEAVE_S = 0.5, 0.02, 25.0, 5.0
 _REMOTE_SILENCE_S = 20.0  # an agent without messages for this long ends the ranks on its host
-BOOT = "import json; exec(compile(json.loads(open(0, 'rb', buffering=0, closefd=False).readline()), 'outpost', 'exec'))"
+BOOT = "import json; exec(compile(json.loads(open(0, 'rb', buffering=0, closefd=False).readline()), 'agent', 'exec'))"
 
 # Patterns in the output of ssh, with their meaning and a remedy.
-_WORDS = {
+_CAUSES = {
     "REMOTE HOST IDENTIFICATION HAS CHANGED": "its host key is not the one known here. If that is in order, forget "
     "the old one: ssh-keygen -R {host}",
     "Host key verification failed": "its host key is unknown here. Log in once by hand, compare the key and accept "
@@ -58,24 +58,24 @@ _WORDS = {
 class HostAgent:
     """Connection to the agent process on one host, with the latest replies."""
 
-    def __init__(self, host: str, command: list[str], words_at: Path) -> None:
-        self.host, self._words_at = host, words_at
-        with words_at.open("wb") as words:
+    def __init__(self, host: str, command: list[str], error_log: Path) -> None:
+        self.host, self._error_log = host, error_log
+        with error_log.open("wb") as errors:
             # In a session of its own, so that it is not interrupted together with the notebook.
             self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=words, start_new_session=True
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, start_new_session=True
             )
-        self.heard_s, self.said = time.monotonic(), dict[str, Any]()
+        self.replied_s, self.replies = time.monotonic(), dict[str, Any]()
         self._send(Path(host_agent.__file__).read_text())
-        self._ear = Thread(target=self._read_replies, name=f"outpost {host}", daemon=True)
-        self._ear.start()
+        self._reader = Thread(target=self._read_replies, name=f"host agent {host}", daemon=True)
+        self._reader.start()
 
     def _read_replies(self) -> None:
         with self.process.stdout as lines:
             for line in lines:
                 with suppress(ValueError, TypeError):  # a greeting of the shell
-                    self.said |= json.loads(line)
-                    self.heard_s = time.monotonic()
+                    self.replies |= json.loads(line)
+                    self.replied_s = time.monotonic()
 
     def _send(self, what: object) -> None:
         try:
@@ -90,21 +90,21 @@ class HostAgent:
 
     def wait_for_reply(self, key: str, until_s: float) -> Any:
         """Wait for a reply. Raises RankError, with the reason, if there is none in time."""
-        while key not in self.said:
+        while key not in self.replies:
             if self.process.poll() is not None or time.monotonic() > until_s:
                 raise RankError(f"The host {self.host} can't be used: {self._describe_failure()}.")
             time.sleep(_LOOK_S)
-        return self.said[key]
+        return self.replies[key]
 
     def _describe_failure(self) -> str:
-        said = self._words_at.read_text(errors="replace")
+        output = self._error_log.read_text(errors="replace")
         code = self.process.poll()
         if code is None:
-            return f"it has not answered within {_TELL_S:.0f} s" + _quote(said)
-        for pattern, meaning in _WORDS.items():
-            if re.search(pattern, said):
-                return meaning.format(host=self.host, python=sys.executable) + _quote(said)
-        return f"what was started there has ended with code {code}" + _quote(said)
+            return f"it has not answered within {_REPLY_S:.0f} s" + _quote(output)
+        for pattern, meaning in _CAUSES.items():
+            if re.search(pattern, output):
+                return meaning.format(host=self.host, python=sys.executable) + _quote(output)
+        return f"what was started there has ended with code {code}" + _quote(output)
 
     def close_input(self) -> None:
         """Close the agent's input, on which it cleans up and exits."""
@@ -118,44 +118,44 @@ class HostAgent:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-        self._ear.join(_LEAVE_S)
+        self._reader.join(_LEAVE_S)
 
 
 class HostAgents:
     """The agents on all hosts of a cluster. They receive heartbeats until `close`."""
 
     def __init__(self, commands: Mapping[str, list[str]], home: str) -> None:
-        self.posts: dict[str, HostAgent] = {}
+        self.agents: dict[str, HostAgent] = {}
         self._closed, self._beats = Event(), 0
         for number, (host, command) in enumerate(commands.items()):
-            self.posts[host] = HostAgent(host, command, Path(home, f"outpost-{number}.log"))
+            self.agents[host] = HostAgent(host, command, Path(home, f"host-agent-{number}.log"))
 
     def collect_facts(
         self, towards: Mapping[str, str], ranks: Mapping[str, int], folder: str, mpiexec: str
     ) -> dict[str, dict[str, Any]]:
         """Return the facts of all hosts (`host_agent.collect_facts`). Raises RankError if one is silent or differs."""
-        until_s = time.monotonic() + _TELL_S
-        for host, post in self.posts.items():
+        until_s = time.monotonic() + _REPLY_S
+        for host, agent in self.agents.items():
             own = {"towards": towards[host], "ranks": ranks[host]}
-            post.send_request("tell", folder=folder, mpiexec=mpiexec, silence_s=_REMOTE_SILENCE_S, **own)
+            agent.send_request("tell", folder=folder, mpiexec=mpiexec, silence_s=_REMOTE_SILENCE_S, **own)
         own = host_agent.collect_versions(mpiexec)
-        found = {host: post.wait_for_reply("told", until_s) for host, post in self.posts.items()}
-        for host, told in found.items():
-            check_alike(host, told, own, folder)
-        Thread(target=self._send_heartbeats, name="beats of outposts", daemon=True).start()
+        found = {host: agent.wait_for_reply("facts", until_s) for host, agent in self.agents.items()}
+        for host, facts in found.items():
+            check_alike(host, facts, own, folder)
+        Thread(target=self._send_heartbeats, name="heartbeats of host agents", daemon=True).start()
         return found
 
     def get_folders(self, host: str) -> tuple[str, str]:
         """Return the cluster's folders on a host: for its files, and for shared memory."""
-        return self.posts[host].said["home"], self.posts[host].said["memory"]
+        return self.agents[host].replies["home"], self.agents[host].replies["memory"]
 
     def send_connection_file(self, files: Mapping[str, str], controller: tuple[str, int]) -> None:
         """Send the engines' connection file to the hosts. Raises RankError if one cannot reach the controller."""
-        until_s = time.monotonic() + _TELL_S
-        for post in self.posts.values():
-            post.send_request("arm", files=dict(files), controller=controller)
-        for host, post in self.posts.items():
-            if why := post.wait_for_reply("unreachable", until_s):
+        until_s = time.monotonic() + _REPLY_S
+        for agent in self.agents.values():
+            agent.send_request("arm", files=dict(files), controller=controller)
+        for host, agent in self.agents.items():
+            if why := agent.wait_for_reply("unreachable", until_s):
                 raise RankError(
                     f"The host {host} can't connect to this machine at {controller[0]}, port {controller[1]}: {why}. "
                     "Let the firewall pass connections between the hosts: MPI needs them too."
@@ -165,51 +165,51 @@ class HostAgents:
         """Send heartbeats. If this process itself was suspended, the delay does not count as silence of the hosts."""
         last_s = time.monotonic()
         while not self._closed.wait(_BEAT_S):
-            held_s, last_s = time.monotonic() - last_s - _BEAT_S, time.monotonic()
+            suspended_s, last_s = time.monotonic() - last_s - _BEAT_S, time.monotonic()
             self._beats += 1
-            for post in self.posts.values():
-                post.heard_s += held_s if held_s > _BEAT_S else 0.0
-                post.send_request("beat", beat=self._beats)
+            for agent in self.agents.values():
+                agent.replied_s += suspended_s if suspended_s > _BEAT_S else 0.0
+                agent.send_request("beat", beat=self._beats)
 
     def find_silent_hosts(self) -> dict[str, float]:
         """Return the hosts that do not answer, with the seconds since their last reply."""
         now = time.monotonic()
-        quiet = {host: now - post.heard_s for host, post in self.posts.items()}
+        quiet = {host: now - agent.replied_s for host, agent in self.agents.items()}
         return {
             host: quiet_s
             for host, quiet_s in quiet.items()
-            if quiet_s > SILENT_S or self.posts[host].process.poll() is not None
+            if quiet_s > SILENT_S or self.agents[host].process.poll() is not None
         }
 
     def close(self) -> None:
         """Make all agents exit; kill the connections of those that do not answer."""
         self._closed.set()
-        for host, post in self.posts.items():
+        for host, agent in self.agents.items():
             if host in self.find_silent_hosts():
-                post.process.kill()
-            post.close_input()
+                agent.process.kill()
+            agent.close_input()
         until_s = time.monotonic() + _LEAVE_S
-        for post in self.posts.values():
-            post.end(until_s)
+        for agent in self.agents.values():
+            agent.end(until_s)
 
 
-def _quote(said: str) -> str:
-    lines = [line.strip() for line in said.splitlines() if line.strip(" @\n")]
+def _quote(output: str) -> str:
+    lines = [line.strip() for line in output.splitlines() if line.strip(" @\n")]
     return f" ({' / '.join(lines[-3:])})" if lines else ""
 
 
-def check_alike(host: str, told: Mapping[str, Any], own: Mapping[str, Any], folder: str) -> None:
+def check_alike(host: str, facts: Mapping[str, Any], own: Mapping[str, Any], folder: str) -> None:
     other = [
-        f"{name} {told['versions'].get(name) or 'not at all'} (here: {version})"
+        f"{name} {facts['versions'].get(name) or 'not at all'} (here: {version})"
         for name, version in own.items()
-        if told["versions"].get(name) != version
+        if facts["versions"].get(name) != version
     ]
     if other:
         raise RankError(
             f"The host {host} is not like this one: it has {'; '.join(other)}. Install the same there, "
             f"for {sys.executable}."
         )
-    if not told["has_folder"]:
+    if not facts["has_folder"]:
         raise RankError(
             f"The host {host} has no folder {folder}, where this notebook works. Make it there, share it, or start "
             "the notebook in a folder that all hosts have."

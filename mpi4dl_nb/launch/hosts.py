@@ -101,10 +101,10 @@ def _parse_host(text: Any) -> Host:
     return _make_host(text, found["name"], found["short"] if found["short"] is not None else found["slots"])
 
 
-def _make_host(said: Any, name: Any, slots: Any) -> Host:
+def _make_host(entry: Any, name: Any, slots: Any) -> Host:
     """Return a checked host: a name that starts with a dash would be a flag of ssh."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise PlanError(f"The host {said!r} has no name that ssh could take: letters, digits, '.', '-' and '_'.")
+        raise PlanError(f"The host {entry!r} has no name that ssh could take: letters, digits, '.', '-' and '_'.")
     if slots is None:
         return Host(name)
     if isinstance(slots, bool) or not re.fullmatch("0*[1-9][0-9]*", str(slots)):
@@ -200,37 +200,39 @@ def choose_hosts(wish: Any, several: bool) -> Hosts | None:
     return Hosts(job.hosts, f"the hosts of {job.system} job {job.job},", by_srun)
 
 
-def read_allocation(told: Mapping[str, str] = os.environ) -> Allocation | None:
+def read_allocation(variables: Mapping[str, str] = os.environ) -> Allocation | None:
     """Return this process's allocation; None outside of Slurm and PBS. Raises PlanError if it cannot be parsed.
 
     >>> read_allocation({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "4(x2)"}).hosts
     (Host(name='n1', slots=4), Host(name='n2', slots=4))
     """
-    if nodes := told.get("SLURM_JOB_NODELIST", told.get("SLURM_NODELIST", "")):
+    if nodes := variables.get("SLURM_JOB_NODELIST", variables.get("SLURM_NODELIST", "")):
         names = expand_nodes(nodes)
-        slots = _parse_slots(told, len(names))
-        return Allocation("Slurm", told.get("SLURM_JOB_ID", "?"), tuple(map(Host, names, slots)))
-    if path := told.get("PBS_NODEFILE", ""):
+        slots = _parse_slots(variables, len(names))
+        return Allocation("Slurm", variables.get("SLURM_JOB_ID", "?"), tuple(map(Host, names, slots)))
+    if path := variables.get("PBS_NODEFILE", ""):
         try:
             lines = [line.strip() for line in Path(path).read_text().splitlines() if line.strip()]
         except OSError as error:
             raise PlanError(f"PBS_NODEFILE={path} can't be read: {error}. Name the hosts: hosts=[...].") from error
         slots = {name: lines.count(name) for name in lines}
-        return Allocation("PBS", told.get("PBS_JOBID", "?"), tuple(Host(*each) for each in slots.items()))
+        return Allocation("PBS", variables.get("PBS_JOBID", "?"), tuple(Host(*each) for each in slots.items()))
     return None
 
 
-def _parse_slots(told: Mapping[str, str], hosts: int) -> list[int]:
+def _parse_slots(variables: Mapping[str, str], hosts: int) -> list[int]:
     """Return the tasks per host from Slurm's short form `2(x3),1`; if no tasks were requested, its processors."""
-    name = next((key for key in ("SLURM_TASKS_PER_NODE", "SLURM_JOB_CPUS_PER_NODE") if told.get(key)), None)
+    name = next((key for key in ("SLURM_TASKS_PER_NODE", "SLURM_JOB_CPUS_PER_NODE") if variables.get(key)), None)
     if name is None:
         return [1] * hosts
-    found = [_COUNT.fullmatch(part) for part in told[name].split(",")]
+    found = [_COUNT.fullmatch(part) for part in variables[name].split(",")]
     if not all(found):
-        raise PlanError(f"{name}={told[name]!r} is no list of counts such as 2(x3),1. Name the hosts: hosts=[...].")
+        raise PlanError(
+            f"{name}={variables[name]!r} is no list of counts such as 2(x3),1. Name the hosts: hosts=[...]."
+        )
     counts = [int(match[1]) for match in found for _ in range(int(match[2] or 1))]
     if len(counts) != hosts:
-        raise PlanError(f"{name}={told[name]!r} tells of {len(counts)} hosts, but the job has {hosts}.")
+        raise PlanError(f"{name}={variables[name]!r} is for {len(counts)} hosts, but the job has {hosts}.")
     return counts
 
 

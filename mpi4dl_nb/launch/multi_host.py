@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from engines.errors import PlanError
-from mpi4dl_nb.launch.guard_reports import RankExit
 from mpi4dl_nb.launch.host_agent import find_network, find_own_address
 from mpi4dl_nb.launch.host_agents import BOOT, HostAgents
 from mpi4dl_nb.launch.hosts import HostRanks, Hosts
 from mpi4dl_nb.launch.mpi_library import find_mpiexec, make_mpi_environment
+from mpi4dl_nb.launch.supervisor_reports import RankExit
 
 __all__ = ["HostLost", "MultiHost", "RemoteShell", "is_local_address", "select_environment"]
 
@@ -132,9 +132,9 @@ class MultiHost:
 
     def __init__(self, shares: Sequence[HostRanks], reach: RemoteShell, addresses: Mapping[str, str]) -> None:
         self.shares, self.reach, self.addresses = tuple(shares), reach, addresses
-        self._posts: HostAgents | None = None
+        self._agents: HostAgents | None = None
         self._home = ""
-        self._told: dict[str, dict[str, Any]] = {}
+        self._facts: dict[str, dict[str, Any]] = {}
 
     @property
     def address(self) -> str:
@@ -159,14 +159,14 @@ class MultiHost:
         hosts = [share.name for share in self.shares]
         commands = {host: self.reach.make_command(host, self.addresses[host], words) for host in hosts}
         towards = {host: find_own_address(self.addresses[host]) or self.address for host in hosts}
-        self._home, self._posts = home, HostAgents(commands, home)
-        self._told = self._posts.collect_facts(
+        self._home, self._agents = home, HostAgents(commands, home)
+        self._facts = self._agents.collect_facts(
             towards, {share.name: len(share.ranks) for share in self.shares}, str(Path.cwd()), find_mpiexec()
         )
 
     def send_connection_file(self, file: str, port: int) -> None:
         """Send the engines' connection file to the hosts over the encrypted agent connections, never in the clear."""
-        self._posts.send_connection_file({f"security/{Path(file).name}": Path(file).read_text()}, (self.address, port))
+        self._agents.send_connection_file({f"security/{Path(file).name}": Path(file).read_text()}, (self.address, port))
 
     def make_engine_flags(self, program: Sequence[str], cluster_id: str) -> list[str]:
         """Return the flags with which mpiexec runs `program`, the engine, on the hosts in each one's cluster folder."""
@@ -178,7 +178,7 @@ class MultiHost:
         #     mpiexec ... -n 2 -H node1:2 -x A=1 python ... : -n 1 -H node2:1 -x A=2 python ...
         for number, share in enumerate(self.shares):
             count = len(share.ranks)
-            home, memory = self._posts.get_folders(share.name)
+            home, memory = self._agents.get_folders(share.name)
             environment = {
                 **select_environment(os.environ),
                 **make_mpi_environment(count),
@@ -187,7 +187,7 @@ class MultiHost:
                 "IPP_CLUSTER_ID": cluster_id,
                 "OMPI_MCA_btl_sm_backing_directory": memory,
                 # The ranks share the cores of their own host, whatever this machine has.
-                "OMP_NUM_THREADS": str(max(1, self._told[share.name]["cores"] // count)),
+                "OMP_NUM_THREADS": str(max(1, self._facts[share.name]["cores"] // count)),
             }
             found += [":"] * (number > 0)
             found += ["-n", str(count), "-H", f"{share.name}:{count}", "-wdir", str(Path.cwd())]
@@ -198,7 +198,7 @@ class MultiHost:
 
     def _make_network_flags(self) -> list[str]:
         """Restrict MPI to the networks that lead to the hosts: others may have the same addresses on every host."""
-        found = {told["network"] for told in self._told.values()} | {find_network(self.address)}
+        found = {facts["network"] for facts in self._facts.values()} | {find_network(self.address)}
         found -= {"127.0.0.0/8"}
         if None in found or not found:
             return []
@@ -212,11 +212,11 @@ class MultiHost:
 
     def find_lost_hosts(self) -> frozenset[str]:
         """Return the hosts that do not answer."""
-        return frozenset(self._posts.find_silent_hosts()) if self._posts else frozenset()
+        return frozenset(self._agents.find_silent_hosts()) if self._agents else frozenset()
 
     def find_lost_ranks(self) -> dict[int, RankExit]:
         """Return the ranks on hosts that do not answer."""
-        silent = self._posts.find_silent_hosts() if self._posts else {}
+        silent = self._agents.find_silent_hosts() if self._agents else {}
         return {
             rank: HostLost(None, host=str(share), silent_s=round(silent[share.name], 1))
             for share in self.shares
@@ -226,5 +226,5 @@ class MultiHost:
 
     def close(self) -> None:
         """End the agents, which remove everything from the hosts."""
-        if self._posts is not None:
-            self._posts.close()
+        if self._agents is not None:
+            self._agents.close()

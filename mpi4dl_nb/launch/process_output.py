@@ -17,21 +17,21 @@ _LAST_S = 0.5  # an ended process's last output is in the pipe, and read in this
 
 
 class ProcessOutput:
-    """The output of a process and its descendants. `told` is called with each whole line, in a separate thread.
+    """The output of a process and its descendants. `on_line` is called with each whole line, in a separate thread.
 
     The output goes through a pipe, since a file would grow as long as the cluster lives. `path` names the end to write
     to, and is valid until `begin`, by which time the process has opened it.
     """
 
-    def __init__(self, told: Callable[[bytes], object] = bool) -> None:
-        self._told, self._kept = told, b""
+    def __init__(self, on_line: Callable[[bytes], object] = bool) -> None:
+        self._on_line, self._kept = on_line, b""
         self._read, self._write = os.pipe()
         self.path = f"/dev/fd/{self._write}"
         self._thread = Thread(target=self._read_lines, name="mpi4dl_nb listener", daemon=True)
 
     # ipyparallel's launchers take a file name for the output, so the pipe is given as one:
     #
-    #     launcher (here) ── opens /dev/fd/5 ──> the process ── writes ──> pipe ── _read_lines ──> told(line)
+    #     launcher (here) ── opens /dev/fd/5 ──> the process ── writes ──> pipe ── _read_lines ──> on_line(line)
     #
     # Once the process has inherited it, this side closes its own writing end: the reader then sees the end of the pipe
     # as soon as the last process of the family has ended.
@@ -48,7 +48,7 @@ class ProcessOutput:
                 *lines, rest = (rest + part).split(b"\n")
                 rest = rest[-_KEPT_BYTES:]
                 for line in lines:
-                    self._told(line)
+                    self._on_line(line)
 
     @property
     def end(self) -> str:
@@ -61,8 +61,8 @@ class ProcessOutput:
 class CaptureMixin:
     """Mixin for ipyparallel launchers that captures the process's output in `written` instead of a file."""
 
-    def __init__(self, *args: Any, told: Callable[[bytes], object] = bool, **kwargs: Any) -> None:
-        self.written = ProcessOutput(told)
+    def __init__(self, *args: Any, on_line: Callable[[bytes], object] = bool, **kwargs: Any) -> None:
+        self.written = ProcessOutput(on_line)
         super().__init__(*args, output_file=self.written.path, **kwargs)
 
     def start(self, *args: Any) -> Any:

@@ -117,21 +117,21 @@ def _watch_cluster(name: str, notebook: int, paths: Iterable[str]) -> None:
     """
     # The three ends of a cluster, in the order in which they are noticed here:
     #
-    #     let_go                   end of input: the notebook has closed the pipe
+    #     released                 end of input: the notebook has closed the pipe
     #     getppid() != notebook    the notebook has died; its forks may still hold the pipe open
     #     not is_running           the controller or mpiexec has ended, without which the ranks are of no use
-    held, let_go = [], False
+    watched, released = [], False
     with contextlib.suppress(psutil.NoSuchProcess):
-        while not let_go and os.getppid() == notebook and all(map(is_running, held)):
+        while not released and os.getppid() == notebook and all(map(is_running, watched)):
             pids = _read_pids(_LOOK_S)
-            let_go = pids is None
-            held += [psutil.Process(pid) for pid in pids or ()]
+            released = pids is None
+            watched += [psutil.Process(pid) for pid in pids or ()]
     with contextlib.suppress(OSError):  # the notebook may be dead
-        os.write(1, b"".join(b"%d\n" % each.pid for each in held if not is_running(each)))
+        os.write(1, b"".join(b"%d\n" % each.pid for each in watched if not is_running(each)))
     end_cluster(name)
     deadline = time.monotonic() + _GRACE_S  # the notebook may still read their last output
-    while not let_go and os.getppid() == notebook and time.monotonic() < deadline:
-        let_go = _read_pids(_LOOK_S) is None
+    while not released and os.getppid() == notebook and time.monotonic() < deadline:
+        released = _read_pids(_LOOK_S) is None
     remove_paths(paths)
 
 
@@ -148,11 +148,11 @@ def _run_launcher(name: str, paths: Iterable[str], command: Sequence[str]) -> No
 
     Signals from other processes are forwarded. Signals from the terminal reach the launcher by themselves.
     """
-    told = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
+    forwarded = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the parent may ignore SIGCHLD, which then never arrives
     # Block the signals before the launcher starts, and fetch them by `sigwaitinfo`: none is lost in between, and the
     # sender (`si_code`) is known.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*told, signal.SIGCHLD})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*forwarded, signal.SIGCHLD})
     # If this process is killed, the kernel terminates the launcher, which ends its ranks.
     set_parent_death_signal, library = 1, ctypes.CDLL(None)  # PR_SET_PDEATHSIG of Linux
 
@@ -162,9 +162,9 @@ def _run_launcher(name: str, paths: Iterable[str], command: Sequence[str]) -> No
 
     launcher = subprocess.Popen(command, preexec_fn=begin)  # noqa: PLW1509 (there are no threads here)
     while launcher.poll() is None:
-        heard = signal.sigwaitinfo({*told, signal.SIGCHLD})
-        if heard.si_signo in told and heard.si_code <= 0:  # sent by a process, not by the terminal
-            launcher.send_signal(heard.si_signo)
+        received = signal.sigwaitinfo({*forwarded, signal.SIGCHLD})
+        if received.si_signo in forwarded and received.si_code <= 0:  # sent by a process, not by the terminal
+            launcher.send_signal(received.si_signo)
     end_cluster(name)
     remove_paths(paths)
     code = launcher.returncode
@@ -202,18 +202,18 @@ class Reaper:
 
     def __init__(self, name: str, paths: Sequence[Path]) -> None:
         self._command = [*PROGRAM, "hold", name, str(os.getpid()), *map(str, paths)]
-        self._held: list[int] = []
-        self._heard = b""
-        self._lock, self._given_up = Lock(), False
+        self._watched: list[int] = []
+        self._ended = b""
+        self._lock, self._released = Lock(), False
         self._start()
-        Thread(target=self._supervise, name="mpi4dl_nb leash", daemon=True).start()
+        Thread(target=self._supervise, name="mpi4dl_nb reaper", daemon=True).start()
 
     def _start(self) -> None:
         pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
         # In a session of its own, so that it is not interrupted together with the notebook.
         self._process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, stderr=nowhere, start_new_session=True)
         os.set_blocking(self._process.stdout.fileno(), False)
-        self._send_pids(self._held)
+        self._send_pids(self._watched)
 
     def _send_pids(self, pids: Sequence[int]) -> None:
         with contextlib.suppress(BrokenPipeError):  # killed: its replacement gets all pids
@@ -230,7 +230,7 @@ class Reaper:
                 code = None
                 self._process.send_signal(signal.SIGCONT)  # in case it was stopped
             with self._lock:
-                if self._given_up:
+                if self._released:
                     return
                 if code is not None and code < 0:
                     self._replace()
@@ -243,7 +243,7 @@ class Reaper:
 
     def _read_ended(self) -> None:
         if not self._process.stdout.closed:
-            self._heard += self._process.stdout.read() or b""
+            self._ended += self._process.stdout.read() or b""
 
     def _close(self) -> None:
         with contextlib.suppress(BrokenPipeError):
@@ -258,18 +258,18 @@ class Reaper:
         """Return the processes that had ended before the reaper ended the others; empty while all are running."""
         with self._lock:
             self._read_ended()
-        return [int(pid) for pid in self._heard.split()]
+        return [int(pid) for pid in self._ended.split()]
 
     def add_process(self, pid: int) -> None:
         """Add a process: when it ends, for whatever reason, the whole cluster is ended."""
         with self._lock:
-            self._held.append(pid)
+            self._watched.append(pid)
             self._send_pids([pid])
 
     def end_cluster(self, within_s: float) -> None:
         """End the cluster and wait for it. Raises subprocess.TimeoutExpired."""
         with self._lock:
-            self._given_up = True
+            self._released = True
         self._close()
         self._process.send_signal(signal.SIGCONT)  # in case it was stopped
         while self._process.wait(within_s) < 0:  # killed by a signal, possibly half-way: a replacement finishes

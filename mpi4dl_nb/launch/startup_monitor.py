@@ -199,22 +199,22 @@ _KNOWN = [(re.compile(pattern), text) for pattern, text in _CAUSES.items()]
 _LINES = 12
 
 
-def find_startup_cause(said: str) -> str:
+def find_startup_cause(output: str) -> str:
     """Return the cause in a sentence with a remedy; empty if it is unknown.
 
     >>> find_startup_cause("ModuleNotFoundError: No module named 'cloudpickle'")
     'The Python of the ranks has no cloudpickle. Install it there.'
     """
     for pattern, text in _KNOWN:
-        if match := pattern.search(said):
-            told = match.expand(text)
-            return f"{told[0].upper()}{told[1:]}."
+        if match := pattern.search(output):
+            cause = match.expand(text)
+            return f"{cause[0].upper()}{cause[1:]}."
     return ""
 
 
-def format_excerpt(said: str) -> str:
+def format_excerpt(output: str) -> str:
     """Return an excerpt of the output: from the line with a known cause on, else the last lines."""
-    lines = [line.strip("\0 ") for line in said.splitlines() if line.strip("-\0 ")]
+    lines = [line.strip("\0 ") for line in output.splitlines() if line.strip("-\0 ")]
     begins = [at for at, line in enumerate(lines) if find_startup_cause(line)]
     shown = lines[begins[0] :][:_LINES] if begins else lines[-_LINES:]
-    return "\n".join(["They said:", *shown]) if shown else ""
+    return "\n".join(["Their output:", *shown]) if shown else ""

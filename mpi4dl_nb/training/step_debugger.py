@@ -155,9 +155,9 @@ class StepDebugger:
 
         if not any(is_target(who, place) for who, steps in enumerate(self.steps) for place in steps):
             asked = {"layer": layer, "rank": rank, "kind": kind, "phase": phase, "micro_batch": micro_batch}
-            told = ", ".join(f"{name}={value!r}" for name, value in asked.items() if value is not None)
+            given = ", ".join(f"{name}={value!r}" for name, value in asked.items() if value is not None)
             some = ", ".join(list(self.layers)[:6])
-            raise PlanError(f"No instruction of the step is of {told}. The first layers are {some}.")
+            raise PlanError(f"No instruction of the step is of {given}. The first layers are {some}.")
         # Advance as all ranks do at once, one instruction each where possible, but only on paper: the ranks are called
         # once, with the place that was found.
         target = self.event.places

@@ -233,7 +233,7 @@ def describe_training(training: TrainingHandle) -> dict[str, object]:
     losses = {number: loss for report in training.reports for number, loss in report.losses.items()}
     if losses:
         found["Last loss"] = f"{statistics.fmean(losses.values()):.6g}"
-        held = [report.memory_bytes for report in training.reports]
+        memory = [report.memory_bytes for report in training.reports]
         one = training.cluster.is_one_process
-        found["Memory"] = f"{format_bytes(held[0])}, all ranks" if one else ", ".join(map(format_bytes, held))
+        found["Memory"] = f"{format_bytes(memory[0])}, all ranks" if one else ", ".join(map(format_bytes, memory))
     return found

@@ -53,7 +53,7 @@ SIGNALS = {
 RESOURCES = {"disk": resource.RLIMIT_FSIZE, "memory": resource.RLIMIT_AS, "files": resource.RLIMIT_NOFILE}
 _EVENTS = {"step": 40, "save": 12, "load": 8, "calibrate": 40, "reader": 5}  # about as many as there are
 _NUMBERLESS = ("controller", "mpiexec")
-HELPERS = ("controller", "mpiexec", "guard", "nanny", "leash")
+HELPERS = ("controller", "mpiexec", "supervisor", "nanny", "reaper")
 _WORDS = {
     "save": b"save",
     "load": b"load",
@@ -66,7 +66,7 @@ _LINES: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...] = (
     (("kill", "stop", "terminate", "raise"), ("ranks",), ("step", "save", "load")),
     (("kill", "stop", "terminate"), HELPERS, ("step", "save", "load")),
     (("kill", "stop", "terminate"), ("rank", "ranks", *HELPERS), ("idle",)),
-    (("kill", "terminate"), ("rank", "controller", "mpiexec", "guard", "leash"), ("heal", "start")),
+    (("kill", "terminate"), ("rank", "controller", "mpiexec", "supervisor", "reaper"), ("heal", "start")),
     (("kill", "stop", "raise"), ("rank",), ("calibrate",)),
     (("kill", "stop"), ("controller",), ("calibrate",)),
     (("disk", "files"), ("rank", "ranks"), ("save",)),
@@ -118,7 +118,7 @@ class Fault:
     @property
     def hurt(self) -> tuple[int, ...]:
         """The ranks that it befalls, where it befalls ranks."""
-        return (self.rank, *self.others) if self.whom in ("rank", "ranks", "guard", "nanny") else ()
+        return (self.rank, *self.others) if self.whom in ("rank", "ranks", "supervisor", "nanny") else ()
 
     @property
     def is_noted(self) -> bool:
@@ -165,7 +165,7 @@ def family(name: str = "") -> list[psutil.Process]:
 
 
 def roles(name: str) -> dict[str, list[int]]:
-    """The pids of a cluster by what they are for; ranks, guards and nannies in the order of the ranks."""
+    """The pids of a cluster by what they are for; ranks, supervisors and nannies in the order of the ranks."""
     found: dict[str, list[tuple[int, int]]] = {}
     for process in family(name):
         with suppress(psutil.Error):
@@ -179,7 +179,7 @@ def _role(words: str, process: psutil.Process) -> str:
     if process.name() in ("prterun", "mpiexec"):
         return "mpiexec"
     if "engines.comm.supervisor" in words:
-        return "guard"
+        return "supervisor"
     parent = " ".join(process.parent().cmdline())
     if CONTROLLER_PROGRAM in words:
         return "other" if CONTROLLER_PROGRAM in parent else "controller"
@@ -286,7 +286,7 @@ def give_back(pids: Sequence[int]) -> None:
                 psutil.Process(pid).rlimit(kind, (most, most))
 
 
-def _leashes(notebook: int, name: str) -> list[int]:
+def _reapers(notebook: int, name: str) -> list[int]:
     """It is none of the cluster's processes, which it ends, but a child of the notebook that knows the name."""
     children = psutil.Process(notebook).children()
     return [each.pid for each in children if {"hold", name} <= set(each.cmdline())]
@@ -298,7 +298,7 @@ def aimed(fault: Fault, name: str) -> Fault:
     ranks = [fault.rank, *fault.others] if fault.whom in ("rank", "ranks") else [fault.rank]
     known = {
         "notebook": [fault.notebook],
-        "leash": _leashes(fault.notebook, name),
+        "reaper": _reapers(fault.notebook, name),
         **{each: found.get(each, []) for each in _NUMBERLESS},
     }
     role = "rank" if fault.whom == "ranks" else fault.whom

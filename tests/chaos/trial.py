@@ -228,7 +228,7 @@ class Trial:
         told = " ".join(filter(None, verdict.texts))
         if verdict.told_s is not None and fault.when not in ("start", "heal"):
             wanted = _NAMES.get(fault.whom) or [f"{word}ank {rank}" for rank in fault.hurt for word in "Rr"]
-            if fault.whom not in ("leash", "notebook") and not any(word in told for word in wanted):
+            if fault.whom not in ("reaper", "notebook") and not any(word in told for word in wanted):
                 verdict.wrong.append(f"told of others: {told}")
         if not fault.is_noted and told and fault.when != "heal":
             verdict.wrong.append(f"told without a fault: {told}")

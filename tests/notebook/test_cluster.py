@@ -9,6 +9,7 @@ import _thread
 import asyncio
 import atexit
 import ctypes
+import json
 import os
 import random
 import signal
@@ -23,6 +24,7 @@ import psutil
 import pytest
 import torch
 
+from engines.comm import supervisor
 from engines.comm.all_reduce import all_reduce
 from engines.comm.device import compute_threads_per_rank
 from engines.comm.notebook_imports import pack
@@ -467,12 +469,14 @@ def test_nobody_keeps_the_numbers_of_messages_that_are_answered(cluster):
 
 @pytest.mark.sampled(1)
 @over_mpi
-@pytest.mark.parametrize("helper", ["controller", "mpiexec", "guard", "nanny"])
+@pytest.mark.parametrize("helper", ["controller", "mpiexec", "supervisor", "nanny"])
 def test_a_helper_that_does_not_go_on_is_named(cluster, helper):
     """Those through which the notebook and the ranks hear of each other; while one is stopped, a rank hangs."""
     controller, mpiexec = (launcher.pid for launcher in cluster._ranks._launchers)
     rank = psutil.Process(cluster.call(lambda host: os.getpid())[1])
-    pid = {"controller": controller, "mpiexec": mpiexec, "guard": rank.ppid(), "nanny": rank.children()[0].pid}[helper]
+    pid = {"controller": controller, "mpiexec": mpiexec, "supervisor": rank.ppid(), "nanny": rank.children()[0].pid}[
+        helper
+    ]
     told = "Rank 1 does not go on" if helper == "nanny" else f"process {pid}. was stopped by a signal"
     cluster.hang_after_s = 3
     try:
@@ -488,11 +492,35 @@ def test_a_helper_that_does_not_go_on_is_named(cluster, helper):
     check_usable(cluster)
 
 
+@over_mpi
+def test_a_helper_that_ends_is_the_cause_although_a_rank_that_ends_with_it_is_reported_first(cluster, monkeypatch):
+    """On a busy machine, the reaper ends the ranks, and a report of that arrives before the notebook has looked."""
+    ranks = cluster._ranks
+    controller, mpiexec = ranks._launchers
+    get_output = mpiexec.get_output
+
+    def get_late_output(remove: bool = False) -> str:
+        text, deadline = get_output(), time.monotonic() + 5
+        while not ranks._reaper.get_ended_pids() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        facts = {"rank": 2, "event": "moves"}, {"rank": 2, "event": "ended", "code": -15, "text": "", "for_s": 0}
+        for each in facts:
+            ranks._reports.parse_line(f"{supervisor.MARK}{json.dumps(each)}".encode())
+        return text
+
+    monkeypatch.setattr(mpiexec, "get_output", get_late_output)
+    told = rf"Rank 0: its process has ended with the controller of the ranks \(process {controller.pid}\)"
+    Timer(0.5, os.kill, (controller.pid, signal.SIGTERM)).start()
+    with pytest.raises(RankError, match=told) as caught:
+        cluster.call(lambda host: time.sleep(60) if host.world.rank == 1 else host.world.all_gather(None))
+    assert "SIGTERM" not in "".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+
+
 @pytest.mark.nightly
 @over_mpi
-@pytest.mark.parametrize("also", ["", "guard"])
+@pytest.mark.parametrize("also", ["", "supervisor"])
 def test_a_stopped_controller_is_named_while_ranks_compute(cluster, also):
-    """Whatever they find would not arrive. With a guard stopped too nobody reports that its rank has ended."""
+    """Whatever they find would not arrive. With a supervisor stopped too nobody reports that its rank has ended."""
     pid = cluster._ranks._launchers[0].pid
     if also:
         psutil.Process(cluster.call(lambda host: os.getpid())[2]).parent().suspend()

@@ -21,11 +21,11 @@ import pytest
 from engines.errors import PlanError, RankError
 from mpi4dl_nb.cluster import Cluster
 from mpi4dl_nb.launch import host_agent, host_agents
-from mpi4dl_nb.launch.guard_reports import RankExit
 from mpi4dl_nb.launch.host_agents import BOOT, HostAgents
 from mpi4dl_nb.launch.hosts import Hosts, choose_hosts, expand_nodes, read_allocation, read_hosts
 from mpi4dl_nb.launch.mpi_library import find_mpiexec
 from mpi4dl_nb.launch.multi_host import HostLost, MultiHost, select_environment
+from mpi4dl_nb.launch.supervisor_reports import RankExit
 
 FAR = "192.0.2.1"  # belongs to nobody: what reaches it is the program that stands for ssh
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "2(x2)"}
@@ -217,7 +217,7 @@ def test_what_ssh_says_is_told_with_what_to_do(ssh, says, meaning):
 
 @pytest.mark.nightly
 def test_a_host_that_does_not_answer_is_not_waited_for_for_ever(ssh, monkeypatch):
-    monkeypatch.setattr(host_agents, "_TELL_S", 1.0)
+    monkeypatch.setattr(host_agents, "_REPLY_S", 1.0)
     ssh("exec sleep 60")
     with pytest.raises(RankError, match=f"The host {FAR} can't be used: it has not answered within 1 s"):
         Cluster(2, hosts=[FAR]).start()
@@ -256,7 +256,7 @@ def test_a_host_without_the_folder_is_told():
         host_agents.check_alike("far", {"versions": own, "has_folder": False}, own, "/work/mine")
 
 
-# ---- outposts
+# ---- host agents
 
 
 @pytest.fixture
@@ -268,7 +268,7 @@ def post(tmp_path):
     posts.close()
 
 
-def test_an_outpost_tells_of_its_host(post):
+def test_a_host_agent_tells_of_its_host(post):
     _, told = post
     assert told["host"] == socket.gethostname()
     assert told["cores"] >= 1
@@ -284,7 +284,7 @@ def test_keys_are_for_their_owner_only_and_go_with_the_cluster(post):
     file = home / "security" / "key"
     assert file.read_text() == "secret"
     assert [stat.S_IMODE(path.stat().st_mode) for path in (home, file.parent, file)] == [0o700, 0o700, 0o600]
-    assert "secret" not in Path(f"/proc/{posts.posts['here'].process.pid}/cmdline").read_text()
+    assert "secret" not in Path(f"/proc/{posts.agents['here'].process.pid}/cmdline").read_text()
     memory = Path(posts.get_folders("here")[1])
     assert stat.S_IMODE(memory.stat().st_mode) == 0o700
     posts.close()
@@ -303,7 +303,7 @@ def test_a_controller_that_is_out_of_reach_is_told(post):
 def test_a_host_that_falls_silent_is_noticed_and_one_that_comes_back_too(post, monkeypatch):
     monkeypatch.setattr(host_agents, "SILENT_S", 1.0)
     posts, _ = post
-    process = posts.posts["here"].process
+    process = posts.agents["here"].process
     time.sleep(1.5)
     assert not posts.find_silent_hosts()
     process.send_signal(signal.SIGSTOP)
@@ -340,7 +340,7 @@ def test_each_host_has_its_own_share_of_cores_and_its_own_folder(monkeypatch):
 
     networks = {"127.0.0.1": "10.1.0.0/16", "127.0.0.2": "10.2.0.0/16"}
     across._posts = Told()
-    across._told = {host: {"cores": 8, "network": network} for host, network in networks.items()}
+    across._facts = {host: {"cores": 8, "network": network} for host, network in networks.items()}
     words = " ".join(across.make_engine_flags(["python", "engine"], "id"))
     one, two = words.split(" : ")
     assert "-n 2 -H 127.0.0.1:2" in one

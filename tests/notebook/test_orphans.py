@@ -35,7 +35,7 @@ NOTEBOOK = """if True:
     controller, mpiexec = (launcher.pid for launcher in ranks._launchers)
     print(json.dumps({
         "name": ranks._place.name, "home": str(ranks._place.home), "memory": str(ranks._place.memory),
-        "notebook": os.getpid(), "leash": ranks._leash.pid, "controller": controller, "mpiexec": mpiexec,
+        "notebook": os.getpid(), "reaper": ranks._reaper.pid, "controller": controller, "mpiexec": mpiexec,
     }), flush=True)
 """
 THEN_CALL = """
@@ -44,7 +44,7 @@ THEN_CALL = """
             said = cluster.call(lambda host: host.world.all_gather(host.world.rank))
         except Exception as error:
             said = f"{type(error).__name__}: {error}"
-        print(json.dumps([ranks._leash.pid, said]), flush=True)
+        print(json.dumps([ranks._reaper.pid, said]), flush=True)
 """
 
 
@@ -68,7 +68,7 @@ class Notebook:
             os.kill(self.cluster[each], signal.SIGKILL)
 
     def call(self) -> list:
-        """The leash's pid, and the answer or the error."""
+        """The reaper's pid, and the answer or the error."""
         self.process.stdin.write("\n")
         self.process.stdin.flush()
         return json.loads(self.process.stdout.readline())
@@ -125,7 +125,7 @@ def check_all_there(cluster: dict, runtime: Path) -> None:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("who", "is_asked"), [("mpiexec", "later"), ("controller", "at once")])
 def test_a_killed_process_that_all_depend_on_takes_all_with_it_and_the_notebook_is_told(notebooks, who, is_asked):
-    """Also if it asks when all have ended: then the leash knows which was the first."""
+    """Also if it asks when all have ended: then the reaper knows which was the first."""
     notebook = notebooks[who]
     check_all_there(notebook.cluster, notebook.runtime)
     notebook.kill(who)
@@ -137,22 +137,22 @@ def test_a_killed_process_that_all_depend_on_takes_all_with_it_and_the_notebook_
     check_gone(notebook.cluster, notebook.runtime)
 
 
-def test_a_killed_leash_is_replaced(notebooks):
+def test_a_killed_reaper_is_replaced(notebooks):
     notebook = notebooks["everything"]
-    first = notebook.cluster["leash"]
-    notebook.kill("leash")
+    first = notebook.cluster["reaper"]
+    notebook.kill("reaper")
     assert within(5, lambda: notebook.call()[0] != first)
-    notebook.cluster["leash"], said = notebook.call()
+    notebook.cluster["reaper"], said = notebook.call()
     assert said == [[0, 1], [0, 1]]
 
 
-def test_what_even_the_leash_did_not_survive_is_ended_by_the_next_start(notebooks, monkeypatch, tmp_path):
+def test_what_even_the_reaper_did_not_survive_is_ended_by_the_next_start(notebooks, monkeypatch, tmp_path):
     notebook = notebooks["everything"]
     check_all_there(notebook.cluster, notebook.runtime)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(notebook.runtime))
     assert remove_stale_clusters() == []  # its notebook lives
-    os.kill(notebook.cluster["leash"], signal.SIGSTOP)
-    notebook.kill("notebook", "leash")
+    os.kill(notebook.cluster["reaper"], signal.SIGSTOP)
+    notebook.kill("notebook", "reaper")
     time.sleep(1)
     check_all_there(notebook.cluster, notebook.runtime)
 
@@ -245,7 +245,7 @@ def test_a_process_that_does_not_want_to_end_is_killed(sleeper, monkeypatch):
 
 
 @pytest.mark.nightly
-def test_the_leash_ends_all_when_its_notebook_is_killed(sleeper, tmp_path):
+def test_the_reaper_ends_all_when_its_notebook_is_killed(sleeper, tmp_path):
     home = tmp_path / "home"
     home.mkdir()
     rank = sleeper(NAME)
@@ -270,24 +270,24 @@ def test_the_leash_ends_all_when_its_notebook_is_killed(sleeper, tmp_path):
         done.stdout.close()
 
 
-def test_the_leash_knows_which_process_ended_first(sleeper):
+def test_the_reaper_knows_which_process_ended_first(sleeper):
     first, second = sleeper(NAME), sleeper(NAME)
-    leash = Reaper(NAME, [])
+    reaper = Reaper(NAME, [])
     for each in (first, second):
-        leash.add_process(each.pid)
-    assert leash.get_ended_pids() == []
+        reaper.add_process(each.pid)
+    assert reaper.get_ended_pids() == []
     second.kill()
     assert first.wait(GONE_S) == -signal.SIGTERM
-    assert leash.get_ended_pids() == [second.pid]
-    leash.end_cluster(GONE_S)
-    assert leash.get_ended_pids() == [second.pid]
+    assert reaper.get_ended_pids() == [second.pid]
+    reaper.end_cluster(GONE_S)
+    assert reaper.get_ended_pids() == [second.pid]
 
 
-def test_a_leash_that_was_killed_still_lets_go(sleeper, tmp_path):
+def test_a_reaper_that_was_killed_still_lets_go(sleeper, tmp_path):
     rank = sleeper(NAME)
-    leash = Reaper(NAME, [])
-    os.kill(leash.pid, signal.SIGKILL)
-    leash.end_cluster(GONE_S)
+    reaper = Reaper(NAME, [])
+    os.kill(reaper.pid, signal.SIGKILL)
+    reaper.end_cluster(GONE_S)
     assert rank.wait(1) == -signal.SIGTERM
 
 

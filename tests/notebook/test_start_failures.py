@@ -106,7 +106,7 @@ def test_known_causes_are_told_in_words(said, means):
 
 def test_what_was_said_is_shown_from_the_cause_on():
     lines = ["noise", "-----", "No space left on device", *map(str, range(30))]
-    assert format_excerpt("\n".join(lines)).splitlines()[:3] == ["They said:", "No space left on device", "0"]
+    assert format_excerpt("\n".join(lines)).splitlines()[:3] == ["Their output:", "No space left on device", "0"]
     assert format_excerpt("\n".join(map(str, range(30)))).splitlines()[-1] == "29"
     assert format_excerpt(" \n---\n") == ""
 

@@ -1,11 +1,11 @@
-"""Reports of the ranks' supervisor processes (guards), filtered from the output of mpiexec."""
+"""Reports of the ranks' supervisors, filtered from the output of mpiexec."""
 
 from __future__ import annotations
 
 import json
 import signal
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from threading import Lock
@@ -17,10 +17,10 @@ from engines.comm.status_board import RankStatus
 from engines.comm.supervisor import MARK
 from mpi4dl_nb.launch.reaper_process import is_running
 
-__all__ = ["GuardReports", "LocalProcesses", "RankExit", "StalledRank"]
+__all__ = ["LocalProcesses", "RankExit", "StalledRank", "SupervisorReports"]
 
 _STOPPED = "it was stopped by a signal"
-_SILENT_S = 3.0  # guards report every second
+_SILENT_S = 3.0  # supervisors report every second
 _PAUSE_S = 1.0  # normally this is polled many times a second
 _STATES = {"R": "it computes", "D": "it waits for a file", "T": _STOPPED}
 
@@ -84,19 +84,23 @@ class StalledRank:
         return replace(self, at=replace(self.at, since_s=min(time.monotonic(), self.at.since_s + seconds)))
 
 
-class GuardReports:
-    """The reports of all guards. `ended` and `find_stalled_ranks()` use the ranks as MPI started."""
+class SupervisorReports:
+    """The reports of all supervisors. `ended` and `find_stalled_ranks()` use the ranks as MPI started.
 
-    def __init__(self) -> None:
+    Once `has_helper_ended()` is true, all ranks are being ended, and their ends say nothing about the cause.
+    """
+
+    def __init__(self, has_helper_ended: Callable[[], object] = bool) -> None:
+        self._has_helper_ended = has_helper_ended
         self.ended: dict[int, RankExit] = {}
         self._still: dict[int, StalledRank] = {}
-        self._heard_s: dict[int, float] = {}
-        self._asked_s = time.monotonic()
+        self._reported_s: dict[int, float] = {}
+        self._polled_s = time.monotonic()
         self._cut_off_s: float | None = None
         self._lock = Lock()  # lines arrive in another thread
 
     def find_stalled_ranks(self, is_cut_off: bool = False) -> dict[int, StalledRank]:
-        """Return the ranks without progress, and those that have work but whose guards have fallen silent.
+        """Return the ranks without progress, and those that have work but whose supervisors have fallen silent.
 
         `is_cut_off`: no reply of a rank can arrive, whatever the rank does; meanwhile, each rank counts as idle.
         Periods without polling do not count: this process may have been suspended, and has not yet read the reports
@@ -104,52 +108,57 @@ class GuardReports:
         """
         with self._lock:
             now_s = time.monotonic()
-            if (pause_s := now_s - self._asked_s) > _PAUSE_S:
-                self._heard_s = {rank: min(now_s, heard_s + pause_s) for rank, heard_s in self._heard_s.items()}
+            if (pause_s := now_s - self._polled_s) > _PAUSE_S:
+                self._reported_s = {
+                    rank: min(now_s, reported_s + pause_s) for rank, reported_s in self._reported_s.items()
+                }
                 self._still = {rank: still.with_delay(pause_s) for rank, still in self._still.items()}
                 self._cut_off_s = None
-            self._asked_s = now_s
+            self._polled_s = now_s
             self._cut_off_s = (self._cut_off_s or now_s) if is_cut_off else None
             # What is known of a rank, and what it counts as:
             #
-            #     last report             guard since then     counts as
+            #     last report             supervisor since     counts as
             #     "stalled in halo 3"     received             stalled in halo 3
             #     "stalled in halo 3"     silent for 3 s       silent: it may have gone on unseen
             #     "stalled, no work"      need not report      idle
             silent = {
-                rank: StalledRank(RankStatus("", heard_s), silent=True)
-                for rank, heard_s in self._heard_s.items()
-                if now_s - heard_s >= _SILENT_S
+                rank: StalledRank(RankStatus("", reported_s), silent=True)
+                for rank, reported_s in self._reported_s.items()
+                if now_s - reported_s >= _SILENT_S
             }
             idle = {rank: still for rank, still in self._still.items() if still.idle}
             found = {**self._still, **silent, **idle}
             if self._cut_off_s is None:
                 return found
             cut_off = StalledRank(RankStatus("", self._cut_off_s))
-            return {rank: max(found.get(rank, cut_off), cut_off, key=lambda each: each.for_s) for rank in self._heard_s}
+            return {
+                rank: max(found.get(rank, cut_off), cut_off, key=lambda each: each.for_s) for rank in self._reported_s
+            }
 
     def parse_line(self, line: bytes) -> None:
-        """Parse a line of mpiexec's output, which may be a guard's report or anything else."""
-        _, mark, told = line.partition(MARK.encode())
+        """Parse a line of mpiexec's output, which may be a supervisor's report or anything else."""
+        _, mark, text = line.partition(MARK.encode())
         if mark:
             with suppress(ValueError, TypeError, LookupError, RecursionError):  # garbled by other output
-                facts = json.loads(told)
+                facts = json.loads(text)
                 with self._lock:
                     self._record_event(facts)
 
     def _record_event(self, facts: Mapping[str, Any]) -> None:
-        # A guard writes "still" when its rank stalls, "moves" when it goes on, "ended" once, and "watches" every second
-        # while the rank has work.
+        # A supervisor writes "still" when its rank stalls, "moves" when it goes on, "ended" once, and "watches" every
+        # second while the rank has work.
         rank, event = facts["rank"], facts["event"]
-        self._heard_s[rank] = time.monotonic()
+        self._reported_s[rank] = time.monotonic()
         if event == "watches":
             return
         self._still.pop(rank, None)
         if event == "still":
             self._still[rank] = StalledRank(_parse_status(facts), _STATES.get(facts["state"], ""))
         if event == "ended":
-            del self._heard_s[rank]
-            self.ended[rank] = RankExit(facts["code"], _parse_status(facts) if facts["text"] else None)
+            del self._reported_s[rank]
+            if not self._has_helper_ended():
+                self.ended[rank] = RankExit(facts["code"], _parse_status(facts) if facts["text"] else None)
 
 
 def _parse_status(facts: Mapping[str, Any]) -> RankStatus:
@@ -164,13 +173,13 @@ def _parse_status(facts: Mapping[str, Any]) -> RankStatus:
 class LocalProcesses:
     """Processes of a cluster. `helpers` are pids by name of the processes that connect notebook and ranks.
 
-    `ranks` are the pids of the ranks on this host, in order. Each is a child of its guard, which is a helper too.
+    `ranks` are the pids of the ranks on this host, in order. Each is a child of its supervisor, which is a helper too.
     """
 
     def __init__(self, helpers: Mapping[str, int], ranks: Sequence[int]) -> None:
         self._helpers = {name: psutil.Process(pid) for name, pid in helpers.items()}
         self._ranks = [psutil.Process(pid) for pid in ranks]
-        self._guards = [process.parent() for process in self._ranks]
+        self._supervisors = [process.parent() for process in self._ranks]
         self._sent_kill: set[psutil.Process] = set()
 
     def send_signal(self, number: signal.Signals, ranks: Iterable[int]) -> None:
@@ -183,7 +192,7 @@ class LocalProcesses:
 
     # psutil compares a process's start time before it sends a signal, so a pid that is used again is never hit.
     def killed(self) -> list[int]:
-        """Return the ranks that have ended after a SIGKILL from here: their guards may be stopped and not report it."""
+        """Return the ranks that have ended after a SIGKILL from here: a stopped supervisor does not report it."""
         return [rank for rank, each in enumerate(self._ranks) if each in self._sent_kill and not is_running(each)]
 
     def is_stopped(self, helper: str) -> bool:
@@ -192,16 +201,18 @@ class LocalProcesses:
 
     def describe_stopped_helpers(self) -> str:
         """Describe which helpers were stopped by a signal; empty if none was."""
-        guards = [(f"the guard of rank {rank}", guard) for rank, guard in enumerate(self._guards) if guard]
+        supervisors = [
+            (f"the supervisor of rank {rank}", process) for rank, process in enumerate(self._supervisors) if process
+        ]
         return " and ".join(
             f"{name} (process {process.pid}) was stopped by a signal"
-            for name, process in [*self._helpers.items(), *guards]
+            for name, process in [*self._helpers.items(), *supervisors]
             if _is_stopped(process)
         )
 
     def keep_ranks(self, ranks: Sequence[int]) -> None:
         """Keep only these ranks, renumbered in order."""
-        self._ranks, self._guards = ([each[rank] for rank in ranks] for each in (self._ranks, self._guards))
+        self._ranks, self._supervisors = ([each[rank] for rank in ranks] for each in (self._ranks, self._supervisors))
 
 
 def _is_stopped(process: psutil.Process) -> bool:

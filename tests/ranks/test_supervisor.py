@@ -1,4 +1,4 @@
-"""What a guard tells of the process that it watches, and that neither outlives the other."""
+"""What a supervisor tells of the process that it watches, and that neither outlives the other."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ import pytest
 
 from engines.comm.status_board import RankStatus, StatusBoard, report_working
 from engines.comm.supervisor import MARK
-from mpi4dl_nb.launch.guard_reports import GuardReports, RankExit, StalledRank
+from mpi4dl_nb.launch.supervisor_reports import RankExit, StalledRank, SupervisorReports
 from mpi4dl_nb.remote_call import find_hang
 
 SAYS = "from engines.comm.status_board import StatusBoard; StatusBoard.from_environment().report(b'forward pass', 3)"
 
 
-def guarded(code: str, **more: object) -> subprocess.Popen[bytes]:
-    """A guard, and under it a Python that does this."""
+def supervised(code: str, **more: object) -> subprocess.Popen[bytes]:
+    """A supervisor, and under it a Python that does this."""
     environment = {**os.environ, "OMPI_COMM_WORLD_RANK": "4"}
     command = [sys.executable, "-m", "engines.comm.supervisor", sys.executable, "-c", code]
     return subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, **more)
 
 
 def told(output: bytes) -> list[dict[str, object]]:
-    """What a guard has written."""
+    """What a supervisor has written."""
     return [json.loads(line.partition(MARK)[2]) for line in output.decode().split("\n") if MARK in line]
 
 
@@ -43,43 +43,43 @@ def told(output: bytes) -> list[dict[str, object]]:
     ids=["in order", "with a code", "killed", "at fault"],
 )
 def test_it_tells_of_the_end_and_ends_alike(code: str, said: int, left_as: int):
-    guard = guarded(f"{SAYS}; {code}")
-    output, _ = guard.communicate(timeout=20)
+    supervisor = supervised(f"{SAYS}; {code}")
+    output, _ = supervisor.communicate(timeout=20)
     (line,) = told(output)
     assert (line["rank"], line["event"], line["code"]) == (4, "ended", said)
     assert (line["text"], line["step"]) == ("forward pass", 3)
-    assert guard.returncode == left_as
+    assert supervisor.returncode == left_as
 
 
 def test_it_tells_once_of_a_rank_that_stands_still_and_once_that_it_goes_on():
     more = "import time; time.sleep(1.8); StatusBoard.from_environment().report(b''); time.sleep(2.3)"
-    output, _ = guarded(f"{SAYS}; {more}").communicate(timeout=20)
+    output, _ = supervised(f"{SAYS}; {more}").communicate(timeout=20)
     found = [(line["event"], line["text"]) for line in told(output) if line["event"] != "watches"]
     assert found == [("still", "forward pass"), ("moves", ""), ("still", ""), ("ended", "")]
 
 
 def test_it_is_heard_as_long_as_it_has_not_told_that_there_is_nothing_to_do():
     more = "import time; time.sleep(3.2); StatusBoard.from_environment().report(b''); time.sleep(3.8)"
-    output, _ = guarded(f"{SAYS}; {more}").communicate(timeout=20)
+    output, _ = supervised(f"{SAYS}; {more}").communicate(timeout=20)
     events = [line["event"] for line in told(output)]
     assert events.count("watches") >= 2
     assert "watches" not in events[len(events) - events[::-1].index("still") :]
 
 
 def test_it_tells_of_a_rank_that_is_stopped_even_where_it_has_nothing_to_do():
-    guard = guarded("import os, signal; os.kill(os.getpid(), signal.SIGSTOP)")
+    supervisor = supervised("import os, signal; os.kill(os.getpid(), signal.SIGSTOP)")
     time.sleep(1.5)
-    (rank,) = psutil.Process(guard.pid).children()
+    (rank,) = psutil.Process(supervisor.pid).children()
     rank.kill()
-    output, _ = guard.communicate(timeout=20)
+    output, _ = supervisor.communicate(timeout=20)
     first = told(output)[0]
     assert (first["event"], first["state"]) == ("still", "T")
 
 
-def test_the_rank_ends_with_whoever_has_started_its_guard():
+def test_the_rank_ends_with_whoever_has_started_its_supervisor():
     """mpiexec, or a host's daemon, was killed: nobody is left to end what it has started."""
-    guard = [sys.executable, "-m", "engines.comm.supervisor", sys.executable, "-c", "import time; time.sleep(60)"]
-    code = f"import subprocess, time; print(subprocess.Popen({guard!r}).pid, flush=True); time.sleep(60)"
+    supervisor = [sys.executable, "-m", "engines.comm.supervisor", sys.executable, "-c", "import time; time.sleep(60)"]
+    code = f"import subprocess, time; print(subprocess.Popen({supervisor!r}).pid, flush=True); time.sleep(60)"
     starter = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     found = psutil.Process(int(starter.stdout.readline()))
     until_s = time.monotonic() + 10
@@ -91,13 +91,13 @@ def test_the_rank_ends_with_whoever_has_started_its_guard():
     assert not psutil.wait_procs(family, timeout=5)[1]
 
 
-def test_the_rank_ends_with_its_guard():
-    guard = guarded("import time; time.sleep(60)")
+def test_the_rank_ends_with_its_supervisor():
+    supervisor = supervised("import time; time.sleep(60)")
     until_s = time.monotonic() + 10
-    while not (ranks := psutil.Process(guard.pid).children()) and time.monotonic() < until_s:
+    while not (ranks := psutil.Process(supervisor.pid).children()) and time.monotonic() < until_s:
         time.sleep(0.05)
-    guard.kill()
-    guard.communicate()
+    supervisor.kill()
+    supervisor.communicate()
     assert not psutil.wait_procs(ranks, timeout=5)[1]
 
 
@@ -111,13 +111,13 @@ def line(rank: int, event: str, **facts: object) -> str:
 PLACE = {"text": "stage 1", "step": 2, "waits": True, "for_s": 3.0}
 
 
-def reports_of(text: str) -> GuardReports:
-    reports = GuardReports()
+def reports_of(text: str) -> SupervisorReports:
+    reports = SupervisorReports()
     take(reports, text)
     return reports
 
 
-def take(reports: GuardReports, text: str) -> None:
+def take(reports: SupervisorReports, text: str) -> None:
     for each in text.encode().split(b"\n"):
         reports.parse_line(each)
 
@@ -130,7 +130,20 @@ def test_reports_are_found_among_what_else_is_written():
     assert str(reports.ended[1]) == "its process was killed by SIGTERM in stage 1, step 2"
 
 
-def ask_for(reports: GuardReports, seconds: float, monkeypatch, is_cut_off: bool = False) -> dict[int, StalledRank]:
+def test_the_end_of_a_rank_after_that_of_a_helper_is_no_cause():
+    """The reaper ends all ranks then, and their supervisors report it as any other end."""
+    ended: list[int] = []
+    reports = SupervisorReports(lambda: ended)
+    take(reports, line(0, "moves") + line(2, "ended", code=-9, **PLACE))
+    ended.append(7)
+    take(reports, line(0, "ended", code=-15, **PLACE))
+    assert reports.ended.keys() == {2}
+    assert reports.find_stalled_ranks() == {}
+
+
+def ask_for(
+    reports: SupervisorReports, seconds: float, monkeypatch, is_cut_off: bool = False
+) -> dict[int, StalledRank]:
     """What is known after so many seconds in which somebody asked again and again."""
     begin_s = time.monotonic()
     for tick in range(1, round(seconds * 2) + 1):
@@ -139,7 +152,7 @@ def ask_for(reports: GuardReports, seconds: float, monkeypatch, is_cut_off: bool
     return found
 
 
-def test_a_guard_that_is_not_heard_any_more_watches_no_more(monkeypatch):
+def test_a_supervisor_that_is_not_heard_any_more_watches_no_more(monkeypatch):
     """But for an idle rank, of which it has nothing to say, and for one that has ended."""
     idle, waits = {**PLACE, "text": ""}, line(1, "still", state="S", **PLACE)
     end = line(3, "moves") + line(3, "ended", code=0, **PLACE)
@@ -152,7 +165,7 @@ def test_a_guard_that_is_not_heard_any_more_watches_no_more(monkeypatch):
         2: (False, True),
     }
     hang = find_hang((0, 1, 2), found, after_s=3, began_s=time.monotonic() - 20)
-    assert hang.words.startswith("Rank 0 does not go on: nothing has been heard of it for 3.5 s.")
+    assert hang.words.startswith("Rank 0 does not go on: no report of it has arrived for 3.5 s.")
     take(reports, line(0, "watches") + line(1, "watches"))
     assert {rank: still.silent for rank, still in reports.find_stalled_ranks().items()} == {1: False, 2: False}
 
