@@ -23,7 +23,7 @@ from mpi4dl_nb.launch.loopback_ranks import LoopbackRanks, SingleThreadRanks
 from mpi4dl_nb.launch.mpi_library import choose_backend
 from mpi4dl_nb.launch.mpi_ranks import MpiRanks
 from mpi4dl_nb.launch.multi_host import HostLost
-from mpi4dl_nb.launch.rank_output import OutputPrinter
+from mpi4dl_nb.launch.process_output import OutputPrinter
 from mpi4dl_nb.owned_ranks import OwnedRanks, count_alive_ranks, get_owned_ranks, watch_notebook
 from mpi4dl_nb.remote_call import Ranks, RemoteCall
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -16,7 +16,6 @@ from engines.graph.model_graph import ModelGraph, TensorSpec
 from engines.graph.trace_cache import TraceCache
 from engines.plan import Plan
 from engines.predict.explain import Explanation, explain
-from engines.predict.forecast import Forecast, compute_throughput
 from engines.predict.machine import Machine
 from engines.predict.search import search
 from engines.train.optimiser_trial import count_states

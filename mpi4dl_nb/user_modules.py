@@ -15,7 +15,7 @@ import site
 import sys
 import sysconfig
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
@@ -82,14 +82,14 @@ class _UserModule:
 class UserModules:
     """Pickles the calls for one group of ranks, and holds what the ranks must `follow`.
 
-    `_held` holds the versions of the modules that these ranks may have imported.
+    `_sent` holds the versions of the modules that these ranks may have imported.
     """
 
     def __init__(self) -> None:
         self._known: dict[str, _UserModule] = {}
-        self._seen: set[str] = set()
-        self._held: dict[str, SourceVersion | None] = {}
-        self._said: set[str] = set()
+        self._checked: set[str] = set()
+        self._sent: dict[str, SourceVersion | None] = {}
+        self._reported: set[str] = set()
         self._refresh()
 
     @property
@@ -123,8 +123,8 @@ class UserModules:
                 f"constant), and it cannot be sent as it is: {error}. Reload what has changed, and restart the ranks: "
                 "cluster.restart()."
             ) from error
-        for name in sorted((used & by_value) - self._said):
-            self._said.add(name)
+        for name in sorted((used & by_value) - self._reported):
+            self._reported.add(name)
             print(
                 f"The module {name}, or one that it uses, is not the one that the ranks have or would import: they "
                 "are sent its functions and classes as this notebook has them.",
@@ -134,13 +134,13 @@ class UserModules:
         # Ranks keep what they import now. If the notebook reloads it later, it differs from theirs.
         for name in used & self._known.keys() - by_value:
             for each in (name, *self._find_dependencies(name)):
-                self._held.setdefault(each, self._known[each].version)
+                self._sent.setdefault(each, self._known[each].version)
         return packed
 
     def _refresh(self) -> None:
         """Record new modules, and update those that were reloaded or whose files have changed."""
-        new = sys.modules.keys() - self._seen
-        self._seen |= new
+        new = sys.modules.keys() - self._checked
+        self._checked |= new
         for name in new:
             if is_user_module(name, module := sys.modules.get(name)):
                 self._known[name] = _UserModule.of(module)
@@ -162,7 +162,7 @@ class UserModules:
             if name in sys.modules
             and (
                 not known.is_as_its_file
-                or self._held.get(name, known.version) != known.version
+                or self._sent.get(name, known.version) != known.version
                 or name.partition(".")[0] in sys.stdlib_module_names  # shadowed by the standard library
             )
         }
@@ -175,7 +175,15 @@ class UserModules:
         return found
 
     def _find_used(self, name: str) -> set[str]:
-        return self._known.keys() & set(_find_owners(vars(self._known[name].module).values()))
+        """Return the modules in which the values of a module are defined."""
+        found = set()
+        for value in list(vars(self._known[name].module).values()):
+            value = value.func if isinstance(value, partial) else value
+            if isinstance(value, ModuleType):
+                found.add(value.__name__)
+            else:
+                found.add(value.__module__ if isinstance(value, FunctionType | type) else type(value).__module__)
+        return self._known.keys() & found
 
     def _find_dependencies(self, name: str) -> set[str]:
         """Return all modules that a rank imports together with this one."""
@@ -184,19 +192,6 @@ class UserModules:
             new = {each for some in new for each in self._find_used(some)} - found
             found |= new
         return found - {name}
-
-
-def _find_owners(values: Iterable[object]) -> Iterator[str]:
-    """Iterate over the modules in which `values` are defined."""
-    for value in list(values):
-        if isinstance(value, partial):
-            value = value.func
-        if isinstance(value, ModuleType):
-            yield value.__name__
-        elif isinstance(value, FunctionType | type):
-            yield value.__module__
-        else:
-            yield type(value).__module__
 
 
 def is_user_module(name: str, module: object) -> bool:
@@ -238,7 +233,7 @@ def _find_loaded_version(file: str, reloaded: bool) -> SourceVersion | None:
     if version is None:
         return None
     if compiled is None:
-        return version if reloaded or version[0] < _get_start_s() * 1e9 else None
+        return version if reloaded or version[0] < psutil.Process().create_time() * 1e9 else None
     return version if compiled == (version[0] // 10**9 & _MOST, version[1] & _MOST) else _ANOTHER
 
 
@@ -286,8 +281,3 @@ def _find_autoreload_ns(name: str) -> int | None:
     if file is None or reloader.modules_mtimes.get(name) != changed_s or reloader.failed.get(file) == changed_s:
         return None
     return os.stat(file).st_mtime_ns  # noqa: PTH116 (as autoreload does)
-
-
-@cache
-def _get_start_s() -> float:
-    return psutil.Process().create_time()

@@ -20,8 +20,7 @@ from engines.comm.device import count_cores
 from engines.errors import PlanError, RankError
 from engines.formatting import format_bytes, format_number
 from mpi4dl_nb.benchmarks.cases import BenchmarkCase, BenchmarkStudy
-from mpi4dl_nb.launch.exec_launcher import make_engine_command
-from mpi4dl_nb.launch.mpi_library import make_mpi_environment
+from mpi4dl_nb.launch.mpi_library import make_engine_command, make_mpi_environment
 
 __all__ = [
     "BenchmarkResults",

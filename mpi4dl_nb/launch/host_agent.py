@@ -40,34 +40,25 @@ def collect_facts(order: dict) -> dict:
 
 def collect_versions(mpiexec: str) -> dict:
     """Return the versions that must be alike on all hosts; our own code is identified by a hash."""
-    found = {"Python": sys.version.split()[0], "code of mpi4dl_nb": _hash_code(), "MPI": _get_mpi_version(mpiexec)}
+    found = {"Python": sys.version.split()[0], "code of mpi4dl_nb": None, "MPI": None}
+    spec = importlib.util.find_spec("engines")
+    if spec is not None and spec.origin:
+        # The version number stays the same while someone works on the code; ranks of two states of it could hang.
+        home, code = Path(spec.origin).parent, hashlib.sha256()
+        for file in sorted(home.rglob("*.py")):
+            code.update(str(file.relative_to(home)).encode() + b"\0" + file.read_bytes())
+        found["code of mpi4dl_nb"] = code.hexdigest()[:12]
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(
+            [mpiexec, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=20, check=False
+        )
+        found["MPI"] = (done.stdout.strip().splitlines() or [None])[0]
     for name in _PACKAGES:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             found[name] = None
     return found
-
-
-def _hash_code():
-    spec = importlib.util.find_spec("engines")
-    if spec is None or not spec.origin:
-        return None
-    # The version number stays the same while someone works on the code; ranks of two states of it could hang.
-    home, mark = Path(spec.origin).parent, hashlib.sha256()
-    for file in sorted(home.rglob("*.py")):
-        mark.update(str(file.relative_to(home)).encode() + b"\0" + file.read_bytes())
-    return mark.hexdigest()[:12]
-
-
-def _get_mpi_version(mpiexec: str):
-    try:
-        done = subprocess.run(
-            [mpiexec, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=20, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return (done.stdout.strip().splitlines() or [None])[0]
 
 
 def find_own_address(towards: str):
@@ -150,15 +141,6 @@ def _send(**what):
     os.write(1, json.dumps(what).encode() + b"\n")
 
 
-def _kill_remaining(home: str) -> None:
-    """Kill the cluster's remaining processes here, which have its folder in their environment."""
-    mark = b"=" + home.encode() + b"\0"
-    for entry in Path("/proc").iterdir() if Path("/proc").is_dir() else ():
-        with contextlib.suppress(OSError):
-            if entry.name.isdigit() and int(entry.name) != os.getpid() and mark in (entry / "environ").read_bytes():
-                os.kill(int(entry.name), signal.SIGKILL)
-
-
 def main() -> None:
     """Serve requests until the input ends or is silent for too long."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # interrupts are for the ranks
@@ -181,7 +163,12 @@ def main() -> None:
     except OSError:
         pass  # the other side is gone
     finally:
-        _kill_remaining(home)
+        # End the cluster's remaining processes here, which have its folder in their environment.
+        mark = b"=" + home.encode() + b"\0"
+        for entry in Path("/proc").iterdir() if Path("/proc").is_dir() else ():
+            with contextlib.suppress(OSError):
+                if entry.name.isdigit() and int(entry.name) != os.getpid() and mark in (entry / "environ").read_bytes():
+                    os.kill(int(entry.name), signal.SIGKILL)
         for folder in (memory, home):
             shutil.rmtree(folder, ignore_errors=True)
 

@@ -242,25 +242,20 @@ def expand_nodes(nodes: str) -> list[str]:
     >>> expand_nodes("node[001-003,7],gpu1")
     ['node001', 'node002', 'node003', 'node7', 'gpu1']
     """
-    parts = _split_nodes(nodes)
-    if not all(parts):
-        raise PlanError(f"{nodes!r} is no list of hosts such as node[001-003,7],gpu1. Name them: hosts=[...].")
-    found = [name for part in parts for name in _expand_part(part, nodes)]
-    return list(dict.fromkeys(found))
-
-
-def _split_nodes(nodes: str) -> list[str]:
-    """Split at commas outside of brackets; an empty part marks unbalanced brackets."""
-    # "node[1-3,7],gpu1" has two parts, "node[1-3,7]" and "gpu1"; "node[1,[2]]" and "node]" have an empty one.
-    parts, at = [], 0
+    # Split at commas outside of brackets: "node[1-3,7],gpu1" has two parts, "node[1-3,7]" and "gpu1". Unbalanced
+    # brackets, as of "node[1,[2]]" and "node]", leave an empty part.
+    parts, at = list[str](), 0
     while at <= len(nodes):
         found = _PARTS.match(nodes, at)
         parts.append(found[0].strip() if "]" not in re.sub(r"\[[^\[\]]*\]", "", found[0]) else "")
         at = found.end()
         if at < len(nodes) and nodes[at] != ",":
-            return [""]
+            parts.append("")
+            break
         at += 1
-    return parts
+    if not all(parts):
+        raise PlanError(f"{nodes!r} is no list of hosts such as node[001-003,7],gpu1. Name them: hosts=[...].")
+    return list(dict.fromkeys(name for part in parts for name in _expand_part(part, nodes)))
 
 
 def _expand_part(part: str, nodes: str) -> Iterator[str]:

@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 
 from engines.comm.device import compute_threads_per_rank, get_memory_bytes
+from engines.comm.start import make_command
 from engines.errors import RankError
 from engines.formatting import format_bytes
 
@@ -25,6 +26,7 @@ __all__ = [
     "find_mpi_library",
     "find_mpiexec",
     "get_home_variable",
+    "make_engine_command",
     "make_mpi_environment",
 ]
 
@@ -181,6 +183,16 @@ def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
 def _get_last_line(output: str) -> str:
     """Return the last non-empty line of a program's output, which in Python is the error."""
     return next((line.strip().rstrip(".") for line in reversed(output.splitlines()) if line.strip()), "it says nothing")
+
+
+def make_engine_command(n: int, *arguments: str) -> list[str]:
+    """Return `mpiexec -n N python -m mpi4py -m engines ARGUMENTS`, unaffected by file names in the working folder.
+
+    Raises RankError if there is no suitable MPI.
+    """
+    program = find_mpiexec()
+    flags = find_mpi_library(program).flags
+    return [program, *flags, "-n", str(n), *make_command("mpi4py", "-m", "engines", *arguments)]
 
 
 # Choose a backend that the machine can support: one MPI process per rank, or threads of the notebook's kernel.

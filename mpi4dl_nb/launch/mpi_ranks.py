@@ -24,8 +24,7 @@ from engines.errors import RankError
 from mpi4dl_nb.launch.hosts import Hosts
 from mpi4dl_nb.launch.mpi_library import MpiLibrary, find_mpi_library, find_mpiexec, make_mpi_environment
 from mpi4dl_nb.launch.multi_host import MultiHost
-from mpi4dl_nb.launch.process_output import CaptureMixin, run_in_loop
-from mpi4dl_nb.launch.rank_output import RankOutput
+from mpi4dl_nb.launch.process_output import CaptureMixin, RankOutput, run_in_loop
 from mpi4dl_nb.launch.reaper_process import Reaper, remove_paths
 from mpi4dl_nb.launch.run_directory import PidFile, RunDirectory, remove_stale_clusters
 from mpi4dl_nb.launch.startup_monitor import (

@@ -1,7 +1,7 @@
 """End a cluster: its processes, found by a marker in their environment, and the folders that it left.
 
-This file is also two programs, started by its path (see `PROGRAM` and exec_launcher.py), so it imports none of our
-modules.
+This file is also two programs, started by its path (see `PROGRAM` and `mpi4dl_nb/__main__.py`), so it imports none
+of our modules.
 """
 
 from __future__ import annotations
@@ -73,18 +73,14 @@ def end_cluster(name: str, others: Iterable[psutil.Process] = ()) -> None:
         # Search again in every round: a process may start children while it is being ended.
         while (left := {*filter(is_running, family)} | {*_find_marked(name)}) and time.monotonic() < deadline:
             for process in left - asked:
-                _terminate(process, force)
+                with contextlib.suppress(psutil.Error):
+                    if force:
+                        process.kill()
+                    else:
+                        process.terminate()
+                        process.resume()  # a stopped process does not handle SIGTERM before it continues
             family, asked = family | left, asked | left
             time.sleep(0.05)
-
-
-def _terminate(process: psutil.Process, force: bool) -> None:
-    with contextlib.suppress(psutil.Error):
-        if force:
-            process.kill()
-        else:
-            process.terminate()
-            process.resume()  # a stopped process does not handle SIGTERM before it continues
 
 
 def _find_marked(name: str) -> Iterator[psutil.Process]:
@@ -183,7 +179,7 @@ _CHECK_S = 1.0
 
 
 # Two processes that look after each other; both must be killed at once to leave a cluster behind, and the next start
-# finds even that one by its record (pid_file.py).
+# finds even that one by its record (run_directory.py).
 #
 #     notebook ── pids to watch, as lines ──> reaper process ── SIGTERM, SIGKILL ──> all with the cluster's MARK
 #        ^  │                                    │   ^

@@ -28,7 +28,7 @@ _FILES_BYTES = 4 << 20  # keys, logs and files of MPI's runtime
 #
 #     home      /tmp/mpi4dl_nb-ab12cd34        connection files with their keys, MPI's session (ompi.*)
 #     memory    /dev/shm/mpi4dl_nb-ab12cd34    the segments through which the ranks send messages
-#     record    .../mpi4dl_nb-ab12cd34.json    the pids of its processes (pid_file.py)
+#     record    .../mpi4dl_nb-ab12cd34.json    the pids of its processes (`PidFile`)
 
 
 @dataclass(frozen=True)

@@ -63,11 +63,12 @@ class Evaluator:
     def compute_scores(self, tensors: Callable[[], Sequence[Mapping[str, object]]]) -> Scores | None:
         """Return the scores over all images; `tensors` returns the ranks' tensors, for a loss that has some."""
         self.training.cluster.call(rank_functions.update_evaluation, self.name)
-        return self.held_out.compute_scores(self._request_predictions, tensors)
 
-    def _request_predictions(self, numbers: Sequence[int]) -> tuple[Mapping[int, str], Sequence[PredictedBatch]]:
-        answers = self.training.cluster.call(rank_functions.predict_held_out, self.name, list(numbers))
-        return answers[0].bad, answers
+        def predict(numbers: Sequence[int]) -> tuple[Mapping[int, str], Sequence[PredictedBatch]]:
+            answers = self.training.cluster.call(rank_functions.predict_held_out, self.name, list(numbers))
+            return answers[0].bad, answers
+
+        return self.held_out.compute_scores(predict, tensors)
 
     def close(self) -> None:
         """Free what the ranks hold for the evaluation. If ranks have died, it is gone already."""

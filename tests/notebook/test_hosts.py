@@ -339,7 +339,7 @@ def test_each_host_has_its_own_share_of_cores_and_its_own_folder(monkeypatch):
             return {"127.0.0.1": ("/tmp/one", "/dev/shm/one"), "127.0.0.2": ("/tmp/two", "/tmp/two")}[host]
 
     networks = {"127.0.0.1": "10.1.0.0/16", "127.0.0.2": "10.2.0.0/16"}
-    across._posts = Told()
+    across._agents = Told()
     across._facts = {host: {"cores": 8, "network": network} for host, network in networks.items()}
     words = " ".join(across.make_engine_flags(["python", "engine"], "id"))
     one, two = words.split(" : ")

@@ -15,7 +15,7 @@ from engines.comm.output import LineBuffer, OutputLine, RankStream, RateLimiter,
 from engines.errors import RankError
 from engines.images.dataset import SyntheticImages
 from mpi4dl_nb import Cluster, Plan, Training
-from mpi4dl_nb.launch.rank_output import OutputPrinter, RankOutput
+from mpi4dl_nb.launch.process_output import OutputPrinter, RankOutput
 
 N = 2
 BACKENDS = ("loopback", "in_turn", "mpi")
