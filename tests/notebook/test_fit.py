@@ -238,7 +238,7 @@ def test_an_interrupt_ends_fit_and_its_workers_and_it_goes_on(ranks, monkeypatch
     second, begin = threading.Event(), mine.cluster.call
 
     def call(function, *arguments, **more):
-        if function.__name__ == "_run_step" and mine.feed_state is not None:
+        if function.__name__ == "step_loop" and mine.feed_state is not None:
             second.set()
         return begin(function, *arguments, **more)
 
@@ -274,7 +274,7 @@ def test_weights_that_only_some_ranks_have_changed_are_told(ranks):
     begin = mine.cluster.call
 
     def call(function, *arguments, **more):
-        if function.__name__ == "_run_step":
+        if function.__name__ == "step_loop":
             begin(change, mine.name)
         return begin(function, *arguments, **more)
 
