@@ -103,9 +103,9 @@ class Cluster:
         self._shown = OutputPrinter(output)
         self._last: RemoteCall | None = None
         self.machine: Machine | None = None
-        # Concurrent calls, from a widget's thread and a cell, would mix their messages. It is reentrant because
-        # `heal` and `resize` call further methods that take it.
-        self._turn = RLock()
+        # Held during each call: concurrent calls, from a widget's thread and a cell, would mix their messages. A caller
+        # holds it where several calls, or a call and what it changes here, are one. So it is reentrant.
+        self.turn = RLock()
 
     @property
     def is_one_process(self) -> bool:
@@ -150,7 +150,7 @@ class Cluster:
         is lost, and `training.load(...)` restores it from a checkpoint. Hosts that do not answer are left out; their
         ranks move to the other hosts, or are dropped (`fewer`). Raises RankError.
         """
-        with self._turn:
+        with self.turn:
             # From the largest loss to the smallest:
             #
             #     a host is silent          drop it, restart all ranks on the others
@@ -188,7 +188,7 @@ class Cluster:
         If `n` changes or a rank has died, all ranks end first, and their state is lost.
         """
         _check_count(n)
-        with self._turn:
+        with self.turn:
             if n != self.n or self.dead or (self._ranks and self._ranks.find_lost_ranks()):
                 self.stop()
             self.n = n
@@ -211,7 +211,7 @@ class Cluster:
         parts = [()] * self.n if per_rank is None else list(per_rank)
         if len(parts) != self.n:
             raise PlanError(f"per_rank has {len(parts)} entries, but the cluster has {self.n} ranks.")
-        with self._turn:
+        with self.turn:
             self._make_ready()
             try:
                 # What is common to all ranks, with the function, is pickled once, and sent to each with its own part.

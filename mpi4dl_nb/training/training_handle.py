@@ -114,11 +114,11 @@ class TrainingHandle:
         recipe, programs = self._sizes[count or count_step_images(self.recipe)]
         whole = prepare_batch(recipe, images, labels)
         parts = [(cut_inputs(program, whole),) for program in programs]
-        with self.explain_loss():
+        with self.cluster.turn, self.explain_loss():  # `steps` is what the ranks have done, whatever thread steps next
             answers = self.cluster.call(
                 rank_functions.step, self.name, len(whole["images"]), self.steps, per_rank=parts
             )
-        self.record_step([report for report, _ in answers])
+            self.record_step([report for report, _ in answers])
         return [stats for _, stats in answers]
 
     @contextmanager

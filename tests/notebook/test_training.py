@@ -9,6 +9,7 @@ import copy
 import itertools
 import math
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -185,6 +186,17 @@ def test_two_trainings_on_one_cluster_do_not_mix(cluster):
     losses = [(one.step(*data[0]), other.step(*data[2])), (one.step(*data[1]), other.step(*data[3]))]
     assert tuple(a for a, _ in losses) == same(alone(unet(), data[:2]).mean_losses)
     assert tuple(b for _, b in losses) == same(alone(unet(), data[2:]).mean_losses)
+
+
+def test_steps_from_several_threads_come_one_after_another(cluster):
+    """Each is a whole step, in some order; the batch is the same, so the losses are those of one thread."""
+    ((images, labels),) = batches(1)
+    first, second = (Training(unet(), TILES, cluster, SHAPE) for _ in range(2))
+    wanted = sorted(first.step(images, labels) for _ in range(6))
+    with ThreadPoolExecutor(3) as threads:
+        losses = [threads.submit(second.step, images, labels) for _ in range(6)]
+        assert sorted(loss.result() for loss in losses) == wanted
+    assert second.steps == 6
 
 
 def test_images_may_be_arrays(cluster):
