@@ -322,7 +322,8 @@ class MpiRanks:
         for rank in self._processes.killed():
             ended.setdefault(self._began_as[rank], RankExit(-signal.SIGKILL))
         if self._has_ended() and not self._ended_with_helper:  # ranks that end later end because of the helper
-            self._launchers[-1].get_output()  # read the supervisors' earlier reports first
+            if self._launchers[-1].poll() is not None:  # while mpiexec runs, its output is read at once
+                self._launchers[-1].get_output()  # read the supervisors' earlier reports first
             ended |= self._reports.ended
             # Name the helper that ended first: the reaper, which may have ended the other one since, knows the order.
             first = self._reaper.get_ended_pids()

@@ -496,19 +496,20 @@ def test_a_helper_that_does_not_go_on_is_named(cluster, helper):
 def test_a_helper_that_ends_is_the_cause_although_a_rank_that_ends_with_it_is_reported_first(cluster, monkeypatch):
     """On a busy machine, the reaper ends the ranks, and a report of that arrives before the notebook has looked."""
     ranks = cluster._ranks
-    controller, mpiexec = ranks._launchers
-    get_output = mpiexec.get_output
+    controller, _ = ranks._launchers
+    poll = controller.poll
 
-    def get_late_output(remove: bool = False) -> str:
-        text, deadline = get_output(), time.monotonic() + 5
-        while not ranks._reaper.get_ended_pids() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        facts = {"rank": 2, "event": "moves"}, {"rank": 2, "event": "ended", "code": -15, "text": "", "for_s": 0}
-        for each in facts:
-            ranks._reports.parse_line(f"{supervisor.MARK}{json.dumps(each)}".encode())
-        return text
+    def poll_late() -> object:
+        code, deadline = poll(), time.monotonic() + 5
+        if code is not None:
+            while not ranks._reaper.get_ended_pids() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            facts = {"rank": 2, "event": "moves"}, {"rank": 2, "event": "ended", "code": -15, "text": "", "for_s": 0}
+            for each in facts:
+                ranks._reports.parse_line(f"{supervisor.MARK}{json.dumps(each)}".encode())
+        return code
 
-    monkeypatch.setattr(mpiexec, "get_output", get_late_output)
+    monkeypatch.setattr(controller, "poll", poll_late)
     told = rf"Rank 0: its process has ended with the controller of the ranks \(process {controller.pid}\)"
     Timer(0.5, os.kill, (controller.pid, signal.SIGTERM)).start()
     with pytest.raises(RankError, match=told) as caught:
