@@ -130,6 +130,10 @@ _BY_VALUE = (
 )
 
 
+_UNCHANGED = tuple(f"aten.{name}." for name in ("contiguous", "flatten", "sum_to_size", "to", "type_as"))
+"""Operators that return their argument itself where it has the wanted shape and type already."""
+
+
 class ExportReader:
     """Reads an exported module without in-place operators into a `ModelGraph`.
 
@@ -172,6 +176,8 @@ class ExportReader:
         specs = {name: make_tensor_spec(tensor) for name, tensor in self.owned.items()}
         # A parameter that forward finds outside the user's module, as in a closure, is a constant: no optimiser has it.
         weights = {name for name, tensor in self.owned.items() if isinstance(tensor, nn.Parameter)} - {*self.constants}
+        if loss:
+            answers = tuple(map(self._find_unchanged, answers))
         made = [index for index, node in enumerate(self.nodes) if node.name in answers]
         if not made:
             raise TraceError("The model answers with its own input: there is nothing to compute.")
@@ -195,6 +201,18 @@ class ExportReader:
         if loss and graph.specs[loss].shape != ():
             raise TraceError(f"The loss must be one number, but its shape is {graph.specs[loss].shape}. Reduce it.")
         return graph
+
+    def _find_unchanged(self, answer: str) -> str:
+        """Return the value of which an answer of the model is an unchanged copy, made by none of its modules."""
+        # `prediction.contiguous()` or `prediction.double()` in a loss may return the prediction itself. The exporter
+        # then calls the result the model's output, although the loss may have read the prediction before, too.
+        nodes = {node.name: node for node in self.nodes}
+        while (node := nodes.get(answer)) and not node.module and node.operator.startswith(_UNCHANGED):
+            before = nodes.get(node.arguments["self"].name)
+            if before is None or before.spec != node.spec:
+                break
+            answer = before.name
+        return answer
 
     def _order_nodes(self) -> Iterator[fx.Node]:
         """Yield the nodes, each `getitem` right after the operator whose outputs it picks."""

@@ -25,6 +25,7 @@ __all__ = [
     "UNGRADED",
     "WRITTEN",
     "describe_location",
+    "drop_broadcasts",
     "find_current_line",
     "find_source_line",
     "get_module_path",
@@ -164,6 +165,25 @@ def _get_attribute(owner: torch.nn.Module, node: fx.Node) -> Any:
 
 def _is_graph(owner: torch.nn.Module, node: fx.Node) -> bool:
     return isinstance(_get_attribute(owner, node), fx.GraphModule)
+
+
+def drop_broadcasts(module: fx.GraphModule) -> fx.GraphModule:
+    """Let readers of `torch.broadcast_tensors` read the tensors that already have the common shape; return the module.
+
+    The module must not write to its values any more.
+    """
+    # `F.mse_loss` and its kind broadcast prediction and labels, mostly of the same shape. PyTorch then returns the very
+    # tensors, and the exporter takes what it returns for the model's output, as if the loss were a part of the model.
+    for node in list(module.graph.nodes):
+        if node.target is torch.ops.aten.broadcast_tensors.default:
+            for item in list(node.users):
+                source = node.args[0][item.args[1]]
+                if source.meta["val"].shape == item.meta["val"].shape:
+                    item.replace_all_uses_with(source)
+                    module.graph.erase_node(item)
+            if not node.users:
+                module.graph.erase_node(node)
+    return module
 
 
 def insert_detaches(module: fx.GraphModule) -> fx.GraphModule:

@@ -145,6 +145,17 @@ def propagate_getitem(a: LossAnalysis, node: Node) -> BatchAggregation | None:
     return make_rows(found, a.find_node_axis(node)) if found.kind is AggregationKind.ROWS else found
 
 
+@aggregates("broadcast_tensors")
+def propagate_broadcast(a: LossAnalysis, node: Node) -> BatchAggregation | None:
+    """Return the aggregation of tensors of one shape, each of which `getitem` reads."""
+    shares = {name: a.resolve_total(name) for name in node.reads}
+    made = CONSTANT.combine(*shares.values())
+    if all(each.kind is AggregationKind.SAME and each.degree == 0 for each in shares.values()):
+        return made
+    aligned = all(each.is_plain for each in shares.values()) and a.find_axis_from_end(shares) is not None
+    return make_rows(made, 0) if aligned else None  # `getitem` finds the axis
+
+
 # Aggregation rules of arithmetic operators: sums, means, products and losses. A rule returns None for unknown.
 
 
@@ -301,7 +312,6 @@ def propagate_class_loss(a: LossAnalysis, node: Node) -> BatchAggregation | None
 @aggregates(
     *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "kl_div", "poisson_nll_loss"),
     *("binary_cross_entropy", "binary_cross_entropy_with_logits", "hinge_embedding_loss", "margin_ranking_loss"),
-    *("multi_margin_loss", "multilabel_margin_loss", "cosine_embedding_loss"),
 )
 def propagate_element_loss(a: LossAnalysis, node: Node) -> BatchAggregation | None:
     """Return the aggregation of an element-wise loss, whose mean divides by the number of elements."""
@@ -311,5 +321,35 @@ def propagate_element_loss(a: LossAnalysis, node: Node) -> BatchAggregation | No
     made, reduction = CONSTANT.combine(*shares.values()), node.arguments["reduction"]
     if reduction == NONE:
         return make_rows(made, a.find_aligned_axis(node, shares))
+    over = frozenset({""}) if reduction == MEAN else frozenset()
+    return replace(made, kind=AggregationKind.SUM, degree=int(reduction == MEAN), over=made.over | over)
+
+
+@aggregates(
+    *("multi_margin_loss", "multilabel_margin_loss", "cosine_embedding_loss", "triplet_margin_loss"),
+    *("pairwise_distance", "cosine_similarity"),
+)
+def propagate_row_loss(a: LossAnalysis, node: Node) -> BatchAggregation | None:
+    """Return the aggregation of a loss or distance that reduces a dimension after the batch, and then means over all.
+
+    One-dimensional scores are the classes of a single image for PyTorch.
+    """
+    shares = {name: a.resolve_total(name) for name in node.reads}
+    weight = node.arguments.get("weight")
+    weights = {weight.name} if isinstance(weight, Ref) else set()
+    made, rows = CONSTANT.combine(*shares.values()), [name for name in shares if name not in weights]
+    if any(shares[name].kind is not AggregationKind.SAME or shares[name].degree for name in weights):
+        return None
+    if any(shares[name].kind is not AggregationKind.ROWS or shares[name].axis or shares[name].degree for name in rows):
+        return None
+    # All have the same number of dimensions but class numbers and signs, of which there is one for each image.
+    counts = {len(a.graph.specs[name].shape) for name in rows}
+    first = len(a.graph.specs[node.reads[0]].shape)
+    takes_images = node.arguments.get("dim", -1) % first == 0  # also where the dimension is the only one
+    if takes_images or counts not in ({first}, {first, 1}):
+        return None
+    reduction = node.arguments.get("reduction", NONE)
+    if reduction == NONE:
+        return make_rows(made, a.find_node_axis(node))
     over = frozenset({""}) if reduction == MEAN else frozenset()
     return replace(made, kind=AggregationKind.SUM, degree=int(reduction == MEAN), over=made.over | over)

@@ -19,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from engines.errors import TraceError
 from engines.graph.constant_propagation import ConstantPropagationMode
 from engines.graph.export_reader import ExportReader, make_tensor_spec
-from engines.graph.exported_nodes import inline_subgraphs, insert_casts, insert_detaches
+from engines.graph.exported_nodes import drop_broadcasts, inline_subgraphs, insert_casts, insert_detaches
 from engines.graph.functionalise import functionalise, remove_dead_nodes
 from engines.graph.model_graph import LOSS, MODEL, ModelGraph, TensorSpec, find_updated_buffers, to_user_name
 from engines.graph.traceability import collect_tensors, get_prediction, make_fake_copy, make_fake_tensor
@@ -119,7 +119,7 @@ def _export(owners: Sequence[Any], specs: Sequence[TensorSpec], precision: str, 
         names = find_first_names(*owners)
         # The order matters: writes within nested graphs are found only after inlining; casts are inserted once no
         # operator writes to its input, since a cast copy would be written instead; detaches then see the casts.
-        plain = functionalise(inline_subgraphs(exported), names)
+        plain = drop_broadcasts(functionalise(inline_subgraphs(exported), names))
         with torch.device(device):
             insert_casts(plain, getattr(torch, precision) if precision in HALF else None, device)
         plain = insert_detaches(remove_dead_nodes(plain))

@@ -30,6 +30,8 @@ EXACT: dict[str, Loss] = {
     "split": lambda p, y: sum(part.square().mean() for part in p.split(1, dim=1)),
     "constant": lambda p, y: p.mean() * 0 + 3.0,
     "count as a number": lambda p, y: p.sum() / p.numel() + p.sum() * (1 / len(y)),
+    "read before and after": lambda p, y: p.square().mean() + p.contiguous().double().mean(),
+    "broadcast": lambda p, y: torch.broadcast_tensors(p, p[:, :1], p.new_ones(8))[1].square().mean(),
     "looked up": lambda p, y: (torch.ones(3, dtype=p.dtype)[y.clamp(min=0)] * p[:, 0]).sum() / (y >= 0).sum(),
 }
 UNKNOWN: dict[str, Loss] = {
@@ -60,6 +62,9 @@ UNKNOWN: dict[str, Loss] = {
     "a mean for each pair": lambda p, y: p.mean().expand(len(y), len(y)).sum(),
     "logarithm of the count": lambda p, y: p.mean() * math.log(len(y) / 2),
     "drawn at random": lambda p, y: p.mean() * torch.rand((), dtype=p.dtype),
+    "images as the classes of one": lambda p, y: F.multilabel_margin_loss(p.mean((1, 2, 3)), y[:, 0, 0].clamp(min=0)),
+    "distance over images": lambda p, y: F.pairwise_distance(p.mean((1, 2, 3)), p.amax((1, 2, 3))),
+    "broadcast to pairs": lambda p, y: torch.broadcast_tensors(p.mean((1, 2)), p.mean((1, 2, 3)))[1].square().mean(),
     "another loss for eight": lambda p, y: p.square().mean() if len(p) == 4 else p.mean(),
 }
 PLAN = Plan(split_size=1, spatial_size=0, parts=2, precision="float64")
