@@ -18,6 +18,7 @@ __all__ = [
     "ReleasedError",
     "TraceError",
     "UnreadableError",
+    "VerifyError",
     "describe_working_folder",
     "is_deleted",
     "make_absolute",
@@ -69,6 +70,10 @@ class DamagedError(CheckpointError):
 
 class UnreadableError(CheckpointError):
     """A checkpoint cannot be read at present, for lack of memory, file handles or permission. It may be intact."""
+
+
+class VerifyError(Mpi4dlError, RuntimeError):
+    """The plain model, to which `verify` compares the ranks, cannot be trained in one process."""
 
 
 class RankError(Mpi4dlError, RuntimeError):

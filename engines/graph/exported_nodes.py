@@ -6,6 +6,7 @@ import itertools
 import linecache
 import operator
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -28,6 +29,7 @@ __all__ = [
     "drop_broadcasts",
     "find_current_line",
     "find_source_line",
+    "find_user_line",
     "get_module_path",
     "inline_subgraphs",
     "insert_casts",
@@ -52,11 +54,16 @@ def get_module_path(node: fx.Node) -> str:
 
 def find_source_line(node: fx.Node) -> str:
     """Return file, line and text of the deepest frame in the user's code; empty if unknown."""
-    lines = (node.meta.get("stack_trace") or "").strip().splitlines()
+    return find_user_line(node.meta.get("stack_trace") or "", _OURS)
+
+
+def find_user_line(frames: str, ours: Sequence[str]) -> str:
+    """Return file, line and text of the last of some formatted frames whose path contains none of `ours`, if any."""
+    lines = frames.strip().splitlines()
     theirs = [
         f"{head.strip().split(', in ')[0].replace('File ', '')}: {text.strip()}"
         for head, text in itertools.pairwise(lines)
-        if head.strip().startswith("File ") and not any(ours in head.split(", in ")[0] for ours in _OURS)
+        if head.strip().startswith("File ") and not any(each in head.split(", in ")[0] for each in ours)
     ]
     return theirs[-1] if theirs else ""
 

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import math
+import re
 import time
+import traceback
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from engines.comm.world import World
+from engines.errors import Mpi4dlError, VerifyError
 from engines.formatting import format_names
+from engines.graph.exported_nodes import find_user_line
 from engines.graph.labels import find_class_count
 from engines.graph.model_graph import TensorSpec
 from engines.program.worker import Inputs
@@ -21,7 +27,15 @@ from engines.train.oracle import ReferenceTraining, TrainingRecord, compare, to_
 from engines.train.rounding import DOUBLE, EXACT, Begin, Key, RoundingCheck, TensorDifference, find_lowest_precision
 from engines.train.training import Loss, RankTraining, Recipe
 
-__all__ = ["TIMES", "compare_records", "make_batches", "record_rank_run", "verify", "with_small_loss_scale"]
+__all__ = [
+    "TIMES",
+    "check_reference",
+    "compare_records",
+    "make_batches",
+    "record_rank_run",
+    "verify",
+    "with_small_loss_scale",
+]
 
 
 # Texts of `verify`: which tensors differ, by how much, and whether that is rounding or a fault.
@@ -67,6 +81,52 @@ def _describe_rounding(rounding: RoundingCheck, where: str) -> list[str]:
 def _describe_key(key: Key) -> str:
     what, step, name = key
     return f"the {what} {name}" + (f" in step {step}" if step else " after all steps")
+
+
+# Texts of `verify` where one process itself fails: what, where in the user's code, and what to do.
+
+
+_OURS = ("/torch/", str(Path(__file__).parents[1]))
+_TYPES = re.compile("same dtype|should be the same|expected scalar type|expected m1 and m2 to have the same")
+
+
+def _run_reference(run: Callable[[], TrainingRecord], dtype: torch.dtype) -> TrainingRecord:
+    """Return the record of one process. Raises VerifyError, with the cause and the user's line, if it fails."""
+    try:
+        return run()
+    except Mpi4dlError:
+        raise
+    except Exception as error:
+        line = find_user_line("".join(traceback.format_tb(error.__traceback__)), _OURS)
+        first, remedy = str(error).strip().partition("\n")[0], ""
+        if "modified by an inplace operation" in first:
+            line, first = line or _find_overwritten_line(run), first.partition(": [")[0]
+            remedy = (
+                " An operation in place, such as y.relu_() or y += 1, overwrites a value that its gradient needs. Ranks "
+                "run it out of place and train the model, but plain PyTorch cannot. Write y = y.relu()."
+            )
+        elif _TYPES.search(first):
+            remedy = (
+                f" verify() converts the model to {str(dtype).removeprefix('torch.')}, which a cast to a fixed type, "
+                "such as x.float(), does not follow. Cast to the type of the next layer instead, as in "
+                "x.to(self.conv.weight.dtype)."
+            )
+        where = f" ({line})" if line else ""
+        raise VerifyError(
+            "The ranks cannot be compared with one process, because the plain model itself fails there: "
+            f"{type(error).__name__}: {first.rstrip('.')}{where}.{remedy}"
+        ) from error
+
+
+def _find_overwritten_line(run: Callable[[], object]) -> str:
+    """Return the user's line that made the value which an operation in place overwrote; empty if unknown."""
+    # The error arises in backward, which has no frame of the user's. In its anomaly mode autograd warns of the forward
+    # call.
+    with torch.autograd.set_detect_anomaly(True, check_nan=False), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with suppress(Exception):
+            run()
+    return next(filter(None, (find_user_line(str(each.message), _OURS) for each in caught)), "")
 
 
 # Train a plan on the ranks and the plain model in one process, and measure how much they differ.
@@ -128,6 +188,24 @@ def verify(world: World, recipe: Recipe, model: nn.Module, loss: Loss, seed: int
     return world.all_gather(answer)[0]  # type: ignore[no-any-return]
 
 
+def check_reference(recipe: Recipe, model: nn.Module, loss: Loss, batches: Sequence[Mapping[str, Tensor]]) -> None:
+    """Raise VerifyError if the plain model cannot be trained on `batches` in one process."""
+    _train_plain_model(recipe, model, loss, torch.float64, lambda process: None, batches)
+
+
+def _train_plain_model(
+    recipe: Recipe, model: nn.Module, loss: Loss, dtype: torch.dtype, begin: Begin, batches: Any
+) -> TrainingRecord:
+    count, whole_loss = recipe.plan.micro_batches, recipe.has_whole_loss
+
+    def run() -> TrainingRecord:
+        return train_reference(
+            model, loss, recipe.optimiser, batches, dtype, recipe.draws, count, recipe.rules, whole_loss, begin
+        )
+
+    return _run_reference(run, dtype)
+
+
 def compare_records(
     recipe: Recipe,
     model: nn.Module,
@@ -146,10 +224,7 @@ def compare_records(
     def run_plain_model(
         dtype: torch.dtype, begin: Begin = lambda process: None, batches: Any = whole
     ) -> TrainingRecord:
-        count, whole_loss = recipe.plan.micro_batches, recipe.has_whole_loss
-        return train_reference(
-            model, loss, recipe.optimiser, batches, dtype, recipe.draws, count, recipe.rules, whole_loss, begin
-        )
+        return _train_plain_model(recipe, model, loss, dtype, begin, batches)
 
     def run_perturbed(
         begin: Begin, meanwhile: AbstractContextManager[object], change: Callable[[Any], Any]

@@ -12,7 +12,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from engines.errors import ImageError, PlanError
+from engines.errors import ImageError, PlanError, RankError
 from engines.images.dataset import LabelledImages
 from engines.images.loader import LoaderOptions
 from engines.inference.tiled_predictor import TiledPrediction
@@ -27,7 +27,7 @@ from engines.train.training import (
     cut_inputs,
 )
 from engines.train.training_events import Scores
-from engines.train.verify import STEPS, compare_records, make_batches, with_small_loss_scale
+from engines.train.verify import STEPS, check_reference, compare_records, make_batches, with_small_loss_scale
 from mpi4dl_nb.draw.figure import Drawing
 from mpi4dl_nb.draw.memory import show_memory
 from mpi4dl_nb.draw.timeline import show_timeline
@@ -209,7 +209,7 @@ class Training(TrainingHandle):
         every loss, gradient, weight and buffer to agree to 1e-10 of its own size, or as closely as one process agrees
         with itself after its weights and images have changed by one unit in the last place; otherwise `why` names what
         differs, and the reason. `ok` is also False if a weight does not move although its gradient and its learning
-        rate are not zero.
+        rate are not zero. Raises VerifyError if the model cannot be trained in one process.
         """
         start_s = time.perf_counter()
         if data is not None:
@@ -227,7 +227,12 @@ class Training(TrainingHandle):
             (recipe.restrict_to_rank(program), [cut_inputs(program, batch) for batch in whole])
             for program in compile_plan(recipe.graph, recipe.plan)
         ]
-        records = self.cluster.call(rank_functions.record_reference, per_rank=work)
+        try:
+            records = self.cluster.call(rank_functions.record_reference, per_rank=work)
+        except RankError as error:
+            if error.remote_traceback:  # the same may be wrong with the model in one process, which is easier to mend
+                check_reference(recipe, self.model, self.loss, whole[:1])
+            raise
         line = compare_records(recipe, self.model, self.loss, whole, records)
         return {**line, "seconds": round(time.perf_counter() - start_s, 2)}
 

@@ -14,12 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from engines.comm.loopback import run_ranks
+from engines.errors import VerifyError
 from engines.plan import Plan
 from engines.program.update import GradientBucket
 from engines.train.oracle import TrainingRecord
 from engines.train.rounding import DOUBLE, RoundingCheck
 from engines.train.training import RankTraining, Recipe, prepare
 from engines.train.verify import compare_records, make_batches, record_rank_run, verify, with_small_loss_scale
+from mpi4dl_nb import Cluster, Training
 
 TILES = Plan(split_size=1, slice_method="2x2", precision="float64")
 STAGES = Plan(split_size=2, spatial_size=1, slice_method="1x2", precision="float64")
@@ -320,3 +322,57 @@ def test_a_running_mean_that_is_zero_in_theory_has_no_size_of_its_own(mean: floa
 
     rounding = RoundingCheck(trained(mean), again, DOUBLE, {}, [trained(mean - off_by)])
     assert [each.key[0] for each in rounding.find_differences()] == found
+
+
+# ---- a model that one process cannot train
+
+
+class FixedType(nn.Module):
+    """An island of float32 whose result a layer reads, which autocast converts, but nothing else does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.body = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 3, 3)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.stem(images)
+        with torch.autocast("cpu", enabled=False):
+            x = x.float().square()
+        return self.body(x).mean((2, 3))
+
+
+class Overwritten(nn.Module):
+    """PyTorch refuses the backward pass: the result of the first operation in place is overwritten."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.body = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 3, 3)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.stem(images)
+        x.relu_()
+        x.clamp_(max=5)
+        return self.body(x).mean((2, 3))
+
+
+@pytest.mark.parametrize(
+    ("model", "precision", "said"),
+    [
+        (FixedType, "float32", r"line \d+: return self\.body\(x\).*to float64.*x\.to\(self\.conv\.weight\.dtype\)"),
+        (FixedType, "bfloat16", r"RuntimeError: .*line \d+: return self\.body\(x\)"),
+        (Overwritten, "float64", r"modified by an inplace operation \(.*line \d+: x\.relu_\(\)\).*y = y\.relu\(\)"),
+    ],
+)
+@pytest.mark.parametrize("same", [False, True], ids=["in float64", "in its precision"])
+def test_a_model_that_one_process_cannot_train_is_refused(
+    model: type[nn.Module], precision: str, said: str, same: bool
+):
+    images, labels = torch.randn(SHAPE), torch.tensor([0, 1, 2, 0])
+    with Cluster(1, backend="loopback") as cluster:
+        training = Training(model(), Plan(split_size=1, spatial_size=0, precision=precision), cluster, SHAPE)
+        assert training.step(images, labels) > 0, "the ranks train it"
+        with pytest.raises(VerifyError, match=said) as caught:
+            training.verify(precision=precision if same else "float64")
+    assert str(caught.value).startswith("The ranks cannot be compared with one process, because the plain model itself")
+    assert "\n" not in str(caught.value)
+    assert "test_verify.py" in str(caught.value)
