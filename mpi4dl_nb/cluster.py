@@ -219,6 +219,7 @@ class Cluster:
             except (TypeError, AttributeError, pickle.PicklingError) as error:
                 name = getattr(function, "__qualname__", repr(function))
                 raise PlanError(f"{name} and its arguments cannot be sent to the ranks: {error}") from error
+            self._shown.begin_call()
             self._last = call = RemoteCall(self._ranks, self._shown.show, self.hang_after_s, self._is_late)
             call.run(common, own)
             if call.failures or call.hang:

@@ -16,6 +16,7 @@ __all__ = ["LineBuffer", "OutputLine", "RankStream", "RateLimiter", "redirect_st
 
 _AT_ONCE, _PER_S = 20_000, 5_000  # characters that may come in a burst, and per second after it
 _EACH, _LONGEST = 100, 4_000  # characters that each line costs besides its own, and the most that are shown of it
+_RESERVE, _RENEWALS = 2_000, 4  # characters for a call after a flood, and how often at once; once a second after that
 _SAY_S = 1.0  # seconds between two notes on dropped lines
 
 
@@ -30,7 +31,7 @@ class OutputLine:
 class RateLimiter:
     """A token bucket for lines: it allows a burst, then a rate per second, and counts dropped lines.
 
-    `times` multiplies the burst and the rate.
+    `times` multiplies the burst, the rate and the reserve of a new call.
 
     >>> meter = RateLimiter(clock=lambda: 0.0)
     >>> sum(meter.allow("0123456789") for _ in range(1_000)), meter.report_dropped()
@@ -38,7 +39,8 @@ class RateLimiter:
     """
 
     def __init__(self, times: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
-        self._most, self._per_s, self._clock = float(times * _AT_ONCE), times * _PER_S, clock
+        self._most, self._per_s, self._reserve = float(times * _AT_ONCE), times * _PER_S, float(times * _RESERVE)
+        self._clock, self._renewals, self._renewed_s = clock, float(_RENEWALS), clock()
         self._room, self._at_s, self._left_out, self._is_full = self._most, clock(), 0, False
         self._said_s = float("-inf")
 
@@ -56,6 +58,16 @@ class RateLimiter:
         self._left_out += not passes
         return passes
 
+    def begin_call(self) -> None:
+        """Let a new call print at least some lines, although calls before it have used up the room."""
+        # A second bucket counts these reserves: a loop of many short calls that print must not flood the page either.
+        now_s = self._clock()
+        self._renewals = min(_RENEWALS, self._renewals + now_s - self._renewed_s)
+        self._renewed_s = now_s
+        if (self._is_full or self._room < self._reserve) and self._renewals >= 1:
+            self._renewals -= 1
+            self._room, self._is_full = max(self._room, self._reserve), False
+
     def report_dropped(self, at_once: bool = False) -> str:
         """Return a note on the lines dropped since the last note; empty if there are none.
 
@@ -65,8 +77,8 @@ class RateLimiter:
             return ""
         count, self._left_out = self._left_out, 0
         self._said_s = self._clock() if count else self._said_s
-        lines = "line" if count == 1 else "lines"
-        return f"... {count:,} {lines} more were left out: a page does not take as many." if count else ""
+        lines = "line more was" if count == 1 else "lines more were"
+        return f"... {count:,} {lines} left out: a page does not take as many." if count else ""
 
 
 class LineBuffer:
@@ -97,7 +109,7 @@ class LineBuffer:
             self._begun[stream] = begun[anew : anew + _LONGEST]
 
     def end(self) -> None:
-        """Emit the incomplete lines."""
+        """Emit the incomplete lines at the end of a call."""
         with self._lock:
             for stream, begun in self._begun.items():
                 self._begun[stream] = ""
@@ -105,6 +117,7 @@ class LineBuffer:
                     self._end_line(stream, begun.strip("\r"))
                 self._more[stream] = 0
             self._emit_note(at_once=True)
+            self._meter.begin_call()  # the next one
 
     def _end_line(self, stream: str, line: str) -> None:
         more, self._more[stream] = self._more[stream], 0

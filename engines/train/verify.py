@@ -102,7 +102,7 @@ def _run_reference(run: Callable[[], TrainingRecord], dtype: torch.dtype) -> Tra
         if "modified by an inplace operation" in first:
             line, first = line or _find_overwritten_line(run), first.partition(": [")[0]
             remedy = (
-                " An operation in place, such as y.relu_() or y += 1, overwrites a value that its gradient needs. Ranks "
+                " An operation in place, such as y.relu_() or y += 1, overwrites a value that a gradient needs. Ranks "
                 "run it out of place and train the model, but plain PyTorch cannot. Write y = y.relu()."
             )
         elif _TYPES.search(first):

@@ -195,6 +195,10 @@ class OutputPrinter:
     def __init__(self, on: bool) -> None:
         self.on, self._meter = on, RateLimiter(_RANKS)
 
+    def begin_call(self) -> None:
+        """Let a new call print some lines, although the last one has used up the room."""
+        self._meter.begin_call()
+
     def show(self, lines: Iterable[tuple[int, OutputLine]]) -> None:
         """Print lines with their ranks. If printing fails, the lines are dropped, and work continues."""
         passed = []

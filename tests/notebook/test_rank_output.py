@@ -204,6 +204,33 @@ def test_a_meter_lets_as_many_pass_as_it_says():
     assert "426 lines" in meter.report_dropped()
 
 
+def test_a_call_after_a_flood_may_print_some_lines_but_a_loop_of_calls_no_flood():
+    now_s = [0.0]
+    meter = RateLimiter(clock=lambda: now_s[0])
+    assert sum(meter.allow("x" * 100) for _ in range(500)) == 100
+    passed = []
+    for now_s[0] in (0.0, 0.1, 0.2, 0.3, 0.35, 0.4):  # the last two have no reserve: it comes back once a second
+        meter.begin_call()
+        passed.append(sum(meter.allow("x" * 100) for _ in range(50)))
+    assert passed == [10, 12, 12, 12, 0, 0]
+    now_s[0] = 1.1
+    meter.begin_call()
+    assert sum(meter.allow("x" * 100) for _ in range(200)) >= 10
+
+
+def test_the_lines_of_the_call_after_a_flood_are_emitted():
+    given: list[OutputLine] = []
+    output = LineBuffer(given.append)
+    output.write("stdout", "0123456789\n" * 2_000)
+    output.end()
+    output.write("stderr", "one warning\n")
+    output.end()
+    assert [line.text for line in given[-2:]] == [
+        "... 1,819 lines more were left out: a page does not take as many.",
+        "one warning",
+    ]
+
+
 def test_parts_become_lines():
     given: list[OutputLine] = []
     output = LineBuffer(given.append)
