@@ -8,6 +8,8 @@ computes in a lower precision, each of its results there changes by an ulp of th
     noise       gradient elements that are zero in theory, and only rounding in fact
     mirrored    one process whose noise has the opposite sign: optimisers that divide by a gradient's size
                 (Adam) move such a weight a full step in a random direction
+    followed    one process whose optimiser gets the ranks' gradients, so that its weights stay where theirs are: for
+                optimisers whose update an ulp decides (orthogonalisation of a gradient without full rank)
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ TIMES = 64
 """Ranks add in another order than one process: their error may be this multiple of the effect of an ulp's change."""
 
 EXACT = 1e-10  # relative to a tensor's own size: an error within it needs no other explanation
+_MOST = 1e-6  # of a tensor's size: an effect of an ulp's change that is larger excuses nothing
 _RUNS = 4  # runs of one process with changes by an ulp, if the first one does not explain all
 Begin = Callable[[ReferenceTraining], None]
 Key = tuple[str, int, str]
@@ -73,12 +76,14 @@ class TensorDifference:
     """A tensor whose error `rel` is too large; `usual` is the effect of an ulp's change. Both are relative.
 
     They are relative to the tensor's own size, or, if that `is_zero`, to that of all tensors of its kind in its step.
+    `follows`: the difference is to the process that follows the ranks, and an ulp's change says nothing of it.
     """
 
     key: Key
     rel: float
     usual: float
     is_zero: bool = False
+    follows: bool = False
 
 
 @dataclass(frozen=True)
@@ -199,7 +204,73 @@ class RoundingCheck:
                 found = self._find_beyond(records, lambda key, off: self._is_usual(key, off, self.nears, 0.0))
             if found and self.noise:
                 found = self._find_beyond(records, self._is_like_mirrored)
+        if found and self.undetermined:
+            found = self._find_beyond(records, self._is_followed, self.followed)
         return sorted(found.values(), key=lambda each: -each.rel / max(each.usual, 1e-16))
+
+    @cached_property
+    def undetermined(self) -> dict[str, float]:
+        """By weight: how far an ulp's change moves the update, relative to it, if that is too far to judge ranks by.
+
+        None of a weight whose first gradient, which no update precedes, does not agree with itself either.
+        """
+        self.ensure_nears(_RUNS)
+        found = {}
+        for (what, step, name), moved in self.oracle.items():
+            first = ("gradient", 1, name)
+            if what == _MOVED and first in self.oracle and not self.is_noise((what, step, name)):
+                far = max(_compute_norm(near[what, step, name] - moved) for near in self.nears)
+                off = max(_compute_norm(near[first] - self.oracle[first]) for near in self.nears)
+                if far > _MOST * _compute_norm(moved) and off <= EXACT * _compute_norm(self.oracle[first]):
+                    found[name] = far / (_compute_norm(moved) or 1.0)
+        return found
+
+    @cached_property
+    def followed(self) -> Mapping[Key, Tensor]:
+        """Quantities of one process whose optimiser gets, in each step, the ranks' gradients in place of its own.
+
+        Its own gradients, from the weights that the ranks have in that step, are those of the result.
+        """
+        # A weight that an ulp moves elsewhere, and all that follows from it, is compared step by step:
+        #
+        #     one process     gradient 1 -- compare, take the ranks' -- optimiser --> weights --> gradient 2 -- ...
+        #     ranks           gradient 1 ------------------------------ optimiser --> weights --> gradient 2 -- ...
+        #
+        # The optimiser computes the same from the same gradient, so that weights are equal again before each step.
+        own: list[dict[str, Tensor]] = []
+
+        def begin(process: ReferenceTraining) -> None:
+            def take_gradients(*_: object) -> None:
+                own.append(process.gradients)
+                for rank in reversed(self.ranks):
+                    for name, gradient in rank.gradients[len(own) - 1].items():
+                        process.weights[name].grad.copy_(gradient)  # type: ignore[union-attr]
+
+            if process.optimiser is not None:
+                process.optimiser.register_step_pre_hook(take_gradients)
+
+        record = self.run(begin, nullcontext(), lambda batch: batch)
+        return _collect_quantities(replace(record, gradients=tuple(own)), self.start)
+
+    def _is_followed(self, key: Key, off: Tensor) -> bool:
+        least = EXACT * _compute_norm(self.followed[key])
+        least = max(least, self._compute_floor(key)) if key[0] == "gradient" else least
+        return _compute_norm(off) <= max(least, self._estimate_storage_error(key, lambda tensor: tensor))
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether ranks were compared with the process that follows them."""
+        return "followed" in self.__dict__
+
+    def compute_followed_error(self) -> float:
+        """Return the largest error of a gradient against the process that follows the ranks, relative to its step."""
+        off = (
+            _compute_norm(mine - self.followed[key]) / (self._sizes[key[:2]] or 1.0)
+            for record in self._records
+            for key, mine in record.items()
+            if key[0] == "gradient"
+        )
+        return max(off, default=0.0)
 
     def find_inexact(self) -> list[Key]:
         """Return the keys whose error only rounding explains."""
@@ -216,18 +287,21 @@ class RoundingCheck:
         return key[2] in self.noise and key[0] in ("gradient", _MOVED) and bool(self.noise[key[2]].all())
 
     def _find_beyond(
-        self, records: Sequence[Mapping[Key, Tensor]], is_right: Callable[[Key, Tensor], bool]
+        self,
+        records: Sequence[Mapping[Key, Tensor]],
+        is_right: Callable[[Key, Tensor], bool],
+        reference: Mapping[Key, Tensor] | None = None,
     ) -> dict[Key, TensorDifference]:
-        found: dict[Key, TensorDifference] = {}
+        wanted, found = reference or self.oracle, dict[Key, TensorDifference]()
         for record in records:
             for key, mine in record.items():
-                if key not in found and not is_right(key, mine - self.oracle[key]):
-                    own = _compute_norm(self.oracle[key])
+                if key not in found and not is_right(key, mine - wanted[key]):
+                    own = _compute_norm(wanted[key])
                     # A tensor that is exactly zero has no size: all tensors of its kind in that step lend theirs.
                     size = own or self._sizes[key[:2]] or 1.0
                     usual = max((_compute_norm(near[key] - self.oracle[key]) for near in self.nears), default=0.0)
                     found[key] = TensorDifference(
-                        key, _compute_norm(mine - self.oracle[key]) / size, usual / size, own == 0
+                        key, _compute_norm(mine - wanted[key]) / size, usual / size, own == 0, reference is not None
                     )
         return found
 
@@ -241,7 +315,7 @@ class RoundingCheck:
         if key[0] in ("loss", "gradient"):
             # Reversed noise may move a norm's statistics far, but a loss that depends on it is chaotic: such a
             # reference must not excuse a fault.
-            may = min(may, max(1e-6, self._slack) * _compute_norm(self.oracle[key]))
+            may = min(may, max(_MOST, self._slack) * _compute_norm(self.oracle[key]))
         return self._is_usual(key, off, [*self.nears, self.mirrored], may)
 
     def _is_usual(self, key: Key, off: Tensor, others: Sequence[Mapping[Key, Tensor]], may: float) -> bool:
@@ -263,7 +337,7 @@ class RoundingCheck:
         # A chaotic reference must not excuse a fault, so that no more than a millionth of the tensor's size is allowed.
         # A tensor that is itself rounding (a running mean that is zero in theory) has no size to compare with.
         least = self._compute_floor(key)
-        ulps = min(TIMES * spread, least if own <= least else max(1e-6, self._slack) * own)
+        ulps = min(TIMES * spread, least if own <= least else max(_MOST, self._slack) * own)
         stored = self._estimate_storage_error(key, lambda tensor: self._select_real(key, tensor))
         if not _compute_norm(self._select_real(key, off)) <= max(EXACT * own, ulps, may, stored):
             return False

@@ -324,6 +324,75 @@ def test_a_running_mean_that_is_zero_in_theory_has_no_size_of_its_own(mean: floa
     assert [each.key[0] for each in rounding.find_differences()] == found
 
 
+# ---- an update that rounding decides
+
+
+class Orthogonal(torch.optim.Optimizer):
+    """Moves each matrix by the nearest orthogonal one, which its gradient determines only if it has full rank."""
+
+    def __init__(self, params: Any, lr: float = 0.02) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for weight in group["params"]:
+                moved = weight.grad
+                if weight.ndim > 1:
+                    u, _, v = torch.linalg.svd(weight.grad.flatten(1), full_matrices=False)
+                    moved = (u @ v).view_as(weight)
+                weight.sub_(moved, alpha=group["lr"])
+
+
+def wide() -> nn.Sequential:
+    """Four images determine no more than four of five directions of the gradient of the first linear layer."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 3),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("plan", [TILES, STAGES], ids=["tiles", "stages"])
+def test_an_update_that_rounding_decides_is_judged_by_the_ranks_own_gradients(plan: Plan):
+    model, recipe = wide(), given(wide(), plan, Orthogonal)
+    whole = make_batches(recipe, seed=0)
+    records = records_of(recipe, whole)
+    judged = partial(compare_records, recipe, model, LOSS, whole)
+    proof = judged(records)
+    assert proof["params_rel"] > 1e-3, "the matter of this test"
+    assert proof["loss_rel"] > 1e-9, "the matter of this test"
+    assert proof["ok"], proof
+    assert re.match(r"The optimiser's update of .*4\.weight.* is not determined by the gradient", proof["why"])
+    assert re.search(r"gradients agree to \de-1[4-7] in every step", proof["why"])
+    for name, _ in model.named_parameters():
+        last = [replace(r, gradients=(*r.gradients[:2], with_gradient(r, name, off).gradients[2])) for r in records]
+        for wrong in (
+            [with_gradient(record, name, off) for record in records],
+            last,
+            [with_weight(record, name, lambda weight: weight * (1 + 1e-8)) for record in records],
+        ):
+            found = judged(wrong)
+            assert not found["ok"], name
+            assert found["why"].startswith("This is a fault, not rounding: the ")
+            assert "compared with one process that updates its weights with the ranks' gradients" in found["why"]
+
+
+def test_ranks_that_add_up_wrongly_by_1e_9_before_such_an_update(monkeypatch: pytest.MonkeyPatch):
+    finish = GradientBucket.finish
+
+    def finish_wrong(self: GradientBucket) -> None:
+        finish(self)
+        self.shared[0].grad.mul_(1 + 1e-9)
+
+    assert verified(wide(), TILES, Orthogonal)["ok"]
+    monkeypatch.setattr(GradientBucket, "finish", finish_wrong)
+    proof = verified(wide(), TILES, Orthogonal)
+    assert not proof["ok"]
+    assert "gradient" in proof["why"]
+    assert "off by 1.0e-09 of its size" in proof["why"]
+
+
 # ---- a model that one process cannot train
 
 
