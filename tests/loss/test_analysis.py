@@ -64,7 +64,9 @@ UNKNOWN: dict[str, Loss] = {
     "drawn at random": lambda p, y: p.mean() * torch.rand((), dtype=p.dtype),
     "images as the classes of one": lambda p, y: F.multilabel_margin_loss(p.mean((1, 2, 3)), y[:, 0, 0].clamp(min=0)),
     "distance over images": lambda p, y: F.pairwise_distance(p.mean((1, 2, 3)), p.amax((1, 2, 3))),
-    "broadcast to pairs": lambda p, y: torch.broadcast_tensors(p.mean((1, 2)), p.mean((1, 2, 3)))[1].square().mean(),
+    "broadcast to pairs": lambda p, y: (
+        torch.sub(*torch.broadcast_tensors(p.mean((2, 3))[:, :1], p.mean((1, 2, 3)))).square().mean()
+    ),
     "another loss for eight": lambda p, y: p.square().mean() if len(p) == 4 else p.mean(),
 }
 PLAN = Plan(split_size=1, spatial_size=0, parts=2, precision="float64")
