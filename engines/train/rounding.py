@@ -212,17 +212,18 @@ class RoundingCheck:
     def undetermined(self) -> dict[str, float]:
         """By weight: how far an ulp's change moves the update, relative to it, if that is too far to judge ranks by.
 
-        None of a weight whose first gradient, which no update precedes, does not agree with itself either.
+        Only of weights whose first gradient, which no update precedes, is not zero in theory and agrees with itself.
         """
         self.ensure_nears(_RUNS)
         found = {}
         for (what, step, name), moved in self.oracle.items():
             first = ("gradient", 1, name)
-            if what == _MOVED and first in self.oracle and not self.is_noise((what, step, name)):
+            if what == _MOVED and first in self.oracle:
+                size, gradient = _compute_norm(moved), _compute_norm(self.oracle[first])
                 far = max(_compute_norm(near[what, step, name] - moved) for near in self.nears)
                 off = max(_compute_norm(near[first] - self.oracle[first]) for near in self.nears)
-                if far > _MOST * _compute_norm(moved) and off <= EXACT * _compute_norm(self.oracle[first]):
-                    found[name] = far / (_compute_norm(moved) or 1.0)
+                if far > _MOST * size > 0 and off <= EXACT * gradient and gradient > self._compute_floor(first):
+                    found[name] = far / size
         return found
 
     @cached_property

@@ -12,7 +12,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from engines.errors import ImageError, PlanError, RankError
+from engines.errors import ImageError, PlanError, RankError, TraceError
 from engines.images.dataset import LabelledImages
 from engines.images.loader import LoaderOptions
 from engines.inference.tiled_predictor import TiledPrediction
@@ -216,7 +216,11 @@ class Training(TrainingHandle):
             check_batches(data)
         # The ranks run the same plan as here, but in float64, in which a wrong halo or a sum that counts a pixel twice
         # cannot hide behind rounding.
-        recipe = with_small_loss_scale(self._prepare(replace(self.plan, precision=precision)))
+        try:
+            recipe = with_small_loss_scale(self._prepare(replace(self.plan, precision=precision)))
+        except TraceError:  # a model that cannot be converted: one process names the user's line
+            check_reference(self.recipe, self.model, self.loss, make_batches(self.recipe, seed, steps=1))
+            raise
         if data is None:
             whole = make_batches(recipe, seed)
         else:
