@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from io import StringIO
@@ -49,10 +50,12 @@ def table_images(
     `size` is the (height, width) in pixels that all images are scaled or cropped to, as `fit` says (None: unchanged);
     see `ExampleImages` for these and `threshold`.
 
-    If all labels are non-negative integers, they are the class numbers. Otherwise they are names, and the classes are
-    `names`, such as those of the table that a model was trained on, or else the sorted labels. Masks have `classes`
-    classes, or two with a `threshold`. Pixels whose number is in `ignore`, such as 255 for void, have no class: their
-    label is the `ignore_index` of the loss (PyTorch's default is -100). A loss that ignores no label is refused.
+    If all labels are non-negative whole numbers, they are the class numbers, by value: 2, 2.0 and 2e0 are class 2. If
+    none is a number, they are names, and the classes are `names`, such as those of the table that a model was trained
+    on, or else the sorted labels. Any others (words beside numbers, -1, 0.5) need `names`: their order is not clear.
+    Masks have `classes` classes, or two with a `threshold`. Pixels whose number is in `ignore`, such as 255 for void,
+    have no class: their label is the `ignore_index` of the loss (PyTorch's default is -100). A loss that ignores no
+    label is refused.
     A table may come from an untrusted source: after following links, its files must be inside the folder `within`,
     by default the table's own.
     Raises ImageError, naming the table, its lines and the reasons, if a file is missing or a line is invalid. Unless
@@ -91,7 +94,7 @@ def table_images(
                 "a pixel is of class 1 and not 0 (threshold=)."
             )
         masks = classes or 2
-    labels = {name: number for number, name in enumerate(names)}
+    labels = _number_labels({label for _, _, label in drafts}, names)
     for line, example, label in drafts:
         try:
             if label and label not in labels:
@@ -220,10 +223,43 @@ def _parse_numbers(text: str, what: str, count: int) -> list[int]:
     return numbers
 
 
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
+
+
+def _parse_class(label: str) -> int | None:
+    """Return the class number that a label is, in any spelling (7, 07, 7.0, 7e0); None if it is none.
+
+    >>> [_parse_class(label) for label in ("12", "2.0", "1e1", "0.5", "-1", "ill")]
+    [12, 2, 10, None, None, None]
+    """
+    # pandas writes whole numbers with a ".0" if the column has held a missing value.
+    value = float(label) if _NUMBER.fullmatch(label) else -1.0
+    value = min(value, 2.0**53)  # from which on floats skip whole numbers: no class number, however large
+    return int(value) if value.is_integer() and value >= 0 else None
+
+
 def _make_class_names(table: Path, labels: set[str]) -> list[str]:
-    """Return the class names, in order: the sorted labels, or "0" to the highest if all labels are numbers."""
-    if not all(label.isascii() and label.isdigit() for label in labels):
+    """Return the class names, in order: the sorted labels, or "0" to the highest if all labels are class numbers.
+
+    Raises ImageError if the labels have no clear order: some are numbers, but not all of them are class numbers.
+    """
+    if not any(_NUMBER.fullmatch(label) for label in labels):
         return sorted(labels)
-    if labels and len(longest := max(labels, key=len)) > len(str(_MOST_CLASSES)):
-        raise ImageError(f"{table}: the label {longest:.20} is no class number: they go from 0 to {_MOST_CLASSES}.")
-    return [str(number) for number in range(1 + max(map(int, labels), default=-1))]
+    classes = {label: _parse_class(label) for label in labels}
+    if large := [label for label, number in classes.items() if number is not None and number > _MOST_CLASSES]:
+        raise ImageError(f"{table}: the label {large[0]:.20} is no class number: they go from 0 to {_MOST_CLASSES}.")
+    if others := sorted(label for label, number in classes.items() if number is None):
+        told = ", ".join(f"{label:.20}" for label in others[:_TOLD]) + ", ..." * (len(others) > _TOLD)
+        raise ImageError(
+            f"{table}: some labels are numbers, but {len(others)} of {len(labels)} different ones are no class numbers "
+            f"({told}), so that the order of the classes is not clear. Number all classes from 0, or give all labels "
+            "in their order: names=(...)."
+        )
+    return [str(number) for number in range(1 + max(number for number in classes.values() if number is not None))]
+
+
+def _number_labels(labels: set[str], names: Sequence[str]) -> dict[str, int]:
+    """Return the class of each label that is one of `names`, or the same number in another spelling."""
+    known = {name: number for number, name in enumerate(names)}
+    other = {label: str(_parse_class(label)) for label in labels - known.keys()}
+    return known | {label: known[name] for label, name in other.items() if name in known}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -62,6 +63,33 @@ def test_numbers_are_classes_and_names_are_sorted(folder: Path):
     names = table(folder, "path,label\nimages/a.png,b10\nimages/b.png,b9\n")
     images = table_images(names, SIZE)
     assert (images.names, [images.label(0), images.label(1)]) == (("b10", "b9"), [0, 1])
+
+
+def label_table(folder: Path, labels: Sequence[str], **options) -> list[int]:
+    lines = "\n".join(f"images/a.png,{label}" for label in labels)
+    images = table_images(table(folder, f"path,label\n{lines}\n"), SIZE, **options)
+    return [images.label(index) for index in range(len(images))]
+
+
+def test_class_numbers_are_read_by_value(folder: Path):
+    """pandas writes 0.0 ... 11.0 where a column has held a missing value; sorted as text, 2.0 was class 4."""
+    assert label_table(folder, [f"{number}.0" for number in range(12)]) == list(range(12))
+    assert label_table(folder, ["1e1", " 3 ", "2.", "07", "+1", "0"]) == [10, 3, 2, 7, 1, 0]
+    names = tuple(map(str, range(12)))  # of the table that the model was trained on
+    assert label_table(folder, ["2.0", "11"], names=names) == [2, 11]
+
+
+@pytest.mark.parametrize("labels", [("0", "ill", "1"), ("-1", "1"), ("0.5", "1"), ("0", "nan"), ("0", "²")], ids=str)
+def test_numbers_that_are_no_classes_need_an_order(labels: tuple[str, ...], folder: Path):
+    with pytest.raises(ImageError, match=r"some labels are numbers, but 1 of . different ones .*names=\(\.\.\.\)"):
+        label_table(folder, labels)
+    assert label_table(folder, labels, names=labels) == list(range(len(labels)))
+
+
+@pytest.mark.parametrize("label", ["100000", "1e9", "9" * 400])
+def test_a_class_number_has_a_limit(label: str, folder: Path):
+    with pytest.raises(ImageError, match="is no class number: they go from 0 to 99999"):
+        label_table(folder, ["0", label])
 
 
 def test_held_out_tables_have_the_classes_of_the_model(folder: Path):
