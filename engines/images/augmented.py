@@ -12,7 +12,7 @@ from skimage.color import hed_from_rgb, rgb_from_hed
 from torch import Tensor
 
 from engines.errors import ImageError
-from engines.images.dataset import LabelledImages, Subset, to_network_input
+from engines.images.dataset import LabelledImages, Subset, parse_image_size, to_network_input
 from engines.spatial.rng import sample_uniform
 from engines.spatial.tiles import Span, Tile
 
@@ -87,6 +87,7 @@ class Augmented(Subset):
             raise ImageError(f"There is no augmentation {unknown[0]!r}. Choose among {', '.join(KINDS)}.")
         if not (0 <= stain < 1 and 0 <= light < 1):
             raise ImageError(f"stain={stain} and light={light} are shares: use numbers from 0 to less than 1.")
+        size = size if size is None else parse_image_size(size)
         super().__init__(images, range(len(images)))
         self.kinds, self.size, self.stain, self.light = frozenset(kinds), size, stain, light
 

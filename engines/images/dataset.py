@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
+from operator import index as to_int
 
 import numpy as np
 import torch
@@ -23,8 +24,10 @@ __all__ = [
     "LabelledImages",
     "Subset",
     "SyntheticImages",
+    "check_channels",
     "check_ignored",
     "find_ignored_label",
+    "parse_image_size",
     "shuffle_indices",
     "split_by_slide",
     "split_indices",
@@ -42,6 +45,7 @@ class LabelledImages(ABC):
     """
 
     classes: int  # the number of classes
+    channels: int | None = None  # of what `part` returns; None: unknown before an image is read
     ignore: Sequence[int] = ()  # the numbers in masks that stand for no class
 
     @abstractmethod
@@ -88,6 +92,36 @@ def shuffle_indices(count: int, seed: int, epoch: int) -> Sequence[int]:
     random = torch.Generator().manual_seed(compute_step_seed(seed, epoch))
     order: list[int] = torch.randperm(count, generator=random).tolist()
     return order
+
+
+def parse_image_size(size: object) -> tuple[int, int]:
+    """Return (height, width) in pixels as whole numbers. Raises ImageError if it is no such pair.
+
+    >>> parse_image_size([32, 48])
+    (32, 48)
+    """
+    try:
+        height, width = size  # type: ignore[misc]
+        found = to_int(height), to_int(width)
+    except (TypeError, ValueError):
+        found = 0, 0
+    if min(found) < 1:
+        remedy = f"size=({size}, {size})" if isinstance(size, int) and size > 0 else "size=(32, 48)"
+        raise ImageError(
+            f"size={size!r} must be (height, width), two whole numbers of pixels, to which all images are brought: "
+            f"such as {remedy}."
+        )
+    return found
+
+
+def check_channels(images: LabelledImages, channels: int) -> None:
+    """Raise ImageError if a model takes images of another number of channels than these have."""
+    of_images = getattr(images, "channels", None)
+    if of_images not in (None, channels):
+        raise ImageError(
+            f"The images have {of_images} channels (red, green, blue; grey ones too), but the training was made for "
+            f"{channels}. Give the model {of_images} input channels, and image_shape=(N, {of_images}, H, W)."
+        )
 
 
 def to_network_input(pixels: Pixels) -> Tensor:
@@ -158,8 +192,10 @@ class SyntheticImages(LabelledImages):
     True
     """
 
+    channels = 3
+
     def __init__(self, count: int, size: tuple[int, int], classes: int, seed: int = 0) -> None:
-        self.count, self.size, self.classes, self.seed = count, size, classes, seed
+        self.count, self.size, self.classes, self.seed = count, parse_image_size(size), classes, seed
 
     def __len__(self) -> int:
         return self.count
@@ -239,6 +275,7 @@ class Subset(LabelledImages):
             raise ImageError(f"There is no image {wrong[0]} among {len(images)}: they go from 0 to {len(images) - 1}.")
         self.images, self.numbers = images, tuple(numbers)
         self.classes, self.ignore = images.classes, getattr(images, "ignore", ())
+        self.channels = getattr(images, "channels", None)
 
     def __len__(self) -> int:
         return len(self.numbers)

@@ -12,7 +12,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engines.errors import ImageError
-from engines.images.dataset import IGNORED, LabelledImages, Subset, split_by_slide, to_network_input
+from engines.images.dataset import (
+    IGNORED,
+    LabelledImages,
+    Subset,
+    parse_image_size,
+    split_by_slide,
+    to_network_input,
+)
 from engines.images.mask_file import Ignore, MaskFile, parse_ignored_numbers, read_mask_shape
 from engines.images.picture import Picture, Pixels, crop_picture, open_cached, read_shape
 from engines.spatial.tiles import Span, Tile
@@ -101,6 +108,7 @@ FITS = ("scale", "crop")
 """How images are brought to one size: scaled regardless of aspect ratio, or cropped in the centre and padded white."""
 
 _TOLD = 5  # bad images that an error lists; further ones are only counted
+_SHOWN = 20  # classes in a repr
 
 
 class ExampleImages(LabelledImages):
@@ -109,6 +117,8 @@ class ExampleImages(LabelledImages):
     Images are read lazily, and only the requested pixels. Without `size` each image keeps its own, for random crops.
     `mask_classes`, `threshold` and `ignore` apply to the masks, if there are any (see `MaskFile`).
     """
+
+    channels = 3
 
     def __init__(
         self,
@@ -120,12 +130,19 @@ class ExampleImages(LabelledImages):
         threshold: int | None = None,
         ignore: Ignore = None,
     ) -> None:
+        size = size if size is None else parse_image_size(size)
         if fit not in FITS:
             raise ImageError(f"fit={fit!r} is unknown. Choose one of {', '.join(FITS)}.")
         self.examples, self.names, self.size = tuple(examples), tuple(names), size
         self.fit, self.mask_classes, self.threshold = fit, mask_classes, threshold
         # Those of the masks if there are any, else of the labels, whether or not an image has them.
         self.classes, self.ignore = mask_classes or len(names), parse_ignored_numbers(ignore)
+
+    def __repr__(self) -> str:
+        size = "of their own sizes" if self.size is None else f"of {self.size[0]} x {self.size[1]} px ({self.fit})"
+        some = ", ".join(f"{number}: {name}" for number, name in enumerate(self.names[:_SHOWN]))
+        more = ", ..." * (len(self.names) > _SHOWN)
+        return f"<{len(self)} images {size}, {self.classes} classes: {some}{more}>"
 
     def __len__(self) -> int:
         return len(self.examples)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from os import PathLike
 from pathlib import Path
 
@@ -21,7 +22,19 @@ _OF_SLIDES = (".svs", ".ndpi", ".scn", ".mrxs", ".bif", ".svslide", ".dcm", ".cz
 ENDINGS = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".btf", *_OF_SLIDES, _ZARR)
 """The endings of files that are treated as pictures."""
 
+_UNREAD = (
+    *(".webp", ".bmp", ".gif", ".jp2", ".j2k", ".jpe", ".jfif", ".avif", ".heic", ".heif", ".jxl", ".ppm", ".pgm"),
+    *(".pbm", ".pnm", ".tga", ".psd", ".dib", ".ico", ".svg", ".npy", ".npz", ".nii", ".vms", ".lif", ".nd2", ".vsi"),
+    *(".zvi", ".oib", ".oif", ".mha", ".mhd", ".nrrd", ".exr", ".hdr", ".qptiff"),
+)
+"""Endings of pictures in formats that are not read."""
+
+_SPLITS = ("train", "training", "val", "valid", "validation", "dev", "test", "testing", "eval", "held_out", "holdout")
+"""Names of folders that hold a share of a data set, and not a class."""
+
 _WAY = "Put the pictures of each class into a folder of its own: CLASS/PICTURE.png or CLASS/SLIDE/PICTURE.png."
+
+_TOLD = 5  # names that a message lists
 
 _OF_SYSTEMS = ("__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "lost+found")
 """Folders that archives, network drives and operating systems create."""
@@ -38,7 +51,10 @@ def folder_images(
     Folders with the same name SLIDE hold parts of one slide, whatever their class; a picture in no such folder is a
     slide of its own. `names` are the classes of a related set of images, such as those that a model was trained on.
     Hidden files and folders (`.name`, `._name` of a Mac) and those that systems add, such as `__MACOSX`, are ignored.
-    Raises ImageError, naming the folders, if some have no pictures or are no classes in `names`.
+    Names are sorted as text, as torchvision's ImageFolder sorts them: of the folders 0, 1, 10, 2, class 2 is "10".
+    Warns if numbers would have another order, and of pictures that are left out since their format or place is unknown.
+    Raises ImageError, naming the folders, if some have no pictures or are no classes in `names`, or if they are shares
+    of a data set (`train`, `val`) with the folders of classes inside.
 
     >>> import tempfile
     >>> from pathlib import Path
@@ -56,29 +72,84 @@ def folder_images(
     if not folder.is_dir():
         raise ImageError(
             f"{folder} is not a folder (looked for in {describe_working_folder()}). "
-            "Give the --datapath of a folder that has a folder of pictures for each class."
+            "Give a folder that has a folder of pictures for each class."
         )
     there = tuple(path.name for path in _list_folders(folder))
+    if names is None:
+        _check_no_split(folder, there)
     unknown = sorted(set(there) - set(there if names is None else names))
     if unknown:
         raise ImageError(f"{folder} has folders of other classes than {', '.join(names or ())}: {', '.join(unknown)}.")
     found: dict[str, list[tuple[Path, str]]] = {}  # the pictures of each class, with the names of their slides
+    left_out = list_pictures(folder)
     for name in there:
         found[name] = [(path, str(path)) for path in list_pictures(folder / name)]
+        left_out += _list_unread(folder / name)
         for slide in _list_folders(folder / name):
             found[name] += [(path, slide.name) for path in list_pictures(slide)]
+            left_out += _list_unread(slide)
+            left_out += [path for deeper in _list_folders(slide) for path in list_pictures(deeper)]
     if not there:
         raise ImageError(f"{folder} has no folders. {_WAY}")
     if empty := [name for name in there if not found[name]]:
         raise ImageError(
             f"{folder} has {len(there)} folders, and no picture in these of them: {', '.join(empty)} (no file that "
-            f"ends in {', '.join(ENDINGS)}; hidden ones do not count). {_WAY} Take folders away that are no class."
+            f"ends in {', '.join(ENDINGS)}; hidden ones do not count). {_describe_left_out(left_out)}{_WAY} Take "
+            "folders away that are no class."
+        )
+    if left_out:
+        used = sum(map(len, found.values()))
+        warnings.warn(f"{folder}: {used} pictures are used. {_describe_left_out(left_out)}".rstrip(), stacklevel=2)
+    if names is None and (numeric := _sort_numbers(there)) != there:
+        place = next(place for place, pair in enumerate(zip(there, numeric, strict=True)) if len(set(pair)) > 1)
+        warnings.warn(
+            f"{folder}: the class folders are numbers, but sorted as text, as torchvision sorts them: class {place} is "
+            f"the folder {there[place]}, not {numeric[place]}. Give names= in the order of the numbers, or leave it.",
+            stacklevel=2,
         )
     classes = names or there
     examples = [
         Example(path, classes.index(name), slide=slide) for name, files in found.items() for path, slide in files
     ]
     return ExampleImages(examples, classes, size, fit)
+
+
+def _check_no_split(folder: Path, there: Sequence[str]) -> None:
+    """Raise ImageError if the folders are shares of a data set, with the folders of the classes inside."""
+    classes = [path.name for name in there if name.lower() in _SPLITS for path in _list_folders(folder / name)]
+    if classes and all(name.lower() in _SPLITS for name in there):
+        first = next((name for name in there if name.lower().startswith("train")), there[0])
+        raise ImageError(
+            f"{folder} has the folders {', '.join(there)}, which are shares of a data set and no classes; those are "
+            f"inside: {', '.join(dict.fromkeys(classes[:_TOLD]))}. Give one share to train with, such as "
+            f"{folder / first}, and another one to fit(..., held_out=folder_images(...)). If they are the classes, "
+            f"say so: names={tuple(there)}."
+        )
+
+
+def _sort_numbers(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return names that are all whole numbers in the order of the numbers; others as they are."""
+    return tuple(sorted(names, key=int)) if all(name.isascii() and name.isdecimal() for name in names) else names
+
+
+def _describe_left_out(paths: Sequence[Path]) -> str:
+    """Return a sentence for each reason for which pictures are left out; empty without any, else with a space after."""
+    misplaced = [path for path in paths if path.suffix.lower() in ENDINGS]
+    unread = Counter(path.suffix.lower() for path in paths if path.suffix.lower() not in ENDINGS)
+    text = ""
+    if unread:
+        counts = ", ".join(f"{count} {ending}" for ending, count in sorted(unread.items()))
+        text = f"{unread.total()} others are of formats that are not read ({counts}): save them as PNG or TIFF. "
+    if misplaced:
+        text += (
+            f"{len(misplaced)} others are left out, as they are neither in CLASS/ nor in CLASS/SLIDE/: "
+            f"{', '.join(map(str, misplaced[:_TOLD]))}. "
+        )
+    return text
+
+
+def _list_unread(folder: Path) -> list[Path]:
+    return [path for path in _list_visible(folder) if path.suffix.lower() in _UNREAD]
 
 
 def _list_folders(folder: Path) -> list[Path]:

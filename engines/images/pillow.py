@@ -38,6 +38,7 @@ __all__ = [
     "allow_any_size",
     "check_decoding",
     "count_jpeg_scans",
+    "is_animated",
     "map_row_bands",
     "read_whole_file",
 ]
@@ -121,6 +122,11 @@ def _decode(path: Path, page: int) -> Pixels:
         return map_row_bands(image, lambda band: np.array(band.convert("RGB")))
 
 
+def is_animated(image: Image.Image) -> bool:
+    """Return whether a PNG image is an animation. (Further pictures in a JPEG are previews or depths of the first.)"""
+    return image.format == "PNG" and bool(getattr(image, "is_animated", False))
+
+
 def read_whole_file(path: Path) -> bytes:
     """Return a file's bytes. From these, unlike from a file, a decoder never allocates more than there are.
 
@@ -135,9 +141,11 @@ def read_whole_file(path: Path) -> bytes:
 def check_decoding(path: Path, image: Image.Image, data: bytes, result_bytes: int) -> None:
     """Raise ImageError if decoding an image to `result_bytes` per pixel would take too much time or memory.
 
-    Pillow holds one byte per grey pixel and four per colour pixel; libjpeg six more for progressive files; libtiff a
-    strip or a tile, which may be the whole image.
+    An animation is refused too. Pillow holds one byte per grey pixel and four per colour pixel; libjpeg six more for
+    progressive files; libtiff a strip or a tile, which may be the whole image.
     """
+    if is_animated(image):
+        raise ImageError(f"{path} is an animation of several pictures. Save the one you want by itself.")
     rows, cols = image.height, image.width
     # The most pixels that a format stores per byte of file. JPEG needs at least a bit per block of 8 x 8 (T.81, F.1.2);
     # deflate, in a PNG, packs 258 bytes into 2 bits (RFC 1951).

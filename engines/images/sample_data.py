@@ -151,6 +151,7 @@ class CifarImages(LabelledImages):
     """Batches of (N, 3072) bytes, all red before all green before all blue, with (N,) classes; scaled when read."""
 
     classes = _CLASSES
+    channels = 3
 
     def __init__(self, batches: list[tuple[Bytes, Bytes]], size: tuple[int, int]) -> None:
         self.size = size

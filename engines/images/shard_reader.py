@@ -252,7 +252,7 @@ class ShardReader:
     def fetch(self, piece: ReadRequest) -> Tensor:
         """Read one piece: (3, h, w), (h, w) or (). Thread-safe.
 
-        Raises ImageError if it cannot be read, or the image has another size than the training.
+        Raises ImageError if it cannot be read, or the image has another size or number of channels than the training.
         """
         if piece.tile is None:
             return torch.tensor(self.images.label(piece.index))
@@ -262,7 +262,14 @@ class ShardReader:
                 f"{self.size[0]} x {self.size[1]}. Have the images scaled or cut to that size (size=)."
             )
         if piece.name == "images":
-            return self.images.part(piece.index, piece.tile, piece.draw)
+            pixels = self.images.part(piece.index, piece.tile, piece.draw)
+            wanted = self.specs["images"].shape[1]
+            if len(pixels) != wanted:  # one channel would be copied into each of three without an error
+                raise ImageError(
+                    f"{self.images.name(piece.index)} has {len(pixels)} channels, but the training was made for "
+                    f"{wanted}: its images must have {wanted}, or the model and image_shape {len(pixels)}."
+                )
+            return pixels
         labels = self.images.mask(piece.index, piece.tile, piece.draw)
         without = labels == IGNORED
         if self.ignored == IGNORED or not without.any():

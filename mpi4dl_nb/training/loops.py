@@ -13,7 +13,7 @@ from typing import Any
 from engines.errors import ImageError, RankError
 from engines.graph.labels import find_label_specs
 from engines.graph.model_graph import ModelGraph
-from engines.images.dataset import LabelledImages, check_ignored, find_ignored_label
+from engines.images.dataset import LabelledImages, check_channels, check_ignored, find_ignored_label
 from engines.images.loader import LoaderOptions, NotReady
 from engines.train import rank_functions
 from engines.train.train_loop import count_left_over, merge_stats
@@ -220,7 +220,8 @@ class ImageLoop:
 
 
 def check_classes(images: LabelledImages, graph: ModelGraph) -> None:
-    """Raise ImageError if the loss takes labels as class indices and there are more classes than the loss has."""
+    """Raise ImageError if images have other channels than the model takes, or more classes than the loss has."""
+    check_channels(images, graph.inputs["images"].shape[1])
     check_ignored(images, find_ignored_label(graph))
     few = min((numbers.classes for numbers in find_label_specs(graph)), default=images.classes)
     if few < images.classes:

@@ -234,7 +234,9 @@ def test_a_damaged_picture_is_named(tmp_path: Path):
 
 
 def test_folders_without_pictures(tmp_path: Path):
-    with pytest.raises(ImageError, match=r"not there is not a folder .*--datapath"):
+    with pytest.raises(
+        ImageError, match=r"not there is not a folder .*Give a folder that has a folder of pictures for each class"
+    ):
         folder_images(tmp_path / "not there", SIZE)
     (tmp_path / "cats").mkdir()
     with pytest.raises(ImageError, match="has 1 folders, and no picture in these of them: cats"):
