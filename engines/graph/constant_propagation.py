@@ -20,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from engines.errors import TraceError
 from engines.graph.exported_nodes import find_current_line
+from engines.graph.outside_tensors import OwnedMemory, is_real
 
 __all__ = ["ConstantPropagationMode", "disable_tracing"]
 
@@ -66,11 +67,13 @@ class _ConstantValue:
 class ConstantPropagationMode(TorchFunctionMode):
     """Intercepts the torch functions that a model calls while it is traced.
 
-    `held` are the real tensors of its buffers, by name. `decided` maps each buffer whose numbers were read to the
-    source line of the first read; `unanswered` describes the last read of numbers that are not known.
+    `held` are the real tensors of its buffers, by name, and `memory` that of all its tensors. `decided` maps each
+    buffer whose numbers were read to the source line of the first read; `unanswered` describes the last read of numbers
+    that are not known.
     """
 
     held: Mapping[str, Tensor] = field(default_factory=dict)
+    memory: OwnedMemory = field(default_factory=OwnedMemory)
     decided: dict[str, str] = field(default_factory=dict)
     unanswered: str = ""
 
@@ -107,6 +110,9 @@ class ConstantPropagationMode(TorchFunctionMode):
             )
         if func in _ASKS:
             return self._answer(func, args, kwargs)
+        for tensor in _list_tensors((args, kwargs)):
+            if is_real(tensor):
+                self.memory.note_read(tensor)
         made = func(*args, **kwargs)
         if isinstance(made, Tensor | tuple | list) or _is_mutating(func, kwargs):
             self._propagate(func, args, kwargs, made)
@@ -127,6 +133,9 @@ class ConstantPropagationMode(TorchFunctionMode):
         self.unanswered = (
             f"{find_current_line()} asks for the numbers ({_ASKS[func]}) of a {kind} tensor {tuple(unknown.shape)}"
         )
+        # A real tensor would answer, with a number that training changes.
+        if is_real(unknown) and (unknown.requires_grad or self.memory.find_name(unknown)):
+            raise self.make_error()
         try:
             return func(*args, **kwargs)
         except Exception as error:
@@ -148,6 +157,8 @@ class ConstantPropagationMode(TorchFunctionMode):
         is_plain = type(tensor) is Tensor and not tensor.is_meta and not tensor.requires_grad
         if found is None and is_plain and tensor.numel() <= LIMIT:
             with disable_tracing():
+                if self.memory.find_name(tensor):
+                    return None
                 found = self._known[tensor] = _ConstantValue(tensor.detach().clone())
         return found  # type: ignore[no-any-return]
 

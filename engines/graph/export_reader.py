@@ -200,6 +200,11 @@ class ExportReader:
         )
         if loss and graph.specs[loss].shape != ():
             raise TraceError(f"The loss must be one number, but its shape is {graph.specs[loss].shape}. Reduce it.")
+        if loss and not graph.trainable and any(self.owned[name].requires_grad for name in weights):
+            raise TraceError(
+                "No gradient of the loss reaches a weight of the model: the loss is constant, detached, or computed by "
+                "an operator without a gradient (argmax, a comparison), and training would change nothing."
+            )
         return graph
 
     def _find_unchanged(self, answer: str) -> str:

@@ -22,6 +22,7 @@ from engines.graph.export_reader import ExportReader, make_tensor_spec
 from engines.graph.exported_nodes import drop_broadcasts, inline_subgraphs, insert_casts, insert_detaches
 from engines.graph.functionalise import functionalise, remove_dead_nodes
 from engines.graph.model_graph import LOSS, MODEL, ModelGraph, TensorSpec, find_updated_buffers, to_user_name
+from engines.graph.outside_tensors import OwnedMemory, check_lifted_tensors
 from engines.graph.traceability import collect_tensors, get_prediction, make_fake_copy, make_fake_tensor
 from engines.graph.watch_forward import TraceAbortedError, silence_exporter, watch_forward
 from engines.plan import HALF
@@ -78,6 +79,13 @@ class _TracedModel(nn.Module):
                         "labels."
                     ) from error
                 raise TraceError(_format_loss_error(self.model, images, found, labels, error)) from error
+            if not isinstance(loss, Tensor):
+                cut = isinstance(loss, int | float | torch.SymInt | torch.SymFloat)
+                kind = "Python number" if cut else type(loss).__name__
+                raise TraceError(
+                    f"The loss returns a {kind}, but must return one number as a tensor. "
+                    + ("Leave out its .item() or float()." if cut else "Return that tensor alone.")
+                )
             return loss, *found.values()
 
 
@@ -111,8 +119,12 @@ def _export(owners: Sequence[Any], specs: Sequence[TensorSpec], precision: str, 
     model, dtype = owners[0], getattr(torch, specs[0].dtype)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with _translate_errors(model, specs[0]):
-        copies = [make_fake_copy(owner, mode, dtype) if isinstance(owner, nn.Module) else owner for owner in owners]
-        whole = _TracedModel(ConstantPropagationMode(_collect_buffers(*owners)), *copies)
+        memory = OwnedMemory.of(*owners)
+        copies = [
+            make_fake_copy(owner, mode, dtype, memory.make_memo()) if isinstance(owner, nn.Module) else owner
+            for owner in owners
+        ]
+        whole = _TracedModel(ConstantPropagationMode(_collect_buffers(*owners), memory), *copies)
     inputs = tuple(make_fake_tensor(mode, spec.shape, spec.dtype) for spec in specs)
     with _translate_errors(model, specs[0], whole.constants):
         exported = torch.export.export(whole, inputs, strict=False).module()
@@ -123,6 +135,7 @@ def _export(owners: Sequence[Any], specs: Sequence[TensorSpec], precision: str, 
         with torch.device(device):
             insert_casts(plain, getattr(torch, precision) if precision in HALF else None, device)
         plain = insert_detaches(remove_dead_nodes(plain))
+        check_lifted_tensors(plain, names, memory)
         graph = ExportReader(plain, names, has_loss=whole.loss is not None).read_graph()
         # Forward may have taken decisions by the numbers of a buffer: not if these change from step to step.
         changing = {name for node in graph.nodes for name in find_updated_buffers(graph, node)}

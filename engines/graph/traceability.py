@@ -35,14 +35,17 @@ __all__ = [
 # Copies of a module without memory: the same names, shapes and classes, with fake tensors on the CPU.
 
 
-def make_fake_copy(module: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) -> nn.Module:
+def make_fake_copy(
+    module: nn.Module, mode: FakeTensorMode, dtype: torch.dtype, memo: Mapping[int, Any] | None = None
+) -> nn.Module:
     """Return a copy whose weights and buffers have no memory; those of floating type have `dtype`.
 
-    They are replaced before `deepcopy` would copy them. Other tensors of the module are copied with their numbers.
+    They are replaced before `deepcopy` would copy them. Other tensors of the module are copied with their numbers,
+    except those in `memo`, that of `deepcopy`.
     """
     # `deepcopy` takes an object in its memo for copied already, and never looks into the real tensors. Tied weights
     # are one object and stay tied.
-    memo: dict[int, Any] = {}
+    memo = dict(memo or {})
     with mode:
         for tensor in [*module.parameters(), *module.buffers()]:
             kind = dtype if tensor.is_floating_point() else tensor.dtype
@@ -135,8 +138,15 @@ CUMULATIVE = float("inf")
 def check_modules(model: nn.Module, loss: Any = None) -> None:
     """Raise TraceError for modules that cannot be traced: compiled by torch.jit, or lazy ones without shapes yet.
 
-    Gradient hooks are refused too, since a trace does not contain them.
+    Gradient hooks are refused too, since a trace does not contain them, and a loss that is no function.
     """
+    if loss is not None and (isinstance(loss, type) or not callable(loss)):
+        called = loss.__name__ if isinstance(loss, type) else repr(loss)
+        remedy = f"an instance of it, such as {called}()" if isinstance(loss, type) else "nn.CrossEntropyLoss()"
+        raise TraceError(
+            f"loss={called} is a {type(loss).__name__ if not isinstance(loss, type) else 'class'}, but must be a "
+            f"function of the prediction and the labels: give {remedy}."
+        )
     for what, owner in (("model", model), ("loss", loss)):
         if isinstance(owner, torch.jit.ScriptFunction):
             raise TraceError(_describe_scripted(what, owner))
