@@ -14,7 +14,7 @@ from engines.errors import ImageError, PlanError
 from engines.graph.export_reader import make_tensor_spec
 from engines.graph.model_graph import ModelGraph, TensorSpec, check_buffer_reads
 from engines.graph.trace import infer_output_spec, trace
-from engines.graph.traceability import check_modules, check_side_effects, make_traceable
+from engines.graph.traceability import check_loss_repeats, check_modules, check_side_effects, make_traceable
 from engines.graph.whole_loss import with_whole_loss
 from engines.plan import Plan
 
@@ -46,6 +46,7 @@ class TraceCache:
     _graphs: dict[Hashable, ModelGraph] = field(default_factory=dict, repr=False, compare=False)
     _wholes: dict[Hashable, ModelGraph] = field(default_factory=dict, repr=False, compare=False)
     _traces: dict[Hashable, ModelGraph] = field(default_factory=dict, repr=False, compare=False)
+    _checked: set[str] = field(default_factory=set, repr=False, compare=False)  # types whose side effects were checked
 
     def __post_init__(self) -> None:
         check_modules(self.model, self.loss)
@@ -115,13 +116,8 @@ class TraceCache:
 
     @cached_property
     def _traceable(self) -> nn.Module:
-        """The model in the form that is traced.
-
-        Raises TraceError if its forward has side effects, which a trace would lose.
-        """
-        found = make_traceable(self.model)
-        check_side_effects(found, TensorSpec(tuple(self.image_shape), "float32"))
-        return found
+        """The model in the form that is traced."""
+        return make_traceable(self.model)
 
     def _get_image_spec(self, plan: Plan) -> TensorSpec:
         return get_micro_batch_spec("images", TensorSpec(tuple(self.image_shape), plan.held_in), plan)
@@ -129,6 +125,10 @@ class TraceCache:
     def _get_specs(self, plan: Plan) -> tuple[TensorSpec, TensorSpec]:
         """Return the specs of a micro-batch's images and labels."""
         images = self._get_image_spec(plan)
+        if images.dtype not in self._checked:
+            # A trace would lose side effects of forward.
+            check_side_effects(self._traceable, images)
+            self._checked.add(images.dtype)
         if self.labels:
             return images, get_micro_batch_spec("labels", self.labels, plan)
         # Class numbers: one for each row of the model's output, or for each pixel.
@@ -143,6 +143,10 @@ class TraceCache:
         key = images, answers, plan.precision
         if key not in self._traces:
             made = trace(self._traceable, self.loss, images, answers, plan.precision, choose_autocast_type(self.device))
+            # After the trace: a cache that the loss keeps outside would hold tensors of the check otherwise.
+            if not self._traces:
+                only = made.specs[made.prediction] if len(made.answers) == 1 else None
+                check_loss_repeats(self._traceable, self.loss, images, answers, only)
             self._traces[key] = made
         return self._traces[key]
 

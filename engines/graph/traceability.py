@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, is_dataclass, replace
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from engines.errors import TraceError
+from engines.graph.constant_propagation import ConstantPropagationMode
 from engines.graph.model_graph import TensorSpec
+from engines.graph.repeatable import RepeatedRun
+from engines.graph.watch_forward import watch_forward
 
 __all__ = [
     "CUMULATIVE",
+    "check_loss_repeats",
     "check_modules",
     "check_side_effects",
     "collect_tensors",
@@ -214,30 +219,30 @@ def _is_cumulative(module: nn.Module) -> bool:
 def check_side_effects(model: nn.Module, images: TensorSpec) -> None:
     """Raise TraceError if a run of the model has side effects that a trace does not repeat.
 
-    These are changes of numbers in attributes, replaced weights or buffers, and draws from Python's or NumPy's random
-    generator. A copy without memory runs twice: numbers that only the first run sets, such as a remembered size, are
-    accepted, but flags are not. A model that cannot run is skipped: tracing it reports the error.
+    These are changes of numbers in attributes, replaced weights or buffers, draws from Python's or NumPy's random
+    generator, and whatever else makes two runs differ. A copy without memory runs twice: what only the first run sets,
+    such as a remembered size, is accepted, but flags are not. A model that cannot run is skipped: tracing it reports
+    the error.
     """
     # The first run may set up what later runs use, as `if self.size is None: self.size = x.shape` does: what it sets
     # stays. What the second run changes once more would change in every step.
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     try:
         twin = make_fake_copy(model, mode, getattr(torch, images.dtype))
         whole = make_fake_tensor(mode, images.shape, images.dtype)
-        with mode, torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            # numbers: new --first run--> before --second run--> (read below)
-            new, memory = dict(_iterate_numbers(twin)), _get_storages(twin)
-            drew_first = _find_generators_used(lambda: twin(whole))
-            before = dict(_iterate_numbers(twin))
-            drew_again = _find_generators_used(lambda: twin(whole))
+        run = partial(_run_watched, nn.ModuleDict({"model": twin}), mode, twin, whole)
+        repeated = RepeatedRun(lambda log: run(log=log), "model")
+        # numbers: new --first run--> before --second run--> (read below)
+        new, memory = dict(_iterate_numbers(twin)), _get_storages(twin)
+        repeated.run_again()
+        before = dict(_iterate_numbers(twin))
+        repeated.run_again()
+        after, places = dict(_iterate_numbers(twin)), _get_storages(twin)
+        repeated.settle()
     except Exception:
         return
-    if drawn := drew_first & drew_again:
-        raise TraceError(
-            f"The model draws random numbers by {' and '.join(sorted(drawn))} while it runs. Ranks run what was traced "
-            "once, with the numbers of then. Draw them with torch (torch.rand, dropout), and choose with torch.where."
-        )
-    if replaced := [name for name, place in _get_storages(twin).items() if place._cdata != memory[name]._cdata]:
+    repeated.check_generators()
+    if replaced := [name for name, place in places.items() if place._cdata != memory[name]._cdata]:
         raise TraceError(
             f"The model puts another tensor in the place of {replaced[0]} while it runs (by = or .data =), which ranks "
             "would not do. Change it after a step instead, or compute in forward what is needed of it."
@@ -248,26 +253,55 @@ def check_side_effects(model: nn.Module, images: TensorSpec) -> None:
                 f"The model sets its attribute {name} from {new[name]} to {flag} in its first run, and may do another "
                 "thing in that than later, which a trace of it does not. Run it once before: model(images)."
             )
-    for name, number in _iterate_numbers(twin):
+    for name, number in after.items():
         if before.get(name, number) != number:
             raise TraceError(
                 f"The model changes its attribute {name} while it runs, from {before[name]} to {number}. Ranks run "
                 "what was traced once, with the number of then. Keep it in a buffer that counts, or change it outside."
             )
+    repeated.check_operators()
 
 
-def _find_generators_used(run: Callable[[], object]) -> set[str]:
-    """Return which random generators other than torch's a run draws from, and restore their states."""
-    # The states are restored, so that a check does not change what the user draws next.
-    python, arrays = random.getstate(), np.random.get_state()  # noqa: NPY002 (the one that users may draw from)
-    run()
-    after = np.random.get_state()  # noqa: NPY002
-    found = {"Python's random"} if random.getstate() != python else set()
-    if after[2:] != arrays[2:] or not np.array_equal(after[1], arrays[1]):
-        found.add("numpy.random")
-    random.setstate(python)
-    np.random.set_state(arrays)  # noqa: NPY002
-    return found
+def check_loss_repeats(
+    model: nn.Module,
+    loss: Callable[..., Any],
+    images: TensorSpec,
+    labels: TensorSpec,
+    prediction: TensorSpec | None = None,
+) -> None:
+    """Raise TraceError if the loss differs from call to call, for the same prediction; skip what cannot run.
+
+    The model runs once, without memory, unless the spec of the `prediction` is given.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    dtype = getattr(torch, images.dtype)
+    try:
+        called = make_fake_copy(loss, mode, dtype) if isinstance(loss, nn.Module) else loss
+        owners = nn.ModuleDict({"loss": called} if isinstance(called, nn.Module) else {})
+        truth = make_fake_tensor(mode, labels.shape, labels.dtype)
+        if prediction:
+            found: Any = make_fake_tensor(mode, prediction.shape, prediction.dtype)
+        else:
+            twin, whole = make_fake_copy(model, mode, dtype), make_fake_tensor(mode, images.shape, images.dtype)
+            found = get_prediction(_run_watched(nn.ModuleDict({"model": twin}), mode, twin, whole, log=nullcontext()))
+        run = partial(_run_watched, owners, mode, called, found, truth)
+        repeated = RepeatedRun(lambda log: run(log=log), "loss")
+        repeated.run_again()
+        repeated.run_again()
+        repeated.settle()
+    except Exception:
+        return
+    repeated.check_generators()
+    repeated.check_operators()
+
+
+def _run_watched(
+    owners: nn.Module, mode: FakeTensorMode, function: Callable[..., Any], *given: Any, log: AbstractContextManager[Any]
+) -> Any:
+    """Call a model or loss as a trace does: reads of numbers that follow from shapes are answered."""
+    constants = ConstantPropagationMode(dict(owners.named_buffers()))
+    with mode, torch.no_grad(), torch.compiler.set_stance("force_eager"), watch_forward(owners, constants), log:
+        return function(*given)
 
 
 def _get_storages(model: nn.Module) -> dict[str, torch.UntypedStorage]:
