@@ -71,7 +71,8 @@ class Training(TrainingHandle):
     Dice over the batch, a step with several micro-batches computes the mean of the losses of the micro-batches, and a
     warning says so. Labels are class indices, (N,) or (N, H, W), unless `labels` is an example tensor of one batch of
     labels, such as `torch.zeros(4, 1, 32, 32)` (only its shape and dtype are used), or a `TensorSpec(shape, dtype)`.
-    The model is only read: its weights are the initial ones, and `state_dict()` returns the trained ones. `clip_norm`
+    The model is only read: its weights are the initial ones, and `state_dict()` returns the trained ones. Numbers and
+    flags that the model or the loss read must stay as they are: a step after a change is refused. `clip_norm`
     bounds the norm of all gradients together. `scheduler` is a function of the optimiser that returns a scheduler,
     which steps once after each update, such as `partial(torch.optim.lr_scheduler.StepLR, step_size=10)`.
 
@@ -106,6 +107,7 @@ class Training(TrainingHandle):
 
         See `mpi4dl_nb.training.step_debugger.StepDebugger`. Raises ImageError for a wrong shape or label.
         """
+        self.check_unchanged()
         return StepDebugger(self, prepare_batch(self.recipe, images, labels))
 
     def fit(
@@ -182,6 +184,7 @@ class Training(TrainingHandle):
                 f"held_out is a {type(held_out).__name__}, but must be images that ranks read by themselves, such as a "
                 "folder of pictures. Judge other batches with predict()."
             )
+        self.check_unchanged()
         feeding = LoaderOptions(seed or 0, steps, workers, on_bad_image, drop_last)
         saving = CheckpointOptions(save, save_every, keep)
         state = choose_resume_state(self.feed_state, data, seed) if go_on and is_images(data) else None
@@ -212,6 +215,7 @@ class Training(TrainingHandle):
         rate are not zero. Raises VerifyError if the model cannot be trained in one process.
         """
         start_s = time.perf_counter()
+        self.check_unchanged()
         if data is not None:
             check_batches(data)
         # The ranks run the same plan as here, but in float64, in which a wrong halo or a sum that counts a pixel twice

@@ -17,6 +17,7 @@ from engines.errors import LossError, RankError, make_absolute
 from engines.formatting import format_bytes, format_html_table
 from engines.graph.labels import format_causes
 from engines.graph.model_graph import TensorSpec
+from engines.graph.python_values import TracedValues
 from engines.graph.trace_cache import TraceCache
 from engines.graph.whole_loss import WHOLE_BATCH, describe_step_loss, warn_of_mean
 from engines.plan import Plan
@@ -83,6 +84,11 @@ class TrainingHandle:
         self.reports: list[StepReport] = []
         self.feed_state: Mapping[str, Any] | None = None  # position in the images from which `fit` resumes
         self._create()
+        self._traced = TracedValues(model, self.loss)
+
+    def check_unchanged(self) -> None:
+        """Raise PlanError if a value of the model or the loss that the trace has taken was changed since then."""
+        self._traced.check()
 
     def _create(self) -> None:
         # Programs have a fixed batch size: `make_ready` adds those of smaller steps, by their numbers of images.
@@ -111,6 +117,7 @@ class TrainingHandle:
         #                                      └──> rank 1: tile 1               ──> report, statistics
         #
         # Pixels beside a tile are not sent: ranks exchange them layer by layer.
+        self.check_unchanged()
         recipe, programs = self._sizes[count or count_step_images(self.recipe)]
         whole = prepare_batch(recipe, images, labels)
         parts = [(cut_inputs(program, whole),) for program in programs]
@@ -160,10 +167,12 @@ class TrainingHandle:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the trained weights and buffers by the names of the plain model, for `model.load_state_dict`."""
+        self._traced.warns_of_weights = False
         return collect_state_dict(self.recipe, self._get_tensors())
 
     def loss_state_dict(self) -> dict[str, Tensor]:
         """Return the state of a loss that is a module, for `loss.load_state_dict`; empty if it has none."""
+        self._traced.checks_buffers = False
         return collect_state_dict(self.recipe, self._get_tensors(), "loss")
 
     def _get_tensors(self) -> list[dict[str, dict[str, Tensor]]]:

@@ -1,0 +1,202 @@
+"""The Python values that a model and a loss read, which a trace has taken once: a later change is found, and refused.
+
+These are numbers, texts and flags in the attributes of modules, and in the closures and globals that their code names.
+"""
+
+from __future__ import annotations
+
+import dis
+import warnings
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
+from types import CellType, CodeType, FunctionType, MethodType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from engines.errors import PlanError
+
+__all__ = ["TracedValues"]
+
+_PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, np.generic)
+_OWN_NAMES = {*vars(nn.Module()), "training"}
+"""Attributes of each module that are not the user's. `training` may change for a prediction in between."""
+
+_MOST_ITEMS = 100
+_LIBRARIES = ("torch", "torchvision", "numpy", "engines", "mpi4dl_nb")
+
+
+class TracedValues:
+    """The values that a model and its loss had when they were traced.
+
+    Attributes that forward itself sets are left out: a run of the plain model changes them.
+    """
+
+    def __init__(self, model: nn.Module, loss: object) -> None:
+        self.warns_of_weights = True  # until the trained ones have been given, which a user may load into the model
+        self._versions = [(name, weight, weight._version) for name, weight in model.named_parameters()]
+        self.checks_buffers = True  # of the loss, until the trained ones have been given
+        self._buffers = [
+            (module._buffers, name, buffer, None if buffer is None else buffer.detach().clone())
+            for module in (loss.modules() if isinstance(loss, nn.Module) else ())
+            for name, buffer in module._buffers.items()
+        ]
+        self._weights: list[tuple[str, Tensor, bool]] = []
+        self._attributes: list[tuple[dict[str, Any], str, Any, str]] = []
+        self._reads: list[_Read] = []
+        for what, owner in (("model", model), ("loss", loss)):
+            seen: set[int] = set()
+            for path, module in owner.named_modules() if isinstance(owner, nn.Module) else ():
+                stored = _find_stored(type(module))
+                for name, value in vars(module).items():
+                    if name not in _OWN_NAMES and name not in stored and _is_plain(value):
+                        self._attributes.append((vars(module), name, value, f"{path}.{name} of the {what}".lstrip(".")))
+                self._reads += _read_function(type(module).forward, what, seen)
+            if isinstance(owner, nn.Module):
+                self._weights += [(f"{name} of the {what}", w, w.requires_grad) for name, w in owner.named_parameters()]
+            else:
+                self._reads += _read_function(owner, what, seen)
+
+    def check(self) -> None:
+        """Raise PlanError if a value is another than when it was traced; warn once of changed weights."""
+        for place, key, value, name in self._attributes:  # thousands, in each step
+            if (now := place.get(key)) is not value and (isinstance(now, Tensor) or now != value):
+                raise _make_error(name, f" from {value!r} to {now!r}")
+        for read in self._reads:
+            if (changed := read.describe_change()) is not None:
+                raise _make_error(read.name, changed)
+        for name, weight, trained in self._weights:
+            if weight.requires_grad != trained:
+                raise _make_error(f"requires_grad of {name}", f" from {trained} to {weight.requires_grad}")
+        self._check_loss_buffers()
+        self._warn_of_weights()
+
+    def _check_loss_buffers(self) -> None:
+        for place, name, buffer, values in self._buffers if self.checks_buffers else ():
+            now = place.get(name)
+            same = now is buffer and (now is None or now._version == 0)
+            if not same and (now is None or values is None or not torch.equal(now, values)):
+                raise _make_error(f"{name} of the loss", "")
+
+    def _warn_of_weights(self) -> None:
+        if not self.warns_of_weights:
+            return
+        if changed := next((name for name, weight, version in self._versions if weight._version != version), ""):
+            self.warns_of_weights = False
+            warnings.warn(
+                f"{changed} of the model has changed since this Training was made. Ranks go on with the weights that "
+                "they have: make a new Training to start from others.",
+                stacklevel=5,
+            )
+
+
+class _Read:
+    """A value by its place: `place[key]`; a closure's cell has no key."""
+
+    __slots__ = ("key", "name", "place", "value", "version")
+
+    def __init__(self, place: Any, key: Any, value: Any, name: str) -> None:
+        self.place, self.key, self.value, self.name = place, key, value, name
+        self.version = value._version if isinstance(value, Tensor) else 0
+
+    def describe_change(self) -> str | None:
+        """Return how the value has changed, None if it has not."""
+        try:
+            now = self.place.cell_contents if isinstance(self.place, CellType) else self.place[self.key]
+        except (ValueError, LookupError):
+            return ""
+        if now is self.value:
+            return "" if isinstance(now, Tensor) and now._version != self.version else None
+        if isinstance(now, Tensor) or isinstance(self.value, Tensor):
+            return ""
+        return None if now == self.value else f" from {self.value!r} to {now!r}"
+
+
+def _make_error(name: str, change: str) -> PlanError:
+    return PlanError(
+        f"{name} has changed{change} since this Training was made. Ranks do not see this: they run what was traced "
+        "then. Make a new Training to continue with it, or set it back."
+    )
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(map(_is_plain, value)))
+
+
+def _read_value(place: Any, key: Any, value: Any, name: str, what: str, seen: set[int]) -> Iterator[_Read]:
+    """Yield the values that one of a function's values stands for: itself, or its items, or what it reads."""
+    if _is_plain(value) or isinstance(value, Tensor):
+        yield _Read(place, key, value, f"{name} in the code of the {what}")
+    elif isinstance(value, list | dict):
+        items = list(value.items() if isinstance(value, dict) else enumerate(value))
+        if len(items) <= _MOST_ITEMS and all(_is_plain(item) for _, item in items):
+            yield from (_Read(value, at, item, f"{name}[{at!r}] in the code of the {what}") for at, item in items)
+    elif isinstance(value, FunctionType | MethodType | partial):
+        yield from _read_function(value, what, seen)
+
+
+def _read_function(function: Any, what: str, seen: set[int]) -> Iterator[_Read]:
+    """Yield the values that a function reads: closures, globals, bound arguments, attributes of a callable object."""
+    if id(function) in seen or isinstance(function, nn.Module | type):
+        return
+    seen.add(id(function))
+    if isinstance(function, FunctionType):
+        yield from _read_code(function, what, seen)
+    elif isinstance(function, partial):
+        for place in (function.args, function.keywords):
+            for key, value in place.items() if isinstance(place, dict) else enumerate(place):
+                yield from _read_value(place, key, value, f"argument {key}", what, seen)
+        yield from _read_function(function.func, what, seen)
+    else:
+        owner = function.__self__ if isinstance(function, MethodType) else function
+        held = {} if isinstance(owner, nn.Module) else getattr(owner, "__dict__", {})
+        for name, value in list(held.items()):
+            yield from _read_value(held, name, value, name, what, seen)
+        method = getattr(function, "__func__", None) or type(function).__call__
+        if isinstance(method, FunctionType):
+            yield from _read_function(method, what, seen)
+
+
+def _read_code(function: FunctionType, what: str, seen: set[int]) -> Iterator[_Read]:
+    if (function.__module__ or "").split(".")[0] in _LIBRARIES:
+        return
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # an empty cell
+            yield from _read_value(cell, None, cell.cell_contents, name, what, seen)
+    held = function.__globals__
+    for name in _find_globals(function.__code__):
+        if name in held:
+            yield from _read_value(held, name, held[name], name, what, seen)
+
+
+_GLOBALS: dict[CodeType, tuple[str, ...]] = {}
+_STORED: dict[type, frozenset[str]] = {}
+
+
+def _find_globals(code: CodeType) -> tuple[str, ...]:
+    """Return the names of the globals that some code reads, that of functions within it too."""
+    if code not in _GLOBALS:
+        found = {each.argval: None for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"}
+        for inner in code.co_consts:
+            if isinstance(inner, CodeType):
+                found |= dict.fromkeys(_find_globals(inner))
+        _GLOBALS[code] = tuple(found)
+    return _GLOBALS[code]
+
+
+def _find_stored(cls: type) -> frozenset[str]:
+    """Return the attributes that forward, or a method that it calls, sets."""
+    if cls not in _STORED:
+        stored, methods = set(), ["forward"]
+        for method in methods:  # grows meanwhile
+            code = getattr(getattr(cls, method, None), "__code__", None)
+            for each in dis.get_instructions(code) if code else ():
+                if each.opname == "STORE_ATTR":
+                    stored.add(each.argval)
+                elif each.opname in ("LOAD_ATTR", "LOAD_METHOD") and each.argval not in methods:
+                    methods.append(each.argval)
+        _STORED[cls] = frozenset(stored)
+    return _STORED[cls]

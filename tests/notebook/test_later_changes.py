@@ -1,0 +1,178 @@
+"""What a user changes after a `Training` was made: refused with its name, as ranks run what was traced then."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from engines.errors import PlanError
+from engines.plan import Plan
+from mpi4dl_nb import Cluster, Training
+
+ONE = Plan(split_size=1, spatial_size=0, precision="float64")
+IMAGES, LABELS = torch.ones(2, 2, 6, 6, dtype=torch.float64), torch.tensor([0, 1])
+SCALE: dict[str, Any] = {"number": 1.0, "items": [1.0, 2.0]}
+NUMBER, mean = 1.0, 1.0
+
+
+class Scaled(nn.Module):
+    """A classifier with a number, a number that forward sets, and a list that it fills."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.alpha, self.size, self.log = nn.Linear(2, 3).double(), 1.0, None, []
+        self.pool = nn.AvgPool2d(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.size = x.shape[-1]
+        return self.layer(self.pool(x).mean((2, 3))) * self.alpha
+
+
+def read_a_global(p: Tensor, y: Tensor) -> Tensor:
+    return NUMBER * functional.cross_entropy(p, y).mean()
+
+
+def read_through_a_function(p: Tensor, y: Tensor) -> Tensor:
+    return read_a_global(p, y) * 2
+
+
+class Weighted:
+    def __init__(self) -> None:
+        self.factor = 1.0
+
+    def __call__(self, p: Tensor, y: Tensor) -> Tensor:
+        return self.factor * functional.cross_entropy(p, y)
+
+
+class Annealed:
+    """A number of a closure."""
+
+    def __init__(self) -> None:
+        factor = 1.0
+
+        def loss(p: Tensor, y: Tensor) -> Tensor:
+            return factor * functional.cross_entropy(p, y)
+
+        def change() -> None:
+            nonlocal factor
+            factor = 0.1
+
+        self.loss, self.change = loss, change
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with Cluster(1, backend="loopback") as made:
+        yield made
+
+
+def train(cluster: Cluster, model: nn.Module, loss: Any = None) -> Training:
+    training = Training(model, ONE, cluster, IMAGES.shape, loss=loss)
+    training.step(IMAGES, LABELS)
+    return training
+
+
+def assert_refused(training: Training, text: str) -> None:
+    for go_on in (training.step, training.stepping, lambda x, y: training.fit([(x, y)], progress=False)):
+        with pytest.raises(PlanError, match=f"{text}.*Make a new Training"):
+            go_on(IMAGES, LABELS)
+    with pytest.raises(PlanError, match=text):
+        training.verify()
+
+
+MODEL_CHANGES: dict[str, Callable[[Scaled], object]] = {
+    "alpha of the model has changed from 1.0 to 5.0": lambda m: setattr(m, "alpha", 5.0),
+    "pool.kernel_size of the model has changed from 2 to 3": lambda m: setattr(m.pool, "kernel_size", 3),
+    "requires_grad of layer.weight of the model": lambda m: m.layer.weight.requires_grad_(False),
+}
+
+
+@pytest.mark.parametrize("text", MODEL_CHANGES)
+def test_changes_of_the_model(text: str, cluster: Cluster):
+    model = Scaled()
+    training = train(cluster, model)
+    MODEL_CHANGES[text](model)
+    assert_refused(training, text)
+
+
+def test_what_is_set_back_goes_on(cluster: Cluster):
+    model = Scaled()
+    training = train(cluster, model)
+    model.alpha = 5.0
+    with pytest.raises(PlanError):
+        training.step(IMAGES, LABELS)
+    model.alpha = 1.0
+    training.step(IMAGES, LABELS)
+
+
+def test_changes_of_a_loss(cluster: Cluster):
+    entropy, weighted, annealed = nn.CrossEntropyLoss(), Weighted(), Annealed()
+    table, ones = {"lam": 1.0}, torch.ones(3, dtype=torch.float64)
+    replaced, written = nn.CrossEntropyLoss(weight=ones.clone()), nn.CrossEntropyLoss(weight=ones.clone())
+    added = nn.CrossEntropyLoss()
+    losses: list[tuple[Any, Callable[[], object], str]] = [
+        (entropy, lambda: setattr(entropy, "label_smoothing", 0.5), "label_smoothing of the loss"),
+        (replaced, lambda: setattr(replaced, "weight", 2 * ones), "weight of the loss has changed"),
+        (written, lambda: written.weight.mul_(2), "weight of the loss has changed"),
+        (added, lambda: setattr(added, "weight", 2 * ones), "weight of the loss has changed"),
+        (weighted, lambda: setattr(weighted, "factor", 0.5), "factor in the code of the loss"),
+        (annealed.loss, annealed.change, "factor in the code of the loss has changed from 1.0 to 0.1"),
+        (lambda p, y: table["lam"] * functional.cross_entropy(p, y), lambda: table.update(lam=0.1), r"table\['lam'\]"),
+        (partial(functional.cross_entropy, weight=ones), lambda: ones.mul_(2), "argument weight"),
+    ]
+    for loss, change, text in losses:
+        training = train(cluster, Scaled(), loss)
+        change()
+        assert_refused(training, text)
+
+
+@pytest.mark.parametrize("loss", [read_a_global, read_through_a_function])
+def test_changes_of_a_global(loss: Callable[..., Tensor], cluster: Cluster, monkeypatch: pytest.MonkeyPatch):
+    training = train(cluster, Scaled(), loss)
+    monkeypatch.setitem(globals(), "mean", 2.0)  # the code has an attribute of this name, not the global
+    training.step(IMAGES, LABELS)
+    monkeypatch.setitem(globals(), "NUMBER", 0.1)
+    assert_refused(training, "NUMBER in the code of the loss has changed from 1.0 to 0.1")
+
+
+def test_running_the_plain_model_is_no_change(cluster: Cluster):
+    model = Scaled()
+    training = train(cluster, model)
+    model.eval()(torch.ones(1, 2, 8, 8, dtype=torch.float64))
+    model.log.append(3.0)
+    model.train()
+    training.step(IMAGES, LABELS)
+
+
+def test_other_weights_are_warned_of_once(cluster: Cluster):
+    model = Scaled()
+    training = train(cluster, model)
+    model.load_state_dict({name: 0 * tensor for name, tensor in model.state_dict().items()})
+    with pytest.warns(UserWarning, match=r"layer.weight of the model has changed since.*new Training"):
+        training.step(IMAGES, LABELS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        training.step(IMAGES, LABELS)
+
+
+def test_trained_weights_may_be_loaded_into_the_model(cluster: Cluster):
+    model = Scaled()
+    training = train(cluster, model)
+    model.load_state_dict(training.state_dict())
+    training.step(IMAGES, LABELS)
+
+
+def test_a_loss_may_load_its_own_state(cluster: Cluster):
+    loss = nn.CrossEntropyLoss(weight=torch.ones(3, dtype=torch.float64))
+    training = train(cluster, Scaled(), loss)
+    loss.load_state_dict(loss.state_dict())
+    training.step(IMAGES, LABELS)
+    loss.load_state_dict(training.loss_state_dict())
+    training.step(IMAGES, LABELS)
