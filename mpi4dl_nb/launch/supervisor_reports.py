@@ -32,7 +32,7 @@ class RankExit:
     `helper`: the process whose end took the rank with it, whatever the rank's own code is.
 
     >>> print(RankExit(-9, RankStatus("stage 0, tile 1: update", 0.0, 7)))
-    its process was killed by SIGKILL (for example by the system, when memory runs out) in stage 0, tile 1: update, step 7
+    its process was killed by SIGKILL (by the system, if memory ran out) in stage 0, tile 1: update, step 7
     """
 
     code: int | None
@@ -48,7 +48,7 @@ class RankExit:
             how = f"has left with exit code {self.code}"
         else:
             name = signal.Signals(-self.code).name if -self.code in set(signal.Signals) else f"signal {-self.code}"
-            why = {"SIGKILL": " (for example by the system, when memory runs out)", "SIGSEGV": " (a fault in compiled code)"}
+            why = {"SIGKILL": " (by the system, if memory ran out)", "SIGSEGV": " (a fault in compiled code)"}
             how = f"was killed by {name}{why.get(name, '')}"
         return f"its process {how}" + (f" in {self.last}" if self.last else "")
 
