@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mpi4dl_nb.own_engines  # noqa: F401 (first: it checks where the others will be found)
 from engines.images.augmented import Augmented
 from engines.images.folder import folder_images
 from engines.images.picture import open_image

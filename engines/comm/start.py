@@ -1,7 +1,8 @@
 """Run a module as the program of a rank: `python -P .../engines/comm/start.py MODULE ARGUMENTS`.
 
-`python -m MODULE` searches the working folder first, where a file may be called `random.py`. Here the search path is
-the standard library, then the working folder and the folder of this package, then installed packages.
+`python -m MODULE` searches the working folder first, where a file may be called `random.py`, or a folder `engines`.
+Here the search path is the standard library, then the working folder and the folder of this package, then installed
+packages. Our own packages are always those beside this file.
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ import os
 import runpy
 import sys
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from types import ModuleType
 
 __all__ = ["SAFE", "main", "make_command", "order_search_path"]
 
@@ -19,6 +23,28 @@ SAFE = "PYTHONSAFEPATH"
 """If this variable is set, Python does not search the working folder. The processes that a rank starts inherit it."""
 
 _HOME = str(Path(__file__).parents[2])
+_OURS = ("engines", "mpi4dl_nb")
+_OF_NOTEBOOK = ("engines.comm.supervisor", "ipyparallel.engine")
+"""The modules that run as ranks of a notebook, which sends its own search path before they import the user's code."""
+
+
+class _Finder(MetaPathFinder):
+    """Finds packages that a file or folder of the user's must not hide, whatever the search path.
+
+    These are our own, which are beside this file, and for a rank that is `starting` all others: IPython and ipyparallel
+    put the working folder first, where there may be a `zmq.py` that the notebook's kernel has not imported.
+    """
+
+    def __init__(self, starting: bool) -> None:
+        self.starting, self.here = starting, ("", str(Path.cwd()))
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name in _OURS:
+            return PathFinder.find_spec(name, [_HOME], target)
+        # Once the notebook's search path has arrived (`sync_imports`), that one counts, and SAFE is unset.
+        if path is None and self.starting and os.environ.get(SAFE) == "rank":
+            return PathFinder.find_spec(name, [each for each in sys.path if each not in self.here], target)
+        return None
 
 
 def make_command(module: str, *arguments: str) -> list[str]:
@@ -57,6 +83,7 @@ def main(module: str, *arguments: str) -> None:
     # before the installed packages, so that ranks use the notebook's copy and no other.
     told = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]  # noqa: PTH100
     sys.path[:] = order_search_path([*filter(_is_standard, sys.path), *told, str(Path.cwd()), _HOME, *sys.path])
+    sys.meta_path.insert(sys.meta_path.index(PathFinder), _Finder(module in _OF_NOTEBOOK))  # after built-in modules
     os.environ.setdefault(SAFE, "rank")
     sys.argv[:] = [sys.argv[0], *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from engines.comm.notebook_imports import pack
+from engines.comm.start import make_command
 from engines.errors import PlanError, RankError
 from mpi4dl_nb import Cluster
 from mpi4dl_nb.launch.reaper_process import MARK
@@ -281,6 +282,54 @@ def test_ranks_start_beside_files_called_like_pythons_modules(tmp_path):
         [sys.executable, "-P", "-c", lines], capture_output=True, text=True, check=False, env=environment, cwd=tmp_path
     )
     assert "0.8444218515250481, 0.1, [1, 1]" in done.stdout, done.stdout + done.stderr
+
+
+def hide_packages(folder: Path) -> None:
+    """Files of the user's, called as packages that ranks need."""
+    for name in ("engines/__init__", "mpi4dl_nb", "zmq", "ipyparallel", "mpi4py", "torch", "numpy", "random"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / f"{name}.py").write_text("raise RuntimeError('this file of the user has been imported')")
+
+
+@pytest.mark.nightly
+def test_ranks_start_beside_files_called_like_our_packages(tmp_path):
+    """A folder `engines` of the user's was found in place of ours: "The Python of the ranks has no engines.comm"."""
+    hide_packages(tmp_path)
+    (tmp_path / "mine.py").write_text("RATE = 0.1")
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    lines = "import mpi4dl_nb, sys, mpi4py; sys.path.insert(0, '')\n" + START
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", lines], capture_output=True, text=True, check=False, env=environment, cwd=tmp_path
+    )
+    assert "0.8444218515250481, 0.1, [1, 1]" in done.stdout, done.stdout + done.stderr
+
+
+def test_a_rank_finds_the_packages_that_it_needs(tmp_path):
+    hide_packages(tmp_path)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    for command in (
+        make_command("engines.comm.supervisor", sys.executable, "-P", "-c", "print('started')"),
+        make_command("engines.comm.supervisor", *make_command("ipyparallel.engine", "--version")),
+    ):
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=tmp_path)
+        assert not done.returncode, done.stderr
+        assert done.stdout
+
+
+@pytest.mark.parametrize("name", ["engines/__init__.py", "engines.py"])
+def test_a_notebook_beside_a_folder_called_engines_is_told(name: str, tmp_path):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("")
+    home = str(Path(__file__).parents[2])
+    for lines in ("import mpi4dl_nb", "import engines, mpi4dl_nb"):
+        done = subprocess.run(
+            [sys.executable, "-c", lines],
+            capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": home}, cwd=tmp_path,
+        )  # fmt: skip
+        hides = str((tmp_path / name).parent if "/" in name else tmp_path / name)
+        assert (
+            f"needs its own package engines, in {home}, but Python finds {hides}, which hides it. Rename" in done.stderr
+        )
 
 
 def test_a_command_on_ranks_starts_beside_them_too(tmp_path):
