@@ -227,7 +227,7 @@ def make_ranks_in_turn(
 
     recipe = replace(recipe, plan=replace(recipe.plan, offload_activations=True))
     scheduler = RankScheduler(recipe.plan.ranks)
-    trainings = [RankTraining(world, recipe) for world in scheduler.worlds]
+    trainings = scheduler.run([partial(RankTraining, world, recipe) for world in scheduler.worlds])
     for rank, training in enumerate(trainings):
         training.offloader.store = OffloadStore(folder)
         scheduler.register(rank, training.worker.offload)

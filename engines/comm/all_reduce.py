@@ -16,6 +16,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from torch import Tensor
 from engines.comm.all_reduce_sizes import AHEAD, LONG_BYTES, count_pieces, count_sends
 from engines.comm.world import Message, Pending, World
 
-__all__ = ["AllReduceRequest", "all_reduce"]
+__all__ = ["AllReduceRequest", "RoundsRequest", "all_reduce"]
 
 _PARTS, _SUMS = 0, 1  # tags; programs use tags from 2 on
 
@@ -52,7 +53,38 @@ class _BufferPool(threading.local):
 _spare = _BufferPool()
 
 
-class AllReduceRequest:
+class RoundsRequest:
+    """A non-blocking collective of several rounds of messages, which `_run_rounds` yields; `begin` starts it."""
+
+    sent_bytes: int
+    round: Pending | None = None
+
+    def begin(self) -> Self:
+        """Start it; collective over the group."""
+        self.rounds = self._run_rounds()
+        self.round = next(self.rounds)  # runs up to the first `yield`: posts the first messages
+        return self
+
+    def wait(self) -> int:
+        """Wait until it is complete; return the bytes that this rank sent. Raises RankError if a rank fails."""
+        while self.round is not None:
+            self.round.wait()
+            self.round = next(self.rounds, None)
+        return self.sent_bytes
+
+    def is_completed(self) -> bool:
+        """Advance as far as messages have arrived, and return whether it is complete."""
+        # Nothing else drives it: between two calls no piece is added up, and no further message is sent.
+        while self.round is not None and self.round.is_completed():
+            self.round = next(self.rounds, None)
+        return self.round is None
+
+    def _run_rounds(self) -> Iterator[Pending]:
+        """Yield each communication that must complete before the next step can run."""
+        raise NotImplementedError
+
+
+class AllReduceRequest(RoundsRequest):
     """A non-blocking all-reduce of `tensor` over the ranks in `group`, in place.
 
     `begin` starts it. With `again`, it can be started repeatedly and keeps its messages and buffers. Sums that ranks
@@ -92,7 +124,6 @@ class AllReduceRequest:
             # sent away before, in `gather`.
             pass_on = self._make_exchange(_SUMS, [own] * len(cut), cut) if self.long else None
             self.pieces.append((own, terms, self._make_exchange(_PARTS, cut, terms), pass_on))
-        self.round: Pending | None = None
 
     def _make_exchange(self, tag: int, sent: Sequence[Tensor], received: Sequence[Tensor]) -> Callable[[], Pending]:
         """Return a function that starts the sends of `sent` and the receives of `received`, one tensor per rank."""
@@ -106,28 +137,7 @@ class AllReduceRequest:
         )
         return self.world.prepare(sends, receives) if self.again else partial(self.world.exchange, sends, receives)
 
-    def begin(self) -> AllReduceRequest:
-        """Start to replace the tensor by the sum; collective over the group."""
-        self.rounds = self._run_rounds()
-        self.round = next(self.rounds)  # runs up to the first `yield`: posts the first messages
-        return self
-
-    def wait(self) -> int:
-        """Wait for the sum; return the bytes that this rank sent. Raises RankError if a rank fails meanwhile."""
-        while self.round is not None:
-            self.round.wait()
-            self.round = next(self.rounds, None)
-        return self.sent_bytes
-
-    def is_completed(self) -> bool:
-        """Advance as far as messages have arrived, and return whether the sum is complete."""
-        # Nothing else drives the sum: between two calls no piece is added up, and no further message is sent.
-        while self.round is not None and self.round.is_completed():
-            self.round = next(self.rounds, None)
-        return self.round is None
-
     def _run_rounds(self) -> Iterator[Pending]:
-        """Yield each communication that must complete before the next step of the sum can run."""
         arriving = [gather() for _, _, gather, _ in self.pieces[:AHEAD]]
         going_round = []
         for index, (own, terms, _, pass_on) in enumerate(self.pieces):

@@ -66,6 +66,8 @@ class World:
 
     rank: int
     size: int
+    shares_memory = False
+    """Whether all ranks are in one thread and get objects of `all_gather` themselves: they may use the same tensors."""
 
     def can_access(self, device: torch.device) -> bool:
         """Return whether messages may be in a device's memory; if not, they are staged through the host."""

@@ -72,12 +72,16 @@ class _SuspendingMailbox(Mailbox):
             return sum(target == rank for (_, target, _), _ in self.letters)
 
 
+class _SingleThreadWorld(LoopbackWorld):
+    shares_memory = True
+
+
 class RankScheduler:
     """Runs `size` ranks in one thread; `worlds` are their worlds."""
 
     def __init__(self, size: int) -> None:
         self._mail = _SuspendingMailbox(size)
-        self.worlds = [LoopbackWorld(rank, size, self._mail) for rank in range(size)]
+        self.worlds = [_SingleThreadWorld(rank, size, self._mail) for rank in range(size)]
 
     def register(self, rank: int, before_rest: Callable[[], object]) -> None:
         """Set what a rank does before others run."""

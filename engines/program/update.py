@@ -103,7 +103,7 @@ class UpdateRules:
 
 
 class OptimiserStep:
-    """Updates the weights of one rank, in agreement with all other ranks.
+    """Updates the weights of one rank's optimiser, in agreement with all other ranks.
 
     Loss scaling is dynamic (Micikevicius et al., 2018, arXiv:1710.03740, section 3.2), with the constants of
     `torch.amp.GradScaler`: if any gradient of any rank is not finite, no weight changes and the scale is halved.
@@ -147,8 +147,9 @@ class OptimiserStep:
             clip = self.rules.clip_norm / (math.sqrt(square) + 1e-6)
             factor = 1.0 if clip >= 1 else clip
         factor /= self.scale
-        for weight in self.weights.values():
-            if weight.grad is not None and factor != 1:
+        groups = self.optimiser.param_groups if self.optimiser and factor != 1 else ()
+        for weight in (weight for group in groups for weight in group["params"]):
+            if weight.grad is not None:
                 weight.grad.mul_(factor)
         for moved in (self.optimiser, self.scheduler):
             if moved is not None:

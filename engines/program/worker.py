@@ -30,6 +30,7 @@ from engines.program.message_buffers import SendQueue
 from engines.program.micro_batch import MicroBatchState, Runtime
 from engines.program.program import CountLabels, Program, Step
 from engines.program.segment import Segment, find_output_allocators
+from engines.program.shared_state import PendingUpdate, SharedGradientBucket, SharedState
 from engines.program.timeline import TimelineEvent
 from engines.program.update import BatchStats, GradientBucket, OptimiserStep, UpdateRules, update_buffers
 from engines.spatial.rng import compute_step_seed
@@ -45,7 +46,8 @@ class Worker:
 
     `weights` and `buffers` are the rank's own, by name; `constants` change only before the passes of a step, by
     `count_labels`. `keeps_graphs` is that of `Runtime`. `make_micro_batch` makes the state of a micro-batch,
-    `make_segment` a runnable segment. `step_labels` describe each step for the status board.
+    `make_segment` a runnable segment. `step_labels` describe each step for the status board. `shared` is what ranks of
+    one thread share.
     """
 
     def __init__(
@@ -63,8 +65,9 @@ class Worker:
         make_segment: Callable[..., Segment] = Segment,
         constants: Mapping[str, Tensor] | None = None,
         count_labels: Callable[[CountLabels, Mapping[int, Tensor]], int] | None = None,
+        shared: SharedState | None = None,
     ) -> None:
-        self.program, self.world = program, world
+        self.program, self.world, self.shared = program, world, shared
         self.weights, self.buffers, self.constants = weights, buffers, constants or {}
         self.optimiser_step = OptimiserStep(weights, optimiser, rules or UpdateRules())
         self.device = device or torch.device("cpu")
@@ -73,7 +76,8 @@ class Worker:
         self.step_labels = [step.instruction.name.encode() for step in program.steps]
         self._count_labels = count_labels
         self._send_queue = SendQueue()
-        self._sums: dict[str, GradientBucket] = {}
+        self._sums: dict[str, GradientBucket | SharedGradientBucket] = {}
+        self._make_bucket = partial(SharedGradientBucket, shared=shared) if shared else GradientBucket
         self._collectives: Collectives | None = None
         # Every exchange and every segment is made ready to run here, once. The micro-batches, of which there are new
         # ones in each step, share them.
@@ -100,7 +104,7 @@ class Worker:
         if found is self._collectives:
             return
         self._collectives = found
-        connected: dict[str, GradientBucket] = {}
+        connected: dict[str, GradientBucket | SharedGradientBucket] = {}
         sums = {each for step in self.program.steps if found and isinstance(each := step.instruction, SumGradients)}
         order = OrderedStarter(len(sums))
         # In tag order on every rank: connecting is collective over each group. If rank 1 connected to {1, 2} first, and
@@ -127,6 +131,7 @@ class Worker:
         self._send_queue.discard()
         self.events = []
         self._agreed: Tensor | None = None
+        self._updates: list[PendingUpdate] = []  # of all ranks of one thread
         count = self.program.micro_batches
         self.micro_batch_states = {
             number: self._make_micro_batch(
@@ -236,7 +241,7 @@ class Worker:
                 return 0
             case SumGradients() as bucket:
                 if bucket.name not in self._sums:
-                    self._sums[bucket.name] = GradientBucket(self.weights, bucket, self.world)
+                    self._sums[bucket.name] = self._make_bucket(self.weights, bucket, self.world)
                 own = self._sums[bucket.name]
                 # Non-blocking: the sum proceeds during backward, driven by `SendQueue.poll` after each instruction.
                 self._send_queue.add(self._send_queue.start_after(own.pack(), own.total.begin))
@@ -246,15 +251,27 @@ class Worker:
             case FiniteCheckAllReduce() as agreement:
                 self._send_queue.wait()  # a failed send must show before any rank changes its weights
                 self._agreed = self.optimiser_step.compute_gradient_stats(agreement.counted)
+                if self.shared:
+                    self._updates = self.world.all_gather(PendingUpdate(self._run_optimiser))
                 return all_reduce(self.world, self._agreed, agreement.group).wait()
             case Update() as update:
                 self.steps += 1  # first: a rank that fails from here on has an incomplete update
                 sent = update_buffers(self.buffers, update, self._batch_stats, self.world)
                 for state in self.micro_batch_states.values():
                     state.end_step()
-                self.optimiser_step.step(
-                    self.optimiser_step.compute_gradient_stats(self.weights) if self._agreed is None else self._agreed
-                )
+                self._run_updates()
                 return sent
             case instruction:
                 return self.micro_batch_states[step.micro_batch].run_instruction(instruction, step.phase)
+
+    def _run_updates(self) -> None:
+        if self._agreed is None:  # there is no other rank
+            self._agreed = self.optimiser_step.compute_gradient_stats(self.weights)
+        updates, self._updates = self._updates or [PendingUpdate(self._run_optimiser)], []
+        for update in updates:
+            update.run(self._agreed)
+
+    def _run_optimiser(self, agreed: Tensor) -> None:
+        self.optimiser_step.step(agreed)
+        if self.shared:
+            self.shared.restore_memory(self.weights)

@@ -77,7 +77,7 @@ def _stage_state(training: RankTraining, path: Path) -> tuple[Checkpoint, dict[s
     for name, tensor in found.items():
         if tensor.is_floating_point() != own[name].is_floating_point():
             raise CheckpointError(f"{checkpoint.path}: {name} is {tensor.dtype} there, and {own[name].dtype} here.")
-    optimiser = training.recipe.make_optimiser(training.weights)
+    optimiser = training.make_optimiser()
     # A fresh one on the training's own weights: they get their saved values later, when all ranks have succeeded.
     descent = OptimiserStep(training.weights, optimiser, training.recipe.rules)
     if optimiser:

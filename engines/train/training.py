@@ -30,12 +30,13 @@ from engines.graph.trace import StateNames, collect_state_names, iterate_owners
 from engines.graph.trace_cache import Loss, TraceCache
 from engines.plan import Plan
 from engines.program.compile import Compiler, compile_plan
-from engines.program.instructions import Phase, SumGradients
+from engines.program.instructions import FiniteCheckAllReduce, Phase, SumGradients, Update
 from engines.program.micro_batch import MicroBatchState
 from engines.program.offloader import Offloader, OffloadingMicroBatch, OffloadStore
 from engines.program.program import Program
 from engines.program.segment import Segment
 from engines.program.segment_compiler import SegmentCompiler, check_compiler
+from engines.program.shared_state import SharedState
 from engines.program.steps import describe_steps
 from engines.program.timeline import TimelineEvent
 from engines.program.update import SCALE, Scheduler, UpdateRules
@@ -256,16 +257,21 @@ class RankTraining:
         recipe.additions.register()
         program = Compiler(recipe.graph, recipe.plan, overlap=overlap).compile_rank(world.rank)
         self.world, self.overlap = world, overlap
-        self.recipe, self.program, self.graph = recipe, program, recipe.graph
+        # The weights' initial values are not kept beside the weights.
+        self.recipe, self.program, self.graph = replace(recipe, state={}), program, recipe.graph
         self.device = choose_device(recipe.device, world.rank)
         self.threads = choose_thread_count(recipe.plan, world.rank)
-        copied = {
-            name: copy_state_tensor(recipe.state[name], self.graph.specs[name], self.device)
-            for name in (*program.weights, *program.buffers)
+        self.shared = make_shared_state(world, recipe.device)
+        trained, changing = self.graph.trainable, _find_changing_buffers(program)
+
+        def make_tensor(name: str) -> Tensor:
+            make = partial(copy_state_tensor, recipe.state[name], self.graph.specs[name], self.device)
+            return self.shared.get_tensor(name, make) if self.shared and name not in changing else make()
+
+        self.weights = {
+            name: nn.Parameter(make_tensor(name), requires_grad=name in trained) for name in program.weights
         }
-        trained = self.graph.trainable
-        self.weights = {name: nn.Parameter(copied[name], requires_grad=name in trained) for name in program.weights}
-        self.buffers = {name: copied[name] for name in program.buffers}
+        self.buffers = {name: make_tensor(name) for name in program.buffers}
         self.kept = {
             names.prefix + name: tensor.clone()
             for names in recipe.names.values()
@@ -281,7 +287,7 @@ class RankTraining:
             self._make_micro_batch = partial(OffloadingMicroBatch, offloader=self.offloader)
         self._make_segment = SegmentCompiler() if recipe.plan.compile_segments else Segment
         # One setup for each number of images in a step; weights, buffers and optimiser are the same in all of them.
-        found = self._make_setup(recipe, program, recipe.make_optimiser(self.weights), recipe.rules)
+        found = self._make_setup(recipe, program, self.make_optimiser(), recipe.rules)
         self.images = count_step_images(recipe)
         self.sizes = {self.images: found}
         self.worker, self.counting = found.worker, found.counting
@@ -306,9 +312,20 @@ class RankTraining:
             make_segment=self._make_segment,
             constants=counting.values,
             count_labels=counting.count,
+            shared=self.shared,
         )
         worker.step_labels = describe_steps(recipe.graph, recipe.plan, program)
         return _StepSetup(recipe.graph, worker, counting)
+
+    def make_optimiser(self) -> torch.optim.Optimizer | None:
+        """Make the optimiser of the weights that this rank updates, None if there are none.
+
+        These are all of its weights. Of weights that ranks share, each is updated by the first rank that has it.
+        """
+        counted = {name for each in self.program.select_instructions(FiniteCheckAllReduce) for name in each.counted}
+        return self.recipe.make_optimiser(
+            {name: weight for name, weight in self.weights.items() if not self.shared or name in counted}
+        )
 
     def add_size(self, recipe: Recipe) -> None:
         """Prepare for steps of fewer images, with a recipe from `engines.train.train_loop.make_smaller_recipe`.
@@ -429,6 +446,31 @@ class RankTraining:
             group: {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
             for group, tensors in groups.items()
         }
+
+
+def make_shared_state(world: World, device: str) -> SharedState | None:
+    """Return what several ranks share if they are in one thread and on one device, else None. Collective."""
+    if (
+        world.size == 1
+        or not world.shares_memory
+        or len({choose_device(device, rank) for rank in range(world.size)}) > 1
+    ):
+        return None
+    return world.all_gather(SharedState())[0]  # type: ignore[no-any-return]
+
+
+def _find_changing_buffers(program: Program) -> frozenset[str]:
+    """Return the buffers that an update changes. Each rank updates its own, as it may count other images or pixels."""
+    updates = list(program.select_instructions(Update))
+    statistics = [entry for update in updates for entry in update.statistics]
+    return frozenset(
+        name
+        for names in (
+            *((entry.mean_buffer, entry.variance_buffer) for entry in statistics),
+            *(update.counters for update in updates),
+        )
+        for name in names
+    )
 
 
 def count_step_images(recipe: Recipe) -> int:
