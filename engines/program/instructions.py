@@ -265,6 +265,12 @@ class Update:
     counters: Mapping[str, int]
     differentiable: bool = False
 
+    @property
+    def buffers(self) -> frozenset[str]:
+        """The buffers that it changes."""
+        names = ((entry.mean_buffer, entry.variance_buffer) for entry in self.statistics)
+        return frozenset(self.counters).union(*names)
+
 
 ModelInstruction = Compute | Exchange | AllReduce
 """The instructions of which a micro-batch's forward pass consists."""

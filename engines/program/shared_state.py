@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engines.comm.all_reduce import RoundsRequest
+from engines.comm.device import choose_device
 from engines.comm.streams import DeviceEvent, record_event
 from engines.comm.world import Message, Pending, World
 from engines.program.instructions import SumGradients
@@ -30,6 +31,14 @@ class SharedState:
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     sums: dict[str, list[Tensor]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, world: World, device: str) -> SharedState | None:
+        """Return what several ranks share if they are in one thread and on one device, else None. Collective."""
+        shares = world.shares_memory and world.size > 1
+        if not shares or len({choose_device(device, rank) for rank in range(world.size)}) > 1:
+            return None
+        return world.all_gather(cls())[0]  # type: ignore[no-any-return]
 
     def get_tensor(self, name: str, make: Callable[[], Tensor]) -> Tensor:
         """Return the tensor of that name, which the first rank that needs it makes."""

@@ -249,11 +249,7 @@ class Worker:
             case ReduceBatchStats() as share:
                 return self._batch_stats.reduce(share, self.world)
             case FiniteCheckAllReduce() as agreement:
-                self._send_queue.wait()  # a failed send must show before any rank changes its weights
-                self._agreed = self.optimiser_step.compute_gradient_stats(agreement.counted)
-                if self.shared:
-                    self._updates = self.world.all_gather(PendingUpdate(self._run_optimiser))
-                return all_reduce(self.world, self._agreed, agreement.group).wait()
+                return self._agree(agreement)
             case Update() as update:
                 self.steps += 1  # first: a rank that fails from here on has an incomplete update
                 sent = update_buffers(self.buffers, update, self._batch_stats, self.world)
@@ -263,6 +259,13 @@ class Worker:
                 return sent
             case instruction:
                 return self.micro_batch_states[step.micro_batch].run_instruction(instruction, step.phase)
+
+    def _agree(self, agreement: FiniteCheckAllReduce) -> int:
+        self._send_queue.wait()  # a failed send must show before any rank changes its weights
+        self._agreed = self.optimiser_step.compute_gradient_stats(agreement.counted)
+        if self.shared:
+            self._updates = self.world.all_gather(PendingUpdate(self._run_optimiser))
+        return all_reduce(self.world, self._agreed, agreement.group).wait()
 
     def _run_updates(self) -> None:
         if self._agreed is None:  # there is no other rank

@@ -261,8 +261,10 @@ class RankTraining:
         self.recipe, self.program, self.graph = replace(recipe, state={}), program, recipe.graph
         self.device = choose_device(recipe.device, world.rank)
         self.threads = choose_thread_count(recipe.plan, world.rank)
-        self.shared = make_shared_state(world, recipe.device)
-        trained, changing = self.graph.trainable, _find_changing_buffers(program)
+        self.shared = SharedState.of(world, recipe.device)
+        trained = self.graph.trainable
+        # Each rank updates its own batch statistics, as it may count other images or pixels.
+        changing = {name for update in program.select_instructions(Update) for name in update.buffers}
 
         def make_tensor(name: str) -> Tensor:
             make = partial(copy_state_tensor, recipe.state[name], self.graph.specs[name], self.device)
@@ -446,31 +448,6 @@ class RankTraining:
             group: {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
             for group, tensors in groups.items()
         }
-
-
-def make_shared_state(world: World, device: str) -> SharedState | None:
-    """Return what several ranks share if they are in one thread and on one device, else None. Collective."""
-    if (
-        world.size == 1
-        or not world.shares_memory
-        or len({choose_device(device, rank) for rank in range(world.size)}) > 1
-    ):
-        return None
-    return world.all_gather(SharedState())[0]  # type: ignore[no-any-return]
-
-
-def _find_changing_buffers(program: Program) -> frozenset[str]:
-    """Return the buffers that an update changes. Each rank updates its own, as it may count other images or pixels."""
-    updates = list(program.select_instructions(Update))
-    statistics = [entry for update in updates for entry in update.statistics]
-    return frozenset(
-        name
-        for names in (
-            *((entry.mean_buffer, entry.variance_buffer) for entry in statistics),
-            *(update.counters for update in updates),
-        )
-        for name in names
-    )
 
 
 def count_step_images(recipe: Recipe) -> int:
