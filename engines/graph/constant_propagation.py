@@ -69,13 +69,14 @@ class ConstantPropagationMode(TorchFunctionMode):
 
     `held` are the real tensors of its buffers, by name, and `memory` that of all its tensors. `decided` maps each
     buffer whose numbers were read to the source line of the first read; `unanswered` describes the last read of numbers
-    that are not known.
+    that are not known. `stored` are the attributes in which forward has stored tensors.
     """
 
     held: Mapping[str, Tensor] = field(default_factory=dict)
     memory: OwnedMemory = field(default_factory=OwnedMemory)
     decided: dict[str, str] = field(default_factory=dict)
     unanswered: str = ""
+    stored: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         super().__init__()

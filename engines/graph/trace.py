@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,7 +23,13 @@ from engines.graph.exported_nodes import drop_broadcasts, inline_subgraphs, inse
 from engines.graph.functionalise import functionalise, remove_dead_nodes
 from engines.graph.model_graph import LOSS, MODEL, ModelGraph, TensorSpec, find_updated_buffers, to_user_name
 from engines.graph.outside_tensors import OwnedMemory, check_lifted_tensors
-from engines.graph.traceability import collect_tensors, get_prediction, make_fake_copy, make_fake_tensor
+from engines.graph.traceability import (
+    collect_attributes,
+    collect_tensors,
+    get_prediction,
+    make_fake_copy,
+    make_fake_tensor,
+)
 from engines.graph.watch_forward import TraceAbortedError, silence_exporter, watch_forward
 from engines.plan import HALF
 
@@ -60,7 +66,13 @@ class _TracedModel(nn.Module):
 
     def forward(self, images: Tensor, labels: Tensor | None = None) -> tuple[Tensor, ...]:
         with watch_forward(self, self.constants):
+            before = collect_attributes(self.model)
             prediction = get_prediction(self.model(images))
+            self.constants.stored[:] = [
+                name
+                for name, now in collect_attributes(self.model).items()
+                if list(map(id, now)) != list(map(id, before.get(name, ())))
+            ]
             found = collect_tensors(prediction)
             if self.loss is None:
                 return tuple(found.values())
@@ -71,6 +83,9 @@ class _TracedModel(nn.Module):
             except Exception as error:
                 if type(error).__name__.startswith(_BY_VALUES):
                     raise
+                if self.constants.stored:
+                    reason = f"the loss fails ({type(error).__name__}: {_get_first_line(error)})"
+                    raise TraceError(_format_kept_error(self.constants.stored[0], reason)) from error
                 if isinstance(error, TypeError | AttributeError) and not isinstance(prediction, Tensor):
                     raise TraceError(
                         f"The model answers with a {type(prediction).__name__} of {len(found)} tensors "
@@ -137,6 +152,7 @@ def _export(owners: Sequence[Any], specs: Sequence[TensorSpec], precision: str, 
         plain = insert_detaches(remove_dead_nodes(plain))
         check_lifted_tensors(plain, names, memory)
         graph = ExportReader(plain, names, has_loss=whole.loss is not None).read_graph()
+        _check_no_stale_tensors(model, whole.constants, graph)
         # Forward may have taken decisions by the numbers of a buffer: not if these change from step to step.
         changing = {name for node in graph.nodes for name in find_updated_buffers(graph, node)}
         for name, place in whole.constants.decided.items():
@@ -209,7 +225,8 @@ def _translate_errors(
     """Convert errors to TraceErrors, and suppress PyTorch's messages about its own graphs."""
     try:
         # A compiled model is traced as written: its kernels would read memory that fake tensors do not have.
-        with _ONE_AT_A_TIME, silence_exporter(), torch.compiler.set_stance("force_eager"):
+        # The graph has its own casts, by the plan's precision: those of a caller's `torch.autocast` would come twice.
+        with _ONE_AT_A_TIME, silence_exporter(), torch.compiler.set_stance("force_eager"), _without_autocast():
             yield
     except TraceError:
         raise
@@ -227,6 +244,15 @@ def _translate_errors(
         ) from cause
 
 
+@contextmanager
+def _without_autocast() -> Iterator[None]:
+    with ExitStack() as stack:
+        for kind in ("cpu", "cuda"):  # only where it is on: "cuda" warns on a machine without
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
 def _format_loss_error(
     model: nn.Module, images: Tensor, answers: Mapping[str, Tensor], labels: Tensor, error: Exception
 ) -> str:
@@ -241,6 +267,22 @@ def _format_loss_error(
         "a whole batch, such as labels=torch.zeros(4, 1, 32, 32); if they are these, let the loss reshape and convert "
         "them: loss=lambda p, y: loss(p, y[:, None].to(p.dtype))."
     )
+
+
+def _format_kept_error(name: str, reason: str) -> str:
+    return (
+        f"forward stores a tensor in the model's attribute {name}, and {reason}: a loss gets only the labels and what "
+        f"the model returns, and ranks have no such attribute. Return the tensor too (return logits, self.{name}), "
+        "with a loss of both: loss=lambda answer, y: ..."
+    )
+
+
+def _check_no_stale_tensors(model: nn.Module, constants: ConstantPropagationMode, graph: ModelGraph) -> None:
+    """Raise TraceError if the graph holds as a constant what an earlier run of forward has stored on the model."""
+    held = {value.untyped_storage()._cdata for value in graph.constants.values()}
+    for name, tensors in collect_attributes(model).items():
+        if name in constants.stored and any(tensor.untyped_storage()._cdata in held for tensor in tensors):
+            raise TraceError(_format_kept_error(name, "the loss (or forward) reads that of an earlier run"))
 
 
 def _get_first_line(error: Exception) -> str:

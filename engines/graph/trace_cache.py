@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import index
 
 import torch
 from torch import Tensor, nn
@@ -50,8 +51,16 @@ class TraceCache:
 
     def __post_init__(self) -> None:
         check_modules(self.model, self.loss)
-        if len(self.image_shape) != 4 or any(size < 1 for size in self.image_shape):
-            raise ImageError(f"image_shape={tuple(self.image_shape)} must be (N, C, H, W), four positive numbers.")
+        try:
+            shape = tuple(map(index, self.image_shape))
+        except TypeError:  # no sequence, or one of other numbers
+            shape = ()
+        if len(shape) != 4 or min(shape) < 1:
+            raise ImageError(
+                f"image_shape={self.image_shape!r} must be (N, C, H, W), four positive whole numbers, such as "
+                "(4, 3, 256, 256)."
+            )
+        object.__setattr__(self, "image_shape", shape)
         labels = self.labels
         if isinstance(labels, Tensor):
             labels = make_tensor_spec(labels)

@@ -27,6 +27,7 @@ __all__ = [
     "check_loss_repeats",
     "check_modules",
     "check_side_effects",
+    "collect_attributes",
     "collect_tensors",
     "get_prediction",
     "has_hooks",
@@ -145,6 +146,8 @@ def check_modules(model: nn.Module, loss: Any = None) -> None:
 
     Gradient hooks are refused too, since a trace does not contain them, and a loss that is no function.
     """
+    if not isinstance(model, nn.Module | torch.jit.ScriptFunction):
+        raise TraceError(f"The model is {_describe_no_module(model)}")
     if loss is not None and (isinstance(loss, type) or not callable(loss)):
         called = loss.__name__ if isinstance(loss, type) else repr(loss)
         remedy = f"an instance of it, such as {called}()" if isinstance(loss, type) else "nn.CrossEntropyLoss()"
@@ -163,12 +166,34 @@ def check_modules(model: nn.Module, loss: Any = None) -> None:
                 f"The {what} has lazy modules whose weights have no shape yet: {', '.join(lazy)}. Run it once before, "
                 "such as model(torch.zeros(image_shape)), so that they get their shapes and first values."
             )
+        kept = collect_attributes(owner) if isinstance(owner, nn.Module) else {}
+        if stale := [name for name, tensors in kept.items() if not all(tensor.is_leaf for tensor in tensors)]:
+            raise TraceError(
+                f"The {what} holds in its attribute {stale[0]} a result of an earlier run, with its gradient graph, "
+                f"which is no constant. Remove it before ({what}.{stale[0]} = None); tensors to keep are parameters or "
+                "buffers. (In place of torch.nn.utils.weight_norm, use that of torch.nn.utils.parametrizations.)"
+            )
         if hooked := next(_find_hooked(owner), ""):
             raise TraceError(
                 f"{hooked} of the {what} has a hook of its gradient, which ranks would not call: they train copies of "
                 "weights by a trace of forward. Remove the hook, and compute the same in forward; the norm of all "
                 "gradients is bounded by clip_norm."
             )
+
+
+def _describe_no_module(given: object) -> str:
+    """Return what was given in place of a model, and the remedy."""
+    name = getattr(given, "__name__", type(given).__name__)
+    if isinstance(given, type):
+        return f"the class {name}, not a model made of it. Make one: {name}(...)."
+    if isinstance(given, Mapping):
+        return (
+            f"a {name} of {len(given)} entries, not an nn.Module. If it is a state_dict, make the model, "
+            "model.load_state_dict(it), and give the model."
+        )
+    if callable(given):
+        return f"the function {name}, not an nn.Module. If it makes the model, call it: {name}(). Else put it in one."
+    return f"a {name}, not an nn.Module. The order of arguments is (model, plan, ...)."
 
 
 def _describe_scripted(what: str, owner: object) -> str:
@@ -307,6 +332,22 @@ def _run_watched(
 def _get_storages(model: nn.Module) -> dict[str, torch.UntypedStorage]:
     """Return the storage of each weight and buffer."""
     return {name: tensor.untyped_storage() for name, tensor in _iterate_tensors(model)}
+
+
+def collect_attributes(model: nn.Module) -> dict[str, list[Tensor]]:
+    """Return the tensors in the attributes of all modules, other than weights and buffers, by the attribute's name.
+
+    An attribute may be a list, tuple or dict of tensors.
+    """
+    found: dict[str, list[Tensor]] = {}
+    for prefix, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name in ("_parameters", "_buffers", "_modules"):
+                continue
+            inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+            if tensors := [each for each in inner if isinstance(each, Tensor)]:
+                found[f"{prefix}.{name}".lstrip(".")] = tensors
+    return found
 
 
 def _iterate_numbers(model: nn.Module) -> Iterator[tuple[str, float]]:

@@ -88,6 +88,12 @@ def _find_groups(function: Optimiser, named: Mapping[str, Tensor]) -> dict[str, 
 
 def check_scheduler(scheduler: Scheduler, made: torch.optim.Optimizer) -> None:
     """Raise PlanError unless `scheduler` makes a scheduler of the optimiser that can step once after each update."""
+    if not callable(scheduler):
+        kind = type(scheduler).__name__
+        raise PlanError(
+            f"scheduler is a {kind}, not a function. Ranks make it of their own optimiser: give a function of an "
+            f"optimiser, such as partial(torch.optim.lr_scheduler.StepLR, step_size=10)."
+        )
     try:
         paced: Any = scheduler(made)
     except Exception as error:

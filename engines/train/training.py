@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from numbers import Real
 from typing import Any
 
 import torch
@@ -165,7 +166,7 @@ def prepare(
     """
     loss = loss or nn.CrossEntropyLoss()
     graph = graph or TraceCache(model, image_shape, loss, labels, device).get_graph(plan)
-    if clip_norm is not None and not clip_norm > 0:
+    if clip_norm is not None and not (isinstance(clip_norm, Real) and clip_norm > 0):
         raise PlanError(f"clip_norm={clip_norm!r} must be a positive number, or None for gradients of any norm.")
     used = {name for node in graph.nodes for name in node.reads}
     parameters = collect_parameter_specs(model, loss, getattr(torch, plan.held_in), used)

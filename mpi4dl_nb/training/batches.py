@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from os import PathLike
 from typing import Any
 
 import torch
@@ -11,17 +12,33 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from engines.errors import ImageError, PlanError
 from engines.graph.labels import find_label_specs
+from engines.plan import Plan
 from engines.train.training import Recipe
 
 __all__ = [
     "Batch",
     "CachedBatches",
     "check_batches",
+    "check_order",
     "count_images",
     "find_batch_sizes",
     "make_repeatable",
     "prepare_batch",
 ]
+
+
+def check_order(plan: object, cluster: object) -> None:
+    """Raise PlanError if the plan or the cluster of a Training are something else, as by another order of arguments."""
+    wrong = []
+    if not isinstance(plan, Plan):
+        wrong.append(f"plan is a {type(plan).__name__}, not a Plan")
+    if not all(hasattr(cluster, name) for name in ("n", "call")):
+        wrong.append(f"cluster is a {type(cluster).__name__}, not a started Cluster")
+    if wrong:
+        raise PlanError(
+            f"Training(model, plan, cluster, image_shape) takes these in this order, but {', and '.join(wrong)}. "
+            "Give Plan(...), and Cluster(plan.ranks).start()."
+        )
 
 
 def prepare_batch(recipe: Recipe, images: Any, labels: Any) -> dict[str, Tensor]:
@@ -32,7 +49,12 @@ def prepare_batch(recipe: Recipe, images: Any, labels: Any) -> dict[str, Tensor]
     """
     whole, batches = {}, recipe.plan.batches
     for name, given in (("images", images), ("labels", labels)):
-        spec, tensor = recipe.step_specs[name], torch.as_tensor(given)
+        spec, tensor = recipe.step_specs[name], _to_tensor(name, given)
+        if name == "images" and tuple(tensor.shape) == spec.shape[1:]:
+            raise ImageError(
+                f"images have shape {tuple(tensor.shape)}, which is one image, but a step takes {spec.shape[0]}: "
+                f"{spec.shape}. Stack images, or wrap a Dataset: DataLoader(dataset, batch_size={spec.shape[0]})."
+            )
         if tuple(tensor.shape) != spec.shape:
             several = f" ({batches} batches make a step of this plan)" if batches > 1 else ""
             other = "labels=EXAMPLE, a tensor like the labels of a batch" if name == "labels" else "this image_shape"
@@ -66,6 +88,29 @@ def prepare_batch(recipe: Recipe, images: Any, labels: Any) -> dict[str, Tensor]
     return whole
 
 
+def _to_tensor(name: str, given: Any) -> Tensor:
+    """Return what was given as images or labels as a tensor. Raises ImageError if it is none and no array."""
+    try:
+        return torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        kind = f"a {type(given).__name__}"
+        if given is None:
+            kind, remedy = "None", "A step takes images and their labels, and the loss both a prediction and labels"
+        elif isinstance(given, Mapping):
+            remedy = f"Give the tensor in it, such as batch[{next(iter(given), name)!r}]"
+            kind = f"{kind} of {', '.join(map(repr, given))}"
+        elif isinstance(given, str | PathLike):
+            remedy = "Files are read by folder_images and table_images, for fit, and by open_image"
+        elif isinstance(given, list | tuple) and any(isinstance(each, Tensor) for each in given):
+            kind, remedy = (
+                f"{kind} of {len(given)} tensors",
+                f"Make one of them: torch.stack({name}) or torch.cat({name})",
+            )
+        else:
+            remedy = "Give a tensor or an array of numbers"
+        raise ImageError(f"{name} are {kind}, and no tensor ({error}). {remedy}.") from error
+
+
 # The numbers of images in batches, as far as they are known before the first step.
 
 
@@ -73,7 +118,12 @@ Batch = tuple[Any, Any]
 
 
 def check_batches(data: object, name: str = "data") -> None:
-    """Raise PlanError if `data` cannot be iterated over, such as a function that makes batches."""
+    """Raise PlanError if `data` is no batches: a tensor, or what cannot be iterated over, such as a function."""
+    if isinstance(data, Tensor | Mapping):
+        raise PlanError(
+            f"{name} is a {type(data).__name__}, but must be batches: pairs (images, labels) in a list or a "
+            "DataLoader, such as fit([(images, labels)])."
+        )
     if hasattr(type(data), "__iter__") or hasattr(type(data), "__getitem__"):
         return
     kind = f"{name} is {getattr(data, '__name__', type(data).__name__)!r}, a {type(data).__name__}"
@@ -86,6 +136,11 @@ def check_batches(data: object, name: str = "data") -> None:
 def count_images(batch: Any) -> int:
     """Return the number of images in a batch. Raises ImageError if it is not a pair of images and labels."""
     try:
+        if isinstance(batch, Mapping):
+            keys = ", ".join(map(repr, batch))
+            raise ValueError(f"its keys are {keys}. Make pairs: ((batch[...], batch[...]) for batch in data)")
+        if isinstance(batch, Tensor | str):
+            raise ValueError("put images and their labels into a tuple; of a single batch, fit([(images, labels)])")
         images, _ = batch
         return len(images)
     except (TypeError, ValueError) as error:

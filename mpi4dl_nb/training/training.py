@@ -171,14 +171,14 @@ class Training(TrainingHandle):
         failure without a further completed step. Raises ImageError, on all ranks, if an image cannot be read,
         LossError, RankError or PlanError.
         """
+        if not is_images(data):
+            check_batches(data)
         if isinstance(epochs, bool) or not isinstance(epochs, Integral) or epochs < 0:
             raise PlanError(f"epochs={epochs!r} must be a whole number of epochs still to come.")
         if on_failure not in FAILURE_POLICIES:
             raise PlanError(f"on_failure={on_failure!r} must be one of {', '.join(map(repr, FAILURE_POLICIES))}.")
         if on_failure != "raise" and save is None:
             raise PlanError(f"on_failure={on_failure!r} goes on from checkpoints. Say where they go: save=FOLDER.")
-        if not is_images(data):
-            check_batches(data)
         if held_out is not None and not is_images(held_out):
             raise PlanError(
                 f"held_out is a {type(held_out).__name__}, but must be images that ranks read by themselves, such as a "

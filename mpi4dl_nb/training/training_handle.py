@@ -41,7 +41,7 @@ from engines.train.training import (
     sgd,
 )
 from mpi4dl_nb.cluster import Cluster, get_public_names
-from mpi4dl_nb.training.batches import prepare_batch
+from mpi4dl_nb.training.batches import check_order, prepare_batch
 
 __all__ = ["TrainingHandle", "describe_training"]
 
@@ -65,6 +65,7 @@ class TrainingHandle:
         clip_norm: float | None = None,
         scheduler: Scheduler | None = None,
     ) -> None:
+        check_order(plan, cluster)
         check_fits(plan, cluster.n)
         self.model, self.plan, self.cluster = model, plan, cluster
         self.loss = loss or nn.CrossEntropyLoss()
