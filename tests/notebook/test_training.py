@@ -349,7 +349,7 @@ def test_more_tiles_than_rows(untouched):
 
 @pytest.mark.parametrize("shape", [(3, 12, 20), (2, 3, 0, 20), (2, 3, 12, -1), ()])
 def test_a_shape_that_is_no_batch_of_images(untouched, shape: tuple[int, ...]):
-    with pytest.raises(ImageError, match=r"must be \(N, C, H, W\), four positive numbers"):
+    with pytest.raises(ImageError, match=r"must be \(N, C, H, W\), four positive whole numbers"):
         Training(unet(), TILES, untouched, shape)
 
 
@@ -402,7 +402,10 @@ BAD_BATCHES: dict[str, tuple[Change, str]] = {
     "size": (lambda b: (b[0][..., :16], b[1]), r"images have shape \(2, 3, 12, 16\) .* made for \(2, 3, 12, 20\)"),
     "channels": (lambda b: (b[0][:, :1], b[1]), r"images have shape \(2, 1, 12, 20\) .* made for \(2, 3, 12, 20\)"),
     "batch": (lambda b: (b[0][:1], b[1][:1]), r"images have shape \(1, 3, 12, 20\) .* made for \(2, 3, 12, 20\)"),
-    "one image": (lambda b: (b[0][0], b[1][0]), r"images have shape \(3, 12, 20\) .* made for \(2, 3, 12, 20\)"),
+    "one image": (
+        lambda b: (b[0][0], b[1][0]),
+        r"images have shape \(3, 12, 20\), which is one image, but a step takes 2",
+    ),
     "labels": (lambda b: (b[0], b[1][..., :16]), r"labels have shape \(2, 12, 16\) .* made for \(2, 12, 20\)"),
     "kind": (lambda b: (b[0], b[1] + 0.5), r"labels are torch.float32, but .* made for int64"),
     "bytes": (lambda b: (b[0].byte(), b[1]), r"images are torch.uint8, but the training computes in float64"),
