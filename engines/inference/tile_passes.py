@@ -78,7 +78,7 @@ class TilePasses:
         cut = {"split_size": 1, "spatial_size": 1, "num_spatial_parts": grid.tiles, "slice_method": str(grid)}
         plan = Plan(**cut, halo_d2=True, fused_layers="auto")
         try:
-            self.lowering = Lowering(graph, plan, in_turn=True)
+            self.lowering = Lowering(graph, plan, tile_by_tile=True)
         except (TraceError, PlanError) as error:
             raise type(error)(f"The image cannot be computed in {grid} tiles one after another. {error}") from error
 

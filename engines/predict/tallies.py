@@ -22,7 +22,7 @@ __all__ = [
 class OpTally:
     """One kernel call of a rank in forward: its FLOPs, and the bytes that it reads and writes.
 
-    `kind` is its class (`engines/predict/tallies.py`). `shape` holds what its speed depends on in addition to
+    `kind` is its class. `shape` holds what its speed depends on in addition to
     its size: for a convolution the length of its dot products, its filters, and the images. `gradients` is the number
     of its arguments that receive a gradient, weights included.
     """

@@ -180,7 +180,7 @@ class Builder(ValueLayouts):
 
         Raises TraceError for tiles in turn, between which no pixels travel.
         """
-        if self.in_turn and self.extended.groups:
+        if self.tile_by_tile and self.extended.groups:
             raise TraceError(f"{self._node} reads all pixels of {ref.name} at once, which no tile has by itself.")
         # The tag advances on every rank, even one that sends and receives nothing here.
         self.tag += 2

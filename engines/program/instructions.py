@@ -39,7 +39,7 @@ SEED = Ref("@seed")
 
 
 class Phase(Enum):
-    """The direction in which an instruction runs.
+    """The pass in which an instruction runs.
 
     BACKWARD computes the gradients of inputs and weights together; INPUTS and WEIGHTS compute them separately.
     """

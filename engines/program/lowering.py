@@ -29,7 +29,9 @@ __all__ = ["STAGE_TAGS", "Lowering", "add_inputs"]
 #   block 1 + s       exchanges within stage s  |  counts of labels (second half, last stage only)
 #   block 1 + S + s   the same in the mirrored direction
 STAGE_TAGS = 1 << 14
-"""The number of message tags in one block. Tags are even; the odd tag after each is that of the exchange's gradient.
+"""The number of message tags in one block. Tags are even.
+
+The odd tag after each is that of the exchange's gradient, or of a sum's second round.
 
 Each stage has a block for its exchanges in each direction. Transfers between stages use the first half of block 0. Some
 transports allow no tags above 2 ** 23.
@@ -63,15 +65,15 @@ def add_inputs(builder: Builder, gradient: bool = False) -> None:
 class Lowering:
     """The forward pass of every stage as seen by each of its ranks; what ranks have in common is computed once.
 
-    `reads` are the names that each stage reads. `in_turn`: the tiles of the only stage are computed one after another,
-    with all layers fused from the image on, so that a tile depends on others only through sums over the image.
+    `reads` are the names that each stage reads. `tile_by_tile`: the tiles of the only stage are computed one after
+    another, with all layers fused from the image on, so that a tile depends on others only through sums over the image.
 
     Raises PlanError or TraceError if the plan does not fit the model.
     """
 
-    def __init__(self, graph: ModelGraph, plan: Plan, input_gradient: bool = False, in_turn: bool = False) -> None:
+    def __init__(self, graph: ModelGraph, plan: Plan, input_gradient: bool = False, tile_by_tile: bool = False) -> None:
         self.graph, self.plan, self.layout = graph, plan, Layout.of(plan)
-        self.input_gradient, self.in_turn = input_gradient, in_turn
+        self.input_gradient, self.tile_by_tile = input_gradient, tile_by_tile
         self.layers = find_layers(graph)
         self.spans = cut_stages(self.layers, plan)
         self.stage_of = {node.name: index for index, span in enumerate(self.spans) for node in self._get_nodes(span)}
@@ -142,7 +144,7 @@ class Lowering:
 
     def _make_shard_spec(self, builder: Builder, name: str) -> ShardSpec:
         value = replace(builder.values[name], spec=self.graph.specs.get(name, builder.values[name].spec))
-        if self.in_turn and value.axes:
+        if self.tile_by_tile and value.axes:
             return ShardSpec(builder.get_held_tiles(Ref(name))[builder.rank], value.axes)
         return ShardSpec(self._get_stage_tiles(builder.stage, value, name)[builder.rank], value.axes)
 
@@ -171,7 +173,7 @@ class Lowering:
         a time.
         """
         first = replace(role, tile=0)
-        key = role if self.in_turn else first
+        key = role if self.tile_by_tile else first
         if key in self._wides:
             return self._wides[key]
         if not self.plan.halo_d2 or self._get_stage_ranks(role, role.stage).grid.tiles == 1:
@@ -185,7 +187,7 @@ class Lowering:
             self._scouts[first] = self._lower_stage(first, ExtendedTiles(), overlaps=False)
         scout = self._scouts[first]
         scout.tile = key.tile
-        if self.in_turn:
+        if self.tile_by_tile:
             groups = dict.fromkeys((*self.graph.inputs, *(node.name for node in self.graph.nodes)), 0)
         else:
             layers = [layer.nodes for layer in self.layers if layer.nodes.start in self.spans[role.stage]]
@@ -248,7 +250,7 @@ class Lowering:
             STAGE_TAGS * block,
             extended=wide,
             batch_sharded=self.batch_sharded if ranks.shares > 1 else frozenset(),
-            in_turn=self.in_turn,
+            tile_by_tile=self.tile_by_tile,
             sync_batchnorm=self.plan.sync_batchnorm,
             overlaps=overlaps,
             memo=self._commons[replace(role, tile=0)],

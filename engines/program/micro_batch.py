@@ -20,7 +20,7 @@ __all__ = ["MicroBatchState", "Runtime"]
 
 @dataclass(frozen=True)
 class Runtime:
-    """What all micro-batches of a rank share. Runners and segments are keyed by the instruction's name.
+    """What all micro-batches of a rank share. Runners are keyed by `Exchange.key`, segments by the instruction's name.
 
     `keeps_graphs`: a segment's local autograd graph is kept until its backward pass, which otherwise recomputes it.
     """

@@ -55,14 +55,14 @@ class GradientBucket:
         #   weights   w0 (stays)   w1 (stays)
         #   grads     own memory  --pack-->  flat [ g0 | g1 ]  --all-reduce in place-->  flat [ sum0 | sum1 ]
         #   after     w0.grad and w1.grad are views of `flat` (or, from a host's `flat`, copies on the GPU)
-        self.shared = [weights[name] for name in bucket.weights]
-        sizes, (first, *_) = [weight.numel() for weight in self.shared], self.shared
+        self.weights = [weights[name] for name in bucket.weights]
+        sizes, (first, *_) = [weight.numel() for weight in self.weights], self.weights
         self.device = first.device
         self.where = self.device if added else choose_message_device(self.device, world)
         on_device = partial(torch.empty, dtype=torch.uint8, device=self.device)
         memory = on_device if added else make_message_allocator(self.device, world)
         self.flat = memory(sum(sizes) * first.itemsize).view(first.dtype)
-        pairs = zip(self.shared, self.flat.split(sizes), strict=True)
+        pairs = zip(self.weights, self.flat.split(sizes), strict=True)
         # Each part has the strides of its weight, so that copies and updates traverse memory linearly.
         self.sums = [part.as_strided(weight.shape, weight.stride()) for weight, part in pairs]
         self.read = record_event(self.device, self.device)  # after the last copy out of `flat`
@@ -74,7 +74,7 @@ class GradientBucket:
         """Copy the current gradients into the bucket; the event returned marks when `total.begin` may start the sum."""
         # The previous step's sum must have been copied out before its memory is overwritten.
         self.read.synchronize()
-        grads = [weight.grad for weight in self.shared]
+        grads = [weight.grad for weight in self.weights]
         with use_send_stream(self.device, self.where, [grad for grad in grads if grad is not None]):
             for grad, own in zip(grads, self.sums, strict=True):
                 own.zero_() if grad is None else own.copy_(grad, non_blocking=True)
@@ -83,7 +83,7 @@ class GradientBucket:
     def finish(self) -> None:
         """Wait for the sum, and give each weight its gradient."""
         self.total.wait()
-        for weight, total in zip(self.shared, copy_to_device(self.sums, self.device, self.where), strict=True):
+        for weight, total in zip(self.weights, copy_to_device(self.sums, self.device, self.where), strict=True):
             weight.grad = total
         self.read = record_event(self.device, self.where)
 

@@ -67,8 +67,8 @@ class ValueLayouts:
     """The pixels and images that each rank of a stage holds of every value, for the rank of tile `tile`.
 
     `batch_sharded` are the values of which the ranks hold different images, `extended` what they hold beyond their
-    tiles. `memo` is shared by the builders of all ranks of the stage. `in_turn`: tiles are computed one after another
-    without communication, so that only the tile of this rank is considered.
+    tiles. `memo` is shared by the builders of all ranks of the stage. `tile_by_tile`: tiles are computed one after
+    another without communication, so that only the tile of this rank is considered.
     """
 
     graph: ModelGraph
@@ -78,7 +78,7 @@ class ValueLayouts:
     values: dict[str, ValueLayout] = field(default_factory=dict)
     extended: ExtendedTiles = field(default_factory=ExtendedTiles)
     batch_sharded: frozenset[str] = frozenset()
-    in_turn: bool = False
+    tile_by_tile: bool = False
     memo: Memo = field(default_factory=Memo)
     _held: dict[str, Mapping[int, Tile]] = field(default_factory=dict)
     _node: str = ""
@@ -117,7 +117,7 @@ class ValueLayouts:
 
     def get_tiles(self, size_px: tuple[int, int]) -> dict[int, Tile]:
         """Return the tile that each rank owns of an image of that size."""
-        if self.in_turn:
+        if self.tile_by_tile:
             return {self.rank: self.stage.grid.get_tile(self.tile, *size_px)}
         return self.memo.get_or_compute(
             ("tiles", size_px),

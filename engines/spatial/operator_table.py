@@ -1,7 +1,8 @@
 """The operator table: how each ATen operator gives exactly the whole image's result on tiles.
 
-A rule is called only if an argument is tiled. It determines which window a tile of outputs reads, the local kernel, and
-the sums over ranks; all other operators run unchanged. To add an operator, write a function like those in
+A rule is called if an argument is tiled, or joins images that ranks share; one registered for `everywhere` always. It
+determines which window a tile of outputs reads, the local kernel, and the sums over ranks; all other operators run
+unchanged. To add an operator, write a function like those in
 `engines/spatial/entries/` under `@register_rule("aten.name.overload")`: see `register_rule`.
 """
 
@@ -44,8 +45,8 @@ def register_rule(
 
     `everywhere`: the rule is also called if no argument is tiled. `images` names the only arguments that the rule
     accepts tiled, and only with rows and columns as last axes. `shared`: the rule also handles images that ranks share,
-    and combines all of them into one result. A notebook cell may register rules: the ranks of a `Training` created
-    afterwards receive them, and the kernels of `register_kernel`, by value.
+    and combines all of them into one result. A notebook cell may register rules, and replaces them when it is run again:
+    the ranks of a `Training` created afterwards receive them, and the kernels of `register_kernel`, by value.
 
     The example is a custom operator that blurs over 3 x 3 pixels. Outputs read one pixel beyond their tile, and pixels
     outside the image are 0. The kernel computes the tile of outputs from the window:
@@ -94,7 +95,7 @@ def lower(b: Builder, node: Node) -> None:
         if b.overlaps:
             split_interior(b, node, _lower)
     except (NeedsGatherError, PlanError) as refusal:
-        if b.in_turn and len(b.stage.ranks) > 1:
+        if b.tile_by_tile and len(b.stage.ranks) > 1:
             raise  # tiles are computed one after another, so none can gather what the others hold
         b.undo_node()
         _lower_gathered(b, node, refusal)
