@@ -72,7 +72,7 @@ def bench_allreduce(world: MpiWorld, max_bytes: int, iterations: int) -> Iterato
     raw_mpi_ms / ours_ms: 1 is as fast as MPI's own, more is faster. `spread` is the interquartile range of ours,
     divided by its median.
     """
-    from engines.comm.mpi import RawAllReduce
+    from engines.comm.raw_mpi import RawAllReduce
 
     torch.set_num_threads(1)
     raw_mpi, group, cpu = RawAllReduce(world), range(world.size), torch.device("cpu")

@@ -214,7 +214,7 @@ class ManualExchange:
     """A halo exchange written by hand with torch and mpi4py: a window and its gradient, allocated once."""
 
     def __init__(self, world: MpiWorld, exchange: Exchange, device: torch.device) -> None:
-        from engines.comm.mpi import RawMessages  # mpi4py starts MPI when it is imported
+        from engines.comm.raw_mpi import RawMessages  # mpi4py starts MPI when it is imported
 
         shape = exchange.compute_shape(exchange.window)
         dtype = getattr(torch, exchange.dtype)

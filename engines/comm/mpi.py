@@ -31,7 +31,7 @@ from engines.comm.world import (
 )
 from engines.errors import RankError, ReleasedError
 
-__all__ = ["MpiWorld", "RawAllReduce", "RawMessages", "is_cuda_aware"]
+__all__ = ["MpiWorld", "is_cuda_aware"]
 
 
 @cache
@@ -321,29 +321,3 @@ def _make_buffer(tensor: Tensor) -> list[Any]:
         raise RankError(f"a message of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous")
     memory = MPI.memory.fromaddress(tensor.data_ptr(), tensor.nbytes)
     return [memory, tensor.numel(), _WORDS[tensor.itemsize]]
-
-
-# The lowest cost of messages in mpi4py, as the baseline for the project's own exchange.
-
-
-class RawMessages:
-    """Persistent sends and receives of host buffers, `Startall`, `Waitall`: no polling, no detection of failures."""
-
-    def __init__(self, world: MpiWorld, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        comm = world.comm
-        self.requests = [comm.Recv_init(m.tensor.numpy(), m.peer, m.tag) for m in receives]
-        self.requests += [comm.Send_init(m.tensor.numpy(), m.peer, m.tag) for m in sends]
-
-    def __call__(self) -> None:
-        MPI.Prequest.Startall(self.requests)
-        MPI.Request.Waitall(self.requests)
-
-
-class RawAllReduce:
-    """`MPI_Allreduce` of a host tensor, in place, over all ranks."""
-
-    def __init__(self, world: MpiWorld) -> None:
-        self.comm = world.comm
-
-    def __call__(self, tensor: Tensor) -> None:
-        self.comm.Allreduce(MPI.IN_PLACE, tensor.numpy())

@@ -45,7 +45,7 @@ def register_rule(
 
     `everywhere`: the rule is also called if no argument is tiled. `images` names the only arguments that the rule
     accepts tiled, and only with rows and columns as last axes. `shared`: the rule also handles images that ranks share,
-    and combines all of them into one result. A notebook cell may register rules, and replaces them when it is run again:
+    and combines all of them into one result. A notebook cell may register rules, and replaces them when it runs again:
     the ranks of a `Training` created afterwards receive them, and the kernels of `register_kernel`, by value.
 
     The example is a custom operator that blurs over 3 x 3 pixels. Outputs read one pixel beyond their tile, and pixels
