@@ -45,6 +45,18 @@ from mpi4dl_nb.training.batches import check_order, prepare_batch
 
 __all__ = ["TrainingHandle", "describe_training"]
 
+_FOR_LOOPS = {
+    "check_unchanged",
+    "explain_loss",
+    "feed_state",
+    "is_whole",
+    "make_ready",
+    "record_step",
+    "take",
+    "traces",
+}
+"""Names that the completion in a notebook does not offer: loops, predictions and debugged steps use them."""
+
 
 class TrainingHandle:
     """What the loops, predictions and debugged steps of a `Training` use of it: its state, and the calls of its ranks.
@@ -227,7 +239,7 @@ class TrainingHandle:
         return format_html_table("Training", describe_training(self))
 
     def __dir__(self) -> list[str]:
-        return get_public_names(self)
+        return [name for name in get_public_names(self) if name not in _FOR_LOOPS]
 
 
 def describe_training(training: TrainingHandle) -> dict[str, object]:

@@ -31,6 +31,8 @@ PLANS = [
 class Counting:
     """A world that counts what passes through."""
 
+    shares_memory = False
+
     def __init__(self, world: LoopbackWorld) -> None:
         self.rank, self.size, self.world = world.rank, world.size, world
         self.sent: Counter[str] = Counter()
