@@ -253,8 +253,10 @@ def measure_bytes(host: RankServer, name: str, inputs: Inputs) -> int:
 
     Segments are not compiled here: allocations inside a compiled function cannot be counted.
     """
-    made = host.trainings.pop(name).recipe
-    recipe = replace(made, plan=replace(made.plan, compile_segments=False))
+    before = host.trainings.pop(name)
+    plan = replace(before.recipe.plan, compile_segments=False)
+    recipe = replace(before.recipe, plan=plan, state={name: tensor.detach() for name, tensor in before.held.items()})
+    del before  # frees all of it but its weights, from which the new one begins
     with LiveBytes() as live:
         training = host.trainings[name] = RankTraining(host.world, recipe)
         for _ in range(2):
