@@ -77,6 +77,10 @@ class Trial:
         self._names: set[str] = set()
         self._began_to_heal: Callable[[], None] = lambda: None
         self._watch(cluster)
+        # Ranks import this folder, and all that it needs, here: on a busy machine that takes longer than the limit.
+        limit_s, cluster.hang_after_s = cluster.hang_after_s, None
+        cluster.call(disarm)
+        cluster.hang_after_s = limit_s
         self.training.save(folder)
 
     def round(self, fault: Fault) -> Verdict:
