@@ -42,7 +42,7 @@ _BACKENDS: dict[str, Callable[[int], Ranks]] = {
     "loopback": LoopbackRanks,
     "in_turn": SingleThreadRanks,
 }
-_SAID = {
+_DESCRIPTIONS = {
     "mpi": "mpi: one process per rank",
     "loopback": "loopback: one thread of this process per rank",
     "in_turn": "in_turn: one thread of this process for all ranks, one after another",
@@ -337,7 +337,7 @@ class Cluster:
         facts = {
             "Ranks": self.n,
             **({"Hosts": self.hosts} if self.hosts else {"Threads per rank": threads[self.backend]}),
-            "Backend": _SAID[self.backend],
+            "Backend": _DESCRIPTIONS[self.backend],
             "State": self.state,
             "This notebook": _describe_alive(),
         }

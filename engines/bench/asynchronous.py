@@ -96,8 +96,8 @@ def _parse_slow(text: str) -> dict[int, float]:
         pairs = [part.split(":") for part in text.split(",")]
         return {int(replica): float(seconds) for replica, seconds in pairs}
     except ValueError as error:
-        said = f"{text!r} must be REPLICA:SECONDS, or several such as 2:0.1,0:0.3"
-        raise argparse.ArgumentTypeError(said) from error
+        message = f"{text!r} must be REPLICA:SECONDS, or several such as 2:0.1,0:0.3"
+        raise argparse.ArgumentTypeError(message) from error
 
 
 def parse_studies(chosen: argparse.Namespace, ranks: int) -> list[Asynchrony]:

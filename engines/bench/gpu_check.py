@@ -171,11 +171,11 @@ def launch(ranks: int, arguments: Sequence[str], timeout_s: float = 600) -> subp
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         try:
-            told = process.communicate(timeout=timeout_s)
+            output = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
             process.terminate()  # mpiexec then ends its ranks
             with suppress(subprocess.TimeoutExpired):
                 process.communicate(timeout=20.0)
             process.kill()
             raise
-    return subprocess.CompletedProcess(command, process.returncode, *told)
+    return subprocess.CompletedProcess(command, process.returncode, *output)

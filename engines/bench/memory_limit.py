@@ -148,8 +148,8 @@ def bench_largest(world: World, arguments: Sequence[str]) -> dict[str, object]:
 
 def _make_recipe(chosen: Namespace) -> tuple[nn.Module, Recipe]:
     """Return the model, and the recipe for the flags with the method's options."""
-    told = Namespace(**{**vars(chosen), **_WAYS[chosen.way][1]})
-    return options.make_recipe(told, options.make_plan(told).ranks if chosen.way == "in-turn" else 1)
+    flags_of_way = Namespace(**{**vars(chosen), **_WAYS[chosen.way][1]})
+    return options.make_recipe(flags_of_way, options.make_plan(flags_of_way).ranks if chosen.way == "in-turn" else 1)
 
 
 def search_largest(fits: Callable[[int], bool], first: int, step: int, most: int) -> tuple[int, int | None]:

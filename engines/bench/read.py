@@ -57,8 +57,8 @@ def bench_read(world: World, path: str, method: str = "square", halo_px: int = 0
 
     box = run_on_all(world, compute_box)
     peak = run_on_all(world, lambda: measure_host_peak_bytes(read_box))
-    told = world.all_gather((box, peak, *found))
-    boxes, peaks, seconds, read, digests = zip(*told, strict=True)
+    results = world.all_gather((box, peak, *found))
+    boxes, peaks, seconds, read, digests = zip(*results, strict=True)
     # Digests travel instead of pixels: rank 0 cuts each rank's box out of its own read and compares sums.
     line = run_on_all(world, lambda: _read_in_one_process(path, level, boxes, digests) if world.rank == 0 else {})
     share = max(height * width for _, _, height, width in boxes) * 3

@@ -113,9 +113,9 @@ def _run_command(name: str, world: World, arguments: Sequence[str]) -> bool:
         if isinstance(error, RankError) or not (isinstance(error, MemoryError) or _NO_MEMORY.search(str(error))):
             raise
         asked = re.search(r"tried to allocate (\d+) bytes", str(error))
-        told = f" ({format_bytes(int(asked[1]))} were asked for at once)" if asked else ""
+        size = f" ({format_bytes(int(asked[1]))} were asked for at once)" if asked else ""
         raise RankError(
-            f"there is not enough memory for what the flags ask{told}. Use more ranks or tiles, or smaller images."
+            f"there is not enough memory for what the flags ask{size}. Use more ranks or tiles, or smaller images."
         ) from error
 
 

@@ -121,12 +121,12 @@ def parse_seed(text: str) -> int:
     return _parse_number(int, text, -(1 << 63), (1 << 63) - 1, "a whole number of 64 bits")
 
 
-def _parse_number(kind: Callable[[str], Number], text: str, low: float, high: float, said: str) -> Number:
+def _parse_number(kind: Callable[[str], Number], text: str, low: float, high: float, expected: str) -> Number:
     # Of a ValueError argparse would show the name of the function, and not its message.
     with suppress(ValueError):
         if low <= (found := kind(text)) <= high:
             return found
-    raise argparse.ArgumentTypeError(f"{text!r} must be {said}.")
+    raise argparse.ArgumentTypeError(f"{text!r} must be {expected}.")
 
 
 def make_plan(options: argparse.Namespace) -> Plan:

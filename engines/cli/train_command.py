@@ -216,40 +216,40 @@ def run_train(world: World, arguments: Sequence[str]) -> None:
         evaluate = partial(evaluate_on_ranks, world, training, held_out, evaluation)
     # Rank 0 writes the log; if it cannot, all ranks must stop with the same error, and none wait for the others.
     log = run_on_all(world, lambda: EpochLog(chosen.log) if chosen.log and not world.rank else None, PlanError)
-    with RankTrainLoop(world, training, recipe.step_specs, images, feeding) as course, ExitStack() as stack:
+    with RankTrainLoop(world, training, recipe.step_specs, images, feeding) as rank_loop, ExitStack() as stack:
         if log is not None:
             stack.enter_context(log)
-        done, kept = _resume(course, chosen), None
+        done, kept = _resume(rank_loop, chosen), None
         if chosen.save is not None:
             # Signals are caught only now: before the first step there is nothing to save.
-            asked, state = stack.enter_context(Interrupts()), course.feed.get_state
+            asked, state = stack.enter_context(Interrupts()), rank_loop.feed.get_state
             kept = make_rank_manager(training, chosen.save, state, chosen.save_every, chosen.keep, asked)
-        loop = CollectiveTrainLoop(course, evaluate or (lambda: None), smaller)
+        loop = CollectiveTrainLoop(rank_loop, evaluate or (lambda: None), smaller)
         _run_and_print(loop, max(0, chosen.num_epochs - done), chosen.verbose, log, kept)
 
 
-def _resume(course: RankTrainLoop, chosen: argparse.Namespace) -> int:
+def _resume(rank_loop: RankTrainLoop, chosen: argparse.Namespace) -> int:
     """Resume as the flags say, and return the number of epochs already done. Raises CheckpointError or ImageError."""
-    path = course.world.all_gather(run_on_all(course.world, partial(find_resume_path, chosen), PlanError))[0]
+    path = rank_loop.world.all_gather(run_on_all(rank_loop.world, partial(find_resume_path, chosen), PlanError))[0]
     if path is None:
         return 0
-    checkpoint = load(course.training, path)
+    checkpoint = load(rank_loop.training, path)
     for text in checkpoint.passed_over:
         print(text, flush=True)
     print(f"Resumed after {checkpoint.step} steps: {checkpoint.path}", flush=True)
     if checkpoint.feed is not None:
         with checkpoint.translate_errors():
-            course.feed.resume(checkpoint.feed, anew=True)
-    return course.feed.place.epoch
+            rank_loop.feed.resume(checkpoint.feed, anew=True)
+    return rank_loop.feed.place.epoch
 
 
 def _run_and_print(
-    course: CollectiveTrainLoop, epochs: int, verbose: bool, log: EpochLog | None, kept: CheckpointManager | None
+    loop: CollectiveTrainLoop, epochs: int, verbose: bool, log: EpochLog | None, kept: CheckpointManager | None
 ) -> None:
     """Run the training, and print it in the predecessor's format; the last line is JSON."""
     steps: list[StepResult] = []
     last: EpochResult | None = None
-    for event in run(course, epochs):
+    for event in run(loop, epochs):
         print(_format_event(event, verbose), flush=True)
         match event:
             case StepResult():

@@ -223,17 +223,17 @@ def _read_limits(
     kinds: Sequence[tuple[str, Sequence[str]]], groups: Path, own: Path, count: int
 ) -> Iterator[tuple[int, ...]]:
     """Yield the limits, of `count` numbers each, of this process's control group and of all groups above it."""
-    told_groups = [line.split(":", 2) for line in _read_text(own).splitlines() if line.count(":") >= 2]
+    entries = [line.split(":", 2) for line in _read_text(own).splitlines() if line.count(":") >= 2]
     for controller, names in kinds:
         # The group's path below the controller, of lines such as `4:memory:/jobs/7` and (version 2) `0::/other`.
-        group = next((path.strip("/") for _, found, path in told_groups if controller in found.split(",")), "")
+        group = next((path.strip("/") for _, found, path in entries if controller in found.split(",")), "")
         # A limit on any group above holds for this process, too: a job's limit is often set two levels up.
         top = groups / controller
         place = top / group
         for folder in (place, *place.parents):
-            told = " ".join(_read_text(folder / name) for name in names).split()
-            if len(told) == count and all(map(str.isdecimal, told)):  # skips "max" and -1: no limit
-                yield tuple(map(int, told))
+            limits = " ".join(_read_text(folder / name) for name in names).split()
+            if len(limits) == count and all(map(str.isdecimal, limits)):  # skips "max" and -1: no limit
+                yield tuple(map(int, limits))
             if folder == top:
                 break
 

@@ -182,10 +182,10 @@ class MpiWorld(World):
             error.Get_error_class() in _BY_OTHERS or self.comm.Is_revoked() or self.comm.Get_failed().size > 0
         )
         self.abort()
-        said = error.Get_error_string()
+        text = error.Get_error_string()
         if released:
-            raise ReleasedError(f"released: another rank has failed ({said})") from error
-        raise RankError(f"MPI failed ({said})") from error
+            raise ReleasedError(f"released: another rank has failed ({text})") from error
+        raise RankError(f"MPI failed ({text})") from error
 
     def check(self) -> None:
         """Raise ReleasedError if the communicator was revoked: persistent requests do not report failed ranks."""

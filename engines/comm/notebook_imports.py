@@ -121,12 +121,12 @@ _known: dict[str, SourceVersion] = {}
 _paths: list[tuple[str, ...]] = []
 
 
-def sync_imports(told: NotebookImports) -> None:
+def sync_imports(imports: NotebookImports) -> None:
     """Apply the notebook's latest imports. A module whose reload fails is blocked for code that imports it."""
     # The search path is set only when it changes: `invalidate_caches` makes the next imports read all folders again.
-    if _paths != [told.paths]:
-        _paths[:] = [told.paths]
-        sys.path[:] = order_search_path(told.paths)
+    if _paths != [imports.paths]:
+        _paths[:] = [imports.paths]
+        sys.path[:] = order_search_path(imports.paths)
         importlib.invalidate_caches()
         if os.environ.get(SAFE) == "rank":  # needed at start only: programs that users start must not inherit it
             del os.environ[SAFE]
@@ -136,9 +136,9 @@ def sync_imports(told: NotebookImports) -> None:
     _refuser.changed = {
         name: f"the file of {name} has changed since the notebook imported it; reload it there "
         f"(importlib.reload({name})), and call again"
-        for name in told.changed
+        for name in imports.changed
     }
-    for name, version in told.reloaded.items():
+    for name, version in imports.reloaded.items():
         if _known.get(name) != version and name not in sys.modules:
             _refuser.failed.pop(name, None)
         elif _known.get(name) != version:

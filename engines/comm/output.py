@@ -42,7 +42,7 @@ class RateLimiter:
         self._most, self._per_s, self._reserve = float(times * _AT_ONCE), times * _PER_S, float(times * _RESERVE)
         self._clock, self._renewals, self._renewed_s = clock, float(_RENEWALS), clock()
         self._room, self._at_s, self._left_out, self._is_full = self._most, clock(), 0, False
-        self._said_s = float("-inf")
+        self._noted_s = float("-inf")
 
     def allow(self, text: str) -> bool:
         """Return whether there is room for one more line, and count the line."""
@@ -73,10 +73,10 @@ class RateLimiter:
 
         The note is also empty within a second after the last one, unless `at_once`.
         """
-        if not at_once and self._clock() - self._said_s < _SAY_S:
+        if not at_once and self._clock() - self._noted_s < _SAY_S:
             return ""
         count, self._left_out = self._left_out, 0
-        self._said_s = self._clock() if count else self._said_s
+        self._noted_s = self._clock() if count else self._noted_s
         lines = "line more was" if count == 1 else "lines more were"
         return f"... {count:,} {lines} left out: a page does not take as many." if count else ""
 

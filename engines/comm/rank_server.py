@@ -9,7 +9,7 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -61,7 +61,7 @@ class RankServer:
     def __init__(self, world: World, board: StatusBoard | None = None) -> None:
         self.world, self.board = world, board or StatusBoard()
         self.trainings: dict[str, RankTraining] = {}
-        self.courses: dict[str, RankTrainLoop] = {}
+        self.loops: dict[str, RankTrainLoop] = {}
         self.predictions: dict[str, Any] = {}
         self.calibration: Any = None
         self.walk: RankStepper | None = None
@@ -152,7 +152,7 @@ def execute(host: RankServer, common: bytes, own: bytes, followed: NotebookImpor
     aborted, unless the function is marked with `allow_during_step`. `followed`: imports of the notebook to repeat
     first.
     """
-    output = host.board.output
+    output, known = host.board.output, set(sys.modules)
     before = output.emitted if output else 0
     with report_working(host.board, "takes its work"):
         try:
@@ -169,7 +169,21 @@ def execute(host: RankServer, common: bytes, own: bytes, followed: NotebookImpor
             return _pack_reply(host, function(host, *args, *own_args), before)
         # SystemExit and interrupts too: an exception that left here would end the rank without a word to the notebook.
         except BaseException as error:
+            _drop_orphaned_modules(known)
             return _abort_and_reply(host, error, before)
+
+
+def _drop_orphaned_modules(known: Set[str]) -> None:
+    """Remove the modules, imported after those in `known`, whose package is not there: its import was interrupted."""
+    # Python removes a package whose import fails, but keeps the submodules that it had imported:
+    #
+    #     import matplotlib --> matplotlib.cbook, which refers to `matplotlib` --> KeyboardInterrupt
+    #
+    # The next import of the package would get these submodules, which refer to the first, unfinished package for ever.
+    for name in sorted(sys.modules.keys() - known):  # a package before its submodules
+        package, _, _ = name.rpartition(".")
+        if package and package not in sys.modules:
+            del sys.modules[name]
 
 
 def _pack_reply(host: RankServer, value: Any, before: int, failure: Failure | None = None) -> bytes:
@@ -195,7 +209,7 @@ def recover(host: RankServer) -> None:
 def recover_and_reset(host: RankServer) -> None:
     """Recover with fewer ranks than before: everything that was made for all of them is discarded. Collective."""
     host.recover()
-    for held in (host.trainings, host.courses, host.predictions):
+    for held in (host.trainings, host.loops, host.predictions):
         held.clear()
 
 

@@ -81,8 +81,10 @@ def main(module: str, *arguments: str) -> None:
     """Run a module as the main program."""
     # The folders of PYTHONPATH, which Python has put first, stay before the working folder. This package's folder comes
     # before the installed packages, so that ranks use the notebook's copy and no other.
-    told = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]  # noqa: PTH100
-    sys.path[:] = order_search_path([*filter(_is_standard, sys.path), *told, str(Path.cwd()), _HOME, *sys.path])
+    from_environment = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]  # noqa: PTH100
+    sys.path[:] = order_search_path(
+        [*filter(_is_standard, sys.path), *from_environment, str(Path.cwd()), _HOME, *sys.path]
+    )
     sys.meta_path.insert(sys.meta_path.index(PathFinder), _Finder(module in _OF_NOTEBOOK))  # after built-in modules
     os.environ.setdefault(SAFE, "rank")
     sys.argv[:] = [sys.argv[0], *arguments]

@@ -39,15 +39,15 @@ _LINUX = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 class _Supervisor:
-    """The parent of a rank's process. `told` is the last stall that was reported."""
+    """The parent of a rank's process. `reported` is the last stall that was reported."""
 
     def __init__(self, command: Sequence[str]) -> None:
         # mpiexec -- supervisor (what MPI takes for the rank)
         #                `-- rank: writes its status to a file that both have mapped, dies with the supervisor
         self.rank = next((int(os.environ[name]) for name in RANK_NAMES if name in os.environ), 0)
         self.parent = os.getppid()
-        self.told: tuple[RankStatus | None, bool] | None = None
-        self.said_s = 0.0
+        self.reported: tuple[RankStatus | None, bool] | None = None
+        self.reported_s = 0.0
         with tempfile.TemporaryFile() as file:
             self.board = StatusBoard.from_file(file.fileno())
             self.board.report(b"")
@@ -84,10 +84,10 @@ class _Supervisor:
         rests = time.monotonic() - self.board.since_s >= _REST_S
         # A stopped process (SIGSTOP) is reported at once, any other stall only after `_REST_S`.
         found = (now, state == _STOPPED) if rests or state == _STOPPED else None
-        if found != self.told:
-            self.told = found
+        if found != self.reported:
+            self.reported = found
             self.report_event("still", state=state) if found else self.report_event("moves")
-        elif (found is None or found[0] is not None) and time.monotonic() - self.said_s >= _BEAT_S:
+        elif (found is None or found[0] is not None) and time.monotonic() - self.reported_s >= _BEAT_S:
             self._write({"rank": self.rank, "event": "watches"})
 
     def report_event(self, event: str, **facts: object) -> None:
@@ -97,7 +97,7 @@ class _Supervisor:
         self._write({"rank": self.rank, "event": event, **place, "for_s": for_s, **facts})
 
     def _write(self, line: dict[str, object]) -> None:
-        self.said_s = time.monotonic()
+        self.reported_s = time.monotonic()
         # One write of less than PIPE_BUF bytes is atomic: the rank writes to the same pipe.
         os.write(1, f"\n{MARK}{json.dumps(line)}\n".encode())
 

@@ -325,7 +325,7 @@ def collect_state_names(model: nn.Module, loss: object, used: Collection[str]) -
         # By identity: a state_dict() lists a tied weight under each of its names, the ranks know only the first.
         ranks_say = {id(tensor): first[prefix + name] for name, tensor in named}
         state = {name: t for name, t in module.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
-        held = {name: said for name, t in state.items() if (said := ranks_say.get(id(t))) in used}
+        held = {name: on_ranks for name, t in state.items() if (on_ranks := ranks_say.get(id(t))) in used}
         kept = {name: t.detach() for name, t in state.items() if name not in held}
         found[prefix.removesuffix(".")] = StateNames(tuple(state), held, kept, prefix)
     return found

@@ -107,7 +107,7 @@ class Example:
 FITS = ("scale", "crop")
 """How images are brought to one size: scaled regardless of aspect ratio, or cropped in the centre and padded white."""
 
-_TOLD = 5  # bad images that an error lists; further ones are only counted
+_LISTED = 5  # bad images that an error lists; further ones are only counted
 _SHOWN = 20  # classes in a repr
 
 
@@ -225,8 +225,8 @@ class ExampleImages(LabelledImages):
             except ImageError as error:
                 bad.append(str(error))
         if bad:
-            more = f"\nAnd {len(bad) - _TOLD} others." if len(bad) > _TOLD else ""
-            raise ImageError("\n".join(bad[:_TOLD]) + more)
+            more = f"\nAnd {len(bad) - _LISTED} others." if len(bad) > _LISTED else ""
+            raise ImageError("\n".join(bad[:_LISTED]) + more)
 
     def split(self, held_out: float = 0.2, seed: int = 0) -> tuple[Subset, Subset]:
         """Split into (training images, held-out images) by slide: see `split_by_slide`."""

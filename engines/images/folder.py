@@ -34,7 +34,7 @@ _SPLITS = ("train", "training", "val", "valid", "validation", "dev", "test", "te
 
 _WAY = "Put the pictures of each class into a folder of its own: CLASS/PICTURE.png or CLASS/SLIDE/PICTURE.png."
 
-_TOLD = 5  # names that a message lists
+_LISTED = 5  # names that a message lists
 
 _OF_SYSTEMS = ("__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "lost+found")
 """Folders that archives, network drives and operating systems create."""
@@ -121,7 +121,7 @@ def _check_no_split(folder: Path, there: Sequence[str]) -> None:
         first = next((name for name in there if name.lower().startswith("train")), there[0])
         raise ImageError(
             f"{folder} has the folders {', '.join(there)}, which are shares of a data set and no classes; those are "
-            f"inside: {', '.join(dict.fromkeys(classes[:_TOLD]))}. Give one share to train with, such as "
+            f"inside: {', '.join(dict.fromkeys(classes[:_LISTED]))}. Give one share to train with, such as "
             f"{folder / first}, and another one to fit(..., held_out=folder_images(...)). If they are the classes, "
             f"say so: names={tuple(there)}."
         )
@@ -143,7 +143,7 @@ def _describe_left_out(paths: Sequence[Path]) -> str:
     if misplaced:
         text += (
             f"{len(misplaced)} others are left out, as they are neither in CLASS/ nor in CLASS/SLIDE/: "
-            f"{', '.join(map(str, misplaced[:_TOLD]))}. "
+            f"{', '.join(map(str, misplaced[:_LISTED]))}. "
         )
     return text
 

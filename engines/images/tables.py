@@ -23,7 +23,7 @@ COLUMNS = ("path", "label", "mask", "region", "level", "slide")
 """The columns of a table; see `table_images`."""
 
 _MOST_CLASSES, _FURTHEST_PX = 99_999, 1 << 31
-_TOLD = 5  # faulty lines that an error lists; further ones are only counted
+_LISTED = 5  # faulty lines that an error lists; further ones are only counted
 
 
 def table_images(
@@ -114,8 +114,8 @@ def table_images(
 def _raise_troubles(table: Path, troubles: Sequence[tuple[int, object]]) -> None:
     """Raise ImageError if there are any errors in the lines of a table."""
     if troubles:
-        listed = "; ".join(f"line {line}: {str(trouble).rstrip('.')}" for line, trouble in troubles[:_TOLD])
-        more = f"; and {len(troubles) - _TOLD} more lines" if len(troubles) > _TOLD else ""
+        listed = "; ".join(f"line {line}: {str(trouble).rstrip('.')}" for line, trouble in troubles[:_LISTED])
+        more = f"; and {len(troubles) - _LISTED} more lines" if len(troubles) > _LISTED else ""
         raise ImageError(f"{table}, {listed}{more}. Mend or remove them.")
 
 
@@ -249,11 +249,11 @@ def _make_class_names(table: Path, labels: set[str]) -> list[str]:
     if large := [label for label, number in classes.items() if number is not None and number > _MOST_CLASSES]:
         raise ImageError(f"{table}: the label {large[0]:.20} is no class number: they go from 0 to {_MOST_CLASSES}.")
     if others := sorted(label for label, number in classes.items() if number is None):
-        told = ", ".join(f"{label:.20}" for label in others[:_TOLD]) + ", ..." * (len(others) > _TOLD)
+        examples = ", ".join(f"{label:.20}" for label in others[:_LISTED]) + ", ..." * (len(others) > _LISTED)
         raise ImageError(
             f"{table}: some labels are numbers, but {len(others)} of {len(labels)} different ones are no class numbers "
-            f"({told}), so that the order of the classes is not clear. Number all classes from 0, or give all labels "
-            "in their order: names=(...)."
+            f"({examples}), so that the order of the classes is not clear. Number all classes from 0, or give all "
+            "labels in their order: names=(...)."
         )
     return [str(number) for number in range(1 + max(number for number in classes.values() if number is not None))]
 

@@ -142,15 +142,17 @@ def _resolve_axes(path: Path, arrays: Sequence[Any], axes: str | None) -> str:
     if not letters and len(shape) in (2, 3):  # no names: channels come last if that axis has 1, 3 or 4
         letters = "yx" if len(shape) == 2 else "yxc" if shape[2] in (1, 3, 4) else "cyx"
     if letters is None or any(letters.count(axis) != 1 for axis in "yx") or letters.count("c") > 1:
-        told = f" and axes {letters}" if letters else ""
-        raise ImageError(f"{path} has shape {shape}{told}, but a picture is (H, W), (H, W, C) or (C, H, W).")
+        named = f" and axes {letters}" if letters else ""
+        raise ImageError(f"{path} has shape {shape}{named}, but a picture is (H, W), (H, W, C) or (C, H, W).")
     for array in arrays:
         if len(array.shape) != len(letters) or not all(array.shape):
             raise make_damaged_error(path, f"a level has shape {array.shape}, where axes are {letters}")
         sizes = list(zip(letters, array.shape, strict=True))
         if any(size != 1 for axis, size in sizes if axis not in "cyx"):
-            told = ", ".join(f"{axis}: {size}" for axis, size in sizes)
-            raise ImageError(f"{path} holds a stack, {told}. A picture has one time and one plane: save it by itself.")
+            listed = ", ".join(f"{axis}: {size}" for axis, size in sizes)
+            raise ImageError(
+                f"{path} holds a stack, {listed}. A picture has one time and one plane: save it by itself."
+            )
         channels = dict(sizes).get("c", 1)
         if channels not in (1, 3):
             raise ImageError(

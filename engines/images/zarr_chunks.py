@@ -35,8 +35,10 @@ _ZSTD = b"\x28\xb5\x2f\xfd"
 
 def _list_codec_names(array: Any) -> Iterator[str]:
     """Yield the names of all codecs of an array's chunks, including those inside shards, but not a shard's index."""
-    told = array.metadata.to_dict()
-    yield from _flatten_codec_names((*(told.get("filters") or ()), *(told.get("codecs") or ()), told.get("compressor")))
+    metadata = array.metadata.to_dict()
+    yield from _flatten_codec_names(
+        (*(metadata.get("filters") or ()), *(metadata.get("codecs") or ()), metadata.get("compressor"))
+    )
 
 
 def _flatten_codec_names(codecs: Iterable[object]) -> Iterator[str]:
@@ -55,9 +57,9 @@ def _estimate_unpacked_bytes(codec: str | None, stored: BinaryIO, start: int, si
     stored.seek(start)
     head = stored.read(min(18, size))
     if codec == "zstd":
-        told = _read_zstd_size(head)
-        if told is not None:
-            return told
+        content = _read_zstd_size(head)
+        if content is not None:
+            return content
         # A frame written as a stream does not say its size: unpack it into a buffer of `most` bytes.
         try:
             return len(imagecodecs.zstd_decode(head + stored.read(size - len(head)), out=most))
@@ -134,8 +136,8 @@ def check_metadata(path: Path, within: str = "") -> None:
     for name in METADATA:
         file = Path(path, within, name)
         if os.path.lexists(file) and (size := _get_file_size(path, file)) > METADATA_BYTES:
-            told = f"its {Path(within, name)} has {size:,} bytes, and {METADATA_BYTES:,} are the most that are parsed"
-            raise make_damaged_error(path, told)
+            fault = f"its {Path(within, name)} has {size:,} bytes, and {METADATA_BYTES:,} are the most that are parsed"
+            raise make_damaged_error(path, fault)
 
 
 def _get_file_size(path: Path, file: Path) -> int:
@@ -234,14 +236,14 @@ def _locate_chunks(
     #
     # or the index comes first. Chunks lie in any order; one that is blank has offset and length 2**64 - 1.
     codec = next(each for each in array.metadata.to_dict()["codecs"] if each["name"] == "sharding_indexed")
-    told, count = codec["configuration"], math.prod(_get_shard_grid(array))
-    names = [each["name"] for each in told["index_codecs"]]
+    settings, count = codec["configuration"], math.prod(_get_shard_grid(array))
+    names = [each["name"] for each in settings["index_codecs"]]
     if names not in (["bytes"], ["bytes", "crc32c"]):
         raise ImageError(f"{path} has shards whose index is packed ({', '.join(names)}). Save it without.")
     length = 16 * count + (4 if len(names) > 1 else 0)
     if size < length:
         raise make_damaged_error(path, f"its chunk {file.name} has {size} bytes, and an index of {length}")
-    stored.seek(0 if str(told.get("index_location", "end")) == "start" else size - length)
+    stored.seek(0 if str(settings.get("index_location", "end")) == "start" else size - length)
     index = np.frombuffer(stored.read(16 * count), "<u8").reshape(*_get_shard_grid(array), 2)
     for inner in product(*map(_find_chunks, wanted, array.shape, array.chunks, array.shards, place)):
         start, length = (int(number) for number in index[inner])

@@ -49,12 +49,12 @@ def load_weights(model: nn.Module, path: Path) -> None:
     ours, theirs = ({name: tuple(t.shape) for name, t in state.items()} for state in (model.state_dict(), found))
     wrong = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
     if wrong:
-        told = ", ".join(
+        differences = ", ".join(
             f"{name} {theirs.get(name, 'missing')} instead of {ours.get(name, 'none')}" for name in wrong[:3]
         )
         raise CheckpointError(
             f"{file}: these are the weights of another model: of {len(ours)} tensors {len(wrong)} do not fit, such as "
-            f"{told}. Give the model (--model-args, --num-classes) that it was saved from."
+            f"{differences}. Give the model (--model-args, --num-classes) that it was saved from."
         )
     model.load_state_dict(found)
 

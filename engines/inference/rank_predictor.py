@@ -132,14 +132,14 @@ def fetch_tensors(world: World, held: Mapping[str, Tensor], wanted: Iterable[str
 
     Raises PlanError, on every rank, if no rank holds a tensor.
     """
-    told = world.all_gather(([name for name in wanted if name not in held], tuple(held)))
-    asked = dict.fromkeys(name for lacking, _ in told for name in lacking)
-    owner = {name: rank for rank, (_, names) in reversed(list(enumerate(told))) for name in names}
+    offered = world.all_gather(([name for name in wanted if name not in held], tuple(held)))
+    asked = dict.fromkeys(name for lacking, _ in offered for name in lacking)
+    owner = {name: rank for rank, (_, names) in reversed(list(enumerate(offered))) for name in names}
     if missing := [name for name in asked if name not in owner]:
         raise PlanError(f"No rank holds {missing[0]}, which the prediction reads. Make the training anew.")
     # Every tensor that any rank lacks is sent once, by the lowest rank that holds it, in one collective.
     offers = world.all_gather({name: held[name].detach().cpu() for name in asked if owner[name] == world.rank})
-    return {name: offers[owner[name]][name] for name in told[world.rank][0]}
+    return {name: offers[owner[name]][name] for name in offered[world.rank][0]}
 
 
 def join_predictions(programs: Sequence[Program], parts: Sequence[Prediction], spec: TensorSpec) -> Tensor:

@@ -107,9 +107,10 @@ def _translate_compile_errors(segment: str) -> Iterator[None]:
         cause: BaseException = getattr(error, "inner_exception", error)
         while inner := cause.__cause__ or cause.__context__:  # Dynamo wraps a kernel's own exception
             cause = inner
-        said = (str(cause).strip().splitlines() or [""])[0]
+        first_line = (str(cause).strip().splitlines() or [""])[0]
         raise RankError(
-            f"The segment {segment} cannot be compiled: {type(cause).__name__}: {said} Set compile_segments=False."
+            f"The segment {segment} cannot be compiled: {type(cause).__name__}: {first_line} "
+            "Set compile_segments=False."
         ) from error
 
 

@@ -70,8 +70,8 @@ def find_errno(error: BaseException) -> int | None:
     if isinstance(error, OSError) and error.errno is not None:
         return None if error.errno in _OF_THE_FILE else error.errno
     text = str(error)
-    if said := re.search(r"os error (\d+)", text):
-        return None if int(said[1]) in _OF_THE_FILE else int(said[1])
+    if number := re.search(r"os error (\d+)", text):
+        return None if int(number[1]) in _OF_THE_FILE else int(number[1])
     if _NO_MEMORY.search(text):
         return errno.ENOMEM
     return next((number for number in _MENDS if os.strerror(number) in text), None)
@@ -94,9 +94,9 @@ def make_damaged_error(path: Path, why: str) -> DamagedError:
 def make_read_error(path: Path, what: str, error: BaseException) -> CheckpointError:
     """Return the error to raise if reading `what` of the checkpoint at `path` has raised `error`."""
     number = find_errno(error)
-    said = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+    reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
     if number is None:
-        return make_damaged_error(path, f"{what} cannot be read: {said}" if what else said)
+        return make_damaged_error(path, f"{what} cannot be read: {reason}" if what else reason)
     return UnreadableError(
         f"{path}: {what or 'it'} cannot be read now: {os.strerror(number)}. That says nothing of the checkpoint, which "
         f"may be whole. {describe_remedy(number)}"
@@ -197,12 +197,12 @@ def get_free_bytes(folder: Path) -> int:
     return shutil.disk_usage(there).free
 
 
-def make_space_error(folder: Path, needed_bytes: int, free: int, said: str = "") -> CheckpointError:
+def make_space_error(folder: Path, needed_bytes: int, free: int, reason: str = "") -> CheckpointError:
     """Return the error for a checkpoint that does not fit on the disk."""
     return CheckpointError(
-        f"{folder}: a checkpoint needs {needed_bytes:,} bytes, but there are {free:,} free{said and f' ({said})'}. The "
-        "checkpoints that are there are as they were, and the training can go on. Free some space, keep fewer, or save "
-        "elsewhere."
+        f"{folder}: a checkpoint needs {needed_bytes:,} bytes, but there are {free:,} free"
+        f"{reason and f' ({reason})'}. The checkpoints that are there are as they were, and the training can go on. "
+        "Free some space, keep fewer, or save elsewhere."
     )
 
 

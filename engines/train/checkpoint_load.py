@@ -108,7 +108,7 @@ def check_fits_recipe(checkpoint: Checkpoint, recipe: Recipe) -> None:
     """Check everything but the values of large tensors against what is to be trained. Raises CheckpointError."""
     graph = {**recipe.graph.weights, **recipe.graph.buffers}
     for owner, names in recipe.names.items():
-        held = {name: (graph[said].shape, getattr(torch, graph[said].dtype)) for name, said in names.held.items()}
+        held = {name: (graph[own].shape, getattr(torch, graph[own].dtype)) for name, own in names.held.items()}
         kept = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in names.kept.items()}
         if held or kept or owner == "model":
             _check_shapes(checkpoint, owner, held | kept)
@@ -125,8 +125,8 @@ def check_fits_recipe(checkpoint: Checkpoint, recipe: Recipe) -> None:
         needed = {f"{name}/{key}" for name, state in checkpoint.weight_states.items() for key in state.tensors}
     found = checkpoint.read_shapes(STATE).keys()
     if needed != found:
-        told = _describe_differences({"not in it": needed - found, "of no weight": found - needed})
-        raise make_damaged_error(checkpoint.path, f"of {STATE}, {told}")
+        differences = _describe_differences({"not in it": needed - found, "of no weight": found - needed})
+        raise make_damaged_error(checkpoint.path, f"of {STATE}, {differences}")
     _check_optimisation(checkpoint, recipe, bool(ours))
     if checkpoint.feed is not None:
         with checkpoint.translate_errors():
@@ -146,20 +146,20 @@ def _check_shapes(checkpoint: Checkpoint, owner: str, ours: Mapping[str, Any]) -
     for name in ours.keys() & theirs.keys():
         pairs = (theirs[name], ours[name])
         if len({(shape, dtype.is_floating_point) for shape, dtype in pairs}) > 1:
-            said = [f"{shape}" if dtype.is_floating_point else f"{shape} of {dtype}" for shape, dtype in pairs]
-            other.append(f"{name} {said[0]} instead of {said[1]}")
-    if told := _describe_differences({"not in it": missing, "not here": unknown, "of another shape": other}):
+            kinds = [f"{shape}" if dtype.is_floating_point else f"{shape} of {dtype}" for shape, dtype in pairs]
+            other.append(f"{name} {kinds[0]} instead of {kinds[1]}")
+    if differences := _describe_differences({"not in it": missing, "not here": unknown, "of another shape": other}):
         agree = len(ours) - len(missing) - len(other)
         raise CheckpointError(
             f"{checkpoint.path}: this checkpoint is of another {owner}: of its {len(theirs)} tensors {agree} are those "
-            f"of the {len(ours)} here; {told}. Load it into the {owner} that it was saved from."
+            f"of the {len(ours)} here; {differences}. Load it into the {owner} that it was saved from."
         )
 
 
 def _describe_differences(names: Mapping[str, Collection[str]]) -> str:
     """Describe names by what is different about them; empty if there are none."""
-    told = ((what, sorted(found)) for what, found in names.items() if found)
-    return "; ".join(f"{len(found)} {what}: {format_names(found)}" for what, found in told)
+    differences = ((what, sorted(found)) for what, found in names.items() if found)
+    return "; ".join(f"{len(found)} {what}: {format_names(found)}" for what, found in differences)
 
 
 def _check_optimisation(checkpoint: Checkpoint, recipe: Recipe, trains: bool) -> None:

@@ -137,14 +137,14 @@ class Checkpoint:
         sums: dict[str, int] = {}
         size = 0
         # The manifest is untrusted: its names must not lead out of the checkpoint ("../x", or a link).
-        for name, told in self.manifest["files"].items():
+        for name, entry in self.manifest["files"].items():
             if only is not None and name not in only:
                 continue
             with self.translate_errors():
-                file, sums[name] = self.path / name, int(told["crc32"])
+                file, sums[name] = self.path / name, int(entry["crc32"])
                 if file.parent != self.path or file.is_symlink():
                     raise make_damaged_error(self.path, f"{name!r} is no file of its own")
-                expected = int(told["bytes"])
+                expected = int(entry["bytes"])
                 try:
                     found = file.stat()
                 except OSError as error:

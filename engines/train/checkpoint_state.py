@@ -126,8 +126,8 @@ def _check_like(found: Any, fresh: Any, where: str) -> None:
     ):
         raise ValueError(f"{where} is of type {type(found).__name__}, and here of type {type(fresh).__name__}")
     elif _get_kind(found) == "number" and not _is_finite(found) and (fresh is None or _is_finite(fresh)):
-        said = found.item() if isinstance(found, Tensor) else found
-        raise ValueError(f"{where} is {str(said)[:20]}, which is no number that a step can take")
+        value = found.item() if isinstance(found, Tensor) else found
+        raise ValueError(f"{where} is {str(value)[:20]}, which is no number that a step can take")
     elif isinstance(found, list | tuple) and fresh:
         for index, value in enumerate(found):  # past the end of `fresh`, its last item is the sample
             _check_like(value, fresh[min(index, len(fresh) - 1)], f"{where}[{index}]")
@@ -229,8 +229,8 @@ def make_optimiser_state(
     #   result             group 0: params [0, 1], saved options;  state {0: of fc.weight, 1: of fc.bias}
     made = optimiser.state_dict()
     for group, packed in zip(optimiser.param_groups, made["param_groups"], strict=True):
-        said = [names[id(weight)] for weight in group["params"]]
-        saved = [name for name in said if name in states]
+        own = [names[id(weight)] for weight in group["params"]]
+        saved = [name for name in own if name in states]
         if other := next((name for name in saved if states[name].options != states[saved[0]].options), None):
             raise CheckpointError(
                 f"{saved[0]} and {other} were in groups of the optimiser with other options, and are in one group now. "
@@ -241,7 +241,7 @@ def make_optimiser_state(
         kind = type(optimiser).__name__
         _check_like({key: options[key] for key in known}, {key: packed[key] for key in known}, kind)
         packed.update(options)
-        for index, name, weight in zip(packed["params"], said, group["params"], strict=True):
+        for index, name, weight in zip(packed["params"], own, group["params"], strict=True):
             if name not in states:
                 continue
             kept = {key: decode_value(value) for key, value in states[name].values.items()}
@@ -358,8 +358,8 @@ def _copy_to_meta(optimiser: torch.optim.Optimizer, made: Mapping[str, Any] | No
 
 def _set_options(optimiser: torch.optim.Optimizer, made: Mapping[str, Any]) -> None:
     """Copy the options of `made`, except those that choose kernels: some are for GPUs only; results are equal."""
-    for group, said in zip(optimiser.param_groups, made["param_groups"], strict=True):
-        group.update({key: copy.deepcopy(said[key]) for key in said.keys() - {"params", "param_names"}})
+    for group, options in zip(optimiser.param_groups, made["param_groups"], strict=True):
+        group.update({key: copy.deepcopy(options[key]) for key in options.keys() - {"params", "param_names"}})
         group.update(dict.fromkeys(group.keys() & {"fused", "foreach"}, False))
 
 

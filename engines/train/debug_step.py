@@ -27,7 +27,7 @@ class StepState:
     """A rank's position in its step, its losses, and the memory in use.
 
     `activation_bytes` counts the named values (not the tensors that autograd saves between them), `weight_bytes` the
-    weights with gradients and buffers, and `process_bytes` all memory of the process. `told` holds the report and
+    weights with gradients and buffers, and `process_bytes` all memory of the process. `outcome` holds the report and
     statistics once the step is done.
     """
 
@@ -36,7 +36,7 @@ class StepState:
     weight_bytes: int
     process_bytes: int
     losses: Mapping[int, float]
-    told: tuple[StepReport, RankStepStats] | None = None
+    outcome: tuple[StepReport, RankStepStats] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,16 +115,16 @@ class RankStepper:
     def standing(self) -> StepState:
         """The current state of the step."""
         worker = self.training.worker
-        lanes = (tensor for lane in worker.micro_batch_states.values() for tensor in lane.tensors)
+        lanes = (tensor for state in worker.micro_batch_states.values() for tensor in state.tensors)
         grads = (weight.grad for weight in worker.weights.values() if weight.grad is not None)
-        told = collect_stats(self.training, self.inputs, self.images, self.seconds) if worker.done else None
+        outcome = collect_stats(self.training, self.inputs, self.images, self.seconds) if worker.done else None
         return StepState(
             worker.position,
             _count_bytes(lanes),
             _count_bytes((*worker.weights.values(), *worker.buffers.values(), *grads)),
             psutil.Process().memory_info().rss,
             worker.losses,
-            told,
+            outcome,
         )
 
     @property

@@ -154,7 +154,7 @@ class HeldOutSet:
             raise ImageError(
                 f"None of the {len(self.images)} held-out images can be read, the first one: {next(iter(bad.values()))}"
             )
-        pairs = [pair for told, _ in steps for pair in told]
+        pairs = [pair for losses, _ in steps for pair in losses]
         counts = sum((counts for _, counts in steps), Counts())
         return Scores(compute_mean_loss(*zip(*pairs, strict=True)), counts, tuple(bad.values())) if pairs else None
 
@@ -220,7 +220,7 @@ def collect_state_dict(recipe: Recipe, ranks: Sequence[Mapping[str, State]], own
         for rank in ranks
         for name, tensor in {**rank["weights"], **rank["buffers"], **rank["kept"]}.items()
     }
-    return {name: found[said] for name, said in names.on_ranks.items()}
+    return {name: found[own] for name, own in names.on_ranks.items()}
 
 
 def evaluate_on_ranks(world: World, training: RankTraining, held_out: HeldOutSet, evaluation: RankEvaluation) -> Scores:

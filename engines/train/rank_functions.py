@@ -130,7 +130,7 @@ def begin_loop(
 ) -> tuple[int, Mapping[str, Any]]:
     """Start a loader on a rank; return the number of updates done, and the position in the images."""
     end_loop(host, name)
-    loop = host.courses[name] = RankTrainLoop(host.world, get_training(host, name), specs, images, feeding)
+    loop = host.loops[name] = RankTrainLoop(host.world, get_training(host, name), specs, images, feeding)
     if state is not None:
         loop.feed.resume(state, anew)
     return loop.updates, loop.feed.get_state()
@@ -138,14 +138,14 @@ def begin_loop(
 
 def step_loop(host: RankServer, name: str, steps: int) -> LoopReply:
     get_training(host, name, steps)
-    loop = host.courses[name]
+    loop = host.loops[name]
     stats = loop.step()
     return LoopReply(stats, loop.report, loop.feed.get_state(), tuple(loop.feed.bad), loop.updates)
 
 
 def end_loop(host: RankServer, name: str) -> int:
     """End the loader workers of a training, if it has any, and return its number of updates."""
-    if (loop := host.courses.pop(name, None)) is not None:
+    if (loop := host.loops.pop(name, None)) is not None:
         loop.close()
     return loop.updates if loop else 0
 

@@ -239,13 +239,13 @@ class PeerReplica(Replica):
         #
         # The answer always comes, as the receiver of an offer goes on answering until it has the farewell. The highest
         # replica never has an offer of its own, so the waits cannot form a circle.
-        told = False
-        while self.letters or self.offer or not told:
+        announced = False
+        while self.letters or self.offer or not announced:
             # The last message to each higher replica, which then posts no further receive for this one.
-            if not self.offer and not told:
+            if not self.offer and not announced:
                 for peer in self.higher:
                     self._send(peer, _FAREWELL, flatten_tensors(self.trained))
-                told = True
+                announced = True
             self.process_arrivals()
             time.sleep(_NAP_S)
         self._outbox.wait()

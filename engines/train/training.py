@@ -25,7 +25,7 @@ from engines.comm.world import World
 from engines.errors import LossError, PlanError, TraceError
 from engines.formatting import format_names
 from engines.graph.labels import LabelCounter, NonFiniteCause, find_causes
-from engines.graph.labels import format_causes as said_causes
+from engines.graph.labels import format_causes as describe_causes
 from engines.graph.model_graph import ModelGraph, TensorSpec, to_user_name
 from engines.graph.trace import StateNames, collect_state_names, iterate_owners
 from engines.graph.trace_cache import Loss, TraceCache
@@ -381,7 +381,7 @@ class RankTraining:
         made = getattr(step.instruction, "outputs", ()) if step.phase is Phase.FORWARD else ()
         # Checked right after the instruction that computes the loss, so before any update: no weight has changed yet.
         if self.graph.loss in made and not math.isfinite(loss := self.worker.losses[step.micro_batch]):
-            cause = said_causes({self.program.rank: self.find_causes(step.micro_batch)})
+            cause = describe_causes({self.program.rank: self.find_causes(step.micro_batch)})
             raise LossError.of(loss, step.micro_batch, self.program.micro_batches, cause)
 
     @property

@@ -233,15 +233,15 @@ def _make_score_record(prefix: str, loss: float | None, counts: Counts) -> dict[
     return {f"{prefix}loss": loss, f"{prefix}accuracy": counts.accuracy, f"{prefix}dice": dice}
 
 
-def summarise(told: Sequence[StepResult], last: EpochResult) -> dict[str, object]:
+def summarise(steps: Sequence[StepResult], last: EpochResult) -> dict[str, object]:
     """Summarise a training in one record: loss, accuracy and so on are those of its last epoch."""
-    speeds = [step.images_per_s for step in told]
+    speeds = [step.images_per_s for step in steps]
     record = last.record
     known = ("data_wait", "dice", "held_out_loss", "held_out_accuracy", "held_out_dice")
     return {
         "epochs": last.epoch + 1,
-        "steps": len(told),
-        "images_per_step": max(step.images for step in told),
+        "steps": len(steps),
+        "images_per_step": max(step.images for step in steps),
         "images_per_s_mean": round(statistics.fmean(speeds), 4),
         "images_per_s_median": round(statistics.median(speeds), 4),
         "loss": last.loss,

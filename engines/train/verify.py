@@ -64,32 +64,32 @@ def _describe_rounding(rounding: RoundingCheck, where: str) -> list[str]:
         far, agree = max(rounding.undetermined.values()), rounding.compute_followed_error()
         # Others go elsewhere, too, because they follow from these.
         names = format_names(sorted(name for name, own in rounding.undetermined.items() if own > 0.1 * far))
-        said = (
+        sentence = (
             f"The optimiser's update of {names} is not determined by the gradient to more than {far:.1e} of its size: "
             "so far does it differ in one process whose weights and images change by an ulp. Ranks are therefore "
             "compared with one process that updates its weights with the ranks' gradients: the weights agree, and "
             f"gradients agree to {agree:.0e} in every step."
         )
-        return [said]
+        return [sentence]
     inexact = rounding.find_inexact()
     noise = sorted({key[2] for key in inexact if rounding.is_noise(key)})
     others = [key for key in inexact if not rounding.is_noise(key)]
-    said = []
+    sentences = []
     if inexact and rounding.eps > DOUBLE:
-        said.append(f"The model computes in {where}, where rounding is {rounding.eps:.0e}.")
+        sentences.append(f"The model computes in {where}, where rounding is {rounding.eps:.0e}.")
     if noise:
-        said.append(
+        sentences.append(
             f"The gradients of {format_names(noise)} are zero in theory and rounding in fact, which an optimiser that "
             "divides by a gradient's size makes larger."
         )
     if others:
         more = f", and {len(others) - 1} other tensors," if len(others) > 1 else ""
-        said.append(
+        sentences.append(
             f"Rounding explains that {_describe_key(others[0])}{more} differ from one process by more than {EXACT:.0e} "
             "of their size: it differs so from itself once its weights and images, and gradients that are zero in "
             "theory, change by rounding."
         )
-    return said
+    return sentences
 
 
 def _describe_key(key: Key) -> str:

@@ -54,8 +54,8 @@ def main(arguments: Sequence[str]) -> int:
     found.save(folder / DATA)
     (folder / PAGE).write_text(build_page(studies, found, pictures, changed))
     print(f"{folder / PAGE}: {sum(map(len, found.rows.values()))} rows")
-    for said in (*found.failures, *(changed or ())):
-        print(said)
+    for text in (*found.failures, *(changed or ())):
+        print(text)
     return 1 if found.failures else 0
 
 

@@ -59,8 +59,8 @@ class BenchmarkRow:
     @property
     def spread(self) -> float:
         """The spread of the measurements of this line; 0 if the line has none."""
-        told = [self.line, *(part for part in self.line.values() if isinstance(part, dict))]
-        found = [BenchmarkRow("", None, part).get_number("spread") for part in told if "spread" in part]
+        lines = [self.line, *(part for part in self.line.values() if isinstance(part, dict))]
+        found = [BenchmarkRow("", None, part).get_number("spread") for part in lines if "spread" in part]
         return max(found, default=0.0)
 
 
@@ -104,8 +104,8 @@ def run_case(case: BenchmarkCase) -> list[dict[str, Any]]:
     except subprocess.TimeoutExpired as error:
         raise RankError(f"`{' '.join(case.arguments)}` on {case.ranks} ranks took more than {_LONGEST_S} s.") from error
     if done.returncode:
-        said = (done.stderr.strip().splitlines() or ["nothing was said"])[0]
-        raise RankError(f"`{' '.join(case.arguments)}` on {case.ranks} ranks ended with {done.returncode}: {said}")
+        reason = (done.stderr.strip().splitlines() or ["no output"])[0]
+        raise RankError(f"`{' '.join(case.arguments)}` on {case.ranks} ranks ended with {done.returncode}: {reason}")
     try:
         return [json.loads(line) for line in done.stdout.splitlines()]
     except json.JSONDecodeError as error:
@@ -187,7 +187,7 @@ def build_page(
 
     `pictures` maps a study to the path and alt text of its picture. `changed` is None if there were no earlier figures.
     """
-    machine = "; ".join(f"{name}: {said}" for name, said in found.machine.items())
+    machine = "; ".join(f"{name}: {value}" for name, value in found.machine.items())
     lines = ["# Benchmarks", "", f"Written by `make bench`. {machine}.", ""]
     if changed is None:
         lines += ["There were no figures before."]
@@ -195,8 +195,8 @@ def build_page(
         lines += ["No ratio differs from the figures before by more than noise."]
     else:
         lines += ["Ratios that differ from the figures before by more than noise:", ""]
-        lines += [f"- {said}" for said in changed]
-    lines += ["", "Not measured:", "", *(f"- {said}" for said in found.failures)] if found.failures else []
+        lines += [f"- {text}" for text in changed]
+    lines += ["", "Not measured:", "", *(f"- {text}" for text in found.failures)] if found.failures else []
     for study in studies:
         if rows := found.rows.get(study.title):
             lines += ["", f"## {study.title}", "", study.says, "", *_format_table(study, rows)]

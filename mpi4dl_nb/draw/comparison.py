@@ -70,15 +70,15 @@ def show_traffic(model: nn.Module, plans: Mapping[str, Plan], image_shape: Seque
     title = "One training step, forward and back: what the busiest rank sends"
     figure.suptitle(title, x=0.01, ha="left", fontsize=10)
     draw_legend(figure, list(looks.values()))
-    told = []
+    descriptions = []
     for name, parts in sent.items():
         texts = [
             f"{part.messages} messages of {format_bytes(part.bytes)} for {LOOKS[kind].name}"
             for kind in KINDS
             if (part := parts.get(kind))
         ]
-        told.append(f"{name}: {', '.join(texts)}")
-    figure.alt = f"{title}. {'; '.join(told)}."
+        descriptions.append(f"{name}: {', '.join(texts)}")
+    figure.alt = f"{title}. {'; '.join(descriptions)}."
     return figure
 
 
@@ -255,11 +255,11 @@ def show_growth(study: BenchmarkStudy, rows: Sequence[BenchmarkRow]) -> Drawing:
         right[0].set_yticks(range(len(rows)), [row.name for row in rows], fontsize=9, color=INK)
         draw_legend(figure, list(PHASES.values()))
     figure.suptitle(f"{study.title}: {what} by {study.grows}", x=0.01, ha="left", fontsize=10)
-    told = []
+    descriptions = []
     for row, parts in zip(rows, shares, strict=True):
         drawn = (f"{format_bytes(int(row.get_number(column)))} {study.columns[column]}" for column in study.drawn)
         phases = ", ".join(f"{format_percent(share)} {name}" for name, share in parts.items() if share)
         numbers = ", ".join(drawn) or format_number(row.get_number(study.ratio))
-        told.append(f"{row.name}: {numbers}{f' ({phases})' * study.phases}")
-    figure.alt = f"{study.title}. {'; '.join(told)}."
+        descriptions.append(f"{row.name}: {numbers}{f' ({phases})' * study.phases}")
+    figure.alt = f"{study.title}. {'; '.join(descriptions)}."
     return figure

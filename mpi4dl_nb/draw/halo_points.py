@@ -295,13 +295,13 @@ class HaloLayers:
 
     def describe_fusion(self, stage: int, tile: int, together: int | str) -> str:
         """Compare the halos of a tile in a forward pass: `13 halos, 196.3 KB (D1), against 4 halos, 238.4 KB (D2)`."""
-        told = []
+        descriptions = []
         for name, points in (("D1", self.find_points(stage)), ("D2", self.find_points(stage, together))):
             borrows = [
                 point.count_bytes(moves) for point in points if (moves := point.get_receives(point.ranks.ranks[tile]))
             ]
-            told.append(f"{len(borrows)} halos, {format_bytes(sum(borrows))} ({name})")
-        return f"In a forward pass of this stage, tile {tile} borrows {', against '.join(told)}"
+            descriptions.append(f"{len(borrows)} halos, {format_bytes(sum(borrows))} ({name})")
+        return f"In a forward pass of this stage, tile {tile} borrows {', against '.join(descriptions)}"
 
 
 def find_spatial_stages(plan: Plan) -> tuple[int, ...]:

@@ -62,8 +62,8 @@ def show_progress(progress: Progress) -> Drawing:
     rows = [_get_shares(used[rank]) if rank in used else {} for rank in range(len(names))]
     _draw_rows(use, "time of the last step, in %", names, LOOKS, rows)
     for bars in use.containers:
-        told = [f"{100 * bar.get_width():.0f}" if bar.get_width() >= LABELLED else "" for bar in bars]
-        use.bar_label(bars, told, label_type="center", fontsize=8.5, color=INK, bbox=NUMBER_BOX)
+        descriptions = [f"{100 * bar.get_width():.0f}" if bar.get_width() >= LABELLED else "" for bar in bars]
+        use.bar_label(bars, descriptions, label_type="center", fontsize=8.5, color=INK, bbox=NUMBER_BOX)
     most = max(held.values(), default=1)
     sizes, texts = [{"memory": size / most} for size in held.values()], [format_bytes(size) for size in held.values()]
     _draw_rows(memory, "memory after the last step", list(held), {"memory": MEMORY}, sizes, texts)
@@ -72,16 +72,16 @@ def show_progress(progress: Progress) -> Drawing:
     step = f"after step {len(progress.losses)}" if progress.losses else ""
     figure.text(0.99, 0.02, step, ha="right", va="bottom", fontsize=9, color=INK)
     of = f" of {progress.total}" if progress.total is not None else ""
-    told = [f"A training, {progress.state}: {len(progress.losses)}{of} steps done"]
+    descriptions = [f"A training, {progress.state}: {len(progress.losses)}{of} steps done"]
     if progress.losses:
-        told += [f"loss from {progress.losses[0]:.4g} to {progress.losses[-1]:.4g}"]
-        told += [f"{progress.speeds[-1]:.3g} images per second in the last step"]
+        descriptions += [f"loss from {progress.losses[0]:.4g} to {progress.losses[-1]:.4g}"]
+        descriptions += [f"{progress.speeds[-1]:.3g} images per second in the last step"]
     ranks = [
         f"{names[rank]}: works {use.work:.0%}, communicates {use.communication:.0%}, waits {use.waiting:.0%}"
         for rank, use in used.items()
     ]
     sizes = [f"memory of {name}: {format_bytes(size)}" for name, size in held.items()]
-    figure.alt = ". ".join(filter(None, (", ".join(told), "; ".join(ranks), "; ".join(sizes)))) + "."
+    figure.alt = ". ".join(filter(None, (", ".join(descriptions), "; ".join(ranks), "; ".join(sizes)))) + "."
     return figure
 
 
@@ -185,15 +185,19 @@ EPOCH_COLUMNS = (
 def format_progress_html(progress: Progress) -> str:
     """Return a line of numbers, a progress bar of the steps, and tables of the last epochs and of the ranks."""
     of, last = f" of {progress.total}" if progress.total is not None else "", progress.last
-    told = [f"step {len(progress.losses)}{of}"]
+    descriptions = [f"step {len(progress.losses)}{of}"]
     if last is not None:
         wait = last.wait_s / (last.seconds + last.wait_s)
-        told = [f"epoch {last.epoch}, {told[0]}", f"loss {last.loss:.5g}", f"{progress.speeds[-1]:.2f} images/s"]
-        told += [f"accuracy {last.accuracy:.3f}"] if last.accuracy is not None else []
-        told += [f"waiting for images {wait:.0%}", f"{format_duration(progress.seconds)} so far"]
-        told += [f"about {format_duration(progress.left_s)} left"] if progress.left_s is not None else []
-        told += [f"{progress.left_out} bad images left out"] if progress.left_out else []
-    line, bar = " · ".join(map(escape, told)), ""
+        descriptions = [
+            f"epoch {last.epoch}, {descriptions[0]}",
+            f"loss {last.loss:.5g}",
+            f"{progress.speeds[-1]:.2f} images/s",
+        ]
+        descriptions += [f"accuracy {last.accuracy:.3f}"] if last.accuracy is not None else []
+        descriptions += [f"waiting for images {wait:.0%}", f"{format_duration(progress.seconds)} so far"]
+        descriptions += [f"about {format_duration(progress.left_s)} left"] if progress.left_s is not None else []
+        descriptions += [f"{progress.left_out} bad images left out"] if progress.left_out else []
+    line, bar = " · ".join(map(escape, descriptions)), ""
     if progress.total:
         style = "width:100%;max-width:40em;height:1.1em;margin:0.2em 0"
         done = f'value="{len(progress.losses)}" max="{progress.total}"'

@@ -97,7 +97,7 @@ def describe_loads(loads: RanksByLoad, missing: str) -> Iterable[str]:
     """Yield a description of each row."""
     for load, ranks in loads.items():
         parts = zip(LOOKS, _list_values(load, missing), strict=False)
-        yield f"{format_ranks(ranks)}: {', '.join(f'{look.name} {said}' for look, (_, said) in parts)}"
+        yield f"{format_ranks(ranks)}: {', '.join(f'{look.name} {description}' for look, (_, description) in parts)}"
 
 
 def _list_values(load: RankLoad, missing: str) -> list[tuple[float, str]]:
@@ -190,14 +190,14 @@ def draw_ranks(plan: Plan, loads: Sequence[RankLoad] = (), missing: str = NOT_CO
     draw_loads(figure, groups, below + 0.1, missing)
     if foreseen:
         axes.text(MARGIN_IN, bottom + 0.22, foreseen, weight="bold", **WORDS)
-    told = []
+    descriptions = []
     for pipe in layout.pipes:
         stages = []
         for number, stage in enumerate(pipe.stages):
             cut = f" of {stage.grid} tiles" if stage.grid.tiles > 1 else ""
             stages.append(f"stage {number}{cut} on {format_ranks(stage.ranks)}")
-        told.append(f"replica {pipe.replica}{', mirrored' * pipe.direction}: {', '.join(stages)}")
-    figure.alt = f"{plan.summary}. {'; '.join([*told, *describe_loads(groups, missing)])}."
+        descriptions.append(f"replica {pipe.replica}{', mirrored' * pipe.direction}: {', '.join(stages)}")
+    figure.alt = f"{plan.summary}. {'; '.join([*descriptions, *describe_loads(groups, missing)])}."
     figure.alt += f" {foreseen}" * bool(foreseen)
     return figure
 

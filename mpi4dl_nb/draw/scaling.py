@@ -76,16 +76,16 @@ def show_scaling(studies: Scaling | Mapping[str, Scaling]) -> Drawing:
     draw_legend(figure, [LOOKS[kind] for kind in SHARES])
     figure.alt = f"{title}."
     for name, study in named.items():
-        told = []
+        descriptions = []
         for point in study.points:
             parts = ", ".join(f"{format_percent(share)} {kind}" for kind, share in point.shares.items() if share)
             size = " × ".join(map(str, point.image_shape[2:]))
-            told.append(
+            descriptions.append(
                 f"{format_rank_count(point.ranks)}, {describe_plan(point.forecast.plan)}, images of {size} px: "
                 f"{format_number(point.images_per_s)} images/s, "
                 f"efficiency {format_percent(study.compute_efficiency(point))} ({parts})"
             )
-        figure.alt += f" {name}: {'; '.join(told)}."
+        figure.alt += f" {name}: {'; '.join(descriptions)}."
     return figure
 
 

@@ -262,14 +262,18 @@ def _draw_tiles_only(rasters: RasterCache, point: HaloPoint, tile: int | None) -
     """Draw the picture in tiles, with a thicker outline around `tile` if given."""
     tiles, title = point.tiles, describe_tiling(rasters.picture, point.ranks)
     chosen = None if tile is None else _resolve_rank(point, tile)
-    told = [f"tile {point.numbers[rank]}, rank {rank}: {format_size(tile.shape)} px" for rank, tile in tiles.items()]
-    chosen_words = [] if chosen is None else [f"Chosen: {told[point.numbers[chosen]]}"]
-    figure, main, *_ = _make_panels(rasters.picture.shape(), None, title, [*chosen_words, *_truncate_lines(told)])
+    descriptions = [
+        f"tile {point.numbers[rank]}, rank {rank}: {format_size(tile.shape)} px" for rank, tile in tiles.items()
+    ]
+    chosen_words = [] if chosen is None else [f"Chosen: {descriptions[point.numbers[chosen]]}"]
+    figure, main, *_ = _make_panels(
+        rasters.picture.shape(), None, title, [*chosen_words, *_truncate_lines(descriptions)]
+    )
     draw_picture(main, rasters, point.size_px)
     draw_tiles(main, point.ranks, tiles, OUTLINE_GAP * max(point.size_px), chosen)
     # No tile is right of or below the last one, so that all labels are in the upper left corners.
     label_tiles(main, point.numbers, tiles, centre=tiles[point.ranks.ranks[-1]])
-    figure.alt = ". ".join([f"{title}: {'; '.join(told)}", *chosen_words]) + "."
+    figure.alt = ". ".join([f"{title}: {'; '.join(descriptions)}", *chosen_words]) + "."
     return figure
 
 
@@ -293,15 +297,17 @@ def draw_slicing(
     # The small panel shows the framed place (of a whole layer that reads across a seam), or the whole picture.
     lends = bool(point.find_halo(rank))
     beside = rasters.picture.shape() if not whole else place.shape if lends else None
-    told = [*describe_tile(point, rank), *([] if whole else describe_region(point, rank, place))]
-    told += [describe_field(point, view.field, rasters.picture.shape())] if view.field else []
-    told += view.remarks
+    descriptions = [*describe_tile(point, rank), *([] if whole else describe_region(point, rank, place))]
+    descriptions += [describe_field(point, view.field, rasters.picture.shape())] if view.field else []
+    descriptions += view.remarks
     title, size = format_title(rasters.picture, point), rasters.picture.shape() if whole else place.shape
-    figure, main, side, words = _make_panels(size, beside, title, [*told, *_truncate_lines(pieces)])
+    figure, main, side, words = _make_panels(size, beside, title, [*descriptions, *_truncate_lines(pieces)])
     values: list[str] = []
     if whole:
         if _draw_whole(main, side, rasters, point, rank, place):
-            words.set_text(_wrap_lines(told))  # arrows with labels tell the sources on the picture instead of the list
+            words.set_text(
+                _wrap_lines(descriptions)
+            )  # arrows with labels tell the sources on the picture instead of the list
     else:  # the region large, and its position in the layer small
         draw_zoom(main, rasters, point, rank, place, has_values(point, place))
         if has_values(point, place):
@@ -316,7 +322,7 @@ def draw_slicing(
         if axes and view.field:
             draw_field(axes, point, view.field, rasters.picture.shape())
     _draw_legend(figure, point, rank, view.field is not None)
-    figure.alt = ". ".join([title.replace("\n", ": "), *told, "; ".join(pieces), *values])
+    figure.alt = ". ".join([title.replace("\n", ": "), *descriptions, "; ".join(pieces), *values])
     return figure
 
 

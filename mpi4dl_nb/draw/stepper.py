@@ -93,15 +93,17 @@ def draw_step(view: StepView, focus: int = 0) -> Drawing:
         box = place(LANDING_IN, panels_top, WIDE_IN - LANDING_IN - MARGIN_IN, PANELS_IN - 0.05)
         message = _draw_message(figure, view, box, focus)
     _draw_schedule(figure.add_axes(place(0.75, schedule_top, WIDE_IN - 0.95, lanes_in)), view)
-    told = []
+    descriptions = []
     for rank in ranks:
         did, coming = format_step_label(rank.did, NOTHING), _describe_next(rank, format_step_label(rank.next, DONE))
         memory = f"values {format_bytes(rank.activation_bytes)}, process {format_bytes(rank.process_bytes)}"
-        told.append(f"Rank {rank.rank} ({rank.role}) did {did}; next {coming}; {memory}.")
+        descriptions.append(f"Rank {rank.rank} ({rank.role}) did {did}; next {coming}; {memory}.")
     for group in view.groups:
         shown, (low, high) = ", ".join(str(panel.rank) for panel in group.panels), group.span
-        told.append(f"Shown of ranks {shown}: {_describe_group(view, group)}, colours from {low:.4g} to {high:.4g}.")
-    figure.alt = " ".join((title, *told, message)).strip()
+        descriptions.append(
+            f"Shown of ranks {shown}: {_describe_group(view, group)}, colours from {low:.4g} to {high:.4g}."
+        )
+    figure.alt = " ".join((title, *descriptions, message)).strip()
     return figure
 
 
@@ -190,11 +192,11 @@ def _draw_panels(figure: Drawing, view: StepView, box: FigureBox, focus: int) ->
         reasons: dict[str, list[int]] = {}
         for panel in view.panels:
             reasons.setdefault(panel.why, []).append(panel.rank)
-        told = [f"{format_ranks(ranks)}: {why}" for why, ranks in reasons.items()]
+        descriptions = [f"{format_ranks(ranks)}: {why}" for why, ranks in reasons.items()]
         if view.event.done:
-            told = ["The weights have moved. There are no images to show now: a restart begins another step."]
+            descriptions = ["The weights have moved. There are no images to show now: a restart begins another step."]
         words = {"fontsize": 10, "color": INK, "ha": "center", "va": "center", "linespacing": 1.5}
-        figure.text(left + width / 2, bottom + height / 2, "\n".join(told), **words)
+        figure.text(left + width / 2, bottom + height / 2, "\n".join(descriptions), **words)
         return
     arranged: list[list[tuple[int, int]]] = []  # row and column of each panel
     for group in groups:
@@ -345,8 +347,8 @@ def _draw_message(figure: Drawing, view: StepView, box: FigureBox, focus: int) -
         _draw_strips(axes, strips, f"{along} ", span.start + skipped, MAPS[transfer.back])
     else:
         figure.text(left, bottom + height / 2, "its values are not kept here", fontsize=9, color=INK)
-    told = (f"{name}: {', '.join(f'{number:.4g}' for number in numbers[0])}" for name, numbers in known.items())
-    return f"{' '.join(head.split())}. From {along} {span.start + skipped * bool(known)} on: {'; '.join(told)}."
+    descriptions = (f"{name}: {', '.join(f'{number:.4g}' for number in numbers[0])}" for name, numbers in known.items())
+    return f"{' '.join(head.split())}. From {along} {span.start + skipped * bool(known)} on: {'; '.join(descriptions)}."
 
 
 def _draw_strips(

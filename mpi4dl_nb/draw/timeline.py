@@ -141,12 +141,12 @@ def show_timeline(
     figure.freeze_layout()  # the final width of a bar decides whether it is labelled
     for place, chart in zip(axes, charts.values(), strict=True):
         label_rows(place, chart)
-    told = []
+    descriptions = []
     for name, chart in charts.items():
         shares = _format_shares(chart)
         ranks = [f"{', '.join(texts)}: {', '.join(shares[rank])}" for rank, texts in rows[name].items()]
-        told.append(f"{titles[name]}. {'; '.join(ranks)}.")
-    figure.alt = " ".join(told)
+        descriptions.append(f"{titles[name]}. {'; '.join(ranks)}.")
+    figure.alt = " ".join(descriptions)
     return figure
 
 
@@ -177,7 +177,7 @@ def _make_row_labels(timeline: Timeline, plan: Plan | None) -> RowLabels:
             "Give the plan that was run, or none."
         )
     texts = [[f"stage {role.stage}, tile {role.tile}{', mirrored' * role.direction}" for role in who] for who in roles]
-    return {rank: (f"rank {rank}", *told) for rank, told in enumerate(texts)}
+    return {rank: (f"rank {rank}", *descriptions) for rank, descriptions in enumerate(texts)}
 
 
 def _draw_chart(axes: Axes, timeline: Timeline, rows: RowLabels, title: str) -> set[BarStyle]:
@@ -265,8 +265,8 @@ def show_schedule(schedule: Schedule) -> Drawing:
     )
     figure.freeze_layout()  # the final width of a bar decides which text fits
     label_slots(axes, schedule)
-    told = [f"{', '.join(who)}: {', '.join(numbers)}" for who, numbers in zip(left, right, strict=True)]
-    figure.alt = f"{title}. {'; '.join(told)}."
+    descriptions = [f"{', '.join(who)}: {', '.join(numbers)}" for who, numbers in zip(left, right, strict=True)]
+    figure.alt = f"{title}. {'; '.join(descriptions)}."
     return figure
 
 

@@ -108,14 +108,14 @@ def show_tuning(candidates: Sequence[Candidate]) -> Drawing:
     title = f"The best {len(shown)} of {len(candidates)} plans for {shown[0].plan.ranks} ranks"
     figure.suptitle(title, x=0.01, ha="left", fontsize=10)
     draw_legend(figure, [PREDICTED, MEASURED])
-    told = []
+    descriptions = []
     for name, each in zip(names, shown, strict=True):
         rate, memory = format_number(each.predicted_images_per_s), format_bytes(each.predicted_bytes)
         text = f"{name}: {rate} images/s and {memory} predicted"
         if each.images_per_s is not None and each.peak_bytes is not None:
             text += f", {format_number(each.images_per_s)} images/s and {format_bytes(each.peak_bytes)} measured"
-        told.append(text + (", failed" if each.failure else ""))
-    figure.alt = f"{title}. {'; '.join(told)}."
+        descriptions.append(text + (", failed" if each.failure else ""))
+    figure.alt = f"{title}. {'; '.join(descriptions)}."
     return figure
 
 

@@ -153,15 +153,15 @@ class _CallOutput:
 
     def _parse_line(self, stream: str, line: str) -> Iterator[OutputLine]:
         """Yield a line of the rank's Python code, or of a library, which writes to the process's own output."""
-        before, mark, spoken = line.partition(SPOKEN)
+        before, mark, text = line.partition(SPOKEN)
         if before.strip():
             yield OutputLine(stream, before)
         if mark:
             self.lines += 1
             try:
-                yield OutputLine(*json.loads(spoken))
+                yield OutputLine(*json.loads(text))
             except (ValueError, TypeError):  # garbled by output of a library
-                yield OutputLine(stream, spoken)
+                yield OutputLine(stream, text)
 
 
 class RankOutput:

@@ -73,7 +73,7 @@ class CheckpointOptions:
 
 
 def fit(
-    course: BatchLoop | ImageLoop,
+    loop: BatchLoop | ImageLoop,
     epochs: int,
     log: str | PathLike[str] | None,
     saving: CheckpointOptions,
@@ -91,13 +91,13 @@ def fit(
     # images, and only then a signal has its usual effect again.
     with ExitStack() as stack:
         asked = stack.enter_context(Interrupts(SIGNALS if saving.folder else (signal.SIGINT,), obeyed=True))
-        stack.enter_context(closing(course))
-        fitting = _FitRun(course, epochs, watchers, healing, asked)
+        stack.enter_context(closing(loop))
+        fitting = _FitRun(loop, epochs, watchers, healing, asked)
         stack.enter_context(fitting.notify_callbacks())
         fitting.book = None if log is None else stack.enter_context(EpochLog(log))
         if saving.folder is not None:
             check_writable(make_absolute(saving.folder))  # an error now, and not after the first epoch
-            training, tell = course.training, tqdm.write
+            training, tell = loop.training, tqdm.write
             save = partial(training.save, saving.folder, saving.keep)
             fitting.keeper = CheckpointManager(save, lambda: training.steps, saving.every, asked, tell)
         fitting.run_to_end()
@@ -111,7 +111,7 @@ def fit(
 class _FitRun:
     """State of a running fit, from which its History is made."""
 
-    course: BatchLoop | ImageLoop
+    loop: BatchLoop | ImageLoop
     epochs: int
     watchers: Sequence[FitCallback]
     healing: FailureRecovery | None
@@ -157,7 +157,7 @@ class _FitRun:
                 raise StoppedError(f"{error} {self._last}", self.asked()) from error
             if self.healing is None or self.asked():
                 raise
-            self._handle_event(self.healing.heal(error, self.course, self._mark))
+            self._handle_event(self.healing.heal(error, self.loop, self._mark))
             return False
         except KeyboardInterrupt:
             if not self.asked():
@@ -168,7 +168,7 @@ class _FitRun:
     def _stop(self) -> None:
         """End the training on request. Raises StoppedError if it was saved, else KeyboardInterrupt."""
         # An abandoned step may have ended in the middle of the update, on some ranks: such weights must not be saved.
-        if self.keeper and self.course.training.is_whole():
+        if self.keeper and self.loop.training.is_whole():
             self.keeper.save_after_step()
         if self.keeper and self.keeper.path:
             raise StoppedError(f"Stopped while ranks changed their weights. {self._last}", self.asked())
@@ -180,8 +180,8 @@ class _FitRun:
 
     def _iterate_events(self, mark: FitPosition) -> Iterator[TrainingEvent]:
         """Iterate over the remaining events. An overdue interrupt abandons calls to the ranks, but no checkpoint."""
-        cluster = self.course.training.cluster
-        events = run(self.course, self.epochs - mark.epochs, mark.begun, mark.is_over)
+        cluster = self.loop.training.cluster
+        events = run(self.loop, self.epochs - mark.epochs, mark.begun, mark.is_over)
         while True:
             # Only drawing the next event may be abandoned. The consumer saves checkpoints outside of this block, where
             # a late interrupt must not cut a half-written one off.
@@ -221,23 +221,23 @@ class _FitRun:
             keeper.save_after_epoch()
         if self.asked():
             self._stop()
-        if self.healing and keeper.saved_step == self.course.training.steps:
+        if self.healing and keeper.saved_step == self.loop.training.steps:
             self.healing.record_checkpoint(self._mark, keeper.path)
 
     @property
     def _mark(self) -> FitPosition:
-        course = self.course
+        loop = self.loop
         return FitPosition(
-            len(self.losses), len(self.ended), tuple(self.begun), course.place, bool(self.begun) and course.is_over
+            len(self.losses), len(self.ended), tuple(self.begun), loop.place, bool(self.begun) and loop.is_over
         )
 
     @contextmanager
     def notify_callbacks(self) -> Iterator[None]:
         """Notify the callbacks of the beginning and, however the training ends, of its end."""
         outcome: BaseException | None = None
-        total = self.course.count_steps(self.epochs)
+        total = self.loop.count_steps(self.epochs)
         for watcher in self.watchers:
-            watcher.begin(self.course.training, total)
+            watcher.begin(self.loop.training, total)
         try:
             yield
         except BaseException as error:
@@ -253,4 +253,4 @@ class _FitRun:
         # Steps that were done again after a failure count twice, as their time does.
         rate = self.images / (time.perf_counter() - self.start_s)
         saved = self.keeper and self.keeper.path
-        return History(tuple(self.losses), rate, tuple(self.ended), tuple(self.course.bad), self.stopped, saved)
+        return History(tuple(self.losses), rate, tuple(self.ended), tuple(self.loop.bad), self.stopped, saved)

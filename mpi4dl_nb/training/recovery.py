@@ -59,7 +59,7 @@ class FailureRecovery:
         there = [each for each in self._saved if each[1].exists() and each[1] != path]
         self._saved = [*there, (mark, path)]
 
-    def heal(self, error: RankError, course: BatchLoop | ImageLoop, now: FitPosition) -> Recovered:
+    def heal(self, error: RankError, loop: BatchLoop | ImageLoop, now: FitPosition) -> Recovered:
         """Restore the training on all ranks and reposition its loop. Raises the error if recovery cannot help."""
         start_s = time.perf_counter()
         self._check_repeated(error)
@@ -74,8 +74,8 @@ class FailureRecovery:
                 if not training.is_whole():
                     plan = training.plan if cluster.n == training.plan.ranks else choose_plan(training, cluster.n)
                     self._load(plan)
-                course.resume(self.mark.place)
-                course.is_over = self.mark.is_over
+                loop.resume(self.mark.place)
+                loop.is_over = self.mark.is_over
                 self.renew()
                 break
             except RankError as again:

@@ -248,8 +248,8 @@ class StepDebugger:
         standings = self._call("advance", [(place,) for place in target])
         self._update_event(target, self.event.number + 1, standings, self.event.places)
         if last:  # the update is done: this was a step of the training
-            self.training.record_step([standing.told[0] for standing in standings])
-            self.loss = merge_stats([standing.told[1] for standing in standings]).loss
+            self.training.record_step([standing.outcome[0] for standing in standings])
+            self.loss = merge_stats([standing.outcome[1] for standing in standings]).loss
         return self.event
 
     def _call(self, what: str, per_rank: Sequence[tuple[Any, ...]]) -> list[Any]:

@@ -184,8 +184,8 @@ class Configurator(FigureWidget):
     @property
     def wrong(self) -> dict[str, str]:
         """The errors by the name of the option at which they are shown; an empty name for errors of no option."""
-        told = {name: knob.trouble.text for name, knob in self.knobs.items()} | {"": self.trouble.text}
-        return {name: text for name, text in told.items() if text}
+        errors = {name: knob.trouble.text for name, knob in self.knobs.items()} | {"": self.trouble.text}
+        return {name: text for name, text in errors.items() if text}
 
     def wait(self, within_s: float = PATIENCE_S) -> bool:
         """Wait for pending traces, counts and starts, up to `within_s` seconds each. Return whether all are done."""

@@ -75,7 +75,7 @@ class Tuner(FigureWidget):
         )
         self.top = make_bounded_int("plans to measure", 3, 1, 20, best, "13em")
         self.steps = make_bounded_int("steps of each", 3, 1, 50, timed, "13em")
-        self.told, self.why = ipywidgets.HTML(), ipywidgets.HTML()
+        self.status, self.why = ipywidgets.HTML(), ipywidgets.HTML()
         self.buttons = [
             make_button("Measure the best", self.measure_best, "Train the best plans for some steps on the ranks"),
             make_button("Measure the chosen", self.measure_chosen, "Train the chosen plan for some steps on the ranks"),
@@ -83,7 +83,7 @@ class Tuner(FigureWidget):
         for each in self.buttons:
             each.layout.flex = "0 0 auto"
         line = ipywidgets.HBox([self.top, self.steps, *self.buttons], layout={"flex_flow": "row wrap"})
-        super().__init__([line, self.told, self.rows, self.why])
+        super().__init__([line, self.status, self.rows, self.why])
         self.candidates: tuple[Candidate, ...] = ()
         self._chosen: Plan | None = None
         with show_status("Measuring how fast these ranks compute and send: about a minute ..."):
@@ -143,7 +143,7 @@ class Tuner(FigureWidget):
                 each.disabled = False
 
     def _show_text(self, words: str) -> None:
-        self.told.value = f'<div role="status">{escape(words)}</div>'
+        self.status.value = f'<div role="status">{escape(words)}</div>'
 
     def _show(self, candidates: Sequence[Candidate]) -> None:
         """Show the candidates in this order, as table and figure. The selected plan remains selected."""

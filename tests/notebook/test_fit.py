@@ -269,7 +269,7 @@ def test_weights_that_only_some_ranks_have_changed_are_told(ranks):
     mine = training(ranks)
 
     def change(host: object, name: str) -> None:
-        host.courses[name].training.worker.steps += host.world.rank
+        host.loops[name].training.worker.steps += host.world.rank
 
     begin = mine.cluster.call
 

@@ -340,3 +340,30 @@ def test_a_command_on_ranks_starts_beside_them_too(tmp_path):
         capture_output=True, text=True, check=False, env=environment, cwd=tmp_path,
     )  # fmt: skip
     assert not done.returncode, done.stderr
+
+
+def test_an_import_that_was_interrupted_is_done_anew_in_the_next_call(tmp_path, monkeypatch):
+    """As matplotlib, whose submodules refer to it: Python keeps these, but not the package, if it is interrupted."""
+    package = tmp_path / "half_imported"
+    package.mkdir()
+    (package / "part.py").write_text("import half_imported\n\ndef answer():\n    return half_imported.ANSWER\n")
+    (package / "__init__.py").write_text(
+        "import pathlib\n"
+        "from half_imported import part\n"
+        f"note = pathlib.Path({str(tmp_path / 'note')!r})\n"
+        "if not note.exists():\n"
+        "    note.touch()\n"
+        "    raise KeyboardInterrupt\n"
+        "ANSWER = 42\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def imports(host):
+        import half_imported
+
+        return half_imported.part.answer()
+
+    with Cluster(1, backend="loopback") as cluster:
+        with pytest.raises(RankError, match="KeyboardInterrupt"):
+            cluster.call(imports)
+        assert cluster.call(imports) == [42]

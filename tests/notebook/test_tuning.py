@@ -132,7 +132,7 @@ def test_a_tuner_is_set_and_read_without_a_browser(cluster):
     assert tuner.plan == other
     assert tuner.chosen.measured
     ratio = tuner.chosen.images_per_s / tuner.chosen.predicted_images_per_s
-    assert f"1 of 1 plans measured, at {ratio:.2f} of" in tuner.told.value
+    assert f"1 of 1 plans measured, at {ratio:.2f} of" in tuner.status.value
     assert tuner.candidates[0].plan == other  # what was measured comes first
     tuner.choose(tuner.candidates[2].plan)
     assert tuner.rows.index == 2
@@ -177,7 +177,7 @@ def test_a_plan_that_fails_is_told_and_the_others_are_measured(cluster, monkeypa
     assert tuner.candidates[0].plan == second.plan
     assert tuner.candidates[-1].failure == "it does not <run>"
     assert "it does not &lt;run&gt;" in tuner.rows.html
-    assert "failed: it does not &lt;run&gt;" in tuner.told.value
+    assert "failed: it does not &lt;run&gt;" in tuner.status.value
 
 
 @pytest.mark.nightly
