@@ -115,7 +115,7 @@ def test_a_program_that_adds_up_wrongly_by_1e_9(monkeypatch: pytest.MonkeyPatch)
 
     def finish_wrong(self: GradientBucket) -> None:
         finish(self)
-        self.shared[-1].grad.mul_(1 + 1e-9)
+        self.weights[-1].grad.mul_(1 + 1e-9)
 
     assert verified(net(), TILES, ADAM)["ok"]
     monkeypatch.setattr(GradientBucket, "finish", finish_wrong)
@@ -260,7 +260,7 @@ def test_rounding_where_one_process_has_exactly_0_is_no_fault(
 
     def finish_rounded(self: GradientBucket) -> None:
         finish(self)
-        for weight in self.shared:
+        for weight in self.weights:
             if weight.shape == (1, 8, 1, 1):
                 weight.grad[:, :channels] += torch.tensor([[1e-17], [-2e-17], [3e-17]]).repeat(3, 1)[:channels, None]
 
@@ -383,7 +383,7 @@ def test_ranks_that_add_up_wrongly_by_1e_9_before_such_an_update(monkeypatch: py
 
     def finish_wrong(self: GradientBucket) -> None:
         finish(self)
-        self.shared[0].grad.mul_(1 + 1e-9)
+        self.weights[0].grad.mul_(1 + 1e-9)
 
     assert verified(wide(), TILES, Orthogonal)["ok"]
     monkeypatch.setattr(GradientBucket, "finish", finish_wrong)
