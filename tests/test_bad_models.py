@@ -105,6 +105,7 @@ def its_line(op: type[nn.Module]) -> tuple[int, str]:
     return first + 1, Path(__file__).read_text().splitlines()[first].strip()
 
 
+@pytest.mark.sampled(8)
 @every_bad_operator
 @pytest.mark.parametrize("grid", ["1x2", "2x1", "2x2"])
 def test_an_operator_without_a_rule_is_refused_with_the_mend(op: type[nn.Module], operator: str, grid: str):
@@ -374,6 +375,7 @@ SHARED: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", SHARED)
 @pytest.mark.parametrize("grid", ["1x1", "1x2", "2x2"])
 def test_one_tensor_used_twice(name: str, grid: str):

@@ -199,6 +199,7 @@ def test_models_have_short_names(flags: str, expected: tuple[str, dict[str, int]
 STOCK = {"monai": "monai.networks.nets:resnet50", "transformers": "transformers:ResNetForImageClassification"}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("package", STOCK)
 def test_a_stock_resnet50_is_of_the_package_that_is_there(package: str, monkeypatch):
     pytest.importorskip(package)
@@ -384,7 +385,7 @@ NOT_AS_ASKED = {
 }
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize(("ranks", "flags", "message"), NOT_AS_ASKED.values(), ids=NOT_AS_ASKED)
 def test_what_cannot_be_run_is_said_in_one_line(engines: Shell, ranks: int, flags: tuple[object, ...], message: str):
     """Of all ranks one speaks, and no MPI noise around it."""

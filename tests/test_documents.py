@@ -114,7 +114,7 @@ def test_there_are_commands():
     assert sum("bench" in command for command in commands()) >= 7
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("command", list(commands()))
 def test_a_command_runs_as_typed(command: str, folder: Path):
     for large, small in SMALLER.items():

@@ -81,7 +81,7 @@ def read_shard(training: RankTraining, images: LabelledImages, numbers: Sequence
     return reader.assemble([(number, None) for number in numbers], reader.fetch)
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_each_rank_reads_what_is_cut_for_it_from_the_whole(model: str, plan: Plan):
@@ -190,7 +190,7 @@ def oracle(model: nn.Module, plan: Plan, images: LabelledImages, epochs: int, se
     return found
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_loss_and_accuracy_are_those_of_one_process(model: str, plan: Plan):
@@ -384,6 +384,7 @@ def test_applications_that_do_not_fit(tmp_path: Path):
 FLAGS = ("--model", "resnet_v1", "--num-layers", 8, "--image-size", 16, "--batch-size", 2)
 
 
+@pytest.mark.nightly
 def test_a_training_is_told_as_the_predecessor_tells_it(mpiexec):
     more = ("--num-epochs", 2, "--max-steps", 2, "-v", "--enable-master-comm-opt", "--learning-rate", 0.01)
     done = mpiexec(5, "-m", "engines", "train", *FLAGS, *more)
@@ -401,6 +402,7 @@ def test_a_training_is_told_as_the_predecessor_tells_it(mpiexec):
     assert line["loss"] > 0
 
 
+@pytest.mark.nightly
 def test_a_damaged_picture_is_left_out_and_others_judge(mpiexec, tmp_path: Path):
     """Read ahead by workers, told once; what held-out pictures say goes to the log."""
     random = np.random.default_rng(0)
@@ -426,6 +428,7 @@ def test_a_damaged_picture_is_left_out_and_others_judge(mpiexec, tmp_path: Path)
     assert records[1].split(",")[header.split(",").index("held_out_loss")] == str(line["held_out_loss"])
 
 
+@pytest.mark.nightly
 def test_a_damaged_picture_ends_every_rank(mpiexec, tmp_path: Path):
     for name in ("a/1.png", "b/2.png"):
         (tmp_path / name).parent.mkdir()
@@ -438,6 +441,7 @@ def test_a_damaged_picture_ends_every_rank(mpiexec, tmp_path: Path):
     assert "2.png" in line
 
 
+@pytest.mark.nightly
 def test_what_cannot_be_trained_is_said_in_one_line(mpiexec):
     done = mpiexec(2, "-m", "engines", "train", "--num-layers", 19)
     assert done.returncode == 2, done.stderr

@@ -46,6 +46,7 @@ def test_the_sdist_has_what_a_build_reads(built: Path):
     assert {"pyproject.toml", "README.md", "LICENSE", "mpi4dl_nb/widgets/figure_view.js", "engines/plan.py"} <= names
 
 
+@pytest.mark.nightly
 def test_the_wheel_trains_where_there_are_no_sources(built: Path, tmp_path):
     """`make wheel` does so in an empty environment; here what it depends on is not installed a second time."""
     (wheel,) = built.glob("*.whl")

@@ -44,7 +44,7 @@ def test_tiles_in_turn_train_larger_images(mpiexec):
     assert in_turn["largest_px"] > 1.4 * plain["largest_px"]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

@@ -40,6 +40,7 @@ def close(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> boo
     )
 
 
+@pytest.mark.nightly
 def test_a_training_moves_to_another_cluster(clusters, tmp_path: Path):
     """Its own model's weights are others; what it draws goes on too."""
     five, three = clusters

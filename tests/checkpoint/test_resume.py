@@ -38,7 +38,7 @@ PAIRS = [  # saved under, loaded under, what moves the weights
 ]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("saved", "loaded", "optimiser", "scheduler"), PAIRS)
 def test_training_goes_on_under_any_plan(saved: str, loaded: str, optimiser: str, scheduler: str, tmp_path: Path):
     """Losses of the steps behind the break, and weights, buffers and optimiser at the end."""

@@ -69,6 +69,7 @@ def test_a_signal_to_one_rank_stops_all_when_the_step_is_done_and_saved(mpiexec,
     assert done.returncode == 128 + 15
 
 
+@pytest.mark.nightly
 def test_what_cannot_be_resumed_is_said_in_one_line(mpiexec):
     done = mpiexec(1, *train("--split-size", 1, "--spatial-size", 0, "--max-steps", 1, "--resume", "nowhere"))
     assert done.returncode == 2, done.stderr

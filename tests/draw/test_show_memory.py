@@ -30,7 +30,7 @@ def traces() -> TraceCache:
     return TraceCache(resnet20_v1(), SHAPE, nn.CrossEntropyLoss())
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.summary)
 def test_it_is_legible_and_its_numbers_are_those_of_the_account(plan, traces):
     figure, found = show_memory(plan, traces.get_graph(plan)), predict_plan_memory(traces.get_graph(plan), plan)

@@ -72,7 +72,7 @@ def test_the_mirrored_copy_is_told_and_hatched():
     assert {patch.get_hatch() for patch in figure.axes[0].patches} >= {"//"}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("plan", [Plan(), ALL, Plan(split_size=2, local_dp=2)], ids=lambda plan: plan.summary)
 def test_the_numbers_are_those_of_the_programs(plan: Plan):
     graph = prepare(resnet20_v1(), plan, SHAPE).graph

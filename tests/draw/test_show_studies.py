@@ -36,6 +36,7 @@ def found():
     return capabilities(MODEL, SMALL, 4, (32, 128, 1024), batch=2, asked=list(select_plans(4, batch=2, each=2)))
 
 
+@pytest.mark.nightly
 def test_each_cell_says_what_fits_and_how_fast_it_is(found):
     figure = show_capabilities(found)
     assert unreadable(figure) == []
@@ -59,6 +60,7 @@ def test_all_sizes_of_the_usual_picture_have_room(found):
     assert unreadable(show_capabilities(wide)) == []
 
 
+@pytest.mark.nightly
 def test_scaling_has_speeds_efficiencies_and_shares():
     strong = scaling(MODEL, SMALL, ONE, (8, 3, 32, 32), "strong", ranks=(1, 2, 4, 8))
     grids = [ONE, *(replace(ONE, spatial_size=1, slice_method=grid) for grid in ("1x2", "2x2"))]
@@ -78,6 +80,7 @@ def test_scaling_has_speeds_efficiencies_and_shares():
         show_scaling({})
 
 
+@pytest.mark.nightly
 def test_limits_are_bars_with_their_numbers():
     plans = (ONE, Plan(split_size=1, slice_method="2x2"))
     limits = [largest_image(MODEL, plan, SMALL, step_px=32) for plan in plans]

@@ -37,6 +37,7 @@ def test_it_tells_what_the_busiest_rank_sends(figure):
         assert str(sum(part.messages for part in busiest.values())) in read(figure)
 
 
+@pytest.mark.nightly
 def test_it_is_legible(figure):
     assert unreadable(figure) == []
 

@@ -83,6 +83,7 @@ def corners(tile: Tile) -> tuple[int, ...]:
     return tile.cols.start, tile.rows.start, len(tile.cols), len(tile.rows)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("grid", "layer"), CASES)
 def test_what_is_said_is_what_the_program_moves(grid, layer):
     plan = tiles_of(grid)

@@ -55,6 +55,7 @@ def at_end(stepping: StepDebugger) -> None:
     stepping.finish()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("go", [at_start, at_halo, at_moments, at_joint, at_return, at_end])
 def test_all_that_is_written_can_be_read(stepping, go):
     go(stepping)

@@ -116,7 +116,7 @@ print(peak() - before)
 """
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["a.jpg", "a.png"])
 def test_a_picture_takes_what_was_asked_for_it(name: str, tmp_path: Path):
     """Pillow's four bytes and our three for a pixel, and not each of them twice."""

@@ -102,6 +102,7 @@ def test_the_loss_says_which_label_it_leaves_out(name: str):
     assert find_ignored_label(graph) == label
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", LOSSES)
 def test_void_pixels_are_left_out_on_all_ranks(table: Path, name: str):
     loss, label = LOSSES[name]

@@ -22,6 +22,7 @@ def slide(folder: Path) -> Path:
         return folder / "a.svs"
 
 
+@pytest.mark.nightly
 def test_four_ranks_read_the_pixels_of_one_read_with_a_quarter_of_the_memory(mpiexec, tmp_path):
     done = mpiexec(4, "-m", "engines", "bench", "read", slide(tmp_path))
     assert done.returncode == 0, done.stderr

@@ -35,6 +35,7 @@ def test_a_few_tiny_chunks_are_read(tmp_path: Path):
     assert np.array_equal(open_image(tmp_path / "a").read(0, 0, 12, 10), tissue(12, 10))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("version", [2, 3])
 @pytest.mark.parametrize("chunks", [(512, 512), (1, 1 << 20), (1000, 1 << 20), (1 << 15, 1 << 15)])
 def test_what_is_not_stored_is_not_read(

@@ -63,6 +63,7 @@ class Classifier(nn.Module):
         return self.head(self.drop(x).mean((2, 3)))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("make", [Classifier, Segmenter])
 def test_any_plan(name: str, make: type[nn.Module]):

@@ -91,7 +91,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], int, Any, int]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", CASES)
 def test_as_one_process(name: str):
     make, ranks, box, multiple = CASES[name]
@@ -102,7 +102,7 @@ def test_as_one_process(name: str):
     assert torch.allclose(torch.as_tensor(found.answer), expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_any_number_of_ranks_gives_the_same_bits(ranks: int):
     model = unet()
@@ -123,6 +123,7 @@ def test_kinds_of_answers_for_each_pixel():
     assert np.array_equal(kinds["probabilities"], expected.softmax(2).mul(255).round().numpy())
 
 
+@pytest.mark.nightly
 def test_kinds_of_answers_for_the_image():
     model, expected = resnet(), oracle(resnet(), PART)
     assert swept(model, 2, PART, "classes").answer == int(expected.argmax())
@@ -223,6 +224,7 @@ class Full(ArraySink):
         super().put(tile, pixels)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("side_px", [50, 95])
 def test_a_disk_that_fills_up(side_px: int):
     """In a round that others follow, and in the last one."""

@@ -222,6 +222,7 @@ def test_a_write_is_seen_by_every_name_or_refused(name: str, write: Callable[[Fo
     is_refused(write(ALIASES[name]), whole_numbers(*SHAPE))
 
 
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("name", COPIES)
 def test_a_copy_is_nobodys_other_name(name: str, write: Callable[[Forward], Forward]):
@@ -261,6 +262,7 @@ STEPS: dict[str, Forward] = {
 }
 
 
+@pytest.mark.nightly
 @given(st.lists(st.tuples(st.sampled_from(sorted(STEPS)), st.integers(0, 9)), min_size=3, max_size=8))
 @settings(max_examples=80, deadline=None, derandomize=True)
 def test_any_order_of_looks_and_writes_is_right_or_refused(program: list[tuple[str, int]]):

@@ -90,13 +90,14 @@ MODELS = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @MODELS
 def test_layers_of_known_models(make: Callable[[], nn.Module], count: int):
     """A stem, the blocks or cells, and a head; a U-Net has a layer for each convolution."""
     assert len(find_layers(graph_of(make))) == count
 
 
+@pytest.mark.sampled(1)
 @MODELS
 def test_layers_hold_every_node_once_and_in_order(make: Callable[[], nn.Module], count: int):
     graph, found = graph_of(make), find_layers(graph_of(make))
@@ -180,6 +181,7 @@ def balance_of(found: Sequence[Layer], plan: Plan, graph: ModelGraph) -> list[in
     return [sum(1 for layer in found if layer.nodes and span & layer.nodes) for span in cut_stages(found, plan)]
 
 
+@pytest.mark.nightly
 @settings(max_examples=60, deadline=None)
 @given(
     widths=st.lists(st.integers(1, 9), min_size=3, max_size=9),

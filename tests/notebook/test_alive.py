@@ -139,7 +139,7 @@ def run(*cells: str) -> list[str]:
     return ["".join(each) for each in texts][1:]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("backend", ["loopback", "mpi"])
 def test_cells_that_are_run_again_leave_no_ranks_and_have_their_output(backend):
     """Jupyter keeps every value that a cell has shown: the old cluster is in `Out`, and in `_`."""

@@ -277,6 +277,7 @@ def test_a_dead_rank_is_named_and_healing_helps(cluster, how):
     check_usable(cluster)
 
 
+@pytest.mark.nightly
 @over_mpi
 def test_the_others_go_on_without_the_dead(cluster):
     """The two that are left are numbered anew: the one that was rank 2 is rank 1, and named so when it ends too."""
@@ -326,7 +327,7 @@ HANGS = {
 }
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @over_mpi
 @pytest.mark.parametrize("how", HANGS)
 def test_a_rank_that_hangs_is_named_with_those_that_wait_for_it(cluster, how):
@@ -407,7 +408,7 @@ def test_of_ranks_that_fail_in_the_midst_of_a_gather_the_true_error_is_told(clus
     assert cluster.call(lambda host: os.getpid()) == pids
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 def test_ranks_that_all_fail_after_a_gather_are_back_each_time(cluster):
     """A rank may still be in it when another one has failed: MPI's own gather was not left then, once in 170 times."""
 
@@ -545,6 +546,7 @@ def test_a_stopped_controller_is_named_while_ranks_compute(cluster, also):
     check_usable(cluster)
 
 
+@pytest.mark.nightly
 @over_mpi
 def test_a_stopped_helper_is_no_fault_as_long_as_ranks_answer(cluster):
     """It goes on, or it does not: nobody needs it."""
@@ -639,6 +641,7 @@ def test_a_tile_travels_without_its_image():
     assert len(pack(image)) > image.nbytes
 
 
+@pytest.mark.nightly
 def test_the_notebook_knows_no_mpi():
     code = "import sys, mpi4dl_nb.cluster; sys.exit('mpi4py' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, cwd=Path.cwd()).returncode == 0

@@ -98,7 +98,7 @@ def same(losses: list[float] | tuple[float, ...]) -> object:
     return pytest.approx(losses, rel=1e-10, abs=0)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_losses_are_those_of_one_process(ranks, workers: int):
     """On augmented images with masks, over two epochs."""
@@ -109,6 +109,7 @@ def test_the_losses_are_those_of_one_process(ranks, workers: int):
     assert not feeders()
 
 
+@pytest.mark.sampled(1)
 def test_one_rank_and_several_tell_the_same(ranks, one):
     many, alone = (training(where).fit(images(), epochs=2, progress=False, drop_last=True) for where in (ranks, one))
     if ranks[0].micro_batches == 1:  # otherwise batch norm has other images to norm by
@@ -126,6 +127,7 @@ def test_the_next_fit_goes_on_with_the_next_epoch(ranks):
     assert [epoch.epoch for part in parts for epoch in part.epochs] == [0, 1, 2]
 
 
+@pytest.mark.sampled(1)
 def test_it_begins_anew_where_it_is_told_to_or_with_other_images(ranks):
     mine = training(ranks)
     for found, go_on, state in ((images(), True, 1), (images(), False, 1), (images(), True, 2), (images(6), True, 1)):
@@ -134,6 +136,7 @@ def test_it_begins_anew_where_it_is_told_to_or_with_other_images(ranks):
         assert mine.feed_state["images"] == len(found)
 
 
+@pytest.mark.sampled(1)
 def test_a_break_in_mid_epoch_changes_nothing(ranks):
     """A bad image ends it; when the picture is mended, it goes on in the middle of the epoch."""
     whole = training(ranks).fit(SyntheticImages(7, SIZE, 3, seed=1), epochs=2, progress=False, drop_last=True)

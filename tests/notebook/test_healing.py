@@ -81,7 +81,7 @@ def check(found: Training, losses: Any, undisturbed: Any) -> None:
         assert torch.allclose(state[name].double(), tensor.double(), rtol=1e-12, atol=1e-15), name
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 def test_a_failure_is_healed_in_place(cluster, undisturbed, tmp_path):
     found, heard, log = training(cluster), Heard(), tmp_path / "log.jsonl"
     hurt(found, "raise", tmp_path)
@@ -246,7 +246,7 @@ def test_a_training_is_loaded_where_the_ranks_have_lost_it(cluster, undisturbed,
     check(found, [*undisturbed[0][:4], *rest], undisturbed)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 def test_a_step_that_takes_long_is_given_up_by_an_interrupt(cluster, undisturbed, tmp_path):
     """A rank dallies in the third step: what was before it is saved, and goes on as if nothing had been."""
 
@@ -274,6 +274,7 @@ def test_a_step_that_takes_long_is_given_up_by_an_interrupt(cluster, undisturbed
     check(found, [*heard.losses, *rest], undisturbed)
 
 
+@pytest.mark.sampled(1)
 def test_an_interrupt_behind_the_update_saves_no_half_of_a_step(cluster, undisturbed, tmp_path):
     """All ranks have changed their weights in the third step, but nobody knows of it yet: as if it had not been."""
 

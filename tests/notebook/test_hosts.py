@@ -193,7 +193,7 @@ def ssh(monkeypatch, tmp_path):
     return stands_for
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("says", "meaning"),
     [
@@ -300,6 +300,7 @@ def test_a_controller_that_is_out_of_reach_is_told(post):
         posts.send_connection_file({}, ("127.0.0.1", port))
 
 
+@pytest.mark.nightly
 def test_a_host_that_falls_silent_is_noticed_and_one_that_comes_back_too(post, monkeypatch):
     monkeypatch.setattr(host_agents, "SILENT_S", 1.0)
     posts, _ = post

@@ -58,6 +58,7 @@ def test_three_steps_are_those_of_one_process(cluster: Cluster, name: str, away:
     assert told["ok"], told
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore")  # of torch by torch, when it compiles
 def test_so_are_those_of_compiled_segments(cluster: Cluster):
     plan = Plan(split_size=1, slice_method="1x4", compile_segments=True, offload_activations=True)

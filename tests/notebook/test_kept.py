@@ -129,6 +129,7 @@ def _deaf() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 
 
+@pytest.mark.nightly
 def test_it_ends_as_the_launcher_does_and_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "runtime"))

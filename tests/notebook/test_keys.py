@@ -64,6 +64,7 @@ def connection(home: Path, kind: str = "client") -> dict:
     return json.loads(file.read_text())
 
 
+@pytest.mark.nightly
 def test_only_the_ports_of_mpiexec_are_open_to_other_machines(home):
     found = listeners(home)
     assert len(own_ports(home)) > 15

@@ -119,7 +119,7 @@ ONE = FLOAT64(split_size=1, spatial_size=0)
 # ---- images that ranks read
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("drop_last", [False, True], ids=["trained", "left out"])
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_images_that_are_left_over(plan: Plan, drop_last: bool):
@@ -160,6 +160,7 @@ class Bad(SyntheticImages):
         return super().part(index, tile, draw)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_bad_images_make_the_last_step_smaller(workers: int):
     """Two of its four images are bad: of the two that are left both are trained, by 2 micro-batches."""
@@ -297,6 +298,7 @@ def test_the_command_refuses_what_the_plan_cannot_divide(monkeypatch):
 # ---- said before the first step
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["images", "list", "loader"])
 def test_what_the_plan_cannot_divide_is_refused(kind: str):
     plan = PLANS["a pipeline"]

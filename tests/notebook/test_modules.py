@@ -229,6 +229,7 @@ def test_autoreload_is_followed(tmp_path):
     assert done.stdout.splitlines()[-1:] == ["followed"], done.stdout + done.stderr
 
 
+@pytest.mark.nightly
 def test_ranks_that_start_later_import_the_file_as_it_is(folder):
     edited = loaded(folder, "edited_i", "def rate(host): return 0.1")
     earlier = UserModules()
@@ -332,6 +333,7 @@ def test_a_notebook_beside_a_folder_called_engines_is_told(name: str, tmp_path):
         )
 
 
+@pytest.mark.nightly
 def test_a_command_on_ranks_starts_beside_them_too(tmp_path):
     (tmp_path / "random.py").write_text("raise RuntimeError('this file of the user has been imported')")
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}

@@ -122,7 +122,7 @@ def check_all_there(cluster: dict, runtime: Path) -> None:
     assert len(list(runtime.glob("mpi4dl_nb/*.json"))) == 1
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize(("who", "is_asked"), [("mpiexec", "later"), ("controller", "at once")])
 def test_a_killed_process_that_all_depend_on_takes_all_with_it_and_the_notebook_is_told(notebooks, who, is_asked):
     """Also if it asks when all have ended: then the reaper knows which was the first."""

@@ -105,7 +105,7 @@ def test_the_class_of_a_picture(cluster: Cluster):
     assert training.predict(PIXELS, memory_mb=100_000, progress=False) == int(expected.argmax())
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("source", "asked", "error", "message"),
     [

@@ -48,7 +48,7 @@ def test_what_ranks_print_has_their_number_before_it(cluster, capsys):
     assert len(said.out.splitlines()) == 3 * N
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_warnings_and_logs_are_shown(cluster, capsys):
     def warns(host):
         with warnings.catch_warnings():

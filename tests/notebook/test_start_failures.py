@@ -20,7 +20,7 @@ from mpi4dl_nb.launch.startup_monitor import find_startup_cause, format_excerpt
 from tests.start_failures import CASES, failure
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.slow])
 def test_a_start_that_fails_says_why_at_once_and_leaves_nothing(name, tmp_path, capfd, monkeypatch):
     (tmp_path / "temporary").mkdir()

@@ -197,6 +197,7 @@ def test_a_batch_of_another_shape_is_refused(five):
 # ---- nothing is left behind
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("leave", ["close", "another", "run", "predict", "new"])
 def test_a_step_that_is_left_has_changed_nothing(five, leave: str):
     """Left where the last rank has not fetched what tiles have sent, and sums of gradients are under way."""

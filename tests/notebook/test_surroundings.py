@@ -44,7 +44,7 @@ def test_a_home_is_not_needed(home, tmp_path, tmp_path_factory):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("most", [64, 128])
 def test_too_few_open_files_are_told_before_anything_starts(most):
     code = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({most}, {most}))\n{WORKS}"
@@ -86,7 +86,7 @@ def test_a_picture_of_a_folder_that_was_deleted_is_not_there(deleted):
         open_image("a.png")
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("backend", ["mpi", "loopback"])
 def test_ranks_work_on_where_the_folder_is_deleted(backend, tmp_path):
     code = f"""

@@ -136,7 +136,7 @@ def test_the_losses_are_those_of_one_process(trained: Trained):
     assert trained.losses == same(trained.oracle.mean_losses)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 def test_the_trained_state_loads_into_the_plain_model(trained: Trained):
     plain = copy.deepcopy(trained.model).double()
     plain.load_state_dict(trained.state, strict=True)
@@ -232,6 +232,7 @@ def test_fit_goes_on_where_the_last_one_ended(cluster):
 # ---- verify
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("plan", [TILES, replace(STRIPS, precision="float32")], ids=["tiles", "strips in float32"])
 def test_verify_compares_in_float64(cluster, plan: Plan):
     proof = Training(unet(), plan, cluster, SHAPE).verify()
@@ -428,7 +429,7 @@ def test_a_batch_that_does_not_fit(training: Training, monkeypatch, change: Chan
         training.step(*bad) if verb == "step" else getattr(training, verb)([bad])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("plan", [TILES, STRIPS], ids=["tiles", "strips"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_loss_that_is_no_number_changes_nothing(cluster, plan: Plan, value: float):

@@ -79,7 +79,7 @@ def trained(recipe: Recipe) -> list[tuple[dict, list]]:
     return run_ranks(recipe.plan.ranks, work)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("name", PLANS)
 def test_the_same_bits(model: str, name: str, reads_files: bool, monkeypatch):
@@ -93,7 +93,7 @@ def test_the_same_bits(model: str, name: str, reads_files: bool, monkeypatch):
             assert all(torch.equal(ours[group][key], tensor) for key, tensor in tensors.items()), group
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "share"),
     [("tiles and a stage", 0.45), ("micro-batches, zero bubble", 0.55), ("both ways, computed again", 0.9)],

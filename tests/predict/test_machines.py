@@ -93,10 +93,12 @@ def rate():
     return images_per_s
 
 
+@pytest.mark.nightly
 def test_one_v100_trains_resnet_50_as_fast_as_the_number_it_was_made_of(rate):
     assert rate(64) == pytest.approx(334, rel=0.01)
 
 
+@pytest.mark.nightly
 def test_numbers_that_the_rule_was_not_made_of(rate):
     """NVIDIA's container on a V100, and a node's share of what 2048 Frontera nodes did."""
     assert rate(128) == pytest.approx(367, rel=0.1)
@@ -108,6 +110,7 @@ def test_faster_processors_are_faster(rate):
     assert found == sorted(found)
 
 
+@pytest.mark.nightly
 def test_a_host_that_starts_kernels_slowly_is_seen_with_one_image_only(rate):
     assert rate(1, least_s=0.0) > 2 * rate(1)
     assert rate(64, least_s=0.0) == pytest.approx(rate(64), rel=0.01)

@@ -31,7 +31,7 @@ CASES = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", CASES)
 def test_the_peak_of_each_rank_is_as_measured(name):
     model, plan, optimiser, states = CASES[name]
@@ -42,6 +42,7 @@ def test_the_peak_of_each_rank_is_as_measured(name):
         assert sum(memory.at_peak.values()) == memory.peak_bytes
 
 
+@pytest.mark.nightly
 def test_what_is_held_after_each_step_is_as_measured():
     plan = Plan(split_size=2, spatial_size=1)
     recipe = prepare(resnet20_v1(), plan, (2, 3, 64, 64))

@@ -238,6 +238,7 @@ def test_it_goes_part_by_part_and_can_be_stopped(monkeypatch, remembered):
     assert ThreeParts.begun == 4  # on two ranks, twice
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("quick", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_as_many_parts_as_were_announced(ranks: int, quick: bool, monkeypatch):

@@ -69,6 +69,7 @@ def test_a_row_that_does_not_fit_says_so():
     assert "does not fit the 4 GiB" in format_outcomes([outcome(2.67, memory_bytes=4 << 30)])
 
 
+@pytest.mark.nightly
 def test_the_command_prints_what_the_simulator_says(capsys):
     pytest.importorskip("monai")
     run_published(["--only", "resnet-50/summit"])

@@ -60,6 +60,7 @@ def played(machine: Machine, *act) -> CalibrationTimes:
     )
 
 
+@pytest.mark.nightly
 def test_what_ranks_would_measure_leads_back_to_their_machine(rehearsal):
     seen = [played(REAL, *act) for act in rehearsal]
     blank = replace(FLAT, cores=2, slice_s=REAL.slice_s, copy_per_s=REAL.copy_per_s)

@@ -165,6 +165,7 @@ def compiled():
     return found
 
 
+@pytest.mark.nightly
 @settings(max_examples=25, deadline=None)
 @given(
     which=st.integers(0, len(PLANS) - 1),

@@ -33,6 +33,7 @@ def test_plans_are_spread_over_all_that_there_are_of_each_kind():
     assert len({plan.replica_ranks for plan in chosen if classify_plan(plan) == "spatial"}) > 1
 
 
+@pytest.mark.nightly
 def test_small_images_are_for_replicas_and_large_ones_for_tiles():
     seen = []
     chosen, told = list(select_plans(4, batch=1, each=3)), lambda done, of: seen.append((done, of))
@@ -60,6 +61,7 @@ def test_capabilities_need_plans_and_sizes():
         capabilities(MODEL, "nowhere", 4)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("plan", [ONE, Plan(split_size=1, slice_method="2x2"), Plan(split_size=2, slice_method="1x3")])
 def test_the_largest_image_fits_and_the_next_does_not(plan):
     found = largest_image(MODEL, plan, SMALL, batch=2, step_px=16)
@@ -73,6 +75,7 @@ def test_the_largest_image_fits_and_the_next_does_not(plan):
     assert more.size_px > found.size_px
 
 
+@pytest.mark.nightly
 def test_limits_at_the_ends(monkeypatch):
     none = largest_image(MODEL, ONE, SMALL, rank_bytes=100, step_px=32)
     assert (none.size_px, none.bytes) == (0, 0)

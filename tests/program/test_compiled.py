@@ -130,6 +130,7 @@ def test_what_cannot_be_compiled_is_named(backward: bool, monkeypatch: pytest.Mo
         run_ranks(1, work)
 
 
+@pytest.mark.nightly
 def test_a_process_that_compiles_has_no_others_for_it():
     asked = "import engines.train.training, torch._inductor.config as config; print(config.compile_threads)"
     environment = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_COMPILE_THREADS"}
@@ -137,6 +138,7 @@ def test_a_process_that_compiles_has_no_others_for_it():
     assert told.stdout == "1\n"
 
 
+@pytest.mark.nightly
 def test_whether_it_pays_is_measured():
     recipe = prepare(Chain(), Plan(split_size=1, spatial_size=0), SHAPE, device="cpu")
     line = run_ranks(1, lambda world: bench_compiled(world, recipe, 2, 0))[0]

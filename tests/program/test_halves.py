@@ -106,6 +106,7 @@ def test_readers_that_read_alike_share_strips_and_others_do_not():
     assert len(halves_of(program_of(Read(*same, nn.Conv2d(3, 2, 5, padding=2)), overlapping("2x2")))) == 4
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("model", [UNet(num_classes=3, width=2), Skips()], ids=["UNet", "Skips"])
 @pytest.mark.parametrize("grid", ["2x2", "1x3"])
 def test_no_message_more(model: nn.Module, grid: str):

@@ -27,6 +27,7 @@ def results(mpiexec) -> dict[str, list[str]]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CASES)
 def test_over_gloo(name: str, results: dict[str, list[str]]) -> None:
     assert results[name] == []

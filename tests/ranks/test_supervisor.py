@@ -51,6 +51,7 @@ def test_it_tells_of_the_end_and_ends_alike(code: str, said: int, left_as: int):
     assert supervisor.returncode == left_as
 
 
+@pytest.mark.nightly
 def test_it_tells_once_of_a_rank_that_stands_still_and_once_that_it_goes_on():
     more = "import time; time.sleep(1.8); StatusBoard.from_environment().report(b''); time.sleep(2.3)"
     output, _ = supervised(f"{SAYS}; {more}").communicate(timeout=20)
@@ -58,6 +59,7 @@ def test_it_tells_once_of_a_rank_that_stands_still_and_once_that_it_goes_on():
     assert found == [("still", "forward pass"), ("moves", ""), ("still", ""), ("ended", "")]
 
 
+@pytest.mark.nightly
 def test_it_is_heard_as_long_as_it_has_not_told_that_there_is_nothing_to_do():
     more = "import time; time.sleep(3.2); StatusBoard.from_environment().report(b''); time.sleep(3.8)"
     output, _ = supervised(f"{SAYS}; {more}").communicate(timeout=20)

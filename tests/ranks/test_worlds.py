@@ -34,6 +34,7 @@ def test_over_mpi(name: str, mpi_results: dict[str, list[str]]) -> None:
     assert mpi_results[name] == []
 
 
+@pytest.mark.nightly
 def test_a_failing_case_is_reported(mpiexec, tmp_path: Path) -> None:
     """The runner cannot pass by saying nothing: a case that fails on one rank is told."""
     bad = "def bad(world):\n    assert world.rank != 2\n"

@@ -19,7 +19,7 @@ from engines.train.train_replicas import replay, train_replicas
 from tests.replica.replica_cases import ALONE, CASES, LOSS, RANKS, STAGES, Chain, feed, made, recipe_of
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", CASES)
 def test_over_loopback(name: str) -> None:
     run_ranks(RANKS, CASES[name])
@@ -33,6 +33,7 @@ def mpi_results(mpiexec) -> dict[str, list[str]]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", CASES)
 def test_over_mpi(name: str, mpi_results: dict[str, list[str]]) -> None:
     assert mpi_results[name] == []

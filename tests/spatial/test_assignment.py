@@ -95,7 +95,7 @@ WRITES: dict[str, Write] = {
 }
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", WRITES)
 @trials(3)
 @given(case=images_on_grids(), seed=seeds)
@@ -105,7 +105,7 @@ def test_assignment(name: str, case: tuple[Grid, Pair], seed: int):
     check(written(WRITES[name]), whole_numbers(2, 4, *size_px, seed=seed), grid)
 
 
-@pytest.mark.sampled(14)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", WRITES)
 def test_assignment_on_uneven_tiles_and_strips(name: str):
     for grid in ("2x3", "4x1", "1x5"):
@@ -125,6 +125,7 @@ PICKS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", PICKS)
 @trials(3)
 @given(case=images_on_grids(), seed=seeds)

@@ -113,7 +113,7 @@ CLOSE = {
 }
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", [*SHAPES, *ALONG])
 @trials(5)
 @given(case=images_on_grids(), seed=seeds)

@@ -95,7 +95,7 @@ SPREADS = {
 }
 
 
-@pytest.mark.sampled(13)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", SPREADS)
 @trials(5)
 @given(case=images_on_grids(), seed=seeds)

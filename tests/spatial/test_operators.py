@@ -30,6 +30,7 @@ def test_the_search_space_holds_tiles_thinner_than_their_halo():
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "wish",
     [
@@ -216,7 +217,7 @@ CHANNELWISE = {
 }
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CHANNELWISE)
 @trials(5)
 @given(case=images_on_grids(), seed=seeds)
@@ -260,7 +261,7 @@ POINTWISE = {
 }
 
 
-@pytest.mark.sampled(14)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", POINTWISE)
 @trials(4)
 @given(case=images_on_grids(), seed=seeds)
@@ -301,7 +302,7 @@ REDUCTIONS = {
 }
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", REDUCTIONS)
 @trials(6)
 @given(case=images_on_grids(), seed=seeds)

@@ -91,7 +91,7 @@ def test_a_function_with_a_gradient_of_its_own_is_whose_its_class_is():
     assert not is_user_defined(get_kernel("tile.moments"))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("backend", ["loopback", "mpi"])
 def test_ranks_get_them_by_value(backend: str):
     """Over MPI the ranks are other processes, which know neither the operator nor its entry: all is made in here."""

@@ -52,6 +52,7 @@ def test_bilinear_by_powers_of_two_is_bit_equal(case: tuple[Grid, Pair], scale: 
     check(model, image, grid, labels=whole_numbers(*model(image).shape, seed=seed, step=64))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", SMOOTH, ids=lambda how: " ".join(map(str, how.values())))
 @trials(15)
 @given(case=images_on_grids(), scale=st.tuples(*[st.floats(0.3, 3.5)] * 2), seed=seeds, sized=st.booleans())

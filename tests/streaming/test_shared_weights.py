@@ -95,7 +95,7 @@ def test_everything_is_there_once(name: str):
     assert sum(len(optimiser.state) for optimiser in made) == len(recipe.graph.trainable)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("optimiser", OPTIMISERS)
 @pytest.mark.parametrize("name", PLANS)
 def test_five_steps_are_those_of_one_process_and_of_ranks_in_threads(name: str, optimiser: str):
@@ -175,7 +175,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_verify_finds_faults(fault: str, monkeypatch: pytest.MonkeyPatch):
     with Cluster(4, backend="in_turn") as cluster:
@@ -215,7 +215,7 @@ def get_steps(host: Any, name: str) -> list[float]:
     return [float(state["step"]) for state in optimiser.state.values()] if optimiser else []
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["tiles", "both ways"])
 def test_failed_steps_and_checkpoints_go_on(name: str, tmp_path: Path):
     """The same steps in threads, with neither a failure nor a checkpoint, end with the same weights."""

@@ -128,6 +128,7 @@ def assert_trained_alike(training: Training, model: nn.Module, losses: list[floa
         torch.testing.assert_close(state[key], tensor, rtol=1e-10, atol=1e-12, msg=key)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("plan", [STAGES, TILES, MIRRORED], ids=["stages", "tiles", "both directions"])
 @pytest.mark.parametrize("name", [*NAMED, *LISTED])
 def test_groups_mean_on_ranks_what_they_mean_in_one_process(name: str, plan: Plan):
@@ -144,6 +145,7 @@ def test_groups_mean_on_ranks_what_they_mean_in_one_process(name: str, plan: Pla
     assert moved == ({"head"} if name == "head only" else {"stem", "norm", "body", "head"})
 
 
+@pytest.mark.nightly
 def test_over_mpi_two_groups_with_a_rate_each_and_the_head_alone():
     """The ranks are other processes, and the first stage has none of the head's parameters.
 

@@ -43,7 +43,7 @@ def half_graph(model: nn.Module, image: tuple[int, ...], labels: TensorSpec, los
 # ---- numbers
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("precision", HALVES)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", MODELS)
@@ -67,7 +67,7 @@ ORDERS: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("order", ORDERS)
 def test_every_order_of_work(order: str):
     """In float16, whose scaled gradients add up over micro-batches, copies and shares."""

@@ -82,6 +82,7 @@ def compared(plan: Plan, make=resnet20_v1, shape=(2, 3, 22, 18)) -> tuple[Compar
     return tiled, plain
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("grid", ["2x2", "1x3", "3x1"])
 def test_each_tile_is_normalised_by_itself(grid: str):
     tiled, plain = compared(Plan(split_size=1, slice_method=grid, **APART))
@@ -89,6 +90,7 @@ def test_each_tile_is_normalised_by_itself(grid: str):
     assert plain.grad_rel > 0.1, "this is why it is not the default"
 
 
+@pytest.mark.nightly
 def test_each_micro_batch_is_counted():
     tiled, _ = compared(Plan(split_size=1, slice_method="2x2", parts=2, **APART), shape=(4, 3, 22, 18))
     assert tiled.worst <= 1e-10, tiled
@@ -128,6 +130,7 @@ def test_no_message_is_sent_for_it_going_forward():
     assert sums(sync_batchnorm=False) == sums() - 1
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_copies_of_the_running_statistics_stay_the_same(replicas: int):
     plan = Plan(split_size=1, slice_method="2x1", data_parallel=replicas, **APART)

@@ -133,6 +133,7 @@ SCALING = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", SCALING)
 @pytest.mark.parametrize("plan", [TILES, STAGES], ids=["tiles", "stages"])
 def test_rounding_that_an_optimiser_scales_up_is_said_to_be_that(name: str, plan: Plan):
@@ -353,6 +354,7 @@ def wide() -> nn.Sequential:
     )  # fmt: skip
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("plan", [TILES, STAGES], ids=["tiles", "stages"])
 def test_an_update_that_rounding_decides_is_judged_by_the_ranks_own_gradients(plan: Plan):
     model, recipe = wide(), given(wide(), plan, Orthogonal)

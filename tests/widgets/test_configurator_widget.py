@@ -49,6 +49,7 @@ def test_a_knob_that_is_turned_is_a_plan_and_a_picture(chosen):
     assert chosen.forecast is None
 
 
+@pytest.mark.nightly
 def test_the_time_of_each_rank_is_that_of_the_chosen_machine(chosen):
     chosen.machine.value = "Summit"
     assert chosen.wait()
@@ -70,6 +71,7 @@ def test_the_time_of_each_rank_is_that_of_the_chosen_machine(chosen):
     assert chosen.view.alt.endswith(module.NO_MACHINE)
 
 
+@pytest.mark.nightly
 def test_the_time_is_that_of_the_cluster_once_it_is_calibrated():
     cluster = Cluster(5, backend="loopback")
     made = Configurator(resnet20_v1(), SHAPE, cluster)
@@ -105,6 +107,7 @@ def test_words_and_several_numbers(chosen):
     assert chosen.plan.num_spatial_parts is None
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("knob", "value", "said"),
     [

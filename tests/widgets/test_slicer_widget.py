@@ -66,6 +66,7 @@ def test_the_layer_slider_shows_what_the_function_draws(slicer, layer):
     assert slicer.layer.most == 2
 
 
+@pytest.mark.nightly
 def test_windows_grow_and_shrink_when_halos_are_fused(slicer):
     slicer.together.value = 3
     seen = {}
