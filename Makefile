@@ -18,7 +18,7 @@ STAMP := .venv/.installed
 PURE := engines/train/checkpoint_folder.py engines/errors.py engines/formatting.py engines/comm/supervisor.py engines/cli/plan_options.py engines/plan.py \
 	engines/spatial/layout.py engines/graph/model_graph.py engines/comm/output.py engines/images/regular_file.py engines/comm/start.py \
 	engines/spatial/tiles.py engines/spatial/windows.py engines/program/schedule.py \
-	engines/program/make_schedule.py engines/program/instructions.py engines/program/program.py \
+	engines/program/effects.py engines/program/exchange.py engines/program/make_schedule.py engines/program/instructions.py engines/program/program.py \
 	engines/program/timeline.py engines/comm/all_reduce_sizes.py \
 	engines/predict/machine.py engines/predict/tallies.py engines/predict/cores.py engines/predict/cost.py engines/predict/machines.py \
 	engines/predict/memory_simulation.py engines/predict/links.py engines/predict/machine_checks.py \

@@ -30,6 +30,8 @@ PURE = (
     "engines.spatial.windows",
     "engines.program.schedule",
     "engines.program.make_schedule",
+    "engines.program.effects",
+    "engines.program.exchange",
     "engines.program.instructions",
     "engines.program.program",
     "engines.program.timeline",

@@ -19,7 +19,8 @@ from engines.comm.all_reduce import AllReduceRequest
 from engines.comm.nccl import connect_gloo
 from engines.comm.status_board import measure_wait
 from engines.comm.world import Message, Pending, World
-from engines.program.instructions import Exchange, SumGradients
+from engines.program.effects import Phase
+from engines.program.instructions import SumGradients
 from engines.program.program import Traffic, count_traffic
 from engines.train.training import RankTraining, Recipe
 from engines.train.verify import make_batches
@@ -228,8 +229,9 @@ def bench_overlap(
         items = list(program.select_instructions(SumGradients))
         return {**line, "buckets": len({item.name for item in items}), "bytes": sum(item.bytes for item in items) // 2}
     sent = count_traffic(program).get("halo", Traffic(0, 0))
-    begun = [item for item in program.forward if isinstance(item, Exchange) and item.purpose == "halo" and item.begins]
-    whole = sum(item.ends for item in begun)
+    found = [item.get_effects(Phase.FORWARD).messages for item in program.forward if item.kind == "halo"]
+    begun = [messages for messages in found if messages.posts]
+    whole = sum(messages.waits for messages in begun)
     return {**line, "messages": sent.messages, "bytes": sent.bytes, "split": len(begun) - whole, "whole": whole}
 
 

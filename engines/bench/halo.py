@@ -33,8 +33,9 @@ from engines.comm.world import Message, World
 from engines.errors import PlanError
 from engines.plan import OPTIONS, Plan
 from engines.program.compile import Compiler
+from engines.program.exchange import Exchange
 from engines.program.exchange_runner import ExchangeRunner, make_exchange_runners
-from engines.program.instructions import Compute, Exchange
+from engines.program.instructions import Compute
 from engines.program.message_buffers import SendQueue
 from engines.program.segment import Segment
 from engines.spatial.layout import check_fits
@@ -123,8 +124,8 @@ def make_halo_runner(case: HaloCase, world: World) -> tuple[ExchangeRunner, Segm
     #     image tile --exchange--> window --conv2d--> output
     #                <--adjoint---        <--backward--
     forward = Compiler(recipe.graph, case.plan, input_gradient=True).compile_rank(world.rank).forward
-    (exchange,) = (item for item in forward if isinstance(item, Exchange))
-    (op,) = (op for item in forward if isinstance(item, Compute) for op in item.ops if "conv2d" in op.kernel)
+    (exchange,) = (item for item in forward if item.kind == "halo")
+    (op,) = (op for item in forward for op in item.local_ops if "conv2d" in op.kernel)
     device = choose_device(case.device, world.rank)
     dtype = getattr(torch, case.plan.precision)
     weights = {
@@ -168,7 +169,7 @@ def is_valid_exchange(world: World, runner: ExchangeRunner) -> bool:
     #     rank 1    tile  s t u    window    r s t u      gradient of s = likewise
     copied = runner.forward(pixels)[0]
     # Both paths of the forward pass: a tile that is copied into a new window, and one allocated inside its window.
-    made_in_place = runner.forward(runner.allocate_source().copy_(pixels))[0] if runner.can_allocate_source else copied
+    made_in_place = runner.forward(runner.allocate_source().copy_(pixels))[0] if runner.exchange.keeps_all else copied
     source = pixels.clone()
     runner.backward(grad.clone(memory_format=torch.preserve_format), source, alone=True)
     # The window cut out of the whole image, with the fill value around the image.

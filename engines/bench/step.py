@@ -19,7 +19,7 @@ from engines.comm.device import count_cores, has_own_memory, trim_memory
 from engines.comm.streams import wait_for_device
 from engines.comm.world import World
 from engines.predict.calibrate import measure_overheads
-from engines.program.instructions import Phase
+from engines.program.effects import Phase
 from engines.program.timeline import TimelineEvent
 from engines.train.oracle import ReferenceTraining
 from engines.train.training import RankTraining, Recipe

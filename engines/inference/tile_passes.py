@@ -24,7 +24,8 @@ from engines.errors import PlanError, TraceError
 from engines.graph.model_graph import ModelGraph, TensorSpec
 from engines.plan import Plan
 from engines.predict.kernel_effects import LiveBytes
-from engines.program.instructions import AllReduce, Compute, ModelInstruction, Phase
+from engines.program.effects import Phase
+from engines.program.instructions import AllReduce, Compute, ModelInstruction
 from engines.program.lowering import Lowering
 from engines.program.program import DirectionProgram, Program, ShardSpec, Step
 from engines.program.worker import Worker
@@ -132,18 +133,14 @@ def _find_computable(
     sums: list[AllReduce] = []
     blocked: set[str] = set()
     for item in forward:
-        if isinstance(item, AllReduce):
-            if item.target in known:
-                continue
-            # An unknown sum whose terms are computable now belongs to this pass; one of blocked terms, to a later pass.
-            if item.source not in blocked:
-                sums.append(item)
-            blocked.add(item.target)
-        elif isinstance(item, Compute):
-            if blocked.isdisjoint(item.inputs):
-                able.append(item)
-            else:
-                blocked.update(item.outputs)
+        effects = item.get_effects(Phase.FORWARD)
+        if known.issuperset(effects.makes):
+            continue
+        # An unknown sum whose terms are computable now belongs to this pass; one of blocked terms, to a later pass.
+        if blocked.isdisjoint(effects.reads):
+            (sums if effects.reductions else able).append(item)
+        if effects.reductions or not blocked.isdisjoint(effects.reads):
+            blocked.update(effects.makes)
     return able, sums, blocked
 
 

@@ -33,7 +33,8 @@ from engines.predict.kernel_timer import (
 )
 from engines.predict.machine import Machine
 from engines.predict.machine_checks import Noise, Spin, compute_foreign_share, compute_spread
-from engines.program.instructions import Compute, LocalOp, Phase, RunningStatistics, Update
+from engines.program.effects import LocalOp, Phase
+from engines.program.instructions import Compute, RunningStatistics, Update
 from engines.program.program import DirectionProgram, Program, ShardSpec, Step
 from engines.program.update import update_buffers
 from engines.program.worker import Worker

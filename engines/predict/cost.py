@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 from engines.predict.links import AllReduceCost, count_members, estimate_all_reduce
 from engines.predict.machine import Machine
 from engines.predict.tallies import BY_ARITHMETIC, DirectionTally, OpTally, RankTally, SegmentTally
-from engines.program.instructions import (
-    AllReduce,
-    Compute,
-    Exchange,
-    FiniteCheckAllReduce,
-    Phase,
-    ReduceBatchStats,
-    SumGradients,
-    Update,
-)
-from engines.program.program import LEAST_BYTES, CountLabels, Program, Step, count_staged_bytes
-from engines.spatial.tiles import Move
+from engines.program.effects import Effects, Messages, Phase, Reduction
+from engines.program.program import LEAST_BYTES, Program, Step
 
 __all__ = [
     "Action",
@@ -244,49 +234,42 @@ class _ActionBuilder:
         self.machine = self.prices.machine
         self.sent: Counter[tuple[int, int, int]] = Counter()
         self.awaited: Counter[tuple[int, int, int]] = Counter()
-        self.sums: Counter[tuple[int, ...]] = Counter()
+        self.sums: Counter[tuple[str, tuple[int, ...]]] = Counter()
 
     def build_steps(self) -> Iterator[tuple[Action, ...]]:
         waited = False
-        for step in self.program.steps:
+        for step, effects in zip(self.program.steps, self.program.effects, strict=True):
             machine = self.machine
-            match step.instruction:
-                case Exchange():
-                    overhead_s = max(machine.instruction_s, machine.exchange_s)
-                case AllReduce() | CountLabels() | ReduceBatchStats() | FiniteCheckAllReduce() | SumGradients():
-                    overhead_s = machine.sum_s or machine.instruction_s
-                case _:
-                    overhead_s = machine.instruction_s
-            actions = (ComputeWork(overhead_s), *self._build_actions(step, waited))
+            overhead_s = machine.instruction_s
+            if effects.messages:
+                overhead_s = max(machine.instruction_s, machine.exchange_s)
+            elif effects.reductions:
+                overhead_s = machine.sum_s or machine.instruction_s
+            actions = (ComputeWork(overhead_s), *self._build_actions(step, effects, waited))
             waited = any(isinstance(action, WaitMessage | WaitAllReduce) for action in actions)
             yield actions
 
-    def _build_actions(self, step: Step, waited: bool) -> Iterable[Action]:
+    def _build_actions(self, step: Step, effects: Effects, waited: bool) -> Iterator[Action]:
         """Yield the actions of a step; `waited` says whether the rank waited in the step before."""
-        match step.instruction:
-            case Compute() as segment:
-                tally = self._get_direction_tally(step).segments[segment.name]
-                work = self.prices.get_segment_work(tally, self.threads, step.phase, self.recompute)
-                # After a wait the caches are cold: the segment's data, up to the size of a cache, is charged as copies.
-                if waited and work.seconds:
-                    yield self._estimate_copy(
-                        self.machine.cold_copies * min(_CACHE_BYTES, sum(op.bytes for op in tally.ops))
-                    )
-                yield work
-                if self.offload:
-                    yield self._estimate_offload(tally, step.phase)
-            case Exchange() as exchange:
-                yield from self._build_exchange(exchange, step)
-            case CountLabels() as counting:  # its own computation is negligible beside a convolution
-                for each in counting.program.select_instructions(AllReduce):
-                    yield from self._build_all_reduce(each.group, each.bytes)
-                yield from self._build_all_reduce(counting.group, counting.bytes)
-            case AllReduce() | ReduceBatchStats() | FiniteCheckAllReduce() as total:
-                yield from self._build_all_reduce(total.group, total.bytes)
-            case SumGradients() as bucket:
-                yield from self._build_gradient_sum(bucket, begins=step.phase is not Phase.UPDATE)
-            case Update() as update:
-                yield from self._build_update(update)
+        if step.instruction.is_local:
+            tally = self._get_direction_tally(step).segments[step.instruction.name]
+            work = self.prices.get_segment_work(tally, self.threads, step.phase, self.recompute)
+            # After a wait the caches are cold: the segment's data, up to the size of a cache, is charged as copies.
+            if waited and work.seconds:
+                yield self._estimate_copy(
+                    self.machine.cold_copies * min(_CACHE_BYTES, sum(op.bytes for op in tally.ops))
+                )
+            yield work
+            if self.offload:
+                yield self._estimate_offload(tally, step.phase)
+        for each in effects.inner:  # whose own computation is negligible beside a convolution
+            yield from self._build_actions(step, each, waited=False)
+        if effects.messages:
+            yield from self._build_messages(effects, effects.messages, step)
+        if effects.updates is not None:
+            yield self._estimate_update(effects.updates)
+        for total in effects.reductions:
+            yield from self._build_all_reduce(total)
 
     def _get_direction_tally(self, step: Step) -> DirectionTally:
         return self.tally.ways[self.program.directions[step.micro_batch]]
@@ -304,71 +287,63 @@ class _ActionBuilder:
             return self._estimate_copy(offloaded_bytes if phase is Phase.FORWARD else 0)
         return ComputeWork(offloaded_bytes / min(self.machine.host_per_s, self.machine.copy_per_s))
 
-    def _build_exchange(self, exchange: Exchange, step: Step) -> Iterator[Action]:
+    def _build_messages(self, effects: Effects, messages: Messages, step: Step) -> Iterator[Action]:
         """Yield the actions of an exchange: pack, send, wait for each message, and unpack.
 
         Packing and unpacking are charged only for bytes that are copied, among them the rank's own pixels. On a host
         whose cores the ranks share, the receiver copies each message.
         """
-        # Backward sends each gradient the way that its pixels came: what forward received is sent, and the other way
-        # round. The tag of its own keeps a late message of forward from being taken for an early one of backward.
-        forward = step.phase is Phase.FORWARD
-        sends, receives = (exchange.sends, exchange.receives)[:: 1 if forward else -1]
 
-        def make_route(counts: Counter[tuple[int, int, int]], move: Move) -> tuple[int, int, int, int]:
-            ends = (move.source, move.target) if forward else (move.target, move.source)
-            place = *ends, exchange.tag + (not forward)
+        def make_route(counts: Counter[tuple[int, int, int]], source: int, target: int) -> tuple[int, int, int, int]:
+            place = source, target, messages.tag
             counts[place] += 1
             return *place, counts[place] - 1
 
-        packed, unpacked = count_staged_bytes(exchange, forward)
-        yield self._estimate_copy(packed)
-        # All sends are posted before the first wait; otherwise two ranks that exchange halos would wait for each other.
-        for move in sends:
-            yield PostSend(make_route(self.sent, move), exchange.compute_bytes([move]))
-        for move in receives:
-            route = make_route(self.awaited, move)
-            yield WaitMessage(route)
-            yield CopyMessage(route, exchange.compute_bytes([move]))
-        own = 0
-        if exchange.window and exchange.own:
-            # The rank's own pixels are copied too, unless they were computed inside the window or, in backward, unless
-            # their gradients may stay there because no other reader adds to them.
-            if forward:
-                stay = exchange.target in self._get_direction_tally(step).roomy
-            else:
-                way = self.program.get_direction_program(step.micro_batch)
-                stay = exchange.window_covers_own and len(way.reads[exchange.source]) == 1
-            own = 0 if stay else exchange.compute_bytes([Move(0, 0, exchange.own & exchange.window)])
-        yield self._estimate_copy(unpacked + own)
+        rank = self.program.rank
+        if messages.posts:
+            yield self._estimate_copy(messages.packed)
+            # All sends are posted before the first wait; otherwise two ranks that exchange halos would wait for each
+            # other.
+            for each in messages.sends:
+                yield PostSend(make_route(self.sent, rank, each.peer), each.bytes)
+        if messages.waits:
+            for each in messages.receives:
+                route = make_route(self.awaited, each.peer, rank)
+                yield WaitMessage(route)
+                yield CopyMessage(route, each.bytes)
+            own = 0 if self._shares_memory(effects, messages, step) else messages.own
+            yield self._estimate_copy(messages.unpacked + own)
 
-    def _build_all_reduce(self, group: tuple[int, ...], count_bytes: int) -> Iterator[Action]:
-        """Yield the actions of a blocking all-reduce: no rank continues before all have joined."""
-        if len(group) < 2:
+    def _shares_memory(self, effects: Effects, messages: Messages, step: Step) -> bool:
+        """Return whether the rank's own pixels are where they belong, so that they are not copied."""
+        if step.phase is Phase.FORWARD:  # they were computed inside the window
+            return not self._get_direction_tally(step).roomy.isdisjoint(effects.makes)
+        # Their gradients may stay in that of the window if no other reader adds to them.
+        reads = self.program.get_direction_program(step.micro_batch).reads
+        return messages.in_place and all(len(reads[name]) == 1 for name in effects.makes)
+
+    def _build_all_reduce(self, total: Reduction) -> Iterator[Action]:
+        """Yield the actions of an all-reduce. No rank continues behind the wait before all have joined."""
+        if len(total.group) < 2:
             return
-        self.sums[group] += 1
-        # All-reduces of one group are matched by their order, which is the same on all ranks of the group.
-        name = ("sum", group, self.sums[group])
-        yield JoinAllReduce(name, group, count_bytes)
-        yield WaitAllReduce(name, group)
-        yield ComputeWork(self.prices.get_all_reduce_cost(group, count_bytes).fetched_s)
+        in_background = not (total.starts and total.waits)
+        # All-reduces of one name are matched by their order, which is the same on all ranks of the group.
+        key = total.name, total.group
+        if total.starts:
+            self.sums[key] += 1
+            if in_background:
+                yield self._estimate_copy(total.bytes)
+            yield JoinAllReduce((*key, self.sums[key]), total.group, total.bytes, in_background)
+        if total.waits:
+            yield WaitAllReduce((*key, self.sums[key]), total.group)
+            yield ComputeWork(self.prices.get_all_reduce_cost(total.group, total.bytes).fetched_s)
+            if in_background:
+                yield self._estimate_copy(total.bytes)
 
-    def _build_gradient_sum(self, bucket: SumGradients, begins: bool) -> Iterator[Action]:
-        name = ("gradients", bucket.name)
-        if begins:
-            yield self._estimate_copy(bucket.bytes)
-            yield JoinAllReduce(name, bucket.group, bucket.bytes, background=True)  # and backward goes on
-        else:
-            yield WaitAllReduce(name, bucket.group)
-            yield ComputeWork(self.prices.get_all_reduce_cost(bucket.group, bucket.bytes).fetched_s)
-            yield self._estimate_copy(bucket.bytes)
-
-    def _build_update(self, update: Update) -> Iterator[Action]:
+    def _estimate_update(self, statistics: int) -> ComputeWork:
         machine, trained = self.machine, self.tally.trained
         # Weight, gradient and momentum, read and written.
         moved = 5 * sum(self.tally.weights[name] for name in trained)
-        counted = len(update.statistics) * len(self.program.directions)
+        counted = statistics * len(self.program.directions)
         overhead_s = machine.update_s + machine.weight_s * len(trained) + machine.statistic_s * counted
-        yield ComputeWork(overhead_s + machine.estimate_seconds("pointwise", moved, (moved,)))
-        for group in sorted({entry.mean_over for entry in update.statistics if entry.mean_over}):
-            yield from self._build_all_reduce(group, 16)  # so few bytes that the latency alone counts
+        return ComputeWork(overhead_s + machine.estimate_seconds("pointwise", moved, (moved,)))

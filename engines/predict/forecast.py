@@ -96,20 +96,19 @@ def forecast(graph: ModelGraph, plan: Plan, machine: Machine | CostModel, optimi
 
     One replica is compiled and counted, and as many copies of it are simulated as the machine can tell apart (see
     `count_copies`). A `CostModel` is a machine whose costs are cached for further plans.
-    `optimiser_states` as in `predict_rank_memory`. Overlap of halos with computation is ignored.
+    `optimiser_states` as in `predict_rank_memory`.
     Raises PlanError or TraceError if the plan does not fit the model.
     """
     prices = CostModel.from_machine(machine)
     machine, copies = prices.machine, count_copies(plan, prices.machine)
-    serial = replace(plan, overlap_halos=False)
-    compiler = Compiler(graph, serial)
+    compiler = Compiler(graph, plan)
     programs = [compiler.compile_rank(rank) for rank in range(plan.replica_ranks)]
     tallies = [build_tally(program, graph) for program in programs]
     threads = [compute_threads(plan, program.rank, machine.cores or 1, machine.node_ranks) for program in programs]
     recompute, offload = plan.checkpoint_activations, plan.offload_activations
     timeline = simulate(programs, tallies, prices, threads, recompute, copies, offload)
     one = [
-        predict_rank_memory(program, graph, serial, optimiser_states, tally)
+        predict_rank_memory(program, graph, plan, optimiser_states, tally)
         for program, tally in zip(programs, tallies, strict=True)
     ]
     memory = (replace(each, rank=each.rank + copy * len(one)) for copy in range(copies) for each in one)

@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from engines.comm.all_reduce_sizes import compute_workspace_bytes
 from engines.plan import Plan
 from engines.predict.tallies import DirectionTally, RankTally
-from engines.program.instructions import AllReduce, Compute, Exchange, Phase, SumGradients
-from engines.program.program import (
-    LEAST_BYTES,
-    DirectionProgram,
-    Program,
-    Step,
-    compute_arena_bytes,
-    count_staged_bytes,
-    is_persistent,
-)
+from engines.program.effects import Effects, Instruction, Messages, Phase
+from engines.program.program import LEAST_BYTES, DirectionProgram, Program, Step
 
 __all__ = ["GradientTracker", "MemoryTracker", "simulate_memory"]
 
@@ -148,11 +140,14 @@ def simulate_memory(
     ledger.hold("owned", {"weights": owned, "optimiser": states * trained})
     for number, direction in program.directions.items():
         ledger.hold(("inputs", number), {"inputs": sum(tally.ways[direction].inputs.values())})
-    exchanges = [item for item in program.forward if isinstance(item, Exchange)]
-    sums = {item.name: item for item in program.select_instructions(SumGradients)}
-    lent = sum(compute_workspace_bytes(each.bytes, len(each.group)) for each in sums.values())
-    ledger.hold("messages", {"messages": lent + compute_arena_bytes(exchanges)})
-    ledger.hold("sums", {"gradients": sum(each.bytes for each in sums.values())})
+    background = {
+        each.name: each for effects in program.effects for each in effects.reductions if each.starts and not each.waits
+    }.values()
+    lent = sum(compute_workspace_bytes(each.bytes, len(each.group)) for each in background)
+    # Exchanges share one arena, as only one of them runs at a time.
+    arena = max((effects.messages.arena for effects in program.effects if effects.messages), default=0)
+    ledger.hold("messages", {"messages": lent + arena})
+    ledger.hold("sums", {"gradients": sum(each.bytes for each in background)})
 
     trained_now: set[str] = set()  # the weights that have gradients
     walkers = {}
@@ -161,19 +156,18 @@ def simulate_memory(
         walkers[number] = _MicroBatchMemory(number, way, tally.ways[direction], ledger, plan, trained_now)
     after = []
     leaving: list[Hashable] = []
-    for index, step in enumerate(program.steps):
+    for index, (step, effects) in enumerate(zip(program.steps, program.effects, strict=True)):
         ledger.step = index
         # The buffer of a send-only exchange is freed one instruction later: the send is still in progress until then.
         left, leaving = leaving, []
-        if isinstance(step.instruction, SumGradients):
+        if step.instruction.per_micro_batch:
+            leaving = walkers[step.micro_batch].run_step(step, effects)
+        elif step.phase is Phase.UPDATE:
             # At its beginning the all-reduce copies the gradients of the bucket into memory that is kept. At its end,
             # in the update, that memory replaces the gradients.
-            ended = step.instruction.weights if step.phase is Phase.UPDATE else ()
-            for name in trained_now.intersection(ended):
+            for name in trained_now.intersection(effects.reads):
                 trained_now.remove(name)
                 ledger.release(("gradient", name))
-        elif step.phase is not Phase.UPDATE:
-            leaving = walkers[step.micro_batch].run_step(step)
         for key in left:
             ledger.release(key)
         after.append(ledger.total)
@@ -208,21 +202,25 @@ class _MicroBatchMemory:
     def checkpoints(self) -> bool:
         return self.plan.checkpoint_activations
 
-    def run_step(self, step: Step) -> list[Hashable]:
+    def run_step(self, step: Step, effects: Effects) -> list[Hashable]:
         """Run one instruction and return the keys of send buffers that are released after the next instruction."""
         item, forward = step.instruction, step.phase is Phase.FORWARD
         self.leaving = []
-        match item:
-            case Compute():
-                self._compute(item) if forward else self._compute_back(item, step.phase)
-            case Exchange():
-                self._exchange(item, forward)
-            case AllReduce() if forward:
-                self._keep(item.target)
-                self._release(item, (item.source,))
-            case AllReduce():
-                self._hold_gradient(item.source, item.spec.bytes)
-                self._release_leaf(item.target)
+        if effects.messages:
+            self._hold_messages(item, effects.messages, forward)
+        if item.is_local:
+            self._compute(item, effects) if forward else self._compute_back(item, step.phase)
+        if forward:
+            for name in effects.makes:
+                self._keep(name)
+            self._hold_strips(effects)
+            self._release(self.way.last_reads.get(item.name, ()))
+        elif not item.is_local:
+            for name in effects.makes:
+                if name in self.tally.needs_gradient:
+                    self._hold_gradient(name, self.tally.bytes[self.tally.lies_in[name]])
+            for name in effects.reads:
+                self._release_leaf(name)
         return self.leaving
 
     def _hold_key(self, key: str) -> None:
@@ -243,11 +241,9 @@ class _MicroBatchMemory:
         """Return the bytes of an offloaded block that is loaded again for a segment's backward."""
         return self.offloaded.get((self.number, key), 0)
 
-    def _count_offloaded_inputs(self, item: Compute) -> int:
+    def _count_offloaded_inputs(self, names: Iterable[str]) -> int:
         """Return the bytes of the offloaded inputs that are loaded again for a segment."""
-        return sum(
-            self._get_offloaded_bytes(key) for key in {self.tally.lies_in.get(name, name) for name in item.inputs}
-        )
+        return sum(self._get_offloaded_bytes(key) for key in {self.tally.lies_in.get(name, name) for name in names})
 
     def _keep(self, name: str) -> None:
         for held in (self.values, self.leaves):
@@ -259,22 +255,18 @@ class _MicroBatchMemory:
             held.remove(name)
             self.ledger.release((self.number, self.tally.lies_in[name]))
 
-    def _release(self, item: Compute | Exchange | AllReduce, names: tuple[str, ...]) -> None:
-        # A value leaves `values` after its last reader in forward. Its leaf stays if backward needs it: for a gradient,
-        # or to recompute a segment from its inputs.
-        asked_for = item.differentiable and not isinstance(item, Compute)
+    def _release(self, names: Iterable[str]) -> None:
         for name in names:
-            if self.way.reads[name][-1] == item.name and name not in self.way.kept_to_end:
-                was_there = name in self.values
-                self._drop(self.values, name)
-                kept = self.checkpoints or asked_for or name in self.tally.needs_gradient
-                if was_there and not kept:
-                    self._drop(self.leaves, name)
+            was_there = name in self.values
+            self._drop(self.values, name)
+            kept = self.checkpoints or name in self.way.collects or name in self.tally.needs_gradient
+            if was_there and not kept:
+                self._drop(self.leaves, name)
 
-    def _compute(self, item: Compute) -> None:
+    def _compute(self, item: Instruction, effects: Effects) -> None:
         segment = self.tally.segments[item.name]
         # `inside` is the peak within the segment. What outlives the segment is held from here on.
-        self.ledger.add_transient(passing=segment.inside + self._count_offloaded_inputs(item))
+        self.ledger.add_transient(passing=segment.inside + self._count_offloaded_inputs(effects.reads))
         # With checkpointing, nothing of the segment stays but its outputs: backward computes it again from its inputs.
         if item.differentiable and not self.checkpoints:
             self.graphs.add(item.name)
@@ -283,15 +275,13 @@ class _MicroBatchMemory:
                     self._hold_key(key)
                 else:
                     self._hold_block((self.number, key), activations=segment.fresh.get(key, 0))
-        for name in item.outputs:
-            self._keep(name)
-        self._release(item, item.inputs)
 
-    def _compute_back(self, item: Compute, phase: Phase) -> None:
+    def _compute_back(self, item: Instruction, phase: Phase) -> None:
         segment = self.tally.segments[item.name]
         if phase is Phase.WEIGHTS and not (segment.late and item.name in self.graphs):
             return
-        recomputed = sum(segment.fresh.values()) + self._count_offloaded_inputs(item) if self.checkpoints else 0
+        way = item.get_effects(Phase.FORWARD)
+        recomputed = sum(segment.fresh.values()) + self._count_offloaded_inputs(way.reads) if self.checkpoints else 0
         # With checkpointing, recomputed activations count here; without it, offloaded ones that are loaded again.
         back = sum(map(self._get_offloaded_bytes, segment.keeps)) if item.name in self.graphs else 0
         self.ledger.add_transient(passing=recomputed + back + segment.back_inside)
@@ -303,7 +293,7 @@ class _MicroBatchMemory:
         if phase is Phase.INPUTS and segment.late:
             self.graphs.add(item.name)
             return
-        for name in item.outputs:
+        for name in way.makes:
             self._release_leaf(name)
         if not self.checkpoints and item.name in self.graphs:
             self.graphs.remove(item.name)
@@ -328,24 +318,20 @@ class _MicroBatchMemory:
         if name in self.grads:
             self.ledger.release((self.number, self.grads.pop(name)))
 
-    def _exchange(self, item: Exchange, forward: bool) -> None:
+    def _hold_strips(self, effects: Effects) -> None:
+        """Hold what an exchange in two halves makes, from the first one on, until the second one has made it."""
+        messages = effects.messages
+        if messages is None or messages.posts == messages.waits:
+            return
+        for name in effects.specs:
+            key = self.tally.lies_in[name]
+            self._hold_key(key) if messages.posts else self.ledger.release((self.number, key))
+
+    def _hold_messages(self, item: Instruction, messages: Messages, forward: bool) -> None:
         # The buffers of two-way exchanges are kept between steps, in an arena that `simulate_memory` holds throughout.
-        if not is_persistent(item):
-            self.ledger.add_transient(messages=sum(count_staged_bytes(item, forward)))
-            # If a rank only sends or only receives, its send is not waited for in this instruction, and its buffer is
-            # held longer.
-            if (item.sends and not item.receives) if forward else (item.receives and not item.sends):
-                # The source tensor of a send is held; in backward it is a gradient without other use.
-                size = count_staged_bytes(item, forward)[0] if forward else item.compute_bytes(item.receives)
-                self.leaving.append((self.number, item.name, forward))
-                self.ledger.hold(self.leaving[-1], {"messages": size})
-        if forward:
-            if item.window is not None:
-                self._keep(item.target)
-            if item.own is not None:
-                self._release(item, (item.source,))
-        else:
-            if item.own is not None and item.source in self.tally.needs_gradient:
-                self._hold_gradient(item.source, self.tally.bytes[self.tally.lies_in[item.source]])
-            if item.window is not None:
-                self._release_leaf(item.target)
+        if not messages.arena:
+            self.ledger.add_transient(messages=messages.packed + messages.unpacked)
+        # The source tensor of a send is held, too; in backward it is a gradient without other use.
+        if messages.lasting:
+            self.leaving.append((self.number, item.name, forward))
+            self.ledger.hold(self.leaving[-1], {"messages": messages.lasting})

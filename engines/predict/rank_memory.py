@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from engines.graph.model_graph import ModelGraph
 from engines.graph.stages import find_layers
@@ -13,7 +13,8 @@ from engines.predict.memory_simulation import MemoryTracker, simulate_memory
 from engines.predict.rank_tally import build_tally
 from engines.predict.tallies import RankTally
 from engines.program.compile import Compiler
-from engines.program.instructions import Compute, SumGradients
+from engines.program.effects import Phase
+from engines.program.instructions import SumGradients
 from engines.program.program import Program
 from engines.program.steps import StepLabel, label_steps
 
@@ -55,12 +56,9 @@ def predict_rank_memory(
 ) -> RankMemory:
     """Return the memory that the rank of `program` needs for a training step; `tally` is that of the program, if known.
 
-    `optimiser_states` is how many numbers the optimiser keeps for each weight: momentum 1, Adam 2. Halos that overlap
-    with the interior are counted like those that do not. Raises TraceError if the effect of a kernel cannot be
-    inferred.
+    `optimiser_states` is how many numbers the optimiser keeps for each weight: momentum 1, Adam 2. Raises TraceError if
+    the effect of a kernel cannot be inferred.
     """
-    if plan.overlap_halos:
-        program = Compiler(graph, replace(plan, overlap_halos=False)).compile_rank(program.rank)
     ledger, after = simulate_memory(program, tally or build_tally(program, graph), plan, optimiser_states)
     return RankMemory(
         program.rank, {kind: ledger.at_peak.get(kind, 0) for kind in KINDS}, ledger.peak_step, tuple(after)
@@ -147,7 +145,6 @@ def predict_plan_memory(graph: ModelGraph, plan: Plan, optimiser_states: int = 1
 
     Raises PlanError or TraceError if the plan does not fit the model.
     """
-    plan = replace(plan, overlap_halos=False)
     compiler = Compiler(graph, plan)
     programs = tuple(compiler.compile_rank(rank) for rank in range(plan.replica_ranks))
     ranks = tuple(predict_rank_memory(program, graph, plan, optimiser_states) for program in programs)
@@ -194,10 +191,10 @@ class _LayerAssignment:
         # Each result of an instruction belongs to the layer of its node, or else to the layer of the instruction.
         for place in self.where:
             item, layer = place.step.instruction, place.layer
-            self.values.setdefault(f"window:{item.name}", layer)
-            if target := getattr(item, "target", ""):
-                self.values.setdefault(target, layer)
-            for op in item.ops if isinstance(item, Compute) else ():
+            for name in item.get_effects(Phase.FORWARD).specs if item.per_micro_batch else ():
+                for key in (name, f"window:{name}"):
+                    self.values.setdefault(key, layer)
+            for op in item.local_ops:
                 layer = nodes.get(op.out) or nodes.get(op.out.partition(".")[0]) or layer
                 self.values[op.out] = layer
 

@@ -22,7 +22,8 @@ from engines.predict.tallies import (
     classify_kernel,
     get_convolution_shape,
 )
-from engines.program.instructions import DEVICE, SEED, AllReduce, Compute, Exchange, LocalOp
+from engines.program.effects import LocalOp, Phase
+from engines.program.instructions import DEVICE, SEED, Compute
 from engines.program.program import DirectionProgram, Program, ShardSpec
 from engines.program.segment import find_in_place, find_last_reads, find_out_kernel
 
@@ -34,9 +35,9 @@ __all__ = ["build_op_tally", "build_tally"]
 Abstract = LocalTensor | tuple[LocalTensor, ...]
 
 
-def _get_window_key(exchange: Exchange) -> str:
-    """Return the memory key of the window of an exchange."""
-    return f"window:{exchange.name}"
+def _get_window_key(name: str) -> str:
+    """Return the memory key of a window, or a strip of one, that an exchange makes."""
+    return f"window:{name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,14 +167,15 @@ class _SegmentCounter:
             self.keys[name] = name if each.shares is None else self.keys[call.reads[each.shares]]
             if each.shares is None:
                 self.fresh[name] = each.bytes
-        if call.op.out in self.way.rooms and find_out_kernel(self.segment, call.op, self.way.rooms) is not None:
+        rooms = self.way.way.rooms
+        if call.op.out in rooms and find_out_kernel(self.segment, call.op, rooms) is not None:
             # The kernel writes its result into the middle of the window, so the block that is allocated is the whole
             # window.
-            exchange = self.way.rooms[call.op.out]
-            key = _get_window_key(exchange)
+            ((window, spec),) = rooms[call.op.out].get_effects(Phase.FORWARD).specs.items()
+            key = _get_window_key(window)
             self.fresh.pop(call.op.out, None)
             self.keys[call.op.out] = key
-            self.fresh[key] = TensorSpec(exchange.compute_shape(exchange.window), exchange.dtype).bytes
+            self.fresh[key] = spec.bytes
         # In-place: the result lives in the memory of the call's first argument, and nothing new is allocated.
         elif call.op.out in self.over:
             self.fresh.pop(call.op.out, None)
@@ -276,12 +278,6 @@ class _DirectionCounter:
     bytes: dict[str, int] = field(default_factory=dict)
     halo_bytes: dict[str, int] = field(default_factory=dict)
 
-    @cached_property
-    def rooms(self) -> dict[str, Exchange]:
-        """The values that may be written into the middle of their window: those that exactly one exchange reads."""
-        exchanges = [item for item in self.way.forward if isinstance(item, Exchange) and item.axes is not None]
-        return {e.source: e for e in exchanges if e.window_covers_own and len(self.way.reads[e.source]) == 1}
-
     def find_owned(self, name: str) -> LocalTensor | None:
         """Return the description of a weight, buffer or total, or None if the name is none of these."""
         totals = {total.name: total.spec for total in self.graph.totals}
@@ -298,23 +294,25 @@ class _DirectionCounter:
         segments = {}
         inputs = {name: self._add_input(name, feed) for name, feed in self.way.input_shards.items()}
         for item in self.way.forward:
-            match item:
-                case Compute():
-                    segments[item.name] = _SegmentCounter(item, self).build_tally()
-                case Exchange(window=window, differentiable=differentiable) if window is not None:
-                    key, spec = _get_window_key(item), TensorSpec(item.compute_shape(window), item.dtype)
-                    self.bytes[key] = spec.bytes
-                    # A window is the rank's own tile and the halo around it. Only the halo is memory due to spatial
-                    # parallelism.
-                    if item.kind == "halo":
-                        own = item.own & window if item.own else None
-                        kept = TensorSpec(item.compute_shape(own), item.dtype).bytes if own else 0
-                        self.halo_bytes[key] = spec.bytes - kept
-                    self.add_value(item.target, LocalTensor.of(spec, differentiable), differentiable, key)
-                case AllReduce():
-                    self.add_value(item.target, self.values[item.source], item.differentiable, item.target)
+            if item.is_local:
+                segments[item.name] = _SegmentCounter(item, self).build_tally()
+                continue
+            effects = item.get_effects(Phase.FORWARD)
+            for name, spec in effects.specs.items():
+                key = _get_window_key(name) if effects.messages else name
+                self.bytes[key] = spec.bytes
+                # A window is the rank's own tile and the halo around it. Only the halo is memory due to spatial
+                # parallelism; of a strip, also its copies of own pixels.
+                if effects.messages and item.kind == "halo":
+                    self.halo_bytes[key] = spec.bytes - (effects.messages.own if len(effects.specs) == 1 else 0)
+                self.add_value(name, LocalTensor.of(spec, item.differentiable), item.differentiable, key)
         gradients = frozenset(name for name, local in self.values.items() if local.needs_gradient)
-        roomy = frozenset(e.target for name, e in self.rooms.items() if self.lies_in.get(name) == _get_window_key(e))
+        roomy = frozenset(
+            made
+            for name, item in self.way.rooms.items()
+            for made in item.get_effects(Phase.FORWARD).makes
+            if self.lies_in.get(name) == _get_window_key(made)
+        )
         return DirectionTally(self.lies_in, self.bytes, self.halo_bytes, gradients, segments, inputs, roomy)
 
     def _add_input(self, name: str, feed: ShardSpec) -> int:

@@ -27,8 +27,8 @@ from engines.predict.cost import (
 from engines.predict.links import AllReduceCost, BackgroundAllReduce, LinkQueues
 from engines.predict.machine import Link, Machine
 from engines.predict.tallies import RankTally
-from engines.program.instructions import Phase
-from engines.program.program import Program, count_step_traffic
+from engines.program.effects import Phase
+from engines.program.program import Program, count_sent
 from engines.program.timeline import Timeline, TimelineEvent
 
 __all__ = ["simulate"]
@@ -59,7 +59,7 @@ def simulate(
         (
             program,
             build_step_actions(program, tally, prices, count, recompute, offload),
-            [sum(part.bytes for part in count_step_traffic(step)) for step in program.steps],
+            [sum(part.bytes for part in count_sent(effects)) for effects in program.effects],
         )
         for program, tally, count in zip(programs, tallies, threads, strict=True)
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -206,10 +206,9 @@ class _SizeProbe:
 
     def _compute_rank_peaks(self, count: int, ranks: Iterable[int]) -> dict[int, int]:
         side = count * self.step_px
-        plan = replace(self.plan, overlap_halos=False)
-        graph = self.sizes.graph(plan, (*self.batch, side, side))
-        compiler = Compiler(graph, plan)
+        graph = self.sizes.graph(self.plan, (*self.batch, side, side))
+        compiler = Compiler(graph, self.plan)
         return {
-            rank: predict_rank_memory(compiler.compile_rank(rank), graph, plan, self.states).peak_bytes
+            rank: predict_rank_memory(compiler.compile_rank(rank), graph, self.plan, self.states).peak_bytes
             for rank in ranks
         }

@@ -10,7 +10,9 @@ from typing import Any
 
 from engines.errors import TraceError
 from engines.graph.model_graph import WITHOUT_GRADIENT, Node, Ref, TensorSpec
-from engines.program.instructions import AllReduce, Compute, Exchange, LocalOp, ModelInstruction, RunningStatistics
+from engines.program.effects import LocalOp, Phase
+from engines.program.exchange import Exchange
+from engines.program.instructions import AllReduce, Compute, ModelInstruction, RunningStatistics
 from engines.program.value_layout import ValueLayout, ValueLayouts
 from engines.spatial.tiles import Move, Tile, compute_moves
 from engines.spatial.windows import Shift, SpanRule, Window, WindowRead, compute_window
@@ -96,7 +98,7 @@ class Builder(ValueLayouts):
         instructions, reads, statistics, _, windows = (
             list(made)[count:] for made, count in zip(self._growing_state, self._before[2], strict=True)
         )
-        sums = statistics or any(isinstance(item, AllReduce) for item in instructions)
+        sums = statistics or any(item.get_effects(Phase.FORWARD).reductions for item in instructions)
         # One window, fetched by one exchange (each exchange adds 2 to the tag), and no all-reduce: only then can the
         # node be split into an interior and strips.
         if sums or (len(reads), len(windows), self.tag - self._before[0]) != (1, 1, 2):

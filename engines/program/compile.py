@@ -12,18 +12,11 @@ from engines.graph.model_graph import BatchLoss, ModelGraph
 from engines.graph.stages import find_sharded_names, shard_graph
 from engines.plan import Plan
 from engines.program.builder import Builder
-from engines.program.instructions import (
-    Compute,
-    Exchange,
-    FiniteCheckAllReduce,
-    Phase,
-    ReduceBatchStats,
-    SumGradients,
-    Update,
-)
+from engines.program.effects import Instruction, Phase
+from engines.program.instructions import FiniteCheckAllReduce, ReduceBatchStats, RunningStatistics, SumGradients, Update
 from engines.program.lowering import STAGE_TAGS, Lowering, add_inputs
 from engines.program.make_schedule import ActionKind, Batch, PipelineAction, Schedule, make_schedule
-from engines.program.program import CountLabels, DirectionProgram, Instruction, Program, Step
+from engines.program.program import CountLabels, DirectionProgram, Program, Step
 from engines.spatial.layout import Role
 from engines.spatial.operator_table import lower
 
@@ -196,7 +189,7 @@ class Compiler:
                 if each.differentiable and (late or phase is not Phase.WEIGHTS):
                     # In reverse order, each half of an overlapped exchange takes the place of the other one:
                     #   forward   start, interior, end, border       backward   border', start', interior', end'
-                    yield Step(each.adjoint if isinstance(each, Exchange) else each, phase, item.micro_batch)
+                    yield Step(each.adjoint, phase, item.micro_batch)
 
     def _insert_gradient_sums(self, steps: Sequence[Step], sums: Sequence[SumGradients]) -> Iterator[Step]:
         """Yield a rank's steps, with each all-reduce started after the last step that adds to a gradient in its bucket.
@@ -217,10 +210,12 @@ class Compiler:
             yield step
             yield from (Step(each, Phase.BACKWARD, step.micro_batch) for each in begun[index])
 
+    def _count_buffer_bytes(self, entry: RunningStatistics) -> int:
+        return sum(self.graph.buffers[name].bytes for name in (entry.mean_buffer, entry.variance_buffer))
+
     def _get_trained_weights(self, item: Instruction) -> set[str]:
         """Return the trained weights that a segment reads."""
-        ops = item.ops if isinstance(item, Compute) else ()
-        return self.graph.trainable & {name for op in ops if op.graded for name in op.reads}
+        return self.graph.trainable & {name for op in item.local_ops if op.graded for name in op.reads}
 
     def _make_direction_program(self, roles: Sequence[Role]) -> DirectionProgram:
         """Return a rank's work in one direction, for each of its stages."""
@@ -267,7 +262,9 @@ class Compiler:
             )
             yield FiniteCheckAllReduce("agree", tuple(range(self.layout.size)), counted)
         statistics = tuple(
-            replace(entry, mean_over=self.layout.find_ranks([stage])) if entry.mean_over else entry
+            replace(entry, mean_over=self.layout.find_ranks([stage]), mean_bytes=self._count_buffer_bytes(entry))
+            if entry.mean_over
+            else entry
             for stage in stages
             for entry in builders[stage].statistics
         )

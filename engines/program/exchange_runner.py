@@ -14,7 +14,7 @@ from torch import Tensor
 from engines.comm.device import choose_memory_format
 from engines.comm.streams import DeviceEvent, copy_to_device, record_event, use_send_stream
 from engines.comm.world import Pending, World
-from engines.program.instructions import Exchange
+from engines.program.exchange import Exchange
 from engines.program.message_buffers import (
     MessageBuffer,
     MessageSet,
@@ -26,7 +26,6 @@ from engines.program.message_buffers import (
     make_persistent_messages,
     make_temporary_messages,
 )
-from engines.program.program import compute_arena_bytes, is_all_sent, is_persistent
 from engines.spatial.tiles import Move
 
 __all__ = ["ExchangeRunner", "ReceivedMessage", "StartedExchange", "make_exchange_runners"]
@@ -109,19 +108,13 @@ class ExchangeRunner:
             for number, tile in enumerate(self._tiles)
             if (here := move.tile & tile)
         ]
-        self._keeps_all = exchange.window_covers_own and not exchange.strips
-        self._sends_all_once = is_all_sent(exchange)
+        self._keeps_all, self._sends_all_once = exchange.keeps_all, exchange.sends_all_once
         self.received: list[ReceivedMessage] | None = None  # set to a list to record what arrives
         # The window of which `allocate_source` handed out the middle, and how to recognise that middle later.
         self._next_window: Tensor | None = None
         self._next_source: tuple[int, tuple[int, ...]] | None = None
         self._memory, self._where = make_message_allocator(device, world), choose_message_device(device, world)
         self._messages = None if arena is None else make_persistent_messages(exchange, world, arena)
-
-    @property
-    def can_allocate_source(self) -> bool:
-        """Whether the exchange makes a window that contains all that this rank holds of the source."""
-        return self._keeps_all and self.exchange.axes is not None
 
     def allocate_source(self) -> Tensor:
         """Return memory for the source's values that is the middle of a newly allocated window.
@@ -267,8 +260,9 @@ def make_exchange_runners(
 ) -> dict[str, ExchangeRunner]:
     """Make a runner for each exchange of a program, by key; persistent exchanges share one message arena."""
     found = {item.key: item for item in exchanges}
-    arena = make_message_allocator(device, world)(compute_arena_bytes(found.values()))
+    largest = max((exchange.staging_bytes for exchange in found.values() if exchange.is_persistent), default=0)
+    arena = make_message_allocator(device, world)(largest)
     return {
-        key: ExchangeRunner(exchange, world, device, send_queue, arena if is_persistent(exchange) else None)
+        key: ExchangeRunner(exchange, world, device, send_queue, arena if exchange.is_persistent else None)
         for key, exchange in found.items()
     }

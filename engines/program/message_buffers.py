@@ -14,8 +14,7 @@ from engines.comm.device import choose_memory_format, has_own_memory
 from engines.comm.streams import DeviceEvent
 from engines.comm.world import Message, Pending, World
 from engines.errors import RankError
-from engines.program.instructions import Exchange
-from engines.program.program import ALIGNED_BYTES
+from engines.program.exchange import ALIGNED_BYTES, Exchange
 from engines.spatial.tiles import Move, Span, Tile
 
 __all__ = [

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from engines.comm.all_reduce import all_reduce
 from engines.comm.world import World
+from engines.program.effects import Instruction, Phase
+from engines.program.exchange import Exchange
 from engines.program.exchange_runner import ExchangeRunner, StartedExchange
-from engines.program.instructions import AllReduce, Compute, Exchange, ModelInstruction, Phase
+from engines.program.instructions import AllReduce, Compute, ModelInstruction
 from engines.program.program import DirectionProgram
 from engines.program.segment import Segment
 
-__all__ = ["MicroBatchState", "Runtime"]
+__all__ = ["KERNELS", "Kernel", "MicroBatchState", "Runtime"]
 
 
 @dataclass(frozen=True)
@@ -62,27 +65,10 @@ class MicroBatchState:
 
     def run_instruction(self, instruction: ModelInstruction, phase: Phase) -> int:
         """Run one instruction and return the bytes that it sent."""
-        forward = phase is Phase.FORWARD
-        match instruction:
-            case Compute() as segment:
-                return self._compute(segment) if forward else self._compute_backward(segment, phase)
-            case Exchange() as exchange:
-                return self._exchange(exchange) if forward else self._exchange_backward(exchange)
-            case AllReduce(source=source, target=target) if forward:
-                # A copy, since the all-reduce is in place and others may still read the source.
-                total = self.values[source].detach().clone()
-                sent = all_reduce(self.runtime.world, total, instruction.group).wait()
-                self._keep(target, total, instruction.differentiable)
-                self._release(instruction, (source,))
-                return sent
-            case AllReduce(source=source, target=target):
-                # y = sum over ranks of x is read on every rank, so dL/dx is the sum over ranks of dL/dy. A rank without
-                # a gradient must take part with zeros: the all-reduce is collective.
-                leaf, grad = self.leaves[source], self._take_gradient(target)
-                total = torch.zeros_like(leaf) if grad is None else grad.clone()
-                sent = all_reduce(self.runtime.world, total, instruction.group).wait()
-                leaf.grad = total if leaf.grad is None else leaf.grad.add_(total)
-                return sent
+        sent = KERNELS[type(instruction)](self, instruction, phase)
+        if phase is Phase.FORWARD:
+            self._release(instruction)
+        return sent
 
     @property
     def loss(self) -> float | None:
@@ -114,7 +100,8 @@ class MicroBatchState:
         self.leaves = {name: leaf for name, leaf in self.leaves.items() if name in kept}
         self.values = {name: value for name, value in self.values.items() if name in kept}
 
-    def _keep(self, name: str, value: Tensor, differentiable: bool) -> None:
+    def keep(self, name: str, value: Tensor, differentiable: bool) -> None:
+        """Hold a value that an instruction has made."""
         # Detached: each segment's graph is local, and communications join the graphs by copying gradients between
         # leaves.
         leaf = value.detach()
@@ -122,29 +109,23 @@ class MicroBatchState:
             differentiable and (leaf.is_floating_point() or leaf.is_complex())
         )
 
-    def _release(self, instruction: ModelInstruction, names: tuple[str, ...]) -> None:
+    def _release(self, instruction: ModelInstruction) -> None:
         """Drop values that the forward pass does not read again; `leaves` keeps those that the backward pass needs."""
-        # The backward pass of a communication adds to its source's leaf directly, whether or not a graph refers to it.
-        asked_for = instruction.differentiable and not isinstance(instruction, Compute)
-        for name in names:
-            if (
-                self.direction_program.reads[name][-1] == instruction.name
-                and name not in self.direction_program.kept_to_end
-            ):
-                value = self.values.pop(name, None)
-                # Autograd itself keeps what a graph saved. The leaf is needed only to collect a gradient, or to
-                # recompute the segment.
-                if self.runtime.keeps_graphs and not asked_for and value is not None and not value.requires_grad:
-                    self.leaves.pop(name, None)
+        for name in self.direction_program.last_reads.get(instruction.name, ()):
+            value = self.values.pop(name, None)
+            # Autograd itself keeps what a graph saved. The leaf is needed only to collect a gradient, or to recompute
+            # the segment.
+            collects = name in self.direction_program.collects
+            if self.runtime.keeps_graphs and not collects and value is not None and not value.requires_grad:
+                self.leaves.pop(name, None)
 
     def _compute(self, segment: Compute) -> int:
-        # `made` are roots of the local graph; readers get detached leaves instead (see `_keep`).
+        # `made` are roots of the local graph; readers get detached leaves instead (see `keep`).
         made = self.runtime.segments[segment.name](self.values, self.seed)
         for name, value in zip(segment.outputs, made, strict=True):
-            self._keep(name, value, value.requires_grad)
+            self.keep(name, value, value.requires_grad)
         if segment.differentiable and self.runtime.keeps_graphs:
             self._made[segment.name] = made
-        self._release(segment, segment.inputs)
         if not self.runtime.keeps_graphs:
             for name in self.direction_program.interiors.keys() & set(segment.inputs):
                 del self.leaves[name]  # the recomputation in backward makes it anew
@@ -169,7 +150,7 @@ class MicroBatchState:
         else:
             if segment.name not in self._made:
                 self._recompute(segment)
-            made = zip(self._made.pop(segment.name), map(self._take_gradient, segment.outputs), strict=True)
+            made = zip(self._made.pop(segment.name), map(self.take_gradient, segment.outputs), strict=True)
             pairs = [(value, grad) for value, grad in made if grad is not None and value.requires_grad]
             roots, grads = [value for value, _ in pairs], [grad for _, grad in pairs]
         if not roots:
@@ -219,7 +200,7 @@ class MicroBatchState:
         """Return those inputs of a segment that the backward pass needs."""
         return [self.leaves[name] for name in segment.inputs if name in self.leaves]
 
-    def _take_gradient(self, name: str) -> Tensor | None:
+    def take_gradient(self, name: str) -> Tensor | None:
         """Return the gradient accumulated for a value and release it."""
         leaf = self.leaves.get(name) if name in self.direction_program.kept_to_end else self.leaves.pop(name, None)
         if leaf is None:
@@ -227,23 +208,38 @@ class MicroBatchState:
         grad, leaf.grad = leaf.grad, None
         return grad
 
+    def _sum(self, total: AllReduce) -> int:
+        # A copy, since the all-reduce is in place and others may still read the source.
+        summed = self.values[total.source].detach().clone()
+        sent = all_reduce(self.runtime.world, summed, total.group).wait()
+        self.keep(total.target, summed, total.differentiable)
+        return sent
+
+    def _sum_backward(self, total: AllReduce) -> int:
+        # y = sum over ranks of x is read on every rank, so dL/dx is the sum over ranks of dL/dy. A rank without a
+        # gradient must take part with zeros: the all-reduce is collective.
+        leaf, grad = self.leaves[total.source], self.take_gradient(total.target)
+        summed = torch.zeros_like(leaf) if grad is None else grad.clone()
+        sent = all_reduce(self.runtime.world, summed, total.group).wait()
+        leaf.grad = summed if leaf.grad is None else leaf.grad.add_(summed)
+        return sent
+
     def _exchange(self, exchange: Exchange) -> int:
         runner, sent = self.runtime.exchange_runners[exchange.key], 0
         if exchange.begins:
             source = self.values.get(exchange.source) if exchange.own else None
             self._under_way[exchange.key], sent = runner.start_forward(source)
-            self._release(exchange, (exchange.source,))
         if exchange.ends:
             made = runner.wait_forward(self._under_way.pop(exchange.key))
             for (name, _), pixels in zip(exchange.parts, made, strict=True):
-                self._keep(name, pixels, exchange.differentiable)
+                self.keep(name, pixels, exchange.differentiable)
         return sent
 
     def _exchange_backward(self, exchange: Exchange) -> int:
         runner, sent = self.runtime.exchange_runners[exchange.key], 0
         source = self.leaves[exchange.source] if exchange.own else None
         if exchange.begins:
-            grads = [self._take_gradient(name) for name, _ in exchange.parts]
+            grads = [self.take_gradient(name) for name, _ in exchange.parts]
             self._under_way[exchange.key], sent = runner.start_backward(grads, source)
         if exchange.ends:
             # With no other reader, nothing is added to the source's gradient later, so it may remain a view of the
@@ -251,6 +247,21 @@ class MicroBatchState:
             alone = len(self.direction_program.reads[exchange.source]) == 1
             runner.wait_backward(self._under_way.pop(exchange.key), source, alone)
         return sent
+
+
+Kernel = Callable[[MicroBatchState, Any, Phase], int]
+"""Runs an instruction for a micro-batch in a phase, and returns the bytes that it sent."""
+
+KERNELS: dict[type[Instruction], Kernel] = {
+    Compute: lambda state, item, phase: (
+        state._compute(item) if phase is Phase.FORWARD else state._compute_backward(item, phase)
+    ),
+    Exchange: lambda state, item, phase: (
+        state._exchange(item) if phase is Phase.FORWARD else state._exchange_backward(item)
+    ),
+    AllReduce: lambda state, item, phase: state._sum(item) if phase is Phase.FORWARD else state._sum_backward(item),
+}
+"""The kernels of the instructions of a micro-batch, by their kind."""
 
 
 def _get_address(tensor: Tensor) -> int:

@@ -20,7 +20,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from engines.errors import RankError
 from engines.formatting import format_bytes
-from engines.program.instructions import Compute, Exchange, ModelInstruction, Phase
+from engines.program.effects import Phase
+from engines.program.instructions import Compute, ModelInstruction
 from engines.program.micro_batch import MicroBatchState
 from engines.program.program import LEAST_BYTES
 
@@ -242,7 +243,7 @@ class OffloadingMicroBatch(MicroBatchState):
     def run_instruction(self, instruction: ModelInstruction, phase: Phase) -> int:
         """Run one instruction with all that it reads in memory, and offload what it made; return the bytes sent."""
         if phase is Phase.FORWARD:
-            names = instruction.inputs if isinstance(instruction, Compute) else (instruction.source,)
+            names = instruction.get_effects(phase).reads
             self.offloader.fetch(self.values[name] for name in names if name in self.values)
         else:
             # What autograd saved for a segment is read twice if the weights' gradients follow later (WEIGHTS).
@@ -261,7 +262,7 @@ class OffloadingMicroBatch(MicroBatchState):
             return sent
         # Going backward, only what was fetched for this instruction and will be read by another one is worth a copy:
         # the rest is freed soon.
-        names = instruction.inputs if isinstance(instruction, Compute) else ()
+        names = instruction.get_effects(phase).makes
         lasting = self.direction_program.kept_to_end
         leaves = [self.leaves[name] for name in names if name in self.leaves and name not in lasting]
         self.offloader.offload([*self._saved.get(instruction.name, ()), *leaves])
@@ -323,9 +324,5 @@ class OffloadingMicroBatch(MicroBatchState):
 
 def _get_value_names(instruction: ModelInstruction) -> tuple[str, ...]:
     """Return the names of the values that an instruction reads and makes."""
-    match instruction:
-        case Compute():
-            return (*instruction.inputs, *instruction.outputs)
-        case Exchange():
-            return (instruction.source, *(name for name, _ in instruction.parts))
-    return (instruction.source, instruction.target)
+    effects = instruction.get_effects(Phase.FORWARD)
+    return (*effects.reads, *effects.makes)

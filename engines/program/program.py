@@ -3,47 +3,30 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations
 from typing import Any, TypeVar
 
 from engines.comm.all_reduce_sizes import count_sends
 from engines.formatting import format_html_table
-from engines.program.instructions import (
-    AllReduce,
-    Compute,
-    Exchange,
-    FiniteCheckAllReduce,
-    ModelInstruction,
-    Phase,
-    ReduceBatchStats,
-    SumGradients,
-    Update,
-)
-from engines.spatial.tiles import Move, Tile
+from engines.program.effects import Effects, Instruction, Phase, Reduction
+from engines.program.instructions import ModelInstruction
+from engines.spatial.tiles import Tile
 
 __all__ = [
-    "ALIGNED_BYTES",
     "LEAST_BYTES",
     "CountLabels",
     "DirectionProgram",
-    "Instruction",
     "Program",
     "ShardSpec",
     "Step",
     "Traffic",
-    "compute_arena_bytes",
-    "count_staged_bytes",
-    "count_step_traffic",
+    "count_sent",
     "count_traffic",
-    "is_all_sent",
-    "is_persistent",
-    "is_tile_contiguous",
 ]
 
-Kind = TypeVar("Kind", bound="Instruction")
+Kind = TypeVar("Kind", bound=Instruction)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,25 +79,53 @@ class DirectionProgram:
         return tuple(item for stage in sorted(self.stages) for item in self.stages[stage])
 
     @cached_property
-    def interiors(self) -> Mapping[str, Compute]:
+    def interiors(self) -> Mapping[str, ModelInstruction]:
         """The interior segments by the value that each begins and the next segment completes."""
-        found = (item for item in self.forward if isinstance(item, Compute) and item.interior)
-        return {name: segment for segment in found for name in segment.outputs}
+        return {name: item for item in self.forward if item.interior for name in item.get_effects(Phase.FORWARD).makes}
+
+    # When a value is freed: the runtime frees tensors by these rules, and a forecast their bytes.
+    #
+    #   values   from the instruction that makes them, until the last one that reads them in forward (`last_reads`)
+    #   leaves   likewise, until backward of the instruction that makes them; a value that needs no gradient loses its
+    #            leaf with the value, unless a communication adds a gradient to it (`collects`)
 
     @cached_property
     def reads(self) -> Mapping[str, tuple[str, ...]]:
         """The names of the forward instructions that read each value, in order."""
         found: dict[str, tuple[str, ...]] = {}
-        for instruction in self.forward:
-            names: tuple[str, ...]
-            if isinstance(instruction, Compute):
-                names = instruction.inputs
-            elif isinstance(instruction, Exchange) and not instruction.begins:
-                names = ()  # the first half has read the source
-            else:
-                names = (instruction.source,)
-            found.update({name: (*found.get(name, ()), instruction.name) for name in names})
+        for item in self.forward:
+            for name in item.get_effects(Phase.FORWARD).reads:
+                found[name] = (*found.get(name, ()), item.name)
         return found
+
+    @cached_property
+    def last_reads(self) -> Mapping[str, tuple[str, ...]]:
+        """The values that an instruction, by name, is the last one to read in the forward pass."""
+        found: dict[str, tuple[str, ...]] = {}
+        for name, readers in self.reads.items():
+            if name not in self.kept_to_end:
+                found[readers[-1]] = (*found.get(readers[-1], ()), name)
+        return found
+
+    @cached_property
+    def rooms(self) -> Mapping[str, ModelInstruction]:
+        """The values that may be computed inside a window, with the exchange, their only reader, that makes it."""
+        # relu ----> y ----copy----> window of y      becomes      relu ----> middle of the window, halo added around it
+        #
+        # A second reader would keep the whole window alive for as long as it needs y.
+        return {
+            name: item
+            for item in self.forward
+            if (messages := item.get_effects(Phase.FORWARD).messages) and messages.makes_room
+            for name in item.get_effects(Phase.FORWARD).reads
+            if len(self.reads[name]) == 1
+        }
+
+    @cached_property
+    def collects(self) -> frozenset[str]:
+        """The values to whose gradients a communication adds in the backward pass."""
+        found = (item for item in self.forward if item.differentiable and not item.is_local)
+        return frozenset(name for item in found for name in item.get_effects(Phase.FORWARD).reads)
 
 
 @dataclass(frozen=True, repr=False)
@@ -152,6 +163,17 @@ class Program:
         """Return the instructions of a kind, as often as they run."""
         return (step.instruction for step in self.steps if isinstance(step.instruction, kind))
 
+    @cached_property
+    def effects(self) -> tuple[Effects, ...]:
+        """What each step does, in order."""
+        # The micro-batches of a direction share their instructions.
+        known: dict[tuple[int, Phase], Effects] = {}
+        for step in self.steps:
+            key = id(step.instruction), step.phase
+            if key not in known:
+                known[key] = step.instruction.get_effects(step.phase)
+        return tuple(known[id(step.instruction), step.phase] for step in self.steps)
+
     @property
     def facts(self) -> dict[str, str]:
         """A short summary of a training step on this rank: stages, instructions by kind, and messages sent."""
@@ -179,7 +201,7 @@ class Program:
 
 
 @dataclass(frozen=True, slots=True)
-class CountLabels:
+class CountLabels(Instruction):
     """The ranks in `group` count, over all labels of a step, what the loss of the whole batch is divided by.
 
     Each rank runs a small `program` over its own micro-batches; one all-reduce of `bytes` bytes then adds up the
@@ -197,8 +219,9 @@ class CountLabels:
         """The category shown in figures."""
         return "all-reduce" if len(self.group) > 1 else "compute"
 
-
-Instruction = ModelInstruction | CountLabels | SumGradients | ReduceBatchStats | FiniteCheckAllReduce | Update
+    def get_effects(self, phase: Phase) -> Effects:
+        """Return what the instruction does: its program, then the all-reduce."""
+        return Effects(reductions=(Reduction(self.name, self.group, self.bytes),), inner=self.program.effects)
 
 
 # The messages that a rank sends in one training step, counted from its program before anything runs.
@@ -221,90 +244,22 @@ def count_traffic(program: Program) -> dict[str, Traffic]:
     Kinds are `halo`, `stage` (from one stage to the next) and `all-reduce`, as in a timeline.
     """
     found: dict[str, Traffic] = {}
-    for step in program.steps:
+    for step, effects in zip(program.steps, program.effects, strict=True):
         kind = step.instruction.kind
-        for part in count_step_traffic(step):
+        for part in count_sent(effects):
             found[kind] = found.get(kind, Traffic(0, 0)) + part
     return found
 
 
-def count_step_traffic(step: Step) -> Iterable[Traffic]:
-    """Yield what one step sends, if anything."""
-    match step.instruction:
-        case Exchange(begins=True) as exchange:
-            moves = exchange.sends if step.phase is Phase.FORWARD else exchange.receives
-            yield Traffic(len(moves), exchange.compute_bytes(moves))
-        case CountLabels(program=program, bytes=count_bytes, group=group):
-            yield from count_traffic(program).values()
-            yield Traffic(*count_sends(count_bytes, len(group)))
-        case SumGradients() if step.phase is Phase.UPDATE:
-            return  # counted where it starts
-        case AllReduce() | SumGradients() | ReduceBatchStats() | FiniteCheckAllReduce() as total:
+def count_sent(effects: Effects) -> Iterator[Traffic]:
+    """Yield what an instruction sends, if anything."""
+    for each in effects.inner:
+        yield from count_sent(each)
+    if (messages := effects.messages) and messages.posts:
+        yield Traffic(len(messages.sends), sum(each.bytes for each in messages.sends))
+    for total in effects.reductions:
+        if total.starts:
             yield Traffic(*count_sends(total.bytes, len(total.group)))
-
-
-# The memory of an exchange's messages: kept between steps, fresh, or the tensors themselves.
-
-
-_KEPT_BYTES = 1 << 24  # larger messages are not kept between steps: copying dominates, not set-up
-ALIGNED_BYTES = 64
-
-
-def compute_staging_bytes(exchange: Exchange) -> int:
-    """Return the memory in bytes for all messages of an exchange on one rank."""
-    each = (exchange.compute_bytes([move]) for move in (*exchange.sends, *exchange.receives))
-    return sum(-(-size // ALIGNED_BYTES) * ALIGNED_BYTES for size in each)
-
-
-def is_persistent(exchange: Exchange) -> bool:
-    """Return whether the messages are kept between steps.
-
-    Those of a one-way exchange are not: nothing waits for its sends, so their buffers could not be reused safely.
-    """
-    return bool(exchange.sends and exchange.receives) and compute_staging_bytes(exchange) <= _KEPT_BYTES
-
-
-def compute_arena_bytes(exchanges: Iterable[Exchange]) -> int:
-    """Return the bytes of the arena shared by persistent exchanges: the largest, as only one runs at a time."""
-    return max(map(compute_staging_bytes, filter(is_persistent, exchanges)), default=0)
-
-
-def is_all_sent(exchange: Exchange) -> bool:
-    """Return whether each pixel that this rank holds is sent to exactly one other rank, and none stays."""
-    if not exchange.own or (exchange.window and exchange.own & exchange.window):
-        return False
-    disjoint = not any(one.tile & other.tile for one, other in combinations(exchange.sends, 2))
-    return disjoint and exchange.compute_bytes(exchange.sends) == exchange.compute_bytes([Move(0, 0, exchange.own)])
-
-
-def is_tile_contiguous(exchange: Exchange, tile: Tile, frame: Tile) -> bool:
-    """Return whether the pixels of `tile` are contiguous in a tensor of those of `frame`, stored channels last."""
-    part, whole = list(exchange.compute_shape(tile)), list(exchange.compute_shape(frame))
-    if len(part) == 4:
-        for shape in (part, whole):
-            shape.append(shape.pop(1))  # (N, H, W, C), the order in memory
-    cut = [index for index, (here, all_here) in enumerate(zip(part, whole, strict=True)) if here < all_here]
-    # Contiguous if only the outermost axis longer than 1 is cut: all axes before the last cut one have length 1.
-    #
-    #   rows 0 and 1 of one image    (1, [2], 8, 16)   contiguous
-    #   columns 0 and 1              (1, 8, [2], 16)   8 pieces
-    #   rows 0 and 1 of two images   (2, [2], 8, 16)   2 pieces
-    return all(size == 1 for size in part[: max(cut, default=0)])
-
-
-def count_staged_bytes(exchange: Exchange, forward: bool) -> tuple[int, int]:
-    """Return the bytes copied into messages and out of messages; messages directly between tensors copy none."""
-    lent = _count_copied_bytes(exchange, exchange.sends, exchange.own)
-    borrowed = _count_copied_bytes(exchange, exchange.receives, exchange.window)
-    if forward:
-        return lent, borrowed
-    return borrowed, lent if is_all_sent(exchange) else exchange.compute_bytes(exchange.sends)
-
-
-def _count_copied_bytes(exchange: Exchange, ends: Sequence[Move], frame: Tile | None) -> int:
-    if frame is None or is_persistent(exchange):
-        return exchange.compute_bytes(ends)
-    return exchange.compute_bytes(move for move in ends if not is_tile_contiguous(exchange, move.tile, frame))
 
 
 # The size from which on a tensor is offloaded.

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from engines.graph.model_graph import Ref, find_ref_names
+from engines.program.effects import LocalOp
 from engines.program.exchange_runner import ExchangeRunner
-from engines.program.instructions import SEED, Compute, Exchange, LocalOp
+from engines.program.instructions import SEED, Compute
 from engines.program.program import DirectionProgram
 from engines.spatial.kernels import get_kernel, has_kernel
 
@@ -165,15 +166,8 @@ _INTO: Mapping[str, Callable[..., Tensor]] = {
 
 
 def find_output_allocators(way: DirectionProgram, carriers: Mapping[str, ExchangeRunner]) -> dict[str, OutputAllocator]:
-    """Return allocators for the values that only one exchange reads, and whose own part is inside its window."""
-    # relu ----> y ----copy----> window of y      becomes      relu ----> middle of the window, halo added around it
-    #
-    # A second reader would keep the whole window alive for as long as it needs y.
-    return {
-        item.source: carriers[item.key].allocate_source
-        for item in way.forward
-        if isinstance(item, Exchange) and len(way.reads[item.source]) == 1 and carriers[item.key].can_allocate_source
-    }
+    """Return allocators for the values that may be computed inside a window."""
+    return {name: carriers[item.name].allocate_source for name, item in way.rooms.items()}
 
 
 def find_out_kernel(

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from engines.errors import PlanError, RankError
-from engines.program.instructions import DEVICE, SEED, Compute, LocalOp
+from engines.program.effects import LocalOp
+from engines.program.instructions import DEVICE, SEED, Compute
 from engines.program.segment import OutputAllocator, Segment, bind_kernel, make_lookup
 from engines.spatial.kernels import get_kernel
 

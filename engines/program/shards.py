@@ -11,7 +11,7 @@ from torch import Tensor
 from engines.errors import PlanError
 from engines.graph.model_graph import Ref
 from engines.program.compile import Compiler
-from engines.program.instructions import AllReduce, Compute, Exchange, Phase
+from engines.program.effects import Phase
 from engines.program.program import Program
 from engines.program.steps import StepLabel
 from engines.spatial.tiles import Grid, Span, Tile
@@ -84,18 +84,10 @@ class ShardIndex:
         """
         if place.work is None:
             return None
-        forward, names = place.step.phase is Phase.FORWARD, ()
-        match place.step.instruction:
-            case Compute(inputs=inputs, outputs=outputs):
-                names = outputs if forward else inputs
-            case Exchange(strips=()) as exchange if forward:
-                names = (exchange.target if exchange.window is not None else exchange.source,)
-            case Exchange(strips=(), own=None):
-                names = ()  # all were sent to their owners
-            case Exchange(source=source):
-                names = (source,)
-            case AllReduce(source=source, target=target):
-                names = (target if forward else source,)
+        effects = place.step.instruction.get_effects(place.step.phase)
+        names = effects.makes
+        if not names and place.step.phase is Phase.FORWARD:
+            names = effects.reads  # all that is sent
         found = [self.find_shard(rank, place.work.direction, place.work.stage, name) for name in names]
         extents = [extent for extent in found if extent is not None]
         return max(extents, key=lambda each: (each.axes is not None, math.prod(each.shape)), default=None)
@@ -112,11 +104,12 @@ class ShardIndex:
                 continue
             way = program.direction_programs[direction]
             for stage, items in way.stages.items():
-                ops = ((item, op) for item in items if isinstance(item, Compute) for op in item.ops)
+                ops = ((item, op) for item in items for op in item.local_ops)
                 found = [
                     op.out
                     for item, op in ops
-                    if op.out in item.outputs and (name == op.out or f"{op.module}.".startswith(f"{name}."))
+                    if op.out in item.get_effects(Phase.FORWARD).makes
+                    and (name == op.out or f"{op.module}.".startswith(f"{name}."))
                 ]
                 made = name if name in way.input_shards else found[-1] if found else None
                 if made and (extent := self.find_shard(rank, direction, stage, made)) is not None:

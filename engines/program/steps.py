@@ -14,18 +14,11 @@ from dataclasses import dataclass, replace
 from engines.graph.model_graph import ModelGraph
 from engines.graph.stages import find_layers
 from engines.plan import Plan
+from engines.program.effects import Effects, Phase
 from engines.program.instructions import (
-    AllReduce,
-    Compute,
-    Exchange,
-    FiniteCheckAllReduce,
     ModelInstruction,
-    Phase,
-    ReduceBatchStats,
-    SumGradients,
-    Update,
 )
-from engines.program.program import CountLabels, Program, Step
+from engines.program.program import Program, Step
 from engines.program.schedule import ActionKind, PipelineAction
 from engines.spatial.layout import Layout
 
@@ -89,10 +82,6 @@ class StepLabel:
 
 def label_steps(graph: ModelGraph, program: Program) -> tuple[StepLabel, ...]:
     """Return the label of each step of a program."""
-    if program.steps and isinstance(program.steps[0].instruction, CountLabels):
-        step, *others = program.steps
-        rest = label_steps(graph, replace(program, steps=tuple(others)))
-        return (StepLabel(step, rest[0].work), *rest)  # counted with the rank's first micro-batch
     known = {
         name: where
         for way in program.direction_programs.values()
@@ -101,26 +90,29 @@ def label_steps(graph: ModelGraph, program: Program) -> tuple[StepLabel, ...]:
     kinds = {Phase.FORWARD: ActionKind.FORWARD, Phase.WEIGHTS: ActionKind.WEIGHTS}  # else BACKWARD
     found: list[StepLabel] = []
     for step in program.steps:
-        if step.phase is Phase.UPDATE:
-            found.append(StepLabel(step))
-            continue
         here = known.get(step.instruction.name)
-        if here is None:  # a gradient sum starts after the last gradient in it
-            found.append(replace(found[-1], step=step))
+        if step.phase is Phase.UPDATE or here is None:
+            # A gradient sum starts after the last gradient in it. What comes before all others has no place yet.
+            after = step.phase is not Phase.UPDATE and found
+            found.append(replace(found[-1], step=step) if after else StepLabel(step))
             continue
         stage, layer, modules = here
         kind = kinds.get(step.phase, ActionKind.BACKWARD)
         work = PipelineAction(kind, program.directions[step.micro_batch], stage, step.micro_batch)
         found.append(StepLabel(step, work, layer, modules))
-    return tuple(found)
+    # Labels are counted with the rank's first micro-batch.
+    first = next((label.work for label in found if label.work), None)
+    return tuple(
+        label if label.work or label.step.phase is Phase.UPDATE else replace(label, work=first) for label in found
+    )
 
 
 def describe_steps(graph: ModelGraph, plan: Plan, program: Program) -> list[bytes]:
     """Return a description of each step of a program: the rank's role, the instruction, and its peers."""
     role, count = Layout.of(plan).describe_rank(program.rank), len(program.steps)
     found = []
-    for number, place in enumerate(label_steps(graph, program), 1):
-        others = ", ".join(map(str, sorted(_find_sync(place.step, frozenset())[2] - {program.rank})))
+    for number, (place, effects) in enumerate(zip(label_steps(graph, program), program.effects, strict=True), 1):
+        others = ", ".join(map(str, sorted(_find_sync(place.step, effects, frozenset())[2] - {program.rank})))
         together = f", with {others}" if others else ""
         found.append(f"{role}: {place.text}{together} (instruction {number} of {count})".encode())
     return found
@@ -151,10 +143,10 @@ def _locate_instructions(
         layer, modules = "", ()
         for item in items:
             waiting.append(item.name)
-            if isinstance(item, Compute):
+            if item.is_local:
                 # A segment that only prepares something, such as a padded window, counts to the layer before.
-                layer = next((layer_of[op.out] for op in item.ops if op.out in layer_of), layer)
-                modules = tuple(dict.fromkeys(op.module for op in item.ops if op.module))
+                layer = next((layer_of[op.out] for op in item.local_ops if op.out in layer_of), layer)
+                modules = tuple(dict.fromkeys(op.module for op in item.local_ops if op.module))
                 yield from ((name, (stage, layer, modules)) for name in waiting)
                 waiting = []
         yield from ((name, (stage, layer, modules)) for name in waiting)  # the sends at the end of the stage
@@ -187,8 +179,8 @@ class DependencyOrder:
             seen: Counter[Hashable] = Counter()
             begun.append({})
             waits.append([])
-            for index, step in enumerate(program.steps):
-                key, asks, waits_for = _find_sync(step, everyone)
+            for index, (step, effects) in enumerate(zip(program.steps, program.effects, strict=True)):
+                key, asks, waits_for = _find_sync(step, effects, everyone)
                 begun[-1][key, seen[key]] = index
                 waits[-1].append(((asks, seen[key]), waits_for))
                 seen[key] += 1
@@ -243,33 +235,21 @@ class DependencyOrder:
         return tuple(peer for peer, needed in self.needs[rank][places[rank]] if places[peer] < needed)
 
 
-def _find_sync(step: Step, everyone: frozenset[int]) -> tuple[Hashable, Hashable, frozenset[int]]:
+def _find_sync(step: Step, effects: Effects, everyone: frozenset[int]) -> tuple[Hashable, Hashable, frozenset[int]]:
     """Return the key of a step, and that of the steps which other ranks, returned as well, must begin for it to end.
 
     Steps at which ranks synchronise have one key on all of them.
     """
-    forward = step.phase is Phase.FORWARD
-    key: Hashable = None
-    waits_for = frozenset[int]()
-    match step.instruction:
-        case Exchange() as exchange:
-            key = asks = ("exchange", exchange.tag, forward, step.micro_batch)
-            # A rank that receives also waits for its own sends to complete.
-            lenders, borrowers = {m.source for m in exchange.receives}, {m.target for m in exchange.sends}
-            if exchange.ends and (lenders if forward else borrowers):
-                waits_for = frozenset(lenders | borrowers)
-            return key if exchange.begins else (*asks, "ends"), asks, waits_for
-        case AllReduce(name=name, group=group):
-            key, waits_for = (name, forward, step.micro_batch), frozenset(group)
-        case SumGradients(name=name, group=group):
-            ends = step.phase is Phase.UPDATE
-            key, waits_for = (name, ends), frozenset(group if ends else ())
-        case (
-            CountLabels(name=name, group=group)
-            | ReduceBatchStats(name=name, group=group)
-            | FiniteCheckAllReduce(name=name, group=group)
-        ):
-            key, waits_for = name, frozenset(group)
-        case Update(name=name):
-            key, waits_for = name, everyone
-    return key, key, waits_for
+    messages, name = effects.messages, step.instruction.name
+    here = step.micro_batch if step.instruction.per_micro_batch else None
+    if messages:
+        # Messages that are posted travel by themselves. A rank that receives also waits for its own sends to complete.
+        key = ("messages", messages.tag, here)
+        senders, receivers = ({each.peer for each in side} for side in (messages.receives, messages.sends))
+        waits = messages.waits and senders
+        return key if messages.posts else (*key, "ends"), key, frozenset(senders | receivers if waits else ())
+    # An all-reduce proceeds only while its ranks run it: one that waits for the end needs the others to wait, too.
+    waited = [each.group for each in effects.reductions if each.waits]
+    ends = bool(waited) or not effects.reductions
+    key = (name, step.phase is Phase.FORWARD, ends, here)
+    return key, key, everyone if effects.updates is not None else frozenset[int]().union(*waited)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 
-from engines.program.instructions import Phase
+from engines.program.effects import Phase
 from engines.program.program import Step
 
 __all__ = ["SHARES", "WORK", "TimeShares", "Timeline", "TimelineEvent", "compute_time_shares"]

@@ -15,13 +15,13 @@ from engines.comm.nccl import Collectives, NcclAllReduce, OrderedStarter
 from engines.comm.status_board import get_status_board, get_wait_s
 from engines.comm.world import World
 from engines.errors import PlanError
+from engines.program.effects import Phase
+from engines.program.exchange import Exchange
 from engines.program.exchange_runner import make_exchange_runners
 from engines.program.instructions import (
     DEVICE,
     Compute,
-    Exchange,
     FiniteCheckAllReduce,
-    Phase,
     ReduceBatchStats,
     SumGradients,
     Update,
@@ -229,7 +229,7 @@ class Worker:
         #
         #   rank 0   pack a (GPU busy, send deferred)   wait for b from rank 1
         #   rank 1   pack b (GPU busy, send deferred)   wait for a from rank 0
-        if not isinstance(step.instruction, Compute):
+        if not step.instruction.is_local:
             self.flush_sends()
         match step.instruction:
             case CountLabels() as counting:

@@ -14,7 +14,6 @@ from torch.nn import functional
 from engines.comm.device import use_threads
 from engines.errors import PlanError
 from engines.program.exchange_runner import ReceivedMessage
-from engines.program.instructions import Exchange
 from engines.program.worker import Inputs
 from engines.train.train_loop import RankStepStats, collect_stats
 from engines.train.training import RankTraining, StepReport
@@ -94,11 +93,11 @@ class RankStepper:
             self.training.advance()
         if worker.position < target:
             carrier = None
-            match worker.program.steps[worker.position].instruction:
-                # A larger exchange (64 MiB) is carried out without copies of its effects.
-                case Exchange(ends=True) as found if found.compute_bytes((*found.sends, *found.receives)) <= 1 << 26:
-                    carrier = worker.runtime.exchange_runners[found.key]
-                    carrier.received = self._landings
+            messages = worker.program.effects[worker.position].messages
+            # A larger exchange (64 MiB) is carried out without copies of its effects.
+            if messages and messages.waits and messages.bytes <= 1 << 26:
+                carrier = worker.runtime.exchange_runners[worker.program.steps[worker.position].instruction.key]
+                carrier.received = self._landings
             try:
                 self.training.advance()
             finally:

@@ -31,7 +31,8 @@ from engines.graph.trace import StateNames, collect_state_names, iterate_owners
 from engines.graph.trace_cache import Loss, TraceCache
 from engines.plan import Plan
 from engines.program.compile import Compiler, compile_plan
-from engines.program.instructions import FiniteCheckAllReduce, Phase, SumGradients, Update
+from engines.program.effects import Phase
+from engines.program.instructions import FiniteCheckAllReduce, SumGradients, Update
 from engines.program.micro_batch import MicroBatchState
 from engines.program.offloader import Offloader, OffloadingMicroBatch, OffloadStore
 from engines.program.program import Program

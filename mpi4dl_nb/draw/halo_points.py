@@ -13,7 +13,8 @@ from engines.graph.model_graph import ModelGraph, Node, TensorSpec
 from engines.images.picture import Picture
 from engines.plan import Plan
 from engines.program.compile import Compiler
-from engines.program.instructions import Compute, Exchange, LocalOp
+from engines.program.effects import LocalOp, Phase
+from engines.program.exchange import Exchange
 from engines.program.receptive import ReceptiveField, ReceptiveFields
 from engines.spatial.layout import Layout, Role, StageRanks
 from engines.spatial.tiles import Move, Tile, compute_moves
@@ -163,11 +164,10 @@ def _find_exchange_points(compiler: Compiler) -> Iterator[HaloPoint]:
         met: dict[int, dict[int, Exchange]] = {}
         readers: dict[int, dict[str, Node]] = {}
         for program in map(compiler.compile_rank, ranks.ranks):
-            segments = [item for item in program.forward if isinstance(item, Compute)]
-            halos = (item for item in program.forward if isinstance(item, Exchange) and item.purpose == "halo")
-            for item in halos:
+            for item in (item for item in program.forward if item.kind == "halo"):
                 met.setdefault(item.tag, {})[program.rank] = item
-                ops = [op for segment in segments if item.target in segment.inputs for op in segment.ops]
+                readers_of = (each for each in program.forward if item.target in each.get_effects(Phase.FORWARD).reads)
+                ops = [op for each in readers_of for op in each.local_ops]
                 found = _find_readers(ops, item.target, nodes)
                 readers.setdefault(item.tag, {}).update({node.name: node for node in found})
         for tag in sorted(met):

@@ -16,7 +16,7 @@ from engines.predict.explain import describe_plan
 from engines.predict.machine import Machine
 from engines.predict.machines import resolve_machine
 from engines.predict.rank_memory import PeakMemory, PlanMemory, predict_plan_memory
-from engines.program.instructions import Phase
+from engines.program.effects import Phase
 from mpi4dl_nb.draw.figure import (
     BLUE,
     CASING,

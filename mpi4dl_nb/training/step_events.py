@@ -11,8 +11,8 @@ from torch import Tensor
 
 from engines.errors import PlanError
 from engines.program.compile import Compiler
+from engines.program.effects import Phase
 from engines.program.exchange_runner import ReceivedMessage
-from engines.program.instructions import Exchange, Phase
 from engines.program.schedule import PipelineAction, Schedule, Slot
 from engines.program.shards import Shard, ShardIndex, assemble_shards
 from engines.program.steps import StepCounts, StepLabel
@@ -157,17 +157,15 @@ class StepView:
 
 def find_transfers(rank: int, did: StepLabel) -> Iterator[Transfer]:
     """Iterate over the transfers that a rank received in its last instruction."""
-    exchange = did.step.instruction
-    if isinstance(exchange, Exchange) and exchange.ends:
-        forward = did.step.phase is Phase.FORWARD
+    exchange, back = did.step.instruction, did.step.phase is not Phase.FORWARD
+    messages = exchange.get_effects(did.step.phase).messages
+    if messages and messages.waits:
         # In the backward pass an exchange runs in reverse: gradients arrive along the moves that the rank sent forward.
         #
         #     forward   rank 0 ── edge pixels ──> rank 1
         #     backward  rank 0 <── their gradients ── rank 1, added to the rank's own
-        for move in exchange.receives if forward else exchange.sends:
-            source = move.source if forward else move.target
-            size = exchange.compute_bytes([move])
-            yield Transfer(exchange.key, exchange.purpose, source, rank, move, size, back=not forward)
+        for each in messages.receives:
+            yield Transfer(exchange.key, exchange.kind, each.peer, rank, each.move, each.bytes, back)
 
 
 def make_schedule(compiler: Compiler) -> Schedule:

@@ -19,7 +19,7 @@ from engines.errors import PlanError
 from engines.images.picture import open_image
 from engines.images.sample_data import immunohistochemistry
 from engines.plan import Plan
-from engines.program.instructions import Exchange
+from engines.program.exchange import Exchange
 from engines.program.receptive import ReceptiveFields
 from engines.spatial.tiles import Span, Tile
 from engines.train.training import RankTraining, prepare

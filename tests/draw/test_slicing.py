@@ -20,7 +20,7 @@ from engines.formatting import format_bytes
 from engines.images.sample_data import immunohistochemistry
 from engines.plan import Plan
 from engines.program.compile import Compiler
-from engines.program.instructions import Exchange
+from engines.program.exchange import Exchange
 from engines.program.timeline import TimelineEvent
 from engines.spatial.tiles import Move, Tile
 from engines.train.training import RankTraining, prepare

@@ -16,7 +16,7 @@ from engines.inference.rank_predictor import RankPredictor, fetch_tensors, join_
 from engines.models import UNet
 from engines.plan import Plan
 from engines.program.compile import compile_plan
-from engines.program.instructions import Phase
+from engines.program.effects import Phase
 from engines.train.training import cut_inputs
 from tests.exact import whole_numbers, with_whole_weights
 from tests.inference.test_turns import settled

@@ -44,7 +44,7 @@ def fitted(cluster: Cluster, folder: Path, note: Path, spoiled: int, steps: int 
     found, heard = training(cluster), Heard()
     if spoiled:
         spoil_from(found, spoiled)
-        hurt(found, "raise", note, steps=steps, at=len(found.programs[1].steps) - 1)
+        hurt(found, "raise", note, steps=steps, at=len(found.programs[1].steps) - 1, pause_s=0.5)
     losses = found.fit(
         DATA, epochs=2, progress=False, save=folder, save_every=1, keep=4, on_failure="heal", monitor=heard
     ).losses

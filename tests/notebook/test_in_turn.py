@@ -18,7 +18,7 @@ from engines.comm.device import count_cores
 from engines.comm.world import Message
 from engines.errors import LossError, PlanError, RankError
 from engines.models import UNet, resnet20_v1
-from engines.program.instructions import Phase
+from engines.program.effects import Phase
 from engines.program.offloader import OffloadStore
 from mpi4dl_nb import Cluster, Plan, Training
 from tests.zoo import Chain

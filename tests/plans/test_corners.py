@@ -14,7 +14,7 @@ from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.errors import PlanError
 from engines.graph.model_graph import TensorSpec
 from engines.plan import Plan
-from engines.program.instructions import Phase
+from engines.program.effects import Phase
 from engines.train.training import Loss, RankTraining, prepare
 from engines.train.verify import verify
 from tests.zoo import Segmenter, Skips

@@ -10,7 +10,8 @@ from engines.graph.model_graph import TensorSpec
 from engines.predict.cores import RunQueue
 from engines.predict.cost import ComputeWork, CostModel
 from engines.predict.simulate import simulate
-from engines.program.instructions import AllReduce, Phase, SumGradients
+from engines.program.effects import Phase
+from engines.program.instructions import AllReduce, SumGradients
 from tests.predict.test_simulate import BACKWARD, BYTE_PER_S, FORWARD, compute, ends, toy, transfer
 
 TWO = replace(BYTE_PER_S, cores=2, slice_s=100.0)

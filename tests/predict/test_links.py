@@ -10,7 +10,9 @@ from engines.graph.model_graph import TensorSpec
 from engines.predict.cost import CostModel
 from engines.predict.links import AllReduceCost
 from engines.predict.machine import Link, Machine, Speed
-from engines.program.instructions import AllReduce, Exchange, Phase, SumGradients
+from engines.program.effects import Phase
+from engines.program.exchange import Exchange
+from engines.program.instructions import AllReduce, SumGradients
 from engines.spatial.tiles import Move
 from tests.predict.test_simulate import PX, compute, ends, run, toy
 

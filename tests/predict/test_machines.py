@@ -14,7 +14,7 @@ from engines.predict.machines import BUSY, LAUNCH_S, MACHINES, MEMORY_SHARE, PAS
 from engines.predict.published import RESNET_50
 from engines.predict.published_replay import PublishedReplay, StudyRun
 from engines.predict.tallies import BY_ARITHMETIC, CLASSES, OpTally, SegmentTally
-from engines.program.instructions import Phase
+from engines.program.effects import Phase
 
 ALL = pytest.mark.parametrize("name", MACHINES)
 SIZES = st.tuples(st.floats(1, 1e4), st.floats(1, 1e4), st.floats(1, 1e8))

@@ -31,7 +31,7 @@ from engines.predict.tallies import (
     get_convolution_shape,
 )
 from engines.program.compile import compile_plan
-from engines.program.instructions import Phase
+from engines.program.effects import Phase
 from engines.program.program import LEAST_BYTES
 from engines.spatial.tiles import Move, Span, Tile
 from engines.train.training import prepare

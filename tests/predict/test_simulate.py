@@ -19,7 +19,9 @@ from engines.predict.rank_tally import build_tally
 from engines.predict.simulate import simulate
 from engines.predict.tallies import CLASSES, DirectionTally, OpTally, RankTally, SegmentTally
 from engines.program.compile import compile_plan
-from engines.program.instructions import AllReduce, Compute, Exchange, Phase
+from engines.program.effects import Phase
+from engines.program.exchange import Exchange
+from engines.program.instructions import AllReduce, Compute
 from engines.program.program import DirectionProgram, Program, Step
 from engines.spatial.tiles import Move, Tile
 from engines.train.training import prepare

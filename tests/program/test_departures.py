@@ -15,8 +15,9 @@ from engines.comm.world import Pending
 from engines.errors import RankError
 from engines.models import UNet, resnet20_v1
 from engines.plan import Plan
+from engines.program.exchange import Exchange
 from engines.program.exchange_runner import ExchangeRunner
-from engines.program.instructions import Compute, Exchange
+from engines.program.instructions import Compute
 from engines.program.message_buffers import MessageBuffer, SendQueue
 from engines.program.program import Step
 from engines.program.update import GradientBucket

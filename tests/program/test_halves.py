@@ -18,8 +18,10 @@ from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.models import UNet
 from engines.plan import Plan
 from engines.program.compile import compile_plan
+from engines.program.effects import Phase
+from engines.program.exchange import Exchange
 from engines.program.exchange_runner import make_exchange_runners
-from engines.program.instructions import Compute, Exchange, Phase
+from engines.program.instructions import Compute
 from engines.program.message_buffers import SendQueue
 from engines.program.program import Program, count_traffic
 from engines.spatial.tiles import Grid

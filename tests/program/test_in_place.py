@@ -12,7 +12,8 @@ from engines.plan import Plan
 from engines.predict.kernel_effects import LiveBytes, LocalTensor, infer_effect
 from engines.program import segment
 from engines.program.compile import compile_plan
-from engines.program.instructions import Compute, LocalOp
+from engines.program.effects import LocalOp
+from engines.program.instructions import Compute
 from engines.program.segment import FORGETFUL, find_in_place
 from engines.spatial import kernels
 from engines.train.training import RankTraining, Recipe, prepare

@@ -11,7 +11,9 @@ from torch import nn
 from engines.graph.model_graph import ModelGraph
 from engines.plan import Plan
 from engines.program.compile import Compiler
-from engines.program.instructions import Exchange, Phase, Update
+from engines.program.effects import Phase
+from engines.program.exchange import Exchange
+from engines.program.instructions import Update
 from engines.program.program import Program
 from engines.program.steps import UNITS, DependencyOrder, StepCounts, StepLabel, find_block_end, label_steps
 from engines.train.training import prepare

@@ -13,7 +13,8 @@ from engines.errors import PlanError
 from engines.plan import Plan
 from engines.program import compile as compiling
 from engines.program.compile import compile_plan, make_buckets
-from engines.program.instructions import Compute, Phase, SumGradients
+from engines.program.effects import Phase
+from engines.program.instructions import Compute, SumGradients
 from engines.train.training import RankTraining, Recipe, prepare
 from tests.zoo import Chain
 

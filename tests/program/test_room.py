@@ -10,8 +10,9 @@ from torch.nn import functional
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.plan import Plan
 from engines.program.compile import Compiler
+from engines.program.exchange import Exchange
 from engines.program.exchange_runner import ExchangeRunner, make_exchange_runners
-from engines.program.instructions import Compute, Exchange
+from engines.program.instructions import Compute
 from engines.program.message_buffers import SendQueue
 from engines.program.segment import _INTO, find_out_kernel, find_output_allocators
 from engines.train.training import prepare

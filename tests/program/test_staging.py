@@ -10,10 +10,9 @@ import torch
 from engines.comm import mpi
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.comm.world import Message, Pending
+from engines.program.exchange import Exchange
 from engines.program.exchange_runner import make_exchange_runners
-from engines.program.instructions import Exchange
 from engines.program.message_buffers import SendQueue
-from engines.program.program import count_staged_bytes, is_all_sent, is_persistent, is_tile_contiguous
 from engines.spatial.tiles import Grid, Move, Tile, compute_moves
 
 SIDE_PX = 8
@@ -79,7 +78,7 @@ def test_pixels_in_a_row_travel_between_the_tensors_themselves(grid: Grid, image
         assert (watched.sent == [source.data_ptr() + top for top in tops]) == bare
         assert (watched.received == [source.grad.data_ptr() + top for top in tops]) == bare
         assert source._version == 0  # autograd saw no change of what was sent
-        told = count_staged_bytes(step, forward=True), count_staged_bytes(step, forward=False)
+        told = step.count_staged_bytes(forward=True), step.count_staged_bytes(forward=False)
         assert told == (((0, 0), (0, 0)) if bare else ((source.nbytes, 0), (0, source.nbytes)))
 
     run_ranks(1 + grid.tiles, work)
@@ -93,7 +92,7 @@ def test_what_is_in_a_row_is_so_in_memory():
         held = torch.empty(step.compute_shape(frame)).to(memory_format=torch.channels_last)
         for tile in (tile & frame for tile in tiles if tile & frame):
             pixels = held[:, :, *tile.to_slices(frame)].permute(0, 2, 3, 1)
-            assert is_tile_contiguous(step, tile, frame) == pixels.is_contiguous()
+            assert step.is_contiguous(tile, frame) == pixels.is_contiguous()
 
 
 def test_what_goes_to_two_ranks_is_not_lent_all():
@@ -102,9 +101,9 @@ def test_what_goes_to_two_ranks_is_not_lent_all():
     twice = Exchange(
         **{name: getattr(step, name) for name in step.__slots__} | {"sends": (*step.sends, Move(0, 2, WHOLE))}
     )
-    assert is_all_sent(step)
-    assert not is_all_sent(twice)
-    assert not is_persistent(step)
+    assert step.sends_all_once
+    assert not twice.sends_all_once
+    assert not step.is_persistent
 
 
 class Library:

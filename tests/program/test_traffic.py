@@ -25,6 +25,7 @@ PLANS = [
     Plan(split_size=2, num_spatial_parts=4, overlap_halos=True, halo_d2=True, fused_layers=2),
     Plan(split_size=2, spatial_size=0, parts=2, bidirectional=True, data_parallel=2),
     Plan(split_size=1, num_spatial_parts=4, parts=2),
+    Plan(split_size=2, num_spatial_parts=4, sync_batchnorm=False),
 ]
 
 

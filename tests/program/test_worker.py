@@ -16,7 +16,9 @@ from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.errors import PlanError
 from engines.plan import Plan
 from engines.program.compile import compile_plan
-from engines.program.instructions import AllReduce, Compute, Exchange, Phase, SumGradients, Update
+from engines.program.effects import Phase
+from engines.program.exchange import Exchange
+from engines.program.instructions import AllReduce, Compute, SumGradients, Update
 from engines.program.program import Program
 from engines.program.worker import Worker
 from engines.train.training import Recipe, cut_inputs, prepare

@@ -24,6 +24,15 @@ from engines.train.verify import verify
 RANKS = 4
 
 CASES: dict[str, Callable[[World], None]] = {}
+HEAVY = {
+    "amoebanet_with_halos_fused_over_two_cells",
+    "resnet_on_2x2_tiles",
+    "resnet_with_halos_fused_over_three_blocks",
+    "resnet_on_two_strips_and_two_layer_stages",
+    "unet_whose_skips_cross_the_joint",
+    "unet_tiled_to_the_loss_with_fused_halos",
+}
+"""Those that take longest, and use transports as the others do."""
 
 
 def case(work: Callable[[World], None]) -> Callable[[World], None]:

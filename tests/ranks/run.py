@@ -1,8 +1,9 @@
-"""`mpiexec -n 4 python -m mpi4py run.py`: every case on every rank; rank 0 prints what failed, as JSON."""
+"""`mpiexec -n 4 python -m mpi4py run.py [NAMES]`: every case, or those, on every rank; rank 0 prints what failed, as JSON."""
 
 from __future__ import annotations
 
 import json
+import sys
 import traceback
 from collections.abc import Callable, Mapping
 
@@ -43,4 +44,4 @@ def main(cases: Mapping[str, Callable[[MpiWorld], None]]) -> None:
 if __name__ == "__main__":
     from cases import CASES
 
-    main(CASES)
+    main({name: case for name, case in CASES.items() if name in (sys.argv[1:] or CASES)})

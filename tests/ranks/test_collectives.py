@@ -22,7 +22,8 @@ RANKS = 4
 
 @pytest.fixture(scope="module")
 def results(mpiexec) -> dict[str, list[str]]:
-    done = mpiexec(RANKS, HERE / "collective_ranks.py")
+    names = [item.callspec.params["name"] for item in request.session.items if item.fspath == request.path and hasattr(item, "callspec")]
+    done = mpiexec(RANKS, HERE / "collective_ranks.py", *names)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -13,7 +13,9 @@ from engines.comm.loopback import run_ranks
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
-from cases import CASES, RANKS  # noqa: E402
+from cases import CASES, HEAVY, RANKS  # noqa: E402
+
+from tests.sampling import EVERYTHING  # noqa: E402
 
 
 @pytest.mark.sampled(1)
@@ -24,12 +26,12 @@ def test_over_loopback(name: str) -> None:
 
 @pytest.fixture(scope="module")
 def mpi_results(mpiexec) -> dict[str, list[str]]:
-    done = mpiexec(RANKS, HERE / "run.py")
+    done = mpiexec(RANKS, HERE / "run.py", *(() if EVERYTHING else CASES.keys() - HEAVY))
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.nightly] * (name in HEAVY)) for name in CASES])
 def test_over_mpi(name: str, mpi_results: dict[str, list[str]]) -> None:
     assert mpi_results[name] == []
 

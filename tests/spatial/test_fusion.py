@@ -11,7 +11,7 @@ from torch import nn
 from engines.models import resnet_v2
 from engines.plan import Plan
 from engines.program.compile import compile_plan
-from engines.program.instructions import Exchange
+from engines.program.exchange import Exchange
 from engines.program.program import Program
 from engines.spatial.tiles import Grid, Span, Tile
 from engines.spatial.windows import HaloCost, Shift, SlidingWindow, ValueCost, WindowRead, extend_tiles, group_cheapest

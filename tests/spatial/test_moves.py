@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engines.comm.loopback import LoopbackWorld, run_ranks
+from engines.program.exchange import Exchange
 from engines.program.exchange_runner import make_exchange_runners
-from engines.program.instructions import Exchange
 from engines.program.message_buffers import SendQueue
 from engines.spatial.tiles import Grid, Move, Span, Tile, compute_moves
 from tests.exact import whole_numbers

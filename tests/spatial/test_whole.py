@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from engines.errors import PlanError, TraceError
 from engines.program.compile import Compiler
-from engines.program.instructions import Exchange
+from engines.program.exchange import Exchange
 from engines.spatial.local_rules import WHOLE_PX
 from engines.spatial.tiles import Grid
 from engines.train.training import prepare

@@ -16,7 +16,8 @@ from engines.graph.trace import trace
 from engines.models import UNet, resnet20_v1
 from engines.plan import Plan
 from engines.program.compile import compile_plan
-from engines.program.instructions import AllReduce, Exchange
+from engines.program.exchange import Exchange
+from engines.program.instructions import AllReduce
 from engines.program.update import SCALE
 from engines.train.oracle import ReferenceTraining
 from engines.train.training import RankTraining, Recipe, prepare
