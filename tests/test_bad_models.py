@@ -120,6 +120,7 @@ def test_an_operator_without_a_rule_is_refused_with_the_mend(op: type[nn.Module]
     )
 
 
+@pytest.mark.sampled(12)
 @every_bad_operator
 @pytest.mark.parametrize("grid", ["1x1", "1x2", "2x2"])
 def test_the_mend_mends(op: type[nn.Module], operator: str, grid: str):
@@ -211,6 +212,7 @@ OTHER_AXES: dict[str, Callable[[], nn.Module | Function]] = {
 }
 
 
+@pytest.mark.sampled(21)
 @pytest.mark.parametrize("name", OTHER_AXES)
 @pytest.mark.parametrize("grid", ["1x1", "1x2", "2x2"])
 def test_rows_and_columns_on_other_axes(name: str, grid: str):
@@ -244,6 +246,7 @@ TWO_TILED: dict[str, Function] = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", TWO_TILED)
 @pytest.mark.parametrize("grid", ["1x1", "2x2"])
 def test_weights_that_are_pixels(name: str, grid: str):
@@ -305,6 +308,7 @@ def replaces(module: nn.Module, x: Tensor) -> Tensor:
     return x * 2
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("change", [counts, counts_in_threes, counts_and_uses, sums, fades, copies, replaces])
 @pytest.mark.parametrize("grid", ["1x1", "2x2"])
 def test_buffers_that_a_model_changes_itself(change: Callable[[nn.Module, Tensor], Tensor], grid: str):
@@ -375,7 +379,7 @@ SHARED: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", SHARED)
 @pytest.mark.parametrize("grid", ["1x1", "1x2", "2x2"])
 def test_one_tensor_used_twice(name: str, grid: str):

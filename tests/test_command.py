@@ -199,7 +199,7 @@ def test_models_have_short_names(flags: str, expected: tuple[str, dict[str, int]
 STOCK = {"monai": "monai.networks.nets:resnet50", "transformers": "transformers:ResNetForImageClassification"}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("package", STOCK)
 def test_a_stock_resnet50_is_of_the_package_that_is_there(package: str, monkeypatch):
     pytest.importorskip(package)

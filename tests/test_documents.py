@@ -68,7 +68,7 @@ def blocks(language: str, *pages: str) -> list[str]:
     return [code for each in found for name, code in each if name == language]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("code", blocks("python", "README.md", "COMMANDS.md"), ids=["ten lines", "asynchrony"])
 def test_code_runs(code: str, tmp_path, capsys):
     script = tmp_path / "cell.py"

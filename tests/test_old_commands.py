@@ -44,7 +44,7 @@ def steps(world: World, recipe: Recipe, images: SyntheticImages) -> list[StepRes
         return [event for event in run(CollectiveTrainLoop(course)) if isinstance(event, StepResult)]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize(("name", "flags", "ranks"), TRAININGS)
 def test_a_row_runs_with_a_small_model(name: str, flags: str, ranks: int):
     small = f"{SMALL[name.split('_', maxsplit=1)[0]]} --image-size 64 --batch-size 2"

@@ -48,6 +48,7 @@ def unet() -> torch.nn.Module:
     return UNet(num_classes=2, width=4, depth=1)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_all_ranks_read_one_augmented_image(plan: Plan, table: Path):
     images = Augmented(table_images(table, None, threshold=127), KINDS, SIZE)
@@ -173,6 +174,7 @@ def test_flags_that_cannot_be(table: Path):
         train_command.make_datasets(chosen("--app", "synthetic", "--augment", "crop"), 4)
 
 
+@pytest.mark.nightly
 def test_a_segmenter_learns_from_a_table_as_a_shell_starts_it(mpiexec, table: Path):
     flags = ("--model", "engines.models:UNet", "--model-args", '{"num_classes": 2, "width": 4, "depth": 1}')
     plan = ("--split-size", 1, "--slice-method", "1x2", "--num-spatial-parts", 2, "--spatial-size", 1)

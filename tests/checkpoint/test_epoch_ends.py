@@ -38,6 +38,7 @@ def straight(cluster, tmp_path_factory):
     return training, history, folder
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("step", "epoch"), [(1, 0), (2, 1), (3, 1), (4, 2)])
 def test_one_more_epoch_is_trained(cluster, straight, step: int, epoch: int):
     """Behind an epoch's last step the whole next one, else the rest of the one that has begun."""
@@ -79,6 +80,7 @@ def test_no_epoch_that_is_left_is_said(cluster, straight):
         assert training.fit(IMAGES, epochs=np.int64(0), progress=False).losses == ()
 
 
+@pytest.mark.nightly
 def test_where_nothing_is_trained_that_is_said(cluster, straight, monkeypatch):
     """Such as where all images that were left of an epoch turn out to be bad."""
     training = made(cluster)

@@ -38,7 +38,7 @@ PAIRS = [  # saved under, loaded under, what moves the weights
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("saved", "loaded", "optimiser", "scheduler"), PAIRS)
 def test_training_goes_on_under_any_plan(saved: str, loaded: str, optimiser: str, scheduler: str, tmp_path: Path):
     """Losses of the steps behind the break, and weights, buffers and optimiser at the end."""
@@ -59,6 +59,7 @@ def test_training_goes_on_under_any_plan(saved: str, loaded: str, optimiser: str
     assert distance(other.tensors, straight.tensors) <= 1e-12
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["sgd", "adam", "rmsprop"])
 def test_plain_pytorch_goes_on_where_the_ranks_were(name: str, tmp_path: Path):
     """Weights by the library, the optimiser and scheduler by what this package reads for them."""
@@ -151,6 +152,7 @@ def test_a_loss_that_is_trained_is_saved_and_goes_on(tmp_path: Path):
     assert len(state["state"]) == len(alone.trained) - 2, "weights without use have no state"
 
 
+@pytest.mark.nightly
 def test_the_loss_scale_goes_on(tmp_path: Path):
     """It begins so high that the first steps are skipped: the scale halves, and no weight moves."""
     plan = Plan(split_size=2, slice_method="1x2", precision="float16")

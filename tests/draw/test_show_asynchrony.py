@@ -22,6 +22,7 @@ STUDIES = (
 )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("shown", [STUDIES, STUDIES[:2], STUDIES[2], STUDIES[1]], ids=["all", "two", "one", "server"])
 def test_it_is_legible(shown: ReplicaStudy | tuple[ReplicaStudy, ...]) -> None:
     assert unreadable(show_asynchrony(shown)) == []

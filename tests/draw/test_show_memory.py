@@ -44,6 +44,7 @@ def test_it_is_legible_and_its_numbers_are_those_of_the_account(plan, traces):
         assert name in read(figure)
 
 
+@pytest.mark.nightly
 def test_the_limit_is_a_line_and_a_word(traces):
     plan = Plan(split_size=1, spatial_size=0)
     one = predict_plan_memory(traces.get_graph(plan), plan).peak_bytes

@@ -40,6 +40,7 @@ def cells(figure) -> list[tuple[float, float, int]]:
     return [(round(y, 3), round(x, 3), int(name)) for (x, y), name in found if name.isdecimal()]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("plan", PLANS, ids=repr)
 def test_it_is_legible(plan: Plan):
     assert unreadable(draw_ranks(plan)) == []
@@ -87,6 +88,7 @@ def test_the_numbers_are_those_of_the_programs(plan: Plan):
         assert f"{sum(part.messages for part in sent):,} messages" in read(figure)
 
 
+@pytest.mark.nightly
 def test_the_numbers_are_those_of_ranks_at_work():
     plan = Plan(split_size=2, slice_method="1x2", parts=2, bidirectional=True)
     recipe = prepare(resnet20_v1(), plan, SHAPE, device="cpu")

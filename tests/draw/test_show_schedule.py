@@ -37,6 +37,7 @@ def bars(figure) -> dict[tuple[int, str], list[tuple[float, float]]]:
     return drawn
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("made", [GEMS, SPLIT, LOOPED, LONG], ids=lambda made: made.name)
 def test_every_slot_is_drawn_where_it_is(made: Schedule):
     expected = defaultdict(list)
@@ -92,6 +93,7 @@ def test_kinds_differ_in_colour_and_in_hatch():
     assert len(SLOTS) == 2 * len(ActionKind)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("made", [GEMS, SPLIT, LOOPED, LONG], ids=lambda made: made.name)
 def test_no_text_lies_on_another(made):
     assert unreadable(show_schedule(made)) == []

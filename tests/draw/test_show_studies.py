@@ -54,6 +54,7 @@ def test_each_cell_says_what_fits_and_how_fast_it_is(found):
     assert hatches == {None, "////"}  # what does not fit is not told by colour alone
 
 
+@pytest.mark.nightly
 def test_all_sizes_of_the_usual_picture_have_room(found):
     sizes = (256, 512, 1024, 2048, 4096, 8192, 16384)
     wide = replace(found, by_size=dict.fromkeys(sizes, found.by_size[128]))

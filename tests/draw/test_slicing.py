@@ -83,7 +83,7 @@ def corners(tile: Tile) -> tuple[int, ...]:
     return tile.cols.start, tile.rows.start, len(tile.cols), len(tile.rows)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("grid", "layer"), CASES)
 def test_what_is_said_is_what_the_program_moves(grid, layer):
     plan = tiles_of(grid)
@@ -133,12 +133,14 @@ def test_the_bytes_are_those_that_the_ranks_sent():
         assert sent == [point.count_bytes(point.exchanges[rank].sends) for point in points]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("grid", "layer"), CASES)
 def test_no_text_lies_on_another(grid, layer):
     assert unreadable(show_slicing(TISSUE, tiles_of(grid), RECIPE, layer)) == []
     assert unreadable(show_slicing(TISSUE, tiles_of(grid))) == []
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("shape", [(40, 120), (96, 24), (18, 18)], ids=str)
 def test_pictures_of_any_shape_stay_legible(shape):
     part = TISSUE[: shape[0], : shape[1]]
@@ -237,6 +239,7 @@ def test_a_model_traced_at_another_size_is_refused():
         show_slicing(TISSUE[:, :96], tiles_of("2x2"), RECIPE)
 
 
+@pytest.mark.nightly
 def test_the_examples_run():
     assert doctest.testmod(drawings).failed == 0
     assert doctest.testmod(slicing).failed == 0

@@ -55,7 +55,7 @@ def at_end(stepping: StepDebugger) -> None:
     stepping.finish()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.nightly
 @pytest.mark.parametrize("go", [at_start, at_halo, at_moments, at_joint, at_return, at_end])
 def test_all_that_is_written_can_be_read(stepping, go):
     go(stepping)
@@ -142,6 +142,7 @@ def test_large_pictures_are_sent_as_means(stepping):
     assert "means of" in show_step(stepping).alt or whole.groups[0].panels[0].seen.block_px == 1
 
 
+@pytest.mark.nightly
 def test_many_ranks_are_drawn():
     plan = Plan(split_size=1, spatial_size=1, slice_method="4x4")
     with Cluster(plan.ranks, backend="loopback") as cluster:

@@ -42,6 +42,7 @@ def _bounds(span: Span, size: int) -> tuple[int, int]:
 # ---- sizes and regions
 
 
+@pytest.mark.sampled(3)
 @settings(deadline=None, max_examples=60)
 @given(st.data())
 @pytest.mark.parametrize("region", FRAMES.values(), ids=FRAMES)

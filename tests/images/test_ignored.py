@@ -116,6 +116,7 @@ def test_void_pixels_are_left_out_on_all_ranks(table: Path, name: str):
     assert sum(history.epochs[0].counts.true) == COUNT * (SIZE * SIZE - 5 * 6)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_augmented_images_of_any_plan_have_no_class_there_either(table: Path, plan: Plan):
     images = Augmented(table_images(table, None, classes=3, ignore=(VOID,)), ("flip", "rotate"))

@@ -94,6 +94,7 @@ def test_masks_that_cannot_be_read(tmp_path: Path, files):
         MaskFile(tmp_path / "none.png", 3)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("ending", ["png", "jpg", "tiff", "npy", "palette.png", "wide.png", "bool.tif", "floats.tif"])
 def test_a_spoiled_mask_is_read_or_refused(ending: str, tmp_path: Path):
     sound, random = tmp_path / f"sound.{ending}", np.random.default_rng(0)

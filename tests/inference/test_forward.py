@@ -63,7 +63,7 @@ class Classifier(nn.Module):
         return self.head(self.drop(x).mean((2, 3)))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("make", [Classifier, Segmenter])
 def test_any_plan(name: str, make: type[nn.Module]):
@@ -109,6 +109,7 @@ class SlowWorld:
         return getattr(self.world, name)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", PLANS)
 def test_what_was_sent_has_gone_before_a_prediction_ends(name: str):
     """Over MPI the last tiles of a stage were still leaving when the next prediction got their memory: held-out

@@ -77,6 +77,7 @@ def test_a_region_with_given_weights(files: Path):
     assert np.array_equal(open_image(files / "out.tif").read(0, 0, 64, 88)[..., 0], expected)
 
 
+@pytest.mark.nightly
 def test_the_class_of_an_image(files: Path):
     asked = {"model": "engines.models:resnet20_v1", "model-args": None, "weights": None, "to": None}
     line = run_ranks(2, lambda world: predict(world, flags(files, kind="probabilities", **asked)))[1]
@@ -84,6 +85,7 @@ def test_the_class_of_an_image(files: Path):
     assert (line["per_pixel"], line["walks"]) == (False, 2)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("others", "error", "message"),
     [

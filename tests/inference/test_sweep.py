@@ -130,6 +130,7 @@ def test_kinds_of_answers_for_the_image():
     assert torch.allclose(swept(model, 2, PART, "probabilities").answer, expected.softmax(0), rtol=1e-10)
 
 
+@pytest.mark.nightly
 def test_one_score_is_that_of_a_yes():
     model = nn.Conv2d(3, 1, 3, padding=1)
     expected = oracle(model)
@@ -233,6 +234,7 @@ def test_a_disk_that_fills_up(side_px: int):
     every_rank_says("No space left", 3, lambda world: TiledPredictor(world, recipe, ask, Full).run())
 
 
+@pytest.mark.nightly
 def test_no_room_is_noticed_before_anything_is_computed(tmp_path: Path, monkeypatch):
     def none_left(*given: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -248,7 +250,7 @@ def test_no_room_is_noticed_before_anything_is_computed(tmp_path: Path, monkeypa
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.nightly
 @pytest.mark.parametrize("path", ["nowhere/out.tif", "file/out.tif", "."])
 def test_an_output_that_cannot_be_written(path: str, tmp_path: Path):
     (tmp_path / "file").touch()

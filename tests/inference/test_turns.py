@@ -97,7 +97,7 @@ MODELS = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_models_with_sums_over_the_image(name: str):
     make, shape, grid, expected = MODELS[name]

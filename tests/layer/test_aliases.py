@@ -215,14 +215,14 @@ WRITES = [
 ]
 
 
-@pytest.mark.sampled(150)
+@pytest.mark.sampled(75)
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("name", ALIASES)
 def test_a_write_is_seen_by_every_name_or_refused(name: str, write: Callable[[Forward], Forward]):
     is_refused(write(ALIASES[name]), whole_numbers(*SHAPE))
 
 
-@pytest.mark.sampled(40)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("name", COPIES)
 def test_a_copy_is_nobodys_other_name(name: str, write: Callable[[Forward], Forward]):

@@ -86,6 +86,7 @@ SEVERAL: dict[str, Callable[[Tensor, Tensor], Any]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", SEVERAL)
 @pytest.mark.parametrize("split", [1, 2])
 def test_several_answers_go_to_a_loss_that_takes_them(name: str, split: int):

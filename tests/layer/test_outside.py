@@ -77,6 +77,7 @@ READS: dict[str, tuple[Callable[[nn.Sequential], Loss], str]] = {
 }
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", READS)
 def test_a_loss_that_reads_what_training_changes_is_refused(name: str):
     """All of these were constants: their gradients were lost, and they never followed training."""
@@ -129,6 +130,7 @@ def trace_with(loss: Loss, model: nn.Module | None = None) -> object:
     return trace(model or make_model(), loss, TensorSpec(SHAPE, "float64"), TensorSpec((4,), "int64"))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "loss",
     [
@@ -187,6 +189,7 @@ UNUSABLE: dict[str, tuple[object, str]] = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", UNUSABLE)
 def test_a_loss_that_trains_nothing_is_refused(name: str):
     loss, text = UNUSABLE[name]

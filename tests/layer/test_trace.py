@@ -168,7 +168,7 @@ ERRORS = {
 }
 
 
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", VIEWS)
 @pytest.mark.parametrize("read", [read_the_base, read_the_view])
 def test_a_write_and_a_view_are_those_of_one_process_or_an_error(name: str, read: Callable[..., Forward]):
@@ -261,6 +261,7 @@ def test_a_loss_module_keeps_its_name():
 # ---- what is in a graph
 
 
+@pytest.mark.nightly
 @settings(max_examples=25, deadline=None)
 @given(
     kernel=st.tuples(*[st.integers(1, 3)] * 2),

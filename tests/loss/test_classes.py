@@ -71,6 +71,7 @@ def cluster():
         yield started
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", TAKEN)
 def test_whatever_plain_pytorch_takes_is_trained(cluster, name: str):
     model, loss, labels = TAKEN[name]

@@ -48,6 +48,7 @@ def test_a_mean_of_micro_batches_is_warned_of_and_described(cluster):
     training.close()
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("loss", WHOLE)
 def test_of_the_loss_of_the_whole_batch_nobody_is_warned(cluster, loss: str):
     with warnings.catch_warnings():

@@ -44,7 +44,7 @@ def recipe_of(plan: Plan, loss: Loss, images: int) -> Recipe:
     return prepare(segmenter(), plan, (images // plan.batches, 3, *SIZE), loss, optimiser, device="cpu")
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "loss"), sorted(set(SOME)))
 def test_three_steps_are_those_of_the_whole_batch(name: str, loss: str):
     plan, judge = PLANS[name], WHOLE[loss]

@@ -227,7 +227,7 @@ def assert_trains_as_plain_pytorch(
         assert torch.allclose(state[name].to(tensor.dtype), tensor, rtol=10 * rel, atol=rel / 10), name
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", PLANS)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_as_people_write_it(name: str, kind: str, clusters: dict[int, Cluster]):
@@ -235,6 +235,7 @@ def test_a_model_as_people_write_it(name: str, kind: str, clusters: dict[int, Cl
     assert_trains_as_plain_pytorch(MODELS[name]().double(), F.cross_entropy, PLANS[kind], clusters)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ACROSS_STAGES)
 def test_stages_end_anywhere(name: str, clusters: dict[int, Cluster]):
     """Within a region without gradients, and right behind what was assigned."""
@@ -292,7 +293,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_as_people_write_it(name: str, clusters: dict[int, Cluster]):
     for plan in (PLANS["tiles"], PLANS["two stages"]):

@@ -235,6 +235,7 @@ def test_a_wrong_depth_is_told_its_neighbours(make: Make, depth: int, told: str)
 # ---- AmoebaNet-D
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("num_layers", "num_filters", "gpipe", "torchgpipe"),
     [
@@ -375,6 +376,7 @@ def test_wrong_sizes_are_told_how_to_mend_them(num_layers: int, num_filters: int
         amoebanetd(num_layers, num_filters)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("num_filters", [8, 9, 11, 21, 214])
 def test_odd_widths_are_rounded_down_as_in_the_reference(num_filters: int) -> None:
     with torch.device("meta"):

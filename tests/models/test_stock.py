@@ -18,7 +18,7 @@ MODELS = STOCK | MORE | AS_WRITTEN
 CASES = [*((name, 1, stock.grid) for name, stock in MODELS.items()), *((name, 2, "2x1") for name in STOCK | AS_WRITTEN)]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.nightly
 @pytest.mark.parametrize(("name", "split", "grid"), CASES)
 def test_three_steps_are_those_of_one_process(name: str, split: int, grid: str):
     """From the flags of the command line, over threads."""
@@ -31,6 +31,7 @@ def test_three_steps_are_those_of_one_process(name: str, split: int, grid: str):
     assert line["ok"], line
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_of_monai_on_tiles(name: str):
     pytest.importorskip("monai")

@@ -37,6 +37,7 @@ def family() -> set[psutil.Process]:
     return set(filter(is_running, psutil.Process().children(recursive=True)))
 
 
+@pytest.mark.nightly
 def test_a_cluster_that_nobody_holds_ends():
     cluster = Cluster(2).start()
     assert cluster.call(lambda host: host.world.rank) == [0, 1]
@@ -47,6 +48,7 @@ def test_a_cluster_that_nobody_holds_ends():
     assert within(10, lambda: not family() and not count_alive_ranks())
 
 
+@pytest.mark.nightly
 def test_what_holds_a_training_holds_its_cluster():
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 2, 3), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten())
     cluster = Cluster(1, backend="loopback").start()
@@ -179,6 +181,7 @@ def test_a_cluster_with_a_call_under_way_stays():
 # ---- the parts
 
 
+@pytest.mark.nightly
 def test_a_name_is_found_through_what_holds_a_thing():
     class Box:
         def __init__(self, thing):
@@ -202,6 +205,7 @@ def test_a_result_that_a_variable_refers_to_counts():
         assert find_holder_name(thing, {**names, "mine": mine}, [names["Out"]]) == "mine"
 
 
+@pytest.mark.nightly
 def test_a_cluster_in_the_last_result_ends_only_without_a_variable(monkeypatch, capsys):
     old, mine = Cluster(1, backend="loopback").start(), {}
     mine["c"] = old

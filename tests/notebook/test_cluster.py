@@ -199,6 +199,7 @@ def test_what_ranks_hold_outlives_a_failure(cluster):
     assert cluster.call(look) == [[0, 1, 2]] * N
 
 
+@pytest.mark.nightly
 def test_an_interrupt_ends_the_call_and_not_the_cluster(cluster):
     def waits(host):
         until_s = time.monotonic() + 2
@@ -354,7 +355,7 @@ def test_a_rank_that_hangs_is_named_with_those_that_wait_for_it(cluster, how):
     check_usable(cluster)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @over_mpi
 @pytest.mark.parametrize("how", ["asked to end", "leaves in order"])
 def test_a_rank_that_ends_in_order_is_named_while_others_wait_for_it(cluster, how):
@@ -468,7 +469,7 @@ def test_nobody_keeps_the_numbers_of_messages_that_are_answered(cluster):
     assert [queues[number]["completed"] for number in client.ids] == [[]] * N
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @over_mpi
 @pytest.mark.parametrize("helper", ["controller", "mpiexec", "supervisor", "nanny"])
 def test_a_helper_that_does_not_go_on_is_named(cluster, helper):
@@ -563,7 +564,7 @@ def test_a_stopped_helper_is_no_fault_as_long_as_ranks_answer(cluster):
     check_usable(cluster)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 def test_ranks_that_compute_for_long_are_no_hang(cluster):
     cluster.hang_after_s = 1
     try:

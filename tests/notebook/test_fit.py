@@ -118,7 +118,7 @@ def test_one_rank_and_several_tell_the_same(ranks, one):
     assert all(sum(epoch.counts.true) == 6 * SIZE[0] * SIZE[1] and epoch.counts.pixels for epoch in many.epochs)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 def test_the_next_fit_goes_on_with_the_next_epoch(ranks):
     whole = training(ranks).fit(images(), epochs=3, progress=False, drop_last=True)
     mine = training(ranks)
@@ -155,6 +155,7 @@ def test_a_break_in_mid_epoch_changes_nothing(ranks):
     assert rest.epochs[0].steps == 2
 
 
+@pytest.mark.nightly
 def test_bad_images_are_left_out_and_told_once(ranks, capsys):
     order = shuffle_indices(7, 0, 0)
     bad = tuple(order[1:3])
@@ -197,6 +198,7 @@ def test_bad_held_out_images_end_it_or_are_left_out(one, capsys):
     assert capsys.readouterr().out.count("Left out from now on: pictures/1.png is damaged") == 1
 
 
+@pytest.mark.nightly
 def test_epochs_are_logged(ranks, tmp_path: Path):
     mine, path = training(ranks), tmp_path / "log.jsonl"
     histories: list[History] = [mine.fit(images(), progress=False, drop_last=True, log=path) for _ in range(2)]
@@ -231,7 +233,7 @@ class Waiting(SyntheticImages):
         return super().part(index, tile, draw)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize(("interrupts", "done"), [(1, 2), (2, 1)], ids=["after this step", "at once"])
 def test_an_interrupt_ends_fit_and_its_workers_and_it_goes_on(ranks, monkeypatch, interrupts: int, done: int):
     whole = training(ranks).fit(SyntheticImages(7, SIZE, 3), progress=False, drop_last=True)

@@ -51,7 +51,7 @@ def fitted(cluster: Cluster, folder: Path, note: Path, spoiled: int, steps: int 
     return losses, found.state_dict(), heard
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("spoiled", [6, 5, 4])
 def test_it_goes_on_from_the_newest_that_is_whole(cluster, tmp_path, spoiled):
     """Six steps are done, and the last one, two or three checkpoints are damaged, once over an epoch's end."""

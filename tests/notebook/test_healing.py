@@ -117,6 +117,7 @@ def test_dead_ranks_are_started_anew(cluster, undisturbed, tmp_path, kind):
     assert [json.loads(line)["steps"] for line in log.read_text().splitlines()] == [4, 4]
 
 
+@pytest.mark.nightly
 @over_mpi
 def test_the_others_go_on_under_another_plan(cluster, undisturbed, tmp_path):
     found, heard = training(cluster), Heard()
@@ -212,6 +213,7 @@ def test_ranks_that_failed_while_they_changed_their_weights_do_not_go_on(cluster
     found.step(*DATA[0])
 
 
+@pytest.mark.nightly
 @over_loopback
 @pytest.mark.parametrize("sync_batchnorm", [True, False])
 def test_a_failure_in_the_midst_of_an_update_is_healed_from_a_checkpoint(cluster, tmp_path, sync_batchnorm):
@@ -274,7 +276,7 @@ def test_a_step_that_takes_long_is_given_up_by_an_interrupt(cluster, undisturbed
     check(found, [*heard.losses, *rest], undisturbed)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 def test_an_interrupt_behind_the_update_saves_no_half_of_a_step(cluster, undisturbed, tmp_path):
     """All ranks have changed their weights in the third step, but nobody knows of it yet: as if it had not been."""
 

@@ -223,6 +223,7 @@ def test_a_host_that_does_not_answer_is_not_waited_for_for_ever(ssh, monkeypatch
         Cluster(2, hosts=[FAR]).start()
 
 
+@pytest.mark.nightly
 def test_a_host_without_this_python_is_told(ssh):
     ssh(f'exec sh -c "$(echo "$command" | sed \'s#{sys.executable}#/no/such/python#\')"')
     with pytest.raises(RankError, match=f"there is no {sys.executable}. Install mpi4dl_nb there"):

@@ -66,6 +66,7 @@ def test_so_are_those_of_compiled_segments(cluster: Cluster):
     assert told["ok"], told
 
 
+@pytest.mark.nightly
 def test_one_thread_computes_for_one_rank_at_a_time_with_all_cores(cluster: Cluster):
     def who(host):
         return threading.get_ident(), torch.get_num_threads()
@@ -95,6 +96,7 @@ def test_a_failure_is_that_ranks_and_the_others_are_released(cluster: Cluster):
     check_usable(cluster)
 
 
+@pytest.mark.nightly
 def test_what_ranks_hold_outlives_a_failure(cluster: Cluster):
     training = Training(resnet20_v1(), Plan(split_size=1), cluster, SHAPE)
     labels = torch.tensor([3, 7])
@@ -156,6 +158,7 @@ def test_what_was_asked_of_some_ranks_alone_is_released():
         assert two.call(meet) == [[0, 1]] * 2
 
 
+@pytest.mark.nightly
 def test_a_step_is_walked(cluster: Cluster):
     """Messages of one instruction are read by a later one: a call's end does not lose them."""
     torch.manual_seed(0)

@@ -65,7 +65,7 @@ def gone(paths: list[Path], family: list[psutil.Process]) -> bool:
     return not any(path.exists() for path in paths) and not any(map(reaper_process.is_running, family))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("who", ["mpiexec", "keeper"])
 def test_after_a_kill_nothing_is_left(begin, tmp_path, who):
     keeper = begin()

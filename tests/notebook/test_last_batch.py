@@ -119,7 +119,7 @@ ONE = FLOAT64(split_size=1, spatial_size=0)
 # ---- images that ranks read
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.nightly
 @pytest.mark.parametrize("drop_last", [False, True], ids=["trained", "left out"])
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_images_that_are_left_over(plan: Plan, drop_last: bool):
@@ -160,7 +160,7 @@ class Bad(SyntheticImages):
         return super().part(index, tile, draw)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("workers", [0, 2])
 def test_bad_images_make_the_last_step_smaller(workers: int):
     """Two of its four images are bad: of the two that are left both are trained, by 2 micro-batches."""
@@ -178,6 +178,7 @@ def test_bad_images_make_the_last_step_smaller(workers: int):
     assert len(history.left_out) == 2
 
 
+@pytest.mark.nightly
 def test_bad_images_may_leave_some_that_the_plan_cannot_divide():
     plan, count = PLANS["a pipeline"], 2 * N
     bad = shuffle_indices(count, 0, 0)[-1:]
@@ -323,6 +324,7 @@ def test_a_model_that_cannot_take_so_few_is_refused(cluster):
     assert found.steps == 0
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     ("data", "text"),
     [

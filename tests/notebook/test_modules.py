@@ -248,6 +248,7 @@ def test_a_module_that_has_two_names_is_sent_once(folder, monkeypatch):
     assert len(pack(edited.rate, names)) > 3 * len(pack(edited.rate))
 
 
+@pytest.mark.nightly
 def test_what_is_as_it_was_is_not_read_again(folder, monkeypatch):
     loaded(folder, "edited_j", "def rate(host): return 0.1")
     modules = UserModules()

@@ -137,6 +137,7 @@ def test_a_killed_process_that_all_depend_on_takes_all_with_it_and_the_notebook_
     check_gone(notebook.cluster, notebook.runtime)
 
 
+@pytest.mark.nightly
 def test_a_killed_reaper_is_replaced(notebooks):
     notebook = notebooks["everything"]
     first = notebook.cluster["reaper"]

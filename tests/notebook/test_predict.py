@@ -59,6 +59,7 @@ def close(mine: object, theirs: torch.Tensor) -> bool:
     return torch.allclose(torch.as_tensor(mine), theirs, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_batches_of_any_number(count: int, cluster: Cluster):
     training = trained(classifier(), PLAN, cluster, per_pixel=False)
@@ -77,6 +78,7 @@ def test_batches_of_another_size_and_after_more_steps(cluster: Cluster):
     assert not torch.equal(first, again)
 
 
+@pytest.mark.nightly
 def test_a_prediction_changes_nothing(cluster: Cluster):
     one, other = (trained(classifier(), PLAN, cluster, per_pixel=False) for _ in range(2))
     one.predict(torch.randn(2, 3, 12, 20))

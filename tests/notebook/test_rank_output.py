@@ -84,7 +84,7 @@ def test_a_log_that_was_set_up_before_has_the_rank_too(backend, capsys):
     assert handler.stream is before
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.nightly
 def test_a_line_is_shown_while_the_rank_goes_on(cluster):
     """Not when it is done: 0.2 s after it at most, and what a machine with other work takes for it."""
     if cluster.backend == "in_turn":
@@ -123,6 +123,7 @@ def test_what_was_printed_before_a_failure_is_shown(cluster, capsys):
     assert cluster.call(lambda host: host.world.all_gather(1)) == [[1, 1]] * N
 
 
+@pytest.mark.sampled(2)
 def test_a_flood_is_cut_and_that_is_said(cluster, capsys):
     def floods(host):
         if host.world.rank == 0:

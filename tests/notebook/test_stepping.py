@@ -107,7 +107,7 @@ def walk_layers(stepping: StepDebugger) -> None:
 # ---- the same as a step at full speed
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("plan", [TILES, HALVES, PIPED], ids=["tiles", "halves", "piped"])
 @pytest.mark.parametrize("walk", [walk_instructions, walk_mixed, walk_twice, walk_layers])
 def test_a_walked_step_is_a_step(five, four, plan: Plan, walk: Callable[[StepDebugger], None]):
@@ -197,7 +197,7 @@ def test_a_batch_of_another_shape_is_refused(five):
 # ---- nothing is left behind
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.nightly
 @pytest.mark.parametrize("leave", ["close", "another", "run", "predict", "new"])
 def test_a_step_that_is_left_has_changed_nothing(five, leave: str):
     """Left where the last rank has not fetched what tiles have sent, and sums of gradients are under way."""

@@ -121,6 +121,7 @@ def test_rules_of_the_update_are_those_of_one_process(cluster):
     assert training.verify(data)["ok"]
 
 
+@pytest.mark.nightly
 def test_half_precision_is_verified_beside_one_process(cluster):
     training = Training(unet(), replace(STRIPS, precision="bfloat16"), cluster, SHAPE)
     images, labels = batches(1)[0]
@@ -147,6 +148,7 @@ def test_the_trained_state_loads_into_the_plain_model(trained: Trained):
         torch.testing.assert_close(tensor, oracle[name], rtol=1e-8, atol=1e-12)
 
 
+@pytest.mark.sampled(2)
 def test_training_leaves_the_model_that_was_given_as_it_was(trained: Trained):
     fresh = resnet() if isinstance(trained.model, nn.Sequential) else unet()
     assert equal(trained.model.state_dict(), fresh.state_dict())
@@ -180,6 +182,7 @@ def test_what_a_cell_defines_trains(backend: str):
     assert losses == same(alone(net, data, adam, loss).mean_losses)
 
 
+@pytest.mark.nightly
 def test_two_trainings_on_one_cluster_do_not_mix(cluster):
     data = batches(4)
     one, other = (Training(unet(), plan, cluster, SHAPE) for plan in (TILES, STRIPS))
@@ -208,6 +211,7 @@ def test_images_may_be_arrays(cluster):
 # ---- fit
 
 
+@pytest.mark.nightly
 def test_fit_learns_a_batch_that_it_sees_again(cluster):
     batch = batches(1)
     history = Training(unet(), TILES, cluster, SHAPE).fit(batch * 3, epochs=4, progress=False)
@@ -242,6 +246,7 @@ def test_verify_compares_in_float64(cluster, plan: Plan):
     assert 0 < proof["grad_rel"] < 1e-10
 
 
+@pytest.mark.nightly
 def test_verify_leaves_the_training_untouched(cluster):
     """Weights, buffers and the optimiser's momentum."""
     first, second, *others = batches(5)
@@ -269,7 +274,7 @@ def test_verify_tells_a_difference(cluster):
 # ---- a precision that the plan changes
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize(("kind", "plan"), [("double", "float32"), ("half", "float32"), ("bfloat16", "bfloat16")])
 def test_a_precision_that_the_plan_changes_is_told_once(cluster, kind: str, plan: str):
     model = getattr(unet(), kind)()
@@ -284,6 +289,7 @@ def test_a_precision_that_the_plan_changes_is_told_once(cluster, kind: str, plan
     assert training.verify()["ok"]
 
 
+@pytest.mark.nightly
 def test_a_precision_that_the_plan_keeps_or_that_was_nobodys_choice_is_not_told(cluster):
     for model, precision in ((unet().double(), "float64"), (unet(), "float64"), (unet(), "float32")):
         Training(model, replace(TILES, precision=precision), cluster, SHAPE)
@@ -301,6 +307,7 @@ def test_one_buffer_in_another_precision_is_named(cluster):
 # ---- timeline
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("plan", [TILES, STRIPS], ids=["tiles", "strips"])
 def test_the_timeline_has_every_instruction_of_every_rank_once(cluster, plan: Plan):
     """Of the last step only."""
@@ -340,6 +347,7 @@ def test_a_plan_for_more_ranks_than_there_are(untouched):
         Training(unet(), Plan(), untouched, SHAPE)
 
 
+@pytest.mark.nightly
 def test_more_tiles_than_rows(untouched):
     four_rows = replace(TILES, slice_method="horizontal")
     with pytest.raises(PlanError, match=r"stage 0: 3 rows of pixels cannot be cut into 4 tiles. Use a slice_method"):
@@ -419,6 +427,7 @@ def training(cluster) -> Training:
     return Training(unet(), TILES, cluster, SHAPE)
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(("change", "message"), BAD_BATCHES.values(), ids=BAD_BATCHES)
 @pytest.mark.parametrize("verb", ["step", "fit", "verify"])
 def test_a_batch_that_does_not_fit(training: Training, monkeypatch, change: Change, message: str, verb: str):

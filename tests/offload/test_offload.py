@@ -110,6 +110,7 @@ def test_the_peak_is_small_and_no_more_than_predicted(name: str, share: float, r
     assert max(ours.peak_bytes for ours, _ in pairs) < share * max(theirs.peak_bytes for _, theirs in pairs)
 
 
+@pytest.mark.nightly
 def test_nothing_is_left_by_steps_that_fail(reads_files: bool):
     """Nor by what is computed again: graphs that no backward ends."""
     plan = Plan(split_size=1, spatial_size=0, offload_activations=True, checkpoint_activations=True)
@@ -132,6 +133,7 @@ def test_nothing_is_left_by_steps_that_fail(reads_files: bool):
     assert held[0] == held[-1]
 
 
+@pytest.mark.nightly
 def test_what_the_caller_gave_stays_and_what_is_looked_at_is_there(reads_files: bool):
     recipe = recipe_of("ResNet", replace(PLANS["one rank"], offload_activations=True))
     (batch,) = make_batches(recipe, 0, steps=1)

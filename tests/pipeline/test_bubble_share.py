@@ -25,6 +25,7 @@ def test_one_stage_on_a_rank(name, ranks):
             assert share == compute_bubble_share(name, ranks, micro_batches)
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("per_rank", [2, 3])
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", LINES)

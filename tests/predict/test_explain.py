@@ -38,6 +38,7 @@ def test_every_plan_is_of_one_kind():
     assert classify_plan(Plan(split_size=1, spatial_size=0, local_dp=4)) == "data"
 
 
+@pytest.mark.nightly
 def test_each_kind_has_its_fastest_plan(found):
     explained = explain(found.fitting, found.refused)
     for kind in KINDS:
@@ -55,6 +56,7 @@ def test_each_kind_has_its_fastest_plan(found):
     assert len([sentence for sentence in explained.sentences if " of that: " in sentence]) == len(shares) - 1
 
 
+@pytest.mark.nightly
 def test_what_does_not_fit_says_how_much_it_needs_of_how_much(traces):
     lean = [replace(plan, checkpoint_activations=True) for plan in generate_plans(4, 4)]
     everything = search(4, 4, traces.get_graph, FLAT, asked=lean)

@@ -44,7 +44,7 @@ def everyone(graph, plan: Plan, machine: Machine):
     return simulate(programs, [build_tally(program, graph) for program in programs], machine, [1] * len(programs))
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("node_ranks", "sums"), [(2, "direct"), (4, "two_level")])
 @pytest.mark.parametrize("name", PLANS)
 def test_a_replica_takes_as_long_as_all_ranks_do(name, node_ranks, sums, graph_of):

@@ -105,6 +105,7 @@ def test_numbers_that_the_rule_was_not_made_of(rate):
     assert 4 * rate(64, "Frontera") == pytest.approx(260_000 / 2048, rel=0.15)
 
 
+@pytest.mark.nightly
 def test_faster_processors_are_faster(rate):
     found = [rate(128, name) for name in ("Pitzer", "Summit", "DGX A100", "DGX H100", "DGX H200")]
     assert found == sorted(found)

@@ -156,6 +156,7 @@ def test_samples_are_of_all_classes_whichever_comes_first():
     assert {op.kind for op, each in first if each.inputs or each.weights} == set(BY_ARITHMETIC)
 
 
+@pytest.mark.nightly
 def test_others_see_a_rank_that_samples_go_on_with_each_kernel(monkeypatch):
     """A whole turn takes seconds where cores are shared; `hang_after_s` may be one."""
     board = Mock()

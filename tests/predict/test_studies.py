@@ -108,6 +108,7 @@ def test_strong_scaling_shares_the_images_of_a_step():
     assert not study.images_grow
 
 
+@pytest.mark.nightly
 def test_weak_scaling_gives_every_rank_as_much():
     replicas = scaling(MODEL, SMALL, ONE, (2, 3, 32, 32), "weak", ranks=(1, 4))
     assert [(point.image_shape, point.forecast.images) for point in replicas.points] == [

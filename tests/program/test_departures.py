@@ -139,7 +139,7 @@ def _is(parcel: MessageBuffer, pixels: Tensor) -> bool:
     return parcel.pixels.untyped_storage().data_ptr() == pixels.untyped_storage().data_ptr()
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", CASES)
 def test_a_device_that_works_behind_its_rank_changes_nothing(name: str, computed: list[str]):
     make, plan = CASES[name]
@@ -153,6 +153,7 @@ def test_a_device_that_works_behind_its_rank_changes_nothing(name: str, computed
     assert computed, "no message waited for the device"
 
 
+@pytest.mark.nightly
 def test_who_stops_between_two_instructions_has_sent_what_others_wait_for(computed: list[str]):
     """A step that is walked: one rank is held up after a message's pixels were packed, the others go on."""
     make, plan = CASES["tiles"]

@@ -131,6 +131,7 @@ def test_convolution(g: Geometry, groups: int, seed: int):
     assert_exact(with_whole_weights(conv, seed), pixels, overlapping(g.grid))
 
 
+@pytest.mark.nightly
 @trials(10)
 @given(g=geometries(pool=True, dilated=False), seed=seeds)
 def test_pools(g: Geometry, seed: int):
@@ -149,6 +150,7 @@ def test_transposed_convolution(g: Geometry, seed: int):
     assert_exact(with_whole_weights(conv, seed), pixels, overlapping(g.grid))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("fused", [0, 2])
 @pytest.mark.parametrize("grid", ["2x2", "3x1", "2x3"])
 def test_values_that_several_layers_read(grid: str, fused: int):
@@ -157,6 +159,7 @@ def test_values_that_several_layers_read(grid: str, fused: int):
     assert_exact(with_whole_weights(model), whole_numbers(1, 3, 19, 22), overlapping(grid, fused))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "knobs",
     [

@@ -75,6 +75,7 @@ PLANS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", PLANS)
 def test_the_same_bits(name: str, monkeypatch):
     trained, _ = _trained(PLANS[name])

@@ -90,7 +90,7 @@ def test_what_is_used_before_it_has_arrived_is_found(module, name: str, monkeypa
         exact(name)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize(("module", "name"), [(exchange_runner, "tiles"), (update, "both ways, replicas")])
 def test_a_message_that_leaves_before_it_is_packed_is_found(module, name: str, monkeypatch: pytest.MonkeyPatch):
     use_streams(monkeypatch)

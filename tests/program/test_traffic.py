@@ -47,7 +47,7 @@ class Counting:
         return partial(self.exchange, sends, receives)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.nightly
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.summary)
 def test_every_message_and_byte_is_told_beforehand(plan: Plan):
     recipe = prepare(UNet(num_classes=3, width=4), plan, (2, 3, 36, 44), device="cpu")

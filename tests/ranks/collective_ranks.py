@@ -152,4 +152,7 @@ CASES |= {case.__name__: case for case in OTHERS}
 
 if __name__ == "__main__":
     mpi.make_collectives = gloo
-    others_die(MpiWorld()) if "die" in sys.argv else main(CASES)
+    if "die" in sys.argv:
+        others_die(MpiWorld())
+    else:
+        main({name: case for name, case in CASES.items() if name in sys.argv})

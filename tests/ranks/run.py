@@ -1,4 +1,4 @@
-"""`mpiexec -n 4 python -m mpi4py run.py [NAMES]`: every case, or those, on every rank; rank 0 prints what failed, as JSON."""
+"""`mpiexec -n 4 python -m mpi4py run.py [NAMES]`: every case, or these, on every rank; prints what failed, as JSON."""
 
 from __future__ import annotations
 

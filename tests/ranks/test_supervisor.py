@@ -32,6 +32,7 @@ def told(output: bytes) -> list[dict[str, object]]:
     return [json.loads(line.partition(MARK)[2]) for line in output.decode().split("\n") if MARK in line]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("code", "said", "left_as"),
     [

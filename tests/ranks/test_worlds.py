@@ -15,8 +15,6 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 from cases import CASES, HEAVY, RANKS  # noqa: E402
 
-from tests.sampling import EVERYTHING  # noqa: E402
-
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", CASES)
@@ -25,8 +23,10 @@ def test_over_loopback(name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def mpi_results(mpiexec) -> dict[str, list[str]]:
-    done = mpiexec(RANKS, HERE / "run.py", *(() if EVERYTHING else CASES.keys() - HEAVY))
+def mpi_results(mpiexec, request: pytest.FixtureRequest) -> dict[str, list[str]]:
+    """Of the cases that are run here."""
+    asked = {item.name for item in request.session.items if item.path == request.path}
+    done = mpiexec(RANKS, HERE / "run.py", *(name for name in CASES if f"test_over_mpi[{name}]" in asked))
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -19,7 +19,7 @@ from engines.train.train_replicas import replay, train_replicas
 from tests.replica.replica_cases import ALONE, CASES, LOSS, RANKS, STAGES, Chain, feed, made, recipe_of
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CASES)
 def test_over_loopback(name: str) -> None:
     run_ranks(RANKS, CASES[name])
@@ -39,6 +39,7 @@ def test_over_mpi(name: str, mpi_results: dict[str, list[str]]) -> None:
     assert mpi_results[name] == []
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("mode", ["server", "peers"])
 def test_nobody_waits_for_a_replica_that_stands_still(mode: str) -> None:
     """Replica 0 does not begin its first step before the others have taken eleven of twelve batches."""

@@ -31,7 +31,7 @@ EXTREMES = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", EXTREMES)
 @trials(8)
 @given(case=images_on_grids(), high=st.sampled_from([0, 3, 1000]), seed=seeds)
@@ -123,7 +123,7 @@ NORMS = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", NORMS)
 @trials(5)
 @given(case=images_on_grids(), seed=seeds)

@@ -127,6 +127,7 @@ def test_no_other_grouping_is_cheaper(exchange_s: float):
     assert price(group_cheapest(layers, reads, strips, work, cost)) == min(map(price, ways))
 
 
+@pytest.mark.nightly
 def test_auto_is_a_plan_like_any_other():
     """Small images make exchanges dear: then layers share them."""
     programs = exchanges(resnet_v2(29), halo_d2=True, fused_layers="auto")

@@ -74,7 +74,7 @@ LOSSES: dict[str, Loss] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", LOSSES)
 @trials(5)
 @given(case=images_on_grids(), seed=seeds)

@@ -24,6 +24,7 @@ def varied(image: Tensor) -> bool:
     return all(len(set(channel.flatten().tolist())) > 1 for channel in image.flatten(0, 1))
 
 
+@pytest.mark.nightly
 @trials(20)
 @given(case=images_on_grids(), affine=st.booleans(), tracked=st.booleans(), training=st.booleans(), seed=seeds)
 def test_instance_norm(case: tuple[Grid, Pair], affine: bool, tracked: bool, training: bool, seed: int):
@@ -95,7 +96,7 @@ SPREADS = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", SPREADS)
 @trials(5)
 @given(case=images_on_grids(), seed=seeds)

@@ -56,6 +56,7 @@ PADDING_ALONE = Geometry(Grid(1, 2), (1, 2), (1, 3), (1, 1), (1, 2), (0, 2), (1,
 ROWS_NOBODY_WRITES = Geometry(Grid(2, 1), (3, 1), (3, 1), (1, 1), (3, 1), (2, 0), (1, 1), (0, 0))
 
 
+@pytest.mark.nightly
 @trials(70)
 @given(g=geometries(), groups=st.integers(1, 3), wide=st.integers(1, 2), bias=st.booleans(), seed=seeds)
 @example(g=PADDING_ALONE, groups=1, wide=1, bias=False, seed=0)
@@ -73,6 +74,7 @@ def test_convolution_whose_padding_is_a_word(g: Geometry, padding: str, seed: in
     check(with_whole_weights(conv, seed), whole_numbers(1, 2, *g.image_px, seed=seed), g.grid)
 
 
+@pytest.mark.nightly
 @trials(70)
 @given(
     g=geometries(), groups=st.integers(1, 2), bias=st.booleans(), wish=st.tuples(*[st.integers(0, 2)] * 2), seed=seeds
@@ -162,6 +164,7 @@ def test_global_average_pool_and_a_classifier(case: tuple[Grid, Pair], seed: int
 # ---- pixels that move
 
 
+@pytest.mark.nightly
 @trials(60)
 @given(case=images_on_grids(), pads=st.tuples(*[st.integers(-3, 5)] * 4), value=st.integers(-2, 2), seed=seeds)
 @example(case=(Grid(3, 1), (3, 1)), pads=(0, 0, 0, 3), value=2, seed=0)
@@ -217,7 +220,7 @@ CHANNELWISE = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CHANNELWISE)
 @trials(5)
 @given(case=images_on_grids(), seed=seeds)
@@ -261,7 +264,7 @@ POINTWISE = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", POINTWISE)
 @trials(4)
 @given(case=images_on_grids(), seed=seeds)
@@ -302,7 +305,7 @@ REDUCTIONS = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", REDUCTIONS)
 @trials(6)
 @given(case=images_on_grids(), seed=seeds)
@@ -399,6 +402,7 @@ def test_sums_of_pixel_losses_are_bit_equal(judge: type[nn.Module], case: tuple[
     check(segmenter(seed), image, grid, labels=labels, loss=judge(reduction="sum"))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("judge", [nn.MSELoss, nn.L1Loss, nn.BCEWithLogitsLoss])
 @trials(8)
 @given(case=images_on_grids(), reduction=st.sampled_from(["mean", "sum", "none"]), seed=seeds)
@@ -558,6 +562,7 @@ WAYS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("name", WAYS)
 @pytest.mark.parametrize("grid", ["1x1", "1x2", "2x2"])
 def test_ways_to_use_a_weight(name: str, grid: str):

@@ -64,7 +64,7 @@ FLOATS = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", DRAWS)
 @trials(5)
 @given(case=images_on_grids(), seed=seeds)
@@ -74,7 +74,7 @@ def test_draws(name: str, case: tuple[Grid, Pair], seed: int):
     check(DRAWS[name], whole_numbers(2, 4, *size_px, seed=seed), grid)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", FLOATS)
 @trials(5)
 @given(case=images_on_grids(), seed=seeds)

@@ -81,7 +81,7 @@ MOVED = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", BIT_EQUAL)
 @trials(5)
 @given(case=images_on_grids(), seed=seeds)
@@ -90,7 +90,7 @@ def test_whole_values(name: str, case: tuple[Grid, Pair], seed: int):
     check(BIT_EQUAL[name], whole_numbers(2, 2, *size_px, seed=seed), grid)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MOVED)
 @trials(8)
 @given(case=images_on_grids(), seed=seeds)
@@ -114,7 +114,7 @@ ROUNDED = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ROUNDED)
 @trials(5)
 @given(case=images_on_grids(), seed=seeds)
@@ -155,7 +155,7 @@ class Between(nn.Module):
         return self.norm(self.behind(self.middle(self.before(x))))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("fused", [0, 2, 3])
 @pytest.mark.parametrize("middle", [attention, MOVED["rolled"], BIT_EQUAL["running sum"], MOVED["turned by half"]])
 @trials(3)

@@ -80,6 +80,7 @@ def count_storages(tensors: list[Tensor]) -> int:
     return len({tensor.untyped_storage().data_ptr() for tensor in tensors})
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", PLANS)
 def test_everything_is_there_once(name: str):
     _, recipe = make(PLANS[name], OPTIMISERS["Adam"])
@@ -95,7 +96,7 @@ def test_everything_is_there_once(name: str):
     assert sum(len(optimiser.state) for optimiser in made) == len(recipe.graph.trainable)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("optimiser", OPTIMISERS)
 @pytest.mark.parametrize("name", PLANS)
 def test_five_steps_are_those_of_one_process_and_of_ranks_in_threads(name: str, optimiser: str):
@@ -112,6 +113,7 @@ def test_five_steps_are_those_of_one_process_and_of_ranks_in_threads(name: str, 
             assert all(torch.equal(these[key], those[key]) for key in these)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["tiles, then whole", "pipeline", "replicas"])
 def test_clipping_and_a_scheduler_apply_once(name: str):
     scheduler = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)

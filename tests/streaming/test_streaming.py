@@ -90,7 +90,7 @@ def assert_alike(trainings: list[RankTraining], one: ReferenceTraining) -> None:
         assert far(ours.double(), theirs[key].detach().double()) <= 1e-10, key
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("reads_files", [True, False], ids=["in the file", "brought back"])
 @pytest.mark.parametrize("name", PLANS)
 def test_three_steps_are_those_of_one_process(name: str, reads_files: bool, tmp_path):

@@ -75,6 +75,7 @@ def judged(plan: Plan, images: SyntheticImages) -> tuple[list[Scores], nn.Module
     return [scores for scores, _ in told], model.eval()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_ranks_judge_as_one_process(plan: Plan):
     images = SyntheticImages(5, SIZE, CLASSES, seed=3)

@@ -68,7 +68,7 @@ ORDERS: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("order", ORDERS)
 def test_every_order_of_work(order: str):
     """In float16, whose scaled gradients add up over micro-batches, copies and shares."""
@@ -125,6 +125,7 @@ def test_casts_are_nodes_where_autocast_casts():
     assert not any(node.flops for node in graph.nodes if "_to_copy" in node.operator)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", MODELS)
 def test_stages_are_those_of_float32(name: str):
     model = MODELS[name]()
@@ -190,6 +191,7 @@ def test_halos_travel_in_half_precision_and_moments_do_not():
     assert {item.spec.dtype for item in forward if isinstance(item, AllReduce)} <= {"float64", "float32"}
 
 
+@pytest.mark.nightly
 def test_masters_stay_float32():
     torch.manual_seed(0)
     recipe = recipe_of(resnet20_v1(), "float16", split_size=2, slice_method="2x2")
@@ -257,6 +259,7 @@ def test_the_scale_grows_after_many_good_steps(monkeypatch):
     assert run_ranks(2, train) == [[SCALE, 2 * SCALE, 2 * SCALE, 4 * SCALE]] * 2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("precision", ["float32", "float64", "bfloat16"])
 def test_only_float16_is_scaled(precision: str):
     assert (

@@ -32,6 +32,7 @@ def losses(plan: Plan, images: LabelledImages, segments: bool) -> tuple[float, .
     return history.losses
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("plan", [TILES, STRIPS], ids=["tiles", "strips in two stages"])
 def test_nuclei_by_one_rank_and_by_four(plan: Plan, tmp_path: Path):
     """Crops of BreCaHAD with their masks, mirrored and turned."""
@@ -43,6 +44,7 @@ def test_nuclei_by_one_rank_and_by_four(plan: Plan, tmp_path: Path):
     assert len(set(one)) == 6
 
 
+@pytest.mark.nightly
 def test_cells_by_one_rank_and_by_four(tmp_path: Path):
     """BCCD, three kinds of cells."""
     train, judge = real.bccd(real.data(), tmp_path, 32)

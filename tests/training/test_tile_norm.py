@@ -130,7 +130,7 @@ def test_no_message_is_sent_for_it_going_forward():
     assert sums(sync_batchnorm=False) == sums() - 1
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_copies_of_the_running_statistics_stay_the_same(replicas: int):
     plan = Plan(split_size=1, slice_method="2x1", data_parallel=replicas, **APART)

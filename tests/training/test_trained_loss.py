@@ -13,6 +13,7 @@ from engines.train.verify import make_batches, record_rank_run, verify
 from tests.checkpoint.trainings import PLANS, Weighted, net, recipe_of
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["tiles and a stage", "both ways", "tiles to the loss"])
 def test_a_loss_is_trained_as_in_one_process(name: str):
     recipe, model = recipe_of(PLANS[name], "sgd", loss=Weighted()), net()

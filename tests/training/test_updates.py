@@ -69,7 +69,7 @@ SCHEDULERS: dict[str, Scheduler] = {
 }
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_schedulers_step_once_after_each_update(name: str):
     recipe = recipe_of(scheduler=SCHEDULERS[name])
@@ -93,7 +93,7 @@ def compare_rates(recipe: Recipe) -> bool:
     return before != after
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.nightly
 @pytest.mark.parametrize("clip_norm", [1e-3, 0.5, 1e6], ids=["far below", "below", "never reached"])
 @pytest.mark.parametrize(
     "plan",
@@ -138,6 +138,7 @@ def test_every_rule_at_once_in_each_precision():
         assert line["ok"], line
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("plan", [PLAN, Plan(split_size=3, spatial_size=2, slice_method="1x2")], ids=["2x2", "1x2"])
 def test_each_weight_is_counted_by_one_rank(plan: Plan):
     recipe = recipe_of(plan)

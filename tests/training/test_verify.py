@@ -72,6 +72,7 @@ def off(tensor: Tensor) -> Tensor:
     return tensor * (1 + 1e-9)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("optimiser", [SGD, ADAM], ids=["sgd", "adam"])
 def test_a_fault_of_1e_9_in_any_weight_whose_gradient_is_not_zero_in_theory(optimiser: Any):
     model = net()
@@ -133,7 +134,7 @@ SCALING = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", SCALING)
 @pytest.mark.parametrize("plan", [TILES, STAGES], ids=["tiles", "stages"])
 def test_rounding_that_an_optimiser_scales_up_is_said_to_be_that(name: str, plan: Plan):
@@ -253,6 +254,7 @@ class Shifted(nn.Module):
         return self.head((self.stem(images) + self.shift - self.shift * self.taken).mean((2, 3)))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("channels", "name"), [(8, "sgd"), (3, "adam"), (8, "rprop")])
 def test_rounding_where_one_process_has_exactly_0_is_no_fault(
     channels: int, name: str, monkeypatch: pytest.MonkeyPatch
@@ -426,6 +428,7 @@ class Overwritten(nn.Module):
         return self.body(x).mean((2, 3))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("model", "precision", "said"),
     [

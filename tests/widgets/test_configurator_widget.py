@@ -107,7 +107,7 @@ def test_words_and_several_numbers(chosen):
     assert chosen.plan.num_spatial_parts is None
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("knob", "value", "said"),
     [
@@ -138,6 +138,7 @@ def test_what_is_wrong_is_said_beside_its_knob_until_it_is_mended(chosen, knob, 
     assert module.LAST not in chosen.note.value
 
 
+@pytest.mark.nightly
 def test_what_needs_a_trace_comes_later_and_a_cell_waits_for_it(chosen, monkeypatch):
     chosen.planning.traces._graphs.clear()
     go_on, get_graph = Event(), chosen.planning.traces.get_graph

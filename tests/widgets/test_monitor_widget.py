@@ -76,6 +76,7 @@ def test_a_monitor_of_a_training_shows_all_its_fits(training):
     assert len(monitor.progress.losses) == 2
 
 
+@pytest.mark.nightly
 def test_the_button_ends_it_after_the_step_and_leaves_a_checkpoint(training, tmp_path):
     monitor = Monitor(training)
     Acts(monitor, 3, monitor.stop.click)
@@ -118,6 +119,7 @@ def test_an_error_is_told_and_raised(training):
     assert not drawers()
 
 
+@pytest.mark.nightly
 def test_it_is_drawn_while_it_runs(training, monkeypatch):
     monitor, drawn = Monitor(training), []
     monkeypatch.setattr(module, "LOOK_S", 0.01)

@@ -59,6 +59,7 @@ def click(slicer: Slicer, panel: str, row: float, col: float) -> None:
     slicer.view._handle_event(None, {"point": [place[0], 1 - place[1]]}, [])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layer", range(3))
 def test_the_layer_slider_shows_what_the_function_draws(slicer, layer):
     slicer.layer.value = layer
@@ -103,6 +104,7 @@ def test_a_tile_is_chosen_by_number_click_and_keys(slicer):
     assert slicer.figure.alt == show_slicing(TISSUE, PLAN, RECIPE, tile=2).alt
 
 
+@pytest.mark.nightly
 def test_keys_zoom_until_the_values_are_written(slicer):
     press(slicer, "+", "=", "+")
     told = slicer.figure.alt
@@ -119,6 +121,7 @@ def test_keys_zoom_until_the_values_are_written(slicer):
     assert slicer.figure.alt == show_slicing(TISSUE, PLAN, RECIPE, tile=0).alt
 
 
+@pytest.mark.nightly
 def test_arrows_pan_along_the_seam_when_close(slicer):
     press(slicer, "+", "+")
     slicer.zoom_in()
@@ -138,6 +141,7 @@ def test_a_click_on_the_framed_place_looks_closer(slicer):
     assert slicer.tile.value == 3
 
 
+@pytest.mark.nightly
 def test_zooming_goes_to_the_seam_nearest_to_the_click(slicer):
     click(slicer, "main", 20, 50)
     press(slicer, "+", "+", "+")
@@ -160,6 +164,7 @@ def test_the_receptive_field_of_a_pixel_is_told(slicer):
     assert "Output pixel" not in slicer.figure.alt
 
 
+@pytest.mark.nightly
 def test_the_output_pixel_follows_where_one_looks(slicer):
     slicer.layer.value = 2
     press(slicer, "r")
@@ -245,6 +250,7 @@ def test_a_slide_of_100000_px_is_read_from_the_level_that_fits():
     assert abs(column - 50_000) < 16
 
 
+@pytest.mark.nightly
 def test_a_real_slide_is_sliced():
     path = shared("CMU-1-Small-Region.svs")
     pytest.importorskip("openslide")
@@ -257,6 +263,7 @@ def test_a_real_slide_is_sliced():
     assert f"row {row}: {' '.join(map(str, there[0, 0]))}" in slicer.figure.alt
 
 
+@pytest.mark.nightly
 def test_what_was_read_is_kept(slicer):
     picture = slicer.rasters.picture
     press(slicer, "]", "[", "d", "d")

@@ -33,7 +33,7 @@ def moved(stepper: Stepper) -> list[bool]:
     return [rank.moved for rank in stepper.stepping.event.ranks]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("press", ["key", "button"])
 def test_every_key_and_button_does_what_its_name_says(stepper: Stepper, press: str):
     def act(key: str) -> None:
