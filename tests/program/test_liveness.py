@@ -1,0 +1,44 @@
+"""Runtime and forecast free values by one rule: what is wrong in it is wrong, and seen, in both."""
+
+from __future__ import annotations
+
+import pytest
+
+from engines.models import resnet20_v1
+from engines.plan import Plan
+from engines.predict.rank_memory import predict_rank_memory
+from engines.program.program import DirectionProgram
+from engines.train.training import prepare
+from tests.predict.measured import live_bytes
+
+PLAN = Plan(split_size=1, num_spatial_parts=2, slice_method="vertical")
+
+
+def peaks() -> list[tuple[int, int]]:
+    """Of each rank, the bytes that live at the peak of a step, measured and forecast.
+
+    Only the head is trained, so that nothing but the readers in the forward pass keeps an activation.
+    """
+    model = resnet20_v1().requires_grad_(False)
+    model.head.requires_grad_(True)
+    recipe = prepare(model, PLAN, (2, 3, 64, 64))
+    return [
+        (each.peak_bytes, predict_rank_memory(each.program, recipe.graph, PLAN).peak_bytes)
+        for each in live_bytes(recipe)
+    ]
+
+
+def test_a_value_that_is_never_freed_is_held_by_ranks_and_in_the_forecast(monkeypatch: pytest.MonkeyPatch):
+    right = peaks()
+    monkeypatch.setattr(DirectionProgram, "last_reads", {})
+    wrong = peaks()
+    for (measured, forecast), (more_measured, more_forecast) in zip(right, wrong, strict=True):
+        assert more_measured > measured
+        assert more_forecast > forecast
+
+
+def test_a_value_that_is_freed_too_early_is_missed(monkeypatch: pytest.MonkeyPatch):
+    first = property(lambda self: {readers[0]: (name,) for name, readers in self.reads.items()})
+    monkeypatch.setattr(DirectionProgram, "last_reads", first)
+    with pytest.raises(KeyError):
+        peaks()
