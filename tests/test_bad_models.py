@@ -105,7 +105,7 @@ def its_line(op: type[nn.Module]) -> tuple[int, str]:
     return first + 1, Path(__file__).read_text().splitlines()[first].strip()
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @every_bad_operator
 @pytest.mark.parametrize("grid", ["1x2", "2x1", "2x2"])
 def test_an_operator_without_a_rule_is_refused_with_the_mend(op: type[nn.Module], operator: str, grid: str):
@@ -120,7 +120,7 @@ def test_an_operator_without_a_rule_is_refused_with_the_mend(op: type[nn.Module]
     )
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(6)
 @every_bad_operator
 @pytest.mark.parametrize("grid", ["1x1", "1x2", "2x2"])
 def test_the_mend_mends(op: type[nn.Module], operator: str, grid: str):
@@ -212,7 +212,7 @@ OTHER_AXES: dict[str, Callable[[], nn.Module | Function]] = {
 }
 
 
-@pytest.mark.sampled(21)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("name", OTHER_AXES)
 @pytest.mark.parametrize("grid", ["1x1", "1x2", "2x2"])
 def test_rows_and_columns_on_other_axes(name: str, grid: str):

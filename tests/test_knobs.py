@@ -39,7 +39,7 @@ MISFITS = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("knob", MISFITS)
 def test_so_does_what_does_not_fit_the_model_or_the_batch(knob: str):
     with pytest.raises(Mpi4dlError) as caught:

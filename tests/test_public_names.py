@@ -26,7 +26,7 @@ def _calibrated_quickly() -> None:
         CalibrationCache.of(2, cluster.backend).write(replace(machine, quick=False, noise=Noise()))
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", mpi4dl_nb.__all__)
 def test_the_example_of_a_public_name_runs(name: str, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -25,6 +25,7 @@ def counted(monkeypatch) -> list[tuple[int, ...]]:
     return found
 
 
+@pytest.mark.nightly
 def test_plans_with_micro_batches_of_one_shape_and_precision_share_a_trace(counted):
     known = TraceCache(resnet20_v1(), (4, 3, 32, 32), nn.CrossEntropyLoss())
     assert not known.has_graph(Plan())

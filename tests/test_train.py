@@ -81,7 +81,7 @@ def read_shard(training: RankTraining, images: LabelledImages, numbers: Sequence
     return reader.assemble([(number, None) for number in numbers], reader.fetch)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.nightly
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_each_rank_reads_what_is_cut_for_it_from_the_whole(model: str, plan: Plan):
@@ -190,7 +190,7 @@ def oracle(model: nn.Module, plan: Plan, images: LabelledImages, epochs: int, se
     return found
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.nightly
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_loss_and_accuracy_are_those_of_one_process(model: str, plan: Plan):

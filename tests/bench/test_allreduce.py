@@ -54,6 +54,7 @@ def test_where_there_is_no_gloo(monkeypatch):
         assert gloo is None
 
 
+@pytest.mark.nightly
 def test_the_lines(mpiexec):
     done = mpiexec(2, "-m", "engines", "bench", "allreduce", "--max-bytes", 1 << 18, "--iterations", 3)
     assert done.returncode == 0, done.stderr

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from mpi4dl_nb.bench_monitor import main
 
 
+@pytest.mark.nightly
 def test_it_tells_what_a_monitor_costs(capsys):
     main(["--backend", "loopback", "--pairs", "1", "--steps", "3", "--size", "16"])
     *said, last = capsys.readouterr().out.splitlines()

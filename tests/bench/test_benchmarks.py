@@ -60,7 +60,7 @@ def test_titles_and_names_are_told_apart():
         assert len({case.name for case in study.cases}) == len(study.cases)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", SMALL)
 def test_real_lines_have_what_the_page_shows(kind: str, tmp_path, capsys):
     study = small(kinds()[kind])
@@ -153,6 +153,7 @@ def test_figures_that_are_none_are_refused(tmp_path):
         BenchmarkResults.load(path)
 
 
+@pytest.mark.nightly
 def test_a_command_that_fails_says_why():
     with pytest.raises(RankError, match="ended with 2: PlanError: The plan needs 4 ranks"):
         run_case(BenchmarkCase("", 2, ("bench", "halo", "--num-spatial-parts", "4")))

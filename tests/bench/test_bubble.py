@@ -21,6 +21,7 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("schedule", PLANS)
 def test_every_schedule_is_measured_beside_its_formula(schedule: str):
     plan = Plan(schedule=schedule, spatial_size=0, **PLANS[schedule])

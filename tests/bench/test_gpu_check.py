@@ -43,6 +43,7 @@ def bare(tmp_path) -> Path:
     return path
 
 
+@pytest.mark.nightly
 def test_without_a_gpu_it_says_so(bare, mpiexec):
     done = mpiexec(1, bare, "gpu-check")
     assert done.returncode == 0, done.stderr

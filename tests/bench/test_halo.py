@@ -46,6 +46,7 @@ SLICES = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("slices", SLICES.values(), ids=SLICES)
 def test_uneven_tiles_are_valid(slices: tuple[object, ...]):
     wanted = case(*UNEVEN, *slices)
@@ -149,6 +150,7 @@ def test_the_line(mpiexec):
         assert line[way]["ratio"] == pytest.approx(ours / theirs, rel=1e-2)
 
 
+@pytest.mark.nightly
 def test_what_cannot_be_run_is_said_in_one_line(mpiexec):
     done = mpiexec(2, "-m", "engines", "bench", "halo", "--num-spatial-parts", 4)
     assert done.returncode == 2, done.stderr

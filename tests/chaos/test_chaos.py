@@ -51,7 +51,7 @@ FEW = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("fault", FEW)
 def test_a_fault_is_told_and_nothing_is_wrong(trial: Trial, tmp_path: Path, fault: str):
     verdict = trial.round(draw(random.Random(1), PLAN.ranks, tmp_path / "note", [fault]))

@@ -38,7 +38,7 @@ def straight(cluster, tmp_path_factory):
     return training, history, folder
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.nightly
 @pytest.mark.parametrize(("step", "epoch"), [(1, 0), (2, 1), (3, 1), (4, 2)])
 def test_one_more_epoch_is_trained(cluster, straight, step: int, epoch: int):
     """Behind an epoch's last step the whole next one, else the rest of the one that has begun."""

@@ -54,7 +54,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", DAMAGES)
 def test_a_folder_goes_on_from_the_newest_that_is_whole(how: str, recipe: Recipe, folder: Path):
     damage, why = DAMAGES[how]

@@ -38,7 +38,7 @@ PAIRS = [  # saved under, loaded under, what moves the weights
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.nightly
 @pytest.mark.parametrize(("saved", "loaded", "optimiser", "scheduler"), PAIRS)
 def test_training_goes_on_under_any_plan(saved: str, loaded: str, optimiser: str, scheduler: str, tmp_path: Path):
     """Losses of the steps behind the break, and weights, buffers and optimiser at the end."""
@@ -59,7 +59,7 @@ def test_training_goes_on_under_any_plan(saved: str, loaded: str, optimiser: str
     assert distance(other.tensors, straight.tensors) <= 1e-12
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["sgd", "adam", "rmsprop"])
 def test_plain_pytorch_goes_on_where_the_ranks_were(name: str, tmp_path: Path):
     """Weights by the library, the optimiser and scheduler by what this package reads for them."""

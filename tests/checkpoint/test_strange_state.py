@@ -145,7 +145,7 @@ VALUES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 }
 
 
-@pytest.mark.sampled(14)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("how", VALUES)
 def test_values_that_would_fail_later_are_refused(how: str, copied: Path):
     change, words = VALUES[how]
@@ -171,7 +171,7 @@ def test_plain_pytorch_is_not_given_it_either(copied: Path):
         optimiser_state(copied, model, OPTIMISERS["adam"](trained))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["Adadelta", "Adafactor", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "Rprop"])
 def test_every_optimiser_of_pytorch_goes_on_from_its_own_state(name: str, tmp_path: Path):
     """Also those that keep numbers, or parts of a weight's sides, or look at their numbers as they step."""

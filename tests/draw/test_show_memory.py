@@ -67,6 +67,7 @@ def test_another_rank_can_be_looked_at(traces):
         show_memory(plan, resnet20_v1())
 
 
+@pytest.mark.nightly
 def test_a_training_shows_its_own():
     plan = Plan(split_size=2, slice_method="1x2")
     with Cluster(plan.ranks, backend="loopback") as cluster:

@@ -119,7 +119,7 @@ def test_ranks_that_are_threads_have_one_memory():
     assert format_progress_html(threads).count("256.0 MB") == 1
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.nightly
 @pytest.mark.parametrize("ranks", [1, 3, 16, 40])
 def test_it_can_be_read(ranks: int):
     plan = Plan(split_size=1, slice_method=f"1x{ranks}")

@@ -37,7 +37,7 @@ def bars(figure) -> dict[tuple[int, str], list[tuple[float, float]]]:
     return drawn
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.nightly
 @pytest.mark.parametrize("made", [GEMS, SPLIT, LOOPED, LONG], ids=lambda made: made.name)
 def test_every_slot_is_drawn_where_it_is(made: Schedule):
     expected = defaultdict(list)

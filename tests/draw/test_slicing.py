@@ -105,6 +105,7 @@ def test_what_is_hatched_is_what_the_program_borrows(layer):
     assert hatched(zoom, HALO) == {corners(move.tile) for move in exchange.receives}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layer", READS)
 def test_what_is_outlined_is_what_the_ranks_own(layer):
     plan = tiles_of("2x3")
@@ -133,7 +134,7 @@ def test_the_bytes_are_those_that_the_ranks_sent():
         assert sent == [point.count_bytes(point.exchanges[rank].sends) for point in points]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("grid", "layer"), CASES)
 def test_no_text_lies_on_another(grid, layer):
     assert unreadable(show_slicing(TISSUE, tiles_of(grid), RECIPE, layer)) == []

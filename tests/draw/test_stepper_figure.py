@@ -65,6 +65,7 @@ def test_all_that_is_written_can_be_read(stepping, go):
         assert f"Rank {rank.rank} ({rank.role}) did {format_step_label(rank.did, 'nothing yet')}" in figure.alt
 
 
+@pytest.mark.nightly
 def test_a_halo_is_shown_with_its_values(stepping):
     at_halo(stepping)
     view, figure = stepping.view(channel=3), show_step(stepping, channel=3, message=1)

@@ -211,7 +211,7 @@ def many(ranks: int, each: int) -> Timeline:
     return Timeline(tuple(events))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ranks", [1, 2, 12, 13, 40])
 def test_no_text_lies_on_another(ranks):
     assert unreadable(show_timeline(many(ranks, 5), Plan(split_size=1, slice_method=f"1x{ranks}"))) == []

@@ -142,6 +142,7 @@ def of_two_minds(scores: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(scores, labels) + ((labels != VOID) * scores[:, 0]).mean()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("loss", [bce, dice, of_two_minds])
 def test_a_loss_that_leaves_nothing_out_is_refused_before_a_rank_works(table: Path, loss: Loss):
     images, plan = table_images(table, None, classes=3, ignore=VOID), PLANS["2x2"]

@@ -64,6 +64,7 @@ def test_weights_of_a_checkpoint_need_no_other_file_of_it(tmp_path: Path):
     assert all(torch.equal(other.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.nightly
 def test_a_region_with_given_weights(files: Path):
     lines = run_ranks(2, lambda world: predict(world, flags(files)))
     assert lines[0]["answer"] == str(files / "out.tif")
@@ -85,7 +86,7 @@ def test_the_class_of_an_image(files: Path):
     assert (line["per_pixel"], line["walks"]) == (False, 2)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("others", "error", "message"),
     [

@@ -112,6 +112,7 @@ def test_any_number_of_ranks_gives_the_same_bits(ranks: int):
     assert 2 < found.overhead < 3  # windows of 91 x 104 px for tiles of 47 x 60, less at the edges
 
 
+@pytest.mark.nightly
 def test_kinds_of_answers_for_each_pixel():
     model, expected = unet(), oracle(unet(), (0, 0, 64, 80))
     kinds = {kind: swept(model, 2, (0, 0, 64, 80), kind).answer for kind in ("classes", "probabilities")}
@@ -160,6 +161,7 @@ def test_tiles_are_as_large_as_the_bound_allows():
     assert fit_tiles(graph, 5, 10**12).grid.tiles >= 5
 
 
+@pytest.mark.nightly
 def test_a_bound_that_no_tile_keeps():
     graph = prepare_region(unet(), make_padded_region(open_image(np.zeros((600, 600, 3), np.uint8))))[0].graph
     with pytest.raises(PlanError, match=r"A tile of 128 px takes \d+ MB .*only 1 MB of the bound are left"):
@@ -203,6 +205,7 @@ def every_rank_says(message: str, ranks: int, work: Callable[[Any], object]) -> 
     run_ranks(ranks, one)
 
 
+@pytest.mark.nightly
 def test_a_picture_that_cannot_be_read_everywhere(tmp_path: Path):
     picture = Torn("torn.svs", RANDOM.integers(0, 256, (150, 190, 3), np.uint8))
     region = make_padded_region(picture, (0, 0, 148, 188))

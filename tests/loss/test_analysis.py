@@ -86,7 +86,7 @@ def losses_of(loss: Loss) -> tuple[str, float, float]:
     return recipe.graph.whole.unknown, sum(found.values()) / 2, judge(model(images), labels).item()
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", EXACT)
 def test_what_is_known_is_exact(name: str):
     unknown, found, wanted = losses_of(EXACT[name])
@@ -94,7 +94,7 @@ def test_what_is_known_is_exact(name: str):
     assert found == pytest.approx(wanted, rel=1e-12, abs=1e-14)
 
 
-@pytest.mark.sampled(11)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_what_is_not_is_said(name: str):
     unknown, found, wanted = losses_of(UNKNOWN[name])

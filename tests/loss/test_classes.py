@@ -71,7 +71,7 @@ def cluster():
         yield started
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", TAKEN)
 def test_whatever_plain_pytorch_takes_is_trained(cluster, name: str):
     model, loss, labels = TAKEN[name]
@@ -81,6 +81,7 @@ def test_whatever_plain_pytorch_takes_is_trained(cluster, name: str):
     training.close()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("loss", "label", "said"),
     [

@@ -48,7 +48,7 @@ def test_a_mean_of_micro_batches_is_warned_of_and_described(cluster):
     training.close()
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("loss", WHOLE)
 def test_of_the_loss_of_the_whole_batch_nobody_is_warned(cluster, loss: str):
     with warnings.catch_warnings():
@@ -83,6 +83,7 @@ def test_images_are_weighted_by_what_their_losses_divide_by(judge):
     assert found == pytest.approx(judge(model(images), labels).item(), rel=1e-12)
 
 
+@pytest.mark.nightly
 def test_images_without_such_a_weight_count_alike():
     for judge in (dice, WHOLE["masked"], WHOLE["wrapped"].double(), F.mse_loss):
         weights = ImageWeights.of(

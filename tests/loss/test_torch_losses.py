@@ -96,7 +96,7 @@ def cluster():
         yield started
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("make", [scores_of_pixels, scores_of_images])
 @pytest.mark.parametrize("name", LOSSES)

@@ -235,7 +235,7 @@ def test_a_wrong_depth_is_told_its_neighbours(make: Make, depth: int, told: str)
 # ---- AmoebaNet-D
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("num_layers", "num_filters", "gpipe", "torchgpipe"),
     [

@@ -31,7 +31,7 @@ def test_three_steps_are_those_of_one_process(name: str, split: int, grid: str):
     assert line["ok"], line
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_of_monai_on_tiles(name: str):
     pytest.importorskip("monai")

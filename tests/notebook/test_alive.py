@@ -196,6 +196,7 @@ def test_a_name_is_found_through_what_holds_a_thing():
     assert THREAD
 
 
+@pytest.mark.nightly
 def test_a_result_that_a_variable_refers_to_counts():
     """IPython keeps the last result under `_` and in `Out`: the variable may refer to the same dict or list."""
     thing = Clock()
@@ -224,6 +225,7 @@ def test_a_cluster_in_the_last_result_ends_only_without_a_variable(monkeypatch, 
     assert within(5, lambda: count_alive_ranks() == 1)
 
 
+@pytest.mark.nightly
 def test_a_module_of_the_users_that_holds_a_thing_counts(tmp_path, monkeypatch):
     (tmp_path / "lab_of_mine.py").write_text("held = {}\n")
     monkeypatch.syspath_prepend(tmp_path)

@@ -123,6 +123,7 @@ def test_a_failure_releases_those_that_wait_and_is_told_at_once(cluster, waiting
     check_usable(cluster)
 
 
+@pytest.mark.nightly
 def test_a_failure_is_told_while_others_still_compute(cluster):
     def fails(host):
         if host.world.rank == 1:
@@ -377,6 +378,7 @@ def test_a_rank_that_ends_in_order_is_named_while_others_wait_for_it(cluster, ho
     check_usable(cluster)
 
 
+@pytest.mark.nightly
 @over_mpi
 def test_a_process_that_a_rank_forks_ends_by_its_own_code(cluster):
     def forks(host):
@@ -437,6 +439,7 @@ def test_of_work_that_is_done_together_the_rank_is_named_where_it_failed(cluster
             cluster.call(works)
 
 
+@pytest.mark.nightly
 @over_mpi
 def test_a_rank_that_hangs_in_the_midst_of_a_gather_is_named(cluster):
     """The others wait for its message."""

@@ -109,7 +109,7 @@ def test_the_losses_are_those_of_one_process(ranks, workers: int):
     assert not feeders()
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 def test_one_rank_and_several_tell_the_same(ranks, one):
     many, alone = (training(where).fit(images(), epochs=2, progress=False, drop_last=True) for where in (ranks, one))
     if ranks[0].micro_batches == 1:  # otherwise batch norm has other images to norm by
@@ -136,7 +136,7 @@ def test_it_begins_anew_where_it_is_told_to_or_with_other_images(ranks):
         assert mine.feed_state["images"] == len(found)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 def test_a_break_in_mid_epoch_changes_nothing(ranks):
     """A bad image ends it; when the picture is mended, it goes on in the middle of the epoch."""
     whole = training(ranks).fit(SyntheticImages(7, SIZE, 3, seed=1), epochs=2, progress=False, drop_last=True)
@@ -188,6 +188,7 @@ def test_held_out_images_are_judged_and_change_nothing(ranks):
     assert last.counts.dice == history.epochs[-1].record["held_out_dice"]
 
 
+@pytest.mark.nightly
 def test_bad_held_out_images_end_it_or_are_left_out(one, capsys):
     judge = Bad((1,), 3)
     with pytest.raises(ImageError, match=r"pictures/1.png is damaged"):
@@ -297,6 +298,7 @@ def test_weights_that_only_some_ranks_have_changed_are_told(ranks):
 # ---- said before a rank is asked
 
 
+@pytest.mark.nightly
 def test_more_classes_than_the_model_answers_for(one):
     with pytest.raises(ImageError, match="have 5 classes, but the loss takes numbers of 3"):
         training(one).fit(SyntheticImages(7, SIZE, 5))
@@ -309,6 +311,7 @@ def test_nothing_to_judge_by(one):
         training(one).fit(images(), held_out=SyntheticImages(0, SIZE, 3))
 
 
+@pytest.mark.nightly
 def test_a_log_that_cannot_be_written_ends_it_before_the_first_step(one, tmp_path: Path):
     mine = training(one)
     with pytest.raises(PlanError, match="cannot be written"):

@@ -97,7 +97,7 @@ def test_a_failure_is_healed_in_place(cluster, undisturbed, tmp_path):
     assert [json.loads(line)["steps"] for line in log.read_text().splitlines()] == [4, 4]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @over_mpi
 @pytest.mark.parametrize("kind", ["kill", "stop"])
 def test_dead_ranks_are_started_anew(cluster, undisturbed, tmp_path, kind):

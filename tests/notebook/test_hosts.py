@@ -230,6 +230,7 @@ def test_a_host_without_this_python_is_told(ssh):
         Cluster(2, hosts=[FAR]).start()
 
 
+@pytest.mark.nightly
 def test_a_host_with_other_code_is_told(ssh, tmp_path):
     """Python looks first where it was started."""
     (tmp_path / "engines").mkdir()

@@ -141,6 +141,7 @@ def intrude(cluster: Cluster, ports: list[int], key: bytes | None, trap: Path) -
                 intruder.leave()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("key", [None, zmq.curve_keypair()[0]], ids=["no key", "a key of one's own"])
 def test_who_lacks_the_key_is_not_let_in_at_any_port(cluster, home, key, tmp_path):
     assert intrude(cluster, own_ports(home), key, tmp_path / "trap") == (0, 0)

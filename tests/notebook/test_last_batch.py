@@ -281,7 +281,7 @@ def test_it_goes_on_from_any_checkpoint_bit_by_bit(name: str, tmp_path: Path):
 # ---- the command
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("drop_last", [False, True], ids=["trained", "left out"])
 def test_the_command(monkeypatch, capsys, drop_last: bool):
     monkeypatch.setitem(run_train.__globals__["_APPLICATIONS"], "3", lambda *_: SyntheticImages(10, SIZE, 10))
@@ -324,7 +324,7 @@ def test_a_model_that_cannot_take_so_few_is_refused(cluster):
     assert found.steps == 0
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("data", "text"),
     [

@@ -181,6 +181,7 @@ def test_a_module_that_ranks_do_not_find_is_named(cluster, folder):
         sys.path.insert(0, path)
 
 
+@pytest.mark.nightly
 def test_without_compiled_files_what_may_have_changed_is_sent_as_it_is(folder, monkeypatch):
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     mine = loaded(folder, "plain_k", "def rate(host): return 0.1")

@@ -147,6 +147,7 @@ def test_a_killed_reaper_is_replaced(notebooks):
     assert said == [[0, 1], [0, 1]]
 
 
+@pytest.mark.nightly
 def test_what_even_the_reaper_did_not_survive_is_ended_by_the_next_start(notebooks, monkeypatch, tmp_path):
     notebook = notebooks["everything"]
     check_all_there(notebook.cluster, notebook.runtime)

@@ -67,6 +67,7 @@ def test_batches_of_any_number(count: int, cluster: Cluster):
     assert close(training.predict(images), plain(training, images))
 
 
+@pytest.mark.nightly
 def test_batches_of_another_size_and_after_more_steps(cluster: Cluster):
     training = trained(segmenter(), SEGMENTS, cluster, per_pixel=True)
     images = torch.randn(2, 3, 16, 28)

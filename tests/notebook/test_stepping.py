@@ -107,7 +107,7 @@ def walk_layers(stepping: StepDebugger) -> None:
 # ---- the same as a step at full speed
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.nightly
 @pytest.mark.parametrize("plan", [TILES, HALVES, PIPED], ids=["tiles", "halves", "piped"])
 @pytest.mark.parametrize("walk", [walk_instructions, walk_mixed, walk_twice, walk_layers])
 def test_a_walked_step_is_a_step(five, four, plan: Plan, walk: Callable[[StepDebugger], None]):

@@ -107,6 +107,7 @@ def trained(request, cluster) -> Trained:
     return Trained(model, losses, training.state_dict(), alone(model, data))
 
 
+@pytest.mark.nightly
 def test_rules_of_the_update_are_those_of_one_process(cluster):
     """Gradients bounded over all ranks, and a rate that falls."""
     data = batches(3)
@@ -202,6 +203,7 @@ def test_steps_from_several_threads_come_one_after_another(cluster):
     assert second.steps == 6
 
 
+@pytest.mark.nightly
 def test_images_may_be_arrays(cluster):
     (images, labels), *_ = batches(1)
     training = Training(unet(), TILES, cluster, SHAPE)
@@ -236,7 +238,7 @@ def test_fit_goes_on_where_the_last_one_ended(cluster):
 # ---- verify
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("plan", [TILES, replace(STRIPS, precision="float32")], ids=["tiles", "strips in float32"])
 def test_verify_compares_in_float64(cluster, plan: Plan):
     proof = Training(unet(), plan, cluster, SHAPE).verify()
@@ -427,7 +429,7 @@ def training(cluster) -> Training:
     return Training(unet(), TILES, cluster, SHAPE)
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("change", "message"), BAD_BATCHES.values(), ids=BAD_BATCHES)
 @pytest.mark.parametrize("verb", ["step", "fit", "verify"])
 def test_a_batch_that_does_not_fit(training: Training, monkeypatch, change: Change, message: str, verb: str):
@@ -438,7 +440,7 @@ def test_a_batch_that_does_not_fit(training: Training, monkeypatch, change: Chan
         training.step(*bad) if verb == "step" else getattr(training, verb)([bad])
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("plan", [TILES, STRIPS], ids=["tiles", "strips"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_loss_that_is_no_number_changes_nothing(cluster, plan: Plan, value: float):
@@ -456,6 +458,7 @@ def test_a_loss_that_is_no_number_changes_nothing(cluster, plan: Plan, value: fl
     assert (before, training.step(*second)) == same(alone(unet(), [first, second]).mean_losses)
 
 
+@pytest.mark.nightly
 def test_a_label_that_the_loss_leaves_out(cluster):
     images, labels = batches(1)[0]
     labels[0, :3] = -100
@@ -497,6 +500,7 @@ def test_one_weight_under_two_names_is_trained_as_one(cluster, plan):
     torch.testing.assert_close({name: state[name] for name in weights}, weights, rtol=1e-10, atol=0)
 
 
+@pytest.mark.nightly
 def test_a_label_that_the_loss_leaves_out_by_a_number_of_its_own(cluster):
     """255 is what many masks of pixels say where nobody has looked."""
     images, labels = batches(1)[0]
@@ -512,6 +516,7 @@ def test_a_label_below_zero(training: Training):
         training.step(images, labels - 1)
 
 
+@pytest.mark.nightly
 def test_a_model_of_which_nothing_is_trained(cluster):
     training = Training(unet().requires_grad_(False), TILES, cluster, SHAPE)
     assert training.step(*batches(1)[0]) == same(alone(unet(), batches(1)).mean_losses[0])

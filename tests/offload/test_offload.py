@@ -79,7 +79,7 @@ def trained(recipe: Recipe) -> list[tuple[dict, list]]:
     return run_ranks(recipe.plan.ranks, work)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("name", PLANS)
 def test_the_same_bits(model: str, name: str, reads_files: bool, monkeypatch):

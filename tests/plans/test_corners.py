@@ -77,7 +77,7 @@ CORNERS: dict[str, tuple[nn.Module, dict[str, Any], Loss]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CORNERS)
 def test_exact(name: str):
     model, knobs, loss = CORNERS[name]

@@ -88,6 +88,7 @@ def test_a_kind_that_cannot_run_says_why():
     assert explained.ranks == 40
 
 
+@pytest.mark.nightly
 def test_the_parts_of_the_time_are_all_of_it(found):
     for each in found.fitting:
         shares = compute_time_shares(each.timeline)

@@ -55,6 +55,7 @@ def test_what_is_held_after_each_step_is_as_measured():
             assert memory.after[index] == pytest.approx(measured.after[index], abs=0.05 * measured.peak_bytes)
 
 
+@pytest.mark.nightly
 def test_computing_again_keeps_less():
     plan = Plan(split_size=1, spatial_size=0)
     graph = prepare(resnet20_v1(), plan, (2, 3, 64, 64)).graph

@@ -28,7 +28,7 @@ def traces() -> TraceCache:
     return TraceCache(resnet20_v1(), (4, 3, 64, 64), nn.CrossEntropyLoss())
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.nightly
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.summary)
 def test_layers_and_the_rest_are_the_peak_by_kind(plan, traces):
     traced = traces.get_graph(plan)

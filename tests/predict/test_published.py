@@ -86,6 +86,7 @@ def test_the_command_prints_what_the_simulator_says(capsys):
     assert f"{1_281_167 / found.images_per_s:.5g}" in shown[1]
 
 
+@pytest.mark.nightly
 def test_data_parallel_replicas_wait_for_each_other_little(capsys):
     """1536 times one GPU, less what the sums of gradients cost."""
     pytest.importorskip("monai")

@@ -55,6 +55,7 @@ def test_what_does_not_fit_is_set_apart(graph_of):
         search(2, 2, graph_of, FLAT, rank_bytes=10)
 
 
+@pytest.mark.nightly
 def test_what_does_not_fit_is_taken_with_activations_computed_again():
     graph_of = TraceCache(resnet20_v1(), (4, 3, 64, 64), nn.CrossEntropyLoss()).get_graph
     plan = Plan(split_size=2, spatial_size=0, parts=4)

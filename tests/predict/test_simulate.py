@@ -181,7 +181,7 @@ def test_a_faster_link_is_never_slower(compiled, which, bandwidth, latency, time
     assert after <= before * (1 + 1e-9)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.nightly
 @pytest.mark.parametrize("which", range(len(PLANS)))
 def test_no_rank_is_done_before_its_own_work_and_each_step_happens_once(compiled, which):
     programs, tallies = compiled[which]

@@ -61,7 +61,7 @@ def test_capabilities_need_plans_and_sizes():
         capabilities(MODEL, "nowhere", 4)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("plan", [ONE, Plan(split_size=1, slice_method="2x2"), Plan(split_size=2, slice_method="1x3")])
 def test_the_largest_image_fits_and_the_next_does_not(plan):
     found = largest_image(MODEL, plan, SMALL, batch=2, step_px=16)

@@ -175,6 +175,7 @@ def test_who_stops_between_two_instructions_has_sent_what_others_wait_for(comput
     assert all(run_ranks(plan.ranks, work))
 
 
+@pytest.mark.nightly
 def test_tiles_in_turn_send_their_gradients_home(computed: list[str]):
     plan = Plan(split_size=2, spatial_size=1, slice_method="1x2", precision="float64")
     recipe = prepare(resnet20_v1(), plan, (2, 3, 32, 32), device="cpu")

@@ -88,6 +88,7 @@ class Read(nn.Module):
         return torch.cat([reader(x) for reader in self.readers], 1)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("model", "grid"),
     [
@@ -108,7 +109,7 @@ def test_readers_that_read_alike_share_strips_and_others_do_not():
     assert len(halves_of(program_of(Read(*same, nn.Conv2d(3, 2, 5, padding=2)), overlapping("2x2")))) == 4
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.nightly
 @pytest.mark.parametrize("model", [UNet(num_classes=3, width=2), Skips()], ids=["UNet", "Skips"])
 @pytest.mark.parametrize("grid", ["2x2", "1x3"])
 def test_no_message_more(model: nn.Module, grid: str):
@@ -122,6 +123,7 @@ def test_no_message_more(model: nn.Module, grid: str):
 # ---- exactness, to the bit
 
 
+@pytest.mark.nightly
 @trials(25)
 @given(g=geometries(), groups=st.integers(1, 2), seed=seeds)
 @example(g=Geometry(Grid(2, 2), (9, 12), (5, 6), (3, 3), (2, 2), (1, 1), (1, 1), (0, 1)), groups=2, seed=0)
@@ -150,7 +152,7 @@ def test_transposed_convolution(g: Geometry, seed: int):
     assert_exact(with_whole_weights(conv, seed), pixels, overlapping(g.grid))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fused", [0, 2])
 @pytest.mark.parametrize("grid", ["2x2", "3x1", "2x3"])
 def test_values_that_several_layers_read(grid: str, fused: int):
@@ -159,7 +161,7 @@ def test_values_that_several_layers_read(grid: str, fused: int):
     assert_exact(with_whole_weights(model), whole_numbers(1, 3, 19, 22), overlapping(grid, fused))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "knobs",
     [

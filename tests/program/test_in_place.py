@@ -75,7 +75,7 @@ PLANS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", PLANS)
 def test_the_same_bits(name: str, monkeypatch):
     trained, _ = _trained(PLANS[name])

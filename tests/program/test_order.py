@@ -75,7 +75,7 @@ def walked(order: DependencyOrder, found: Sequence[tuple[StepLabel, ...]], unit:
         yield at
 
 
-@pytest.mark.sampled(22)
+@pytest.mark.sampled(11)
 @every_plan
 @pytest.mark.parametrize("unit", UNITS)
 def test_every_unit_leads_to_the_end_and_never_leaves_a_rank_waiting(plan: Plan, unit: str):

@@ -74,7 +74,7 @@ def test_what_leaves_too_early_is_found(monkeypatch: pytest.MonkeyPatch):
         exact("tiles")
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("module", "name"), [(exchange_runner, "tiles"), (exchange_runner, "halos meanwhile"), (update, "tiles")]
 )
@@ -99,7 +99,7 @@ def test_a_message_that_leaves_before_it_is_packed_is_found(module, name: str, m
         exact(name)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["tiles", "pipeline behind tiles"])
 def test_memory_of_which_the_allocator_was_not_told_is_found(name: str, monkeypatch: pytest.MonkeyPatch):
     use_streams(monkeypatch)

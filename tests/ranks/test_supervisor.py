@@ -79,6 +79,7 @@ def test_it_tells_of_a_rank_that_is_stopped_even_where_it_has_nothing_to_do():
     assert (first["event"], first["state"]) == ("still", "T")
 
 
+@pytest.mark.nightly
 def test_the_rank_ends_with_whoever_has_started_its_supervisor():
     """mpiexec, or a host's daemon, was killed: nobody is left to end what it has started."""
     supervisor = [sys.executable, "-m", "engines.comm.supervisor", sys.executable, "-c", "import time; time.sleep(60)"]

@@ -171,7 +171,7 @@ def mask_of_windows(x: Tensor) -> Tensor:
 NEW = {"shifted": shifted, "padded": padded, "into memory": into_memory, "one hot": one_hot, "mask": mask_of_windows}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", NEW)
 @trials(6)
 @given(case=images_on_grids(), seed=seeds)
@@ -181,7 +181,7 @@ def test_what_is_written_into_new_memory(name: str, case: tuple[Grid, Pair], see
     check(NEW[name], whole_numbers(2, 4, *size_px, seed=seed), grid)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", [*WRITES, *NEW])
 @pytest.mark.parametrize("how", [{"halo_d2": True, "fused_layers": 2}, {"overlap_halos": True}])
 def test_assignment_between_convolutions(name: str, how: dict[str, object]):

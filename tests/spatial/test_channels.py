@@ -122,7 +122,7 @@ def test_channels_and_batch(name: str, case: tuple[Grid, Pair], seed: int):
     check({**SHAPES, **ALONG}[name], whole_numbers(2, 4, *size_px, seed=seed), grid)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CLOSE)
 @trials(5)
 @given(case=images_on_grids(), seed=seeds)

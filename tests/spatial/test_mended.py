@@ -10,7 +10,7 @@ from torch.profiler import profile
 from engines.spatial.kernels import get_kernel
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("stride", [(1, 1), (2, 2), (1, 3)])
 @pytest.mark.parametrize(("channels", "groups"), [(3, 1), (4, 1), (6, 3), (12, 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

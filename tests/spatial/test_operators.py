@@ -264,7 +264,7 @@ POINTWISE = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", POINTWISE)
 @trials(4)
 @given(case=images_on_grids(), seed=seeds)
@@ -488,6 +488,7 @@ def test_chains(case: tuple[Grid, Pair], names: list[str], fork: bool, fused: in
     check(model, whole_numbers(1, 2, *size_px, seed=seed), grid, fused=fused)
 
 
+@pytest.mark.nightly
 @trials(20)
 @given(
     first=images_on_grids(),
@@ -562,7 +563,7 @@ WAYS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.sampled(11)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", WAYS)
 @pytest.mark.parametrize("grid", ["1x1", "1x2", "2x2"])
 def test_ways_to_use_a_weight(name: str, grid: str):

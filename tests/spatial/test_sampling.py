@@ -85,7 +85,7 @@ def test_antialiasing_to_one_column_is_refused():
         check(shrink, whole_numbers(1, 1, 9, 1), Grid(2, 1))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.nightly
 @pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
 @trials(20)
 @given(case=images_on_grids(), pads=st.tuples(*[st.integers(0, 5)] * 4), seed=seeds)
@@ -98,7 +98,7 @@ def test_pads_that_copy(mode: str, case: tuple[Grid, Pair], pads: tuple[int, int
     check(lambda x: F.pad(x, pads, mode=mode), whole_numbers(1, 2, height, width, seed=seed), grid)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.nightly
 @pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
 @trials(6)
 @given(case=images_on_grids(), seed=seeds)

@@ -81,7 +81,7 @@ MOVED = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", BIT_EQUAL)
 @trials(5)
 @given(case=images_on_grids(), seed=seeds)
@@ -135,6 +135,7 @@ class Turned(nn.Module):
         return F.grid_sample(x, F.affine_grid(turn, x.shape, align_corners=False), align_corners=False)
 
 
+@pytest.mark.nightly
 @trials(8)
 @given(case=images_on_grids(), seed=seeds)
 def test_a_spatial_transformer(case: tuple[Grid, Pair], seed: int):
@@ -171,6 +172,7 @@ def test_between_layers(fused: int, middle: object, case: tuple[Grid, Pair], see
 # ---- outputs that are too few to be tiled
 
 
+@pytest.mark.nightly
 @trials(40)
 @given(g=geometries(few=True), seed=seeds)
 def test_convolution_that_leaves_few_pixels(g: Geometry, seed: int):

@@ -72,7 +72,7 @@ def on_ranks(model: nn.Module, plan: Plan, data: list[tuple[Tensor, Tensor]]) ->
     return run_ranks(plan.ranks, train)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_it_is_the_mean_of_a_plain_loop(plan: Plan):
     model, data = made(), batches(plan)

@@ -128,7 +128,7 @@ def assert_trained_alike(training: Training, model: nn.Module, losses: list[floa
         torch.testing.assert_close(state[key], tensor, rtol=1e-10, atol=1e-12, msg=key)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("plan", [STAGES, TILES, MIRRORED], ids=["stages", "tiles", "both directions"])
 @pytest.mark.parametrize("name", [*NAMED, *LISTED])
 def test_groups_mean_on_ranks_what_they_mean_in_one_process(name: str, plan: Plan):
@@ -341,7 +341,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_would_train_something_else_is_refused(kind: str):
     optimiser, message = REFUSED[kind]

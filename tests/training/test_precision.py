@@ -98,6 +98,7 @@ class Sums(nn.Module):
         return self.head(x.mean((2, 3)) + x.amax((2, 3)) + x.var((2, 3)))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("precision", HALVES)
 def test_what_is_summed_over_tiles_is_summed_in_float32(precision: str):
     torch.manual_seed(0)
@@ -183,6 +184,7 @@ def test_a_graph_with_casts_computes_without_autocast_what_the_model_does_with_i
 # ---- what travels and what stays
 
 
+@pytest.mark.nightly
 def test_halos_travel_in_half_precision_and_moments_do_not():
     recipe = recipe_of(resnet20_v1(), "bfloat16", split_size=2, slice_method="2x2")
     programs = compile_plan(recipe.graph, recipe.plan)

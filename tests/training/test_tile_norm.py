@@ -82,7 +82,7 @@ def compared(plan: Plan, make=resnet20_v1, shape=(2, 3, 22, 18)) -> tuple[Compar
     return tiled, plain
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("grid", ["2x2", "1x3", "3x1"])
 def test_each_tile_is_normalised_by_itself(grid: str):
     tiled, plain = compared(Plan(split_size=1, slice_method=grid, **APART))

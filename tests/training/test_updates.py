@@ -55,7 +55,7 @@ OPTIMISERS: dict[str, Optimiser] = {
 }
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", OPTIMISERS)
 def test_optimisers(name: str):
     assert held(recipe_of(optimiser=OPTIMISERS[name])) <= 1e-10

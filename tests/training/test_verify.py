@@ -356,7 +356,7 @@ def wide() -> nn.Sequential:
     )  # fmt: skip
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("plan", [TILES, STAGES], ids=["tiles", "stages"])
 def test_an_update_that_rounding_decides_is_judged_by_the_ranks_own_gradients(plan: Plan):
     model, recipe = wide(), given(wide(), plan, Orthogonal)

@@ -83,6 +83,7 @@ def test_the_time_is_that_of_the_cluster_once_it_is_calibrated():
     assert "Predicted on as measured" in made.view.alt
 
 
+@pytest.mark.nightly
 def test_a_machine_that_cannot_run_the_model_is_told_and_its_memory_still_shown():
     slow = replace(MACHINES["Summit"], name="no convolutions", speeds={})
     made = Configurator(resnet20_v1(), SHAPE, machine=slow)
@@ -93,6 +94,7 @@ def test_a_machine_that_cannot_run_the_model_is_told_and_its_memory_still_shown(
         Configurator(resnet20_v1(), SHAPE, machine="sumit")
 
 
+@pytest.mark.nightly
 def test_words_and_several_numbers(chosen):
     chosen.knobs["spatial_size"].value = 2
     chosen.knobs["slice_method"].value = ("2x3", "vertical")
@@ -170,6 +172,7 @@ def test_a_model_that_cannot_be_traced_says_so():
     assert broken.start.disabled
 
 
+@pytest.mark.nightly
 def test_the_button_starts_and_resizes_the_cluster():
     cluster = Cluster(2, backend="loopback")
     chosen = Configurator(resnet20_v1(), SHAPE, cluster, Plan(slice_method="1x2"))

@@ -68,6 +68,7 @@ def test_a_fit_is_shown_as_it_was(training):
     assert not drawers()
 
 
+@pytest.mark.nightly
 def test_a_monitor_of_a_training_shows_all_its_fits(training):
     monitor = Monitor(training)
     assert "0 steps done" in monitor.figure.alt
@@ -133,6 +134,7 @@ def test_it_is_drawn_while_it_runs(training, monkeypatch):
     assert 0 < len(live[0].losses) < 4
 
 
+@pytest.mark.nightly
 def test_what_cannot_be_drawn_does_not_end_a_training(training, monkeypatch):
     monitor = Monitor(training)
     monkeypatch.setattr(module, "LOOK_S", 0.01)

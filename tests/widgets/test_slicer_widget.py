@@ -196,6 +196,7 @@ def test_without_a_model_there_are_tiles_and_pixels():
     assert "Pixel values" in slicer.figure.alt
 
 
+@pytest.mark.nightly
 def test_keys_choose_layers(slicer):
     press(slicer, "]", "]", "]", "[")
     assert slicer.layer.value == 1
@@ -229,6 +230,7 @@ class Plasma(Picture):
         out[..., 0], out[..., 1], out[..., 2] = rows[:, None] % 251, cols[None] % 241, 90
 
 
+@pytest.mark.nightly
 def test_a_slide_of_100000_px_is_read_from_the_level_that_fits():
     picture = Plasma(100_000)
     slicer = Slicer(picture, PLAN, Net())

@@ -68,6 +68,7 @@ def test_one_rank_goes_on_or_the_next(stepper: Stepper):
     assert moved(stepper) == [True, False, False]
 
 
+@pytest.mark.nightly
 def test_the_figure_follows_the_controls(stepper: Stepper):
     stepper.layer.value, stepper.kind.value = "2", "halo"
     stepper._handle_key("b")
@@ -83,6 +84,7 @@ def test_the_figure_follows_the_controls(stepper: Stepper):
     assert stepper.view.alt == stepper.figure.alt
 
 
+@pytest.mark.nightly
 def test_the_gradient_of_what_is_shown(stepper: Stepper):
     stepper.layer.value, stepper.kind.value, stepper.phase.value = "2", "halo", "backward"
     stepper._handle_key("b")
