@@ -73,7 +73,6 @@ class Trial:
         self.training, self.heard, self.folder = Training(model(), PLAN, cluster, SHAPE), Heard(), folder
         self.reference = Training(model(), PLAN, Cluster(PLAN.ranks, backend="loopback").start(), SHAPE)
         self.verdict: Verdict | None = None
-        self._state: dict[str, Tensor] = {}
         self._names: set[str] = set()
         self._began_to_heal: Callable[[], None] = lambda: None
         self._watch(cluster)
@@ -82,6 +81,7 @@ class Trial:
         cluster.call(disarm)
         cluster.hang_after_s = limit_s
         self.training.save(folder)
+        self._state: dict[str, Tensor] = self.training.state_dict()
 
     def round(self, fault: Fault) -> Verdict:
         """Some steps, in the midst of which, or before which, a fault happens."""
