@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from engines.graph.model_graph import TensorSpec, find_ref_names
 from engines.spatial.tiles import Move
 
-__all__ = ["Effects", "Instruction", "LocalOp", "Message", "Messages", "Phase", "Reduction"]
+__all__ = ["Effects", "Instruction", "LocalOp", "MessageSpec", "Messages", "Phase", "Reduction"]
 
 
 class Phase(Enum):
@@ -53,7 +53,7 @@ class LocalOp:
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class MessageSpec:
     """A message of `bytes` bytes to or from rank `peer`: the pixels of `move`, or backward their gradients."""
 
     peer: int
@@ -74,8 +74,8 @@ class Messages:
     """
 
     tag: int
-    sends: tuple[Message, ...]
-    receives: tuple[Message, ...]
+    sends: tuple[MessageSpec, ...]
+    receives: tuple[MessageSpec, ...]
     posts: bool
     waits: bool
     packed: int

@@ -8,7 +8,7 @@ from itertools import combinations
 from typing import ClassVar
 
 from engines.graph.model_graph import TensorSpec
-from engines.program.effects import Effects, Instruction, Message, Messages, Phase
+from engines.program.effects import Effects, Instruction, Messages, MessageSpec, Phase
 from engines.spatial.tiles import Move, Tile
 
 __all__ = ["ALIGNED_BYTES", "Exchange"]
@@ -105,7 +105,7 @@ class Exchange(Instruction):
         # A message goes from `source` to `target` of its move, and its gradient back.
         sends, receives = (
             tuple(
-                Message(move.target if away == forward else move.source, self.compute_bytes([move]), move)
+                MessageSpec(move.target if away == forward else move.source, self.compute_bytes([move]), move)
                 for move in side
             )
             for away, side in zip((True, False), moves, strict=True)
