@@ -60,6 +60,7 @@ def test_a_fault_is_told_and_nothing_is_wrong(trial: Trial, tmp_path: Path, faul
     assert verdict.wrong == []
 
 
+@pytest.mark.nightly
 def test_what_is_wrong_is_found(trial: Trial, tmp_path: Path):
     """Another rank is named, and other weights come out."""
     fault = draw(random.Random(1), PLAN.ranks, tmp_path / "note", ["raise:rank:step"])
