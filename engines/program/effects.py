@@ -1,7 +1,6 @@
 """The effects of an instruction, as data: all that forecasts, traffic, offloading and figures need to know of it.
 
-An instruction declares its effects in each phase (`Instruction.get_effects`). Only the runtime, which has a kernel for
-each kind, asks an instruction what it is.
+An instruction declares its effects in each phase (`Instruction.get_effects`). The runtime has a kernel for each kind.
 """
 
 from __future__ import annotations
@@ -67,9 +66,9 @@ class Messages:
 
     An instruction posts them, waits for them, or both. Messages of one tag, between two ranks, arrive in order.
     `packed` and `unpacked` are the bytes copied into and out of messages, `own` the bytes of the rank's own pixels that
-    are copied between the two values. They are not where the source was computed inside the window (`makes_room`), nor,
-    in the backward pass, where its gradient may be a part of the window's (`in_place`). `arena` is the memory that the
-    messages use of what is kept between steps. Otherwise they have memory of their own; `lasting` bytes of it are held
+    are copied between the two values. These stay in place if the source was computed inside the window (`makes_room`)
+    and, backward, if its gradient may be a part of the window's (`in_place`). `arena` is the memory that the messages
+    use of what is kept between steps. Otherwise they have memory of their own; `lasting` bytes of it are held
     until the next instruction has run, since nothing here waits for the end of the sends.
     """
 

@@ -13,7 +13,7 @@ from engines.graph.model_graph import ModelGraph, Node, TensorSpec
 from engines.images.picture import Picture
 from engines.plan import Plan
 from engines.program.compile import Compiler
-from engines.program.effects import LocalOp, Phase
+from engines.program.effects import LocalOp
 from engines.program.exchange import Exchange
 from engines.program.receptive import ReceptiveField, ReceptiveFields
 from engines.spatial.layout import Layout, Role, StageRanks
@@ -164,10 +164,11 @@ def _find_exchange_points(compiler: Compiler) -> Iterator[HaloPoint]:
         met: dict[int, dict[int, Exchange]] = {}
         readers: dict[int, dict[str, Node]] = {}
         for program in map(compiler.compile_rank, ranks.ranks):
+            reads = {name: found for way in program.direction_programs.values() for name, found in way.reads.items()}
+            ops_of = {item.name: item.local_ops for item in program.forward}
             for item in (item for item in program.forward if item.kind == "halo"):
                 met.setdefault(item.tag, {})[program.rank] = item
-                readers_of = (each for each in program.forward if item.target in each.get_effects(Phase.FORWARD).reads)
-                ops = [op for each in readers_of for op in each.local_ops]
+                ops = [op for reader in reads.get(item.target, ()) for op in ops_of[reader]]
                 found = _find_readers(ops, item.target, nodes)
                 readers.setdefault(item.tag, {}).update({node.name: node for node in found})
         for tag in sorted(met):

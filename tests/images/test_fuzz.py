@@ -11,7 +11,7 @@ CASES = {"pictures": 2160, "tables": 70, "zarr": 70}
 """As many of each of the 18 files, the 7 kinds of folders, and the 14 stores."""
 
 
-@pytest.mark.nightly
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", CASES)
 def test_damaged_files_are_read_or_refused_and_nothing_else(name: str):
     tally = fuzz.run_elsewhere(name, 0, CASES[name], seed=0)

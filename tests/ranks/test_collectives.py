@@ -30,7 +30,7 @@ def results(mpiexec, request: pytest.FixtureRequest) -> dict[str, list[str]]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.nightly
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", CASES)
 def test_over_gloo(name: str, results: dict[str, list[str]]) -> None:
     assert results[name] == []
