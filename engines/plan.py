@@ -330,7 +330,7 @@ def make_grid(method: str, tiles: int | None) -> Grid:
     Raises PlanError if the method is unknown, or does not fit the number of tiles.
 
     >>> make_grid("vertical", 3)
-    Grid(rows=1, cols=3)
+    Grid(1, 3)
     """
     if match := _GRID.fullmatch(str(method)):
         result = Grid(int(match[1]), int(match[2]))

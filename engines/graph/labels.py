@@ -126,7 +126,7 @@ class LabelCounter:
         }
         ways = program.direction_programs.values()
         feeds = [way.input_shards["labels"] for way in ways if "labels" in way.input_shards]
-        spread = any(feed.axes or (feed.tile and feed.tile.images) for feed in feeds)
+        spread = any(feed.axes for feed in feeds)
         self.sharers = len(Layout.of(plan).stages[-1].ranks) if spread else 1
         # A program like that of a forward pass, whose only inputs are labels.
         self.worker = None

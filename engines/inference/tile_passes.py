@@ -179,9 +179,7 @@ def estimate_pass_bytes(turn: TilePass, graph: ModelGraph, sums: Mapping[str, Te
         inputs = {name: _make_empty(spec) for name, spec in sums.items()}
         if turn.window is not None:
             images, tile = graph.inputs["images"], turn.window.tile
-            if tile is not None:
-                images = TensorSpec((*images.shape[:2], *tile.shape), images.dtype)
-            inputs["images"] = _make_empty(images)
+            inputs["images"] = _make_empty(TensorSpec((*images.shape[:2], *tile.shape), images.dtype))
         worker.run({0: inputs})
     return live.peak
 

@@ -38,6 +38,7 @@ from engines.program.instructions import Compute, RunningStatistics, Update
 from engines.program.program import DirectionProgram, Program, ShardSpec, Step
 from engines.program.update import update_buffers
 from engines.program.worker import Worker
+from engines.spatial.tiles import Tile
 
 __all__ = ["Calibration", "measure_overheads"]
 
@@ -257,7 +258,7 @@ def measure_overheads() -> dict[str, float]:
         segments.append(Compute(f"s{i}", (op,), (f"v{i}",), (f"v{i + 1}",), True))
     steps = [Step(each, Phase.FORWARD) for each in segments] + [Step(each, Phase.BACKWARD) for each in segments[::-1]]
     last = f"v{_SEGMENTS}"
-    way = DirectionProgram({0: tuple(segments)}, {"v0": ShardSpec(None, None)}, last, last, True, frozenset({last}))
+    way = DirectionProgram({0: tuple(segments)}, {"v0": ShardSpec(Tile(), ())}, last, last, True, frozenset({last}))
     program = Program(0, tuple(steps), {0: way}, {0: 0}, 1, ("w",), ())
     worker = Worker(program, make_loopback_worlds(1)[0], {"w": torch.ones(1, requires_grad=True)}, {})
     seconds = measure_median_seconds(lambda: worker.run({0: {"v0": torch.ones(1)}}), 9)

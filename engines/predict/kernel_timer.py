@@ -144,13 +144,13 @@ def _make_size_calls(size: LayerSize) -> Iterator[KernelCall]:
     yield "aten.max_pool2d.default", (x, [2, 2], [2, 2])
     yield "aten.cat.default", ([x, _make_values(1, channels, side, side)], 1)
     # A pad at the border of the image, and a crop on one side with a pad on the other.
-    yield "tile.pad", (x, [1, 1, 1, 1], 0.0)
-    yield "tile.pad", (x, [-1, 1, -1, 1], 0.0)
+    yield "tile.pad", (x, ((1, 1), (1, 1)), 0.0)
+    yield "tile.pad", (x, ((-1, 1), (-1, 1)), 0.0)
     # A transposed convolution that doubles the pixels along each side, of two images: see `_CONVOLUTIONS`.
     weight = _make_values(channels, max(1, channels // 2), 2, 2)
     bias = torch.zeros(weight.shape[1], requires_grad=True)
     images = _make_values(2, channels, side, side)
-    yield "tile.conv_transpose", (images, weight, bias, [2, 2], [1, 1], 1, (0, 0, 0, 0))
+    yield "tile.conv_transpose", (images, weight, bias, [2, 2], [1, 1], 1, ((0, 0), (0, 0)))
     # A loss for each pixel, as of a segmentation into four classes.
     few = _make_values(1, 4, side, side)
     labels = torch.zeros(1, side, side, dtype=torch.int64)

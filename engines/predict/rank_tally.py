@@ -319,11 +319,8 @@ class _DirectionCounter:
         # The model was traced with whole images. A rank receives its tile of them, or, in a stage whose ranks share the
         # batch, some of the images.
         spec, shape = self.graph.inputs[name], list(self.graph.inputs[name].shape)
-        if feed.tile is not None and feed.tile.images is not None:
-            shape[0] = len(feed.tile.images)
-        if feed.tile is not None and feed.axes is not None:
-            for axis, size in zip(feed.axes, feed.tile.shape, strict=True):
-                shape[axis] = size
+        for axis, size in zip(feed.axes, feed.tile.shape, strict=True):
+            shape[axis] = size
         part = TensorSpec(tuple(shape), spec.dtype)
         self.add_value(name, LocalTensor.of(part, False), False, f"input:{name}")
         self.bytes[f"input:{name}"] = 0  # counted in `inputs` instead

@@ -14,15 +14,12 @@ from engines.program.effects import LocalOp, Phase
 from engines.program.exchange import Exchange
 from engines.program.instructions import AllReduce, Compute, ModelInstruction, RunningStatistics
 from engines.program.value_layout import ValueLayout, ValueLayouts
-from engines.spatial.tiles import Move, Tile, compute_moves
+from engines.spatial.tiles import Axes, Move, Tile, compute_moves
 from engines.spatial.windows import Shift, SpanRule, Window, WindowRead, compute_window
 
-__all__ = ["POINT", "Builder", "HaloRead", "ValueLayout"]
+__all__ = ["Builder", "HaloRead", "ValueLayout"]
 
 MovesByRank = Mapping[int, tuple[Move, ...]]
-
-POINT = Tile.whole(1, 1)
-"""The tile that stands for a value without pixels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +29,6 @@ class HaloRead:
     read: WindowRead
     wanted: tuple[Tile, ...]
     fill: float
-
-    @property
-    def rules(self) -> tuple[SpanRule, SpanRule]:
-        """The span rules of rows and of columns."""
-        return self.read.rows, self.read.cols
 
 
 @dataclass
@@ -123,7 +115,7 @@ class Builder(ValueLayouts):
         kernel: str,
         *arguments: Any,
         like: TensorSpec,
-        axes: tuple[int, int] | None = None,
+        axes: Axes = (),
         **keywords: Any,
     ) -> Ref:
         """Add a kernel that runs on this rank's part of its arguments; `like` is the spec of the whole result."""
@@ -148,18 +140,19 @@ class Builder(ValueLayouts):
         self.instructions.append(
             AllReduce(target, value.name, target, value.spec, self.stage.ranks, value.differentiable)
         )
-        self.values[target] = ValueLayout(target, value.spec, None, value.differentiable)
+        self.values[target] = ValueLayout(target, value.spec, (), value.differentiable)
         return Ref(target)
 
-    def read_window(
-        self, ref: Ref, out_px: tuple[int, int], rows: SpanRule, cols: SpanRule, fill: float = 0.0
-    ) -> Window:
-        """Return the window of a tiled value that this rank's part of an `out_px` image reads, exchanged if needed."""
-        self.reads.append(WindowRead(self._node, ref.name, rows, cols, fill))
+    def read_window(self, ref: Ref, out_px: tuple[int, ...], *rules: SpanRule, fill: float = 0.0) -> Window:
+        """Return the window of a tiled value that this rank's part of an `out_px` image reads, exchanged if needed.
+
+        There is a rule for each sharded axis.
+        """
+        self.reads.append(WindowRead(self._node, ref.name, rules, fill))
         wanted = self.memo.get_or_compute(
             ("window", self._node, ref.name),
-            (self.get_output_tiles(out_px), rows, cols),
-            lambda outputs, rows, cols: {rank: compute_window(tile, rows, cols) for rank, tile in outputs.items()},
+            (self.get_output_tiles(out_px), rules),
+            lambda outputs, rules: {rank: compute_window(tile, rules) for rank, tile in outputs.items()},
         )
         given = self.get_value(ref).size_px, self.get_held_tiles(ref), wanted
         found = ref
@@ -219,7 +212,8 @@ class Builder(ValueLayouts):
         """Return the pixels of a tiled value at the positions of the node's result; other values are returned whole."""
         if not self.is_tiled(ref):
             return ref
-        return self.pad_window(self.read_window(ref, self.get_value(ref).size_px, Shift(0), Shift(0)))
+        size_px = self.get_value(ref).size_px
+        return self.pad_window(self.read_window(ref, size_px, *(Shift(0) for _ in size_px)))
 
     def transfer(
         self,
@@ -238,7 +232,7 @@ class Builder(ValueLayouts):
         """
         # Computed once for all ranks of the stage: every rank must derive the same moves, in the same order, so that
         # sends and receives match.
-        whole = Tile.whole(*value.size_px) if value.axes else POINT
+        whole = Tile.whole(*value.size_px)
         sent, received = self.memo.get_or_compute(
             ("transfer", purpose, tag), (owned, wanted, whole), _compute_transfers
         )
@@ -257,7 +251,7 @@ class Builder(ValueLayouts):
 
     def pad_window(self, window: Window) -> Ref:
         """Return the window as one tensor of exactly the pixels wanted, with the fill outside the image."""
-        if not any(window.margins):
+        if not any(map(any, window.margins)):
             return Ref(window.name)
         value = self.values[window.name]
         name = f"{window.name}.padded{len(self._open)}_{len(self.instructions)}"

@@ -226,7 +226,7 @@ class Compiler:
         lasting.update(ends if last else ())
         shard = self.lowering.get_prediction_shard(last) if last else None
         # Tile 0 alone reports a prediction that all tiles hold whole.
-        if shard and shard.axes is None and (shard.tile is None or shard.tile.images is None) and last.tile != 0:
+        if shard and not shard.axes and last.tile != 0:
             shard = None
         return DirectionProgram(
             stages={role.stage: self.lowering.build_forward(role, lasting) for role in roles},

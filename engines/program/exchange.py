@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from engines.graph.model_graph import TensorSpec
 from engines.program.effects import Effects, Instruction, Messages, MessageSpec, Phase
-from engines.spatial.tiles import Move, Tile
+from engines.spatial.tiles import Axes, Move, Tile
 
 __all__ = ["ALIGNED_BYTES", "Exchange"]
 
@@ -22,8 +22,8 @@ class Exchange(Instruction):
     """Pixels of `source` are transferred so that this rank holds `window` of it under the name `target`.
 
     `own` is the part of `source` that this rank holds (None if it holds none); `window` is None if the rank needs none.
-    `axes` are the two spatial axes, counted from the end, or None where the value has no pixels and is transferred
-    whole. `shape` is that of the value for the whole image. Pixels of the window outside the image are `fill`.
+    `axes` are those along which the value is sharded before or after; without any, it is transferred whole. `shape` is
+    that of the value for the whole image. Pixels of the window outside the image are `fill`.
 
     Backward is the adjoint: the same moves with source and target swapped, accumulating at the destination. Gradients
     of the fill are dropped.
@@ -40,7 +40,7 @@ class Exchange(Instruction):
     purpose: str
     source: str
     target: str
-    axes: tuple[int, int] | None
+    axes: Axes
     shape: tuple[int, ...]
     dtype: str
     own: Tile | None
@@ -76,12 +76,10 @@ class Exchange(Instruction):
         return replace(self, name=f"{self.key} {'begins' if self.ends else 'ends'}", begins=self.ends, ends=self.begins)
 
     def compute_shape(self, tile: Tile) -> tuple[int, ...]:
-        """Return the shape of the pixels of `tile`, with all channels and all images of the tile."""
+        """Return the shape of a tensor that holds `tile`."""
         shape = list(self.shape)
-        if tile.images is not None:
-            shape[0] = len(tile.images)
-        if self.axes is not None:
-            shape[self.axes[0]], shape[self.axes[1]] = tile.shape
+        for axis, span in zip(self.axes, tile, strict=True):
+            shape[axis] = len(span)
         return tuple(shape)
 
     def compute_bytes(self, moves: Iterable[Move]) -> int:
@@ -122,7 +120,7 @@ class Exchange(Instruction):
             packed=packed,
             unpacked=unpacked,
             own=sum(self.compute_bytes([Move(0, 0, self.own & tile)]) for _, tile in self.parts) if self.own else 0,
-            makes_room=self.keeps_all and self.axes is not None,
+            makes_room=self.keeps_all and bool(self.axes),
             in_place=self.keeps_all,
             arena=self.staging_bytes if self.is_persistent else 0,
             lasting=(packed if forward else self.compute_bytes(moves[0])) if one_way else 0,

@@ -12,13 +12,13 @@ from engines.errors import PlanError
 from engines.graph.model_graph import ModelGraph, Node, Ref
 from engines.graph.stages import cut_stages, find_layers, find_sharded_names, shard_graph
 from engines.plan import Plan
-from engines.program.builder import POINT, Builder
+from engines.program.builder import Builder
 from engines.program.instructions import ModelInstruction
 from engines.program.program import ShardSpec
 from engines.program.value_layout import Memo, ValueLayout
 from engines.spatial.layout import Layout, Role, StageRanks
 from engines.spatial.operator_table import lower
-from engines.spatial.tiles import Grid, Span, Tile
+from engines.spatial.tiles import Axes, Grid, Span, Tile
 from engines.spatial.windows import ExtendedTiles, HaloCost, extend_tiles, group_cheapest
 
 __all__ = ["STAGE_TAGS", "Lowering", "add_inputs"]
@@ -56,8 +56,8 @@ def add_inputs(builder: Builder, gradient: bool = False) -> None:
     """Add the inputs of the graph to a stage's values: as tiles where the image can be cut into tiles."""
     for name, spec in builder.graph.inputs.items():
         grid = builder.stage.grid
-        cuts = len(spec.shape) > 2 and grid.rows <= spec.shape[-2] and grid.cols <= spec.shape[-1]
-        axes = (-2, -1) if builder.stage.shares == 1 and (cuts or name == "images") else None
+        cuts = len(spec.shape) > 2 and all(parts <= size for parts, size in zip(grid, spec.shape[-2:], strict=True))
+        axes = (-2, -1) if builder.stage.shares == 1 and (cuts or name == "images") else ()
         builder.values[name] = ValueLayout(name, spec, axes, gradient and spec.is_floating)
         builder.hold_extended(name)
 
@@ -146,7 +146,8 @@ class Lowering:
         value = replace(builder.values[name], spec=self.graph.specs.get(name, builder.values[name].spec))
         if self.tile_by_tile and value.axes:
             return ShardSpec(builder.get_held_tiles(Ref(name))[builder.rank], value.axes)
-        return ShardSpec(self._get_stage_tiles(builder.stage, value, name)[builder.rank], value.axes)
+        axes, tiles = self._place_value(builder.stage, value, name)
+        return ShardSpec(tiles[builder.rank], axes)
 
     def select_read_names(self, stages: Iterable[int], names: Iterable[str]) -> tuple[str, ...]:
         """Return those of the names that any of the stages read."""
@@ -262,7 +263,7 @@ class Lowering:
                 self._add_transfer(builder, role, crossing, value)
                 # Where ranks share a micro-batch by images, the value arrives as a part of its images, with all pixels.
                 spec = builder.graph.specs.get(value.name, value.spec)
-                axes = value.axes if ranks.shares == 1 else None
+                axes = value.axes if ranks.shares == 1 else ()
                 builder.values[value.name] = replace(value, spec=spec, axes=axes)
         span = self.spans[role.stage]
         for node in builder.graph.nodes[span.start : span.stop]:
@@ -285,8 +286,14 @@ class Lowering:
         #   |   |   |   |   |  --->  |-------|
         #   |   |   |   |   |        |   5   |        5 the lower half
         whole = replace(value, spec=self.graph.specs.get(crossing.value, value.spec))
+        #
+        # The axes are those along which either stage divides the value.
         stages = (self._get_stage_ranks(role, stage) for stage in (crossing.source, crossing.target))
-        owned, wanted = (self._get_stage_tiles(stage, whole, crossing.value) for stage in stages)
+        places = [self._place_value(stage, whole, crossing.value) for stage in stages]
+        whole = replace(whole, axes=tuple(dict.fromkeys((*places[1][0], *places[0][0]))))
+        owned, wanted = (
+            {rank: _extend_to_axes(tile, axes, whole) for rank, tile in tiles.items()} for axes, tiles in places
+        )
         # A rank of both stages whose tile does not change receives nothing.
         wanted = {rank: tile for rank, tile in wanted.items() if owned.get(rank) != tile}
         if len(set(owned.values())) == 1:
@@ -296,17 +303,17 @@ class Lowering:
         tag = crossing.tag + 2 * role.direction * len(self.crossings)
         builder.transfer(whole, "stage", name, value.name, tag, owned, wanted)
 
-    def _get_stage_tiles(self, stage: StageRanks, value: ValueLayout, name: str) -> dict[int, Tile]:
-        """Return the tile of `name` (as the model names the value) that each rank of a stage holds, over all images.
-
-        A value without pixels is a point that all ranks hold, or is divided by images.
-        """
+    def _place_value(self, stage: StageRanks, value: ValueLayout, name: str) -> tuple[Axes, dict[int, Tile]]:
+        """Return the axes along which a stage divides `name` (as the model names the value), and each rank's tile."""
+        axes, grid = value.axes, stage.grid
         if stage.shares > 1:
-            tile = Tile.whole(*value.size_px) if value.axes else POINT
-            if name not in self.batch_sharded:
-                return dict.fromkeys(stage.ranks, tile)
-            images = Grid.split_axis(value.spec.shape[0], stage.shares)
-            return {rank: replace(tile, images=span) for rank, span in zip(stage.ranks, images, strict=True)}
-        if value.axes is None:
-            return dict.fromkeys(stage.ranks, POINT)
-        return dict(zip(stage.ranks, stage.grid.cut(*value.size_px), strict=True))
+            axes, grid = (-len(value.spec.shape),) if name in self.batch_sharded else (), Grid(stage.shares)
+        if not axes:
+            return (), dict.fromkeys(stage.ranks, Tile())
+        return axes, dict(zip(stage.ranks, grid.cut(*replace(value, axes=axes).size_px), strict=True))
+
+
+def _extend_to_axes(tile: Tile, axes: Axes, value: ValueLayout) -> Tile:
+    """Return a tile, given along `axes`, along those of `value`."""
+    spans = dict(zip(axes, tile, strict=True))
+    return Tile(*(spans.get(axis, Span(0, value.spec.shape[axis])) for axis in value.axes))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from types import EllipsisType
 
@@ -146,23 +146,16 @@ def _make_buffer(
 
 def make_index(exchange: Exchange, tile: Tile, frame: Tile) -> Index:
     """Return the index of the pixels of `tile` in a tensor that holds those of `frame`."""
-    pixels: Index = (...,)
-    if exchange.axes is not None:
-        chosen = dict(zip(exchange.axes, tile.to_slices(frame), strict=True))
-        pixels = (..., *(chosen.get(axis, slice(None)) for axis in range(min(exchange.axes), 0)))
-    if tile.images is None:
-        return pixels
-    return (tile.images.to_slice(frame.images or Span(0, exchange.shape[0])), *pixels)
+    chosen = dict(zip(exchange.axes, tile.to_slices(frame), strict=True))
+    return (..., *(chosen.get(axis, slice(None)) for axis in range(min(chosen, default=0), 0)))
 
 
 def find_outside(exchange: Exchange, window: Tile) -> list[Index]:
-    """Return the indices of a window's rows and columns outside the image."""
-    if exchange.axes is None:
-        return []
-    (rows, cols), (height, width) = (window.rows, window.cols), (exchange.shape[axis] for axis in exchange.axes)
+    """Return the indices of a window's parts outside the image: two for each axis, which overlap in the corners."""
     sides = (
-        *(replace(window, rows=part) for part in (rows & Span(rows.start, 0), rows & Span(height, rows.stop))),
-        *(replace(window, cols=part) for part in (cols & Span(cols.start, 0), cols & Span(width, cols.stop))),
+        window.replace_span(number, span & beyond)
+        for number, (axis, span) in enumerate(zip(exchange.axes, window, strict=True))
+        for beyond in (Span(span.start, 0), Span(exchange.shape[axis], span.stop))
     )
     return [make_index(exchange, side, window) for side in sides if side]
 

@@ -12,7 +12,7 @@ from engines.comm.all_reduce_sizes import count_sends
 from engines.formatting import format_html_table
 from engines.program.effects import Effects, Instruction, Phase, Reduction
 from engines.program.instructions import ModelInstruction
-from engines.spatial.tiles import Tile
+from engines.spatial.tiles import Axes, Tile
 
 __all__ = [
     "LEAST_BYTES",
@@ -40,18 +40,15 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class ShardSpec:
-    """A rank's part of a micro-batch's input or prediction: `tile` of it, or all of it where that is None."""
+    """A rank's part of a micro-batch's input or prediction: `tile` of it, along `axes`; without axes, all of it."""
 
-    tile: Tile | None
-    axes: tuple[int, int] | None
+    tile: Tile
+    axes: Axes
 
     def cut(self, whole: Any) -> Any:
         """Return this part of a micro-batch's tensor, a view."""
-        if self.tile is not None and self.tile.images is not None:
-            whole = whole.narrow(0, self.tile.images.start, len(self.tile.images))
-        if self.tile is not None and self.axes is not None:
-            for axis, span in zip(self.axes, (self.tile.rows, self.tile.cols), strict=True):
-                whole = whole.narrow(axis, span.start, len(span))
+        for axis, span in zip(self.axes, self.tile, strict=True):
+            whole = whole.narrow(axis, span.start, len(span))
         return whole
 
 

@@ -70,15 +70,15 @@ class ReceptiveFields:
             outputs, made = found[each.name], values.get(each.name)
             for name in dict.fromkeys(each.reads):
                 value = values.get(name)
-                if value is None or value.axes is None:
+                if value is None or not value.axes:
                     continue
                 whole = Tile.whole(*value.size_px)
                 if rules := self._rules.get((each.name, name)):
-                    windows = [compute_window(outputs, rule.rows, rule.cols) for rule in rules]
+                    windows = [compute_window(outputs, rule.rules) for rule in rules]
                 else:
                     # No window rule: a pointwise operator reads the pixel at the same position; any other one reads the
                     # whole value, as does one whose input was all-gathered.
-                    beneath = made is not None and made.axes is not None and made.size_px == whole.shape
+                    beneath = made is not None and made.axes and made.size_px == whole.shape
                     windows = [outputs if beneath and f"{name}.whole" not in values else whole]
                 for tile in windows:
                     found[name] = found[name] | tile & whole if name in found else tile & whole
@@ -87,7 +87,7 @@ class ReceptiveFields:
     def get_size_px(self, node: str) -> tuple[int, int]:
         """Return the rows and columns of a node's value. Raises PlanError if it has none."""
         value = self._builder.values.get(node)
-        if value is None or value.axes is None:
+        if value is None or not value.axes:
             raise PlanError(f"{node!r} is no value of rows and columns: it has no receptive field.")
         return value.size_px
 

@@ -14,7 +14,7 @@ from engines.program.compile import Compiler
 from engines.program.effects import Phase
 from engines.program.program import Program
 from engines.program.steps import StepLabel
-from engines.spatial.tiles import Grid, Span, Tile
+from engines.spatial.tiles import Axes, Grid, Span, Tile
 
 __all__ = ["Shard", "ShardIndex", "assemble_shards"]
 
@@ -23,16 +23,15 @@ __all__ = ["Shard", "ShardIndex", "assemble_shards"]
 class Shard:
     """The value `name` on one rank: of the whole micro-batch's `shape` it holds `held`.
 
-    `held` may extend beyond the image. `own` is the part it owns; `axes` are the spatial axes, counted from the end.
-    These three are None if the value has no pixels. `images` are the images that it holds, None for all. `module` is
-    the module that made the value.
+    `held` may extend beyond the image. `own` is the part it owns. `axes` are the rows and columns, none if the value
+    has no pixels. `images` are the images that it holds, None for all. `module` is the module that made the value.
     """
 
     name: str
     shape: tuple[int, ...]
-    axes: tuple[int, int] | None
-    held: Tile | None
-    own: Tile | None
+    axes: Axes
+    held: Tile
+    own: Tile
     images: Span | None
     module: str = ""
 
@@ -43,10 +42,9 @@ class Shard:
         return f"{'window of ' * bool(window)}{name}" + (f" ({self.module})" if self.module else "")
 
     @property
-    def size_px(self) -> tuple[int, int]:
+    def size_px(self) -> tuple[int, ...]:
         """Height and width of the whole value."""
-        rows, cols = self.axes or (-2, -1)
-        return self.shape[rows], self.shape[cols]
+        return tuple(self.shape[axis] for axis in self.axes)
 
 
 class ShardIndex:
@@ -66,11 +64,11 @@ class ShardIndex:
             shape, images = value.spec.shape, None
             if builder.is_batch_sharded(ref):
                 shape = (shape[0] * builder.stage.shares, *shape[1:])
-                images = Grid.split_axis(shape[0], builder.stage.shares)[role.tile]
-            if images is not None or value.axes is None:
+                (images,) = Grid(builder.stage.shares).get_tile(role.tile, shape[0])
+            if not value.axes:
                 # The rank holds all pixels, if there are any.
-                axes = (-2, -1) if len(shape) == 4 else None
-                held = own = Tile.whole(*shape[-2:]) if axes else None
+                axes = (-2, -1) if len(shape) == 4 else ()
+                held = own = Tile.whole(*(shape[axis] for axis in axes))
             else:
                 axes, held = value.axes, builder.get_held_tiles(ref)[builder.rank]
                 own = builder.get_tiles(value.size_px)[builder.rank]
@@ -90,7 +88,7 @@ class ShardIndex:
             names = effects.reads  # all that is sent
         found = [self.find_shard(rank, place.work.direction, place.work.stage, name) for name in names]
         extents = [extent for extent in found if extent is not None]
-        return max(extents, key=lambda each: (each.axes is not None, math.prod(each.shape)), default=None)
+        return max(extents, key=lambda each: (bool(each.axes), math.prod(each.shape)), default=None)
 
     def find_shards(self, micro_batch: int, name: str) -> Iterator[tuple[int, Shard]]:
         """Yield (rank, shard) of a micro-batch's value, by its own name or that of the module that makes it.
@@ -126,15 +124,13 @@ def assemble_shards(parts: Iterable[tuple[Shard, Tensor]], adds: bool) -> Tensor
         if whole is None:
             whole = tensor.new_zeros(extent.shape)
         into = whole if extent.images is None else whole[extent.images.start : extent.images.stop]
-        if extent.axes is not None:
-            if tuple(tensor.shape[axis] for axis in extent.axes) != extent.held.shape:
-                raise PlanError(f"{extent.name} has shape {tuple(tensor.shape)}, which is not that of {extent.held}.")
-            # A window may extend beyond the image: only what is inside is part of the value.
-            inside = extent.held & Tile.whole(*extent.size_px)
-            spans, frames = (inside.rows, inside.cols), (extent.held.rows, extent.held.cols)
-            for axis, span, frame in zip(extent.axes, spans, frames, strict=True):
-                into = into.narrow(axis, span.start, len(span))
-                tensor = tensor.narrow(axis, span.start - frame.start, len(span))
+        if tuple(tensor.shape[axis] for axis in extent.axes) != extent.held.shape:
+            raise PlanError(f"{extent.name} has shape {tuple(tensor.shape)}, which is not that of {extent.held}.")
+        # A window may extend beyond the image: only what is inside is part of the value.
+        inside = extent.held & Tile.whole(*extent.size_px)
+        for axis, span, frame in zip(extent.axes, inside, extent.held, strict=True):
+            into = into.narrow(axis, span.start, len(span))
+            tensor = tensor.narrow(axis, span.start - frame.start, len(span))
         into.add_(tensor) if adds else into.copy_(tensor)
     if whole is None:
         raise PlanError("No rank holds this value now.")

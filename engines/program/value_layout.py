@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from engines.graph.model_graph import ModelGraph, Ref, TensorSpec
 from engines.spatial.layout import StageRanks
-from engines.spatial.tiles import Tile
+from engines.spatial.tiles import Axes, Tile
 from engines.spatial.windows import ExtendedTiles, ValueCost
 
 __all__ = ["Memo", "ValueLayout", "ValueLayouts"]
@@ -46,20 +46,19 @@ class Memo:
 class ValueLayout:
     """A tensor in a stage; `spec` is that of the whole image.
 
-    `axes` are its spatial axes, counted from the end, along which each rank holds its own tile; None if every rank of
+    `axes` are those along which it is sharded, such that each rank holds its own tile; if there are none, every rank of
     the stage holds all of it.
     """
 
     name: str
     spec: TensorSpec
-    axes: tuple[int, int] | None
+    axes: Axes
     differentiable: bool
 
     @property
-    def size_px(self) -> tuple[int, int]:
-        """Height and width of the whole image of this tiled value."""
-        rows, cols = self.axes or (-2, -1)
-        return self.spec.shape[rows], self.spec.shape[cols]
+    def size_px(self) -> tuple[int, ...]:
+        """The sizes of the whole value along its sharded axes."""
+        return tuple(self.spec.shape[axis] for axis in self.axes)
 
 
 @dataclass
@@ -91,7 +90,7 @@ class ValueLayouts:
 
     def is_tiled(self, ref: Any) -> bool:
         """Return whether an argument is a value of which each rank holds a tile."""
-        return isinstance(ref, Ref) and ref.name in self.values and self.values[ref.name].axes is not None
+        return isinstance(ref, Ref) and ref.name in self.values and bool(self.values[ref.name].axes)
 
     def is_batch_sharded(self, ref: Any) -> bool:
         """Return whether an argument is a value of which each rank holds different images."""
@@ -106,7 +105,7 @@ class ValueLayouts:
         value = self.get_value(ref)
         if self.is_batch_sharded(ref):
             return [value.spec.numel // groups] * self.stage.shares
-        if value.axes is None:
+        if not value.axes:
             return [value.spec.numel // groups]
         per_px = value.spec.numel // groups // math.prod(value.size_px)
         return [per_px * tile.pixels for tile in self.stage.grid.cut(*value.size_px)]
@@ -115,7 +114,7 @@ class ValueLayouts:
         """Return the value that an argument refers to."""
         return self.values[ref.name]
 
-    def get_tiles(self, size_px: tuple[int, int]) -> dict[int, Tile]:
+    def get_tiles(self, size_px: tuple[int, ...]) -> dict[int, Tile]:
         """Return the tile that each rank owns of an image of that size."""
         if self.tile_by_tile:
             return {self.rank: self.stage.grid.get_tile(self.tile, *size_px)}
@@ -125,11 +124,11 @@ class ValueLayouts:
             lambda stage, size_px: dict(zip(stage.ranks, stage.grid.cut(*size_px), strict=True)),
         )
 
-    def can_tile(self, size_px: tuple[int, int]) -> bool:
+    def can_tile(self, size_px: tuple[int, ...]) -> bool:
         """Return whether an image of that size can be cut into tiles."""
-        return self.stage.grid.rows <= size_px[0] and self.stage.grid.cols <= size_px[1]
+        return all(parts <= size for parts, size in zip(self.stage.grid, size_px, strict=True))
 
-    def get_output_tiles(self, size_px: tuple[int, int]) -> Mapping[int, Tile]:
+    def get_output_tiles(self, size_px: tuple[int, ...]) -> Mapping[int, Tile]:
         """Return what each rank computes of the current node's result, an image of that size: its tile, or more."""
         return self.extended.held.get(self._node) or self.get_tiles(size_px)
 

@@ -13,22 +13,22 @@ from engines.comm.device import choose_memory_format
 from engines.graph.model_graph import Node, Ref
 from engines.program.builder import Builder, HaloRead
 from engines.spatial.kernels import register_kernel
-from engines.spatial.tiles import Span, Tile
+from engines.spatial.tiles import Axes, Span, Tile
 from engines.spatial.windows import compute_interior, compute_window
 
 __all__ = ["split_interior"]
 
 Lower = Callable[[Builder, Node], None]
-PixelRange = tuple[tuple[int, int], tuple[int, int]]
-"""(start, stop) of rows and of columns."""
+PixelRange = tuple[tuple[int, int], ...]
+"""(start, stop) along each sharded axis."""
 
 
 def split_interior(b: Builder, node: Node, lower: Lower) -> None:
     """Lower the current node again, in pieces, so that its halo exchange overlaps with its interior.
 
     The node is split if `lower` read one window with a halo for it. The split depends on no operator. The outputs that
-    read only own pixels are one piece, and the rest of the tile is up to four borders. `lower` makes the operator's
-    kernels for each piece as for a tile of that size:
+    read only own pixels are one piece, and the rest of the tile is up to two borders for each axis. `lower` makes the
+    operator's kernels for each piece as for a tile of that size:
 
         exchange begins | interior | exchange ends | borders, joined with the interior | the rest of the segment
 
@@ -36,10 +36,10 @@ def split_interior(b: Builder, node: Node, lower: Lower) -> None:
     several readers of a fused halo with different windows. Nodes that read in the same way share strips.
     """
     borrowed, value = b.single_halo_read, b.values.get(node.name)
-    if borrowed is None or value is None or value.axes is None or node.spec is None:
+    if borrowed is None or value is None or not value.axes or node.spec is None:
         return
-    source, rules, outputs = Ref(borrowed.read.value), borrowed.rules, b.get_output_tiles(value.size_px)
-    wanted = {rank: compute_window(tile, *rules) for rank, tile in outputs.items()}
+    source, rules, outputs = Ref(borrowed.read.value), borrowed.read.rules, b.get_output_tiles(value.size_px)
+    wanted = {rank: compute_window(tile, rules) for rank, tile in outputs.items()}
     # The decision depends on the tiles of all ranks, so that all of them take it alike. `borrowed.wanted` differs from
     # the node's own windows if it serves other readers of a fused halo.
     inner = _find_interiors(b, source, borrowed, outputs)
@@ -81,17 +81,15 @@ def split_interior(b: Builder, node: Node, lower: Lower) -> None:
 
 def _find_interiors(b: Builder, source: Ref, borrowed: HaloRead, outputs: Mapping[int, Tile]) -> dict[int, Tile]:
     """Return, for each rank with a halo, the outputs that read only the rank's own pixels."""
-    (height, width), (rows, cols), found = b.get_value(source).size_px, borrowed.rules, {}
-    for rank, own in b.get_tiles((height, width)).items():
-        out = outputs[rank]
-        if not (compute_window(out, rows, cols) & Tile.whole(height, width)).is_inside(own):
-            inner_rows = compute_interior(out.rows, rows, own.rows, height)
-            found[rank] = Tile(inner_rows, compute_interior(out.cols, cols, own.cols, width))
+    size_px, rules, found = b.get_value(source).size_px, borrowed.read.rules, {}
+    for rank, own in b.get_tiles(size_px).items():
+        if not (compute_window(outputs[rank], rules) & Tile.whole(*size_px)).is_inside(own):
+            found[rank] = Tile(*map(compute_interior, outputs[rank], rules, own, size_px))
     return found
 
 
 def _compute_borders(inner: Tile, out: Tile) -> tuple[Tile, ...]:
-    """Return the rest of `out`: the rows above and below with the corners, then left and right of `inner`.
+    """Return the rest of `out`, axis by axis: first the rows above and below with the corners, then left and right.
 
     >>> [tile.shape for tile in _compute_borders(Tile(Span(1, 4), Span(0, 3)), Tile(Span(0, 4), Span(0, 4)))]
     [(1, 4), (3, 1)]
@@ -104,12 +102,11 @@ def _compute_borders(inner: Tile, out: Tile) -> tuple[Tile, ...]:
     #   |        below         |
     #   +----------------------+
     found = (
-        Tile(Span(out.rows.start, inner.rows.start), out.cols),
-        Tile(Span(inner.rows.stop, out.rows.stop), out.cols),
-        Tile(inner.rows, Span(out.cols.start, inner.cols.start)),
-        Tile(inner.rows, Span(inner.cols.stop, out.cols.stop)),
+        Tile(*inner[:number], span, *out[number + 1 :])
+        for number, (inside, whole) in enumerate(zip(inner, out, strict=True))
+        for span in (Span(whole.start, inside.start), Span(inside.stop, whole.stop))
     )
-    return tuple(tile for tile in found if tile)
+    return tuple(filter(None, found))
 
 
 def _start_exchange(
@@ -123,7 +120,7 @@ def _start_exchange(
     exchange = b.instructions.pop()
     del b.values[target.name]
     strips = tuple(
-        (f"{target.name}.strip{index}", compute_window(each, *borrowed.rules)) for index, each in enumerate(borders)
+        (f"{target.name}.strip{index}", compute_window(each, borrowed.read.rules)) for index, each in enumerate(borders)
     )
     b.instructions.append(exchange.split(strips))
     return strips
@@ -133,7 +130,7 @@ def _compute_range(piece: Tile, out: Tile) -> PixelRange:
     return tuple((slices.start, slices.stop) for slices in piece.to_slices(out))
 
 
-def _narrow_to(whole: Tensor, axes: tuple[int, int], place: PixelRange) -> Tensor:
+def _narrow_to(whole: Tensor, axes: Axes, place: PixelRange) -> Tensor:
     for axis, (start, stop) in zip(axes, place, strict=True):
         whole = whole.narrow(axis, start, stop - start)
     return whole
@@ -143,10 +140,11 @@ class _InteriorEmbedding(torch.autograd.Function):
     """(N, C, h, w) interior -> (N, C, h', w') with the interior in its place and zeros around it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, size: Sequence[int], place: PixelRange, axes: tuple[int, int]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, size: Sequence[int], place: PixelRange, axes: Axes) -> Tensor:
         ctx.where = axes, place
         shape = list(x.shape)
-        shape[axes[0]], shape[axes[1]] = size
+        for axis, length in zip(axes, size, strict=True):
+            shape[axis] = length
         whole = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=choose_memory_format(len(shape)))
         for axis, (start, stop) in zip(axes, place, strict=True):  # for inspection only: borders overwrite the zeros
             whole.narrow(axis, 0, start).zero_()
@@ -163,9 +161,7 @@ class _BorderInsertion(torch.autograd.Function):
     """Inserts the borders around an interior, in the interior's memory."""
 
     @staticmethod
-    def forward(
-        ctx: Any, begun: Tensor, places: Sequence[PixelRange], axes: tuple[int, int], *borders: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, begun: Tensor, places: Sequence[PixelRange], axes: Axes, *borders: Tensor) -> Tensor:
         ctx.axes, ctx.places = axes, places
         # `data` has a version counter of its own, so autograd does not notice the write. That is safe: no operator has
         # read the area around the interior. Compilers track values only, hence the clone.

@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engines.spatial.tiles import Axes
+from engines.spatial.windows import Margins
+
 __all__ = [
     "MENDED",
     "Kernel",
@@ -254,14 +257,13 @@ def sum_pixels(x: Tensor, dims: list[int], keepdim: bool, dtype: torch.dtype) ->
 
 
 @register_kernel("tile.pad")
-def pad_pixels(x: Tensor, margins: Sequence[int], fill: float, axes: tuple[int, int] = (-2, -1)) -> Tensor:
-    """Pad rows and columns, which lie along `axes`, by a constant, as `F.pad` does; nothing of `x` need remain.
+def pad_pixels(x: Tensor, margins: Margins, fill: float, axes: Axes = (-2, -1)) -> Tensor:
+    """Pad (or crop) along each of `axes` by a constant, as `F.pad` does; nothing of `x` need remain.
 
     A crop is a copy without gaps, and so is its gradient: batch norms took 2 to 4 times as long on views.
     """
-    left, right, above, below = margins
     around = [0] * (2 * x.dim())  # `F.pad` takes the last axis first
-    for axis, (before, behind) in zip(axes, ((above, below), (left, right)), strict=True):
+    for axis, (before, behind) in zip(axes, margins, strict=True):
         if x.shape[axis] + min(before, 0) + min(behind, 0) <= 0:  # no pixel of x remains: all are fill
             before, behind = x.shape[axis] + before + behind, 0
             x = x.narrow(axis, 0, 0)
@@ -285,7 +287,7 @@ def convolve_transposed(
     stride: Sequence[int],
     dilation: Sequence[int],
     groups: int,
-    margins: Sequence[int],
+    margins: Margins,
 ) -> Tensor:
     """Apply a transposed convolution to a window, and crop (or pad) the result by `margins` to the tile of outputs."""
     full = functional.conv_transpose2d(x, weight, None, stride, 0, 0, groups, dilation)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from engines.program.builder import Builder
 from engines.program.instructions import DEVICE
 from engines.program.value_layout import ValueLayout
 from engines.spatial.kernels import get_operator, has_kernel
-from engines.spatial.tiles import Span, Tile
+from engines.spatial.tiles import Axes, Span, Tile
 from engines.spatial.windows import Window
 
 __all__ = [
@@ -30,7 +29,8 @@ __all__ = [
     "get_axes_without",
     "get_local_ranges",
     "get_local_shape",
-    "get_spatial_axes",
+    "get_sharded_dims",
+    "get_sizes",
     "get_spec",
     "is_pointwise",
     "make_gather_error",
@@ -49,10 +49,10 @@ WHOLE_PX = 128 * 128
 class NeedsGatherError(TraceError):
     """An operator that needs more than tiles and windows: it is exact if every rank holds all of its inputs.
 
-    `axes` are the rows and columns of its result, if the result may be tiled again.
+    `axes` are those along which its result may be sharded again; there may be none.
     """
 
-    def __init__(self, message: str, axes: tuple[int, int] | None = None) -> None:
+    def __init__(self, message: str, axes: Axes = ()) -> None:
         super().__init__(message)
         self.axes = axes
 
@@ -67,7 +67,7 @@ def make_unsupported_error(node: Node, why: str = "has no entry in the operator 
     )
 
 
-def make_gather_error(node: Node, why: str, axes: tuple[int, int] | None = None) -> NeedsGatherError:
+def make_gather_error(node: Node, why: str, axes: Axes = ()) -> NeedsGatherError:
     """Return the error for an operator that needs whole values; for large images it is final."""
     most = f"{why}; beyond {WHOLE_PX} pixels, which every rank would have to hold, there is no rule for that"
     return NeedsGatherError(str(make_unsupported_error(node, most)), axes)
@@ -112,11 +112,11 @@ def align_arguments(b: Builder, node: Node) -> dict[str, Any]:
     tiled = max(images, key=lambda image: math.prod(image.size_px))
     for name in node.reads:
         if b.is_tiled(Ref(name)):
-            same = zip(b.values[name].size_px, tiled.size_px, strict=True)
-            is_aligned = b.values[name].axes == tiled.axes and all(size in (1, whole) for size, whole in same)
+            value = b.values[name]
+            is_aligned = value.axes == tiled.axes and all(map(_can_broadcast, value.size_px, tiled.size_px))
         else:
-            shape, pairs = get_spec(b, name).shape, zip(tiled.axes or (), tiled.size_px, strict=True)
-            is_aligned = all(len(shape) < -axis or shape[axis] in (1, size) for axis, size in pairs)
+            shape, pairs = get_spec(b, name).shape, zip(tiled.axes, tiled.size_px, strict=True)
+            is_aligned = all(len(shape) < -axis or _can_broadcast(shape[axis], size) for axis, size in pairs)
         if not is_aligned:
             raise TraceError(
                 f"{node.operator} in {node.where} joins a tiled value of {tiled.size_px} pixels with {name} of shape "
@@ -130,6 +130,10 @@ def align_arguments(b: Builder, node: Node) -> dict[str, Any]:
     return {name: map_refs(lambda ref: parts[ref.name], argument) for name, argument in node.arguments.items()}
 
 
+def _can_broadcast(size: int, whole: int) -> bool:
+    return size in (1, whole)
+
+
 def cut_to_tile(b: Builder, node: Node, ref: Ref, tiled: ValueLayout) -> Ref:
     """Return the part, under this rank's tile of the node's result, of a value that every rank holds whole.
 
@@ -138,7 +142,7 @@ def cut_to_tile(b: Builder, node: Node, ref: Ref, tiled: ValueLayout) -> Ref:
     spec, tile = get_spec(b, ref.name), b.get_output_tiles(tiled.size_px)[b.rank]
     cuts = {
         axis: (span.start, span.stop)
-        for axis, span in zip(tiled.axes or (), (tile.rows, tile.cols), strict=True)
+        for axis, span in zip(tiled.axes, tile, strict=True)
         if len(spec.shape) >= -axis and spec.shape[axis] > len(span)
     }
     if not cuts:
@@ -146,34 +150,36 @@ def cut_to_tile(b: Builder, node: Node, ref: Ref, tiled: ValueLayout) -> Ref:
     return b.add_local_op(f"{node.name}.{ref.name}.tile", "tile.cut", ref, tuple(cuts), tuple(cuts.values()), like=spec)
 
 
-def get_local_ranges(b: Builder, spec: TensorSpec, axes: tuple[int, int] | None) -> list[tuple[int, int, int]]:
+def get_local_ranges(b: Builder, spec: TensorSpec, axes: Axes) -> list[tuple[int, int, int]]:
     """Return, for each axis of the current node's result, its whole size and this rank's start and stop."""
     places = [(size, 0, size) for size in spec.shape]
-    if axes is not None:
-        tile = b.get_output_tiles((spec.shape[axes[0]], spec.shape[axes[1]]))[b.rank]
-        for axis, span in zip(axes, (tile.rows, tile.cols), strict=True):
+    if axes:
+        tile = b.get_output_tiles(get_sizes(spec, axes))[b.rank]
+        for axis, span in zip(axes, tile, strict=True):
             places[axis] = (spec.shape[axis], span.start, span.stop)
     return places
 
 
-def get_local_shape(b: Builder, spec: TensorSpec, axes: tuple[int, int] | None) -> tuple[int, ...]:
+def get_local_shape(b: Builder, spec: TensorSpec, axes: Axes) -> tuple[int, ...]:
     """Return the shape of this rank's part of the current node's result."""
     return tuple(stop - start for _, start, stop in get_local_ranges(b, spec, axes))
 
 
-def get_spatial_axes(b: Builder, ref: Ref) -> tuple[int, int, int]:
-    """Return the two spatial axes of a tiled value, counted from the front, and its number of dimensions."""
+def get_sizes(spec: TensorSpec, axes: Axes) -> tuple[int, ...]:
+    """Return the sizes of a value along some of its axes."""
+    return tuple(spec.shape[axis] for axis in axes)
+
+
+def get_sharded_dims(b: Builder, ref: Ref) -> tuple[int, ...]:
+    """Return the axes along which a value is sharded, counted from the front."""
     value = b.get_value(ref)
-    rows, cols = value.axes or (-2, -1)
-    count = len(value.spec.shape)
-    return rows + count, cols + count, count
+    return tuple(axis + len(value.spec.shape) for axis in value.axes)
 
 
-def get_axes_without(b: Builder, ref: Ref, dims: Sequence[int]) -> tuple[int, int]:
-    """Return the spatial axes of a tiled value, counted from the end, after the dimensions `dims` are removed."""
-    rows, cols, count = get_spatial_axes(b, ref)
-    left = [axis for axis in range(count) if axis not in dims]
-    return left.index(rows) - len(left), left.index(cols) - len(left)
+def get_axes_without(b: Builder, ref: Ref, dims: Sequence[int]) -> Axes:
+    """Return the sharded axes of a value, counted from the end, after the dimensions `dims` are removed."""
+    left = [axis for axis in range(len(b.get_value(ref).spec.shape)) if axis not in dims]
+    return tuple(left.index(axis) - len(left) for axis in get_sharded_dims(b, ref))
 
 
 _COMPARED = "divide multiply subtract greater greater_equal less less_equal not_equal"
@@ -199,7 +205,7 @@ _POINTWISE = {f"aten.{name}.{overload}" for overload, names in _UNTAGGED.items()
 _ANY_LAYOUT = {"aten.view.default": "aten.reshape.default"}
 
 
-def apply_locally(b: Builder, node: Node, axes: tuple[int, int] | None, **changes: Any) -> Ref:
+def apply_locally(b: Builder, node: Node, axes: Axes, **changes: Any) -> Ref:
     """Run the node's own operator on local values, with some arguments replaced by `changes`.
 
     A tiled result is computed from the pixels under it, any other from the pixels that the rank owns. Values in
@@ -210,12 +216,13 @@ def apply_locally(b: Builder, node: Node, axes: tuple[int, int] | None, **change
     positional, keywords = split_arguments(node, changes)
     kernel = _ANY_LAYOUT.get(node.operator, node.operator)
     spec = node.spec
-    if spec is None:  # several outputs: only the type, and the rows and columns of tiled values, are known
+    if spec is None:  # several outputs: only the type, and the sizes along the sharded axes, are known
         tiled = [b.values[name] for name in node.reads if b.is_tiled(Ref(name))]
         spec = TensorSpec((), "float32")
         if tiled and axes:
             shape = [1] * -min(axes)
-            shape[axes[0]], shape[axes[1]] = tiled[0].size_px
+            for axis, size in zip(axes, tiled[0].size_px, strict=True):
+                shape[axis] = size
             spec = TensorSpec(tuple(shape), tiled[0].spec.dtype)
     return b.add_local_op(node.name, kernel, *positional, like=spec, axes=axes, **keywords)
 
@@ -249,21 +256,25 @@ def all_gather_pixels(b: Builder, node: Node, ref: Ref) -> Ref:
     Raises NeedsGatherError if there are more than `WHOLE_PX`.
     """
     if b.is_tiled(ref) and len(b.stage.ranks) > 1:
-        height, width = b.get_value(ref).size_px
-        if height * width > WHOLE_PX:
-            raise make_gather_error(node, f"reads all {height} x {width} pixels of {ref.name}")
+        size_px = b.get_value(ref).size_px
+        if math.prod(size_px) > WHOLE_PX:
+            raise make_gather_error(node, f"reads all {_format_sizes(size_px)} pixels of {ref.name}")
     return b.all_gather(ref)
 
 
 def all_gather_lines(b: Builder, node: Node, source: Ref, axis: int, lines: Span) -> Ref:
-    """Gather a few rows or columns of a tiled value, along `axis` counted from the front, on every rank.
+    """Gather a few lines of a tiled value, along its sharded axis `axis` counted from the front, on every rank.
 
     Raises NeedsGatherError beyond `WHOLE_PX` pixels.
     """
     whole = Tile.whole(*b.get_value(source).size_px)
-    wanted = replace(whole, rows=lines) if axis == get_spatial_axes(b, source)[0] else replace(whole, cols=lines)
+    wanted = whole.replace_span(get_sharded_dims(b, source).index(axis), lines)
     if wanted.pixels > WHOLE_PX:
-        raise make_gather_error(node, f"takes {len(wanted.rows)} x {len(wanted.cols)} pixels out of {source.name}")
+        raise make_gather_error(node, f"takes {_format_sizes(wanted.shape)} pixels out of {source.name}")
     # Every rank wants the same lines, wherever its own tile lies.
     found = b.exchange(b.crop_to_own(source), dict.fromkeys(b.stage.ranks, wanted), 0.0)
     return b.pad_window(Window(found.name, b.get_held_tiles(found)[b.rank], wanted, 0.0))
+
+
+def _format_sizes(sizes: Sequence[int]) -> str:
+    return " x ".join(map(str, sizes))

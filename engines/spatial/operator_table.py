@@ -24,6 +24,7 @@ from engines.spatial.local_rules import (
     apply_locally,
     check_deterministic,
     get_local_ranges,
+    get_sizes,
     is_pointwise,
     make_gather_error,
     make_unsupported_error,
@@ -103,7 +104,7 @@ def lower(b: Builder, node: Node) -> None:
         if len(b.stage.ranks) > 1:
             raise
         b.undo_node()
-        apply_locally(b, node, axes=None)  # a single rank holds the whole value and needs no rule
+        apply_locally(b, node, axes=())  # a single rank holds the whole value and needs no rule
 
 
 def _lower_gathered(b: Builder, node: Node, refusal: NeedsGatherError | PlanError) -> None:
@@ -114,14 +115,14 @@ def _lower_gathered(b: Builder, node: Node, refusal: NeedsGatherError | PlanErro
     """
     images = [b.get_value(Ref(name)) for name in node.reads if b.is_tiled(Ref(name))]
     alike = (image.axes for image in images if node.spec and image.spec.shape == node.spec.shape)
-    axes = getattr(refusal, "axes", None) or next(alike, None)
+    axes = getattr(refusal, "axes", ()) or next(alike, ())
     try:
         arguments = {
             name: map_refs(lambda ref: all_gather_pixels(b, node, ref), value) for name, value in node.arguments.items()
         }
     except NeedsGatherError:
         raise TraceError(str(refusal)) if isinstance(refusal, NeedsGatherError) else refusal from None
-    if axes is None or not b.can_tile((node.spec.shape[axes[0]], node.spec.shape[axes[1]])):
+    if not axes or not b.can_tile(get_sizes(node.spec, axes)):
         _lower(b, replace(node, arguments=arguments))
         return
     whole = f"{node.name}.whole"
@@ -143,7 +144,7 @@ def _lower(b: Builder, node: Node) -> None:
     elif not tiled or is_pointwise(node.operator):
         check_deterministic(b, node)
         changes = align_arguments(b, node) if tiled else {}
-        apply_locally(b, node, b.get_value(tiled[0]).axes if tiled else None, **changes)
+        apply_locally(b, node, b.get_value(tiled[0]).axes if tiled else (), **changes)
     else:
         raise make_unsupported_error(node)
 

@@ -1,20 +1,24 @@
-"""Spans, tiles and grids: the pixels of an image that each rank owns, in whole-image pixels."""
+"""Spans, tiles and grids: the part of a value that each rank holds, in positions of the whole value."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
 from engines.errors import PlanError
 
-__all__ = ["Grid", "Move", "Span", "Tile", "compute_moves"]
+__all__ = ["Axes", "Grid", "Move", "Span", "Tile", "compute_moves", "split_axis"]
+
+Axes = tuple[int, ...]
+"""Axes of a tensor, counted from the end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Pixels `start` to `stop` (half-open) along one axis. An empty span is false; `&` intersects, `|` spans both."""
+    """Positions `start` to `stop` (half-open) along an axis. An empty span is false; `&` intersects, `|` spans both."""
 
     start: int
     stop: int
@@ -43,7 +47,7 @@ class Span:
         return Span(min(self.start, other.start), max(self.stop, other.stop))
 
     def to_slice(self, other: Span) -> slice:
-        """Return this span as a slice of an array that holds exactly the pixels of `other`.
+        """Return this span as a slice of an array that holds exactly the positions of `other`.
 
         >>> Span(4, 6).to_slice(Span(3, 9))
         slice(1, 3, None)
@@ -51,126 +55,166 @@ class Span:
         return slice(self.start - other.start, self.stop - other.start)
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """A rectangle of whole-image pixels. An empty tile is false; `&` intersects, `|` spans both.
+class Tile(tuple[Span, ...]):
+    """A box of a value: one span for each axis along which the value is sharded. It is whole along all other axes.
 
-    `images` are the images of the micro-batch that the tile covers, None for all.
+    Which axes these are is known from the value's layout: rows and columns for the tiles of an image, the batch for
+    ranks that share images, and none for a value that every rank holds. An empty tile is false; `&` intersects, `|`
+    spans both.
+
+    >>> Tile(Span(0, 4), Span(2, 6)) & Tile(Span(3, 9), Span(0, 3))
+    Tile(Span(start=3, stop=4), Span(start=2, stop=3))
     """
 
-    rows: Span
-    cols: Span
-    images: Span | None = None
+    __slots__ = ()
+
+    def __new__(cls, *spans: Span) -> Tile:
+        return super().__new__(cls, spans)
+
+    def __getnewargs__(self) -> tuple[Span, ...]:
+        return tuple(self)
+
+    def __repr__(self) -> str:
+        return f"Tile({', '.join(map(repr, self))})"
 
     @classmethod
-    def whole(cls, height_px: int, width_px: int) -> Tile:
-        """Return the tile of the whole image."""
-        return cls(Span(0, height_px), Span(0, width_px))
+    def whole(cls, *sizes: int) -> Tile:
+        """Return the tile of the whole value, of these sizes along its sharded axes."""
+        return cls(*(Span(0, size) for size in sizes))
 
     def __bool__(self) -> bool:
-        return bool(self.rows) and bool(self.cols) and (self.images is None or bool(self.images))
+        return all(self)
 
     def __and__(self, other: Tile) -> Tile:
-        if self.images is None or other.images is None:
-            images = other.images if self.images is None else self.images
-        else:
-            images = self.images & other.images
-        return Tile(self.rows & other.rows, self.cols & other.cols, images)
+        return Tile(*(a & b for a, b in zip(self, other, strict=True)))
 
     def __or__(self, other: Tile) -> Tile:
         """Return the smallest tile that contains both."""
         if not (self and other):
             return self if self else other
-        return Tile(self.rows | other.rows, self.cols | other.cols)
+        return Tile(*(a | b for a, b in zip(self, other, strict=True)))
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """Height and width in pixels."""
-        return len(self.rows), len(self.cols)
+    def rows(self) -> Span:
+        """The rows of a tile of an image."""
+        return self[-2]
+
+    @property
+    def cols(self) -> Span:
+        """The columns of a tile of an image."""
+        return self[-1]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The length along each sharded axis."""
+        return tuple(map(len, self))
 
     @property
     def pixels(self) -> int:
-        """Number of pixels."""
-        return len(self.rows) * len(self.cols)
+        """Number of positions along the sharded axes: of pixels, for the tile of an image."""
+        return math.prod(self.shape)
 
     def is_inside(self, other: Tile) -> bool:
         """Return whether `other` contains this tile."""
         return not self or self & other == self
 
-    def to_slices(self, other: Tile) -> tuple[slice, slice]:
-        """Return this tile as (row, column) slices of an array that holds exactly the pixels of `other`."""
-        return self.rows.to_slice(other.rows), self.cols.to_slice(other.cols)
+    def to_slices(self, other: Tile) -> tuple[slice, ...]:
+        """Return this tile as slices, along the sharded axes, of an array that holds exactly what is in `other`."""
+        return tuple(a.to_slice(b) for a, b in zip(self, other, strict=True))
+
+    def replace_span(self, number: int, span: Span) -> Tile:
+        """Return the tile with another span along its sharded axis `number`."""
+        return Tile(*(span if index == number else each for index, each in enumerate(self)))
 
 
-@dataclass(frozen=True, slots=True)
-class Grid:
-    """A grid of `rows` x `cols` tiles, numbered row by row. Their sizes differ by at most one pixel.
+class Grid(tuple[int, ...]):
+    """The number of parts along each sharded axis. Tiles are numbered in row-major order.
 
-    >>> [len(span) for span in Grid(1, 3).split_axis(10, 3)]
+    The sizes of the tiles differ by at most one position along each axis.
+
+    >>> [len(tile.cols) for tile in Grid(1, 3).cut(4, 10)]
     [3, 3, 4]
     """
 
-    rows: int
-    cols: int
+    __slots__ = ()
+
+    def __new__(cls, *parts: int) -> Grid:
+        return super().__new__(cls, parts)
+
+    def __getnewargs__(self) -> tuple[int, ...]:
+        return tuple(self)
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of tiles of an image."""
+        return self[-2]
+
+    @property
+    def cols(self) -> int:
+        """Number of columns of tiles of an image."""
+        return self[-1]
 
     @property
     def tiles(self) -> int:
         """Number of tiles."""
-        return self.rows * self.cols
+        return math.prod(self)
 
     def __str__(self) -> str:
-        return f"{self.rows}x{self.cols}"
+        return "x".join(map(str, self))
 
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        return ((row, col) for row in range(self.rows) for col in range(self.cols))
-
-    @staticmethod
-    def split_axis(size_px: int, parts: int) -> tuple[Span, ...]:
-        """Cut `size_px` pixels at the same fractions for every size, so that the tiles of all layers line up."""
-        # 10 pixels over 4 tiles: cuts at 0, 2, 5, 7, 10. The 5 pixels after a stride of 2: 0, 1, 2, 3, 5. Each cut is
-        # within a pixel of half the other, so that halos stay narrow.
-        cuts = [size_px * part // parts for part in range(parts + 1)]
-        return tuple(Span(start, stop) for start, stop in itertools.pairwise(cuts))
+    def __repr__(self) -> str:
+        return f"Grid({', '.join(map(str, self))})"
 
     @lru_cache(maxsize=4096)  # noqa: B019  (grids are small values, and layers of one size ask again and again)
-    def cut(self, height_px: int, width_px: int) -> tuple[Tile, ...]:
-        """Return the tiles of an image, in order.
+    def cut(self, *sizes: int) -> tuple[Tile, ...]:
+        """Return the tiles of a value, in order.
 
         Raises PlanError if a tile would be empty.
 
         >>> Grid(1, 2).cut(4, 5)[1].cols
         Span(start=2, stop=5)
         """
-        self._check(height_px, width_px)
-        rows, cols = self.split_axis(height_px, self.rows), self.split_axis(width_px, self.cols)
-        return tuple(Tile(rows[row], cols[col]) for row, col in self)
+        self._check(sizes)
+        return tuple(Tile(*spans) for spans in itertools.product(*map(split_axis, sizes, self)))
 
-    def get_tile(self, number: int, height_px: int, width_px: int) -> Tile:
+    def get_tile(self, number: int, *sizes: int) -> Tile:
         """Return one of the tiles without computing the others.
 
         >>> Grid(1, 2).get_tile(1, 4, 5) == Grid(1, 2).cut(4, 5)[1]
         True
         """
-        self._check(height_px, width_px)
-        row, col = divmod(number, self.cols)
-        rows, cols = ((height_px, row, self.rows), (width_px, col, self.cols))
-        return Tile(*(Span(px * at // parts, px * (at + 1) // parts) for px, at, parts in (rows, cols)))
+        self._check(sizes)
+        spans = []
+        for size, parts in zip(reversed(sizes), reversed(self), strict=True):
+            number, at = divmod(number, parts)
+            spans.append(Span(size * at // parts, size * (at + 1) // parts))
+        return Tile(*reversed(spans))
 
-    def _check(self, height_px: int, width_px: int) -> None:
-        for name, size_px, parts in (("rows", height_px, self.rows), ("columns", width_px, self.cols)):
-            if size_px < parts:
+    def _check(self, sizes: tuple[int, ...]) -> None:
+        names = {-2: "rows of pixels", -1: "columns of pixels"}
+        for axis, (size, parts) in enumerate(zip(sizes, self, strict=True), -len(self)):
+            if size < parts:
+                name = names.get(axis, f"positions along axis {axis}")
                 raise PlanError(
-                    f"{size_px} {name} of pixels cannot be cut into {parts} tiles. "
-                    f"Use a slice_method with at most {size_px} along that axis, or a smaller spatial_size."
+                    f"{size} {name} cannot be cut into {parts} tiles. "
+                    f"Use a slice_method with at most {size} along that axis, or a smaller spatial_size."
                 )
 
 
-# Moves: rectangles that one rank sends to another. Halos, gathers, scatters and repartitions all consist of moves.
+def split_axis(size: int, parts: int) -> list[Span]:
+    """Cut an axis at the same fractions for every size, so that the tiles of all layers line up."""
+    # 10 pixels over 4 tiles: cuts at 0, 2, 5, 7, 10. The 5 pixels after a stride of 2: 0, 1, 2, 3, 5. Each cut is
+    # within a pixel of half the other, so that halos stay narrow.
+    cuts = [size * part // parts for part in range(parts + 1)]
+    return [Span(start, stop) for start, stop in itertools.pairwise(cuts)]
+
+
+# Moves: boxes that one rank sends to another. Halos, gathers, scatters and repartitions all consist of moves.
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A transfer of the pixels of `tile` from rank `source` to rank `target`."""
+    """A transfer of `tile` from rank `source` to rank `target`."""
 
     source: int
     target: int
@@ -180,7 +224,7 @@ class Move:
 def compute_moves(owned: Mapping[int, Tile], wanted: Mapping[int, Tile]) -> tuple[Move, ...]:
     """Return every transfer that fills each rank's `wanted` tile from the `owned` tiles, its own pixels included.
 
-    The owned tiles do not overlap, so each wanted pixel inside the image arrives exactly once.
+    The owned tiles do not overlap, so each wanted position inside the value arrives exactly once.
 
     >>> from engines.spatial.tiles import Span
     >>> left, right = (Tile(Span(0, 4), cols) for cols in (Span(0, 4), Span(4, 8)))

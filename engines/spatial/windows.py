@@ -1,4 +1,4 @@
-"""Windows: the input pixels that given output pixels read, computed backwards from the outputs.
+"""Windows: the input positions that given outputs read, computed backwards from the outputs, axis by axis.
 
 With fused halos, windows are computed backwards through several layers: one exchange serves them all, and ranks
 recompute the overlap of their extended tiles.
@@ -17,6 +17,7 @@ from engines.spatial.tiles import Span, Tile, compute_moves
 __all__ = [
     "ExtendedTiles",
     "HaloCost",
+    "Margins",
     "Shift",
     "SlidingWindow",
     "SpanRule",
@@ -34,7 +35,10 @@ __all__ = [
 ]
 
 SpanRule = Callable[[Span], Span]
-"""Maps output pixels along one axis to the input pixels that they read, including those outside the image."""
+"""Maps outputs along one axis to the inputs that they read, including those outside the image."""
+
+Margins = tuple[tuple[int, int], ...]
+"""For each sharded axis: how much to add, or if negative to crop, before and after."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,20 +132,15 @@ class Window:
     fill: float
 
     @property
-    def margins(self) -> tuple[int, int, int, int]:
-        """Pixels to add (or, if negative, to crop) left, right, above and below, in the order of `F.pad`."""
-        held, wanted = self.held, self.wanted
-        return (
-            held.cols.start - wanted.cols.start,
-            wanted.cols.stop - held.cols.stop,
-            held.rows.start - wanted.rows.start,
-            wanted.rows.stop - held.rows.stop,
-        )
+    def margins(self) -> Margins:
+        """Pixels to add (or, if negative, to crop) before and after, along each sharded axis."""
+        pairs = zip(self.held, self.wanted, strict=True)
+        return tuple((held.start - wanted.start, wanted.stop - held.stop) for held, wanted in pairs)
 
 
-def compute_window(out: Tile, rows: SpanRule, cols: SpanRule) -> Tile:
-    """Return the input rectangle that the outputs in `out` read; it may extend beyond the image."""
-    return Tile(rows(out.rows), cols(out.cols))
+def compute_window(out: Tile, rules: Sequence[SpanRule]) -> Tile:
+    """Return what the outputs in `out` read, by one rule for each sharded axis; it may extend beyond the image."""
+    return Tile(*(rule(span) for rule, span in zip(rules, out, strict=True)))
 
 
 def compute_interior(out: Span, rule: SpanRule, held: Span, image_px: int) -> Span:
@@ -200,12 +199,11 @@ TileLookup = Callable[[str], tuple[Tile, Tiles]]
 
 @dataclass(frozen=True, slots=True)
 class WindowRead:
-    """A read of a tiled value by a node's outputs, by the rules `rows` and `cols`, with `fill` outside the image."""
+    """A read of a tiled value by a node's outputs, by a rule for each sharded axis, with `fill` outside the image."""
 
     node: str
     value: str
-    rows: SpanRule
-    cols: SpanRule
+    rules: tuple[SpanRule, ...]
     fill: float
 
 
@@ -244,7 +242,7 @@ def extend_tiles(reads: Iterable[WindowRead], groups: Mapping[str, int], extent:
     for read in reversed(list(reads)):  # backwards: `held` of a node must cover its readers before its own reads follow
         whole, own = extent(read.value)
         outputs = held.get(read.node) or extent(read.node)[1]
-        wanted = {rank: compute_window(tile, read.rows, read.cols) for rank, tile in outputs.items()}
+        wanted = {rank: compute_window(tile, read.rules) for rank, tile in outputs.items()}
         if groups.get(read.value) == groups[read.node]:
             held[read.value] = _compute_hulls([held.get(read.value, own), wanted], whole)
         else:

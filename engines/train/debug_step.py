@@ -15,6 +15,7 @@ from engines.comm.device import use_threads
 from engines.errors import PlanError
 from engines.program.exchange_runner import ReceivedMessage
 from engines.program.worker import Inputs
+from engines.spatial.tiles import Axes
 from engines.train.train_loop import RankStepStats, collect_stats
 from engines.train.training import RankTraining, StepReport
 
@@ -42,13 +43,13 @@ class StepState:
 class ViewRequest:
     """A request to view one channel of one image of a micro-batch's value, or of its gradient.
 
-    `axes` are the spatial axes, counted from the end, or None. `bound_px` is the largest height or width of the view.
+    `axes` are the rows and columns; there may be none. `bound_px` is the largest height or width of the view.
     """
 
     name: str
     micro_batch: int
     gradient: bool
-    axes: tuple[int, int] | None
+    axes: Axes
     image: int
     channel: int
     bound_px: int
@@ -182,9 +183,9 @@ def _count_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(storages.values())
 
 
-def _to_planes(tensor: Tensor, axes: tuple[int, int] | None) -> Tensor:
+def _to_planes(tensor: Tensor, axes: Axes) -> Tensor:
     """Reshape any tensor to (images, channels, h, w); without pixels, to one row per image."""
-    if axes is None:
+    if not axes:
         return tensor.reshape(1, 1, max(1, tensor.shape[0]) if tensor.dim() > 1 else 1, -1)
     moved = tensor.movedim(axes, (-2, -1))
     images = moved.shape[0] if moved.dim() > 2 else 1

@@ -196,8 +196,7 @@ def collect_stats(
         if "labels" not in part:
             continue
         way = training.program.get_direction_program(number)
-        feed = way.input_shards["labels"]
-        own = feed.axes is not None or (feed.tile is not None and feed.tile.images is not None)
+        own = way.input_shards["labels"].axes
         # A prediction that several ranks hold whole is counted on one of them, that which starts the backward pass.
         if way.prediction is not None and (own or way.seeds_loss):
             scores = training.worker.peek(way.prediction, number).detach()

@@ -174,7 +174,7 @@ def _find_exchange_points(compiler: Compiler) -> Iterator[HaloPoint]:
         for tag in sorted(met):
             any_rank = next(iter(met[tag].values()))
             spec = TensorSpec(any_rank.shape, any_rank.dtype)
-            yield HaloPoint(tuple(readers[tag].values()), stage, ranks, spec, any_rank.axes or (-2, -1), met[tag])
+            yield HaloPoint(tuple(readers[tag].values()), stage, ranks, spec, any_rank.axes, met[tag])
 
 
 def _find_readers(ops: Sequence[LocalOp], name: str, nodes: Mapping[str, Node]) -> Iterator[Node]:
@@ -226,17 +226,17 @@ def _find_fused_points(compiler: Compiler) -> Iterator[HaloPoint]:
         met: dict[tuple[str, tuple[Tile, ...]], HaloPoint] = {}
         for read in builder.reads:
             extended = builder.extended.held.get(read.value)
-            if extended is None or read.rows == read.cols == Shift(0):  # each output reads its own pixel only
+            if extended is None or set(read.rules) == {Shift(0)}:  # each output reads its own pixel only
                 continue
             whole, own = builder.get_image_tiles(read.value)
             outputs = builder.extended.held.get(read.node) or builder.get_image_tiles(read.node)[1]
-            wanted = {rank: compute_window(tile, read.rows, read.cols) & whole for rank, tile in outputs.items()}
+            wanted = {rank: compute_window(tile, read.rules) & whole for rank, tile in outputs.items()}
             beyond = any(not tile.is_inside(own[rank]) for rank, tile in wanted.items())
             if beyond and all(tile.is_inside(extended[rank]) for rank, tile in wanted.items()):
                 # Readers with equal windows of a value share a point.
                 key, held = (read.value, tuple(wanted.values())), builder.values[read.value]
                 readers = (*met[key].readers, nodes[read.node]) if key in met else (nodes[read.node],)
-                met[key] = HaloPoint(readers, stage, ranks, held.spec, held.axes or (-2, -1), computed=wanted)
+                met[key] = HaloPoint(readers, stage, ranks, held.spec, held.axes, computed=wanted)
         yield from met.values()
 
 

@@ -201,7 +201,7 @@ def _draw_panels(figure: Drawing, view: StepView, box: FigureBox, focus: int) ->
     arranged: list[list[tuple[int, int]]] = []  # row and column of each panel
     for group in groups:
         owns = [panel.extent.own for panel in group.panels]
-        if None in owns or len(set(owns)) < len(owns):  # ranks share a tile: four to a row
+        if not all(map(len, owns)) or len(set(owns)) < len(owns):  # no pixels, or ranks share a tile: four to a row
             arranged.append([divmod(index, 4) for index in range(len(owns))])
             continue
         rows, columns = sorted({own.rows.start for own in owns}), sorted({own.cols.start for own in owns})
@@ -240,7 +240,7 @@ def _draw_group(
         axes = figure.add_axes((*corner, cell_w - gap_x, cell_h - gap_y))
         drawn = _draw_panel(axes, group, panel)
         transfer = view.landed[focus][0] if view.landed else None
-        if transfer and panel.extent.axes is not None and panel.rank in (transfer.source, transfer.target):
+        if transfer and panel.extent.axes and panel.rank in (transfer.source, transfer.target):
             # The tile of the message is framed on its target (solid) and on its source (dashed).
             tile, there = transfer.move.tile, panel.rank == transfer.target
             for wide, colour, line in ((4.5, "white", "solid"), (2.2, ORANGE, "solid" if there else (0, (2, 1)))):
@@ -256,16 +256,16 @@ def _draw_group(
     ticks.yaxis.get_offset_text().set(fontsize=8, ha="left")
 
 
-def _is_square(held: Tile | None) -> bool:
+def _is_square(held: Tile) -> bool:
     """Return whether pixels are drawn as squares. Narrow strips, and values without pixels, fill their panel."""
-    return held is not None and max(held.shape) < 8 * min(held.shape)
+    return bool(held.shape) and max(held.shape) < 8 * min(held.shape)
 
 
 def _describe_group(view: StepView, group: PanelGroup, end: str = ", ") -> str:
     """Return `gradient of relu_3 (blocks.0), 32 × 48 px, channel 0 of 16, image 0`, with `end` between its lines."""
     extent, seen = group.panels[0].extent, group.panels[0].seen
     what = f"{'gradient of ' * group.gradient}{group.name}"
-    if extent.axes is None:
+    if not extent.axes:
         return f"{what}{end}{' × '.join(map(str, seen.shape)) or 'a number'}"
     means = f", means of {seen.block_px} × {seen.block_px} px" if seen.block_px > 1 else ""
     channel = min(view.channel, seen.channels - 1)
@@ -278,13 +278,13 @@ def _describe_group(view: StepView, group: PanelGroup, end: str = ", ") -> str:
 def _draw_panel(axes: Axes, group: PanelGroup, panel: RankPanel) -> object:
     low, high = group.span
     held, own, pixels = panel.extent.held, panel.extent.own, panel.seen.pixels.numpy()
-    tile = held or Tile.whole(*pixels.shape)
+    tile = held if panel.extent.axes else Tile.whole(*pixels.shape)
     cols, rows = tile.cols, tile.rows
     extent = (cols.start, cols.stop, rows.stop, rows.start)
     norm = Normalize(low, high if high > low else low + 1)
     style = {"cmap": MAPS[group.gradient], "norm": norm, "interpolation": "nearest"}
     image = axes.imshow(pixels, extent=extent, aspect="equal" if _is_square(held) else "auto", **style)
-    if own is not None and own != held:
+    if own != held:
         #   +-------------------+
         #   |   above           |   What the rank holds around its own tile is hatched: rows above and below over the
         #   +------+-----+------+   whole width, then columns left and right beside the tile.

@@ -116,8 +116,8 @@ def _show_pixels(axes: Axes, pixels: Pixels, tile: Tile) -> None:
 
 def draw_tiles(axes: Axes, ranks: StageRanks, tiles: Mapping[int, Tile], gap: float, chosen: int | None = None) -> None:
     """Draw an outline `gap` px inside each tile. Neighbours differ in colour and in line style."""
-    for (row, col), (rank, tile) in zip(ranks.grid, tiles.items(), strict=True):
-        colour, line = LOOKS[(row + col) % 2]
+    for number, (rank, tile) in enumerate(tiles.items()):
+        colour, line = LOOKS[sum(divmod(number, ranks.grid.cols)) % 2]
         width, level = (3.5, 6) if rank == chosen else (2.0, 4)
         # Inside the tile, or the outlines of two neighbours would cover each other.
         corner = tile.cols.start + gap, tile.rows.start + gap

@@ -303,6 +303,6 @@ class StepInspector:
                 f"Not all ranks hold {what} of micro-batch {micro_batch} now: it is not made yet, is gone "
                 "already, or is never kept, being used up where it is made. Go on, or restart; layers keep their ends."
             )
-        if found[0][1].axes is None and found[0][1].images is None and not gradient:
+        if not found[0][1].axes and found[0][1].images is None and not gradient:
             return there[0][1]  # replicated: every rank holds the same
         return assemble_shards(there, adds=gradient)

@@ -127,7 +127,7 @@ def test_no_kernel_keeps_what_is_written_over():
     )
     asked = {
         "aten.conv2d.default": (image, weight, None, [1, 1], [1, 1]),
-        "tile.conv_transpose": (image, weight, None, [2, 2], [1, 1], 1, (0, 0, 0, 0)),
+        "tile.conv_transpose": (image, weight, None, [2, 2], [1, 1], 1, ((0, 0), (0, 0))),
         "tile.batch_norm": (image, moments, vector, vector, [72], 1e-5),
         "tile.whole_batch_norm": (image, vector, vector, 1e-5),
         "aten.batch_norm.default": (image, vector, vector, kept, kept, False, 0.1, 1e-5, True),

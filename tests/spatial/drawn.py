@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, assume, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from engines.spatial.tiles import Grid
+from engines.spatial.tiles import Grid, split_axis
 from engines.spatial.windows import SlidingWindow, compute_halo_widths
 from tests.exact import assert_exact, tiled
 from tests.sampling import EVERYTHING
@@ -54,7 +54,7 @@ class Geometry:
             for image, out_px, parts, rule in zip(
                 self.image_px, self.out_px, (self.grid.rows, self.grid.cols), self.rules, strict=True
             )
-            for own, out in zip(Grid.split_axis(image, parts), Grid.split_axis(out_px, parts), strict=True)
+            for own, out in zip(split_axis(image, parts), split_axis(out_px, parts), strict=True)
         )
 
 

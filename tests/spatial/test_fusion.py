@@ -31,7 +31,7 @@ def rows(tiles: Mapping[int, Tile]) -> list[tuple[int, int]]:
 
 def chain(*names: str) -> list[WindowRead]:
     """Each reads the one before it by a window of three rows."""
-    return [WindowRead(node, value, SAME, Shift(0), 0.0) for value, node in itertools.pairwise(names)]
+    return [WindowRead(node, value, (SAME, Shift(0)), 0.0) for value, node in itertools.pairwise(names)]
 
 
 def test_each_layer_of_a_group_computes_a_row_more_than_the_next():
@@ -52,8 +52,8 @@ def test_a_branch_and_its_shortcut_fetch_once():
     """The shortcut adds x itself to the branch's end, which is wanted wider than a tile."""
     reads = [
         *chain("x", "a", "b"),
-        WindowRead("sum", "b", Shift(0), Shift(0), 0.0),
-        WindowRead("sum", "x", Shift(0), Shift(0), 0.0),
+        WindowRead("sum", "b", (Shift(0), Shift(0)), 0.0),
+        WindowRead("sum", "x", (Shift(0), Shift(0)), 0.0),
     ]
     wide = extend_tiles([*reads, *chain("sum", "end")], dict.fromkeys(("a", "b", "sum", "end"), 1), strips)
     assert rows(wide.held["sum"]) == rows(wide.held["b"]) == [(0, 9), (7, 16)]
@@ -61,7 +61,7 @@ def test_a_branch_and_its_shortcut_fetch_once():
 
 
 def test_readers_that_fill_the_outside_differently_share_what_lies_inside():
-    reads = [WindowRead("a", "x", SAME, Shift(0), 0.0), WindowRead("b", "x", SAME, Shift(0), float("-inf"))]
+    reads = [WindowRead("a", "x", (SAME, Shift(0)), 0.0), WindowRead("b", "x", (SAME, Shift(0)), float("-inf"))]
     wide = extend_tiles(reads, {"a": 1, "b": 1}, strips)
     assert wide.get_fetched("a", "x") == {0: Tile(Span(0, 9), Span(0, 1)), 1: Tile(Span(7, 16), Span(0, 1))}
 

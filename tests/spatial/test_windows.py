@@ -108,7 +108,7 @@ def test_reach_is_what_adaptive_cells_read(size_px: int, count: int, data: st.Da
     b=outputs,
 )
 def test_a_window_has_a_rule_for_each_axis(rows: SlidingWindow, cols: TransposedWindow, a: Span, b: Span):
-    assert compute_window(Tile(a, b), rows, cols) == Tile(rows(a), cols(b))
+    assert compute_window(Tile(a, b), (rows, cols)) == Tile(rows(a), cols(b))
 
 
 @given(

@@ -19,11 +19,13 @@ from engines.spatial.local_rules import (
     apply_locally,
     cut_to_tile,
     get_local_ranges,
+    get_sizes,
     get_spec,
     make_gather_error,
 )
 from engines.spatial.operator_table import register_rule
 from engines.spatial.rng import SETTINGS, draws, find_sample_number
+from engines.spatial.tiles import Axes
 from engines.spatial.windows import Shift, TableWindow
 
 
@@ -32,10 +34,9 @@ def assign(b: Builder, node: Node) -> None:
     """Assign a part: along a spatial axis each tile takes the lines of the part inside it, along others its pixels."""
     a, part, count = node.arguments, node.arguments["src"], len(node.spec.shape)
     dim, selects = a["dim"] - (count if a["dim"] >= 0 else 0), node.operator == "aten.select_scatter.default"
-    rows, cols = b.get_value(a["self"] if b.is_tiled(a["self"]) else part).axes or (-2, -1)
+    axes = b.get_value(a["self"] if b.is_tiled(a["self"]) else part).axes
     if selects and not b.is_tiled(a["self"]):  # the part lacks the axis that is selected
-        rows, cols = (axis - (axis <= dim) for axis in (rows, cols))
-    axes = rows, cols
+        axes = tuple(axis - (axis <= dim) for axis in axes)
     part_axes = tuple(axis + (selects and axis < dim) for axis in axes)
     if dim in axes:
         size = node.spec.shape[dim]
@@ -55,8 +56,8 @@ def assign(b: Builder, node: Node) -> None:
         apply_locally(b, node, axes, self=own[0], src=own[1])
 
 
-def _align(b: Builder, node: Node, ref: Ref, axes: tuple[int, int]) -> Ref:
-    """Return the pixels of a value, whose rows and columns are along `axes`, under those of the result."""
+def _align(b: Builder, node: Node, ref: Ref, axes: Axes) -> Ref:
+    """Return the part, under this rank's part of the result, of a value that is sharded along `axes` as that is."""
     if b.is_tiled(ref):
         return b.align_to_output(ref)
     return cut_to_tile(b, node, ref, ValueLayout(ref.name, get_spec(b, ref.name), axes, differentiable=True))
@@ -70,7 +71,7 @@ def put(b: Builder, node: Node) -> None:
     tiled = next((ref for ref in (a["self"], a["values"]) if b.is_tiled(ref)), None)
     if tiled is None or len(picked) != 1 or b.is_tiled(picked[0][1]) or len(get_spec(b, picked[0][1].name).shape) != 1:
         raise make_gather_error(node, "writes by something other than one list of channels, rows or columns")
-    axes, (place, index) = b.get_value(tiled).axes or (-2, -1), picked[0]
+    axes, (place, index) = b.get_value(tiled).axes, picked[0]
     dim = place - len(node.spec.shape)
     if dim not in axes:
         images = {name: a[name] for name in ("self", "values")}
@@ -84,15 +85,15 @@ def put(b: Builder, node: Node) -> None:
     _write_lines(b, node, axes, dim, numbers, a["values"])
 
 
-def _write_lines(b: Builder, node: Node, axes: tuple[int, int], dim: int, numbers: Sequence[int], part: Ref) -> None:
+def _write_lines(b: Builder, node: Node, axes: Axes, dim: int, numbers: Sequence[int], part: Ref) -> None:
     """Write rows or columns: those of `numbers` become the lines of the part in turn, or its only line."""
     if not numbers:
         whole = _align(b, node, node.arguments["self"], axes)
         b.add_local_op(node.name, "aten.alias.default", whole, like=node.spec, axes=axes)
         return
-    spec, size_px = get_spec(b, part.name), (node.spec.shape[axes[0]], node.spec.shape[axes[1]])
+    spec, size_px, place = get_spec(b, part.name), get_sizes(node.spec, axes), axes.index(dim)
     out = b.get_output_tiles(size_px)[b.rank]
-    (span, across), other = ((out.rows, out.cols), axes[1]) if dim == axes[0] else ((out.cols, out.rows), axes[0])
+    span = out[place]
     last = spec.shape[dim] - 1 if len(spec.shape) >= -dim else 0  # a single line is broadcast
     # x[2:9:3] = part, on a tile that owns rows 4 to 8:
     #
@@ -111,10 +112,11 @@ def _write_lines(b: Builder, node: Node, axes: tuple[int, int], dim: int, number
             raise make_gather_error(node, "writes rows and columns that are other axes than those of the whole", axes)
         rule = TableWindow(tuple((line,) for line in table))
         window = b.read_window(part, size_px, *(rule if axis == dim else Shift(0) for axis in axes))
-        part, begins = b.pad_window(window), (window.wanted.rows if dim == axes[0] else window.wanted.cols).start
-    elif len(spec.shape) >= -other and spec.shape[other] > len(across):
-        cut = (other,), ((across.start, across.stop),)
-        part = b.add_local_op(f"{node.name}.own", "tile.cut", part, *cut, like=spec)
+        part, begins = b.pad_window(window), window.wanted[place].start
+    else:
+        across = {axis: each for axis, each in zip(axes, out, strict=True) if axis != dim and len(spec.shape) >= -axis}
+        if cuts := {axis: (each.start, each.stop) for axis, each in across.items() if spec.shape[axis] > len(each)}:
+            part = b.add_local_op(f"{node.name}.own", "tile.cut", part, tuple(cuts), tuple(cuts.values()), like=spec)
     whole, own = _align(b, node, node.arguments["self"], axes), range(span.start, span.stop)
     lines, written = [table[number] - begins for number in own], [number in line_of for number in own]
     b.add_local_op(node.name, "tile.put", whole, part, dim, lines, written, like=node.spec, axes=axes)
@@ -138,7 +140,7 @@ def lower_constant(b: Builder, node: Node) -> None:
     """Create a constant on every rank; with tiles, all of its elements share the memory of one."""
     a = node.arguments
     if b.stage.grid.tiles == 1 or len(node.spec.shape) < 2:
-        apply_locally(b, node, None)
+        apply_locally(b, node, ())
         return
     value = a.get("fill_value", 1 if "ones" in node.operator else 0)
     kind = getattr(torch, node.spec.dtype)
@@ -159,7 +161,7 @@ def lower_random(b: Builder, node: Node) -> None:
     """Draw the part of a random tensor that is on this tile."""
     a = node.arguments
     source = next((a[name] for name in ("self", "input") if name in a), None)
-    axes = b.get_value(source).axes if isinstance(source, Ref) and b.is_tiled(source) else None
+    axes = b.get_value(source).axes if isinstance(source, Ref) and b.is_tiled(source) else ()
     # Numbers follow from the place in the whole image and the number of the draw: nothing is sent, and a stage that
     # is computed again draws the same.
     number = find_sample_number(b.graph, node)

@@ -16,7 +16,7 @@ from engines.spatial.local_rules import (
     all_gather_lines,
     apply_locally,
     get_axes_without,
-    get_spatial_axes,
+    get_sharded_dims,
     get_spec,
     make_gather_error,
     split_arguments,
@@ -32,10 +32,10 @@ def check_along_other_axes(b: Builder, node: Node, ref: Ref, dims: Sequence[int]
 
     Raises TraceError if one of them is spatial.
     """
-    rows, cols, count = get_spatial_axes(b, ref)
+    count = len(b.get_value(ref).spec.shape)
     given = range(count) if dims is None else [dims] if isinstance(dims, int) else dims
     found = [dim % count for dim in given]
-    if {rows, cols} & set(found) or not found:
+    if not found or not set(found).isdisjoint(get_sharded_dims(b, ref)):
         raise make_gather_error(node, f"works along a spatial axis (dim={dims})")
     return found
 
@@ -78,14 +78,14 @@ def lower_other_axes(b: Builder, node: Node, source: Ref, several: bool = False)
 def reorder_pixels(b: Builder, node: Node) -> None:
     """Reorder or repeat values; along rows and columns each output reads one input."""
     source = check_only_first_tiled(b, node)
-    rows, cols, count = get_spatial_axes(b, source)
+    value, sharded = b.get_value(source), get_sharded_dims(b, source)
     dims = node.arguments.get("dim", node.arguments.get("dims"))
-    found = [dim % count for dim in ([dims] if isinstance(dims, int) else dims or ())]
-    if not found or not set(found) <= {rows, cols}:
+    found = [dim % len(value.spec.shape) for dim in ([dims] if isinstance(dims, int) else dims or ())]
+    if not found or not set(found) <= set(sharded):
         lower_per_pixel(b, node)
         return
     # The operator is applied to the pixels' numbers along one axis at a time.
-    pixels = {axis: torch.arange(size) for axis, size in zip((rows, cols), b.get_value(source).size_px, strict=True)}
+    pixels = {axis: torch.arange(size) for axis, size in zip(sharded, value.size_px, strict=True)}
     for number, axis in enumerate(found):
         if node.operator == "aten.flip.default":
             pixels[axis] = pixels[axis].flip(0)
@@ -93,7 +93,7 @@ def reorder_pixels(b: Builder, node: Node) -> None:
             pixels[axis] = pixels[axis].roll(node.arguments["shifts"][number])
         else:
             pixels[axis] = pixels[axis].repeat_interleave(node.arguments["repeats"])
-    lower_resample(b, node, source, *(make_copy_taps(pixels[axis].tolist()) for axis in (rows, cols)))
+    lower_resample(b, node, source, *(make_copy_taps(pixels[axis].tolist()) for axis in sharded))
 
 
 @register_rule(
@@ -114,8 +114,7 @@ def shuffle_channels(b: Builder, node: Node) -> None:
 @register_rule("aten.one_hot.default")
 def one_hot(b: Builder, node: Node) -> None:
     """Encode class numbers along a new last axis."""
-    rows, cols = b.get_value(node.arguments["self"]).axes or (-2, -1)
-    apply_locally(b, node, (rows - 1, cols - 1))
+    apply_locally(b, node, tuple(axis - 1 for axis in b.get_value(node.arguments["self"]).axes))
 
 
 @register_rule("aten.stack.default")
@@ -123,10 +122,10 @@ def stack(b: Builder, node: Node) -> None:
     """Stack along a new axis, before or after the spatial ones."""
     parts = align_arguments(b, node)
     source = next(ref for ref in node.arguments["tensors"] if b.is_tiled(ref))
-    rows, cols, count = get_spatial_axes(b, source)
+    count = len(b.get_value(source).spec.shape)
     # Counted from the end, an axis moves by one if the new one comes after it.
     new = node.arguments["dim"] % (count + 1)
-    axes = (rows + (new <= rows) - count - 1, cols + (new <= cols) - count - 1)
+    axes = tuple(dim + (new <= dim) - count - 1 for dim in get_sharded_dims(b, source))
     apply_locally(b, node, axes, **parts)
 
 
@@ -145,10 +144,11 @@ _MOVED = ("transpose.int", "swapaxes.default", "swapdims.default", "movedim.int"
 @register_rule(*(f"aten.{name}" for name in (*_MOVED, "mT.default", "permute.default")))
 def transpose(b: Builder, node: Node) -> None:
     """Move the spatial axes with the others. ATen itself, run on a meta tensor, determines their order."""
-    rows, cols, count = get_spatial_axes(b, node.arguments["self"])
+    source = node.arguments["self"]
+    count = len(b.get_value(source).spec.shape)
     positional, keywords = split_arguments(node, {"self": torch.empty(tuple(range(1, count + 1)), device="meta")})
     order = [size - 1 for size in get_operator(node.operator)(*positional, **keywords).shape]
-    apply_locally(b, node, (order.index(rows) - count, order.index(cols) - count))
+    apply_locally(b, node, tuple(order.index(dim) - count for dim in get_sharded_dims(b, source)))
 
 
 @register_rule("aten.avg_pool3d.default", images=("self",))
@@ -168,12 +168,13 @@ def avg_pool3d(b: Builder, node: Node) -> None:
 def select(b: Builder, node: Node) -> None:
     """Select one channel of each pixel; or one row or column, which every rank then holds."""
     source, place = node.arguments["self"], node.arguments["dim"]
-    rows, cols, count = get_spatial_axes(b, source)
-    if place % count not in (rows, cols):
-        apply_locally(b, node, get_axes_without(b, source, [place % count]))
+    shape = b.get_value(source).spec.shape
+    dim = place % len(shape)
+    if dim not in get_sharded_dims(b, source):
+        apply_locally(b, node, get_axes_without(b, source, [dim]))
         return
-    number = node.arguments["index"] % b.get_value(source).spec.shape[place]
-    line = all_gather_lines(b, node, source, place % count, Span(number, number + 1))
+    number = node.arguments["index"] % shape[dim]
+    line = all_gather_lines(b, node, source, dim, Span(number, number + 1))
     b.add_local_op(node.name, "aten.select.int", line, place, 0, like=node.spec)
 
 
@@ -198,12 +199,13 @@ def pick_along(b: Builder, node: Node) -> None:
 
 def pick_lines(b: Builder, node: Node, source: Ref, dim: int, index: Ref) -> None:
     """Pick values along one axis by a list of their numbers."""
-    rows, cols, count = get_spatial_axes(b, source)
-    if dim % count not in (rows, cols):
-        apply_locally(b, node, b.get_value(source).axes)
+    value, sharded = b.get_value(source), get_sharded_dims(b, source)
+    dim %= len(value.spec.shape)
+    if dim not in sharded:
+        apply_locally(b, node, value.axes)
         return
-    sizes = zip((rows, cols), b.get_value(source).size_px, strict=True)
-    taken = (read_line_numbers(b, node, index, size) if dim % count == axis else range(size) for axis, size in sizes)
+    sizes = zip(sharded, value.size_px, strict=True)
+    taken = (read_line_numbers(b, node, index, size) if dim == axis else range(size) for axis, size in sizes)
     lower_resample(b, node, source, *map(make_copy_taps, taken))
 
 
@@ -225,10 +227,10 @@ def multiply_channels(b: Builder, node: Node) -> None:
     pixels, weight, *more = node.arguments.values()
     if not b.is_tiled(pixels) or any(b.is_tiled(other) for other in (weight, *more)):
         raise make_gather_error(node, "multiplies pixels with pixels")
-    rows, cols, count = get_spatial_axes(b, pixels)
-    if count - 1 in (rows, cols) or len(get_spec(b, weight.name).shape) != 2:
+    axes = b.get_value(pixels).axes
+    if -1 in axes or len(get_spec(b, weight.name).shape) != 2:
         raise make_gather_error(node, "multiplies along a spatial axis")
-    apply_locally(b, node, b.get_value(pixels).axes)
+    apply_locally(b, node, axes)
 
 
 @register_rule("aten.einsum.default")
@@ -243,25 +245,25 @@ def einsum(b: Builder, node: Node) -> None:
     letters = _find_spatial_letters(b, operands)
     if not arrow or "." in equation or len(letters) != 1:
         raise make_gather_error(node, "has no explicit result, or its operands name rows and columns differently")
-    rows, cols = letters.pop()
-    if any((rows in term or cols in term) and not b.is_tiled(ref) for term, ref in operands):
+    sharded = letters.pop()
+    if any(not set(sharded).isdisjoint(term) and not b.is_tiled(ref) for term, ref in operands):
         raise make_gather_error(node, "multiplies rows or columns with what is no image")
-    if rows in out and cols in out:
-        apply_locally(b, node, (out.index(rows) - len(out), out.index(cols) - len(out)))
-    elif rows in out or cols in out:
+    if set(sharded) <= set(out):
+        apply_locally(b, node, tuple(out.index(letter) - len(out) for letter in sharded))
+    elif not set(sharded).isdisjoint(out):
         raise make_gather_error(node, "sums over one spatial axis of two")
     else:
-        part = apply_locally(b, replace(node, name=f"{node.name}.part"), None)
+        part = apply_locally(b, replace(node, name=f"{node.name}.part"), ())
         b.add_local_op(node.name, "aten.alias.default", b.all_reduce(part), like=node.spec)
 
 
-def _find_spatial_letters(b: Builder, operands: list[tuple[str, Ref]]) -> set[tuple[str, str]]:
-    """Return the letters of rows and columns of each tiled operand; a repeated letter adds a pair of its own."""
-    found = set()
+def _find_spatial_letters(b: Builder, operands: list[tuple[str, Ref]]) -> set[tuple[str, ...]]:
+    """Return the letters of each tiled operand's sharded axes; a repeated letter adds an entry of its own."""
+    found: set[tuple[str, ...]] = set()
     for term, ref in operands:
         if b.is_tiled(ref):
-            rows, cols, _ = get_spatial_axes(b, ref)
-            found.add((term[rows], term[cols]))
-            if term.count(term[rows]) > 1 or term.count(term[cols]) > 1:
-                found.add(("", ""))
+            letters = tuple(term[axis] for axis in b.get_value(ref).axes)
+            found.add(letters)
+            if any(term.count(letter) > 1 for letter in letters):
+                found.add(())
     return found

@@ -35,20 +35,20 @@ def to_pair(value: Any) -> Pair:
     return (values[0], values[-1])
 
 
-def fold_padding(b: Builder, window: Window, rules: Sequence[SlidingWindow], out_px: Pair) -> tuple[Ref, Pair]:
+def fold_padding(
+    b: Builder, window: Window, rules: Sequence[SlidingWindow], out_px: tuple[int, ...]
+) -> tuple[Ref, tuple[int, ...]]:
     """Return the kernel's input and padding: the kernel pads by itself if that yields exactly the tile's outputs.
 
-    A kernel pads both sides alike, so its padding can replace a fill above and left of the tile only if the number of
-    outputs is still right; otherwise the fill is written into the tensor.
+    A kernel pads both sides alike, so its padding can replace a fill before the tile only if the number of outputs is
+    still right; otherwise the fill is written into the tensor.
     """
-    left, _, above, _ = window.margins
-    padding, held = (above, left), window.held.shape
-    out = b.get_output_tiles(out_px)[b.rank].shape
-    for size_px, pad_px, rule, wanted in zip(held, padding, rules, out, strict=True):
+    padding, out = tuple(before for before, _ in window.margins), b.get_output_tiles(out_px)[b.rank].shape
+    for size_px, pad_px, rule, wanted in zip(window.held.shape, padding, rules, out, strict=True):
         found = (size_px + 2 * pad_px - rule.dilation * (rule.kernel - 1) - 1) // rule.stride + 1
         # Pools refuse a padding of more than half the kernel.
         if not 0 <= pad_px <= rule.kernel // 2 * rule.dilation or found != wanted:
-            return b.pad_window(window), (0, 0)
+            return b.pad_window(window), (0,) * len(padding)
     return Ref(window.name), padding
 
 
@@ -67,7 +67,7 @@ def conv2d(b: Builder, node: Node) -> None:
         padding = to_pair(a["padding"])
     rules = [SlidingWindow(*axis) for axis in zip(kernel, stride, padding, dilation, strict=True)]
     out_px = node.spec.shape[-2:] if node.spec else value.size_px
-    window = b.read_window(a["input"], out_px, rules[0], rules[1])
+    window = b.read_window(a["input"], out_px, *rules)
     x, native = fold_padding(b, window, rules, out_px)
     settings = a["weight"], a["bias"], stride, native, dilation, a["groups"]
     b.add_local_op(node.name, "aten.conv2d.default", x, *settings, like=node.spec, axes=(-2, -1))
@@ -83,7 +83,7 @@ def conv_transpose2d(b: Builder, node: Node) -> None:
     window = b.read_window(a["input"], out_px, *(TransposedWindow(*axis) for axis in axes))
     # The inputs write those outputs that they would read in a convolution. The difference from the tile's outputs is
     # cropped on each side (negative) or, where no input writes, padded (positive).
-    written = compute_window(window.held, *(SlidingWindow(*axis) for axis in axes))
+    written = compute_window(window.held, [SlidingWindow(*axis) for axis in axes])
     margins = Window(window.name, written, b.get_output_tiles(out_px)[b.rank], 0.0).margins
     settings = a["weight"], a["bias"], stride, dilation, a["groups"], margins
     b.add_local_op(node.name, "tile.conv_transpose", Ref(window.name), *settings, like=node.spec, axes=(-2, -1))
@@ -151,12 +151,12 @@ def avg_pool2d(b: Builder, node: Node) -> None:
         reads = [[rule(Span(i, i + 1)) for i in range(count)] for rule, count in zip(rules, out_px, strict=True)]
         _average_few(b, node, reads, border)
         return
-    window = b.read_window(a["self"], out_px, rules[0], rules[1])
+    window = b.read_window(a["self"], out_px, *rules)
     x, native = fold_padding(b, window, rules, out_px)
     out = b.get_output_tiles(out_px)[b.rank]
     rows, cols = (  # how many of the pixels that each output reads are in the image with its border
         tuple(len(rule(Span(i, i + 1)) & Span(-edge, image_px + edge)) for i in range(span.start, span.stop))
-        for rule, span, image_px, edge in zip(rules, (out.rows, out.cols), value.size_px, border, strict=True)
+        for rule, span, image_px, edge in zip(rules, out, value.size_px, border, strict=True)
     )
     # The plain kernel divides by one number, whatever lies outside the image.
     if a["divisor_override"] or (set(rows), set(cols)) == ({kernel[0]}, {kernel[1]}):
@@ -176,7 +176,7 @@ def _average_few(b: Builder, node: Node, reads: Sequence[Sequence[Span]], border
     source = node.arguments["self"]
     size_px, own = b.get_value(source).size_px, b.get_tiles(b.get_value(source).size_px)[b.rank]
     cells = []
-    for axis, span in zip(reads, (own.rows, own.cols), strict=True):  # the part of each in this tile, may be empty
+    for axis, span in zip(reads, own, strict=True):  # the part of each in this tile, may be empty
         parts = [read & span for read in axis]
         cells.append(tuple((part.start - span.start, part.stop - span.start) if part else (0, 0) for part in parts))
     sums = b.add_local_op(f"{node.name}.sums", "tile.cell_sums", b.crop_to_own(source), *cells, like=node.spec.sums)
@@ -227,7 +227,7 @@ def fetch_cells(b: Builder, ref: Ref, out_px: Pair) -> tuple[Ref, Tile, Cells, C
     x, out, wanted = b.pad_window(window), b.get_output_tiles(out_px)[b.rank], window.wanted
     rows, cols = (
         tuple((start - first.start, stop - first.start) for start, stop in axis[span.start : span.stop])
-        for axis, span, first in zip(cells, (out.rows, out.cols), (wanted.rows, wanted.cols), strict=True)
+        for axis, span, first in zip(cells, out, wanted, strict=True)
     )
     return x, wanted, rows, cols
 

@@ -19,11 +19,12 @@ from engines.spatial.local_rules import (
     apply_locally,
     cut_to_tile,
     get_local_shape,
-    get_spatial_axes,
+    get_sharded_dims,
     make_gather_error,
     make_unsupported_error,
 )
 from engines.spatial.operator_table import register_rule
+from engines.spatial.tiles import Axes
 
 
 @register_kernel("tile.grouped")
@@ -130,11 +131,11 @@ def _is_over_space(b: Builder, node: Node) -> bool:
 
     Raises TraceError if they include only one of the two.
     """
-    rows, cols, count = get_spatial_axes(b, node.arguments["input"])
-    first = count - len(node.arguments["normalized_shape"])
-    if (rows >= first) != (cols >= first):
+    first = -len(node.arguments["normalized_shape"])
+    inside = {axis >= first for axis in b.get_value(node.arguments["input"]).axes}
+    if len(inside) > 1:
         raise make_gather_error(node, "normalises over one spatial axis of two")
-    return rows >= first
+    return inside == {True}
 
 
 @register_kernel("tile.reshaped")
@@ -143,7 +144,7 @@ def reshape_and_cast(x: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Ten
     return x.reshape(shape).to(dtype)
 
 
-def _scale_and_shift(b: Builder, node: Node, name: str, shape: Sequence[int], axes: tuple[int, int]) -> None:
+def _scale_and_shift(b: Builder, node: Node, name: str, shape: Sequence[int], axes: Axes) -> None:
     """Apply the weight and bias of a layer norm over space: each tile takes its own pixels of them."""
     for argument, operator in (("weight", "mul"), ("bias", "add")):
         if (vector := node.arguments.get(argument)) is not None:
@@ -207,12 +208,12 @@ def rms_norm(b: Builder, node: Node) -> None:
 def lower_variance(b: Builder, node: Node) -> None:
     """Lower variances and standard deviations; over space, from the moments of all tiles."""
     a, source = node.arguments, node.arguments["self"]
-    rows, cols, count = get_spatial_axes(b, source)
+    count, sharded = len(b.get_value(source).spec.shape), set(get_sharded_dims(b, source))
     dims = {dim % count for dim in a.get("dim") or range(count)}
-    if not {rows, cols} & dims:
+    if sharded.isdisjoint(dims):
         lower_other_axes(b, node, source)
         return
-    if not {rows, cols} <= dims:
+    if not sharded <= dims:
         raise make_gather_error(node, "reduces one spatial axis of two")
     correction = a.get("correction", a.get("unbiased", True))
     correction, root = float(1 if correction is None else correction), "std" in node.operator

@@ -19,7 +19,7 @@ from engines.spatial.local_rules import (
     align_arguments,
     apply_locally,
     cut_to_tile,
-    get_spatial_axes,
+    get_sharded_dims,
     get_spec,
     make_gather_error,
 )
@@ -32,11 +32,10 @@ __all__ = ["all_gather_partials", "count_labels", "reduce_mean"]
 
 def find_spatial_dims(b: Builder, node: Node, ref: Ref) -> list[int] | None:
     """Return a node's reduced dimensions, from the front, if one of them is distributed over the ranks; else None."""
-    rows, cols, count = get_spatial_axes(b, ref)
-    given = node.arguments.get("dim")
+    count, given = len(b.get_value(ref).spec.shape), node.arguments.get("dim")
     dims = [dim % count for dim in ([given] if isinstance(given, int) else given or range(count))]
-    distributed = {0} if b.is_batch_sharded(ref) else {rows, cols}
-    return dims if distributed & set(dims) else None
+    distributed = (0,) if b.is_batch_sharded(ref) else get_sharded_dims(b, ref)
+    return None if set(dims).isdisjoint(distributed) else dims
 
 
 def all_gather_partials(
@@ -54,11 +53,10 @@ def all_gather_partials(
     The kernel reduces `dims` to 1 and may add leading axes `lead`. Reduced rows are then as many as those of the grid,
     and likewise columns, so that the tiles' results are an image, cut by the same grid.
     """
-    value, grid = b.get_value(ref), b.stage.grid
-    rows, cols, _ = get_spatial_axes(b, ref)
+    value = b.get_value(ref)
     # A 4 x 6 image over 2 x 3 tiles, reduced over rows: each tile has 1 row of its 2 columns, and all of them form an
     # image of 2 x 6 pixels. Reduced over both, they form one of 2 x 3.
-    parts = {rows: grid.rows, cols: grid.cols}
+    parts = dict(zip(get_sharded_dims(b, ref), b.stage.grid, strict=True))
     shape = [parts.get(axis, 1) if axis in dims else size for axis, size in enumerate(value.spec.shape)]
     like = TensorSpec((*lead, *shape), dtype)
     x = b.crop_to_own(ref)
@@ -99,7 +97,7 @@ def reduce_sum(b: Builder, node: Node) -> None:
     if dims is None:
         lower_other_axes(b, node, source)
         return
-    if b.is_tiled(source) and not set(get_spatial_axes(b, source)[:2]) <= set(dims):
+    if not set(get_sharded_dims(b, source)) <= set(dims):
         # Over rows, or over columns: each tile sums its own part, and every rank holds the whole result.
         like, dtype = node.spec.sums, getattr(torch, node.spec.sums.dtype)
         parts = all_gather_partials(b, node, source, "tile.sum_pixels", dims, True, dtype, dtype=like.dtype)
@@ -152,7 +150,7 @@ def cross_entropy_loss(b: Builder, node: Node) -> None:
         pair = {name: ref if b.is_tiled(ref) else cut_to_tile(b, node, ref, tiled) for name, ref in pair.items()}
     if a["reduction"] == _NONE:
         whole = {name: ref for name, ref in pair.items() if not b.is_tiled(ref)}
-        apply_locally(b, node, (-2, -1) if any(map(b.is_tiled, node.arguments.values())) else None, **whole)
+        apply_locally(b, node, (-2, -1) if any(map(b.is_tiled, node.arguments.values())) else (), **whole)
         return
     kernel, settings = "tile.nll_sums", [a["weight"], a["ignore_index"]]
     if node.operator == "aten.cross_entropy_loss.default":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -20,19 +21,24 @@ from engines.spatial.local_rules import (
     apply_locally,
     get_local_ranges,
     get_local_shape,
-    get_spatial_axes,
+    get_sharded_dims,
+    get_sizes,
     get_spec,
     make_gather_error,
     make_unsupported_error,
 )
 from engines.spatial.operator_table import register_rule
-from engines.spatial.tiles import Span
+from engines.spatial.tiles import Axes, Span
 from engines.spatial.windows import Shift, SlidingWindow, TableWindow, Window, compute_window
 
 __all__ = ["lower_resample", "make_copy_taps"]
 
 Resample = Callable[[Tensor], Tensor]
 """Maps each row (n values) of a matrix (k, n) to a row of m values, each a weighted sum of some of the n."""
+
+
+TapLists = tuple[tuple[tuple[int, ...], ...], tuple[tuple[float, ...], ...]]
+"""Inputs and weights along one axis, tap by tap: an entry for each output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +51,7 @@ class Taps:
     inputs: tuple[tuple[int, ...], ...]
     weights: tuple[tuple[float, ...], ...]
 
-    def select_outputs(
-        self, out: Span, held: Span
-    ) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[float, ...], ...]]:
+    def select_outputs(self, out: Span, held: Span) -> TapLists:
         """Return the taps of some outputs, tap by tap, with inputs counted from the first held one."""
         inputs = [[index - held.start for index in row] for row in self.inputs[out.start : out.stop]]
         return tuple(zip(*inputs, strict=True)), tuple(zip(*self.weights[out.start : out.stop], strict=True))
@@ -79,28 +83,23 @@ def find_taps(size_px: int, resample: Resample, reach_px: int) -> Taps:
     return Taps(*(tuple(tuple(pair[part] for pair in near) for near in filled) for part in (0, 1)))
 
 
-def lower_resample(b: Builder, node: Node, ref: Ref, rows: Taps, cols: Taps) -> None:
-    """Fetch the window that each tile of outputs reads, and compute the weighted sums."""
-    axes = b.get_value(ref).axes or (-2, -1)
-    out_px = (node.spec.shape[axes[0]], node.spec.shape[axes[1]])
-    window = b.read_window(ref, out_px, TableWindow(rows.inputs), TableWindow(cols.inputs))
-    out = b.get_output_tiles(out_px)[b.rank]
-    taps = (*rows.select_outputs(out.rows, window.held.rows), *cols.select_outputs(out.cols, window.held.cols))
-    b.add_local_op(node.name, "tile.resample", Ref(window.name), *taps, axes, like=node.spec, axes=axes)
+def lower_resample(b: Builder, node: Node, ref: Ref, *taps: Taps) -> None:
+    """Fetch the window that each tile of outputs reads, and compute the weighted sums: taps for each sharded axis."""
+    axes = b.get_value(ref).axes
+    out_px = get_sizes(node.spec, axes)
+    window = b.read_window(ref, out_px, *(TableWindow(each.inputs) for each in taps))
+    places = zip(taps, b.get_output_tiles(out_px)[b.rank], window.held, strict=True)
+    own = tuple(each.select_outputs(out, held) for each, out, held in places)
+    b.add_local_op(node.name, "tile.resample", Ref(window.name), own, axes, like=node.spec, axes=axes)
 
 
 @register_kernel("tile.resample")
-def resample_tile(
-    x: Tensor,
-    rows: Sequence[Sequence[int]],
-    row_weights: Sequence[Sequence[float]],
-    cols: Sequence[Sequence[int]],
-    col_weights: Sequence[Sequence[float]],
-    axes: tuple[int, int],
-) -> Tensor:
-    """Resample along the columns first, as ATen does."""
+def resample_tile(x: Tensor, taps: Sequence[TapLists], axes: Axes) -> Tensor:
+    """Resample along the last of `axes` first, that of columns, as ATen does."""
     wide = x.to(get_sum_type(x))
-    return _sum_taps(_sum_taps(wide, axes[1], cols, col_weights), axes[0], rows, row_weights).to(x.dtype)
+    for axis, (inputs, weights) in reversed(list(zip(axes, taps, strict=True))):
+        wide = _sum_taps(wide, axis, inputs, weights)
+    return wide.to(x.dtype)
 
 
 def _sum_taps(x: Tensor, axis: int, inputs: Sequence[Sequence[int]], weights: Sequence[Sequence[float]]) -> Tensor:
@@ -181,7 +180,7 @@ def pixel_shuffle(b: Builder, node: Node) -> None:
     out_px = node.spec.shape[-2:]
     rules = [TableWindow(tuple((i // factor,) for i in range(size_px))) for size_px in out_px]
     window = b.read_window(node.arguments["self"], out_px, *rules)
-    made = compute_window(window.held, *[SlidingWindow(factor, factor)] * 2)
+    made = compute_window(window.held, [SlidingWindow(factor, factor)] * 2)
     margins = Window(f"{node.name}.wide", made, b.get_output_tiles(out_px)[b.rank], 0.0).margins
     wide = b.add_local_op(f"{node.name}.wide", node.operator, Ref(window.name), factor, like=node.spec, axes=(-2, -1))
     b.add_local_op(node.name, "tile.pad", wide, margins, 0.0, like=node.spec, axes=(-2, -1))
@@ -224,13 +223,14 @@ def reshape(b: Builder, node: Node) -> None:
     if not b.is_tiled(source):
         raise make_gather_error(node, "takes its shape from an image")
     shape = b.get_value(source).spec.shape
-    found = [_find_unchanged_axes(shape, node.spec.shape, axis) for axis in get_spatial_axes(b, source)[:2]]
-    pairs = [(rows, cols) for rows in found[0] for cols in found[1] if rows != cols]
-    if not pairs:
+    found = [_find_unchanged_axes(shape, node.spec.shape, axis) for axis in get_sharded_dims(b, source)]
+    choices = [chosen for chosen in product(*found) if len(set(chosen)) == len(chosen)]
+    if not choices:
         raise make_gather_error(node, f"takes rows and columns apart or together ({shape} to {node.spec.shape})")
     count = len(node.spec.shape)
-    # Axes of size 1 leave a choice: prefer the last two axes, where rules for images expect rows and columns.
-    axes = tuple(axis - count for axis in max(pairs, key=lambda pair: (pair == (count - 2, count - 1), pair)))
+    # Axes of size 1 leave a choice: prefer the last axes in order, where rules for images expect rows and columns.
+    last = tuple(range(count - len(found), count))
+    axes = tuple(axis - count for axis in max(choices, key=lambda chosen: (chosen == last, chosen)))
     x, own = b.align_to_output(source), get_local_shape(b, node.spec, axes)
     b.add_local_op(node.name, "aten.reshape.default", x, own, like=node.spec, axes=axes)
 
@@ -274,7 +274,7 @@ def repeat(b: Builder, node: Node) -> None:
 @register_rule("aten.new_empty.default")
 def new_empty(b: Builder, node: Node) -> None:
     """Create a tensor that only takes its type from an image: every rank makes all of it."""
-    apply_locally(b, node, None)
+    apply_locally(b, node, ())
 
 
 # Slicing, padding, picking and permuting: operators that move pixels or leave them in place.
@@ -290,7 +290,7 @@ def pad(b: Builder, node: Node) -> None:
         return
     out_px = node.spec.shape[-2:]
     fill = float(a.get("value") or 0.0)
-    x = b.pad_window(b.read_window(a["self"], out_px, Shift(-before[2]), Shift(-before[0]), fill))
+    x = b.pad_window(b.read_window(a["self"], out_px, Shift(-before[2]), Shift(-before[0]), fill=fill))
     channels = [0, 0, 0, 0, *before[4:]]
     b.add_local_op(node.name, "aten.constant_pad_nd.default", x, channels, fill, like=node.spec, axes=(-2, -1))
 
@@ -299,26 +299,26 @@ def pad(b: Builder, node: Node) -> None:
 def crop(b: Builder, node: Node) -> None:
     """Slice: along a spatial axis output i reads input start + i * step; along others each pixel stays in place."""
     a = node.arguments
-    rows, cols, count = get_spatial_axes(b, a["self"])
-    axis = a["dim"] % count
-    if axis not in (rows, cols):
-        apply_locally(b, node, b.get_value(a["self"]).axes)
+    value, dims = b.get_value(a["self"]), get_sharded_dims(b, a["self"])
+    axis = a["dim"] % len(value.spec.shape)
+    if axis not in dims:
+        apply_locally(b, node, value.axes)
         return
-    start, stop, step = slice(a["start"], a["end"], a["step"]).indices(b.get_value(a["self"]).spec.shape[axis])
+    start, stop, step = slice(a["start"], a["end"], a["step"]).indices(value.spec.shape[axis])
     # x[..., start:stop:step] reads like a 1x1 kernel with that stride.
     stay, move = Shift(0), SlidingWindow(kernel=1, stride=step, padding=-start)
-    out_px = (node.spec.shape[rows], node.spec.shape[cols])
+    out_px = get_sizes(node.spec, dims)
     if not b.can_tile(out_px) and start < stop:
         few = all_gather_lines(b, node, a["self"], axis, Span(start, stop))
         b.add_local_op(node.name, "aten.slice.Tensor", few, axis, 0, None, step, like=node.spec)
         return
-    window = b.read_window(a["self"], out_px, move if axis == rows else stay, move if axis == cols else stay)
-    apply_locally(b, node, b.get_value(a["self"]).axes, self=b.pad_window(window), start=0, end=None)
+    window = b.read_window(a["self"], out_px, *(move if axis == dim else stay for dim in dims))
+    apply_locally(b, node, value.axes, self=b.pad_window(window), start=0, end=None)
 
 
 @register_rule("getitem")
 def pick(b: Builder, node: Node) -> None:
     """Pick one of several outputs, tiled as they are."""
     several = node.arguments["0"]
-    b.read_window(several, b.get_value(several).size_px, Shift(0), Shift(0))  # no exchange: the rank owns these pixels
+    b.align_to_output(several)  # no exchange: the rank owns these pixels
     b.hold_like(apply_locally(b, node, b.get_value(several).axes, **{"0": several}), several)
