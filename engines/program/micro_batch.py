@@ -119,7 +119,9 @@ class MicroBatchState:
             if self.runtime.keeps_graphs and not collects and value is not None and not value.requires_grad:
                 self.leaves.pop(name, None)
 
-    def _compute(self, segment: Compute) -> int:
+    def _compute(self, segment: Compute, phase: Phase) -> int:
+        if phase is not Phase.FORWARD:
+            return self._compute_backward(segment, phase)
         # `made` are roots of the local graph; readers get detached leaves instead (see `keep`).
         made = self.runtime.segments[segment.name](self.values, self.seed)
         for name, value in zip(segment.outputs, made, strict=True):
@@ -208,7 +210,9 @@ class MicroBatchState:
         grad, leaf.grad = leaf.grad, None
         return grad
 
-    def _sum(self, total: AllReduce) -> int:
+    def _sum(self, total: AllReduce, phase: Phase) -> int:
+        if phase is not Phase.FORWARD:
+            return self._sum_backward(total)
         # A copy, since the all-reduce is in place and others may still read the source.
         summed = self.values[total.source].detach().clone()
         sent = all_reduce(self.runtime.world, summed, total.group).wait()
@@ -224,7 +228,9 @@ class MicroBatchState:
         leaf.grad = summed if leaf.grad is None else leaf.grad.add_(summed)
         return sent
 
-    def _exchange(self, exchange: Exchange) -> int:
+    def _exchange(self, exchange: Exchange, phase: Phase) -> int:
+        if phase is not Phase.FORWARD:
+            return self._exchange_backward(exchange)
         runner, sent = self.runtime.exchange_runners[exchange.key], 0
         if exchange.begins:
             source = self.values.get(exchange.source) if exchange.own else None
@@ -253,13 +259,9 @@ Kernel = Callable[[MicroBatchState, Any, Phase], int]
 """Runs an instruction for a micro-batch in a phase, and returns the bytes that it sent."""
 
 KERNELS: dict[type[Instruction], Kernel] = {
-    Compute: lambda state, item, phase: (
-        state._compute(item) if phase is Phase.FORWARD else state._compute_backward(item, phase)
-    ),
-    Exchange: lambda state, item, phase: (
-        state._exchange(item) if phase is Phase.FORWARD else state._exchange_backward(item)
-    ),
-    AllReduce: lambda state, item, phase: state._sum(item) if phase is Phase.FORWARD else state._sum_backward(item),
+    Compute: MicroBatchState._compute,
+    Exchange: MicroBatchState._exchange,
+    AllReduce: MicroBatchState._sum,
 }
 """The kernels of the instructions of a micro-batch, by their kind."""
 

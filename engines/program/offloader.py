@@ -9,6 +9,7 @@ import tempfile
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -252,7 +253,8 @@ class OffloadingMicroBatch(MicroBatchState):
             self.offloader.fetch(self._get_gradients(_get_value_names(instruction)))
             self._going_back = instruction
         try:
-            sent = super().run_instruction(instruction, phase)
+            with self._record_saved(instruction) if phase is Phase.FORWARD else nullcontext():
+                sent = super().run_instruction(instruction, phase)
         finally:
             self._going_back = None
             self.offloader.end_instruction()
@@ -293,9 +295,12 @@ class OffloadingMicroBatch(MicroBatchState):
         self.offloader.fetch([tensor])
         return tensor
 
-    def _compute(self, segment: Compute) -> int:
-        if not (segment.differentiable and self.runtime.keeps_graphs):
-            return super()._compute(segment)
+    @contextmanager
+    def _record_saved(self, instruction: ModelInstruction) -> Iterator[None]:
+        """Within the context, in which a segment runs forward, record what autograd saves for its backward pass."""
+        if not (instruction.is_local and instruction.differentiable and self.runtime.keeps_graphs):
+            yield
+            return
         saved: list[Tensor] = []
 
         # The hooks see every tensor that autograd saves, including intermediate results without a name. Autograd keeps
@@ -308,9 +313,8 @@ class OffloadingMicroBatch(MicroBatchState):
             return saved[-1]
 
         with saved_tensors_hooks(record, lambda tensor: tensor):
-            sent = super()._compute(segment)
-        self._saved[segment.name] = saved
-        return sent
+            yield
+        self._saved[instruction.name] = saved
 
     def _recompute(self, segment: Compute) -> None:
         self.offloader.fetch(self._get_inputs(segment))

@@ -15,7 +15,7 @@ from engines.comm.nccl import Collectives, NcclAllReduce, OrderedStarter
 from engines.comm.status_board import get_status_board, get_wait_s
 from engines.comm.world import World
 from engines.errors import PlanError
-from engines.program.effects import Phase
+from engines.program.effects import Instruction, Phase
 from engines.program.exchange import Exchange
 from engines.program.exchange_runner import make_exchange_runners
 from engines.program.instructions import (
@@ -173,7 +173,18 @@ class Worker:
         step = self.program.steps[self.position]
         get_status_board().report(self.step_labels[self.position], self.steps)
         start_s, before_s = time.perf_counter(), get_wait_s()
-        sent = self._run_step(step)
+        # Any instruction other than a segment may block on another rank, which in turn may need a message that still
+        # waits for the device here. Starting it first avoids a deadlock:
+        #
+        #   rank 0   pack a (GPU busy, send deferred)   wait for b from rank 1
+        #   rank 1   pack b (GPU busy, send deferred)   wait for a from rank 0
+        instruction = step.instruction
+        if not instruction.is_local:
+            self.flush_sends()
+        if instruction.per_micro_batch:
+            sent = self.micro_batch_states[step.micro_batch].run_instruction(instruction, step.phase)
+        else:
+            sent = BATCH_KERNELS[type(instruction)](self, instruction, step.phase)
         event = TimelineEvent.of(self.program.rank, step, start_s, time.perf_counter(), sent, get_wait_s() - before_s)
         self.events.append(event)
         self.position += 1
@@ -223,58 +234,56 @@ class Worker:
             )
         return self.micro_batch_states[micro_batch]
 
-    def _run_step(self, step: Step) -> int:
-        # Any instruction other than a segment may block on another rank, which in turn may need a message that still
-        # waits for the device here. Starting it first avoids a deadlock:
-        #
-        #   rank 0   pack a (GPU busy, send deferred)   wait for b from rank 1
-        #   rank 1   pack b (GPU busy, send deferred)   wait for a from rank 0
-        if not step.instruction.is_local:
-            self.flush_sends()
-        match step.instruction:
-            case CountLabels() as counting:
-                states = {number: self.micro_batch_states[number] for number in counting.program.directions}
-                labels = {number: state.fetch(state.values["labels"]) for number, state in states.items()}
-                return self._count_labels(counting, labels)
-            case SumGradients() as bucket if step.phase is Phase.UPDATE:
-                self._sums[bucket.name].finish()
-                return 0
-            case SumGradients() as bucket:
-                if bucket.name not in self._sums:
-                    self._sums[bucket.name] = self._make_bucket(self.weights, bucket, self.world)
-                own = self._sums[bucket.name]
-                # Non-blocking: the sum proceeds during backward, driven by `SendQueue.poll` after each instruction.
-                self._send_queue.add(self._send_queue.start_after(own.pack(), own.total.begin))
-                return own.total.sent_bytes
-            case ReduceBatchStats() as share:
-                return self._batch_stats.reduce(share, self.world)
-            case FiniteCheckAllReduce() as agreement:
-                return self._agree(agreement)
-            case Update() as update:
-                self.steps += 1  # first: a rank that fails from here on has an incomplete update
-                sent = update_buffers(self.buffers, update, self._batch_stats, self.world)
-                for state in self.micro_batch_states.values():
-                    state.end_step()
-                self._run_updates()
-                return sent
-            case instruction:
-                return self.micro_batch_states[step.micro_batch].run_instruction(instruction, step.phase)
+    def _count(self, counting: CountLabels, phase: Phase) -> int:
+        states = {number: self.micro_batch_states[number] for number in counting.program.directions}
+        return self._count_labels(
+            counting, {number: each.fetch(each.values["labels"]) for number, each in states.items()}
+        )
 
-    def _agree(self, agreement: FiniteCheckAllReduce) -> int:
+    def _sum_gradients(self, bucket: SumGradients, phase: Phase) -> int:
+        if phase is Phase.UPDATE:
+            self._sums[bucket.name].finish()
+            return 0
+        if bucket.name not in self._sums:
+            self._sums[bucket.name] = self._make_bucket(self.weights, bucket, self.world)
+        own = self._sums[bucket.name]
+        # Non-blocking: the sum proceeds during backward, driven by `SendQueue.poll` after each instruction.
+        self._send_queue.add(self._send_queue.start_after(own.pack(), own.total.begin))
+        return own.total.sent_bytes
+
+    def _reduce_batch_stats(self, share: ReduceBatchStats, phase: Phase) -> int:
+        return self._batch_stats.reduce(share, self.world)
+
+    def _agree(self, agreement: FiniteCheckAllReduce, phase: Phase) -> int:
         self._send_queue.wait()  # a failed send must show before any rank changes its weights
         self._agreed = self.optimiser_step.compute_gradient_stats(agreement.counted)
         if self.shared:
             self._updates = self.world.all_gather(PendingUpdate(self._run_optimiser))
         return all_reduce(self.world, self._agreed, agreement.group).wait()
 
-    def _run_updates(self) -> None:
+    def _update(self, update: Update, phase: Phase) -> int:
+        self.steps += 1  # first: a rank that fails from here on has an incomplete update
+        sent = update_buffers(self.buffers, update, self._batch_stats, self.world)
+        for state in self.micro_batch_states.values():
+            state.end_step()
         if self._agreed is None:  # there is no other rank
             self._agreed = self.optimiser_step.compute_gradient_stats(self.weights)
         updates, self._updates = self._updates or [PendingUpdate(self._run_optimiser)], []
-        for update in updates:
-            update.run(self._agreed)
+        for pending in updates:
+            pending.run(self._agreed)
+        return sent
 
     def _run_optimiser(self, agreed: Tensor) -> None:
         self.optimiser_step.step(agreed)
         if self.shared:
             self.shared.restore_memory(self.weights)
+
+
+BATCH_KERNELS: dict[type[Instruction], Callable[[Worker, Any, Phase], int]] = {
+    CountLabels: Worker._count,
+    SumGradients: Worker._sum_gradients,
+    ReduceBatchStats: Worker._reduce_batch_stats,
+    FiniteCheckAllReduce: Worker._agree,
+    Update: Worker._update,
+}
+"""The kernels of the instructions of the whole batch, by their kind: what they send is returned, in bytes."""

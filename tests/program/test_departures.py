@@ -105,7 +105,7 @@ def test_what_was_given_up_does_not_leave():
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Pixels and gradients reach their messages late; the names of what was computed before one had left."""
     computed: list[str] = []
-    pack, do = GradientBucket.pack, Worker._run_step
+    pack, do = GradientBucket.pack, Worker.step
 
     def fill(into: Tensor, content: Tensor) -> Callable[[], object]:
         into.fill_(torch.nan)
@@ -123,14 +123,15 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         device.told.append(fill(self.flat, self.flat.clone()))
         return device
 
-    def watched(self: Worker, step: Step) -> int:
-        if isinstance(step.instruction, Compute) and self._send_queue._packed:
-            computed.append(step.instruction.name)
-        return do(self, step)
+    def watched(self: Worker) -> Step:
+        instruction = self.program.steps[self.position].instruction
+        if isinstance(instruction, Compute) and self._send_queue._packed:
+            computed.append(instruction.name)
+        return do(self)
 
     monkeypatch.setattr(ExchangeRunner, "_fill", fill_messages)
     monkeypatch.setattr(GradientBucket, "pack", pack_gradients)
-    monkeypatch.setattr(Worker, "_run_step", watched)
+    monkeypatch.setattr(Worker, "step", watched)
     return computed
 
 
