@@ -10,7 +10,7 @@ from engines.comm.all_reduce_sizes import compute_workspace_bytes
 from engines.plan import Plan
 from engines.predict.tallies import DirectionTally, RankTally
 from engines.program.effects import Effects, Instruction, Messages, Phase
-from engines.program.program import LEAST_BYTES, DirectionProgram, Program, Step
+from engines.program.program import LEAST_BYTES, DirectionProgram, LiveValues, Program, Step
 
 __all__ = ["GradientTracker", "MemoryTracker", "simulate_memory"]
 
@@ -175,8 +175,8 @@ def simulate_memory(
 
 
 @dataclass
-class _MicroBatchMemory:
-    """The memory of one micro-batch: the values still to be read in forward, and the leaves and graphs for backward."""
+class _MicroBatchMemory(LiveValues[str]):
+    """The memory of one micro-batch: values and leaves by the keys of their blocks, and graphs for backward."""
 
     # Each output of a segment is detached; the leaf that results is the input of the next segment. A block can thus be
     # held for three reasons at once, and is freed with the last of them:
@@ -186,21 +186,17 @@ class _MicroBatchMemory:
     #   until    its last reader      backward of its writer             backward of that segment
 
     number: int
-    way: DirectionProgram
+    direction_program: DirectionProgram
     tally: DirectionTally
     ledger: MemoryTracker
     plan: Plan
     trained_now: set[str]
-    values: set[str] = field(default_factory=set)
-    leaves: set[str] = field(default_factory=set)
+    values: dict[str, str] = field(default_factory=dict)
+    leaves: dict[str, str] = field(default_factory=dict)
     grads: dict[str, str] = field(default_factory=dict)
     graphs: set[str] = field(default_factory=set)
     leaving: list[Hashable] = field(default_factory=list)
     offloaded: dict[Hashable, int] = field(default_factory=dict)
-
-    @property
-    def checkpoints(self) -> bool:
-        return self.plan.checkpoint_activations
 
     def run_step(self, step: Step, effects: Effects) -> list[Hashable]:
         """Run one instruction and return the keys of send buffers that are released after the next instruction."""
@@ -214,7 +210,7 @@ class _MicroBatchMemory:
             for name in effects.makes:
                 self._keep(name)
             self._hold_strips(effects)
-            self._release(self.way.last_reads.get(item.name, ()))
+            self.release_read(item)
         elif not item.is_local:
             for name in effects.makes:
                 if name in self.tally.needs_gradient:
@@ -246,29 +242,28 @@ class _MicroBatchMemory:
         return sum(self._get_offloaded_bytes(key) for key in {self.tally.lies_in.get(name, name) for name in names})
 
     def _keep(self, name: str) -> None:
+        key = self.tally.lies_in[name]
         for held in (self.values, self.leaves):
-            held.add(name)
-            self._hold_key(self.tally.lies_in[name])
+            held[name] = key
+            self._hold_key(key)
 
-    def _drop(self, held: set[str], name: str) -> None:
+    def drop(self, held: dict[str, str], name: str) -> None:
         if name in held:
-            held.remove(name)
-            self.ledger.release((self.number, self.tally.lies_in[name]))
+            self.ledger.release((self.number, held.pop(name)))
 
-    def _release(self, names: Iterable[str]) -> None:
-        for name in names:
-            was_there = name in self.values
-            self._drop(self.values, name)
-            kept = self.checkpoints or name in self.way.collects or name in self.tally.needs_gradient
-            if was_there and not kept:
-                self._drop(self.leaves, name)
+    def needs_gradient(self, name: str) -> bool:
+        return name in self.tally.needs_gradient
+
+    @property
+    def recomputes(self) -> bool:
+        return self.plan.checkpoint_activations
 
     def _compute(self, item: Instruction, effects: Effects) -> None:
         segment = self.tally.segments[item.name]
         # `inside` is the peak within the segment. What outlives the segment is held from here on.
         self.ledger.add_transient(passing=segment.inside + self._count_offloaded_inputs(effects.reads))
         # With checkpointing, nothing of the segment stays but its outputs: backward computes it again from its inputs.
-        if item.differentiable and not self.checkpoints:
+        if item.differentiable and not self.recomputes:
             self.graphs.add(item.name)
             for key in segment.keeps:
                 if key in self.tally.bytes:
@@ -281,11 +276,11 @@ class _MicroBatchMemory:
         if phase is Phase.WEIGHTS and not (segment.late and item.name in self.graphs):
             return
         way = item.get_effects(Phase.FORWARD)
-        recomputed = sum(segment.fresh.values()) + self._count_offloaded_inputs(way.reads) if self.checkpoints else 0
+        recomputed = sum(segment.fresh.values()) + self._count_offloaded_inputs(way.reads) if self.recomputes else 0
         # With checkpointing, recomputed activations count here; without it, offloaded ones that are loaded again.
         back = sum(map(self._get_offloaded_bytes, segment.keeps)) if item.name in self.graphs else 0
         self.ledger.add_transient(passing=recomputed + back + segment.back_inside)
-        self.ledger.add_transient(passing=segment.inside if self.checkpoints else 0)
+        self.ledger.add_transient(passing=segment.inside if self.recomputes else 0)
         if phase is not Phase.WEIGHTS:
             for name, size in segment.grads.items():
                 self._hold_gradient(name, size)
@@ -295,7 +290,7 @@ class _MicroBatchMemory:
             return
         for name in way.makes:
             self._release_leaf(name)
-        if not self.checkpoints and item.name in self.graphs:
+        if not self.recomputes and item.name in self.graphs:
             self.graphs.remove(item.name)
             for key in segment.keeps:
                 self.ledger.release((self.number, key))
@@ -313,8 +308,7 @@ class _MicroBatchMemory:
 
     def _release_leaf(self, name: str) -> None:
         """Release a leaf and its gradient after their last use."""
-        if name not in self.way.kept_to_end:
-            self._drop(self.leaves, name)
+        self.release_leaf(name)
         if name in self.grads:
             self.ledger.release((self.number, self.grads.pop(name)))
 

@@ -15,7 +15,7 @@ from engines.program.effects import Instruction, Phase
 from engines.program.exchange import Exchange
 from engines.program.exchange_runner import ExchangeRunner, StartedExchange
 from engines.program.instructions import AllReduce, Compute, ModelInstruction
-from engines.program.program import DirectionProgram
+from engines.program.program import DirectionProgram, LiveValues
 from engines.program.segment import Segment
 
 __all__ = ["KERNELS", "Kernel", "MicroBatchState", "Runtime"]
@@ -35,7 +35,7 @@ class Runtime:
 
 
 @dataclass
-class MicroBatchState:
+class MicroBatchState(LiveValues[Tensor]):
     """The values of one micro-batch as leaf tensors: the gradients of all readers of a value accumulate in `.grad`.
 
     `values` are those that the forward pass has still to read, `leaves` those that the backward pass needs. `seed` is
@@ -67,7 +67,7 @@ class MicroBatchState:
         """Run one instruction and return the bytes that it sent."""
         sent = KERNELS[type(instruction)](self, instruction, phase)
         if phase is Phase.FORWARD:
-            self._release(instruction)
+            self.release_read(instruction)
         return sent
 
     @property
@@ -109,15 +109,12 @@ class MicroBatchState:
             differentiable and (leaf.is_floating_point() or leaf.is_complex())
         )
 
-    def _release(self, instruction: ModelInstruction) -> None:
-        """Drop values that the forward pass does not read again; `leaves` keeps those that the backward pass needs."""
-        for name in self.direction_program.last_reads.get(instruction.name, ()):
-            value = self.values.pop(name, None)
-            # Autograd itself keeps what a graph saved. The leaf is needed only to collect a gradient, or to recompute
-            # the segment.
-            collects = name in self.direction_program.collects
-            if self.runtime.keeps_graphs and not collects and value is not None and not value.requires_grad:
-                self.leaves.pop(name, None)
+    def needs_gradient(self, name: str) -> bool:
+        return self.values[name].requires_grad
+
+    @property
+    def recomputes(self) -> bool:
+        return not self.runtime.keeps_graphs
 
     def _compute(self, segment: Compute, phase: Phase) -> int:
         if phase is not Phase.FORWARD:
@@ -204,9 +201,9 @@ class MicroBatchState:
 
     def take_gradient(self, name: str) -> Tensor | None:
         """Return the gradient accumulated for a value and release it."""
-        leaf = self.leaves.get(name) if name in self.direction_program.kept_to_end else self.leaves.pop(name, None)
-        if leaf is None:
+        if (leaf := self.leaves.get(name)) is None:
             return None
+        self.release_leaf(name)
         grad, leaf.grad = leaf.grad, None
         return grad
 

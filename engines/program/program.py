@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from engines.comm.all_reduce_sizes import count_sends
 from engines.formatting import format_html_table
@@ -18,6 +19,7 @@ __all__ = [
     "LEAST_BYTES",
     "CountLabels",
     "DirectionProgram",
+    "LiveValues",
     "Program",
     "ShardSpec",
     "Step",
@@ -27,6 +29,7 @@ __all__ = [
 ]
 
 Kind = TypeVar("Kind", bound=Instruction)
+V = TypeVar("V")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +83,6 @@ class DirectionProgram:
         """The interior segments by the value that each begins and the next segment completes."""
         return {name: item for item in self.forward if item.interior for name in item.get_effects(Phase.FORWARD).makes}
 
-    # When a value is freed: the runtime frees tensors by these rules, and a forecast their bytes.
-    #
-    #   values   from the instruction that makes them, until the last one that reads them in forward (`last_reads`)
-    #   leaves   likewise, until backward of the instruction that makes them; a value that needs no gradient loses its
-    #            leaf with the value, unless a communication adds a gradient to it (`collects`)
-
     @cached_property
     def reads(self) -> Mapping[str, tuple[str, ...]]:
         """The names of the forward instructions that read each value, in order."""
@@ -123,6 +120,51 @@ class DirectionProgram:
         """The values to whose gradients a communication adds in the backward pass."""
         found = (item for item in self.forward if item.differentiable and not item.is_local)
         return frozenset(name for item in found for name in item.get_effects(Phase.FORWARD).reads)
+
+
+class LiveValues(ABC, Generic[V]):
+    """The values of one micro-batch that a rank holds now, and when each is freed.
+
+    A `V` is a tensor where the program runs, and a block of memory in a forecast. `values` are those that the forward
+    pass has still to read, `leaves` those that the backward pass needs.
+    """
+
+    #            from                               until
+    #   values   the instruction that makes them    the last one that reads them in the forward pass
+    #   leaves   the same                           backward of that instruction; without a gradient, the last read, too
+
+    direction_program: DirectionProgram
+    values: dict[str, V]
+    leaves: dict[str, V]
+
+    @property
+    @abstractmethod
+    def recomputes(self) -> bool:
+        """Whether the backward pass computes each segment again, from the leaves that it reads."""
+
+    @abstractmethod
+    def needs_gradient(self, name: str) -> bool:
+        """Return whether backward of the instruction that made a value reads the value's gradient."""
+
+    def drop(self, held: dict[str, V], name: str) -> None:
+        """Remove a value from `values` or `leaves`, if it is there."""
+        held.pop(name, None)
+
+    def release_read(self, instruction: Instruction) -> None:
+        """Remove the values that no instruction of the forward pass reads after this one."""
+        for name in self.direction_program.last_reads.get(instruction.name, ()):
+            if name in self.values:
+                # Autograd itself keeps what a graph saved. The leaf is needed only to collect a gradient, or to
+                # recompute the segments that read it.
+                kept = self.recomputes or name in self.direction_program.collects or self.needs_gradient(name)
+                self.drop(self.values, name)
+                if not kept:
+                    self.drop(self.leaves, name)
+
+    def release_leaf(self, name: str) -> None:
+        """Remove a leaf after the last read of its gradient, unless it is kept to the end of the step."""
+        if name not in self.direction_program.kept_to_end:
+            self.drop(self.leaves, name)
 
 
 @dataclass(frozen=True, repr=False)

@@ -7,7 +7,7 @@ import pytest
 from engines.models import resnet20_v1
 from engines.plan import Plan
 from engines.predict.rank_memory import predict_rank_memory
-from engines.program.program import DirectionProgram
+from engines.program.program import DirectionProgram, LiveValues
 from engines.train.training import prepare
 from tests.predict.measured import live_bytes
 
@@ -28,9 +28,15 @@ def peaks() -> list[tuple[int, int]]:
     ]
 
 
-def test_a_value_that_is_never_freed_is_held_by_ranks_and_in_the_forecast(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("owner", "name", "fault"),
+    [(DirectionProgram, "last_reads", {}), (LiveValues, "release_read", lambda self, instruction: None)],
+)
+def test_a_value_that_is_never_freed_is_held_by_ranks_and_in_the_forecast(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, fault: object
+):
     right = peaks()
-    monkeypatch.setattr(DirectionProgram, "last_reads", {})
+    monkeypatch.setattr(owner, name, fault)
     wrong = peaks()
     for (measured, forecast), (more_measured, more_forecast) in zip(right, wrong, strict=True):
         assert more_measured > measured
