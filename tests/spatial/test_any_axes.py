@@ -167,6 +167,7 @@ def test_ranks_compute_the_whole_to_the_bit(axes: Axes):
     check()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("axes", AXES.values(), ids=AXES)
 def test_the_search_space_holds_wide_halos_and_uneven_tiles(axes: Axes):
     def is_hard(case: Case) -> bool:
