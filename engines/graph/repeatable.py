@@ -25,6 +25,8 @@ from engines.graph.outside_tensors import is_real
 
 __all__ = ["RepeatedRun"]
 
+_COMPARED = bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format
+
 _MOST_HASHED = 1 << 20
 """Of a larger constant tensor, only as many elements are compared."""
 
@@ -52,8 +54,8 @@ def _describe(argument: object) -> object:
         with disable_tracing():
             elements = argument.detach().reshape(-1)[:_MOST_HASHED].cpu().contiguous()
             return hashlib.sha256(elements.view(torch.uint8).numpy().tobytes()).digest()
-    # A symbol of a number that is not known has another name in each run.
-    return type(argument) if isinstance(argument, torch.SymInt | torch.SymFloat | torch.SymBool) else repr(argument)
+    # All else has another name or address in each run: a symbol of a number that is not known, a profiler's handle.
+    return repr(argument) if isinstance(argument, _COMPARED) else type(argument)
 
 
 @dataclass

@@ -130,6 +130,11 @@ def remembered(m: Keeping, x: Tensor) -> Tensor:
     return m.convolution(x) / m.size
 
 
+def profiled(m: Keeping, x: Tensor) -> Tensor:
+    with torch.profiler.record_function("convolution"):  # its handle is another object in each call
+        return m.convolution(x)
+
+
 def losses(model: nn.Module, steps: int, images: Tensor, labels: Tensor) -> list[float]:
     optimiser, found = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), []
     for _ in range(steps):
@@ -141,7 +146,7 @@ def losses(model: nn.Module, steps: int, images: Tensor, labels: Tensor) -> list
     return found
 
 
-@pytest.mark.parametrize("run", [counted_before, statistics_before, remembered])
+@pytest.mark.parametrize("run", [counted_before, statistics_before, remembered, profiled])
 def test_what_is_read_before_it_changes_is_that_of_one_process(run):
     model, images, labels = Keeping(run).double(), torch.randn(SHAPE).double(), torch.tensor([0, 1, 2, 3])
     with Cluster(1, backend="loopback") as cluster:
@@ -163,6 +168,12 @@ def test_but_not_in_several_micro_batches(run):
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_a_compiled_model_is_looked_at_without_compiling_it():
     check_side_effects(make_traceable(torch.compile(Keeping(remembered))), TensorSpec(SHAPE, "float32"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it would move the model to GPUs")
+def test_a_model_for_several_gpus_is_the_module_in_it():
+    """DataParallel opens a profiler's range around the module."""
+    TraceCache(nn.DataParallel(Keeping(remembered)), SHAPE, functional.cross_entropy).get_graph(ONE)
 
 
 # ---- modules that cannot be traced
