@@ -6,7 +6,8 @@ import itertools
 from collections.abc import Mapping
 
 import pytest
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
 from engines.models import resnet_v2
 from engines.plan import Plan
@@ -16,6 +17,7 @@ from engines.program.program import Program
 from engines.spatial.tiles import Grid, Span, Tile
 from engines.spatial.windows import HaloCost, Shift, SlidingWindow, ValueCost, WindowRead, extend_tiles, group_cheapest
 from engines.train.training import prepare
+from tests.exact import assert_exact, tiled, whole_numbers
 
 SAME = SlidingWindow(kernel=3, padding=1)
 
@@ -133,3 +135,22 @@ def test_auto_is_a_plan_like_any_other():
     programs = exchanges(resnet_v2(29), halo_d2=True, fused_layers="auto")
     counts = {sum(isinstance(step, Exchange) for step in program.forward) for program in programs}
     assert max(counts) < 10
+
+
+class PooledTwice(nn.Module):
+    """Of a pool with indices, the next convolution reads more values than pixels whose indices are read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Conv2d(1, 2, 3, padding=1), nn.Conv2d(2, 2, 3, padding=1)
+        for weight in self.double().parameters():
+            weight.data = whole_numbers(*weight.shape, seed=3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        values, places = functional.max_pool2d(self.before(x), 2, return_indices=True)
+        return self.after(values) + places
+
+
+@pytest.mark.parametrize("fused", [2, 8])
+def test_several_outputs_of_an_operator_are_held_as_far_as_any_of_them_is_read(fused: int):
+    assert_exact(PooledTwice(), whole_numbers(1, 1, 16, 16, seed=1), tiled("2x2", fused))

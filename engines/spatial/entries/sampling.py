@@ -320,5 +320,8 @@ def crop(b: Builder, node: Node) -> None:
 def pick(b: Builder, node: Node) -> None:
     """Pick one of several outputs, tiled as they are."""
     several = node.arguments["0"]
-    b.align_to_output(several)  # no exchange: the rank owns these pixels
+    size_px = b.get_value(several).size_px
+    # No exchange: the rank holds these pixels. The read is recorded for fused halos, but no window is made of it, since
+    # several tensors cannot be padded at once.
+    b.read_window(several, size_px, *(Shift(0) for _ in size_px))
     b.hold_like(apply_locally(b, node, b.get_value(several).axes, **{"0": several}), several)
