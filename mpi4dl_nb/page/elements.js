@@ -1,0 +1,65 @@
+// Elements of a page: HTML and SVG elements with attributes, a tooltip, a drawing loop, and the reader's preferences.
+
+/** Return a new HTML element with attributes and children; `text` is its text. */
+export function makeElement(name, attributes = {}, ...children) {
+  return fillElement(document.createElement(name), attributes, children);
+}
+
+/** Return a new SVG element with attributes and children. */
+export function makeSvg(name, attributes = {}, ...children) {
+  return fillElement(document.createElementNS("http://www.w3.org/2000/svg", name), attributes, children);
+}
+
+function fillElement(element, attributes, children) {
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name === "text") element.textContent = value;
+    else if (value === true) element.setAttribute(name, "");
+    else if (value !== false && value !== undefined) element.setAttribute(name, value);
+  }
+  element.append(...children);
+  return element;
+}
+
+/** Whether the reader has asked for less motion. */
+export function prefersReducedMotion() {
+  return matchMedia("(prefers-reduced-motion: reduce)").matches;
+}
+
+/** A small text box beside the pointer, in `host`. It is no announcement: what it says is also in the host's status. */
+export class Tooltip {
+  constructor(host) {
+    this.host = host;
+    this.box = makeElement("div", { class: "mpi4dl-tooltip", "aria-hidden": "true", hidden: true });
+    host.append(this.box);
+  }
+
+  /** Show lines of text beside (x, y) in px of the host; on the side where there is room. */
+  show(lines, x, y) {
+    this.box.replaceChildren(...lines.map((line) => makeElement("div", { text: line })));
+    this.box.hidden = false;
+    const { width, height } = this.box.getBoundingClientRect();
+    const room = this.host.getBoundingClientRect();
+    const left = x + 14 + width > room.width ? x - 14 - width : x + 14;
+    const top = y + 14 + height > room.height ? y - 14 - height : y + 14;
+    this.box.style.transform = `translate(${Math.max(0, left)}px, ${Math.max(0, top)}px)`;
+  }
+
+  hide() {
+    this.box.hidden = true;
+  }
+}
+
+/** Return a function that calls `draw` before the next frame, once, however often it is called. */
+export function makeFrameLoop(draw) {
+  let asked = 0;
+  const request = () => {
+    if (!asked) asked = requestAnimationFrame(() => { asked = 0; draw(); });
+  };
+  request.cancel = () => cancelAnimationFrame(asked);
+  return request;
+}
+
+/** Return the colour of a theme variable of the page, such as `--jp-ui-font-color1`, or `fallback`. */
+export function readTheme(element, name, fallback) {
+  return getComputedStyle(element).getPropertyValue(name).trim() || fallback;
+}

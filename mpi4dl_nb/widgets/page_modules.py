@@ -1,0 +1,41 @@
+"""Joins the ES modules of `mpi4dl_nb/page` into one: a notebook takes the code of a widget as a single module."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from pathlib import Path
+
+__all__ = ["join_modules", "read_style"]
+
+FOLDER = Path(__file__).parents[1] / "page"
+_IMPORT = re.compile(r'^import \{[^}]*\} from "\./(?P<file>[\w.]+)";\n', re.MULTILINE)
+_EXPORT = re.compile(r"^export (?=(?:async )?function|const|class)", re.MULTILINE)
+
+
+@lru_cache
+def join_modules(entry: str) -> str:
+    """Return module `entry` and all modules that it imports as one module, each once, before those that import it.
+
+    The modules import by `import { name } from "./file.js";` only, so that joined text without these lines means the
+    same. Their names must differ, which `tests/page` checks. No network is needed, and no build.
+
+    >>> join_modules("transform.js").startswith("//")
+    True
+    """
+    texts: dict[str, str] = {}
+
+    def visit(file: str) -> None:
+        text = (FOLDER / file).read_text()
+        for found in _IMPORT.finditer(text):
+            if found["file"] not in texts:
+                visit(found["file"])
+        texts[file] = _EXPORT.sub("", _IMPORT.sub("", text)) if file != entry else _IMPORT.sub("", text)
+
+    visit(entry)
+    return "\n".join(texts.values())
+
+
+def read_style(file: str = "page.css") -> str:
+    """Return a style sheet of the page."""
+    return (FOLDER / file).read_text()

@@ -1,0 +1,43 @@
+"""The page's modules: their pure parts run under node, and each one joined with its imports is a module again."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from playwright._impl._driver import compute_driver_executable
+
+from mpi4dl_nb.widgets.page_modules import FOLDER, join_modules
+
+NODE = compute_driver_executable()[0]  # the one that drives Chromium in the tests: installed with them
+MODULES = sorted(each.name for each in FOLDER.glob("*.js"))
+TESTS = sorted(Path(__file__).parent.glob("*.test.mjs"))
+NAMES = re.compile(r"^(?:export )?(?:async )?(?:function\*?|class|const|let) (\w+)", re.MULTILINE)
+
+
+def run_node(*arguments: str, given: str = "") -> None:
+    done = subprocess.run([NODE, *arguments], check=False, input=given, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("tests", TESTS, ids=lambda path: path.name)
+def test_pure_parts(tests):
+    run_node("--test", str(tests))
+
+
+@pytest.mark.parametrize("entry", MODULES)
+def test_joined_modules_are_a_module(entry):
+    joined = join_modules(entry)
+    assert "import {" not in joined
+    twice = [name for name, count in Counter(NAMES.findall(joined)).items() if count > 1]
+    assert twice == [], f"two modules call something {twice}: joined, they would be one name"
+    run_node("--input-type=module", "--check", "-", given=joined)
+
+
+def test_modules_load_nothing_from_elsewhere():
+    for module in MODULES:
+        text = (FOLDER / module).read_text()
+        assert not re.search(r"https?://(?!www\.w3\.org)|\bimport\(|\bfetch\(", text), module
