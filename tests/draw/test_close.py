@@ -135,9 +135,9 @@ def test_many_words_stay_on_the_page():
     graph = prepare(Net(), plan, SHAPE).graph
     points = HaloLayers(graph, plan)
     remarks = (points.describe_fusion(0, 4, 2),)
-    view = LayerView(8, (48, 60), points.compute_field(points.select_point(0, 1, 2), 48, 60), remarks)
+    view = LayerView(8, (48, 60), points.compute_field(points.select_points(2)[1], 48, 60), remarks)
     for zoomed in (view, replace(view, zoom=None), replace(view, zoom=40)):
-        assert unreadable(draw_slicing(RasterCache(open_image(TISSUE)), points.select_point(0, 0, 2), 4, zoomed)) == []
+        assert unreadable(draw_slicing(RasterCache(open_image(TISSUE)), points.select_points(2)[0], 4, zoomed)) == []
 
 
 def test_the_framed_field_is_where_it_is():
@@ -161,7 +161,7 @@ def test_a_click_means_a_place_in_a_panel():
 
 def test_a_picture_is_shrunk_once():
     picture = open_image(TISSUE)
-    rasters, point = RasterCache(picture), HaloLayers(RECIPE.graph, tiles_of("2x2")).select_point(0, 0)
+    rasters, point = RasterCache(picture), HaloLayers(RECIPE.graph, tiles_of("2x2")).select_points()[0]
     draw_slicing(rasters, point)
     seen = picture.bytes_read
     draw_slicing(rasters, point)
