@@ -66,6 +66,10 @@ class TensorSpec:
         """Size in bytes."""
         return self.numel * _ITEM_BYTES.get(self.dtype, 1)
 
+    def get_sizes(self, axes: Sequence[int]) -> tuple[int, ...]:
+        """Return the sizes along some of the axes."""
+        return tuple(self.shape[axis] for axis in axes)
+
     @property
     def sums(self) -> TensorSpec:
         """The same spec in the type that its sums are computed in: float32 for half precision, otherwise unchanged."""
