@@ -51,7 +51,14 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan with its predicted cost and, if it was measured, its measured cost or the reason for its failure."""
+    """A plan with its predicted cost and, if it was measured, its measured cost or the reason for its failure.
+
+    >>> from mpi4dl_nb import Candidate, Plan, forecast, resnet20_v1
+    >>> plan = Plan(split_size=2, spatial_size=0)
+    >>> predicted = Candidate(forecast(resnet20_v1(), plan, (2, 3, 64, 64), "Summit"))
+    >>> predicted.predicted_bytes > 10**6, predicted.peak_bytes
+    (True, None)
+    """
 
     forecast: Forecast
     measured: Measurement | None = None

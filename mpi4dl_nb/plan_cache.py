@@ -162,8 +162,7 @@ def forecast(
     `image_shape` is (N, C, H, W) of one batch. `machine` is the result of `cluster.calibrate()`, or the name of a known
     machine, such as "Summit". Raises PlanError, TraceError or ImageError.
 
-    >>> from engines.models import resnet20_v1
-    >>> from mpi4dl_nb import Plan, forecast
+    >>> from mpi4dl_nb import Plan, forecast, resnet20_v1
     >>> foreseen = forecast(resnet20_v1(), Plan(split_size=2, num_spatial_parts=4), (2, 3, 64, 64), "Summit")
     >>> foreseen.ranks, len(foreseen.memory), 0 < foreseen.seconds < 1
     (5, 5, True)

@@ -27,7 +27,7 @@ def _calibrated_quickly() -> None:
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("name", mpi4dl_nb.__all__)
+@pytest.mark.parametrize("name", [name for name in mpi4dl_nb.__all__ if callable(getattr(mpi4dl_nb, name))])
 def test_the_example_of_a_public_name_runs(name: str, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TMPDIR", str(tmp_path))

@@ -34,6 +34,10 @@ def immunohistochemistry() -> Pixels:
 
     The protein FHL2 is stained brown (DAB), the rest blue (haematoxylin). From the Center for Microscopy and Molecular
     Imaging (CMMI), no known copyright restrictions; the file is in scikit-image's wheel.
+
+    >>> from mpi4dl_nb import immunohistochemistry
+    >>> immunohistochemistry().shape
+    (512, 512, 3)
     """
     pixels: Pixels = skimage.data.immunohistochemistry()
     return pixels
@@ -43,6 +47,10 @@ def compute_dab(image: Pixels) -> NDArray[np.float64]:
     """Return the optical density of DAB (brown) by colour deconvolution: (H, W, 3) -> (H, W); 0 is no stain.
 
     Ruifrok and Johnston's method and stain colours, as implemented in scikit-image.
+
+    >>> from mpi4dl_nb import compute_dab, immunohistochemistry
+    >>> compute_dab(immunohistochemistry()).shape
+    (512, 512)
     """
     stains: NDArray[np.float64] = rgb2hed(image)
     return stains[..., 2]  # of haematoxylin, eosin, DAB
@@ -61,6 +69,11 @@ class StainCrops:
     `corners` is (count, 2): the first row and column of each crop; `labels` is (count,), int64.
 
     Raises ImageError if the picture is smaller than a crop or too large for memory, or if `count` is less than 2.
+
+    >>> from mpi4dl_nb import StainCrops, immunohistochemistry
+    >>> crops = StainCrops(immunohistochemistry(), size_px=64, count=8)
+    >>> crops.corners.shape, int(crops.labels.sum())
+    ((8, 2), 4)
     """
 
     def __init__(self, image: Source, size_px: int = 128, count: int = 256, seed: int = 0) -> None:

@@ -109,7 +109,13 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A link that carries messages: n bytes take `latency_s` + n / `bytes_per_s` seconds on an otherwise idle link."""
+    """A link that carries messages: n bytes take `latency_s` + n / `bytes_per_s` seconds on an otherwise idle link.
+
+    >>> from mpi4dl_nb import Link
+    >>> slow = Link(latency_s=1e-4, bytes_per_s=1.25e9)
+    >>> round(slow.latency_s + 10**6 / slow.bytes_per_s, 6)  # one million bytes
+    0.0009
+    """
 
     latency_s: float
     bytes_per_s: float
@@ -141,6 +147,11 @@ class Machine:
     slowest.
     `memory_bytes` is the memory of a node where ranks share its cores, else of a device. `ranks` is the number of ranks
     during the measurement, `noise` the noise of the measurement, and `quick` says whether it used few repetitions.
+
+    >>> from mpi4dl_nb import MACHINES, Machine
+    >>> summit = MACHINES["Summit"]
+    >>> summit.node_ranks, Machine.from_json(summit.to_json()) == summit
+    (6, True)
     """
 
     name: str

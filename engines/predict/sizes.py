@@ -26,8 +26,7 @@ class Sizes:
 
     Studies that share one object share its traces, each of which takes seconds.
 
-    >>> from engines.models import resnet20_v1
-    >>> from mpi4dl_nb import Plan, Sizes, forecast
+    >>> from mpi4dl_nb import Plan, Sizes, forecast, resnet20_v1
     >>> model = Sizes(resnet20_v1(), title="ResNet-20")
     >>> plans = [Plan(split_size=1, spatial_size=0, data_parallel=ranks) for ranks in (1, 2)]
     >>> [forecast(model, plan, (2, 3, 64, 64), "Summit").images for plan in plans]
@@ -105,8 +104,7 @@ def largest_image(
     that of the machine, which may be given by name. Nothing is run: memory is counted from the programs.
     Raises PlanError if no limit is known, or if the plan does not fit the model at any size; or TraceError.
 
-    >>> from engines.models import resnet20_v1
-    >>> from mpi4dl_nb import Plan, largest_image
+    >>> from mpi4dl_nb import Plan, largest_image, resnet20_v1
     >>> one = largest_image(resnet20_v1(), Plan(split_size=1, spatial_size=0), "Summit", rank_bytes=10**9)
     >>> four = largest_image(resnet20_v1(), Plan(split_size=1, slice_method="2x2"), "Summit", rank_bytes=10**9)
     >>> four.size_px > 1.8 * one.size_px

@@ -66,8 +66,7 @@ def capabilities(
     `rank_bytes` is the memory that a rank may use (None: that of the machine). `seen(done, of)` is called after each
     plan. `machine` may be a name. Raises PlanError if there is no plan or no size.
 
-    >>> from engines.models import resnet20_v1
-    >>> from mpi4dl_nb import capabilities
+    >>> from mpi4dl_nb import capabilities, resnet20_v1
     >>> found = capabilities(resnet20_v1(), "Summit", ranks=2, sizes_px=(64,), batch=2)
     >>> list(found.by_size)
     [64]
@@ -186,8 +185,7 @@ def scaling(
     grow, so that a rank has as many pixels as under the first plan (sides in multiples of 32 px).
     `machine` may be a name. Raises PlanError if images, plans and ranks do not fit each other, or TraceError.
 
-    >>> from engines.models import resnet20_v1
-    >>> from mpi4dl_nb import Plan, scaling
+    >>> from mpi4dl_nb import Plan, resnet20_v1, scaling
     >>> weak = scaling(
     ...     resnet20_v1(), "Summit", Plan(split_size=1, slice_method="1x2"), (2, 3, 64, 64), "weak", (2, 64, 2048)
     ... )

@@ -281,6 +281,12 @@ def count_traffic(program: Program) -> dict[str, Traffic]:
     """Return what the rank of this program sends in a training step, forward and backward, by kind of instruction.
 
     Kinds are `halo`, `stage` (from one stage to the next) and `all-reduce`, as in a timeline.
+
+    >>> from mpi4dl_nb import Plan, Sizes, compile_plan, count_traffic, resnet20_v1
+    >>> plan = Plan(split_size=2, spatial_size=0)
+    >>> first, last = compile_plan(Sizes(resnet20_v1()).graph(plan, (2, 3, 32, 32)), plan)
+    >>> count_traffic(first)["stage"].messages
+    1
     """
     found: dict[str, Traffic] = {}
     for step, effects in zip(program.steps, program.effects, strict=True):

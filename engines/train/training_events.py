@@ -42,6 +42,7 @@ class Counts:
 
     They count images, or pixels if `pixels` is set.
 
+    >>> from mpi4dl_nb import Counts
     >>> both = Counts((2, 1), (3, 2), (3, 2)) + Counts((1, 0), (1, 0), (1, 0))
     >>> both.right, round(both.accuracy, 3), both.dice
     ((3, 1), 0.667, 0.5)
@@ -121,6 +122,11 @@ class StepResult:
     """The result of one step. `counts` are of its predictions, made before the weights changed.
 
     `seconds` is the time to compute the step, and `wait_s` the time the ranks waited for its images.
+
+    >>> from mpi4dl_nb import Counts, StepResult
+    >>> result = StepResult(epoch=0, step=3, images=8, seconds=2.0, loss=0.5, counts=Counts())
+    >>> result.images_per_s
+    4.0
     """
 
     epoch: int
@@ -144,14 +150,24 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class SkippedImage:
-    """A bad image that all ranks leave out from now on: which one, and why."""
+    """A bad image that all ranks leave out from now on: which one, and why.
+
+    >>> from mpi4dl_nb import SkippedImage
+    >>> SkippedImage("a.png: it ends early").text
+    'a.png: it ends early'
+    """
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """A recovery: after a failure the training continues, with `steps` steps and `epochs` epochs done."""
+    """A recovery: after a failure the training continues, with `steps` steps and `epochs` epochs done.
+
+    >>> from mpi4dl_nb import Recovered
+    >>> Recovered("Rank 1 died; it was restarted.", steps=4, epochs=1).steps
+    4
+    """
 
     text: str
     steps: int
@@ -164,6 +180,10 @@ class EpochResult:
 
     `loss` is the mean over its images. `left_out` is the number of images known to be bad. `held_out` holds the scores
     on held-out images.
+
+    >>> from mpi4dl_nb import Counts, EpochResult, StepResult
+    >>> EpochResult.of([StepResult(0, 0, 8, 2.0, 0.5, Counts()), StepResult(0, 1, 8, 2.0, 0.25, Counts())]).loss
+    0.375
     """
 
     epoch: int

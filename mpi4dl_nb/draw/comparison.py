@@ -43,8 +43,7 @@ def show_traffic(model: nn.Module, plans: Mapping[str, Plan], image_shape: Seque
     `plans` are keyed by their names in the figure; `image_shape` is (N, C, H, W).
     Raises PlanError, TraceError or ImageError, as `Training` does.
 
-    >>> from engines.models import resnet20_v1
-    >>> from mpi4dl_nb import Plan, show_traffic
+    >>> from mpi4dl_nb import Plan, resnet20_v1, show_traffic
     >>> plans = {"before each layer": Plan(split_size=1), "fused": Plan(split_size=1, halo_d2=True)}
     >>> figure = show_traffic(resnet20_v1(), plans, (2, 3, 64, 64))
     """

@@ -145,7 +145,14 @@ def resolve_graph(model: nn.Module | Recipe | ModelGraph, picture: Picture, plan
 
 
 def find_halo_points(graph: ModelGraph, plan: Plan) -> tuple[HaloPoint, ...]:
-    """Return every halo exchange of one forward pass, in order."""
+    """Return every halo exchange of one forward pass, in order.
+
+    >>> from mpi4dl_nb import Plan, Sizes, find_halo_points, resnet20_v1
+    >>> plan = Plan(split_size=1, slice_method="1x2")
+    >>> points = find_halo_points(Sizes(resnet20_v1()).graph(plan, (1, 3, 32, 32)), plan)
+    >>> points[0].size_px, points[0].compute_widths(rank=0)
+    ((32, 32), {'above': 0, 'below': 0, 'left': 0, 'right': 1})
+    """
     return tuple(_find_exchange_points(_make_compiler(graph, plan)))
 
 

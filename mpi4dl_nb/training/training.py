@@ -87,8 +87,7 @@ class Training(TrainingHandle):
     ImageError before any rank is changed.
 
     >>> import torch
-    >>> from engines.models import resnet20_v1
-    >>> from mpi4dl_nb import Cluster, Plan, Training
+    >>> from mpi4dl_nb import Cluster, Plan, Training, resnet20_v1
     >>> plan = Plan(split_size=2, num_spatial_parts=4)
     >>> with Cluster(plan.ranks, backend="loopback") as cluster:
     ...     training = Training(resnet20_v1(), plan, cluster, (2, 3, 32, 32))
