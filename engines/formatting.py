@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from html import escape
 
-__all__ = ["format_bytes", "format_html_table", "format_names", "format_number", "format_percent", "format_seconds"]
+__all__ = [
+    "describe_unknown",
+    "format_bytes",
+    "format_html_table",
+    "format_names",
+    "format_number",
+    "format_percent",
+    "format_seconds",
+]
 
 
 def format_bytes(count: int) -> str:
@@ -62,6 +71,31 @@ def format_names(names: Sequence[str]) -> str:
     """
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
+
+
+_LISTED, _FIRST = 24, 6  # names that a message lists; of more, the first ones only
+
+
+def describe_unknown(problem: str, asked: object, known: Iterable[str], remedy: str = "") -> str:
+    """Return the message for a name that does not exist: the problem, near names, and the names that exist.
+
+    `remedy` replaces the list of the names.
+
+    >>> describe_unknown("schedule='1f1' is unknown", "1f1", ("fill_drain", "1f1b"))
+    "schedule='1f1' is unknown. Did you mean '1f1b'? Choose one of fill_drain, 1f1b."
+    >>> describe_unknown("There is no layer 'b.80'", "b.80", [f"b.{number}" for number in range(40)])
+    "There is no layer 'b.80'. Did you mean 'b.8' or 'b.0'? There are 40; the first are b.0, b.1, b.2, b.3, b.4, b.5."
+    """
+    names = list(dict.fromkeys(known))
+    # Of a module `blocks.0.conv`, `blocks` and `blocks.0` are names, too.
+    parts = [name.split(".") for name in names]
+    within = dict.fromkeys(".".join(each[:end]) for each in parts for end in range(1, len(each) + 1))
+    near = get_close_matches(str(asked), within, n=2)
+    hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+    if not remedy and len(names) <= _LISTED:
+        remedy = f"Choose one of {', '.join(names)}."
+    remedy = remedy or f"There are {len(names)}; the first are {', '.join(names[:_FIRST])}."
+    return f"{problem}.{hint} {remedy}"
 
 
 # A table of facts in HTML for display in notebooks: plain text, legible in light and dark themes.

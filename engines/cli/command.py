@@ -19,7 +19,7 @@ from torch import nn
 from engines.cli import options
 from engines.comm.world import World
 from engines.errors import CheckpointError, ImageError, PlanError, RankError, ReleasedError, TraceError
-from engines.formatting import format_bytes
+from engines.formatting import describe_unknown, format_bytes
 from engines.train.interrupts import StoppedError
 from engines.train.verify import verify
 
@@ -100,8 +100,7 @@ def _run_command(name: str, world: World, arguments: Sequence[str]) -> bool:
     Raises PlanError if the command is unknown, and RankError if memory runs out.
     """
     if name not in _COMMANDS:
-        commands = ", ".join([*_COMMANDS, *_WITHOUT_RANKS])
-        raise PlanError(f"Unknown command {name[:80]!r}. Commands: {commands}.")
+        raise PlanError(describe_unknown(f"Unknown command {name[:80]!r}", name[:80], [*_COMMANDS, *_WITHOUT_RANKS]))
     try:
         right, found = True, _import_command(_COMMANDS[name])(world, arguments)
         for line in [found] if isinstance(found, Mapping) else found or ():

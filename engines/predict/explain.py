@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from engines.formatting import format_bytes, format_number, format_percent
+from engines.errors import PlanError
+from engines.formatting import describe_unknown, format_bytes, format_number, format_percent
 from engines.plan import Plan
 from engines.predict.forecast import Forecast
 from engines.program.timeline import compute_time_shares
@@ -126,7 +127,9 @@ class Explanation:
         return max((each for each in self.verdicts if each.fits), key=lambda each: each.share, default=None)
 
     def get_verdict(self, kind: str) -> Verdict | None:
-        """Return the verdict of a kind, or None if no plan of the kind was considered."""
+        """Return the verdict of a kind, or None if no plan of it was considered. Raises PlanError for other names."""
+        if kind not in KINDS:
+            raise PlanError(describe_unknown(f"kind={kind!r} is unknown", kind, KINDS))
         return next((each for each in self.verdicts if each.kind == kind), None)
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from engines.errors import PlanError
+from engines.formatting import describe_unknown
 from engines.predict.machine import Link, Machine, Speed
 from engines.predict.tallies import BY_ARITHMETIC, CLASSES
 
@@ -289,7 +290,6 @@ def resolve_machine(asked: Machine | str) -> Machine:
     if isinstance(asked, Machine):
         return asked
     if asked not in MACHINES:
-        raise PlanError(
-            f"There is no machine {asked!r}. Known are {', '.join(MACHINES)}; calibrate() measures this one."
-        )
+        text = describe_unknown(f"There is no machine {asked!r}", asked, MACHINES)
+        raise PlanError(f"{text} calibrate() measures this one.")
     return MACHINES[asked]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from engines.errors import PlanError, TraceError
+from engines.formatting import describe_unknown
 from engines.graph.trace_cache import Loss
 from engines.plan import Plan
 from engines.predict.explain import KINDS, Explanation, Verdict, classify_plan, explain
@@ -195,7 +196,7 @@ def scaling(
     True
     """
     if how not in HOW:
-        raise PlanError(f"how={how!r} must be one of {', '.join(map(repr, HOW))}.")
+        raise PlanError(describe_unknown(f"how={how!r} is unknown", how, HOW))
     machine = resolve_machine(machine)
     if isinstance(plans, Plan):
         each, counts = plans.replica_ranks, ranks or (plans.ranks,)

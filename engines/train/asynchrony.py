@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engines.errors import PlanError
+from engines.formatting import describe_unknown
 from engines.plan import Plan
 
 __all__ = ["MODES", "Asynchrony", "RankLog", "ReplicaEvent", "ReplicaStep", "ReplicaStudy", "VersionTracker"]
@@ -44,7 +45,7 @@ class Asynchrony:
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
-            raise PlanError(f"mode={self.mode!r} is unknown. Choose one of {', '.join(MODES)}.")
+            raise PlanError(describe_unknown(f"mode={self.mode!r} is unknown", self.mode, MODES))
         for name in ("replicas", "steps", "average_every"):
             _check_count(name, getattr(self, name), 1)
         if self.max_staleness is not None:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from engines.errors import PlanError
+from engines.formatting import describe_unknown
 from engines.program.compile import Compiler
 from engines.program.effects import Phase
 from engines.program.exchange_runner import ReceivedMessage
@@ -255,7 +256,7 @@ class StepInspector:
     def make_view(self, event: StepEvent, show: str, channel: int, image: int, bound_px: int) -> StepView:
         """See `mpi4dl_nb.training.step_debugger.StepDebugger.view`; `event` is the current position of the step."""
         if show not in SHOWN:
-            raise PlanError(f"show={show!r} is unknown. Choose one of {', '.join(SHOWN)}.")
+            raise PlanError(describe_unknown(f"show={show!r} is unknown", show, SHOWN))
         asked = [self._choose_target(rank, show) for rank in event.ranks]
         answers = self.ask("view", [(each.make_request(channel, image, bound_px),) for each in asked])
         panels = tuple(

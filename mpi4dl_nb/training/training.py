@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from engines.errors import ImageError, PlanError, RankError, TraceError
+from engines.formatting import describe_unknown
 from engines.images.dataset import LabelledImages
 from engines.images.loader import LoaderOptions
 from engines.inference.tiled_predictor import TiledPrediction
@@ -175,7 +176,7 @@ class Training(TrainingHandle):
         if isinstance(epochs, bool) or not isinstance(epochs, Integral) or epochs < 0:
             raise PlanError(f"epochs={epochs!r} must be a whole number of epochs still to come.")
         if on_failure not in FAILURE_POLICIES:
-            raise PlanError(f"on_failure={on_failure!r} must be one of {', '.join(map(repr, FAILURE_POLICIES))}.")
+            raise PlanError(describe_unknown(f"on_failure={on_failure!r} is unknown", on_failure, FAILURE_POLICIES))
         if on_failure != "raise" and save is None:
             raise PlanError(f"on_failure={on_failure!r} goes on from checkpoints. Say where they go: save=FOLDER.")
         if held_out is not None and not is_images(held_out):
