@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from html import escape
 
 __all__ = [
+    "FactTable",
     "describe_unknown",
     "format_bytes",
     "format_html_table",
@@ -14,6 +15,7 @@ __all__ = [
     "format_number",
     "format_percent",
     "format_seconds",
+    "format_shares",
 ]
 
 
@@ -61,6 +63,16 @@ def format_percent(share: float) -> str:
     ('30%', 'under 1%', '0%', '100%')
     """
     return "under 1%" if 0 < share < 0.005 else f"{share:.0%}"
+
+
+def format_shares(shares: Mapping[str, float]) -> str:
+    """Format the parts of a whole, the largest first; what is zero is left out.
+
+    >>> format_shares({"halo": 0.004, "compute": 0.904, "stage": 0.0})
+    '90% compute, under 1% halo'
+    """
+    large = sorted(((share, kind) for kind, share in shares.items() if share), key=lambda each: -each[0])
+    return ", ".join(f"{format_percent(share)} {kind}" for share, kind in large)
 
 
 def format_names(names: Sequence[str]) -> str:
@@ -115,3 +127,36 @@ def format_html_table(caption: str, facts: Mapping[str, object]) -> str:
     )
     head = f'<table style="border: 1px solid currentColor"><caption {_LEFT}>{escape(caption)}</caption>'
     return f"{head}{''.join(rows)}</table>"
+
+
+_LONGEST = 200  # characters of a `repr`
+
+
+class FactTable:
+    """Base class of results that a notebook shows as a table of facts; `repr` is one line of at most 200 characters.
+
+    >>> class Limit(FactTable):
+    ...     facts = {"image": "64 × 64 px", "memory": "3.0 KB"}
+    >>> Limit()
+    <Limit: image: 64 × 64 px; memory: 3.0 KB>
+    """
+
+    __slots__ = ()
+
+    @property
+    def caption(self) -> str:
+        """What the facts are of."""
+        return type(self).__name__
+
+    @property
+    def facts(self) -> Mapping[str, object]:
+        """The facts by name, the most important first."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        text = "; ".join(f"{name}: {fact}" for name, fact in self.facts.items())
+        line = " ".join(f"{self.caption}: {text}".split())
+        return f"<{line}>" if len(line) <= _LONGEST - 2 else f"<{line[: _LONGEST - 4].rstrip()} …>"
+
+    def _repr_html_(self) -> str:
+        return format_html_table(self.caption, self.facts)

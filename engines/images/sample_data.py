@@ -18,6 +18,7 @@ from skimage.color import rgb2hed
 from torch import Tensor
 
 from engines.errors import ImageError, describe_working_folder
+from engines.formatting import FactTable
 from engines.images.dataset import LabelledImages, to_network_input
 from engines.images.examples import resize_tile
 from engines.images.files import translate_errors
@@ -62,7 +63,7 @@ def compute_dab(image: Pixels) -> NDArray[np.float64]:
 MOST_PX = 1 << 26  # of the picture, which is held in memory together with its stains
 
 
-class StainCrops:
+class StainCrops(FactTable):
     """`count` random square crops of a picture, with label 1 where the mean DAB is above the median over the crops.
 
     Half of the labels are therefore 1, and the task needs only the picture. The same arguments give the same crops.
@@ -101,6 +102,14 @@ class StainCrops:
 
     def __len__(self) -> int:
         return len(self.corners)
+
+    @property
+    def facts(self) -> dict[str, object]:
+        ones = int(self.labels.sum())
+        return {
+            "crops": f"{len(self)} of {self.size_px} × {self.size_px} px",
+            "labels": f"{len(self) - ones} 0, {ones} 1",
+        }
 
     def iterate_batches(self, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield images (N, 3, size_px, size_px), float32, and labels (N,), in order, with N = `batch_size`.

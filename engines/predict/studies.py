@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from engines.errors import PlanError, TraceError
-from engines.formatting import describe_unknown
+from engines.formatting import FactTable, describe_unknown, format_number, format_percent, format_shares
 from engines.graph.trace_cache import Loss
 from engines.plan import Plan
 from engines.predict.explain import KINDS, Explanation, Verdict, classify_plan, explain
@@ -27,8 +27,8 @@ EACH = 6
 """The number of plans of each kind that are considered."""
 
 
-@dataclass(frozen=True)
-class Capabilities:
+@dataclass(frozen=True, repr=False)
+class Capabilities(FactTable):
     """One explanation for each size of square images, in batches of `batch`; a rank may use `rank_bytes`."""
 
     model: str
@@ -37,6 +37,20 @@ class Capabilities:
     batch: int
     rank_bytes: int | None
     by_size: Mapping[int, Explanation]
+
+    @property
+    def caption(self) -> str:
+        return f"{self.model} on {self.ranks:,} ranks of {self.machine}, the fastest by the side of an image"
+
+    @property
+    def facts(self) -> dict[str, object]:
+        bests = {size: each.best for size, each in self.by_size.items()}
+        return {
+            f"{size:,} px": "nothing fits"
+            if best is None or best.best is None
+            else f"{best.title}, {format_number(best.best.images_per_s)} images/s"
+            for size, best in bests.items()
+        }
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -116,12 +130,21 @@ HOW = ("strong", "weak")
 STEP_PX = 32
 
 
-@dataclass(frozen=True)
-class ScalingPoint:
+@dataclass(frozen=True, repr=False)
+class ScalingPoint(FactTable):
     """One number of ranks: its forecast, and the shape (N, C, H, W) of a batch of one replica."""
 
     forecast: Forecast
     image_shape: tuple[int, ...]
+
+    @property
+    def facts(self) -> dict[str, object]:
+        return {
+            "ranks": f"{self.ranks:,}",
+            "batch": " × ".join(map(str, self.image_shape)),
+            "images a second": format_number(self.images_per_s),
+            "time of a rank": format_shares(self.shares),
+        }
 
     @property
     def ranks(self) -> int:
@@ -144,14 +167,26 @@ class ScalingPoint:
         return compute_time_shares(self.forecast.timeline)
 
 
-@dataclass(frozen=True)
-class Scaling:
+@dataclass(frozen=True, repr=False)
+class Scaling(FactTable):
     """A scaling study: points by increasing number of ranks. `how` is `strong` or `weak`."""
 
     model: str
     machine: str
     how: str
     points: tuple[ScalingPoint, ...]
+
+    @property
+    def caption(self) -> str:
+        return f"{self.how.capitalize()} scaling of {self.model} on {self.machine}"
+
+    @property
+    def facts(self) -> dict[str, object]:
+        return {
+            f"{point.ranks:,} rank{'s' * (point.ranks > 1)}": f"{format_number(point.images_per_s)} images/s, "
+            f"efficiency {format_percent(self.compute_efficiency(point))}"
+            for point in self.points
+        }
 
     @property
     def images_grow(self) -> bool:

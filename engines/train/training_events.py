@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from engines.errors import PlanError
+from engines.formatting import FactTable, format_number, format_percent, format_seconds
 from engines.images.regular_file import read_bounded
 
 __all__ = [
@@ -117,8 +118,8 @@ def count_predictions(scores: Tensor, labels: Tensor) -> Counts:
 # The events of a training: results of each step and each epoch, skipped images and recoveries; and its summary.
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+@dataclass(frozen=True, slots=True, repr=False)
+class StepResult(FactTable):
     """The result of one step. `counts` are of its predictions, made before the weights changed.
 
     `seconds` is the time to compute the step, and `wait_s` the time the ranks waited for its images.
@@ -136,6 +137,21 @@ class StepResult:
     loss: float
     counts: Counts
     wait_s: float = 0.0
+
+    @property
+    def caption(self) -> str:
+        return f"Step {self.step} of epoch {self.epoch}"
+
+    @property
+    def facts(self) -> dict[str, object]:
+        accuracy = {} if self.accuracy is None else {"accuracy": format_percent(self.accuracy)}
+        return {
+            "loss": f"{self.loss:.6g}",
+            **accuracy,
+            "images": f"{self.images}, {format_number(self.images_per_s)} a second",
+            "time": format_seconds(self.seconds),
+            "wait for images": format_seconds(self.wait_s),
+        }
 
     @property
     def images_per_s(self) -> float:
@@ -174,8 +190,8 @@ class Recovered:
     epochs: int
 
 
-@dataclass(frozen=True, slots=True)
-class EpochResult:
+@dataclass(frozen=True, slots=True, repr=False)
+class EpochResult(FactTable):
     """The result of an epoch, or of the rest of one.
 
     `loss` is the mean over its images. `left_out` is the number of images known to be bad. `held_out` holds the scores
@@ -195,6 +211,24 @@ class EpochResult:
     counts: Counts
     left_out: int = 0
     held_out: Scores | None = None
+
+    @property
+    def caption(self) -> str:
+        return f"Epoch {self.epoch}"
+
+    @property
+    def facts(self) -> dict[str, object]:
+        skipped = {"epoch", "seconds", "images_per_s", "data_wait"}
+        numbers = {name: value for name, value in self.record.items() if value is not None and name not in skipped}
+        return {
+            **{
+                name.replace("_", " "): value if type(value) is int else f"{value:.6g}"
+                for name, value in numbers.items()
+            },
+            "time": format_seconds(self.seconds + self.wait_s),
+            "waiting for images": format_percent(self.data_wait),
+            "images a second": format_number(self.images_per_s),
+        }
 
     @classmethod
     def of(cls, steps: Sequence[StepResult], left_out: int = 0, held_out: Scores | None = None) -> EpochResult:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from engines.errors import ImageError, PlanError
-from engines.formatting import describe_unknown, format_bytes
+from engines.formatting import FactTable, describe_unknown, format_bytes
 from engines.graph.model_graph import ModelGraph, Node, TensorSpec
 from engines.images.picture import Picture
 from engines.plan import Plan
@@ -35,8 +35,8 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class HaloPoint:
+@dataclass(frozen=True, repr=False)
+class HaloPoint(FactTable):
     """The pixels that the operators `readers` of a stage read beyond each rank's own tile, and their sources.
 
     `exchanges` holds the instruction of each rank that sends or receives. With fused halos, `computed` holds instead
@@ -51,6 +51,21 @@ class HaloPoint:
     axes: tuple[int, int] = (-2, -1)
     exchanges: Mapping[int, Exchange] = field(default_factory=dict)
     computed: Mapping[int, Tile] = field(default_factory=dict)
+
+    @property
+    def caption(self) -> str:
+        return "Halo exchange"
+
+    @property
+    def facts(self) -> dict[str, object]:
+        rows, cols = self.size_px
+        moves = [move for rank in self.ranks.ranks for move in self.get_receives(rank)]
+        return {
+            "layer": self.name,
+            "stage": f"{self.stage}, in {self.ranks.grid} tiles",
+            "value": f"{rows} × {cols} px",
+            "halos": f"{len(moves)} messages, {format_bytes(self.count_bytes(moves))}",
+        }
 
     @property
     def name(self) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from engines.errors import PlanError, RankError
-from engines.formatting import describe_unknown
+from engines.formatting import FactTable, describe_unknown
 from engines.program.compile import Compiler
 from engines.program.schedule import Schedule
 from engines.program.shards import ShardIndex
@@ -44,7 +44,7 @@ def _check_name(option: str, asked: str | None, names: Iterable[str]) -> None:
         raise PlanError(describe_unknown(f"{option}={asked!r} does not exist", asked, known))
 
 
-class StepDebugger:
+class StepDebugger(FactTable):
     """Debugger that executes one training step on a batch piece by piece.
 
     The debugger is also an iterator of events, one per instruction of every rank. The training does not change before
@@ -216,6 +216,11 @@ class StepDebugger:
         if self.done:
             raise StopIteration
         return self.instruction()
+
+    @property
+    def facts(self) -> dict[str, object]:
+        total = ", ".join(str(len(steps)) for steps in self.steps)
+        return {"plan": self.training.plan.summary, **self.event.facts, "instructions of the ranks": total}
 
     @property
     def done(self) -> bool:

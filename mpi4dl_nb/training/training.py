@@ -28,7 +28,14 @@ from engines.train.training import (
     cut_inputs,
 )
 from engines.train.training_events import Scores
-from engines.train.verify import STEPS, check_reference, compare_records, make_batches, with_small_loss_scale
+from engines.train.verify import (
+    STEPS,
+    VerifyResult,
+    check_reference,
+    compare_records,
+    make_batches,
+    with_small_loss_scale,
+)
 from mpi4dl_nb.draw.figure import Drawing
 from mpi4dl_nb.draw.memory import show_memory
 from mpi4dl_nb.draw.timeline import show_timeline
@@ -50,14 +57,11 @@ from mpi4dl_nb.training.training_handle import TrainingHandle
 __all__ = ["History", "Training"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class StepTimeline(Timeline):
     """Events of a step that was run under a plan; a notebook displays them as a chart."""
 
     plan: Plan
-
-    def __repr__(self) -> str:
-        return f"<Timeline of {len(self.ranks)} ranks: {len(self.events)} events in {self.seconds * 1e3:.4g} ms>"
 
     def _repr_html_(self) -> str:
         return show_timeline(self, self.plan)._repr_html_()
@@ -202,9 +206,7 @@ class Training(TrainingHandle):
                 return fit(BatchLoop(self, data, evaluate, steps, drop_last), epochs, log, saving, watchers, healing)
             return fit(ImageLoop(self, data, feeding, state, evaluate), epochs, log, saving, watchers, healing)
 
-    def verify(
-        self, data: Iterable[Batch] | None = None, seed: int = 0, precision: str = "float64"
-    ) -> dict[str, object]:
+    def verify(self, data: Iterable[Batch] | None = None, seed: int = 0, precision: str = "float64") -> VerifyResult:
         """Compare three optimiser steps on the ranks, from the model's initial weights, with one process in float64.
 
         The steps use random batches, or the batches of `data`. In a `precision` other than float64, the ranks may
@@ -212,7 +214,8 @@ class Training(TrainingHandle):
         every loss, gradient, weight and buffer to agree to 1e-10 of its own size, or as closely as one process agrees
         with itself after its weights and images have changed by one unit in the last place; otherwise `why` names what
         differs, and the reason. `ok` is also False if a weight does not move although its gradient and its learning
-        rate are not zero. Raises VerifyError if the model cannot be trained in one process.
+        rate are not zero. The result is a dict, shown as one sentence above its numbers. Raises VerifyError if
+        the model cannot be trained in one process.
         """
         start_s = time.perf_counter()
         self.check_unchanged()
@@ -241,8 +244,8 @@ class Training(TrainingHandle):
             if error.remote_traceback:  # the same may be wrong with the model in one process, which is easier to mend
                 check_reference(recipe, self.model, self.loss, whole[:1])
             raise
-        line = compare_records(recipe, self.model, self.loss, whole, records)
-        return {**line, "seconds": round(time.perf_counter() - start_s, 2)}
+        found = compare_records(recipe, self.model, self.loss, whole, records)
+        return VerifyResult(found, seconds=round(time.perf_counter() - start_s, 2))
 
     def predict(
         self,
