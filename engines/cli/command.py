@@ -194,18 +194,18 @@ def run_published(arguments: Sequence[str]) -> int:
 
 def format_outcomes(outcomes: Sequence[ReplayOutcome]) -> str:
     """Format simulated and published values, and the range over each row's variants that fit the machine."""
-    lines = [f"{'row':24}{'published':>12}{'simulated':>12}{'ratio':>8}  {'range':20}{'peak GiB':>9}  unit"]
+    lines = [f"{'row':24}{'published':>12}{'simulated':>12}{'ratio':>8}  {'range':20}{'peak':>10}  unit"]
     for each in outcomes:
         fitting = [value for _, value, fits in each.varied if fits]
         low, high = min([each.simulated, *fitting]), max([each.simulated, *fitting])
         span = f"{low:.4g} to {high:.4g}" if fitting else ""
-        peak = f"{each.peak_bytes / 2**30:.1f}{'' if each.peak_bytes <= each.memory_bytes else '!'}"
+        peak = f"{format_bytes(each.peak_bytes)}{'' if each.peak_bytes <= each.memory_bytes else '!'}"
         lines.append(
-            f"{each.row.name:24}{each.row.published:12.5g}{each.simulated:12.5g}{each.ratio:8.2f}  {span:20}{peak:>9}"
+            f"{each.row.name:24}{each.row.published:12.5g}{each.simulated:12.5g}{each.ratio:8.2f}  {span:20}{peak:>10}"
             f"  {each.row.measure}"
         )
         if each.row.why or not each.agrees:
             lines.append(f"    {each.row.why or 'Why they disagree is not known.'}")
         if each.peak_bytes > each.memory_bytes:
-            lines.append(f"    ! does not fit the {each.memory_bytes / 2**30:.0f} GiB of a rank")
+            lines.append(f"    ! does not fit the {format_bytes(each.memory_bytes)} of a rank")
     return "\n".join(lines)

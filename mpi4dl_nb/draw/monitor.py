@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from engines.formatting import format_bytes
+from engines.formatting import format_bytes, format_number
 from engines.plan import Plan
 from engines.program.timeline import Timeline, TimeShares
 from engines.spatial.layout import Layout
@@ -200,7 +200,7 @@ def format_progress_html(progress: Progress) -> str:
         descriptions = [
             f"epoch {last.epoch}, {descriptions[0]}",
             f"loss {last.loss:.5g}",
-            f"{progress.speeds[-1]:.2f} images/s",
+            f"{format_number(progress.speeds[-1])} images/s",
         ]
         descriptions += [f"accuracy {last.accuracy:.3f}"] if last.accuracy is not None else []
         descriptions += [f"waiting for images {wait:.0%}", f"{format_duration(progress.seconds)} so far"]
