@@ -101,7 +101,8 @@ def infer_effect(name: str, arguments: Sequence[Any], keywords: Mapping[str, Any
         if size > _TOO_LARGE:
             raise TraceError(
                 f"{name} cannot be run without memory ({type(error).__name__}), and its arguments of "
-                f"{format_bytes(size)} are too many to try it. Register a meta kernel for it (torch.library.register_fake)."
+                f"{format_bytes(size)} are too many to try it. Register a meta kernel for it "
+                "(torch.library.register_fake)."
             ) from error
         effect = _run_kernel(name, arguments, keywords, "cpu")
     _KNOWN[key] = effect
