@@ -25,8 +25,7 @@ from engines.predict.explain import describe_plan
 from engines.predict.kernel_effects import LiveBytes
 from engines.predict.machine import Link, Machine
 from engines.predict.machines import MACHINES, NodeSpec, Processor, make_machine
-from engines.predict.sizes import Sizes, largest_image
-from engines.predict.studies import capabilities, scaling
+from engines.predict.sizes import Sizes
 from engines.program.compile import compile_plan
 from engines.program.make_schedule import compute_bubble_share
 from engines.program.program import count_traffic
@@ -49,6 +48,7 @@ from mpi4dl_nb.exercise import grade_answer
 from mpi4dl_nb.plan_benchmark import Candidate
 from mpi4dl_nb.plan_cache import forecast
 from mpi4dl_nb.plan_tuner import PlanTuner, tune
+from mpi4dl_nb.studies import capabilities, largest_image, scaling
 from mpi4dl_nb.training.training import Training
 from mpi4dl_nb.widgets.configurator import Configurator
 from mpi4dl_nb.widgets.monitor import Monitor

@@ -22,6 +22,7 @@ from engines.program.program import Program
 from engines.train.training import Optimiser, sgd
 from mpi4dl_nb.cluster import Cluster
 from mpi4dl_nb.plan_tuner import count_optimiser_states
+from mpi4dl_nb.status_line import LATER_S, show_status
 
 __all__ = ["CompiledPlan", "PlanCache", "describe_cluster_fit", "forecast", "pause_gc"]
 
@@ -169,4 +170,7 @@ def forecast(
     """
     sizes = Sizes.of(model, loss)
     states = count_optimiser_states(optimiser, sizes.model, sizes.loss)
-    return predicted.forecast(sizes.graph(plan, image_shape), plan, resolve_machine(machine), states)
+    with show_status(f"Tracing {sizes.name} for {plan.summary} ...", LATER_S) as line:
+        graph = sizes.graph(plan, image_shape)
+        line.update(f"Compiling and simulating {plan.summary} ...")
+        return predicted.forecast(graph, plan, resolve_machine(machine), states)

@@ -39,6 +39,7 @@ from engines.train.verify import (
 from mpi4dl_nb.draw.figure import Drawing
 from mpi4dl_nb.draw.memory import show_memory
 from mpi4dl_nb.draw.timeline import show_timeline
+from mpi4dl_nb.status_line import LATER_S, StatusLine, show_status
 from mpi4dl_nb.training.batches import check_batches, make_repeatable, prepare_batch
 from mpi4dl_nb.training.fit_run import CheckpointOptions, FitCallback, History, fit
 from mpi4dl_nb.training.loops import (
@@ -221,6 +222,14 @@ class Training(TrainingHandle):
         self.check_unchanged()
         if data is not None:
             check_batches(data)
+        with show_status("Comparing with one process: preparing ...", LATER_S) as line:
+            found = self._compare_with_reference(data, seed, precision, line)
+        return VerifyResult(found, seconds=round(time.perf_counter() - start_s, 2))
+
+    def _compare_with_reference(
+        self, data: Iterable[Batch] | None, seed: int, precision: str, line: StatusLine
+    ) -> VerifyResult:
+        """Train on the ranks and in one process, and compare the records; `line` says which of them is at work."""
         # The ranks run the same plan as here, but in float64, in which a wrong halo or a sum that counts a pixel twice
         # cannot hide behind rounding.
         try:
@@ -238,14 +247,15 @@ class Training(TrainingHandle):
             (recipe.restrict_to_rank(program), [cut_inputs(program, batch) for batch in whole])
             for program in compile_plan(recipe.graph, recipe.plan)
         ]
+        line.update(f"Comparing with one process: {len(whole)} steps on {self.cluster.n} ranks ...")
         try:
             records = self.cluster.call(rank_functions.record_reference, per_rank=work)
         except RankError as error:
             if error.remote_traceback:  # the same may be wrong with the model in one process, which is easier to mend
                 check_reference(recipe, self.model, self.loss, whole[:1])
             raise
-        found = compare_records(recipe, self.model, self.loss, whole, records)
-        return VerifyResult(found, seconds=round(time.perf_counter() - start_s, 2))
+        line.update(f"Comparing with one process: the same {len(whole)} steps in this process ...")
+        return compare_records(recipe, self.model, self.loss, whole, records)
 
     def predict(
         self,
@@ -281,7 +291,9 @@ class Training(TrainingHandle):
         Its `timeline` can be drawn next to that of a step: `show_timeline(measured, plan, forecast.timeline)`.
         """
         states = count_states(self.recipe.optimiser, self.recipe.parameters)
-        return forecast(self.recipe.graph, self.plan, self.cluster.calibrate(), states)
+        machine = self.cluster.calibrate()
+        with show_status(f"Compiling and simulating {self.plan.summary} ...", LATER_S):
+            return forecast(self.recipe.graph, self.plan, machine, states)
 
     def memory(self, rank: int | None = None) -> Drawing:
         """Draw the predicted memory of each rank in a step by kind, and its peak on one `rank` (None: the fullest).
