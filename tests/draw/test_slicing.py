@@ -222,9 +222,9 @@ def test_a_notebook_shows_the_figure_once_and_says_what_it_shows():
     [
         (
             {"layer": "point"},
-            "'point' borrows no halo.*3 layers do; the first are stem.0, pool, deep.0",
+            "'point' borrows no halo.*Choose one of stem.0, pool, deep.0",
         ),
-        ({"layer": "ste"}, "'ste' borrows no halo"),
+        ({"layer": "ste"}, "'ste' borrows no halo.*Did you mean 'stem'"),
         ({"layer": 3}, "layer=3, but 3 layers borrow halos: use 0 to 2"),
         ({"tile": 4}, "tile=4, but stage 0 has tiles 0 to 3"),
     ],
