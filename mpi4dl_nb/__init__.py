@@ -26,6 +26,7 @@ from mpi4dl_nb.widgets.configurator import Configurator
 from mpi4dl_nb.widgets.monitor import Monitor
 from mpi4dl_nb.widgets.slicer import Slicer
 from mpi4dl_nb.widgets.stepper import Stepper
+from mpi4dl_nb.widgets.timeline import TimelineView
 from mpi4dl_nb.widgets.tuner import Tuner
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "Sizes",
     "Slicer",
     "Stepper",
+    "TimelineView",
     "Training",
     "Tuner",
     "capabilities",

@@ -26,7 +26,9 @@ __all__ = [
     "FigureView",
     "FigureWidget",
     "RangeBar",
+    "STILL_STYLE",
     "Slider",
+    "StillFigure",
     "make_bounded_int",
     "make_button",
     "make_checkbox",
@@ -183,10 +185,44 @@ class FigureView(anywidget.AnyWidget):
 
 
 STILL = "mpi4dl-still"  # class name, also in figure_view.css
+STILL_STYLE = Path(__file__).with_name("figure_view.css").read_text()
+"""The style of a live widget that has a still figure."""
 
 
-class FigureWidget(ipywidgets.VBox):
-    """Controls above one figure. A page without live widgets (a saved file) shows the figure's last snapshot."""
+class StillFigure:
+    """Mixin of a widget with a `figure`: a page without live widgets (a saved file) shows its last snapshot."""
+
+    figure: Drawing | None
+    _still: DisplayHandle | None = None
+
+    def update_snapshot(self) -> None:
+        """Replace the static figure in the page's file by the current one."""
+        if self._still is not None:
+            self._still.update(HTML(self._snapshot_html))
+
+    @property
+    def _snapshot_html(self) -> str:
+        figure = self.figure._repr_html_() if self.figure else ""
+        return f'<div class="{STILL}">{figure}</div>'
+
+    def _ipython_display_(self) -> None:
+        """Display two outputs: a widget, and a static figure that figure_view.css hides where the widget is live.
+
+        A file contains both. From a single output nbconvert would keep the widget only, which is not live there.
+        """
+        display(self._make_live_bundle() | {"text/plain": f"{type(self).__name__}, as it was:"}, raw=True)
+        self._still = display(HTML(self._snapshot_html), display_id=True)
+
+    def _repr_mimebundle_(self, **keywords: Any) -> dict[str, Any]:
+        return self._make_live_bundle() | ({"text/html": self.figure._repr_html_()} if self.figure else {})
+
+    def _make_live_bundle(self) -> dict[str, Any]:
+        bundle = super()._repr_mimebundle_()
+        return bundle[0] if isinstance(bundle, tuple) else bundle  # anywidget adds metadata
+
+
+class FigureWidget(StillFigure, ipywidgets.VBox):
+    """Controls above one figure."""
 
     def __init__(
         self,
@@ -196,7 +232,6 @@ class FigureWidget(ipywidgets.VBox):
         on_point: Callable[[float, float], None] | None = None,
         tip: str = "",
     ) -> None:
-        self._still: DisplayHandle | None = None
         self.view, self.trouble = FigureView(keys, on_key, on_point, tip), ErrorAlert()
         super().__init__([*controls, self.trouble, self.view])
 
@@ -214,26 +249,3 @@ class FigureWidget(ipywidgets.VBox):
             self.trouble.show(str(error))
         else:
             self.trouble.show("")
-
-    def update_snapshot(self) -> None:
-        """Replace the static figure in the page's file by the current one."""
-        if self._still is not None:
-            self._still.update(HTML(self._snapshot_html))
-
-    @property
-    def _snapshot_html(self) -> str:
-        figure = self.figure._repr_html_() if self.figure else ""
-        return f'<div class="{STILL}">{figure}</div>'
-
-    def _ipython_display_(self) -> None:
-        """Display two outputs: a widget, and a static figure that figure_view.css hides where the widget is live.
-
-        A file contains both. From a single output nbconvert would keep the widget only, which is not live there.
-        """
-        live = super()._repr_mimebundle_() | {"text/plain": f"{type(self).__name__}, as it was:"}
-        display(live, raw=True)
-        self._still = display(HTML(self._snapshot_html), display_id=True)
-
-    def _repr_mimebundle_(self, **keywords: Any) -> dict[str, Any]:
-        bundle = super()._repr_mimebundle_(**keywords)
-        return bundle | ({"text/html": self.figure._repr_html_()} if self.figure else {})
