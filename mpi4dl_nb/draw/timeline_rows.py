@@ -14,7 +14,9 @@ from engines.program.timeline import WORK, Timeline, TimelineEvent, TimeShares, 
 from mpi4dl_nb.draw.figure import BarStyle
 from mpi4dl_nb.draw.scaling import LOOKS as SHARE_LOOKS
 from mpi4dl_nb.draw.timeline import (
+    FORWARD,
     LETTERS,
+    LOOKS,
     ORDER,
     WAIT,
     format_timeline_title,
@@ -87,6 +89,7 @@ def make_timeline_rows(
     words = {
         "looks": [_describe_look(style) for style in ORDER],
         "wait": looks[WAIT],
+        "row_looks": [looks[FORWARD], looks[LOOKS["halo"]], looks[WAIT]],  # of a rank's shares
         "names": list(names),
         "layers": [(layers or {}).get(name, "") for name in names],
         "kinds": list(kinds),

@@ -18,10 +18,10 @@ export function isPaper(colour) {
   return colour.toLowerCase() === "#ffffff";
 }
 
-/** Return whether dark marks are seen on a colour `#rrggbb`, rather than light ones. */
-export function isLight(colour) {
-  const [red, green, blue] = [1, 3, 5].map((at) => parseInt(colour.slice(at, at + 2), 16));
-  return 0.299 * red + 0.587 * green + 0.114 * blue > 110;
+/** Return the colour of marks and letters on a colour `#rrggbb`: dark or light, whichever has more contrast. */
+export function pickInk(colour) {
+  const [red, green, blue] = [1, 3, 5].map((at) => (parseInt(colour.slice(at, at + 2), 16) / 255) ** 2.2);
+  return 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.179 ? "#1a1a1a" : "#ffffff";
 }
 
 /** Draw one tile of a hatch into a context whose unit is a px: `colour` below, the hatch in `ink`. */
@@ -48,13 +48,13 @@ export function drawTile(context, hatch, colour, ink) {
   SHAPES[hatch[0]]?.({ line, dots: circles(() => context.fill()), rings: circles(() => context.stroke()) });
 }
 
-/** Return the tile of a look { colour, hatch } as a canvas of `scale` pixels per px; `paper` and `ink` are the page's. */
+/** Return the tile of a look { colour, hatch }, `scale` pixels per px; `paper` and `ink` are the page's colours. */
 export function makeTile(look, paper, ink, scale) {
   const tile = document.createElement("canvas");
   tile.width = tile.height = Math.round(TILE * scale);
   const context = tile.getContext("2d");
   context.scale(tile.width / TILE, tile.height / TILE);
-  const marks = isPaper(look.colour) ? ink : isLight(look.colour) ? "#1a1a1a" : "#ffffff";
+  const marks = isPaper(look.colour) ? ink : pickInk(look.colour);
   drawTile(context, look.hatch, isPaper(look.colour) ? paper : look.colour, fadeInk(marks));
   return tile;
 }

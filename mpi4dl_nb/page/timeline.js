@@ -1,10 +1,12 @@
 // A training step on all ranks, to zoom into: the view of the widget TimelineView.
 
-import { Tooltip, makeFrameLoop, prefersReducedMotion } from "./elements.js";
+import { Tooltip, makeElement, makeFrameLoop, prefersReducedMotion } from "./elements.js";
 import { Textures } from "./textures.js";
 import { unpackEvents } from "./timeline_data.js";
+import { Strips } from "./strips.js";
 import { drawTimeline } from "./timeline_draw.js";
 import { handleTimelineKey, listenToPointer } from "./timeline_input.js";
+import { drawMarks } from "./timeline_marks.js";
 import { TimelineOverview, getOverviewHeight } from "./timeline_overview.js";
 import { describeTimeline, fillLegend, fillShares, makeTimelineParts } from "./timeline_parts.js";
 import { TimelineScene } from "./timeline_scene.js";
@@ -34,13 +36,15 @@ class TimelinePage {
     this.tooltip = new Tooltip(room);
     this.overview = new TimelineOverview(overview);
     this.redraw = makeFrameLoop(() => this.draw());
+    this.remark = makeFrameLoop(() => this.drawMarks());
     this.readStep();
-    this.observers = [["change:codes", () => this.readStep()], ["change:selected change:rank", () => this.followModel()]];
+    const follow = () => this.followModel();
+    this.observers = [["change:codes", () => this.readStep()], ["change:selected change:rank", follow]];
     for (const [events, observer] of this.observers) model.on(events, observer);
     this.sizes = new ResizeObserver(() => this.resize());
     this.sizes.observe(room);
     this.themes = new MutationObserver(() => this.recolour());
-    this.themes.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-light", "style", "class"] });
+    this.themes.observe(document.body, { attributeFilter: ["data-jp-theme-light", "style", "class"] });
     this.stops = [listenToPointer(canvas, this), this.overview.listen(this)];
     this.listenToKeys();
   }
@@ -51,17 +55,18 @@ class TimelinePage {
     this.sizes.disconnect();
     this.themes.disconnect();
     this.redraw.cancel();
+    this.remark.cancel();
   }
 
   /** Read the step anew from the model: other events, words and shares. */
   readStep() {
     const { model, parts } = this, words = model.get("words");
     this.scene = new TimelineScene(unpackEvents(words, model.get("times"), model.get("codes")), words);
-    this.scene.textures = new Textures(words.looks);
+    Object.assign(this.scene, { textures: new Textures(words.looks), strips: new Strips() });
     this.places = new Int32Array(this.scene.events.measured); // from an event's place in the kernel to its index here
     this.places.forEach((_, at) => { this.places[this.scene.events.place[at]] = at; });
     parts.canvas.setAttribute("aria-label", describeTimeline(words));
-    parts.title.replaceChildren(...words.titles.map((text) => Object.assign(document.createElement("span"), { textContent: text })));
+    parts.title.replaceChildren(...words.titles.map((text) => makeElement("span", { text })));
     parts.search.value = "";
     parts.status.textContent = HINT;
     this.search("");
@@ -105,6 +110,7 @@ class TimelinePage {
       canvas.getContext("2d").setTransform(ratio, 0, 0, ratio, 0, 0);
     };
     fit(this.parts.canvas, width, scene.layout.height);
+    fit(this.parts.marks, width, scene.layout.height);
     fit(this.parts.overview, scene.layout.plot, getOverviewHeight(scene.lanes.length));
     this.parts.overview.style.marginLeft = `${scene.layout.left}px`;
     this.overview.forget();
@@ -117,10 +123,15 @@ class TimelinePage {
     if (this.glide) this.advanceGlide();
     scene.theme = this.theme;
     drawTimeline(parts.canvas.getContext("2d"), scene);
+    this.drawMarks();
     this.overview.draw(scene);
     const { start, end } = scene.span;
     parts.shown.textContent = scene.isWhole ? `all ${formatDuration(scene.seconds)}`
       : `${formatDuration(end - start)} from ${formatDuration(start)}`;
+  }
+
+  drawMarks() {
+    if (this.scene.theme) drawMarks(this.parts.marks.getContext("2d"), this.scene);
   }
 
   /** Show a span; `smooth` glides to it, unless the reader wants less motion. */
@@ -145,20 +156,20 @@ class TimelinePage {
     const { scene, parts } = this, event = scene.findEvent(x, y);
     scene.cursor = x;
     parts.canvas.style.cursor = event >= 0 || scene.findRank(x, y) >= 0 ? "pointer" : "";
-    if (event >= 0) this.tooltip.show(scene.describe(event), x, y + parts.canvas.offsetTop);
+    if (event >= 0) this.tooltip.show(scene.describe(event), x, y + parts.canvas.parentElement.offsetTop);
     else this.tooltip.hide();
     if (event !== scene.hovered) {
       scene.hovered = event;
       this.tell(event >= 0 ? event : scene.selected);
     }
-    this.redraw();
+    this.remark();
   }
 
   leave() {
     Object.assign(this.scene, { hovered: -1, cursor: -1 });
     this.tooltip.hide();
     this.tell(this.scene.selected);
-    this.redraw();
+    this.remark();
   }
 
   /** Select what is at a point: an event, a rank by its name, or nothing. */
@@ -204,7 +215,8 @@ class TimelinePage {
     const { scene, parts } = this;
     if (parts.search.value.trim() !== text) parts.search.value = text;
     scene.search(text);
-    parts.count.textContent = scene.found ? `${scene.matchCount.toLocaleString("en")} of ${scene.events.measured.toLocaleString("en")} events` : "";
+    const [found, of] = [scene.matchCount, scene.events.measured].map((each) => each.toLocaleString("en"));
+    parts.count.textContent = scene.found ? `${found} of ${of} events` : "";
     for (const stepper of parts.steppers) stepper.disabled = !scene.matchCount;
     if (this.theme) this.fillLegend();
     this.redraw();

@@ -47,10 +47,14 @@ function finishLane({ start, end, look, event }) {
 /** Return the runs of bars of one lane with one label: consecutive work on one micro-batch in one pass (F0, B0, W0). */
 export function makeRuns(lane, events, words) {
   const runs = { start: [], end: [], latest: [], label: [] };
+  let busy = 0;
   for (let at = 0; at < lane.start.length; at++) {
     const label = labelEvent(events, words, lane.event[at]);
-    const last = runs.label.length - 1;
-    if (last >= 0 && runs.label[last] === label) runs.end[last] = runs.latest[last] = lane.end[at];
+    const last = runs.label.length - 1, length = lane.end[at] - lane.start[at];
+    // After a longer gap than the work around it, the work has a label of its own.
+    const goesOn = last >= 0 && runs.label[last] === label && lane.start[at] - runs.end[last] <= busy + length;
+    busy = goesOn ? busy + length : length;
+    if (goesOn) runs.end[last] = runs.latest[last] = lane.end[at];
     else {
       runs.start.push(lane.start[at]);
       runs.end.push(lane.end[at]);
@@ -67,7 +71,7 @@ export function labelEvent(events, words, event) {
   return kind === "compute" ? words.letters[events.phase[event]] + events.microBatch[event] : kind;
 }
 
-/** Return the predicted event of each measured one (by its index; -1 without one): same row, name, phase, micro-batch. */
+/** Return the predicted event of each measured one by index, or -1: that of the same row, name, phase, micro-batch. */
 export function matchPredicted(events) {
   const key = (at) => `${events.row[at]} ${events.name[at]} ${events.phase[at]} ${events.microBatch[at]}`;
   const known = new Map();

@@ -1,16 +1,18 @@
 // Draws a timeline on a canvas: ruler, rows with their ranks and shares, bars, labels, and marks of what is chosen.
 
-import { isLight, isPaper } from "./textures.js";
+import { isPaper, pickInk } from "./textures.js";
 import { labelEvent, nameEvent } from "./timeline_data.js";
 import { findVisible, makeTicks, mergeBars } from "./timeline_span.js";
-import { formatTick } from "./timeline_text.js";
+import { formatShare, formatTick } from "./timeline_text.js";
 
 const FONT = "system-ui, sans-serif";
 const FADED = 0.16;
-const WIDE_PX = 3; // narrower bars have no texture and no gap
+const WIDE_PX = 3; // narrower bars have no texture
+const GAP_PX = 6; // narrower bars have no gap
+const SHORTENED_PX = 84; // wider bars have the beginning of a long label
 const LEAST_SHARE = 0.01; // smaller waits are not labelled
 
-/** Draw the scene: its events, layout, span, scroll, theme and what is chosen. Unit of the context: a px of the page. */
+/** Draw a scene: its events, layout, span, scroll, theme and what is chosen. The context's unit is a px of the page. */
 export function drawTimeline(context, scene) {
   const { layout, theme } = scene;
   context.clearRect(0, 0, layout.width, layout.height);
@@ -18,25 +20,21 @@ export function drawTimeline(context, scene) {
   const shift = -((scene.span.start * scale) % 8);
   scene.fills = scene.textures.prepare(context, theme, scene.pixelRatio, layout.left + shift);
   const { ticks, step } = makeTicks(scene.span, layout.plot / 110);
+  const rows = findVisibleRows(scene);
+  mergeRows(scene, rows);
   context.save();
   context.beginPath();
   context.rect(0, layout.ruler, layout.width, layout.height - layout.ruler);
   context.clip();
-  for (let row = 0; row < layout.rows; row++) {
-    const top = layout.ruler + row * layout.rowHeight - scene.scroll;
-    if (top > layout.height || top + layout.rowHeight < layout.ruler) continue;
-    drawRowFrame(context, scene, row, top);
-    context.save();
-    context.beginPath();
-    context.rect(layout.left, top, layout.plot, layout.rowHeight);
-    context.clip();
-    drawGrid(context, scene, ticks, scale, top, top + layout.rowHeight);
-    layout.lanes.forEach((lane, at) => lane.height && drawLane(context, scene, row, at, top + lane.top, lane.height));
+  for (const { row, top } of rows) drawRowFrame(context, scene, row, top);
+  context.beginPath();
+  context.rect(layout.left, layout.ruler, layout.plot, layout.height - layout.ruler);
+  context.clip();
+  drawGrid(context, scene, ticks, scale);
+  for (const { row, top, lanes } of rows) {
+    for (const lane of lanes) drawLane(context, scene, lane, top + lane.top);
     if (!layout.small) drawLabels(context, scene, row, top, scale);
-    context.restore();
   }
-  for (const [event, colour, width] of [[scene.hovered, theme.ink, 1.5], [scene.selected, theme.brand, 3]])
-    if (event >= 0) outlineEvent(context, scene, event, colour, width, scale);
   context.restore();
   drawRuler(context, scene, ticks, step, scale);
 }
@@ -72,7 +70,7 @@ function drawShares(context, layout, theme, words, fills, shares, middle) {
   const left = layout.left + layout.plot + 12, width = layout.right - 20, height = layout.small ? 6 : 9;
   const top = layout.small ? middle - 9 : middle - 12;
   let x = left;
-  [0, words.messageLook, words.wait].forEach((look, at) => {
+  words.row_looks.forEach((look, at) => {
     context.fillStyle = fills[0][look];
     context.fillRect(x, top, shares[at] * width, height);
     x += shares[at] * width;
@@ -83,26 +81,45 @@ function drawShares(context, layout, theme, words, fills, shares, middle) {
   context.fillStyle = theme.ink;
   context.textAlign = "left";
   context.font = `${layout.small ? 10 : 11.5}px ${FONT}`;
-  const texts = shares.map((share) => `${Math.round(share * 100)}%`);
-  texts.forEach((text, at) => context.fillText(text, left + (at * width) / 3, top + height + (layout.small ? 7 : 11)));
+  shares.forEach((share, at) => context.fillText(`${Math.round(share * 100)}%`, left + (at * width) / 3,
+    top + height + (layout.small ? 7 : 11)));
 }
 
-function drawGrid(context, { layout, theme, span }, ticks, scale, top, bottom) {
+function drawGrid(context, { layout, theme, span }, ticks, scale) {
   context.fillStyle = theme.line;
   context.globalAlpha = 0.5;
   for (const tick of ticks)
-    context.fillRect(Math.round(layout.left + (tick - span.start) * scale), top, 1, bottom - top);
+    context.fillRect(Math.round(layout.left + (tick - span.start) * scale), layout.ruler, 1, layout.height);
   context.globalAlpha = 1;
 }
 
-function drawLane(context, scene, row, at, top, height) {
-  const { found } = scene, lane = scene.lanes[row][at], [textured, plain] = scene.fills, left = scene.layout.left;
-  const boxes = mergeBars(lane, scene.span, scene.layout.plot, found ? (bar) => found[lane.event[bar]] : undefined);
+function findVisibleRows({ layout, scroll }) {
+  return Array.from({ length: layout.rows }, (_, row) => ({ row, top: layout.ruler + row * layout.rowHeight - scroll }))
+    .filter(({ top }) => top < layout.height && top + layout.rowHeight > layout.ruler);
+}
+
+// Find the boxes of all lanes that are visible, and paint the thin ones as strips.
+function mergeRows(scene, rows) {
+  const { found, layout, strips } = scene;
+  strips.prepare(layout.plot, rows.length * layout.lanes.length, scene.pixelRatio, scene.fills[1], FADED);
+  rows.forEach((each, at) => {
+    each.lanes = layout.lanes.filter(({ height }) => height).map(({ top, height }, number) => {
+      const lane = scene.lanes[each.row][number], strip = at * layout.lanes.length + number;
+      const boxes = mergeBars(lane, scene.span, layout.plot, found ? (bar) => found[lane.event[bar]] : undefined);
+      return { top, height, boxes, strip: strips.fill(strip, boxes, WIDE_PX) ? strip : -1 };
+    });
+  });
+  strips.finish();
+}
+
+function drawLane(context, { layout, strips, fills }, { boxes, strip, height }, top) {
+  if (strip >= 0) strips.draw(context, strip, layout.left, top, layout.plot, height);
   for (let box = 0; box < boxes.length; box += 5) {
-    const from = left + boxes[box], wide = boxes[box + 1] - boxes[box], whole = boxes[box + 3] >= 0;
+    const wide = boxes[box + 1] - boxes[box];
+    if (wide < WIDE_PX || boxes[box + 3] < 0) continue;
     context.globalAlpha = boxes[box + 4] ? 1 : FADED;
-    context.fillStyle = (whole && wide >= WIDE_PX ? textured : plain)[boxes[box + 2]];
-    context.fillRect(from, top, whole && wide >= WIDE_PX ? wide - 0.7 : wide, height);
+    context.fillStyle = fills[0][boxes[box + 2]];
+    context.fillRect(layout.left + boxes[box], top, wide >= GAP_PX ? wide - 1 : wide, height);
   }
   context.globalAlpha = 1;
 }
@@ -147,25 +164,24 @@ function drawLabels(context, scene, row, top, scale) {
 }
 
 function shareForms(share) {
-  return [`waits ${Math.round(share * 100)}% of the step`, `waits ${Math.round(share * 100)}%`, `${Math.round(share * 100)}%`];
+  const text = formatShare(share);
+  return [`waits ${text} of the step`, `waits ${text}`, text];
 }
 
 // The first form that fits, on a plate of the bar's colour, so that no texture runs through the letters.
 function writeLabel(context, scene, forms, from, to, top, height, lane, bar) {
   const size = height > 18 ? 12 : 11, look = scene.words.looks[lane.look[bar]];
+  if (scene.found && !scene.found[lane.event[bar]]) return;
   context.font = `${size}px ${FONT}`;
-  const found = scene.found && !scene.found[lane.event[bar]];
-  for (const form of forms) {
-    const width = measureLabel(context, form);
+  for (const long of forms) {
+    const form = to - from > SHORTENED_PX ? shortenText(context, long, to - from - 10) : long;
+    const width = measureLabel(context, form), x = (from + to) / 2;
     if (width + 10 > to - from) continue;
-    const x = (from + to) / 2;
-    context.globalAlpha = found ? FADED : 1;
     context.fillStyle = scene.fills[1][lane.look[bar]];
     context.fillRect(x - width / 2 - 3, top + 1, width + 6, height - 2);
-    context.fillStyle = isPaper(look.colour) ? scene.theme.ink : isLight(look.colour) ? "#1a1a1a" : "#ffffff";
+    context.fillStyle = isPaper(look.colour) ? scene.theme.ink : pickInk(look.colour);
     context.textAlign = "center";
     context.fillText(form, x, top + height / 2 + 0.5);
-    context.globalAlpha = 1;
     return;
   }
 }
@@ -188,44 +204,22 @@ function shortenText(context, text, room) {
   return `${text.slice(0, length)}…`;
 }
 
-function outlineEvent(context, { events, words, layout, span, scroll }, event, colour, width, scale) {
-  const lane = event >= events.measured ? 2 : words.work[events.kind[event]] ? 0 : 1;
-  const left = layout.left + (events.start[event] - span.start) * scale;
-  const right = Math.max(layout.left + (events.end[event] - span.start) * scale, left + 2);
-  if (right < layout.left || left > layout.left + layout.plot) return;
-  const top = layout.ruler + events.row[event] * layout.rowHeight - scroll + layout.lanes[lane].top;
-  context.save();
-  context.beginPath();
-  context.rect(layout.left - 2, 0, layout.plot + 4, layout.height);
-  context.clip();
-  context.strokeStyle = colour;
-  context.lineWidth = width;
-  context.strokeRect(left, top, right - left, layout.lanes[lane].height);
-  context.restore();
-}
-
-function drawRuler(context, { layout, theme, span, cursor }, ticks, step, scale) {
+function drawRuler(context, { layout, theme, span }, ticks, step, scale) {
   context.fillStyle = theme.faint;
   context.font = `11.5px ${FONT}`;
   context.textBaseline = "middle";
   context.textAlign = "left";
   for (const tick of ticks) {
-    const x = Math.round(layout.left + (tick - span.start) * scale), text = formatTick(tick, step);
+    const x = Math.round(layout.left + (tick - span.start) * scale), text = formatTick(tick, step, span.end);
     context.fillRect(x, layout.ruler - 7, 1, 7);
     if (x + 4 + measureLabel(context, text) < layout.left + layout.plot)
       context.fillText(text, x + 4, layout.ruler - 12);
   }
   if (layout.right)
-    ["work", "mess.", "wait"].forEach((word, at) =>
+    ["work", "messages", "waiting"].forEach((word, at) =>
       context.fillText(word, layout.left + layout.plot + 12 + (at * (layout.right - 20)) / 3, layout.ruler - 12));
   context.fillStyle = theme.line;
   context.fillRect(0, layout.ruler - 1, layout.width, 1);
   context.fillRect(layout.left - 1, layout.ruler, 1, layout.height - layout.ruler);
   if (layout.right) context.fillRect(layout.left + layout.plot, layout.ruler, 1, layout.height - layout.ruler);
-  if (cursor >= layout.left && cursor <= layout.left + layout.plot) {
-    context.fillStyle = theme.ink;
-    context.globalAlpha = 0.45;
-    context.fillRect(Math.round(cursor), layout.ruler, 1, layout.height - layout.ruler);
-    context.globalAlpha = 1;
-  }
 }

@@ -5,10 +5,10 @@ const LOW = { work: 12, messages: 8, predicted: 4, gap: 4 };
 const MANY = 12; // ranks; more have lower rows, as in the figure
 const MOST_PX = 620;
 
-/** Return the layout of `rows` rows on a canvas of `width` px. `lanes` are the top and height of each lane of a row. */
+/** Return the layout of `rows` rows on a canvas of `width` px. `lanes` are the top and height of a row's lanes. */
 export function makeTimelineLayout(rows, hasPredicted, width) {
   const size = rows <= MANY ? TALL : LOW;
-  const left = width < 640 ? 64 : 148, right = width < 640 ? 0 : 132, ruler = 26;
+  const left = width < 640 ? 64 : 148, right = width < 760 ? 0 : 178, ruler = 26;
   const lanes = [{ top: size.gap, height: size.work }];
   lanes.push({ top: size.gap + size.work + 1, height: size.messages });
   const bottom = lanes[1].top + size.messages;
@@ -26,7 +26,7 @@ export function getScrollLimit(layout) {
   return Math.max(layout.ruler + layout.content - (layout.height - 1), 0);
 }
 
-/** Return the part of the canvas at a point: the row, the lane (-1 between lanes), and whether it is beside the bars. */
+/** Return what is at a point of the canvas: row and lane (-1 between them), and whether it is beside the bars. */
 export function findPlace(layout, scroll, x, y) {
   const down = y - layout.ruler + scroll;
   const row = Math.floor(down / layout.rowHeight);

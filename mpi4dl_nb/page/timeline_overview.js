@@ -41,10 +41,11 @@ export function findHandle(x, span, seconds, width) {
 
 /** Return the span after dragging `handle` from one x to another, both in px of an overview of `width` px. */
 export function dragWindow(span, handle, from, to, seconds, width) {
-  const by = ((to - from) / width) * seconds;
-  if (handle === "start") return zoomSpan(span, 1, 1, (span.end - span.start) / Math.max(span.end - span.start - by, 1e-9), seconds);
-  if (handle === "end") return zoomSpan(span, 0, 1, (span.end - span.start) / Math.max(span.end - span.start + by, 1e-9), seconds);
-  return panSpan(span, -by, span.end - span.start, seconds);
+  const by = ((to - from) / width) * seconds, length = span.end - span.start;
+  const resize = (at, wanted) => zoomSpan(span, at, 1, length / Math.max(wanted, 1e-9), seconds);
+  if (handle === "start") return resize(1, length - by);
+  if (handle === "end") return resize(0, length + by);
+  return panSpan(span, -by, length, seconds);
 }
 
 /** The overview on its canvas: drawn once for a width and theme, with a window that can be dragged. */

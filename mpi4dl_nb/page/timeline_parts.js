@@ -5,7 +5,7 @@ import { makeSwatch } from "./textures.js";
 import { TIMELINE_KEYS } from "./timeline_input.js";
 import { formatShare } from "./timeline_text.js";
 
-/** Return the elements of a timeline; `actions` are functions for its buttons: zoomOut, zoomIn, showAll, goBack, goOn. */
+/** Return the elements of a timeline; `actions` are its buttons' functions: zoomOut, zoomIn, showAll, goBack, goOn. */
 export function makeTimelineParts(actions) {
   const button = (text, label, act) => {
     const made = makeElement("button", { type: "button", text, "aria-label": label, title: label });
@@ -16,7 +16,8 @@ export function makeTimelineParts(actions) {
     title: makeElement("div", { class: "mpi4dl-timeline-title" }),
     shares: makeElement("div", { class: "mpi4dl-shares" }),
     search: makeElement("input", {
-      type: "search", placeholder: "search: layer, kind, F0 …", "aria-label": "search for layers, kinds, passes or labels",
+      type: "search", placeholder: "search: layer, kind, F0 …",
+      "aria-label": "search for layers, kinds, passes or labels",
       "data-lm-suppress-shortcuts": "true", spellcheck: "false",
     }),
     steppers: [button("‹", "previous match", actions.goBack), button("›", "next match", actions.goOn)],
@@ -26,14 +27,18 @@ export function makeTimelineParts(actions) {
       class: "mpi4dl-timeline-rows", tabindex: "0", role: "application", "aria-roledescription": "timeline",
       "data-lm-suppress-shortcuts": "true",
     }),
+    marks: makeElement("canvas", { class: "mpi4dl-timeline-marks", "aria-hidden": "true" }),
     overview: makeElement("canvas", { class: "mpi4dl-overview", "aria-hidden": "true" }),
     status: makeElement("div", { class: "mpi4dl-timeline-status", role: "status", "aria-live": "polite" }),
-    legend: makeElement("div", { class: "mpi4dl-legend", role: "group", "aria-label": "kinds: press to search for one" }),
+    legend: makeElement("div", {
+      class: "mpi4dl-legend", role: "group", "aria-label": "kinds: press one to search for it",
+    }),
   };
   parts.tools = makeElement("div", { class: "mpi4dl-timeline-tools" }, parts.search, ...parts.steppers, parts.count,
     makeElement("span", { class: "mpi4dl-gap" }), parts.shown, button("−", "zoom out", actions.zoomOut),
     button("+", "zoom in", actions.zoomIn), button("All", "show all of the step", actions.showAll));
-  parts.room = makeElement("div", { class: "mpi4dl-timeline-room" }, parts.overview, parts.canvas);
+  parts.room = makeElement("div", { class: "mpi4dl-timeline-room" }, parts.overview,
+    makeElement("div", { class: "mpi4dl-timeline-stack" }, parts.canvas, parts.marks));
   parts.keys = makeElement("details", { class: "mpi4dl-keys" }, makeElement("summary", { text: "Keys" }),
     makeElement("dl", {}, ...TIMELINE_KEYS.map(([key, text]) => makeElement("div", {},
       makeElement("dt", { text: key }), makeElement("dd", { text })))));

@@ -18,8 +18,6 @@ export class TimelineScene {
     this.span = { start: 0, end: this.seconds };
     this.query = "";
     this.matchCount = 0;
-    const messages = words.looks.findIndex(({ name }) => name === "halo");
-    words.messageLook = messages;
   }
 
   /** Lay out for a canvas of `width` px. */
@@ -32,7 +30,7 @@ export class TimelineScene {
     return this.span.end - this.span.start >= this.seconds * (1 - 1e-9);
   }
 
-  /** Return the span after zooming by a factor at x px of the canvas; by default at the selected event or the middle. */
+  /** Return the span after zooming by a factor at x px of the canvas: the selected event, or the middle. */
   zoom(factor, x = this.getAnchor()) {
     const at = Math.min(Math.max(x - this.layout.left, 0), this.layout.plot);
     return zoomSpan(this.span, at, this.layout.plot, factor, this.seconds);
@@ -123,16 +121,17 @@ export class TimelineScene {
     const [first, last] = this.getRowRange(row);
     if (first === last) return -1;
     const started = first + findFirst(this.events.start.subarray(first, last), time) - 1;
-    return Math.max(started >= first && this.events.end[started] <= time && started + 1 < last ? started + 1 : started, first);
+    const isOver = started >= first && this.events.end[started] <= time && started + 1 < last;
+    return Math.max(isOver ? started + 1 : started, first);
   }
 
-  /** Search for events whose layer, kind or pass has the words of `text`; an empty text ends the search. */
+  /** Search for events whose layer, kind or pass has the words of `text`; an empty text ends it. */
   search(text) {
     const result = searchEvents(this.events, this.words, text);
     Object.assign(this, { query: text.trim(), found: result?.found ?? null, matchCount: result?.count ?? 0 });
   }
 
-  /** Return the next (or with by = -1 the previous) event that the search has found, in order of time; -1 without one. */
+  /** Return the next (or with by = -1 the previous) event that the search has found, by time; -1 without one. */
   findMatch(by) {
     if (!this.matchCount) return -1;
     this.byTime ??= Int32Array.from({ length: this.events.measured }, (_, at) => at)

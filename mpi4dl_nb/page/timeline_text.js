@@ -12,10 +12,9 @@ export function formatDuration(seconds) {
   return `${value.toFixed(Math.max(0, 3 - String(Math.trunc(Math.abs(value))).length))} ${unit}`;
 }
 
-/** Return the label of a tick at `seconds` among ticks `step` apart: as many digits as tell them apart. */
-export function formatTick(seconds, step) {
-  const [unit, size] = UNITS.find(([, each]) => step >= each * 0.0999 && seconds >= each) ??
-    UNITS.find(([, each]) => step >= each * 0.0999) ?? UNITS[2];
+/** Return the label of a tick at `seconds` among ticks `step` apart up to `end`: in one unit, with as many digits. */
+export function formatTick(seconds, step, end) {
+  const [unit, size] = UNITS.find(([, each]) => end >= each) ?? UNITS[2];
   const digits = Math.max(0, -Math.floor(Math.log10(step / size) + 1e-9));
   return `${(seconds / size).toFixed(digits)} ${unit}`;
 }
@@ -38,7 +37,7 @@ export function nameEvent(events, words, event) {
   return words.layers[events.name[event]] || words.names[events.name[event]];
 }
 
-/** Return what is known of an event, a line each: the layer; kind, pass and rank; times; waiting; bytes; prediction. */
+/** Return what is known of an event, by line: layer; kind, pass, rank; times; waiting; bytes; the prediction. */
 export function describeEvent(events, words, event, match = -1) {
   const [start, end, wait] = [events.start[event], events.end[event], events.wait[event]];
   const kind = words.kinds[events.kind[event]], phase = words.phases[events.phase[event]];

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from engines.errors import ImageError, PlanError, RankError, TraceError
+from engines.graph.model_graph import ModelGraph
 from engines.images.dataset import LabelledImages
 from engines.images.loader import LoaderOptions
-from engines.graph.model_graph import ModelGraph
 from engines.inference.tiled_predictor import TiledPrediction
 from engines.plan import Plan
 from engines.predict.forecast import Forecast, forecast

@@ -22,11 +22,11 @@ from mpi4dl_nb.draw.figure import Drawing
 
 __all__ = [
     "BOX_STYLE",
+    "STILL_STYLE",
     "ErrorAlert",
     "FigureView",
     "FigureWidget",
     "RangeBar",
-    "STILL_STYLE",
     "Slider",
     "StillFigure",
     "make_bounded_int",

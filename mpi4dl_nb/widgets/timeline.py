@@ -28,7 +28,8 @@ class TimelineView(StillFigure, anywidget.AnyWidget):
     `predicted` to take, whose bars lie thin below the measured ones. A text box searches for layers and kinds.
     `plan` adds each rank's stage and tile. `layers` is the module of each instruction, by its name; a training's own
     timeline knows its plan and layers. `selected` is the place of an event in `timeline.events`, -1 for none, and
-    `rank` that of the event or of the chosen row. Raises PlanError as `show_timeline`, which draws the same as a figure.
+    `rank` that of the event or of the chosen row. `show_timeline` draws the same as a figure. Raises PlanError if it
+    does, and if `predicted` has ranks that were not measured.
 
     >>> from engines.models import resnet20_v1
     >>> from mpi4dl_nb import Plan, TimelineView, forecast
