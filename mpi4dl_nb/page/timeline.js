@@ -13,7 +13,7 @@ import { TimelineScene } from "./timeline_scene.js";
 import { formatDuration } from "./timeline_text.js";
 
 const GLIDE_MS = 140;
-const HINT = "Wheel zooms, dragging moves, a click selects. The keys are listed below.";
+const HINT = "The wheel zooms, dragging moves, a click selects; over the ranks' names the wheel scrolls. Keys: below.";
 
 /** Show a timeline in `el` and keep it in step with the model. Return a function that removes it. */
 function render({ model, el }) {

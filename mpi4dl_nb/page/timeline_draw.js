@@ -2,6 +2,7 @@
 
 import { isPaper, pickInk } from "./textures.js";
 import { labelEvent, nameEvent } from "./timeline_data.js";
+import { getScrollLimit } from "./timeline_layout.js";
 import { findVisible, makeTicks, mergeBars } from "./timeline_span.js";
 import { formatShare, formatTick } from "./timeline_text.js";
 
@@ -10,6 +11,7 @@ const FADED = 0.16;
 const WIDE_PX = 3; // narrower bars have no texture
 const GAP_PX = 6; // narrower bars have no gap
 const SHORTENED_PX = 84; // wider bars have the beginning of a long label
+const COLUMNS = [0, 0.3, 0.7]; // of a rank's three shares, in their room
 const LEAST_SHARE = 0.01; // smaller waits are not labelled
 
 /** Draw a scene: its events, layout, span, scroll, theme and what is chosen. The context's unit is a px of the page. */
@@ -36,6 +38,7 @@ export function drawTimeline(context, scene) {
     if (!layout.small) drawLabels(context, scene, row, top, scale);
   }
   context.restore();
+  drawScroll(context, scene);
   drawRuler(context, scene, ticks, step, scale);
 }
 
@@ -81,7 +84,7 @@ function drawShares(context, layout, theme, words, fills, shares, middle) {
   context.fillStyle = theme.ink;
   context.textAlign = "left";
   context.font = `${layout.small ? 10 : 11.5}px ${FONT}`;
-  shares.forEach((share, at) => context.fillText(`${Math.round(share * 100)}%`, left + (at * width) / 3,
+  shares.forEach((share, at) => context.fillText(`${Math.round(share * 100)}%`, left + COLUMNS[at] * width,
     top + height + (layout.small ? 7 : 11)));
 }
 
@@ -174,7 +177,8 @@ function writeLabel(context, scene, forms, from, to, top, height, lane, bar) {
   if (scene.found && !scene.found[lane.event[bar]]) return;
   context.font = `${size}px ${FONT}`;
   for (const long of forms) {
-    const form = to - from > SHORTENED_PX ? shortenText(context, long, to - from - 10) : long;
+    const shortens = to - from > SHORTENED_PX && long.includes(" · ");
+    const form = shortens ? shortenText(context, long, to - from - 10) : long;
     const width = measureLabel(context, form), x = (from + to) / 2;
     if (width + 10 > to - from) continue;
     context.fillStyle = scene.fills[1][lane.look[bar]];
@@ -204,6 +208,13 @@ function shortenText(context, text, room) {
   return `${text.slice(0, length)}…`;
 }
 
+function drawScroll(context, { layout, scroll, theme }) {
+  const room = layout.height - layout.ruler;
+  if (!getScrollLimit(layout)) return;
+  context.fillStyle = theme.faint;
+  context.fillRect(layout.left - 6, layout.ruler + (scroll / layout.content) * room, 4, (room / layout.content) * room);
+}
+
 function drawRuler(context, { layout, theme, span }, ticks, step, scale) {
   context.fillStyle = theme.faint;
   context.font = `11.5px ${FONT}`;
@@ -217,7 +228,7 @@ function drawRuler(context, { layout, theme, span }, ticks, step, scale) {
   }
   if (layout.right)
     ["work", "messages", "waiting"].forEach((word, at) =>
-      context.fillText(word, layout.left + layout.plot + 12 + (at * (layout.right - 20)) / 3, layout.ruler - 12));
+      context.fillText(word, layout.left + layout.plot + 12 + COLUMNS[at] * (layout.right - 20), layout.ruler - 12));
   context.fillStyle = theme.line;
   context.fillRect(0, layout.ruler - 1, layout.width, 1);
   context.fillRect(layout.left - 1, layout.ruler, 1, layout.height - layout.ruler);

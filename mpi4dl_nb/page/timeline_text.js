@@ -37,7 +37,7 @@ export function nameEvent(events, words, event) {
   return words.layers[events.name[event]] || words.names[events.name[event]];
 }
 
-/** Return what is known of an event, by line: layer; kind, pass, rank; times; waiting; bytes; the prediction. */
+/** Return what is known of an event, by line: layer; kind, pass, rank; times; waiting; bytes; prediction. */
 export function describeEvent(events, words, event, match = -1) {
   const [start, end, wait] = [events.start[event], events.end[event], events.wait[event]];
   const kind = words.kinds[events.kind[event]], phase = words.phases[events.phase[event]];
@@ -50,7 +50,8 @@ export function describeEvent(events, words, event, match = -1) {
       `rank ${row.rank}${row.roles ? ` (${row.roles})` : ""} · micro-batch ${events.microBatch[event]}`,
     `starts at ${formatDuration(start)}, lasts ${formatDuration(end - start)}`,
   ];
-  if (wait > 0) lines.push(`own time ${formatDuration(end - start - wait)}, waiting for others ${formatDuration(wait)}`);
+  const alone = formatDuration(end - start - wait);
+  if (wait > 0) lines.push(`own time ${alone}, waiting for others ${formatDuration(wait)}`);
   if (events.bytes[event] > 0) lines.push(`sends ${formatByteCount(events.bytes[event])}`);
   if (match >= 0) lines.push(comparePrediction(end - start, events.end[match] - events.start[match]));
   return lines;
