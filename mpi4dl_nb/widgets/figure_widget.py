@@ -26,6 +26,7 @@ __all__ = [
     "ErrorAlert",
     "FigureView",
     "FigureWidget",
+    "PageWidget",
     "RangeBar",
     "Slider",
     "StillFigure",
@@ -192,13 +193,18 @@ STILL_STYLE = Path(__file__).with_name("figure_view.css").read_text()
 class StillFigure:
     """Mixin of a widget with a `figure`: a page without live widgets (a saved file) shows its last snapshot."""
 
-    figure: Drawing | None
     _still: DisplayHandle | None = None
 
-    def update_snapshot(self) -> None:
-        """Replace the static figure in the page's file by the current one."""
+    @property
+    def figure(self) -> Drawing | None:
+        """The figure that stands for the live view in a saved page."""
+        raise NotImplementedError
+
+    def update_snapshot(self, kept: bool = False) -> None:
+        """Replace the static figure in the page's file by the current one; if `kept`, live pages show it as well."""
         if self._still is not None:
-            self._still.update(HTML(self._snapshot_html))
+            figure = self.figure if kept else None
+            self._still.update(HTML(figure._repr_html_() if figure else self._snapshot_html))
 
     @property
     def _snapshot_html(self) -> str:
@@ -221,24 +227,12 @@ class StillFigure:
         return bundle[0] if isinstance(bundle, tuple) else bundle  # anywidget adds metadata
 
 
-class FigureWidget(StillFigure, ipywidgets.VBox):
-    """Controls above one figure."""
+class PageWidget(StillFigure, ipywidgets.VBox):
+    """Controls, a line for errors, and a view below them, which the page draws."""
 
-    def __init__(
-        self,
-        controls: Sequence[ipywidgets.Widget],
-        keys: Sequence[str] = (),
-        on_key: Callable[[str], None] | None = None,
-        on_point: Callable[[float, float], None] | None = None,
-        tip: str = "",
-    ) -> None:
-        self.view, self.trouble = FigureView(keys, on_key, on_point, tip), ErrorAlert()
+    def __init__(self, controls: Sequence[ipywidgets.Widget], view: ipywidgets.DOMWidget) -> None:
+        self.view, self.trouble = view, ErrorAlert()
         super().__init__([*controls, self.trouble, self.view])
-
-    @property
-    def figure(self) -> Drawing | None:
-        """The figure that is shown now."""
-        return self.view.figure
 
     @contextmanager
     def show_errors(self) -> Iterator[None]:
@@ -249,3 +243,24 @@ class FigureWidget(StillFigure, ipywidgets.VBox):
             self.trouble.show(str(error))
         else:
             self.trouble.show("")
+
+
+class FigureWidget(PageWidget):
+    """Controls above one figure, which the kernel draws."""
+
+    view: FigureView
+
+    def __init__(
+        self,
+        controls: Sequence[ipywidgets.Widget],
+        keys: Sequence[str] = (),
+        on_key: Callable[[str], None] | None = None,
+        on_point: Callable[[float, float], None] | None = None,
+        tip: str = "",
+    ) -> None:
+        super().__init__(controls, FigureView(keys, on_key, on_point, tip))
+
+    @property
+    def figure(self) -> Drawing | None:
+        """The figure that is shown now."""
+        return self.view.figure

@@ -14,7 +14,7 @@ from engines.program.timeline import Timeline, TimelineEvent
 from mpi4dl_nb.draw.figure import Drawing
 from mpi4dl_nb.draw.timeline import show_timeline
 from mpi4dl_nb.draw.timeline_rows import make_timeline_rows
-from mpi4dl_nb.widgets.figure_widget import STILL_STYLE, StillFigure
+from mpi4dl_nb.widgets.figure_widget import StillFigure
 from mpi4dl_nb.widgets.page_modules import join_modules, read_style
 
 __all__ = ["TimelineView"]
@@ -41,7 +41,7 @@ class TimelineView(StillFigure, anywidget.AnyWidget):
     """
 
     _esm = join_modules("timeline.js")
-    _css = read_style() + read_style("timeline.css") + STILL_STYLE
+    _css = read_style() + read_style("timeline.css")
     words = traitlets.Dict().tag(sync=True)
     times = traitlets.Bytes(b"").tag(sync=True)
     codes = traitlets.Bytes(b"").tag(sync=True)
