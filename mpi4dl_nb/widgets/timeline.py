@@ -41,7 +41,7 @@ class TimelineView(StillFigure, anywidget.AnyWidget):
     """
 
     _esm = join_modules("timeline.js")
-    _css = read_style() + read_style("timeline.css")
+    _css = read_style("timeline.css")
     words = traitlets.Dict().tag(sync=True)
     times = traitlets.Bytes(b"").tag(sync=True)
     codes = traitlets.Bytes(b"").tag(sync=True)
