@@ -3,6 +3,7 @@
 import { Tooltip, makeElement, makeFrameLoop, prefersReducedMotion } from "./elements.js";
 import { Textures } from "./textures.js";
 import { unpackEvents } from "./timeline_data.js";
+import { formatDuration } from "./format.js";
 import { Strips } from "./strips.js";
 import { drawTimeline } from "./timeline_draw.js";
 import { handleTimelineKey, listenToPointer } from "./timeline_input.js";
@@ -10,7 +11,6 @@ import { drawMarks } from "./timeline_marks.js";
 import { TimelineOverview, getOverviewHeight } from "./timeline_overview.js";
 import { describeTimeline, fillLegend, fillShares, makeTimelineParts } from "./timeline_parts.js";
 import { TimelineScene } from "./timeline_scene.js";
-import { formatDuration } from "./timeline_text.js";
 
 const GLIDE_MS = 140;
 const HINT = "The wheel zooms, dragging moves, a click selects; over the ranks' names the wheel scrolls. Keys: below.";

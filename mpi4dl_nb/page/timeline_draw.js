@@ -1,10 +1,11 @@
 // Draws a timeline on a canvas: ruler, rows with their ranks and shares, bars, labels, and marks of what is chosen.
 
+import { formatShare } from "./format.js";
 import { isPaper, pickInk } from "./textures.js";
 import { labelEvent, nameEvent } from "./timeline_data.js";
 import { getScrollLimit } from "./timeline_layout.js";
 import { findVisible, makeTicks, mergeBars } from "./timeline_span.js";
-import { formatShare, formatTick } from "./timeline_text.js";
+import { formatTick } from "./timeline_text.js";
 
 const FONT = "system-ui, sans-serif";
 const FADED = 0.16;

@@ -1,9 +1,9 @@
 // The elements of a timeline beside its canvas: title, shares of the time, search, buttons, legend and list of keys.
 
 import { makeElement } from "./elements.js";
+import { formatShare } from "./format.js";
 import { makeSwatch } from "./textures.js";
 import { TIMELINE_KEYS } from "./timeline_input.js";
-import { formatShare } from "./timeline_text.js";
 
 /** Return the elements of a timeline; `actions` are its buttons' functions: zoomOut, zoomIn, showAll, goBack, goOn. */
 export function makeTimelineParts(actions) {

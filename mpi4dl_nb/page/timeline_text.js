@@ -1,35 +1,13 @@
 // Words about events: durations, sizes, what a pointer or a screen reader is told, and which events a search finds.
 
+import { TIME_UNITS, formatBytes, formatDuration } from "./format.js";
 import { labelEvent } from "./timeline_data.js";
-
-const UNITS = [["s", 1], ["ms", 1e-3], ["µs", 1e-6]];
-
-/** Return a duration with three digits and a unit: `12.3 ms`. */
-export function formatDuration(seconds) {
-  if (seconds === 0) return "0 s";
-  const [unit, size] = UNITS.find(([, each]) => Math.abs(seconds) >= each) ?? UNITS[2];
-  const value = seconds / size;
-  return `${value.toFixed(Math.max(0, 3 - String(Math.trunc(Math.abs(value))).length))} ${unit}`;
-}
 
 /** Return the label of a tick at `seconds` among ticks `step` apart up to `end`: in one unit, with as many digits. */
 export function formatTick(seconds, step, end) {
-  const [unit, size] = UNITS.find(([, each]) => end >= each) ?? UNITS[2];
+  const [unit, size] = TIME_UNITS.find(([, each]) => end >= each) ?? TIME_UNITS[2];
   const digits = Math.max(0, -Math.floor(Math.log10(step / size) + 1e-9));
   return `${(seconds / size).toFixed(digits)} ${unit}`;
-}
-
-/** Return a number of bytes with a binary unit: `3.0 KB`. */
-export function formatByteCount(count) {
-  if (count < 1024) return `${count} bytes`;
-  let size = count / 1024, unit = 0;
-  for (; size >= 1000 && unit < 3; unit++) size /= 1024;
-  return `${size.toFixed(1)} ${["KB", "MB", "GB", "TB"][unit]}`;
-}
-
-/** Return a fraction as a percentage; a small positive one is not rounded to 0%. */
-export function formatShare(share) {
-  return share > 0 && share < 0.005 ? "under 1%" : `${Math.round(share * 100)}%`;
 }
 
 /** Return the layer of an event, or its own name. */
@@ -52,7 +30,7 @@ export function describeEvent(events, words, event, match = -1) {
   ];
   const alone = formatDuration(end - start - wait);
   if (wait > 0) lines.push(`own time ${alone}, waiting for others ${formatDuration(wait)}`);
-  if (events.bytes[event] > 0) lines.push(`sends ${formatByteCount(events.bytes[event])}`);
+  if (events.bytes[event] > 0) lines.push(`sends ${formatBytes(events.bytes[event])}`);
   if (match >= 0) lines.push(comparePrediction(end - start, events.end[match] - events.start[match]));
   return lines;
 }

@@ -1,6 +1,7 @@
 import assert from "node:assert/strict";
 import test from "node:test";
 
+import { formatBytes, formatDuration, formatShare } from "../../mpi4dl_nb/page/format.js";
 import { fillStrip } from "../../mpi4dl_nb/page/strips.js";
 import { pickInk } from "../../mpi4dl_nb/page/textures.js";
 import { labelEvent, makeLanes, makeRuns, matchPredicted, unpackEvents } from "../../mpi4dl_nb/page/timeline_data.js";
@@ -11,9 +12,7 @@ import { TimelineScene } from "../../mpi4dl_nb/page/timeline_scene.js";
 import {
   findBarAt, findFirst, findVisible, limitSpan, makeTicks, mergeBars, panSpan, revealSpan, zoomSpan,
 } from "../../mpi4dl_nb/page/timeline_span.js";
-import {
-  describeEvent, formatByteCount, formatDuration, formatShare, formatTick, searchEvents,
-} from "../../mpi4dl_nb/page/timeline_text.js";
+import { describeEvent, formatTick, searchEvents } from "../../mpi4dl_nb/page/timeline_text.js";
 
 const close = (found, wanted) => assert.ok(Math.abs(found - wanted) < 1e-9, `${found}, not ${wanted}`);
 
@@ -164,7 +163,7 @@ test("ticks are round and not more than asked for", () => {
 
 test("numbers have three digits and a unit", () => {
   assert.deepEqual([0, 12.34, 0.01234, 0.0000051].map(formatDuration), ["0 s", "12.3 s", "12.3 ms", "5.10 µs"]);
-  assert.deepEqual([12, 3072, 5 << 20].map(formatByteCount), ["12 bytes", "3.0 KB", "5.0 MB"]);
+  assert.deepEqual([12, 3072, 5 << 20].map(formatBytes), ["12 bytes", "3.0 KB", "5.0 MB"]);
   assert.deepEqual([0, 0.001, 0.304].map(formatShare), ["0%", "under 1%", "30%"]);
 });
 
