@@ -54,6 +54,7 @@ from mpi4dl_nb.widgets.configurator import Configurator
 from mpi4dl_nb.widgets.monitor import Monitor
 from mpi4dl_nb.widgets.slicer import Slicer
 from mpi4dl_nb.widgets.stepper import Stepper
+from mpi4dl_nb.widgets.timeline import TimelineView
 from mpi4dl_nb.widgets.tuner import Tuner
 
 __all__ = [
@@ -87,6 +88,7 @@ __all__ = [
     "StepResult",
     "Stepper",
     "StoppedError",
+    "TimelineView",
     "TraceError",
     "Training",
     "Tuner",

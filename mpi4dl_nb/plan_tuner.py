@@ -16,6 +16,7 @@ from engines.graph.model_graph import ModelGraph, TensorSpec
 from engines.graph.trace_cache import TraceCache
 from engines.plan import Plan
 from engines.predict.explain import Explanation, explain
+from engines.predict.forecast import Forecast
 from engines.predict.machine import Machine
 from engines.predict.search import search
 from engines.train.optimiser_trial import count_states
@@ -45,14 +46,15 @@ __all__ = [
 class TuningResult:
     """All candidates, best first: the measured ones by their measurements, then the others by their predictions.
 
-    `refused` holds the plans that cannot run, with the reasons. `explanation` describes the prediction for each kind of
-    parallelism.
+    `refused` holds the plans that cannot run, with the reasons, and `too_large` the forecasts of those that do not fit
+    into a rank's memory. `explanation` describes the prediction for each kind of parallelism.
     """
 
     candidates: tuple[Candidate, ...]
     machine: Machine
     explanation: Explanation
     refused: tuple[tuple[Plan, str], ...] = ()
+    too_large: tuple[Forecast, ...] = ()
 
     @property
     def best(self) -> Candidate:
@@ -124,7 +126,7 @@ class PlanTuner:
 
         found = search(n, batch, get_graph, machine, rank_bytes, states, report, neutral_batch=neutral_batch)
         explanation = explain((*found.fitting, *found.too_large), found.refused, rank_bytes)
-        return TuningResult(tuple(map(Candidate, found.fitting)), machine, explanation, found.refused)
+        return TuningResult(tuple(map(Candidate, found.fitting)), machine, explanation, found.refused, found.too_large)
 
     def measure(
         self,

@@ -22,7 +22,16 @@ from engines.program.program import Program, Step
 from engines.program.schedule import ActionKind, PipelineAction
 from engines.spatial.layout import Layout
 
-__all__ = ["UNITS", "DependencyOrder", "StepCounts", "StepLabel", "describe_steps", "find_block_end", "label_steps"]
+__all__ = [
+    "UNITS",
+    "DependencyOrder",
+    "StepCounts",
+    "StepLabel",
+    "describe_steps",
+    "find_block_end",
+    "label_steps",
+    "map_layers",
+]
 
 UNITS = ("instruction", "layer", "micro-batch", "phase")
 """Units by which a run can advance, from the smallest to the largest."""
@@ -105,6 +114,12 @@ def label_steps(graph: ModelGraph, program: Program) -> tuple[StepLabel, ...]:
     return tuple(
         label if label.work or label.step.phase is Phase.UPDATE else replace(label, work=first) for label in found
     )
+
+
+def map_layers(graph: ModelGraph, programs: Iterable[Program]) -> dict[str, str]:
+    """Return the module or layer of each instruction of the programs, by the instruction's name."""
+    labels = (label for program in programs for label in label_steps(graph, program))
+    return {label.step.instruction.name: label.where for label in labels}
 
 
 def describe_steps(graph: ModelGraph, plan: Plan, program: Program) -> list[bytes]:

@@ -94,6 +94,11 @@ class Timeline(FactTable):
         return cls(tuple(event for events in per_rank for event in events))
 
     @property
+    def layers(self) -> Mapping[str, str]:
+        """The module or layer of each instruction, by its name, as far as it is known."""
+        return {}
+
+    @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks, ascending."""
         return tuple(sorted({event.rank for event in self.events}))

@@ -161,12 +161,15 @@ def get_row_layout(rows: int) -> tuple[float, str]:
 
 
 def draw_boxes(axes: Axes, boxes: Sequence[Box], **style: Any) -> None:
-    """Draw all boxes as one patch: each patch with a hatch takes 1 ms, and there may be thousands of boxes."""
+    """Draw all boxes as one patch: each patch with a hatch takes 1 ms, and there may be thousands of boxes.
+
+    The limits of the axes are not adapted to it, which would take longer than drawing it.
+    """
     # All rectangles are parts of one path, each closed: M L L L Z, M L L L Z, ...
     corners = [((x, y), (x + w, y), (x + w, y + h), (x, y + h), (x, y)) for x, y, w, h in boxes]
     codes = (Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY)
     if boxes:
-        axes.add_patch(PathPatch(Path([point for box in corners for point in box], codes * len(boxes)), **style))
+        axes.add_artist(PathPatch(Path([point for box in corners for point in box], codes * len(boxes)), **style))
 
 
 def draw_stacks(

@@ -28,7 +28,19 @@ from mpi4dl_nb.draw.figure import (
     write_first_fit,
 )
 
-__all__ = ["LOOKS", "draw_slots", "get_style", "label_slots", "show_schedule", "show_timeline"]
+__all__ = [
+    "LETTERS",
+    "LOOKS",
+    "ORDER",
+    "WAIT",
+    "draw_slots",
+    "format_timeline_title",
+    "get_style",
+    "label_slots",
+    "make_row_labels",
+    "show_schedule",
+    "show_timeline",
+]
 
 # Labels in the bars of a timeline, where there is room for them.
 
@@ -115,7 +127,7 @@ def show_timeline(
     >>> figure = show_timeline(forecast(resnet20_v1(), plan, (2, 3, 64, 64), "Summit").timeline, plan)
     """
     charts = {"measured": timeline} | ({"predicted": predicted} if predicted is not None else {})
-    rows = {name: _make_row_labels(chart, plan) for name, chart in charts.items()}
+    rows = {name: make_row_labels(chart, plan) for name, chart in charts.items()}
     end_ms = max(chart.seconds for chart in charts.values()) * 1e3
     first, last = span_ms or (0.0, end_ms)
     if not 0 <= first < last:
@@ -126,7 +138,7 @@ def show_timeline(
     tall = [0.8 + row_in * len(each) for each in rows.values()]
     figure = Drawing(figsize=(11, 0.8 + sum(tall)), layout="constrained")
     axes = figure.subplots(len(charts), sharex=True, squeeze=False, height_ratios=tall)[:, 0]
-    titles = {name: _format_title(name, charts, plan) for name in charts}
+    titles = {name: format_timeline_title(name, charts, plan) for name in charts}
     met = {
         style
         for place, (name, chart) in zip(axes, charts.items(), strict=True)
@@ -150,7 +162,7 @@ def show_timeline(
     return figure
 
 
-def _format_title(name: str, charts: Mapping[str, Timeline], plan: Plan | None) -> str:
+def format_timeline_title(name: str, charts: Mapping[str, Timeline], plan: Plan | None) -> str:
     """Return the title of a chart, with its name if there are two charts."""
     chart, measured = charts[name], charts["measured"]
     title = "One training step" if len(charts) == 1 else f"One training step, {name}"
@@ -163,7 +175,7 @@ def _format_title(name: str, charts: Mapping[str, Timeline], plan: Plan | None) 
     return f"{title}; idle or communicating {chart.idle:.0%}{beside}"
 
 
-def _make_row_labels(timeline: Timeline, plan: Plan | None) -> RowLabels:
+def make_row_labels(timeline: Timeline, plan: Plan | None) -> RowLabels:
     """Return each rank's name and roles, in ascending order of ranks."""
     if not timeline.events:
         raise PlanError("The timeline holds no event: run a training step first.")

@@ -10,7 +10,9 @@ from matplotlib.axes import Axes
 from engines.errors import PlanError
 from engines.formatting import format_bytes, format_number
 from engines.predict.explain import describe_plan, format_grids
-from mpi4dl_nb.draw.figure import BarStyle, Drawing, draw_legend
+from engines.predict.forecast import Forecast
+from mpi4dl_nb.draw.figure import INK, BarStyle, Drawing, draw_legend
+from mpi4dl_nb.draw.tuning_points import KIND_LOOKS, TuningPoint, make_points
 from mpi4dl_nb.plan_benchmark import Candidate
 
 __all__ = ["describe_measurements", "format_table_html", "show_tuning"]
@@ -29,6 +31,7 @@ COLUMNS = (
 NUMBERS = 5
 """Index of the first numeric column."""
 MB = 1 << 20
+MEMORY = "memory of the fullest rank, MB"
 _CELL = "padding: 2px 10px 2px 4px; border-bottom: 1px solid currentColor; line-height: 1.3"
 _WORDS, _NUMBER = f"text-align: left; {_CELL}", f"text-align: right; white-space: nowrap; {_CELL}"
 
@@ -88,10 +91,16 @@ def describe_measurements(measured: Sequence[Candidate]) -> str:
     return " ".join([*[counted] * bool(ratios), *failed])
 
 
-def show_tuning(candidates: Sequence[Candidate]) -> Drawing:
-    """Draw predicted and measured images per second and memory of the first candidates.
+def show_tuning(
+    candidates: Sequence[Candidate],
+    rank_bytes: int | None = None,
+    neutral_batch: int | None = None,
+    too_large: Sequence[Forecast] = (),
+) -> Drawing:
+    """Draw all candidates by time and memory, and the images per second and memory of the first ones as bars.
 
-    Raises PlanError if there is none.
+    The dotted line joins those that no other candidate beats in both; `rank_bytes` is what a rank may hold, and
+    `too_large` are forecasts beyond it. `neutral_batch` as in `tune`. Raises PlanError if there is no candidate.
 
     >>> from mpi4dl_nb import Candidate, Plan, forecast, resnet20_v1, show_tuning
     >>> plans = [Plan(split_size=2, spatial_size=0), Plan(split_size=1, slice_method="1x2")]
@@ -103,17 +112,21 @@ def show_tuning(candidates: Sequence[Candidate]) -> Drawing:
     if not candidates:
         raise PlanError("There is no candidate to show: predict some plans first.")
     shown = list(candidates[:SHOWN])
-    figure = Drawing(figsize=(11, 1.6 + 0.52 * len(shown)), layout="constrained")
-    left, right = figure.subplots(1, 2, sharey=True)
+    figure = Drawing(figsize=(11, 5.3 + 0.52 * len(shown)), layout="constrained")
+    above, below = figure.subfigures(2, 1, height_ratios=[3.6, 1.0 + 0.52 * len(shown)])
+    points = make_points(candidates, neutral_batch, rank_bytes, too_large)
+    _draw_points(above.add_subplot(), points, rank_bytes)
+    left, right = below.subplots(1, 2, sharey=True)
     _draw_bars(left, [(each.predicted_images_per_s, each.images_per_s) for each in shown], format_number)
     # In MB, since the ticks of an axis in bytes would be powers of 10 and not of 2.
     in_mb = [(each.predicted_bytes / MB, each.peak_bytes and each.peak_bytes / MB) for each in shown]
     _draw_bars(right, in_mb, lambda held: format_bytes(round(held * MB)))
     names = [f"{number}. {describe_plan(each.plan)}" for number, each in enumerate(shown, 1)]
-    left.set(xlabel="images per second", yticks=range(len(shown)), yticklabels=names, ylim=(len(shown) - 0.4, -0.6))
-    right.set(xlabel="memory of the fullest rank in MB, of its tensors")
+    left.set(xlabel="images per second", ylim=(len(shown) - 0.4, -0.6))
+    left.set_yticks(range(len(shown)), names, fontsize=9)
+    right.set(xlabel=MEMORY)
     title = f"The best {len(shown)} of {len(candidates)} plans for {shown[0].plan.ranks} ranks"
-    figure.suptitle(title, x=0.01, ha="left", fontsize=10)
+    above.suptitle(title, x=0.01, ha="left", fontsize=10)
     draw_legend(figure, [PREDICTED, MEASURED])
     descriptions = []
     for name, each in zip(names, shown, strict=True):
@@ -122,8 +135,39 @@ def show_tuning(candidates: Sequence[Candidate]) -> Drawing:
         if each.images_per_s is not None and each.peak_bytes is not None:
             text += f", {format_number(each.images_per_s)} images/s and {format_bytes(each.peak_bytes)} measured"
         descriptions.append(text + (", failed" if each.failure else ""))
-    figure.alt = f"{title}. {'; '.join(descriptions)}."
+    front = ", ".join(str(point.number) for point in points if point.on_front)
+    limit = f" A rank may hold {format_bytes(rank_bytes)}." if rank_bytes else ""
+    figure.alt = f"{title}. {'; '.join(descriptions)}. No other plan beats these in time and memory: {front}.{limit}"
     return figure
+
+
+def _draw_points(axes: Axes, points: Sequence[TuningPoint], rank_bytes: int | None) -> None:
+    """Draw time against memory: marks are filled if measured, pale if predicted, hollow if the plan is too large."""
+    for kind, look in KIND_LOOKS.items():
+        mine = [point for point in points if point.kind == kind]
+        faces = {"measured": look.colour, "predicted": f"{look.colour}33", "too large": "none"}
+        for number, (state, face) in enumerate(faces.items()):
+            places = [
+                (point.cost[1] / MB, point.cost[0] * 1e3)
+                for point in mine
+                if number == (2 if not point.number else not point.measured_image_s)
+            ]
+            style = {"marker": look.marker, "s": 64, "facecolors": face, "edgecolors": look.colour, "linewidths": 1.2}
+            if places:
+                axes.scatter(*zip(*places, strict=True), **style, label=f"{look.name}, {state}", zorder=4 - number)
+    front = sorted((point.cost[1] / MB, point.cost[0] * 1e3) for point in points if point.on_front)
+    if front:
+        axes.step(*zip(*front, strict=True), where="post", color=INK, linestyle=":", linewidth=1.4, label="front")
+    fitting = max((point.cost[1] for point in points if point.number), default=0) / MB
+    if rank_bytes:
+        limit = {"color": "#b71c1c", "linewidth": 1.8, "linestyle": "--"}
+        axes.axvline(rank_bytes / MB, label=f"a rank may hold {format_bytes(rank_bytes)}", **limit)
+        low = axes.get_xlim()[0]
+        axes.set_xlim(low, min(axes.get_xlim()[1], max(1.1 * fitting, 1.6 * rank_bytes / MB)))
+    if rank_bytes and rank_bytes / MB > 4 * fitting:  # else all plans would share a corner
+        axes.set_xlim(None, 1.25 * fitting)
+    axes.set(xlabel=MEMORY, ylabel="time for an image in ms", ylim=(0, None))
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, fontsize=8, borderaxespad=0)
 
 
 def _draw_bars(axes: Axes, pairs: Sequence[tuple[float, float | None]], say: Callable[[float], str]) -> None:

@@ -33,3 +33,19 @@ export function chooseScaleBar(scale, room, microns) {
   const value = [5, 2, 1].map((digit) => digit * power).find((each) => each <= most) ?? power;
   return [(value / unit) * scale, microns ? formatMicrons(value) : `${value.toLocaleString("en")} px`];
 }
+
+/** The units of times, each with its seconds. */
+export const TIME_UNITS = [["s", 1], ["ms", 1e-3], ["µs", 1e-6]];
+
+/** Return a duration with three digits and a unit: `12.3 ms`. */
+export function formatDuration(seconds) {
+  if (seconds === 0) return "0 s";
+  const [unit, size] = TIME_UNITS.find(([, each]) => Math.abs(seconds) >= each) ?? TIME_UNITS[2];
+  const value = seconds / size;
+  return `${value.toFixed(Math.max(0, 3 - String(Math.trunc(Math.abs(value))).length))} ${unit}`;
+}
+
+/** Return a fraction as a percentage; a small positive one is not rounded to 0%. */
+export function formatShare(share) {
+  return share > 0 && share < 0.005 ? "under 1%" : `${Math.round(share * 100)}%`;
+}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import islice
 from numbers import Integral
 from os import PathLike
@@ -14,12 +15,14 @@ from typing import Any
 
 from engines.errors import ImageError, PlanError, RankError, TraceError
 from engines.formatting import describe_unknown
+from engines.graph.model_graph import ModelGraph
 from engines.images.dataset import LabelledImages
 from engines.images.loader import LoaderOptions
 from engines.inference.tiled_predictor import TiledPrediction
 from engines.plan import Plan
 from engines.predict.forecast import Forecast, forecast
 from engines.program.compile import compile_plan
+from engines.program.steps import map_layers
 from engines.program.timeline import Timeline
 from engines.train import rank_functions
 from engines.train.checkpoint_save import KEEP
@@ -63,6 +66,12 @@ class StepTimeline(Timeline):
     """Events of a step that was run under a plan; a notebook displays them as a chart."""
 
     plan: Plan
+    graph: ModelGraph | None = field(default=None, repr=False, compare=False)
+
+    @cached_property
+    def layers(self) -> Mapping[str, str]:
+        """The module or layer of each instruction, by its name."""
+        return map_layers(self.graph, compile_plan(self.graph, self.plan)) if self.graph else {}
 
     def _repr_html_(self) -> str:
         return show_timeline(self, self.plan)._repr_html_()
@@ -307,4 +316,5 @@ class Training(TrainingHandle):
         """Return what each rank did when in the last step, shown as a chart. Raises PlanError before the first step."""
         if not self.reports:
             raise PlanError("timeline() shows the last step, but none was run yet. Call step() or fit() first.")
-        return StepTimeline(Timeline.of(report.events for report in self.reports).events, self.plan)
+        events = Timeline.of(report.events for report in self.reports).events
+        return StepTimeline(events, self.plan, self.recipe.graph)

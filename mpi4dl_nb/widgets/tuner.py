@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 
@@ -14,33 +14,59 @@ from torch import nn
 from engines.errors import PlanError
 from engines.graph.model_graph import TensorSpec
 from engines.plan import Plan
+from engines.predict.forecast import Forecast
 from engines.train.training import Loss, Optimiser, sgd
 from mpi4dl_nb.cluster import Cluster
+from mpi4dl_nb.draw.figure import Drawing
 from mpi4dl_nb.draw.tuning import describe_measurements, format_table_html, show_tuning
+from mpi4dl_nb.draw.tuning_points import make_points, pack_points
 from mpi4dl_nb.plan_benchmark import Candidate, replace_measured, sort_candidates
 from mpi4dl_nb.plan_tuner import PlanTuner, make_progress_bar
-from mpi4dl_nb.widgets.figure_widget import FigureWidget, make_bounded_int, make_button, show_status
+from mpi4dl_nb.widgets.figure_widget import PageWidget, make_bounded_int, make_button, show_status
+from mpi4dl_nb.widgets.page_modules import join_modules, read_style
 
-__all__ = ["ChoiceTable", "Tuner"]
+__all__ = ["ChoiceTable", "Tuner", "TuningView"]
 
-# A table in which one row is selected, by mouse or by the arrow keys.
+# The plans, as a chart of points and as a table in which one row is selected, by mouse or by the arrow keys.
 
 
 class ChoiceTable(anywidget.AnyWidget):
-    """A widget showing `html`, a table of radio buttons with numbers as values; `index` is the selected value."""
+    """A widget showing `html`, a table of radio buttons with numbers as values; `index` is the selected value.
+
+    With `summary`, the table is folded below that line.
+    """
 
     _esm = Path(__file__).with_name("choice_table.js")
     _css = Path(__file__).with_name("choice_table.css")
     html = traitlets.Unicode("").tag(sync=True)
     index = traitlets.Int(0).tag(sync=True)
+    summary = traitlets.Unicode("").tag(sync=True)
 
 
-class Tuner(FigureWidget):
-    """The plans for all ranks of a cluster, as a table to select from, and as a figure.
+class TuningView(anywidget.AnyWidget):
+    """A chart of plans by time and memory; `index` is the plan that is selected and described beside it.
+
+    `on_measure()` is called when the page asks to measure the selected plan; not while `busy`.
+    """
+
+    _esm = join_modules("tuning.js")
+    _css = read_style("tuning.css")
+    words = traitlets.Dict().tag(sync=True)
+    index = traitlets.Int(0).tag(sync=True)
+    busy = traitlets.Bool(False).tag(sync=True)
+
+    def __init__(self, on_measure: Callable[[], None]) -> None:
+        super().__init__()
+        self.on_msg(lambda _widget, content, _buffers: on_measure() if "measure" in content and not self.busy else None)
+
+
+class Tuner(PageWidget):
+    """The plans for all ranks of a cluster by time and memory, as points and as a table, to measure and to select from.
 
     The constructor calibrates the cluster and predicts the plans. "Measure the best" trains the first plans on the
     ranks for some steps, "Measure the chosen" the selected one; the table is then sorted again. `plan` is the selected
-    plan, the best one if none was selected. `explanation`, below the table, is the prediction for each kind of
+    plan, the best one if none was selected. A dotted line joins the plans that no other one beats in both time and
+    memory, and a dashed line is the memory that a rank may use. `explanation` is the prediction for each kind of
     parallelism. With `neutral_batch`, plans are ordered by the time for an update of that many images, as in `tune`.
     Without a browser, use `measure_best()` and `choose(plan)`.
     Raises PlanError or TraceError if no plan can run, and RankError if the cluster is not started.
@@ -83,14 +109,17 @@ class Tuner(FigureWidget):
         for each in self.buttons:
             each.layout.flex = "0 0 auto"
         line = ipywidgets.HBox([self.top, self.steps, *self.buttons], layout={"flex_flow": "row wrap"})
-        super().__init__([line, self.status, self.rows, self.why])
+        super().__init__([line, self.status], TuningView(self.measure_chosen))
+        self.children = (*self.children, self.why, self.rows)
+        ipywidgets.link((self.rows, "index"), (self.view, "index"))
         self.candidates: tuple[Candidate, ...] = ()
         self._chosen: Plan | None = None
+        self._figure: Drawing | None = None
         with show_status("Measuring how fast these ranks compute and send: about a minute ..."):
             cluster.calibrate()
         with make_progress_bar("plans predicted", progress) as seen:
             found = self.tuning.find(rank_bytes, seen, neutral_batch)
-        self.explanation, self.refused = found.explanation, found.refused
+        self.explanation, self.refused, self.too_large = found.explanation, found.refused, found.too_large
         self.why.value = f"<b>Why: what is predicted of each kind of parallelism</b>{self.explanation._repr_html_()}"
         self._show(found.candidates)
 
@@ -98,6 +127,17 @@ class Tuner(FigureWidget):
             self._chosen = self.candidates[self.rows.index].plan
 
         self.rows.observe(pick, "index")
+
+    @property
+    def figure(self) -> Drawing:
+        """The plans as a figure, for pages without live widgets."""
+        if self._figure is None:
+            self._figure = show_tuning(self.candidates, *self._limits)
+        return self._figure
+
+    @property
+    def _limits(self) -> tuple[int | None, int | None, tuple[Forecast, ...]]:
+        return self.explanation.rank_bytes, self.neutral_batch, self.too_large
 
     @property
     def plan(self) -> Plan:
@@ -125,8 +165,7 @@ class Tuner(FigureWidget):
         self._measure([self.chosen])
 
     def _measure(self, candidates: Sequence[Candidate]) -> None:
-        for each in self.buttons:
-            each.disabled = True  # a second measurement at the same time would slow down the first
+        self._set_busy(True)  # a second measurement at the same time would slow down the first
         outcome = ""
         try:
             with self.show_errors():
@@ -139,17 +178,26 @@ class Tuner(FigureWidget):
                 outcome = describe_measurements(measured)
         finally:
             self._show_text(outcome)
-            for each in self.buttons:
-                each.disabled = False
+            self._set_busy(False)
+            self.update_snapshot()
+
+    def _set_busy(self, busy: bool) -> None:
+        self.view.busy = busy
+        for each in self.buttons:
+            each.disabled = busy
 
     def _show_text(self, words: str) -> None:
         self.status.value = f'<div role="status">{escape(words)}</div>'
 
     def _show(self, candidates: Sequence[Candidate]) -> None:
-        """Show the candidates in this order, as table and figure. The selected plan remains selected."""
+        """Show the candidates in this order, as points and as a table. The selected plan remains selected."""
         self.candidates = tuple(candidates)
         place = [each.plan for each in self.candidates].index(self.plan)
         chosen = self._chosen  # the index changes with the order, and not the selection
-        self.rows.html, self.rows.index = format_table_html(self.candidates, "plan"), place
+        self._figure = None
+        points = make_points(self.candidates, self.neutral_batch, self.explanation.rank_bytes, self.too_large)
+        with self.view.hold_sync():  # one message: the index is that of these points
+            self.view.words = pack_points(points, self.explanation.rank_bytes)
+            self.rows.html, self.rows.index = format_table_html(self.candidates, "plan"), place
+        self.rows.summary = f"All {len(self.candidates)} plans as a table"
         self._chosen = chosen
-        self.view.show(show_tuning(self.candidates))

@@ -1,0 +1,138 @@
+"""Timelines as arrays of numbers and lists of words: what a page needs to draw a step, zoom into it and describe it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from engines.errors import PlanError
+from engines.plan import Plan
+from engines.program.timeline import WORK, Timeline, TimelineEvent, TimeShares, compute_time_shares
+from mpi4dl_nb.draw.figure import BarStyle
+from mpi4dl_nb.draw.scaling import LOOKS as SHARE_LOOKS
+from mpi4dl_nb.draw.timeline import (
+    FORWARD,
+    LETTERS,
+    LOOKS,
+    ORDER,
+    WAIT,
+    format_timeline_title,
+    get_style,
+    make_row_labels,
+)
+
+__all__ = ["TimelineRows", "make_timeline_rows"]
+
+Names = dict[str, int]
+"""Each name's place in a list of names."""
+
+
+@dataclass(frozen=True)
+class TimelineRows:
+    """The events of a measured and a predicted timeline, column by column, and the words that the columns refer to.
+
+    `times` holds little-endian float64 numbers: the starts of all events in seconds of the step, then their ends, their
+    waiting times in seconds, and their bytes. `codes` holds little-endian int32 numbers: the row of each event, then
+    places in `words["looks"]`, `["names"]`, `["kinds"]` and `["phases"]`, the micro-batch, and the event's place in its
+    timeline. Events are sorted by row and start; those of the measured timeline come first.
+    """
+
+    words: dict[str, Any]
+    times: bytes
+    codes: bytes
+
+
+def make_timeline_rows(
+    timeline: Timeline,
+    plan: Plan | None = None,
+    predicted: Timeline | None = None,
+    layers: Mapping[str, str] | None = None,
+) -> TimelineRows:
+    """Return the rows of a timeline, one per rank, and of `predicted` on the same ranks.
+
+    `layers` is the module or layer of each instruction, by its name. Raises PlanError if a timeline is empty, or has
+    other ranks than the plan, or if `predicted` has ranks that were not measured.
+
+    >>> events = (
+    ...     TimelineEvent(0, "conv", "compute", "forward", 0, 5.0, 5.5, 0),
+    ...     TimelineEvent(0, "sum", "all-reduce", "update", 0, 5.5, 6.0, 8, 0.25),
+    ... )
+    >>> rows = make_timeline_rows(Timeline(events))
+    >>> np.frombuffer(rows.times, "<f8").reshape(4, 2).tolist()
+    [[0.0, 0.5], [0.5, 1.0], [0.0, 0.25], [0.0, 8.0]]
+    """
+    charts = {"measured": timeline} | ({"predicted": predicted} if predicted is not None else {})
+    labels = {name: make_row_labels(chart, plan) for name, chart in charts.items()}
+    places = {rank: row for row, rank in enumerate(timeline.ranks)}
+    if unknown := [rank for rank in charts.get("predicted", timeline).ranks if rank not in places]:
+        raise PlanError(
+            f"The prediction is of ranks {', '.join(map(str, unknown))} too, but {len(places)} ranks were measured. "
+            "Predict the plan that was run."
+        )
+    looks = {style: place for place, style in enumerate(ORDER)}
+    names: Names = {}
+    kinds: Names = {}
+    phases: Names = {}
+    times, codes = [], []
+    for chart in charts.values():
+        order = sorted(range(len(chart.events)), key=_make_sort_key(chart.events))
+        for place in order:
+            event = chart.events[place]
+            span = event.start_s - chart.start_s, event.end_s - chart.start_s
+            times.append((*span, event.wait_s, event.bytes))
+            words = (names, event.name), (kinds, event.kind), (phases, event.phase)
+            found = [known.setdefault(word, len(known)) for known, word in words]
+            codes.append((places[event.rank], looks[get_style(event)], *found, event.micro_batch, place))
+    words = {
+        "looks": [_describe_look(style) for style in ORDER],
+        "wait": looks[WAIT],
+        "row_looks": [looks[FORWARD], looks[LOOKS["halo"]], looks[WAIT]],  # of a rank's shares
+        "names": list(names),
+        "layers": [(layers or {}).get(name, "") for name in names],
+        "kinds": list(kinds),
+        "work": [kind in WORK for kind in kinds],
+        "phases": list(phases),
+        "letters": [LETTERS.get(phase, "B") for phase in phases],
+        "counts": [len(chart.events) for chart in charts.values()],
+        "seconds": [chart.seconds for chart in charts.values()],
+        "titles": [format_timeline_title(name, charts, plan) for name in charts],
+        "rows": _describe_rows(labels["measured"], timeline.time_shares),
+        "shares": _describe_shares(timeline),
+    }
+    return TimelineRows(words, _pack_columns(times, "<f8"), _pack_columns(codes, "<i4"))
+
+
+def _make_sort_key(events: Sequence[TimelineEvent]) -> Any:
+    return lambda place: (events[place].rank, events[place].start_s)
+
+
+def _pack_columns(rows: Iterable[tuple[float, ...]], kind: str) -> bytes:
+    """Return the numbers of equally long rows, column after column."""
+    return np.array(list(rows), kind).T.tobytes()
+
+
+def _describe_look(style: BarStyle) -> dict[str, str]:
+    return {"name": style.name, "colour": style.colour, "hatch": style.hatch}
+
+
+def _describe_rows(labels: Mapping[int, tuple[str, ...]], shares: Mapping[int, TimeShares]) -> list[dict[str, Any]]:
+    """Return the name and the roles of each rank, and the fractions of its time."""
+    return [
+        {
+            "rank": rank,
+            "roles": "; ".join(texts[1:]),
+            "shares": [shares[rank].work, shares[rank].communication, shares[rank].waiting],
+        }
+        for rank, texts in labels.items()
+    ]
+
+
+def _describe_shares(timeline: Timeline) -> list[dict[str, Any]]:
+    """Return the fractions of all ranks' time, each with the look that it has in other figures."""
+    return [
+        _describe_look(SHARE_LOOKS[kind]) | {"kind": kind, "share": share}
+        for kind, share in compute_time_shares(timeline).items()
+    ]

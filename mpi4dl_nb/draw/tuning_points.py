@@ -1,0 +1,160 @@
+"""Candidate plans as points of time against memory: which of them no other plan beats in both, and facts of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from engines.formatting import format_bytes, format_number, format_percent, format_seconds
+from engines.predict.explain import KINDS, WORDS, classify_plan, describe_plan
+from engines.predict.forecast import Forecast, compute_throughput
+from engines.program.timeline import compute_time_shares
+from mpi4dl_nb.plan_benchmark import Candidate
+
+__all__ = ["KIND_LOOKS", "KindLook", "TuningPoint", "find_pareto_front", "make_points", "pack_points"]
+
+
+@dataclass(frozen=True)
+class KindLook:
+    """Name, colour and shape of the points of one kind of parallelism; `marker` is the shape's name in Matplotlib."""
+
+    name: str
+    colour: str
+    shape: str
+    marker: str
+
+
+KIND_LOOKS = {
+    kind: KindLook(WORDS[kind], *look)
+    for kind, look in zip(
+        KINDS,
+        (
+            ("#0072b2", "circle", "o"),
+            ("#d55e00", "square", "s"),
+            ("#b8860b", "triangle", "^"),
+            ("#a3527f", "diamond", "D"),
+            ("#00805c", "cross", "P"),
+            ("#555555", "star", "*"),
+        ),
+        strict=True,
+    )
+}
+
+
+@dataclass(frozen=True)
+class TuningPoint:
+    """One candidate: seconds for an image and bytes of the fullest rank, predicted and (else None) measured.
+
+    `on_front` tells whether no other candidate needs less of one without needing more of the other; where a candidate
+    was measured, that counts. `number` is its place in the table, from 1; 0 for a plan that needs too much memory.
+    """
+
+    number: int
+    name: str
+    kind: str
+    image_s: float
+    bytes: int
+    measured_image_s: float | None = None
+    measured_bytes: int | None = None
+    failure: str = ""
+    on_front: bool = False
+    facts: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def cost(self) -> tuple[float, int]:
+        """Seconds for an image and bytes, measured if it was."""
+        return self.measured_image_s or self.image_s, self.measured_bytes or self.bytes
+
+
+def find_pareto_front(costs: Sequence[tuple[float, float]]) -> set[int]:
+    """Return the places of the costs that no other cost beats in one number without being worse in the other.
+
+    >>> sorted(find_pareto_front([(1, 9), (2, 5), (3, 6), (4, 1), (4, 1)]))
+    [0, 1, 3, 4]
+    """
+    front: set[int] = set()
+    least: tuple[float, float] | None = None
+    for place in sorted(range(len(costs)), key=lambda place: costs[place]):
+        if least is None or costs[place][1] < least[1] or costs[place] == least:
+            front.add(place)
+            least = costs[place]
+    return front
+
+
+def make_points(
+    candidates: Sequence[Candidate],
+    neutral_batch: int | None = None,
+    rank_bytes: int | None = None,
+    too_large: Sequence[Forecast] = (),
+) -> tuple[TuningPoint, ...]:
+    """Return a point for each candidate, in their order, then one for each forecast that is `too_large` for a rank.
+
+    An image's time is that of `compute_throughput` with `neutral_batch`. `rank_bytes` is what a rank may hold.
+    """
+    points = [
+        TuningPoint(
+            number,
+            describe_plan(each.plan),
+            classify_plan(each.plan),
+            1 / each.forecast.compute_throughput(neutral_batch),
+            each.predicted_bytes,
+            1 / each.compute_pace(neutral_batch) if each.measured else None,
+            each.peak_bytes,
+            each.failure,
+        )
+        for number, each in enumerate(candidates, 1)
+    ]
+    works = [point for point in points if not point.failure]
+    front = {works[place].number for place in find_pareto_front([point.cost for point in works])}
+    points += [
+        TuningPoint(
+            0,
+            describe_plan(each.plan),
+            classify_plan(each.plan),
+            1 / compute_throughput(each.images, each.seconds, neutral_batch),
+            each.peak_bytes,
+        )
+        for each in too_large
+    ]
+    forecasts = [*(each.forecast for each in candidates), *too_large]
+    return tuple(
+        _add_facts(point, forecast, point.number in front, rank_bytes)
+        for point, forecast in zip(points, forecasts, strict=True)
+    )
+
+
+def _add_facts(point: TuningPoint, forecast: Forecast, on_front: bool, rank_bytes: int | None) -> TuningPoint:
+    limit = f" of {format_bytes(rank_bytes)}" if rank_bytes else ""
+    rate, memory = f"{format_number(forecast.images_per_s)} images/s", f"{format_bytes(point.bytes)}{limit}"
+    facts = [
+        ("kind", WORDS[point.kind]),
+        ("predicted", f"{rate}, {memory}"),
+        ("a step", f"{format_seconds(forecast.seconds)} for {forecast.images:,} images"),
+    ]
+    if point.measured_image_s is not None and point.measured_bytes is not None:
+        speed = point.image_s / point.measured_image_s
+        facts += [
+            ("measured", f"{format_number(1 / point.measured_image_s)} images/s, {format_bytes(point.measured_bytes)}"),
+            ("speed", f"{format_percent(speed)} of what was predicted"),
+        ]
+    shares = compute_time_shares(forecast.timeline)
+    facts.append(("time", ", ".join(f"{kind} {format_percent(part)}" for kind, part in shares.items() if part > 0)))
+    if point.failure:
+        facts.append(("failed", point.failure))
+    elif not point.number:
+        facts.append(("does not fit", f"a rank may hold {format_bytes(rank_bytes or 0)}"))
+    elif on_front:
+        facts.append(("front", "no other plan is faster without more memory"))
+    values = asdict(point) | {"on_front": on_front, "facts": tuple(facts)}
+    return TuningPoint(**values)
+
+
+def pack_points(points: Sequence[TuningPoint], rank_bytes: int | None = None) -> dict[str, Any]:
+    """Return points as JSON, with the kinds that occur and the limit of a rank's memory."""
+    kinds = {point.kind for point in points}
+    return {
+        "points": [asdict(point) | {"cost": list(point.cost)} for point in points],
+        "kinds": {kind: asdict(look) for kind, look in KIND_LOOKS.items() if kind in kinds},
+        "rank_bytes": rank_bytes,
+    }
