@@ -56,6 +56,7 @@ from mpi4dl_nb.widgets.slicer import Slicer
 from mpi4dl_nb.widgets.stepper import Stepper
 from mpi4dl_nb.widgets.timeline import TimelineView
 from mpi4dl_nb.widgets.tuner import Tuner
+from mpi4dl_nb.widgets.workbench import Workbench
 
 __all__ = [
     "MACHINES",
@@ -94,6 +95,7 @@ __all__ = [
     "Tuner",
     "UNet",
     "VerifyError",
+    "Workbench",
     "amoebanetd",
     "capabilities",
     "compile_plan",

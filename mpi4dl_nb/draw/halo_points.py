@@ -28,7 +28,9 @@ __all__ = [
     "HaloPoint",
     "choose_borrower",
     "find_halo_points",
+    "find_layer_of",
     "find_point",
+    "find_rank_layer",
     "find_spatial_stages",
     "get_stage_ranks",
     "make_picture_point",
@@ -254,6 +256,25 @@ def find_point(points: Sequence[HaloPoint], layer: str | int | None) -> HaloPoin
         "pixel only"
     )
     raise PlanError(describe_unknown(problem, layer, [point.name for point in points]))
+
+
+def find_layer_of(points: Sequence[HaloPoint], label: str, otherwise: int = 0) -> int:
+    """Return the number of the first layer in a module; `otherwise` if there is none.
+
+    `label` is the module's name, or that of an instruction (`blocks.6.branch.0 … 1`), which begins with it.
+    """
+    module = label.split(" ")[0]
+    for number, point in enumerate(points):
+        if module and any(f"{node.module}.".startswith(f"{module}.") for node in point.readers):
+            return number
+    return otherwise
+
+
+def find_rank_layer(points: Sequence[HaloPoint], rank: int, layer: int) -> int:
+    """Return `layer` if it is on the rank or no layer is, else the first layer that is on the rank."""
+    if rank in points[layer].ranks.ranks:
+        return layer
+    return next((number for number, point in enumerate(points) if rank in point.ranks.ranks), layer)
 
 
 def _find_fused_points(compiler: Compiler) -> Iterator[HaloPoint]:

@@ -1,0 +1,132 @@
+"""The workbench: the views of one training together, with one selection that all of them show and set."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ipywidgets
+import traitlets
+
+from engines.images.picture import Source
+from mpi4dl_nb.draw.halo_points import find_layer_of, find_rank_layer
+from mpi4dl_nb.training.training import Training
+from mpi4dl_nb.widgets.figure_widget import FigureView
+from mpi4dl_nb.widgets.slicer import Slicer
+from mpi4dl_nb.widgets.timeline import TimelineView
+
+__all__ = ["Selection", "Workbench"]
+
+
+class Selection(traitlets.HasTraits):
+    """What is selected in all views of a training: a rank, and of it a layer and an event of the timeline.
+
+    `rank` and `event` are -1, and `layer` is empty, if none is selected. Stage and tile follow from the rank.
+    """
+
+    rank = traitlets.Int(-1)
+    layer = traitlets.Unicode("")
+    event = traitlets.Int(-1)
+
+
+class Workbench(ipywidgets.VBox):
+    """A training's image, network, timeline and memory, one above the other: `Workbench(training, image)`.
+
+    They have one `selection`: a bar chosen in the timeline lights up its tile on the image and its rank's memory, and a
+    tile chosen on the image leads to its rank in the timeline. `image` is shown in tiles, and must have the size of the
+    training's images. The timeline is that of the last step; `refresh()` takes over a newer one. `slicer`, `timeline`
+    (None before the first step) and `memory` are the panes, each of which can also be used alone.
+    Raises ImageError or PlanError.
+
+    >>> import torch
+    >>> from engines.models import resnet20_v1
+    >>> from mpi4dl_nb import Cluster, Plan, Training, Workbench
+    >>> plan = Plan(split_size=1, slice_method="2x2")
+    >>> with Cluster(4, backend="loopback") as cluster:
+    ...     training = Training(resnet20_v1(), plan, cluster, (2, 3, 32, 32))
+    ...     loss = training.step(torch.randn(2, 3, 32, 32), torch.tensor([3, 7]))
+    ...     workbench = Workbench(training, torch.rand(3, 32, 32))
+    >>> workbench.selection.rank = 3
+    >>> workbench.slicer.tile.value
+    3
+    """
+
+    def __init__(self, training: Training, image: Source) -> None:
+        self.training, self.selection = training, Selection()
+        self._following = False
+        self.slicer = Slicer(image, training.plan, training.recipe)
+        self.timeline: TimelineView | None = None
+        self.memory = FigureView(tip="memory of the selected rank through a step")
+        super().__init__()
+        self.slicer.view.observe(self._follow_slicer, ["layer", "tile"])
+        self.selection.observe(self._show_selection)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Show the timeline of the last step."""
+        if self.training.reports:
+            shown = self.training.timeline()
+            if self.timeline is None:
+                self.timeline = TimelineView(shown)
+                self.timeline.observe(self._follow_timeline, ["selected", "rank"])
+            else:
+                self.timeline.show(shown)
+        self._draw_memory()
+        self.children = [self.slicer, *([self.timeline] if self.timeline else []), self.memory]
+
+    @contextmanager
+    def _follow(self) -> Iterator[bool]:
+        """Whether a view was changed by a person, and not by another view that follows the selection."""
+        first, self._following = not self._following, True
+        try:
+            yield first
+        finally:
+            self._following = not first
+
+    def _follow_slicer(self, _change: Any) -> None:
+        with self._follow() as by_hand:
+            if by_hand:
+                point = self.slicer.point
+                self.selection.set_trait("layer", point.name)
+                self.selection.set_trait("rank", point.ranks.ranks[self.slicer.view.tile])
+                self._show()
+
+    def _follow_timeline(self, _change: Any) -> None:
+        with self._follow() as by_hand:
+            if by_hand and self.timeline is not None:
+                event = self.timeline.event
+                self.selection.set_trait("event", self.timeline.selected)
+                self.selection.set_trait("rank", self.timeline.rank)
+                if event is not None:
+                    self.selection.set_trait("layer", self.timeline.timeline.layers.get(event.name, ""))
+                self._show()
+
+    def _show_selection(self, change: Any) -> None:
+        with self._follow() as by_hand:
+            if by_hand:
+                points = self.slicer.points
+                if change["name"] == "layer":  # the rank follows to the stage of the layer
+                    ranks = points[find_layer_of(points, self.selection.layer, self.slicer.view.layer)].ranks.ranks
+                    if self.selection.rank not in ranks:
+                        self.selection.rank = ranks[0]
+                self._show()
+
+    def _show(self) -> None:
+        """Show the selection in all views that it concerns."""
+        selection, view = self.selection, self.slicer.view
+        points = self.slicer.points
+        layer = find_layer_of(points, selection.layer, view.layer)
+        layer = find_rank_layer(points, selection.rank, layer)
+        view.layer = layer
+        if selection.rank in points[layer].ranks.ranks:
+            view.tile = points[layer].numbers[selection.rank]
+        if self.timeline is not None:
+            if self.timeline.selected != selection.event:
+                self.timeline.selected = selection.event
+            self.timeline.rank = selection.rank
+        self._draw_memory()
+
+    def _draw_memory(self) -> None:
+        rank = self.selection.rank
+        self.memory.show(self.training.memory(None if rank < 0 else rank))

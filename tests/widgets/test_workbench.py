@@ -1,0 +1,68 @@
+"""The workbench: one selection, which every view shows and sets."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mpi4dl_nb import Cluster, Plan, PlanError, Training, Workbench, resnet20_v1
+
+PLAN = Plan(split_size=2, spatial_size=2, num_spatial_parts=(4, 2), slice_method=("square", "vertical"))
+
+
+@pytest.fixture(scope="module")
+def workbench():
+    torch.manual_seed(0)
+    with Cluster(PLAN.ranks, backend="loopback") as cluster:
+        training = Training(resnet20_v1(), PLAN, cluster, (1, 3, 64, 64))
+        made = Workbench(training, torch.rand(3, 64, 64))
+        assert made.timeline is None
+        training.step(torch.rand(1, 3, 64, 64), torch.tensor([3]))
+        made.refresh()
+        yield made
+
+
+def test_a_bar_of_the_timeline_lights_up_its_tile_and_memory(workbench):
+    events = workbench.timeline.timeline.events
+    layers = workbench.timeline.timeline.layers
+    number = next(n for n, each in enumerate(events) if each.rank == 5 and each.kind == "halo")
+    workbench.timeline.selected = number
+    assert workbench.selection.rank == 5
+    assert workbench.selection.event == number
+    point = workbench.slicer.point
+    assert point.ranks.ranks[workbench.slicer.tile.value] == 5
+    assert any(layers[events[number].name].startswith(node.module) for node in point.readers)
+    assert "Rank 5 is fullest" in workbench.memory.alt
+
+
+def test_a_tile_leads_to_its_rank(workbench):
+    workbench.slicer.layer.value = 0
+    workbench.slicer.tile.value = 2
+    assert workbench.selection.rank == workbench.timeline.rank == 2
+    assert workbench.selection.layer == workbench.slicer.point.name
+    assert "Rank 2 is fullest" in workbench.memory.alt
+
+
+def test_code_selects_too(workbench):
+    workbench.selection.rank = 4
+    assert workbench.slicer.point.stage == 1
+    assert workbench.slicer.tile.value == 0
+    assert workbench.timeline.rank == 4
+    workbench.selection.layer = "blocks.1"
+    assert workbench.slicer.point.name.startswith("blocks.1")
+    assert workbench.selection.rank == workbench.timeline.rank == 0
+
+
+def test_a_newer_step_is_taken_over(workbench):
+    before = workbench.timeline.timeline
+    workbench.training.step(torch.rand(1, 3, 64, 64), torch.tensor([3]))
+    workbench.refresh()
+    assert workbench.timeline.timeline.events != before.events
+    assert workbench.timeline in workbench.children
+
+
+def test_a_rank_that_is_not_there_is_refused(workbench):
+    with pytest.raises(PlanError, match="rank=99"):
+        workbench.selection.rank = 99
+    workbench.selection.rank = 0
+    assert workbench.slicer.tile.value == 0
