@@ -263,7 +263,7 @@ def find_layer_of(points: Sequence[HaloPoint], label: str, otherwise: int = 0) -
 
     `label` is the module's name, or that of an instruction (`blocks.6.branch.0 … 1`), which begins with it.
     """
-    module = label.split(" ")[0]
+    module = label.split(" ", maxsplit=1)[0]
     for number, point in enumerate(points):
         if module and any(f"{node.module}.".startswith(f"{module}.") for node in point.readers):
             return number
