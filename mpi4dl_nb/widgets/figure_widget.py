@@ -27,6 +27,7 @@ __all__ = [
     "FigureWidget",
     "RangeBar",
     "Slider",
+    "StillFigure",
     "make_bounded_int",
     "make_button",
     "make_checkbox",
@@ -185,35 +186,15 @@ class FigureView(anywidget.AnyWidget):
 STILL = "mpi4dl-still"  # class name, also in figure_view.css
 
 
-class FigureWidget(ipywidgets.VBox):
-    """Controls above one figure. A page without live widgets (a saved file) shows the figure's last snapshot."""
+class StillFigure(ipywidgets.VBox):
+    """A widget with a `figure`. A page without live widgets (a saved file) shows the figure's last snapshot."""
 
-    def __init__(
-        self,
-        controls: Sequence[ipywidgets.Widget],
-        keys: Sequence[str] = (),
-        on_key: Callable[[str], None] | None = None,
-        on_point: Callable[[float, float], None] | None = None,
-        tip: str = "",
-    ) -> None:
-        self._still: DisplayHandle | None = None
-        self.view, self.trouble = FigureView(keys, on_key, on_point, tip), ErrorAlert()
-        super().__init__([*controls, self.trouble, self.view])
+    _still: DisplayHandle | None = None
 
     @property
     def figure(self) -> Drawing | None:
-        """The figure that is shown now."""
-        return self.view.figure
-
-    @contextmanager
-    def show_errors(self) -> Iterator[None]:
-        """Show an error of the body as text; the figure remains unchanged. Clear the text if there is none."""
-        try:
-            yield
-        except Mpi4dlError as error:
-            self.trouble.show(str(error))
-        else:
-            self.trouble.show("")
+        """The figure of what is shown now."""
+        raise NotImplementedError
 
     def update_snapshot(self) -> None:
         """Replace the static figure in the page's file by the current one."""
@@ -237,3 +218,33 @@ class FigureWidget(ipywidgets.VBox):
     def _repr_mimebundle_(self, **keywords: Any) -> dict[str, Any]:
         bundle = super()._repr_mimebundle_(**keywords)
         return bundle | ({"text/html": self.figure._repr_html_()} if self.figure else {})
+
+
+class FigureWidget(StillFigure):
+    """Controls above one figure. A page without live widgets (a saved file) shows the figure's last snapshot."""
+
+    def __init__(
+        self,
+        controls: Sequence[ipywidgets.Widget],
+        keys: Sequence[str] = (),
+        on_key: Callable[[str], None] | None = None,
+        on_point: Callable[[float, float], None] | None = None,
+        tip: str = "",
+    ) -> None:
+        self.view, self.trouble = FigureView(keys, on_key, on_point, tip), ErrorAlert()
+        super().__init__([*controls, self.trouble, self.view])
+
+    @property
+    def figure(self) -> Drawing | None:
+        """The figure that is shown now."""
+        return self.view.figure
+
+    @contextmanager
+    def show_errors(self) -> Iterator[None]:
+        """Show an error of the body as text; the figure remains unchanged. Clear the text if there is none."""
+        try:
+            yield
+        except Mpi4dlError as error:
+            self.trouble.show(str(error))
+        else:
+            self.trouble.show("")
