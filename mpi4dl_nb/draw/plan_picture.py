@@ -100,12 +100,13 @@ def count_plan(plan: Plan, image_shape: Sequence[int]) -> PlanShape:
 def _count_facts(plan: Plan, count: int, rows: int, cols: int) -> tuple[tuple[str, str], ...]:
     """Return the counts of a plan as pairs of a number and what it counts."""
     tiles = sum(grid.tiles for grid in plan.grids[: plan.spatial_size])
-    first = plan.grids[0]
-    size = f"{first.get_tile(0, rows, cols).shape[0]} x {first.get_tile(0, rows, cols).shape[1]} px"
+    alike = len(set(plan.grids[: plan.spatial_size])) == 1
+    high, wide = plan.grids[0].get_tile(0, rows, cols).shape
+    size = f" of {high} x {wide} px" if alike else ""
     micro = format_count(count // plan.parts, "image")
     facts = [
         _pair(plan.ranks, "rank"),
-        _pair(tiles, "tile", f"tiles of {size}" if tiles > 1 else f"tile of {size}"),
+        _pair(tiles, "tile", f"tile{'s' * (tiles != 1)}{size}"),
         _pair(plan.split_size, "stage"),
         _pair(plan.micro_batches, "micro-batch", f"micro-batch{'es' * (plan.micro_batches > 1)} of {micro}"),
     ]
@@ -156,7 +157,7 @@ def resize_shape(image_shape: Sequence[int], rows_px: int, images: int) -> tuple
 # The load of each rank, in levels and in words.
 
 
-LEVELS = ("under half of its memory", "half to four fifths of it", "nearly full", "does not fit", "no limit known")
+LEVELS = ("under half full", "half to four fifths full", "nearly full", "does not fit", "no limit known")
 UNCOUNTED = "being counted"
 HALF, NEARLY = 0.5, 0.8
 
@@ -215,7 +216,7 @@ def _list_lines(load: RankLoad, limit: int | None, level: int) -> list[str]:
 class Gauge:
     """One number of a plan: what it is, its value and its limit, if there is one, as numbers and in words.
 
-    `verdict` is `fits`, `does not fit`, or empty if nothing can be said.
+    `verdict` is `fits`, `does not fit`, or empty if nothing can be said, and `reason` by how much.
     """
 
     name: str
@@ -225,6 +226,7 @@ class Gauge:
     limit: float | None = None
     verdict: str = ""
     note: str = ""
+    reason: str = ""
 
 
 def measure_gauges(
@@ -239,10 +241,11 @@ def measure_gauges(
     if peak is not None:
         room = f" of {format_bytes(limit)}" if limit else ""
         memory = replace(memory, text=f"{format_bytes(peak)}{room}", note=why_not if not limit else "")
-    if peak is not None and limit:
+    if machine and peak is not None and limit:
         fits, times = peak <= limit, format_number(peak / limit, 2)
-        note = f"{format_bytes(limit - peak)} to spare" if fits else f"{times} times what a rank has"
-        memory = replace(memory, verdict="fits" if fits else "does not fit", note=note)
+        reason = f"{format_bytes(limit - peak)} to spare" if fits else f"{times} times what a rank has"
+        note = f"{machine.name}: {format_bytes(limit)} for each rank"
+        memory = replace(memory, verdict="fits" if fits else "does not fit", note=note, reason=reason)
     seconds = found.seconds if found else None
     time = Gauge("time", "Time of a step, predicted", seconds, format_seconds(seconds) if seconds else "")
     time = replace(time, note=f"{format_number(found.images_per_s)} images/s on {machine.name}" if found else why_not)

@@ -28,7 +28,9 @@ export class PlanControls {
     this.alert = makeElement("div", { class: "mpi4dl-plan-alert", role: "alert", tabindex: "-1" });
     const more = makeElement("div", { class: "mpi4dl-plan-more" });
     host.append(main, this.alert, more);
-    for (const option of options) (option.group ? this.getGroup(more, option.group) : main).append(this.makeRow(option));
+    for (const option of options) {
+      (option.group ? this.getGroup(more, option.group) : main).append(this.makeRow(option));
+    }
   }
 
   getGroup(host, name) {
@@ -56,7 +58,8 @@ export class PlanControls {
     const names = makeElement("div", { class: "mpi4dl-plan-names" },
       makeElement("label", { for: id, text: option.label }),
       option.group ? "" : makeElement("code", { text: option.mpi }));
-    const row = makeElement("div", { class: `mpi4dl-plan-row mpi4dl-plan-${option.kind}`, title: option.help }, names,
+    const kind = `mpi4dl-plan-row mpi4dl-plan-of-${option.kind}`;
+    const row = makeElement("div", { class: kind, title: option.help }, names,
       makeElement("div", { class: "mpi4dl-plan-inputs" }, ...inputs));
     this.rows.set(option.name, { row, inputs, option });
     return row;
@@ -102,7 +105,8 @@ export class PlanControls {
   }
 
   makeMenu(option, id) {
-    const menu = makeElement("select", { id }, ...option.choices.map((text) => makeElement("option", { value: text, text })));
+    const choices = option.choices.map((text) => makeElement("option", { value: text, text }));
+    const menu = makeElement("select", { id }, ...choices);
     menu.addEventListener("change", () => this.send({ [option.name]: menu.value }));
     this.setters.set(option.name, (text) => { menu.value = text; });
     return [menu];
@@ -139,12 +143,11 @@ export class PlanControls {
     const found = Object.entries(errors);
     const words = found.map(([name, text]) => `⚠ ${text}`);
     if (this.alert.textContent !== words.join(" ")) this.alert.textContent = words.join(" ");
-    const marked = new Set(found.map(([name]) => (this.rows.get(name)?.option.group || !name ? "" : name)));
     for (const [name, { row, inputs, option }] of this.rows) {
       const covers = option.name === "grid" && ("slice_method" in errors || "num_spatial_parts" in errors);
-      const wrong = name in errors || covers || marked.has(name);
+      const wrong = name in errors || covers;
       row.classList.toggle("mpi4dl-plan-wrong", wrong);
-      for (const input of inputs) wrong ? input.setAttribute("aria-invalid", "true") : input.removeAttribute("aria-invalid");
+      for (const input of inputs) input.setAttribute("aria-invalid", String(wrong));
     }
     for (const [name, { summary }] of this.groups) {
       const wrong = found.some(([option]) => this.rows.get(option)?.option.group === name);

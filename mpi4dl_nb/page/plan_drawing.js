@@ -1,6 +1,6 @@
 // Draws the scene of a plan on a canvas: the image with its cuts, the flows, and the blocks of the ranks.
 
-import { drawTissue, fillTexture, getBlockFaces, getBlockInk } from "./plan_paint.js";
+import { drawTissue, EMPTY_FRONT, fillTexture, FRONT_INK, getBlockFaces } from "./plan_paint.js";
 
 const AXIS_U = [Math.cos(Math.PI / 6), -0.5];
 
@@ -12,7 +12,8 @@ function tracePolygon(context, points, transform) {
 
 /** Draw the image that is cut: an invented tissue, with the cuts of the first stage over it. */
 export function drawImageSheet(context, scene, transform, colours) {
-  const [corner, right, , below] = scene.image.map(([x, y]) => [x * transform.scale + transform.x, y * transform.scale + transform.y]);
+  const place = ([x, y]) => [x * transform.scale + transform.x, y * transform.scale + transform.y];
+  const [corner, right, , below] = scene.image.map(place);
   const wide = Math.hypot(right[0] - corner[0], right[1] - corner[1]), high = below[1] - corner[1];
   if (wide < 4 || high < 4) return;
   const tissue = new OffscreenCanvas(Math.ceil(wide), Math.ceil(high));
@@ -41,32 +42,51 @@ export function drawFlows(context, pairs, transform, colours) {
   context.lineWidth = pairs.length === 1 ? 2 : 1;
   context.globalAlpha = pairs.length > 24 ? 0.45 : 0.85;
   for (const [from, to] of pairs) {
-    const [x0, y0, x1, y1] = [...from, ...to].map((value, at) => value * transform.scale + (at % 2 ? transform.y : transform.x));
+    const [x0, x1] = [from[0], to[0]].map((value) => value * transform.scale + transform.x);
+    const [y0, y1] = [from[1], to[1]].map((value) => value * transform.scale + transform.y);
     context.beginPath();
     context.moveTo(x0, y0);
     context.lineTo(x1, y1);
     context.stroke();
     const angle = Math.atan2(y1 - y0, x1 - x0), size = Math.min(6, Math.hypot(x1 - x0, y1 - y0) / 6);
-    const [mx, my] = [x0 + (x1 - x0) * 0.5, y0 + (y1 - y0) * 0.5];
+    const [mx, my] = [(x0 + x1) / 2, (y0 + y1) / 2];
     context.beginPath();
-    context.moveTo(mx + size * Math.cos(angle), my + size * Math.sin(angle));
-    for (const turn of [2.5, -2.5]) context.lineTo(mx + size * Math.cos(angle + turn), my + size * Math.sin(angle + turn));
+    for (const turn of [0, 2.5, -2.5]) {
+      context.lineTo(mx + size * Math.cos(angle + turn), my + size * Math.sin(angle + turn));
+    }
     context.fill();
   }
   context.globalAlpha = 1;
 }
 
-/** Draw one block of a rank, with its number on its front if there is room. */
-export function drawBlock(context, box, transform, level, colours) {
+/** Return the part of a block's front that its memory fills, from below, as a polygon; `share` is from 0 to 1. */
+export function fillFront(front, share) {
+  const rise = (from, to) => [0, 1].map((axis) => from[axis] + (to[axis] - from[axis]) * share);
+  return [rise(front[3], front[0]), rise(front[2], front[1]), front[2], front[3]];
+}
+
+/**
+ * Draw one block of a rank, filled from below like a tank with its memory as a share of that of the fullest rank, and
+ * with its number on its front if there is room. `load` has `level` and `share`; none if they are not known.
+ */
+export function drawBlock(context, box, transform, load, colours) {
+  const level = load?.level ?? -1;
   const [front, top, left] = getBlockFaces(level);
   context.lineWidth = 1;
   context.lineJoin = "round";
   context.strokeStyle = colours.edge;
-  for (const [name, colour] of [["left", left], ["top", top], ["front", front]]) {
+  for (const [name, colour] of [["left", left], ["top", top], ["front", level < 0 ? front : EMPTY_FRONT]]) {
     tracePolygon(context, box.faces[name], transform);
     context.fillStyle = colour;
     context.fill();
-    if (name === "front") fillTexture(context, level);
+    context.stroke();
+  }
+  if (level >= 0) {
+    tracePolygon(context, fillFront(box.faces.front, load.share), transform);
+    context.fillStyle = front;
+    context.fill();
+    fillTexture(context, level);
+    context.lineWidth = 0.8;
     context.stroke();
   }
   writeOnFront(context, box, transform, level);
@@ -89,9 +109,9 @@ function writeOnFront(context, box, transform, level) {
     context.font = `600 ${size}px ${colourFont(context)}`;
     if (context.measureText(text).width > wide * 0.92) continue;
     context.lineWidth = 3.5;
-    context.strokeStyle = getBlockFaces(level)[0];
+    context.strokeStyle = level < 0 ? getBlockFaces(level)[0] : "rgb(246 248 250 / 80%)";
     context.strokeText(text, 0, 0);
-    context.fillStyle = getBlockInk(level);
+    context.fillStyle = FRONT_INK;
     context.fillText(text, 0, 0);
     break;
   }

@@ -1,4 +1,4 @@
-// Which block of the picture of a plan is meant: by a point of the scene, or by a key from the block that has the focus.
+// Which block of the picture of a plan is meant: by a point of the scene, or by a key from the block in focus.
 
 function isInside(polygon, x, y) {
   let inside = false;
@@ -59,7 +59,7 @@ export function describeBlock(block, stages, load) {
   return [
     `rank ${block.rank}: ${stage.name}${tile}`,
     stage.spatial ? pixels : "whole images",
-    ...(load ? load.lines : ["weights, memory and messages are being counted"]),
-    ...(load && load.level < 0 ? ["memory is being counted"] : []),
+    ...(load ? load.lines : ["weights and messages are being counted"]),
+    ...(load && load.level >= 0 ? [] : ["memory is being counted"]),
   ];
 }

@@ -1,4 +1,4 @@
-// The gauges of a plan: memory, time and traffic, each beside the plan before, and a verdict in words, colour and shape.
+// The gauges of a plan: memory, time and traffic, each above the plan before, and a verdict in words, colour and shape.
 
 import { makeElement, makeSvg } from "./elements.js";
 
@@ -36,7 +36,7 @@ export class PlanGauges {
     this.box = makeElement("div", { class: "mpi4dl-plan-verdict" }, sign,
       makeElement("div", {}, this.verdict, this.reason));
     this.rows = new Map();
-    this.list = makeElement("div");
+    this.list = makeElement("div", { class: "mpi4dl-plan-list" });
     host.append(this.box, this.list);
     for (const name of ["memory", "time", "traffic"]) this.rows.set(name, this.makeRow());
   }
@@ -45,7 +45,8 @@ export class PlanGauges {
     const parts = Object.fromEntries(["label", "text", "change", "note"].map((name) =>
       [name, makeElement("div", { class: `mpi4dl-plan-${name}` })]));
     for (const name of ["fill", "ghost", "limit"]) parts[name] = makeElement("i", { class: `mpi4dl-plan-${name}` });
-    parts.bar = makeElement("div", { class: "mpi4dl-plan-bar", "aria-hidden": "true" }, parts.fill, parts.ghost, parts.limit);
+    parts.bar = makeElement("div", { class: "mpi4dl-plan-bar", "aria-hidden": "true" });
+    parts.bar.append(parts.fill, parts.ghost, parts.limit);
     parts.root = makeElement("div", { class: "mpi4dl-plan-gauge", role: "group" },
       parts.label, parts.text, parts.bar, parts.change, parts.note);
     this.list.append(parts.root);
@@ -84,8 +85,8 @@ export class PlanGauges {
     this.path.setAttribute("d", SIGNS[known]);
     const waiting = isStale || !memory;
     this.verdict.textContent = known ? `${known[0].toUpperCase()}${known.slice(1)}`
-      : waiting ? "Being predicted ..." : "No limit known";
-    this.reason.textContent = known || !waiting ? memory.note : "does the fullest rank fit into its memory?";
+      : waiting ? "Predicting ..." : "No limit known";
+    this.reason.textContent = known ? memory.reason : !waiting ? memory.note : "whether the ranks fit";
     this.reason.title = this.reason.textContent;
   }
 }

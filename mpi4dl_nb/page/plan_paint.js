@@ -1,18 +1,16 @@
 // Colours and textures of a plan's blocks: a level of memory is a colour, a texture and (in the legend) words.
 
 const FACES = {
-  "-1": ["#e4e7ea", "#cfd4d9", "#bcc2c8"],
+  "-1": ["#dfe3e7", "#cfd4d9", "#bcc2c8"],
   0: ["#cfe4f7", "#b4d2ee", "#93bbe0"],
   1: ["#8dbfe8", "#74a9d6", "#5b91c0"],
   2: ["#f3c15b", "#dba942", "#bf8f2b"],
-  3: ["#b5382a", "#9c2c20", "#7f2118"],
+  3: ["#e2796c", "#cb6155", "#a9483d"],
   4: ["#cfe4f7", "#b4d2ee", "#93bbe0"],
 };
 
-/** Return the ink for text on the front of a block of this level. */
-export function getBlockInk(level) {
-  return level === 3 ? "#ffffff" : "#14181c";
-}
+/** The front of a block above its memory, and the ink of what is written on it. */
+export const EMPTY_FRONT = "#f6f8fa", FRONT_INK = "#14181c";
 
 /** Return the colours of the front, top and left side of a block of this level. */
 export function getBlockFaces(level) {
@@ -32,7 +30,7 @@ export function fillTexture(context, level) {
   const strokes = getTexture(level);
   if (!strokes.length) return;
   const cell = new OffscreenCanvas(10, 10), pen = cell.getContext("2d");
-  pen.strokeStyle = pen.fillStyle = level === 3 ? "rgb(255 255 255 / 42%)" : "rgb(0 0 0 / 30%)";
+  pen.strokeStyle = pen.fillStyle = level === 3 ? "rgb(122 20 12 / 70%)" : "rgb(0 0 0 / 32%)";
   pen.lineWidth = 1.2;
   for (const stroke of strokes) {
     pen.beginPath();

@@ -1,15 +1,15 @@
 // The picture of a plan on the page: its canvas, what the pointer or a key means, and the legend.
 
-import { makeElement, makeFrameLoop, readTheme, Tooltip } from "./elements.js";
+import { makeElement, makeFrameLoop, readTheme } from "./elements.js";
 import { drawBlock, drawFlows, drawImageSheet, drawOutline, writeSheetName } from "./plan_drawing.js";
 import { describeBlock, findBlockAt, moveBlockFocus } from "./plan_focus.js";
 import { fillTexture, getBlockFaces } from "./plan_paint.js";
 import { buildPlanScene, fitPlanScene, readBlocks } from "./plan_scene.js";
 
-const MARGINS = [14, 14, 58, 14];
+const MARGINS = [14, 36, 58, 14];
 const KEYS = "Arrow keys: next tile, then next stage. Page up and down: stage. Home, End: first and last.";
 
-/** Shows a plan in `host` and tells what is under the pointer or the focus in `status`, an element that is announced. */
+/** Shows a plan in `host`, and tells what is under the pointer or the focus: in a card, and by `status` aloud. */
 export class PlanPicture {
   constructor(host, status, legend) {
     this.host = host;
@@ -20,7 +20,8 @@ export class PlanPicture {
       "data-lm-suppress-shortcuts": "true", title: "",
     });
     host.append(this.canvas);
-    this.tooltip = new Tooltip(host);
+    this.card = makeElement("div", { class: "mpi4dl-plan-card", "aria-hidden": "true" });
+    host.append(this.card);
     this.still = document.createElement("canvas");
     [this.hovered, this.focused, this.copy, this.stages] = [-1, -1, 0, []];
     [this.numbers, this.ofRank, this.groups, this.isStale] = [new Int32Array(), new Int32Array(), [], true];
@@ -85,9 +86,10 @@ export class PlanPicture {
     this.transform = fitPlanScene(this.scene, [width, height], MARGINS);
     this.view = [width, height];
     this.hovered = -1;
-    this.tooltip.hide();
-    this.focused = known ? this.scene.boxes.findIndex(({ block }) => block.rank === known.rank && block.stage === known.stage) : -1;
+    const isKnown = ({ block }) => block.rank === known.rank && block.stage === known.stage;
+    this.focused = known ? this.scene.boxes.findIndex(isKnown) : -1;
     this.paint();
+    this.tell();
   }
 
   /** Paint everything but the outlines once, so that a hover only copies it. */
@@ -115,11 +117,13 @@ export class PlanPicture {
 
   paintScene(context) {
     const { scene, transform, colours } = this, room = scene.gap * transform.scale * 0.866 - 6;
+    // Flows out of a sheet are drawn before it, so that they begin at its edge and no number is crossed out.
+    drawFlows(context, scene.flows[0] ?? [], transform, colours);
     drawImageSheet(context, scene, transform, colours);
     this.stages.forEach((stage, number) => {
-      drawFlows(context, scene.flows[number], transform, colours);
+      drawFlows(context, scene.flows[number + 1] ?? [], transform, colours);
       for (const box of scene.boxes) {
-        if (box.block.stage === number) drawBlock(context, box, transform, this.getLoad(box.block)?.level ?? -1, colours);
+        if (box.block.stage === number) drawBlock(context, box, transform, this.getLoad(box.block), colours);
       }
     });
     writeSheetName(context, scene.foot, transform, "image", `${this.size[0]} x ${this.size[1]} px`, room, colours);
@@ -143,30 +147,26 @@ export class PlanPicture {
   hover(x, y) {
     if (!this.scene) return;
     const { scale, x: dx, y: dy } = this.transform;
-    this.mean("hovered", findBlockAt(this.scene.boxes, (x - dx) / scale, (y - dy) / scale), [x, y]);
+    this.mean("hovered", findBlockAt(this.scene.boxes, (x - dx) / scale, (y - dy) / scale));
   }
 
   /** Take block `index` as the one that is `hovered` or `focused`, and tell what it is. */
-  mean(how, index, at) {
-    const changed = this[how] !== index;
+  mean(how, index) {
+    if (this[how] === index) return;
     this[how] = index;
-    if (changed) this.request();
-    if (changed || at) this.tell(at, changed);
+    this.request();
+    this.tell();
   }
 
-  tell(at, isNew = true) {
+  tell() {
     const box = this.scene?.boxes[this.hovered >= 0 ? this.hovered : this.focused];
     if (!box) {
-      this.tooltip.hide();
-      this.status.textContent = "Point at a rank, or press Tab and the arrow keys, to see what it holds.";
+      this.card.textContent = "Point at a rank, or go there with Tab and the arrow keys, to see what it holds.";
       return;
     }
     const lines = describeBlock(box.block, this.stages, this.getLoad(box.block));
-    const { scale, x, y } = this.transform;
-    const place = at ?? [box.out[0] * scale + x, box.out[1] * scale + y];
-    if (this.hovered >= 0 || document.activeElement === this.canvas) this.tooltip.show(lines, ...place);
-    else this.tooltip.hide();
-    if (isNew) this.status.textContent = lines.join(" · ");
+    this.card.replaceChildren(...lines.map((text) => makeElement("div", { text })));
+    if (this.status.textContent !== lines.join(", ")) this.status.textContent = lines.join(", ");
   }
 
   showLegend() {
@@ -175,15 +175,20 @@ export class PlanPicture {
       const group = this.groups[index];
       if (group) counts.set(group.level, [group.word, (counts.get(group.level)?.[1] ?? 0) + 1]);
     }
-    const items = [...counts].sort(([a], [b]) => b - a).map(([level, [word, count]]) => {
+    const items = [...counts].sort(([one], [other]) => other - one).map(([level, [word, count]]) => {
       const swatch = makeElement("canvas", { width: "26", height: "16", "aria-hidden": "true" });
       const context = swatch.getContext("2d");
       context.rect(0, 0, 26, 16);
       context.fillStyle = getBlockFaces(level)[0];
       context.fill();
       fillTexture(context, level);
-      return makeElement("span", {}, swatch, `${count.toLocaleString("en")} ${count === 1 ? "rank" : "ranks"}: ${word}`);
+      const ranks = `${count.toLocaleString("en")} ${count === 1 ? "rank" : "ranks"}`;
+      return makeElement("span", {}, swatch, `${word}: ${ranks}`);
     });
+    const isKnown = items.length && ![...counts.keys()].some((level) => level < 0);
+    if (isKnown) {
+      items.push(makeElement("span", { text: "A block is filled like a tank, that of the fullest rank to the brim." }));
+    }
     this.legend.replaceChildren(...(items.length ? items : ["The memory of the ranks is being counted ..."]));
   }
 

@@ -9,9 +9,10 @@
 //            \ d: the stages in order
 
 const ALONG = [Math.cos(Math.PI / 6), 0.5];
+const MOST_FLOWS = 80;
 const DEPTH = 0.1, SEAM = 0.022, WHOLE = 0.62, GAP = 1.16;
 
-/** Return the rows of `numbers` (an Int32Array) as objects of the columns that a block has, of one copy of the model. */
+/** Return the rows of `numbers` (an Int32Array) of one copy of the model as objects, each of a rank's block. */
 export function readBlocks(numbers, copy) {
   const found = [];
   for (let at = 0; at + 8 <= numbers.length; at += 8) {
@@ -26,8 +27,7 @@ function projectPoint(d, u, v) {
   return [(d + u) * ALONG[0], (d - u) * ALONG[1] + v];
 }
 
-function makeFaces(d, u0, u1, v0, v1) {
-  const front = d + DEPTH;
+function makeFaces(d, front, u0, u1, v0, v1) {
   return {
     left: [[d, u0, v0], [front, u0, v0], [front, u0, v1], [d, u0, v1]].map((each) => projectPoint(...each)),
     top: [[d, u0, v0], [d, u1, v0], [front, u1, v0], [front, u0, v0]].map((each) => projectPoint(...each)),
@@ -35,7 +35,7 @@ function makeFaces(d, u0, u1, v0, v1) {
   };
 }
 
-/** Return where a stage places a block: [u0, u1, v0, v1] as fractions of the sheet of an image of `size` [rows, cols]. */
+/** Return where a stage places a block: [u0, u1, v0, v1] in units of the longer side of an image of [rows, cols]. */
 export function placeBlock(block, stage, size) {
   const most = Math.max(...size);
   const [high, wide] = [size[0] / most, size[1] / most];
@@ -46,7 +46,7 @@ export function placeBlock(block, stage, size) {
   return [u + column * part, u + (column + 1) * part, v, v + high * scale];
 }
 
-/** Return the scene of one copy of the model in units of an image's longer side: blocks in drawing order, and sheets. */
+/** Return the scene of one copy of the model in units of an image's longer side, its blocks in drawing order. */
 export function buildPlanScene(stages, blocks, size) {
   const most = Math.max(...size), wide = size[1] / most, high = size[0] / most;
   const gap = Math.max(0.42, Math.min(GAP, 7 / (stages.length + 1)));
@@ -59,11 +59,12 @@ export function buildPlanScene(stages, blocks, size) {
     const stage = stages[block.stage], { d } = sheets[block.stage];
     const [u0, u1, v0, v1] = placeBlock(block, stage, size);
     const seam = Math.min(SEAM, (u1 - u0) * 0.12, (v1 - v0) * 0.12);
-    const faces = makeFaces(d, u0 + seam, u1 - seam, v0 + seam, v1 - seam);
+    const front = d + Math.min(DEPTH, 0.45 * (u1 - u0), 0.45 * (v1 - v0));
+    const faces = makeFaces(d, front, u0 + seam, u1 - seam, v0 + seam, v1 - seam);
     const middle = [(u0 + u1) / 2, (v0 + v1) / 2];
     return {
       block, faces, span: [u1 - u0, v1 - v0],
-      into: projectPoint(d, ...middle), out: projectPoint(d + DEPTH, ...middle),
+      into: projectPoint(d, ...middle), out: projectPoint(front, ...middle),
       row: stage.shared ? 0 : Math.floor(block.tile / stage.cols), column: block.tile % stage.cols,
     };
   });
@@ -76,7 +77,8 @@ export function buildPlanScene(stages, blocks, size) {
     const [u0, u1, v0, v1] = placeBlock(box.block, { ...stages[0], spatial: true }, size);
     return [[0, u0, v0], [0, u1, v0], [0, u1, v1], [0, u0, v1]].map((each) => projectPoint(...each));
   });
-  return { boxes, sheets, image, cuts, foot: projectPoint(0, 0, high), flows: findFlows(boxes, cuts, stages.length), gap };
+  const flows = findFlows(boxes, cuts, stages.length);
+  return { boxes, sheets, image, cuts, foot: projectPoint(0, 0, high), flows, gap };
 }
 
 /** Return the lines along which pixels flow, by the stage that they lead to; one line stands for very many. */
@@ -90,22 +92,26 @@ function findFlows(boxes, cuts, stages) {
     const alike = from.length === into.length;
     const pairs = alike ? from.map((point, at) => [point, into[at]])
       : from.flatMap((point) => into.map((to) => [point, to]));
-    flows.push(pairs.length && pairs.length <= 80 ? pairs : from.length && into.length ? [[middle(from), middle(into)]] : []);
+    const one = pairs.length > MOST_FLOWS ? [[middle(from), middle(into)]] : pairs;
+    flows.push(one);
     from = here.map((box) => box.out);
   }
   return flows;
 }
 
-/** Return the scale and offset that fit a scene into `view` [width, height], with `margins` [top, right, bottom, left]. */
+/**
+ * Return the scale and offset that fit a scene into `view` [width, height], with `margins` [top, right, bottom, left].
+ * Room that is left over is mostly on the right, where the card about a rank is.
+ */
 export function fitPlanScene(scene, view, margins) {
-  const points = [...scene.image, ...scene.boxes.flatMap((box) => [...box.faces.left, ...box.faces.top, ...box.faces.front])];
+  const points = [...scene.image, ...scene.boxes.flatMap(({ faces }) => [faces.left, faces.top, faces.front].flat())];
   const [xs, ys] = [0, 1].map((axis) => points.map((point) => point[axis]));
   const [left, right, top, bottom] = [Math.min(...xs), Math.max(...xs), Math.min(...ys), Math.max(...ys)];
   const [width, height] = [view[0] - margins[1] - margins[3], view[1] - margins[0] - margins[2]];
   const scale = Math.max(1, Math.min(width / (right - left), height / (bottom - top)));
   return {
     scale,
-    x: margins[3] - left * scale + (width - (right - left) * scale) / 2,
+    x: margins[3] - left * scale + (width - (right - left) * scale) * 0.3,
     y: margins[0] - top * scale + (height - (bottom - top) * scale) / 2,
   };
 }

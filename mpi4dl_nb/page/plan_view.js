@@ -55,7 +55,7 @@ function buildColumns(el) {
   const middle = part("middle", {}, head, parts.doing, parts.picture, parts.legend, parts.status);
   const right = part("right", {}, parts.gauges, part("run", {}, parts.button, parts.place, parts.reason));
   const root = makeElement("div", { class: "mpi4dl-page mpi4dl-plan" }, parts.left, middle, right);
-  el.append(root);
+  el.append(part("frame", {}, root));
   return { ...parts, root };
 }
 
@@ -64,7 +64,7 @@ function showFacts(parts, shape, picture) {
     makeElement("span", {}, makeElement("b", { text: number }), ` ${words}`)));
   const copies = shape.copies ?? [];
   parts.copies.hidden = copies.length < 2;
-  if (parts.copies.options.length !== copies.length || copies.some((text, at) => parts.copies.options[at].text !== text)) {
+  if ([...parts.copies.options].map((each) => each.text).join() !== copies.join()) {
     parts.copies.replaceChildren(...copies.map((text, value) => makeElement("option", { value, text })));
     parts.copies.value = picture.copy;
   }

@@ -291,7 +291,8 @@ class Configurator(StillFigure):
     def _find_grid(self) -> tuple[int, ...] | None:
         """Return the rows and columns of the tiles that the knobs say; None if they say none."""
         try:
-            return Plan(**{n: self.knobs[n].value for n in ("slice_method", "num_spatial_parts")}).grids[0]
+            names, stages = ("slice_method", "num_spatial_parts"), self.knobs["spatial_size"].value or 1
+            return Plan(split_size=stages, spatial_size=stages, **{n: self.knobs[n].value for n in names}).grids[0]
         except Mpi4dlError:
             return None
 
@@ -299,7 +300,8 @@ class Configurator(StillFigure):
         """Show the ranks needed and the ranks running, and label the button with the action that it offers."""
         needed = self._found.plan.ranks if self._found else None
         text, label, helps = describe_cluster_fit(needed, self.cluster)
-        reason = f"It cannot be started: {wrong}" if wrong else "" if self._found else "No plan is ready yet."
+        unready = "" if self._found and doing != TRACING else "This plan is being checked ..."
+        reason = f"It cannot be started: {wrong}" if wrong else unready
         self.start.description, self.start.disabled, self.start.reason = label, bool(reason) or not helps, reason
         self.view.start = {
             "label": label,

@@ -85,9 +85,9 @@ def describe_options(machines: Sequence[str]) -> list[dict[str, Any]]:
         {"name": IMAGE_PX, "label": "Image, rows of px", "mpi": "image_size", "kind": "steps", "steps": SIDES_PX},
         {"name": BATCH, "label": "Images in a batch", "mpi": "batch_size", "kind": "steps", "steps": BATCHES},
         {"name": "split_size", "label": "Stages", "mpi": "split_size", "kind": "range", "low": 1, "high": 16},
-        {"name": "spatial_size", "label": "Stages cut into tiles", "mpi": "spatial_size", "kind": "range", "low": 0},
-        {"name": GRID, "label": "Tiles, rows x columns", "mpi": "slice_method, num_spatial_parts", "kind": GRID},
-        {"name": MACHINE, "label": "Machine", "mpi": "whose time and memory count", "kind": "menu"},
+        {"name": "spatial_size", "label": "Spatial stages", "mpi": "spatial_size", "kind": "range", "low": 0},
+        {"name": GRID, "label": "Grid of tiles", "mpi": "num_spatial_parts", "kind": GRID},
+        {"name": MACHINE, "label": "Machine", "mpi": "time and memory", "kind": "menu"},
     ]
     main[-1]["choices"] = list(machines)
     own = {
