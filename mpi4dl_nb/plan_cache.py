@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import cycle
-from threading import RLock
+from threading import Lock, RLock
 
 from torch import nn
 
@@ -82,7 +82,7 @@ class PlanCache:
         self.traces = traces
         self._found: dict[Plan, CompiledPlan] = {}
         self._by_shape = {tuple(traces.image_shape): self}
-        self._working = RLock()
+        self._working, self._storing = RLock(), Lock()
 
     def with_shape(self, image_shape: Sequence[int]) -> PlanCache:
         """Return the cache for batches of another shape of the same model. Raises ImageError for an invalid shape."""
@@ -101,12 +101,19 @@ class PlanCache:
 
     def get_compiled(self, plan: Plan, is_asked: Callable[[], bool] = _is_always_asked) -> CompiledPlan | None:
         """Return the compiled plan. Raises PlanError or TraceError if the plan does not fit the model."""
+        if known := self._find(plan):  # without waiting for a thread that is at work
+            return known
         with self._working:
-            found = self._found.pop(plan, None)
-            if found is None:
-                found = self._compile(plan, is_asked)
+            found = self._find(plan) or self._compile(plan, is_asked)
             if found is not None:
                 self._keep(found)
+            return found
+
+    def _find(self, plan: Plan) -> CompiledPlan | None:
+        with self._storing:
+            found = self._found.pop(plan, None)
+            if found is not None:
+                self._found[plan] = found  # at the end, as the one that was used last
             return found
 
     def _compile(self, plan: Plan, is_asked: Callable[[], bool]) -> CompiledPlan | None:
@@ -159,11 +166,12 @@ class PlanCache:
         return replace(found, loads=loads, tallies=tuple(tallies), memory=tuple(memory))
 
     def _keep(self, found: CompiledPlan) -> None:
-        # A dict keeps the order of insertion, and `get_compiled` takes a plan out before it is put in again: the first
-        # ones are those that were not used for the longest time.
-        self._found[found.plan] = found
-        for old in list(self._found)[:-KEPT]:
-            self._found.pop(old, None)
+        # A dict keeps the order of insertion, and a plan that is found is put at the end again: the first ones are
+        # those that were not used for the longest time.
+        with self._storing:
+            self._found[found.plan] = found
+            for old in list(self._found)[:-KEPT]:
+                del self._found[old]
 
 
 @contextmanager

@@ -169,8 +169,8 @@ class RankLoad:
 
     `weight_bytes` are those of its weights and buffers, and `sent` is the traffic of a training step, forward and
     backward. `kept_bytes` are the activations saved for backward at the peak of the step, halos included, `halo_bytes`
-    the halos alone, and `peak_bytes` all tensors at that time. `busy_s` are the seconds of its own work in a step, and `wait_s` the rest of
-    the step. Fields are None until they are counted or predicted.
+    the halos alone, and `peak_bytes` all tensors at that time. `busy_s` are the seconds of its own work in a step, and
+    `wait_s` the rest of the step. Fields are None until they are counted or predicted.
     """
 
     weight_bytes: int

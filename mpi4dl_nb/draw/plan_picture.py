@@ -38,9 +38,9 @@ MOST_COPIES, MOST_BLOCKS = 12, 16_384
 class PlanShape:
     """The ranks, tiles and stages of a plan for a batch of images.
 
-    `size` is that of the image, rows and columns of px. `facts` are the counts as pairs of a number and what it counts. `stages` and `copies` are in words. `blocks` holds a
-    row of int32 for each role of each rank of the first copies of the model, with the columns `BLOCK_COLUMNS`; the last
-    four are the part of the image in px. `left_out` is a sentence about what is not drawn, or empty.
+    `size` is that of the image, rows and columns of px. `facts` are the counts as pairs of a number and what it counts.
+    `stages` and `copies` are in words. `blocks` holds a row of int32 for each role of each rank of
+    the first copies of the model, with the columns `BLOCK_COLUMNS`; the last four are the part of the image in px. `left_out` is a sentence about what is not drawn, or empty.
     """
 
     size: tuple[int, int]
@@ -110,7 +110,7 @@ def _count_facts(plan: Plan, count: int, rows: int, cols: int) -> tuple[tuple[st
         _pair(plan.split_size, "stage"),
         _pair(plan.micro_batches, "micro-batch", f"micro-batch{'es' * (plan.micro_batches > 1)} of {micro}"),
     ]
-    return tuple([*facts, *[_pair(plan.data_parallel, "replica")] * (plan.data_parallel > 1)])
+    return (*facts, *[_pair(plan.data_parallel, "replica")] * (plan.data_parallel > 1))
 
 
 def format_count(count: int, name: str) -> str:
@@ -181,7 +181,8 @@ def describe_load_groups(
 ) -> tuple[tuple[dict[str, Any], ...], bytes]:
     """Return the distinct loads of ranks, and for each rank the number of its load as int32.
 
-    A load is a dict of its `level` of `LEVELS` and the `word` for it, its `share` of the memory of the fullest rank, and `lines` of text.
+    A load is a dict of its `level` of `LEVELS` and the `word` for it, its `share` of the memory of the fullest rank,
+    and `lines` of text.
     """
     groups, limit = group_loads(loads), machine.get_rank_bytes(len(loads)) if machine else None
     most = max((load.peak_bytes or 0 for load in loads), default=0) or 1

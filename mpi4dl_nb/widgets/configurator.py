@@ -32,7 +32,7 @@ from mpi4dl_nb.widgets.plan_view import BATCH, GRID, IMAGE_PX, MACHINE, Knob, Pl
 __all__ = ["Configurator"]
 
 PATIENCE_S = 600.0  # enough to trace a very large model
-TRACE_AFTER_S, COUNT_AFTER_S = 0.1, 0.2  # without a change, so that they do not slow down quick changes
+COMPILE_AFTER_S, TRACE_AFTER_S, COUNT_AFTER_S = 0.1, 0.4, 0.2  # without a change, so that a drag is not slowed down
 MOST_PX, MOST_IMAGES = 1 << 17, 1 << 20
 OWN = "this cluster, as calibrated"
 NO_MACHINE = "For the time of a step: cluster.calibrate(), or choose a machine that is known."
@@ -79,7 +79,9 @@ class Configurator(StillFigure):
         self.knobs = {
             each.name: Knob(each.name, getattr(plan, each.name), self._handle_change) for each in fields(Plan)
         }
-        self.image_px, self.batch = (Knob(*each, self._handle_change) for each in ((IMAGE_PX, shape[2]), (BATCH, shape[0])))
+        self.image_px, self.batch = (
+            Knob(*each, self._handle_change) for each in ((IMAGE_PX, shape[2]), (BATCH, shape[0]))
+        )
         self.machine = Knob(MACHINE, OWN if machine is None else resolve_machine(machine).name, self._handle_change)
         self._all = self.knobs | {each.name: each for each in (self.image_px, self.batch, self.machine)}
         self.start = StartButton(self._start)
@@ -210,10 +212,11 @@ class Configurator(StillFigure):
     def _compile(
         self, planning: PlanCache, plan: Plan, shown: tuple[int, str, PlanShape], touched: str, is_asked: IsAsked
     ) -> None:
-        if not self._compiling.pause(TRACE_AFTER_S, is_asked):
-            return
         error = None
         try:
+            quick = planning.traces.has_graph(plan)
+            if not self._compiling.pause(COMPILE_AFTER_S if quick else TRACE_AFTER_S, is_asked):
+                return
             with pause_gc():
                 planning.get_compiled(plan, is_asked)
         except Mpi4dlError as caught:

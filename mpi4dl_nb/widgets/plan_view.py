@@ -36,7 +36,7 @@ class Knob:
         self.name, self.trouble, self._value, self._on_change = name, "", value, on_change
 
     def __repr__(self) -> str:
-        return f"<Knob {self.name}={self._value!r}{': ' * bool(self.trouble)}{self.trouble}>"
+        return f"<Knob {self.name}={self._value!r}{self.trouble and ': '}{self.trouble}>"
 
     @property
     def value(self) -> Any:
@@ -118,7 +118,7 @@ class PlanView(anywidget.AnyWidget):
     """
 
     _esm = join_modules("plan_view.js")
-    _css = read_style() + read_style("plan.css") + STILL_STYLE.read_text()
+    _css = "\n".join((read_style(), read_style("plan.css"), STILL_STYLE.read_text()))
     options = traitlets.List().tag(sync=True)
     values = traitlets.Dict().tag(sync=True)
     errors = traitlets.Dict().tag(sync=True)
