@@ -1,11 +1,14 @@
-"""The receptive field: the pixels of the image, and of all values between, on which one output pixel depends."""
+"""The receptive field: the pixels of the image, or of any earlier value, on which one output pixel depends."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+
+import numpy as np
+from numpy.typing import NDArray
 
 from engines.errors import PlanError
 from engines.graph.model_graph import ModelGraph
@@ -14,30 +17,63 @@ from engines.program.builder import Builder
 from engines.program.lowering import Lowering
 from engines.spatial.layout import Role
 from engines.spatial.tiles import Span, Tile
-from engines.spatial.windows import WindowRead, compute_window
+from engines.spatial.windows import SpanRule, WindowRead
 
-__all__ = ["ReceptiveField", "ReceptiveFields"]
+__all__ = ["FieldSpans", "ReceptiveField", "ReceptiveFields"]
+
+_NOWHERE = np.iinfo(np.int64).max // 2  # the start of an empty span: later than any pixel
+
+
+@dataclass(frozen=True)
+class FieldSpans:
+    """For each position of a value along one axis, the span of the source on which it depends: (n,) int64 each.
+
+    A position that depends on nothing has a start beyond its stop.
+    """
+
+    starts: NDArray[np.int64]
+    stops: NDArray[np.int64]
+
+    @classmethod
+    def whole(cls, size: int) -> FieldSpans:
+        """Return the spans of the source itself: each position depends on itself."""
+        return cls(np.arange(size), np.arange(1, size + 1))
+
+    def __or__(self, other: FieldSpans) -> FieldSpans:
+        return FieldSpans(np.minimum(self.starts, other.starts), np.maximum(self.stops, other.stops))
+
+    def find_hull(self, span: Span) -> Span:
+        """Return what the positions in `span` depend on together; an empty span if they depend on nothing."""
+        part = slice(span.start, span.stop)
+        start, stop = int(self.starts[part].min()), int(self.stops[part].max())
+        return Span(start, stop) if stop > start else Span(0, 0)
+
+    def read(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> FieldSpans:
+        """Return the spans of readers that read the positions `starts` to `stops`; none where these are equal."""
+        # `reduceat` reduces between the indices at even places, which must differ, and the last of which may be one
+        # beyond the end: so one more position is appended, and readers of nothing read something here, which is undone.
+        first = np.minimum(starts, len(self.starts) - 1)
+        places = np.stack([first, np.maximum(stops, first + 1)], axis=1).ravel()
+        low = np.minimum.reduceat(np.append(self.starts, _NOWHERE), places)[::2]
+        high = np.maximum.reduceat(np.append(self.stops, -1), places)[::2]
+        empty = stops <= starts
+        return FieldSpans(np.where(empty, _NOWHERE, low), np.where(empty, -1, high))
 
 
 @dataclass(frozen=True)
 class ReceptiveField:
-    """The receptive field of pixel `pixel` of the value `node`: of each earlier value the smallest rectangle.
+    """The receptive field of pixel `pixel` of the value `node`: the smallest rectangle `image` of the image.
 
-    `fields` are keyed by the values' names, in pixels of each value. Statistics of norms over all pixels do not count.
+    It is empty if the pixel depends on no pixel of the image. Statistics of norms over all pixels do not count.
     """
 
     node: str
     pixel: tuple[int, int]
-    fields: Mapping[str, Tile]
-
-    @property
-    def image(self) -> Tile:
-        """The pixels of the image; empty if the layer reads none."""
-        return self.fields.get("images", Tile(Span(0, 0), Span(0, 0)))
+    image: Tile
 
 
 class ReceptiveFields:
-    """Traces windows backward through a model by the rules of the operator table, which are looked up once.
+    """Receptive fields of all values of a model, by the window rules of the operator table, axis by axis.
 
     >>> from torch import nn
     >>> from engines.train.training import prepare
@@ -49,6 +85,7 @@ class ReceptiveFields:
 
     def __init__(self, graph: ModelGraph) -> None:
         self.graph = graph
+        self._trace = cache(self._trace_from)
 
     def compute_field(self, node: str, row: int, col: int) -> ReceptiveField:
         """Return the receptive field of one pixel of the value that `node` makes.
@@ -61,28 +98,18 @@ class ReceptiveFields:
                 f"Pixel ({row}, {col}) is not one of the {rows} x {cols} of {node}: "
                 f"use rows 0 to {rows - 1} and columns 0 to {cols - 1}."
             )
-        # Backward through the nodes: all readers of a value come after it, so its rectangle is complete when it is
-        # reached. Two branches that read different windows of one value are joined to the smallest rectangle of both.
-        found, values = {node: Tile(Span(row, row + 1), Span(col, col + 1))}, self._builder.values
-        for each in reversed(self.graph.nodes):
-            if each.name not in found:
-                continue
-            outputs, made = found[each.name], values.get(each.name)
-            for name in dict.fromkeys(each.reads):
-                value = values.get(name)
-                if value is None or not value.axes:
-                    continue
-                whole = Tile.whole(*value.size_px)
-                if rules := self._rules.get((each.name, name)):
-                    windows = [compute_window(outputs, rule.rules) for rule in rules]
-                else:
-                    # No window rule: a pointwise operator reads the pixel at the same position; any other one reads the
-                    # whole value, as does one whose input was all-gathered.
-                    beneath = made is not None and made.axes and made.size_px == whole.shape
-                    windows = [outputs if beneath and f"{name}.whole" not in values else whole]
-                for tile in windows:
-                    found[name] = found[name] | tile & whole if name in found else tile & whole
-        return ReceptiveField(node, (row, col), found)
+        return ReceptiveField(node, (row, col), self.compute_region(node, Tile(Span(row, row + 1), Span(col, col + 1))))
+
+    def compute_region(self, node: str, tile: Tile, source: str = "images") -> Tile:
+        """Return the pixels of the image, or of an earlier value, on which the pixels `tile` of a value depend."""
+        hulls = [spans.find_hull(span) for spans, span in zip(self.get_spans(node, source), tile, strict=True)]
+        return Tile(*hulls) if all(hulls) else Tile(Span(0, 0), Span(0, 0))
+
+    def get_spans(self, node: str, source: str = "images") -> tuple[FieldSpans, FieldSpans]:
+        """Return the spans of the source for each row and for each column of a value. Raises PlanError as above."""
+        rows, cols = self.get_size_px(node)
+        nothing = tuple(FieldSpans(np.full(size, _NOWHERE), np.full(size, -1)) for size in (rows, cols))
+        return self._trace(source).get(node, nothing)  # type: ignore[return-value]
 
     def get_size_px(self, node: str) -> tuple[int, int]:
         """Return the rows and columns of a node's value. Raises PlanError if it has none."""
@@ -91,6 +118,44 @@ class ReceptiveFields:
             raise PlanError(f"{node!r} is no value of rows and columns: it has no receptive field.")
         return value.size_px
 
+    def _trace_from(self, source: str) -> Mapping[str, tuple[FieldSpans, ...]]:
+        """Return the spans of all values that depend on a source, by one pass through the model."""
+        # Forward, since a position's span is the hull of those that it reads, which are known by then:
+        #
+        #     image       . . [. . . . .] . .
+        #     conv2d          [. . .]            each of these three has a span of three in the image
+        #     conv2d_1           .               its span is their hull: five
+        values = self._builder.values
+        found = {source: tuple(FieldSpans.whole(size) for size in self.get_size_px(source))}
+        for node in self.graph.nodes:
+            made = values.get(node.name)
+            if made is None or not made.axes:
+                continue
+            for name in dict.fromkeys(node.reads):
+                if name not in found or not values[name].axes:
+                    continue
+                whole = Tile.whole(*values[name].size_px)
+                for spans in self._find_windows(node.name, name, made.size_px, whole):
+                    read = tuple(known.read(*span) for known, span in zip(found[name], spans, strict=True))
+                    before = found.get(node.name, read)
+                    found[node.name] = tuple(one | other for one, other in zip(before, read, strict=True))
+        return found
+
+    def _find_windows(
+        self, node: str, name: str, out_px: tuple[int, int], whole: Tile
+    ) -> list[list[tuple[NDArray[np.int64], NDArray[np.int64]]]]:
+        """Return, for each way in which a node reads a value, the first and last positions by output, axis by axis."""
+        if reads := self._rules.get((node, name)):
+            return [
+                [_apply_rule(rule, size, len(span)) for rule, size, span in zip(read.rules, out_px, whole, strict=True)]
+                for read in reads
+            ]
+        # No window rule: a pointwise operator reads the pixel at the same position; any other one reads the whole
+        # value, as does one whose input was all-gathered.
+        if out_px == whole.shape and f"{name}.whole" not in self._builder.values:
+            return [[(np.arange(size), np.arange(1, size + 1)) for size in out_px]]
+        return [[(np.zeros(n, np.int64), np.full(n, len(s))) for n, s in zip(out_px, whole, strict=True)]]
+
     @cached_property
     def _builder(self) -> Builder:
         """The whole model built for one rank, which records what each operator reads."""
@@ -98,8 +163,21 @@ class ReceptiveFields:
         return Lowering(self.graph, plan).get_builder(Role(0, 0))
 
     @cached_property
-    def _rules(self) -> Mapping[tuple[str, str], list[WindowRead]]:
+    def _rules(self) -> Mapping[tuple[str, str], Sequence[WindowRead]]:
         found: dict[tuple[str, str], list[WindowRead]] = defaultdict(list)
         for read in self._builder.reads:
             found[read.node, read.value].append(read)
         return found
+
+
+def _apply_rule(rule: SpanRule, count: int, limit: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return where each of `count` outputs starts and stops to read, within 0 to `limit`."""
+    numbers = np.arange(count)
+    if getattr(rule, "elementwise", False):
+        span = rule(Span(numbers, numbers + 1))  # type: ignore[arg-type]
+        starts, stops = span.start, span.stop
+    else:
+        each = [rule(Span(number, number + 1)) for number in range(count)]
+        starts, stops = np.array([[span.start, span.stop] for span in each]).T
+    low = np.clip(starts, 0, limit)
+    return low, np.maximum(low, np.clip(stops, 0, limit))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import or_
+from typing import ClassVar
 
 from engines.spatial.tiles import Span, Tile, compute_moves
 
@@ -35,7 +36,9 @@ __all__ = [
 ]
 
 SpanRule = Callable[[Span], Span]
-"""Maps outputs along one axis to the inputs that they read, including those outside the image."""
+"""Maps outputs along one axis to the inputs that they read, including those outside the image.
+
+A rule that is `elementwise` also takes a span whose start and stop are arrays: one span for each element."""
 
 Margins = tuple[tuple[int, int], ...]
 """For each sharded axis: how much to add, or if negative to crop, before and after."""
@@ -49,6 +52,7 @@ class SlidingWindow:
     stride: int = 1
     padding: int = 0
     dilation: int = 1
+    elementwise: ClassVar[bool] = True
 
     def __call__(self, out: Span) -> Span:
         """Return the input pixels that the outputs `out` read.
@@ -76,6 +80,7 @@ class TransposedWindow:
     stride: int = 1
     padding: int = 0
     dilation: int = 1
+    elementwise: ClassVar[bool] = True
 
     def __call__(self, out: Span) -> Span:
         """Return the input pixels that write to the outputs `out`.
@@ -93,7 +98,8 @@ class TransposedWindow:
         # Rounded up: the first input whose last write reaches out.start.
         first = -((reach - out.start - self.padding) // self.stride)
         last = (out.stop - 1 + self.padding) // self.stride
-        return Span(min(first, last), last + 1)  # never empty: a kernel needs a pixel; surplus outputs are cropped
+        # Never empty: a kernel needs a pixel; surplus outputs are cropped. This is min(first, last), also of arrays.
+        return Span(first - (first > last) * (first - last), last + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +107,7 @@ class Shift:
     """Window of slicing and padding: output i reads input i + `by`."""
 
     by: int
+    elementwise: ClassVar[bool] = True
 
     def __call__(self, out: Span) -> Span:
         return Span(out.start + self.by, out.stop + self.by)

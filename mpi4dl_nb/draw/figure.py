@@ -25,6 +25,7 @@ __all__ = [
     "INK",
     "MANY",
     "ORANGE",
+    "TILE_COLOURS",
     "BarStyle",
     "Box",
     "Drawing",
@@ -41,6 +42,9 @@ __all__ = [
 ]
 
 ORANGE, BLUE, INK = "#d95f02", "#0057b8", "#1a1a1a"  # legible on pink and brown tissue, and for the colour-blind
+TILE_COLOURS = (BLUE, ORANGE, "#007d5a", "#a3338a")
+"""Of tiles: those of an even row alternate between the first two, of an odd row between the others, so that all
+neighbours differ, corners included."""
 CASING = [withStroke(linewidth=4, foreground="white")]
 MANY = 12  # rows; a chart with more has lower rows with one line of text
 

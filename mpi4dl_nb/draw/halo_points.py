@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -15,7 +16,7 @@ from engines.plan import Plan
 from engines.program.compile import Compiler
 from engines.program.effects import LocalOp
 from engines.program.exchange import Exchange
-from engines.program.receptive import ReceptiveField, ReceptiveFields
+from engines.program.receptive import FieldSpans, ReceptiveField, ReceptiveFields
 from engines.spatial.layout import Layout, Role, StageRanks
 from engines.spatial.tiles import Move, Tile, compute_moves
 from engines.spatial.windows import Shift, compute_halo_widths, compute_window
@@ -25,6 +26,7 @@ from mpi4dl_nb.draw.figure import format_size
 __all__ = [
     "HaloLayers",
     "HaloPoint",
+    "choose_borrower",
     "find_halo_points",
     "find_point",
     "find_spatial_stages",
@@ -73,6 +75,11 @@ class HaloPoint:
         """Height and width of the value for the whole image."""
         rows, cols = self.axes
         return self.spec.shape[rows], self.spec.shape[cols]
+
+    @property
+    def pixel_bytes(self) -> int:
+        """The bytes of one pixel, with all channels and images of the value."""
+        return self.spec.bytes // math.prod(self.size_px)
 
     @property
     def numbers(self) -> dict[int, int]:
@@ -125,6 +132,11 @@ class HaloPoint:
         above, below = compute_halo_widths(own.rows, reads.rows, self.size_px[0])
         left, right = compute_halo_widths(own.cols, reads.cols, self.size_px[1])
         return {"above": above, "below": below, "left": left, "right": right}
+
+
+def choose_borrower(point: HaloPoint) -> int:
+    """Return the number of the tile that reads pixels of most others; the first of several."""
+    return point.numbers[max(point.ranks.ranks, key=lambda rank: len(point.find_halo(rank)))]
 
 
 def resolve_graph(model: nn.Module | Recipe | ModelGraph, picture: Picture, plan: Plan) -> ModelGraph:
@@ -273,18 +285,16 @@ class HaloLayers:
             self._points[together] = tuple(found)
         return tuple(point for point in self._points[together] if stage in (None, point.stage))
 
-    def select_point(self, stage: int, number: int, together: int | str | None = None) -> HaloPoint:
-        """Return layer `number`, counted without fusion, as it reads with `together` fused layers.
+    def select_points(self, together: int | str | None = None) -> tuple[HaloPoint, ...]:
+        """Return all layers, counted without fusion, as they read with `together` fused layers."""
+        alone = self.find_points(None)
+        # Fusion changes the number of points, so that only the readers' names identify a layer.
+        fused = {node.name: point for point in reversed(self.find_points(None, together)) for node in point.readers}
+        return tuple(next((fused[node.name] for node in point.readers if node.name in fused), point) for point in alone)
 
-        Raises PlanError if there is no such layer.
-        """
-        alone = find_point(self.find_points(stage), number)
-        if together is None:
-            return alone
-        # Fusion changes the number of points, so that only the readers' names identify the layer.
-        names = {node.name for node in alone.readers}
-        found = (each for each in self.find_points(stage, together) if names & {node.name for node in each.readers})
-        return next(found, alone)
+    def get_spans(self, point: HaloPoint) -> tuple[FieldSpans, FieldSpans]:
+        """Return the picture's rows on which each row of a layer's output depends, and the columns likewise."""
+        return self.fields.get_spans(point.readers[0].name)
 
     def get_output_px(self, point: HaloPoint) -> tuple[int, int]:
         """Return the rows and columns of a layer's output."""

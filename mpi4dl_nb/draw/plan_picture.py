@@ -40,7 +40,8 @@ class PlanShape:
 
     `size` is that of the image, rows and columns of px. `facts` are the counts as pairs of a number and what it counts.
     `stages` and `copies` are in words. `blocks` holds a row of int32 for each role of each rank of
-    the first copies of the model, with the columns `BLOCK_COLUMNS`; the last four are the part of the image in px. `left_out` is a sentence about what is not drawn, or empty.
+    the first copies of the model, with the columns `BLOCK_COLUMNS`; the last four are the part of the image in px.
+    `left_out` is a sentence about what is not drawn, or empty.
     """
 
     size: tuple[int, int]

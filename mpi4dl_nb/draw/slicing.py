@@ -26,13 +26,14 @@ from mpi4dl_nb.draw.figure import INK, Drawing, format_rank_count, format_size
 from mpi4dl_nb.draw.halo_points import (
     HaloLayers,
     HaloPoint,
+    choose_borrower,
     find_point,
     find_spatial_stages,
     get_stage_ranks,
     make_picture_point,
     resolve_graph,
 )
-from mpi4dl_nb.draw.navigation import RasterCache, choose_seam, get_pixel_at, make_square
+from mpi4dl_nb.draw.navigation import RasterCache, choose_seam, get_pixel_at, make_square, to_fractions, to_pixel
 from mpi4dl_nb.draw.tilemap import (
     COMPUTED,
     FIELD,
@@ -49,9 +50,10 @@ from mpi4dl_nb.draw.tilemap import (
     label_owners,
     label_tiles,
     mark_zoom,
+    tint_halo,
 )
 
-__all__ = ["LayerView", "draw_slicing", "show_slicing"]
+__all__ = ["LayerView", "describe_tile", "draw_slicing", "format_title", "make_layer_view", "show_slicing"]
 
 UP_TO_PX = 12  # across a view whose values are written; three numbers would be illegible in smaller cells
 
@@ -216,6 +218,21 @@ class LayerView:
     remarks: tuple[str, ...] = ()
 
 
+def make_layer_view(
+    place: Sequence[int],
+    point: HaloPoint,
+    picture: Picture,
+    field: ReceptiveField | None = None,
+    remarks: Sequence[str] = (),
+) -> LayerView:
+    """Return the view of a layer at a place of the picture: its row, column and side in pixels; whole without one."""
+    if not place:
+        return LayerView(None, None, field, tuple(remarks))
+    at = to_pixel(to_fractions((place[0], place[1]), picture.shape()), point.size_px)
+    side = max(1, round(place[2] * point.size_px[0] / picture.shape()[0]))
+    return LayerView(side, at, field, tuple(remarks))
+
+
 def show_slicing(
     image: Source,
     plan: Plan,
@@ -353,7 +370,7 @@ def _resolve_rank(point: HaloPoint, tile: int | None) -> int:
     """Return the rank of a tile of the stage; None: of the tile with most sources."""
     ranks = point.ranks.ranks
     if tile is None:
-        return max(ranks, key=lambda rank: len(point.get_receives(rank)))
+        return ranks[choose_borrower(point)]
     if not 0 <= tile < len(ranks):
         raise PlanError(f"tile={tile}, but stage {point.stage} has tiles 0 to {len(ranks) - 1}.")
     return ranks[tile]
@@ -368,9 +385,9 @@ def _draw_legend(figure: Drawing, point: HaloPoint, rank: int, with_field: bool)
         ("what it computes though others own it", point.find_redundant_moves(rank), COMPUTED),
     ):
         if pieces:
-            entries[name] = tuple(Patch(edgecolor=tint, **look) for tint, _ in LOOKS)
+            entries[name] = tuple(Patch(**tint_halo(tint, look)) for tint, _ in LOOKS)
     if len(figure.axes) > 1 and len(entries) > 1:
-        entries["whitened: not needed by this tile"] = Patch(facecolor="white", edgecolor="#bbbbbb")
+        entries["grey: not needed by this tile"] = Patch(facecolor="#9a9da1", edgecolor="#777777")
     # Whether the halos of others are wide enough to be drawn depends on the screen: the figure itself tells.
     if any(patch.get_hatch() == OTHER_HALO["hatch"] for patch in figure.axes[0].patches):
         entries["halos of the other tiles"] = Patch(**OTHER_HALO | {"linewidth": 0.5})

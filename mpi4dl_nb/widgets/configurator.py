@@ -9,6 +9,7 @@ from itertools import count
 from threading import RLock
 from typing import Any
 
+import ipywidgets
 from torch import Tensor, nn
 
 from engines.cli.plan_options import find_plan_option
@@ -41,7 +42,7 @@ TRACING = "Tracing and compiling the model for this plan ..."
 WEIGHING = "Counting the memory and predicting the time ..."
 
 
-class Configurator(StillFigure):
+class Configurator(StillFigure, ipywidgets.VBox):
     """All options of a `Plan` for one model, validated at each change.
 
     `image_shape` is (N, C, H, W) of a batch; `loss`, `labels` and `device` are as for `Training`. `plan` is the last

@@ -22,9 +22,11 @@ from mpi4dl_nb.draw.figure import Drawing
 
 __all__ = [
     "BOX_STYLE",
+    "STILL_STYLE",
     "ErrorAlert",
     "FigureView",
     "FigureWidget",
+    "PageWidget",
     "RangeBar",
     "Slider",
     "StillFigure",
@@ -184,22 +186,25 @@ class FigureView(anywidget.AnyWidget):
 
 
 STILL = "mpi4dl-still"  # class name, also in figure_view.css
+STILL_STYLE = Path(__file__).with_name("figure_view.css").read_text()
+"""The style of a live widget that has a still figure."""
 
 
-class StillFigure(ipywidgets.VBox):
-    """A widget with a `figure`. A page without live widgets (a saved file) shows the figure's last snapshot."""
+class StillFigure:
+    """Mixin of a widget with a `figure`: a page without live widgets (a saved file) shows its last snapshot."""
 
     _still: DisplayHandle | None = None
 
     @property
     def figure(self) -> Drawing | None:
-        """The figure of what is shown now."""
+        """The figure that stands for the live view in a saved page."""
         raise NotImplementedError
 
-    def update_snapshot(self) -> None:
-        """Replace the static figure in the page's file by the current one."""
+    def update_snapshot(self, kept: bool = False) -> None:
+        """Replace the static figure in the page's file by the current one; if `kept`, live pages show it as well."""
         if self._still is not None:
-            self._still.update(HTML(self._snapshot_html))
+            figure = self.figure if kept else None
+            self._still.update(HTML(figure._repr_html_() if figure else self._snapshot_html))
 
     @property
     def _snapshot_html(self) -> str:
@@ -211,33 +216,23 @@ class StillFigure(ipywidgets.VBox):
 
         A file contains both. From a single output nbconvert would keep the widget only, which is not live there.
         """
-        live = super()._repr_mimebundle_() | {"text/plain": f"{type(self).__name__}, as it was:"}
-        display(live, raw=True)
+        display(self._make_live_bundle() | {"text/plain": f"{type(self).__name__}, as it was:"}, raw=True)
         self._still = display(HTML(self._snapshot_html), display_id=True)
 
     def _repr_mimebundle_(self, **keywords: Any) -> dict[str, Any]:
-        bundle = super()._repr_mimebundle_(**keywords)
-        return bundle | ({"text/html": self.figure._repr_html_()} if self.figure else {})
+        return self._make_live_bundle() | ({"text/html": self.figure._repr_html_()} if self.figure else {})
+
+    def _make_live_bundle(self) -> dict[str, Any]:
+        bundle = super()._repr_mimebundle_()
+        return bundle[0] if isinstance(bundle, tuple) else bundle  # anywidget adds metadata
 
 
-class FigureWidget(StillFigure):
-    """Controls above one figure. A page without live widgets (a saved file) shows the figure's last snapshot."""
+class PageWidget(StillFigure, ipywidgets.VBox):
+    """Controls, a line for errors, and a view below them, which the page draws."""
 
-    def __init__(
-        self,
-        controls: Sequence[ipywidgets.Widget],
-        keys: Sequence[str] = (),
-        on_key: Callable[[str], None] | None = None,
-        on_point: Callable[[float, float], None] | None = None,
-        tip: str = "",
-    ) -> None:
-        self.view, self.trouble = FigureView(keys, on_key, on_point, tip), ErrorAlert()
+    def __init__(self, controls: Sequence[ipywidgets.Widget], view: ipywidgets.DOMWidget) -> None:
+        self.view, self.trouble = view, ErrorAlert()
         super().__init__([*controls, self.trouble, self.view])
-
-    @property
-    def figure(self) -> Drawing | None:
-        """The figure that is shown now."""
-        return self.view.figure
 
     @contextmanager
     def show_errors(self) -> Iterator[None]:
@@ -248,3 +243,24 @@ class FigureWidget(StillFigure):
             self.trouble.show(str(error))
         else:
             self.trouble.show("")
+
+
+class FigureWidget(PageWidget):
+    """Controls above one figure, which the kernel draws."""
+
+    view: FigureView
+
+    def __init__(
+        self,
+        controls: Sequence[ipywidgets.Widget],
+        keys: Sequence[str] = (),
+        on_key: Callable[[str], None] | None = None,
+        on_point: Callable[[float, float], None] | None = None,
+        tip: str = "",
+    ) -> None:
+        super().__init__(controls, FigureView(keys, on_key, on_point, tip))
+
+    @property
+    def figure(self) -> Drawing | None:
+        """The figure that is shown now."""
+        return self.view.figure

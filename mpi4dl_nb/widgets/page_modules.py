@@ -8,7 +8,7 @@ from pathlib import Path
 
 __all__ = ["join_modules", "read_style"]
 
-FOLDER = Path(__file__).parents[1] / "page"
+FOLDER = Path(__file__).parents[1].joinpath("page")
 _IMPORT = re.compile(r'^import \{[^}]*\} from "\./(?P<file>[\w.]+)";\n', re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=(?:async )?function|const|class)", re.MULTILINE)
 
@@ -26,7 +26,7 @@ def join_modules(entry: str) -> str:
     texts: dict[str, str] = {}
 
     def visit(file: str) -> None:
-        text = (FOLDER / file).read_text()
+        text = FOLDER.joinpath(file).read_text()
         for found in _IMPORT.finditer(text):
             if found["file"] not in texts:
                 visit(found["file"])
@@ -36,6 +36,6 @@ def join_modules(entry: str) -> str:
     return "\n".join(texts.values())
 
 
-def read_style(file: str = "page.css") -> str:
-    """Return a style sheet of the page."""
-    return (FOLDER / file).read_text()
+def read_style(*files: str) -> str:
+    """Return the style sheet of all widgets that the page draws, followed by `files`."""
+    return "\n".join(FOLDER.joinpath(file).read_text() for file in ("page.css", *files))

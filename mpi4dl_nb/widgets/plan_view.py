@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import anywidget
@@ -14,6 +13,7 @@ from engines.cli.plan_options import format_value, parse_value
 from engines.errors import Mpi4dlError
 from engines.plan import OPTIONS, Plan
 from mpi4dl_nb.draw.plan_picture import PlanShape
+from mpi4dl_nb.widgets.figure_widget import STILL_STYLE
 from mpi4dl_nb.widgets.page_modules import join_modules, read_style
 
 __all__ = ["BATCH", "IMAGE_PX", "MACHINE", "Knob", "PlanView", "StartButton", "describe_options"]
@@ -21,7 +21,6 @@ __all__ = ["BATCH", "IMAGE_PX", "MACHINE", "Knob", "PlanView", "StartButton", "d
 IMAGE_PX, BATCH, MACHINE, GRID = "image_px", "batch", "machine", "grid"
 SIDES_PX = [64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384]
 BATCHES = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128]
-STILL_STYLE = Path(__file__).with_name("figure_view.css")
 
 # One knob: an option of the plan, a size of the batch, or the machine.
 
@@ -118,7 +117,7 @@ class PlanView(anywidget.AnyWidget):
     """
 
     _esm = join_modules("plan_view.js")
-    _css = "\n".join((read_style(), read_style("plan.css"), STILL_STYLE.read_text()))
+    _css = "\n".join((read_style(), read_style("plan.css"), STILL_STYLE))
     options = traitlets.List().tag(sync=True)
     values = traitlets.Dict().tag(sync=True)
     errors = traitlets.Dict().tag(sync=True)

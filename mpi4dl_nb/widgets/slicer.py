@@ -2,76 +2,93 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Sequence
 from html import escape
 from typing import Any
 
+import anywidget
 import ipywidgets
+import traitlets
 from torch import nn
 
 from engines.graph.model_graph import ModelGraph
-from engines.images.picture import Source, open_image
+from engines.images.picture import Picture, Source, open_image
 from engines.plan import Plan
 from engines.train.training import Recipe
+from mpi4dl_nb.draw.figure import TILE_COLOURS, Drawing
 from mpi4dl_nb.draw.halo_points import (
     HaloLayers,
     HaloPoint,
+    choose_borrower,
     find_spatial_stages,
-    get_stage_ranks,
     make_picture_point,
     resolve_graph,
     with_fused_halos,
 )
-from mpi4dl_nb.draw.navigation import (
-    ARROWS,
-    NEAR_PX,
-    RasterCache,
-    add_clamped,
-    choose_seam,
-    clamp_to_tile,
-    find_nearest_seam,
-    find_owner,
-    find_zoom,
-    get_neighbour,
-    get_pixel_at,
-    pan,
-    to_fractions,
-    to_pixel,
-)
-from mpi4dl_nb.draw.slicing import LayerView, draw_slicing
+from mpi4dl_nb.draw.layer_tables import build_layer_tables, describe_net
+from mpi4dl_nb.draw.navigation import RasterCache, find_owner
+from mpi4dl_nb.draw.picture_tiles import count_levels, encode_pixels, encode_tile
+from mpi4dl_nb.draw.slicing import draw_slicing, make_layer_view
 from mpi4dl_nb.widgets.figure_widget import (
-    FigureWidget,
-    Slider,
+    PageWidget,
     make_bounded_int,
-    make_button,
     make_checkbox,
     make_dropdown,
     show_status,
 )
+from mpi4dl_nb.widgets.page_modules import join_modules, read_style
 
-__all__ = ["Slicer"]
+__all__ = ["Slicer", "SlicerView"]
 
 TOGETHER = ("auto", 1, 2, 3, 4, 6, 8)  # layers fused
 HELP = (
-    "Click a tile to choose it; click the framed place to look at it closely. Keys on the figure: arrows choose the "
-    "tile or, close up, pan; + and - zoom, 0 shows the whole; [ and ] change the layer, d fused halos, r the "
-    "receptive field."
+    "Drag to move, turn the wheel to zoom, click a tile to choose it, point at a pixel to see who owns and borrows it. "
+    "Keys on the picture: + - 0 zoom, arrows move from pixel to pixel, t and T choose a tile, [ and ] a layer, "
+    "h the halo from close by, c all that was seen so far, f receptive fields."
 )
-WAYS = {"ArrowLeft": "← left", "ArrowUp": "↑ up", "ArrowDown": "↓ down", "ArrowRight": "→ right"}
 ROW = {"flex_flow": "row wrap", "align_items": "center"}
 COMPILING = "Compiling the ranks' programs ..."
 
 
-class Slicer(FigureWidget):
+class SlicerView(anywidget.AnyWidget):
+    """The part of a slicer that the page draws. It has all numbers of all layers; only tissue is fetched, by tile.
+
+    `layer` and `tile` are numbers. `reading` is `layer` (what the tile borrows at this layer) or `picture` (all that
+    its outputs depend on in the picture). `place` is the view: row, column and side in pixels of the picture, or
+    nothing for the whole. `picked` is the last clicked pixel: its row and column in what the layer reads, and those in
+    the layer's output.
+    """
+
+    _esm = join_modules("slicer.js")
+    _css = read_style("slicer.css")
+    facts = traitlets.Dict().tag(sync=True)
+    numbers = traitlets.Bytes(b"").tag(sync=True)
+    preview = traitlets.Bytes(b"").tag(sync=True)
+    layer = traitlets.Int(0).tag(sync=True)
+    tile = traitlets.Int(0).tag(sync=True)
+    reading = traitlets.Enum(["layer", "picture"], "layer").tag(sync=True)
+    fields = traitlets.Bool(False).tag(sync=True)
+    place = traitlets.List(traitlets.Int()).tag(sync=True)
+    picked = traitlets.List(traitlets.Int()).tag(sync=True)
+
+    def __init__(self, picture: Picture, preview: bytes) -> None:
+        super().__init__(preview=preview)
+        self.picture = picture
+        self.on_msg(self._send_tiles)
+
+    def _send_tiles(self, _widget: Any, content: dict[str, Any], _buffers: Any) -> None:
+        for place in content.get("tiles", ()):  # one message each: the page shows a tile when it has come
+            self.send({"tiles": [place]}, [encode_tile(self.picture, *place)])
+
+
+class Slicer(PageWidget):
     """A picture or slide in the tiles of a plan: `Slicer(image, plan, model)`.
 
-    `image` is anything that `open_image` takes. With a model (or the `recipe` of a `Training`), a slider selects one
-    of its layers that read beyond their tiles. A module is first traced at the picture's size, which takes seconds.
-    `fused_halos` compares halos with and without fusion; `plan` is the plan with the selected fusion. Controls can be
-    set by code as well (`slicer.layer.value = 3`), and `figure` is the current figure.
-    Raises PlanError, TraceError or ImageError.
+    `image` is anything that `open_image` takes. With a model (or the `recipe` of a `Training`), the strip above the
+    picture selects one of its layers that read beyond their tiles. A module is first traced at the picture's size,
+    which takes seconds. `fused_halos` compares halos with and without fusion; `plan` is the plan with the selected
+    fusion. Layer and tile can be set by code as well (`slicer.layer.value = 3`), and `figure` is what is seen, drawn by
+    `show_slicing`. Raises PlanError, TraceError or ImageError.
 
     >>> from engines.images.sample_data import immunohistochemistry
     >>> from engines.models import resnet20_v1
@@ -88,201 +105,112 @@ class Slicer(FigureWidget):
             rows, cols = self.rasters.picture.shape()
             with show_status(f"Tracing {type(model).__name__} for images of {rows} × {cols} px ..."):
                 self._layers = HaloLayers(resolve_graph(model, self.rasters.picture, plan), plan)
-        self._zoom: int | None = None
-        self._place: tuple[float, float] | None = None  # fractions of the image: another layer has another size
-        self._settling = False
-        stages = find_spatial_stages(plan)
-        names = [(f"{stage}, in {get_stage_ranks(plan, stage).grid} tiles", stage) for stage in stages]
         together = plan.fused_layers if plan.halo_d2 else "auto"
-        self.stage = make_dropdown("stage", names, stages[0], "one of the stages that are cut into tiles", "15em")
-        self.layer = Slider("layer", 0, 0, 0, "among those that read beyond their tiles", "8em")
+        self.layer = make_bounded_int("layer", 0, 0, 0, "among those that read beyond their tiles", "8em")
         self.tile = make_bounded_int("tile", 0, 0, 0, "whose halo is shown", "7em")
         fused = "one exchange for several layers"
         self.fused_halos = make_checkbox("fused halos (D2)", plan.halo_d2, fused, "12em")
         counts = [*dict.fromkeys((*TOGETHER, together))]
         self.together = make_dropdown("layers fused", counts, together, width="12em")
-        self.receptive = make_checkbox("receptive field", False, "what one output pixel sees of the picture", "11em")
-        self.row = make_bounded_int("output row", 0, 0, 0, width="11em")
-        self.column = make_bounded_int("output column", 0, 0, 0, width="13em")
         self.note = ipywidgets.HTML()
-        buttons = [
-            make_button("zoom in", self.zoom_in, "show fewer pixels, larger (+)", "search-plus"),
-            make_button("zoom out", self.zoom_out, "show more pixels (-)", "search-minus"),
-            make_button("whole", self.zoom_to_whole, "show the whole layer (0)"),
-            *(make_button(name, partial(self.go, way), "the next tile; close up, pan") for way, name in WAYS.items()),
-        ]
-        of_model = [self.fused_halos, self.together, self.receptive, self.row, self.column]
-        rows = [[self.stage, self.layer, self.tile], of_model] if self._layers else [[self.stage, self.tile]]
-        boxes = [ipywidgets.HBox(row, layout=ROW) for row in (*rows, [*buttons, self.note])]
-        help_line = ipywidgets.HTML(f'<div style="max-width: 80em; line-height: 1.4">{escape(HELP)}</div>')
-        super().__init__([*boxes, help_line], [*self._make_key_actions()], self._handle_key, self._handle_click)
-        self._update_controls()
-        for control in (self.stage, self.layer, self.tile, *of_model):
-            control.observe(self._handle_change, "value")
-        self._redraw()
+        of_model = [self.fused_halos, self.together] if self._layers else []
+        help_line = ipywidgets.HTML(f'<div style="max-width: 90em; line-height: 1.4">{escape(HELP)}</div>')
+        controls = [ipywidgets.HBox([self.layer, self.tile, *of_model, self.note], layout=ROW), help_line]
+        self.points: tuple[HaloPoint, ...] = ()
+        self._drawn: tuple[Any, Drawing] | None = None
+        super().__init__(controls, SlicerView(self.rasters.picture, encode_pixels(self.rasters.whole)))
+        self._compile()
+        self.view.tile = choose_borrower(self.points[0])
+        for name in ("layer", "tile"):
+            ipywidgets.link((self.view, name), (getattr(self, name), "value"))
+        self.view.observe(self._handle_layer, "layer")
+        self.view.observe(lambda _: self.update_snapshot(), ["place", "picked", "layer", "tile", "reading"])
+        for control in (self.fused_halos, self.together):
+            control.observe(lambda _: self._compile(), "value")
 
     @property
     def plan(self) -> Plan:
         """The plan with the currently selected fusion of halos."""
         return with_fused_halos(self._plan, self._together)
 
-    def zoom_in(self) -> None:
-        """Show a quarter as many pixels across. From the whole layer, zoom to the seam nearest to the current pixel."""
-        point = self._get_point()
-        if self._zoom is None:
-            at = self._get_pixel(point)
-            if self._place:
-                at = find_nearest_seam(point, self._get_rank(point), at)
-            self._place = to_fractions(at, point.size_px)
-        self._set_zoom(find_zoom(self._zoom, True, point.size_px))
+    @property
+    def point(self) -> HaloPoint:
+        """The layer that is shown."""
+        return self.points[self.view.layer]
 
-    def zoom_out(self) -> None:
-        """Show four times as many pixels across, up to the whole layer."""
-        self._set_zoom(find_zoom(self._zoom, False, self._get_point().size_px))
+    @property
+    def figure(self) -> Drawing:
+        """What is seen, as a figure for paper: the layer, the tile, and the view of the picture."""
+        state = (self.view.layer, self.view.tile, *self.view.place, *self.view.picked, self.view.fields, self._together)
+        if self._drawn is None or self._drawn[0] != state:
+            point, field = self.point, None
+            if self.view.fields and self.view.picked and self._layers and point.readers:
+                field = self._layers.compute_field(point, *self.view.picked[2:])
+            shown = make_layer_view(self.view.place, point, self.rasters.picture, field, self._describe_fusion(point))
+            self._drawn = state, draw_slicing(self.rasters, point, self.view.tile, shown)
+        return self._drawn[1]
 
-    def zoom_to_whole(self) -> None:
-        """Show the whole layer."""
-        self._set_zoom(None)
-
-    def go(self, way: str) -> None:
-        """Move by an arrow key's name such as `ArrowLeft`: to the next tile or, zoomed in, by a quarter of the view."""
-        point = self._get_point()
-        if self._zoom is None:
-            self.tile.value = get_neighbour(point.ranks.grid, self.tile.value, ARROWS[way])
-        else:
-            at = pan(self._get_pixel(point), ARROWS[way], self._zoom, point.size_px)
-            self._place = to_fractions(at, point.size_px)
-            self._redraw()
-
-    def _make_key_actions(self) -> dict[str, Callable[[], None]]:
-        return {
-            **{way: partial(self.go, way) for way in ARROWS},
-            **dict.fromkeys(("+", "="), self.zoom_in),  # the same key, with and without shift
-            "-": self.zoom_out,
-            "0": self.zoom_to_whole,
-            "[": partial(self._step, -1),
-            "]": partial(self._step, 1),
-            "d": partial(self._switch, self.fused_halos),
-            "r": partial(self._switch, self.receptive),
-        }
-
-    def _handle_key(self, key: str) -> None:
-        with self.show_errors():
-            self._make_key_actions()[key]()
-
-    def _step(self, by: int) -> None:
-        self.layer.value = add_clamped(self.layer.value, by, self.layer.most)
-
-    def _switch(self, control: ipywidgets.Checkbox) -> None:
-        if self._layers:
-            control.value = not control.value
-
-    def _handle_click(self, across: float, down: float) -> None:
-        place = self.figure and self.figure.locate(across, down)
-        if not place:
-            return
-        panel, x, y = place
-        point, whole = self._get_point(), self._zoom is None
-        at = get_pixel_at(x, y, point.size_px)
-        #                main panel          side panel
-        #   whole layer  select a tile       (a close view) zoom in there
-        #   zoomed in    move to that pixel  (the whole layer) select a tile
-        closely = (panel == "side") == whole  # within the framed region, or within a zoomed view
-        with self._batch_changes():
-            self._zoom = NEAR_PX if whole and closely else self._zoom
-            if not closely:
-                self.tile.value = find_owner(point.ranks.grid, at, point.size_px)
-            self._place = to_fractions(at, point.size_px)
+    def pick(self, row: int, col: int) -> None:
+        """Choose the tile that owns a pixel of what the layer reads, as a click does, and that pixel of its output."""
+        self.view.picked = [row, col, row, col]
+        self.view.tile = find_owner(self.point.ranks.grid, (row, col), self.point.size_px)
 
     @property
     def _together(self) -> int | str | None:
         return self.together.value if self._layers and self.fused_halos.value else None
 
-    def _get_point(self) -> HaloPoint:
-        stage = self.stage.value
-        if not (self._layers and self._find_points(stage)):
-            return make_picture_point(self.rasters.picture, self._plan, stage)
-        return self._layers.select_point(stage, self.layer.value, self._together)
+    def _describe_fusion(self, point: HaloPoint, tile: int | None = None) -> tuple[str, ...]:
+        if not (self._together and self._layers and point.readers):
+            return ()
+        return (self._layers.describe_fusion(point.stage, self.view.tile if tile is None else tile, self._together),)
 
-    def _find_points(self, stage: int) -> tuple[HaloPoint, ...]:
-        """Return the layers of a stage. Show a note while they are compiled, which may take a second."""
-        for together in (None, self._together):
-            if not self._layers.is_compiled(together):
-                self.note.value = f'<span role="status">{escape(COMPILING)}</span>'
-                try:
-                    self._layers.find_points(stage, together)
-                finally:
-                    self.note.value = ""
-        return self._layers.find_points(stage)
-
-    def _get_rank(self, point: HaloPoint) -> int:
-        return point.ranks.ranks[self.tile.value]
-
-    def _get_pixel(self, point: HaloPoint) -> tuple[int, int]:
-        if self._place is None:
-            return choose_seam(point, self._get_rank(point))
-        return to_pixel(self._place, point.size_px)
-
-    def _set_zoom(self, zoom: int | None) -> None:
-        self._zoom = zoom
-        self._redraw()
-
-    def _handle_change(self, change: Any) -> None:
-        if self._settling:
-            return
-        control = change["owner"]
-        if control in (self.tile, self.stage):
-            self._place = None  # the view goes to a seam of the new tile
-        if control not in (self.row, self.column):
-            self._redraw()
-            return
-        # Another output pixel: the view moves to it, and the tile that owns it is selected.
-        point, at = self._get_point(), (self.row.value, self.column.value)
-        out_px = self._layers.get_output_px(point)
-        with self._batch_changes():
-            self._place = to_fractions(at, out_px)
-            self.tile.value = find_owner(point.ranks.grid, at, out_px)
-
-    @contextmanager
-    def _batch_changes(self) -> Iterator[None]:
-        """Suppress redraws for controls that the body sets, and redraw once at the end."""
-        self._settling = True
-        try:
-            yield
-        finally:
-            self._settling = False
-        self._redraw()
-
-    def _redraw(self) -> None:
+    def _compile(self) -> None:
+        """Find the layers under the selected fusion and give the page all their numbers."""
+        self.together.disabled = not self.fused_halos.value
         with self.show_errors():
-            self._update_controls()
-            point = self._get_point()
-            field, remarks = None, ()
-            if point.readers and self.receptive.value:
-                field = self._layers.compute_field(point, self.row.value, self.column.value)
-            if point.readers and self._together:
-                remarks = (self._layers.describe_fusion(point.stage, self.tile.value, self._together),)
-            view = LayerView(self._zoom, self._get_pixel(point), field, remarks)
-            self.view.show(draw_slicing(self.rasters, point, self.tile.value, view))
+            self.points = self._find_points() or tuple(
+                make_picture_point(self.rasters.picture, self._plan, stage) for stage in find_spatial_stages(self._plan)
+            )
+            last = _get_last(self.points)
+            self.view.layer = min(self.view.layer, last)
+            self.layer.max = last
+            self._handle_layer()
+            picture = self.rasters.picture
+            tables = build_layer_tables(picture, self._layers, self.points)
+            rows, cols = picture.shape()
+            facts: dict[str, Any] = {
+                "layers": tables.facts,
+                "net": describe_net(self._layers.graph, self._plan, self.points) if self._layers else [],
+                "words": tables.numbers.size,
+                "colours": TILE_COLOURS,
+                "help": HELP,
+                "remarks": [self._describe_fusion(self.point, tile) for tile in range(self.point.ranks.grid.tiles)],
+                "picture": {
+                    "name": picture.name,
+                    "rows": rows,
+                    "columns": cols,
+                    "microns": picture.microns_per_px,
+                    "levels": count_levels(picture),
+                },
+            }
+            with self.view.hold_sync():
+                self.view.facts, self.view.numbers = facts, tables.numbers.tobytes()
 
-    def _update_controls(self) -> None:
-        """Set the limits of the controls, which depend on each other, and the current output pixel."""
-        before, self._settling = self._settling, True  # new limits may change values; `_batch_changes` may be active
+    def _find_points(self) -> tuple[HaloPoint, ...]:
+        """Return the layers that read beyond their tiles. Show a note while they are compiled: it may take seconds."""
+        if self._layers is None:
+            return ()
+        self.note.value = f'<span role="status">{escape(COMPILING)}</span>'
         try:
-            stage = self.stage.value
-            self.tile.max = add_clamped(get_stage_ranks(self._plan, stage).grid.tiles, -1)
-            if self._layers:
-                self.layer.set_range(0, add_clamped(len(self._find_points(stage)), -1))
-                self.together.disabled = not self.fused_halos.value
-                point, pixel_controls = self._get_point(), (self.row, self.column)
-                follows = bool(self.receptive.value and point.readers)
-                for control in pixel_controls:
-                    control.disabled = not follows
-                if follows:
-                    out_px = self._layers.get_output_px(point)
-                    at = to_pixel(to_fractions(self._get_pixel(point), point.size_px), out_px)
-                    at = clamp_to_tile(point.ranks.grid, self.tile.value, at, out_px)
-                    for control, limit, value in zip(pixel_controls, out_px, at, strict=True):
-                        control.max, control.value = add_clamped(limit, -1), value
+            return self._layers.select_points(self._together)
         finally:
-            self._settling = before
+            self.note.value = ""
+
+    def _handle_layer(self, _change: Any = None) -> None:
+        """Limit the tile to those of the layer's stage."""
+        self.tile.max = _get_last(self.point.ranks.ranks)
+
+
+def _get_last(items: Sequence[Any]) -> int:
+    """Return the index of the last item."""
+    return max(range(len(items)))

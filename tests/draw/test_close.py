@@ -5,8 +5,6 @@ from __future__ import annotations
 import doctest
 import re
 from dataclasses import replace
-from functools import reduce
-from operator import or_
 
 import numpy as np
 import pytest
@@ -21,7 +19,7 @@ from engines.images.sample_data import immunohistochemistry
 from engines.plan import Plan
 from engines.program.exchange import Exchange
 from engines.program.receptive import ReceptiveFields
-from engines.spatial.tiles import Span, Tile
+from engines.spatial.tiles import Tile
 from engines.train.training import RankTraining, prepare
 from mpi4dl_nb.draw import figure, halo_points, navigation
 from mpi4dl_nb.draw.halo_points import HaloLayers, with_fused_halos
@@ -56,21 +54,15 @@ LAST = "conv2d_3"
 
 @pytest.mark.parametrize("grid", ["2x2", "1x3", "3x2"])
 def test_fused_layers_read_the_receptive_fields_of_the_last_ones_tile(grid):
-    """Two ways that know nothing of each other: windows of fused groups, and a walk back from single pixels."""
+    """Two ways that know nothing of each other: windows of fused groups, and the spans of each row and column."""
     points = HaloLayers(RECIPE.graph, tiles_of(grid)).find_points(0, 8)
     fields, sources = ReceptiveFields(RECIPE.graph), {node.name: node.reads[0] for node in RECIPE.graph.nodes}
     assert [bool(point.computed) for point in points] == [False, *[True] * 4]
     for rank, last in zip(points[0].ranks.ranks, points[0].ranks.grid.cut(*fields.get_size_px(LAST)), strict=True):
-        corners = [(row, col) for row in (last.rows.start, last.rows.stop - 1) for col in _ends(last.cols)]
-        seen = [fields.compute_field(LAST, *corner).fields for corner in corners]
         for point in points:
             value = sources[point.readers[0].name]
             window = point.get_window(rank) & Tile.whole(*point.size_px)
-            assert window == reduce(or_, (field[value] for field in seen))
-
-
-def _ends(span: Span) -> tuple[int, int]:
-    return span.start, span.stop - 1
+            assert window == fields.compute_region(LAST, last, value)
 
 
 def test_what_is_said_to_travel_with_fused_halos_is_what_travels():
@@ -143,9 +135,9 @@ def test_many_words_stay_on_the_page():
     graph = prepare(Net(), plan, SHAPE).graph
     points = HaloLayers(graph, plan)
     remarks = (points.describe_fusion(0, 4, 2),)
-    view = LayerView(8, (48, 60), points.compute_field(points.select_point(0, 1, 2), 48, 60), remarks)
+    view = LayerView(8, (48, 60), points.compute_field(points.select_points(2)[1], 48, 60), remarks)
     for zoomed in (view, replace(view, zoom=None), replace(view, zoom=40)):
-        assert unreadable(draw_slicing(RasterCache(open_image(TISSUE)), points.select_point(0, 0, 2), 4, zoomed)) == []
+        assert unreadable(draw_slicing(RasterCache(open_image(TISSUE)), points.select_points(2)[0], 4, zoomed)) == []
 
 
 def test_the_framed_field_is_where_it_is():
@@ -169,7 +161,7 @@ def test_a_click_means_a_place_in_a_panel():
 
 def test_a_picture_is_shrunk_once():
     picture = open_image(TISSUE)
-    rasters, point = RasterCache(picture), HaloLayers(RECIPE.graph, tiles_of("2x2")).select_point(0, 0)
+    rasters, point = RasterCache(picture), HaloLayers(RECIPE.graph, tiles_of("2x2")).select_points()[0]
     draw_slicing(rasters, point)
     seen = picture.bytes_read
     draw_slicing(rasters, point)

@@ -212,7 +212,7 @@ def test_what_ssh_says_is_told_with_what_to_do(ssh, says, meaning):
     start_s = time.monotonic()
     with pytest.raises(RankError, match=rf"(?s)The host {FAR} can't be used: .*{meaning}"):
         Cluster(2, hosts=[FAR]).start()
-    assert time.monotonic() - start_s < 5
+    assert time.monotonic() - start_s < host_agents._REPLY_S  # a host that says why is not waited for
 
 
 @pytest.mark.nightly

@@ -69,7 +69,8 @@ class PageHarness:
         state = {
             name: getattr(widget, name) for name in widget.keys if name not in ("_esm", "_css", "layout", "tooltip")
         }
-        widget.observe(self._tell, list(state))
+        self._names = list(state)
+        widget.observe(self._tell, self._names)
         ready, binary = _to_json(state)
         code, style = (_read(widget, name) for name in ("_esm", "_css"))
         self.page.evaluate(MODEL, {"code": code, "style": style, "state": ready, "binary": binary})
@@ -83,6 +84,7 @@ class PageHarness:
 
     def close(self) -> None:
         """Close the page. Its console must have told no error."""
+        self.widget.unobserve(self._tell, self._names)
         self.page.context.close()
         assert self.errors == []
 

@@ -1,12 +1,14 @@
-"""The slicer without a browser: its controls, keys and clicks show what the plain function draws."""
+"""The slicer without a browser: its controls, its figure, and what it gives to the page."""
 
 from __future__ import annotations
 
+import io
 import re
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 from engines.errors import ImageError
@@ -46,25 +48,21 @@ def slicer() -> Slicer:
     return Slicer(TISSUE, PLAN, RECIPE)
 
 
-def press(slicer: Slicer, *keys: str) -> None:
-    for key in keys:
-        assert key in slicer.view.accepts
-        slicer.view._handle_event(None, {"key": key}, [])
-
-
-def click(slicer: Slicer, panel: str, row: float, col: float) -> None:
-    """Where the panel shows the middle of this pixel."""
-    (axes,) = [axes for axes in slicer.figure.axes if axes.get_label() == panel]
-    place = slicer.figure.transSubfigure.inverted().transform(axes.transData.transform((col + 0.5, row + 0.5)))
-    slicer.view._handle_event(None, {"point": [place[0], 1 - place[1]]}, [])
-
-
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("layer", range(3))
-def test_the_layer_slider_shows_what_the_function_draws(slicer, layer):
+def test_the_figure_is_what_the_function_draws(slicer, layer):
     slicer.layer.value = layer
+    assert slicer.view.layer == layer
     assert slicer.figure.alt == show_slicing(TISSUE, PLAN, RECIPE, layer, tile=0).alt
-    assert slicer.layer.most == 2
+    assert slicer.layer.max == 2
+
+
+def test_the_page_has_the_words_of_the_figure(slicer):
+    for layer in range(3):
+        for tile in range(4):
+            slicer.layer.value, slicer.tile.value = layer, tile
+            words = slicer.view.facts["layers"][layer]["words"][tile]
+            assert all(line.rstrip(".") in slicer.figure.alt for line in words if not line.startswith("Through"))
 
 
 @pytest.mark.nightly
@@ -92,66 +90,32 @@ def test_fused_halos_are_compared_with_others(slicer):
     }
     for name, count in borrows.items():
         assert f"{len(count)} halos, {sum(count) / 1024:.1f} KB ({name})" in told
+        assert f"{len(count)} halos, {sum(count) / 1024:.1f} KB ({name})" in slicer.view.facts["remarks"][0][0]
 
 
-def test_a_tile_is_chosen_by_number_click_and_keys(slicer):
+def test_a_tile_is_chosen_by_number_and_by_its_pixels(slicer):
     slicer.tile.value = 3
     assert "Tile 3 (rank 3) owns" in slicer.figure.alt
-    click(slicer, "main", 10, 100)
-    assert slicer.tile.value == 1
-    press(slicer, "ArrowDown", "ArrowDown", "ArrowLeft")
-    assert slicer.tile.value == 2
-    assert slicer.figure.alt == show_slicing(TISSUE, PLAN, RECIPE, tile=2).alt
+    slicer.pick(10, 100)
+    assert slicer.tile.value == slicer.view.tile == 1
+    assert slicer.figure.alt == show_slicing(TISSUE, PLAN, RECIPE, tile=1).alt
 
 
-@pytest.mark.nightly
-def test_keys_zoom_until_the_values_are_written(slicer):
-    press(slicer, "+", "=", "+")
+def test_the_figure_follows_the_view(slicer):
+    slicer.view.place = [48, 60, 8]
     told = slicer.figure.alt
     assert "In each pixel: the picture's red, green, blue" in told
-    rows = dict(re.findall(r"row (\d+): ([\d ,]+)", told.split("Pixel values")[1]))
-    first = int(re.search(r"from column (\d+) on", told)[1])
-    assert len(rows) == 8
-    for row, values in rows.items():
-        written = [[int(value) for value in pixel.split()] for pixel in values.split(",")]
-        assert np.array_equal(written, TISSUE[int(row), first : first + 8])
-    press(slicer, "-")
-    assert "Pixel values" not in slicer.figure.alt
-    press(slicer, "0")
-    assert slicer.figure.alt == show_slicing(TISSUE, PLAN, RECIPE, tile=0).alt
-
-
-@pytest.mark.nightly
-def test_arrows_pan_along_the_seam_when_close(slicer):
-    press(slicer, "+", "+")
-    slicer.zoom_in()
-    shown = re.search(r"rows (\d+) to \d+, columns (\d+)", slicer.figure.alt)
-    press(slicer, "ArrowUp", "ArrowUp", "ArrowRight")
-    moved = re.search(r"rows (\d+) to \d+, columns (\d+)", slicer.figure.alt)
-    assert [int(after) - int(before) for before, after in zip(shown.groups(), moved.groups(), strict=True)] == [-4, 2]
-    assert slicer.tile.value == 0
-
-
-def test_a_click_on_the_framed_place_looks_closer(slicer):
-    click(slicer, "side", 47, 59)
-    assert "Shown: rows 31 to 62, columns 43 to 74" in slicer.figure.alt
-    click(slicer, "main", 50, 60)
-    assert "Shown: rows 34 to 65, columns 44 to 75" in slicer.figure.alt
-    click(slicer, "side", 90, 110)
-    assert slicer.tile.value == 3
-
-
-@pytest.mark.nightly
-def test_zooming_goes_to_the_seam_nearest_to_the_click(slicer):
-    click(slicer, "main", 20, 50)
-    press(slicer, "+", "+", "+")
-    assert "rows 16 to 23, columns 56 to 63" in slicer.figure.alt
+    assert told == show_slicing(TISSUE, PLAN, RECIPE, tile=0, zoom=8, at=(48, 60)).alt
+    slicer.layer.value = 2  # at half the resolution
+    assert slicer.figure.alt == show_slicing(TISSUE, PLAN, RECIPE, 2, tile=0, zoom=4, at=(24, 30)).alt
+    slicer.view.place = []
+    assert slicer.figure.alt == show_slicing(TISSUE, PLAN, RECIPE, 2, tile=0).alt
 
 
 def test_the_receptive_field_of_a_pixel_is_told(slicer):
     slicer.layer.value = 2
-    slicer.receptive.value = True
-    slicer.row.value, slicer.column.value = 23, 29
+    slicer.view.fields = True
+    slicer.pick(23, 29)
     image = ReceptiveFields(RECIPE.graph).compute_field("conv2d_2", 23, 29).image
     assert image.shape == (12, 12)
     assert (
@@ -160,59 +124,70 @@ def test_the_receptive_field_of_a_pixel_is_told(slicer):
     )
     inside = {tile: ((48 - 41) if tile < 2 else 5) * ((60 - 53) if tile % 2 == 0 else 5) / 144 for tile in range(4)}
     assert ", ".join(f"tile {tile} {share:.0%}" for tile, share in inside.items()) in slicer.figure.alt
-    press(slicer, "r")
+    slicer.view.fields = False
     assert "Output pixel" not in slicer.figure.alt
 
 
-@pytest.mark.nightly
-def test_the_output_pixel_follows_where_one_looks(slicer):
-    slicer.layer.value = 2
-    press(slicer, "r")
-    click(slicer, "main", 10, 12)
-    assert (slicer.row.value, slicer.column.value) == (10, 12)
-    slicer.layer.value = 0
-    assert (slicer.row.value, slicer.column.value) == (21, 25)
-
-
-def test_several_spatial_stages():
+def test_layers_of_several_spatial_stages_follow_each_other():
     plan = Plan(split_size=2, spatial_size=2, num_spatial_parts=(4, 2), slice_method=("square", "vertical"))
     slicer = Slicer(TISSUE, plan, prepare(Net(), plan, SHAPE))
-    assert [value for _, value in slicer.stage.options] == [0, 1]
+    stages = [layer["stage"] for layer in slicer.view.facts["layers"]]
+    assert stages == sorted(stages)
+    assert set(stages) == {0, 1}
     slicer.tile.value = 3
-    slicer.stage.value = 1
+    slicer.layer.value = stages.index(1)
     assert slicer.tile.value == 1
     assert "in 1x2 tiles on ranks 4 to 5" in slicer.figure.alt
     bare = Slicer(TISSUE, plan)
-    bare.stage.value = 1
+    bare.layer.value = 1
     assert "in 1x2 tiles on ranks 4 to 5" in bare.figure.alt
     assert bare.figure.alt == show_slicing(TISSUE, plan, tile=0, stage=1).alt
 
 
-def test_without_a_model_there_are_tiles_and_pixels():
+def test_without_a_model_there_are_tiles():
     slicer = Slicer(TISSUE, PLAN)
     assert "tile 3, rank 3: 48 × 60 px" in slicer.figure.alt
-    press(slicer, "ArrowRight", "+", "+", "+", "d", "r", "]")
-    assert slicer.tile.value == 1
-    assert "Pixel values" in slicer.figure.alt
+    slicer.tile.value = 1
+    assert "Chosen: tile 1, rank 1" in slicer.figure.alt
+    assert slicer.view.facts["net"] == []
 
 
-@pytest.mark.nightly
-def test_keys_choose_layers(slicer):
-    press(slicer, "]", "]", "]", "[")
-    assert slicer.layer.value == 1
-    press(slicer, "d")
-    assert slicer.fused_halos.value
+def test_the_net_has_all_layers_and_where_they_borrow(slicer):
+    net = slicer.view.facts["net"]
+    assert [layer["channels"] for layer in net] == [4, 4, 6, 2]
+    assert [layer["tiles"] for layer in net] == [4, 4, 4, 1]
+    assert [layer["rows"] for layer in net] == [96, 48, 48, 1]
+    assert [point for layer in net for point in layer["points"]] == [0, 1, 2]
 
 
 def test_every_control_has_a_label(slicer):
-    controls = [slicer.stage, *slicer.layer.children[:1], slicer.tile, slicer.fused_halos, slicer.together]
-    controls += [slicer.receptive, slicer.row, slicer.column]
+    controls = [slicer.layer, slicer.tile, slicer.fused_halos, slicer.together]
     assert all(control.description for control in controls)
 
 
 def test_a_model_of_another_size_is_refused():
     with pytest.raises(ImageError, match="96 x 120 px, but picture has 90 x 120"):
         Slicer(TISSUE[:90], PLAN, RECIPE)
+
+
+def ask(slicer: Slicer, *tiles: tuple[int, int, int]) -> list[np.ndarray]:
+    """The pixels of tiles, as the page asks for them."""
+    sent: list[bytes] = []
+    slicer.view.send = lambda content, buffers: sent.extend(buffers)
+    slicer.view._handle_custom_msg({"tiles": [list(tile) for tile in tiles]}, [])
+    return [np.asarray(Image.open(io.BytesIO(each)).convert("RGB")) for each in sent]
+
+
+def test_the_page_gets_the_pixels_of_the_picture():
+    tissue = immunohistochemistry()[:300, :500]
+    slicer = Slicer(tissue, PLAN)
+    assert slicer.view.facts["picture"]["levels"] == 2
+    first, last, half = ask(slicer, (0, 0, 0), (0, 1, 1), (1, 0, 0))
+    assert np.array_equal(first, tissue[:256, :256])
+    assert np.array_equal(last, tissue[256:, 256:])
+    assert half.shape == (150, 250, 3)
+    means = tissue.reshape(150, 2, 250, 2, 3).mean((1, 3))
+    assert np.abs(half - means).mean() < 4  # JPEG
 
 
 class Plasma(Picture):
@@ -237,19 +212,11 @@ def test_a_slide_of_100000_px_is_read_from_the_level_that_fits():
     assert "Tile 0 (rank 0) owns 50000 × 50000 px" in slicer.figure.alt
     whole = picture.bytes_read
     assert whole < 10e6
-    slicer.layer.value = 2
-    slicer.fused_halos.value = True
-    slicer.tile.value = 3
-    assert picture.bytes_read - whole < 1e6, "the whole is read once; other layers need only another seam"
-    press(slicer, "0", "+", "+", "+", "+", "+", "+", "+")
-    slicer.layer.value = 0
-    assert picture.bytes_read < 60e6
-    told = slicer.figure.alt
-    values = re.search(r"from column (\d+) on: row (\d+): (\d+) (\d+) 90", told)
-    column, row, red, green = (int(number) for number in values.groups())
-    assert (red, green) == (row % 251, column % 241)
-    assert abs(row - 50_000) < 16
-    assert abs(column - 50_000) < 16
+    levels = slicer.view.facts["picture"]["levels"]
+    assert [tile.shape[:2] for tile in ask(slicer, (levels - 1, 0, 0), (4, 3, 3))] == [(195, 195), (256, 256)]
+    (exact,) = ask(slicer, (0, 195, 195))
+    assert tuple(exact[8, 9]) == ((195 * 256 + 8) % 251, (195 * 256 + 9) % 241, 90)
+    assert picture.bytes_read - whole < 10e6
 
 
 @pytest.mark.nightly
@@ -259,16 +226,7 @@ def test_a_real_slide_is_sliced():
     slicer = Slicer(path, PLAN, Net())
     rows, cols = slicer.rasters.picture.shape()
     assert f"CMU-1-Small-Region.svs, {rows} × {cols} px (rows × columns), in 2x2 tiles" in slicer.figure.alt
-    press(slicer, "+", "+", "+", "+", "+")
-    row, column = (int(number) for number in re.search(r"rows (\d+) to \d+, columns (\d+)", slicer.figure.alt).groups())
-    there = open_image(path).read(row, column, 8, 8)
-    assert f"row {row}: {' '.join(map(str, there[0, 0]))}" in slicer.figure.alt
-
-
-@pytest.mark.nightly
-def test_what_was_read_is_kept(slicer):
-    picture = slicer.rasters.picture
-    press(slicer, "]", "[", "d", "d")
-    seen = picture.bytes_read
-    press(slicer, "]", "[", "d", "d", "ArrowRight", "ArrowLeft")
-    assert picture.bytes_read - seen < 10_000, "no more than the seam of a tile not looked at before"
+    assert slicer.view.facts["picture"]["microns"] == pytest.approx(0.499)
+    assert "µm)" in slicer.view.facts["layers"][0]["words"][0][-1]
+    (tile,) = ask(slicer, (0, 5, 4))
+    assert np.array_equal(tile, open_image(path).read(5 * 256, 4 * 256, 256, 256))

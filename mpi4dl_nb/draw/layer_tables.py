@@ -1,0 +1,162 @@
+"""What a page needs to draw the layers of a model on a picture, as numbers: tiles, halos, owners, receptive fields.
+
+All of it is on the page before anybody points at a pixel: the page looks it up, and asks the kernel for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engines.graph.model_graph import ModelGraph
+from engines.graph.stages import cut_stages, find_layers
+from engines.images.picture import Picture
+from engines.plan import Plan
+from engines.program.receptive import FieldSpans
+from engines.spatial.tiles import Tile
+from mpi4dl_nb.draw.halo_points import HaloLayers, HaloPoint, find_spatial_stages
+from mpi4dl_nb.draw.slicing import describe_tile, format_title
+
+__all__ = ["LayerTables", "build_layer_tables", "describe_net"]
+
+SEEN = 3  # place of the table `seen`
+
+
+@dataclass(frozen=True)
+class LayerTables:
+    """Facts of each layer, in plain values, and `numbers`, the int32 tables of all layers one after the other.
+
+    `facts[i]["at"]` is where the tables of layer i begin. They follow each other, each row by row:
+
+        tiles     (tiles, 4)      rows and columns that each tile owns: first row, last row + 1, first column, ...
+        windows   (tiles, 4)      rows and columns that each tile reads, within the image
+        pieces    (pieces, 6)     source tile, target tile, and the rows and columns that it borrows
+        seen      (tiles, 4)      rows and columns of the picture that each tile's outputs depend on
+        fields    (out_rows, 2), (out_columns, 2)    the picture's rows of each output row, and columns likewise
+    """
+
+    facts: tuple[dict[str, Any], ...]
+    numbers: NDArray[np.int32]
+
+
+def build_layer_tables(picture: Picture, layers: HaloLayers | None, points: Sequence[HaloPoint]) -> LayerTables:
+    """Return the tables of `points`; without a model (`layers` None) the outputs are the pixels of the picture."""
+    facts: list[dict[str, Any]] = []
+    parts: list[NDArray[np.int32]] = []
+    at = 0
+    for point in points:
+        tables = list(_make_tables(layers, point))
+        pieces = [move for rank in point.ranks.ranks for move in point.find_halo(rank)]
+        rows, cols = point.size_px
+        out_rows, out_cols = layers.get_output_px(point) if layers and point.readers else point.size_px
+        facts.append(
+            {
+                "at": at,
+                "title": format_title(picture, point).replace("\n", " · "),
+                "name": point.name,
+                "operator": point.operator if point.readers else "",
+                "nodes": [node.name for node in point.readers],
+                "stage": point.stage,
+                "grid": list(point.ranks.grid),
+                "ranks": list(point.ranks.ranks),
+                "rows": rows,
+                "columns": cols,
+                "out_rows": out_rows,
+                "out_columns": out_cols,
+                "channels": point.spec.shape[1],
+                "images": point.spec.shape[0],
+                "pixel_bytes": point.pixel_bytes,
+                "pieces": len(pieces),
+                "moves": [] if point.computed else [point.describe_move(move) for move in pieces],
+                "computed": bool(point.computed),
+                "reads_picture": point.reads_image,
+            }
+        )
+        seen = tables[SEEN]
+        facts[-1]["words"] = [
+            [f"{line}." for line in (*describe_tile(point, rank), *describe_reach(picture, point, rank, seen[number]))]
+            for number, rank in enumerate(point.ranks.ranks)
+        ]
+        parts.extend(tables)
+        at += sum(table.size for table in tables)
+    joined = np.concatenate([part.ravel() for part in parts]) if parts else np.zeros(0)
+    return LayerTables(tuple(facts), joined.astype("<i4"))
+
+
+def _make_tables(layers: HaloLayers | None, point: HaloPoint) -> Iterator[NDArray[np.int32]]:
+    whole = Tile.whole(*point.size_px)
+    yield _to_rows(point.tiles.values())
+    yield _to_rows([point.get_window(rank) & whole for rank in point.ranks.ranks])
+    yield np.array(
+        [
+            (point.numbers[move.source], point.numbers[rank], *_to_row(move.tile))
+            for rank in point.ranks.ranks
+            for move in point.find_halo(rank)
+        ],
+        np.int32,
+    ).reshape(-1, 6)
+    spans = layers.get_spans(point) if layers and point.readers else tuple(map(FieldSpans.whole, point.size_px))
+    own = point.ranks.grid.cut(*(len(each.starts) for each in spans))
+    yield _to_rows([Tile(*(each.find_hull(span) for each, span in zip(spans, tile, strict=True))) for tile in own])
+    for each in spans:
+        empty = each.stops <= each.starts
+        yield np.stack([np.where(empty, 0, each.starts), np.where(empty, 0, each.stops)], axis=1).astype(np.int32)
+
+
+def describe_reach(picture: Picture, point: HaloPoint, rank: int, seen: NDArray[np.int32]) -> Iterator[str]:
+    """Yield what a tile has seen of its neighbours' pixels of the picture, through all layers up to this one."""
+    if not point.readers:
+        return
+    own = Tile(*point.ranks.grid.cut(*picture.shape())[point.numbers[rank]])
+    reach = own.rows.start - seen[0], seen[1] - own.rows.stop, own.cols.start - seen[2], seen[3] - own.cols.stop
+    sides = dict(zip(("above", "below", "left", "right"), (max(0, int(px)) for px in reach), strict=True))
+    far = max(sides.values())
+    if not far:
+        yield "Through all layers up to here it depends on its own pixels of the picture only"
+        return
+    microns = f" (up to {far * picture.microns_per_px:.3g} µm)" if picture.microns_per_px else ""
+    parts = ", ".join(f"{px} {side}" for side, px in sides.items())
+    yield f"Through all layers up to here it depends on its neighbours' pixels of the picture as well: {parts}{microns}"
+
+
+def _to_rows(tiles: Any) -> NDArray[np.int32]:
+    return np.array([_to_row(tile) for tile in tiles], np.int32).reshape(-1, 4)
+
+
+def _to_row(tile: Tile) -> tuple[int, int, int, int]:
+    return tile.rows.start, tile.rows.stop, tile.cols.start, tile.cols.stop
+
+
+def describe_net(graph: ModelGraph, plan: Plan, points: Sequence[HaloPoint]) -> list[dict[str, Any]]:
+    """Return the layers of the model in order: name, size, stage, number of tiles, and the numbers of its `points`.
+
+    A layer without rows and columns, or in a stage that is one tile, has one tile.
+    """
+    found = find_layers(graph)
+    stages = cut_stages(found, plan)
+    spatial = set(find_spatial_stages(plan))
+    net = []
+    for layer in found:
+        nodes = graph.nodes[layer.nodes.start : layer.nodes.stop]
+        shapes = [node.spec.shape for node in nodes if node.spec is not None]
+        # The size that the layer works at: of its last value with rows and columns, or else of the last with channels.
+        shape = max(reversed(shapes), key=lambda each: min(len(each), 4), default=())
+        stage = next(number for number, span in enumerate(stages) if layer.nodes.start in span)
+        names = {node.name for node in nodes}
+        pixels = len(shape) == 4
+        net.append(
+            {
+                "name": layer.name,
+                "rows": shape[2] if pixels else 1,
+                "columns": shape[3] if pixels else 1,
+                "channels": shape[1] if len(shape) > 1 else 1,
+                "stage": stage,
+                "tiles": plan.grids[stage].tiles if pixels and stage in spatial else 1,
+                "points": [n for n, point in enumerate(points) if names & {node.name for node in point.readers}],
+            }
+        )
+    return net

@@ -1,0 +1,43 @@
+// Shapes of halos in pixels of the screen: a halo of one pixel is drawn wide enough to be seen, and says so.
+
+export const LEAST_PX = 3;
+
+/**
+ * Return { left, top, right, bottom, enlarged } on the screen of a borrowed rectangle beside the tile `own`.
+ *
+ * Both are [top, bottom, left, right] on the screen. A side thinner than LEAST_PX grows away from the own tile, so that
+ * the edge between them stays in place; `enlarged` is by how much, 1 if not at all.
+ */
+export function widenPiece(piece, own) {
+  const [top, bottom, down] = widenSpan(piece[0], piece[1], own[0], own[1]);
+  const [left, right, across] = widenSpan(piece[2], piece[3], own[2], own[3]);
+  return { left, top, right, bottom, enlarged: Math.max(down, across) };
+}
+
+function widenSpan(start, stop, ownStart, ownStop) {
+  const width = stop - start;
+  if (width >= LEAST_PX) return [start, stop, 1];
+  const factor = LEAST_PX / width;
+  if (stop <= ownStart + 1e-6) return [stop - LEAST_PX, stop, factor];
+  if (start >= ownStop - 1e-6) return [start, start + LEAST_PX, factor];
+  return [start, stop, 1]; // it lies beside the own tile in the other direction only
+}
+
+/** Return the colours of a tile: four suffice for neighbours, corners included, to differ. */
+export function chooseTileColour(tile, columns, colours) {
+  const row = Math.floor(tile / columns);
+  return colours[2 * (row % 2) + ((tile % columns) % 2)];
+}
+
+/** Return a rectangle [top, bottom, left, right] of the picture on the screen. */
+export function toScreenRectangle([top, bottom, left, right], transform) {
+  const { scale, x, y } = transform;
+  return [top * scale + y, bottom * scale + y, left * scale + x, right * scale + x];
+}
+
+/** Return the distances of grid lines that are visible on the screen: those of a layer's pixels from `first` on. */
+export function listGridLines(pixel, offset, room) {
+  const found = [];
+  for (let at = offset + Math.ceil(-offset / pixel) * pixel; at < room; at += pixel) found.push(at);
+  return found;
+}

@@ -1,0 +1,286 @@
+// The slicer: a picture in tiles, the halo of one tile at one layer, and what is under the pointer.
+
+import { makeElement } from "./elements.js";
+import { formatBytes, formatExtent, formatMicrons } from "./format.js";
+import { chooseTileColour } from "./halo_shapes.js";
+import { LayerTable, countPixels, scaleRectangle } from "./layer_table.js";
+import { NetStrip } from "./net_strip.js";
+import { TILE_PX, TileCache } from "./pyramid.js";
+import { Scene } from "./scene.js";
+import { findHalo, paintCursor, paintLabels, paintPicture, paintScale, paintTiles, paintValues } from "./slicing_paint.js";
+
+const SEAM_PX = 26; // pixels of the layer across a close view of a seam
+const READINGS = { layer: "this layer's halo", picture: "all seen in the picture" };
+
+/** Reads red, green and blue of single pixels of the picture from the finest tiles that are on the page. */
+class PixelReader {
+  constructor(cache) {
+    this.cache = cache;
+    this.canvas = new OffscreenCanvas(TILE_PX, TILE_PX);
+    this.context = this.canvas.getContext("2d", { willReadFrequently: true });
+  }
+
+  read(row, column) {
+    const tile = [0, Math.floor(row / TILE_PX), Math.floor(column / TILE_PX)];
+    const image = this.cache.get(tile);
+    if (!image) return null;
+    if (this.image !== image) {
+      this.context.drawImage(image, 0, 0);
+      this.data = this.context.getImageData(0, 0, TILE_PX, TILE_PX).data;
+      this.image = image;
+    }
+    const at = 4 * ((row % TILE_PX) * TILE_PX + (column % TILE_PX));
+    return [this.data[at], this.data[at + 1], this.data[at + 2]];
+  }
+}
+
+/** The view of one slicer. It owns a scene and a strip, and keeps the model's layer, tile and reading. */
+class SlicerView {
+  constructor(model, el) {
+    this.model = model;
+    this.root = makeElement("div", { class: "mpi4dl-page mpi4dl-slicer" });
+    el.append(this.root);
+    this.title = makeElement("div", { class: "mpi4dl-title" });
+    this.root.append(this.title);
+    this.strip = new NetStrip(this.root, (point) => this.set("layer", point));
+    const middle = makeElement("div", { class: "mpi4dl-middle" });
+    this.stage = makeElement("div", { class: "mpi4dl-stage" });
+    this.words = makeElement("div", { class: "mpi4dl-words" });
+    middle.append(this.stage, this.words);
+    this.root.append(this.makeToolbar(), middle);
+    this.status = makeElement("div", { class: "mpi4dl-status", role: "status", "aria-live": "polite" });
+    this.root.append(this.status);
+    this.cache = new TileCache((tiles) => model.send({ tiles }));
+    this.pixels = new PixelReader(this.cache);
+    this.readFacts();
+    const { rows, columns, name } = this.facts.picture;
+    this.scene = new Scene(this.stage, [columns, rows], `${name} in tiles; ${this.facts.help}`, this);
+    this.scene.background = getComputedStyle(this.root).getPropertyValue("--panel").trim() || "#f3f4f6";
+    this.observers = [
+      ["change:facts change:numbers", () => this.readFacts()],
+      ["change:layer change:tile change:reading change:fields", () => this.refresh()],
+      ["change:preview", () => this.readPreview()],
+      ["msg:custom", (content, buffers) => this.receive(content, buffers)],
+    ];
+    this.observers.forEach(([events, observer]) => model.on(events, observer));
+    this.readPreview();
+    this.refresh();
+  }
+
+  close() {
+    this.observers.forEach(([events, observer]) => this.model.off(events, observer));
+    this.scene.close();
+    this.strip.close();
+    clearTimeout(this.saving);
+  }
+
+  makeToolbar() {
+    const bar = makeElement("div", { class: "mpi4dl-toolbar", role: "toolbar", "aria-label": "view" });
+    const add = (text, action, tip) => {
+      const button = makeElement("button", { type: "button", text, title: tip });
+      button.addEventListener("click", action);
+      bar.append(button);
+      return button;
+    };
+    add("zoom in", () => this.scene.zoom(2), "key +");
+    add("zoom out", () => this.scene.zoom(0.5), "key -");
+    add("whole", () => this.scene.showWhole(), "key 0");
+    add("to the halo", () => this.showSeam(), "key h: a close view of where the tile borrows");
+    this.switches = {};
+    for (const [reading, text] of Object.entries(READINGS)) {
+      this.switches[reading] = add(text, () => this.set("reading", reading), "key c switches between the two");
+    }
+    this.switches.fields = add("receptive fields", () => this.set("fields", !this.model.get("fields")), "key f");
+    return bar;
+  }
+
+  /** Set a value of the model, draw at once, and let the kernel know in a moment. */
+  set(name, value) {
+    this.model.set(name, value);
+    clearTimeout(this.saving);
+    this.saving = setTimeout(() => this.model.save_changes(), 60);
+  }
+
+  readFacts() {
+    this.facts = this.model.get("facts");
+    const bytes = this.model.get("numbers");
+    const numbers = new Int32Array(bytes.buffer.slice(bytes.byteOffset, bytes.byteOffset + bytes.byteLength));
+    if (!this.facts.layers.length || this.facts.words !== numbers.length) return; // the other half is still to come
+    this.tables = this.facts.layers.map((layer) => new LayerTable(layer, numbers));
+    if (this.scene) this.refresh();
+  }
+
+  async readPreview() {
+    const bytes = this.model.get("preview");
+    this.preview = await createImageBitmap(new Blob([bytes]));
+    this.scene.requestPaint();
+  }
+
+  async receive(content, buffers) {
+    if (!content.tiles) return;
+    const decoded = content.tiles.map((tile, index) =>
+      createImageBitmap(new Blob([buffers[index]])).then((image) => this.cache.put(tile, image)));
+    await Promise.all(decoded);
+    this.scene.requestPaint();
+  }
+
+  get table() {
+    return this.tables[Math.min(this.model.get("layer"), this.tables.length - 1)];
+  }
+
+  get tile() {
+    return Math.min(this.model.get("tile"), this.table.tiles - 1);
+  }
+
+  /** Show the model's layer, tile and reading in all parts. */
+  refresh() {
+    const { table, tile, facts } = this;
+    const reading = this.model.get("reading");
+    this.title.textContent = table.facts.title;
+    this.strip.box.hidden = !facts.net.length;
+    this.strip.show(facts.net, this.tables.length, this.tables.indexOf(table), (point) => this.tables[point].facts.title);
+    for (const name of Object.keys(READINGS)) this.switches[name].setAttribute("aria-pressed", reading === name);
+    this.switches.fields.setAttribute("aria-pressed", this.model.get("fields"));
+    const lines = this.describeTile(table, tile, reading).map((text) => makeElement("p", { text }));
+    this.words.replaceChildren(...lines, this.makeLegend(table, tile));
+    this.scene.requestPaint();
+  }
+
+  describeTile(table, tile, reading) {
+    const lines = [...table.facts.words[tile]];
+    if (table.facts.operator) {
+      lines.push(reading === "picture" ? "Shown: all pixels of the picture on which its outputs depend. Grey: all others."
+        : "Tinted in the owner's colour: what it borrows. Grey: what it does not need.");
+    }
+    return [...lines, ...(this.facts.remarks[tile] ?? [])];
+  }
+
+  /** Return a list of the pieces that a tile borrows, each beside the colour of its owner. */
+  makeLegend(table, tile) {
+    const pieces = table.getBorrowed(tile).filter(({ text }) => text);
+    return makeElement("ul", { class: "mpi4dl-legend" }, ...pieces.map(({ source, text }) => {
+      const colour = chooseTileColour(source, table.facts.grid[1], this.facts.colours);
+      return makeElement("li", {}, makeElement("span", { class: "chip", style: `background: ${colour}` }), text);
+    }));
+  }
+
+  // What the scene asks of its owner.
+
+  paint(context, scene) {
+    const { picture, colours } = this.facts;
+    this.cache.want(paintPicture(context, scene, picture, this.cache, this.preview));
+    const enlarged = paintTiles(context, scene, this.table, this.tile, this.model.get("reading"), colours);
+    paintValues(context, scene, (row, column) => this.pixels.read(row, column));
+    paintLabels(context, scene, this.table, this.tile);
+    if (scene.cursor) paintCursor(context, scene, ...this.frameCursor(...scene.cursor));
+    paintScale(context, scene, picture.microns, enlarged);
+  }
+
+  /** Return the layer's pixel at a point, and the pixel of its output at the same place: rows and columns. */
+  findPixels(x, y) {
+    const { facts } = this.table;
+    const { rows, columns } = this.facts.picture;
+    const find = (down, across) => [Math.floor((y / rows) * down), Math.floor((x / columns) * across)];
+    return [find(facts.rows, facts.columns), find(facts.out_rows, facts.out_columns)];
+  }
+
+  frameCursor(x, y) {
+    const { rows, columns } = this.facts.picture;
+    const { facts } = this.table;
+    const [[row, column], out] = this.findPixels(x, y);
+    const pixel = scaleRectangle([row, row + 1, column, column + 1], rows / facts.rows, columns / facts.columns);
+    const field = this.model.get("fields") && facts.operator && this.isInside(x, y) ? this.table.getField(...out) : null;
+    return [pixel, field];
+  }
+
+  isInside(x, y) {
+    return x >= 0 && y >= 0 && x < this.facts.picture.columns && y < this.facts.picture.rows;
+  }
+
+  describe(x, y) {
+    if (!this.isInside(x, y)) return [];
+    const { table } = this;
+    const { microns } = this.facts.picture;
+    const [[row, column], out] = this.findPixels(x, y);
+    const at = [Math.floor(y), Math.floor(x)];
+    const lines = [`picture: row ${at[0].toLocaleString("en")}, column ${at[1].toLocaleString("en")}`
+      + (microns ? ` (${formatMicrons(at[0] * microns)}, ${formatMicrons(at[1] * microns)})` : "")];
+    const values = this.pixels.read(...at);
+    if (values) lines.push(`red, green, blue: ${values.join(", ")}`);
+    if (table.facts.operator) lines.push(`layer: row ${row}, column ${column}`);
+    const owner = table.findOwner(row, column);
+    lines.push(`owner: tile ${owner}, rank ${table.facts.ranks[owner]}`);
+    const borrowers = table.findBorrowers(row, column);
+    const verb = table.facts.computed ? "computed again by" : "borrowed by";
+    if (borrowers.length) {
+      const bytes = table.facts.computed ? "" : `, ${formatBytes(table.facts.pixel_bytes)} each`;
+      lines.push(`${verb} rank${borrowers.length > 1 ? "s" : ""} ${borrowers.map((each) => table.facts.ranks[each]).join(", ")}${bytes}`);
+    } else if (table.facts.operator) lines.push("nobody borrows it");
+    if (table.facts.operator) {
+      const [top, bottom, left, right] = table.getField(...out);
+      lines.push(`output here sees ${formatExtent(bottom - top, right - left, microns)}`);
+    }
+    this.say(lines.join("; "));
+    return lines;
+  }
+
+  /** Announce a text once nothing else has been said for a moment. */
+  say(text) {
+    clearTimeout(this.saying);
+    this.saying = setTimeout(() => { this.status.textContent = text; }, 250);
+  }
+
+  getPixel() {
+    return [this.facts.picture.columns / this.table.facts.columns, this.facts.picture.rows / this.table.facts.rows];
+  }
+
+  pick(x, y) {
+    if (!this.isInside(x, y)) return;
+    const [[row, column], out] = this.findPixels(x, y);
+    this.set("picked", [row, column, ...out]);
+    this.set("tile", this.table.findOwner(row, column));
+  }
+
+  press(key) {
+    const actions = {
+      "[": () => this.strip.select(this.model.get("layer") - 1),
+      "]": () => this.strip.select(this.model.get("layer") + 1),
+      t: () => this.set("tile", (this.tile + 1) % this.table.tiles),
+      T: () => this.set("tile", (this.tile + this.table.tiles - 1) % this.table.tiles),
+      h: () => this.showSeam(),
+      c: () => this.set("reading", this.model.get("reading") === "layer" ? "picture" : "layer"),
+      f: () => this.set("fields", !this.model.get("fields")),
+    };
+    actions[key]?.();
+    return key in actions;
+  }
+
+  /** Move to a close view of the smallest piece that the tile borrows, where it touches the tile. */
+  showSeam() {
+    const { size } = this.scene;
+    const [own, , pieces] = findHalo(this.table, this.tile, "layer", size);
+    if (!pieces.length) {
+      this.say(`Tile ${this.tile} borrows nothing at this layer.`);
+      return;
+    }
+    const [piece] = pieces.map(({ rectangle }) => rectangle).sort((one, other) => countPixels(one) - countPixels(other));
+    const nearest = (start, stop, low, high) => Math.min(Math.max((start + stop) / 2, low), high);
+    const [y, x] = [nearest(piece[0], piece[1], own[0], own[1]), nearest(piece[2], piece[3], own[2], own[3])];
+    const side = SEAM_PX * Math.max(...this.getPixel());
+    this.scene.showRectangle([x - side / 2, y - side / 2, side, side]);
+  }
+
+  settle() {
+    const [left, top] = [-this.scene.transform.x, -this.scene.transform.y].map((each) => each / this.scene.transform.scale);
+    const [width, height] = this.scene.view.map((each) => each / this.scene.transform.scale);
+    const place = this.scene.isWhole ? [] : [top + height / 2, left + width / 2, Math.min(width, height)].map(Math.round);
+    this.set("place", place);
+  }
+}
+
+function render({ model, el }) {
+  const view = new SlicerView(model, el);
+  return () => view.close();
+}
+
+export default { render };

@@ -1,0 +1,89 @@
+import assert from "node:assert/strict";
+import test from "node:test";
+
+import { chooseScaleBar, formatBytes, formatExtent } from "../../mpi4dl_nb/page/format.js";
+import { chooseTileColour, widenPiece } from "../../mpi4dl_nb/page/halo_shapes.js";
+import { LayerTable } from "../../mpi4dl_nb/page/layer_table.js";
+import { TILE_PX, TileCache, chooseLevel, getTileRectangle, listTiles } from "../../mpi4dl_nb/page/pyramid.js";
+
+test("bytes are written as the kernel writes them", () => {
+  assert.deepEqual([12, 3072, 1 << 20, 1023 * 1024].map(formatBytes), ["12 bytes", "3.0 KB", "1.0 MB", "1.0 MB"]);
+});
+
+test("a scale bar has a round length and fits", () => {
+  for (const scale of [0.001, 0.37, 1, 55]) {
+    for (const microns of [null, 0.499]) {
+      const [length, label] = chooseScaleBar(scale, 150, microns ?? undefined);
+      assert.ok(length <= 150 && length > 50, `${length} ${label}`);
+      assert.match(label, /^[125][0,]*(\.\d+)? |^0\.0*[125] /);
+    }
+  }
+  assert.equal(formatExtent(2, 3, 0.5), "2 × 3 px (1 µm × 1.5 µm)");
+});
+
+test("a thin halo grows away from its tile, until it can be seen", () => {
+  const own = [0, 100, 0, 100];
+  assert.deepEqual(widenPiece([0, 100, 100, 100.5], own), { left: 100, top: 0, right: 103, bottom: 100, enlarged: 6 });
+  assert.deepEqual(widenPiece([-0.5, 0, -0.5, 0], own), { left: -3, top: -3, right: 0, bottom: 0, enlarged: 6 });
+  assert.equal(widenPiece([0, 100, 100, 140], own).enlarged, 1);
+});
+
+test("tiles that touch differ in colour, at corners too", () => {
+  const colours = ["a", "b", "c", "d"];
+  for (let tile = 0; tile < 12; tile += 1) {
+    for (const other of [tile + 1, tile + 4, tile + 5, tile + 3]) {
+      if (other >= 12 || Math.abs((other % 4) - (tile % 4)) > 1) continue;
+      assert.notEqual(chooseTileColour(tile, 4, colours), chooseTileColour(other, 4, colours));
+    }
+  }
+});
+
+test("the level of a view has a pixel for each pixel of the screen", () => {
+  assert.deepEqual([8, 1, 0.51, 0.5, 0.26, 0.001].map((scale) => chooseLevel(6, scale)), [0, 0, 0, 1, 1, 5]);
+});
+
+test("the tiles of a view cover it, once, from the middle on", () => {
+  const size = [1000, 700];
+  const visible = [-50, 100, 900, 720];
+  const tiles = listTiles(0, size, visible);
+  const area = tiles.map((tile) => getTileRectangle(tile, size)).reduce((sum, [, , width, height]) => sum + width * height, 0);
+  assert.equal(area, 1000 * 700);
+  assert.equal(new Set(tiles.map(String)).size, tiles.length);
+  assert.deepEqual(tiles[0].slice(1), [1, 1]);
+  assert.equal(TILE_PX, 256);
+});
+
+test("a cache asks once, keeps what was used last, and finds coarser tiles", () => {
+  const asked = [];
+  const cache = new TileCache((tiles) => asked.push(...tiles), 2);
+  cache.want([[0, 5, 3], [1, 2, 1]]);
+  cache.want([[0, 5, 3]]);
+  assert.equal(asked.length, 2);
+  cache.put([1, 2, 1], "coarse");
+  assert.equal(cache.findAncestor([0, 5, 3], 4).image, "coarse");
+  cache.put([0, 0, 0], "one");
+  cache.get([1, 2, 1]);
+  cache.put([0, 0, 1], "two");
+  assert.equal(cache.get([0, 0, 0]), undefined);
+  assert.equal(cache.get([1, 2, 1]), "coarse");
+});
+
+test("a layer knows owners, borrowers, widths and fields", () => {
+  // Two tiles beside each other on 2 x 4 pixels, each borrowing a column; outputs see one pixel around them.
+  const facts = { at: 1, ranks: [3, 4], pieces: 2, out_rows: 2, out_columns: 4, rows: 2, columns: 4 };
+  const numbers = Int32Array.from([
+    99,
+    0, 2, 0, 2, 0, 2, 2, 4,
+    0, 2, 0, 3, 0, 2, 1, 4,
+    1, 0, 0, 2, 2, 3, 0, 1, 0, 2, 1, 2,
+    0, 4, 0, 6, 0, 4, 2, 8,
+    0, 3, 1, 4,
+    0, 2, 0, 3, 1, 4, 2, 4,
+  ]);
+  const table = new LayerTable(facts, numbers);
+  assert.deepEqual([table.findOwner(1, 1), table.findOwner(0, 2), table.findOwner(2, 0)], [0, 1, -1]);
+  assert.deepEqual([table.findBorrowers(0, 2), table.findBorrowers(0, 1), table.findBorrowers(0, 0)], [[0], [1], []]);
+  assert.deepEqual([...table.getWindow(1)], [0, 2, 1, 4]);
+  assert.deepEqual(table.getField(1, 3), [1, 4, 2, 4]);
+  assert.deepEqual([...table.getSeen(1)], [0, 4, 2, 8]);
+});

@@ -1,0 +1,146 @@
+"""The slicer in a page without a notebook: the page answers what is pointed at, and asks the kernel for tissue only."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from playwright.sync_api import expect
+
+from engines.images.sample_data import immunohistochemistry
+from engines.models import resnet20_v1
+from engines.plan import Plan
+from mpi4dl_nb import Slicer
+from tests.page.harness import PageHarness
+
+TISSUE = immunohistochemistry()
+PLAN = Plan(split_size=2, slice_method="2x2")
+
+
+@pytest.fixture(scope="module")
+def slicer() -> Slicer:
+    return Slicer(TISSUE, PLAN, resnet20_v1(num_classes=2))
+
+
+@pytest.fixture
+def page(chromium, slicer):
+    slicer.view.layer = slicer.view.tile = 0
+    slicer.view.reading, slicer.view.fields, slicer.view.place = "layer", False, []
+    harness = PageHarness(chromium, slicer.view)
+    harness.settle()
+    yield harness.page
+    harness.close()
+
+
+def press(page, *keys: str) -> None:
+    page.locator("canvas").focus()
+    for key in keys:
+        page.keyboard.press(key)
+
+
+def point_at(page, row: float, col: float) -> str:
+    """Point at a place of the whole picture, in fractions of its sides; what is said of it."""
+    box = page.locator("canvas").bounding_box()
+    side = min(box["width"], box["height"]) - 16
+    left, top = box["x"] + (box["width"] - side) / 2, box["y"] + (box["height"] - side) / 2
+    page.mouse.move(left + col * side, top + row * side)
+    return page.locator(".mpi4dl-tooltip").inner_text()
+
+
+def test_a_pixel_is_explained_without_the_kernel(page, slicer):
+    sent = []
+    page.evaluate("() => { window.pageSent = (content) => { window.asked = content; } }")
+    told = point_at(page, 0.25, 0.5 - 1 / 1024)
+    assert "picture: row 128, column 255" in told
+    assert "owner: tile 0, rank 0" in told
+    assert "borrowed by rank 1, 12 bytes" in told
+    assert "output here sees 3 × 3 px" in told
+    assert "nobody borrows it" in point_at(page, 0.25, 0.25)
+    assert "owner: tile 3, rank 3" in point_at(page, 0.75, 0.75)
+    assert page.evaluate("() => window.asked ?? null") in (None, {"tiles": sent})
+
+
+def test_the_strip_scrubs_through_the_net(page, slicer):
+    strip = page.get_by_role("slider", name="layer")
+    strip.focus()
+    for _ in range(3):
+        page.keyboard.press("ArrowRight")
+    assert "blocks.1.branch.0" in strip.get_attribute("aria-valuetext")
+    expect(page.locator(".mpi4dl-title")).to_contain_text("blocks.1.branch.0 (conv2d) reads 16 channels")
+    page.wait_for_timeout(150)
+    assert slicer.layer.value == 3
+    box = strip.bounding_box()
+    page.mouse.move(box["x"] + 2, box["y"] + 30)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.6, box["y"] + 30, steps=8)
+    page.mouse.up()
+    page.wait_for_timeout(150)
+    assert slicer.layer.value > 6
+    assert "16 channels" not in page.locator(".mpi4dl-title").inner_text()
+    page.keyboard.press("Home")
+    page.wait_for_timeout(150)
+    assert slicer.layer.value == 0
+
+
+def test_a_click_chooses_a_tile_and_keys_do(page, slicer):
+    point_at(page, 0.25, 0.75)
+    page.mouse.down()
+    page.mouse.up()
+    expect(page.locator(".mpi4dl-words")).to_contain_text("Tile 1 (rank 1) owns 256 × 256 px")
+    press(page, "t", "t", "T", "t")
+    page.wait_for_timeout(150)
+    assert slicer.tile.value == 3
+    assert "from rank 2: 256 × 1 px, 3.0 KB" in page.locator(".mpi4dl-legend").inner_text()
+
+
+def test_zooming_keeps_what_is_under_the_pointer(page, slicer):
+    point_at(page, 0.3, 0.4)
+    for _ in range(12):
+        page.mouse.wheel(0, -300)
+    page.wait_for_timeout(600)
+    row, col, side = slicer.view.place
+    assert side < 20
+    assert abs(row - 0.3 * 512) < side
+    assert abs(col - 0.4 * 512) < side
+    assert "Shown: rows" in slicer.figure.alt
+    press(page, "0")
+    page.wait_for_timeout(600)
+    assert slicer.view.place == []
+
+
+def test_keys_reach_every_pixel(page, slicer):
+    press(page, "h", *["+"] * 8)
+    page.wait_for_timeout(300)
+    first = page.locator(".mpi4dl-tooltip").inner_text() or point_at(page, 0.5, 0.5)
+    press(page, "ArrowRight", "ArrowRight")
+    words = [page.locator(".mpi4dl-tooltip").inner_text()]
+    press(page, "ArrowRight")
+    words.append(page.locator(".mpi4dl-tooltip").inner_text())
+    columns = [int(re.search(r"column (\d+)", text)[1]) for text in words]
+    assert columns[1] == columns[0] + 1
+    values = re.search(r"red, green, blue: (\d+), (\d+), (\d+)", words[1])
+    row = int(re.search(r"row (\d+)", words[1])[1])
+    assert first
+    assert [int(value) for value in values.groups()] == TISSUE[row, columns[1]].tolist()
+    page.wait_for_timeout(300)
+    assert f"column {columns[1]}" in page.get_by_role("status").inner_text()
+
+
+def test_both_readings_and_receptive_fields(page, slicer):
+    press(page, "]", "]", "]", "]", "c", "f")
+    page.wait_for_timeout(150)
+    assert (slicer.view.reading, slicer.view.fields, slicer.view.layer) == ("picture", True, 4)
+    assert page.get_by_role("button", name="receptive fields").get_attribute("aria-pressed") == "true"
+    expect(page.locator(".mpi4dl-words")).to_contain_text("all pixels of the picture on which its outputs depend")
+    seen = re.search(r"sees (\d+) × (\d+) px", point_at(page, 0.25, 0.25))
+    assert int(seen[1]) > 3
+    (_, seen_by_tile) = re.findall(r"0 above, (\d+) below", page.locator(".mpi4dl-words").inner_text())
+    assert int(seen_by_tile) == int(seen[1]) // 2
+
+
+def test_less_motion_and_a_narrow_page(chromium, slicer):
+    harness = PageHarness(chromium, slicer.view, (480, 800), reduced_motion="reduce", color_scheme="dark")
+    harness.settle()
+    assert harness.page.evaluate("() => document.documentElement.scrollWidth") <= 480
+    assert harness.page.locator("canvas").bounding_box()["height"] >= 320
+    harness.close()
