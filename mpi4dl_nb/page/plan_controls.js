@@ -90,7 +90,7 @@ export class PlanControls {
 
   makeGrid(option, id) {
     const make = (name, own) => makeElement("input", {
-      type: "range", min: 1, max: 16, step: 1, "aria-label": `${name} of tiles`, ...(own ? { id: own } : {}) });
+      type: "range", min: 1, max: 16, step: 1, "aria-label": `${option.label}, ${name}`, ...(own ? { id: own } : {}) });
     const sides = [make("rows", id), make("columns")];
     const told = makeElement("output", {}, "");
     const tell = () => { told.textContent = `${sides[0].value} x ${sides[1].value}`; };
