@@ -139,7 +139,7 @@ def test_ranks_are_reached_by_keyboard_and_told(bench):
 
 def test_the_pointer_finds_every_rank_and_asks_the_kernel_nothing(bench):
     asked = []
-    bench.page.expose_function("told", lambda said: asked.append(said))
+    bench.page.expose_function("told", lambda said: asked.extend([said]))
     bench.page.evaluate("() => { window.pageSent = () => told(1); }")
     box, seen = bench.page.locator(CANVAS).bounding_box(), set()
     for across in range(8, 96, 8):
