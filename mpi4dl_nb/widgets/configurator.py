@@ -122,8 +122,7 @@ class Configurator(StillFigure, ipywidgets.VBox):
 
     @property
     def figure(self) -> Drawing:
-        """The last valid plan as a figure, with what is counted of it by now. Waits until it is compiled."""
-        self._compiling.wait(PATIENCE_S)
+        """The last valid plan as a figure, with what is counted of it by now."""
         found = self._found
         return draw_ranks(found.plan, found.loads, COUNTING, self._foreseen) if found else draw_ranks(self._plan)
 

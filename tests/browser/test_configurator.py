@@ -48,7 +48,7 @@ def test_a_plan_is_chosen_and_its_cluster_started_by_keyboard(notebook):
         keyboard.press(key)
     said.wait_for(state="detached")
 
-    view.get_by_label("Machine").select_option("Summit")
+    view.get_by_label("Machine", exact=True).select_option("Summit")
     view.locator(".mpi4dl-plan-verdict").get_by_text("Fits").wait_for()
     assert notebook.run_cell("print(configurator.forecast.plan == configurator.plan)") == "True"
 

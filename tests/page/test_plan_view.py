@@ -117,7 +117,7 @@ def test_what_does_not_fit_is_said_in_words_shape_and_texture(bench):
     assert bench.read("verdict").startswith("Does not fit")
     assert "times what a rank has" in bench.read("verdict")
     assert bench.read("legend").startswith("does not fit: 5 ranks")
-    bench.page.get_by_label("Machine").select_option("DGX H100")
+    bench.page.get_by_label("Machine", exact=True).select_option("DGX H100")
     bench.wait()
     bench.until(lambda: bench.read("verdict").startswith("Fits"))
     assert bench.read("legend").startswith("under half full: 5 ranks")

@@ -144,6 +144,7 @@ def test_the_time_of_each_rank_is_that_of_the_chosen_machine(chosen):
     assert chosen.figure.alt == summit
     assert f"Predicted on Summit: {format_seconds(chosen.forecast.seconds)} a step" in summit
     chosen.knobs["split_size"].value = 3
+    assert chosen.plan.split_size == 3
     assert "predicted" not in chosen.figure.alt  # until it is counted
     assert chosen.wait()
     assert chosen.figure.alt == show_ranks(Plan(split_size=3), resnet20_v1(), SHAPE, machine="Summit").alt
