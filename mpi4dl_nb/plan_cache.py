@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import cycle
+from threading import Lock, RLock
 
 from torch import nn
 
@@ -13,27 +15,32 @@ from engines.graph.model_graph import ModelGraph
 from engines.graph.trace_cache import Loss, TraceCache
 from engines.plan import Plan
 from engines.predict import forecast as predicted
-from engines.predict.forecast import Forecast, RankLoad, count_load, with_time
+from engines.predict.forecast import Forecast, RankLoad, count_load, forecast_programs, with_memory, with_time
 from engines.predict.machine import Machine
 from engines.predict.machines import resolve_machine
+from engines.predict.rank_memory import RankMemory, predict_rank_memory
+from engines.predict.rank_tally import build_tally
 from engines.predict.sizes import Sizes
-from engines.program.compile import compile_plan
+from engines.predict.tallies import RankTally
+from engines.program.compile import Compiler
 from engines.program.program import Program
 from engines.train.training import Optimiser, sgd
 from mpi4dl_nb.cluster import Cluster
 from mpi4dl_nb.plan_tuner import count_optimiser_states
 from mpi4dl_nb.status_line import LATER_S, show_status
 
-__all__ = ["CompiledPlan", "PlanCache", "describe_cluster_fit", "forecast", "pause_gc"]
+__all__ = ["CompiledPlan", "PlanCache", "describe_cluster_fit", "describe_place", "forecast", "pause_gc"]
 
 KEPT = 24  # plans; the programs of a large model take some megabytes
+KEPT_SHAPES = 8  # of batches
 
 
 @dataclass(frozen=True)
 class CompiledPlan:
     """A plan that fits the model, with the program and the load of each rank.
 
-    `forecast` is that of a step on `machine`; None if there is no machine to predict for.
+    `forecast` is that of a step on `machine`; None if there is no machine to predict for. `tallies` and `memory` are
+    those of the ranks of the first replica, which all others repeat; empty until they are counted.
     """
 
     plan: Plan
@@ -42,6 +49,8 @@ class CompiledPlan:
     loads: tuple[RankLoad, ...]
     machine: Machine | None = None
     forecast: Forecast | None = None
+    tallies: tuple[RankTally, ...] = field(default=(), repr=False, compare=False)
+    memory: tuple[RankMemory, ...] = field(default=(), repr=False, compare=False)
 
     @property
     def is_weighed(self) -> bool:
@@ -59,58 +68,111 @@ class CompiledPlan:
         return self.is_weighed and self.machine is machine
 
 
+def _is_always_asked() -> bool:
+    return True
+
+
 class PlanCache:
-    """Compiles plans for one model and caches the most recent ones."""
+    """Compiles plans for one model and caches the most recent ones.
+
+    Threads may share it: one of them works at a time, and the others wait. `is_asked` is called between two ranks;
+    once it is false, the work ends and None is returned.
+    """
 
     def __init__(self, traces: TraceCache) -> None:
         self.traces = traces
         self._found: dict[Plan, CompiledPlan] = {}
+        self._by_shape = {tuple(traces.image_shape): self}
+        self._working, self._storing = RLock(), Lock()
 
-    def is_quick(self, plan: Plan) -> bool:
-        """Return whether the plan needs no trace, which takes seconds. Raises PlanError if the batch does not fit."""
-        return self.traces.has_graph(plan)
+    def with_shape(self, image_shape: Sequence[int]) -> PlanCache:
+        """Return the cache for batches of another shape of the same model. Raises ImageError for an invalid shape."""
+        shape = tuple(image_shape)
+        if shape not in self._by_shape:
+            made = PlanCache(self.traces.with_shape(shape))
+            made._by_shape, made._working = self._by_shape, self._working
+            self._by_shape[shape] = made
+            for old in list(self._by_shape)[1:-KEPT_SHAPES]:  # the first one is that of the user
+                del self._by_shape[old]
+        return self._by_shape[shape]
 
-    def get_compiled(self, plan: Plan) -> CompiledPlan:
+    def has_compiled(self, plan: Plan) -> bool:
+        """Return whether `get_compiled` returns at once. Raises PlanError if the batch cannot be cut as planned."""
+        return self.traces.has_graph(plan) and plan in self._found
+
+    def get_compiled(self, plan: Plan, is_asked: Callable[[], bool] = _is_always_asked) -> CompiledPlan | None:
         """Return the compiled plan. Raises PlanError or TraceError if the plan does not fit the model."""
-        found = self._found.pop(plan, None)
-        if found is None:
-            graph = self.traces.get_graph(plan)
-            programs = compile_plan(graph, plan)
-            found = CompiledPlan(plan, graph, programs, tuple(count_load(program, graph) for program in programs))
-        self._keep(found)
-        return found
+        if known := self._find(plan):  # without waiting for a thread that is at work
+            return known
+        with self._working:
+            found = self._find(plan) or self._compile(plan, is_asked)
+            if found is not None:
+                self._keep(found)
+            return found
+
+    def _find(self, plan: Plan) -> CompiledPlan | None:
+        with self._storing:
+            found = self._found.pop(plan, None)
+            if found is not None:
+                self._found[plan] = found  # at the end, as the one that was used last
+            return found
+
+    def _compile(self, plan: Plan, is_asked: Callable[[], bool]) -> CompiledPlan | None:
+        if not is_asked():
+            return None
+        graph, programs, loads = self.traces.get_graph(plan), [], []
+        compiler = Compiler(graph, plan)
+        for rank in range(plan.ranks):
+            if not is_asked():
+                return None
+            programs.append(compiler.compile_rank(rank))
+            loads.append(count_load(programs[-1], graph))
+        return CompiledPlan(plan, graph, tuple(programs), tuple(loads))
 
     def predict_costs(
-        self, plan: Plan, machine: Machine | None = None, is_asked: Callable[[], bool] = lambda: True
+        self, plan: Plan, machine: Machine | None = None, is_asked: Callable[[], bool] = _is_always_asked
     ) -> CompiledPlan | None:
-        """Return the plan with each rank's memory, and its time on a machine; None once `is_asked()` is false.
+        """Return the plan with each rank's memory, and its time on a machine.
 
         Raises TraceError or PlanError if the costs cannot be computed; memory that was computed before is kept.
         """
-        found = self.get_compiled(plan)
-        if found.is_counted(machine):
+        with self._working:
+            found = self.get_compiled(plan, is_asked)
+            if found is None or found.is_counted(machine):
+                return found
+            if not found.is_weighed:
+                found = self._weigh(found, is_asked)
+                if found is None:
+                    return None
+                self._keep(found)  # the memory stays known, even if no time can be computed
+            if machine is None:
+                found = found.untimed
+            else:
+                first = found.programs[: plan.replica_ranks]
+                made = forecast_programs(found.graph, plan, machine, first, found.tallies, found.memory)
+                found = replace(found, loads=tuple(with_time(found.loads, made)), machine=machine, forecast=made)
+            self._keep(found)
             return found
-        loads = list(found.loads)
-        for number, program in enumerate(() if found.is_weighed else found.programs):
+
+    def _weigh(self, found: CompiledPlan, is_asked: Callable[[], bool]) -> CompiledPlan | None:
+        """Return the plan with each rank's memory. All replicas are alike: the first one is counted."""
+        tallies, memory = [], []
+        for program in found.programs[: found.plan.replica_ranks]:
             if not is_asked():
                 return None
-            loads[number] = count_load(program, found.graph, plan)
-        found = replace(found, loads=tuple(loads))
-        self._keep(found)  # the memory stays known, even if no time can be computed
-        if machine is None:
-            found = found.untimed
-        else:
-            made = predicted.forecast(found.graph, plan, machine)
-            found = replace(found, loads=tuple(with_time(found.loads, made)), machine=machine, forecast=made)
-        self._keep(found)
-        return found
+            tallies.append(build_tally(program, found.graph))
+            memory.append(predict_rank_memory(program, found.graph, found.plan, tally=tallies[-1]))
+        pairs = zip(found.loads, cycle(memory), strict=False)
+        loads = tuple(with_memory(load, each) for load, each in pairs)
+        return replace(found, loads=loads, tallies=tuple(tallies), memory=tuple(memory))
 
     def _keep(self, found: CompiledPlan) -> None:
-        # A dict keeps the order of insertion, and `get_compiled` takes a plan out before it is put in again: the first
-        # ones are those that were not used for the longest time.
-        self._found[found.plan] = found
-        for old in list(self._found)[:-KEPT]:
-            self._found.pop(old, None)
+        # A dict keeps the order of insertion, and a plan that is found is put at the end again: the first ones are
+        # those that were not used for the longest time.
+        with self._storing:
+            self._found[found.plan] = found
+            for old in list(self._found)[:-KEPT]:
+                del self._found[old]
 
 
 @contextmanager
@@ -145,6 +207,21 @@ def describe_cluster_fit(needed: int | None, cluster: Cluster | None) -> tuple[s
     if running == needed:
         return text, f"{needed} ranks run", False
     return text, f"{'Start' if running is None else 'Resize to'} {needed} ranks", True
+
+
+def describe_place(cluster: Cluster | None) -> str:
+    """Return where the ranks of a cluster run, or will run once they are started.
+
+    >>> describe_place(None)
+    'on this computer, one MPI process per rank'
+    >>> describe_place(Cluster(2, backend="loopback"))
+    "on this computer, as threads of this notebook's process"
+    """
+    if cluster is not None and cluster.hosts:
+        return f"on {cluster.hosts}, one MPI process per rank"
+    if cluster is not None and cluster.is_one_process:
+        return "on this computer, as threads of this notebook's process"
+    return "on this computer, one MPI process per rank"
 
 
 # The forecast of one plan.

@@ -81,6 +81,21 @@ class TraceCache:
             labels = replace(labels, shape=(count, *labels.shape[1:]))
         return replace(self, image_shape=(images, *self.image_shape[1:]), labels=labels)
 
+    def with_shape(self, image_shape: Sequence[int]) -> TraceCache:
+        """Return a cache for the same model with a batch of another size; both share their traces.
+
+        Labels that are given keep their place: their first axis follows the number of images, and those of them that
+        have the height and the width of the images as their last axes follow these.
+        Raises ImageError for an invalid `image_shape`.
+        """
+        made, labels = replace(self, image_shape=image_shape, labels=None), self.labels
+        if labels and labels.shape:
+            shape = (labels.shape[0] * made.image_shape[0] // self.image_shape[0], *labels.shape[1:])
+            if len(shape) > 2 and shape[-2:] == self.image_shape[-2:]:
+                shape = (*shape[:-2], *made.image_shape[-2:])
+            labels = replace(labels, shape=shape)
+        return replace(made, labels=labels)
+
     def has_graph(self, plan: Plan) -> bool:
         """Return whether `get_graph` needs no new trace.
 

@@ -14,6 +14,7 @@ from engines.predict.machine import Machine
 from engines.predict.rank_memory import RankMemory, predict_rank_memory
 from engines.predict.rank_tally import build_tally
 from engines.predict.simulate import simulate
+from engines.predict.tallies import RankTally
 from engines.program.compile import Compiler
 from engines.program.program import Program, Traffic, count_traffic
 from engines.program.timeline import Timeline, compute_time_shares
@@ -26,6 +27,8 @@ __all__ = [
     "count_copies",
     "count_load",
     "forecast",
+    "forecast_programs",
+    "with_memory",
     "with_time",
 ]
 
@@ -114,20 +117,36 @@ def forecast(graph: ModelGraph, plan: Plan, machine: Machine | CostModel, optimi
     `optimiser_states` as in `predict_rank_memory`.
     Raises PlanError or TraceError if the plan does not fit the model.
     """
-    prices = CostModel.from_machine(machine)
-    machine, copies = prices.machine, count_copies(plan, prices.machine)
     compiler = Compiler(graph, plan)
     programs = [compiler.compile_rank(rank) for rank in range(plan.replica_ranks)]
     tallies = [build_tally(program, graph) for program in programs]
-    threads = [compute_threads(plan, program.rank, machine.cores or 1, machine.node_ranks) for program in programs]
-    recompute, offload = plan.checkpoint_activations, plan.offload_activations
-    timeline = simulate(programs, tallies, prices, threads, recompute, copies, offload)
-    one = [
+    memory = [
         predict_rank_memory(program, graph, plan, optimiser_states, tally)
         for program, tally in zip(programs, tallies, strict=True)
     ]
-    memory = (replace(each, rank=each.rank + copy * len(one)) for copy in range(copies) for each in one)
-    return Forecast(plan, timeline, tuple(memory), plan.micro_batches * graph.inputs["images"].shape[0])
+    return forecast_programs(graph, plan, machine, programs, tallies, memory)
+
+
+def forecast_programs(
+    graph: ModelGraph,
+    plan: Plan,
+    machine: Machine | CostModel,
+    programs: Sequence[Program],
+    tallies: Sequence[RankTally],
+    memory: Sequence[RankMemory],
+) -> Forecast:
+    """Return the `forecast` of a plan whose first replica is compiled, tallied and weighed already.
+
+    `programs`, `tallies` and `memory` are those of the ranks of the first replica, in rank order.
+    Raises PlanError if the machine has no speed for a kernel of the model.
+    """
+    prices = CostModel.from_machine(machine)
+    machine, copies = prices.machine, count_copies(plan, prices.machine)
+    threads = [compute_threads(plan, program.rank, machine.cores or 1, machine.node_ranks) for program in programs]
+    recompute, offload = plan.checkpoint_activations, plan.offload_activations
+    timeline = simulate(programs, tallies, prices, threads, recompute, copies, offload)
+    found = (replace(each, rank=each.rank + copy * len(memory)) for copy in range(copies) for each in memory)
+    return Forecast(plan, timeline, tuple(found), plan.micro_batches * graph.inputs["images"].shape[0])
 
 
 def count_copies(plan: Plan, machine: Machine) -> int:
@@ -164,9 +183,9 @@ class RankLoad:
     """The load of one rank.
 
     `weight_bytes` are those of its weights and buffers, and `sent` is the traffic of a training step, forward and
-    backward. `kept_bytes` are the activations saved for backward at the peak of the step, halos included, and
-    `peak_bytes` all tensors at that time. `busy_s` are the seconds of its own work in a step, and `wait_s` the rest of
-    the step. Fields are None until they are counted or predicted.
+    backward. `kept_bytes` are the activations saved for backward at the peak of the step, halos included, `halo_bytes`
+    the halos alone, and `peak_bytes` all tensors at that time. `busy_s` are the seconds of its own work in a step, and
+    `wait_s` the rest of the step. Fields are None until they are counted or predicted.
     """
 
     weight_bytes: int
@@ -175,6 +194,7 @@ class RankLoad:
     peak_bytes: int | None = None
     busy_s: float | None = None
     wait_s: float | None = None
+    halo_bytes: int | None = None
 
 
 def count_load(program: Program, graph: ModelGraph, plan: Plan | None = None) -> RankLoad:
@@ -187,9 +207,14 @@ def count_load(program: Program, graph: ModelGraph, plan: Plan | None = None) ->
     load = RankLoad(weights, sum(count_traffic(program).values(), start=Traffic(0, 0)))
     if plan is None:
         return load
-    memory = predict_rank_memory(program, graph, plan)
-    kept_bytes = memory.at_peak["activations"] + memory.at_peak["halos"]
-    return replace(load, kept_bytes=kept_bytes, peak_bytes=memory.peak_bytes)
+    return with_memory(load, predict_rank_memory(program, graph, plan))
+
+
+def with_memory(load: RankLoad, memory: RankMemory) -> RankLoad:
+    """Return the load of a rank with its memory."""
+    halo_bytes = memory.at_peak["halos"]
+    kept_bytes = memory.at_peak["activations"] + halo_bytes
+    return replace(load, kept_bytes=kept_bytes, peak_bytes=memory.peak_bytes, halo_bytes=halo_bytes)
 
 
 def with_time(loads: Sequence[RankLoad], found: Forecast) -> list[RankLoad]:

@@ -293,11 +293,10 @@ class _DirectionCounter:
     def build_tally(self) -> DirectionTally:
         segments = {}
         inputs = {name: self._add_input(name, feed) for name, feed in self.way.input_shards.items()}
-        for item in self.way.forward:
+        for item, effects in zip(self.way.forward, self.way.effects, strict=True):
             if item.is_local:
                 segments[item.name] = _SegmentCounter(item, self).build_tally()
                 continue
-            effects = item.get_effects(Phase.FORWARD)
             for name, spec in effects.specs.items():
                 key = _get_window_key(name) if effects.messages else name
                 self.bytes[key] = spec.bytes

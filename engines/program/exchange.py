@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import combinations
 from typing import ClassVar
 
@@ -15,6 +16,18 @@ __all__ = ["ALIGNED_BYTES", "Exchange"]
 
 _KEPT_BYTES = 1 << 24  # larger messages are not kept between steps: copying dominates, not set-up
 ALIGNED_BYTES = 64
+
+
+def _compute_tile_shape(shape: tuple[int, ...], axes: Axes, tile: Tile) -> tuple[int, ...]:
+    found = list(shape)
+    for axis, span in zip(axes, tile, strict=True):
+        found[axis] = len(span)
+    return tuple(found)
+
+
+@lru_cache(maxsize=1 << 16)  # the same tiles are counted for each rank, phase and buffer
+def _count_tile_bytes(shape: tuple[int, ...], axes: Axes, dtype: str, tile: Tile) -> int:
+    return TensorSpec(_compute_tile_shape(shape, axes, tile), dtype).bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +90,11 @@ class Exchange(Instruction):
 
     def compute_shape(self, tile: Tile) -> tuple[int, ...]:
         """Return the shape of a tensor that holds `tile`."""
-        shape = list(self.shape)
-        for axis, span in zip(self.axes, tile, strict=True):
-            shape[axis] = len(span)
-        return tuple(shape)
+        return _compute_tile_shape(self.shape, self.axes, tile)
 
     def compute_bytes(self, moves: Iterable[Move]) -> int:
         """Return the total size in bytes of the messages of these moves."""
-        return sum(TensorSpec(self.compute_shape(move.tile), self.dtype).bytes for move in moves)
+        return sum(_count_tile_bytes(self.shape, self.axes, self.dtype, move.tile) for move in moves)
 
     @property
     def keeps_all(self) -> bool:

@@ -79,16 +79,22 @@ class DirectionProgram:
         return tuple(item for stage in sorted(self.stages) for item in self.stages[stage])
 
     @cached_property
+    def effects(self) -> tuple[Effects, ...]:
+        """What each instruction of the forward pass does, in order."""
+        return tuple(item.get_effects(Phase.FORWARD) for item in self.forward)
+
+    @cached_property
     def interiors(self) -> Mapping[str, ModelInstruction]:
         """The interior segments by the value that each begins and the next segment completes."""
-        return {name: item for item in self.forward if item.interior for name in item.get_effects(Phase.FORWARD).makes}
+        pairs = zip(self.forward, self.effects, strict=True)
+        return {name: item for item, effects in pairs if item.interior for name in effects.makes}
 
     @cached_property
     def reads(self) -> Mapping[str, tuple[str, ...]]:
         """The names of the forward instructions that read each value, in order."""
         found: dict[str, tuple[str, ...]] = {}
-        for item in self.forward:
-            for name in item.get_effects(Phase.FORWARD).reads:
+        for item, effects in zip(self.forward, self.effects, strict=True):
+            for name in effects.reads:
                 found[name] = (*found.get(name, ()), item.name)
         return found
 
@@ -109,17 +115,19 @@ class DirectionProgram:
         # A second reader would keep the whole window alive for as long as it needs y.
         return {
             name: item
-            for item in self.forward
-            if (messages := item.get_effects(Phase.FORWARD).messages) and messages.makes_room
-            for name in item.get_effects(Phase.FORWARD).reads
+            for item, effects in zip(self.forward, self.effects, strict=True)
+            if effects.messages and effects.messages.makes_room
+            for name in effects.reads
             if len(self.reads[name]) == 1
         }
 
     @cached_property
     def collects(self) -> frozenset[str]:
         """The values to whose gradients a communication adds in the backward pass."""
-        found = (item for item in self.forward if item.differentiable and not item.is_local)
-        return frozenset(name for item in found for name in item.get_effects(Phase.FORWARD).reads)
+        pairs = zip(self.forward, self.effects, strict=True)
+        return frozenset(
+            name for item, effects in pairs if item.differentiable and not item.is_local for name in effects.reads
+        )
 
 
 class LiveValues(ABC, Generic[V]):
@@ -207,6 +215,8 @@ class Program(FactTable):
         """What each step does, in order."""
         # The micro-batches of a direction share their instructions.
         known: dict[tuple[int, Phase], Effects] = {}
+        for way in self.direction_programs.values():
+            known |= {(id(item), Phase.FORWARD): each for item, each in zip(way.forward, way.effects, strict=True)}
         for step in self.steps:
             key = id(step.instruction), step.phase
             if key not in known:

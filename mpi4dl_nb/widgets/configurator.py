@@ -1,106 +1,56 @@
-"""Widget to configure a plan: every option with its errors, a map of the ranks, and a cluster of the right size."""
+"""Widget to configure a plan: every option with its errors, a picture of the ranks, and a cluster of the right size."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
-from html import escape
+from itertools import count
 from threading import RLock
 from typing import Any
 
 import ipywidgets
 from torch import Tensor, nn
 
-from engines.cli.plan_options import find_plan_option, format_value, parse_value
-from engines.errors import Mpi4dlError, TraceError
+from engines.cli.plan_options import find_plan_option
+from engines.errors import Mpi4dlError, PlanError, TraceError
 from engines.graph.model_graph import TensorSpec
 from engines.graph.trace_cache import Loss, TraceCache
-from engines.plan import OPTIONS, Plan
+from engines.plan import Plan
 from engines.predict.forecast import Forecast
 from engines.predict.machine import Machine
 from engines.predict.machines import MACHINES, resolve_machine
 from engines.program.program import Program
 from mpi4dl_nb.background import IsAsked, LatestOnly
 from mpi4dl_nb.cluster import Cluster
+from mpi4dl_nb.draw.figure import Drawing
+from mpi4dl_nb.draw.plan_picture import PlanShape, count_plan, describe_load_groups, measure_gauges, resize_shape
 from mpi4dl_nb.draw.rank_map import COUNTING, describe_forecast, draw_ranks
-from mpi4dl_nb.plan_cache import CompiledPlan, PlanCache, describe_cluster_fit, pause_gc
-from mpi4dl_nb.widgets.figure_widget import (
-    BOX_STYLE,
-    ErrorAlert,
-    FigureWidget,
-    make_button,
-    make_checkbox,
-    make_dropdown,
-)
+from mpi4dl_nb.plan_cache import CompiledPlan, PlanCache, describe_cluster_fit, describe_place, pause_gc
+from mpi4dl_nb.widgets.figure_widget import StillFigure
+from mpi4dl_nb.widgets.plan_view import BATCH, GRID, IMAGE_PX, MACHINE, Knob, PlanView, StartButton
 
-__all__ = ["Configurator", "OptionControl"]
-
-# One option of a plan: its control and its error message.
-
-
-LABEL = "9.8em"  # wide enough for the longest name, so that boxes are aligned
-
-
-class OptionControl(ipywidgets.VBox):
-    """The control of one option. `value` is what `Plan` takes, whatever form the control shows."""
-
-    def __init__(self, name: str, value: Any, on_change: Callable[[str], None]) -> None:
-        self.name, self.trouble, option = name, ErrorAlert(), OPTIONS[name]
-        look = {"description": name, "tooltip": option.help, "style": BOX_STYLE}
-        if isinstance(value, bool):
-            self.control = make_checkbox(name, value, option.help)
-        elif option.choices:
-            self.control = make_dropdown(name, tuple(option.choices), value, option.help)
-        elif option.proposals is None:
-            self.control = ipywidgets.IntText(value, **look)  # any integer: an invalid one is reported, not replaced
-        else:  # its value changes on Enter, or when the box loses the focus
-            look |= {"options": list(option.proposals), "continuous_update": False}
-            self.control = ipywidgets.Combobox(value=format_value(value), **look)
-        self.control.layout.width = "98%"  # at 100 % the frame on the right would be cut off
-        if not isinstance(self.control, ipywidgets.Checkbox):
-            self.control.style.description_width = LABEL
-        super().__init__([self.control])
-        self.control.observe(lambda _: on_change(name), "value")
-
-    @property
-    def value(self) -> Any:
-        """The current value, as `Plan` takes it."""
-        # Options that may be a number or a word, such as `auto`, are written as text.
-        if OPTIONS[self.name].proposals is None:
-            return self.control.value
-        return parse_value(self.control.value) if self.control.value.strip() else None
-
-    @value.setter
-    def value(self, value: Any) -> None:
-        self.control.value = value if OPTIONS[self.name].proposals is None else format_value(value)
-
-    def show_error(self, text: str) -> None:
-        """Show an error message below the control, or nothing if it is empty."""
-        self.trouble.show(text)
-        self.children = [self.control, self.trouble] if text else [self.control]
-
-
-# All options, the map of the ranks and the cluster.
-
+__all__ = ["Configurator"]
 
 PATIENCE_S = 600.0  # enough to trace a very large model
-COUNT_AFTER_S = 0.3  # without a change, so that counting does not slow down quick changes
-COLUMNS = (("Stages", "Pipeline"), ("Tiles", "Numbers"), ("Directions and replicas",))
-COLUMN = {"width": "19em", "margin": "0 1.2em 0.6em 0"}
+COMPILE_AFTER_S, TRACE_AFTER_S, COUNT_AFTER_S = 0.1, 0.4, 0.2  # without a change, so that a drag is not slowed down
+MOST_PX, MOST_IMAGES = 1 << 17, 1 << 20
 OWN = "this cluster, as calibrated"
 NO_MACHINE = "For the time of a step: cluster.calibrate(), or choose a machine that is known."
-LAST = "The figure shows the last plan that works."
+LAST = "The picture shows the last plan that works."
+TRACING = "Tracing and compiling the model for this plan ..."
+WEIGHING = "Counting the memory and predicting the time ..."
 
 
-class Configurator(FigureWidget):
+class Configurator(StillFigure, ipywidgets.VBox):
     """All options of a `Plan` for one model, validated at each change.
 
     `image_shape` is (N, C, H, W) of a batch; `loss`, `labels` and `device` are as for `Training`. `plan` is the last
-    valid plan, `programs` are its ranks' programs, and `forecast` is its forecast. `knobs` holds the control of each
-    option by name. The button starts `cluster` (one over MPI if none is given) with the number of ranks that the plan
-    needs, or resizes it. Times are predicted for the calibrated cluster or the chosen machine. `machine` is a `Machine`
-    or the name of a known one.
+    valid plan, `programs` are its ranks' programs, `forecast` is its forecast, and `figure` shows it without a page.
+    `knobs` holds the knob of each option by name; `image_px` and `batch` are those of the images: rows of pixels, and
+    images in a batch. The button starts `cluster` (one over MPI if none is given) with the number of ranks that the
+    plan needs, or resizes it. Times are predicted for the calibrated cluster or the chosen machine. `machine` is a
+    `Machine` or the name of a known one.
 
     >>> from engines.models import resnet20_v1
     >>> from mpi4dl_nb import Configurator, Plan
@@ -124,36 +74,27 @@ class Configurator(FigureWidget):
         self.cluster = cluster
         known = MACHINES | ({} if machine is None else {resolve_machine(machine).name: resolve_machine(machine)})
         self.machines: Mapping[str, Machine | None] = {OWN: None} | known
-        chosen = OWN if machine is None else resolve_machine(machine).name
-        self.machine = make_dropdown("machine", list(self.machines), chosen, "whose time is predicted")
-        self.machine.observe(lambda _: self._handle_change(""), "value")
-        self.planning = PlanCache(TraceCache(model, tuple(image_shape), loss or nn.CrossEntropyLoss(), labels, device))
-        plan = plan or Plan()
+        self._first = PlanCache(TraceCache(model, tuple(image_shape), loss or nn.CrossEntropyLoss(), labels, device))
+        self.planning, plan = self._first, plan or Plan()
+        shape = self._first.traces.image_shape
         self.knobs = {
-            each.name: OptionControl(each.name, getattr(plan, each.name), self._handle_change) for each in fields(Plan)
+            each.name: Knob(each.name, getattr(plan, each.name), self._handle_change) for each in fields(Plan)
         }
-        self.note, self.rank_trouble = ipywidgets.HTML(), ErrorAlert()
-        self.start = make_button("", self._start, "start the cluster with the ranks that the plan needs, or resize it")
-        self._tracing, self._counting, self._starting = LatestOnly(), LatestOnly(), LatestOnly()
-        self._turn, self._is_quiet = RLock(), False
+        self.image_px, self.batch = (
+            Knob(*each, self._handle_change) for each in ((IMAGE_PX, shape[2]), (BATCH, shape[0]))
+        )
+        self.machine = Knob(MACHINE, OWN if machine is None else resolve_machine(machine).name, self._handle_change)
+        self._all = self.knobs | {each.name: each for each in (self.image_px, self.batch, self.machine)}
+        self.start = StartButton(self._start)
+        self._compiling, self._counting, self._starting = LatestOnly(), LatestOnly(), LatestOnly()
+        self._turn, self._is_quiet, self._numbers = RLock(), False, count(1)
         self._found: CompiledPlan | None = None
+        self._shown: tuple[int, str, PlanShape] | None = None  # of the last valid plan
+        self._gauges: dict[str, Any] = {"now": [], "before": []}
         self._error: Mpi4dlError | None = None
-        line = ipywidgets.HBox([self.machine, self.start, self.note], layout={"flex_flow": "row wrap"})
-        # Each column has the options of some groups; the page shows as many columns side by side as there is room for.
-        columns = []
-        for titles in COLUMNS:
-            parts = [
-                part
-                for title in titles
-                for part in (
-                    ipywidgets.HTML(f"<b>{title}</b>"),
-                    *(self.knobs[name] for name, option in OPTIONS.items() if option.group == title),
-                )
-            ]
-            columns.append(ipywidgets.VBox(parts, layout=COLUMN))
-        options = ipywidgets.Box(columns, layout={"flex_flow": "row wrap"})
-        super().__init__([options, line, self.rank_trouble])
-        self.view.show(draw_ranks(plan))
+        self._plan, self._foreseen, self._rank_trouble = plan, "", ""
+        self.view = PlanView(list(self.machines), self.set_texts, self.start.click)
+        super().__init__([self.view])
         self._handle_change("")
 
     @property
@@ -163,11 +104,9 @@ class Configurator(FigureWidget):
 
     @plan.setter
     def plan(self, plan: Plan) -> None:
-        self._is_quiet = True  # one validation at the end: half-set options may be an invalid plan
-        for name, knob in self.knobs.items():
-            knob.value = getattr(plan, name)
-        self._is_quiet = False
-        self._handle_change("")
+        with self._change_together(""):
+            for name, knob in self.knobs.items():
+                knob.value = getattr(plan, name)
 
     @property
     def programs(self) -> tuple[Program, ...]:
@@ -182,126 +121,214 @@ class Configurator(FigureWidget):
         return self._wait_compiled().forecast
 
     @property
+    def figure(self) -> Drawing:
+        """The last valid plan as a figure, with what is counted of it by now."""
+        found = self._found
+        return draw_ranks(found.plan, found.loads, COUNTING, self._foreseen) if found else draw_ranks(self._plan)
+
+    @property
     def wrong(self) -> dict[str, str]:
-        """The errors by the name of the option at which they are shown; an empty name for errors of no option."""
-        errors = {name: knob.trouble.text for name, knob in self.knobs.items()} | {"": self.trouble.text}
-        return {name: text for name, text in errors.items() if text}
+        """The errors by the name of the knob that causes them; an empty name for errors of none. Waits for them."""
+        self._compiling.wait(PATIENCE_S)
+        return {name: text for name, text in self.view.errors.items() if text}
 
     def wait(self, within_s: float = PATIENCE_S) -> bool:
         """Wait for pending traces, counts and starts, up to `within_s` seconds each. Return whether all are done."""
-        return all(each.wait(within_s) for each in (self._tracing, self._counting, self._starting))
+        return all(each.wait(within_s) for each in (self._compiling, self._counting, self._starting))
+
+    def set_texts(self, texts: Mapping[str, Any]) -> None:
+        """Set several knobs at once, from what a page shows of them. `grid` is rows and columns of the tiles."""
+        with self._change_together(next(iter(texts), "")):
+            for name, text in texts.items():
+                if name == GRID:
+                    rows, cols = text
+                    self.knobs["slice_method"].value, self.knobs["num_spatial_parts"].value = f"{rows}x{cols}", None
+                elif name in self._all:
+                    self._all[name].text = text
 
     def __dir__(self) -> list[str]:
-        return ["cluster", "figure", "forecast", "knobs", "machine", "plan", "programs", "start", "wait", "wrong"]
+        own = ["batch", "cluster", "figure", "forecast", "image_px", "knobs", "machine", "plan", "programs", "start"]
+        return [*own, "wait", "wrong"]
+
+    @contextmanager
+    def _change_together(self, touched: str) -> Iterator[None]:
+        """Validate once at the end: half-set options may be an invalid plan."""
+        self._is_quiet = True
+        try:
+            yield
+        finally:
+            self._is_quiet = False
+        self._handle_change("slice_method" if touched == GRID else touched)
 
     def _wait_compiled(self) -> CompiledPlan:
-        self._tracing.wait(PATIENCE_S)
+        self._compiling.wait(PATIENCE_S)
         if self._found is None:
             raise self._error or TraceError(f"The model was not traced within {PATIENCE_S:.0f} s.")
         return self._found
 
     def _handle_change(self, touched: str) -> None:
-        """Validate the plan after a change of the option `touched`, and show the plan or the error."""
+        """Validate the plan after a change of the knob `touched`, and show its counts or the error."""
         if self._is_quiet:
             return
-        #   this thread             thread of _tracing       thread of _counting
+        #   this thread               thread of _compiling        thread of _counting
         #   change
-        #     | quick to compile?
-        #     |-- no -------------> _trace: the model
-        #     | yes                   |
-        #   _accept                 _accept                  in both cases: the map of the ranks
-        #     |-----------------------|--------------------> _count: memory and time of each rank, the full figure
+        #   counts of the plan
+        #     | compiled before?
+        #     |-- no ---------------> _compile
+        #     | yes                     |
+        #   _accept                   _accept                     in both cases: weights and messages of each rank
+        #     |-------------------------|-----------------------> _count: memory and time of each rank, the gauges
         #
-        # Each thread works on the latest request only. `_turn` is held while plan, errors and figure change, so that a
+        # Each thread works on the latest request only. `_turn` is held while plan, errors and page change, so that a
         # result that has become old meanwhile cannot overwrite a newer one.
         with self._turn, pause_gc(), self._show_plan_errors(touched):
-            self._tracing.mark_done()  # discards a trace for an earlier plan
-            plan = Plan(**{name: knob.value for name, knob in self.knobs.items()})
-            if self.planning.is_quick(plan):
-                self._accept(plan)
+            self._compiling.mark_done()  # discards what is under way for an earlier plan
+            self._counting.mark_done()
+            number = next(self._numbers)
+            planning, plan = self._resize(), Plan(**{name: knob.value for name, knob in self.knobs.items()})
+            shown = number, plan.summary, count_plan(plan, planning.traces.image_shape)
+            self._resolve_machine()
+            if planning.has_compiled(plan):
+                self._accept(planning, plan, shown)
             else:
-                self._show_state("Tracing the model for this plan ...")
-                self._tracing.submit(lambda is_asked: self._trace(plan, touched, is_asked))
+                self.view.show_shape(*shown)
+                self._show_state(TRACING)
+                self._compiling.submit(lambda is_asked: self._compile(planning, plan, shown, touched, is_asked))
 
-    def _trace(self, plan: Plan, touched: str, is_asked: IsAsked) -> None:
+    def _resize(self) -> PlanCache:
+        """Return the plans for the chosen size of the images and the batch."""
+        for knob, most in ((self.image_px, MOST_PX), (self.batch, MOST_IMAGES)):
+            if type(knob.value) is not int or not 0 < knob.value <= most:
+                raise PlanError(f"{knob.name}={knob.value!r} must be a whole number from 1 to {most:,}.")
+        shape = resize_shape(self._first.traces.image_shape, self.image_px.value, self.batch.value)
+        return self._first.with_shape(shape)
+
+    def _resolve_machine(self) -> Machine | None:
+        """Return the machine whose time is predicted; None if the cluster is not calibrated. Raises PlanError."""
+        name = self.machine.value
+        machine = self.machines[name] if name in self.machines else resolve_machine(name)
+        return machine or (self.cluster.machine if self.cluster else None)
+
+    def _compile(
+        self, planning: PlanCache, plan: Plan, shown: tuple[int, str, PlanShape], touched: str, is_asked: IsAsked
+    ) -> None:
         error = None
         try:
-            self.planning.get_compiled(plan)
+            quick = planning.traces.has_graph(plan)
+            if not self._compiling.pause(COMPILE_AFTER_S if quick else TRACE_AFTER_S, is_asked):
+                return
+            with pause_gc():
+                planning.get_compiled(plan, is_asked)
         except Mpi4dlError as caught:
             error = caught
         with self._turn:
             if is_asked():  # checked under the lock: a newer change discards this result
                 with self._show_plan_errors(touched):
-                    self._accept(plan, error)
+                    if error is not None:
+                        raise error
+                    self._accept(planning, plan, shown)
 
-    def _accept(self, plan: Plan, error: Mpi4dlError | None = None) -> None:
-        """Make `plan` current and draw it, or raise `error`. Memory and times are counted in the background."""
-        if error is not None:
-            raise error
-        found = self.planning.get_compiled(plan)
-        machine = self.machines[self.machine.value] or (self.cluster.machine if self.cluster else None)
-        self._counting.mark_done()  # discards numbers for the plan before
-        self._found = found if found.is_counted(machine) else found.untimed
-        if not found.is_counted(machine):  # the figure shows what is known at once, and "counting ..." for the rest
-            self._counting.submit(lambda is_asked: self._count(plan, machine, is_asked))
-        self.view.show(
-            draw_ranks(plan, self._found.loads, COUNTING, self._describe_forecast() if self._found is found else "")
-        )
-        self._show_state()
+    def _accept(self, planning: PlanCache, plan: Plan, shown: tuple[int, str, PlanShape]) -> None:
+        """Make `plan` current and show its ranks. Memory and times are counted in the background."""
+        found, machine = planning.get_compiled(plan), self._resolve_machine()
+        is_counted = found.is_counted(machine)
+        self.planning, self._shown, self._foreseen = planning, shown, ""
+        self._found = found if is_counted else found.untimed
+        self._gauges = {"plan": shown[0], "now": self._gauges["now"], "before": self._gauges["now"]}
+        self.view.show_shape(*shown)
+        self._show_costs(machine, "", is_counted)
+        if not is_counted:
+            self._counting.submit(lambda is_asked: self._count(planning, plan, machine, is_asked))
 
-    def _count(self, plan: Plan, machine: Machine | None, is_asked: IsAsked) -> None:
-        """Add the memory and the time of each rank to the figure, or the reason why they cannot be counted."""
+    def _count(self, planning: PlanCache, plan: Plan, machine: Machine | None, is_asked: IsAsked) -> None:
+        """Show the memory and the time of each rank, or the reason why they cannot be counted."""
         if not self._counting.pause(COUNT_AFTER_S, is_asked):
             return
-        why = ""
-        try:
-            found = self.planning.predict_costs(plan, machine, is_asked)
-        except Mpi4dlError as error:
-            found, why = self.planning.get_compiled(plan).untimed, str(error)
-        with self._turn:
-            if found and is_asked():
+        for wanted in (None, machine)[machine is None :]:  # first the memory, then the time too
+            why = ""
+            try:
+                with pause_gc():
+                    found = planning.predict_costs(plan, wanted, is_asked)
+            except Mpi4dlError as error:
+                found, why = planning.get_compiled(plan).untimed, str(error)
+            with self._turn:
+                if found is None or not is_asked():
+                    return
                 self._found = found
-                self.view.show(draw_ranks(plan, found.loads, foreseen=why or self._describe_forecast()))
+                self._show_costs(machine, why, bool(why) or wanted is machine)
+            if why:
+                break
+        self.update_snapshot()
 
-    def _describe_forecast(self) -> str:
-        """Return the forecast of a step as text, or a hint on how to get one."""
-        found = self._found
-        return describe_forecast(found.forecast, found.machine) if found.forecast else NO_MACHINE
+    def _show_costs(self, machine: Machine | None, why: str, is_complete: bool) -> None:
+        """Show the loads of the current plan's ranks, and its gauges once they are complete."""
+        found, (number, *_) = self._found, self._shown
+        self.view.show_loads(number, *describe_load_groups(found.loads, machine))
+        if is_complete:
+            self._foreseen = why or (describe_forecast(found.forecast, machine) if found.forecast else NO_MACHINE)
+            made = measure_gauges(found.loads, machine, found.forecast, why or NO_MACHINE)
+            self._gauges = self._gauges | {"plan": number, "now": list(made)}
+            self.view.gauges = self._gauges
+        self._show_state("" if is_complete else WEIGHING)
 
     @contextmanager
     def _show_plan_errors(self, touched: str) -> Iterator[None]:
-        """Show an error of the body at the option that it concerns. The last valid plan remains in use."""
+        """Show an error of the body at the knob that it concerns. The last valid plan remains in use."""
         place = text = ""
         try:
             yield
         except Mpi4dlError as error:
             self._error, text = error, str(error)
-            place = find_plan_option(text, touched)
-            self._show_state(LAST if self._found else "")
-        for name, knob in self.knobs.items():
-            knob.show_error(text if name == place else "")
-        self.trouble.show("" if place else text)
+            named = (name for name in (IMAGE_PX, BATCH, MACHINE) if text.startswith(f"{name}="))
+            place = next(named, find_plan_option(text, touched))
+            if self._shown:
+                self.view.show_shape(*self._shown)
+            self._show_state(LAST if self._found else "", text)
+        for name, knob in self._all.items():
+            knob.trouble = text if name == place else ""
+        self.view.errors = {place: text} if text else {}
+        values = {name: knob.text for name, knob in self._all.items()}
+        grid = self._find_grid()
+        self.view.values = values | ({GRID: list(grid)} if grid else {})
 
-    def _show_state(self, doing: str = "") -> None:
+    def _find_grid(self) -> tuple[int, ...] | None:
+        """Return the rows and columns of the tiles that the knobs say; None if they say none."""
+        try:
+            names, stages = ("slice_method", "num_spatial_parts"), self.knobs["spatial_size"].value or 1
+            return Plan(split_size=stages, spatial_size=stages, **{n: self.knobs[n].value for n in names}).grids[0]
+        except Mpi4dlError:
+            return None
+
+    def _show_state(self, doing: str = "", wrong: str = "") -> None:
         """Show the ranks needed and the ranks running, and label the button with the action that it offers."""
         needed = self._found.plan.ranks if self._found else None
-        text, self.start.description, helps = describe_cluster_fit(needed, self.cluster)
-        self.start.disabled = not helps
-        self.note.value = f'<div role="status">{escape(f"{text} {doing}")}</div>'
+        text, label, helps = describe_cluster_fit(needed, self.cluster)
+        unready = "" if self._found and doing != TRACING else "This plan is being checked ..."
+        reason = f"It cannot be started: {wrong}" if wrong else unready
+        self.start.description, self.start.disabled, self.start.reason = label, bool(reason) or not helps, reason
+        self.view.start = {
+            "label": label,
+            "disabled": self.start.disabled,
+            "reason": reason,
+            "place": describe_place(self.cluster),
+            "note": text,
+            "trouble": self._rank_trouble,
+        }
+        self.view.status = {"words": doing, "pending": doing in (TRACING, WEIGHING), "wrong": bool(wrong)}
 
     def _start(self) -> None:
         ranks = self.plan.ranks
         self._show_state(f"Starting {ranks} ranks ...")
         self.start.disabled = True  # `_show_state` has enabled it, as the ranks do not run yet
+        self.view.start = self.view.start | {"disabled": True, "reason": f"Starting {ranks} ranks ..."}
 
         def resize(_is_asked: IsAsked) -> None:
+            self._rank_trouble = ""
             try:
                 self.cluster = self.cluster or Cluster(ranks)
                 self.cluster.resize(ranks)
             except Mpi4dlError as error:
-                self.rank_trouble.show(str(error))
-            else:
-                self.rank_trouble.show("")
+                self._rank_trouble = str(error)
             self._show_state()
 
         self._starting.submit(resize)

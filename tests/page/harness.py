@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+from collections import deque
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 PAGE = """<!doctype html><html><body style="margin: 8px; background: white"><div id="room"></div></body></html>"""
@@ -56,6 +58,7 @@ class PageHarness:
 
     def __init__(self, browser: Any, widget: Any, size: tuple[int, int] = (1280, 800), **context: Any) -> None:
         self.widget, self.errors, self._from_page = widget, [], False
+        self._thread, self._later = get_ident(), deque[Any]()
         self.page = browser.new_context(viewport={"width": size[0], "height": size[1]}, **context).new_page()
         self.page.on("console", lambda said: said.type == "error" and self.errors.append(said.text))
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
@@ -73,7 +76,9 @@ class PageHarness:
         self.page.evaluate(MODEL, {"code": code, "style": style, "state": ready, "binary": binary})
 
     def settle(self, frames: int = 2) -> None:
-        """Wait for the page's next frames."""
+        """Give the page what other threads have told, and wait for its next frames."""
+        while self._later:
+            self._tell(self._later.popleft())
         for _ in range(frames):
             self.page.evaluate("() => new Promise((done) => requestAnimationFrame(() => done()))")
 
@@ -95,6 +100,9 @@ class PageHarness:
             self._from_page = False
 
     def _tell(self, change: Any) -> None:
+        if get_ident() != self._thread:  # only the browser's thread may speak with the page
+            self._later.append(change)
+            return
         ready, binary = _to_json({change["name"]: change["new"]})
         if not self._from_page or getattr(self.widget, change["name"]) != change["new"]:
             self.page.evaluate("([changes, names]) => window.kernelChanged(changes, names)", [ready, binary])

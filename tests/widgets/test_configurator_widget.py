@@ -6,17 +6,20 @@ import time
 from dataclasses import replace
 from threading import Event
 
+import numpy as np
 import pytest
 from torch import nn
 
 from engines.errors import PlanError, TraceError
-from engines.formatting import format_seconds
+from engines.formatting import format_bytes, format_seconds
+from engines.graph.trace_cache import TraceCache
 from engines.models import resnet20_v1
 from engines.plan import OPTIONS, Plan
 from engines.predict.forecast import forecast
 from engines.predict.machines import MACHINES
 from mpi4dl_nb import Cluster, show_ranks
 from mpi4dl_nb.background import LatestOnly
+from mpi4dl_nb.draw.plan_picture import BLOCK_COLUMNS
 from mpi4dl_nb.plan_cache import describe_cluster_fit
 from mpi4dl_nb.widgets import configurator as module
 from mpi4dl_nb.widgets.configurator import Configurator
@@ -31,22 +34,106 @@ def made() -> Configurator:
 
 @pytest.fixture
 def chosen(made) -> Configurator:
+    made.image_px.value, made.batch.value, made.machine.value = SHAPE[2], SHAPE[0], module.OWN
     made.plan = Plan()
     assert made.wait()
     return made
 
 
 def test_a_knob_that_is_turned_is_a_plan_and_a_picture(chosen):
-    before = chosen.view.png
+    before = chosen.view.blocks
     chosen.knobs["split_size"].value = 3
+    assert chosen.view.blocks != before  # at once, before anything is compiled
+    assert chosen.view.shape["summary"] == "3 stages: 2x2 tiles -> 1 rank -> 1 rank; 6 ranks"
     assert chosen.plan == Plan(split_size=3)
     assert len(chosen.programs) == 6
-    assert chosen.view.png != before
-    assert chosen.view.alt.startswith("3 stages: 2x2 tiles -> 1 rank -> 1 rank; 6 ranks.")
+    assert chosen.figure.alt.startswith("3 stages: 2x2 tiles -> 1 rank -> 1 rank; 6 ranks.")
     assert chosen.wait()
     told = show_ranks(Plan(split_size=3), resnet20_v1(), SHAPE).alt
-    assert chosen.view.alt == f"{told} {module.NO_MACHINE}"
+    assert chosen.figure.alt == f"{told} {module.NO_MACHINE}"
     assert chosen.forecast is None
+
+
+def blocks(view) -> list[dict[str, int]]:
+    """What the page reads of the blocks of the ranks."""
+    rows = np.frombuffer(view.blocks, "<i4").reshape(-1, len(BLOCK_COLUMNS))
+    return [dict(zip(BLOCK_COLUMNS, row, strict=True)) for row in rows.tolist()]
+
+
+def test_the_page_has_what_it_draws_of_each_rank_before_it_is_asked(chosen):
+    chosen.knobs["slice_method"].value = "2x1"
+    assert chosen.wait()
+    view = chosen.view
+    assert [(each["rank"], each["stage"], each["top"], each["bottom"]) for each in blocks(view)] == [
+        (0, 0, 0, 16), (1, 0, 16, 32), (2, 1, 0, 32)
+    ]  # fmt: skip
+    assert view.shape["facts"][:2] == (("3", "ranks"), ("2", "tiles of 16 x 32 px"))
+    of_rank = np.frombuffer(view.rank_groups, "<i4")
+    for rank, load in enumerate(chosen.planning.get_compiled(chosen.plan).loads):
+        lines = view.loads["groups"][of_rank[rank]]["lines"]
+        assert f"weights {format_bytes(load.weight_bytes)}" in lines
+        assert f"halos {format_bytes(load.halo_bytes)}" in lines
+        assert f"memory {format_bytes(load.peak_bytes)}" in lines
+        assert f"sends {load.sent.messages} messages, {format_bytes(load.sent.bytes)}" in lines
+    assert view.loads["plan"] == view.shape["plan"] == view.gauges["plan"]
+
+
+def test_what_belongs_to_the_plan_before_can_be_told_until_the_new_one_is_counted(chosen, monkeypatch):
+    before, go_on = chosen.view.gauges["now"], Event()
+    predict = module.PlanCache.predict_costs
+    monkeypatch.setattr(module.PlanCache, "predict_costs", lambda *given: go_on.wait(20) and predict(*given))
+    chosen.knobs["split_size"].value = 4
+    assert chosen.plan.split_size == 4
+    view = chosen.view
+    assert view.gauges["plan"] != view.shape["plan"] == view.loads["plan"]
+    assert (view.gauges["now"], view.status["pending"]) == (before, True)
+    go_on.set()
+    assert chosen.wait()
+    assert view.gauges["plan"] == view.shape["plan"]
+    assert (view.gauges["before"], view.status["pending"]) == (before, False)
+    assert view.gauges["now"] != before
+
+
+def test_a_size_of_the_images_is_a_knob_and_counts_do_not_wait_for_the_trace(chosen, monkeypatch):
+    go_on, get_graph = Event(), TraceCache.get_graph
+    monkeypatch.setattr(TraceCache, "get_graph", lambda self, plan: go_on.wait(20) and get_graph(self, plan))
+    chosen.image_px.value = 64
+    chosen.batch.value = 2
+    assert chosen.view.shape["facts"][1] == ("4", "tiles of 32 x 32 px")
+    assert chosen.view.status["words"] == module.TRACING
+    assert chosen.start.disabled
+    go_on.set()
+    assert chosen.plan == Plan()
+    assert chosen.planning.traces.image_shape == (2, 3, 64, 64)
+    assert chosen.programs[0].direction_programs[0].input_shards["images"].tile.shape == (32, 32)
+    chosen.batch.value = 0
+    assert list(chosen.wrong) == ["batch"]
+    assert "batch=0 must be a whole number from 1" in chosen.wrong["batch"]
+    chosen.image_px.value, chosen.batch.value = 32, 4
+    assert chosen.wrong == {}
+
+
+def test_the_page_sets_several_knobs_as_one_change(chosen):
+    numbers = []
+    chosen.view.observe(lambda change: numbers.append(change["new"]["plan"]), "shape")
+    chosen.set_texts({"grid": [1, 2], "parts": "2", "halo_d2": True})
+    assert chosen.plan == Plan(slice_method="1x2", parts=2, halo_d2=True)
+    assert len(set(numbers)) == 1
+    assert chosen.view.values["grid"] == [1, 2]
+    chosen.view.unobserve_all("shape")
+    chosen.set_texts({"parts": "two"})
+    assert list(chosen.wrong) == ["parts"]
+    assert chosen.view.values["parts"] == "two"
+
+
+def test_what_does_not_fit_is_called_so():
+    small = replace(MACHINES["Summit"], name="small", memory_bytes=1 << 20)
+    made = Configurator(resnet20_v1(), SHAPE, machine=small)
+    assert made.wait()
+    memory = made.view.gauges["now"][0]
+    assert (memory["verdict"], memory["limit"]) == ("does not fit", 1 << 20)
+    assert "times what a rank has" in memory["reason"]
+    assert {group["word"] for group in made.view.loads["groups"]} == {"does not fit"}
 
 
 @pytest.mark.nightly
@@ -54,21 +141,22 @@ def test_the_time_of_each_rank_is_that_of_the_chosen_machine(chosen):
     chosen.machine.value = "Summit"
     assert chosen.wait()
     summit = show_ranks(Plan(), resnet20_v1(), SHAPE, machine="Summit").alt
-    assert chosen.view.alt == summit
+    assert chosen.figure.alt == summit
     assert f"Predicted on Summit: {format_seconds(chosen.forecast.seconds)} a step" in summit
     chosen.knobs["split_size"].value = 3
-    assert "predicted" not in chosen.view.alt  # until it is counted
+    assert chosen.plan.split_size == 3
+    assert "predicted" not in chosen.figure.alt  # until it is counted
     assert chosen.wait()
-    assert chosen.view.alt == show_ranks(Plan(split_size=3), resnet20_v1(), SHAPE, machine="Summit").alt
+    assert chosen.figure.alt == show_ranks(Plan(split_size=3), resnet20_v1(), SHAPE, machine="Summit").alt
     chosen.knobs["split_size"].value = 2
-    assert chosen.view.alt == summit  # known from before, so that it is there at once
+    assert chosen.figure.alt == summit  # known from before, so that it is there at once
     chosen.machine.value = "Lassen"
     assert chosen.forecast == forecast(chosen.planning.traces.get_graph(Plan()), Plan(), MACHINES["Lassen"])
-    assert "Predicted on Lassen" in chosen.view.alt
+    assert "Predicted on Lassen" in chosen.figure.alt
     chosen.machine.value = module.OWN
     assert chosen.wait()
     assert chosen.forecast is None
-    assert chosen.view.alt.endswith(module.NO_MACHINE)
+    assert chosen.figure.alt.endswith(module.NO_MACHINE)
 
 
 @pytest.mark.nightly
@@ -80,7 +168,7 @@ def test_the_time_is_that_of_the_cluster_once_it_is_calibrated():
     made.knobs["parts"].value = 2
     assert made.wait()
     assert made.forecast == forecast(made.planning.traces.get_graph(Plan(parts=2)), Plan(parts=2), cluster.machine)
-    assert "Predicted on as measured" in made.view.alt
+    assert "Predicted on as measured" in made.figure.alt
 
 
 @pytest.mark.nightly
@@ -88,8 +176,9 @@ def test_a_machine_that_cannot_run_the_model_is_told_and_its_memory_still_shown(
     slow = replace(MACHINES["Summit"], name="no convolutions", speeds={})
     made = Configurator(resnet20_v1(), SHAPE, machine=slow)
     assert made.wait()
-    assert "has no speed for" in made.view.alt
-    assert "in all)" in made.view.alt
+    assert "has no speed for" in made.figure.alt
+    assert "in all)" in made.figure.alt
+    assert "has no speed for" in made.view.gauges["now"][1]["note"]
     with pytest.raises(PlanError, match="no machine 'sumit'"):
         Configurator(resnet20_v1(), SHAPE, machine="sumit")
 
@@ -98,14 +187,14 @@ def test_a_machine_that_cannot_run_the_model_is_told_and_its_memory_still_shown(
 def test_words_and_several_numbers(chosen):
     chosen.knobs["spatial_size"].value = 2
     chosen.knobs["slice_method"].value = ("2x3", "vertical")
-    assert chosen.knobs["slice_method"].control.value == "2x3, vertical"
-    chosen.knobs["num_spatial_parts"].control.value = "6, 2"
-    chosen.knobs["balance"].control.value = "10, 10"
+    assert chosen.knobs["slice_method"].text == "2x3, vertical"
+    chosen.knobs["num_spatial_parts"].text = "6, 2"
+    chosen.knobs["balance"].text = "10, 10"
     assert "balance" in chosen.wrong
-    chosen.knobs["balance"].control.value = "auto"
+    chosen.knobs["balance"].text = "auto"
     expected = Plan(spatial_size=2, slice_method=("2x3", "vertical"), num_spatial_parts=(6, 2))
     assert (chosen.wrong, chosen.plan) == ({}, expected)
-    chosen.knobs["num_spatial_parts"].control.value = ""
+    chosen.knobs["num_spatial_parts"].text = ""
     assert chosen.plan.num_spatial_parts is None
 
 
@@ -128,35 +217,39 @@ def test_words_and_several_numbers(chosen):
     ],
 )
 def test_what_is_wrong_is_said_beside_its_knob_until_it_is_mended(chosen, knob, value, said):
-    before, shown = chosen.knobs[knob].value, chosen.view.png
+    before, shown = chosen.knobs[knob].value, chosen.view.blocks
     chosen.knobs[knob].value = value
     assert list(chosen.wrong) == [knob]
     assert said in chosen.wrong[knob]
-    assert chosen.knobs[knob].trouble in chosen.knobs[knob].children
-    assert (chosen.plan, chosen.view.png) == (Plan(), shown)
-    assert module.LAST in chosen.note.value
+    assert chosen.knobs[knob].trouble == chosen.wrong[knob]
+    assert (chosen.plan, chosen.view.blocks) == (Plan(), shown)
+    assert chosen.view.status["words"] == module.LAST
+    assert chosen.start.disabled
+    assert said in chosen.start.reason
+    assert said in chosen.view.start["reason"]
+    chosen.start.click()  # does nothing
+    assert chosen.cluster is None
     chosen.knobs[knob].value = before
     assert chosen.wrong == {}
-    assert module.LAST not in chosen.note.value
+    assert chosen.knobs[knob].trouble == ""
+    assert chosen.view.status["words"] != module.LAST
 
 
 @pytest.mark.nightly
 def test_what_needs_a_trace_comes_later_and_a_cell_waits_for_it(chosen, monkeypatch):
     chosen.planning.traces._graphs.clear()
-    go_on, get_graph = Event(), chosen.planning.traces.get_graph
-    monkeypatch.setattr(
-        type(chosen.planning.traces), "get_graph", lambda self, plan: go_on.wait(20) and get_graph(plan)
-    )
+    go_on, get_graph = Event(), TraceCache.get_graph
+    monkeypatch.setattr(TraceCache, "get_graph", lambda self, plan: go_on.wait(20) and get_graph(self, plan))
     start_s = time.monotonic()
     chosen.knobs["parts"].value = 2
     assert time.monotonic() - start_s < 2
-    assert "Tracing the model" in chosen.note.value
+    assert "Tracing" in chosen.view.status["words"]
     chosen.knobs["parts"].value = 3  # before the trace of the other one is there
     assert list(chosen.wrong) == ["parts"]
     chosen.knobs["parts"].value = 4
     go_on.set()
     assert chosen.plan == Plan(parts=4)
-    assert "Tracing" not in chosen.note.value
+    assert "Tracing" not in chosen.view.status["words"]
     assert chosen.wrong == {}
 
 
@@ -183,8 +276,10 @@ def test_the_button_starts_and_resizes_the_cluster():
     assert (cluster.n, cluster.state) == (3, "ready")
     assert (chosen.start.description, chosen.start.disabled) == ("3 ranks run", True)
     chosen.knobs["split_size"].value = 3
+    assert chosen.plan.ranks == 4
     assert (chosen.start.description, chosen.start.disabled) == ("Resize to 4 ranks", False)
-    assert "4 ranks needed, 3 running." in chosen.note.value
+    assert "4 ranks needed, 3 running." in chosen.view.start["note"]
+    assert "threads of this notebook" in chosen.view.start["place"]
     chosen.start.click()
     assert chosen.wait()
     assert cluster.call(lambda host: host.world.size) == [4] * 4
@@ -207,7 +302,7 @@ def test_a_cluster_that_does_not_start_says_why(chosen, monkeypatch):
     chosen.cluster = cluster
     chosen.start.click()
     assert chosen.wait()
-    assert "There is no mpiexec" in chosen.rank_trouble.text
+    assert "There is no mpiexec" in chosen.view.start["trouble"]
     assert not chosen.start.disabled
     chosen.cluster = None
 
@@ -223,10 +318,14 @@ def test_a_dead_rank_is_told():
 
 def test_every_knob_is_shown_once_under_its_own_name(chosen):
     assert list(OPTIONS) == list(chosen.knobs)
-    assert {title for titles in module.COLUMNS for title in titles} == {option.group for option in OPTIONS.values()}
-    for name, knob in chosen.knobs.items():
-        assert knob.control.description == name
-        assert knob.control.tooltip
+    shown = chosen.view.options
+    main = [each["name"] for each in shown if not each["group"]]
+    assert main == ["image_px", "batch", "split_size", "spatial_size", "grid", "machine"]
+    folded = {name: option.group for name, option in OPTIONS.items() if name not in main}
+    assert {each["name"]: each["group"] for each in shown if each["group"]} == folded
+    assert len(shown) == len({each["name"] for each in shown})
+    assert all(each["help"] and each["label"] and each["mpi"] for each in shown)
+    assert set(chosen.view.values) == {each["name"] for each in shown} | {"split_size", "spatial_size"}
 
 
 def test_what_is_asked_for_last_is_what_counts():
@@ -244,5 +343,5 @@ def test_what_is_asked_for_last_is_what_counts():
 
 def test_a_page_that_cannot_run_widgets_gets_the_figure(chosen):
     assert "5 ranks" in chosen._repr_mimebundle_()["text/html"]
-    names = ["cluster", "figure", "forecast", "knobs", "machine", "plan", "programs", "start", "wait", "wrong"]
-    assert dir(chosen) == names
+    names = ["batch", "cluster", "figure", "forecast", "image_px", "knobs", "machine", "plan", "programs", "start"]
+    assert dir(chosen) == [*names, "wait", "wrong"]

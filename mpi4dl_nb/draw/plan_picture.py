@@ -1,0 +1,256 @@
+"""What a page needs to draw a plan: the blocks of its stages, the load of each rank in words, and the gauges."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from engines.formatting import format_bytes, format_number, format_seconds
+from engines.plan import Plan
+from engines.predict.forecast import Forecast, RankLoad
+from engines.predict.machine import Machine
+from engines.spatial.layout import Layout, StageRanks
+from mpi4dl_nb.draw.figure import format_ranks
+from mpi4dl_nb.draw.rank_map import group_loads
+
+__all__ = [
+    "BLOCK_COLUMNS",
+    "Gauge",
+    "PlanShape",
+    "count_plan",
+    "describe_load_groups",
+    "judge_memory",
+    "measure_gauges",
+    "resize_shape",
+]
+
+# The parts of the picture that need no compiling: which block of which image is whose.
+
+
+BLOCK_COLUMNS = ("copy", "stage", "tile", "rank", "top", "left", "bottom", "right")
+MOST_COPIES, MOST_BLOCKS = 12, 16_384
+
+
+@dataclass(frozen=True)
+class PlanShape:
+    """The ranks, tiles and stages of a plan for a batch of images.
+
+    `size` is that of the image, rows and columns of px. `facts` are the counts as pairs of a number and what it counts.
+    `stages` and `copies` are in words. `blocks` holds a row of int32 for each role of each rank of
+    the first copies of the model, with the columns `BLOCK_COLUMNS`; the last four are the part of the image in px.
+    `left_out` is a sentence about what is not drawn, or empty.
+    """
+
+    size: tuple[int, int]
+    facts: tuple[tuple[str, str], ...]
+    stages: tuple[dict[str, Any], ...]
+    copies: tuple[str, ...]
+    blocks: bytes
+    left_out: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all but the blocks."""
+        found = asdict(self)
+        del found["blocks"]
+        return found
+
+
+def count_plan(plan: Plan, image_shape: Sequence[int]) -> PlanShape:
+    """Return the ranks, tiles and stages of a plan for a batch of `image_shape`, (N, C, H, W). Nothing is compiled.
+
+    Raises PlanError if the image has fewer pixels along an axis than the grid has tiles, or the batch cannot be cut.
+
+    >>> count_plan(Plan(split_size=2, num_spatial_parts=4), (2, 3, 64, 96)).facts[:2]
+    (('5', 'ranks'), ('4', 'tiles of 32 x 48 px'))
+    """
+    count, _, rows, cols = image_shape
+    few = plan if plan.replica_ranks <= MOST_BLOCKS else Plan(split_size=1, spatial_size=0)
+    layout = Layout.of(replace(few, data_parallel=min(few.data_parallel, MOST_COPIES)))
+    copies = min(len(layout.pipes), MOST_COPIES, max(1, MOST_BLOCKS // few.replica_ranks))
+    tiles = [stage.grid.cut(rows, cols) for stage in layout.stages]
+    blocks = np.array(
+        [
+            (copy, number, tile, rank, span.rows.start, span.cols.start, span.rows.stop, span.cols.stop)
+            for copy, pipe in enumerate(layout.pipes[:copies])
+            for number, (stage, cut) in enumerate(zip(pipe.stages, tiles, strict=True))
+            for tile, rank in enumerate(stage.ranks)
+            for span in [cut[0] if stage.shares > 1 else cut[tile]]
+        ],
+        dtype="<i4",
+    )
+    stages = tuple(
+        _describe_stage(number, stage, cut[0].shape)
+        for number, (stage, cut) in enumerate(zip(layout.stages, tiles, strict=True))
+    )
+    several = plan.data_parallel > 1
+    names = tuple(
+        ", ".join([f"replica {pipe.replica}"] * several + ["mirrored" if pipe.direction else "forward"])
+        for pipe in layout.pipes[:copies]
+    )
+    more = plan.data_parallel * layout.directions - copies
+    left_out = f"{more} more copies of the model are not drawn: they are like these." if more > 0 else ""
+    if few is not plan:
+        left_out = f"{plan.replica_ranks:,} ranks of a replica are too many to be drawn."
+        stages, names, blocks = (), (), blocks[:0]
+    return PlanShape((rows, cols), _count_facts(plan, count, rows, cols), stages, names, blocks.tobytes(), left_out)
+
+
+def _count_facts(plan: Plan, count: int, rows: int, cols: int) -> tuple[tuple[str, str], ...]:
+    """Return the counts of a plan as pairs of a number and what it counts."""
+    tiles = sum(grid.tiles for grid in plan.grids[: plan.spatial_size])
+    alike = len(set(plan.grids[: plan.spatial_size])) == 1
+    high, wide = plan.grids[0].get_tile(0, rows, cols).shape
+    size = f" of {high} x {wide} px" if alike else ""
+    micro = format_count(count // plan.parts, "image")
+    facts = [
+        _pair(plan.ranks, "rank"),
+        _pair(tiles, "tile", f"tile{'s' * (tiles != 1)}{size}"),
+        _pair(plan.split_size, "stage"),
+        _pair(plan.micro_batches, "micro-batch", f"micro-batch{'es' * (plan.micro_batches > 1)} of {micro}"),
+    ]
+    return (*facts, *[_pair(plan.data_parallel, "replica")] * (plan.data_parallel > 1))
+
+
+def format_count(count: int, name: str) -> str:
+    """
+    >>> format_count(1, "rank"), format_count(4096, "rank")
+    ('1 rank', '4,096 ranks')
+    """
+    return f"{count:,} {name}{'s' * (count != 1)}"
+
+
+def _pair(count: int, name: str, words: str = "") -> tuple[str, str]:
+    number, _, plain = format_count(count, name).partition(" ")
+    return number, words or plain
+
+
+def _describe_stage(number: int, stage: StageRanks, tile_px: Sequence[int]) -> dict[str, Any]:
+    words = "whole images"
+    if stage.grid.tiles > 1:
+        words = f"{stage.grid.rows} x {stage.grid.cols} tiles of {tile_px[0]} x {tile_px[1]} px"
+    elif stage.shares > 1:
+        words = f"{stage.shares} ranks share the images"
+    rows, cols = (1, stage.shares) if stage.shares > 1 else stage.grid
+    return {
+        "name": f"stage {number}",
+        "words": words,
+        "ranks": format_ranks(stage.ranks) if len(stage.ranks) <= 64 else format_count(len(stage.ranks), "rank"),
+        "rows": rows,
+        "cols": cols,
+        "spatial": stage.grid.tiles > 1,
+        "shared": stage.shares > 1,
+    }
+
+
+def resize_shape(image_shape: Sequence[int], rows_px: int, images: int) -> tuple[int, int, int, int]:
+    """Return (N, C, H, W) of a batch of `images` images with `rows_px` rows, whose columns keep the image's ratio.
+
+    >>> resize_shape((2, 3, 64, 96), 128, 4)
+    (4, 3, 128, 192)
+    """
+    _, channels, rows, cols = image_shape
+    return images, channels, rows_px, max(1, round(cols * rows_px / rows))
+
+
+# The load of each rank, in levels and in words.
+
+
+LEVELS = ("under half full", "half to four fifths full", "nearly full", "does not fit", "no limit known")
+UNCOUNTED = "being counted"
+HALF, NEARLY = 0.5, 0.8
+
+
+def judge_memory(peak_bytes: int | None, limit_bytes: int | None) -> int:
+    """Return the index in `LEVELS` of a rank's memory against its limit; -1 if the memory is not counted yet.
+
+    >>> [judge_memory(peak, 100) for peak in (49, 50, 80, 100, 101, None)], judge_memory(7, None)
+    ([0, 1, 2, 2, 3, -1], 4)
+    """
+    if peak_bytes is None:
+        return -1
+    if not limit_bytes:
+        return 4
+    share = peak_bytes / limit_bytes
+    return 3 if share > 1 else 2 if share >= NEARLY else 1 if share >= HALF else 0
+
+
+def describe_load_groups(
+    loads: Sequence[RankLoad], machine: Machine | None
+) -> tuple[tuple[dict[str, Any], ...], bytes]:
+    """Return the distinct loads of ranks, and for each rank the number of its load as int32.
+
+    A load is a dict of its `level` of `LEVELS` and the `word` for it, its `share` of the memory of the fullest rank,
+    and `lines` of text.
+    """
+    groups, limit = group_loads(loads), machine.get_rank_bytes(len(loads)) if machine else None
+    most = max((load.peak_bytes or 0 for load in loads), default=0) or 1
+    made, of_rank = [], np.zeros(len(loads), dtype="<i4")
+    for number, (load, ranks) in enumerate(groups.items()):
+        of_rank[list(ranks)] = number
+        level = judge_memory(load.peak_bytes, limit)
+        share = (load.peak_bytes or 0) / most
+        word = UNCOUNTED if level < 0 else LEVELS[level]
+        made.append({"level": level, "word": word, "share": share, "lines": _list_lines(load, limit, level)})
+    return tuple(made), of_rank.tobytes()
+
+
+def _list_lines(load: RankLoad, limit: int | None, level: int) -> list[str]:
+    lines = [f"weights {format_bytes(load.weight_bytes)}"]
+    if load.kept_bytes is not None and load.halo_bytes is not None and load.peak_bytes is not None:
+        lines.append(f"activations {format_bytes(load.kept_bytes - load.halo_bytes)}")
+        lines.append(f"halos {format_bytes(load.halo_bytes)}")
+        room = f" of {format_bytes(limit)}, {LEVELS[level]}" if limit else ""
+        lines.append(f"memory {format_bytes(load.peak_bytes)}{room}")
+    sent = f"{format_count(load.sent.messages, 'message')}, {format_bytes(load.sent.bytes)}"
+    lines.append(f"sends {sent if load.sent.messages else 'nothing'}")
+    if load.busy_s is not None and load.wait_s is not None:
+        lines.append(f"works {format_seconds(load.busy_s, 2)}, waits {format_seconds(load.wait_s, 2)}")
+    return lines
+
+
+# The gauges of a plan as a whole.
+
+
+@dataclass(frozen=True)
+class Gauge:
+    """One number of a plan: what it is, its value and its limit, if there is one, as numbers and in words.
+
+    `verdict` is `fits`, `does not fit`, or empty if nothing can be said, and `reason` by how much.
+    """
+
+    name: str
+    label: str
+    value: float | None
+    text: str
+    limit: float | None = None
+    verdict: str = ""
+    note: str = ""
+    reason: str = ""
+
+
+def measure_gauges(
+    loads: Sequence[RankLoad], machine: Machine | None, found: Forecast | None, why_not: str
+) -> tuple[dict[str, Any], ...]:
+    """Return the gauges of memory, time and traffic as dicts. `why_not` says why there is no time, if there is none."""
+    peaks = [load.peak_bytes for load in loads]
+    peak = None if None in peaks else max(peaks, default=None)
+    limit = machine.get_rank_bytes(len(loads)) if machine else None
+    sent_bytes, messages = sum(load.sent.bytes for load in loads), sum(load.sent.messages for load in loads)
+    memory = Gauge("memory", "Memory of the fullest rank", peak, "", limit)
+    if peak is not None:
+        room = f" of {format_bytes(limit)}" if limit else ""
+        memory = replace(memory, text=f"{format_bytes(peak)}{room}", note=why_not if not limit else "")
+    if machine and peak is not None and limit:
+        fits, times = peak <= limit, format_number(peak / limit, 2)
+        reason = f"{format_bytes(limit - peak)} to spare" if fits else f"{times} times what a rank has"
+        note = f"{machine.name}: {format_bytes(limit)} for each rank"
+        memory = replace(memory, verdict="fits" if fits else "does not fit", note=note, reason=reason)
+    seconds = found.seconds if found else None
+    time = Gauge("time", "Time of a step, predicted", seconds, format_seconds(seconds) if seconds else "")
+    time = replace(time, note=f"{format_number(found.images_per_s)} images/s on {machine.name}" if found else why_not)
+    words = f"{format_count(messages, 'message')} of all ranks"
+    traffic = Gauge("traffic", "Traffic of a step", sent_bytes, format_bytes(sent_bytes), note=words)
+    return tuple(asdict(each) for each in (memory, time, traffic))

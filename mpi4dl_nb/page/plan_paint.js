@@ -1,0 +1,59 @@
+// Colours and textures of a plan's blocks: a level of memory is a colour, a texture and (in the legend) words.
+
+const FACES = {
+  "-1": ["#dfe3e7", "#cfd4d9", "#bcc2c8"],
+  0: ["#cfe4f7", "#b4d2ee", "#93bbe0"],
+  1: ["#8dbfe8", "#74a9d6", "#5b91c0"],
+  2: ["#f3c15b", "#dba942", "#bf8f2b"],
+  3: ["#e2796c", "#cb6155", "#a9483d"],
+  4: ["#cfe4f7", "#b4d2ee", "#93bbe0"],
+};
+
+/** The front of a block above its memory, and the ink of what is written on it. */
+export const EMPTY_FRONT = "#f6f8fa", FRONT_INK = "#14181c";
+
+/** Return the colours of the front, top and left side of a block of this level. */
+export function getBlockFaces(level) {
+  return FACES[level] ?? FACES[-1];
+}
+
+/** Return the strokes of one cell of a level's texture, 10 px wide: lines [x0, y0, x1, y1] or dots [x, y]. */
+export function getTexture(level) {
+  if (level === 1) return [[2.5, 2.5], [7.5, 7.5]];
+  if (level === 2) return [[-1, 11, 11, -1], [-1, 1, 1, -1], [9, 11, 11, 9]];
+  if (level === 3) return [[-1, 11, 11, -1], [-1, -1, 11, 11]];
+  return [];
+}
+
+/** Fill the current path of `context` with the texture of a level. */
+export function fillTexture(context, level) {
+  const strokes = getTexture(level);
+  if (!strokes.length) return;
+  const cell = new OffscreenCanvas(10, 10), pen = cell.getContext("2d");
+  pen.strokeStyle = pen.fillStyle = level === 3 ? "rgb(122 20 12 / 70%)" : "rgb(0 0 0 / 32%)";
+  pen.lineWidth = 1.2;
+  for (const stroke of strokes) {
+    pen.beginPath();
+    if (stroke.length === 2) pen.arc(...stroke, 1.1, 0, 7);
+    else { pen.moveTo(stroke[0], stroke[1]); pen.lineTo(stroke[2], stroke[3]); }
+    if (stroke.length === 2) pen.fill(); else pen.stroke();
+  }
+  context.fillStyle = context.createPattern(cell, "repeat");
+  context.fill();
+}
+
+/** Draw an invented tissue with nuclei as the image of a plan, `wide` by `high` px, always the same one. */
+export function drawTissue(context, wide, high) {
+  let seed = 7;
+  const draw = () => (seed = (seed * 16807) % 2147483647) / 2147483647;
+  context.fillStyle = "#f5dfe8";
+  context.fillRect(0, 0, wide, high);
+  for (let number = 0; number < 150; number += 1) {
+    const gland = number < 26;
+    context.fillStyle = gland ? `rgb(226 ${150 + draw() * 40} 190 / 55%)` : `rgb(${96 + draw() * 40} 62 140 / 80%)`;
+    context.beginPath();
+    const size = gland ? 0.05 + draw() * 0.07 : 0.009 + draw() * 0.008;
+    context.ellipse(draw() * wide, draw() * high, size * wide, size * wide * (0.6 + draw() * 0.4), draw() * 3, 0, 7);
+    context.fill();
+  }
+}
