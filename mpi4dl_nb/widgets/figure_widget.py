@@ -22,11 +22,13 @@ from mpi4dl_nb.draw.figure import Drawing
 
 __all__ = [
     "BOX_STYLE",
+    "STILL_STYLE",
     "ErrorAlert",
     "FigureView",
     "FigureWidget",
     "RangeBar",
     "Slider",
+    "StillFigure",
     "make_bounded_int",
     "make_button",
     "make_checkbox",
@@ -183,27 +185,23 @@ class FigureView(anywidget.AnyWidget):
 
 
 STILL = "mpi4dl-still"  # class name, also in figure_view.css
+STILL_STYLE = Path(__file__).with_name("figure_view.css").read_text()
+"""Style sheet of a live view: it hides the static figure."""
 
 
-class FigureWidget(ipywidgets.VBox):
-    """Controls above one figure. A page without live widgets (a saved file) shows the figure's last snapshot."""
+class StillFigure(ipywidgets.VBox):
+    """Controls and a live view. A page without live widgets (a saved file) shows the last snapshot of `figure`."""
 
-    def __init__(
-        self,
-        controls: Sequence[ipywidgets.Widget],
-        keys: Sequence[str] = (),
-        on_key: Callable[[str], None] | None = None,
-        on_point: Callable[[float, float], None] | None = None,
-        tip: str = "",
-    ) -> None:
+    def __init__(self, children: Sequence[ipywidgets.Widget]) -> None:
         self._still: DisplayHandle | None = None
-        self.view, self.trouble = FigureView(keys, on_key, on_point, tip), ErrorAlert()
-        super().__init__([*controls, self.trouble, self.view])
+        self.trouble = ErrorAlert()
+        *controls, view = children
+        super().__init__([*controls, self.trouble, view])
 
     @property
     def figure(self) -> Drawing | None:
-        """The figure that is shown now."""
-        return self.view.figure
+        """The figure that stands for the live view in a saved page."""
+        raise NotImplementedError
 
     @contextmanager
     def show_errors(self) -> Iterator[None]:
@@ -215,10 +213,12 @@ class FigureWidget(ipywidgets.VBox):
         else:
             self.trouble.show("")
 
-    def update_snapshot(self) -> None:
-        """Replace the static figure in the page's file by the current one."""
+    def update_snapshot(self, kept: bool = False) -> None:
+        """Replace the static figure in the page's file by the current one; if `kept`, live pages show it as well."""
         if self._still is not None:
-            self._still.update(HTML(self._snapshot_html))
+            figure = self.figure
+            html = figure._repr_html_() if kept and figure else self._snapshot_html
+            self._still.update(HTML(html))
 
     @property
     def _snapshot_html(self) -> str:
@@ -237,3 +237,23 @@ class FigureWidget(ipywidgets.VBox):
     def _repr_mimebundle_(self, **keywords: Any) -> dict[str, Any]:
         bundle = super()._repr_mimebundle_(**keywords)
         return bundle | ({"text/html": self.figure._repr_html_()} if self.figure else {})
+
+
+class FigureWidget(StillFigure):
+    """Controls above one figure, drawn in the kernel."""
+
+    def __init__(
+        self,
+        controls: Sequence[ipywidgets.Widget],
+        keys: Sequence[str] = (),
+        on_key: Callable[[str], None] | None = None,
+        on_point: Callable[[float, float], None] | None = None,
+        tip: str = "",
+    ) -> None:
+        self.view = FigureView(keys, on_key, on_point, tip)
+        super().__init__([*controls, self.view])
+
+    @property
+    def figure(self) -> Drawing | None:
+        """The figure that is shown now."""
+        return self.view.figure
