@@ -1,40 +1,50 @@
 // Where the ranks of a step, and the values that they hold, are drawn: rectangles are [left, top, width, height] in px.
 
-const BOX_GAP = 44, BOX_HEAD = 24, CELL_HEAD = 17, CELL_GAP = 7;
+const BOX_GAP = 44, BOX_HEAD = 24, CELL_HEAD = 18, RIM = 13, MORE = 1.4;
 
 /** Return `{ high, boxes, cells }`: a box for each stage, and in it a cell for each rank, arranged as in the image.
  *
- * `setup` is what the kernel tells of the step; the boxes fill `wide` px, or `most` px of height if these are less.
+ * `setup` is what the kernel tells of the step. The boxes fill `wide` px of width, or `most` px of height if these are
+ * less, and cells are as wide as the tiles in them, so that the tiles of a stage read as one picture.
  */
 export function placeRanks(setup, wide, most) {
-  const aspect = Math.min(Math.max(setup.size[1] / setup.size[0], 0.5), 2.2);
-  const count = setup.boxes.length;
-  const replicas = 1 + Math.max(...setup.boxes.map((box) => box.replica));
-  let best = { size: -1 };
-  for (let across = 1; across <= count; across++) {
-    if (replicas > 1 && across % (count / replicas) && (count / replicas) % across) continue;
-    const rows = Math.ceil(count / across);
-    const room = [(wide - BOX_GAP * (across - 1)) / across, most / rows - BOX_HEAD];
-    const size = Math.min(room[0] / aspect, room[1]);
-    if (size > best.size) best = { size, across, rows };
+  const count = setup.boxes.length, stages = count / (1 + Math.max(...setup.boxes.map((box) => box.replica)));
+  // A row of stages reads as a pipeline: it is broken only if the tiles get much larger by that.
+  let best = { high: -1, across: 1, lines: setup.boxes.map((box) => [box]) };
+  for (let across = count; across > 0; across--) {
+    if (across % stages && stages % across) continue;  // a row has whole replicas, or a part of one
+    const rows = Math.ceil(count / across), limit = most / rows - BOX_HEAD;
+    const lines = Array.from({ length: rows }, (_, row) => setup.boxes.slice(row * across, (row + 1) * across));
+    const fits = (high) => lines.every((line) => measureLine(line, setup.size, high) <= wide);
+    let [low, high] = fits(limit) ? [limit, limit] : [0, limit];
+    while (high - low > 0.5) [low, high] = fits((low + high) / 2) ? [(low + high) / 2, high] : [low, (low + high) / 2];
+    if (low > MORE * best.high) best = { high: low, across, lines };
   }
-  const high = Math.max(60, best.size), box = [high * aspect, high];
-  const used = best.across * box[0] + (best.across - 1) * BOX_GAP;
-  const boxes = setup.boxes.map((each, index) => [
-    (wide - used) / 2 + (index % best.across) * (box[0] + BOX_GAP),
-    Math.floor(index / best.across) * (high + BOX_HEAD) + BOX_HEAD,
-    ...box,
-  ]);
-  const cells = setup.ranks.map(({ box: index, row, col }) => {
-    const [left, top, width, height] = boxes[index];
-    const { rows, cols } = setup.boxes[index];
-    const gap = Math.min(CELL_GAP, width / cols / 6, height / rows / 6);
-    return [
-      left + (width / cols) * col + gap / 2, top + (height / rows) * row + gap / 2,
-      width / cols - gap, height / rows - gap,
-    ];
+  const high = Math.max(60, best.high), { across, lines } = best;
+  const boxes = lines.flatMap((line, row) => {
+    let left = (wide - measureLine(line, setup.size, high)) / 2;
+    return line.map((box) => {
+      const place = [left, row * (high + BOX_HEAD) + BOX_HEAD, measureBox(box, setup.size, high), high];
+      left += place[2] + BOX_GAP;
+      return place;
+    });
   });
-  return { high: best.rows * (high + BOX_HEAD) + 6, boxes, cells };
+  const cells = setup.ranks.map(({ box: index, row, col }) => {
+    const [left, top, width, height] = boxes[index], { rows, cols } = setup.boxes[index];
+    return [left + (width / cols) * col, top + (height / rows) * row, width / cols, height / rows];
+  });
+  return { high: Math.ceil(count / across) * (high + BOX_HEAD) + 14, boxes, cells };
+}
+
+/** Return the width of a box `high` px high: the pixels of its tiles are squares, beside their names and gaps. */
+function measureBox({ rows, cols }, size, high) {
+  const aspect = Math.min(Math.max((size[1] / cols) / (size[0] / rows), 0.3), 4);
+  const cell = [0, 0, high / rows, high / rows], room = getRoom(cell);
+  return cols * (room[3] * aspect + cell[2] - room[2]);
+}
+
+function measureLine(line, size, high) {
+  return line.reduce((sum, box) => sum + measureBox(box, size, high) + BOX_GAP, -BOX_GAP);
 }
 
 /** Return the height of the line above a cell's values that names its rank; 0 where the cell is too small for it. */
@@ -64,31 +74,32 @@ export function placePanels(meta, cells) {
 }
 
 function getRoom([left, top, width, height]) {
-  const head = getCellHead([left, top, width, height]), rim = Math.min(4, width / 12);
-  return [left + rim, top + head + rim / 2, width - 2 * rim, height - head - rim];
+  const head = getCellHead([left, top, width, height]), rim = Math.min(RIM, height / 16);
+  return [left + rim, top + head + rim / 2, width - 2 * rim, height - head - 1.5 * rim];
 }
 
 function fitRoom([wide, high], [, , width, height]) {
   return Math.min(width / wide, height / high);
 }
 
-/** Return where the tile [top, left, bottom, right] of a value is drawn on a rank: within its panel's scale, also
- * beyond what it holds. A rank that shows another value has the tile in the middle of its cell.
+/** Return where the tile [top, left, bottom, right] of a panel's value is drawn, also beyond what the rank holds. */
+export function locateTile({ rectangle, scale, panel }, [top, left, bottom, right]) {
+  return [
+    rectangle[0] + (left - panel.held[1]) * scale[0], rectangle[1] + (top - panel.held[0]) * scale[1],
+    (right - left) * scale[0], (bottom - top) * scale[1],
+  ];
+}
+
+/** Return where a message's tile of a value of `size` is drawn on a rank that shows `place`.
+ *
+ * A rank that shows nothing, or a value of another size, has it in the middle of its cell.
  */
-export function locateTile(place, cell, tile, size) {
-  const [top, left, bottom, right] = tile;
-  if (place && place.group.size.length === 2 && fitsValue(tile, place.group.size)
-      && (!size || size.join() === place.group.size.join())) {
-    const { rectangle, scale, panel } = place;
-    return [
-      rectangle[0] + (left - panel.held[1]) * scale[0], rectangle[1] + (top - panel.held[0]) * scale[1],
-      (right - left) * scale[0], (bottom - top) * scale[1],
-    ];
-  }
-  const room = getRoom(cell), wide = Math.max(1, right - left), high = Math.max(1, bottom - top);
-  const scale = 0.5 * fitRoom([wide, high], room);
-  const box = [Math.max(8, wide * scale), Math.max(8, high * scale)];
-  return [room[0] + (room[2] - box[0]) / 2, room[1] + (room[3] - box[1]) / 2, ...box];
+export function locateMessage(place, cell, tile, size) {
+  if (place?.group.size.length === 2 && fitsValue(tile, place.group.size)
+      && (!size || size.join() === place.group.size.join())) return locateTile(place, tile);
+  const room = getRoom(cell), sides = [Math.max(1, tile[3] - tile[1]), Math.max(1, tile[2] - tile[0])];
+  const [wide, high] = sides.map((side) => Math.max(8, side * 0.5 * fitRoom(sides, room)));
+  return [room[0] + (room[2] - wide) / 2, room[1] + (room[3] - high) / 2, wide, high];
 }
 
 function fitsValue([top, left, bottom, right], [high, wide]) {

@@ -21,19 +21,25 @@ export function computeFlight(progress, index, count) {
   };
 }
 
-/** Return the rectangle at `travel` between two, on a bow to the right of its way, so that two that swap do not meet. */
+/** Return the rectangle at `travel` between two, on a bow to the right of its way: two that swap do not meet. */
 export function bendBetween(from, to, travel) {
   const start = findCentre(from), end = findCentre(to);
-  const way = [end[0] - start[0], end[1] - start[1]];
-  const bow = 0.18 * Math.sin(Math.PI * travel);
+  const way = [end[0] - start[0], end[1] - start[1]], long = Math.max(1, Math.hypot(...way));
+  const bow = (Math.min(Math.max(0.18 * long, 7), 30) / long) * Math.sin(Math.PI * travel);
   const size = [2, 3].map((side) => from[side] + (to[side] - from[side]) * travel);
   const middle = [start[0] + way[0] * travel - way[1] * bow, start[1] + way[1] * travel + way[0] * bow];
   return [middle[0] - size[0] / 2, middle[1] - size[1] / 2, ...size];
 }
 
-/** Return a rectangle grown by `factor` about its middle. */
-export function growRectangle([left, top, width, height], factor) {
-  return [left - (width * (factor - 1)) / 2, top - (height * (factor - 1)) / 2, width * factor, height * factor];
+/** Return a rectangle grown by `px` on all sides. */
+export function growRectangle([left, top, width, height], px) {
+  return [left - px, top - px, width + 2 * px, height + 2 * px];
+}
+
+/** Return a strip as it is drawn at a `lift` of 0 to 1: off the ground even a strip of one pixel is 10 px thick. */
+export function liftRectangle([left, top, width, height], lift) {
+  const [wide, high] = [width, height].map((side) => side + lift * (3 + Math.max(0, 10 - side)));
+  return [left - (wide - width) / 2, top - (high - height) / 2, wide, high];
 }
 
 /** Return the centre [x, y] of a rectangle. */
@@ -41,12 +47,13 @@ export function findCentre([left, top, width, height]) {
   return [left + width / 2, top + height / 2];
 }
 
-/** Return where the term of a sum is, 0 on its rank to 1 at the sum sign, and whether it is the `total` on its way back.
+/** Return where the term of a sum is, 0 on its rank to 1 at the sum sign, and whether it is the `total` coming back.
  *
  * A sum that is only begun stays at the sign; one that has arrived comes from there.
  */
 export function computeTerm(progress, { starts, waits }) {
   const there = (from, to) => easeBoth(Math.min(1, Math.max(0, (progress - from) / (to - from))));
-  if (starts && waits) return progress < 0.5 ? { at: there(0, 0.45), total: false } : { at: 1 - there(0.55, 1), total: true };
+  if (starts && waits && progress < 0.5) return { at: there(0, 0.45), total: false };
+  if (starts && waits) return { at: 1 - there(0.55, 1), total: true };
   return starts ? { at: there(0, 0.8), total: false } : { at: 1 - there(0.1, 0.9), total: true };
 }

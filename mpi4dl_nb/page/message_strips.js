@@ -37,9 +37,10 @@ export class MessageStrips {
     if (key !== this.key) this.start = undefined;
     Object.assign(this, { frame, focus, key });
     if (!messages.length) {
-      const head = sums.length ? "Sums over ranks" : "No message";
-      const lines = sums.length ? sums.map((sum) => `Σ ${sum.words}`) : ["This instruction moved no pixels between ranks."];
-      this.element.replaceChildren(makeElement("h4", { text: head }), ...lines.map((text) => makeElement("p", { text })));
+      const none = ["This instruction moved no pixels between ranks."];
+      const lines = sums.length ? sums.map((sum) => `Σ ${sum.words}`) : none;
+      const title = makeElement("h4", { text: sums.length ? "Sums over ranks" : "No message" });
+      this.element.replaceChildren(title, ...lines.map((text) => makeElement("p", { text })));
       return;
     }
     const message = messages[focus], [what, way, size] = message.words;
@@ -47,8 +48,8 @@ export class MessageStrips {
       this.makeTurn("‹", "Previous message ([)", () => this.choose((focus + messages.length - 1) % messages.length)),
       makeElement("h4", { text: `message ${focus + 1} of ${messages.length}` }),
       this.makeTurn("›", "Next message (])", () => this.choose((focus + 1) % messages.length)));
-    const text = [makeElement("p", { text: `${what}: ${way}` }), makeElement("p", { class: "mpi4dl-faint", text: size })];
-    this.element.replaceChildren(head, ...text, ...this.makeTables(message));
+    this.element.replaceChildren(head, makeElement("p", { text: `${what}: ${way}` }),
+      makeElement("p", { class: "mpi4dl-faint", text: size }), ...this.makeTables(message));
   }
 
   makeTurn(text, name, act) {
@@ -64,12 +65,17 @@ export class MessageStrips {
     // One scale: a gradient that is added to another changes its colour visibly.
     const span = known.reduce(([low, high], { numbers }) => numbers.reduce(
       (found, number) => [Math.min(found[0], number), Math.max(found[1], number)], [low, high]), [Infinity, -Infinity]);
-    const cut = cutStrip(known[0], message.tile, this.start), signs = message.back ? ["", "+", "="] : ["", "", ""];
-    const tables = message.names.map((name, at) =>
-      this.makeTable(name, signs[at], values[at] && cutStrip(values[at], message.tile, this.start), cut, span, message.back));
+    const cut = cutStrip(known[0], message.tile, this.start), signs = values[0] ? ["", "+", "="] : ["", "", ""];
+    const tables = message.names.map((name, at) => {
+      const cells = values[at] && cutStrip(values[at], message.tile, this.start);
+      return this.makeTable(name, signs[at], cells, cut, span, message.back);
+    });
     if (cut.count <= LONG) return tables;
-    const move = (by) => { this.start = cut.from + by; this.show(this.frame, this.focus); this.element.querySelector(
-      `.mpi4dl-strips-move button:${by < 0 ? "first" : "last"}-of-type`).focus(); };
+    const move = (by) => {
+      this.start = cut.from + by;
+      this.show(this.frame, this.focus);
+      this.element.querySelector(`.mpi4dl-strips-move button:${by < 0 ? "first" : "last"}-of-type`).focus();
+    };
     const shown = `${cut.along}s ${cut.first} to ${cut.first + LONG - 1}`;
     tables.push(makeElement("div", { class: "mpi4dl-strips-move" },
       this.makeTurn("←", "Cells before", () => move(-1)), makeElement("span", { text: shown }),
@@ -78,8 +84,9 @@ export class MessageStrips {
   }
 
   makeTable(name, sign, cells, shape, span, back) {
-    const body = (cells ?? shape).rows.map((row) => makeElement("tr", {}, makeElement("td", { class: "mpi4dl-sign" }),
-      ...row.map((number) => cells ? this.makeCell(number, span, back) : makeElement("td", { class: "mpi4dl-none", text: "–" }))));
+    const make = (number) => cells ? this.makeCell(number, span, back)
+      : makeElement("td", { class: "mpi4dl-none", text: "–" });
+    const body = (cells ?? shape).rows.map((row) => makeElement("tr", {}, makeElement("td", {}), ...row.map(make)));
     body[0].firstChild.textContent = sign;
     const indices = shape.rows[0].map((_, at) => makeElement("th", { scope: "col", text: shape.first + at }));
     const head = makeElement("tr", {}, makeElement("td", {}), ...indices);
@@ -87,7 +94,8 @@ export class MessageStrips {
   }
 
   makeCell(number, [low, high], back) {
-    const palette = this.palettes[Number(back)], at = high > low ? Math.round(((number - low) / (high - low)) * 255) : 0;
+    const palette = this.palettes[Number(back)], share = high > low ? (number - low) / (high - low) : 0;
+    const at = Math.round(share * 255);
     const [red, green, blue] = palette.slice(4 * at, 4 * at + 3);
     const cell = makeElement("td", {}, makeElement("span", { text: formatNumber(number) }));
     cell.style.background = `rgb(${red} ${green} ${blue})`;

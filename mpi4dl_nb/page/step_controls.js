@@ -24,10 +24,12 @@ export class StepControls {
   constructor(player) {
     this.player = player;
     this.backButton = this.makeButton("◀ Back", "Back to what was recorded (left arrow)", () => player.back());
-    this.playButton = this.makeButton("▶ Play", "Play or pause (space)", () => player.playing ? player.pause() : player.play());
-    this.stepButton = this.makeButton("Step ▶▏", "The next recorded instruction; at the newest one, the ranks run the next (right arrow)",
-      () => { player.pause(); player.step(); });
-    const speeds = SPEEDS.map((speed) => makeElement("option", { value: speed, text: `${speed} ×`, selected: speed === 1 }));
+    this.playButton = this.makeButton("▶ Play", "Play or pause (space)",
+      () => player.playing ? player.pause() : player.play());
+    const step = "The next recorded instruction; at the newest one, the ranks run the next (right arrow)";
+    this.stepButton = this.makeButton("Step ▶▏", step, () => player.stepOnce());
+    const speeds = SPEEDS.map(
+      (speed) => makeElement("option", { value: speed, text: `${speed} ×`, selected: speed === 1 }));
     this.speed = makeElement("select", { "aria-label": "Speed", title: "Speed" }, ...speeds);
     this.speed.addEventListener("change", () => { player.speed = Number(this.speed.value); });
     this.badge = makeElement("span", { class: "mpi4dl-badge" });
@@ -45,7 +47,7 @@ export class StepControls {
       makeElement("span", { text: "above: forward, below: backward" }), this.note);
     this.element = makeElement("div", {}, bar, this.slider, legend);
     this.slider.addEventListener("pointerdown", (event) => this.drag(event));
-    this.slider.addEventListener("pointermove", (event) => event.buttons && this.drag(event));
+    this.slider.addEventListener("pointermove", (event) => event.buttons ? this.drag(event) : this.name(event));
   }
 
   makeButton(text, title, act) {
@@ -61,6 +63,12 @@ export class StepControls {
     this.player.playing = false;
     this.player.seek(findFrame(event.clientX - left, width, frames));
     this.update();
+  }
+
+  /** Name the frame under the pointer. */
+  name(event) {
+    const { left, width } = this.slider.getBoundingClientRect(), { frames } = this.player.store;
+    if (frames.length) this.slider.title = frames[findFrame(event.clientX - left, width, frames.length)].meta.title;
   }
 
   /** Show where the player is. */
@@ -79,12 +87,13 @@ export class StepControls {
     this.slider.setAttribute("aria-valuemax", last);
     this.slider.setAttribute("aria-valuenow", player.index);
     const { kind, phase } = summariseFrame(frame.meta);
-    this.slider.setAttribute("aria-valuetext", `${player.index + 1} of ${last + 1}: ${`${phase} ${kind}`.trim() || "start"}`);
+    const what = kind ? `${phase} ${kind}` : "start";
+    this.slider.setAttribute("aria-valuetext", `${player.index + 1} of ${last + 1}: ${what}`);
   }
 
   /** Paint the marks of all frames, and the shown one. */
   paint(look) {
-    const wide = this.slider.clientWidth, { frames } = this.player.store, ratio = devicePixelRatio, canvas = this.canvas;
+    const { canvas, player: { store: { frames } } } = this, wide = this.slider.clientWidth, ratio = devicePixelRatio;
     if (!wide) return;
     canvas.width = Math.round(wide * ratio);
     canvas.height = HIGH * ratio;

@@ -32,6 +32,12 @@ export class StepPlayer {
     else this.go("n");
   }
 
+  /** Pause, and step. */
+  stepOnce() {
+    this.pause();
+    this.step();
+  }
+
   /** Let the ranks go on by what a key stands for. What comes is shown. */
   go(key) {
     if (this.waiting) return;
@@ -65,7 +71,8 @@ export class StepPlayer {
       this.index = index;
       this.show(index, index > 0 && !repeated && (asked || before?.step === meta.step));
     } else {
-      const same = this.store.frames.findIndex((each) => each.meta.step === before.step && each.meta.number === before.number);
+      const isSame = ({ meta: each }) => each.step === before.step && each.number === before.number;
+      const same = this.store.frames.findIndex(isSame);
       this.index = same < 0 ? Math.min(this.index, this.store.last) : same;
       this.show(this.index, false);
     }

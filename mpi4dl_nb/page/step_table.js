@@ -9,13 +9,15 @@ export class StepTable {
     this.setup = setup;
     this.rows = setup.ranks.map((rank, index) => this.makeRow(rank, index));
     const used = new Set(setup.schedule.lanes.flat().map((slot) => slot[3]));
-    const legend = setup.looks.flatMap((look, index) => used.has(index) ? [makeElement("span", { class: "mpi4dl-look" },
-      makeSwatch(look), makeElement("span", { text: look.name }))] : []);
-    const heads = ["rank", `schedule ${setup.schedule.name}`, "did last", "does next", "memory: values | process"];
+    const legend = setup.looks.filter((_, index) => used.has(index)).map(
+      (look) => makeElement("span", { class: "mpi4dl-look" }, makeSwatch(look), look.name));
+    const heads = ["rank", "schedule", "did last", "does next", "memory: values | process"];
     const head = makeElement("tr", {}, ...heads.map((text) => makeElement("th", { scope: "col", text })));
-    head.children[1].append(...legend);
-    this.element = makeElement("div", { class: "mpi4dl-step-table", tabindex: "0", role: "region", "aria-label": "All ranks" },
-      makeElement("table", {}, makeElement("thead", {}, head), makeElement("tbody", {}, ...this.rows.map((row) => row.row))));
+    const body = makeElement("tbody", {}, ...this.rows.map((row) => row.row));
+    const told = { class: "mpi4dl-step-table", tabindex: "0", role: "region", "aria-label": "All ranks" };
+    const words = `schedule ${setup.schedule.name}, the upright bar is where a rank is:`;
+    const line = makeElement("div", { class: "mpi4dl-lane-legend" }, words, ...legend);
+    this.element = makeElement("div", told, line, makeElement("table", {}, makeElement("thead", {}, head), body));
   }
 
   makeRow(rank, index) {
@@ -31,7 +33,8 @@ export class StepTable {
     const lane = makeElement("div", { class: "mpi4dl-lane", role: "img" }, ...slots, marker);
     const [did, next, memory] = [0, 1, 2].map(() => makeElement("td", {}));
     const name = makeElement("th", { scope: "row" }, makeElement("b", { text: index }), ` ${rank.role}`);
-    return { row: makeElement("tr", {}, name, makeElement("td", {}, lane), did, next, memory), lane, marker, did, next, memory };
+    const row = makeElement("tr", {}, name, makeElement("td", {}, lane), did, next, memory);
+    return { row, lane, marker, did, next, memory };
   }
 
   update(meta) {
@@ -40,7 +43,7 @@ export class StepTable {
       const { row, lane, marker, did, next, memory } = this.rows[index];
       row.classList.toggle("mpi4dl-moved", rank.moved);
       marker.style.left = `${(100 * rank.time) / length}%`;
-      lane.setAttribute("aria-label", `${rank.done} of ${this.setup.ends[index]} instructions done, at ${rank.time.toFixed(1)} of ${length}`);
+      lane.setAttribute("aria-label", `${rank.done} of ${this.setup.ends[index]} instructions done`);
       for (const [cell, text, words] of [[did, rank.did, rank.didWords], [next, rank.next, rank.nextWords]]) {
         cell.textContent = text;
         cell.title = words;

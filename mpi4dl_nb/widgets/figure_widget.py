@@ -192,8 +192,9 @@ STILL_STYLE = Path(__file__).with_name("figure_view.css").read_text()
 class StillFigure(ipywidgets.VBox):
     """Controls and a live view. A page without live widgets (a saved file) shows the last snapshot of `figure`."""
 
+    _still: DisplayHandle | None = None
+
     def __init__(self, children: Sequence[ipywidgets.Widget]) -> None:
-        self._still: DisplayHandle | None = None
         self.trouble = ErrorAlert()
         *controls, view = children
         super().__init__([*controls, self.trouble, view])

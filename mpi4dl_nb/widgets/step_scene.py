@@ -24,7 +24,7 @@ class StepScene(anywidget.AnyWidget):
     """
 
     _esm = join_modules("stepper_view.js")
-    _css = read_style() + read_style("stepper.css") + STILL_STYLE
+    _css = "\n".join((read_style(), read_style("stepper.css"), STILL_STYLE))
     setup = traitlets.Dict().tag(sync=True)
     palettes = traitlets.Bytes(b"").tag(sync=True)
     meta = traitlets.Dict().tag(sync=True)

@@ -173,7 +173,8 @@ class Stepper(StillFigure):
 
     def close(self) -> None:
         """Abandon the step and replace the widget by its last picture."""
-        self.update_snapshot(kept=True)
+        if self._still is not None:
+            self.update_snapshot(kept=True)
         self.stepping.close()
         super().close()
 
