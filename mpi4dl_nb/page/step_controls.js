@@ -71,10 +71,12 @@ export class StepControls {
     if (frames.length) this.slider.title = frames[findFrame(event.clientX - left, width, frames.length)].meta.title;
   }
 
-  /** Show where the player is. */
+  /** Show where the player is, if anything has changed. */
   update() {
     const { player } = this, { frames, note, last } = player.store, frame = frames[player.index];
-    if (!frame) return;
+    const state = [frame?.meta.step, frame?.meta.title, player.index, last, player.playing, player.waiting, note].join();
+    if (!frame || state === this.state) return;
+    this.state = state;
     this.backButton.disabled = player.index <= 0;
     this.stepButton.disabled = this.playButton.disabled = player.ended;
     this.playButton.textContent = player.playing ? "❚❚ Pause" : "▶ Play";

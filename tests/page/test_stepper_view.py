@@ -206,12 +206,18 @@ def wait_until(page: PageHarness, test: Callable[[], bool]) -> None:
 def test_motion_moves_and_ends(browser: object, stepper: Stepper):
     moving = PageHarness(browser, stepper.view)
     moving.settle()
+    moving.page.get_by_label("Speed").select_option("0.25")
     go_to(stepper, "halo", "forward")
-    canvas, shots = moving.page.locator(".mpi4dl-stage canvas"), []
-    for _ in range(3):
-        shots.append(canvas.screenshot())
-        moving.page.wait_for_timeout(200)
-    assert len(set(shots)) == 3
-    moving.page.wait_for_timeout(1500)
+    canvas = moving.page.locator(".mpi4dl-stage canvas")
+    first = canvas.screenshot()
+    wait_until(moving, lambda: canvas.screenshot() != first)
+    moving.page.wait_for_function("document.querySelector('[role=status]').textContent.includes('pixels have moved')")
+    moving.settle()
     assert canvas.screenshot() == canvas.screenshot()
     moving.close()
+
+
+def test_who_wants_less_motion_sees_the_end_at_once(stepper: Stepper, page: PageHarness):
+    go_to(stepper, "halo", "forward")
+    page.settle()
+    assert "pixels have moved" in page.page.locator("[role=status]").inner_text()
