@@ -34,7 +34,7 @@ class StepperView {
     this.table = new StepTable(this.setup);
     this.canvas = makeElement("canvas", { "aria-hidden": "true" });
     this.caption = makeElement("div", { class: "mpi4dl-step-caption" });
-    this.words = makeElement("div", { class: "mpi4dl-hidden", id: `mpi4dl-${Math.random().toString(36).slice(2)}` });
+    this.words = makeElement("div", { class: "mpi4dl-hidden mpi4dl-words", id: `mpi4dl-${Math.random().toString(36).slice(2)}` });
     this.status = makeElement("div", { class: "mpi4dl-hidden", role: "status", "aria-live": "polite" });
     this.stage = makeElement("div", {
       class: "mpi4dl-stage", tabindex: "0", role: "application", "aria-label": "Ranks of the debugged step",
