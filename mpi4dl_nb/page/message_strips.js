@@ -40,7 +40,9 @@ export class MessageStrips {
       const none = ["This instruction moved no pixels between ranks."];
       const lines = sums.length ? sums.map((sum) => `Σ ${sum.words}`) : none;
       const title = makeElement("h4", { text: sums.length ? "Sums over ranks" : "No message" });
-      this.element.replaceChildren(title, ...lines.map((text) => makeElement("p", { text })));
+      const words = { class: "mpi4dl-strips-words" };
+      const told = lines.map((text) => makeElement("p", { text }));
+      this.element.replaceChildren(makeElement("div", words, title, ...told));
       return;
     }
     const message = messages[focus], [what, way, size] = message.words;
@@ -48,8 +50,9 @@ export class MessageStrips {
       this.makeTurn("‹", "Previous message ([)", () => this.choose((focus + messages.length - 1) % messages.length)),
       makeElement("h4", { text: `message ${focus + 1} of ${messages.length}` }),
       this.makeTurn("›", "Next message (])", () => this.choose((focus + 1) % messages.length)));
-    this.element.replaceChildren(head, makeElement("p", { text: `${what}: ${way}` }),
-      makeElement("p", { class: "mpi4dl-faint", text: size }), ...this.makeTables(message));
+    this.element.replaceChildren(makeElement("div", { class: "mpi4dl-strips-words" }, head,
+      makeElement("p", { text: `${what}: ${way}` }), makeElement("p", { class: "mpi4dl-faint", text: size }),
+    ), ...this.makeTables(message));
   }
 
   makeTurn(text, name, act) {
@@ -77,10 +80,10 @@ export class MessageStrips {
       this.element.querySelector(`.mpi4dl-strips-move button:${by < 0 ? "first" : "last"}-of-type`).focus();
     };
     const shown = `${cut.along}s ${cut.first} to ${cut.first + LONG - 1}`;
-    tables.push(makeElement("div", { class: "mpi4dl-strips-move" },
+    const bar = makeElement("div", { class: "mpi4dl-strips-move" },
       this.makeTurn("←", "Cells before", () => move(-1)), makeElement("span", { text: shown }),
-      this.makeTurn("→", "Cells after", () => move(1))));
-    return tables;
+      this.makeTurn("→", "Cells after", () => move(1)));
+    return [bar, ...tables];
   }
 
   makeTable(name, sign, cells, shape, span, back) {

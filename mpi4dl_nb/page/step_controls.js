@@ -74,8 +74,10 @@ export class StepControls {
   /** Show where the player is, if anything has changed. */
   update() {
     const { player } = this, { frames, note, last } = player.store, frame = frames[player.index];
-    const state = [frame?.meta.step, frame?.meta.title, player.index, last, player.playing, player.waiting, note].join();
-    if (!frame || state === this.state) return;
+    if (!frame) return;
+    const { step, title } = frame.meta, { index, playing, waiting } = player;
+    const state = [step, title, index, last, playing, waiting, note].join();
+    if (state === this.state) return;
     this.state = state;
     this.backButton.disabled = player.index <= 0;
     this.stepButton.disabled = this.playButton.disabled = player.ended;
@@ -84,7 +86,7 @@ export class StepControls {
     this.badge.textContent = player.waiting ? "the ranks are running" : player.recorded
       ? `recorded: ${player.index + 1} of ${last + 1}` : "newest";
     this.badge.classList.toggle("mpi4dl-recorded", player.recorded);
-    this.title.textContent = frame.meta.title;
+    this.title.textContent = title;
     this.note.textContent = note;
     this.slider.setAttribute("aria-valuemax", last);
     this.slider.setAttribute("aria-valuenow", player.index);

@@ -24,10 +24,14 @@ export class FrameStore {
   }
 }
 
+/** Return a copy of a DataView's bytes. */
+export function copyBytes(view) {
+  return view.buffer.slice(view.byteOffset, view.byteOffset + view.byteLength);
+}
+
 /** Return a copy of a DataView's bytes as float32 numbers: a message's buffer may begin at any byte. */
 export function copyFloats(view) {
-  if (!view) return new Float32Array(0);
-  return new Float32Array(view.buffer.slice(view.byteOffset, view.byteOffset + view.byteLength));
+  return view ? new Float32Array(copyBytes(view)) : new Float32Array(0);
 }
 
 /** Return values of a frame as `{ numbers, high, wide }`; null where `place` is null. */

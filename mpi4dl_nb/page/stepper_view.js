@@ -1,17 +1,18 @@
 // A debugged step on the page: all ranks, what moves between them, and a record of every instruction that has run.
-import { makeElement, makeFrameLoop, prefersReducedMotion, Tooltip } from "./elements.js";
+import { makeFrameLoop, prefersReducedMotion, Tooltip } from "./elements.js";
 import { findPixel, isInside, locateTile, placePanels, placeRanks } from "./exchange_layout.js";
 import { ExchangePainter } from "./exchange_paint.js";
 import { MessageStrips } from "./message_strips.js";
 import { describePixel, movePixel } from "./pixel_reader.js";
 import { makeCaption, readLook } from "./step_caption.js";
 import { StepControls } from "./step_controls.js";
-import { FrameStore, getDuration } from "./step_frames.js";
+import { copyBytes, FrameStore, getDuration } from "./step_frames.js";
 import { makeKeyActions } from "./step_keys.js";
+import { makeStepParts } from "./step_parts.js";
 import { StepPlayer } from "./step_player.js";
 import { StepTable } from "./step_table.js";
 
-const PAUSE_MS = 260, REST_MS = 1000;
+const PAUSE_MS = 260, REST_MS = 1000, STRIPS_PX = 362, FLAT_PX = 320;
 const MOVES = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] };
 
 /** The parts of the view, joined: the frames of `model` go to the player, and what it shows to all parts. */
@@ -19,34 +20,21 @@ class StepperView {
   constructor(model, el) {
     this.model = model;
     this.setup = model.get("setup");
-    const { buffer, byteOffset, byteLength } = model.get("palettes");
-    const palettes = new Uint8Array(buffer.slice(byteOffset, byteOffset + byteLength));
     this.store = new FrameStore();
     this.player = new StepPlayer(this.store, {
       show: (index, moves) => this.show(index, moves),
       ask: (key) => model.send({ key }),
       tell: () => this.request(),
     });
-    this.painter = new ExchangePainter(this.setup, palettes);
+    this.painter = new ExchangePainter(this.setup, new Uint8Array(copyBytes(model.get("palettes"))));
     this.actions = makeKeyActions(this.player, model, (by) => this.turn(by));
     this.controls = new StepControls(this.player);
     this.strips = new MessageStrips(this.painter.palettes, (index) => this.choose(index));
     this.table = new StepTable(this.setup);
-    this.canvas = makeElement("canvas", { "aria-hidden": "true" });
-    this.caption = makeElement("div", { class: "mpi4dl-step-caption" });
-    this.words = makeElement("div", { class: "mpi4dl-hidden mpi4dl-words", id: `mpi4dl-${Math.random().toString(36).slice(2)}` });
-    this.status = makeElement("div", { class: "mpi4dl-hidden", role: "status", "aria-live": "polite" });
-    this.stage = makeElement("div", {
-      class: "mpi4dl-stage", tabindex: "0", role: "application", "aria-label": "Ranks of the debugged step",
-      "aria-describedby": this.words.id, "data-lm-suppress-shortcuts": "true",
-    }, this.canvas);
+    Object.assign(this, makeStepParts(this.controls, this.strips, this.table, model.get("tip")));
     this.tooltip = new Tooltip(this.stage);
-    this.focus = 0;
-    this.progress = 1;
+    Object.assign(this, { focus: 0, progress: 1 });
     this.request = makeFrameLoop(() => this.paint());
-    const scene = makeElement("div", { class: "mpi4dl-step-scene" }, this.stage, this.strips.element);
-    this.root = makeElement("div", { class: "mpi4dl-page mpi4dl-stepper" },
-      this.controls.element, this.caption, scene, this.table.element, this.words, this.status);
     el.append(this.root);
     this.root.addEventListener("keydown", (event) => this.handleKey(event));
     this.stage.addEventListener("pointermove", (event) => this.hover(event));
@@ -137,9 +125,13 @@ class StepperView {
   }
 
   arrange() {
+    if (!this.root.clientWidth || !this.frame) return;
+    const most = Math.min(Math.max(0.54 * innerHeight, 420), 660);
+    // Beside the numbers a row of many stages would be low: it gets the whole width, and the numbers lie below it.
+    const beside = placeRanks(this.setup, this.root.clientWidth - STRIPS_PX - 24, most);
+    this.scene.classList.toggle("mpi4dl-flat", beside.high < FLAT_PX);
     const wide = this.stage.clientWidth;
-    if (!wide || !this.frame) return;
-    this.layout = placeRanks(this.setup, wide - 24, Math.min(Math.max(0.54 * innerHeight, 420), 660));
+    this.layout = placeRanks(this.setup, wide - 24, most);
     for (const each of [...this.layout.boxes, ...this.layout.cells]) each[0] += 12;
     this.placed = placePanels(this.frame.meta, this.layout.cells);
     const [width, height] = [wide, this.layout.high].map((each) => Math.round(each * devicePixelRatio));
@@ -165,11 +157,9 @@ class StepperView {
     this.painter.paint(context, this.layout, this.progress, this.focus, this.look, this.cursor);
     this.controls.update();
     this.controls.paint(this.look);
-    if (this.moves && this.progress < 1) this.request();
-    else if (this.moves) {
-      this.moves = false;
-      this.settle();
-    }
+    if (!this.moves) return;
+    this.moves = this.progress < 1;
+    this.moves ? this.request() : this.settle();
   }
 
   choose(index) {
@@ -195,7 +185,7 @@ class StepperView {
   }
 
   pressKey({ key, shiftKey, target }) {
-    if (key === " " && target.tagName === "BUTTON") return false;
+    if (key === " " && ["BUTTON", "SUMMARY"].includes(target.tagName)) return false;
     const action = shiftKey && MOVES[key] ? () => this.moveCursor(...MOVES[key]) : this.actions[key];
     action?.();
     return Boolean(action);
@@ -209,7 +199,7 @@ class StepperView {
 
   hover(event) {
     const place = this.locate(event);
-    if (this.placed) this.point(findPixel(this.placed, ...place), ...place);
+    this.point(findPixel(this.placed ?? [], ...place), ...place);
   }
 
   /** Return the place [x, y] of an event in the picture. */
@@ -245,7 +235,7 @@ class StepperView {
     if (!pixel) this.tooltip.hide();
     else {
       const lines = describePixel(this.frame, this.placed[pixel.rank], pixel);
-      this.tooltip.show(lines, x, y);
+      this.tooltip.show(lines, x, y + this.canvas.offsetTop);
       if (speaks) this.status.textContent = lines.join(", ");
     }
     if (changed) this.request();
