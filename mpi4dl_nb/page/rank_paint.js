@@ -33,17 +33,12 @@ export class RankPainter {
     this.before = fades && this.frame ? { placed: this.placed, images: this.images } : null;
     this.frame = frame;
     this.images = new Map();
-    this.place(placed);
+    this.placed = placed;
     placed.forEach((place, rank) => {
       const values = place && readValues(frame, place.panel.values);
       const palette = this.palettes[Number(place?.group.gradient)];
       if (values) this.images.set(rank, colourValues(values, place.group.span, palette));
     });
-  }
-
-  /** Take new places of the same values. */
-  place(placed) {
-    this.placed = placed;
   }
 
   /** Paint all boxes and cells at `progress` (0 to 1) of the frame's motion; `look` are the theme's colours. */

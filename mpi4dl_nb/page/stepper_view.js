@@ -120,7 +120,7 @@ class StepperView {
 
   resize() {
     this.arrange();
-    if (this.placed) this.painter.place(this.placed);
+    if (this.placed) this.painter.setFrame(this.frame, this.placed, false);  // the page may have been hidden until now
     this.request();
   }
 

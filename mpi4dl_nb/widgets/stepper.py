@@ -175,6 +175,7 @@ class Stepper(StillFigure):
         """Abandon the step and replace the widget by its last picture."""
         if self._still is not None:
             self.update_snapshot(kept=True)
+            self._still = None
         self.stepping.close()
         super().close()
 
