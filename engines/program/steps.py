@@ -238,6 +238,19 @@ class DependencyOrder:
         """Advance every rank that can run its next instruction by one."""
         return self.advance_within(places, [min(place + 1, end) for place, end in zip(places, self.ends, strict=True)])
 
+    def list_counts(self, places: StepCounts, target: StepCounts) -> list[StepCounts]:
+        """Return the counts after each instruction on the way from `places` to `target`, which is the last of them.
+
+        Every rank that can run its next instruction, and is not at its target, advances by one at a time.
+        """
+        way = []
+        while places != target:
+            reached = self.advance_within(places, [min(at + 1, end) for at, end in zip(places, target, strict=True)])
+            # From counts that can be reached some rank can always go on. Should none, the rest is one advance.
+            places = target if reached == places else reached
+            way.append(places)
+        return way
+
     def choose_next_rank(self, places: StepCounts) -> int | None:
         """Return the rank with the fewest steps done among those that can continue; None at the end."""
         ready = [rank for rank, place in enumerate(self.advance_once(places)) if place > places[rank]]

@@ -6,6 +6,7 @@ Positions on the page are in inches from its upper left corner, so that no layou
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,12 +22,27 @@ from engines.spatial.tiles import Span, Tile
 from mpi4dl_nb.draw.figure import INK, MANY, ORANGE, Drawing, format_ranks, format_size
 from mpi4dl_nb.draw.tilemap import NOT_OWN
 from mpi4dl_nb.draw.timeline import draw_slots, label_slots
-from mpi4dl_nb.training.step_events import PanelGroup, RankEvent, RankPanel, StepEvent, StepView
+from mpi4dl_nb.training.step_events import PanelGroup, RankEvent, RankPanel, StepEvent, StepView, Transfer
 
 if TYPE_CHECKING:
     from mpi4dl_nb.training.step_debugger import StepDebugger
 
-__all__ = ["draw_step", "format_step_label", "show_step"]
+__all__ = [
+    "DONE",
+    "MAPS",
+    "NOTHING",
+    "describe_event",
+    "describe_group",
+    "describe_message",
+    "describe_next",
+    "describe_step",
+    "draw_step",
+    "format_short_label",
+    "format_step_label",
+    "is_square",
+    "name_strips",
+    "show_step",
+]
 
 FigureBox = tuple[float, float, float, float]
 """(left, bottom, width, height) in the figure's own coordinates."""
@@ -82,32 +98,41 @@ def draw_step(view: StepView, focus: int = 0) -> Drawing:
     def place(left: float, top: float, wide: float, high: float) -> FigureBox:
         return left / WIDE_IN, 1 - (top + high) / high_in, wide / WIDE_IN, high / high_in
 
-    title = _describe_event(view.event)
+    title = describe_event(view.event)
     figure.text(MARGIN_IN / WIDE_IN, 1 - 0.12 / high_in, title, va="top", fontsize=11, weight="bold", color=INK)
     full_in = WIDE_IN - 2 * MARGIN_IN
     _draw_table(figure.add_axes(place(MARGIN_IN, table_top, full_in, ROW_IN * (len(ranks) + 1))), view)
     wide_in = LANDING_IN - 3 * MARGIN_IN if view.landed else full_in
     _draw_panels(figure, view, place(MARGIN_IN, panels_top, wide_in, PANELS_IN - 0.05), focus)
-    message = ""
     if view.landed:
         box = place(LANDING_IN, panels_top, WIDE_IN - LANDING_IN - MARGIN_IN, PANELS_IN - 0.05)
-        message = _draw_message(figure, view, box, focus)
+        _draw_message(figure, view, box, focus)
     _draw_schedule(figure.add_axes(place(0.75, schedule_top, WIDE_IN - 0.95, lanes_in)), view)
+    figure.alt = describe_step(view, focus)
+    return figure
+
+
+def describe_step(view: StepView, focus: int = 0) -> str:
+    """Describe in words what `draw_step` draws: its alt text, which takes no drawing."""
     descriptions = []
-    for rank in ranks:
-        did, coming = format_step_label(rank.did, NOTHING), _describe_next(rank, format_step_label(rank.next, DONE))
+    for rank in view.event.ranks:
+        did, coming = format_step_label(rank.did, NOTHING), describe_next(rank, format_step_label(rank.next, DONE))
         memory = f"values {format_bytes(rank.activation_bytes)}, process {format_bytes(rank.process_bytes)}"
         descriptions.append(f"Rank {rank.rank} ({rank.role}) did {did}; next {coming}; {memory}.")
     for group in view.groups:
         shown, (low, high) = ", ".join(str(panel.rank) for panel in group.panels), group.span
         descriptions.append(
-            f"Shown of ranks {shown}: {_describe_group(view, group)}, colours from {low:.4g} to {high:.4g}."
+            f"Shown of ranks {shown}: {describe_group(view, group)}, colours from {low:.4g} to {high:.4g}."
         )
-    figure.alt = " ".join((title, *descriptions, message)).strip()
-    return figure
+    if view.landed:
+        strips = _cut_strips(view, min(focus, len(view.landed) - 1))
+        numbers = (f"{name}: {', '.join(f'{number:.4g}' for number in row[0])}" for name, row in strips.known.items())
+        head, first = " ".join(strips.head.split()), strips.span.start + strips.skipped * bool(strips.known)
+        descriptions.append(f"{head}. From {strips.along} {first} on: {'; '.join(numbers)}.")
+    return " ".join((describe_event(view.event), *descriptions)).strip()
 
 
-def _describe_event(event: StepEvent) -> str:
+def describe_event(event: StepEvent) -> str:
     """Describe the state of the whole step."""
     done = sum(event.places)
     if event.done:
@@ -125,7 +150,7 @@ def format_step_label(place: StepLabel | None, at_end: str) -> str:
     return at_end if place is None else place.text
 
 
-def _format_short_label(schedule: Schedule, place: StepLabel | None, at_end: str) -> str:
+def format_short_label(schedule: Schedule, place: StepLabel | None, at_end: str) -> str:
     """Return a text such as `F0 compute · blocks.0.conv1`, with the schedule's name of the work."""
     if place is None:
         return at_end
@@ -133,7 +158,7 @@ def _format_short_label(schedule: Schedule, place: StepLabel | None, at_end: str
     return f"{work}{place.kind}" + f" · {place.where}" * (place.where != place.kind)
 
 
-def _describe_next(rank: RankEvent, text: str) -> str:
+def describe_next(rank: RankEvent, text: str) -> str:
     return f"waits for {format_ranks(rank.waits_for)}: {text}" if rank.waits_for else text
 
 
@@ -147,9 +172,9 @@ def _draw_table(axes: Axes, view: StepView) -> None:
     for row, rank in enumerate(ranks, start=1):
         axes.axhline(row, color="#cccccc", linewidth=0.7)
         name = f"{'▶ ' if rank.moved else '   '}{rank.rank}: {rank.role}"
-        did, coming = _format_short_label(schedule, rank.did, NOTHING), _format_short_label(schedule, rank.next, DONE)
+        did, coming = format_short_label(schedule, rank.did, NOTHING), format_short_label(schedule, rank.next, DONE)
         memory = f"{format_bytes(rank.activation_bytes)} | {format_bytes(rank.process_bytes)}"
-        for (left, _, fits), text in zip(COLUMNS, (name, did, _describe_next(rank, coming), memory), strict=True):
+        for (left, _, fits), text in zip(COLUMNS, (name, did, describe_next(rank, coming), memory), strict=True):
             weight = "bold" if rank.moved and left < 0.5 else "normal"
             # The end of a long layer's name tells less than its beginning, and the alt text has all of it.
             cut = text if len(text) <= fits else f"{text[: fits - 1]}…"
@@ -226,11 +251,11 @@ def _draw_group(
     left, bottom, width, height = box
     wide_in, high_in = figure.get_size_inches()
     rows, columns = (1 + max(numbers) for numbers in zip(*places, strict=True))
-    figure.text(left, bottom + height, _describe_group(view, group, "\n"), fontsize=9, color=INK, va="bottom")
+    figure.text(left, bottom + height, describe_group(view, group, "\n"), fontsize=9, color=INK, va="bottom")
     gap_x, gap_y = GAP_IN / wide_in, GAP_IN / high_in
     cell_h = (height - 0.05 / high_in) / rows
     # A panel wider than the pixels in it would be partly empty, and the colour bar far from the last panel.
-    held = [panel.extent.held for panel in group.panels if _is_square(panel.extent.held)]
+    held = [panel.extent.held for panel in group.panels if is_square(panel.extent.held)]
     widest = max((tile.shape[1] / tile.shape[0] for tile in held), default=UNSHAPED)
     room_in = (width * wide_in - BAR_IN) / columns
     cell_w = min(room_in, (cell_h * high_in - GAP_IN) * widest + GAP_IN) / wide_in
@@ -256,12 +281,12 @@ def _draw_group(
     ticks.yaxis.get_offset_text().set(fontsize=8, ha="left")
 
 
-def _is_square(held: Tile) -> bool:
+def is_square(held: Tile) -> bool:
     """Return whether pixels are drawn as squares. Narrow strips, and values without pixels, fill their panel."""
     return bool(held.shape) and max(held.shape) < 8 * min(held.shape)
 
 
-def _describe_group(view: StepView, group: PanelGroup, end: str = ", ") -> str:
+def describe_group(view: StepView, group: PanelGroup, end: str = ", ") -> str:
     """Return `gradient of relu_3 (blocks.0), 32 × 48 px, channel 0 of 16, image 0`, with `end` between its lines."""
     extent, seen = group.panels[0].extent, group.panels[0].seen
     what = f"{'gradient of ' * group.gradient}{group.name}"
@@ -283,7 +308,7 @@ def _draw_panel(axes: Axes, group: PanelGroup, panel: RankPanel) -> object:
     extent = (cols.start, cols.stop, rows.stop, rows.start)
     norm = Normalize(low, high if high > low else low + 1)
     style = {"cmap": MAPS[group.gradient], "norm": norm, "interpolation": "nearest"}
-    image = axes.imshow(pixels, extent=extent, aspect="equal" if _is_square(held) else "auto", **style)
+    image = axes.imshow(pixels, extent=extent, aspect="equal" if is_square(held) else "auto", **style)
     if own != held:
         #   +-------------------+
         #   |   above           |   What the rank holds around its own tile is hatched: rows above and below over the
@@ -320,35 +345,64 @@ PAPER = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none"
 NUMBER = {"ha": "center", "va": "center", "fontsize": 8, "color": INK, "bbox": PAPER}
 
 
-def _draw_message(figure: Drawing, view: StepView, box: FigureBox, focus: int) -> str:
-    """Draw the values before, those that arrived, and those after, cell by cell, and return them in words.
+@dataclass(frozen=True)
+class _Strips:
+    """Of a message, its description `head`, and the middle of what was there before, arrived, and is there after.
 
-    Of a long strip only the middle is shown. A vertical strip is transposed.
+    The cells lie along one axis (`row` or `column`) of the message's `span`, of which `skipped` are left out before
+    them. A vertical strip is transposed. `cells` are None where values were not kept.
     """
-    (transfer, landed), (left, bottom, width, height) = view.landed[focus], box
-    tile, where = transfer.move.tile, f"on rank {transfer.target}"
-    what = "gradients go home" if transfer.back else "pixels have moved"
-    size = f"{format_size(tile.shape)} px, {format_bytes(transfer.bytes)} with all channels and images"
-    head = f"message {focus + 1} of {len(view.landed)}: {what}\n{transfer}\n{size}"
-    figure.text(left, bottom + height, head, fontsize=9, color=INK, va="bottom")
-    names = [f"window {where} before: no values yet", "arrived", "after, in the window"]
-    if transfer.back:
-        names = [f"gradient {where} before", "arrived, to be added", "after"]
+
+    head: str
+    along: str
+    span: Span
+    skipped: int
+    cells: Mapping[str, NDArray[np.float64] | None]
+
+    @property
+    def known(self) -> dict[str, NDArray[np.float64]]:
+        """The cells that were kept."""
+        return {name: numbers for name, numbers in self.cells.items() if numbers is not None}
+
+
+def _cut_strips(view: StepView, focus: int) -> _Strips:
+    transfer, landed = view.landed[focus]
+    tile = transfer.move.tile
+    head = f"message {focus + 1} of {len(view.landed)}: {describe_message(transfer)}"
     along, span = ("row", tile.rows) if len(tile.rows) > len(tile.cols) else ("column", tile.cols)
     skipped = max(0, (len(span) - LONG) // 2)
     strips: dict[str, NDArray[np.float64] | None] = {}
-    for name, tensor in zip(names, (landed.before, landed.arrived, landed.after), strict=True):
+    for name, tensor in zip(name_strips(transfer), (landed.before, landed.arrived, landed.after), strict=True):
         kept = tensor is not None and tensor.numel()
         values = (tensor.T if along == "row" else tensor).numpy() if kept else None
         strips[name] = values[:DEEP, skipped : skipped + LONG] if kept else None
-    known = {name: numbers for name, numbers in strips.items() if numbers is not None}
-    if known:
-        axes = figure.add_axes((left, bottom, width, height * 0.94))
-        _draw_strips(axes, strips, f"{along} ", span.start + skipped, MAPS[transfer.back])
+    return _Strips(head, along, span, skipped, strips)
+
+
+def describe_message(transfer: Transfer) -> str:
+    """Return three lines: what a message did, its ranks and pixels, and its size."""
+    what = "gradients go home" if transfer.back else "pixels have moved"
+    size = f"{format_size(transfer.move.tile.shape)} px, {format_bytes(transfer.bytes)} with all channels and images"
+    return f"{what}\n{transfer}\n{size}"
+
+
+def name_strips(transfer: Transfer) -> list[str]:
+    """Return the names of what was there before, what arrived, and what is there after."""
+    where = f"on rank {transfer.target}"
+    if transfer.back:
+        return [f"gradient {where} before", "arrived, to be added", "after"]
+    return [f"window {where} before: no values yet", "arrived", "after, in the window"]
+
+
+def _draw_message(figure: Drawing, view: StepView, box: FigureBox, focus: int) -> None:
+    """Draw the values before, those that arrived, and those after, cell by cell."""
+    strips, (left, bottom, width, height) = _cut_strips(view, focus), box
+    figure.text(left, bottom + height, strips.head, fontsize=9, color=INK, va="bottom")
+    if strips.known:
+        axes, first = figure.add_axes((left, bottom, width, height * 0.94)), strips.span.start + strips.skipped
+        _draw_strips(axes, strips.cells, f"{strips.along} ", first, MAPS[view.landed[focus][0].back])
     else:
         figure.text(left, bottom + height / 2, "its values are not kept here", fontsize=9, color=INK)
-    descriptions = (f"{name}: {', '.join(f'{number:.4g}' for number in numbers[0])}" for name, numbers in known.items())
-    return f"{' '.join(head.split())}. From {along} {span.start + skipped * bool(known)} on: {'; '.join(descriptions)}."
 
 
 def _draw_strips(

@@ -112,6 +112,10 @@ class StepDebugger(FactTable):
 
     def go(self, unit: str, rank: int | str | None = None) -> StepEvent:
         """Execute one unit: `instruction`, `layer`, `micro-batch` or `phase`. Raises PlanError at the step's end."""
+        return self._advance(self.find_unit_end(unit, rank))
+
+    def find_unit_end(self, unit: str, rank: int | str | None = None) -> StepCounts:
+        """Return the counts of done instructions that `go` would advance to, and raise the errors that it would."""
         if unit not in UNITS:
             raise PlanError(describe_unknown(f"unit={unit!r} is unknown", unit, UNITS))
         self._check_open()
@@ -127,14 +131,14 @@ class StepDebugger(FactTable):
         # to go beyond its unit. Rank 0 executes a and b, and rank 1 only d. One rank: it executes its whole unit, and
         # the others only what that depends on. For rank 1 these are d, recv and e, and a, b and send on rank 0.
         if rank is None:
-            return self._advance(self.order.advance_within(now, ends))
+            return self.order.advance_within(now, ends)
         ranks = self.training.plan.ranks
         chosen = self.order.choose_next_rank(now) if rank == "next" else rank
         if not isinstance(chosen, int) or not 0 <= chosen < ranks:
             raise PlanError(f"rank={rank!r} must be 0 to {ranks - 1}, 'next', or None for all.")
         if self.event.ranks[chosen].next is None:
             raise PlanError(f"Rank {chosen} has done its part of the step. Choose another one, or None for all.")
-        return self._advance(self.order.compute_closure(now, {chosen: ends[chosen]}))
+        return self.order.compute_closure(now, {chosen: ends[chosen]})
 
     def until(
         self,
@@ -150,6 +154,17 @@ class StepDebugger(FactTable):
         `phase` forward, backward or update. Raises PlanError if one of them does not exist, or no instruction of the
         whole step meets them all.
         """
+        return self._advance(self.find_breakpoint(layer, rank, kind, phase, micro_batch))
+
+    def find_breakpoint(
+        self,
+        layer: str | None = None,
+        rank: int | None = None,
+        kind: str | None = None,
+        phase: str | None = None,
+        micro_batch: int | None = None,
+    ) -> StepCounts:
+        """Return the counts of done instructions that `until` would advance to, and raise the errors that it would."""
         self._check_open()
         labels = [place for steps in self.steps for place in steps]
         _check_name("layer", layer, (name for place in labels for name in (place.layer, *place.modules) if name))
@@ -182,7 +197,17 @@ class StepDebugger(FactTable):
             pairs = enumerate(zip(before, target, strict=True))
             if any(is_target(who, self.steps[who][start]) for who, (start, stop) in pairs if stop > start):
                 break
-        return self._advance(target)
+        return target
+
+    def walk_to(self, target: StepCounts, most: int = 64) -> Iterator[StepEvent]:
+        """Execute up to the counts of `target`, which `find_unit_end` or `find_breakpoint` returned, by instructions.
+
+        Each event is that of one instruction, on every rank that can run one. Of a long way only the last `most` are
+        executed separately; what comes before them is executed at full speed, and is one event.
+        """
+        way = self.order.list_counts(self.event.places, target)
+        for counts in way[-most - 1 :] if len(way) > most else way:
+            yield self._advance(counts)
 
     def finish(self) -> float:
         """Execute the rest of the step at full speed and return its loss, as `training.step` does."""

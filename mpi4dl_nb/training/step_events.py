@@ -144,8 +144,9 @@ class PanelGroup:
 
     @cached_property
     def span(self) -> tuple[float, float]:
-        """The minimum and maximum over all ranks; for gradients symmetric about zero."""
-        pixels = [panel.seen.pixels for panel in self.panels if panel.seen.pixels.numel()]
+        """The minimum and maximum over all ranks, without infinite fills; for gradients symmetric about zero."""
+        finite = (panel.seen.pixels[panel.seen.pixels.isfinite()] for panel in self.panels)
+        pixels = [values for values in finite if values.numel()]
         low, high = (min(float(p.min()) for p in pixels), max(float(p.max()) for p in pixels)) if pixels else (0.0, 0.0)
         most = max(-low, high)
         return (-most, most) if self.gradient else (low, high)

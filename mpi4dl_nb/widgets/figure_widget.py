@@ -22,7 +22,6 @@ from mpi4dl_nb.status_line import show_status
 
 __all__ = [
     "BOX_STYLE",
-    "STILL_STYLE",
     "ErrorAlert",
     "FigureView",
     "FigureWidget",
@@ -171,9 +170,7 @@ class FigureView(anywidget.AnyWidget):
                 handler(value)
 
 
-STILL = "mpi4dl-still"  # class name, also in figure_view.css
-STILL_STYLE = Path(__file__).with_name("figure_view.css").read_text()
-"""The style of a live widget that has a still figure."""
+STILL = "mpi4dl-still"  # class name, also in figure_view.css and page/page.css
 
 
 class StillFigure:

@@ -13,7 +13,6 @@ from engines.cli.plan_options import format_value, parse_value
 from engines.errors import Mpi4dlError
 from engines.plan import OPTIONS, Plan
 from mpi4dl_nb.draw.plan_picture import PlanShape
-from mpi4dl_nb.widgets.figure_widget import STILL_STYLE
 from mpi4dl_nb.widgets.page_modules import join_modules, read_style
 
 __all__ = ["BATCH", "IMAGE_PX", "MACHINE", "Knob", "PlanView", "StartButton", "describe_options"]
@@ -117,7 +116,7 @@ class PlanView(anywidget.AnyWidget):
     """
 
     _esm = join_modules("plan_view.js")
-    _css = "\n".join((read_style(), read_style("plan.css"), STILL_STYLE))
+    _css = read_style("plan.css")
     options = traitlets.List().tag(sync=True)
     values = traitlets.Dict().tag(sync=True)
     errors = traitlets.Dict().tag(sync=True)

@@ -8,9 +8,13 @@ from typing import Any
 
 import ipywidgets
 
-from mpi4dl_nb.draw.stepper import draw_step
+from engines.program.steps import StepCounts
+from mpi4dl_nb.draw.figure import Drawing
+from mpi4dl_nb.draw.step_frame import FRAME_PX, StepRecord, describe_scene, pack_frame
+from mpi4dl_nb.draw.stepper import describe_step, draw_step
 from mpi4dl_nb.training.training import Training
-from mpi4dl_nb.widgets.figure_widget import FigureWidget, Slider, make_bounded_int, make_button, make_dropdown
+from mpi4dl_nb.widgets.figure_widget import PageWidget, Slider, make_bounded_int, make_button, make_dropdown
+from mpi4dl_nb.widgets.step_scene import StepScene
 
 __all__ = ["Stepper"]
 
@@ -19,15 +23,19 @@ KINDS = (ANY, "compute", "halo", "stage", "all-reduce", "update")
 SHOWN_AS = (("what was made", "made"), ("activation", "activation"), ("gradient", "gradient"))
 PHASES = (ANY, "forward", "backward", "update")
 TIP = (
-    "With the figure focused: n one instruction, l one layer, m one micro-batch's pass, p all forward or all back, "
-    "b to the breakpoint, f finish the step, r restart it, g gradient or activation"
+    "With the picture focused: n one instruction, l one layer, m one micro-batch's pass, p all forward or all back, "
+    "b to the breakpoint, f finish the step, r restart it, g gradient or activation; left and right arrow: back and "
+    "step through what was recorded, Home and End: its ends, space: play or pause, [ and ]: which message"
 )
 MICRO_BATCH_TIP = "To the end of a micro-batch's pass through a stage"
 BREAKPOINT_TIP = "Until an instruction of all that is chosen below is done"
 
 
-class Stepper(FigureWidget):
+class Stepper(PageWidget):
     """A training step of a batch, executed in small units on the ranks: see `StepDebugger`.
+
+    The page draws all ranks and what moves between them, and keeps a record of every instruction that has run: going
+    back in it undoes nothing on the ranks. `finish` runs at full speed, and is recorded as one instruction.
 
     `stepping` can be advanced from cells as well; `refresh()` then shows its position. `close()` abandons the step.
     Raises ImageError for a wrong shape or label.
@@ -45,7 +53,8 @@ class Stepper(FigureWidget):
 
     def __init__(self, training: Training, images: Any, labels: Any) -> None:
         self.stepping = training.stepping(images, labels)
-        self._quiet = False
+        self.record = StepRecord()
+        self._quiet, self._shown, self._figure = False, None, None
         ranks = [(f"rank {rank}", rank) for rank in range(len(self.stepping.steps))]
         shown = "Activation, gradient, or what the last instruction made"
         self.of = make_dropdown("Go on", [(ALL, ALL), ("the next rank", "next"), *ranks], ALL, "Who goes on", "15em")
@@ -64,8 +73,8 @@ class Stepper(FigureWidget):
             "m": (partial(self._go, "micro-batch"), "Micro-batch (m)", MICRO_BATCH_TIP),
             "p": (partial(self._go, "phase"), "Phase (p)", "All forward, all back, or the update"),
             "b": (self._run_to_breakpoint, "To breakpoint (b)", BREAKPOINT_TIP),
-            "f": (self.stepping.finish, "Finish the step (f)", "The rest at full speed; weights move at the end"),
-            "r": (self.stepping.restart, "Restart (r)", "From the beginning of the step; nothing has changed"),
+            "f": (self._finish, "Finish the step (f)", "The rest at full speed; weights move at the end"),
+            "r": (self._restart, "Restart (r)", "From the beginning of the step; nothing has changed"),
         }
         self._actions = {key: action for key, (action, _, _) in offered.items()}
         self.buttons = {
@@ -78,17 +87,41 @@ class Stepper(FigureWidget):
             [self.message],
         ]
         boxes = [ipywidgets.HBox(row, layout={"flex_flow": "row wrap", "align_items": "center"}) for row in rows]
-        super().__init__(boxes, [*offered, "g"], self._handle_key, tip=TIP)
-        for control in (self.show, self.channel, self.image, self.message):
+        self.view = StepScene(
+            describe_scene(self.stepping), [*offered, "g"], self._handle_key, self._focus_message, self._rest, TIP
+        )
+        self.view.list_frames = lambda: self.record.frames
+        super().__init__(boxes, self.view)
+        for control in (self.show, self.channel, self.image):
             control.observe(lambda _: self.refresh(), "value")
+        self.message.observe(lambda _: self._show_focus(), "value")
         self.refresh()
 
+    @property
+    def figure(self) -> Drawing | None:
+        """The current position of the step, drawn when it is asked for."""
+        if self._figure is None and self._shown is not None:
+            self._figure = draw_step(self._shown, self.message.value)
+        return self._figure
+
     def _go(self, unit: str) -> None:
-        self.stepping.go(unit, _parse_choice(self.of))
+        self._walk(self.stepping.find_unit_end(unit, _parse_choice(self.of)))
 
     def _run_to_breakpoint(self) -> None:
         wanted = {"layer": self.layer, "rank": self.rank, "kind": self.kind, "phase": self.phase}
-        self.stepping.until(**{name: _parse_choice(control) for name, control in wanted.items()})
+        self._walk(self.stepping.find_breakpoint(**{name: _parse_choice(control) for name, control in wanted.items()}))
+
+    def _walk(self, target: StepCounts) -> None:
+        for _ in self.stepping.walk_to(target):
+            self._draw()
+
+    def _finish(self) -> None:
+        self.stepping.finish()
+        self._draw()
+
+    def _restart(self) -> None:
+        self.stepping.restart()
+        self._draw()
 
     def _handle_key(self, key: str) -> None:
         if key == "g":
@@ -96,31 +129,53 @@ class Stepper(FigureWidget):
             return
         with self.show_errors():
             self._actions[key]()
-            self._draw()
+        if self.trouble.text:
+            self.view.send({"refused": self.trouble.text})
 
     def refresh(self) -> None:
-        """Redraw the figure for the current position of the step."""
+        """Show the current position of the step."""
         if not self._quiet:
             with self.show_errors():
                 self._draw()
 
     def _draw(self) -> None:
-        view = self.stepping.view(self.channel.value, self.image.value, self.show.value)
+        view = self.stepping.view(self.channel.value, self.image.value, self.show.value, FRAME_PX)
         messages = tuple((str(transfer), index) for index, (transfer, _) in enumerate(view.landed)) or (("none", 0),)
         self._quiet = True  # new options and limits may change values, which would redraw again
         try:
             if self.message.options != messages:  # new options, even if equal, reset the selection
                 self.message.options = messages
-            # A value beyond the limit of this view stays: the figure shows the last channel, and the next value that is
+            # A value beyond the limit of this view stays: the page shows the last channel, and the next value that is
             # stepped through may have more.
             self.channel.set_range(0, max(view.last_channel, self.channel.value))
             self.image.max = max(view.last_image, self.image.value)
         finally:
             self._quiet = False
-        self.view.show(draw_step(view, self.message.value))
+        self._shown, self._figure = view, None
+        frame = pack_frame(view, self.stepping.number)
+        dropped = self.record.add(frame)
+        self.view.show(frame, dropped, self.record.note, describe_step(view, self.message.value), self.message.value)
+
+    def _show_focus(self) -> None:
+        """Show the values of the chosen message, on the page and in the figure."""
+        if not self._quiet and self._shown is not None:
+            self._figure = None
+            self.view.focus, self.view.alt = self.message.value, describe_step(self._shown, self.message.value)
+
+    def _focus_message(self, index: int) -> None:
+        if any(index == each for _, each in self.message.options):
+            self.message.value = index
+
+    def _rest(self) -> None:
+        """Draw the figure of the saved page, now that nobody waits for the ranks."""
+        if self._figure is None:
+            self.update_snapshot()
 
     def close(self) -> None:
-        """Abandon the step and remove the widget from the page."""
+        """Abandon the step and replace the widget by its last picture."""
+        if self._still is not None:
+            self.update_snapshot(kept=True)
+            self._still = None
         self.stepping.close()
         super().close()
 

@@ -9,6 +9,7 @@ import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -192,6 +193,21 @@ def test_a_batch_of_another_shape_is_refused(five):
     training = new(five)
     with pytest.raises(ImageError):
         training.stepping(torch.zeros(2, 3, 9, 9), batch()[1])
+
+
+def test_a_long_way_is_gone_by_instructions_at_its_end_only(five):
+    ran, walked = new(five), new(five)
+    data = batch()
+    stepping = walked.stepping(*data)
+    target = stepping.find_unit_end("phase")
+    events = list(stepping.walk_to(target, most=3))
+    assert [event.number for event in events] == [1, 2, 3, 4]
+    assert stepping.event.places == target
+    assert all(max(b - a for a, b in zip(e.places, f.places, strict=True)) == 1 for e, f in pairwise(events))
+    for _ in stepping.walk_to(stepping.order.ends):
+        pass
+    assert stepping.loss == ran.step(*data)
+    assert same_state(ran, walked)
 
 
 # ---- nothing is left behind

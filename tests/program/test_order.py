@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import pairwise
 
 import pytest
 from torch import nn
@@ -81,6 +82,21 @@ def walked(order: DependencyOrder, found: Sequence[tuple[StepLabel, ...]], unit:
 def test_every_unit_leads_to_the_end_and_never_leaves_a_rank_waiting(plan: Plan, unit: str):
     order = compiled(plan)[2]
     assert not any(is_open(order, at) for at in walked(order, described(plan), unit))
+
+
+@every_plan
+def test_a_way_by_instructions_can_be_gone_and_ends_where_it_was_to(plan: Plan):
+    order = compiled(plan)[2]
+    start: StepCounts = (0,) * len(order.ends)
+    way = order.list_counts(start, order.ends)
+    assert way[-1] == order.ends
+    for before, after in pairwise([start, *way]):
+        assert all(a - b in (0, 1) for b, a in zip(before, after, strict=True))
+        assert after != before
+        assert not is_open(order, after)
+    half = order.compute_closure(start, {0: order.ends[0] // 2})
+    assert order.list_counts(start, half)[-1] == half
+    assert order.list_counts(half, half) == []
 
 
 @every_plan

@@ -124,6 +124,36 @@ def test_the_step_can_be_walked_from_a_cell_as_well(stepper: Stepper):
     assert stepper.figure.alt == show_step(stepper.stepping).alt
 
 
+def test_what_has_run_is_recorded_by_instruction_and_a_restart_begins_a_new_record(stepper: Stepper):
+    stepper._handle_key("l")
+    numbers = [frame.number for frame in stepper.record.frames]
+    assert numbers == list(range(len(numbers)))
+    assert len(numbers) > 1
+    assert stepper.view.meta["number"] == numbers[-1]
+    stepper.channel.value = 1
+    assert [frame.number for frame in stepper.record.frames] == numbers, "another channel is no other instruction"
+    assert "channel 1 of" in str(stepper.view.meta["groups"])
+    stepper._handle_key("r")
+    assert [frame.number for frame in stepper.record.frames] == [0]
+
+
+def test_no_figure_is_drawn_while_the_ranks_go_on(stepper: Stepper, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("mpi4dl_nb.widgets.stepper.draw_step", None)
+    for key in "nlnr":
+        stepper._handle_key(key)
+    assert stepper.trouble.text == ""
+
+
+def test_a_page_that_comes_later_is_sent_all_frames(stepper: Stepper, monkeypatch: pytest.MonkeyPatch):
+    stepper._handle_key("l")
+    sent: list[tuple] = []
+    monkeypatch.setattr(stepper.view, "send", lambda *message: sent.append(message))
+    stepper.view._handle_event(None, {"history": True}, [])
+    ((content, buffers),) = sent
+    assert [meta["number"] for meta in content["history"]] == [frame.number for frame in stepper.record.frames]
+    assert buffers == [frame.values for frame in stepper.record.frames]
+
+
 def test_every_control_has_a_label(stepper: Stepper):
     for row in stepper.children[:4]:
         for control in row.children:

@@ -1,0 +1,278 @@
+"""Frames of a debugged step, as a page draws them: one JSON description and the values of all ranks in one buffer.
+
+A page keeps the frames of all instructions that have run, so that it can go back without asking the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import matplotlib as mpl
+import numpy as np
+from torch import Tensor
+
+from engines.formatting import format_bytes
+from engines.program.exchange_runner import ReceivedMessage
+from engines.program.schedule import Slot
+from engines.spatial.layout import Layout
+from engines.spatial.tiles import Tile
+from mpi4dl_nb.draw.figure import format_ranks
+from mpi4dl_nb.draw.stepper import (
+    DONE,
+    MAPS,
+    NOTHING,
+    describe_event,
+    describe_group,
+    describe_message,
+    describe_next,
+    format_short_label,
+    format_step_label,
+    is_square,
+    name_strips,
+)
+from mpi4dl_nb.draw.timeline import SLOTS
+from mpi4dl_nb.training.step_events import PanelGroup, RankEvent, RankPanel, StepEvent, StepView, Transfer
+
+if TYPE_CHECKING:
+    from mpi4dl_nb.training.step_debugger import StepDebugger
+
+__all__ = ["FRAME_PX", "StepFrame", "StepRecord", "describe_scene", "make_palettes", "pack_frame"]
+
+FRAME_PX = 96
+"""Largest height or width of the values in a frame, for each rank; larger ones are means."""
+
+RECORD_BYTES = 64 << 20
+"""The memory of all frames of a step, in the kernel and on each page."""
+
+
+@dataclass(frozen=True)
+class StepFrame:
+    """All ranks after an advance: `meta` for JSON, and `values`, float32 numbers, little-endian.
+
+    In `meta`, values are given as [first number, height, width], and tiles as [top, left, bottom, right].
+    """
+
+    meta: dict[str, Any]
+    values: bytes
+
+    @property
+    def number(self) -> int:
+        """The number of the advance, from 0 at the start of the step."""
+        return self.meta["number"]
+
+
+class _Values:
+    """Values of a frame, one after the other."""
+
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+        self.count = 0
+
+    def add(self, tensor: Tensor | None) -> list[int] | None:
+        """Add (h, w) values and return where they are; None if there are none."""
+        if tensor is None or not tensor.numel():
+            return None
+        numbers = np.ascontiguousarray(tensor.numpy(), dtype="<f4")
+        place = [self.count, *numbers.shape]
+        self.count += numbers.size
+        self.parts.append(numbers.tobytes())
+        return place
+
+
+def pack_frame(view: StepView, step: str) -> StepFrame:
+    """Pack a view for a page. `step` distinguishes the frames of this step from those of earlier ones."""
+    values, event = _Values(), view.event
+    groups = [_pack_group(view, group, values) for group in view.groups]
+    meta = {
+        "step": step,
+        "number": event.number,
+        "title": describe_event(event),
+        "done": event.done,
+        "total": sum(event.places),
+        "ranks": [_pack_rank(view, rank) for rank in event.ranks],
+        "groups": groups,
+        "empty": {panel.rank: panel.why for panel in view.panels if panel.seen is None},
+        "messages": [_pack_message(transfer, landed, values) for transfer, landed in view.landed],
+        "sums": list(_list_sums(event)),
+    }
+    return StepFrame(meta, b"".join(values.parts))
+
+
+def _pack_rank(view: StepView, rank: RankEvent) -> dict[str, Any]:
+    schedule, did = view.schedule, rank.did
+    return {
+        "did": format_short_label(schedule, did, NOTHING),
+        "didWords": format_step_label(did, NOTHING),
+        "next": describe_next(rank, format_short_label(schedule, rank.next, DONE)),
+        "nextWords": describe_next(rank, format_step_label(rank.next, DONE)),
+        "work": schedule.format_action(did.work) if did is not None and did.work else "",
+        "kind": did.kind if did is not None else "",
+        "phase": did.phase_name if did is not None else "",
+        "moved": rank.moved,
+        "waits": list(rank.waits_for),
+        "time": rank.time,
+        "done": view.event.places[rank.rank],
+        "memory": f"{format_bytes(rank.activation_bytes)} | {format_bytes(rank.process_bytes)}",
+    }
+
+
+def _pack_group(view: StepView, group: PanelGroup, values: _Values) -> dict[str, Any]:
+    low, high = group.span
+    return {
+        "title": describe_group(view, group, "\n").split("\n"),
+        "name": group.name,
+        "gradient": group.gradient,
+        "span": [low, high],
+        "size": list(group.panels[0].extent.size_px),
+        "panels": [_pack_panel(panel, values) for panel in group.panels],
+    }
+
+
+def _pack_panel(panel: RankPanel, values: _Values) -> dict[str, Any]:
+    extent, pixels = panel.extent, panel.seen.pixels
+    held = extent.held if extent.axes else Tile.whole(*pixels.shape)
+    return {
+        "rank": panel.rank,
+        "held": _list_sides(held),
+        "own": _list_sides(extent.own & held if extent.axes else held),
+        "square": bool(extent.axes) and is_square(held),
+        "blockPx": panel.seen.block_px,
+        "values": values.add(pixels),
+    }
+
+
+def _pack_message(transfer: Transfer, landed: ReceivedMessage, values: _Values) -> dict[str, Any]:
+    arrived = values.add(landed.arrived)
+    copied = arrived is not None and landed.before is None
+    return {
+        "kind": transfer.purpose,
+        "source": transfer.source,
+        "target": transfer.target,
+        "tile": _list_sides(transfer.move.tile),
+        "back": transfer.back,
+        "words": describe_message(transfer).split("\n"),
+        "names": name_strips(transfer),
+        "before": values.add(landed.before),
+        "arrived": arrived,
+        "after": arrived if copied else values.add(landed.after),  # pixels that are copied are what arrived
+    }
+
+
+def _list_sums(event: StepEvent) -> Iterator[dict[str, Any]]:
+    """Iterate over the sums over ranks that were part of the last instructions, each once."""
+    met = set()
+    for rank in event.ranks:
+        if not rank.moved or rank.did is None:
+            continue
+        for each in rank.did.step.instruction.get_effects(rank.did.step.phase).reductions:
+            key = each.name, each.starts, each.waits
+            if key in met or len(each.group) < 2:
+                continue
+            met.add(key)
+            ends = "" if each.waits else ": begun, and waited for at the update"
+            ends = ends if each.starts else ": what was begun in the backward pass has arrived"
+            who = format_ranks(each.group)
+            words = f"sum of {format_bytes(each.bytes)} over {who}, {rank.did.phase_name}{ends}"
+            yield {
+                "name": each.name,
+                "group": list(each.group),
+                "starts": each.starts,
+                "waits": each.waits,
+                "words": words,
+            }
+
+
+def _list_sides(tile: Tile) -> list[int]:
+    if len(tile) < 2:
+        return [0, 0, 1, 1]
+    return [tile.rows.start, tile.cols.start, tile.rows.stop, tile.cols.stop]
+
+
+# What a page needs once: the places of the ranks, the schedule, and the colours.
+
+
+def describe_scene(stepping: StepDebugger) -> dict[str, Any]:
+    """Describe, for JSON, where ranks are drawn, the schedule, and how many instructions each rank has.
+
+    A rank is drawn where its first role is: a box for each stage of each replica, with its tiles as in the image.
+    """
+    layout, schedule = Layout.of(stepping.training.plan), stepping.schedule
+    boxes, homes = [], {}
+    several = len({pipe.replica for pipe in layout.pipes}) > 1
+    for pipe in layout.pipes:
+        for index, stage in enumerate(pipe.stages):
+            new = [rank for rank in stage.ranks if rank not in homes]
+            if pipe.direction or not new:
+                continue  # its ranks are drawn as those of another stage
+            names = [f"stage {index}"] + [f"replica {pipe.replica}"] * several
+            rows, cols = (stage.grid.rows, stage.grid.cols) if stage.shares == 1 else (stage.shares, 1)
+            for tile, rank in enumerate(stage.ranks):
+                row, col = divmod(tile, cols)
+                homes[rank] = {"box": len(boxes), "row": row, "col": col}
+            boxes.append({"title": ", ".join(names), "rows": rows, "cols": cols, "replica": pipe.replica})
+    lanes = [
+        [(slot.start, slot.stop, schedule.format_action(slot.work), _find_look(slot)) for slot in lane]
+        for lane in schedule.lanes
+    ]
+    return {
+        "boxes": boxes,
+        "ranks": [homes[rank] | {"role": role.role} for rank, role in enumerate(stepping.event.ranks)],
+        "schedule": {"name": schedule.name, "length": schedule.length, "lanes": lanes},
+        "looks": [{"name": look.name, "colour": look.colour, "hatch": look.hatch} for look in SLOTS.values()],
+        "ends": list(stepping.order.ends),
+        "size": list(stepping.training.recipe.graph.inputs["images"].shape[-2:]),
+    }
+
+
+def _find_look(slot: Slot) -> int:
+    return list(SLOTS).index((slot.work.kind, slot.work.direction > 0))
+
+
+def make_palettes() -> bytes:
+    """Return the colours of values and of gradients: 2 x 256 colours, of red, green, blue and opacity (uint8)."""
+    shades = np.linspace(0, 1, 256)
+    colours = [mpl.colormaps[MAPS[gradient]](shades) for gradient in (False, True)]
+    return (np.concatenate(colours) * 255).round().astype("u1").tobytes()
+
+
+# The frames of a step.
+
+
+@dataclass
+class StepRecord:
+    """The frames of a step, oldest first, within `most_bytes`: of the older half, every second one is dropped.
+
+    >>> record = StepRecord(most_bytes=40)
+    >>> [record.add(StepFrame({"step": "a", "number": number}, bytes(10))) for number in range(5)]
+    [[], [], [], [], [1]]
+    >>> [frame.number for frame in record.frames], record.dropped
+    ([0, 2, 3, 4], 1)
+    """
+
+    most_bytes: int = RECORD_BYTES
+    frames: list[StepFrame] = field(default_factory=list)
+    dropped: int = 0
+
+    def add(self, frame: StepFrame) -> list[int]:
+        """Add a frame, or replace the one of its number, and return the numbers of those dropped for it."""
+        if self.frames and self.frames[-1].meta["step"] != frame.meta["step"]:
+            self.frames, self.dropped = [], 0
+        self.frames = [each for each in self.frames if each.number != frame.number]
+        self.frames.append(frame)
+        gone: list[int] = []
+        while len(self.frames) > 2 and sum(len(each.values) for each in self.frames) > self.most_bytes:
+            half = max(3, len(self.frames) // 2)
+            thinned = [each.number for each in self.frames[1:half:2]]  # the start of the step stays
+            self.frames = [each for each in self.frames if each.number not in thinned]
+            gone += thinned
+        self.dropped += len(gone)
+        return gone
+
+    @property
+    def note(self) -> str:
+        """What is missing in the record, in words; empty if nothing is."""
+        if not self.dropped:
+            return ""
+        return f"{self.dropped} older frames were dropped, to stay within {format_bytes(self.most_bytes)}"

@@ -1,0 +1,107 @@
+// The values of one message in numbers: what was there before, what arrived, and what is there after.
+import { makeElement } from "./elements.js";
+import { formatNumber, readValues } from "./step_frames.js";
+
+const LONG = 5, DEEP = 2;
+
+/** Return the cells of a strip that are shown: `{ along, first, count, rows }`, the longer side along, from `start` on.
+ *
+ * A strip that is higher than wide is turned, so that its cells lie beside each other. `rows` are arrays of numbers.
+ */
+export function cutStrip({ numbers, high, wide }, tile, start) {
+  const upright = tile[2] - tile[0] > tile[3] - tile[1], count = upright ? high : wide, deep = upright ? wide : high;
+  const from = clampStart(start, count);
+  const rows = Array.from({ length: Math.min(DEEP, deep) }, (_, line) =>
+    Array.from({ length: Math.min(LONG, count) }, (_, at) =>
+      numbers[upright ? (from + at) * wide + line : line * wide + from + at]));
+  return { along: upright ? "row" : "column", first: tile[upright ? 0 : 1] + from, from, count, rows };
+}
+
+/** Return the first shown cell of `count`: as asked, but so that the strip is filled; the middle if none is asked. */
+export function clampStart(start, count) {
+  const most = Math.max(0, count - LONG);
+  return start === undefined ? Math.floor(most / 2) : Math.min(Math.max(start, 0), most);
+}
+
+/** Shows one message of a frame; `choose(index)` is called with another one that the reader wants. */
+export class MessageStrips {
+  constructor(palettes, choose) {
+    this.palettes = palettes;
+    this.choose = choose;
+    this.element = makeElement("section", { class: "mpi4dl-strips", "aria-label": "Message in numbers" });
+  }
+
+  /** Show message `focus` of a frame; without messages, its sums, or that nothing moved. */
+  show(frame, focus) {
+    const { messages, sums } = frame.meta, key = `${frame.meta.step} ${frame.meta.number} ${focus}`;
+    if (key !== this.key) this.start = undefined;
+    Object.assign(this, { frame, focus, key });
+    if (!messages.length) {
+      const none = ["This instruction moved no pixels between ranks."];
+      const lines = sums.length ? sums.map((sum) => `Σ ${sum.words}`) : none;
+      const title = makeElement("h4", { text: sums.length ? "Sums over ranks" : "No message" });
+      const words = { class: "mpi4dl-strips-words" };
+      const told = lines.map((text) => makeElement("p", { text }));
+      this.element.replaceChildren(makeElement("div", words, title, ...told));
+      return;
+    }
+    const message = messages[focus], [what, way, size] = message.words;
+    const head = makeElement("div", { class: "mpi4dl-strips-head" },
+      this.makeTurn("‹", "Previous message ([)", () => this.choose((focus + messages.length - 1) % messages.length)),
+      makeElement("h4", { text: `message ${focus + 1} of ${messages.length}` }),
+      this.makeTurn("›", "Next message (])", () => this.choose((focus + 1) % messages.length)));
+    this.element.replaceChildren(makeElement("div", { class: "mpi4dl-strips-words" }, head,
+      makeElement("p", { text: `${what}: ${way}` }), makeElement("p", { class: "mpi4dl-faint", text: size }),
+    ), ...this.makeTables(message));
+  }
+
+  makeTurn(text, name, act) {
+    const button = makeElement("button", { type: "button", text, title: name, "aria-label": name });
+    button.addEventListener("click", act);
+    return button;
+  }
+
+  makeTables(message) {
+    const values = ["before", "arrived", "after"].map((name) => readValues(this.frame, message[name]));
+    const known = values.filter(Boolean);
+    if (!known.length) return [makeElement("p", { text: "Its values are not kept here." })];
+    // One scale: a gradient that is added to another changes its colour visibly.
+    const span = known.reduce(([low, high], { numbers }) => numbers.reduce(
+      (found, number) => [Math.min(found[0], number), Math.max(found[1], number)], [low, high]), [Infinity, -Infinity]);
+    const cut = cutStrip(known[0], message.tile, this.start), signs = values[0] ? ["", "+", "="] : ["", "", ""];
+    const tables = message.names.map((name, at) => {
+      const cells = values[at] && cutStrip(values[at], message.tile, this.start);
+      return this.makeTable(name, signs[at], cells, cut, span, message.back);
+    });
+    if (cut.count <= LONG) return tables;
+    const move = (by) => {
+      this.start = cut.from + by;
+      this.show(this.frame, this.focus);
+      this.element.querySelector(`.mpi4dl-strips-move button:${by < 0 ? "first" : "last"}-of-type`).focus();
+    };
+    const shown = `${cut.along}s ${cut.first} to ${cut.first + LONG - 1}`;
+    const bar = makeElement("div", { class: "mpi4dl-strips-move" },
+      this.makeTurn("←", "Cells before", () => move(-1)), makeElement("span", { text: shown }),
+      this.makeTurn("→", "Cells after", () => move(1)));
+    return [bar, ...tables];
+  }
+
+  makeTable(name, sign, cells, shape, span, back) {
+    const make = (number) => cells ? this.makeCell(number, span, back)
+      : makeElement("td", { class: "mpi4dl-none", text: "–" });
+    const body = (cells ?? shape).rows.map((row) => makeElement("tr", {}, makeElement("td", {}), ...row.map(make)));
+    body[0].firstChild.textContent = sign;
+    const indices = shape.rows[0].map((_, at) => makeElement("th", { scope: "col", text: shape.first + at }));
+    const head = makeElement("tr", {}, makeElement("td", {}), ...indices);
+    return makeElement("table", {}, makeElement("caption", { text: name }), makeElement("tbody", {}, ...body, head));
+  }
+
+  makeCell(number, [low, high], back) {
+    const palette = this.palettes[Number(back)], share = high > low ? (number - low) / (high - low) : 0;
+    const at = Math.round(share * 255);
+    const [red, green, blue] = palette.slice(4 * at, 4 * at + 3);
+    const cell = makeElement("td", {}, makeElement("span", { text: formatNumber(number) }));
+    cell.style.background = `rgb(${red} ${green} ${blue})`;
+    return cell;
+  }
+}

@@ -1,0 +1,28 @@
+// The keys of a debugged step: those that go through the record, and those with which the ranks go on.
+
+/** Return the action of each key. `turn(by)` chooses another message; the keys that `model` accepts go to the ranks. */
+export function makeKeyActions(player, model, turn) {
+  const jump = (index) => {
+    player.pause();
+    player.seek(index);
+  };
+  const actions = {
+    ArrowLeft: () => player.back(),
+    ArrowRight: () => player.stepOnce(),
+    Home: () => jump(0),
+    End: () => jump(player.store.last),
+    PageUp: () => jump(player.index - 10),
+    PageDown: () => jump(player.index + 10),
+    " ": () => player.playing ? player.pause() : player.play(),
+    "[": () => turn(-1),
+    "]": () => turn(1),
+    g: () => model.send({ key: "g" }),  // it only shows something else of where the ranks are
+  };
+  for (const key of model.get("accepts")) {
+    actions[key] ??= () => {
+      player.pause();
+      player.go(key);
+    };
+  }
+  return actions;
+}

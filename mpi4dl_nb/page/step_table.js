@@ -1,0 +1,65 @@
+// The ranks in words: where each is in the schedule, what it did last and what it does next.
+import { makeElement } from "./elements.js";
+
+const HATCHES = { "": "plain", "//": "striped", "++": "crossed", "...": "dotted", "\\\\": "back", xx: "checked" };
+
+/** A table with a row per rank; `update(meta)` shows a frame. */
+export class StepTable {
+  constructor(setup) {
+    this.setup = setup;
+    this.rows = setup.ranks.map((rank, index) => this.makeRow(rank, index));
+    const used = new Set(setup.schedule.lanes.flat().map((slot) => slot[3]));
+    const legend = setup.looks.filter((_, index) => used.has(index)).map(
+      (look) => makeElement("span", { class: "mpi4dl-look" }, makeSwatch(look), look.name));
+    const heads = ["rank", "schedule", "did last", "does next", "memory: values | process"];
+    const head = makeElement("tr", {}, ...heads.map((text) => makeElement("th", { scope: "col", text })));
+    const body = makeElement("tbody", {}, ...this.rows.map((row) => row.row));
+    const told = { class: "mpi4dl-step-table", tabindex: "0", role: "region", "aria-label": "All ranks" };
+    const words = `schedule ${setup.schedule.name}, the upright bar is where a rank is:`;
+    const line = makeElement("div", { class: "mpi4dl-lane-legend" }, words, ...legend);
+    this.element = makeElement("div", told, line, makeElement("table", {}, makeElement("thead", {}, head), body));
+  }
+
+  makeRow(rank, index) {
+    const { lanes, length } = this.setup.schedule;
+    const slots = lanes[index].map(([start, stop, text, look]) => {
+      const slot = makeElement("span", { class: "mpi4dl-slot" }, makeElement("span", { text }));
+      paintLook(slot, this.setup.looks[look]);
+      slot.style.left = `${(100 * start) / length}%`;
+      slot.style.width = `${(100 * (stop - start)) / length}%`;
+      return slot;
+    });
+    const marker = makeElement("span", { class: "mpi4dl-slot-marker" });
+    const lane = makeElement("div", { class: "mpi4dl-lane", role: "img" }, ...slots, marker);
+    const [did, next, memory] = [0, 1, 2].map(() => makeElement("td", {}));
+    const name = makeElement("th", { scope: "row" }, makeElement("b", { text: index }), ` ${rank.role}`);
+    const row = makeElement("tr", {}, name, makeElement("td", {}, lane), did, next, memory);
+    return { row, lane, marker, did, next, memory };
+  }
+
+  update(meta) {
+    const { length } = this.setup.schedule;
+    meta.ranks.forEach((rank, index) => {
+      const { row, lane, marker, did, next, memory } = this.rows[index];
+      row.classList.toggle("mpi4dl-moved", rank.moved);
+      marker.style.left = `${(100 * rank.time) / length}%`;
+      lane.setAttribute("aria-label", `${rank.done} of ${this.setup.ends[index]} instructions done`);
+      for (const [cell, text, words] of [[did, rank.did, rank.didWords], [next, rank.next, rank.nextWords]]) {
+        cell.textContent = text;
+        cell.title = words;
+      }
+      memory.textContent = rank.memory;
+    });
+  }
+}
+
+function makeSwatch(look) {
+  const swatch = makeElement("span", { class: "mpi4dl-swatch" });
+  paintLook(swatch, look);
+  return swatch;
+}
+
+function paintLook(element, { colour, hatch }) {
+  element.classList.add(`mpi4dl-hatch-${HATCHES[hatch]}`);
+  element.style.backgroundColor = colour;
+}

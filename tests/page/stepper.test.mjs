@@ -1,0 +1,255 @@
+import assert from "node:assert/strict";
+import test from "node:test";
+
+import {
+  cutHalo, findMiddle, findPixel, isInside, locateMessage, locateTile, placePanels, placeRanks,
+} from "../../mpi4dl_nb/page/exchange_layout.js";
+import {
+  bendBetween, computeFlight, computeTerm, findCentre, liftRectangle,
+} from "../../mpi4dl_nb/page/exchange_motion.js";
+import { clampStart, cutStrip } from "../../mpi4dl_nb/page/message_strips.js";
+import { describePixel, movePixel } from "../../mpi4dl_nb/page/pixel_reader.js";
+import { findFrame, getFrameWidth } from "../../mpi4dl_nb/page/step_controls.js";
+import { FrameStore, copyFloats, formatNumber, readValues, summariseFrame } from "../../mpi4dl_nb/page/step_frames.js";
+import { StepPlayer } from "../../mpi4dl_nb/page/step_player.js";
+
+// Four tiles of 2 x 2 in stage 0, and one rank in stage 1; an image of 40 x 60 px.
+const SETUP = {
+  size: [40, 60],
+  boxes: [{ rows: 2, cols: 2, replica: 0 }, { rows: 1, cols: 1, replica: 0 }],
+  ranks: [[0, 0, 0], [0, 0, 1], [0, 1, 0], [0, 1, 1], [1, 0, 0]].map(([box, row, col]) => ({ box, row, col })),
+};
+const OWN = [[0, 0, 20, 30], [0, 30, 20, 60], [20, 0, 40, 30], [20, 30, 40, 60]];
+const HELD = [[0, 0, 21, 31], [0, 29, 21, 60], [19, 0, 40, 31], [19, 29, 40, 60]];
+
+function makeMeta() {
+  const panels = OWN.map((own, rank) => (
+    { rank, own, held: HELD[rank], square: true, blockPx: 1, values: [rank * 651, 21, 31] }));
+  return { groups: [{ panels, size: [40, 60], gradient: false, span: [0, 1] }], messages: [], sums: [], ranks: [] };
+}
+
+test("cells of a stage lie as in the image and nothing overlaps or leaves the view", () => {
+  for (const [wide, most] of [[900, 430], [400, 430], [1900, 600]]) {
+    const { cells, boxes, high } = placeRanks(SETUP, wide, most);
+    assert.ok(cells[0][0] < cells[1][0] && cells[0][1] === cells[1][1] && cells[2][1] > cells[0][1]);
+    for (const [left, top, width, height] of [...cells, ...boxes]) {
+      assert.ok(left >= -0.5 && top >= 0 && left + width <= wide + 0.5 && top + height <= high, `${wide}`);
+    }
+    assert.ok(cells[4][0] >= cells[1][0] + cells[1][2] || cells[4][1] >= cells[2][1] + cells[2][3]);
+  }
+});
+
+test("where a row is too short for all, each replica has its own, and many ranks still have room", () => {
+  const boxes = [0, 0, 1, 1].map((replica) => ({ rows: 8, cols: 8, replica }));
+  const ranks = boxes.flatMap((_, box) => Array.from({ length: 64 }, (_, at) => ({ box, row: at >> 3, col: at & 7 })));
+  const { cells } = placeRanks({ size: [64, 64], boxes, ranks }, 700, 600);
+  assert.equal(cells[0][1], cells[64][1]);
+  assert.ok(cells[128][1] > cells[63][1]);
+  assert.ok(cells.every(([, , width, height]) => width > 5 && height > 5));
+});
+
+test("a pipeline of stages is one row", () => {
+  const boxes = [0, 1, 2, 3].map(() => ({ rows: 1, cols: 1, replica: 0 }));
+  const ranks = boxes.map((_, box) => ({ box, row: 0, col: 0 }));
+  const { cells } = placeRanks({ size: [128, 160], boxes, ranks }, 880, 430);
+  assert.equal(new Set(cells.map((cell) => cell[1])).size, 1);
+});
+
+test("tiles of a value have one scale, and what a rank borrows lies where its owner has it", () => {
+  const { cells } = placeRanks(SETUP, 900, 430), placed = placePanels(makeMeta(), cells);
+  assert.equal(new Set(placed.slice(0, 4).map((place) => place.scale[0])).size, 1);
+  assert.equal(placed[4], undefined);
+  const edge = [0, 29, 20, 30];  // the last own column of rank 0, the halo of rank 1
+  const [home, lent] = [0, 1].map((rank) => locateTile(placed[rank], edge));
+  assert.ok(Math.abs(home[2] - placed[0].scale[0]) < 1e-9);
+  assert.deepEqual(lent.slice(0, 2), placed[1].rectangle.slice(0, 2));
+  assert.deepEqual(home.slice(2), lent.slice(2));
+});
+
+test("a message of a rank that shows another value starts in the middle of its cell", () => {
+  const { cells } = placeRanks(SETUP, 900, 430), place = locateMessage(undefined, cells[4], [0, 0, 20, 30]);
+  const [x, y] = findCentre(place), [left, top, width, height] = cells[4];
+  assert.ok(x > left && x < left + width && y > top && y < top + height);
+});
+
+test("the pixel under the pointer is found, in halos too", () => {
+  const { cells } = placeRanks(SETUP, 900, 430), placed = placePanels(makeMeta(), cells);
+  for (const [rank, row, col] of [[0, 0, 0], [1, 5, 29], [3, 39, 59]]) {
+    const [x, y] = findCentre(locateTile(placed[rank], [row, col, row + 1, col + 1]));
+    assert.deepEqual(findPixel(placed, x, y), { rank, row, col });
+  }
+  assert.equal(findPixel(placed, -5, -5), null);
+});
+
+test("a halo is what is held around the own tile, each pixel once", () => {
+  const tiles = cutHalo([0, 0, 10, 10], [2, 3, 8, 10]), count = (test) => {
+    let found = 0;
+    for (let row = 0; row < 10; row++) for (let col = 0; col < 10; col++) found += test(row, col);
+    return found;
+  };
+  assert.equal(count((row, col) => tiles.filter((tile) => isInside(tile, row, col)).length), 100 - 6 * 7);
+  const both = (row, col) => isInside([2, 3, 8, 10], row, col) && tiles.some((tile) => isInside(tile, row, col));
+  assert.equal(count(both), 0);
+  assert.deepEqual(cutHalo([0, 0, 4, 4], [0, 0, 4, 4]), []);
+});
+
+test("strips start at their owner and end at their target, all within the motion", () => {
+  for (const count of [1, 4, 12]) {
+    for (let index = 0; index < count; index++) {
+      assert.deepEqual([computeFlight(0, index, count).travel, computeFlight(0, index, count).landed], [0, false]);
+      assert.deepEqual([computeFlight(1, index, count).travel, computeFlight(1, index, count).landed], [1, true]);
+      let before = 0;
+      for (let at = 0; at <= 1; at += 0.05) {
+        const { travel, lift, glow } = computeFlight(at, index, count);
+        assert.ok(travel >= before && lift >= 0 && lift <= 1 && glow >= 0 && glow <= 1);
+        before = travel;
+      }
+    }
+  }
+});
+
+test("two strips that swap do not meet", () => {
+  const [one, other] = [[0, 0, 10, 100], [50, 0, 10, 100]];
+  assert.deepEqual(bendBetween(one, other, 0), one);
+  bendBetween(one, other, 1).forEach((each, at) => assert.ok(Math.abs(each - other[at]) < 1e-9));
+  const [there, back] = [findCentre(bendBetween(one, other, 0.5)), findCentre(bendBetween(other, one, 0.5))];
+  assert.ok(Math.abs(there[1] - back[1]) > 10);
+});
+
+test("off the ground a strip of one pixel can be seen, on the ground it is one pixel", () => {
+  assert.deepEqual(liftRectangle([5, 5, 2, 80], 0), [5, 5, 2, 80]);
+  const [left, , wide] = liftRectangle([5, 5, 2, 80], 1);
+  assert.ok(wide > 10 && Math.abs(left + wide / 2 - 6) < 1e-9);
+});
+
+test("terms go to the sum, totals come back; a sum that is only begun stays there", () => {
+  const whole = { starts: true, waits: true };
+  assert.deepEqual([computeTerm(0, whole).at, computeTerm(0.47, whole).at, computeTerm(1, whole).at], [0, 1, 0]);
+  assert.equal(computeTerm(0.9, whole).total, true);
+  assert.equal(computeTerm(1, { starts: true, waits: false }).at, 1);
+  assert.deepEqual(computeTerm(0, { starts: false, waits: true }), { at: 1, total: true });
+  assert.deepEqual(findMiddle([[0, 0, 10, 10], [20, 0, 10, 10]], [0, 1]), [15, 5]);
+});
+
+const EMPTY = { step: "a", ranks: [], groups: [], messages: [], sums: [] };
+const makeFrame = (number, extra = {}) => ({ ...EMPTY, number, ...extra });
+const BYTES = new DataView(new Float32Array([1, 2, 3, 4, 5, 6]).buffer);
+
+test("frames are kept in order, replaced by number, and forgotten when told or with a new step", () => {
+  const store = new FrameStore();
+  [0, 1, 3, 2].forEach((number) => store.add(makeFrame(number), BYTES));
+  assert.deepEqual(store.frames.map((each) => each.meta.number), [0, 1, 2, 3]);
+  assert.equal(store.add(makeFrame(3, { dropped: [1], note: "1 dropped" }), BYTES), 2);
+  assert.deepEqual(store.frames.map((each) => each.meta.number), [0, 2, 3]);
+  assert.equal(store.note, "1 dropped");
+  store.add(makeFrame(0, { step: "b" }), BYTES);
+  assert.equal(store.last, 0);
+});
+
+test("values are read at any byte of a message", () => {
+  const bytes = new Uint8Array(1 + 24);
+  bytes.set(new Uint8Array(BYTES.buffer), 1);
+  assert.deepEqual([...copyFloats(new DataView(bytes.buffer, 1, 24))], [1, 2, 3, 4, 5, 6]);
+  const store = new FrameStore();
+  store.add(makeFrame(0), BYTES);
+  const { numbers, high, wide } = readValues(store.frames[0], [2, 2, 2]);
+  assert.deepEqual([[...numbers], high, wide], [[3, 4, 5, 6], 2, 2]);
+  assert.equal(readValues(store.frames[0], null), null);
+});
+
+test("numbers are short and keep their sign", () => {
+  assert.deepEqual([0, 0.01234, -1234.5, 1e-7, 23456, Infinity, -Infinity, NaN].map(formatNumber),
+    ["0", "0.0123", "−1230", "1.0e−7", "2.3e4", "∞", "−∞", "NaN"]);
+});
+
+test("a frame in which ranks did several things is named by the message", () => {
+  const ranks = [["compute", "forward"], ["halo", "backward"], ["update", "update", false]].map(
+    ([kind, phase, moved = true]) => ({ kind, phase, moved }));
+  assert.deepEqual(summariseFrame({ ranks }), { kind: "halo", phase: "backward" });
+  assert.deepEqual(summariseFrame({ ranks: [] }), { kind: "", phase: "" });
+});
+
+test("the scrubber finds the frame under the pointer, however many there are", () => {
+  assert.equal(findFrame(-3, 1000, 5), 0);
+  assert.equal(findFrame(41, 1000, 5), 2);
+  assert.equal(findFrame(5000, 1000, 5), 4);
+  for (const count of [1, 50, 4000]) {
+    const step = getFrameWidth(1000, count);
+    for (const index of [0, count >> 1, count - 1]) assert.equal(findFrame((index + 0.5) * step, 1000, count), index);
+  }
+});
+
+function makePlayer() {
+  const calls = [], store = new FrameStore();
+  const player = new StepPlayer(store, {
+    show: (index, moves) => calls.push([index, moves]), ask: (key) => calls.push(key), tell: () => {},
+  });
+  player.take(makeFrame(0), BYTES);
+  return { player, calls, store };
+}
+
+test("a step at the newest frame asks the ranks, and back asks nobody", () => {
+  const { player, calls } = makePlayer();
+  player.step();
+  player.step();  // the ranks are still running
+  player.take(makeFrame(1), BYTES);
+  player.back();
+  assert.equal(player.recorded, true);
+  player.step();
+  assert.deepEqual(calls, [[0, false], "n", [1, true], [0, false], [1, true]]);
+});
+
+test("playing shows what is recorded, then lets the ranks go on to the end of the step", () => {
+  const { player, calls } = makePlayer();
+  player.step();
+  player.take(makeFrame(1), BYTES);
+  player.back();
+  player.play();
+  player.rest();
+  assert.equal(calls.at(-1), "n");
+  player.take(makeFrame(2, { done: true }), BYTES);
+  player.rest();
+  assert.equal(player.playing, false);
+  assert.equal(player.ended, true);
+});
+
+test("what the ranks refuse stops the player", () => {
+  const { player } = makePlayer();
+  player.play();
+  player.refuse();
+  assert.deepEqual([player.playing, player.waiting], [false, false]);
+});
+
+test("a frame from a cell does not take the reader away from an older one", () => {
+  const { player } = makePlayer();
+  player.step();
+  player.take(makeFrame(1), BYTES);
+  player.back();
+  player.take(makeFrame(2), BYTES);
+  assert.equal(player.index, 0);
+  player.seek(99);
+  player.take(makeFrame(3), BYTES);
+  assert.equal(player.index, 3);
+  player.takeHistory([makeFrame(2), makeFrame(1)], [BYTES, BYTES]);
+  assert.equal(player.store.frames[player.index].meta.number, 3);
+});
+
+test("of a strip the asked cells are shown, an upright one is turned", () => {
+  const numbers = Float32Array.from({ length: 16 }, (_, at) => at);
+  const upright = cutStrip({ numbers, high: 8, wide: 2 }, [10, 4, 18, 6], undefined);
+  assert.deepEqual([upright.along, upright.first], ["row", 11]);
+  assert.deepEqual(upright.rows, [[2, 4, 6, 8, 10], [3, 5, 7, 9, 11]]);
+  assert.equal(cutStrip({ numbers, high: 2, wide: 8 }, [4, 10, 6, 18], 99).first, 13);
+  assert.equal(clampStart(undefined, 3), 0);
+});
+
+test("a pixel is told with its owner, and the way by keyboard goes on in the next rank", () => {
+  const { cells } = placeRanks(SETUP, 900, 430), meta = makeMeta(), placed = placePanels(meta, cells);
+  const frame = { meta, values: new Float32Array(4 * 651).fill(0.5) };
+  assert.deepEqual(describePixel(frame, placed[1], { rank: 1, row: 3, col: 29 }),
+    ["rank 1, row 3, column 29", "value 0.5", "halo, owned by rank 0"]);
+  assert.equal(describePixel(frame, placed[1], { rank: 1, row: 3, col: 30 })[2], "own pixel");
+  assert.deepEqual(movePixel(placed, { rank: 0, row: 3, col: 30 }, 0, 1), { rank: 1, row: 3, col: 31 });
+  assert.deepEqual(movePixel(placed, { rank: 0, row: 0, col: 0 }, -1, 0), { rank: 0, row: 0, col: 0 });
+  assert.equal(movePixel([], null, 0, 1), null);
+});

@@ -1,0 +1,223 @@
+"""The stepper in a bare page: keys go to the ranks, what was recorded is shown again, numbers are the ranks'."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+
+import pytest
+import torch
+from playwright.sync_api import sync_playwright
+from torch import nn
+
+from mpi4dl_nb import Cluster, Plan, Stepper, Training
+from tests.browser.pages import FLAGS
+from tests.page.harness import PageHarness
+
+PLAN = Plan(split_size=2, spatial_size=1, slice_method="2x2", balance=(2, 1))
+LAYERS = [nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1), nn.ReLU()]
+SHAPE = 2, 3, 24, 40
+SHOWN = "document.querySelector('.mpi4dl-badge').textContent"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster(PLAN.ranks, backend="loopback") as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[object]:
+    path = shutil.which("chromium") or shutil.which("google-chrome")
+    if not path:
+        pytest.skip("there is no Chromium here")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=FLAGS.split())
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def stepper(cluster: Cluster) -> Iterator[Stepper]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*LAYERS, nn.Conv2d(4, 2, 3, padding=1))
+    training = Training(model, PLAN, cluster, SHAPE)
+    found = Stepper(training, torch.randn(SHAPE), torch.randint(2, (2, 24, 40)))
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def page(browser: object, stepper: Stepper) -> Iterator[PageHarness]:
+    found = PageHarness(browser, stepper.view, reduced_motion="reduce")
+    found.settle()
+    yield found
+    found.close()
+
+
+def press(page: PageHarness, key: str) -> None:
+    """Press a key in the picture and wait until the page has its answer."""
+    page.page.locator(".mpi4dl-stage").focus()
+    page.page.keyboard.press(key)
+    page.page.wait_for_function(f"!{SHOWN}.includes('running')")
+    page.settle(3)
+
+
+def wait_for_record(page: PageHarness, stepper: Stepper) -> None:
+    """Wait until the page has all frames of the record."""
+    page.page.wait_for_function(
+        "(most) => document.querySelector('[role=slider]').getAttribute('aria-valuemax') === most",
+        arg=str(len(stepper.record.frames) - 1),
+    )
+
+
+def go_to(stepper: Stepper, kind: str, phase: str) -> None:
+    stepper.kind.value, stepper.phase.value = kind, phase
+    stepper._handle_key("b")
+    assert stepper.trouble.text == ""
+
+
+def test_keys_go_to_the_ranks_and_back_shows_what_was_recorded(stepper: Stepper, page: PageHarness):
+    places = [stepper.stepping.event.places]
+    for _ in range(3):
+        press(page, "n")
+        places.append(stepper.stepping.event.places)
+    assert places[0] < places[1] < places[2] < places[3]
+    assert page.page.evaluate(SHOWN) == "newest"
+    press(page, "ArrowLeft")
+    assert page.page.evaluate(SHOWN) == "recorded: 3 of 4"
+    press(page, "Home")
+    assert page.page.evaluate(SHOWN) == "recorded: 1 of 4"
+    assert "nothing is done" in page.page.locator(".mpi4dl-step-title").inner_text()
+    assert stepper.stepping.event.places == places[3], "going back undoes nothing on the ranks"
+    press(page, "ArrowRight")
+    assert stepper.stepping.event.places == places[3], "a recorded instruction is not run again"
+    press(page, "End")
+    press(page, "ArrowRight")
+    assert stepper.stepping.event.places > places[3]
+    assert page.page.evaluate(SHOWN) == "newest"
+
+
+def test_a_walk_is_recorded_by_instruction(stepper: Stepper, page: PageHarness):
+    press(page, "p")
+    wait_for_record(page, stepper)
+    counts = [frame.meta["total"] for frame in stepper.record.frames]
+    assert len(counts) > 4
+    assert all(0 < later - earlier <= PLAN.ranks for earlier, later in pairwise(counts))
+
+
+def test_gradients_that_come_home_are_added_in_numbers(stepper: Stepper, page: PageHarness):
+    go_to(stepper, "halo", "backward")
+    page.settle(3)
+    table = """(at) => [...document.querySelectorAll('.mpi4dl-strips table')].map(
+        (each) => Number(each.querySelector('tr').children[at].textContent.replaceAll('−', '-')))"""
+    for at in range(1, 6):
+        before, arrived, after = page.page.evaluate(table, at)
+        assert after == pytest.approx(before + arrived, rel=0.1, abs=2e-6)
+    assert "message 1 of 12" in page.page.locator(".mpi4dl-strips").inner_text()
+
+
+def test_a_message_is_chosen_on_the_page_and_in_the_menu(stepper: Stepper, page: PageHarness):
+    go_to(stepper, "halo", "forward")
+    press(page, "]")
+    assert stepper.message.value == 1
+    stepper.message.value = 4
+    page.settle(3)
+    assert "message 5 of 12" in page.page.locator(".mpi4dl-strips").inner_text()
+    assert "message 5 of 12" in stepper.figure.alt
+
+
+def test_a_pixel_is_read_by_pointer_and_by_keyboard(stepper: Stepper, page: PageHarness):
+    whole = stepper.stepping.tensor("images")[0, 0]
+    press(page, "Shift+ArrowRight")
+    told = page.page.locator("[role=status]").inner_text()
+    rank, row, column = (int(part.split()[-1]) for part in told.split(", ")[:3])
+    assert rank == 0
+    number = float(told.split("value ")[1].split(",")[0].replace("−", "-"))
+    assert number == pytest.approx(float(whole[row, column]), rel=1e-2)
+    box = page.page.locator(".mpi4dl-stage").bounding_box()
+    page.page.mouse.move(box["x"] + 0.12 * box["width"], box["y"] + 0.3 * box["height"])
+    page.settle(2)
+    assert page.page.locator(".mpi4dl-tooltip").inner_text().startswith("rank 0, row ")
+
+
+def test_the_scrubber_goes_to_any_frame(stepper: Stepper, page: PageHarness):
+    press(page, "l")
+    wait_for_record(page, stepper)
+    frames = len(stepper.record.frames)
+    box = page.page.locator(".mpi4dl-scrubber").bounding_box()
+    page.page.mouse.move(box["x"] + 30, box["y"] + 10)
+    page.page.mouse.down()
+    assert page.page.evaluate(SHOWN) == f"recorded: 2 of {frames}"
+    page.page.mouse.move(box["x"] + 2, box["y"] + 10)
+    page.page.mouse.up()
+    page.settle(2)
+    assert page.page.evaluate(SHOWN) == f"recorded: 1 of {frames}"
+
+
+def test_play_runs_the_step_to_its_end(stepper: Stepper, page: PageHarness):
+    press(page, "p")
+    page.page.get_by_label("Speed").select_option("4")
+    page.page.get_by_role("button", name="Play").click()
+    page.page.wait_for_function("document.querySelector('.mpi4dl-step-title').textContent.includes('is done')")
+    page.settle(3)
+    assert stepper.stepping.done
+    assert page.page.get_by_role("button", name="Play").is_disabled()
+
+
+def test_what_the_ranks_refuse_is_told_and_stops_the_player(stepper: Stepper, page: PageHarness):
+    stepper.stepping.close()
+    press(page, "n")
+    page.page.wait_for_function("document.querySelector('[role=status]').textContent.includes('restart()')")
+    press(page, "r")
+    assert page.page.evaluate(SHOWN) == "newest"
+    assert stepper.trouble.text == ""
+
+
+def test_a_page_that_is_opened_later_has_the_record(browser: object, stepper: Stepper):
+    go_to(stepper, "halo", "backward")
+    later = PageHarness(browser, stepper.view, reduced_motion="reduce")
+    wait_for_record(later, stepper)
+    assert later.page.evaluate(SHOWN) == "newest"
+    later.close()
+
+
+def test_the_picture_of_the_saved_page_is_drawn_when_the_page_rests(stepper: Stepper, page: PageHarness):
+    updates: list[str] = []
+    stepper._still = type("Still", (), {"update": lambda _self, html: updates.append(html.data)})()
+    press(page, "n")
+    assert stepper._figure is None
+    wait_until(page, lambda: bool(updates))
+    assert stepper.figure.alt == stepper.view.alt
+    assert "display" not in updates[-1]
+    stepper.close()
+    assert "mpi4dl-still" not in updates[-1], "a closed stepper keeps its last picture where it is shown"
+
+
+def wait_until(page: PageHarness, test: Callable[[], bool]) -> None:
+    for _ in range(50):
+        if test():
+            return
+        page.page.wait_for_timeout(100)
+    raise AssertionError("it did not happen in 5 s")
+
+
+def test_motion_moves_and_ends(browser: object, stepper: Stepper):
+    moving = PageHarness(browser, stepper.view)
+    moving.settle()
+    moving.page.get_by_label("Speed").select_option("0.25")
+    go_to(stepper, "halo", "forward")
+    canvas = moving.page.locator(".mpi4dl-stage canvas")
+    first = canvas.screenshot()
+    wait_until(moving, lambda: canvas.screenshot() != first)
+    moving.page.wait_for_function("document.querySelector('[role=status]').textContent.includes('pixels have moved')")
+    moving.settle()
+    assert canvas.screenshot() == canvas.screenshot()
+    moving.close()
+
+
+def test_who_wants_less_motion_sees_the_end_at_once(stepper: Stepper, page: PageHarness):
+    go_to(stepper, "halo", "forward")
+    page.settle()
+    assert "pixels have moved" in page.page.locator("[role=status]").inner_text()
