@@ -26,7 +26,15 @@ __all__ = [
 
 
 class Mpi4dlError(Exception):
-    """The base class of all errors that this package raises on purpose."""
+    """The base class of all errors that this package raises on purpose.
+
+    >>> from mpi4dl_nb import Mpi4dlError, Plan
+    >>> try:
+    ...     Plan(split_size=0)
+    ... except Mpi4dlError as error:
+    ...     print(type(error).__name__)
+    PlanError
+    """
 
     def _render_traceback_(self) -> list[str]:
         """Return the text for a notebook (IPython calls this): the user's own lines, the message and its notes.
@@ -45,19 +53,55 @@ class Mpi4dlError(Exception):
 
 
 class PlanError(Mpi4dlError, ValueError):
-    """The plan cannot be run: its numbers do not fit each other, the model, the image or the cluster."""
+    """The plan cannot be run: its numbers do not fit each other, the model, the image or the cluster.
+
+    >>> from mpi4dl_nb import Plan, PlanError
+    >>> try:
+    ...     Plan(split_size=2, spatial_size=3)
+    ... except PlanError as error:
+    ...     print(str(error).partition(". ")[2])
+    Use spatial_size <= 2, or a larger split_size.
+    """
 
 
 class TraceError(Mpi4dlError):
-    """The model cannot be traced, or an operator has no rule for tiles."""
+    """The model cannot be traced, or an operator has no rule for tiles.
+
+    >>> import torch
+    >>> from mpi4dl_nb import Plan, TraceError, forecast
+    >>> class Chooses(torch.nn.Module):
+    ...     def forward(self, x):
+    ...         return x if x.sum() > 0 else -x
+    >>> try:
+    ...     forecast(Chooses(), Plan(split_size=1), (1, 3, 32, 32), "Summit")
+    ... except TraceError as error:
+    ...     print(type(error).__name__)
+    TraceError
+    """
 
 
 class ImageError(Mpi4dlError, ValueError):
-    """An image, or its labels, does not match what the plan was made for."""
+    """An image, or its labels, does not match what the plan was made for.
+
+    >>> from mpi4dl_nb import ImageError, StainCrops, immunohistochemistry
+    >>> try:
+    ...     StainCrops(immunohistochemistry(), size_px=1000)
+    ... except ImageError as error:
+    ...     print("512 x 512" in str(error))
+    True
+    """
 
 
 class CheckpointError(Mpi4dlError, ValueError):
-    """A checkpoint cannot be written, is damaged, or belongs to another training. Earlier files are unchanged."""
+    """A checkpoint cannot be written, is damaged, or belongs to another training. Earlier files are unchanged.
+
+    >>> from mpi4dl_nb import CheckpointError, scheduler_state
+    >>> try:
+    ...     scheduler_state("a folder that is not there")
+    ... except CheckpointError as error:
+    ...     print(type(error).__name__)
+    CheckpointError
+    """
 
 
 class DamagedError(CheckpointError):
@@ -73,13 +117,26 @@ class UnreadableError(CheckpointError):
 
 
 class VerifyError(Mpi4dlError, RuntimeError):
-    """The plain model, to which `verify` compares the ranks, cannot be trained in one process."""
+    """The plain model, to which `verify` compares the ranks, cannot be trained in one process.
+
+    >>> from mpi4dl_nb import Mpi4dlError, VerifyError
+    >>> issubclass(VerifyError, Mpi4dlError)
+    True
+    """
 
 
 class RankError(Mpi4dlError, RuntimeError):
     """Work failed on a rank.
 
     `rank` is the first rank that failed by itself, and `remote_traceback` its traceback as text.
+
+    >>> from mpi4dl_nb import Cluster, RankError
+    >>> with Cluster(2, backend="loopback") as cluster:
+    ...     try:
+    ...         cluster.call(lambda host: 1 / (1 - host.world.rank))
+    ...     except RankError as error:
+    ...         print(error.rank)
+    1
     """
 
     def __init__(self, message: str, rank: int | None = None, remote_traceback: str = "") -> None:
@@ -93,7 +150,19 @@ class ReleasedError(RankError):
 
 
 class LossError(RankError):
-    """The loss is not finite; no weight was changed."""
+    """The loss is not finite; no weight was changed.
+
+    >>> import torch
+    >>> from mpi4dl_nb import Cluster, LossError, Plan, Training, resnet20_v1
+    >>> plan = Plan(split_size=2, spatial_size=0)
+    >>> with Cluster(plan.ranks, backend="loopback") as cluster:
+    ...     training = Training(resnet20_v1(), plan, cluster, (2, 3, 32, 32))
+    ...     try:
+    ...         training.step(torch.full((2, 3, 32, 32), torch.nan), torch.tensor([3, 7]))
+    ...     except LossError as error:
+    ...         print("The loss is nan." in str(error))
+    True
+    """
 
     @classmethod
     def of(cls, loss: float, micro_batch: int, micro_batches: int, cause: str) -> LossError:

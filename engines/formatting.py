@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from html import escape
 
-__all__ = ["format_bytes", "format_html_table", "format_names", "format_number", "format_percent", "format_seconds"]
+__all__ = [
+    "FactTable",
+    "describe_unknown",
+    "format_bytes",
+    "format_html_table",
+    "format_names",
+    "format_number",
+    "format_percent",
+    "format_seconds",
+    "format_shares",
+]
 
 
 def format_bytes(count: int) -> str:
@@ -54,6 +65,16 @@ def format_percent(share: float) -> str:
     return "under 1%" if 0 < share < 0.005 else f"{share:.0%}"
 
 
+def format_shares(shares: Mapping[str, float]) -> str:
+    """Format the parts of a whole, the largest first; what is zero is left out.
+
+    >>> format_shares({"halo": 0.004, "compute": 0.904, "stage": 0.0})
+    '90% compute, under 1% halo'
+    """
+    large = sorted(((share, kind) for kind, share in shares.items() if share), key=lambda each: -each[0])
+    return ", ".join(f"{format_percent(share)} {kind}" for share, kind in large)
+
+
 def format_names(names: Sequence[str]) -> str:
     """Format the first three names, and the number of the others.
 
@@ -62,6 +83,31 @@ def format_names(names: Sequence[str]) -> str:
     """
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
+
+
+_LISTED, _FIRST = 24, 6  # names that a message lists; of more, the first ones only
+
+
+def describe_unknown(problem: str, asked: object, known: Iterable[str], remedy: str = "") -> str:
+    """Return the message for a name that does not exist: the problem, near names, and the names that exist.
+
+    `remedy` replaces the list of the names.
+
+    >>> describe_unknown("schedule='1f1' is unknown", "1f1", ("fill_drain", "1f1b"))
+    "schedule='1f1' is unknown. Did you mean '1f1b'? Choose one of fill_drain, 1f1b."
+    >>> describe_unknown("There is no layer 'b.80'", "b.80", [f"b.{number}" for number in range(40)])
+    "There is no layer 'b.80'. Did you mean 'b.8' or 'b.0'? There are 40; the first are b.0, b.1, b.2, b.3, b.4, b.5."
+    """
+    names = list(dict.fromkeys(known))
+    # Of a module `blocks.0.conv`, `blocks` and `blocks.0` are names, too.
+    parts = [name.split(".") for name in names]
+    within = dict.fromkeys(".".join(each[:end]) for each in parts for end in range(1, len(each) + 1))
+    near = get_close_matches(str(asked), within, n=2)
+    hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+    if not remedy and len(names) <= _LISTED:
+        remedy = f"Choose one of {', '.join(names)}."
+    remedy = remedy or f"There are {len(names)}; the first are {', '.join(names[:_FIRST])}."
+    return f"{problem}.{hint} {remedy}"
 
 
 # A table of facts in HTML for display in notebooks: plain text, legible in light and dark themes.
@@ -81,3 +127,36 @@ def format_html_table(caption: str, facts: Mapping[str, object]) -> str:
     )
     head = f'<table style="border: 1px solid currentColor"><caption {_LEFT}>{escape(caption)}</caption>'
     return f"{head}{''.join(rows)}</table>"
+
+
+_LONGEST = 200  # characters of a `repr`
+
+
+class FactTable:
+    """Base class of results that a notebook shows as a table of facts; `repr` is one line of at most 200 characters.
+
+    >>> class Limit(FactTable):
+    ...     facts = {"image": "64 × 64 px", "memory": "3.0 KB"}
+    >>> Limit()
+    <Limit: image: 64 × 64 px; memory: 3.0 KB>
+    """
+
+    __slots__ = ()
+
+    @property
+    def caption(self) -> str:
+        """What the facts are of."""
+        return type(self).__name__
+
+    @property
+    def facts(self) -> Mapping[str, object]:
+        """The facts by name, the most important first."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        text = "; ".join(f"{name}: {fact}" for name, fact in self.facts.items())
+        line = " ".join(f"{self.caption}: {text}".split())
+        return f"<{line}>" if len(line) <= _LONGEST - 2 else f"<{line[: _LONGEST - 4].rstrip()} …>"
+
+    def _repr_html_(self) -> str:
+        return format_html_table(self.caption, self.facts)

@@ -43,12 +43,24 @@ class Residual(nn.Module):
 
 
 def resnet20_v1(*, num_classes: int = 10) -> nn.Sequential:
-    """Return the smallest ResNet of arXiv:1512.03385, section 4.2: (N, 3, H, W) images -> (N, num_classes) logits."""
+    """Return the smallest ResNet of arXiv:1512.03385, section 4.2: (N, 3, H, W) images -> (N, num_classes) logits.
+
+    >>> import torch
+    >>> from mpi4dl_nb import resnet20_v1
+    >>> resnet20_v1(num_classes=2)(torch.randn(2, 3, 64, 64)).shape
+    torch.Size([2, 2])
+    """
     return resnet_v1(20, num_classes=num_classes)
 
 
 def resnet110_v2(*, num_classes: int = 10) -> nn.Sequential:
-    """Return MPI4DL's benchmark model of 36 pre-activation bottlenecks: (N, 3, H, W) -> (N, num_classes) logits."""
+    """Return MPI4DL's benchmark model of 36 pre-activation bottlenecks: (N, 3, H, W) -> (N, num_classes) logits.
+
+    >>> import torch
+    >>> from mpi4dl_nb import resnet110_v2
+    >>> resnet110_v2(num_classes=2)(torch.randn(2, 3, 64, 64)).shape
+    torch.Size([2, 2])
+    """
     return resnet_v2(110, num_classes=num_classes)
 
 
@@ -57,6 +69,11 @@ def resnet_v1(depth: int, *, num_classes: int = 10) -> nn.Sequential:
 
     Children: `stem`, `blocks` (3n basic blocks, flat), `head`. Source: arXiv:1512.03385, section 4.2.
     Raises ValueError for any other depth.
+
+    >>> import torch
+    >>> from mpi4dl_nb import resnet_v1
+    >>> resnet_v1(20, num_classes=2)(torch.randn(2, 3, 64, 64)).shape
+    torch.Size([2, 2])
     """
     repeats = count_blocks_per_stage("v1", depth, layers_per_n=6)
     return assemble(make_basic_block, V1_STAGES, repeats, [], num_classes)
@@ -67,6 +84,11 @@ def resnet_v2(depth: int, *, num_classes: int = 10) -> nn.Sequential:
 
     Children: `stem`, `blocks` (3n pre-activation bottlenecks, flat), `head`. Source: arXiv:1603.05027,
     section 4. Raises ValueError for any other depth.
+
+    >>> import torch
+    >>> from mpi4dl_nb import resnet_v2
+    >>> resnet_v2(29, num_classes=2)(torch.randn(2, 3, 64, 64)).shape
+    torch.Size([2, 2])
     """
     repeats = count_blocks_per_stage("v2", depth, layers_per_n=9)
     return assemble(make_bottleneck, V2_STAGES, repeats, make_norm_relu(V2_STAGES[-1][1]), num_classes)
@@ -182,6 +204,11 @@ def amoebanetd(num_layers: int, num_filters: int, *, num_classes: int = 10) -> A
     `num_layers` is the number of normal cells, in three equal groups; `num_filters` sets the width (the number of
     channels inside a cell of the first group). Children: `stem`, `blocks` (all cells, flat), `head`.
     Raises ValueError unless num_layers is a multiple of 3 and num_filters at least 8.
+
+    >>> import torch
+    >>> from mpi4dl_nb import amoebanetd
+    >>> amoebanetd(num_layers=3, num_filters=64, num_classes=2)(torch.randn(2, 3, 64, 64)).shape
+    torch.Size([2, 2])
     """
     if num_layers < 3 or num_layers % 3:
         below = max(3, num_layers - num_layers % 3)
@@ -391,6 +418,11 @@ class UNet(nn.Module):
     It has `width` channels at full size, doubled at each of `depth` halvings.
 
     (N, 3, H, W) -> (N, num_classes, H, W); H and W must be divisible by 2 ** depth.
+
+    >>> import torch
+    >>> from mpi4dl_nb import UNet
+    >>> UNet(num_classes=2, width=8)(torch.randn(1, 3, 32, 32)).shape
+    torch.Size([1, 2, 32, 32])
     """
 
     def __init__(self, *, num_classes: int = 2, width: int = 16, depth: int = 2) -> None:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from engines.errors import PlanError
-from engines.formatting import format_html_table
+from engines.formatting import describe_unknown, format_html_table
 from engines.program.schedule import SCHEDULES, ScheduleRule, get_schedule_rule
 from engines.spatial.tiles import Grid
 
@@ -346,9 +346,9 @@ def make_grid(method: str, tiles: int | None) -> Grid:
     if method in ("vertical", "horizontal"):
         return Grid(1, count) if method == "vertical" else Grid(count, 1)
     if method != "square":
-        raise PlanError(
-            f"slice_method={method!r} is unknown. Choose square, vertical, horizontal, or a grid such as 2x3."
-        )
+        remedy = "Choose square, vertical, horizontal, or a grid such as 2x3."
+        known = ("square", "vertical", "horizontal")
+        raise PlanError(describe_unknown(f"slice_method={method!r} is unknown", method, known, remedy))
     side = math.isqrt(count)
     if side * side != count:
         # Of all grids of as many tiles, the one whose sides are closest: 2x3 of 6, 1x5 of 5.
@@ -380,7 +380,7 @@ def _check_value(name: str, option: PlanOption, value: Any, default: Any) -> Non
     if isinstance(default, bool) and not isinstance(value, bool):
         raise PlanError(f"{name}={value!r} must be True or False.")
     if option.choices and value not in tuple(option.choices):
-        raise PlanError(f"{name}={value!r} is unknown. Choose one of {', '.join(option.choices)}.")
+        raise PlanError(describe_unknown(f"{name}={value!r} is unknown", value, option.choices))
     if option.low is None or value in (option.proposals or ()):
         return
     several = default is None

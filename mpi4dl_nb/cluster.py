@@ -15,7 +15,7 @@ from engines.comm.device import compute_threads_per_rank, count_cores
 from engines.comm.notebook_imports import pack
 from engines.comm.rank_server import recover, recover_and_reset
 from engines.errors import Mpi4dlError, PlanError, RankError
-from engines.formatting import format_html_table
+from engines.formatting import describe_unknown, format_html_table
 from engines.predict.machine import Machine
 from mpi4dl_nb.calibrate_cluster import CalibrationCache, calibrate_cluster
 from mpi4dl_nb.launch.hosts import choose_hosts
@@ -92,7 +92,7 @@ class Cluster:
         if hang_after_s is not None and not hang_after_s >= 1:
             raise PlanError(f"hang_after_s={hang_after_s!r} must be 1 second or more, or None for no limit.")
         if backend not in ("auto", *_BACKENDS):
-            raise PlanError(f"backend={backend!r} must be one of {', '.join(map(repr, ('auto', *_BACKENDS)))}.")
+            raise PlanError(describe_unknown(f"backend={backend!r} is unknown", backend, ("auto", *_BACKENDS)))
         self.hosts = choose_hosts(hosts, backend in ("auto", "mpi"))
         backend = choose_backend(backend, n, self.hosts is not None)
         self.n, self.backend, self.hang_after_s = n, backend, hang_after_s

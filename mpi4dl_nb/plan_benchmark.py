@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from engines.errors import Mpi4dlError
+from engines.formatting import FactTable, format_bytes, format_number, format_seconds
 from engines.plan import Plan
 from engines.predict.forecast import Forecast, compute_throughput
 from engines.program.compile import compile_plan
@@ -36,12 +37,20 @@ def ignore_progress(done: int, of: int) -> None:
     """Do nothing."""
 
 
-@dataclass(frozen=True)
-class Measurement:
+@dataclass(frozen=True, repr=False)
+class Measurement(FactTable):
     """Seconds of each timed step, and peak bytes of tensors by rank."""
 
     seconds: tuple[float, ...]
     peak_bytes: tuple[int, ...]
+
+    @property
+    def facts(self) -> dict[str, object]:
+        return {
+            "median time of a step": format_seconds(self.median_s),
+            "steps": len(self.seconds),
+            "memory of the fullest rank": format_bytes(max(self.peak_bytes)) if self.peak_bytes else "not counted",
+        }
 
     @property
     def median_s(self) -> float:
@@ -49,13 +58,37 @@ class Measurement:
         return statistics.median(self.seconds)
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A plan with its predicted cost and, if it was measured, its measured cost or the reason for its failure."""
+@dataclass(frozen=True, repr=False)
+class Candidate(FactTable):
+    """A plan with its predicted cost and, if it was measured, its measured cost or the reason for its failure.
+
+    >>> from mpi4dl_nb import Candidate, Plan, forecast, resnet20_v1
+    >>> plan = Plan(split_size=2, spatial_size=0)
+    >>> predicted = Candidate(forecast(resnet20_v1(), plan, (2, 3, 64, 64), "Summit"))
+    >>> predicted.predicted_bytes > 10**6, predicted.peak_bytes
+    (True, None)
+    """
 
     forecast: Forecast
     measured: Measurement | None = None
     failure: str = ""
+
+    @property
+    def facts(self) -> dict[str, object]:
+        measured = {} if self.images_per_s is None else {"measured": f"{format_number(self.images_per_s)} images/s"}
+        memory = (
+            {}
+            if not self.measured or not self.measured.peak_bytes
+            else {"measured memory": format_bytes(self.peak_bytes)}
+        )
+        return {
+            "plan": self.plan.summary,
+            **({"failed": self.failure} if self.failure else {}),
+            **measured,
+            "predicted": f"{format_number(self.predicted_images_per_s)} images/s",
+            **memory,
+            "predicted memory": format_bytes(self.predicted_bytes),
+        }
 
     @property
     def plan(self) -> Plan:

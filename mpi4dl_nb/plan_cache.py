@@ -22,6 +22,7 @@ from engines.program.program import Program
 from engines.train.training import Optimiser, sgd
 from mpi4dl_nb.cluster import Cluster
 from mpi4dl_nb.plan_tuner import count_optimiser_states
+from mpi4dl_nb.status_line import LATER_S, show_status
 
 __all__ = ["CompiledPlan", "PlanCache", "describe_cluster_fit", "forecast", "pause_gc"]
 
@@ -162,12 +163,14 @@ def forecast(
     `image_shape` is (N, C, H, W) of one batch. `machine` is the result of `cluster.calibrate()`, or the name of a known
     machine, such as "Summit". Raises PlanError, TraceError or ImageError.
 
-    >>> from engines.models import resnet20_v1
-    >>> from mpi4dl_nb import Plan, forecast
+    >>> from mpi4dl_nb import Plan, forecast, resnet20_v1
     >>> foreseen = forecast(resnet20_v1(), Plan(split_size=2, num_spatial_parts=4), (2, 3, 64, 64), "Summit")
     >>> foreseen.ranks, len(foreseen.memory), 0 < foreseen.seconds < 1
     (5, 5, True)
     """
     sizes = Sizes.of(model, loss)
     states = count_optimiser_states(optimiser, sizes.model, sizes.loss)
-    return predicted.forecast(sizes.graph(plan, image_shape), plan, resolve_machine(machine), states)
+    with show_status(f"Tracing {sizes.name} for {plan.summary} ...", LATER_S) as line:
+        graph = sizes.graph(plan, image_shape)
+        line.update(f"Compiling and simulating {plan.summary} ...")
+        return predicted.forecast(graph, plan, resolve_machine(machine), states)

@@ -76,7 +76,16 @@ class TuningResult:
 
 @dataclass
 class PlanTuner:
-    """Searches plans for a model and images on a cluster. Graphs are traced once per micro-batch size."""
+    """Searches plans for a model and images on a cluster. Graphs are traced once per micro-batch size.
+
+    >>> from mpi4dl_nb import Candidate, Cluster, Plan, PlanTuner, forecast, resnet20_v1
+    >>> model, plan, image_shape = resnet20_v1(), Plan(split_size=2, spatial_size=0), (2, 3, 32, 32)
+    >>> predicted = Candidate(forecast(model, plan, image_shape, "Summit"))
+    >>> with Cluster(2, backend="loopback") as cluster:
+    ...     (found,) = PlanTuner(model, image_shape, cluster).measure([predicted], steps=1)
+    >>> found.peak_bytes > 10**6
+    True
+    """
 
     model: nn.Module
     image_shape: Sequence[int]
@@ -164,8 +173,7 @@ def tune(
     and `.explanation` describes the prediction for each kind of parallelism; a notebook shows the result as a table
     with this text. Raises PlanError if no plan can run or fits, TraceError, or RankError if the ranks are lost.
 
-    >>> from engines.models import resnet20_v1
-    >>> from mpi4dl_nb import Cluster, tune
+    >>> from mpi4dl_nb import Cluster, resnet20_v1, tune
     >>> with Cluster(2) as cluster:
     ...     tuned = tune(resnet20_v1(), (2, 3, 64, 64), cluster, top=1, steps=1, progress=False)
     >>> tuned.plan.ranks

@@ -23,6 +23,7 @@ from engines.errors import (
     TraceError,
     UnreadableError,
 )
+from engines.formatting import format_seconds
 from mpi4dl_nb.launch.supervisor_reports import RankExit, StalledRank
 
 __all__ = ["CallInterrupted", "Hang", "Ranks", "RemoteCall", "find_hang"]
@@ -88,10 +89,10 @@ def find_hang(
 def _describe_state(still: StalledRank) -> str:
     why = f"; {still.why}" if still.why and not still.at.waits else ""
     if still.silent:
-        return f"no report of it has arrived for {still.for_s:.1f} s{why}"
+        return f"no report of it has arrived for {format_seconds(still.for_s, 2)}{why}"
     if still.idle:
         return f"it has not received its work, or its answer does not arrive{why}"
-    return f"{still.at}, since {still.for_s:.1f} s{why}"
+    return f"{still.at}, since {format_seconds(still.for_s, 2)}{why}"
 
 
 _LOOK_S = 0.02  # poll interval for deaths; a reply is noticed at once

@@ -19,7 +19,7 @@ from torch import nn
 from engines.cli import options
 from engines.comm.world import World
 from engines.errors import CheckpointError, ImageError, PlanError, RankError, ReleasedError, TraceError
-from engines.formatting import format_bytes
+from engines.formatting import describe_unknown, format_bytes
 from engines.train.interrupts import StoppedError
 from engines.train.verify import verify
 
@@ -100,8 +100,7 @@ def _run_command(name: str, world: World, arguments: Sequence[str]) -> bool:
     Raises PlanError if the command is unknown, and RankError if memory runs out.
     """
     if name not in _COMMANDS:
-        commands = ", ".join([*_COMMANDS, *_WITHOUT_RANKS])
-        raise PlanError(f"Unknown command {name[:80]!r}. Commands: {commands}.")
+        raise PlanError(describe_unknown(f"Unknown command {name[:80]!r}", name[:80], [*_COMMANDS, *_WITHOUT_RANKS]))
     try:
         right, found = True, _import_command(_COMMANDS[name])(world, arguments)
         for line in [found] if isinstance(found, Mapping) else found or ():
@@ -195,18 +194,18 @@ def run_published(arguments: Sequence[str]) -> int:
 
 def format_outcomes(outcomes: Sequence[ReplayOutcome]) -> str:
     """Format simulated and published values, and the range over each row's variants that fit the machine."""
-    lines = [f"{'row':24}{'published':>12}{'simulated':>12}{'ratio':>8}  {'range':20}{'peak GiB':>9}  unit"]
+    lines = [f"{'row':24}{'published':>12}{'simulated':>12}{'ratio':>8}  {'range':20}{'peak':>10}  unit"]
     for each in outcomes:
         fitting = [value for _, value, fits in each.varied if fits]
         low, high = min([each.simulated, *fitting]), max([each.simulated, *fitting])
         span = f"{low:.4g} to {high:.4g}" if fitting else ""
-        peak = f"{each.peak_bytes / 2**30:.1f}{'' if each.peak_bytes <= each.memory_bytes else '!'}"
+        peak = f"{format_bytes(each.peak_bytes)}{'' if each.peak_bytes <= each.memory_bytes else '!'}"
         lines.append(
-            f"{each.row.name:24}{each.row.published:12.5g}{each.simulated:12.5g}{each.ratio:8.2f}  {span:20}{peak:>9}"
+            f"{each.row.name:24}{each.row.published:12.5g}{each.simulated:12.5g}{each.ratio:8.2f}  {span:20}{peak:>10}"
             f"  {each.row.measure}"
         )
         if each.row.why or not each.agrees:
             lines.append(f"    {each.row.why or 'Why they disagree is not known.'}")
         if each.peak_bytes > each.memory_bytes:
-            lines.append(f"    ! does not fit the {each.memory_bytes / 2**30:.0f} GiB of a rank")
+            lines.append(f"    ! does not fit the {format_bytes(each.memory_bytes)} of a rank")
     return "\n".join(lines)

@@ -14,6 +14,7 @@ from torch import nn
 from engines.cli import options
 from engines.comm.world import World, run_on_all, run_on_first
 from engines.errors import PlanError
+from engines.formatting import describe_unknown
 from engines.graph.trace_cache import TraceCache
 from engines.images.augmented import KINDS, Augmented
 from engines.images.dataset import LabelledImages, SyntheticImages, split_by_slide
@@ -146,7 +147,7 @@ def make_dataset(chosen: argparse.Namespace, images_per_step: int) -> LabelledIm
     """Make the images that the flags choose. Raises PlanError if the application is unknown, or ImageError."""
     make = _APPLICATIONS.get(chosen.app)
     if make is None:
-        raise PlanError(f"--app {chosen.app!r} is unknown. Choose one of {', '.join(_APPLICATIONS)}.")
+        raise PlanError(describe_unknown(f"--app {chosen.app!r} is unknown", chosen.app, _APPLICATIONS))
     if _CROP in chosen.augment and make is not _make_medical:
         raise PlanError("--augment crop takes parts of images larger than --image-size: only --app medical has them.")
     images = make(chosen, options.parse_image_size(chosen.image_size), images_per_step)

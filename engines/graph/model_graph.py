@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from engines.errors import PlanError, TraceError
+from engines.formatting import FactTable, format_bytes, format_number
 
 __all__ = [
     "LOSS",
@@ -65,6 +66,10 @@ class TensorSpec:
     def bytes(self) -> int:
         """Size in bytes."""
         return self.numel * _ITEM_BYTES.get(self.dtype, 1)
+
+    def get_sizes(self, axes: Sequence[int]) -> tuple[int, ...]:
+        """Return the sizes along some of the axes."""
+        return tuple(self.shape[axis] for axis in axes)
 
     @property
     def sums(self) -> TensorSpec:
@@ -153,8 +158,8 @@ class BatchLoss:
         return frozenset(name for node in self.nodes for name in node.reads) - {node.name for node in self.nodes}
 
 
-@dataclass(frozen=True)
-class ModelGraph:
+@dataclass(frozen=True, repr=False)
+class ModelGraph(FactTable):
     """A model traced at whole-image size, with its loss or alone (`loss` is None).
 
     `inputs` are `images` and, with a loss, `labels`. `weights` are the parameters, and `trainable` the names of those
@@ -176,6 +181,22 @@ class ModelGraph:
     share: ModelGraph | None = None
     whole: BatchLoss | None = None
     constants: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+    @property
+    def caption(self) -> str:
+        return "Traced model"
+
+    @property
+    def facts(self) -> dict[str, object]:
+        flops = sum(node.flops for node in self.nodes)
+        weights = sum(spec.bytes for spec in self.weights.values())
+        return {
+            "inputs": ", ".join(f"{name} {' × '.join(map(str, spec.shape))}" for name, spec in self.inputs.items()),
+            "operators": f"{len(self.nodes):,}",
+            "modules": f"{len({node.module for node in self.nodes}):,}",
+            "weights": f"{len(self.weights):,} tensors, {format_bytes(weights)}",
+            "arithmetic": f"{format_number(flops / 1e9)} GFLOP forward",
+        }
 
     @property
     def totals(self) -> tuple[BatchTotal, ...]:

@@ -174,6 +174,12 @@ def restain(image: NDArray[np.uint8], factors: Sequence[float], added: Sequence[
     distilled stain-invariant convolutional networks", IEEE TMI 37: section III-C.) Each result depends bit for bit only
     on its own pixel: sums are written out and functions tabulated, since library routines round slightly differently at
     the borders of an array.
+
+    >>> from mpi4dl_nb import immunohistochemistry, restain
+    >>> pixels = immunohistochemistry().transpose(2, 0, 1)
+    >>> pale = restain(pixels, factors=(1, 0.4, 0.4), added=(0, 0, 0))
+    >>> pale.shape, bool(pale.mean() > pixels.mean())
+    ((3, 512, 512), True)
     """
     #     optical density of red, green, blue  --hed_from_rgb-->  amounts of stains
     #         amounts * factors + added        --rgb_from_hed-->  optical density

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engines.errors import ImageError
+from engines.formatting import describe_unknown
 from engines.images.dataset import (
     IGNORED,
     LabelledImages,
@@ -132,7 +133,7 @@ class ExampleImages(LabelledImages):
     ) -> None:
         size = size if size is None else parse_image_size(size)
         if fit not in FITS:
-            raise ImageError(f"fit={fit!r} is unknown. Choose one of {', '.join(FITS)}.")
+            raise ImageError(describe_unknown(f"fit={fit!r} is unknown", fit, FITS))
         self.examples, self.names, self.size = tuple(examples), tuple(names), size
         self.fit, self.mask_classes, self.threshold = fit, mask_classes, threshold
         # Those of the masks if there are any, else of the labels, whether or not an image has them.

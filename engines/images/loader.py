@@ -14,6 +14,7 @@ from torch import Tensor
 from engines.comm.status_board import get_status_board
 from engines.comm.world import World, all_gather_or_raise, make_released_error
 from engines.errors import ImageError, PlanError
+from engines.formatting import describe_unknown
 from engines.images.shard_reader import ReadRequest, Sample, Sampler, SamplerState, ShardReader
 from engines.program.worker import Inputs
 
@@ -42,7 +43,9 @@ class LoaderOptions:
 
     def __post_init__(self) -> None:
         if self.on_bad_image not in _ON_BAD:
-            raise PlanError(f"on_bad_image={self.on_bad_image!r} must be one of {', '.join(map(repr, _ON_BAD))}.")
+            raise PlanError(
+                describe_unknown(f"on_bad_image={self.on_bad_image!r} is unknown", self.on_bad_image, _ON_BAD)
+            )
         if not isinstance(self.workers, int) or self.workers < 0:
             raise PlanError(f"workers={self.workers!r} must be a whole number of threads, or 0 for none.")
         if self.steps is not None and self.steps < 1:

@@ -18,6 +18,7 @@ from skimage.color import rgb2hed
 from torch import Tensor
 
 from engines.errors import ImageError, describe_working_folder
+from engines.formatting import FactTable
 from engines.images.dataset import LabelledImages, to_network_input
 from engines.images.examples import resize_tile
 from engines.images.files import translate_errors
@@ -34,6 +35,10 @@ def immunohistochemistry() -> Pixels:
 
     The protein FHL2 is stained brown (DAB), the rest blue (haematoxylin). From the Center for Microscopy and Molecular
     Imaging (CMMI), no known copyright restrictions; the file is in scikit-image's wheel.
+
+    >>> from mpi4dl_nb import immunohistochemistry
+    >>> immunohistochemistry().shape
+    (512, 512, 3)
     """
     pixels: Pixels = skimage.data.immunohistochemistry()
     return pixels
@@ -43,6 +48,10 @@ def compute_dab(image: Pixels) -> NDArray[np.float64]:
     """Return the optical density of DAB (brown) by colour deconvolution: (H, W, 3) -> (H, W); 0 is no stain.
 
     Ruifrok and Johnston's method and stain colours, as implemented in scikit-image.
+
+    >>> from mpi4dl_nb import compute_dab, immunohistochemistry
+    >>> compute_dab(immunohistochemistry()).shape
+    (512, 512)
     """
     stains: NDArray[np.float64] = rgb2hed(image)
     return stains[..., 2]  # of haematoxylin, eosin, DAB
@@ -54,13 +63,18 @@ def compute_dab(image: Pixels) -> NDArray[np.float64]:
 MOST_PX = 1 << 26  # of the picture, which is held in memory together with its stains
 
 
-class StainCrops:
+class StainCrops(FactTable):
     """`count` random square crops of a picture, with label 1 where the mean DAB is above the median over the crops.
 
     Half of the labels are therefore 1, and the task needs only the picture. The same arguments give the same crops.
     `corners` is (count, 2): the first row and column of each crop; `labels` is (count,), int64.
 
     Raises ImageError if the picture is smaller than a crop or too large for memory, or if `count` is less than 2.
+
+    >>> from mpi4dl_nb import StainCrops, immunohistochemistry
+    >>> crops = StainCrops(immunohistochemistry(), size_px=64, count=8)
+    >>> crops.corners.shape, int(crops.labels.sum())
+    ((8, 2), 4)
     """
 
     def __init__(self, image: Source, size_px: int = 128, count: int = 256, seed: int = 0) -> None:
@@ -88,6 +102,14 @@ class StainCrops:
 
     def __len__(self) -> int:
         return len(self.corners)
+
+    @property
+    def facts(self) -> dict[str, object]:
+        ones = int(self.labels.sum())
+        return {
+            "crops": f"{len(self)} of {self.size_px} × {self.size_px} px",
+            "labels": f"{len(self) - ones} 0, {ones} 1",
+        }
 
     def iterate_batches(self, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield images (N, 3, size_px, size_px), float32, and labels (N,), in order, with N = `batch_size`.

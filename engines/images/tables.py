@@ -125,6 +125,15 @@ def write_table(
     """Write a table with these columns and return its number of rows; paths become relative to the table's folder.
 
     Raises ImageError if the file cannot be written.
+
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> from mpi4dl_nb import write_table
+    >>> table = Path(tempfile.mkdtemp()) / "table.csv"
+    >>> write_table(table, [("a.png", "cancer"), ("b.png", "healthy")])
+    2
+    >>> table.read_text().split()
+    ['path,label', 'a.png,cancer', 'b.png,healthy']
     """
     table = Path(table)
     lines = [

@@ -15,6 +15,7 @@ import imagecodecs
 import numpy as np
 
 from engines.errors import ImageError
+from engines.formatting import format_bytes
 from engines.images.files import make_damaged_error
 from engines.images.regular_file import is_within, open_regular
 
@@ -157,8 +158,8 @@ def check_array(path: Path, array: Any) -> None:
     size = pixels * array.dtype.itemsize
     if size > _LARGEST_BYTES:
         raise ImageError(
-            f"{path} has chunks of {sides}, {size / (1 << 30):.1f} GiB each, and a chunk "
-            f"is read whole: {_LARGEST_BYTES >> 30} GiB is the most. Save it in smaller chunks, such as 512 x 512."
+            f"{path} has chunks of {sides}, {format_bytes(size)} each, and a chunk "
+            f"is read whole: {format_bytes(_LARGEST_BYTES)} is the most. Save it in smaller chunks, such as 512 x 512."
         )
     count = math.prod(-(-side // part) for side, part in zip(array.shape, array.chunks, strict=True))
     if pixels < _SMALLEST_PX and count > _MOST_SMALL:

@@ -20,6 +20,7 @@ import tifffile
 from numpy.typing import NDArray
 
 from engines.comm.status_board import get_status_board
+from engines.formatting import format_bytes
 from engines.inference.rank_predictor import PaddedRegion
 from engines.inference.tile_stitcher import Shape
 from engines.spatial.tiles import Span, Tile
@@ -44,7 +45,7 @@ class _ScratchArray:
         except OSError as error:
             self.file.close()
             raise OSError(
-                f"{folder} has no room for the {count} bytes of {shape[0]} x {shape[1]} px ({error.strerror}). "
+                f"{folder} has no room for the {format_bytes(count)} of {shape[0]} x {shape[1]} px ({error.strerror}). "
                 "Free some, or write to another folder."
             ) from error
 

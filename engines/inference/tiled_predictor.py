@@ -31,6 +31,7 @@ from engines.comm.device import (
     use_threads,
 )
 from engines.comm.world import World, run_on_all
+from engines.formatting import FactTable, format_bytes, format_number, format_seconds
 from engines.inference.rank_predictor import PaddedRegion, find_state
 from engines.inference.tile_passes import TilePass, TilePasses, choose_grid, iterate_passes
 from engines.inference.tile_stitcher import (
@@ -60,8 +61,8 @@ class PredictionRequest:
     side_px: int | None = None
 
 
-@dataclass(frozen=True)
-class TiledPrediction:
+@dataclass(frozen=True, repr=False)
+class TiledPrediction(FactTable):
     """A prediction: `answer` is the sink's result, or that for the whole image if the model has no output per pixel.
 
     `overhead` is the number of pixels read per pixel of the region, in each of the passes (`walks`) that read the
@@ -76,6 +77,20 @@ class TiledPrediction:
     overhead: float
     seconds: float
     peak_bytes: tuple[int, ...]
+
+    @property
+    def caption(self) -> str:
+        return "Prediction"
+
+    @property
+    def facts(self) -> dict[str, object]:
+        return {
+            "tiles": f"{self.tiles:,} of {self.tile_px[0]} × {self.tile_px[1]} px",
+            "passes over the image": self.walks,
+            "pixels read per pixel": format_number(self.overhead),
+            "time": format_seconds(self.seconds),
+            "memory of the fullest rank": format_bytes(max(self.peak_bytes)),
+        }
 
 
 class TiledPredictor:

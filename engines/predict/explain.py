@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from engines.formatting import format_bytes, format_number, format_percent
+from engines.errors import PlanError
+from engines.formatting import FactTable, describe_unknown, format_bytes, format_number, format_percent
 from engines.plan import Plan
 from engines.predict.forecast import Forecast
 from engines.program.timeline import compute_time_shares
@@ -82,8 +83,8 @@ def format_grids(plan: Plan) -> str:
 WORTH_SAYING = 0.05  # fraction of a step's time
 
 
-@dataclass(frozen=True)
-class Verdict:
+@dataclass(frozen=True, repr=False)
+class Verdict(FactTable):
     """The best plan of a kind; if none fits, the plan that needs least; if none can run, the `reason`.
 
     `looked_at` is the number of plans, `share` the images per second relative to the best plan of all kinds that fits.
@@ -95,6 +96,13 @@ class Verdict:
     fits: bool = False
     share: float = 0.0
     reason: str = ""
+
+    @property
+    def facts(self) -> dict[str, object]:
+        found = {} if self.best is None else {"plan": self.best.plan.summary}
+        fits = {"fits": "yes" if self.fits else "no", "relative speed": format_percent(self.share)} if found else {}
+        why = {"reason": self.reason} if self.reason else {}
+        return {"kind": WORDS[self.kind], **found, **fits, "plans considered": self.looked_at, **why}
 
     @property
     def plan(self) -> Plan | None:
@@ -112,7 +120,7 @@ class Verdict:
         return words[0].upper() + words[1:]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Explanation:
     """The verdicts of all kinds considered. `rank_bytes` is the memory that a rank may use (None: unlimited)."""
 
@@ -126,7 +134,9 @@ class Explanation:
         return max((each for each in self.verdicts if each.fits), key=lambda each: each.share, default=None)
 
     def get_verdict(self, kind: str) -> Verdict | None:
-        """Return the verdict of a kind, or None if no plan of the kind was considered."""
+        """Return the verdict of a kind, or None if no plan of it was considered. Raises PlanError for other names."""
+        if kind not in KINDS:
+            raise PlanError(describe_unknown(f"kind={kind!r} is unknown", kind, KINDS))
         return next((each for each in self.verdicts if each.kind == kind), None)
 
     @property
@@ -151,6 +161,10 @@ class Explanation:
 
     def __str__(self) -> str:
         return "\n".join(self.sentences)
+
+    def __repr__(self) -> str:
+        best = self.best.title if self.best else "nothing fits"
+        return f"<Explanation for {self.ranks:,} ranks: {len(self.verdicts)} kinds; best: {best}>"
 
     def _repr_html_(self) -> str:
         items = "".join(f"<li>{escape(sentence)}</li>" for sentence in self.sentences)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from engines.formatting import FactTable, format_bytes, format_number, format_seconds, format_shares
 from engines.graph.model_graph import ModelGraph
 from engines.plan import Plan
 from engines.predict.cost import CostModel
@@ -15,7 +16,7 @@ from engines.predict.rank_tally import build_tally
 from engines.predict.simulate import simulate
 from engines.program.compile import Compiler
 from engines.program.program import Program, Traffic, count_traffic
-from engines.program.timeline import Timeline
+from engines.program.timeline import Timeline, compute_time_shares
 from engines.spatial.layout import compute_threads
 
 __all__ = [
@@ -29,8 +30,8 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class Forecast:
+@dataclass(frozen=True, repr=False)
+class Forecast(FactTable):
     """The forecast of one training step under a plan on a machine. `images` is the number of images in a step.
 
     All replicas do the same at the same time, so `timeline` and `memory` cover only the simulated ranks: the first
@@ -41,6 +42,20 @@ class Forecast:
     timeline: Timeline
     memory: tuple[RankMemory, ...]
     images: int
+
+    @property
+    def caption(self) -> str:
+        return "Forecast of a step"
+
+    @property
+    def facts(self) -> dict[str, object]:
+        return {
+            "plan": self.plan.summary,
+            "time of a step": format_seconds(self.seconds),
+            "images": f"{self.images:,} a step, {format_number(self.images_per_s)} a second",
+            "memory of the fullest rank": format_bytes(self.peak_bytes),
+            "time of a rank": format_shares(compute_time_shares(self.timeline)),
+        }
 
     @property
     def ranks(self) -> int:

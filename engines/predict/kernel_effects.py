@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 import engines.spatial.rng  # noqa: F401  (gives the kernels of random numbers their names)
 from engines.comm.device import choose_memory_format
 from engines.errors import TraceError
+from engines.formatting import format_bytes
 from engines.graph.export_reader import FlopCount
 from engines.graph.model_graph import Ref, TensorSpec
 from engines.program.instructions import DEVICE, SEED
@@ -99,8 +100,9 @@ def infer_effect(name: str, arguments: Sequence[Any], keywords: Mapping[str, Any
         size = sum(local.spec.bytes for local in find_local_tensors((arguments, keywords)))
         if size > _TOO_LARGE:
             raise TraceError(
-                f"{name} cannot be run without memory ({type(error).__name__}), and its arguments of {size} bytes are "
-                "too many to try it. Register a meta kernel for it (torch.library.register_fake)."
+                f"{name} cannot be run without memory ({type(error).__name__}), and its arguments of "
+                f"{format_bytes(size)} are too many to try it. Register a meta kernel for it "
+                "(torch.library.register_fake)."
             ) from error
         effect = _run_kernel(name, arguments, keywords, "cpu")
     _KNOWN[key] = effect

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engines.errors import PlanError
+from engines.formatting import FactTable, format_bytes, format_seconds
 from engines.predict.machine_checks import Noise, check_machine
 
 __all__ = ["SUMS", "Link", "Machine", "Speed", "interpolate"]
@@ -109,14 +110,26 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A link that carries messages: n bytes take `latency_s` + n / `bytes_per_s` seconds on an otherwise idle link."""
+    """A link that carries messages: n bytes take `latency_s` + n / `bytes_per_s` seconds on an otherwise idle link.
+
+    >>> from mpi4dl_nb import Link
+    >>> slow = Link(latency_s=1e-4, bytes_per_s=1.25e9)
+    >>> round(slow.latency_s + 10**6 / slow.bytes_per_s, 6)  # one million bytes
+    0.0009
+    """
 
     latency_s: float
     bytes_per_s: float
 
 
-@dataclass(frozen=True)
-class Machine:
+def _format_link(link: Link) -> str:
+    if math.isinf(link.bytes_per_s):
+        return "at once"
+    return f"{format_seconds(link.latency_s)} and {format_bytes(round(link.bytes_per_s))} a second"
+
+
+@dataclass(frozen=True, repr=False)
+class Machine(FactTable):
     """One rank's part of a machine, and the links to the other ranks.
 
     `speeds` are samples by kernel class, for one thread with no other work on the machine. All times are in seconds. A
@@ -141,6 +154,11 @@ class Machine:
     slowest.
     `memory_bytes` is the memory of a node where ranks share its cores, else of a device. `ranks` is the number of ranks
     during the measurement, `noise` the noise of the measurement, and `quick` says whether it used few repetitions.
+
+    >>> from mpi4dl_nb import MACHINES, Machine
+    >>> summit = MACHINES["Summit"]
+    >>> summit.node_ranks, Machine.from_json(summit.to_json()) == summit
+    (6, True)
     """
 
     name: str
@@ -173,6 +191,26 @@ class Machine:
     message_s: float = 0.0
     noise: Noise = field(default_factory=Noise)
     quick: bool = False
+
+    @property
+    def caption(self) -> str:
+        return f"Machine {self.name}"
+
+    @property
+    def facts(self) -> dict[str, object]:
+        shared = f"{self.cores} cores, shared by its ranks" if self.cores else "a device for each rank"
+        memory = "unknown" if self.memory_bytes is None else format_bytes(self.memory_bytes)
+        node = {} if self.node_ranks is None else {"ranks of a node": self.node_ranks}
+        between = {} if self.between is None else {"to another node": _format_link(self.between)}
+        return {
+            **node,
+            "computes on": shared,
+            "memory of a node" if self.cores else "memory of a device": memory,
+            "messages": _format_link(Link(self.latency_s, self.bytes_per_s)),
+            **between,
+            "noise": str(self.noise) if self.ranks else "not measured, from data sheets",
+            "source": self.source,
+        }
 
     def get_node(self, rank: int) -> int:
         """Return the node of a rank."""

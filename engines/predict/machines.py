@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from engines.errors import PlanError
+from engines.formatting import describe_unknown
 from engines.predict.machine import Link, Machine, Speed
 from engines.predict.tallies import BY_ARITHMETIC, CLASSES
 
@@ -68,6 +69,10 @@ class Processor:
     """One rank's processor: peak `flop_per_s` with numbers of `number_bytes`, and the fraction `busy` that it reaches.
 
     `start_s` is the time in which a host launches a kernel on it (0: the processor is its own host).
+
+    >>> from mpi4dl_nb import Processor
+    >>> Processor("V100", "NVIDIA V100 data sheet", 15.7e12, 900e9, memory_bytes=16 * 2**30).name
+    'V100'
     """
 
     name: str
@@ -86,6 +91,10 @@ class NodeSpec:
 
     `host_per_s` is the bandwidth between each device and the host in bytes per second and direction (None: ranks run on
     the host).
+
+    >>> from mpi4dl_nb import Link, NodeSpec
+    >>> NodeSpec("my node", "its data sheet", ranks=4, inside=Link(5e-6, 50e9), between=Link(5e-6, 12e9)).ranks
+    4
     """
 
     name: str
@@ -101,6 +110,12 @@ def make_machine(node: NodeSpec, processor: Processor) -> Machine:
 
     The launches of the optimiser are assumed to be hidden by the device's work, and running statistics to be updated by
     the kernels of the norms.
+
+    >>> from mpi4dl_nb import Link, NodeSpec, Processor, make_machine
+    >>> card = Processor("V100", "NVIDIA V100 data sheet", 15.7e12, 900e9, memory_bytes=16 * 2**30)
+    >>> node = NodeSpec("my node", "its data sheet", ranks=4, inside=Link(5e-6, 50e9), between=Link(5e-6, 12e9))
+    >>> make_machine(node, card).node_ranks
+    4
     """
     memory_per_s = MEMORY_SHARE * processor.memory_per_s
     return Machine(
@@ -275,7 +290,6 @@ def resolve_machine(asked: Machine | str) -> Machine:
     if isinstance(asked, Machine):
         return asked
     if asked not in MACHINES:
-        raise PlanError(
-            f"There is no machine {asked!r}. Known are {', '.join(MACHINES)}; calibrate() measures this one."
-        )
+        text = describe_unknown(f"There is no machine {asked!r}", asked, MACHINES)
+        raise PlanError(f"{text} calibrate() measures this one.")
     return MACHINES[asked]

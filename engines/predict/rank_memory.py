@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from engines.formatting import FactTable, format_bytes
 from engines.graph.model_graph import ModelGraph
 from engines.graph.stages import find_layers
 from engines.plan import Plan
@@ -32,8 +33,8 @@ KINDS = ("weights", "gradients", "optimiser", "inputs", "activations", "halos", 
 program step, and gradients in backward. `messages` is the memory of message and all-reduce buffers."""
 
 
-@dataclass(frozen=True)
-class RankMemory:
+@dataclass(frozen=True, repr=False)
+class RankMemory(FactTable):
     """The tensors of one rank at the peak of a training step that is not the first: `at_peak` are bytes by kind.
 
     `peak_step` is the index of the peak in `program.steps`, and `after` are the bytes held after each step. Buffers
@@ -44,6 +45,16 @@ class RankMemory:
     at_peak: Mapping[str, int]
     peak_step: int
     after: tuple[int, ...]
+
+    @property
+    def caption(self) -> str:
+        return f"Memory of rank {self.rank}"
+
+    @property
+    def facts(self) -> dict[str, object]:
+        return {"peak": format_bytes(self.peak_bytes)} | {
+            kind: format_bytes(held) for kind, held in self.at_peak.items() if held
+        }
 
     @property
     def peak_bytes(self) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from engines.errors import PlanError, TraceError
+from engines.formatting import format_bytes
 from engines.graph.model_graph import ModelGraph
 from engines.plan import Plan
 from engines.predict.cost import CostModel
@@ -78,8 +79,8 @@ def search(
         return SearchResult(tuple(fitting), tuple(refused), tuple(too_large))
     if too_large:
         raise PlanError(
-            f"No plan for {ranks} ranks fits: the smallest needs {too_large[0].peak_bytes} bytes of a rank, but "
-            f"{rank_bytes} are given. Use more ranks, smaller images, or fewer of them in a batch."
+            f"No plan for {ranks} ranks fits: the smallest needs {format_bytes(too_large[0].peak_bytes)} of a rank, "
+            f"but {format_bytes(rank_bytes)} are given. Use more ranks, smaller images, or fewer of them in a batch."
         )
     reasons = " ".join(dict.fromkeys(text for _, text in refused[:2]))
     raise PlanError(f"No plan for {ranks} ranks can run. {reasons}")

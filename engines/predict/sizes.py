@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from engines.errors import PlanError
+from engines.formatting import FactTable, format_bytes, format_names
 from engines.graph.model_graph import ModelGraph
 from engines.graph.trace_cache import Loss, TraceCache
 from engines.plan import Plan
@@ -20,14 +21,13 @@ from engines.program.compile import Compiler
 __all__ = ["Limit", "Sizes", "largest_image"]
 
 
-@dataclass(frozen=True)
-class Sizes:
+@dataclass(frozen=True, repr=False)
+class Sizes(FactTable):
     """A model with its loss (None: cross-entropy), and its title in studies (by default its class).
 
     Studies that share one object share its traces, each of which takes seconds.
 
-    >>> from engines.models import resnet20_v1
-    >>> from mpi4dl_nb import Plan, Sizes, forecast
+    >>> from mpi4dl_nb import Plan, Sizes, forecast, resnet20_v1
     >>> model = Sizes(resnet20_v1(), title="ResNet-20")
     >>> plans = [Plan(split_size=1, spatial_size=0, data_parallel=ranks) for ranks in (1, 2)]
     >>> [forecast(model, plan, (2, 3, 64, 64), "Summit").images for plan in plans]
@@ -37,7 +37,17 @@ class Sizes:
     model: nn.Module
     loss: Loss | None = None
     title: str = ""
-    _traces: dict[tuple[int, ...], TraceCache] = field(default_factory=dict, repr=False, compare=False)
+    _traces: dict[tuple[int, ...], TraceCache] = field(default_factory=dict, compare=False)
+
+    @property
+    def facts(self) -> dict[str, object]:
+        shapes = [" × ".join(map(str, shape)) for shape in self._traces]
+        weights = sum(weight.numel() for weight in self.model.parameters())
+        return {
+            "model": self.name,
+            "weights": f"{weights:,}",
+            "traced for images": format_names(shapes) or "of no size yet",
+        }
 
     def graph(self, plan: Plan, image_shape: Sequence[int]) -> ModelGraph:
         """Return the graph from which a plan is compiled, for batches (N, C, H, W).
@@ -70,8 +80,8 @@ PATIENCE = 8
 """The number of guesses by extrapolation before the search bisects."""
 
 
-@dataclass(frozen=True)
-class Limit:
+@dataclass(frozen=True, repr=False)
+class Limit(FactTable):
     """The largest square image that fits: `size_px` a side (0: none), at which the fullest rank holds `bytes`.
 
     With sides larger by `step_px` that rank would hold `next_bytes`, more than the `rank_bytes` that it may use.
@@ -85,6 +95,21 @@ class Limit:
     size_px: int
     bytes: int
     next_bytes: int | None
+
+    @property
+    def caption(self) -> str:
+        return "Largest image"
+
+    @property
+    def facts(self) -> dict[str, object]:
+        larger = "not tried" if self.next_bytes is None else format_bytes(self.next_bytes)
+        return {
+            "largest image": f"{self.size_px:,} × {self.size_px:,} px" if self.size_px else "none fits",
+            "images in a batch": self.batch,
+            "memory of the fullest rank": f"{format_bytes(self.bytes)} of {format_bytes(self.rank_bytes)}",
+            f"memory with {self.step_px} px more": larger,
+            "plan": self.plan.summary,
+        }
 
 
 def largest_image(
@@ -105,8 +130,7 @@ def largest_image(
     that of the machine, which may be given by name. Nothing is run: memory is counted from the programs.
     Raises PlanError if no limit is known, or if the plan does not fit the model at any size; or TraceError.
 
-    >>> from engines.models import resnet20_v1
-    >>> from mpi4dl_nb import Plan, largest_image
+    >>> from mpi4dl_nb import Plan, largest_image, resnet20_v1
     >>> one = largest_image(resnet20_v1(), Plan(split_size=1, spatial_size=0), "Summit", rank_bytes=10**9)
     >>> four = largest_image(resnet20_v1(), Plan(split_size=1, slice_method="2x2"), "Summit", rank_bytes=10**9)
     >>> four.size_px > 1.8 * one.size_px

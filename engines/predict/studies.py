@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from engines.errors import PlanError, TraceError
+from engines.formatting import FactTable, describe_unknown, format_number, format_percent, format_shares
 from engines.graph.trace_cache import Loss
 from engines.plan import Plan
 from engines.predict.explain import KINDS, Explanation, Verdict, classify_plan, explain
@@ -26,8 +27,8 @@ EACH = 6
 """The number of plans of each kind that are considered."""
 
 
-@dataclass(frozen=True)
-class Capabilities:
+@dataclass(frozen=True, repr=False)
+class Capabilities(FactTable):
     """One explanation for each size of square images, in batches of `batch`; a rank may use `rank_bytes`."""
 
     model: str
@@ -36,6 +37,20 @@ class Capabilities:
     batch: int
     rank_bytes: int | None
     by_size: Mapping[int, Explanation]
+
+    @property
+    def caption(self) -> str:
+        return f"{self.model} on {self.ranks:,} ranks of {self.machine}, the fastest by the side of an image"
+
+    @property
+    def facts(self) -> dict[str, object]:
+        bests = {size: each.best for size, each in self.by_size.items()}
+        return {
+            f"{size:,} px": "nothing fits"
+            if best is None or best.best is None
+            else f"{best.title}, {format_number(best.best.images_per_s)} images/s"
+            for size, best in bests.items()
+        }
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -66,8 +81,7 @@ def capabilities(
     `rank_bytes` is the memory that a rank may use (None: that of the machine). `seen(done, of)` is called after each
     plan. `machine` may be a name. Raises PlanError if there is no plan or no size.
 
-    >>> from engines.models import resnet20_v1
-    >>> from mpi4dl_nb import capabilities
+    >>> from mpi4dl_nb import capabilities, resnet20_v1
     >>> found = capabilities(resnet20_v1(), "Summit", ranks=2, sizes_px=(64,), batch=2)
     >>> list(found.by_size)
     [64]
@@ -116,12 +130,21 @@ HOW = ("strong", "weak")
 STEP_PX = 32
 
 
-@dataclass(frozen=True)
-class ScalingPoint:
+@dataclass(frozen=True, repr=False)
+class ScalingPoint(FactTable):
     """One number of ranks: its forecast, and the shape (N, C, H, W) of a batch of one replica."""
 
     forecast: Forecast
     image_shape: tuple[int, ...]
+
+    @property
+    def facts(self) -> dict[str, object]:
+        return {
+            "ranks": f"{self.ranks:,}",
+            "batch": " × ".join(map(str, self.image_shape)),
+            "images a second": format_number(self.images_per_s),
+            "time of a rank": format_shares(self.shares),
+        }
 
     @property
     def ranks(self) -> int:
@@ -144,14 +167,26 @@ class ScalingPoint:
         return compute_time_shares(self.forecast.timeline)
 
 
-@dataclass(frozen=True)
-class Scaling:
+@dataclass(frozen=True, repr=False)
+class Scaling(FactTable):
     """A scaling study: points by increasing number of ranks. `how` is `strong` or `weak`."""
 
     model: str
     machine: str
     how: str
     points: tuple[ScalingPoint, ...]
+
+    @property
+    def caption(self) -> str:
+        return f"{self.how.capitalize()} scaling of {self.model} on {self.machine}"
+
+    @property
+    def facts(self) -> dict[str, object]:
+        return {
+            f"{point.ranks:,} rank{'s' * (point.ranks > 1)}": f"{format_number(point.images_per_s)} images/s, "
+            f"efficiency {format_percent(self.compute_efficiency(point))}"
+            for point in self.points
+        }
 
     @property
     def images_grow(self) -> bool:
@@ -186,8 +221,7 @@ def scaling(
     grow, so that a rank has as many pixels as under the first plan (sides in multiples of 32 px).
     `machine` may be a name. Raises PlanError if images, plans and ranks do not fit each other, or TraceError.
 
-    >>> from engines.models import resnet20_v1
-    >>> from mpi4dl_nb import Plan, scaling
+    >>> from mpi4dl_nb import Plan, resnet20_v1, scaling
     >>> weak = scaling(
     ...     resnet20_v1(), "Summit", Plan(split_size=1, slice_method="1x2"), (2, 3, 64, 64), "weak", (2, 64, 2048)
     ... )
@@ -197,7 +231,7 @@ def scaling(
     True
     """
     if how not in HOW:
-        raise PlanError(f"how={how!r} must be one of {', '.join(map(repr, HOW))}.")
+        raise PlanError(describe_unknown(f"how={how!r} is unknown", how, HOW))
     machine = resolve_machine(machine)
     if isinstance(plans, Plan):
         each, counts = plans.replica_ranks, ranks or (plans.ranks,)

@@ -58,7 +58,14 @@ def _extract_label_graph(graph: ModelGraph, whole: BatchLoss) -> ModelGraph:
 
 
 def compile_plan(graph: ModelGraph, plan: Plan) -> tuple[Program, ...]:
-    """Return the program of every rank, in rank order. Raises PlanError or TraceError if plan and model do not fit."""
+    """Return the program of every rank, in rank order. Raises PlanError or TraceError if plan and model do not fit.
+
+    >>> from mpi4dl_nb import Plan, Sizes, compile_plan, resnet20_v1
+    >>> plan = Plan(split_size=2, spatial_size=0)
+    >>> programs = compile_plan(Sizes(resnet20_v1()).graph(plan, (2, 3, 32, 32)), plan)
+    >>> [program.rank for program in programs]
+    [0, 1]
+    """
     compiler = Compiler(graph, plan)
     return tuple(compiler.compile_rank(rank) for rank in range(compiler.layout.size))
 

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 from engines.comm.all_reduce_sizes import count_sends
-from engines.formatting import format_html_table
+from engines.formatting import FactTable, format_bytes
 from engines.program.effects import Effects, Instruction, Phase, Reduction
 from engines.program.instructions import ModelInstruction
 from engines.spatial.tiles import Axes, Tile
@@ -168,7 +168,7 @@ class LiveValues(ABC, Generic[V]):
 
 
 @dataclass(frozen=True, repr=False)
-class Program:
+class Program(FactTable):
     """Everything that one rank does in one training step, or for one prediction, in order.
 
     `direction_programs` are by direction. `directions` gives the direction of each of the rank's micro-batches;
@@ -214,7 +214,11 @@ class Program:
         return tuple(known[id(step.instruction), step.phase] for step in self.steps)
 
     @property
-    def facts(self) -> dict[str, str]:
+    def caption(self) -> str:
+        return f"Program of rank {self.rank}"
+
+    @property
+    def facts(self) -> dict[str, object]:
         """A short summary of a training step on this rank: stages, instructions by kind, and messages sent."""
         done = Counter(step.instruction.kind for step in self.steps)
         sent = {kind: part for kind, part in count_traffic(self).items() if part.messages}
@@ -228,15 +232,11 @@ class Program:
             "micro-batches": f"{len(self.directions)} of {self.micro_batches}",
             "weights": f"{len(self.weights)} tensors",
             "instructions": ", ".join(f"{count:,} {kind}" for kind, count in done.items()),
-            **{f"sends ({kind})": f"{part.messages:,} messages, {part.bytes:,} bytes" for kind, part in sent.items()},
+            **{
+                f"sends ({kind})": f"{part.messages:,} messages, {format_bytes(part.bytes)}"
+                for kind, part in sent.items()
+            },
         }
-
-    def __repr__(self) -> str:
-        facts = "; ".join(f"{name}: {fact}" for name, fact in self.facts.items())
-        return f"<Program of rank {self.rank}: {facts}>"
-
-    def _repr_html_(self) -> str:
-        return format_html_table(f"Program of rank {self.rank}", self.facts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,6 +281,12 @@ def count_traffic(program: Program) -> dict[str, Traffic]:
     """Return what the rank of this program sends in a training step, forward and backward, by kind of instruction.
 
     Kinds are `halo`, `stage` (from one stage to the next) and `all-reduce`, as in a timeline.
+
+    >>> from mpi4dl_nb import Plan, Sizes, compile_plan, count_traffic, resnet20_v1
+    >>> plan = Plan(split_size=2, spatial_size=0)
+    >>> first, last = compile_plan(Sizes(resnet20_v1()).graph(plan, (2, 3, 32, 32)), plan)
+    >>> count_traffic(first)["stage"].messages
+    1
     """
     found: dict[str, Traffic] = {}
     for step, effects in zip(program.steps, program.effects, strict=True):

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engines.errors import PlanError
+from engines.formatting import describe_unknown
 from engines.graph.model_graph import ModelGraph
 from engines.plan import Plan
 from engines.program.builder import Builder
@@ -115,7 +116,9 @@ class ReceptiveFields:
         """Return the rows and columns of a node's value. Raises PlanError if it has none."""
         value = self._builder.values.get(node)
         if value is None or not value.axes:
-            raise PlanError(f"{node!r} is no value of rows and columns: it has no receptive field.")
+            known = [name for name, each in self._builder.values.items() if each.axes]
+            problem = f"{node!r} is no value of rows and columns: it has no receptive field"
+            raise PlanError(describe_unknown(problem, node, known))
         return value.size_px
 
     def _trace_from(self, source: str) -> Mapping[str, tuple[FieldSpans, ...]]:

@@ -9,6 +9,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from engines.errors import PlanError
+from engines.formatting import describe_unknown
 
 __all__ = [
     "SCHEDULES",
@@ -184,7 +185,7 @@ SCHEDULES = {
 def get_schedule_rule(name: str) -> ScheduleRule:
     """Return the rule of a schedule. Raises PlanError if there is no schedule of that name."""
     if name not in SCHEDULES:
-        raise PlanError(f"schedule={name!r} is unknown. Choose one of {', '.join(SCHEDULES)}.")
+        raise PlanError(describe_unknown(f"schedule={name!r} is unknown", name, SCHEDULES))
     return SCHEDULES[name]
 
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 
+from engines.formatting import FactTable, format_seconds, format_shares
 from engines.program.effects import Phase
 from engines.program.program import Step
 
@@ -67,11 +68,25 @@ class TimeShares:
         return max(0.0, 1 - self.work - self.communication)
 
 
-@dataclass(frozen=True)
-class Timeline:
+@dataclass(frozen=True, repr=False)
+class Timeline(FactTable):
     """The events of one training step on all ranks."""
 
     events: tuple[TimelineEvent, ...]
+
+    @property
+    def caption(self) -> str:
+        return f"Timeline of {len(self.ranks)} ranks"
+
+    @property
+    def facts(self) -> dict[str, object]:
+        if not self.events:
+            return {"events": 0}
+        return {
+            "events": f"{len(self.events):,}",
+            "time": format_seconds(self.seconds),
+            "time of a rank": format_shares(compute_time_shares(self)),
+        }
 
     @classmethod
     def of(cls, per_rank: Iterable[Sequence[TimelineEvent]]) -> Timeline:

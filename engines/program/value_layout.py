@@ -58,7 +58,7 @@ class ValueLayout:
     @property
     def size_px(self) -> tuple[int, ...]:
         """The sizes of the whole value along its sharded axes."""
-        return tuple(self.spec.shape[axis] for axis in self.axes)
+        return self.spec.get_sizes(self.axes)
 
 
 @dataclass

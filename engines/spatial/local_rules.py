@@ -30,7 +30,6 @@ __all__ = [
     "get_local_ranges",
     "get_local_shape",
     "get_sharded_dims",
-    "get_sizes",
     "get_spec",
     "is_pointwise",
     "make_gather_error",
@@ -154,7 +153,7 @@ def get_local_ranges(b: Builder, spec: TensorSpec, axes: Axes) -> list[tuple[int
     """Return, for each axis of the current node's result, its whole size and this rank's start and stop."""
     places = [(size, 0, size) for size in spec.shape]
     if axes:
-        tile = b.get_output_tiles(get_sizes(spec, axes))[b.rank]
+        tile = b.get_output_tiles(spec.get_sizes(axes))[b.rank]
         for axis, span in zip(axes, tile, strict=True):
             places[axis] = (spec.shape[axis], span.start, span.stop)
     return places
@@ -163,11 +162,6 @@ def get_local_ranges(b: Builder, spec: TensorSpec, axes: Axes) -> list[tuple[int
 def get_local_shape(b: Builder, spec: TensorSpec, axes: Axes) -> tuple[int, ...]:
     """Return the shape of this rank's part of the current node's result."""
     return tuple(stop - start for _, start, stop in get_local_ranges(b, spec, axes))
-
-
-def get_sizes(spec: TensorSpec, axes: Axes) -> tuple[int, ...]:
-    """Return the sizes of a value along some of its axes."""
-    return tuple(spec.shape[axis] for axis in axes)
 
 
 def get_sharded_dims(b: Builder, ref: Ref) -> tuple[int, ...]:

@@ -24,7 +24,6 @@ from engines.spatial.local_rules import (
     apply_locally,
     check_deterministic,
     get_local_ranges,
-    get_sizes,
     is_pointwise,
     make_gather_error,
     make_unsupported_error,
@@ -122,7 +121,7 @@ def _lower_gathered(b: Builder, node: Node, refusal: NeedsGatherError | PlanErro
         }
     except NeedsGatherError:
         raise TraceError(str(refusal)) if isinstance(refusal, NeedsGatherError) else refusal from None
-    if not axes or not b.can_tile(get_sizes(node.spec, axes)):
+    if not axes or not b.can_tile(node.spec.get_sizes(axes)):
         _lower(b, replace(node, arguments=arguments))
         return
     whole = f"{node.name}.whole"

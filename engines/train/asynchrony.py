@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engines.errors import PlanError
+from engines.formatting import FactTable, describe_unknown, format_seconds
 from engines.plan import Plan
 
 __all__ = ["MODES", "Asynchrony", "RankLog", "ReplicaEvent", "ReplicaStep", "ReplicaStudy", "VersionTracker"]
@@ -44,7 +45,7 @@ class Asynchrony:
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
-            raise PlanError(f"mode={self.mode!r} is unknown. Choose one of {', '.join(MODES)}.")
+            raise PlanError(describe_unknown(f"mode={self.mode!r} is unknown", self.mode, MODES))
         for name in ("replicas", "steps", "average_every"):
             _check_count(name, getattr(self, name), 1)
         if self.max_staleness is not None:
@@ -202,8 +203,8 @@ class RankLog:
     weights: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class ReplicaStudy:
+@dataclass(frozen=True, repr=False)
+class ReplicaStudy(FactTable):
     """The record of one training with replicas; the same on every rank.
 
     `turns` are ordered by time. `staleness` holds, for each update of a server's weights, the number of other updates
@@ -218,6 +219,21 @@ class ReplicaStudy:
     staleness: tuple[int, ...]
     deeds: tuple[ReplicaEvent, ...]
     weights: tuple[Mapping[str, Any], ...]
+
+    @property
+    def caption(self) -> str:
+        return "Training with replicas"
+
+    @property
+    def facts(self) -> dict[str, object]:
+        last = {"last loss": f"{self.turns[-1].loss:.6g}"} if self.turns else {}
+        return {
+            "mode": self.asynchrony.mode,
+            "replicas": self.asynchrony.replicas,
+            "batches": f"{len(self.turns)} of {self.images_per_batch} images",
+            "time": format_seconds(self.seconds),
+            **last,
+        }
 
     @classmethod
     def of(cls, asynchrony: Asynchrony, images_per_batch: int, logs: Sequence[RankLog]) -> ReplicaStudy:

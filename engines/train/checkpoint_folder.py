@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from engines.errors import CheckpointError, DamagedError, UnreadableError, make_absolute
+from engines.formatting import format_bytes
 from engines.images.regular_file import NotRegularError
 
 __all__ = [
@@ -200,7 +201,7 @@ def get_free_bytes(folder: Path) -> int:
 def make_space_error(folder: Path, needed_bytes: int, free: int, reason: str = "") -> CheckpointError:
     """Return the error for a checkpoint that does not fit on the disk."""
     return CheckpointError(
-        f"{folder}: a checkpoint needs {needed_bytes:,} bytes, but there are {free:,} free"
+        f"{folder}: a checkpoint needs {format_bytes(needed_bytes)}, but there are {format_bytes(free)} free"
         f"{reason and f' ({reason})'}. The checkpoints that are there are as they were, and the training can go on. "
         "Free some space, keep fewer, or save elsewhere."
     )

@@ -240,8 +240,7 @@ def optimiser_state(
     folder the newest intact one is read, with a warning for each newer one that is damaged. Raises CheckpointError.
 
     >>> import tempfile, torch
-    >>> from engines.models import resnet20_v1
-    >>> from mpi4dl_nb import Cluster, Plan, Training, optimiser_state
+    >>> from mpi4dl_nb import Cluster, Plan, Training, optimiser_state, resnet20_v1
     >>> model, folder = resnet20_v1(), tempfile.mkdtemp()
     >>> with Cluster(2, backend="loopback") as cluster:
     ...     training = Training(model, Plan(split_size=2, spatial_size=0), cluster, (2, 3, 32, 32))
@@ -282,8 +281,7 @@ def scheduler_state(path: str | Path) -> dict[str, Any] | None:
     >>> import tempfile
     >>> from functools import partial
     >>> import torch
-    >>> from engines.models import resnet20_v1
-    >>> from mpi4dl_nb import Cluster, Plan, Training, scheduler_state
+    >>> from mpi4dl_nb import Cluster, Plan, Training, resnet20_v1, scheduler_state
     >>> halve, folder = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5), tempfile.mkdtemp()
     >>> with Cluster(2, backend="loopback") as cluster:
     ...     plan = Plan(split_size=2, spatial_size=0)

@@ -19,7 +19,12 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class StoppedError(Mpi4dlError):
-    """A training stopped on request by signal `number`; the message says where the training was saved."""
+    """A training stopped on request by signal `number`; the message says where the training was saved.
+
+    >>> from mpi4dl_nb import Mpi4dlError, StoppedError
+    >>> issubclass(StoppedError, Mpi4dlError), StoppedError("Stopped.", 2).number
+    (True, 2)
+    """
 
     def __init__(self, message: str, number: int) -> None:
         super().__init__(message)

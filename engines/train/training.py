@@ -23,7 +23,7 @@ from engines.comm.device import (
 )
 from engines.comm.world import World
 from engines.errors import LossError, PlanError, TraceError
-from engines.formatting import format_names
+from engines.formatting import FactTable, format_bytes, format_names
 from engines.graph.labels import LabelCounter, NonFiniteCause, find_causes
 from engines.graph.labels import format_causes as describe_causes
 from engines.graph.model_graph import ModelGraph, TensorSpec, to_user_name
@@ -66,8 +66,8 @@ __all__ = [
 sgd: Optimiser = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
 
 
-@dataclass(frozen=True)
-class Recipe:
+@dataclass(frozen=True, repr=False)
+class Recipe(FactTable):
     """Everything that a rank needs in order to train, as plain data: a model defined in a notebook cell needs no file.
 
     `state` maps the graph's names to the weights and buffers that the rank needs. `additions` holds the operators and
@@ -88,6 +88,16 @@ class Recipe:
     loss_scale: float = SCALE
     names: Mapping[str, StateNames] = field(default_factory=dict)
     parameters: Sequence[ParameterSpec] = ()
+
+    @property
+    def facts(self) -> dict[str, object]:
+        return {
+            "plan": self.plan.summary,
+            "images of a step": " × ".join(map(str, self.step_specs["images"].shape)),
+            "operators": len(self.graph.nodes),
+            "weights": len(self.graph.weights),
+            "device": self.device,
+        }
 
     def make_optimiser(self, weights: Mapping[str, Tensor]) -> torch.optim.Optimizer | None:
         """Return the optimiser of a rank's `weights` (by the graph's names).
@@ -231,8 +241,8 @@ def collect_state(model: nn.Module, loss: Loss | None, graph: ModelGraph) -> dic
     return {name: found[name] for name in (*graph.weights, *graph.buffers)}
 
 
-@dataclass(frozen=True, slots=True)
-class StepReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class StepReport(FactTable):
     """The report of one rank on one training step: the `losses` of its micro-batches, and the events of its timeline.
 
     `memory_bytes` is the memory in use at the end of the step: the tensors on a GPU, otherwise the whole process.
@@ -241,6 +251,14 @@ class StepReport:
     losses: Mapping[int, float]
     events: tuple[TimelineEvent, ...]
     memory_bytes: int = 0
+
+    @property
+    def facts(self) -> dict[str, object]:
+        return {
+            "losses by micro-batch": ", ".join(f"{loss:.4g}" for loss in self.losses.values()) or "none on this rank",
+            "events": len(self.events),
+            "memory": format_bytes(self.memory_bytes),
+        }
 
 
 @dataclass(frozen=True)

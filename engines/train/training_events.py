@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from engines.errors import PlanError
+from engines.formatting import FactTable, format_number, format_percent, format_seconds
 from engines.images.regular_file import read_bounded
 
 __all__ = [
@@ -42,6 +43,7 @@ class Counts:
 
     They count images, or pixels if `pixels` is set.
 
+    >>> from mpi4dl_nb import Counts
     >>> both = Counts((2, 1), (3, 2), (3, 2)) + Counts((1, 0), (1, 0), (1, 0))
     >>> both.right, round(both.accuracy, 3), both.dice
     ((3, 1), 0.667, 0.5)
@@ -116,11 +118,16 @@ def count_predictions(scores: Tensor, labels: Tensor) -> Counts:
 # The events of a training: results of each step and each epoch, skipped images and recoveries; and its summary.
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+@dataclass(frozen=True, slots=True, repr=False)
+class StepResult(FactTable):
     """The result of one step. `counts` are of its predictions, made before the weights changed.
 
     `seconds` is the time to compute the step, and `wait_s` the time the ranks waited for its images.
+
+    >>> from mpi4dl_nb import Counts, StepResult
+    >>> result = StepResult(epoch=0, step=3, images=8, seconds=2.0, loss=0.5, counts=Counts())
+    >>> result.images_per_s
+    4.0
     """
 
     epoch: int
@@ -130,6 +137,21 @@ class StepResult:
     loss: float
     counts: Counts
     wait_s: float = 0.0
+
+    @property
+    def caption(self) -> str:
+        return f"Step {self.step} of epoch {self.epoch}"
+
+    @property
+    def facts(self) -> dict[str, object]:
+        accuracy = {} if self.accuracy is None else {"accuracy": format_percent(self.accuracy)}
+        return {
+            "loss": f"{self.loss:.6g}",
+            **accuracy,
+            "images": f"{self.images}, {format_number(self.images_per_s)} a second",
+            "time": format_seconds(self.seconds),
+            "wait for images": format_seconds(self.wait_s),
+        }
 
     @property
     def images_per_s(self) -> float:
@@ -144,26 +166,40 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class SkippedImage:
-    """A bad image that all ranks leave out from now on: which one, and why."""
+    """A bad image that all ranks leave out from now on: which one, and why.
+
+    >>> from mpi4dl_nb import SkippedImage
+    >>> SkippedImage("a.png: it ends early").text
+    'a.png: it ends early'
+    """
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """A recovery: after a failure the training continues, with `steps` steps and `epochs` epochs done."""
+    """A recovery: after a failure the training continues, with `steps` steps and `epochs` epochs done.
+
+    >>> from mpi4dl_nb import Recovered
+    >>> Recovered("Rank 1 died; it was restarted.", steps=4, epochs=1).steps
+    4
+    """
 
     text: str
     steps: int
     epochs: int
 
 
-@dataclass(frozen=True, slots=True)
-class EpochResult:
+@dataclass(frozen=True, slots=True, repr=False)
+class EpochResult(FactTable):
     """The result of an epoch, or of the rest of one.
 
     `loss` is the mean over its images. `left_out` is the number of images known to be bad. `held_out` holds the scores
     on held-out images.
+
+    >>> from mpi4dl_nb import Counts, EpochResult, StepResult
+    >>> EpochResult.of([StepResult(0, 0, 8, 2.0, 0.5, Counts()), StepResult(0, 1, 8, 2.0, 0.25, Counts())]).loss
+    0.375
     """
 
     epoch: int
@@ -175,6 +211,24 @@ class EpochResult:
     counts: Counts
     left_out: int = 0
     held_out: Scores | None = None
+
+    @property
+    def caption(self) -> str:
+        return f"Epoch {self.epoch}"
+
+    @property
+    def facts(self) -> dict[str, object]:
+        skipped = {"epoch", "seconds", "images_per_s", "data_wait"}
+        numbers = {name: value for name, value in self.record.items() if value is not None and name not in skipped}
+        return {
+            **{
+                name.replace("_", " "): value if type(value) is int else f"{value:.6g}"
+                for name, value in numbers.items()
+            },
+            "time": format_seconds(self.seconds + self.wait_s),
+            "waiting for images": format_percent(self.data_wait),
+            "images a second": format_number(self.images_per_s),
+        }
 
     @classmethod
     def of(cls, steps: Sequence[StepResult], left_out: int = 0, held_out: Scores | None = None) -> EpochResult:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from engines.comm.world import World
 from engines.errors import Mpi4dlError, VerifyError
-from engines.formatting import format_names
+from engines.formatting import FactTable, format_names
 from engines.graph.exported_nodes import find_user_line
 from engines.graph.labels import find_class_count
 from engines.graph.model_graph import TensorSpec
@@ -29,6 +29,7 @@ from engines.train.training import Loss, RankTraining, Recipe
 
 __all__ = [
     "TIMES",
+    "VerifyResult",
     "check_reference",
     "compare_records",
     "make_batches",
@@ -95,6 +96,69 @@ def _describe_rounding(rounding: RoundingCheck, where: str) -> list[str]:
 def _describe_key(key: Key) -> str:
     what, step, name = key
     return f"the {what} {name}" + (f" in step {step}" if step else " after all steps")
+
+
+# The result of `verify`: numbers by name, and one sentence.
+
+
+_UNMOVED = "The optimiser does not move"
+
+
+class VerifyResult(FactTable, dict[str, Any]):
+    """The numbers of a comparison with one process, by name, as data of JSON; shown as one sentence.
+
+    `str` is that sentence with the reason and the numbers beneath; a notebook shows them as a table.
+
+    >>> errors = {"loss_rel": 0.0, "buffers_rel": 0.0, "params_rel": 3e-15}
+    >>> worst = {"worst_parameter": "layer1.conv2.weight", "worst_parameter_rel": 2e-13}
+    >>> VerifyResult(ok=True, ranks=5, dtype="float64", **errors, **worst)
+    Same as one process: worst relative difference 2e-13, in the gradient of layer1.conv2.weight
+    """
+
+    __slots__ = ()
+
+    @property
+    def sentence(self) -> str:
+        """Whether the ranks compute the same as one process, and where they differ most."""
+        errors = {
+            f"the gradient of {self['worst_parameter']}": self["worst_parameter_rel"],
+            "the losses": self["loss_rel"],
+            "the weights after all steps": self["params_rel"],
+            "the buffers after all steps": self["buffers_rel"],
+        }
+        where = max(errors, key=lambda name: errors[name])
+        if self["ok"]:
+            same = "Same as one process"
+        elif self.get("why", "").startswith(_UNMOVED):
+            same = "Same as one process, which does not learn everything either"
+        else:
+            same = "NOT the same as one process"
+        if self["dtype"] != "float64":
+            same += f", as far as {self['dtype']} is precise" if self["ok"] else f" in {self['dtype']}"
+        if math.isinf(errors[where]):
+            return f"{same}: {where} cannot be compared"
+        if not errors[where]:
+            return f"{same}: every bit"
+        return f"{same}: worst relative difference {errors[where]:.0e}, in {where}"
+
+    @property
+    def caption(self) -> str:
+        return self.sentence
+
+    @property
+    def facts(self) -> dict[str, object]:
+        def format_value(value: object) -> object:
+            if isinstance(value, Mapping):
+                return ", ".join(f"{name} {format_value(each)}" for name, each in value.items())
+            return f"{value:.1e}" if type(value) is float else value
+
+        return {name: value if name == "seconds" else format_value(value) for name, value in self.items()}
+
+    def __repr__(self) -> str:
+        return self.sentence
+
+    def __str__(self) -> str:
+        return "\n".join(filter(None, (self.sentence, self.get("why", ""), dict.__repr__(self))))
 
 
 # Texts of `verify` where one process itself fails: what, where in the user's code, and what to do.
@@ -189,7 +253,7 @@ def with_small_loss_scale(recipe: Recipe) -> Recipe:
     return replace(recipe, loss_scale=2.0**8)
 
 
-def verify(world: World, recipe: Recipe, model: nn.Module, loss: Loss, seed: int) -> dict[str, object]:
+def verify(world: World, recipe: Recipe, model: nn.Module, loss: Loss, seed: int) -> VerifyResult:
     """Compare three optimiser steps on random images between ranks and one process; the same result on every rank."""
     start_s, recipe = time.perf_counter(), with_small_loss_scale(recipe)
     whole = make_batches(recipe, seed)
@@ -226,7 +290,7 @@ def compare_records(
     loss: Loss,
     whole: Sequence[Mapping[str, Tensor]],
     records: Sequence[TrainingRecord],
-) -> dict[str, object]:
+) -> VerifyResult:
     """Compare the ranks' records of the batches `whole` with one process in float64; return a line of JSON data.
 
     `ok` in float64: every loss, gradient, weight and buffer is, by itself, within TOLERANCE of its own size, or as near
@@ -278,8 +342,8 @@ def compare_records(
     if still := rounding.find_unmoved():
         line["ok"] = False
         why.append(
-            f"The optimiser does not move {format_names(still)}, on ranks and in one process, although the gradient is "
+            f"{_UNMOVED} {format_names(still)}, on ranks and in one process, although the gradient is "
             "not zero and the learning rate not 0: nothing is learned there. Look at the function that makes the "
             "optimiser."
         )
-    return {**line, "why": " ".join(why)} if why else line
+    return VerifyResult(line, why=" ".join(why)) if why else VerifyResult(line)

@@ -15,7 +15,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 from torch import nn
 
 from engines.errors import PlanError
-from engines.formatting import format_bytes, format_number, format_percent
+from engines.formatting import format_bytes, format_number, format_percent, format_seconds
 from engines.plan import Plan
 from engines.program.compile import compile_plan
 from engines.program.program import Traffic, count_traffic
@@ -43,8 +43,7 @@ def show_traffic(model: nn.Module, plans: Mapping[str, Plan], image_shape: Seque
     `plans` are keyed by their names in the figure; `image_shape` is (N, C, H, W).
     Raises PlanError, TraceError or ImageError, as `Training` does.
 
-    >>> from engines.models import resnet20_v1
-    >>> from mpi4dl_nb import Plan, show_traffic
+    >>> from mpi4dl_nb import Plan, resnet20_v1, show_traffic
     >>> plans = {"before each layer": Plan(split_size=1), "fused": Plan(split_size=1, halo_d2=True)}
     >>> figure = show_traffic(resnet20_v1(), plans, (2, 3, 64, 64))
     """
@@ -160,8 +159,8 @@ def show_asynchrony(studies: ReplicaStudy | Sequence[ReplicaStudy]) -> Drawing:
         late = ", ".join(f"{staleness} ({count})" for staleness, count in study.histogram.items())
         figure.alt += (
             f" {_format_name(study).capitalize()}: loss {study.turns[0].loss:.3g} at first, {study.final_loss:.3g} at "
-            f"last, after {study.seconds:.3g} s and {len(study.turns) * study.images_per_batch} images "
-            f"({study.images_per_s:.3g} images/s); staleness (how often): {late or 'none'}."
+            f"last, after {format_seconds(study.seconds)} and {len(study.turns) * study.images_per_batch} images "
+            f"({format_number(study.images_per_s)} images/s); staleness (how often): {late or 'none'}."
         )
     return figure
 

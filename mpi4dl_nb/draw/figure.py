@@ -53,7 +53,15 @@ Box = tuple[float, float, float, float]
 
 
 class Drawing(Figure):
-    """A figure that pyplot does not manage, so it need not be closed. A notebook shows it once, with alt text."""
+    """A figure that pyplot does not manage, so it need not be closed. A notebook shows it once, with alt text.
+
+    >>> from mpi4dl_nb import Drawing
+    >>> figure = Drawing(figsize=(4, 2))
+    >>> figure.alt = "A line that rises."
+    >>> line = figure.subplots().plot([1, 2, 3])
+    >>> "A line that rises." in figure._repr_html_()
+    True
+    """
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)

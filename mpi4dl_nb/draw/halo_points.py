@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from engines.errors import ImageError, PlanError
-from engines.formatting import format_bytes
+from engines.formatting import FactTable, describe_unknown, format_bytes
 from engines.graph.model_graph import ModelGraph, Node, TensorSpec
 from engines.images.picture import Picture
 from engines.plan import Plan
@@ -37,8 +37,8 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class HaloPoint:
+@dataclass(frozen=True, repr=False)
+class HaloPoint(FactTable):
     """The pixels that the operators `readers` of a stage read beyond each rank's own tile, and their sources.
 
     `exchanges` holds the instruction of each rank that sends or receives. With fused halos, `computed` holds instead
@@ -53,6 +53,21 @@ class HaloPoint:
     axes: tuple[int, int] = (-2, -1)
     exchanges: Mapping[int, Exchange] = field(default_factory=dict)
     computed: Mapping[int, Tile] = field(default_factory=dict)
+
+    @property
+    def caption(self) -> str:
+        return "Halo exchange"
+
+    @property
+    def facts(self) -> dict[str, object]:
+        rows, cols = self.size_px
+        moves = [move for rank in self.ranks.ranks for move in self.get_receives(rank)]
+        return {
+            "layer": self.name,
+            "stage": f"{self.stage}, in {self.ranks.grid} tiles",
+            "value": f"{rows} × {cols} px",
+            "halos": f"{len(moves)} messages, {format_bytes(self.count_bytes(moves))}",
+        }
 
     @property
     def name(self) -> str:
@@ -91,12 +106,22 @@ class HaloPoint:
         """The tile that each rank of the stage owns."""
         return dict(zip(self.ranks.ranks, self.ranks.grid.cut(*self.size_px), strict=True))
 
+    def _check_rank(self, rank: int) -> None:
+        if rank not in self.numbers:
+            ranks = ", ".join(map(str, self.numbers))
+            raise PlanError(f"rank={rank} is none of the ranks of stage {self.stage}. Use one of {ranks}.")
+
     def get_receives(self, rank: int) -> tuple[Move, ...]:
-        """Return the moves that a rank receives."""
+        """Return the moves that a rank receives. Raises PlanError if the rank is none of the stage."""
+        self._check_rank(rank)
         return self.exchanges[rank].receives if rank in self.exchanges else ()
 
     def get_window(self, rank: int) -> Tile:
-        """Return the window of a rank: its own pixels, and those of other ranks that it borrows or computes itself."""
+        """Return the window of a rank: its own pixels, and those of other ranks that it borrows or computes itself.
+
+        Raises PlanError if the rank is none of the stage.
+        """
+        self._check_rank(rank)
         # A rank that only sends takes part in an exchange, but has no window: it reads its own tile.
         borrows = rank in self.exchanges and self.exchanges[rank].window
         return borrows or self.computed.get(rank) or self.tiles[rank]
@@ -127,8 +152,11 @@ class HaloPoint:
         return end.join((f"from rank {move.source}:", size, format_bytes(self.count_bytes([move]))))
 
     def compute_widths(self, rank: int) -> dict[str, int]:
-        """Return a tile's halo widths in pixels, without the fill: `above`, `below`, `left` and `right`."""
-        own, reads = self.tiles[rank], self.get_window(rank)
+        """Return a tile's halo widths in pixels, without the fill: `above`, `below`, `left` and `right`.
+
+        Raises PlanError if the rank is none of the stage.
+        """
+        reads, own = self.get_window(rank), self.tiles[rank]
         above, below = compute_halo_widths(own.rows, reads.rows, self.size_px[0])
         left, right = compute_halo_widths(own.cols, reads.cols, self.size_px[1])
         return {"above": above, "below": below, "left": left, "right": right}
@@ -157,7 +185,14 @@ def resolve_graph(model: nn.Module | Recipe | ModelGraph, picture: Picture, plan
 
 
 def find_halo_points(graph: ModelGraph, plan: Plan) -> tuple[HaloPoint, ...]:
-    """Return every halo exchange of one forward pass, in order."""
+    """Return every halo exchange of one forward pass, in order.
+
+    >>> from mpi4dl_nb import Plan, Sizes, find_halo_points, resnet20_v1
+    >>> plan = Plan(split_size=1, slice_method="1x2")
+    >>> points = find_halo_points(Sizes(resnet20_v1()).graph(plan, (1, 3, 32, 32)), plan)
+    >>> points[0].size_px, points[0].compute_widths(rank=0)
+    ((32, 32), {'above': 0, 'below': 0, 'left': 0, 'right': 1})
+    """
     return tuple(_find_exchange_points(_make_compiler(graph, plan)))
 
 
@@ -214,11 +249,11 @@ def find_point(points: Sequence[HaloPoint], layer: str | int | None) -> HaloPoin
     for point in points:
         if any(layer == node.name or f"{node.module}.".startswith(f"{layer}.") for node in point.readers):
             return point
-    some = ", ".join(dict.fromkeys(point.name for point in points[:6]))
-    raise PlanError(
-        f"layer={layer!r} borrows no halo: it is not in a spatial stage, or its outputs read their own pixel "
-        f"only. {len(points)} layers do; the first are {some}."
+    problem = (
+        f"layer={layer!r} borrows no halo: it does not exist, is not in a spatial stage, or its outputs read their own "
+        "pixel only"
     )
+    raise PlanError(describe_unknown(problem, layer, [point.name for point in points]))
 
 
 def _find_fused_points(compiler: Compiler) -> Iterator[HaloPoint]:

@@ -68,8 +68,7 @@ def show_memory(
     keeps for each weight: momentum 1, Adam 2.
     Nothing is run. Raises PlanError, TraceError or ImageError.
 
-    >>> from engines.models import resnet20_v1
-    >>> from mpi4dl_nb import Plan, show_memory
+    >>> from mpi4dl_nb import Plan, resnet20_v1, show_memory
     >>> figure = show_memory(Plan(split_size=2, num_spatial_parts=4), resnet20_v1(), (2, 3, 64, 64), machine="Summit")
     """
     model = trace_model("show_memory", model, plan, image_shape, loss)

@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from engines.formatting import format_bytes
+from engines.formatting import format_bytes, format_number
 from engines.plan import Plan
 from engines.program.timeline import Timeline, TimeShares
 from engines.spatial.layout import Layout
@@ -47,6 +47,15 @@ def show_progress(progress: Progress) -> Drawing:
     """Plot loss and images per second by step, and below them the time and memory of each rank.
 
     The time of the ranks is that of the last step.
+
+    >>> import torch
+    >>> from mpi4dl_nb import Cluster, Monitor, Plan, Training, resnet20_v1, show_progress
+    >>> batch, monitor = (torch.randn(2, 3, 32, 32), torch.tensor([3, 7])), Monitor()
+    >>> with Cluster(2, backend="loopback") as cluster:
+    ...     training = Training(resnet20_v1(), Plan(split_size=2, spatial_size=0), cluster, (2, 3, 32, 32))
+    ...     history = training.fit([batch], epochs=2, progress=False, monitor=monitor)
+    >>> "rank 1" in show_progress(monitor.progress).alt
+    True
     """
     names, used, held = format_rank_names(progress.plan), compute_uses(progress), get_memory_bytes(progress)
     tall = [CURVES_IN, max(2, len(names)) * ROW_IN + 0.3]
@@ -191,7 +200,7 @@ def format_progress_html(progress: Progress) -> str:
         descriptions = [
             f"epoch {last.epoch}, {descriptions[0]}",
             f"loss {last.loss:.5g}",
-            f"{progress.speeds[-1]:.2f} images/s",
+            f"{format_number(progress.speeds[-1])} images/s",
         ]
         descriptions += [f"accuracy {last.accuracy:.3f}"] if last.accuracy is not None else []
         descriptions += [f"waiting for images {wait:.0%}", f"{format_duration(progress.seconds)} so far"]

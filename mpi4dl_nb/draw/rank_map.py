@@ -140,8 +140,7 @@ def show_ranks(
     rank is predicted too. The other numbers are counted from the ranks' programs.
     Raises PlanError, TraceError or ImageError.
 
-    >>> from engines.models import resnet20_v1
-    >>> from mpi4dl_nb import Plan, show_ranks
+    >>> from mpi4dl_nb import Plan, resnet20_v1, show_ranks
     >>> figure = show_ranks(Plan(split_size=2, num_spatial_parts=4), resnet20_v1(), (2, 3, 64, 64))
     """
     if model is None:

@@ -48,8 +48,7 @@ def show_scaling(studies: Scaling | Mapping[str, Scaling]) -> Drawing:
 
     `studies` is one study, or up to four by their names in the figure. Raises PlanError for no study or more than four.
 
-    >>> from engines.models import resnet20_v1
-    >>> from mpi4dl_nb import Plan, scaling, show_scaling
+    >>> from mpi4dl_nb import Plan, resnet20_v1, scaling, show_scaling
     >>> weak = scaling(resnet20_v1(), "Summit", Plan(split_size=1, slice_method="1x2"), (2, 3, 64, 64), "weak", (2, 64))
     >>> figure = show_scaling({"weak": weak})
     """
@@ -117,8 +116,7 @@ def _draw_speeds(axes: Axes, named: Mapping[str, Scaling], grows: bool) -> None:
 def show_limits(limits: Sequence[Limit], machine: str = "") -> Drawing:
     """Draw the largest square image that fits under each plan, as bars. Raises PlanError if `limits` is empty.
 
-    >>> from engines.models import resnet20_v1
-    >>> from mpi4dl_nb import Plan, largest_image, show_limits
+    >>> from mpi4dl_nb import Plan, largest_image, resnet20_v1, show_limits
     >>> plan = Plan(split_size=1, slice_method="2x2")
     >>> figure = show_limits([largest_image(resnet20_v1(), plan, "Summit", most_px=256)], "Summit")
     """
@@ -172,8 +170,7 @@ def show_capabilities(found: Capabilities) -> Drawing:
 
     If no plan of a kind fits, the cell gives the memory that the smallest one needs. Below are the fastest plans.
 
-    >>> from engines.models import resnet20_v1
-    >>> from mpi4dl_nb import capabilities, show_capabilities
+    >>> from mpi4dl_nb import capabilities, resnet20_v1, show_capabilities
     >>> figure = show_capabilities(capabilities(resnet20_v1(), "Summit", ranks=2, sizes_px=(64,), batch=2))
     """
     sizes, kinds = list(found.by_size), found.kinds

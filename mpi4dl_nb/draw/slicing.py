@@ -50,6 +50,7 @@ from mpi4dl_nb.draw.tilemap import (
     label_owners,
     label_tiles,
     mark_zoom,
+    tint_halo,
 )
 
 __all__ = ["LayerView", "describe_tile", "draw_slicing", "format_title", "make_layer_view", "show_slicing"]
@@ -384,9 +385,9 @@ def _draw_legend(figure: Drawing, point: HaloPoint, rank: int, with_field: bool)
         ("what it computes though others own it", point.find_redundant_moves(rank), COMPUTED),
     ):
         if pieces:
-            entries[name] = tuple(Patch(edgecolor=tint, **look) for tint, _ in LOOKS)
+            entries[name] = tuple(Patch(**tint_halo(tint, look)) for tint, _ in LOOKS)
     if len(figure.axes) > 1 and len(entries) > 1:
-        entries["whitened: not needed by this tile"] = Patch(facecolor="white", edgecolor="#bbbbbb")
+        entries["grey: not needed by this tile"] = Patch(facecolor="#9a9da1", edgecolor="#777777")
     # Whether the halos of others are wide enough to be drawn depends on the screen: the figure itself tells.
     if any(patch.get_hatch() == OTHER_HALO["hatch"] for patch in figure.axes[0].patches):
         entries["halos of the other tiles"] = Patch(**OTHER_HALO | {"linewidth": 0.5})

@@ -19,7 +19,7 @@ from engines.program.schedule import Schedule
 from engines.program.steps import StepLabel
 from engines.spatial.tiles import Span, Tile
 from mpi4dl_nb.draw.figure import INK, MANY, ORANGE, Drawing, format_ranks, format_size
-from mpi4dl_nb.draw.tilemap import HALO
+from mpi4dl_nb.draw.tilemap import NOT_OWN
 from mpi4dl_nb.draw.timeline import draw_slots, label_slots
 from mpi4dl_nb.training.step_events import PanelGroup, RankEvent, RankPanel, StepEvent, StepView
 
@@ -298,7 +298,7 @@ def _draw_panel(axes: Axes, group: PanelGroup, panel: RankPanel) -> object:
             Tile(inner, Span(own.cols.stop, cols.stop)),
         )
         for part in filter(None, outside):
-            axes.add_patch(Rectangle((part.cols.start, part.rows.start), *part.shape[::-1], **HALO))
+            axes.add_patch(Rectangle((part.cols.start, part.rows.start), *part.shape[::-1], **NOT_OWN))
     axes.set_title(f"rank {panel.rank}", fontsize=9, pad=3, color=INK)
     axes.set(xticks=[cols.start, cols.stop], yticks=[rows.start, rows.stop])
     axes.tick_params(labelsize=7.5, length=2, pad=1)

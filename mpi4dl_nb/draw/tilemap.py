@@ -1,4 +1,4 @@
-"""The picture with outlined tiles, hatched halos, arrows from the sources of a halo to its tile, and single pixels.
+"""The picture with outlined tiles, tinted halos, arrows from the sources of a halo to its tile, and single pixels.
 
 Axes are in pixels of the layer that is shown. The picture is scaled to them, not the numbers.
 """
@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgba
 from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 from matplotlib.ticker import MaxNLocator
@@ -21,7 +22,7 @@ from engines.images.picture import Pixels
 from engines.program.receptive import ReceptiveField
 from engines.spatial.layout import StageRanks
 from engines.spatial.tiles import Move, Span, Tile
-from mpi4dl_nb.draw.figure import BLUE, CASING, INK, ORANGE, format_size
+from mpi4dl_nb.draw.figure import CASING, INK, TILE_COLOURS, format_size
 from mpi4dl_nb.draw.halo_points import HaloPoint
 from mpi4dl_nb.draw.navigation import RasterCache
 
@@ -30,7 +31,9 @@ __all__ = [
     "FIELD",
     "HALO",
     "LOOKS",
+    "NOT_OWN",
     "OTHER_HALO",
+    "TINT",
     "draw_field",
     "draw_halo_arrows",
     "draw_halos",
@@ -41,6 +44,7 @@ __all__ = [
     "label_owners",
     "label_tiles",
     "mark_zoom",
+    "tint_halo",
 ]
 
 # Texts on a picture: legible on any colour, inside the tile that they describe, and without overlap.
@@ -91,9 +95,13 @@ def get_screen_box(axes: Axes, tile: Tile) -> Bbox:
 
 # Levels (zorder): 0 the picture, 3 halos of other tiles, 4 outlines of tiles, 5 the chosen tile's halo, 6 its outline,
 # 7 values of pixels, 8 the receptive field, 9 arrows and frames, 10 texts.
-LOOKS = ((ORANGE, "solid"), (BLUE, (0, (5, 2))))  # of tiles, alternating
-HALO = {"facecolor": (1, 1, 1, 0.45), "hatch": "/////", "linewidth": 1.2, "hatch_linewidth": 1.4, "zorder": 5}
-COMPUTED = HALO | {"hatch": "xxxx"}
+LOOKS = tuple(zip(TILE_COLOURS, ("solid", (0, (5, 2)), (0, (5, 2)), "solid"), strict=True))
+"""Colour and line of tiles: those of an even row alternate between the first two, of an odd row between the others."""
+TINT = 0.4  # opacity of the owner's colour over what is borrowed, whose own colours are seen through it
+HALO = {"linewidth": 1.4, "zorder": 5}
+COMPUTED = HALO | {"hatch": "xx", "hatch_linewidth": 0.8}
+NOT_OWN = {"facecolor": (1, 1, 1, 0.45), "hatch": "/////", "linewidth": 1.2, "hatch_linewidth": 1.4, "zorder": 5}
+"""Of what a rank holds of a value beyond its own pixels, where colours are values."""
 OTHER_HALO = {"facecolor": "none", "edgecolor": INK, "hatch": "...", "linewidth": 0.0, "zorder": 3}
 TAGS = (("tile {tile}, rank {rank}", 9), ("tile {tile}\nrank {rank}", 8), ("r{rank}", 7), ("{rank}", 5))
 
@@ -116,8 +124,8 @@ def _show_pixels(axes: Axes, pixels: Pixels, tile: Tile) -> None:
 
 def draw_tiles(axes: Axes, ranks: StageRanks, tiles: Mapping[int, Tile], gap: float, chosen: int | None = None) -> None:
     """Draw an outline `gap` px inside each tile. Neighbours differ in colour and in line style."""
-    for number, (rank, tile) in enumerate(tiles.items()):
-        colour, line = LOOKS[sum(divmod(number, ranks.grid.cols)) % 2]
+    for rank, tile in tiles.items():
+        colour, line = get_tile_look(ranks, rank)
         width, level = (3.5, 6) if rank == chosen else (2.0, 4)
         # Inside the tile, or the outlines of two neighbours would cover each other.
         corner = tile.cols.start + gap, tile.rows.start + gap
@@ -151,19 +159,21 @@ def label_tiles(
 
 
 def draw_halos(axes: Axes, ranks: StageRanks, pieces: Iterable[Move], look: Mapping[str, Any] = HALO) -> None:
-    """Hatch halo pieces on white, in the colour of the tile that owns them."""
+    """Tint halo pieces in the colour of the tile that owns them; their pixels are seen through the tint."""
     for move in pieces:
         corner, (height, width) = (move.tile.cols.start, move.tile.rows.start), move.tile.shape
-        if look is not OTHER_HALO:  # as with outlines, the hatch has a white casing; the dots of others do without
-            casing = look | {"edgecolor": "white", "linewidth": 4, "hatch_linewidth": 3.5}
-            axes.add_patch(Rectangle(corner, width, height, **casing))
-        axes.add_patch(Rectangle(corner, width, height, **{"edgecolor": get_tile_colour(ranks, move.source)} | look))
+        axes.add_patch(Rectangle(corner, width, height, **tint_halo(get_tile_look(ranks, move.source)[0], look)))
 
 
-def get_tile_colour(ranks: StageRanks, rank: int) -> str:
-    """Return the colour of a rank's tile. Neighbours differ."""
+def tint_halo(colour: str, look: Mapping[str, Any] = HALO) -> dict[str, Any]:
+    """Return a patch's style for a halo that the tile with this colour owns."""
+    return {"facecolor": to_rgba(colour, TINT), "edgecolor": colour} | look
+
+
+def get_tile_look(ranks: StageRanks, rank: int) -> tuple[str, Any]:
+    """Return colour and line of a rank's tile. Neighbours differ in colour, corners included."""
     row, col = divmod(ranks.ranks.index(rank), ranks.grid.cols)
-    return LOOKS[(row + col) % 2][0]
+    return LOOKS[2 * (row % 2) + col % 2]
 
 
 def draw_halo_arrows(axes: Axes, point: HaloPoint, rank: int, avoid: Sequence[Bbox] = ()) -> TileLabels:
@@ -207,7 +217,7 @@ def compute_middle(tile: Tile) -> tuple[float, float]:
 
 SMALLEST_FRAME_PT, LARGE_FRAME_PT = 13, 36
 GRID_UP_TO_PX = 60  # grid lines between more pixels would hide them
-VEIL = 165  # of 255: opacity of the white over pixels that are not needed
+GREY, VEIL = 122, 165  # the grey over pixels that are not needed, and its opacity, of 255
 SMALLEST_FONT_PX, LARGEST_FONT_PX = 7, 17
 DARK = 3 * 120  # sum of red, green and blue; dark text is hard to read on less
 PAPER = {"boxstyle": "round,pad=0.25", "facecolor": "white", "edgecolor": "none", "alpha": 0.92}
@@ -229,7 +239,7 @@ def mark_zoom(axes: Axes, view: Tile) -> list[Bbox]:
 def draw_zoom(axes: Axes, rasters: RasterCache, point: HaloPoint, rank: int, view: Tile, values: bool = False) -> None:
     """Draw each layer pixel as a cell in the picture's mean colour there; with `values`, write that into the cell."""
     pixels = rasters.render_region(point.size_px, view)
-    # Pixels that the rank neither owns nor borrows nor computes are whitened.
+    # Pixels that the rank neither owns nor borrows nor computes are greyed.
     veil = np.full(pixels.shape[:2], True)
     # A large view is rendered with fewer pixels than the layer has there.
     down, across = (there / here for there, here in zip(pixels.shape, view.shape, strict=False))
@@ -237,7 +247,7 @@ def draw_zoom(axes: Axes, rasters: RasterCache, point: HaloPoint, rank: int, vie
         part = (tile & view).to_slices(view)
         y, x = (slice(round(s.start * by), round(s.stop * by)) for s, by in zip(part, (down, across), strict=True))
         veil[y, x] = False
-    pale = (pixels.astype(np.uint16) * (255 - VEIL) + 255 * VEIL) // 255
+    pale = (pixels.astype(np.uint16) * (255 - VEIL) + GREY * VEIL) // 255
     ground = np.where(veil[..., None], pale, pixels).astype(np.uint8)
     _show_pixels(axes, ground, view)
     in_cells, (rows, cols) = max(view.shape) <= GRID_UP_TO_PX, (view.rows, view.cols)

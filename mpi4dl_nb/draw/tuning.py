@@ -101,6 +101,13 @@ def show_tuning(
 
     The dotted line joins those that no other candidate beats in both; `rank_bytes` is what a rank may hold, and
     `too_large` are forecasts beyond it. `neutral_batch` as in `tune`. Raises PlanError if there is no candidate.
+
+    >>> from mpi4dl_nb import Candidate, Plan, forecast, resnet20_v1, show_tuning
+    >>> plans = [Plan(split_size=2, spatial_size=0), Plan(split_size=1, slice_method="1x2")]
+    >>> foreseen = [forecast(resnet20_v1(), plan, (2, 3, 64, 64), "Summit") for plan in plans]
+    >>> figure = show_tuning([Candidate(each) for each in foreseen])
+    >>> figure.alt.count("images/s") > 1
+    True
     """
     if not candidates:
         raise PlanError("There is no candidate to show: predict some plans first.")

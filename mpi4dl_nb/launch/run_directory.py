@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 
 from engines.errors import RankError
+from engines.formatting import format_bytes
 from mpi4dl_nb.launch import host_agent
 from mpi4dl_nb.launch.reaper_process import MARK, end_cluster, get_start_time, remove_paths
 
@@ -59,7 +60,7 @@ class RunDirectory:
                 remove_paths([home])
             raise RankError(
                 f"There is no place for the files of the cluster: {error.strerror or error} "
-                f"({home or tempfile.gettempdir()}; {_FILES_BYTES >> 20} MiB are needed). "
+                f"({home or tempfile.gettempdir()}; {format_bytes(_FILES_BYTES)} are needed). "
                 "Make room there, or set TMPDIR to a folder that can be written, before Python starts."
             ) from None
         return cls(home, Path(host_agent.make_memory_folder(str(home), n)))

@@ -55,7 +55,6 @@ class SlicerView {
     this.readFacts();
     const { rows, columns, name } = this.facts.picture;
     this.scene = new Scene(this.stage, [columns, rows], `${name} in tiles; ${this.facts.help}`, this);
-    this.scene.background = getComputedStyle(this.root).getPropertyValue("--panel").trim() || "#f3f4f6";
     this.observers = [
       ["change:facts change:numbers", () => this.readFacts()],
       ["change:layer change:tile change:reading change:fields", () => this.refresh()],

@@ -11,11 +11,12 @@ const INK = "#14171a";
 const GRID_PX = 8; // a layer's pixel on the screen, from which on its edges are drawn
 const VALUE_PX = 46; // likewise for the values of the picture's pixels
 const FONT = "system-ui, sans-serif";
+const SCALE_ROOM = [230, 68]; // px of the lower left corner, which the scale bar takes
 
 /** Paint the pixels of the picture that are here, the finest first wanted; return the tiles that the view wants. */
 export function paintPicture(context, scene, picture, cache, preview) {
   const { transform, view, ratio, size } = scene;
-  context.fillStyle = scene.background;
+  context.fillStyle = getComputedStyle(scene.canvas.parentElement).backgroundColor;
   context.fillRect(0, 0, ...view);
   context.imageSmoothingEnabled = transform.scale < 1;
   if (preview) context.drawImage(preview, transform.x, transform.y, size[0] * transform.scale, size[1] * transform.scale);
@@ -156,7 +157,8 @@ function paintLabel(context, view, [top, bottom, left, right], name, number, own
   const width = context.measureText(text).width + 8;
   if (high - low < 34 || end - start < width + 14) return;
   const x = left > own[2] + 1 ? end - 8 - width : start + 8;
-  const y = top > own[0] + 1 ? high - 26 : low + 8;
+  const corner = top > own[0] + 1 ? high - 26 : low + 8;
+  const y = x < SCALE_ROOM[0] ? Math.min(corner, view[1] - SCALE_ROOM[1]) : corner;
   context.fillStyle = "rgb(255 255 255 / 88%)";
   context.fillRect(x, y, width, 18);
   context.fillStyle = INK;

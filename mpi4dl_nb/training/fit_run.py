@@ -16,6 +16,7 @@ from typing import Protocol
 from tqdm.auto import tqdm
 
 from engines.errors import RankError, make_absolute
+from engines.formatting import FactTable, format_number
 from engines.train.checkpoint_files import check_writable
 from engines.train.checkpoint_save import CheckpointManager
 from engines.train.interrupts import SIGNALS, Interrupts, StoppedError
@@ -30,8 +31,8 @@ __all__ = ["CheckpointOptions", "FitCallback", "History", "fit"]
 _LAST_S = 0.4  # time that the current step may still take after an interrupt
 
 
-@dataclass(frozen=True)
-class History:
+@dataclass(frozen=True, repr=False)
+class History(FactTable):
     """Result of `fit`: the loss of each step, images per second over all steps, and the results of each epoch.
 
     `left_out` names each skipped bad image, with the reason. `stopped` is true if a monitor's button ended the training
@@ -44,6 +45,18 @@ class History:
     left_out: tuple[str, ...] = ()
     stopped: bool = False
     saved: Path | None = None
+
+    @property
+    def facts(self) -> dict[str, object]:
+        losses = {"loss": f"{self.losses[0]:.4g} to {self.losses[-1]:.4g}"} if self.losses else {}
+        return {
+            "steps": f"{len(self.losses)} in {len(self.epochs)} whole epochs",
+            **losses,
+            "images a second": format_number(self.images_per_s),
+            **({"bad images left out": len(self.left_out)} if self.left_out else {}),
+            **({"ended": "by the monitor's button"} if self.stopped else {}),
+            **({"last checkpoint": self.saved} if self.saved else {}),
+        }
 
 
 class FitCallback(Protocol):

@@ -16,6 +16,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from engines.errors import ImageError, Mpi4dlError, PlanError, RankError, make_absolute
+from engines.formatting import format_bytes
 from engines.graph.model_graph import is_batch_dependent
 from engines.images.dataset import LabelledImages
 from engines.images.picture import Source, open_image
@@ -141,7 +142,7 @@ def predict_picture(
         size = math.prod(spec.shape[2:]) * get_output_channels(kind, channels) * dtype.itemsize
         if size > ARRAY_BYTES:
             raise PlanError(
-                f"The prediction of {asked.picture_px[0]} x {asked.picture_px[1]} px takes {size / 1e9:.1f} GB. "
+                f"The prediction of {asked.picture_px[0]} x {asked.picture_px[1]} px takes {format_bytes(size)}. "
                 "Write it to a file (to='prediction.tif'), or predict a region or a coarser level."
             )
     # One call per round rather than one for the whole picture: the bar advances, and the stop button takes effect

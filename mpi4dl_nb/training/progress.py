@@ -11,6 +11,7 @@ from threading import Lock
 from tqdm.auto import tqdm
 
 from engines.comm.device import count_cores
+from engines.formatting import format_number
 from engines.plan import Plan
 from engines.train.training import StepReport
 from engines.train.training_events import EpochResult, Recovered, SkippedImage, StepResult, TrainingEvent
@@ -150,7 +151,7 @@ class ProgressBar:
             case StepResult():
                 self.images += event.images
                 rate = self.images / (time.perf_counter() - self.start_s)
-                self.bar.set_postfix_str(f"loss {event.loss:.4f}, {rate:.2f} images/s")
+                self.bar.set_postfix_str(f"loss {event.loss:.4f}, {format_number(rate)} images/s")
                 self.bar.update()
             case Recovered():
                 tqdm.write(event.text)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from engines.errors import DamagedError, PlanError, RankError
+from engines.formatting import format_seconds
 from engines.plan import OPTIONS, Plan
 from engines.predict.search import generate_plans, search
 from engines.train.optimiser_trial import count_states
@@ -84,7 +85,7 @@ class FailureRecovery:
         lost = now.steps - self.mark.steps
         again = f"{lost} step{'s' * (lost != 1)} done again" if lost else "no step is lost"
         why = str(error).removesuffix(HELP).rstrip()
-        text = f"Healed in {time.perf_counter() - start_s:.1f} s, {again}. What went wrong: {why}"
+        text = f"Healed in {format_seconds(time.perf_counter() - start_s, 2)}, {again}. What went wrong: {why}"
         return Recovered(" ".join([text, *self._passed_over]), self.mark.steps, self.mark.epochs)
 
     def _check_repeated(self, error: RankError) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from engines.errors import PlanError, RankError
+from engines.formatting import FactTable, describe_unknown
 from engines.program.compile import Compiler
 from engines.program.schedule import Schedule
 from engines.program.shards import ShardIndex
@@ -36,7 +37,14 @@ from mpi4dl_nb.training.training_handle import TrainingHandle
 __all__ = ["StepDebugger"]
 
 
-class StepDebugger:
+def _check_name(option: str, asked: str | None, names: Iterable[str]) -> None:
+    """Raise PlanError if `asked` is none of the names, nor a module that contains one."""
+    known = list(dict.fromkeys(names))
+    if asked is not None and not any(f"{name}.".startswith(f"{asked}.") for name in known):
+        raise PlanError(describe_unknown(f"{option}={asked!r} does not exist", asked, known))
+
+
+class StepDebugger(FactTable):
     """Debugger that executes one training step on a batch piece by piece.
 
     The debugger is also an iterator of events, one per instruction of every rank. The training does not change before
@@ -105,7 +113,7 @@ class StepDebugger:
     def go(self, unit: str, rank: int | str | None = None) -> StepEvent:
         """Execute one unit: `instruction`, `layer`, `micro-batch` or `phase`. Raises PlanError at the step's end."""
         if unit not in UNITS:
-            raise PlanError(f"unit={unit!r} is unknown. Choose one of {', '.join(UNITS)}.")
+            raise PlanError(describe_unknown(f"unit={unit!r} is unknown", unit, UNITS))
         self._check_open()
         now = self.event.places
         ends = [find_block_end(each, at, unit) for each, at in zip(self.steps, now, strict=True)]
@@ -139,9 +147,14 @@ class StepDebugger:
         """Execute until an instruction that meets all given conditions is done, or to the end of the step.
 
         `layer` is the name of a layer or of a module in it, `kind` one of compute, halo, stage, all-reduce and update,
-        `phase` forward, backward or update. Raises PlanError if no instruction of the whole step meets them.
+        `phase` forward, backward or update. Raises PlanError if one of them does not exist, or no instruction of the
+        whole step meets them all.
         """
         self._check_open()
+        labels = [place for steps in self.steps for place in steps]
+        _check_name("layer", layer, (name for place in labels for name in (place.layer, *place.modules) if name))
+        _check_name("kind", kind, (place.kind for place in labels))
+        _check_name("phase", phase, (place.phase_name for place in labels))
 
         def is_target(who: int, place: StepLabel) -> bool:
             return (
@@ -156,8 +169,11 @@ class StepDebugger:
         if not any(is_target(who, place) for who, steps in enumerate(self.steps) for place in steps):
             asked = {"layer": layer, "rank": rank, "kind": kind, "phase": phase, "micro_batch": micro_batch}
             given = ", ".join(f"{name}={value!r}" for name, value in asked.items() if value is not None)
-            some = ", ".join(list(self.layers)[:6])
-            raise PlanError(f"No instruction of the step is of {given}. The first layers are {some}.")
+            ranks, micro_batches = len(self.steps), self.training.plan.micro_batches
+            raise PlanError(
+                f"No instruction of the step is of {given}. Ask for fewer of these at once; there are ranks 0 to "
+                f"{ranks - 1} and micro-batches 0 to {micro_batches - 1}."
+            )
         # Advance as all ranks do at once, one instruction each where possible, but only on paper: the ranks are called
         # once, with the place that was found.
         target = self.event.places
@@ -202,6 +218,11 @@ class StepDebugger:
         return self.instruction()
 
     @property
+    def facts(self) -> dict[str, object]:
+        total = ", ".join(str(len(steps)) for steps in self.steps)
+        return {"plan": self.training.plan.summary, **self.event.facts, "instructions of the ranks": total}
+
+    @property
     def done(self) -> bool:
         """Whether the step is complete and the weights are updated."""
         return self.event.done
@@ -229,6 +250,10 @@ class StepDebugger:
         `name` is that of a module, or of a value such as `images`. Raises PlanError if no rank holds the value now: in
         the forward pass, values that are still needed exist; in the backward pass, those that are not yet consumed.
         """
+        graph = self.training.recipe.graph
+        if not any(True for _ in self._inspector.extents.find_shards(micro_batch, name)):
+            values = (name for node in graph.nodes for name in (node.module, node.name) if name)
+            _check_name("name", name, [*graph.inputs, *values])
         return self._inspector.assemble_tensor(name, gradient, micro_batch)
 
     # ---- implementation

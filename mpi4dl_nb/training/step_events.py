@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from engines.errors import PlanError
+from engines.formatting import FactTable, describe_unknown, format_bytes
 from engines.program.compile import Compiler
 from engines.program.effects import Phase
 from engines.program.exchange_runner import ReceivedMessage
@@ -53,8 +54,8 @@ class Transfer:
         return f"rank {self.source} → rank {self.target}: {there}"
 
 
-@dataclass(frozen=True, slots=True)
-class RankEvent:
+@dataclass(frozen=True, slots=True, repr=False)
+class RankEvent(FactTable):
     """Position of one rank: what it `did` last, what is `next`, and the ranks that it waits for before.
 
     `moved`: the rank executed an instruction. `time` is its position in the schedule, in the schedule's units. Bytes
@@ -72,9 +73,23 @@ class RankEvent:
     weight_bytes: int
     process_bytes: int
 
+    @property
+    def caption(self) -> str:
+        return f"Rank {self.rank}: {self.role}"
 
-@dataclass(frozen=True, slots=True)
-class StepEvent:
+    @property
+    def facts(self) -> dict[str, object]:
+        waits = {"waits for": ", ".join(f"rank {rank}" for rank in self.waits_for)} if self.waits_for else {}
+        return {
+            "did": self.did.text if self.did else "nothing yet",
+            "next": self.next.text if self.next else "nothing: its step is done",
+            **waits,
+            "activations": format_bytes(self.activation_bytes),
+        }
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class StepEvent(FactTable):
     """All ranks after advance `number` of the step. `loss` is the mean of the losses known so far."""
 
     number: int
@@ -83,6 +98,21 @@ class StepEvent:
     places: StepCounts
     done: bool
     loss: float | None
+
+    @property
+    def caption(self) -> str:
+        return f"Advance {self.number} of the step"
+
+    @property
+    def facts(self) -> dict[str, object]:
+        loss = {} if self.loss is None else {"loss": f"{self.loss:.6g}"}
+        return {
+            "instructions done": ", ".join(map(str, self.places)),
+            "moved": ", ".join(f"rank {each.rank}" for each in self.ranks if each.moved) or "no rank",
+            "messages": len(self.transfers),
+            **loss,
+            "done": "yes" if self.done else "no",
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +151,8 @@ class PanelGroup:
         return (-most, most) if self.gradient else (low, high)
 
 
-@dataclass(frozen=True)
-class StepView:
+@dataclass(frozen=True, repr=False)
+class StepView(FactTable):
     """One channel of one image on all ranks, and the effects of the last messages, to be drawn."""
 
     event: StepEvent
@@ -131,6 +161,20 @@ class StepView:
     channel: int
     image: int
     schedule: Schedule
+
+    @property
+    def caption(self) -> str:
+        return "View of a debugged step"
+
+    @property
+    def facts(self) -> dict[str, object]:
+        return {
+            "values": ", ".join(dict.fromkeys(group.name for group in self.groups)) or "none",
+            "channel": self.channel,
+            "image": self.image,
+            "ranks": len(self.panels),
+            "messages": len(self.landed),
+        }
 
     @cached_property
     def groups(self) -> tuple[PanelGroup, ...]:
@@ -255,7 +299,7 @@ class StepInspector:
     def make_view(self, event: StepEvent, show: str, channel: int, image: int, bound_px: int) -> StepView:
         """See `mpi4dl_nb.training.step_debugger.StepDebugger.view`; `event` is the current position of the step."""
         if show not in SHOWN:
-            raise PlanError(f"show={show!r} is unknown. Choose one of {', '.join(SHOWN)}.")
+            raise PlanError(describe_unknown(f"show={show!r} is unknown", show, SHOWN))
         asked = [self._choose_target(rank, show) for rank in event.ranks]
         answers = self.ask("view", [(each.make_request(channel, image, bound_px),) for each in asked])
         panels = tuple(

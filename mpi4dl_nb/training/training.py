@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from engines.errors import ImageError, PlanError, RankError, TraceError
+from engines.formatting import describe_unknown
 from engines.graph.model_graph import ModelGraph
 from engines.images.dataset import LabelledImages
 from engines.images.loader import LoaderOptions
@@ -30,10 +31,18 @@ from engines.train.training import (
     cut_inputs,
 )
 from engines.train.training_events import Scores
-from engines.train.verify import STEPS, check_reference, compare_records, make_batches, with_small_loss_scale
+from engines.train.verify import (
+    STEPS,
+    VerifyResult,
+    check_reference,
+    compare_records,
+    make_batches,
+    with_small_loss_scale,
+)
 from mpi4dl_nb.draw.figure import Drawing
 from mpi4dl_nb.draw.memory import show_memory
 from mpi4dl_nb.draw.timeline import show_timeline
+from mpi4dl_nb.status_line import LATER_S, StatusLine, show_status
 from mpi4dl_nb.training.batches import check_batches, make_repeatable, prepare_batch
 from mpi4dl_nb.training.fit_run import CheckpointOptions, FitCallback, History, fit
 from mpi4dl_nb.training.loops import (
@@ -52,7 +61,7 @@ from mpi4dl_nb.training.training_handle import TrainingHandle
 __all__ = ["History", "Training"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class StepTimeline(Timeline):
     """Events of a step that was run under a plan; a notebook displays them as a chart."""
 
@@ -63,9 +72,6 @@ class StepTimeline(Timeline):
     def layers(self) -> Mapping[str, str]:
         """The module or layer of each instruction, by its name."""
         return map_layers(self.graph, compile_plan(self.graph, self.plan)) if self.graph else {}
-
-    def __repr__(self) -> str:
-        return f"<Timeline of {len(self.ranks)} ranks: {len(self.events)} events in {self.seconds * 1e3:.4g} ms>"
 
     def _repr_html_(self) -> str:
         return show_timeline(self, self.plan)._repr_html_()
@@ -96,8 +102,7 @@ class Training(TrainingHandle):
     ImageError before any rank is changed.
 
     >>> import torch
-    >>> from engines.models import resnet20_v1
-    >>> from mpi4dl_nb import Cluster, Plan, Training
+    >>> from mpi4dl_nb import Cluster, Plan, Training, resnet20_v1
     >>> plan = Plan(split_size=2, num_spatial_parts=4)
     >>> with Cluster(plan.ranks, backend="loopback") as cluster:
     ...     training = Training(resnet20_v1(), plan, cluster, (2, 3, 32, 32))
@@ -185,7 +190,7 @@ class Training(TrainingHandle):
         if isinstance(epochs, bool) or not isinstance(epochs, Integral) or epochs < 0:
             raise PlanError(f"epochs={epochs!r} must be a whole number of epochs still to come.")
         if on_failure not in FAILURE_POLICIES:
-            raise PlanError(f"on_failure={on_failure!r} must be one of {', '.join(map(repr, FAILURE_POLICIES))}.")
+            raise PlanError(describe_unknown(f"on_failure={on_failure!r} is unknown", on_failure, FAILURE_POLICIES))
         if on_failure != "raise" and save is None:
             raise PlanError(f"on_failure={on_failure!r} goes on from checkpoints. Say where they go: save=FOLDER.")
         if held_out is not None and not is_images(held_out):
@@ -211,9 +216,7 @@ class Training(TrainingHandle):
                 return fit(BatchLoop(self, data, evaluate, steps, drop_last), epochs, log, saving, watchers, healing)
             return fit(ImageLoop(self, data, feeding, state, evaluate), epochs, log, saving, watchers, healing)
 
-    def verify(
-        self, data: Iterable[Batch] | None = None, seed: int = 0, precision: str = "float64"
-    ) -> dict[str, object]:
+    def verify(self, data: Iterable[Batch] | None = None, seed: int = 0, precision: str = "float64") -> VerifyResult:
         """Compare three optimiser steps on the ranks, from the model's initial weights, with one process in float64.
 
         The steps use random batches, or the batches of `data`. In a `precision` other than float64, the ranks may
@@ -221,12 +224,21 @@ class Training(TrainingHandle):
         every loss, gradient, weight and buffer to agree to 1e-10 of its own size, or as closely as one process agrees
         with itself after its weights and images have changed by one unit in the last place; otherwise `why` names what
         differs, and the reason. `ok` is also False if a weight does not move although its gradient and its learning
-        rate are not zero. Raises VerifyError if the model cannot be trained in one process.
+        rate are not zero. The result is a dict, shown as one sentence above its numbers. Raises VerifyError if
+        the model cannot be trained in one process.
         """
         start_s = time.perf_counter()
         self.check_unchanged()
         if data is not None:
             check_batches(data)
+        with show_status("Comparing with one process: preparing ...", LATER_S) as line:
+            found = self._compare_with_reference(data, seed, precision, line)
+        return VerifyResult(found, seconds=round(time.perf_counter() - start_s, 2))
+
+    def _compare_with_reference(
+        self, data: Iterable[Batch] | None, seed: int, precision: str, line: StatusLine
+    ) -> VerifyResult:
+        """Train on the ranks and in one process, and compare the records; `line` says which of them is at work."""
         # The ranks run the same plan as here, but in float64, in which a wrong halo or a sum that counts a pixel twice
         # cannot hide behind rounding.
         try:
@@ -244,14 +256,15 @@ class Training(TrainingHandle):
             (recipe.restrict_to_rank(program), [cut_inputs(program, batch) for batch in whole])
             for program in compile_plan(recipe.graph, recipe.plan)
         ]
+        line.update(f"Comparing with one process: {len(whole)} steps on {self.cluster.n} ranks ...")
         try:
             records = self.cluster.call(rank_functions.record_reference, per_rank=work)
         except RankError as error:
             if error.remote_traceback:  # the same may be wrong with the model in one process, which is easier to mend
                 check_reference(recipe, self.model, self.loss, whole[:1])
             raise
-        line = compare_records(recipe, self.model, self.loss, whole, records)
-        return {**line, "seconds": round(time.perf_counter() - start_s, 2)}
+        line.update(f"Comparing with one process: the same {len(whole)} steps in this process ...")
+        return compare_records(recipe, self.model, self.loss, whole, records)
 
     def predict(
         self,
@@ -287,7 +300,9 @@ class Training(TrainingHandle):
         Its `timeline` can be drawn next to that of a step: `show_timeline(measured, plan, forecast.timeline)`.
         """
         states = count_states(self.recipe.optimiser, self.recipe.parameters)
-        return forecast(self.recipe.graph, self.plan, self.cluster.calibrate(), states)
+        machine = self.cluster.calibrate()
+        with show_status(f"Compiling and simulating {self.plan.summary} ...", LATER_S):
+            return forecast(self.recipe.graph, self.plan, machine, states)
 
     def memory(self, rank: int | None = None) -> Drawing:
         """Draw the predicted memory of each rank in a step by kind, and its peak on one `rank` (None: the fullest).

@@ -41,6 +41,7 @@ from engines.train.training import (
     sgd,
 )
 from mpi4dl_nb.cluster import Cluster, get_public_names
+from mpi4dl_nb.status_line import LATER_S, show_status
 from mpi4dl_nb.training.batches import check_order, prepare_batch
 
 __all__ = ["TrainingHandle", "describe_training"]
@@ -87,11 +88,13 @@ class TrainingHandle:
         self._prepare: Callable[[Plan], Recipe] = lambda plan: prepare(
             model, plan, image_shape, *own, self.traces.get_graph(plan)
         )
-        self.recipe = self._prepare(plan)
+        with show_status(f"Tracing {type(model).__name__} ...", LATER_S) as line:
+            self.recipe = self._prepare(plan)
+            line.update(f"Compiling {plan.summary} ...")
+            self.programs = compile_plan(self.recipe.graph, plan)
         warn_of_mean(self.recipe.graph, plan, stacklevel=2)
         if changed := describe_precision_change(model, self.loss, plan):
             warnings.warn(changed, stacklevel=2)
-        self.programs = compile_plan(self.recipe.graph, plan)
         self.name = uuid.uuid4().hex
         self.steps = 0
         self.reports: list[StepReport] = []

@@ -14,11 +14,11 @@ from typing import Any
 import anywidget
 import ipywidgets
 import traitlets
-from IPython import get_ipython
 from IPython.display import HTML, DisplayHandle, display
 
 from engines.errors import Mpi4dlError
 from mpi4dl_nb.draw.figure import Drawing
+from mpi4dl_nb.status_line import show_status
 
 __all__ = [
     "BOX_STYLE",
@@ -129,20 +129,6 @@ class ErrorAlert(ipywidgets.HTML):
         self.text = text
         style = "color: var(--jp-error-color1, #b71c1c); max-width: 60em; line-height: 1.4"
         self.value = f'<div role="alert" style="{style}">⚠ {escape(text)}</div>' if text else ""
-
-
-# A status line for the time that a cell waits.
-
-
-@contextmanager
-def show_status(text: str) -> Iterator[None]:
-    """Show a line below the cell while the body runs. Outside a notebook nothing is shown."""
-    handle = display(HTML(f'<div role="status">{escape(text)}</div>'), display_id=True) if get_ipython() else None
-    try:
-        yield
-    finally:
-        if handle:
-            handle.update(HTML(""))
 
 
 # A figure on a notebook's page: an image with alt text that reports clicks and keys.

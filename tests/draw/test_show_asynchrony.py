@@ -32,7 +32,7 @@ def test_it_says_what_was_seen() -> None:
     figure = show_asynchrony(STUDIES)
     told = figure.alt
     assert "3 replicas, 8 images in each batch; replica 2 sleeps 0.25 s in each step" in read(figure)
-    assert "Server: loss 2 at first, 0.3 at last, after 2.5 s and 40 images (16 images/s)" in told
+    assert "Server: loss 2 at first, 0.3 at last, after 2.50 s and 40 images (16.0 images/s)" in told
     assert "staleness (how often): 0 (1), 1 (2), 2 (3), 14 (1)" in told
 
 

@@ -28,7 +28,7 @@ from mpi4dl_nb.draw import figure as drawings
 from mpi4dl_nb.draw import slicing
 from mpi4dl_nb.draw.halo_points import find_halo_points, find_point
 from mpi4dl_nb.draw.slicing import show_slicing
-from mpi4dl_nb.draw.tilemap import HALO, OTHER_HALO
+from mpi4dl_nb.draw.tilemap import OTHER_HALO, TINT
 
 TISSUE = immunohistochemistry()[:96, :120]
 CASES = [(grid, layer) for grid in ("2x2", "2x3") for layer in ("stem", "pool", "deep")]
@@ -74,8 +74,12 @@ def travels(exchange: Exchange, move: Move) -> str:
     return f"from rank {move.source}: {shape[-2]} × {shape[-1]} px, {format_bytes(sent.nbytes)}"
 
 
-def hatched(axes: Axes, look: dict[str, object]) -> set[tuple[float, ...]]:
-    patches = [patch for patch in axes.patches if patch.get_hatch() == look["hatch"]]
+def tinted(axes: Axes) -> set[tuple[float, ...]]:
+    """The rectangles with a tint, in the colour of an owner."""
+    return frames([patch for patch in axes.patches if patch.get_facecolor()[3] == TINT])
+
+
+def frames(patches: list[Rectangle]) -> set[tuple[float, ...]]:
     return {(*patch.get_xy(), patch.get_width(), patch.get_height()) for patch in patches}
 
 
@@ -98,11 +102,11 @@ def test_what_is_said_is_what_the_program_moves(grid, layer):
 
 
 @pytest.mark.parametrize("layer", READS)
-def test_what_is_hatched_is_what_the_program_borrows(layer):
+def test_what_is_tinted_is_what_the_program_borrows(layer):
     plan = tiles_of("2x3")
     exchange = exchange_of(plan, layer, 4)
     _, zoom = show_slicing(TISSUE, plan, RECIPE, layer, 4).axes
-    assert hatched(zoom, HALO) == {corners(move.tile) for move in exchange.receives}
+    assert tinted(zoom) == {corners(move.tile) for move in exchange.receives}
 
 
 @pytest.mark.sampled(2)
@@ -177,13 +181,14 @@ def test_what_lies_beyond_the_edge_is_told_as_it_is_filled():
     assert "reads -inf, which nobody lends" in show_slicing(TISSUE, plan, RECIPE, "pool", 1).alt
 
 
-def test_wide_halos_are_hatched_in_the_picture_too():
-    """Those of the other tiles are only dotted: hatched alike, nobody could tell whose halo is whose."""
+def test_wide_halos_are_tinted_in_the_picture_too():
+    """Those of the other tiles are only dotted: tinted alike, nobody could tell whose halo is whose."""
     head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2, 2))
     plan, wide = tiles_of("1x2"), nn.Sequential(nn.Conv2d(3, 2, 31, padding=15), *head)
     figure = show_slicing(TISSUE, plan, wide)
-    assert hatched(figure.axes[0], HALO) == {(60, 0, 15, 96)}
-    assert hatched(figure.axes[0], OTHER_HALO) == {(45, 0, 15, 96)}
+    assert tinted(figure.axes[0]) == {(60, 0, 15, 96)}
+    dotted = [patch for patch in figure.axes[0].patches if patch.get_hatch() == OTHER_HALO["hatch"]]
+    assert frames(dotted) == {(45, 0, 15, 96)}
     assert "halos of the other tiles" in read(figure)
     assert unreadable(figure) == []
 
@@ -217,9 +222,9 @@ def test_a_notebook_shows_the_figure_once_and_says_what_it_shows():
     [
         (
             {"layer": "point"},
-            "'point' borrows no halo.*3 layers do; the first are stem.0, pool, deep.0",
+            "'point' borrows no halo.*Choose one of stem.0, pool, deep.0",
         ),
-        ({"layer": "ste"}, "'ste' borrows no halo"),
+        ({"layer": "ste"}, "'ste' borrows no halo.*Did you mean 'stem'"),
         ({"layer": 3}, "layer=3, but 3 layers borrow halos: use 0 to 2"),
         ({"tile": 4}, "tile=4, but stage 0 has tiles 0 to 3"),
     ],

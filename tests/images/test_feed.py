@@ -365,7 +365,7 @@ def test_an_image_of_another_size_is_refused():
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"on_bad_image": "ignore"}, "on_bad_image='ignore' must be one of 'raise', 'skip'"),
+        ({"on_bad_image": "ignore"}, "on_bad_image='ignore' is unknown. Choose one of raise, skip"),
         ({"workers": -1}, "workers=-1 must be a whole number"),
         ({"steps": 0}, "steps=0 must be at least 1"),
     ],

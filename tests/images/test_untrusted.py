@@ -175,7 +175,7 @@ def stored(path: Path, shape=(64, 64), chunks=(32, 32), **options: object) -> Pa
 def test_a_chunk_that_is_too_large_to_unpack_is_not_unpacked(tmp_path):
     path = tmp_path / "a.zarr"
     zarr.create_array(path, shape=(1 << 17, 1 << 17), chunks=(1 << 17, 1 << 17), dtype="uint8")
-    with pytest.raises(ImageError, match=r"131072 x 131072, 16\.0 GiB each, .* 1 GiB is the most"):
+    with pytest.raises(ImageError, match=r"131072 x 131072, 16\.0 GB each, .* 1\.0 GB is the most"):
         open_image(path)
 
 

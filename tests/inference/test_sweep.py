@@ -246,7 +246,7 @@ def test_no_room_is_noticed_before_anything_is_computed(tmp_path: Path, monkeypa
     recipe, region = prepare_region(unet(), make_padded_region(PICTURE, (0, 0, 148, 188)))
     sink = partial(make_pyramid, tmp_path / "out.tif", region, "classes")
     every_rank_says(
-        r"has no room for the 27824 bytes .*No space left",
+        r"has no room for the 27.2 KB .*No space left",
         2,
         lambda world: TiledPredictor(world, recipe, PredictionRequest(region, side_px=50), sink),
     )

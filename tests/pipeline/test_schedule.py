@@ -303,7 +303,7 @@ def test_no_rank_holds_more_than_it_may(step):
 def test_what_makes_no_sense_is_refused():
     one = [Batch(0, (0, 1))]
     with pytest.raises(
-        PlanError, match=r"'1f1f' is unknown\. Choose one of fill_drain, 1f1b, interleaved, zero_bubble"
+        PlanError, match=r"'1f1f' is unknown\. Did you mean '1f1b'\? Choose one of fill_drain, 1f1b, interleaved"
     ):
         make_schedule("1f1f", [line(2)], one)
     with pytest.raises(PlanError, match="'gems' needs 2 directions, one of them mirrored, but the placement has 1"):

@@ -66,7 +66,7 @@ def test_ratio_and_agreement_by_hand():
 def test_a_row_that_does_not_fit_says_so():
     assert outcome(2.67).line["fits"]
     assert not outcome(2.67, memory_bytes=4 << 30).line["fits"]
-    assert "does not fit the 4 GiB" in format_outcomes([outcome(2.67, memory_bytes=4 << 30)])
+    assert "does not fit the 4.0 GB" in format_outcomes([outcome(2.67, memory_bytes=4 << 30)])
 
 
 @pytest.mark.nightly

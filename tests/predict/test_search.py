@@ -8,6 +8,7 @@ import pytest
 from torch import nn
 
 from engines.errors import PlanError
+from engines.formatting import format_bytes
 from engines.graph.trace_cache import TraceCache
 from engines.models import resnet20_v1
 from engines.plan import Plan
@@ -51,7 +52,9 @@ def test_what_does_not_fit_is_set_apart(graph_of):
     sizes = sorted(each.peak_bytes for each in search(2, 2, graph_of, FLAT, asked=lean).fitting)
     found = search(2, 2, graph_of, FLAT, rank_bytes=sizes[2])
     assert max(each.peak_bytes for each in found.fitting) <= sizes[2] < found.too_large[-1].peak_bytes
-    with pytest.raises(PlanError, match=rf"No plan for 2 ranks fits: the smallest needs {sizes[0]} bytes"):
+    with pytest.raises(
+        PlanError, match=f"No plan for 2 ranks fits: the smallest needs {format_bytes(sizes[0])} of a rank"
+    ):
         search(2, 2, graph_of, FLAT, rank_bytes=10)
 
 

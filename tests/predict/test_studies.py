@@ -128,7 +128,7 @@ def test_weak_scaling_gives_every_rank_as_much():
 def test_studies_that_make_no_sense_are_refused():
     for arguments, said in [
         ({"plans": ONE, "ranks": (1, 3)}, "8 images of a step cannot be shared by the 3 batches"),
-        ({"plans": ONE, "how": "medium"}, "how='medium' must be one of 'strong', 'weak'"),
+        ({"plans": ONE, "how": "medium"}, "how='medium' is unknown. Choose one of strong, weak"),
         ({"plans": Plan(split_size=2), "ranks": (5, 8)}, "8 ranks are no multiple of the 5"),
         ({"plans": [ONE], "ranks": (1, 2)}, "ranks are for one plan"),
         ({"plans": []}, "no plan to scale"),

@@ -19,7 +19,6 @@ from engines.spatial.local_rules import (
     apply_locally,
     cut_to_tile,
     get_local_ranges,
-    get_sizes,
     get_spec,
     make_gather_error,
 )
@@ -91,7 +90,7 @@ def _write_lines(b: Builder, node: Node, axes: Axes, dim: int, numbers: Sequence
         whole = _align(b, node, node.arguments["self"], axes)
         b.add_local_op(node.name, "aten.alias.default", whole, like=node.spec, axes=axes)
         return
-    spec, size_px, place = get_spec(b, part.name), get_sizes(node.spec, axes), axes.index(dim)
+    spec, size_px, place = get_spec(b, part.name), node.spec.get_sizes(axes), axes.index(dim)
     out = b.get_output_tiles(size_px)[b.rank]
     span = out[place]
     last = spec.shape[dim] - 1 if len(spec.shape) >= -dim else 0  # a single line is broadcast

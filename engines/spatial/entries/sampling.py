@@ -22,7 +22,6 @@ from engines.spatial.local_rules import (
     get_local_ranges,
     get_local_shape,
     get_sharded_dims,
-    get_sizes,
     get_spec,
     make_gather_error,
     make_unsupported_error,
@@ -86,7 +85,7 @@ def find_taps(size_px: int, resample: Resample, reach_px: int) -> Taps:
 def lower_resample(b: Builder, node: Node, ref: Ref, *taps: Taps) -> None:
     """Fetch the window that each tile of outputs reads, and compute the weighted sums: taps for each sharded axis."""
     axes = b.get_value(ref).axes
-    out_px = get_sizes(node.spec, axes)
+    out_px = node.spec.get_sizes(axes)
     window = b.read_window(ref, out_px, *(TableWindow(each.inputs) for each in taps))
     places = zip(taps, b.get_output_tiles(out_px)[b.rank], window.held, strict=True)
     own = tuple(each.select_outputs(out, held) for each, out, held in places)
@@ -307,7 +306,7 @@ def crop(b: Builder, node: Node) -> None:
     start, stop, step = slice(a["start"], a["end"], a["step"]).indices(value.spec.shape[axis])
     # x[..., start:stop:step] reads like a 1x1 kernel with that stride.
     stay, move = Shift(0), SlidingWindow(kernel=1, stride=step, padding=-start)
-    out_px = get_sizes(node.spec, dims)
+    out_px = node.spec.get_sizes(dims)
     if not b.can_tile(out_px) and start < stop:
         few = all_gather_lines(b, node, a["self"], axis, Span(start, stop))
         b.add_local_op(node.name, "aten.slice.Tensor", few, axis, 0, None, step, like=node.spec)

@@ -1,0 +1,86 @@
+"""The tutorials import from `mpi4dl_nb`: a deeper module only where they teach it, and then their text names it."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import nbformat
+import pytest
+
+import mpi4dl_nb
+
+NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
+
+TAUGHT = {
+    "02": {"engines.train.training": "memory of a step on each rank, measured in a function that the ranks run"},
+    "03": {
+        "engines.comm.all_reduce": "the sum over ranks",
+        "engines.comm.all_reduce_sizes": "the messages of such a sum",
+        "engines.comm.device": "the cores of each rank",
+        "engines.comm.world": "the same sum, by hand with messages",
+        "engines.bench.asynchronous": "asynchronous replicas, measured",
+        "engines.bench.communication": "three implementations of the sum, measured",
+        "engines.program.instructions": "the buckets of gradients in a program",
+    },
+    "04": {
+        "engines.bench.bubble": "bubbles of stages that sleep",
+        "engines.graph.stages": "the layers of each stage",
+        "engines.program.compile": "the schedule that the compiler derives",
+        "engines.train.training": "memory of a step on each rank, measured in a function that the ranks run",
+    },
+    "06": {
+        "engines.bench.communication": "a slow link",
+        "engines.comm.world": "the cost of a message",
+        "engines.predict.rank_tally": "the FLOPs of a program",
+        "engines.train.training": "steps of several designs in turn, in a function that the ranks run",
+        "engines.train.verify": "batches for these steps",
+    },
+    "07": {"engines.images.picture": "the bytes that each rank has read"},
+    "08": {
+        "engines.program.compile": "the schedule that the compiler derives",
+        "engines.program.make_schedule": "schedules, computed from a placement and batches",
+        "engines.spatial.layout": "the roles of each rank",
+    },
+    "09": {"engines.graph.stages": "the layers of each stage"},
+    "10": {
+        "engines.spatial.kernels": "the recipe of an operator",
+        "engines.spatial.operator_table": "the recipe of an operator",
+        "engines.spatial.tiles": "the recipe of an operator",
+        "engines.spatial.windows": "the recipe of an operator",
+        "engines.train.training": "the part of a batch that each rank receives",
+    },
+    "11": {
+        "engines.predict.published": "published results",
+        "engines.predict.published_replay": "published results",
+        "mpi4dl_nb.launch.hosts": "the assignment of ranks to hosts",
+    },
+}
+"""What each notebook may import from a module below `mpi4dl_nb`, or from `engines`, and what it teaches by it."""
+
+
+def find_imports(notebook: nbformat.NotebookNode) -> dict[str, set[str]]:
+    """The names that code cells import, by module."""
+    found: dict[str, set[str]] = {}
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            source = "\n".join(line for line in cell.source.splitlines() if not line.startswith(("%", "!")))
+            for node in ast.walk(ast.parse(source)):
+                if isinstance(node, ast.ImportFrom):
+                    found.setdefault(node.module, set()).update(each.name for each in node.names)
+                elif isinstance(node, ast.Import):
+                    found |= {each.name: set() for each in node.names}
+    return found
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_imports_public_names_or_what_it_teaches(path: Path):
+    notebook = nbformat.read(path, as_version=4)
+    imports = find_imports(notebook)
+    deeper = {module for module in imports if module.startswith(("engines", "mpi4dl_nb."))}
+    assert deeper == TAUGHT.get(path.stem[:2], {}).keys(), "import it from mpi4dl_nb, or say here what it teaches"
+    assert imports.get("mpi4dl_nb", set()) <= set(mpi4dl_nb.__all__)
+    text = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    for module in deeper:
+        assert f"`{'.'.join(module.split('.')[:2])}`" in text, f"the text does not name the package of {module}"
+        assert not imports[module] & set(mpi4dl_nb.__all__), f"import these names of {module} from mpi4dl_nb"
