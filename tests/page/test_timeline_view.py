@@ -147,6 +147,7 @@ def test_the_pointer_describes_selects_drags_and_zooms(shown):
     assert "stage0.compute0" in shown.status.inner_text()
     box = shown.rows.bounding_box()
     shown.page.mouse.click(box["x"] + 152, box["y"] + 40)
+    shown.harness.settle()
     assert shown.view.event.name == "stage0.compute0"
     shown.page.mouse.wheel(0, -400)
     shown.harness.settle()
@@ -164,6 +165,7 @@ def test_the_pointer_describes_selects_drags_and_zooms(shown):
 def test_a_rank_is_chosen_by_its_name(shown):
     box = shown.rows.bounding_box()
     shown.page.mouse.click(box["x"] + 30, box["y"] + 110)
+    shown.harness.settle()
     assert (shown.view.rank, shown.view.selected) == (1, -1)
 
 
@@ -173,8 +175,10 @@ def test_a_search_finds_layers_and_kinds(shown):
     shown.harness.settle()
     assert shown.page.get_by_text("2 of 80 events").is_visible()
     search.press("Enter")
+    shown.harness.settle()
     first = shown.view.event
     search.press("Enter")
+    shown.harness.settle()
     assert {first.name, shown.view.event.name} == {"stage0.compute4"}
     assert {first.rank, shown.view.rank} == {0, 1}
     legend = shown.page.get_by_role("button", name="halo", exact=True)
