@@ -176,4 +176,4 @@ def _draw_bars(axes: Axes, pairs: Sequence[tuple[float, float | None]], say: Cal
         known = {row + shift: length for row, length in enumerate(lengths) if length is not None}
         bars = axes.barh(list(known), list(known.values()), 0.36, **look.patch)
         axes.bar_label(bars, list(map(say, known.values())), padding=3, fontsize=8)
-    axes.set_xlim(0, 1.2 * max(bar.get_width() for bar in axes.patches))
+    axes.set_xlim(0, 1.3 * max(bar.get_width() for bar in axes.patches))

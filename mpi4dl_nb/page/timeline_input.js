@@ -64,7 +64,7 @@ export function listenToPointer(canvas, page) {
     } else if (by > 0 && scene.isWhole) return; // all is shown: the page scrolls
     else page.show(scene.zoom(Math.exp(-by * 0.0022), x));
     event.preventDefault();
-    page.hover(x, y);
+    page.leave(); // what is under the pointer changes with each frame; the next move describes it
   }, { passive: false, ...options });
   canvas.addEventListener("pointerdown", (event) => {
     if (event.button) return;

@@ -45,7 +45,6 @@ class TimelineView(StillFigure, anywidget.AnyWidget):
     words = traitlets.Dict().tag(sync=True)
     times = traitlets.Bytes(b"").tag(sync=True)
     codes = traitlets.Bytes(b"").tag(sync=True)
-    alt = traitlets.Unicode("").tag(sync=True)
     selected = traitlets.Int(-1).tag(sync=True)
     rank = traitlets.Int(-1).tag(sync=True)
 

@@ -8,7 +8,7 @@ from IPython.core.formatters import DisplayFormatter
 from torch import nn
 
 from engines.formatting import format_bytes
-from mpi4dl_nb import Cluster, Plan, Training
+from mpi4dl_nb import Cluster, Plan, TimelineView, Training
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +50,15 @@ def test_a_timeline_is_its_chart(training):
     assert "rank 1, stage 0, tile 1: compute" in shown(timeline)["text/html"]
     assert shown(timeline)["text/plain"].startswith("<Timeline of 2 ranks: ")
     assert timeline.ranks == (0, 1)
+    assert {event.name for event in timeline.events} == set(timeline.layers)
+    named = {timeline.layers[event.name] for event in timeline.events if event.kind == "halo"}
+    assert named == {"0 … 1"}, "a halo is that of the layers which need it"
+    assert TimelineView(timeline).words["layers"] == [
+        timeline.layers[name]
+        for name in dict.fromkeys(
+            event.name for event in sorted(timeline.events, key=lambda event: (event.rank, event.start_s))
+        )
+    ]
 
 
 def test_completion_offers_what_users_need(training):

@@ -11,10 +11,10 @@ from engines.formatting import format_bytes
 from engines.graph.trace_cache import TraceCache
 from engines.predict.machines import MACHINES
 from engines.predict.search import search
-from mpi4dl_nb.draw.tuning import show_tuning
+from mpi4dl_nb.draw.tuning import format_table_html, show_tuning
 from mpi4dl_nb.draw.tuning_points import make_points, pack_points
 from mpi4dl_nb.plan_benchmark import Candidate, Measurement
-from mpi4dl_nb.widgets.tuner import TuningView
+from mpi4dl_nb.widgets.tuner import ChoiceTable, TuningView
 from tests.draw.legible import read, unreadable
 from tests.page.harness import PageHarness
 
@@ -74,6 +74,7 @@ def test_a_plan_is_reached_described_and_measured_by_keyboard(shown):
     points = view.words["points"]
     order = sorted((at for at, each in enumerate(points) if each["number"]), key=lambda at: (points[at]["cost"][1], at))
     page.keyboard.press("ArrowRight")
+    harness.settle()
     assert view.index == order[min(order.index(0) + 1, len(order) - 1)]
     page.keyboard.press("Home")
     fastest = min((at for at, each in enumerate(points) if each["number"]), key=lambda at: points[at]["cost"][0])
@@ -84,6 +85,7 @@ def test_a_plan_is_reached_described_and_measured_by_keyboard(shown):
     assert points[view.index]["name"] in page.get_by_role("status").inner_text()
     page.keyboard.press("m")
     page.get_by_role("button", name="Measure this plan").click()
+    harness.settle()
     assert asked == [view.index] * 2
     assert fastest in order
     view.busy = True
@@ -91,6 +93,7 @@ def test_a_plan_is_reached_described_and_measured_by_keyboard(shown):
     assert page.get_by_role("button", name="Measure this plan").is_disabled()
     page.get_by_role("application").focus()
     page.keyboard.press("m")
+    harness.settle()
     assert len(asked) == 2
 
 
@@ -104,9 +107,29 @@ def test_a_click_chooses_a_plan_and_the_kernel_does(shown, found):
     panel = page.get_by_role("region", name="the chosen plan")
     assert "it does not <run>" in panel.inner_text()
     page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    harness.settle()
     assert view.index == 0
     assert "50% of what was predicted" in panel.inner_text()
     assert format_bytes(limit) in panel.inner_text()
+
+
+def test_the_table_folds_and_chooses_by_keyboard(chromium, found):
+    rows = ChoiceTable(html=format_table_html(found[0], "plan"), summary="All plans as a table")
+    harness = PageHarness(chromium, rows)
+    page = harness.page
+    assert not page.get_by_role("table").is_visible()
+    page.get_by_text("All plans as a table").focus()
+    page.keyboard.press("Enter")
+    assert page.get_by_role("table").is_visible()
+    page.get_by_role("radio", checked=True).focus()
+    page.keyboard.press("ArrowDown")
+    harness.settle()
+    assert rows.index == 1
+    rows.html, rows.index = format_table_html(found[0][:2], "plan"), 0
+    harness.settle()
+    assert page.get_by_role("table").is_visible()  # what is open stays so
+    assert page.get_by_role("radio").first.is_checked()
+    harness.close()
 
 
 def test_the_figure_has_the_same_points(found):
