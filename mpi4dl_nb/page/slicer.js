@@ -212,7 +212,7 @@ class SlicerView {
     const borrowers = table.findBorrowers(row, column);
     const verb = table.facts.computed ? "computed again by" : "borrowed by";
     if (borrowers.length) {
-      const bytes = table.facts.computed ? "" : `, ${formatBytes(table.facts.pixel_bytes)} each`;
+      const bytes = table.facts.computed ? "" : `: ${formatBytes(table.facts.pixel_bytes)}${borrowers.length > 1 ? " each" : ""}`;
       lines.push(`${verb} rank${borrowers.length > 1 ? "s" : ""} ${borrowers.map((each) => table.facts.ranks[each]).join(", ")}${bytes}`);
     } else if (table.facts.operator) lines.push("nobody borrows it");
     if (table.facts.operator) {

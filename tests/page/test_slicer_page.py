@@ -53,7 +53,7 @@ def test_a_pixel_is_explained_without_the_kernel(page, slicer):
     told = point_at(page, 0.25, 0.5 - 1 / 1024)
     assert "picture: row 128, column 255" in told
     assert "owner: tile 0, rank 0" in told
-    assert "borrowed by rank 1, 12 bytes" in told
+    assert "borrowed by rank 1: 12 bytes" in told
     assert "output here sees 3 × 3 px" in told
     assert "nobody borrows it" in point_at(page, 0.25, 0.25)
     assert "owner: tile 3, rank 3" in point_at(page, 0.75, 0.75)
