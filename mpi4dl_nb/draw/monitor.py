@@ -25,6 +25,7 @@ __all__ = [
     "WORKS",
     "describe_outcome",
     "format_progress_html",
+    "format_tables_html",
     "get_memory_bytes",
     "show_progress",
 ]
@@ -76,7 +77,10 @@ def show_progress(progress: Progress) -> Drawing:
     most = max(held.values(), default=1)
     sizes, texts = [{"memory": size / most} for size in held.values()], [format_bytes(size) for size in held.values()]
     _draw_rows(memory, "memory after the last step", list(held), {"memory": MEMORY}, sizes, texts)
-    draw_legend(figure, list(LOOKS.values()))
+    if used:
+        draw_legend(figure, list(LOOKS.values()))
+    for axes in () if used else (use, memory):  # before the first step there are no bars, and no names of bars
+        axes.set_visible(False)
     # The figure is drawn less often than the numbers above it, so that it says of which step it is.
     step = f"after step {len(progress.losses)}" if progress.losses else ""
     figure.text(0.99, 0.02, step, ha="right", va="bottom", fontsize=9, color=INK)
@@ -130,7 +134,7 @@ def _draw_curve(axes: Axes, values: Sequence[float], name: str, colour: str) -> 
     axes.yaxis.set_major_locator(MaxNLocator(4))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.4g}")  # no offset text over the title
     if not values:
-        axes.set(xlim=(0, 10), ylim=(0, 1))
+        axes.set(xlim=(0, 10), ylim=(0, 1), xticks=[], yticks=[])
         axes.text(0.5, 0.5, "no step yet", transform=axes.transAxes, ha="center", va="center", color="#555555")
         return
     # Each point is the mean of the steps from one edge to the next, at the middle of their numbers (from 1).
@@ -192,7 +196,7 @@ EPOCH_COLUMNS = (
 
 
 def format_progress_html(progress: Progress) -> str:
-    """Return a line of numbers, a progress bar of the steps, and tables of the last epochs and of the ranks."""
+    """Return a line of numbers, and a progress bar of the steps."""
     of, last = f" of {progress.total}" if progress.total is not None else "", progress.last
     descriptions = [f"step {len(progress.losses)}{of}"]
     if last is not None:
@@ -211,6 +215,11 @@ def format_progress_html(progress: Progress) -> str:
         style = "width:100%;max-width:40em;height:1.1em;margin:0.2em 0"
         done = f'value="{len(progress.losses)}" max="{progress.total}"'
         bar = f'<progress aria-label="steps done" {done} style="{style}"></progress>'
+    return f'<div style="line-height:1.5"><p style="margin:0"><b>{escape(progress.state)}</b> · {line}</p>{bar}</div>'
+
+
+def format_tables_html(progress: Progress) -> str:
+    """Return tables of the ranks in the last step, and of the last epochs."""
     used, held, names = compute_uses(progress), get_memory_bytes(progress), format_rank_names(progress.plan)
     # Ranks that are threads of one process have one memory, which has a row of its own.
     together = next(iter(held.values()), 0) if progress.one_process else None
@@ -226,10 +235,7 @@ def format_progress_html(progress: Progress) -> str:
     kept = {name: form for name, form in EPOCH_COLUMNS.items() if any(record[name] is not None for record in records)}
     rows = [["" if record[name] is None else format(record[name], kept[name]) for name in kept] for record in records]
     heads = tuple("images/s" if name == "images_per_s" else name.replace("_", " ") for name in kept)
-    return (
-        f'<div style="line-height:1.5"><p style="margin:0"><b>{escape(progress.state)}</b> · {line}</p>'
-        f'{bar}<div style="{SIDE_BY_SIDE}">{ranks}{_format_table("Last epochs", heads, rows)}</div></div>'
-    )
+    return f'<div style="{SIDE_BY_SIDE}">{ranks}{_format_table("Last epochs", heads, rows)}</div>'
 
 
 def format_duration(seconds: float) -> str:

@@ -11,7 +11,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.display import display
 
 from engines.train.training_events import TrainingEvent
-from mpi4dl_nb.draw.monitor import describe_outcome, format_progress_html, show_progress
+from mpi4dl_nb.draw.monitor import describe_outcome, format_progress_html, format_tables_html, show_progress
 from mpi4dl_nb.training.fit_run import History
 from mpi4dl_nb.training.progress import Progress, ProgressRecorder, RefreshRate
 from mpi4dl_nb.training.training import Training
@@ -71,7 +71,8 @@ class Monitor(FigureWidget):
     """
 
     def __init__(self, training: Training | None = None) -> None:
-        self.numbers = ipywidgets.HTML()
+        self.numbers, self.tables = ipywidgets.HTML(), ipywidgets.HTML()
+        folded = ipywidgets.Accordion([self.tables], titles=["Ranks and epochs in numbers"])
         self.stop = LiveButton(description=STOP, tooltip=HINT, icon="stop", layout={"width": "max-content"})
         self.stop.on_click(lambda _: self._stop())
         self.stops = False
@@ -79,6 +80,7 @@ class Monitor(FigureWidget):
         self._gathered: ProgressRecorder | None = None
         self._state, self._running, self._on_page = "not begun", False, False
         super().__init__([ipywidgets.HBox([self.stop, ipywidgets.Label(HINT)]), self.numbers])
+        self.children = [*self.children, folded]
         self.stop.disabled = True
         if training is not None:
             training.monitor = self
@@ -138,8 +140,12 @@ class Monitor(FigureWidget):
         self._gathered = ProgressRecorder(training.plan, training.cluster.is_one_process, total)
 
     def _show(self) -> None:
-        self.numbers.value = format_progress_html(self.progress)
+        self._show_numbers()
         self.view.show(show_progress(self.progress))
+
+    def _show_numbers(self) -> None:
+        self.numbers.value = format_progress_html(self.progress)
+        self.tables.value = format_tables_html(self.progress)
 
     def _draw_until_over(self) -> None:
         for_numbers, for_figure = RefreshRate(NUMBERS_SHARE), RefreshRate(FIGURE_SHARE)
@@ -150,7 +156,7 @@ class Monitor(FigureWidget):
                     continue  # an empty figure would use up the interval and delay the first step's
                 with for_numbers.begin_refresh() as due:
                     if due:
-                        self.numbers.value = format_progress_html(self.progress)
+                        self._show_numbers()
                 with for_figure.begin_refresh() as due:
                     if due:
                         self.view.show(show_progress(self.progress))

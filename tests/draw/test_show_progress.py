@@ -19,6 +19,7 @@ from mpi4dl_nb.draw.monitor import (
     WAITS,
     WORKS,
     format_progress_html,
+    format_tables_html,
     show_progress,
 )
 from mpi4dl_nb.training.progress import Progress
@@ -57,7 +58,7 @@ def test_bars_are_as_long_as_what_they_tell():
 def test_what_is_neither_work_nor_waiting_is_shown_too():
     idle = replace(RUNNING, reports=[report(0, 1.0, 0.0, 0.0), report(1, 0.25, 0.25, 0.25), report(2, 1.0, 0.0, 0.0)])
     assert shares(show_progress(idle))[OTHER.name] == pytest.approx([0.75, 1])
-    assert "25%" in format_progress_html(idle)
+    assert "25%" in format_tables_html(idle)
 
 
 def test_a_figure_says_which_step_it_is_of():
@@ -82,7 +83,7 @@ def test_a_judgement_gone_wild_does_not_flatten_the_losses():
     wild = replace(EPOCH, held_out=Scores(1e28, Counts()))
     figure = show_progress(replace(RUNNING, epochs=(wild,)))
     assert figure.axes[0].get_ylim()[1] < 3
-    assert "1e+28" in format_progress_html(replace(RUNNING, epochs=(wild,)))
+    assert "1e+28" in format_tables_html(replace(RUNNING, epochs=(wild,)))
     assert unreadable(figure) == []
 
 
@@ -105,7 +106,7 @@ def test_the_alt_text_has_the_numbers():
 
 
 def test_the_numbers_are_told_in_words():
-    html = format_progress_html(RUNNING)
+    html = format_progress_html(RUNNING) + format_tables_html(RUNNING)
     step = ("<b>running</b>", "epoch 1, step 6 of 12", "loss 0.25", "2.50 images/s", "waiting for images 25%")
     times = ("1:15 so far", "about 1:02:05 left", "2 bad images left out", 'value="6" max="12"')
     for part in (*step, *times, "768.0 MB", "90%", ">0.75<"):
@@ -116,7 +117,7 @@ def test_the_numbers_are_told_in_words():
 def test_ranks_that_are_threads_have_one_memory():
     threads = replace(RUNNING, one_process=True)
     assert show_progress(threads).alt.endswith("memory of all ranks: 256.0 MB.")
-    assert format_progress_html(threads).count("256.0 MB") == 1
+    assert format_tables_html(threads).count("256.0 MB") == 1
 
 
 @pytest.mark.nightly

@@ -54,7 +54,12 @@ async ({ code, style, state, binary }) => {
 
 
 class PageHarness:
-    """Shows a widget in a page of `browser`. `errors` are what the page's console called errors."""
+    """Shows a widget in a page of `browser`. `errors` are what the page's console called errors.
+
+    While `is_busy`, the kernel hears nothing of the page, as one that computes.
+    """
+
+    is_busy = False
 
     def __init__(self, browser: Any, widget: Any, size: tuple[int, int] = (1280, 800), **context: Any) -> None:
         self.widget, self.errors, self._from_page = widget, [], False
@@ -89,9 +94,13 @@ class PageHarness:
         assert self.errors == []
 
     def _receive(self, content: dict[str, Any], buffers: list[str]) -> None:
+        if self.is_busy:
+            return
         self.widget._handle_custom_msg(content, [base64.b64decode(each) for each in buffers])
 
     def _take_over(self, changes: dict[str, Any]) -> None:
+        if self.is_busy:
+            return
         self._from_page = True
         try:
             for name, value in changes.items():

@@ -63,7 +63,7 @@ def test_a_fit_is_shown_as_it_was(training):
     assert f"to {history.losses[-1]:.4g}" in monitor.figure.alt
     assert f"loss {history.losses[-1]:.5g}" in monitor.numbers.value
     assert "<b>done</b>" in monitor.numbers.value
-    assert all(f"rank {rank}: stage" in monitor.numbers.value for rank in range(3))
+    assert all(f"rank {rank}: stage" in monitor.tables.value for rank in range(3))
     assert monitor.stop.disabled
     assert not drawers()
 
