@@ -59,7 +59,15 @@ export function makeFrameLoop(draw) {
   return request;
 }
 
-/** Return the colour of a theme variable of the page, such as `--jp-ui-font-color1`, or `fallback`. */
-export function readTheme(element, name, fallback) {
-  return getComputedStyle(element).getPropertyValue(name).trim() || fallback;
+const LIGHT = { ink: "#1f2328", faint: "#57606a", paper: "#ffffff", panel: "#f3f4f6", line: "#c4c8cc", brand: "#1976d2" };
+
+/**
+ * Return the colours of the theme in which an element is shown, light or dark: those of page.css, by name.
+ *
+ * They are known once the element is in the page, which it is when it first has a size.
+ */
+export function readColours(element) {
+  const style = getComputedStyle(element);
+  const read = ([name, light]) => [name, style.getPropertyValue(`--${name}`).trim() || light];
+  return Object.fromEntries(Object.entries(LIGHT).map(read));
 }

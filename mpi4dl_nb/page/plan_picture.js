@@ -1,6 +1,6 @@
 // The picture of a plan on the page: its canvas, what the pointer or a key means, and the legend.
 
-import { makeElement, makeFrameLoop, readTheme } from "./elements.js";
+import { makeElement, makeFrameLoop, readColours } from "./elements.js";
 import { drawBlock, drawFlows, drawImageSheet, drawOutline, writeSheetName } from "./plan_drawing.js";
 import { describeBlock, findBlockAt, moveBlockFocus } from "./plan_focus.js";
 import { fillTexture, getBlockFaces } from "./plan_paint.js";
@@ -102,11 +102,7 @@ export class PlanPicture {
     }
     this.canvas.style.width = `${width}px`;
     this.canvas.style.height = `${height}px`;
-    this.colours = {
-      ink: readTheme(this.host, "--ink", "#1f2328"), faint: readTheme(this.host, "--faint", "#57606a"),
-      paper: readTheme(this.host, "--paper", "#ffffff"), brand: readTheme(this.host, "--brand", "#1976d2"),
-      edge: "#20262c",
-    };
+    this.colours = { ...readColours(this.host), edge: "#20262c" };
     const context = this.still.getContext("2d");
     this.still.dataset.font = getComputedStyle(this.host).fontFamily;
     context.setTransform(dense, 0, 0, dense, 0, 0);

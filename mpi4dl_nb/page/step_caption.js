@@ -1,5 +1,5 @@
 // What the ranks show, in words with a scale of colours, and the colours of the page's theme.
-import { makeElement, readTheme } from "./elements.js";
+import { makeElement, readColours } from "./elements.js";
 import { formatNumber } from "./step_frames.js";
 
 /** Return a line about a group of ranks that show parts of one value: its name, its size and its colours. */
@@ -17,10 +17,6 @@ export function makeCaption({ title, span, gradient, panels }, palettes) {
 
 /** Return the colours of the theme in which `element` is shown, light or dark. */
 export function readLook(element) {
-  const light = {
-    ink: "#1f2328", faint: "#57606a", paper: "#ffffff", panel: "#f3f4f6", line: "#c4c8cc", brand: "#1976d2",
-  };
-  const look = Object.entries(light).map(([name, colour]) => [name, readTheme(element, `--${name}`, colour)]);
   // What a rank borrows lies on values of any colour, not on the paper.
-  return { ...Object.fromEntries(look), tint: "rgb(255 255 255 / 32%)", hatch: "rgb(0 0 0 / 60%)" };
+  return { ...readColours(element), tint: "rgb(255 255 255 / 32%)", hatch: "rgb(0 0 0 / 60%)" };
 }

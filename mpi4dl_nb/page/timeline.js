@@ -1,6 +1,6 @@
 // A training step on all ranks, to zoom into: the view of the widget TimelineView.
 
-import { Tooltip, makeElement, makeFrameLoop, prefersReducedMotion } from "./elements.js";
+import { Tooltip, makeElement, makeFrameLoop, prefersReducedMotion, readColours } from "./elements.js";
 import { Textures } from "./textures.js";
 import { unpackEvents } from "./timeline_data.js";
 import { formatDuration } from "./format.js";
@@ -87,8 +87,7 @@ class TimelinePage {
 
   /** Take over the page's colours, which may be those of another theme now. */
   recolour() {
-    const colours = getComputedStyle(this.el), names = ["ink", "faint", "paper", "panel", "line", "brand"];
-    this.theme = Object.fromEntries(names.map((name) => [name, colours.getPropertyValue(`--${name}`).trim()]));
+    this.theme = readColours(this.el);
     fillShares(this.parts.shares, this.scene.words, this.theme);
     this.fillLegend();
     this.overview.forget();
@@ -102,6 +101,7 @@ class TimelinePage {
   resize() {
     const width = this.parts.room.clientWidth, { scene } = this, ratio = devicePixelRatio || 1;
     if (!width) return;
+    this.recolour();
     scene.resize(width);
     scene.pixelRatio = ratio;
     const fit = (canvas, wide, high) => {

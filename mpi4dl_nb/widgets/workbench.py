@@ -10,9 +10,10 @@ import ipywidgets
 import traitlets
 
 from engines.images.picture import Source
+from mpi4dl_nb.draw.figure import Drawing
 from mpi4dl_nb.draw.halo_points import find_layer_of, find_rank_layer
 from mpi4dl_nb.training.training import Training
-from mpi4dl_nb.widgets.figure_widget import FigureView
+from mpi4dl_nb.widgets.figure_widget import FigureView, StillFigure
 from mpi4dl_nb.widgets.slicer import Slicer
 from mpi4dl_nb.widgets.timeline import TimelineView
 
@@ -30,7 +31,7 @@ class Selection(traitlets.HasTraits):
     event = traitlets.Int(-1)
 
 
-class Workbench(ipywidgets.VBox):
+class Workbench(StillFigure, ipywidgets.VBox):
     """A training's image, network, timeline and memory, one above the other: `Workbench(training, image)`.
 
     They have one `selection`: a bar chosen in the timeline lights up its tile on the image and its rank's memory, and a
@@ -62,6 +63,11 @@ class Workbench(ipywidgets.VBox):
         self.slicer.view.observe(self._follow_slicer, ["layer", "tile"])
         self.selection.observe(self._show_selection)
         self.refresh()
+
+    @property
+    def figure(self) -> Drawing:
+        """The image in tiles, with the selected layer and tile, for pages without live widgets."""
+        return self.slicer.figure
 
     def refresh(self) -> None:
         """Show the timeline of the last step."""

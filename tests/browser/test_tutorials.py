@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from mpi4dl_nb import Configurator, Monitor, Slicer, Stepper, Tuner
+from mpi4dl_nb import Configurator, Monitor, Slicer, Stepper, TimelineView, Tuner, Workbench
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
-WIDGETS = "|".join(kind.__name__ for kind in (Configurator, Monitor, Slicer, Stepper, Tuner))
+KINDS = (Configurator, Monitor, Slicer, Stepper, TimelineView, Tuner, Workbench)
+WIDGETS = "|".join(kind.__name__ for kind in KINDS)
 INTERACTIVE = [path for path in sorted(NOTEBOOKS.glob("*.ipynb")) if re.search(rf"\b({WIDGETS})\(", path.read_text())]
 RUN_S = 400
 WIDGET_TYPE = "application/vnd.jupyter.widget-view+json"

@@ -48,7 +48,10 @@ async ({ code, style, state, binary }) => {
     document.head.append(Object.assign(document.createElement("style"), { textContent: style }));
     const url = URL.createObjectURL(new Blob([code], { type: "text/javascript" }));
     const widget = (await import(url)).default;
-    window.cleanUp = await widget.render({ model, el: document.getElementById("room") });
+    // As in a notebook, what a widget makes is put into the page after `render`: before, it has no size and no style.
+    const room = document.createElement("div");
+    window.cleanUp = await widget.render({ model, el: room });
+    document.getElementById("room").append(room);
 }
 """
 

@@ -187,7 +187,6 @@ def test_the_picture_of_the_saved_page_is_drawn_when_the_page_rests(stepper: Ste
     updates: list[str] = []
     stepper._still = type("Still", (), {"update": lambda _self, html: updates.append(html.data)})()
     press(page, "n")
-    assert stepper._figure is None
     wait_until(page, lambda: bool(updates))
     assert stepper.figure.alt == stepper.view.alt
     assert "display" not in updates[-1]
