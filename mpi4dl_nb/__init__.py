@@ -16,7 +16,7 @@ from engines.errors import (
 from engines.formatting import format_bytes, format_number, format_seconds
 from engines.images.augmented import Augmented, restain
 from engines.images.folder import folder_images
-from engines.images.picture import open_image
+from engines.images.picture import crop_picture, open_image
 from engines.images.sample_data import StainCrops, compute_dab, immunohistochemistry
 from engines.images.tables import table_images, write_table
 from engines.models import UNet, amoebanetd, resnet20_v1, resnet110_v2, resnet_v1, resnet_v2
@@ -102,6 +102,7 @@ __all__ = [
     "compute_bubble_share",
     "compute_dab",
     "count_traffic",
+    "crop_picture",
     "describe_plan",
     "find_halo_points",
     "folder_images",

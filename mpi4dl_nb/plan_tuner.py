@@ -125,7 +125,7 @@ class PlanTuner:
             return self.traces.get_graph(plan)
 
         found = search(n, batch, get_graph, machine, rank_bytes, states, report, neutral_batch=neutral_batch)
-        explanation = explain((*found.fitting, *found.too_large), found.refused, rank_bytes)
+        explanation = explain((*found.fitting, *found.too_large), found.refused, rank_bytes, neutral_batch)
         return TuningResult(tuple(map(Candidate, found.fitting)), machine, explanation, found.refused, found.too_large)
 
     def measure(

@@ -22,6 +22,7 @@ from engines.errors import TraceError
 from engines.graph.constant_propagation import disable_tracing
 from engines.graph.exported_nodes import find_current_line
 from engines.graph.outside_tensors import is_real
+from engines.graph.watch_forward import silence_exporter
 
 __all__ = ["RepeatedRun"]
 
@@ -73,7 +74,8 @@ class RepeatedRun:
         python, arrays = random.getstate(), np.random.get_state()  # noqa: NPY002 (the one that users may draw from)
         self.logs.append(_OperatorLog())
         try:
-            self.run(self.logs[-1])
+            with silence_exporter():
+                self.run(self.logs[-1])
             after = np.random.get_state()  # noqa: NPY002
             found = {"Python's random"} if random.getstate() != python else set()
             if after[2:] != arrays[2:] or not np.array_equal(after[1], arrays[1]):

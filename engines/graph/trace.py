@@ -197,6 +197,35 @@ def find_first_names(*owners: object) -> dict[str, str]:
     return names
 
 
+_MULTIPLES = (2, 4, 8, 16, 32, 64)  # of which models with halving layers need the sides of their images
+
+
+def _suggest_size(model: nn.Module, images: TensorSpec) -> str:
+    """Return a sentence with the largest size below its own at which a model runs, if it does not run at its own."""
+    if len(images.shape) != 4 or not isinstance(model, nn.Module) or _can_run(model, images):
+        return ""
+    *outer, rows, cols = images.shape
+    for multiple in _MULTIPLES:
+        size = rows - rows % multiple, cols - cols % multiple
+        if all(size) and size != (rows, cols) and _can_run(model, replace(images, shape=(*outer, *size))):
+            return (
+                f" It does run on {size[0]} x {size[1]} px (multiples of {multiple}): crop the images to that, a "
+                "picture with crop_picture."
+            )
+    return ""
+
+
+def _can_run(model: nn.Module, images: TensorSpec) -> bool:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    try:
+        with _ONE_AT_A_TIME, silence_exporter(), mode, torch.no_grad():
+            copy = make_fake_copy(model, mode, getattr(torch, images.dtype))
+            copy(make_fake_tensor(mode, images.shape, images.dtype))
+    except Exception:  # a model may raise anything
+        return False
+    return True
+
+
 def infer_output_spec(model: nn.Module, images: TensorSpec) -> TensorSpec:
     """Return the spec of the (first) tensor that the model returns for such images, without running it on real ones.
 
@@ -240,7 +269,7 @@ def _translate_errors(
             f"{type(model).__name__} cannot be traced with images of shape {images.shape}: "
             f"{type(cause).__name__}: {_get_first_line(cause)}. Check that it runs on images of this shape, the loss "
             "too, and that its forward takes no decision from the values of a tensor; tensors that either keeps must "
-            "be parameters or buffers."
+            f"be parameters or buffers.{_suggest_size(model, images)}"
         ) from cause
 
 

@@ -291,7 +291,12 @@ class RegionPicture(Picture):
 def crop_picture(picture: Picture, y0: int, x0: int, height_px: int, width_px: int, level: int = 0) -> Picture:
     """Return a rectangle of one level, in pixels of that level, as a picture; pixels outside of `picture` are white.
 
-    Raises ImageError if the rectangle has no pixels, or none in common with the picture.
+    The size of a pixel in micrometres stays known. Raises ImageError if the rectangle has no pixels, or none in common
+    with the picture.
+
+    >>> from mpi4dl_nb import crop_picture, immunohistochemistry, open_image
+    >>> crop_picture(open_image(immunohistochemistry()), 10, 20, 64, 96).shape()
+    (64, 96)
     """
     rows, cols = picture.shape(level)
     if min(height_px, width_px) < 1:

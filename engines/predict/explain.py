@@ -87,7 +87,8 @@ WORTH_SAYING = 0.05  # fraction of a step's time
 class Verdict(FactTable):
     """The best plan of a kind; if none fits, the plan that needs least; if none can run, the `reason`.
 
-    `looked_at` is the number of plans, `share` the images per second relative to the best plan of all kinds that fits.
+    `looked_at` is the number of plans, `share` its speed (see `neutral_batch` of
+    `search`) relative to the best plan of all kinds that fits.
     """
 
     kind: str
@@ -151,7 +152,7 @@ class Explanation:
         if chosen and chosen.best:
             best, ranks = chosen.best, f"{self.ranks:,} rank{'s'[: self.ranks > 1]}"
             plan = f"{WORDS[chosen.kind]}, {describe_plan(best.plan)}"
-            sentences.insert(0, f"The best for {ranks} is {plan}: {self._format_numbers(best)}.")
+            sentences.insert(0, f"The best for {ranks}, as predicted, is {plan}: {self._format_numbers(best)}.")
         return tuple(sentences)
 
     @property
@@ -200,22 +201,31 @@ class Explanation:
 
 
 def explain(
-    forecasts: Sequence[Forecast], refused: Sequence[tuple[Plan, str]] = (), rank_bytes: int | None = None
+    forecasts: Sequence[Forecast],
+    refused: Sequence[tuple[Plan, str]] = (),
+    rank_bytes: int | None = None,
+    neutral_batch: int | None = None,
 ) -> Explanation:
-    """Explain forecasts, and refused plans with their reasons, kind by kind; `rank_bytes` as in `search`."""
+    """Explain forecasts, and refused plans with their reasons, kind by kind.
+
+    `rank_bytes` and `neutral_batch` are as in `search`, so that the best plan is the first one there.
+    """
 
     def select_fitting(found: Iterable[Forecast]) -> list[Forecast]:
         return [each for each in found if rank_bytes is None or each.peak_bytes <= rank_bytes]
 
-    fastest = max((each.images_per_s for each in select_fitting(forecasts)), default=0.0)
+    def get_speed(found: Forecast) -> float:
+        return found.compute_throughput(neutral_batch)
+
+    fastest = max(map(get_speed, select_fitting(forecasts)), default=0.0)
     verdicts = []
     for kind in KINDS:
         found = [each for each in forecasts if classify_plan(each.plan) == kind]
         reasons = [reason for plan, reason in refused if classify_plan(plan) == kind]
         count = len(found) + len(reasons)
         if fitting := select_fitting(found):
-            best = max(fitting, key=lambda each: each.images_per_s)
-            verdicts.append(Verdict(kind, count, best, True, best.images_per_s / fastest))
+            best = max(fitting, key=get_speed)
+            verdicts.append(Verdict(kind, count, best, True, get_speed(best) / fastest))
         elif found:
             verdicts.append(Verdict(kind, count, min(found, key=lambda each: each.peak_bytes)))
         elif reasons:

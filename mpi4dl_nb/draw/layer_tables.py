@@ -108,7 +108,7 @@ def _make_tables(layers: HaloLayers | None, point: HaloPoint) -> Iterator[NDArra
 
 
 def describe_reach(picture: Picture, point: HaloPoint, rank: int, seen: NDArray[np.int32]) -> Iterator[str]:
-    """Yield what a tile has seen of its neighbours' pixels of the picture, through all layers up to this one."""
+    """Yield what a tile has seen of its neighbours' pixels of the picture, through all windows up to this layer."""
     if not point.readers:
         return
     own = Tile(*point.ranks.grid.cut(*picture.shape())[point.numbers[rank]])
@@ -116,11 +116,12 @@ def describe_reach(picture: Picture, point: HaloPoint, rank: int, seen: NDArray[
     sides = dict(zip(("above", "below", "left", "right"), (max(0, int(px)) for px in reach), strict=True))
     far = max(sides.values())
     if not far:
-        yield "Through all layers up to here it depends on its own pixels of the picture only"
+        yield "Through all windows up to here it reads its own pixels of the picture only"
         return
     microns = f" (up to {far * picture.microns_per_px:.3g} µm)" if picture.microns_per_px else ""
     parts = ", ".join(f"{px} {side}" for side, px in sides.items())
-    yield f"Through all layers up to here it depends on its neighbours' pixels of the picture as well: {parts}{microns}"
+    yield f"Through all windows up to here it reads its neighbours' pixels of the picture, too: {parts}{microns}"
+    yield "Sums over the whole picture, as in norms, are no windows: they count in neither"
 
 
 def _to_rows(tiles: Any) -> NDArray[np.int32]:

@@ -412,6 +412,8 @@ def _draw_strips(
     # One scale: a gradient that is added to another changes its colour visibly.
     known = [numbers for numbers in strips.values() if numbers is not None]
     low, high = min(float(n.min()) for n in known), max(float(n.max()) for n in known)
+    if colours == MAPS[True]:  # a gradient's sign is its colour
+        low, high = min(low, -high), max(high, -low)
     look = {"cmap": colours, "norm": Normalize(low, high if high > low else low + 1)}
     deep, long = known[0].shape
     axes.axis("off")

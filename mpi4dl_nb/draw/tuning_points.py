@@ -130,7 +130,7 @@ def _add_facts(point: TuningPoint, forecast: Forecast, on_front: bool, rank_byte
     facts = [
         ("kind", WORDS[point.kind]),
         ("predicted", f"{rate}, {memory}"),
-        ("a step", f"{format_seconds(forecast.seconds)} for {forecast.images:,} images"),
+        ("a step, predicted", f"{format_seconds(forecast.seconds)} for {forecast.images:,} images"),
     ]
     if point.measured_image_s is not None and point.measured_bytes is not None:
         speed = point.image_s / point.measured_image_s

@@ -183,7 +183,7 @@ export class PlanPicture {
     });
     const isKnown = items.length && ![...counts.keys()].some((level) => level < 0);
     if (isKnown) {
-      items.push(makeElement("span", { text: "A block is filled like a tank, that of the fullest rank to the brim." }));
+      items.push(makeElement("span", { text: "A block is filled like a tank; that of the fullest rank is full." }));
     }
     this.legend.replaceChildren(...(items.length ? items : ["The memory of the ranks is being counted ..."]));
   }

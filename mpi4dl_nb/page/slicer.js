@@ -10,7 +10,7 @@ import { Scene } from "./scene.js";
 import { findHalo, paintCursor, paintLabels, paintPicture, paintScale, paintTiles, paintValues } from "./slicing_paint.js";
 
 const SEAM_PX = 26; // pixels of the layer across a close view of a seam
-const READINGS = { layer: "this layer's halo", picture: "all seen in the picture" };
+const READINGS = { layer: "this layer's halo", picture: "all windows back to the picture" };
 
 /** Reads red, green and blue of single pixels of the picture from the finest tiles that are on the page. */
 class PixelReader {
@@ -141,14 +141,15 @@ class SlicerView {
     for (const name of Object.keys(READINGS)) this.switches[name].setAttribute("aria-pressed", reading === name);
     this.switches.fields.setAttribute("aria-pressed", this.model.get("fields"));
     const lines = this.describeTile(table, tile, reading).map((text) => makeElement("p", { text }));
-    this.words.replaceChildren(...lines, this.makeLegend(table, tile));
+    this.words.replaceChildren(...lines, ...(reading === "layer" ? [this.makeLegend(table, tile)] : []));
+    if (this.scene.cursor) this.scene.lookAt(...this.scene.cursor); // what is there may be another pixel now
     this.scene.requestPaint();
   }
 
   describeTile(table, tile, reading) {
     const lines = [...table.facts.words[tile]];
     if (table.facts.operator) {
-      lines.push(reading === "picture" ? "Shown: all pixels of the picture on which its outputs depend. Grey: all others."
+      lines.push(reading === "picture" ? "Shown: all pixels of the picture that its outputs read through windows. Grey: all others."
         : "Tinted in the owner's colour: what it borrows. Grey: what it does not need.");
     }
     return [...lines, ...(this.facts.remarks[tile] ?? [])];

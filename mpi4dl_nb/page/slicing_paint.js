@@ -171,8 +171,10 @@ function paintLayerGrid(context, scene, table) {
   const down = (size[1] / table.facts.rows) * transform.scale;
   if (Math.min(across, down) < GRID_PX) return;
   context.fillStyle = "rgb(20 23 26 / 22%)";
-  for (const x of listGridLines(across, transform.x, view[0])) context.fillRect(Math.round(x), 0, 1, view[1]);
-  for (const y of listGridLines(down, transform.y, view[1])) context.fillRect(0, Math.round(y), view[0], 1);
+  const [left, top] = [Math.max(0, transform.x), Math.max(0, transform.y)];
+  const [right, bottom] = size.map((side, axis) => Math.min(view[axis], side * transform.scale + (axis ? transform.y : transform.x)));
+  for (const x of listGridLines(across, transform.x, right)) context.fillRect(Math.round(x), top, 1, bottom - top);
+  for (const y of listGridLines(down, transform.y, bottom)) context.fillRect(left, Math.round(y), right - left, 1);
 }
 
 /** Write red, green and blue into the pixels of the picture, where they are large enough. */

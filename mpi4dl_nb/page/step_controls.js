@@ -29,10 +29,11 @@ export class StepControls {
     const step = "The next recorded instruction; at the newest one, the ranks run the next (right arrow)";
     this.stepButton = this.makeButton("Step ▶▏", step, () => player.stepOnce());
     const speeds = SPEEDS.map(
-      (speed) => makeElement("option", { value: speed, text: `${speed} ×`, selected: speed === 1 }));
+      (speed) => makeElement("option", { value: speed, text: `${speed} ×`, selected: speed === player.speed }));
     this.speed = makeElement("select", { "aria-label": "Speed", title: "Speed" }, ...speeds);
     this.speed.addEventListener("change", () => { player.speed = Number(this.speed.value); });
-    this.badge = makeElement("span", { class: "mpi4dl-badge" });
+    this.badge = this.makeButton("", "To the newest instruction", () => player.seek(player.store.last));
+    this.badge.className = "mpi4dl-badge";
     this.title = makeElement("span", { class: "mpi4dl-step-title" });
     this.canvas = makeElement("canvas", { "aria-hidden": "true" });
     this.slider = makeElement("div", {

@@ -12,7 +12,7 @@ export class StepPlayer {
     Object.assign(this, { store, show, ask, tell });
     this.index = -1;
     this.playing = this.waiting = false;
-    this.speed = 1;
+    this.speed = 0.5; // of a motion of about a second: slow enough to be followed
   }
 
   /** Whether the shown frame is not the newest one. */

@@ -104,7 +104,14 @@ class StepperView {
     this.point(null);
     clearTimeout(this.timer);
     if (!this.moves) this.settle();
+    else this.comeIntoSight();
     this.request();
+  }
+
+  /** Scroll as little as needed for a motion to be seen, if its button, which may be far above, was pressed here. */
+  comeIntoSight() {
+    const output = this.root.closest(".jp-OutputArea, .output_area") ?? this.root;
+    if (output.contains(document.activeElement)) this.stage.scrollIntoView({ block: "nearest" });
   }
 
   tellAlt() {

@@ -44,7 +44,7 @@ TOGETHER = ("auto", 1, 2, 3, 4, 6, 8)  # layers fused
 HELP = (
     "Drag to move, turn the wheel to zoom, click a tile to choose it, point at a pixel to see who owns and borrows it. "
     "Keys on the picture: + - 0 zoom, arrows move from pixel to pixel, t and T choose a tile, [ and ] a layer, "
-    "h the halo from close by, c all that was seen so far, f receptive fields."
+    "h the halo from close by, c all windows back to the picture, f receptive fields."
 )
 ROW = {"flex_flow": "row wrap", "align_items": "center"}
 COMPILING = "Compiling the ranks' programs ..."
@@ -54,9 +54,9 @@ class SlicerView(anywidget.AnyWidget):
     """The part of a slicer that the page draws. It has all numbers of all layers; only tissue is fetched, by tile.
 
     `layer` and `tile` are numbers. `reading` is `layer` (what the tile borrows at this layer) or `picture` (all that
-    its outputs depend on in the picture). `place` is the view: row, column and side in pixels of the picture, or
-    nothing for the whole. `picked` is the last clicked pixel: its row and column in what the layer reads, and those in
-    the layer's output.
+    its outputs read of the picture, through the windows of all layers). `place` is the view: row, column and side in
+    pixels of the picture, or nothing for the whole. `picked` is the last clicked pixel: its row and column in what the
+    layer reads, and those in the layer's output.
     """
 
     _esm = join_modules("slicer.js")

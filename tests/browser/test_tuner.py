@@ -38,7 +38,7 @@ def test_plans_are_measured_and_one_is_chosen_by_keyboard(notebook):
     count = table.locator("tbody tr").count()
     assert count > 5
     assert table.get_by_role("columnheader", name="images/s predicted").count() == 1
-    why = page.get_by_role("listitem").filter(has_text="The best for 2 ranks is")
+    why = page.get_by_role("listitem").filter(has_text="The best for 2 ranks, as predicted, is")
     assert "images/s in steps of" in why.inner_text()
     assert page.get_by_role("listitem").filter(has_text="data parallelism").count() == 1
     steps = notebook.control("steps of each")

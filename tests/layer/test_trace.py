@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from engines.errors import TraceError
 from engines.graph.model_graph import ModelGraph, Ref, TensorSpec
-from engines.graph.trace import trace
+from engines.graph.trace import trace, trace_inference
 from engines.models import resnet_v1
 from engines.spatial.kernels import get_operator
 from tests.exact import assert_exact, tiled, weighted_sum, whole_numbers
@@ -417,6 +417,23 @@ def test_a_model_that_decides_by_values_is_told_so(forward: Forward):
 def test_a_model_that_cannot_take_the_image_is_told_its_shape():
     with pytest.raises(TraceError, match=r"Conv2d cannot be traced with images of shape \(1, 2, 6, 6\)"):
         traced(nn.Conv2d(3, 1, 1))
+
+
+class Halving(nn.Module):
+    """Adds what it has halved and doubled to what it had: sides must be multiples of four."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        small = nn.functional.avg_pool2d(x, 4)
+        return x + nn.functional.interpolate(small, scale_factor=4)
+
+
+def test_a_model_that_needs_another_size_is_told_one(capfd):
+    with pytest.raises(TraceError, match=r"It does run on 40 x 32 px \(multiples of 4\): crop"):
+        trace_inference(Halving(), TensorSpec((1, 2, 43, 33), "float32"))
+    with pytest.raises(TraceError) as refused:
+        traced(nn.Conv2d(3, 1, 1))
+    assert "It does run" not in str(refused.value), "no size is right for three channels"
+    assert "".join(capfd.readouterr()) == "", "PyTorch's own messages would hide ours"
 
 
 def test_a_shape_that_depends_on_values_is_an_error_of_ours():

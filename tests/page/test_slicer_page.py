@@ -131,7 +131,7 @@ def test_both_readings_and_receptive_fields(page, slicer):
     page.wait_for_timeout(150)
     assert (slicer.view.reading, slicer.view.fields, slicer.view.layer) == ("picture", True, 4)
     assert page.get_by_role("button", name="receptive fields").get_attribute("aria-pressed") == "true"
-    expect(page.locator(".mpi4dl-words")).to_contain_text("all pixels of the picture on which its outputs depend")
+    expect(page.locator(".mpi4dl-words")).to_contain_text("all pixels of the picture that its outputs read")
     seen = re.search(r"sees (\d+) × (\d+) px", point_at(page, 0.25, 0.25))
     assert int(seen[1]) > 3
     (_, seen_by_tile) = re.findall(r"0 above, (\d+) below", page.locator(".mpi4dl-words").inner_text())

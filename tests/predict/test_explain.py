@@ -48,12 +48,24 @@ def test_each_kind_has_its_fastest_plan(found):
         assert verdict.best is max(of_kind, key=lambda each: each.images_per_s)
         assert verdict.share == pytest.approx(verdict.best.images_per_s / found.fitting[0].images_per_s)
     assert explained.best.best is found.fitting[0]
-    assert explained.sentences[0].startswith("The best for 4 ranks is ")
+    assert explained.sentences[0].startswith("The best for 4 ranks, as predicted, is ")
     assert describe_plan(found.fitting[0].plan) in explained.sentences[0]
     assert f"{format_number(found.fitting[0].images_per_s)} images/s" in explained.sentences[0]
     assert len(explained.sentences) == len(KINDS)
     shares = [explained.get_verdict(kind).share for kind in KINDS]
     assert len([sentence for sentence in explained.sentences if " of that: " in sentence]) == len(shares) - 1
+
+
+@pytest.mark.parametrize("neutral_batch", [None, 4, 16])
+def test_the_best_is_the_first_that_a_search_finds(found, neutral_batch):
+    ordered = sorted(found.fitting, key=lambda each: -each.compute_throughput(neutral_batch))
+    explained = explain(found.fitting, found.refused, neutral_batch=neutral_batch)
+    assert explained.best.best is ordered[0]
+    assert explained.best.share == 1
+    other = explained.get_verdict("data")
+    assert other.share == pytest.approx(
+        other.best.compute_throughput(neutral_batch) / ordered[0].compute_throughput(neutral_batch)
+    )
 
 
 @pytest.mark.nightly

@@ -62,7 +62,9 @@ def test_the_page_has_the_words_of_the_figure(slicer):
         for tile in range(4):
             slicer.layer.value, slicer.tile.value = layer, tile
             words = slicer.view.facts["layers"][layer]["words"][tile]
-            assert all(line.rstrip(".") in slicer.figure.alt for line in words if not line.startswith("Through"))
+            assert all(
+                line.rstrip(".") in slicer.figure.alt for line in words if not line.startswith(("Through", "Sums"))
+            )
 
 
 @pytest.mark.nightly
@@ -227,6 +229,6 @@ def test_a_real_slide_is_sliced():
     rows, cols = slicer.rasters.picture.shape()
     assert f"CMU-1-Small-Region.svs, {rows} × {cols} px (rows × columns), in 2x2 tiles" in slicer.figure.alt
     assert slicer.view.facts["picture"]["microns"] == pytest.approx(0.499)
-    assert "µm)" in slicer.view.facts["layers"][0]["words"][0][-1]
+    assert "µm)" in slicer.view.facts["layers"][0]["words"][0][-2]
     (tile,) = ask(slicer, (0, 5, 4))
     assert np.array_equal(tile, open_image(path).read(5 * 256, 4 * 256, 256, 256))
