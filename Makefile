@@ -6,7 +6,7 @@
 # make chaos       faults befall trainings on five ranks: SEED=0 COUNT=100; after each the same five questions
 # make notebooks   runs all tutorials from top to bottom, those with widgets in a page of Chromium, too
 # make wheel       builds wheel and sdist, installs the wheel into an empty environment and tries it
-# make bench       measures everything and writes BENCHMARKS.md: ten minutes in which nothing else may run
+# make bench       measures everything and writes BENCHMARKS.md: fifteen minutes in which nothing else may run
 # make gpu-check   what a machine with a GPU has to show, with that machine's own Python
 # make clean       remove what was installed and built
 
@@ -96,6 +96,7 @@ wheel: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m mpi4dl_nb.benchmarks
+	$(BIN)/python -m tests.latency --write
 
 gpu-check:
 	$(PYTHON) -m engines gpu-check

@@ -34,6 +34,7 @@ from mpi4dl_nb import (
     immunohistochemistry,
     resnet20_v1,
     resnet110_v2,
+    resnet_v1,
 )
 from tests.browser.pages import FLAGS
 from tests.page.harness import PageHarness
@@ -63,14 +64,14 @@ def measure_moves(browser: Any, view: Any, selector: str, kinds: Sequence[str]) 
 
 
 def slicer(browser: Any) -> Iterator[tuple[str, Line]]:
-    """A region of 2,967 x 2,220 px, a pyramid of 100,000 px a side, and the layers of ResNet-110."""
+    """A region of 2,967 x 2,220 px, a pyramid of 100,000 px a side, and the layers of a ResNet-62."""
     tissue = np.tile(immunohistochemistry(), (6, 5, 1))[:2967, :2220]
     moves = ("hover", "drag", "zoom")
     for what, source, plan in (("2,967 x 2,220 px", tissue, GRID), ("100,000 px a side", Plasma(100_000), GRID)):
         made = Slicer(source, plan, Net())
         for kind, line in measure_moves(browser, made.view, "canvas.mpi4dl-canvas", moves):
             yield f"slicer, {what}: {kind}", line
-    deep = Slicer(immunohistochemistry(), TILES, resnet110_v2())
+    deep = Slicer(immunohistochemistry(), Plan(split_size=1, num_spatial_parts=4), resnet_v1(62))
     for _, line in measure_moves(browser, deep.view, ".mpi4dl-strip", ("scrub",)):
         yield f"slicer, {len(deep.points)} layers: scrub", line
 
