@@ -1,4 +1,4 @@
-"""`python -m tests.pictures [folder]`: what the page draws, as pictures for README and docs.
+"""`python -m tests.page_pictures [folder]`: what the page draws, as pictures for README and docs.
 
 `slicer.png` is the slicer on stained tissue. `exchange_forward.png` and `exchange_backward.png` are film strips: halos
 on their way to the ranks that read them, and their gradients on the way home.
