@@ -126,7 +126,7 @@ def test_a_tuner_is_set_and_read_without_a_browser(cluster):
     assert tuner.plan == other
     assert tuner.rows.html.count('type="radio"') == len(tuner.candidates)
     assert escape(tuner.explanation.sentences[0]) in tuner.why.value
-    assert "the best for 2 ranks is" in tuner.explanation.words.lower()
+    assert "the best for 2 ranks, as predicted, is" in tuner.explanation.words.lower()
     tuner.steps.value = 1
     tuner.measure_chosen()
     assert tuner.plan == other
