@@ -147,7 +147,7 @@ class NotebookPage:
         self.page.wait_for_function(
             f"""number => {{
                 {CURRENT}.content.scrollToItem(number, 'start');
-                return {CURRENT}.content.widgets[number].node.querySelector('.jupyter-widgets');
+                return {CURRENT}.content.widgets[number].node.querySelector('.jupyter-widgets, .mpi4dl-page');
             }}""",
             arg=cell,
             timeout=within_s * 1000,
