@@ -81,18 +81,6 @@ class Drawing(Figure):
         self.canvas.print_png(buffer, pil_kwargs={"compress_level": 1})
         return buffer.getvalue()
 
-    def locate(self, across: float, down: float) -> tuple[str, float, float] | None:
-        """Return the label of the axes at a click, and x and y in data coordinates; None outside all axes.
-
-        `across` and `down` are fractions of the image, from its upper left corner.
-        """
-        place = self.transSubfigure.transform((across, 1 - down))
-        for axes in reversed(self.axes):  # those that were added last are on top
-            if axes.axison and axes.patch.contains_point(place):
-                x, y = axes.transData.inverted().transform(place)
-                return axes.get_label(), float(x), float(y)
-        return None
-
     def _repr_html_(self) -> str:
         data = base64.b64encode(self.to_png()).decode()
         return f'<img alt="{escape(self.alt)}" style="max-width:100%" src="data:image/png;base64,{data}">'

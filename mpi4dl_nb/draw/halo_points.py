@@ -321,10 +321,6 @@ class HaloLayers:
         self.fields = ReceptiveFields(graph)
         self._points: dict[int | str | None, tuple[HaloPoint, ...]] = {}
 
-    def is_compiled(self, together: int | str | None) -> bool:
-        """Return whether the plan with `together` fused layers is compiled. Compiling may take a second."""
-        return together in self._points
-
     def find_points(self, stage: int | None, together: int | str | None = None) -> tuple[HaloPoint, ...]:
         """Return the layers (of one stage) that read beyond their tiles, in the model's order.
 

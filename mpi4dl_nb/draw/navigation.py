@@ -1,9 +1,8 @@
-"""What is shown of a tiled picture: its pixels at a resolution of the screen; and tile, zoom and centre, which move."""
+"""What is shown of a tiled picture: its pixels at a resolution of the screen, and places in layers of any size."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -15,19 +14,13 @@ from engines.spatial.tiles import Grid, Span, Tile
 from mpi4dl_nb.draw.halo_points import HaloPoint
 
 __all__ = [
-    "ARROWS",
-    "NEAR_PX",
     "RasterCache",
-    "add_clamped",
     "choose_seam",
     "clamp_to_tile",
     "find_nearest_seam",
     "find_owner",
-    "find_zoom",
-    "get_neighbour",
     "get_pixel_at",
     "make_square",
-    "pan",
     "to_fractions",
     "to_pixel",
 ]
@@ -69,35 +62,11 @@ class RasterCache:
         return np.array(there.resize(view.shape[::-1], Image.Resampling.BOX, box=box))
 
 
-# Navigation by keys and clicks.
+# Places: pixels of layers of different sizes, tiles that own them, seams where tiles borrow.
 
 
-CLOSEST_PX, FACTOR = 8, 4
-NEAR_PX = CLOSEST_PX * FACTOR
-ARROWS: Mapping[str, tuple[int, int]] = {
-    "ArrowUp": (-1, 0),
-    "ArrowDown": (1, 0),
-    "ArrowLeft": (0, -1),
-    "ArrowRight": (0, 1),
-}
 Pixel = tuple[int, int]
 """Row and column."""
-
-
-def find_zoom(zoom: int | None, closer: bool, size_px: Pixel) -> int | None:
-    """Return the side in pixels of the next closer or wider view. None is the whole image.
-
-    >>> [find_zoom(zoom, True, (512, 300)) for zoom in (None, 128, 8)]
-    [128, 32, 8]
-    >>> [find_zoom(zoom, False, (512, 300)) for zoom in (8, 128, None)]
-    [32, None, None]
-    """
-    sides = [CLOSEST_PX]
-    while sides[-1] * FACTOR < max(size_px):
-        sides.append(sides[-1] * FACTOR)
-    if closer:
-        return max((side for side in sides if zoom is None or side < zoom), default=CLOSEST_PX)
-    return min((side for side in sides if zoom is not None and side > zoom), default=None)
 
 
 def make_square(at: Pixel, side: int, size_px: Pixel) -> Tile:
@@ -110,31 +79,6 @@ def make_square(at: Pixel, side: int, size_px: Pixel) -> Tile:
     return Tile(*(Span(start, min(limit, start + side)) for start, limit in zip(starts, size_px, strict=True)))
 
 
-def pan(at: Pixel, way: Pixel, side: int, size_px: Pixel) -> Pixel:
-    """Return the centre of the view moved by a quarter of its side in direction `way`, within the image.
-
-    >>> pan((50, 50), (0, 1), 8, (100, 100))
-    (50, 52)
-    """
-    view = make_square(at, side, size_px)
-    step = max(1, side // 4)
-    # From the middle of the view that is shown, which the image's edge may have shifted away from `at`.
-    middle = view.rows.start + side // 2, view.cols.start + side // 2
-    moved = make_square((middle[0] + way[0] * step, middle[1] + way[1] * step), side, size_px)
-    return moved.rows.start + side // 2, moved.cols.start + side // 2
-
-
-def get_neighbour(grid: Grid, tile: int, way: Pixel) -> int:
-    """Return the number of the neighbour of a tile in direction `way`; its own number at the edge.
-
-    >>> get_neighbour(Grid(2, 3), 1, (1, 0)), get_neighbour(Grid(2, 3), 2, (0, 1))
-    (4, 2)
-    """
-    row, col = divmod(tile, grid.cols)  # tiles are numbered row by row
-    row, col = row + way[0], col + way[1]
-    return row * grid.cols + col if row in range(grid.rows) and col in range(grid.cols) else tile
-
-
 def get_pixel_at(x: float, y: float, size_px: Pixel) -> Pixel:
     """Return the pixel (row, column) at (x, y); outside the image, the nearest one.
 
@@ -142,15 +86,6 @@ def get_pixel_at(x: float, y: float, size_px: Pixel) -> Pixel:
     (0, 3)
     """
     return tuple(min(max(int(place), 0), limit - 1) for place, limit in zip((y, x), size_px, strict=True))  # type: ignore[return-value]
-
-
-def add_clamped(value: int, by: int, most: int | None = None) -> int:
-    """Return `value + by`, limited to 0 to `most` (None: no upper limit).
-
-    >>> add_clamped(3, 1, 3), add_clamped(0, -1), add_clamped(4, -1)
-    (3, 0, 3)
-    """
-    return max(0, value + by if most is None else min(value + by, most))
 
 
 def to_fractions(at: Pixel, size_px: Pixel) -> tuple[float, float]:

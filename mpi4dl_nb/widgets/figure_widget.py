@@ -130,33 +130,21 @@ class ErrorAlert(ipywidgets.HTML):
         self.value = f'<div role="alert" style="{style}">⚠ {escape(text)}</div>' if text else ""
 
 
-# A figure on a notebook's page: an image with alt text that reports clicks and keys.
+# A figure on a notebook's page: an image with alt text.
 
 
 class FigureView(anywidget.AnyWidget):
-    """A widget that shows one figure at a time. With `keys`, such as `ArrowLeft`, it can be focused and receives them.
-
-    `on_key(key)` and `on_point(across, down)` handle keys and clicks; `tip` describes the keys.
-    """
+    """A widget that shows one figure at a time, drawn by the kernel, with its alt text. `tip` says what it is."""
 
     _esm = Path(__file__).with_name("figure_view.js")
     _css = Path(__file__).with_name("figure_view.css")
     png = traitlets.Bytes(b"").tag(sync=True)
     alt = traitlets.Unicode("").tag(sync=True)
-    accepts = traitlets.List(traitlets.Unicode()).tag(sync=True)
     tip = traitlets.Unicode("").tag(sync=True)
 
-    def __init__(
-        self,
-        keys: Sequence[str] = (),
-        on_key: Callable[[str], None] | None = None,
-        on_point: Callable[[float, float], None] | None = None,
-        tip: str = "",
-    ) -> None:
-        super().__init__(accepts=list(keys), tip=tip)
+    def __init__(self, tip: str = "") -> None:
+        super().__init__(tip=tip)
         self.figure: Drawing | None = None
-        self._handlers = {"key": on_key, "point": on_point and (lambda place: on_point(*place))}
-        self.on_msg(self._handle_event)
 
     def show(self, figure: Drawing) -> None:
         """Show `figure` in place of the current one."""
@@ -164,13 +152,8 @@ class FigureView(anywidget.AnyWidget):
         with self.hold_sync():  # one message, so that a screen reader never has the text of another figure
             self.png, self.alt = figure.to_png(), figure.alt
 
-    def _handle_event(self, _widget: Any, content: dict[str, Any], _buffers: Any) -> None:
-        for name, value in content.items():
-            if handler := self._handlers.get(name):
-                handler(value)
 
-
-STILL = "mpi4dl-still"  # class name, also in figure_view.css and page/page.css
+STILL = "mpi4dl-still"  # class name, also in the style sheets of the views
 
 
 class StillFigure:
@@ -233,15 +216,8 @@ class FigureWidget(PageWidget):
 
     view: FigureView
 
-    def __init__(
-        self,
-        controls: Sequence[ipywidgets.Widget],
-        keys: Sequence[str] = (),
-        on_key: Callable[[str], None] | None = None,
-        on_point: Callable[[float, float], None] | None = None,
-        tip: str = "",
-    ) -> None:
-        super().__init__(controls, FigureView(keys, on_key, on_point, tip))
+    def __init__(self, controls: Sequence[ipywidgets.Widget], tip: str = "") -> None:
+        super().__init__(controls, FigureView(tip))
 
     @property
     def figure(self) -> Drawing | None:

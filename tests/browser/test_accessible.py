@@ -18,7 +18,7 @@ tried = FigureWidget([
     make_bounded_int("stages", 2, 1, 9), make_dropdown("schedule", ["1f1b", "gems"], "gems"),
     make_checkbox("both ways"),
     make_button("begin", print), Slider("layer", 3, 0, 9),
-], keys=["+"])
+])
 tried.trouble.show("split_size=99 is too many")
 figure = Drawing(figsize=(2, 1))
 figure.alt = "a figure"

@@ -148,17 +148,6 @@ def test_the_framed_field_is_where_it_is():
     assert (box.get_width(), box.get_height()) == (field.shape[1] / 2, field.shape[0] / 2)
 
 
-def test_a_click_means_a_place_in_a_panel():
-    figure = show_slicing(TISSUE, tiles_of("2x2"), RECIPE)
-    for axes in figure.axes:
-        place = figure.transSubfigure.inverted().transform(axes.transAxes.transform((0.25, 0.5)))
-        (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
-        name, x, y = figure.locate(place[0], 1 - place[1])
-        assert name == axes.get_label()
-        assert (x, y) == pytest.approx((left + (right - left) / 4, (low + high) / 2))
-    assert figure.locate(0.99, 0.99) is None
-
-
 def test_a_picture_is_shrunk_once():
     picture = open_image(TISSUE)
     rasters, point = RasterCache(picture), HaloLayers(RECIPE.graph, tiles_of("2x2")).select_points()[0]

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 import pytest
 import torch
-from playwright.sync_api import sync_playwright
 from torch import nn
 
 from mpi4dl_nb import Cluster, Plan, Stepper, Training
-from tests.browser.pages import FLAGS
 from tests.page.harness import PageHarness
 
 PLAN = Plan(split_size=2, spatial_size=1, slice_method="2x2", balance=(2, 1))
@@ -27,17 +24,6 @@ def cluster() -> Iterator[Cluster]:
         yield cluster
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[object]:
-    path = shutil.which("chromium") or shutil.which("google-chrome")
-    if not path:
-        pytest.skip("there is no Chromium here")
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=FLAGS.split())
-        yield browser
-        browser.close()
-
-
 @pytest.fixture
 def stepper(cluster: Cluster) -> Iterator[Stepper]:
     torch.manual_seed(0)
@@ -49,8 +35,8 @@ def stepper(cluster: Cluster) -> Iterator[Stepper]:
 
 
 @pytest.fixture
-def page(browser: object, stepper: Stepper) -> Iterator[PageHarness]:
-    found = PageHarness(browser, stepper.view, reduced_motion="reduce")
+def page(chromium: object, stepper: Stepper) -> Iterator[PageHarness]:
+    found = PageHarness(chromium, stepper.view, reduced_motion="reduce")
     found.settle()
     yield found
     found.close()
@@ -175,9 +161,9 @@ def test_what_the_ranks_refuse_is_told_and_stops_the_player(stepper: Stepper, pa
     assert stepper.trouble.text == ""
 
 
-def test_a_page_that_is_opened_later_has_the_record(browser: object, stepper: Stepper):
+def test_a_page_that_is_opened_later_has_the_record(chromium: object, stepper: Stepper):
     go_to(stepper, "halo", "backward")
-    later = PageHarness(browser, stepper.view, reduced_motion="reduce")
+    later = PageHarness(chromium, stepper.view, reduced_motion="reduce")
     wait_for_record(later, stepper)
     assert later.page.evaluate(SHOWN) == "newest"
     later.close()
@@ -202,8 +188,8 @@ def wait_until(page: PageHarness, test: Callable[[], bool]) -> None:
     raise AssertionError("it did not happen in 5 s")
 
 
-def test_motion_moves_and_ends(browser: object, stepper: Stepper):
-    moving = PageHarness(browser, stepper.view)
+def test_motion_moves_and_ends(chromium: object, stepper: Stepper):
+    moving = PageHarness(chromium, stepper.view)
     moving.settle()
     moving.page.get_by_label("Speed").select_option("0.25")
     go_to(stepper, "halo", "forward")

@@ -51,14 +51,6 @@ def test_an_error_is_told_in_words_and_goes_with_the_next_success():
     assert instrument.trouble.value == ""
 
 
-def test_clicks_and_keys_reach_their_handlers():
-    seen = []
-    instrument = FigureWidget([], ["+"], seen.append, lambda x, y: seen.append((x, y)))
-    instrument.view._handle_event(None, {"key": "+"}, [])
-    instrument.view._handle_event(None, {"point": [0.25, 0.5]}, [])
-    assert seen == ["+", (0.25, 0.5)]
-
-
 def test_a_page_that_cannot_run_widgets_gets_the_figure_with_its_words():
     instrument = FigureWidget([])
     instrument.view.show(drawing("a picture of nothing"))
