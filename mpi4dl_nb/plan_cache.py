@@ -19,7 +19,7 @@ from engines.predict.forecast import Forecast, RankLoad, count_load, forecast_pr
 from engines.predict.machine import Machine
 from engines.predict.machines import resolve_machine
 from engines.predict.rank_memory import RankMemory, predict_rank_memory
-from engines.predict.rank_tally import build_tally
+from engines.predict.rank_tally import build_tallies
 from engines.predict.sizes import Sizes
 from engines.predict.tallies import RankTally
 from engines.program.compile import Compiler
@@ -157,11 +157,12 @@ class PlanCache:
     def _weigh(self, found: CompiledPlan, is_asked: Callable[[], bool]) -> CompiledPlan | None:
         """Return the plan with each rank's memory. All replicas are alike: the first one is counted."""
         tallies, memory = [], []
-        for program in found.programs[: found.plan.replica_ranks]:
+        programs = found.programs[: found.plan.replica_ranks]
+        for program, tally in zip(programs, build_tallies(programs, found.graph), strict=True):
             if not is_asked():
                 return None
-            tallies.append(build_tally(program, found.graph))
-            memory.append(predict_rank_memory(program, found.graph, found.plan, tally=tallies[-1]))
+            tallies.append(tally)
+            memory.append(predict_rank_memory(program, found.graph, found.plan, tally=tally))
         pairs = zip(found.loads, cycle(memory), strict=False)
         loads = tuple(with_memory(load, each) for load, each in pairs)
         return replace(found, loads=loads, tallies=tuple(tallies), memory=tuple(memory))

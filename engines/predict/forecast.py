@@ -12,7 +12,7 @@ from engines.plan import Plan
 from engines.predict.cost import CostModel
 from engines.predict.machine import Machine
 from engines.predict.rank_memory import RankMemory, predict_rank_memory
-from engines.predict.rank_tally import build_tally
+from engines.predict.rank_tally import build_tallies
 from engines.predict.simulate import simulate
 from engines.predict.tallies import RankTally
 from engines.program.compile import Compiler
@@ -119,7 +119,7 @@ def forecast(graph: ModelGraph, plan: Plan, machine: Machine | CostModel, optimi
     """
     compiler = Compiler(graph, plan)
     programs = [compiler.compile_rank(rank) for rank in range(plan.replica_ranks)]
-    tallies = [build_tally(program, graph) for program in programs]
+    tallies = list(build_tallies(programs, graph))
     memory = [
         predict_rank_memory(program, graph, plan, optimiser_states, tally)
         for program, tally in zip(programs, tallies, strict=True)

@@ -11,7 +11,7 @@ from engines.graph.model_graph import ModelGraph
 from engines.graph.stages import find_layers
 from engines.plan import Plan
 from engines.predict.memory_simulation import MemoryTracker, simulate_memory
-from engines.predict.rank_tally import build_tally
+from engines.predict.rank_tally import build_tallies, build_tally
 from engines.predict.tallies import RankTally
 from engines.program.compile import Compiler
 from engines.program.effects import Phase
@@ -158,7 +158,10 @@ def predict_plan_memory(graph: ModelGraph, plan: Plan, optimiser_states: int = 1
     """
     compiler = Compiler(graph, plan)
     programs = tuple(compiler.compile_rank(rank) for rank in range(plan.replica_ranks))
-    ranks = tuple(predict_rank_memory(program, graph, plan, optimiser_states) for program in programs)
+    ranks = tuple(
+        predict_rank_memory(program, graph, plan, optimiser_states, tally)
+        for program, tally in zip(programs, build_tallies(programs, graph), strict=True)
+    )
     return PlanMemory(plan, graph, programs, ranks, optimiser_states)
 
 

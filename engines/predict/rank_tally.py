@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -26,8 +26,9 @@ from engines.program.effects import LocalOp, Phase
 from engines.program.instructions import DEVICE, SEED, Compute
 from engines.program.program import DirectionProgram, Program, ShardSpec
 from engines.program.segment import find_in_place, find_last_reads, find_out_kernel
+from engines.spatial.kernels import SLOT_ARGUMENTS
 
-__all__ = ["build_op_tally", "build_tally"]
+__all__ = ["build_op_tally", "build_tallies", "build_tally"]
 
 # Counts the memory and arithmetic of one segment of a rank, call by call, forward and backward.
 
@@ -144,7 +145,7 @@ class _SegmentCounter:
             read.append(part)
             return self.scope[item.name]
 
-        arguments, keywords = tree_map(resolve, (list(op.arguments), dict(op.keywords)))
+        arguments, keywords = tree_map(resolve, (list(_get_sizing_arguments(op)), dict(op.keywords)))
         effect = infer_effect(op.kernel, arguments, keywords)
         makes = tuple(f"{op.out}[{i}]" for i in range(len(effect.made))) if effect.several else (op.out,)
         call = _SegmentCall(op, effect, tuple(read), makes, find_local_tensors((arguments, keywords)))
@@ -262,6 +263,44 @@ def build_tally(program: Program, graph: ModelGraph) -> RankTally:
         {name: graph.buffers[name].bytes for name in program.buffers},
         graph.trainable & set(program.weights),
     )
+
+
+def build_tallies(programs: Iterable[Program], graph: ModelGraph) -> Iterator[RankTally]:
+    """Yield the tally of each program's rank, in order. Ranks that compute the same share one, which is counted once.
+
+    Raises TraceError as `build_tally` does.
+    """
+    # Of 64 tiles, those inside the image have windows of one size, and differ in the ranks with which they exchange.
+    counted: list[tuple[object, RankTally]] = []
+    for program in programs:
+        described = [
+            program.weights,
+            program.buffers,
+            *(_describe_direction(*pair) for pair in program.direction_programs.items()),
+        ]
+        tally = next((known for like, known in counted if like == described), None)
+        if tally is None:
+            tally = build_tally(program, graph)
+            counted.append((described, tally))
+        yield tally
+
+
+def _describe_direction(number: int, way: DirectionProgram) -> object:
+    """Return all that the tally of a direction depends on, to compare it with another rank's."""
+    parts = [(name, part.axes, part.tile.shape) for name, part in way.input_shards.items()]
+    items = []
+    for item, effects in zip(way.forward, way.effects, strict=True):
+        ops = [(op.out, op.kernel, op.graded, _get_sizing_arguments(op), op.keywords) for op in item.local_ops]
+        moved = effects.messages and (effects.messages.own, effects.messages.makes_room)
+        values = effects.reads, effects.makes, effects.specs
+        items.append((item.name, item.kind, item.differentiable, values, moved, ops))
+    return number, parts, items
+
+
+def _get_sizing_arguments(op: LocalOp) -> tuple[Any, ...]:
+    """Return the arguments of an op, with 0 in place of one on which no size depends."""
+    place = SLOT_ARGUMENTS.get(op.kernel)
+    return op.arguments if place is None else (*op.arguments[:place], 0, *op.arguments[place + 1 :])
 
 
 @dataclass

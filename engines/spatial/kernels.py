@@ -15,6 +15,7 @@ from engines.spatial.windows import Margins
 
 __all__ = [
     "MENDED",
+    "SLOT_ARGUMENTS",
     "Kernel",
     "compute_batch_statistics",
     "get_kernel",
@@ -303,6 +304,9 @@ def cut_spans(x: Tensor, axes: Sequence[int], spans: Sequence[tuple[int, int]]) 
         x = x.narrow(axis, start, stop - start)
     return x
 
+
+SLOT_ARGUMENTS = {"tile.moments": 1}
+"""The place of the argument that says which part of a kernel's result is this tile's; no size depends on it."""
 
 _KERNELS |= {
     "tile.moments": _TileMoments.apply,

@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import pytest
 from torch import Tensor, nn
 
+from engines.models import resnet20_v1
 from engines.plan import Plan
 from engines.predict import kernel_timer
 from engines.predict.cost import ComputeWork, build_step_actions, estimate_segment_work
@@ -21,7 +22,7 @@ from engines.predict.kernel_timer import (
     make_calls,
 )
 from engines.predict.machine import Machine, Speed
-from engines.predict.rank_tally import build_tally
+from engines.predict.rank_tally import build_tallies, build_tally
 from engines.predict.tallies import (
     BY_ARITHMETIC,
     CLASSES,
@@ -58,6 +59,25 @@ def moves_of(skips: bool) -> list[int]:
     (program,) = compile_plan(recipe.graph, recipe.plan)
     way = build_tally(program, recipe.graph).ways[0]
     return sorted(size for segment in way.segments.values() for size in segment.moves)
+
+
+@pytest.mark.parametrize(
+    ("plan", "different"),
+    [
+        (Plan(split_size=2, slice_method="4x4"), 3),
+        (Plan(split_size=2, slice_method="3x5", halo_d2=True), 13),
+        (Plan(split_size=2, slice_method="4x1", overlap_halos=True), 3),
+        (Plan(split_size=2, slice_method="2x2", bidirectional=True, schedule="gems"), 3),
+        (Plan(split_size=2, spatial_size=0, local_dp=4, data_parallel=2), 2),
+    ],
+    ids=lambda value: value.summary if isinstance(value, Plan) else "",
+)
+def test_ranks_that_compute_the_same_share_one_tally(plan, different):
+    recipe = prepare(resnet20_v1(), plan, (4, 3, 64, 64), device="cpu")
+    programs = compile_plan(recipe.graph, recipe.plan)
+    found = list(build_tallies(programs, recipe.graph))
+    assert found == [build_tally(program, recipe.graph) for program in programs]
+    assert len({id(tally) for tally in found}) == different
 
 
 def test_a_skip_adds_one_gradient_to_another():
