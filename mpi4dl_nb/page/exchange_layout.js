@@ -1,5 +1,7 @@
 // Where the ranks of a step, and the values that they hold, are drawn: rectangles are [left, top, width, height] in px.
 
+import { clamp } from "./numbers.js";
+
 const BOX_GAP = 44, BOX_HEAD = 24, CELL_HEAD = 18, RIM = 13, MORE = 1.4;
 
 /** Return `{ high, boxes, cells }`: a box for each stage, and in it a cell for each rank, arranged as in the image.
@@ -38,7 +40,7 @@ export function placeRanks(setup, wide, most) {
 
 /** Return the width of a box `high` px high: the pixels of its tiles are squares, beside their names and gaps. */
 function measureBox({ rows, cols }, size, high) {
-  const aspect = Math.min(Math.max((size[1] / cols) / (size[0] / rows), 0.3), 4);
+  const aspect = clamp((size[1] / cols) / (size[0] / rows), 0.3, 4);
   const cell = [0, 0, high / rows, high / rows], room = getRoom(cell);
   return cols * (room[3] * aspect + cell[2] - room[2]);
 }

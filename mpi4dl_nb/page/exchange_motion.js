@@ -1,5 +1,7 @@
 // How strips travel from rank to rank: a progress from 0 to 1 becomes places, and nothing here draws.
 
+import { clamp } from "./numbers.js";
+
 /** Return a progress that starts and ends slowly. */
 export function easeBoth(progress) {
   return progress < 0.5 ? 4 * progress ** 3 : 1 - (2 - 2 * progress) ** 3 / 2;
@@ -12,7 +14,7 @@ export function easeBoth(progress) {
 export function computeFlight(progress, index, count) {
   const delay = count > 1 ? (0.16 * index) / (count - 1) : 0;
   const own = Math.min(1, Math.max(0, (progress - delay) / (1 - 0.16)));
-  const ramp = (from, to) => Math.min(1, Math.max(0, (own - from) / (to - from)));
+  const ramp = (from, to) => clamp((own - from) / (to - from), 0, 1);
   return {
     lift: ramp(0, 0.14) * (1 - ramp(0.72, 0.84)),
     travel: easeBoth(ramp(0.08, 0.8)),
@@ -25,7 +27,7 @@ export function computeFlight(progress, index, count) {
 export function bendBetween(from, to, travel) {
   const start = findCentre(from), end = findCentre(to);
   const way = [end[0] - start[0], end[1] - start[1]], long = Math.max(1, Math.hypot(...way));
-  const bow = (Math.min(Math.max(0.18 * long, 7), 30) / long) * Math.sin(Math.PI * travel);
+  const bow = (clamp(0.18 * long, 7, 30) / long) * Math.sin(Math.PI * travel);
   const size = [2, 3].map((side) => from[side] + (to[side] - from[side]) * travel);
   const middle = [start[0] + way[0] * travel - way[1] * bow, start[1] + way[1] * travel + way[0] * bow];
   return [middle[0] - size[0] / 2, middle[1] - size[1] / 2, ...size];

@@ -1,9 +1,10 @@
 // Paints what moves between the ranks of a frame: strips of messages, and the terms of sums.
+import { DARK, FONT, WHITE, strokeCasedRectangle, writeCased } from "./canvas.js";
 import { findMiddle, locateMessage } from "./exchange_layout.js";
 import {
   bendBetween, computeFlight, computeTerm, findCentre, growRectangle, liftRectangle,
 } from "./exchange_motion.js";
-import { colourValues, PAINT_FONT, RankPainter } from "./rank_paint.js";
+import { RankPainter, colourValues } from "./rank_paint.js";
 import { readValues } from "./step_frames.js";
 
 const FOCUS = "#d95f02", MOST_WAYS = 40;
@@ -96,7 +97,7 @@ export class ExchangePainter extends RankPainter {
         context.strokeStyle = FOCUS;
         context.lineWidth = 4;
         context.strokeRect(...growRectangle(to, 1 + 5 * flight.glow));
-        if (strip.before) this.writeSign("+", findCentre(to), 16);
+        if (strip.before) writeCased(context, "+", findCentre(to), `700 16px ${FONT}`);
         context.globalAlpha = 1;
       }
       return;
@@ -109,12 +110,8 @@ export class ExchangePainter extends RankPainter {
     context.fillStyle = look.panel;
     context.fillRect(...place);
     if (strip.arrived) context.drawImage(strip.arrived, ...place);
-    for (const [colour, wide] of [["#ffffff", 4], [focused ? FOCUS : "#1a1a1a", focused ? 2.2 : 1.2]]) {
-      context.strokeStyle = colour;
-      context.lineWidth = wide;
-      context.strokeRect(...place);
-    }
-    if (strip.before) this.writeSign("+", findCentre(place), 13);
+    strokeCasedRectangle(context, place, focused ? FOCUS : DARK, focused ? 2.2 : 1.2);
+    if (strip.before) writeCased(context, "+", findCentre(place), `700 13px ${FONT}`);
   }
 
   /** Stroke the path on a white line, so that it is seen on values of any colour. */
@@ -126,18 +123,6 @@ export class ExchangePainter extends RankPainter {
     context.stroke();
   }
 
-  writeSign(text, [x, y], size) {
-    const { context } = this;
-    context.font = `700 ${size}px ${PAINT_FONT}`;
-    context.textAlign = "center";
-    context.textBaseline = "middle";
-    context.lineWidth = 4;
-    context.strokeStyle = "#ffffff";
-    context.strokeText(text, x, y);
-    context.fillStyle = "#1a1a1a";
-    context.fillText(text, x, y);
-  }
-
   /** The terms of a sum go to a sum sign in the middle of its ranks, and the total comes back. */
   paintSum(sum, index, count, progress) {
     const { context, look, layout } = this, middle = findMiddle(layout.cells, sum.group);
@@ -145,14 +130,14 @@ export class ExchangePainter extends RankPainter {
     const { at, total } = computeTerm(progress, sum);
     for (const rank of sum.group) {
       const start = findCentre(layout.cells[rank]), place = start.map((each, side) => each + (sign[side] - each) * at);
-      context.strokeStyle = "#1a1a1a";
+      context.strokeStyle = DARK;
       context.lineWidth = 1.2;
       context.beginPath();
       context.moveTo(...start);
       context.lineTo(...sign);
       this.strokeCased();
       context.fillStyle = total ? FOCUS : look.brand;
-      context.strokeStyle = "#ffffff";
+      context.strokeStyle = WHITE;
       context.lineWidth = 2;
       context.beginPath();
       // A term is a disc, the total a square: colour is not the only sign.
@@ -169,7 +154,7 @@ export class ExchangePainter extends RankPainter {
     context.fill();
     context.stroke();
     context.fillStyle = look.ink;
-    context.font = `700 20px ${PAINT_FONT}`;
+    context.font = `700 20px ${FONT}`;
     context.textAlign = "center";
     context.textBaseline = "middle";
     context.fillText("Σ", sign[0], sign[1] + 1);

@@ -1,5 +1,6 @@
 // The values of one message in numbers: what was there before, what arrived, and what is there after.
 import { makeElement } from "./elements.js";
+import { clamp } from "./numbers.js";
 import { formatNumber, readValues } from "./step_frames.js";
 
 const LONG = 5, DEEP = 2;
@@ -20,7 +21,7 @@ export function cutStrip({ numbers, high, wide }, tile, start) {
 /** Return the first shown cell of `count`: as asked, but so that the strip is filled; the middle if none is asked. */
 export function clampStart(start, count) {
   const most = Math.max(0, count - LONG);
-  return start === undefined ? Math.floor(most / 2) : Math.min(Math.max(start, 0), most);
+  return start === undefined ? Math.floor(most / 2) : clamp(start, 0, most);
 }
 
 /** Shows one message of a frame; `choose(index)` is called with another one that the reader wants. */

@@ -1,6 +1,7 @@
 // A strip of the whole net, to scrub through its layers: heights are resolutions, widths are channels.
 
 import { makeElement, makeSvg } from "./elements.js";
+import { clamp } from "./numbers.js";
 
 const HEIGHT = 64;
 const BASE = 50; // of the bars; below are the marks of halos
@@ -74,7 +75,7 @@ export class NetStrip {
   }
 
   select(point) {
-    const within = Math.min(Math.max(point, 0), this.count - 1);
+    const within = clamp(point, 0, this.count - 1);
     if (within === this.point) return;
     this.point = within;
     this.mark();

@@ -1,5 +1,6 @@
 // Draws the scene of a plan on a canvas: the image with its cuts, the flows, and the blocks of the ranks.
 
+import { FONT } from "./canvas.js";
 import { drawTissue, EMPTY_FRONT, fillTexture, FRONT_INK, getBlockFaces } from "./plan_paint.js";
 
 const AXIS_U = [Math.cos(Math.PI / 6), -0.5];
@@ -119,7 +120,7 @@ function writeOnFront(context, box, transform, level) {
 }
 
 function colourFont(context) {
-  return context.canvas.dataset?.font || "system-ui, sans-serif";
+  return context.canvas.dataset?.font || FONT;
 }
 
 /** Draw the outline of a block that is meant: of the pointer or of the keyboard. */

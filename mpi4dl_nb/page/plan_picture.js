@@ -1,5 +1,6 @@
 // The picture of a plan on the page: its canvas, what the pointer or a key means, and the legend.
 
+import { fitCanvas } from "./canvas.js";
 import { makeElement, makeFrameLoop, readColours } from "./elements.js";
 import { drawBlock, drawFlows, drawImageSheet, drawOutline, writeSheetName } from "./plan_drawing.js";
 import { describeBlock, findBlockAt, moveBlockFocus } from "./plan_focus.js";
@@ -95,17 +96,9 @@ export class PlanPicture {
   /** Paint everything but the outlines once, so that a hover only copies it. */
   paint() {
     if (!this.scene) return;
-    const dense = window.devicePixelRatio || 1, [width, height] = this.view;
-    for (const canvas of [this.canvas, this.still]) {
-      canvas.width = Math.round(width * dense);
-      canvas.height = Math.round(height * dense);
-    }
-    this.canvas.style.width = `${width}px`;
-    this.canvas.style.height = `${height}px`;
+    const [width, height] = this.view, context = fitCanvas(this.still, width, height);
     this.colours = { ...readColours(this.host), edge: "#20262c" };
-    const context = this.still.getContext("2d");
     this.still.dataset.font = getComputedStyle(this.host).fontFamily;
-    context.setTransform(dense, 0, 0, dense, 0, 0);
     context.clearRect(0, 0, width, height);
     this.paintScene(context);
     this.request();
@@ -128,15 +121,12 @@ export class PlanPicture {
   }
 
   draw() {
-    const context = this.canvas.getContext("2d");
-    context.setTransform(1, 0, 0, 1, 0, 0);
-    context.clearRect(0, 0, this.canvas.width, this.canvas.height);
-    context.drawImage(this.still, 0, 0);
-    const dense = window.devicePixelRatio || 1;
-    context.setTransform(dense, 0, 0, dense, 0, 0);
-    for (const [index, width] of [[this.focused, 3], [this.hovered, 2]]) {
+    const [width, height] = this.view, context = fitCanvas(this.canvas, width, height);
+    context.clearRect(0, 0, width, height);
+    context.drawImage(this.still, 0, 0, width, height);
+    for (const [index, edge] of [[this.focused, 3], [this.hovered, 2]]) {
       const box = this.scene?.boxes[index];
-      if (box) drawOutline(context, box, this.transform, this.colours, width);
+      if (box) drawOutline(context, box, this.transform, this.colours, edge);
     }
   }
 

@@ -1,15 +1,10 @@
 // The configurator on the page: controls on the left, the picture of the plan in the middle, its gauges on the right.
 
 import { makeElement } from "./elements.js";
+import { readIntegers } from "./numbers.js";
 import { PlanControls } from "./plan_controls.js";
 import { PlanGauges } from "./plan_gauges.js";
 import { PlanPicture } from "./plan_picture.js";
-
-/** Return the 32-bit integers of a DataView, which may begin at any byte of its buffer. */
-export function readIntegers(view) {
-  if (!view?.byteLength) return new Int32Array();
-  return new Int32Array(view.buffer.slice(view.byteOffset, view.byteOffset + view.byteLength));
-}
 
 /** Sends what controls set, one message at a time: while an answer is awaited, later values replace earlier ones. */
 export class SettingSender {

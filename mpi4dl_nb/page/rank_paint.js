@@ -1,9 +1,9 @@
 // Paints each rank of a frame in its cell: its values as colours, with its halo tinted and hatched.
+import { FONT, strokeCasedRectangle } from "./canvas.js";
 import { cutHalo, getCellHead, locateTile } from "./exchange_layout.js";
 import { getDuration, readValues } from "./step_frames.js";
 
 const FADE_MS = 280;
-export const PAINT_FONT = "system-ui, sans-serif";
 
 /** Return a canvas with one pixel for each value, coloured from `span` [low, high] by 256 colours of a palette. */
 export function colourValues({ numbers, high, wide }, [low, most], palette) {
@@ -55,7 +55,7 @@ export class RankPainter {
     context.roundRect(left - 6, top - 2, width + 12, height + 6, 6);
     context.fill();
     context.fillStyle = look.faint;
-    context.font = `600 12px ${PAINT_FONT}`;
+    context.font = `600 12px ${FONT}`;
     context.textBaseline = "alphabetic";
     context.textAlign = "left";
     context.fillText(title, left - 4, top - 8);
@@ -118,12 +118,12 @@ export class RankPainter {
     const { context, look } = this;
     context.textBaseline = "middle";
     context.textAlign = "left";
-    context.font = `${state.moved ? 700 : 400} 12px ${PAINT_FONT}`;
+    context.font = `${state.moved ? 700 : 400} 12px ${FONT}`;
     context.fillStyle = look.ink;
     const name = `${state.moved ? "▶ " : ""}${width > 90 ? "rank " : ""}${rank}`;
     context.fillText(name, left + 4, top + 10);
     const start = left + 10 + context.measureText(name).width;
-    context.font = `12px ${PAINT_FONT}`;
+    context.font = `12px ${FONT}`;
     context.fillStyle = look.faint;
     const words = [`${state.work} ${state.kind}`.trim(), state.work].find(
       (each) => context.measureText(each).width < left + width - start - 2);
@@ -132,7 +132,7 @@ export class RankPainter {
 
   writeInside(text, [left, top, width, height]) {
     const { context, look } = this;
-    context.font = `12px ${PAINT_FONT}`;
+    context.font = `12px ${FONT}`;
     context.fillStyle = look.faint;
     context.textAlign = "center";
     context.textBaseline = "middle";
@@ -150,11 +150,6 @@ export class RankPainter {
   paintCursor({ rank, row, col }) {
     const place = this.placed[rank];
     if (!place) return;
-    const { context } = this, pixel = locateTile(place, [row, col, row + 1, col + 1]);
-    for (const [colour, wide] of [["#ffffff", 4], ["#1a1a1a", 2]]) {
-      context.strokeStyle = colour;
-      context.lineWidth = wide;
-      context.strokeRect(...pixel);
-    }
+    strokeCasedRectangle(this.context, locateTile(place, [row, col, row + 1, col + 1]));
   }
 }

@@ -1,6 +1,8 @@
 // A scene on a canvas: one transform, moved by wheel, drag, pinch and keys; what is on it is painted by its owner.
 
+import { fitCanvas } from "./canvas.js";
 import { Tooltip, makeElement, makeFrameLoop } from "./elements.js";
+import { clamp } from "./numbers.js";
 import { fitRectangle, fitTransform, keepInView, panBy, toScene, toScreen, zoomAt } from "./transform.js";
 
 const ZOOM_STEP = 1.5;
@@ -57,8 +59,7 @@ export class Scene {
     const middle = this.transform && toScene(this.transform, this.view[0] / 2, this.view[1] / 2);
     this.view = [width, height];
     this.ratio = devicePixelRatio || 1;
-    this.canvas.width = Math.round(width * this.ratio);
-    this.canvas.height = Math.round(height * this.ratio);
+    fitCanvas(this.canvas, width, height);
     if (middle) {
       const [x, y] = toScreen(this.transform, ...middle);
       this.transform = panBy(this.transform, width / 2 - x, height / 2 - y);
@@ -97,7 +98,7 @@ export class Scene {
     this.wanted = rectangle;
     if (!this.transform) return;
     const fitted = fitRectangle(rectangle, this.view, 20);
-    const scale = Math.min(Math.max(fitted.scale, this.limits[0]), this.limits[1]);
+    const scale = clamp(fitted.scale, ...this.limits);
     this.moveTo(zoomAt(fitted, this.view[0] / 2, this.view[1] / 2, scale / fitted.scale, this.limits));
   }
 
@@ -111,7 +112,6 @@ export class Scene {
 
   paint() {
     if (!this.transform) return;
-    this.context.setTransform(this.ratio, 0, 0, this.ratio, 0, 0);
     this.owner.paint(this.context, this);
   }
 
@@ -194,10 +194,10 @@ export class Scene {
     const start = this.cursor ?? toScene(this.transform, this.view[0] / 2, this.view[1] / 2);
     const point = start.map((place, axis) => {
       const step = Math.max(this.owner.getPixel()[axis], 10 / this.transform.scale);
-      return Math.min(Math.max(place + way[axis] * step, 0.5 * step), this.size[axis] - 0.5 * step);
+      return clamp(place + way[axis] * step, 0.5 * step, this.size[axis] - 0.5 * step);
     });
     const screen = toScreen(this.transform, ...point);
-    const shift = screen.map((at, axis) => Math.min(Math.max(at, 40), this.view[axis] - 40) - at);
+    const shift = screen.map((at, axis) => clamp(at, 40, this.view[axis] - 40) - at);
     if (!this.isWhole && (shift[0] || shift[1])) this.moveTo(panBy(this.transform, ...shift));
     this.isByKeys = true;
     this.lookAt(...point);

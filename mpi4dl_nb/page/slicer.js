@@ -5,6 +5,7 @@ import { formatBytes, formatExtent, formatMicrons } from "./format.js";
 import { chooseTileColour } from "./halo_shapes.js";
 import { LayerTable, countPixels, scaleRectangle } from "./layer_table.js";
 import { NetStrip } from "./net_strip.js";
+import { clamp, readIntegers } from "./numbers.js";
 import { TILE_PX, TileCache } from "./pyramid.js";
 import { Scene } from "./scene.js";
 import { findHalo, paintCursor, paintLabels, paintPicture, paintScale, paintTiles, paintValues } from "./slicing_paint.js";
@@ -102,8 +103,7 @@ class SlicerView {
 
   readFacts() {
     this.facts = this.model.get("facts");
-    const bytes = this.model.get("numbers");
-    const numbers = new Int32Array(bytes.buffer.slice(bytes.byteOffset, bytes.byteOffset + bytes.byteLength));
+    const numbers = readIntegers(this.model.get("numbers"));
     if (!this.facts.layers.length || this.facts.words !== numbers.length) return; // the other half is still to come
     this.tables = this.facts.layers.map((layer) => new LayerTable(layer, numbers));
     if (this.scene) this.refresh();
@@ -264,7 +264,7 @@ class SlicerView {
       return;
     }
     const [piece] = pieces.map(({ rectangle }) => rectangle).sort((one, other) => countPixels(one) - countPixels(other));
-    const nearest = (start, stop, low, high) => Math.min(Math.max((start + stop) / 2, low), high);
+    const nearest = (start, stop, low, high) => clamp((start + stop) / 2, low, high);
     const [y, x] = [nearest(piece[0], piece[1], own[0], own[1]), nearest(piece[2], piece[3], own[2], own[3])];
     const side = SEAM_PX * Math.max(...this.getPixel());
     this.scene.showRectangle([x - side / 2, y - side / 2, side, side]);

@@ -1,6 +1,7 @@
 // Paints a picture in tiles: pixels of its pyramid, what a tile borrows in the lender's colour, and what it does not need
 // in grey. Coordinates of the scene are pixels of the picture; a layer's pixels are scaled to them.
 
+import { FONT } from "./canvas.js";
 import { chooseScaleBar } from "./format.js";
 import { chooseTileColour, listGridLines, toScreenRectangle, widenPiece } from "./halo_shapes.js";
 import { countPixels, scaleRectangle } from "./layer_table.js";
@@ -10,7 +11,6 @@ import { getVisible } from "./transform.js";
 const INK = "#14171a";
 const GRID_PX = 8; // a layer's pixel on the screen, from which on its edges are drawn
 const VALUE_PX = 46; // likewise for the values of the picture's pixels
-const FONT = "system-ui, sans-serif";
 const SCALE_ROOM = [230, 68]; // px of the lower left corner, which the scale bar takes
 
 /** Paint the pixels of the picture that are here, the finest first wanted; return the tiles that the view wants. */

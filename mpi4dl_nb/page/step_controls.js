@@ -1,5 +1,7 @@
 // The bar above a debugged step: back, play, step, speed, and a scrubber over all recorded frames.
+import { DARK, FONT, fitCanvas } from "./canvas.js";
 import { makeElement } from "./elements.js";
+import { clamp } from "./numbers.js";
 import { SPEEDS } from "./step_player.js";
 import { summariseFrame } from "./step_frames.js";
 
@@ -11,7 +13,7 @@ const HIGH = 30;
 
 /** Return the index of the frame at x of a scrubber `wide` px wide with `count` frames. */
 export function findFrame(x, wide, count) {
-  return Math.min(Math.max(Math.floor(x / getFrameWidth(wide, count)), 0), count - 1);
+  return clamp(Math.floor(x / getFrameWidth(wide, count)), 0, count - 1);
 }
 
 /** Return the width of a frame's mark, in px: frames get narrower only when the bar is full. */
@@ -98,13 +100,11 @@ export class StepControls {
 
   /** Paint the marks of all frames, and the shown one. */
   paint(look) {
-    const { canvas, player: { store: { frames } } } = this, wide = this.slider.clientWidth, ratio = devicePixelRatio;
+    const { canvas, player: { store: { frames } } } = this, wide = this.slider.clientWidth;
     if (!wide) return;
-    canvas.width = Math.round(wide * ratio);
-    canvas.height = HIGH * ratio;
-    const context = canvas.getContext("2d"), step = getFrameWidth(wide, frames.length), gap = step > 5 ? 1 : 0;
-    context.scale(ratio, ratio);
-    context.font = "600 11px system-ui, sans-serif";
+    const context = fitCanvas(canvas, wide, HIGH), step = getFrameWidth(wide, frames.length), gap = step > 5 ? 1 : 0;
+    context.clearRect(0, 0, wide, HIGH);
+    context.font = `600 11px ${FONT}`;
     context.textAlign = "center";
     context.textBaseline = "middle";
     context.fillStyle = look.line;
@@ -114,7 +114,7 @@ export class StepControls {
       const both = !kind || phase === "update", top = both ? HIGH / 2 - 7 : phase === "forward" ? 1 : HIGH / 2;
       context.fillStyle = colour;
       context.fillRect(index * step + gap / 2, top, step - gap, HIGH / 2 - 1);
-      context.fillStyle = "#1a1a1a";
+      context.fillStyle = DARK;
       if (step >= 10) context.fillText(sign, (index + 0.5) * step, top + HIGH / 4);
     });
     const left = this.player.index * step;

@@ -1,5 +1,7 @@
 // The frames of a debugged step on the page: what the kernel has sent, oldest first.
 
+import { readFloats } from "./numbers.js";
+
 /** The frames of one step, each `{ meta, values }` with values as one Float32Array; a new step forgets the old one. */
 export class FrameStore {
   constructor() {
@@ -12,7 +14,7 @@ export class FrameStore {
     if (this.frames.length && this.frames[0].meta.step !== meta.step) this.frames = [];
     const gone = new Set(meta.dropped ?? []);
     this.frames = this.frames.filter((each) => !gone.has(each.meta.number) && each.meta.number !== meta.number);
-    this.frames.push({ meta, values: copyFloats(buffer) });
+    this.frames.push({ meta, values: readFloats(buffer) });
     this.frames.sort((one, other) => one.meta.number - other.meta.number);
     this.note = meta.note ?? this.note;
     return this.frames.findIndex((each) => each.meta.number === meta.number);
@@ -22,16 +24,6 @@ export class FrameStore {
   get last() {
     return this.frames.length - 1;
   }
-}
-
-/** Return a copy of a DataView's bytes. */
-export function copyBytes(view) {
-  return view.buffer.slice(view.byteOffset, view.byteOffset + view.byteLength);
-}
-
-/** Return a copy of a DataView's bytes as float32 numbers: a message's buffer may begin at any byte. */
-export function copyFloats(view) {
-  return view ? new Float32Array(copyBytes(view)) : new Float32Array(0);
 }
 
 /** Return values of a frame as `{ numbers, high, wide }`; null where `place` is null. */

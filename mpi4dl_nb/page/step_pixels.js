@@ -1,5 +1,6 @@
 // The value of one pixel of a rank in words, and the way from pixel to pixel by keyboard.
 import { isInside } from "./exchange_layout.js";
+import { clamp } from "./numbers.js";
 import { formatNumber, readValues } from "./step_frames.js";
 
 /** Return lines of text about pixel { rank, row, col } of a frame, where `place` is what its rank shows. */
@@ -29,10 +30,10 @@ function describeOwner(panel, group, row, col) {
 export function movePixel(placed, pixel, down, across) {
   const place = placed[pixel?.rank ?? placed.findIndex(Boolean)];
   if (!place) return null;
-  const { held, rank } = place.panel, keep = (value, low, high) => Math.min(Math.max(value, low), high - 1);
+  const { held, rank } = place.panel;
   const from = pixel ?? { row: (held[0] + held[2]) >> 1, col: (held[1] + held[3]) >> 1 };
   const row = from.row + down, col = from.col + across;
   const owner = place.group.panels.find(({ own }) => isInside(own, row, col));
   if (!isInside(held, row, col) && owner) return { rank: owner.rank, row, col };
-  return { rank, row: keep(row, held[0], held[2]), col: keep(col, held[1], held[3]) };
+  return { rank, row: clamp(row, held[0], held[2] - 1), col: clamp(col, held[1], held[3] - 1) };
 }

@@ -1,5 +1,7 @@
 // Which frame of a debugged step is shown, and when the next one is: recorded ones first, then the ranks go on.
 
+import { clamp } from "./numbers.js";
+
 export const SPEEDS = [0.25, 0.5, 1, 2, 4];
 
 /** Goes through the frames of a `FrameStore`.
@@ -53,7 +55,7 @@ export class StepPlayer {
 
   /** Show the frame of an index, or the nearest one. */
   seek(index, moves = false) {
-    const wanted = Math.min(Math.max(index, 0), this.store.last);
+    const wanted = clamp(index, 0, this.store.last);
     if (wanted !== this.index || moves) {
       this.index = wanted;
       this.show(wanted, moves);

@@ -1,14 +1,16 @@
 // A debugged step on the page: all ranks, what moves between them, and a record of every instruction that has run.
+import { fitCanvas } from "./canvas.js";
 import { makeFrameLoop, prefersReducedMotion, Tooltip } from "./elements.js";
 import { findPixel, isInside, locateTile, placePanels, placeRanks } from "./exchange_layout.js";
 import { ExchangePainter } from "./exchange_paint.js";
 import { MessageStrips } from "./message_strips.js";
-import { describePixel, movePixel } from "./pixel_reader.js";
+import { clamp, copyBytes } from "./numbers.js";
 import { makeCaption, readLook } from "./step_caption.js";
 import { StepControls } from "./step_controls.js";
-import { copyBytes, FrameStore, getDuration } from "./step_frames.js";
+import { FrameStore, getDuration } from "./step_frames.js";
 import { makeKeyActions } from "./step_keys.js";
 import { makeStepParts } from "./step_parts.js";
+import { describePixel, movePixel } from "./step_pixels.js";
 import { StepPlayer } from "./step_player.js";
 import { StepTable } from "./step_table.js";
 
@@ -133,7 +135,7 @@ class StepperView {
 
   arrange() {
     if (!this.root.clientWidth || !this.frame) return;
-    const most = Math.min(Math.max(0.54 * innerHeight, 420), 660);
+    const most = clamp(0.54 * innerHeight, 420, 660);
     // Beside the numbers a row of many stages would be low: it gets the whole width, and the numbers lie below it.
     const beside = placeRanks(this.setup, this.root.clientWidth - STRIPS_PX - 24, most);
     this.scene.classList.toggle("mpi4dl-flat", beside.high < FLAT_PX);
@@ -141,11 +143,6 @@ class StepperView {
     this.layout = placeRanks(this.setup, wide - 24, most);
     for (const each of [...this.layout.boxes, ...this.layout.cells]) each[0] += 12;
     this.placed = placePanels(this.frame.meta, this.layout.cells);
-    const [width, height] = [wide, this.layout.high].map((each) => Math.round(each * devicePixelRatio));
-    if (this.canvas.width !== width || this.canvas.height !== height) {
-      Object.assign(this.canvas, { width, height });
-      this.canvas.style.height = `${this.layout.high}px`;
-    }
     this.look = readLook(this.root);
   }
 
@@ -158,9 +155,8 @@ class StepperView {
       const lasts = getDuration(this.frame.meta) / this.player.speed;
       this.progress = Math.min(1, (performance.now() - this.started) / lasts);
     }
-    const context = this.canvas.getContext("2d"), ratio = devicePixelRatio;
-    context.setTransform(ratio, 0, 0, ratio, 0, 0);
-    context.clearRect(0, 0, this.canvas.width, this.canvas.height);
+    const [wide, high] = [this.stage.clientWidth, this.layout.high], context = fitCanvas(this.canvas, wide, high);
+    context.clearRect(0, 0, wide, high);
     this.painter.paint(context, this.layout, this.progress, this.focus, this.look, this.cursor);
     this.controls.update();
     this.controls.paint(this.look);

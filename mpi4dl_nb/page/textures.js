@@ -1,5 +1,7 @@
 // Fills of bars whose kinds are told apart by texture as well as by colour: the hatches of the figures, as patterns.
 
+import { DARK, WHITE } from "./canvas.js";
+
 const TILE = 8; // px
 
 const SHAPES = {
@@ -21,7 +23,7 @@ export function isPaper(colour) {
 /** Return the colour of marks and letters on a colour `#rrggbb`: dark or light, whichever has more contrast. */
 export function pickInk(colour) {
   const [red, green, blue] = [1, 3, 5].map((at) => (parseInt(colour.slice(at, at + 2), 16) / 255) ** 2.2);
-  return 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.179 ? "#1a1a1a" : "#ffffff";
+  return 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.179 ? DARK : WHITE;
 }
 
 /** Draw one tile of a hatch into a context whose unit is a px: `colour` below, the hatch in `ink`. */

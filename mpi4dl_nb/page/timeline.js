@@ -1,5 +1,6 @@
 // A training step on all ranks, to zoom into: the view of the widget TimelineView.
 
+import { fitCanvas } from "./canvas.js";
 import { Tooltip, makeElement, makeFrameLoop, prefersReducedMotion, readColours } from "./elements.js";
 import { Textures } from "./textures.js";
 import { unpackEvents } from "./timeline_data.js";
@@ -104,14 +105,9 @@ class TimelinePage {
     this.recolour();
     scene.resize(width);
     scene.pixelRatio = ratio;
-    const fit = (canvas, wide, high) => {
-      Object.assign(canvas, { width: Math.round(wide * ratio), height: Math.round(high * ratio) });
-      Object.assign(canvas.style, { width: `${wide}px`, height: `${high}px` });
-      canvas.getContext("2d").setTransform(ratio, 0, 0, ratio, 0, 0);
-    };
-    fit(this.parts.canvas, width, scene.layout.height);
-    fit(this.parts.marks, width, scene.layout.height);
-    fit(this.parts.overview, scene.layout.plot, getOverviewHeight(scene.lanes.length));
+    fitCanvas(this.parts.canvas, width, scene.layout.height);
+    fitCanvas(this.parts.marks, width, scene.layout.height);
+    fitCanvas(this.parts.overview, scene.layout.plot, getOverviewHeight(scene.lanes.length));
     this.parts.overview.style.marginLeft = `${scene.layout.left}px`;
     this.overview.forget();
     this.draw();

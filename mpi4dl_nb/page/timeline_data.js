@@ -1,15 +1,16 @@
 // The events of a step as columns of numbers, and the bars that are drawn of them: one list per row and lane.
 
+import { copyBytes, readIntegers } from "./numbers.js";
+
 export const LANES = ["work", "messages", "predicted"];
 
 /** Return the columns of all events, from the kernel's bytes (DataViews); `words` has the names that codes refer to. */
 export function unpackEvents(words, times, codes) {
   const count = words.counts.reduce((sum, each) => sum + each, 0);
-  const copy = (view) => view.buffer.slice(view.byteOffset, view.byteOffset + view.byteLength); // aligned for arrays
   const cut = (all, names) => names.map((name, at) => [name, all.subarray(at * count, (at + 1) * count)]);
   const columns = Object.fromEntries([
-    ...cut(new Float64Array(copy(times)), ["start", "end", "wait", "bytes"]),
-    ...cut(new Int32Array(copy(codes)), ["row", "look", "name", "kind", "phase", "microBatch", "place"]),
+    ...cut(new Float64Array(copyBytes(times)), ["start", "end", "wait", "bytes"]),
+    ...cut(readIntegers(codes), ["row", "look", "name", "kind", "phase", "microBatch", "place"]),
   ]);
   return { ...columns, count, measured: words.counts[0] };
 }

@@ -1,5 +1,6 @@
 // Draws a timeline on a canvas: ruler, rows with their ranks and shares, bars, labels, and marks of what is chosen.
 
+import { FONT } from "./canvas.js";
 import { formatShare } from "./format.js";
 import { isPaper, pickInk } from "./textures.js";
 import { labelEvent, nameEvent } from "./timeline_data.js";
@@ -7,7 +8,6 @@ import { getScrollLimit } from "./timeline_layout.js";
 import { findVisible, makeTicks, mergeBars } from "./timeline_span.js";
 import { formatTick } from "./timeline_text.js";
 
-const FONT = "system-ui, sans-serif";
 const FADED = 0.16;
 const WIDE_PX = 3; // narrower bars have no texture
 const GAP_PX = 6; // narrower bars have no gap

@@ -1,12 +1,13 @@
 // The whole step in a low strip above a timeline, with a window over the part that is shown.
 
+import { clamp } from "./numbers.js";
 import { limitSpan, mergeBars, panSpan, zoomSpan } from "./timeline_span.js";
 
 const EDGE_PX = 6;
 
 /** Return the height in px of an overview of so many ranks. */
 export function getOverviewHeight(rows) {
-  return Math.min(Math.max(rows * 8, 28), 72);
+  return clamp(rows * 8, 28, 72);
 }
 
 /** Draw all rows of a step of `seconds` into `width` x `height` px, a strip each: work over messages and waiting. */

@@ -1,5 +1,6 @@
 // What a timeline shows and what is chosen in it, and what can be done with it; without any element of the page.
 
+import { clamp } from "./numbers.js";
 import { makeLanes, makeRuns, matchPredicted } from "./timeline_data.js";
 import { findPlace, getScrollLimit, makeTimelineLayout, revealRow } from "./timeline_layout.js";
 import { findBarAt, findFirst, limitSpan, panSpan, revealSpan, zoomSpan } from "./timeline_span.js";
@@ -32,7 +33,7 @@ export class TimelineScene {
 
   /** Return the span after zooming by a factor at x px of the canvas: the selected event, or the middle. */
   zoom(factor, x = this.getAnchor()) {
-    const at = Math.min(Math.max(x - this.layout.left, 0), this.layout.plot);
+    const at = clamp(x - this.layout.left, 0, this.layout.plot);
     return zoomSpan(this.span, at, this.layout.plot, factor, this.seconds);
   }
 
@@ -50,7 +51,7 @@ export class TimelineScene {
   }
 
   scrollBy(dy) {
-    this.scroll = Math.min(Math.max(this.scroll + dy, 0), getScrollLimit(this.layout));
+    this.scroll = clamp(this.scroll + dy, 0, getScrollLimit(this.layout));
   }
 
   /** Return the event under a point of the canvas, or -1. */
@@ -97,13 +98,13 @@ export class TimelineScene {
   findNeighbour(by) {
     if (this.selected < 0) return this.findNear(this.getChosenRow(), this.span.start);
     const [first, last] = this.getRowRange(this.events.row[this.selected]);
-    return Math.min(Math.max(this.selected + by, first), last - 1);
+    return clamp(this.selected + by, first, last - 1);
   }
 
   /** Return the event at the time of the selected one, `by` rows below it. */
   findInRow(by) {
     if (this.selected < 0) return this.findNear(this.getChosenRow(), this.span.start);
-    const row = Math.min(Math.max(this.events.row[this.selected] + by, 0), this.lanes.length - 1);
+    const row = clamp(this.events.row[this.selected] + by, 0, this.lanes.length - 1);
     if (row === this.events.row[this.selected]) return this.selected;
     return this.findNear(row, (this.events.start[this.selected] + this.events.end[this.selected]) / 2);
   }

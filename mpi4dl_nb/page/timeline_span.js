@@ -1,17 +1,19 @@
 // The visible part of a step, { start, end } in seconds, and what lies in it. x = 0 is its start, x = width its end.
 
+import { clamp } from "./numbers.js";
+
 const LEAST_S = 1e-7; // no clock of a rank tells shorter times apart
 
 /** Return the span moved and shortened as needed to lie within a step of `seconds`. */
 export function limitSpan({ start, end }, seconds) {
-  const length = Math.min(Math.max(end - start, Math.min(LEAST_S, seconds)), seconds);
-  const from = Math.min(Math.max(end - start === length ? start : (start + end - length) / 2, 0), seconds - length);
+  const length = clamp(end - start, Math.min(LEAST_S, seconds), seconds);
+  const from = clamp(end - start === length ? start : (start + end - length) / 2, 0, seconds - length);
   return { start: from, end: from + length };
 }
 
 /** Return the span with a length divided by `factor`; the time at `x` of `width` stays in place. */
 export function zoomSpan({ start, end }, x, width, factor, seconds) {
-  const length = Math.min(Math.max((end - start) / factor, Math.min(LEAST_S, seconds)), seconds);
+  const length = clamp((end - start) / factor, Math.min(LEAST_S, seconds), seconds);
   const at = start + (x / width) * (end - start);
   const from = at - (x / width) * length;
   return limitSpan({ start: from, end: from + length }, seconds);

@@ -1,6 +1,8 @@
 // Transforms between a scene and the screen: one scale and one offset, so that zooming and panning are numbers only.
 // screen = scene * scale + offset, for both axes.
 
+import { clamp } from "./numbers.js";
+
 /** Return the transform that shows all of `size` (width, height, in scene units) centred in `view` (in screen px). */
 export function fitTransform(size, view, margin = 0) {
   const scale = Math.min((view[0] - 2 * margin) / size[0], (view[1] - 2 * margin) / size[1]);
@@ -16,7 +18,7 @@ export function fitRectangle(rectangle, view, margin = 0) {
 
 /** Return the transform scaled by `factor`, within `limits` [least, most]; the scene under (x, y) stays in place. */
 export function zoomAt(transform, x, y, factor, limits) {
-  const scale = Math.min(Math.max(transform.scale * factor, limits[0]), limits[1]);
+  const scale = clamp(transform.scale * factor, ...limits);
   const ratio = scale / transform.scale;
   return { scale, x: x - (x - transform.x) * ratio, y: y - (y - transform.y) * ratio };
 }
@@ -28,7 +30,7 @@ export function panBy(transform, dx, dy) {
 
 /** Return the transform moved as little as needed so that the scene covers the middle of the view. */
 export function keepInView(transform, size, view) {
-  const keep = (offset, length, room) => Math.min(Math.max(offset, room / 2 - length), room / 2);
+  const keep = (offset, length, room) => clamp(offset, room / 2 - length, room / 2);
   return {
     ...transform,
     x: keep(transform.x, size[0] * transform.scale, view[0]),

@@ -2,6 +2,7 @@
 
 import { Tooltip, makeElement, makeSvg } from "./elements.js";
 import { formatBytes, formatDuration } from "./format.js";
+import { clamp } from "./numbers.js";
 import {
   drawPointShape, findNearestPoint, findNextPoint, layOutPoints, makeAxisTicks, shortenZeros, traceFront,
 } from "./tuning_layout.js";
@@ -61,7 +62,7 @@ class TuningPage {
   drawChart() {
     const words = this.model.get("words"), width = this.room.clientWidth;
     if (!width || !this.points.length) return;
-    const height = Math.min(Math.max(width * 0.56, 300), 430);
+    const height = clamp(width * 0.56, 300, 430);
     this.layout = layOutPoints(words.points, words.rank_bytes, width, height);
     Object.entries({ width, height, viewBox: `0 0 ${width} ${height}` }).forEach(([name, value]) =>
       this.chart.setAttribute(name, value));

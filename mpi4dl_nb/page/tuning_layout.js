@@ -1,5 +1,7 @@
 // Where plans lie in a chart of time against memory, and which is next to which; pure numbers.
 
+import { clamp } from "./numbers.js";
+
 /** Return the part of an axis that shows all `values`: [least, most], by factors if they differ much. */
 export function fitAxis(values, most = Infinity) {
   const low = Math.min(...values), high = Math.max(...values);
@@ -41,10 +43,9 @@ export function layOutPoints(points, rankBytes, width, height) {
     Math.max(...fitting.map((each) => each.bytes)) ? [rankBytes] : [])], edge);
   const slowest = Math.max(...fitting.map((each) => each.cost[0])) * 4;
   const down = fitAxis(all("image_s").filter((each) => each <= slowest));
-  const clamp = (fraction) => Math.min(Math.max(fraction, 0), 1);
   const place = (seconds, bytes) => [
-    inner.left + clamp(placeOnAxis(across, bytes)) * inner.width,
-    inner.top + (1 - clamp(placeOnAxis(down, seconds))) * inner.height,
+    inner.left + clamp(placeOnAxis(across, bytes), 0, 1) * inner.width,
+    inner.top + (1 - clamp(placeOnAxis(down, seconds), 0, 1)) * inner.height,
   ];
   const places = points.map((each) => ({
     predicted: place(each.image_s, each.bytes),
@@ -85,7 +86,7 @@ export function findNextPoint(points, from, key) {
   if (key === "Home") return order[0];
   if (key === "End") return order.at(-1);
   const by = key === "ArrowRight" || key === "ArrowUp" ? 1 : -1;
-  return order[Math.min(Math.max(order.indexOf(from) + by, 0), order.length - 1)];
+  return order[clamp(order.indexOf(from) + by, 0, order.length - 1)];
 }
 
 const SHAPES_OF_POINTS = {

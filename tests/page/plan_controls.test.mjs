@@ -3,7 +3,7 @@ import test from "node:test";
 
 import { findStep, listSteps } from "../../mpi4dl_nb/page/plan_controls.js";
 import { describeChange, scaleGauge } from "../../mpi4dl_nb/page/plan_gauges.js";
-import { readIntegers, SettingSender } from "../../mpi4dl_nb/page/plan_view.js";
+import { SettingSender } from "../../mpi4dl_nb/page/plan_view.js";
 
 test("a slider stands at the nearest of its steps", () => {
   assert.equal(findStep([64, 96, 128], 100), 1);
@@ -25,12 +25,6 @@ test("a change is told in words", () => {
   assert.equal(describeChange({ value: 1001 }, { value: 1000 }), "under 1 % more than the plan before");
   assert.equal(describeChange({ value: 10 }, { value: 10 }), "");
   assert.equal(describeChange({ value: null }, { value: 10 }), "");
-});
-
-test("integers are read from any byte of a buffer", () => {
-  const bytes = new Uint8Array([9, 1, 0, 0, 0, 2, 0, 0, 0]);
-  assert.deepEqual([...readIntegers(new DataView(bytes.buffer, 1))], [1, 2]);
-  assert.deepEqual([...readIntegers(undefined)], []);
 });
 
 test("one message is under way at a time, and the latest values follow it", () => {

@@ -8,9 +8,10 @@ import {
   bendBetween, computeFlight, computeTerm, findCentre, liftRectangle,
 } from "../../mpi4dl_nb/page/exchange_motion.js";
 import { clampStart, cutStrip } from "../../mpi4dl_nb/page/message_strips.js";
-import { describePixel, movePixel } from "../../mpi4dl_nb/page/pixel_reader.js";
+import { readFloats, readIntegers } from "../../mpi4dl_nb/page/numbers.js";
 import { findFrame, getFrameWidth } from "../../mpi4dl_nb/page/step_controls.js";
-import { FrameStore, copyFloats, formatNumber, readValues, summariseFrame } from "../../mpi4dl_nb/page/step_frames.js";
+import { FrameStore, formatNumber, readValues, summariseFrame } from "../../mpi4dl_nb/page/step_frames.js";
+import { describePixel, movePixel } from "../../mpi4dl_nb/page/step_pixels.js";
 import { StepPlayer } from "../../mpi4dl_nb/page/step_player.js";
 
 // Four tiles of 2 x 2 in stage 0, and one rank in stage 1; an image of 40 x 60 px.
@@ -149,7 +150,9 @@ test("frames are kept in order, replaced by number, and forgotten when told or w
 test("values are read at any byte of a message", () => {
   const bytes = new Uint8Array(1 + 24);
   bytes.set(new Uint8Array(BYTES.buffer), 1);
-  assert.deepEqual([...copyFloats(new DataView(bytes.buffer, 1, 24))], [1, 2, 3, 4, 5, 6]);
+  assert.deepEqual([...readFloats(new DataView(bytes.buffer, 1, 24))], [1, 2, 3, 4, 5, 6]);
+  assert.deepEqual([...readIntegers(new DataView(new Uint8Array([9, 1, 0, 0, 0, 2, 0, 0, 0]).buffer, 1))], [1, 2]);
+  assert.deepEqual([...readIntegers(undefined)], []);
   const store = new FrameStore();
   store.add(makeFrame(0), BYTES);
   const { numbers, high, wide } = readValues(store.frames[0], [2, 2, 2]);

@@ -1,0 +1,32 @@
+// Canvases: their size in pixels of the device, and strokes that are seen on any colours.
+
+export const FONT = "system-ui, sans-serif";
+export const DARK = "#1a1a1a"; // on colours of any theme: of values, of tissue, of bars
+export const WHITE = "#ffffff";
+
+/** Return the context of a canvas that is `wide` x `high` px of the page, whose unit is such a px. */
+export function fitCanvas(canvas, wide, high) {
+  const ratio = devicePixelRatio || 1, [width, height] = [wide, high].map((side) => Math.round(side * ratio));
+  if (canvas.width !== width || canvas.height !== height) {
+    Object.assign(canvas, { width, height });
+    Object.assign(canvas.style, { width: `${wide}px`, height: `${high}px` });
+  }
+  const context = canvas.getContext("2d");
+  context.setTransform(ratio, 0, 0, ratio, 0, 0);
+  return context;
+}
+
+/** Stroke the rectangle [left, top, width, height] on a wider white one. */
+export function strokeCasedRectangle(context, rectangle, colour = DARK, wide = 2) {
+  for (const [strokeStyle, lineWidth] of [[WHITE, wide + 2], [colour, wide]]) {
+    Object.assign(context, { strokeStyle, lineWidth });
+    context.strokeRect(...rectangle);
+  }
+}
+
+/** Write a text centred at (x, y), on white edges. */
+export function writeCased(context, text, [x, y], font) {
+  Object.assign(context, { font, textAlign: "center", textBaseline: "middle", lineWidth: 4, strokeStyle: WHITE, fillStyle: DARK });
+  context.strokeText(text, x, y);
+  context.fillText(text, x, y);
+}
