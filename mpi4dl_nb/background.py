@@ -1,12 +1,15 @@
-"""Background work of a notebook: slow work does not block the page, and only the latest request counts."""
+"""Work of a notebook outside its cells: slow work in a thread, of which only the latest counts; and after each cell."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from threading import Condition, Thread
+from weakref import WeakMethod
 
-__all__ = ["LatestOnly"]
+from IPython import get_ipython
+
+__all__ = ["IsAsked", "LatestOnly", "call_after_cells"]
 
 IsAsked = Callable[[], bool]
 
@@ -58,3 +61,18 @@ class LatestOnly:
         """Wait until all requests are done. Return whether that was within `within_s` seconds."""
         with self._changed:
             return self._changed.wait_for(lambda: self._done >= self._asked, within_s)
+
+
+def call_after_cells(method: Callable[[], None]) -> None:
+    """Call a bound method after each cell of the notebook, until its object is collected; nothing outside IPython."""
+    shell, known = get_ipython(), WeakMethod(method)
+    if shell is None:
+        return
+
+    def call(*_result: object) -> None:
+        if (alive := known()) is None:
+            shell.events.unregister("post_run_cell", call)
+        else:
+            alive()
+
+    shell.events.register("post_run_cell", call)

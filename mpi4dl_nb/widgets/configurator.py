@@ -21,7 +21,7 @@ from engines.predict.forecast import Forecast
 from engines.predict.machine import Machine
 from engines.predict.machines import MACHINES, resolve_machine
 from engines.program.program import Program
-from mpi4dl_nb.background import IsAsked, LatestOnly
+from mpi4dl_nb.background import IsAsked, LatestOnly, call_after_cells
 from mpi4dl_nb.cluster import Cluster
 from mpi4dl_nb.draw.figure import Drawing
 from mpi4dl_nb.draw.plan_picture import PlanShape, count_plan, describe_load_groups, measure_gauges, resize_shape
@@ -96,6 +96,7 @@ class Configurator(StillFigure, ipywidgets.VBox):
         self.view = PlanView(list(self.machines), self.set_texts, self.start.click)
         super().__init__([self.view])
         self._handle_change("")
+        call_after_cells(self._follow_cluster)
 
     @property
     def plan(self) -> Plan:
@@ -150,6 +151,17 @@ class Configurator(StillFigure, ipywidgets.VBox):
         own = ["batch", "cluster", "figure", "forecast", "image_px", "knobs", "machine", "plan", "programs", "start"]
         return [*own, "wait", "wrong"]
 
+    def _follow_cluster(self) -> None:
+        """Show the ranks and the times anew if the cluster was calibrated, resized, stopped or lost since.
+
+        In a notebook, this is called after each cell. A start by the button shows its own end.
+        """
+        if self._starting.wait(0) and self._seen != self._get_cluster_state():
+            self._handle_change(self._touched)
+
+    def _get_cluster_state(self) -> tuple[object, ...]:
+        return (self.cluster.machine, self.cluster.n, self.cluster.state) if self.cluster else ()
+
     @contextmanager
     def _change_together(self, touched: str) -> Iterator[None]:
         """Validate once at the end: half-set options may be an invalid plan."""
@@ -168,6 +180,7 @@ class Configurator(StillFigure, ipywidgets.VBox):
 
     def _handle_change(self, touched: str) -> None:
         """Validate the plan after a change of the knob `touched`, and show its counts or the error."""
+        self._touched = touched
         if self._is_quiet:
             return
         #   this thread               thread of _compiling        thread of _counting
@@ -301,6 +314,7 @@ class Configurator(StillFigure, ipywidgets.VBox):
 
     def _show_state(self, doing: str = "", wrong: str = "") -> None:
         """Show the ranks needed and the ranks running, and label the button with the action that it offers."""
+        self._seen = self._get_cluster_state()
         needed = self._found.plan.ranks if self._found else None
         text, label, helps = describe_cluster_fit(needed, self.cluster)
         unready = "" if self._found and doing != TRACING else "This plan is being checked ..."

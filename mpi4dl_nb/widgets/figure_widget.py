@@ -172,6 +172,12 @@ class StillFigure:
             figure = self.figure if kept else None
             self._still.update(HTML(figure._repr_html_() if figure else self._snapshot_html))
 
+    def close(self) -> None:
+        """Close the widget with all its parts: one that stays open would keep the widget, and a cluster, in memory."""
+        for part in _find_parts(self):
+            part.close()
+        super().close()
+
     @property
     def _snapshot_html(self) -> str:
         figure = self.figure._repr_html_() if self.figure else ""
@@ -191,6 +197,12 @@ class StillFigure:
     def _make_live_bundle(self) -> dict[str, Any]:
         bundle = super()._repr_mimebundle_()
         return bundle[0] if isinstance(bundle, tuple) else bundle  # anywidget adds metadata
+
+
+def _find_parts(widget: object) -> list[ipywidgets.Widget]:
+    """Return the widgets inside a box, at any depth."""
+    parts = getattr(widget, "children", ())
+    return [*parts, *(inner for part in parts for inner in _find_parts(part))]
 
 
 class PageWidget(StillFigure, ipywidgets.VBox):

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from dataclasses import replace
+from functools import partial
 from threading import Event
+from types import SimpleNamespace
+from weakref import ref
 
 import numpy as np
 import pytest
+from IPython.core.events import EventManager
 from torch import nn
 
 from engines.errors import PlanError, TraceError
@@ -17,7 +22,7 @@ from engines.models import resnet20_v1
 from engines.plan import OPTIONS, Plan
 from engines.predict.forecast import forecast
 from engines.predict.machines import MACHINES
-from mpi4dl_nb import Cluster, show_ranks
+from mpi4dl_nb import Cluster, background, show_ranks
 from mpi4dl_nb.background import LatestOnly
 from mpi4dl_nb.draw.plan_picture import BLOCK_COLUMNS
 from mpi4dl_nb.plan_cache import describe_cluster_fit
@@ -159,16 +164,52 @@ def test_the_time_of_each_rank_is_that_of_the_chosen_machine(chosen):
     assert chosen.figure.alt.endswith(module.NO_MACHINE)
 
 
-@pytest.mark.nightly
-def test_the_time_is_that_of_the_cluster_once_it_is_calibrated():
+@pytest.fixture
+def run_cell(monkeypatch):
+    """A notebook of which nothing is there but that its cells end."""
+    shell = SimpleNamespace()
+    shell.events = EventManager(shell, {"post_run_cell": lambda result: None})
+    monkeypatch.setattr(background, "get_ipython", lambda: shell)
+    run = partial(shell.events.trigger, "post_run_cell", None)
+    run.callbacks = shell.events.callbacks["post_run_cell"]
+    return run
+
+
+def test_after_a_cell_it_shows_what_has_become_of_the_cluster(run_cell):
     cluster = Cluster(5, backend="loopback")
     made = Configurator(resnet20_v1(), SHAPE, cluster)
     assert made.forecast is None
     cluster.machine = replace(MACHINES["Summit"], name="as measured", ranks=5)  # what calibrate() leaves there
-    made.knobs["parts"].value = 2
+    run_cell()
     assert made.wait()
-    assert made.forecast == forecast(made.planning.traces.get_graph(Plan(parts=2)), Plan(parts=2), cluster.machine)
+    assert made.forecast == forecast(made.planning.traces.get_graph(Plan()), Plan(), cluster.machine)
     assert "Predicted on as measured" in made.figure.alt
+    assert made.view.start["label"] == "Start 5 ranks"
+    cluster.start()
+    run_cell()
+    assert made.view.start["label"] == "5 ranks run"
+    cluster.stop()
+    made.knobs["split_size"].value = 40
+    run_cell()
+    assert list(made.wrong) == ["split_size"]  # an error stays where it is
+    made.knobs["split_size"].value = 2
+    assert made.view.start["label"] == "Start 5 ranks"
+    shown = made.view.shape["plan"]
+    run_cell()
+    assert made.view.shape["plan"] == shown  # nothing has changed
+
+
+def test_a_closed_one_ends_with_its_last_name_though_it_was_called_after_each_cell(run_cell):
+    made = Configurator(resnet20_v1(), SHAPE)
+    assert made.wait()
+    assert len(run_cell.callbacks) == 1
+    made.close()
+    gone = ref(made)
+    del made
+    gc.collect()
+    assert gone() is None
+    run_cell()
+    assert run_cell.callbacks == []
 
 
 @pytest.mark.nightly
