@@ -171,7 +171,7 @@ def full_tmp(patch, folder):
     return 2
 
 
-@case(r"There is no place for the files of the cluster: .* \(/proc/self; 4 MiB are needed\)")
+@case(r"There is no place for the files of the cluster: .* \(/proc/self; 4\.0 MB are needed\)")
 def unwritable_tmp(patch, folder):
     patch.setattr(tempfile, "tempdir", "/proc/self")
     return 2

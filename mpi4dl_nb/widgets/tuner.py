@@ -9,7 +9,7 @@ from pathlib import Path
 import anywidget
 import ipywidgets
 import traitlets
-from torch import nn
+from torch import Tensor, nn
 
 from engines.errors import PlanError
 from engines.graph.model_graph import TensorSpec
@@ -87,7 +87,7 @@ class Tuner(PageWidget):
         cluster: Cluster,
         loss: Loss | None = None,
         optimiser: Optimiser = sgd,
-        labels: TensorSpec | None = None,
+        labels: TensorSpec | Tensor | None = None,
         rank_bytes: int | None = None,
         progress: bool = True,
         neutral_batch: int | None = None,
