@@ -22,7 +22,6 @@ RECIPES = {
 TABLES = (
     (operator_table, "_TABLE"),
     (kernels, "_KERNELS"),
-    (machines, "MACHINES"),
 )
 NAMES = ((picture, "_open_file"), (folder, "ENDINGS"))
 
@@ -33,7 +32,7 @@ def _leaves_no_trace(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(module, name, getattr(module, name).copy())
     for module, name in NAMES:
         monkeypatch.setattr(module, name, getattr(module, name))
-    with patch.dict(schedule.SCHEDULES):
+    with patch.dict(schedule.SCHEDULES), patch.dict(machines.MACHINES):
         yield
 
 

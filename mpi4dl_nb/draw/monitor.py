@@ -80,7 +80,7 @@ def show_progress(progress: Progress) -> Drawing:
     if used:
         draw_legend(figure, list(LOOKS.values()))
     for axes in () if used else (use, memory):  # before the first step there are no bars, and no names of bars
-        axes.set_visible(False)
+        axes.remove()
     # The figure is drawn less often than the numbers above it, so that it says of which step it is.
     step = f"after step {len(progress.losses)}" if progress.losses else ""
     figure.text(0.99, 0.02, step, ha="right", va="bottom", fontsize=9, color=INK)
