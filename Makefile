@@ -74,18 +74,22 @@ test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --doctest-modules $(PURE) tests $(addprefix --ignore=,$(ALONE))
 	$(BIN)/python -m pytest $(ALONE)
 
-# All cases of all tests, nightly ones and random ones included.
+# All cases of all tests, nightly ones and random ones included. A failure in one part does not hide those of the others.
+EVERY := $(BIN)/python -m pytest -m "nightly or not nightly"
+CHAOS = $(BIN)/python -m tests.chaos --seed $(SEED) --count $(COUNT)
 test-all: export EVERYTHING := 1
 test-all: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "nightly or not nightly" -n 2 --dist loadfile --doctest-modules $(PURE) tests $(addprefix --ignore=,$(ALONE))
-	$(BIN)/python -m pytest -m "nightly or not nightly" $(ALONE)
-	$(MAKE) chaos
+	failed=; \
+	OMP_NUM_THREADS=1 $(EVERY) -n 2 --dist loadfile --doctest-modules $(PURE) tests $(addprefix --ignore=,$(ALONE)) || failed=1; \
+	$(EVERY) $(ALONE) || failed=1; \
+	$(CHAOS) || failed=1; \
+	test -z "$$failed"
 
 chaos: $(STAMP)
-	$(BIN)/python -m tests.chaos --seed $(SEED) --count $(COUNT)
+	$(CHAOS)
 
 notebooks: $(STAMP)
-	$(BIN)/python -m pytest -m "nightly or not nightly" tests/notebook/test_notebooks.py tests/browser/test_tutorials.py
+	$(EVERY) tests/notebook/test_notebooks.py tests/browser/test_tutorials.py
 
 wheel: $(STAMP)
 	rm -rf dist build

@@ -73,6 +73,7 @@ class Monitor(FigureWidget):
     def __init__(self, training: Training | None = None) -> None:
         self.numbers, self.tables = ipywidgets.HTML(), ipywidgets.HTML()
         folded = ipywidgets.Accordion([self.tables], titles=["Ranks and epochs in numbers"])
+        folded.add_class("mpi4dl-folded")
         self.stop = LiveButton(description=STOP, tooltip=HINT, icon="stop", layout={"width": "max-content"})
         self.stop.on_click(lambda _: self._stop())
         self.stops = False

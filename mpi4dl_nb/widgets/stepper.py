@@ -91,7 +91,8 @@ class Stepper(PageWidget):
             describe_scene(self.stepping), [*offered, "g"], self._handle_key, self._focus_message, self._rest, TIP
         )
         self.view.list_frames = lambda: self.record.frames
-        super().__init__(boxes, self.view)
+        super().__init__(boxes[:1], self.view)
+        self.children = (*self.children, *boxes[1:])  # what is set less often stands below the picture
         for control in (self.show, self.channel, self.image):
             control.observe(lambda _: self.refresh(), "value")
         self.message.observe(lambda _: self._show_focus(), "value")

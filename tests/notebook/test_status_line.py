@@ -90,6 +90,7 @@ def test_a_function_with_a_line_keeps_its_help_and_its_own_callback(at_once):
 PLAN, SHAPE = Plan(split_size=2, spatial_size=0), (2, 3, 32, 32)
 
 
+@pytest.mark.nightly
 def test_what_takes_long_in_a_cell_shows_a_line(at_once):
     def ends_of(line: str) -> list[str]:
         texts, at_once[:] = list(at_once), []

@@ -30,7 +30,10 @@ HEAVY = {
     "resnet_with_halos_fused_over_three_blocks",
     "resnet_on_two_strips_and_two_layer_stages",
     "unet_whose_skips_cross_the_joint",
+    "resnet_on_three_strips_and_a_layer_stage",
+    "stepping_is_running",
     "unet_tiled_to_the_loss_with_fused_halos",
+    "very_long_sums_go_piece_by_piece_in_rank_order",
 }
 """Those that take longest, and use transports as the others do."""
 
