@@ -41,11 +41,11 @@ class StepTimer:
         if self.monitor:
             self.monitor.begin(training, total)
 
-    def heard(self, event: SkippedImage | StepResult | EpochResult) -> None:
+    def handle_event(self, event: SkippedImage | StepResult | EpochResult) -> None:
         """Forward the event to the monitor, and record the end of a step."""
         start_s = time.perf_counter()
         if self.monitor:
-            self.monitor.heard(event)
+            self.monitor.handle_event(event)
         self.telling_s += time.perf_counter() - start_s
         if isinstance(event, StepResult):
             self.ends_s.append(time.perf_counter())

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm.auto import tqdm
 
 from engines.comm.device import count_cores
 from engines.errors import PlanError, RankError
@@ -23,6 +22,7 @@ from engines.predict.calibration_runs import CalibrationRecipes, prepare_recipes
 from engines.predict.machine import Machine
 from engines.predict.tallies import CLASSES
 from engines.train import rank_functions
+from mpi4dl_nb.status_line import show_counts
 
 __all__ = ["CalibrationCache", "calibrate_cluster"]
 
@@ -64,8 +64,10 @@ def _measure(call: CallRanks, n: int, recipes: CalibrationRecipes, quick: bool, 
     call(rank_functions.start_calibration, recipes, quick)
     parts = Calibration.count_parts(n, quick)
     try:
-        for _ in tqdm(range(parts), desc="measuring this machine", unit=" parts", disable=not progress, leave=False):
-            found = call(rank_functions.run_calibration_part)[0]
+        with show_counts("Measuring this machine", progress) as report:
+            for done in range(1, parts + 1):
+                found = call(rank_functions.run_calibration_part)[0]
+                report(done, parts)
     finally:
         with suppress(RankError):  # an early end has an error of its own
             call(rank_functions.discard_calibration)

@@ -228,7 +228,7 @@ class Cluster:
         return [call.answers[rank].value for rank in range(self.n)]
 
     @contextmanager
-    def hurried(self, is_late: Callable[[], bool]) -> Iterator[None]:
+    def limit_calls(self, is_late: Callable[[], bool]) -> Iterator[None]:
         """Within this context, abandon a call of this thread with CallInterrupted as soon as `is_late()` is true."""
         self._hurry, before = (get_ident(), is_late), self._hurry
         try:

@@ -17,20 +17,17 @@ from engines.train import rank_functions
 from engines.train.training import Recipe, cut_inputs
 from engines.train.verify import make_batches
 from mpi4dl_nb.cluster import Cluster
+from mpi4dl_nb.status_line import ProgressCallback
 
 __all__ = [
     "Candidate",
     "Measurement",
     "PlanTrial",
-    "ProgressCallback",
     "ignore_progress",
     "replace_measured",
     "run_interleaved",
     "sort_candidates",
 ]
-
-ProgressCallback = Callable[[int, int], None]
-"""Called with the amount done and the total."""
 
 
 def ignore_progress(done: int, of: int) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from engines.errors import PlanError
 from engines.graph.model_graph import ModelGraph, TensorSpec
@@ -27,17 +25,16 @@ from mpi4dl_nb.draw.tuning import format_table_html
 from mpi4dl_nb.plan_benchmark import (
     Candidate,
     PlanTrial,
-    ProgressCallback,
     ignore_progress,
     run_interleaved,
     sort_candidates,
 )
+from mpi4dl_nb.status_line import ProgressCallback, show_counts
 
 __all__ = [
     "PlanTuner",
     "TuningResult",
     "count_optimiser_states",
-    "make_progress_bar",
     "tune",
 ]
 
@@ -185,25 +182,13 @@ def tune(
     #
     #     all plans for n ranks ── trace, compile, simulate ──> fastest first ── the `top` best, trained ──> best first
     tuning = PlanTuner(model, image_shape, cluster, loss, optimiser, labels, device)
-    with make_progress_bar("plans predicted", progress) as report:
+    with show_counts("Predicting plans", progress) as report:
         found = tuning.find(rank_bytes, report, neutral_batch)
     measured: list[Candidate] = []
     if top:
-        with make_progress_bar("steps measured", progress) as report:
+        with show_counts("Measuring steps", progress) as report:
             measured = tuning.measure(found.candidates[:top], steps, report)
     return replace(found, candidates=sort_candidates([*measured, *found.candidates[top:]], neutral_batch))
-
-
-@contextmanager
-def make_progress_bar(unit: str, progress: bool = True) -> Iterator[ProgressCallback]:
-    """Show a progress bar while the context is open, and yield its callback."""
-    with tqdm(unit=f" {unit}", disable=not progress, leave=False) as shown:
-
-        def report_progress(done: int, of: int) -> None:
-            shown.total = of
-            shown.update(done - shown.n)
-
-        yield report_progress
 
 
 def count_optimiser_states(optimiser: Optimiser, model: nn.Module, loss: object = None) -> int:

@@ -12,10 +12,14 @@ from typing import ParamSpec, TypeVar
 
 from IPython import get_ipython
 from IPython.display import display
+from tqdm import tqdm
 
-__all__ = ["LATER_S", "StatusLine", "show_status", "with_status"]
+__all__ = ["LATER_S", "ProgressCallback", "StatusLine", "show_counts", "show_status", "with_status"]
 
 P, R = ParamSpec("P"), TypeVar("R")
+
+ProgressCallback = Callable[[int, int], None]
+"""Called with the number that is done, and the total."""
 
 LATER_S = 1.0
 """What may be over sooner shows no line: many lines that come and go would be read by nobody."""
@@ -56,6 +60,10 @@ class StatusLine:
             self.text = text
             self._redraw()
 
+    def make_counter(self, text: str) -> ProgressCallback:
+        """Return a callback after each call of which the line says how many are done."""
+        return lambda done, of: self.update(f"{text}: {done:,} of {of:,} ...")
+
     def clear(self) -> None:
         """Remove the text, and the line with it."""
         self._over.set()
@@ -88,6 +96,27 @@ def show_status(text: str, after_s: float = 0.0) -> Iterator[StatusLine]:
         line.clear()
 
 
+@contextmanager
+def show_counts(text: str, shown: bool = True) -> Iterator[ProgressCallback]:
+    """Show how many are done while the body runs, as told to the yielded callback: as a line, or in a terminal a bar.
+
+    >>> with show_counts("Counting", shown=False) as report:
+    ...     report(1, 2)
+    """
+    # In a notebook, a bar would be a widget, and one that is closed leaves an empty place on the page.
+    if shown and _is_notebook():
+        with show_status(f"{text} ...") as line:
+            yield line.make_counter(text)
+        return
+    with tqdm(desc=text, disable=not shown, leave=False) as bar:
+
+        def report(done: int, of: int) -> None:
+            bar.total = of
+            bar.update(done - bar.n)
+
+        yield report
+
+
 def with_status(text: str, counts: str = "") -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Return a decorator: while the function runs, a line says `text`.
 
@@ -100,7 +129,7 @@ def with_status(text: str, counts: str = "") -> Callable[[Callable[P, R]], Calla
         def run(*arguments: P.args, **keywords: P.kwargs) -> R:
             with show_status(f"{text} ...", LATER_S) as line:
                 if counts and counts not in keywords:
-                    keywords[counts] = lambda done, of: line.update(f"{text}: {done:,} of {of:,} ...")
+                    keywords[counts] = line.make_counter(text)
                 return function(*arguments, **keywords)
 
         return run

@@ -97,7 +97,7 @@ def events(training) -> list[object]:
     """Of a `fit`: those that a callback gets, and its history."""
     found: list[object] = []
     callback = SimpleNamespace(
-        begin=lambda training, total: None, heard=found.append, end=lambda outcome: None, stops=False
+        begin=lambda training, total: None, handle_event=found.append, end=lambda outcome: None, stops=False
     )
     found.append(training.fit([BATCH], epochs=2, progress=False, monitor=callback))
     return found

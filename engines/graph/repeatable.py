@@ -68,7 +68,7 @@ class RepeatedRun:
     logs: list[_OperatorLog] = field(default_factory=list)
     drawn: list[set[str]] = field(default_factory=list)
 
-    def run_again(self) -> None:
+    def rerun(self) -> None:
         """Run once more, and restore the states of the random generators of Python and NumPy."""
         # The states are restored, so that a check does not change what the user draws next.
         python, arrays = random.getstate(), np.random.get_state()  # noqa: NPY002 (the one that users may draw from)
@@ -88,7 +88,7 @@ class RepeatedRun:
     def settle(self) -> None:
         """Run a third time if the second run differed from the first, which may have set up what later runs use."""
         if self.logs[0].calls != self.logs[1].calls:
-            self.run_again()
+            self.rerun()
 
     def check_generators(self) -> None:
         """Raise TraceError if each run drew from a random generator other than torch's."""

@@ -85,7 +85,7 @@ class _TracedModel(nn.Module):
                     raise
                 if self.constants.stored:
                     reason = f"the loss fails ({type(error).__name__}: {_get_first_line(error)})"
-                    raise TraceError(_format_kept_error(self.constants.stored[0], reason)) from error
+                    raise TraceError(_format_stored_error(self.constants.stored[0], reason)) from error
                 if isinstance(error, TypeError | AttributeError) and not isinstance(prediction, Tensor):
                     raise TraceError(
                         f"The model answers with a {type(prediction).__name__} of {len(found)} tensors "
@@ -298,7 +298,7 @@ def _format_loss_error(
     )
 
 
-def _format_kept_error(name: str, reason: str) -> str:
+def _format_stored_error(name: str, reason: str) -> str:
     return (
         f"forward stores a tensor in the model's attribute {name}, and {reason}: a loss gets only the labels and what "
         f"the model returns, and ranks have no such attribute. Return the tensor too (return logits, self.{name}), "
@@ -311,7 +311,7 @@ def _check_no_stale_tensors(model: nn.Module, constants: ConstantPropagationMode
     held = {value.untyped_storage()._cdata for value in graph.constants.values()}
     for name, tensors in collect_attributes(model).items():
         if name in constants.stored and any(tensor.untyped_storage()._cdata in held for tensor in tensors):
-            raise TraceError(_format_kept_error(name, "the loss (or forward) reads that of an earlier run"))
+            raise TraceError(_format_stored_error(name, "the loss (or forward) reads that of an earlier run"))
 
 
 def _get_first_line(error: Exception) -> str:

@@ -259,9 +259,9 @@ def check_side_effects(model: nn.Module, images: TensorSpec) -> None:
         repeated = RepeatedRun(lambda log: run(log=log), "model")
         # numbers: new --first run--> before --second run--> (read below)
         new, memory = dict(_iterate_numbers(twin)), _get_storages(twin)
-        repeated.run_again()
+        repeated.rerun()
         before = dict(_iterate_numbers(twin))
-        repeated.run_again()
+        repeated.rerun()
         after, places = dict(_iterate_numbers(twin)), _get_storages(twin)
         repeated.settle()
     except Exception:
@@ -311,8 +311,8 @@ def check_loss_repeats(
             found = get_prediction(_run_watched(nn.ModuleDict({"model": twin}), mode, twin, whole, log=nullcontext()))
         run = partial(_run_watched, owners, mode, called, found, truth)
         repeated = RepeatedRun(lambda log: run(log=log), "loss")
-        repeated.run_again()
-        repeated.run_again()
+        repeated.rerun()
+        repeated.rerun()
         repeated.settle()
     except Exception:
         return

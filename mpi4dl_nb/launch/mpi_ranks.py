@@ -319,7 +319,7 @@ class MpiRanks:
         # Supervisors keep the numbers that MPI gave the ranks at the start (`_began_as`), also after a shrink.
         cut = self._across.find_lost_ranks() if self._across else {}
         alive, ended = [] if self._has_ended() else self._client.ids, {**self._reports.ended, **cut}
-        for rank in self._processes.killed():
+        for rank in self._processes.find_killed_ranks():
             ended.setdefault(self._began_as[rank], RankExit(-signal.SIGKILL))
         if self._has_ended() and not self._ended_with_helper:  # ranks that end later end because of the helper
             if self._launchers[-1].poll() is not None:  # while mpiexec runs, its output is read at once

@@ -191,7 +191,7 @@ class LocalProcesses:
                 self._ranks[rank].send_signal(number)
 
     # psutil compares a process's start time before it sends a signal, so a pid that is used again is never hit.
-    def killed(self) -> list[int]:
+    def find_killed_ranks(self) -> list[int]:
         """Return the ranks that have ended after a SIGKILL from here: a stopped supervisor does not report it."""
         return [rank for rank, each in enumerate(self._ranks) if each in self._sent_kill and not is_running(each)]
 

@@ -65,7 +65,7 @@ class FitCallback(Protocol):
     def begin(self, training: TrainingHandle, total: int | None) -> None:
         """Called before the first step, with the number of steps to do (None: unknown)."""
 
-    def heard(self, event: TrainingEvent) -> None:
+    def handle_event(self, event: TrainingEvent) -> None:
         """Called after each event; after a step, `training.reports` holds the reports of the ranks."""
 
     @property
@@ -198,7 +198,7 @@ class _FitRun:
         while True:
             # Only drawing the next event may be abandoned. The consumer saves checkpoints outside of this block, where
             # a late interrupt must not cut a half-written one off.
-            with cluster.hurried(lambda: self.asked.is_overdue(_LAST_S)):
+            with cluster.limit_calls(lambda: self.asked.is_overdue(_LAST_S)):
                 event = next(events, None)
             if event is None:
                 return
@@ -222,7 +222,7 @@ class _FitRun:
                 del self.losses[mark.steps :], self.ended[mark.epochs :]
                 self.begun[:] = mark.begun
         for watcher in self.watchers:
-            watcher.heard(event)
+            watcher.handle_event(event)
         self.stopped = any(watcher.stops for watcher in self.watchers)
 
     def _save_or_stop(self, event: TrainingEvent) -> None:

@@ -143,7 +143,7 @@ class ProgressBar:
         """Show an empty bar."""
         self.bar, self.start_s = tqdm(total=total, unit="step", disable=not self.shown), time.perf_counter()
 
-    def heard(self, event: TrainingEvent) -> None:
+    def handle_event(self, event: TrainingEvent) -> None:
         """Advance the bar by a step, or print a line."""
         match event:
             case SkippedImage():

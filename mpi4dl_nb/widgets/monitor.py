@@ -114,7 +114,7 @@ class Monitor(FigureWidget):
         self._drawer = Thread(target=self._draw_until_over, name="monitor", daemon=True)
         self._drawer.start()
 
-    def heard(self, event: TrainingEvent) -> None:
+    def handle_event(self, event: TrainingEvent) -> None:
         """Record an event. The drawing thread shows it later."""
         self._gathered.plan = self._training.plan  # another plan after a recovery with fewer ranks
         self._gathered.add(event, self._training.reports)

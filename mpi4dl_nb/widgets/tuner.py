@@ -21,7 +21,8 @@ from mpi4dl_nb.draw.figure import Drawing
 from mpi4dl_nb.draw.tuning import describe_measurements, format_table_html, show_tuning
 from mpi4dl_nb.draw.tuning_points import make_points, pack_points
 from mpi4dl_nb.plan_benchmark import Candidate, replace_measured, sort_candidates
-from mpi4dl_nb.plan_tuner import PlanTuner, make_progress_bar
+from mpi4dl_nb.plan_tuner import PlanTuner
+from mpi4dl_nb.status_line import show_counts
 from mpi4dl_nb.widgets.figure_widget import PageWidget, make_bounded_int, make_button, show_status
 from mpi4dl_nb.widgets.page_modules import join_modules, read_style
 
@@ -117,7 +118,7 @@ class Tuner(PageWidget):
         self._figure: Drawing | None = None
         with show_status("Measuring how fast these ranks compute and send: about a minute ..."):
             cluster.calibrate()
-        with make_progress_bar("plans predicted", progress) as seen:
+        with show_counts("Predicting plans", progress) as seen:
             found = self.tuning.find(rank_bytes, seen, neutral_batch)
         self.explanation, self.refused, self.too_large = found.explanation, found.refused, found.too_large
         self.why.value = f"<b>Why: what is predicted of each kind of parallelism</b>{self.explanation._repr_html_()}"

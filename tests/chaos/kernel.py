@@ -121,7 +121,7 @@ class _Told:
     def begin(self, training: Training, total: int | None) -> None:
         """Nothing."""
 
-    def heard(self, event: object) -> None:
+    def handle_event(self, event: object) -> None:
         """It is done."""
         print("step", flush=True)
 

@@ -43,7 +43,7 @@ class Heard:
         """Losses of several calls of `fit` follow on each other."""
         self.before = len(self.losses)
 
-    def heard(self, event: TrainingEvent) -> None:
+    def handle_event(self, event: TrainingEvent) -> None:
         """Losses of steps that are done again are forgotten."""
         if isinstance(event, StepResult):
             self.losses.append(event.loss)

@@ -32,7 +32,7 @@ from tests.notebook.test_healing import PLAN
 class Told:
     stops = False
     def begin(self, training, total): pass
-    def heard(self, event): print("step", flush=True)
+    def handle_event(self, event): print("step", flush=True)
     def end(self, outcome): pass
 
 with Cluster(3, backend=sys.argv[2]) as cluster:
