@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -217,24 +218,22 @@ def test_it_goes_part_by_part_and_can_be_stopped(monkeypatch, remembered):
     """An interrupt in the middle: the next calibration begins anew, on the same ranks."""
     calls = []
 
-    def shown(parts, **_):
-        for part in parts:
-            calls.append(part)
-            if len(calls) == 2:
-                raise KeyboardInterrupt
-            yield part
+    def report(done, of):
+        calls.append((done, of))
+        if len(calls) == 2:
+            raise KeyboardInterrupt
 
     for module in (from_notebook, rank_functions):
         monkeypatch.setattr(module, "Calibration", ThreeParts)
     monkeypatch.setattr(from_notebook, "prepare_recipes", lambda ranks: ())
-    monkeypatch.setattr(from_notebook, "tqdm", shown)
+    monkeypatch.setattr(from_notebook, "show_counts", lambda text, shown: nullcontext(report))
     with Cluster(2, backend="loopback") as cluster:
         with pytest.raises(KeyboardInterrupt):
             cluster.calibrate()
         assert cluster.state == "ready"
         assert remembered() is None
         assert cluster.calibrate() == remembered()
-    assert calls == [0, 1, 0, 1, 2]
+    assert calls == [(1, 3), (2, 3), (1, 3), (2, 3), (3, 3)]
     assert ThreeParts.begun == 4  # on two ranks, twice
 
 
