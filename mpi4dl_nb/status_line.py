@@ -98,7 +98,7 @@ def show_status(text: str, after_s: float = 0.0) -> Iterator[StatusLine]:
 
 @contextmanager
 def show_counts(text: str, shown: bool = True) -> Iterator[ProgressCallback]:
-    """Show how many are done while the body runs, as told to the yielded callback: as a line, or in a terminal a bar.
+    """Show while the body runs how many are done, a line in a notebook or a bar in a terminal; the callback updates it.
 
     >>> with show_counts("Counting", shown=False) as report:
     ...     report(1, 2)

@@ -273,28 +273,26 @@ def build_tallies(programs: Iterable[Program], graph: ModelGraph) -> Iterator[Ra
     # Of 64 tiles, those inside the image have windows of one size, and differ in the ranks with which they exchange.
     counted: list[tuple[object, RankTally]] = []
     for program in programs:
-        described = [
-            program.weights,
-            program.buffers,
-            *(_describe_direction(*pair) for pair in program.direction_programs.items()),
-        ]
-        tally = next((known for like, known in counted if like == described), None)
+        directions = {number: _describe_direction(each) for number, each in program.direction_programs.items()}
+        description = program.weights, program.buffers, directions
+        tally = next((known for other, known in counted if other == description), None)
         if tally is None:
             tally = build_tally(program, graph)
-            counted.append((described, tally))
+            counted.append((description, tally))
         yield tally
 
 
-def _describe_direction(number: int, way: DirectionProgram) -> object:
+def _describe_direction(program: DirectionProgram) -> object:
     """Return all that the tally of a direction depends on, to compare it with another rank's."""
-    parts = [(name, part.axes, part.tile.shape) for name, part in way.input_shards.items()]
+    # The ranks of the messages are left out: they differ between tiles, and no size depends on them.
+    parts = [(name, part.axes, part.tile.shape) for name, part in program.input_shards.items()]
     items = []
-    for item, effects in zip(way.forward, way.effects, strict=True):
+    for item, effects in zip(program.forward, program.effects, strict=True):
         ops = [(op.out, op.kernel, op.graded, _get_sizing_arguments(op), op.keywords) for op in item.local_ops]
         moved = effects.messages and (effects.messages.own, effects.messages.makes_room)
         values = effects.reads, effects.makes, effects.specs
         items.append((item.name, item.kind, item.differentiable, values, moved, ops))
-    return number, parts, items
+    return parts, items
 
 
 def _get_sizing_arguments(op: LocalOp) -> tuple[Any, ...]:

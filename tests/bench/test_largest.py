@@ -41,7 +41,7 @@ def test_tiles_in_turn_train_larger_images(mpiexec):
     )
     assert plain["next_px"] == plain["largest_px"] + 128
     assert plain["next_failure"]
-    assert in_turn["largest_px"] > plain["next_px"]  # sizes are steps of 128 px: more than the one that failed
+    assert 10 * in_turn["largest_px"] >= 14 * plain["largest_px"]
 
 
 @pytest.mark.nightly

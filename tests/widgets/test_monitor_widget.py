@@ -42,11 +42,11 @@ class Acts:
     """A watcher that acts when so many steps are done; beside a monitor."""
 
     def __init__(self, monitor: Monitor, step: int, act) -> None:
-        self.step, self.act, self.handle_by_monitor = step, act, monitor.handle_event
+        self.step, self.act, self.monitor_handler = step, act, monitor.handle_event
         monitor.handle_event = self.handle_event
 
     def handle_event(self, event) -> None:
-        self.handle_by_monitor(event)
+        self.monitor_handler(event)
         if isinstance(event, StepResult) and event.step + 1 == self.step:
             self.act()
 
