@@ -15,8 +15,8 @@ from typing import Protocol
 
 from tqdm.auto import tqdm
 
-from engines.errors import RankError, make_absolute
-from engines.formatting import FactTable, format_number
+from engines.errors import PlanError, RankError, make_absolute
+from engines.formatting import FactTable, format_names, format_number
 from engines.train.checkpoint_files import check_writable
 from engines.train.checkpoint_save import CheckpointManager
 from engines.train.interrupts import SIGNALS, Interrupts, StoppedError
@@ -26,7 +26,7 @@ from mpi4dl_nb.training.loops import BatchLoop, ImageLoop
 from mpi4dl_nb.training.recovery import FailureRecovery, FitPosition
 from mpi4dl_nb.training.training_handle import TrainingHandle
 
-__all__ = ["CheckpointOptions", "FitCallback", "History", "fit"]
+__all__ = ["CheckpointOptions", "FitCallback", "History", "check_callback", "fit"]
 
 _LAST_S = 0.4  # time that the current step may still take after an interrupt
 
@@ -74,6 +74,16 @@ class FitCallback(Protocol):
 
     def end(self, outcome: History | BaseException) -> None:
         """Called at the end, with the history or the exception that ended the training."""
+
+
+def check_callback(monitor: FitCallback | None) -> None:
+    """Raise PlanError, before any step, if a monitor lacks what `fit` calls."""
+    missing = [name for name in ("begin", "handle_event", "stops", "end") if not hasattr(monitor, name)]
+    if monitor is not None and missing:
+        raise PlanError(
+            f"monitor is a {type(monitor).__name__} without {format_names(missing)}. `fit` calls its "
+            "begin(training, total), handle_event(event) and end(outcome), and reads stops: whether to stop now."
+        )
 
 
 @dataclass(frozen=True)

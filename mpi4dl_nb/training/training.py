@@ -44,7 +44,7 @@ from mpi4dl_nb.draw.memory import show_memory
 from mpi4dl_nb.draw.timeline import show_timeline
 from mpi4dl_nb.status_line import LATER_S, StatusLine, show_status
 from mpi4dl_nb.training.batches import check_batches, make_repeatable, prepare_batch
-from mpi4dl_nb.training.fit_run import CheckpointOptions, FitCallback, History, fit
+from mpi4dl_nb.training.fit_run import CheckpointOptions, FitCallback, History, check_callback, fit
 from mpi4dl_nb.training.loops import (
     Batch,
     BatchLoop,
@@ -203,6 +203,7 @@ class Training(TrainingHandle):
         saving = CheckpointOptions(save, save_every, keep)
         state = choose_resume_state(self.feed_state, data, seed) if go_on and is_images(data) else None
         monitor = monitor or self.monitor
+        check_callback(monitor)
         watchers: list[FitCallback] = [ProgressBar(progress and monitor is None), *([monitor] if monitor else [])]
         with nullcontext() if held_out is None else closing(Evaluator(self, held_out, on_bad_image)) as judge:
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -207,3 +208,10 @@ def test_the_remedy_trains_with_features_and_weights(two: Cluster):
     made = Training(Returned(), PLAN, two, SHAPE, loss, SGD)
     assert [made.step(X, Y) for _ in range(3)] == pytest.approx(plain_losses(Returned(), loss), rel=1e-12)
     made.close()
+
+
+def test_a_monitor_that_lacks_what_is_called_is_refused(training: Training):
+    monitor = SimpleNamespace(begin=print, heard=print, end=print)
+    with pytest.raises(PlanError, match="monitor is a SimpleNamespace without handle_event, stops"):
+        training.fit([(X, Y)], progress=False, monitor=monitor)
+    assert training.steps == 0
