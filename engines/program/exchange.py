@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from engines.graph.model_graph import TensorSpec
 from engines.program.effects import Effects, Instruction, Messages, MessageSpec, Phase
-from engines.spatial.tiles import Axes, Move, Tile
+from engines.spatial.tiles import Axes, Move, Plane, Tile
 
 __all__ = ["ALIGNED_BYTES", "Exchange"]
 
@@ -91,6 +91,10 @@ class Exchange(Instruction):
     def compute_shape(self, tile: Tile) -> tuple[int, ...]:
         """Return the shape of a tensor that holds `tile`."""
         return _compute_tile_shape(self.shape, self.axes, tile)
+
+    def get_plane(self, tile: Tile) -> Plane:
+        """Return what can be drawn of `tile`."""
+        return Plane.of(self.shape, self.axes, tile)
 
     def compute_bytes(self, moves: Iterable[Move]) -> int:
         """Return the total size in bytes of the messages of these moves."""

@@ -14,7 +14,7 @@ from engines.program.compile import Compiler
 from engines.program.effects import Phase
 from engines.program.program import Program
 from engines.program.steps import StepLabel
-from engines.spatial.tiles import Axes, Grid, Span, Tile
+from engines.spatial.tiles import Axes, Grid, Plane, Span, Tile
 
 __all__ = ["Shard", "ShardIndex", "assemble_shards"]
 
@@ -45,6 +45,19 @@ class Shard:
     def size_px(self) -> tuple[int, ...]:
         """Height and width of the whole value."""
         return tuple(self.shape[axis] for axis in self.axes)
+
+    @property
+    def plane(self) -> Plane:
+        """What can be drawn of it."""
+        if self.axes:
+            return Plane(self.images, self.axes, self.held)
+        shared = () if self.images is None else (self.images,)
+        return Plane.of(self.shape, (-len(self.shape),) * len(shared), Tile(*shared))
+
+    @property
+    def whole_plane(self) -> Tile:
+        """The rows and columns that are drawn of the whole value."""
+        return Tile.whole(*self.size_px) if self.axes else Plane.of(self.shape, (), Tile()).tile
 
 
 class ShardIndex:

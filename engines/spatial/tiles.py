@@ -7,10 +7,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from engines.errors import PlanError
 
-__all__ = ["Axes", "Grid", "Move", "Span", "Tile", "compute_moves", "split_axis"]
+__all__ = ["Axes", "Grid", "Move", "Plane", "Span", "Tile", "compute_moves", "split_axis"]
 
 Axes = tuple[int, ...]
 """Axes of a tensor, counted from the end."""
@@ -125,6 +126,44 @@ class Tile(tuple[Span, ...]):
     def replace_span(self, number: int, span: Span) -> Tile:
         """Return the tile with another span along its sharded axis `number`."""
         return Tile(*(span if index == number else each for index, each in enumerate(self)))
+
+
+class Plane(NamedTuple):
+    """What is drawn of a tile: `tile`, its rows and columns, in each of the `images` (None: in all).
+
+    Rows and columns lie along `axes`. A value without pixels has no such axes: then each row is an image, and its
+    columns are the numbers of that image.
+
+    >>> Plane.of((4, 10), (-2,), Tile(Span(2, 4)))  # images 2 and 3 of a linear layer's output
+    Plane(images=Span(start=2, stop=4), axes=(), tile=Tile(Span(start=2, stop=4), Span(start=0, stop=10)))
+    """
+
+    images: Span | None
+    axes: Axes
+    tile: Tile
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], axes: Axes, tile: Tile) -> Plane:
+        """Return the plane of a tile along `axes` of a value of this shape."""
+        spans = dict(zip(axes, tile, strict=True))
+        # Two axes are always rows and columns. One alone, or one before them, is that of the images.
+        images = spans.pop(-len(shape), None) if len(spans) != 2 else None
+        pixels = tuple(spans) or ((-2, -1) if len(shape) == 4 else ())
+        if pixels:
+            return cls(images, pixels, Tile(*(spans.get(axis, Span(0, shape[axis])) for axis in pixels)))
+        rows, cols = math.prod(shape[:1]), math.prod(shape[1:])
+        return cls(images, (), Tile(images or Span(0, rows), Span(0, cols)))
+
+    def __str__(self) -> str:
+        """
+        >>> str(Plane(Span(2, 4), (-2, -1), Tile.whole(8, 8)))
+        'rows 0 to 7, columns 0 to 7 of images 2 to 3'
+        """
+        names = ("rows", "columns") if self.axes else ("images", "numbers")
+        named = zip(names, self.tile, strict=True)
+        spans = ", ".join(f"{name} {span.start} to {span.stop - 1}" for name, span in named)
+        images = f" of images {self.images.start} to {self.images.stop - 1}" if self.axes and self.images else ""
+        return spans + images
 
 
 class Grid(tuple[int, ...]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import psutil
@@ -15,7 +15,7 @@ from engines.comm.device import use_threads
 from engines.errors import PlanError
 from engines.program.exchange_runner import ReceivedMessage
 from engines.program.worker import Inputs
-from engines.spatial.tiles import Axes
+from engines.spatial.tiles import Plane, Tile
 from engines.train.train_loop import RankStepStats, collect_stats
 from engines.train.training import RankTraining, StepReport
 
@@ -43,13 +43,14 @@ class StepState:
 class ViewRequest:
     """A request to view one channel of one image of a micro-batch's value, or of its gradient.
 
-    `axes` are the rows and columns; there may be none. `bound_px` is the largest height or width of the view.
+    `image` counts from the first of the micro-batch, and `plane` is what the rank holds of each image. `bound_px` is
+    the largest height or width of the view.
     """
 
     name: str
     micro_batch: int
     gradient: bool
-    axes: Axes
+    plane: Plane
     image: int
     channel: int
     bound_px: int
@@ -57,13 +58,13 @@ class ViewRequest:
 
 @dataclass(frozen=True, slots=True)
 class ViewResult:
-    """A view: (h, w), float64, means of `block_px` x `block_px` pixels.
+    """A view: (h, w), float64, means of blocks of `block_px` (rows, columns).
 
     `shape` is that of the whole tensor, and `channels` the number of its channels.
     """
 
     pixels: Tensor
-    block_px: int
+    block_px: tuple[int, int]
     shape: tuple[int, ...]
     channels: int
 
@@ -75,6 +76,7 @@ class RankStepper:
         self.training, self.inputs, self.images, self.number = training, inputs, images, number
         self.seconds = 0.0
         self._landings: list[ReceivedMessage] = []
+        self._get_plane: Callable[[Tile], Plane] | None = None  # of the exchange that they landed by
         training.start(inputs)
 
     def advance(self, target: int) -> StepState:
@@ -98,7 +100,7 @@ class RankStepper:
             # A larger exchange (64 MiB) is carried out without copies of its effects.
             if messages and messages.waits and messages.bytes <= 1 << 26:
                 carrier = worker.runtime.exchange_runners[worker.program.steps[worker.position].instruction.key]
-                carrier.received = self._landings
+                carrier.received, self._get_plane = self._landings, carrier.exchange.get_plane
             try:
                 self.training.advance()
             finally:
@@ -149,26 +151,30 @@ class RankStepper:
         if look is None:
             return None, []
 
-        def cut_plane(tensor: Tensor | None) -> Tensor | None:
+        def cut_plane(tensor: Tensor | None, place: Plane) -> Tensor | None:
             """Cut one channel of a message at full scale, at most `bound_px` rows and columns."""
-            plane = None if tensor is None else _get_plane(_to_planes(tensor, look.axes), look)
+            plane = None if tensor is None else _cut_channel(_to_planes(tensor, place), place, look)
             return None if plane is None else plane[: look.bound_px, : look.bound_px].clone()
 
-        effects = [
-            ReceivedMessage(each.move, cut_plane(each.before), cut_plane(each.arrived), cut_plane(each.after))
-            for each in self._landings
-        ]
+        effects = []
+        for each in self._landings:
+            place = self._get_plane(each.move.tile)
+            tensors = (cut_plane(tensor, place) for tensor in (each.before, each.arrived, each.after))
+            effects.append(ReceivedMessage(each.move, *tensors))
         found = self.get_tensor(look.name, look.micro_batch, look.gradient)
         if found is None:
             return None, effects
-        planes = _to_planes(found, look.axes)
-        plane = _get_plane(planes, look)
+        planes = _to_planes(found, look.plane)
+        plane = _cut_channel(planes, look.plane, look)
         if plane is None:
             return None, effects
         block_px = max(1, math.ceil(max(plane.shape) / look.bound_px))
+        # Pixels are means of squares. Without pixels, each row is an image of its own.
+        blocks = block_px if look.plane.axes else max(1, math.ceil(plane.shape[0] / look.bound_px)), block_px
         if block_px > 1 and plane.numel():
-            plane = functional.adaptive_avg_pool2d(plane[None], [math.ceil(side / block_px) for side in plane.shape])[0]
-        return ViewResult(plane.clone(), block_px, tuple(found.shape), planes.shape[1]), effects
+            size = [math.ceil(side / block) for side, block in zip(plane.shape, blocks, strict=True)]
+            plane = functional.adaptive_avg_pool2d(plane[None], size)[0]
+        return ViewResult(plane.clone(), blocks, tuple(found.shape), planes.shape[1]), effects
 
     def drop(self) -> None:
         """Free all values of the step. Weights, buffers and the random seed are as before the step."""
@@ -183,17 +189,19 @@ def _count_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(storages.values())
 
 
-def _to_planes(tensor: Tensor, axes: Axes) -> Tensor:
+def _to_planes(tensor: Tensor, place: Plane) -> Tensor:
     """Reshape any tensor to (images, channels, h, w); without pixels, to one row per image."""
-    if not axes:
-        return tensor.reshape(1, 1, max(1, tensor.shape[0]) if tensor.dim() > 1 else 1, -1)
-    moved = tensor.movedim(axes, (-2, -1))
+    if not place.axes:
+        return tensor.reshape(1, 1, len(place.tile.rows), -1)
+    moved = tensor.movedim(place.axes, (-2, -1))
     images = moved.shape[0] if moved.dim() > 2 else 1
     return moved.reshape(images, -1, *moved.shape[-2:])
 
 
-def _get_plane(planes: Tensor, look: ViewRequest) -> Tensor | None:
-    """Return the requested (h, w) in float64 on the host; None if there is no such image."""
-    if look.image >= planes.shape[0]:
+def _cut_channel(planes: Tensor, place: Plane, look: ViewRequest) -> Tensor | None:
+    """Return the requested (h, w) in float64 on the host; None if the image is not among the planes."""
+    # Without pixels, one plane has a row for each image. Otherwise the first plane is the first image of `place`.
+    image = 0 if not place.axes else look.image - (place.images.start if place.images else 0)
+    if not 0 <= image < planes.shape[0]:
         return None
-    return planes[look.image, min(look.channel, planes.shape[1] - 1)].double().cpu()
+    return planes[image, min(look.channel, planes.shape[1] - 1)].double().cpu()

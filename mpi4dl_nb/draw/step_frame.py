@@ -125,21 +125,20 @@ def _pack_group(view: StepView, group: PanelGroup, values: _Values) -> dict[str,
         "name": group.name,
         "gradient": group.gradient,
         "span": [low, high],
-        "size": list(group.panels[0].extent.size_px),
+        "size": list(group.panels[0].extent.whole_plane.shape),
         "panels": [_pack_panel(panel, values) for panel in group.panels],
     }
 
 
 def _pack_panel(panel: RankPanel, values: _Values) -> dict[str, Any]:
-    extent, pixels = panel.extent, panel.seen.pixels
-    held = extent.held if extent.axes else Tile.whole(*pixels.shape)
+    extent, held = panel.extent, panel.extent.plane.tile
     return {
         "rank": panel.rank,
         "held": _list_sides(held),
         "own": _list_sides(extent.own & held if extent.axes else held),
         "square": bool(extent.axes) and is_square(held),
-        "blockPx": panel.seen.block_px,
-        "values": values.add(pixels),
+        "blockPx": list(panel.seen.block_px),
+        "values": values.add(panel.seen.pixels),
     }
 
 
@@ -150,7 +149,7 @@ def _pack_message(transfer: Transfer, landed: ReceivedMessage, values: _Values) 
         "kind": transfer.purpose,
         "source": transfer.source,
         "target": transfer.target,
-        "tile": _list_sides(transfer.move.tile),
+        "tile": _list_sides(transfer.plane.tile),
         "back": transfer.back,
         "words": describe_message(transfer).split("\n"),
         "names": name_strips(transfer),
@@ -185,8 +184,6 @@ def _list_sums(event: StepEvent) -> Iterator[dict[str, Any]]:
 
 
 def _list_sides(tile: Tile) -> list[int]:
-    if len(tile) < 2:
-        return [0, 0, 1, 1]
     return [tile.rows.start, tile.cols.start, tile.rows.stop, tile.cols.stop]
 
 

@@ -265,9 +265,9 @@ def _draw_group(
         axes = figure.add_axes((*corner, cell_w - gap_x, cell_h - gap_y))
         drawn = _draw_panel(axes, group, panel)
         transfer = view.landed[focus][0] if view.landed else None
-        if transfer and panel.extent.axes and panel.rank in (transfer.source, transfer.target):
+        if transfer and panel.rank in (transfer.source, transfer.target):
             # The tile of the message is framed on its target (solid) and on its source (dashed).
-            tile, there = transfer.move.tile, panel.rank == transfer.target
+            tile, there = transfer.plane.tile, panel.rank == transfer.target
             for wide, colour, line in ((4.5, "white", "solid"), (2.2, ORANGE, "solid" if there else (0, (2, 1)))):
                 look = {"linewidth": wide, "edgecolor": colour, "linestyle": line, "clip_on": False, "zorder": 9}
                 axes.add_patch(Rectangle((tile.cols.start, tile.rows.start), *tile.shape[::-1], fill=False, **look))
@@ -291,8 +291,8 @@ def describe_group(view: StepView, group: PanelGroup, end: str = ", ") -> str:
     extent, seen = group.panels[0].extent, group.panels[0].seen
     what = f"{'gradient of ' * group.gradient}{group.name}"
     if not extent.axes:
-        return f"{what}{end}{' × '.join(map(str, seen.shape)) or 'a number'}"
-    means = f", means of {seen.block_px} × {seen.block_px} px" if seen.block_px > 1 else ""
+        return f"{what}{end}{' × '.join(map(str, extent.shape)) or 'a number'}"
+    means = f", means of {format_size(seen.block_px)} px" if max(seen.block_px) > 1 else ""
     channel = min(view.channel, seen.channels - 1)
     where = f"channel {channel} of {seen.channels}, image {view.image}"
     borrowed = any(panel.extent.held != panel.extent.own for panel in group.panels)
@@ -303,7 +303,7 @@ def describe_group(view: StepView, group: PanelGroup, end: str = ", ") -> str:
 def _draw_panel(axes: Axes, group: PanelGroup, panel: RankPanel) -> object:
     low, high = group.span
     held, own, pixels = panel.extent.held, panel.extent.own, panel.seen.pixels.numpy()
-    tile = held if panel.extent.axes else Tile.whole(*pixels.shape)
+    tile = panel.extent.plane.tile
     cols, rows = tile.cols, tile.rows
     extent = (cols.start, cols.stop, rows.stop, rows.start)
     norm = Normalize(low, high if high > low else low + 1)
@@ -367,7 +367,7 @@ class _Strips:
 
 def _cut_strips(view: StepView, focus: int) -> _Strips:
     transfer, landed = view.landed[focus]
-    tile = transfer.move.tile
+    tile = transfer.plane.tile
     head = f"message {focus + 1} of {len(view.landed)}: {describe_message(transfer)}"
     along, span = ("row", tile.rows) if len(tile.rows) > len(tile.cols) else ("column", tile.cols)
     skipped = max(0, (len(span) - LONG) // 2)
@@ -381,8 +381,13 @@ def _cut_strips(view: StepView, focus: int) -> _Strips:
 
 def describe_message(transfer: Transfer) -> str:
     """Return three lines: what a message did, its ranks and pixels, and its size."""
-    what = "gradients go home" if transfer.back else "pixels have moved"
-    size = f"{format_size(transfer.move.tile.shape)} px, {format_bytes(transfer.bytes)} with all channels and images"
+    plane = transfer.plane
+    moved = "pixels have moved" if plane.axes else "values have moved"
+    what = "gradients go home" if transfer.back else moved
+    images = f"with all channels{' and images' if plane.images is None else ''}"
+    size = f"{format_size(plane.tile.shape)} px, {format_bytes(transfer.bytes)} {images}"
+    if not plane.axes:
+        size = f"{format_size(plane.tile.shape)} values, {format_bytes(transfer.bytes)}"
     return f"{what}\n{transfer}\n{size}"
 
 

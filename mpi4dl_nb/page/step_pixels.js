@@ -5,13 +5,13 @@ import { formatNumber, readValues } from "./step_frames.js";
 
 /** Return lines of text about pixel { rank, row, col } of a frame, where `place` is what its rank shows. */
 export function describePixel(frame, { panel, group }, { rank, row, col }) {
-  const values = readValues(frame, panel.values), block = panel.blockPx;
-  const at = [(row - panel.held[0]) / block, (col - panel.held[1]) / block].map(Math.floor);
+  const values = readValues(frame, panel.values), [high, wide] = panel.blockPx;
+  const at = [(row - panel.held[0]) / high, (col - panel.held[1]) / wide].map(Math.floor);
   const number = values ? formatNumber(values.numbers[at[0] * values.wide + at[1]]) : "not kept";
   const lands = frame.meta.messages.find((each) => each.target === rank && isInside(each.tile, row, col));
   return [
     `rank ${rank}, row ${row}, column ${col}`,
-    `${group.gradient ? "gradient" : "value"} ${number}` + (block > 1 ? `, mean of ${block} × ${block} px` : ""),
+    `${group.gradient ? "gradient" : "value"} ${number}` + (high * wide > 1 ? `, mean of ${high} × ${wide} px` : ""),
     describeOwner(panel, group, row, col), ...(lands ? [`arrived from rank ${lands.source} now`] : []),
   ];
 }

@@ -17,7 +17,7 @@ from engines.program.exchange_runner import ReceivedMessage
 from engines.program.schedule import PipelineAction, Schedule, Slot
 from engines.program.shards import Shard, ShardIndex, assemble_shards
 from engines.program.steps import StepCounts, StepLabel
-from engines.spatial.tiles import Move
+from engines.spatial.tiles import Move, Plane
 from engines.train.debug_step import ViewRequest, ViewResult
 
 __all__ = [
@@ -38,7 +38,10 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Pixels just sent from one rank to another. `back`: they are gradients, to be added on the rank that owns them."""
+    """A part of a value that was just sent from one rank to another, of which `plane` can be drawn.
+
+    `back`: these are gradients, to be added on the rank that owns the values.
+    """
 
     name: str
     purpose: str
@@ -47,11 +50,10 @@ class Transfer:
     move: Move
     bytes: int
     back: bool
+    plane: Plane
 
     def __str__(self) -> str:
-        rows, cols = self.move.tile.rows, self.move.tile.cols
-        there = f"rows {rows.start} to {rows.stop - 1}, columns {cols.start} to {cols.stop - 1}"
-        return f"rank {self.source} → rank {self.target}: {there}"
+        return f"rank {self.source} → rank {self.target}: {self.plane}"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -210,7 +212,8 @@ def find_transfers(rank: int, did: StepLabel) -> Iterator[Transfer]:
         #     forward   rank 0 ── edge pixels ──> rank 1
         #     backward  rank 0 <── their gradients ── rank 1, added to the rank's own
         for each in messages.receives:
-            yield Transfer(exchange.key, exchange.kind, each.peer, rank, each.move, each.bytes, back)
+            plane = exchange.get_plane(each.move.tile)
+            yield Transfer(exchange.key, exchange.kind, each.peer, rank, each.move, each.bytes, back, plane)
 
 
 def make_schedule(compiler: Compiler) -> Schedule:
@@ -266,17 +269,18 @@ class _ViewTarget:
     micro_batch: int = 0
 
     def make_request(self, channel: int, image: int, bound_px: int) -> ViewRequest | None:
-        """Return the request to the rank, with the image index relative to the rank's own images."""
+        """Return the request to the rank."""
         extent = self.extent
         if extent is None:
             return None
-        mine = image - extent.images.start if extent.images is not None else image
-        return ViewRequest(extent.name, self.micro_batch, self.gradient, extent.axes, mine, channel, bound_px)
+        return ViewRequest(extent.name, self.micro_batch, self.gradient, extent.plane, image, channel, bound_px)
 
-    def make_panel(self, rank: RankEvent, seen: ViewResult | None) -> RankPanel:
+    def make_panel(self, rank: RankEvent, seen: ViewResult | None, image: int) -> RankPanel:
         """Return the panel for the rank's reply, or with the reason why there is nothing to show."""
         if seen is not None:
             why = ""
+        elif self.extent is not None and self.extent.images is not None and image not in self.extent.images:
+            why = f"image {image} is on another rank"
         elif rank.did is None:
             why = "nothing has come to it yet"
         elif self.extent is not None:
@@ -303,9 +307,8 @@ class StepInspector:
             raise PlanError(describe_unknown(f"show={show!r} is unknown", show, SHOWN))
         asked = [self._choose_target(rank, show) for rank in event.ranks]
         answers = self.ask("view", [(each.make_request(channel, image, bound_px),) for each in asked])
-        panels = tuple(
-            each.make_panel(rank, seen) for rank, each, (seen, _) in zip(event.ranks, asked, answers, strict=True)
-        )
+        triples = zip(event.ranks, asked, answers, strict=True)
+        panels = tuple(each.make_panel(rank, seen, image) for rank, each, (seen, _) in triples)
         # The messages of the last instructions, each with its effect on the rank that received it. A rank tells of no
         # effect if the value is gone by now.
         effects = [landed for _, landed in answers]

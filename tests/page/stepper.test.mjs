@@ -25,7 +25,7 @@ const HELD = [[0, 0, 21, 31], [0, 29, 21, 60], [19, 0, 40, 31], [19, 29, 40, 60]
 
 function makeMeta() {
   const panels = OWN.map((own, rank) => (
-    { rank, own, held: HELD[rank], square: true, blockPx: 1, values: [rank * 651, 21, 31] }));
+    { rank, own, held: HELD[rank], square: true, blockPx: [1, 1], values: [rank * 651, 21, 31] }));
   return { groups: [{ panels, size: [40, 60], gradient: false, span: [0, 1] }], messages: [], sums: [], ranks: [] };
 }
 

@@ -1,0 +1,99 @@
+"""A step of every kind of parallelism is seen by instruction: what ranks show is what one process computes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mpi4dl_nb import Cluster, Plan, Training
+from mpi4dl_nb.draw.step_frame import describe_scene, pack_frame
+from mpi4dl_nb.draw.stepper import describe_step, show_step
+from mpi4dl_nb.training.step_events import StepView
+
+SHAPE = 4, 3, 8, 8
+PLANS = {
+    "pixels between stages": Plan(split_size=4, spatial_size=0, parts=2, precision="float64"),
+    "numbers between stages": Plan(split_size=2, spatial_size=0, balance=(2, 2), data_parallel=2, precision="float64"),
+    "both directions": Plan(split_size=4, spatial_size=0, bidirectional=True, parts=2, precision="float64"),
+    "tiles, then shared images": Plan(
+        split_size=2, spatial_size=1, slice_method="1x2", balance=(1, 3), local_dp=2, precision="float64"
+    ),
+    "shared images": Plan(split_size=2, spatial_size=0, balance=(2, 2), local_dp=2, precision="float64"),
+    "shared numbers": Plan(split_size=2, spatial_size=0, balance=(3, 1), local_dp=2, precision="float64"),
+}
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    seen = [nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 5, 3, padding=1), nn.ReLU()]
+    return nn.Sequential(*seen, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(5, 120), nn.ReLU(), nn.Linear(120, 3))
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Cluster]:
+    with Cluster(4, backend="loopback") as cluster:
+        yield cluster
+
+
+def compute_outputs(images: Tensor) -> dict[str, Tensor]:
+    """Return what one process computes: the output of each module, by its name."""
+    model, found = make_model().double(), {}
+    for name, module in model.named_children():
+        module.register_forward_hook(lambda _, __, out, name=name: found.update({name: out.detach()}))
+    model(images.double())
+    return found
+
+
+def count_checked(view: StepView, whole: dict[str, Tensor], batch: int) -> int:
+    """Compare all panels of outputs of modules with one process, and return how many these were."""
+    checked = 0
+    for panel in view.panels:
+        did = view.event.ranks[panel.rank].did
+        if panel.seen is None or did is None or did.work is None or ".window" in panel.extent.name:
+            continue
+        if panel.extent.module not in whole:
+            continue
+        first = did.work.micro_batch * batch
+        expected = whole[panel.extent.module][first : first + batch]
+        tile = panel.extent.plane.tile
+        if panel.extent.axes:
+            expected = expected[view.image, min(view.channel, expected.shape[1] - 1)]
+        else:
+            expected = expected.reshape(len(expected), -1)
+        expected = expected[tile.rows.start : tile.rows.stop, tile.cols.start : tile.cols.stop]
+        if panel.seen.block_px == (1, 1):
+            assert torch.allclose(panel.seen.pixels, expected, rtol=1e-12, atol=1e-12), panel.extent
+            checked += 1
+    return checked
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("kind", PLANS)
+def test_what_ranks_show_is_what_one_process_computes(four: Cluster, kind: str):
+    plan = PLANS[kind]
+    images = torch.randn(SHAPE[0] * plan.batches, *SHAPE[1:])
+    training = Training(make_model(), plan, four, SHAPE)
+    whole, checked, moved = compute_outputs(images), 0, set()
+    with training.stepping(images, torch.zeros(len(images), dtype=torch.long)) as stepping:
+        json.dumps(describe_scene(stepping))
+        batch = SHAPE[0] // plan.parts
+        while not stepping.done:
+            event = stepping.instruction()
+            for image in range(batch):
+                view = stepping.view(image=image, channel=1, show="activation")
+                checked += count_checked(view, whole, batch)
+            frame = pack_frame(stepping.view(image=batch - 1), "step")
+            json.dumps(frame.meta, allow_nan=False)
+            moved |= {str(transfer) for transfer in event.transfers}
+            for transfer, landed in stepping.view().landed:
+                if transfer.back and landed.before is not None:
+                    assert torch.allclose(landed.before + landed.arrived, landed.after)
+            if event.transfers:
+                assert describe_step(view, 0)
+                assert show_step(stepping).alt
+    assert checked > 20
+    assert moved
