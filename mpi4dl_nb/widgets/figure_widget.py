@@ -33,8 +33,18 @@ __all__ = [
     "make_button",
     "make_checkbox",
     "make_dropdown",
+    "read_code",
     "show_status",
 ]
+
+
+def read_code(file: str) -> str:
+    """Return the text of a file beside this one: a script or a style sheet of a widget.
+
+    A widget that has the path instead is connected to a watcher of the file, which keeps it in memory for good.
+    """
+    return Path(__file__).with_name(file).read_text()
+
 
 # A slider with an accessible name, which the slider of ipywidgets lacks for screen readers.
 
@@ -42,7 +52,7 @@ __all__ = [
 class RangeBar(anywidget.AnyWidget):
     """A slider for an integer from `min` to `max`. `value` changes on release, or with each arrow key."""
 
-    _esm = Path(__file__).with_name("range_bar.js")
+    _esm = read_code("range_bar.js")
     value = traitlets.Int().tag(sync=True)
     min = traitlets.Int().tag(sync=True)
     max = traitlets.Int().tag(sync=True)
@@ -136,8 +146,8 @@ class ErrorAlert(ipywidgets.HTML):
 class FigureView(anywidget.AnyWidget):
     """A widget that shows one figure at a time, drawn by the kernel, with its alt text. `tip` says what it is."""
 
-    _esm = Path(__file__).with_name("figure_view.js")
-    _css = Path(__file__).with_name("figure_view.css")
+    _esm = read_code("figure_view.js")
+    _css = read_code("figure_view.css")
     png = traitlets.Bytes(b"").tag(sync=True)
     alt = traitlets.Unicode("").tag(sync=True)
     tip = traitlets.Unicode("").tag(sync=True)
@@ -187,9 +197,16 @@ class StillFigure:
         """Display two outputs: a widget, and a static figure that figure_view.css hides where the widget is live.
 
         A file contains both. From a single output nbconvert would keep the widget only, which is not live there.
+        A closed widget displays its figure only.
         """
+        if self.comm is None:
+            display(HTML(self.figure._repr_html_() if self.figure else ""))
+            return
         display(self._make_live_bundle() | {"text/plain": f"{type(self).__name__}, as it was:"}, raw=True)
-        self._still = display(HTML(self._snapshot_html), display_id=True)
+        if self._still is None:
+            self._still = display(HTML(self._snapshot_html), display_id=True)
+        else:  # displayed once more: an update changes all places of the same identity
+            self._still.display(HTML(self._snapshot_html))
 
     def _repr_mimebundle_(self, **keywords: Any) -> dict[str, Any]:
         return self._make_live_bundle() | ({"text/html": self.figure._repr_html_()} if self.figure else {})
@@ -200,9 +217,10 @@ class StillFigure:
 
 
 def _find_parts(widget: object) -> list[ipywidgets.Widget]:
-    """Return the widgets inside a box, at any depth."""
-    parts = getattr(widget, "children", ())
-    return [*parts, *(inner for part in parts for inner in _find_parts(part))]
+    """Return the widgets inside a box, at any depth, and the layouts and styles of all, which are widgets as well."""
+    children = getattr(widget, "children", ())
+    looks = [look for name in ("layout", "style") if isinstance(look := getattr(widget, name, None), ipywidgets.Widget)]
+    return [*looks, *children, *(inner for child in children for inner in _find_parts(child))]
 
 
 class PageWidget(StillFigure, ipywidgets.VBox):

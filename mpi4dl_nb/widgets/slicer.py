@@ -38,7 +38,7 @@ from mpi4dl_nb.widgets.figure_widget import (
 )
 from mpi4dl_nb.widgets.page_modules import join_modules, read_style
 
-__all__ = ["Slicer", "SlicerView"]
+__all__ = ["SEEN", "Slicer", "SlicerView"]
 
 TOGETHER = ("auto", 1, 2, 3, 4, 6, 8)  # layers fused
 HELP = (
@@ -47,6 +47,8 @@ HELP = (
     "h the halo from close by, c all windows back to the picture, f receptive fields."
 )
 ROW = {"flex_flow": "row wrap", "align_items": "center"}
+SEEN = ["place", "picked", "layer", "tile", "reading", "fields", "facts"]
+"""What the figure of a slicer depends on: traits of its view."""
 COMPILING = "Compiling the ranks' programs ..."
 
 
@@ -124,9 +126,9 @@ class Slicer(PageWidget):
         for name in ("layer", "tile"):
             ipywidgets.link((self.view, name), (getattr(self, name), "value"))
         self.view.observe(self._handle_layer, "layer")
-        self.view.observe(lambda _: self.update_snapshot(), ["place", "picked", "layer", "tile", "reading"])
+        self.view.observe(lambda _: self.update_snapshot(), SEEN)
         for control in (self.fused_halos, self.together):
-            control.observe(lambda _: self._compile(), "value")
+            control.observe(self._handle_fusion, "value")
 
     @property
     def plan(self) -> Plan:
@@ -164,37 +166,40 @@ class Slicer(PageWidget):
             return ()
         return (self._layers.describe_fusion(point.stage, self.view.tile if tile is None else tile, self._together),)
 
+    def _handle_fusion(self, _change: Any) -> None:
+        with self.show_errors():
+            self._compile()
+
     def _compile(self) -> None:
         """Find the layers under the selected fusion and give the page all their numbers."""
         self.together.disabled = not self.fused_halos.value
-        with self.show_errors():
-            self.points = self._find_points() or tuple(
-                make_picture_point(self.rasters.picture, self._plan, stage) for stage in find_spatial_stages(self._plan)
-            )
-            last = _get_last(self.points)
-            self.view.layer = min(self.view.layer, last)
-            self.layer.max = last
-            self._handle_layer()
-            picture = self.rasters.picture
-            tables = build_layer_tables(picture, self._layers, self.points)
-            rows, cols = picture.shape()
-            facts: dict[str, Any] = {
-                "layers": tables.facts,
-                "net": describe_net(self._layers.graph, self._plan, self.points) if self._layers else [],
-                "words": tables.numbers.size,
-                "colours": TILE_COLOURS,
-                "help": HELP,
-                "remarks": [self._describe_fusion(self.point, tile) for tile in range(self.point.ranks.grid.tiles)],
-                "picture": {
-                    "name": picture.name,
-                    "rows": rows,
-                    "columns": cols,
-                    "microns": picture.microns_per_px,
-                    "levels": count_levels(picture),
-                },
-            }
-            with self.view.hold_sync():
-                self.view.facts, self.view.numbers = facts, tables.numbers.tobytes()
+        self.points = self._find_points() or tuple(
+            make_picture_point(self.rasters.picture, self._plan, stage) for stage in find_spatial_stages(self._plan)
+        )
+        last = _get_last(self.points)
+        self.view.layer = min(self.view.layer, last)
+        self.layer.max = last
+        self._handle_layer()
+        picture = self.rasters.picture
+        tables = build_layer_tables(picture, self._layers, self.points)
+        rows, cols = picture.shape()
+        facts: dict[str, Any] = {
+            "layers": tables.facts,
+            "net": describe_net(self._layers.graph, self._plan, self.points) if self._layers else [],
+            "words": tables.numbers.size,
+            "colours": TILE_COLOURS,
+            "help": HELP,
+            "remarks": [self._describe_fusion(self.point, tile) for tile in range(self.point.ranks.grid.tiles)],
+            "picture": {
+                "name": picture.name,
+                "rows": rows,
+                "columns": cols,
+                "microns": picture.microns_per_px,
+                "levels": count_levels(picture),
+            },
+        }
+        with self.view.hold_sync():
+            self.view.facts, self.view.numbers = facts, tables.numbers.tobytes()
 
     def _find_points(self) -> tuple[HaloPoint, ...]:
         """Return the layers that read beyond their tiles. Show a note while they are compiled: it may take seconds."""

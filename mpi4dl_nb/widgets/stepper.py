@@ -12,6 +12,7 @@ from engines.program.steps import StepCounts
 from mpi4dl_nb.draw.figure import Drawing
 from mpi4dl_nb.draw.step_frame import FRAME_PX, StepRecord, describe_scene, pack_frame
 from mpi4dl_nb.draw.stepper import describe_step, draw_step
+from mpi4dl_nb.training.step_debugger import StepDebugger
 from mpi4dl_nb.training.training import Training
 from mpi4dl_nb.widgets.figure_widget import PageWidget, Slider, make_bounded_int, make_button, make_dropdown
 from mpi4dl_nb.widgets.step_scene import StepScene
@@ -51,10 +52,12 @@ class Stepper(PageWidget):
     ...     stepper.close()
     """
 
+    stepping: StepDebugger | None = None  # until the batch is accepted
+
     def __init__(self, training: Training, images: Any, labels: Any) -> None:
         self.stepping = training.stepping(images, labels)
         self.record = StepRecord()
-        self._quiet, self._shown, self._figure = False, None, None
+        self._quiet, self._shown, self._figure, self._kept = False, None, None, None
         ranks = [(f"rank {rank}", rank) for rank in range(len(self.stepping.steps))]
         shown = "Activation, gradient, or what the last instruction made"
         self.of = make_dropdown("Go on", [(ALL, ALL), ("the next rank", "next"), *ranks], ALL, "Who goes on", "15em")
@@ -162,6 +165,7 @@ class Stepper(PageWidget):
         if not self._quiet and self._shown is not None:
             self._figure = None
             self.view.focus, self.view.alt = self.message.value, describe_step(self._shown, self.message.value)
+            self._rest()
 
     def _focus_message(self, index: int) -> None:
         if any(index == each for _, each in self.message.options):
@@ -169,7 +173,8 @@ class Stepper(PageWidget):
 
     def _rest(self) -> None:
         """Draw the figure of the saved page, now that nobody waits for the ranks."""
-        if self._figure is None:
+        if self._kept is not self.figure:
+            self._kept = self.figure
             self.update_snapshot()
 
     def close(self) -> None:
@@ -177,7 +182,8 @@ class Stepper(PageWidget):
         if self._still is not None:
             self.update_snapshot(kept=True)
             self._still = None
-        self.stepping.close()
+        if self.stepping is not None:
+            self.stepping.close()
         super().close()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from html import escape
-from pathlib import Path
 
 import anywidget
 import ipywidgets
@@ -23,7 +22,7 @@ from mpi4dl_nb.draw.tuning_points import make_points, pack_points
 from mpi4dl_nb.plan_benchmark import Candidate, replace_measured, sort_candidates
 from mpi4dl_nb.plan_tuner import PlanTuner
 from mpi4dl_nb.status_line import show_counts
-from mpi4dl_nb.widgets.figure_widget import PageWidget, make_bounded_int, make_button, show_status
+from mpi4dl_nb.widgets.figure_widget import PageWidget, make_bounded_int, make_button, read_code, show_status
 from mpi4dl_nb.widgets.page_modules import join_modules, read_style
 
 __all__ = ["ChoiceTable", "Tuner", "TuningView"]
@@ -37,8 +36,8 @@ class ChoiceTable(anywidget.AnyWidget):
     With `summary`, the table is folded below that line.
     """
 
-    _esm = Path(__file__).with_name("choice_table.js")
-    _css = Path(__file__).with_name("choice_table.css")
+    _esm = read_code("choice_table.js")
+    _css = read_code("choice_table.css")
     html = traitlets.Unicode("").tag(sync=True)
     index = traitlets.Int(0).tag(sync=True)
     summary = traitlets.Unicode("").tag(sync=True)

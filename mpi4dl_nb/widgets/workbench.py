@@ -14,7 +14,7 @@ from mpi4dl_nb.draw.figure import Drawing
 from mpi4dl_nb.draw.halo_points import find_layer_of, find_rank_layer
 from mpi4dl_nb.training.training import Training
 from mpi4dl_nb.widgets.figure_widget import FigureView, StillFigure
-from mpi4dl_nb.widgets.slicer import Slicer
+from mpi4dl_nb.widgets.slicer import SEEN, Slicer
 from mpi4dl_nb.widgets.timeline import TimelineView
 
 __all__ = ["Selection", "Workbench"]
@@ -61,6 +61,7 @@ class Workbench(StillFigure, ipywidgets.VBox):
         self.memory = FigureView(tip="memory of the selected rank through a step")
         super().__init__()
         self.slicer.view.observe(self._follow_slicer, ["layer", "tile"])
+        self.slicer.view.observe(lambda _: self.update_snapshot(), SEEN)
         self.selection.observe(self._show_selection)
         self.refresh()
 
