@@ -148,6 +148,31 @@ class HaloPoint(FactTable):
         # Any rank's instruction will do: a pixel of the value has the same channels and images on all of them.
         return next(iter(self.exchanges.values())).compute_bytes(moves) if moves else 0
 
+    @property
+    def unit(self) -> str:
+        """The unit of rows and columns."""
+        return "px of this layer"
+
+    @property
+    def verb(self) -> str:
+        """What happens to the pixels of other tiles."""
+        return "computed twice" if self.computed else "borrowed"
+
+    @property
+    def halo_words(self) -> str:
+        """What a legend calls the pixels of other tiles."""
+        return "halo: what this tile borrows"
+
+    @property
+    def owner_form(self) -> str:
+        """The form of a label of such pixels, for the rank that owns them."""
+        return "computed,\nof rank {}" if self.computed else "borrowed\nfrom rank {}"
+
+    def describe_total(self, rank: int) -> str:
+        """Return a text such as `borrows 3.0 KB`."""
+        pieces = self.get_receives(rank)
+        return f"borrows {format_bytes(self.count_bytes(pieces)) if pieces else 'nothing'}"
+
     def describe_move(self, move: Move, end: str = " ") -> str:
         """Return a text such as `from rank 1: 256 × 1 px, 3.0 KB`, with `end` between its parts."""
         size = f"{format_size(move.tile.shape)} px,"

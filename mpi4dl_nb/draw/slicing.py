@@ -14,7 +14,7 @@ from matplotlib.text import Text
 from torch import nn
 
 from engines.errors import PlanError
-from engines.formatting import format_bytes
+from engines.formatting import describe_unknown, format_bytes
 from engines.graph.model_graph import ModelGraph
 from engines.images.picture import Picture, Source, open_image
 from engines.plan import Plan
@@ -34,6 +34,7 @@ from mpi4dl_nb.draw.halo_points import (
     resolve_graph,
 )
 from mpi4dl_nb.draw.navigation import RasterCache, choose_seam, get_pixel_at, make_square, to_fractions, to_pixel
+from mpi4dl_nb.draw.picture_reach import PictureReach, describe_reach, make_reach
 from mpi4dl_nb.draw.tilemap import (
     COMPUTED,
     FIELD,
@@ -53,8 +54,16 @@ from mpi4dl_nb.draw.tilemap import (
     tint_halo,
 )
 
-__all__ = ["LayerView", "describe_tile", "draw_slicing", "format_title", "make_layer_view", "show_slicing"]
+__all__ = [
+    "LayerView",
+    "describe_tile",
+    "draw_slicing",
+    "format_title",
+    "make_layer_view",
+    "show_slicing",
+]
 
+READINGS = ("layer", "picture")
 UP_TO_PX = 12  # across a view whose values are written; three numbers would be illegible in smaller cells
 
 # Captions of the drawings of a tiling, in words and numbers.
@@ -72,14 +81,18 @@ def format_title(picture: Picture, point: HaloPoint) -> str:
         return describe_tiling(picture, point.ranks)
     layer, channels = f"layer {point.name} ({point.operator})", point.spec.shape[1]
     size = format_size(point.size_px)
+    if isinstance(point, PictureReach):
+        return f"{describe_tiling(picture, point.ranks)}\nall windows from {layer} back to the picture"
     return f"{describe_tiling(picture, point.ranks)}\n{layer} reads {channels} channels of {size} px"
 
 
-def describe_tile(point: HaloPoint, rank: int) -> list[str]:
+def describe_tile(point: HaloPoint, rank: int, microns_per_px: float | None = None) -> list[str]:
     """Describe the pixels that a tile owns, and those that it borrows or computes redundantly, and its halo widths."""
     own = f"Tile {point.numbers[rank]} (rank {rank}) owns {format_size(point.tiles[rank].shape)} px"
     if not point.readers:
         return [own]
+    if isinstance(point, PictureReach):
+        return [f"{own} of the picture", *describe_reach(point, rank, microns_per_px)]
     pieces = point.find_redundant_moves(rank) if point.computed else point.get_receives(rank)
     count, owners = sum(move.tile.pixels for move in pieces), format_rank_count(len(pieces))
     if point.computed:
@@ -100,9 +113,8 @@ def describe_region(point: HaloPoint, rank: int, place: Tile) -> list[str]:
     rows, cols = place.rows, place.cols
     lent = sum((move.tile & place).pixels for move in point.find_halo(rank))
     own = (point.tiles[rank] & place).pixels
-    verb = "computed twice" if point.computed else "borrowed"
     there = f"rows {rows.start} to {rows.stop - 1}, columns {cols.start} to {cols.stop - 1}"
-    words = [f"Shown: {there}. {own} px are its own, {lent} {verb}, {place.pixels - own - lent} not needed"]
+    words = [f"Shown: {there}. {own} px are its own, {lent} {point.verb}, {place.pixels - own - lent} not needed"]
     # Only the image itself is at hand here. The values of inner layers exist on the ranks, during a step.
     if has_values(point, place):
         words.append("In each pixel: the picture's red, green, blue (0 to 255)")
@@ -244,6 +256,7 @@ def show_slicing(
     zoom: int | None = None,
     at: tuple[int, int] | None = None,
     receptive: tuple[int, int] | None = None,
+    reading: str = "layer",
 ) -> Drawing:
     """Draw the picture in the tiles of a stage (default: the first); with a model, also the halos of a layer.
 
@@ -252,6 +265,8 @@ def show_slicing(
     most sources). `zoom` shows that many pixels of the layer across, around the pixel `at` (row, column; default:
     where the tile borrows). Up to 12 pixels are so large that the picture's values are written into them.
     `receptive` is a pixel (row, column) of the layer's output, whose receptive field in the picture is framed.
+    `reading="picture"` shows, in the picture's pixels, all that the tile's outputs of this layer read of the picture,
+    through the windows of all layers up to it.
 
     A model is traced at the picture's size, which takes seconds; a `Recipe` or `ModelGraph` is not. All numbers are
     read from the ranks' programs. Raises PlanError, TraceError or ImageError.
@@ -262,9 +277,11 @@ def show_slicing(
     >>> figure = show_slicing(immunohistochemistry(), Plan(split_size=2, num_spatial_parts=4), resnet20_v1(), tile=0)
     """
     rasters = RasterCache(open_image(image))
+    if reading not in READINGS:
+        raise PlanError(describe_unknown(f"reading={reading!r} is unknown", reading, READINGS))
     if model is None:
-        if layer is not None or receptive is not None:
-            raise PlanError("layer and receptive are those of a model. Give the model too, or leave them out.")
+        if layer is not None or receptive is not None or reading != "layer":
+            raise PlanError("layer, receptive and reading are of a model. Give the model too, or leave them out.")
         point = make_picture_point(rasters.picture, plan, find_spatial_stages(plan)[0] if stage is None else stage)
         return draw_slicing(rasters, point, tile, LayerView(zoom, at))
     if stage is not None:
@@ -272,6 +289,8 @@ def show_slicing(
     layers = HaloLayers(resolve_graph(model, rasters.picture, plan), plan)
     point = find_point(layers.find_points(stage, plan.fused_layers if plan.halo_d2 else None), layer)
     field = layers.compute_field(point, *receptive) if receptive else None
+    if reading == "picture":
+        point = make_reach(layers, point, rasters.picture)
     return draw_slicing(rasters, point, tile, LayerView(zoom, at, field))
 
 
@@ -314,7 +333,10 @@ def draw_slicing(
     # The small panel shows the framed place (of a whole layer that reads across a seam), or the whole picture.
     lends = bool(point.find_halo(rank))
     beside = rasters.picture.shape() if not whole else place.shape if lends else None
-    descriptions = [*describe_tile(point, rank), *([] if whole else describe_region(point, rank, place))]
+    descriptions = [
+        *describe_tile(point, rank, rasters.picture.microns_per_px),
+        *([] if whole else describe_region(point, rank, place)),
+    ]
     descriptions += [describe_field(point, view.field, rasters.picture.shape())] if view.field else []
     descriptions += view.remarks
     title, size = format_title(rasters.picture, point), rasters.picture.shape() if whole else place.shape
@@ -332,7 +354,7 @@ def draw_slicing(
         else:
             label_owners(main, point, rank, place)
         draw_picture(side, rasters, point.size_px)
-        side.set(xlabel="the place in this layer, px", ylabel="")
+        side.set(xlabel=f"the place, {point.unit}", ylabel="")
         draw_tiles(side, point.ranks, point.tiles, OUTLINE_GAP * max(point.size_px), rank)
         mark_zoom(side, place)
     for axes in (main, side):
@@ -346,7 +368,7 @@ def draw_slicing(
 def _draw_whole(main: Axes, side: Axes | None, rasters: RasterCache, point: HaloPoint, rank: int, place: Tile) -> bool:
     """Draw the whole layer large and a seam of it small. Return whether the arrows could be labelled."""
     tiles, avoid = point.tiles, []
-    draw_picture(main, rasters, point.size_px, unit="px of this layer")
+    draw_picture(main, rasters, point.size_px, unit=point.unit)
     draw_tiles(main, point.ranks, tiles, OUTLINE_GAP * max(point.size_px), rank)
     for owner in tiles:
         mine = owner == rank
@@ -381,7 +403,7 @@ def _draw_legend(figure: Drawing, point: HaloPoint, rank: int, with_field: bool)
     # A look that alternates from tile to tile has an entry with a handle for each of its colours, side by side.
     entries: dict[str, object] = {"what a rank owns": outlines}
     for name, pieces, look in (
-        ("halo: what this tile borrows", point.get_receives(rank), HALO),
+        (point.halo_words, point.get_receives(rank), HALO),
         ("what it computes though others own it", point.find_redundant_moves(rank), COMPUTED),
     ):
         if pieces:

@@ -17,7 +17,6 @@ from matplotlib.text import Text
 from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import Bbox
 
-from engines.formatting import format_bytes
 from engines.images.picture import Pixels
 from engines.program.receptive import ReceptiveField
 from engines.spatial.layout import StageRanks
@@ -182,8 +181,7 @@ def draw_halo_arrows(axes: Axes, point: HaloPoint, rank: int, avoid: Sequence[Bb
     # One label per source in the source's tile, and one for the tile itself. If one of them has no room, all are left
     # out, and the words beside the picture list the sources.
     texts = {move.source: point.describe_move(move, "\n") for move in pieces}
-    total = format_bytes(point.count_bytes(pieces)) if pieces else "nothing"
-    texts[rank] = f"tile {point.numbers[rank]}, rank {rank}\nborrows {total}"
+    texts[rank] = f"tile {point.numbers[rank]}, rank {rank}\n{point.describe_total(rank)}"
 
     labels = {owner: draw_label(axes, *compute_middle(tiles[owner]), text) for owner, text in texts.items()}
     lettered = draw_first_fit(axes, tiles, [labels], avoid)
@@ -264,7 +262,7 @@ def draw_zoom(axes: Axes, rasters: RasterCache, point: HaloPoint, rank: int, vie
     axes.set(xticks=[cols.start, cols.stop], yticks=[rows.start, rows.stop])
     axes.tick_params(labelsize=9)
     each = ", each a cell" if in_cells else ""
-    axes.set_xlabel(f"the framed place: {format_size(view.shape)} px of this layer{each}", fontsize=9)
+    axes.set_xlabel(f"the framed place: {format_size(view.shape)} {point.unit}{each}", fontsize=9)
     # Brackets outside the frame, with the numbers of rows and columns that are borrowed here.
     own, width = point.tiles[rank], point.compute_widths(rank)
     above, beside = axes.get_xaxis_transform(), axes.get_yaxis_transform()
@@ -313,8 +311,7 @@ def label_owners(axes: Axes, point: HaloPoint, rank: int, view: Tile) -> None:
             for owner, part in seen.items()
         }
 
-    verb = "computed,\nof rank {}" if point.computed else "borrowed\nfrom rank {}"
-    forms = (("own pixels\nof rank {}", verb), ("own", "r{}"))
+    forms = (("own pixels\nof rank {}", point.owner_form), ("own", "r{}"))
     lettered = draw_first_fit(axes, seen, (draw_names(*form) for form in forms))
     # Nothing travels with fused halos, so that there is no arrow.
     for owner in pieces.keys() & lettered.keys() if not point.computed else ():

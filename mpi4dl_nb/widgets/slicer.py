@@ -27,6 +27,7 @@ from mpi4dl_nb.draw.halo_points import (
 )
 from mpi4dl_nb.draw.layer_tables import build_layer_tables, describe_net
 from mpi4dl_nb.draw.navigation import RasterCache, find_owner
+from mpi4dl_nb.draw.picture_reach import make_reach
 from mpi4dl_nb.draw.picture_tiles import count_levels, encode_pixels, encode_tile
 from mpi4dl_nb.draw.slicing import draw_slicing, make_layer_view
 from mpi4dl_nb.widgets.figure_widget import (
@@ -143,11 +144,14 @@ class Slicer(PageWidget):
     @property
     def figure(self) -> Drawing:
         """What is seen, as a figure for paper: the layer, the tile, and the view of the picture."""
-        state = (self.view.layer, self.view.tile, *self.view.place, *self.view.picked, self.view.fields, self._together)
+        state = {name: getattr(self.view, name) for name in SEEN if name != "facts"} | {"together": self._together}
         if self._drawn is None or self._drawn[0] != state:
             point, field = self.point, None
-            if self.view.fields and self.view.picked and self._layers and point.readers:
-                field = self._layers.compute_field(point, *self.view.picked[2:])
+            if self._layers and point.readers:
+                if self.view.fields and self.view.picked:
+                    field = self._layers.compute_field(point, *self.view.picked[2:])
+                if self.view.reading == "picture":
+                    point = make_reach(self._layers, point, self.rasters.picture)
             shown = make_layer_view(self.view.place, point, self.rasters.picture, field, self._describe_fusion(point))
             self._drawn = state, draw_slicing(self.rasters, point, self.view.tile, shown)
         return self._drawn[1]

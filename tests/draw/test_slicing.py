@@ -173,6 +173,18 @@ def test_deep_layers_are_in_their_own_pixels():
     assert "2 px" in [text.get_text() for text in zoom.texts]
 
 
+def test_all_windows_back_to_the_picture_are_a_figure_too():
+    """The last output row of the tile, 23, reads rows up to 25 of the pool, 51 of the stem and 52 of the picture."""
+    figure = show_slicing(TISSUE, tiles_of("2x2"), RECIPE, "deep", 0, reading="picture")
+    assert "all windows from layer deep.0 (conv2d) back to the picture" in read(figure)
+    assert "0 above, 5 below, 0 left, 5 right" in figure.alt
+    assert "of rank 3: 5 × 5 px" in figure.alt
+    assert figure.axes[0].get_xlabel() == "column, px of the picture"
+    assert unreadable(figure) == []
+    with pytest.raises(PlanError, match="Did you mean 'picture'"):
+        show_slicing(TISSUE, tiles_of("2x2"), RECIPE, reading="pictur")
+
+
 def test_what_lies_beyond_the_edge_is_told_as_it_is_filled():
     """MPI4DL pads max-pools with 0, which is wrong for negative activations; the figure shows what we do."""
     plan = tiles_of("3x3")

@@ -113,12 +113,18 @@ def test_the_saved_picture_follows_what_is_seen(made: SimpleNamespace, page: Pag
     widget._ipython_display_()
     widget._ipython_display_()  # a second cell
     view, seen = getattr(widget, "slicer", widget).view, set()
-    for change in ({"tile": 1 - view.tile}, {"fields": True}, {"picked": [3, 4, 3, 4]}, {"place": [2, 2, 6]}):
+    for change in (
+        {"tile": 1 - view.tile},
+        {"fields": True},
+        {"picked": [3, 4, 3, 4]},
+        {"place": [2, 2, 6]},
+        {"reading": "picture"},
+    ):
         view.set_state(change)
         pictures = {page[at][1]["text/html"] for at in (1, 3)}
         assert pictures == {widget._snapshot_html}
         seen |= pictures
-    assert len(seen) >= 3
+    assert len(seen) >= 4
     widget.close()
 
 

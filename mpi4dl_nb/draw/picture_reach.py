@@ -1,0 +1,88 @@
+"""What the outputs of a layer read of the picture beyond their tile, through the windows of all layers up to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from engines.images.picture import Picture
+from engines.spatial.tiles import Move, Tile, compute_moves
+from mpi4dl_nb.draw.figure import format_size
+from mpi4dl_nb.draw.halo_points import HaloLayers, HaloPoint
+
+__all__ = ["PictureReach", "describe_reach", "make_reach"]
+
+
+@dataclass(frozen=True, repr=False)
+class PictureReach(HaloPoint):
+    """What the outputs of the layer `readers` read of the picture: the tile `seen`, by rank.
+
+    Pixels are those of the picture. Those of other tiles do not travel here: they are what earlier halos brought.
+    """
+
+    seen: Mapping[int, Tile] = field(default_factory=dict)
+
+    @property
+    def facts(self) -> dict[str, object]:
+        rows, cols = self.size_px
+        pixels = sum(move.tile.pixels for rank in self.ranks.ranks for move in self.get_receives(rank))
+        return {"layer": self.name, "picture": f"{rows} × {cols} px", "read of other tiles": f"{pixels:,} px"}
+
+    @property
+    def unit(self) -> str:
+        return "px of the picture"
+
+    @property
+    def verb(self) -> str:
+        return "read through windows"
+
+    @property
+    def halo_words(self) -> str:
+        return "what its outputs read of other tiles"
+
+    @property
+    def owner_form(self) -> str:
+        return "read,\nof rank {}"
+
+    @property
+    def reads_image(self) -> bool:
+        return True
+
+    def get_window(self, rank: int) -> Tile:
+        self._check_rank(rank)
+        return self.seen[rank]
+
+    def get_receives(self, rank: int) -> tuple[Move, ...]:
+        self._check_rank(rank)
+        return tuple(move for move in compute_moves(self.tiles, {rank: self.seen[rank]}) if move.source != rank)
+
+    def describe_total(self, rank: int) -> str:
+        return f"reads {sum(move.tile.pixels for move in self.get_receives(rank)):,} px of others"
+
+    def describe_move(self, move: Move, end: str = " ") -> str:
+        return end.join((f"of rank {move.source}:", f"{format_size(move.tile.shape)} px"))
+
+
+def make_reach(layers: HaloLayers, point: HaloPoint, picture: Picture) -> PictureReach:
+    """Return what the outputs of a layer read of the picture."""
+    spans = layers.get_spans(point)
+    outputs = point.ranks.grid.cut(*(len(each.starts) for each in spans))
+    seen = {
+        rank: Tile(*(each.find_hull(span) for each, span in zip(spans, tile, strict=True)))
+        for rank, tile in zip(point.ranks.ranks, outputs, strict=True)
+    }
+    spec = replace(point.spec, shape=(point.spec.shape[0], 3, *picture.shape()))
+    return PictureReach(point.readers, point.stage, point.ranks, spec, seen=seen)
+
+
+def describe_reach(reach: PictureReach, rank: int, microns_per_px: float | None) -> Iterator[str]:
+    """Yield what a tile reads of its neighbours' pixels of the picture."""
+    sides = reach.compute_widths(rank)
+    far = max(sides.values())
+    if not far:
+        yield "Through all windows up to here it reads its own pixels of the picture only"
+        return
+    microns = f" (up to {far * microns_per_px:.3g} µm)" if microns_per_px else ""
+    parts = ", ".join(f"{px} {side}" for side, px in sides.items())
+    yield f"Through all windows up to here it reads its neighbours' pixels of the picture, too: {parts}{microns}"
+    yield "Sums over the whole picture, as in norms, are no windows and do not count"
