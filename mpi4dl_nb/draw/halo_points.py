@@ -408,4 +408,7 @@ def get_stage_ranks(plan: Plan, stage: int) -> StageRanks:
 
 def make_picture_point(picture: Picture, plan: Plan, stage: int) -> HaloPoint:
     """Return a point for the picture itself in the tiles of a stage. It has no readers and borrows nothing."""
-    return HaloPoint((), stage, get_stage_ranks(plan, stage), TensorSpec((1, 3, *picture.shape()), plan.held_in))
+    ranks = get_stage_ranks(plan, stage)
+    # Ranks that share images hold all pixels of theirs: the first stands for all of them.
+    ranks = replace(ranks, ranks=ranks.ranks[: ranks.grid.tiles])
+    return HaloPoint((), stage, ranks, TensorSpec((1, 3, *picture.shape()), plan.held_in))

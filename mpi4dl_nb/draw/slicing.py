@@ -73,6 +73,8 @@ def describe_tiling(picture: Picture, stage: StageRanks) -> str:
     """Return a text such as `picture, 512 × 512 px (rows × columns), in 2x2 tiles on ranks 0 to 3`."""
     first, last = stage.ranks[0], stage.ranks[-1]
     where = f"tiles on ranks {first} to {last}" if last > first else f"tile on rank {first}"
+    if stage.shares > 1:
+        where = f"tile on each of {stage.shares} ranks, which share the images"
     return f"{picture.name}, {format_size(picture.shape())} px (rows × columns), in {stage.grid} {where}"
 
 

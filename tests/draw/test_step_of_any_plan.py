@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mpi4dl_nb import Cluster, Plan, Training
+from mpi4dl_nb import Cluster, Configurator, Plan, Training, Workbench, show_slicing
 from mpi4dl_nb.draw.step_frame import describe_scene, pack_frame
 from mpi4dl_nb.draw.stepper import describe_step, show_step
 from mpi4dl_nb.training.step_events import StepView
@@ -97,3 +97,27 @@ def test_what_ranks_show_is_what_one_process_computes(four: Cluster, kind: str):
                 assert show_step(stepping).alt
     assert checked > 20
     assert moved
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("kind", PLANS)
+def test_every_other_view_of_it_is_drawn(four: Cluster, kind: str):
+    training, image = Training(make_model(), PLANS[kind], four, SHAPE), torch.rand(SHAPE[1:])
+    batch = SHAPE[0] * training.plan.batches
+    training.step(torch.randn(batch, *SHAPE[1:]), torch.zeros(batch, dtype=torch.long))
+    workbench = Workbench(training, image)
+    for rank in range(4):
+        workbench.selection.rank = rank
+        assert workbench.figure.alt
+        assert workbench.timeline.figure.alt
+        assert "fullest" in workbench.memory.alt
+    configurator = Configurator(make_model(), SHAPE, four, training.plan)
+    assert configurator.wait()
+    assert configurator.figure.alt
+    for widget in (workbench, configurator):
+        widget.close()
+
+
+def test_ranks_that_share_images_have_one_tile():
+    figure = show_slicing(torch.rand(3, 8, 8), PLANS["shared images"])
+    assert "in 1x1 tile on each of 2 ranks, which share the images" in figure.alt
