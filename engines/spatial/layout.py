@@ -103,6 +103,16 @@ class Layout:
                     found.setdefault(rank, []).append(Role(index, tile, pipe.direction, pipe.replica))
         return tuple(tuple(found[rank]) for rank in sorted(found))
 
+    def describe_role(self, role: Role) -> str:
+        """Describe a role in words, without its replica.
+
+        >>> layout = Layout.of(Plan(split_size=1, spatial_size=0, local_dp=2))
+        >>> layout.describe_role(layout.roles[1][0])
+        'stage 0, share 1'
+        """
+        part = "share" if self.stages[role.stage].shares > 1 else "tile"
+        return f"stage {role.stage}, {part} {role.tile}{', mirrored' * role.direction}"
+
     def describe_rank(self, rank: int) -> str:
         """Describe a rank's roles in words.
 
@@ -111,9 +121,7 @@ class Layout:
         """
         several = len({pipe.replica for pipe in self.pipes}) > 1
         return "; ".join(
-            f"stage {role.stage}, tile {role.tile}{', mirrored' * role.direction}"
-            + (f", replica {role.replica}" if several else "")
-            for role in self.roles[rank]
+            self.describe_role(role) + (f", replica {role.replica}" if several else "") for role in self.roles[rank]
         )
 
     def find_ranks(self, stages: Iterable[int]) -> tuple[int, ...]:

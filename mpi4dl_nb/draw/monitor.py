@@ -101,8 +101,8 @@ def show_progress(progress: Progress) -> Drawing:
 def format_rank_names(plan: Plan) -> list[str]:
     """Return the name of each rank, such as `rank 1: stage 0, tile 1`."""
     # Of a rank with several roles, only the first is named: there is no room for more.
-    firsts = [next(iter(roles), None) for roles in Layout.of(plan).roles]
-    texts = [f"stage {role.stage}, tile {role.tile}" if role else "no work" for role in firsts]
+    layout = Layout.of(plan)
+    texts = [layout.describe_role(roles[0]) if roles else "no work" for roles in layout.roles]
     return [f"rank {rank}: {text}" for rank, text in enumerate(texts)]
 
 

@@ -181,14 +181,15 @@ def make_row_labels(timeline: Timeline, plan: Plan | None) -> RowLabels:
         raise PlanError("The timeline holds no event: run a training step first.")
     if plan is None:
         return {rank: (f"rank {rank}",) for rank in timeline.ranks}
-    roles = Layout.of(plan).roles
+    layout = Layout.of(plan)
+    roles = layout.roles
     if timeline.ranks != tuple(range(len(roles))):
         ranks = ", ".join(map(str, timeline.ranks))
         raise PlanError(
             f"The timeline is of ranks {ranks}, but the plan needs {len(roles)} ranks. "
             "Give the plan that was run, or none."
         )
-    texts = [[f"stage {role.stage}, tile {role.tile}{', mirrored' * role.direction}" for role in who] for who in roles]
+    texts = [map(layout.describe_role, who) for who in roles]
     return {rank: (f"rank {rank}", *descriptions) for rank, descriptions in enumerate(texts)}
 
 

@@ -65,10 +65,8 @@ class StepDebugger(FactTable):
         self._inputs = [cut_inputs(program, whole) for program in training.programs]
         self.order = DependencyOrder(training.programs)
         self.steps = tuple(label_steps(graph, program) for program in training.programs)
-        self._roles = [
-            "; ".join(f"stage {role.stage}, tile {role.tile}{', mirrored' * role.direction}" for role in roles)
-            for roles in Layout.of(training.plan).roles
-        ]
+        layout = Layout.of(training.plan)
+        self._roles = ["; ".join(map(layout.describe_role, roles)) for roles in layout.roles]
         self._begin()
 
     @cached_property
