@@ -89,9 +89,10 @@ export class StepPlayer {
     this.tell();
   }
 
-  /** The ranks did not go on. */
-  refuse() {
-    this.waiting = this.playing = false;
+  /** The kernel has done what was asked, or has `refused`. If no frame has come by then, none will. */
+  answer(refused) {
+    if (refused || this.waiting) this.playing = false;
+    this.waiting = false;
     this.tell();
   }
 

@@ -76,10 +76,8 @@ class StepperView {
 
   receive(content, buffers) {
     if (content.history) this.player.takeHistory(content.history, buffers);
-    if (content.refused) {
-      this.player.refuse();
-      this.status.textContent = content.refused;
-    }
+    if (content.answered) this.player.answer(Boolean(content.refused));
+    if (content.refused) this.status.textContent = content.refused;
   }
 
   /** After a second without anything new, let the kernel draw the picture that a saved page shows. */

@@ -219,8 +219,19 @@ test("playing shows what is recorded, then lets the ranks go on to the end of th
 test("what the ranks refuse stops the player", () => {
   const { player } = makePlayer();
   player.play();
-  player.refuse();
+  player.answer(true);
   assert.deepEqual([player.playing, player.waiting], [false, false]);
+});
+
+test("an answer without a frame ends the wait, and one after its frame changes nothing", () => {
+  const { player } = makePlayer();
+  player.go("f");
+  player.answer(false);
+  assert.equal(player.waiting, false);
+  player.play();
+  player.take(makeFrame(1), BYTES);
+  player.answer(false);
+  assert.deepEqual([player.playing, player.waiting], [true, false]);
 });
 
 test("a frame from a cell does not take the reader away from an older one", () => {

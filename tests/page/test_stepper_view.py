@@ -161,6 +161,14 @@ def test_what_the_ranks_refuse_is_told_and_stops_the_player(stepper: Stepper, pa
     assert stepper.trouble.text == ""
 
 
+def test_a_key_that_changes_nothing_is_answered_too(stepper: Stepper, page: PageHarness):
+    for _ in range(2):
+        press(page, "f")
+        assert page.page.evaluate(SHOWN) == "newest"
+    press(page, "r")
+    assert stepper.stepping.event.places == (0,) * PLAN.ranks
+
+
 def test_a_page_that_is_opened_later_has_the_record(chromium: object, stepper: Stepper):
     go_to(stepper, "halo", "backward")
     later = PageHarness(chromium, stepper.view, reduced_motion="reduce")

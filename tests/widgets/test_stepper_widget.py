@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -107,6 +108,19 @@ def test_what_cannot_be_done_is_told_and_the_figure_stays(stepper: Stepper):
     assert "restart" in stepper.trouble.text
     stepper._handle_key("r")
     assert stepper.trouble.text == ""
+
+
+def test_every_key_is_answered(stepper: Stepper, monkeypatch: pytest.MonkeyPatch):
+    sent: list[dict[str, str]] = []
+    monkeypatch.setattr(stepper.view, "send", sent.append)
+    for _ in range(2):  # the second time there is nothing left to do, and no new frame
+        stepper._handle_key("f")
+    assert sent == [{"answered": "f", "refused": ""}] * 2
+    for error in (KeyboardInterrupt, RuntimeError):
+        monkeypatch.setattr(stepper.stepping, "finish", Mock(side_effect=error))
+        with pytest.raises(error):
+            stepper._handle_key("f")
+        assert "interrupted, or has failed" in sent.pop()["refused"]
 
 
 def test_other_work_in_a_cell_is_told(stepper: Stepper, cluster):
