@@ -43,6 +43,7 @@ export class TileCache {
     this.most = most;
     this.images = new Map(); // by name, in the order of use
     this.asked = new Set();
+    this.failed = new Set();
   }
 
   /** Return the image of a tile, or undefined if it is not here. */
@@ -56,9 +57,10 @@ export class TileCache {
     return image;
   }
 
-  /** Ask for those of `tiles` that are neither here nor on their way. */
+  /** Ask for those of `tiles` that are neither here nor on their way, and can be read. */
   want(tiles) {
-    const missing = tiles.filter((tile) => !this.images.has(nameTile(tile)) && !this.asked.has(nameTile(tile)));
+    const known = [this.images, this.asked, this.failed];
+    const missing = tiles.filter((tile) => !known.some((each) => each.has(nameTile(tile))));
     missing.forEach((tile) => this.asked.add(nameTile(tile)));
     if (missing.length) this.ask(missing);
   }
@@ -72,6 +74,17 @@ export class TileCache {
       old.close?.();
       this.images.delete(name);
     }
+  }
+
+  /** Ask no more for a tile that cannot be read, until `retry`. */
+  fail(tile) {
+    this.asked.delete(nameTile(tile));
+    this.failed.add(nameTile(tile));
+  }
+
+  /** Let `want` ask again for what could not be read. */
+  retry() {
+    this.failed.clear();
   }
 
   /** Return the nearest tile that is here and covers `tile`, with its image; undefined if there is none. */

@@ -48,7 +48,8 @@ class SlicerView {
     this.stage = makeElement("div", { class: "mpi4dl-stage" });
     this.words = makeElement("div", { class: "mpi4dl-words" });
     middle.append(this.stage, this.words);
-    this.root.append(this.makeToolbar(), middle);
+    this.trouble = makeElement("div", { class: "mpi4dl-trouble", role: "alert" });
+    this.root.append(this.makeToolbar(), this.trouble, middle);
     this.status = makeElement("div", { class: "mpi4dl-status", role: "status", "aria-live": "polite" });
     this.root.append(this.status);
     this.cache = new TileCache((tiles) => model.send({ tiles }));
@@ -117,10 +118,29 @@ class SlicerView {
 
   async receive(content, buffers) {
     if (!content.tiles) return;
-    const decoded = content.tiles.map((tile, index) =>
-      createImageBitmap(new Blob([buffers[index]])).then((image) => this.cache.put(tile, image)));
-    await Promise.all(decoded);
+    await Promise.all(content.tiles.map((tile, index) => this.takeTile(tile, buffers[index], content.trouble)));
     this.scene.requestPaint();
+  }
+
+  async takeTile(tile, bytes, trouble) {
+    try {
+      if (trouble) throw new Error(trouble);
+      this.cache.put(tile, await createImageBitmap(new Blob([bytes])));
+    } catch (error) {
+      this.cache.fail(tile);
+      this.showTrouble(error.message);
+    }
+  }
+
+  /** Tell why parts of the picture stay coarse, beside a button that reads them again. */
+  showTrouble(why) {
+    const again = makeElement("button", { type: "button", text: "read again" });
+    again.addEventListener("click", () => {
+      this.cache.retry();
+      this.trouble.replaceChildren();
+      this.scene.requestPaint();
+    });
+    this.trouble.replaceChildren(`⚠ Parts of the picture stay coarse: ${why} `, again);
   }
 
   get table() {

@@ -68,6 +68,17 @@ test("a cache asks once, keeps what was used last, and finds coarser tiles", () 
   assert.equal(cache.get([1, 2, 1]), "coarse");
 });
 
+test("a tile that cannot be read is asked for again only on request", () => {
+  const asked = [], cache = new TileCache((tiles) => asked.push(...tiles));
+  cache.want([[0, 0, 0], [0, 0, 1]]);
+  cache.fail([0, 0, 0]);
+  cache.want([[0, 0, 0], [0, 0, 1]]);
+  assert.equal(asked.length, 2);
+  cache.retry();
+  cache.want([[0, 0, 0], [0, 0, 1]]);
+  assert.deepEqual(asked.slice(2), [[0, 0, 0]]);
+});
+
 test("a layer knows owners, borrowers, widths and fields", () => {
   // Two tiles beside each other on 2 x 4 pixels, each borrowing a column; outputs see one pixel around them.
   const facts = { at: 1, ranks: [3, 4], pieces: 2, out_rows: 2, out_columns: 4, rows: 2, columns: 4 };
