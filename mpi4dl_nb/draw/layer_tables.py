@@ -57,9 +57,7 @@ def build_layer_tables(picture: Picture, layers: HaloLayers | None, points: Sequ
             {
                 "at": at,
                 "title": format_title(picture, point).replace("\n", " · "),
-                "name": point.name,
                 "operator": point.operator if point.readers else "",
-                "nodes": [node.name for node in point.readers],
                 "stage": point.stage,
                 "grid": list(point.ranks.grid),
                 "ranks": list(point.ranks.ranks),
@@ -67,13 +65,10 @@ def build_layer_tables(picture: Picture, layers: HaloLayers | None, points: Sequ
                 "columns": cols,
                 "out_rows": out_rows,
                 "out_columns": out_cols,
-                "channels": point.spec.shape[1],
-                "images": point.spec.shape[0],
                 "pixel_bytes": point.pixel_bytes,
                 "pieces": len(pieces),
                 "moves": [] if point.computed else [point.describe_move(move) for move in pieces],
                 "computed": bool(point.computed),
-                "reads_picture": point.reads_image,
             }
         )
         seen = tables[SEEN]

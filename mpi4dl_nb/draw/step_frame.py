@@ -122,7 +122,6 @@ def _pack_group(view: StepView, group: PanelGroup, values: _Values) -> dict[str,
     low, high = group.span
     return {
         "title": describe_group(view, group, "\n").split("\n"),
-        "name": group.name,
         "gradient": group.gradient,
         "span": [low, high],
         "size": list(group.panels[0].extent.whole_plane.shape),
@@ -146,7 +145,6 @@ def _pack_message(transfer: Transfer, landed: ReceivedMessage, values: _Values) 
     arrived = values.add(landed.arrived)
     copied = arrived is not None and landed.before is None
     return {
-        "kind": transfer.purpose,
         "source": transfer.source,
         "target": transfer.target,
         "tile": _list_sides(transfer.plane.tile),
@@ -174,13 +172,7 @@ def _list_sums(event: StepEvent) -> Iterator[dict[str, Any]]:
             ends = ends if each.starts else ": what was begun in the backward pass has arrived"
             who = format_ranks(each.group)
             words = f"sum of {format_bytes(each.bytes)} over {who}, {rank.did.phase_name}{ends}"
-            yield {
-                "name": each.name,
-                "group": list(each.group),
-                "starts": each.starts,
-                "waits": each.waits,
-                "words": words,
-            }
+            yield {"group": list(each.group), "starts": each.starts, "waits": each.waits, "words": words}
 
 
 def _list_sides(tile: Tile) -> list[int]:

@@ -3,7 +3,7 @@
 import { clamp } from "./numbers.js";
 
 /** Return a progress that starts and ends slowly. */
-export function easeBoth(progress) {
+function easeBoth(progress) {
   return progress < 0.5 ? 4 * progress ** 3 : 1 - (2 - 2 * progress) ** 3 / 2;
 }
 

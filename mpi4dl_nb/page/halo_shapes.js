@@ -1,6 +1,6 @@
 // Shapes of halos in pixels of the screen: a halo of one pixel is drawn wide enough to be seen, and says so.
 
-export const LEAST_PX = 3;
+const LEAST_PX = 3;
 
 /**
  * Return { left, top, right, bottom, enlarged } on the screen of a borrowed rectangle beside the tile `own`.

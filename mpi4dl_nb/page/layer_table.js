@@ -69,7 +69,7 @@ export class LayerTable {
 }
 
 /** Return whether a pixel is in a rectangle. */
-export function isInside([top, bottom, left, right], row, column) {
+function isInside([top, bottom, left, right], row, column) {
   return top <= row && row < bottom && left <= column && column < right;
 }
 

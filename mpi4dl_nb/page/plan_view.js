@@ -101,11 +101,7 @@ function renderPlan({ model, el }) {
     },
     values: () => { if (sender.isQuiet) controls.showValues(model.get("values")); },
     errors: () => controls.showErrors(model.get("errors")),
-    status: () => {
-      const { words = "", pending = false } = model.get("status");
-      parts.doing.textContent = words;
-      parts.doing.classList.toggle("mpi4dl-plan-pending", pending);
-    },
+    status: () => { parts.doing.textContent = model.get("status").words ?? ""; },
     start: () => showStart(parts, model.get("start")),
     serial: () => { sender.answer(model.get("serial")); show.values(); },
   };

@@ -32,7 +32,7 @@ export function getTileRectangle([level, row, column], size) {
 }
 
 /** Return the name of a tile, for a cache. */
-export function nameTile(tile) {
+function nameTile(tile) {
   return tile.join("/");
 }
 

@@ -1,7 +1,7 @@
 // Thin bars of a lane, painted pixel by pixel: thousands of rectangles would take longer than a frame.
 
 /** Return the four bytes of an opaque colour, as any CSS text, as one number for a Uint32Array of pixels. */
-export function packColour(context, colour) {
+function packColour(context, colour) {
   context.clearRect(0, 0, 1, 1);
   context.fillStyle = colour;
   context.fillRect(0, 0, 1, 1);

@@ -325,7 +325,7 @@ class Configurator(StillFigure, ipywidgets.VBox):
             "label": label, "disabled": self.start.disabled, "reason": reason,
             "place": describe_place(self.cluster), "note": text, "trouble": self._rank_trouble,
         }  # fmt: skip
-        self.view.status = {"words": doing or self._starts, "pending": doing in (TRACING, WEIGHING)}
+        self.view.status = {"words": doing or self._starts}
 
     def _show_start(self, starts: str, trouble: str = "") -> None:
         """Show that ranks start, or (if `starts` is empty) that none do; all else that is shown stays."""

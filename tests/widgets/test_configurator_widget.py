@@ -93,11 +93,11 @@ def test_what_belongs_to_the_plan_before_can_be_told_until_the_new_one_is_counte
     assert chosen.plan.split_size == 4
     view = chosen.view
     assert view.gauges["plan"] != view.shape["plan"] == view.loads["plan"]
-    assert (view.gauges["now"], view.status["pending"]) == (before, True)
+    assert (view.gauges["now"], view.status["words"]) == (before, module.WEIGHING)
     go_on.set()
     assert chosen.wait()
     assert view.gauges["plan"] == view.shape["plan"]
-    assert (view.gauges["before"], view.status["pending"]) == (before, False)
+    assert (view.gauges["before"], view.status["words"]) == (before, "")
     assert view.gauges["now"] != before
 
 
