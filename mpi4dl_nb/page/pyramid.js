@@ -1,11 +1,13 @@
 // The tiles of a picture's pyramid: which ones a view needs, and those that are on the page already.
 // Level k has one pixel for 2^k x 2^k pixels of the picture. All tiles have TILE_PX pixels a side, but at the edges.
 
+import { clamp } from "./numbers.js";
+
 export const TILE_PX = 256;
 
 /** Return the coarsest level that has a pixel for each pixel of the screen. `scale`: device px per picture px. */
 export function chooseLevel(levels, scale) {
-  return Math.min(levels - 1, Math.max(0, Math.floor(Math.log2(1 / scale) + 1e-6)));
+  return clamp(Math.floor(Math.log2(1 / scale) + 1e-6), 0, levels - 1);
 }
 
 /** Return [level, row, column] of the tiles of a level within [left, top, right, bottom], nearest to the middle first. */

@@ -1,10 +1,11 @@
 // A debugged step on the page: all ranks, what moves between them, and a record of every instruction that has run.
 import { fitCanvas } from "./canvas.js";
 import { makeFrameLoop, prefersReducedMotion, Tooltip } from "./elements.js";
-import { findPixel, isInside, locateTile, placePanels, placeRanks } from "./exchange_layout.js";
+import { findPixel, locateTile, placePanels, placeRanks } from "./exchange_layout.js";
 import { ExchangePainter } from "./exchange_paint.js";
 import { MessageStrips } from "./message_strips.js";
 import { clamp, copyBytes } from "./numbers.js";
+import { isInside } from "./rectangles.js";
 import { makeCaption, readLook } from "./step_caption.js";
 import { StepControls } from "./step_controls.js";
 import { FrameStore, getDuration } from "./step_frames.js";

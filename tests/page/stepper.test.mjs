@@ -2,13 +2,14 @@ import assert from "node:assert/strict";
 import test from "node:test";
 
 import {
-  cutHalo, findMiddle, findPixel, isInside, locateMessage, locateTile, placePanels, placeRanks,
+  cutHalo, findMiddle, findPixel, locateMessage, locateTile, placePanels, placeRanks,
 } from "../../mpi4dl_nb/page/exchange_layout.js";
 import {
   bendBetween, computeFlight, computeTerm, findCentre, liftRectangle,
 } from "../../mpi4dl_nb/page/exchange_motion.js";
 import { clampStart, cutStrip } from "../../mpi4dl_nb/page/message_strips.js";
 import { readFloats, readIntegers } from "../../mpi4dl_nb/page/numbers.js";
+import { isInside } from "../../mpi4dl_nb/page/rectangles.js";
 import { findFrame, getFrameWidth } from "../../mpi4dl_nb/page/step_controls.js";
 import { FrameStore, formatNumber, readValues, summariseFrame } from "../../mpi4dl_nb/page/step_frames.js";
 import { describePixel, movePixel } from "../../mpi4dl_nb/page/step_pixels.js";

@@ -96,6 +96,13 @@ def test_fused_halos_are_compared_with_others(slicer):
         assert f"{len(count)} halos, {sum(count) / 1024:.1f} KB ({name})" in slicer.view.facts["remarks"][0][0]
 
 
+def test_the_page_is_sent_the_sides_of_a_rectangle_in_one_order(slicer):
+    numbers, at = np.frombuffer(slicer.view.numbers, "<i4"), slicer.view.facts["layers"][0]["at"]
+    owned, windows = numbers[at : at + 32].reshape(2, 4, 4).tolist()
+    assert owned[1] == [0, 60, 48, 120]  # top, left, bottom, right
+    assert windows[1] == [0, 59, 49, 120]
+
+
 def test_a_tile_is_chosen_by_number_and_by_its_pixels(slicer):
     slicer.tile.value = 3
     assert "Tile 3 (rank 3) owns" in slicer.figure.alt
