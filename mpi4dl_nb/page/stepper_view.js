@@ -26,7 +26,7 @@ class StepperView {
     this.store = new FrameStore();
     this.player = new StepPlayer(this.store, {
       show: (index, moves) => this.show(index, moves),
-      ask: (key) => model.send({ key }),
+      ask: (key, asked) => model.send({ key, asked }),
       tell: () => this.request(),
     });
     this.painter = new ExchangePainter(this.setup, new Uint8Array(copyBytes(model.get("palettes"))));
@@ -77,8 +77,11 @@ class StepperView {
 
   receive(content, buffers) {
     if (content.history) this.player.takeHistory(content.history, buffers);
-    if (content.answered) this.player.answer(Boolean(content.refused));
-    if (content.refused) this.status.textContent = content.refused;
+    if (content.refused) {
+      this.player.refuse();
+      this.status.textContent = content.refused;
+    }
+    if (content.answered) this.player.answer(content.answered);
   }
 
   /** After a second without anything new, let the kernel draw the picture that a saved page shows. */

@@ -28,7 +28,6 @@ TIP = (
     "step through what was recorded, Home and End: its ends, space: play or pause, [ and ]: which message"
 )
 MICRO_BATCH_TIP = "To the end of a micro-batch's pass through a stage"
-STOPPED = "This was interrupted, or has failed: the output of the cell or the notebook's log has the error."
 BREAKPOINT_TIP = "Until an instruction of all that is chosen below is done"
 
 
@@ -129,13 +128,10 @@ class Stepper(PageWidget):
         if key == "g":
             self.show.value = "activation" if self.show.value == "gradient" else "gradient"
             return
-        refused = STOPPED
-        try:
-            with self.show_errors():
-                self._actions[key]()
-            refused = self.trouble.text
-        finally:  # the page waits for it, also after an interrupt, and if it has the frame already
-            self.view.send({"answered": key, "refused": refused})
+        with self.show_errors():
+            self._actions[key]()
+        if self.trouble.text:
+            self.view.send({"refused": self.trouble.text})
 
     def refresh(self) -> None:
         """Show the current position of the step."""

@@ -220,19 +220,23 @@ test("playing shows what is recorded, then lets the ranks go on to the end of th
 test("what the ranks refuse stops the player", () => {
   const { player } = makePlayer();
   player.play();
-  player.answer(true);
+  player.refuse();
   assert.deepEqual([player.playing, player.waiting], [false, false]);
 });
 
 test("an answer without a frame ends the wait, and one after its frame changes nothing", () => {
   const { player } = makePlayer();
   player.go("f");
-  player.answer(false);
+  player.answer(player.asked);
   assert.equal(player.waiting, false);
   player.play();
+  const first = player.asked;
   player.take(makeFrame(1), BYTES);
-  player.answer(false);
+  player.answer(first);
   assert.deepEqual([player.playing, player.waiting], [true, false]);
+  player.rest();
+  player.answer(first);  // not what is waited for
+  assert.deepEqual([player.playing, player.waiting], [true, true]);
 });
 
 test("a frame from a cell does not take the reader away from an older one", () => {

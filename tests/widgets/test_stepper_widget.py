@@ -110,17 +110,17 @@ def test_what_cannot_be_done_is_told_and_the_figure_stays(stepper: Stepper):
     assert stepper.trouble.text == ""
 
 
-def test_every_key_is_answered(stepper: Stepper, monkeypatch: pytest.MonkeyPatch):
-    sent: list[dict[str, str]] = []
+def test_every_key_of_the_page_is_answered(stepper: Stepper, monkeypatch: pytest.MonkeyPatch):
+    sent: list[dict[str, float]] = []
     monkeypatch.setattr(stepper.view, "send", sent.append)
-    for _ in range(2):  # the second time there is nothing left to do, and no new frame
-        stepper._handle_key("f")
-    assert sent == [{"answered": "f", "refused": ""}] * 2
+    for asked in (0.25, 0.5):  # the second time there is nothing left to do, and no new frame
+        stepper.view._handle_event(None, {"key": "f", "asked": asked}, [])
+    assert sent == [{"answered": 0.25}, {"answered": 0.5}]
     for error in (KeyboardInterrupt, RuntimeError):
         monkeypatch.setattr(stepper.stepping, "finish", Mock(side_effect=error))
         with pytest.raises(error):
-            stepper._handle_key("f")
-        assert "interrupted, or has failed" in sent.pop()["refused"]
+            stepper.view._handle_event(None, {"key": "f", "asked": 0.75}, [])
+        assert sent.pop() == {"answered": 0.75}
 
 
 def test_other_work_in_a_cell_is_told(stepper: Stepper, cluster):
