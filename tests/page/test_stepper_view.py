@@ -128,6 +128,14 @@ def test_a_pixel_is_read_by_pointer_and_by_keyboard(stepper: Stepper, page: Page
     assert page.page.locator(".mpi4dl-tooltip").inner_text().startswith("rank 0, row ")
 
 
+def test_the_schedule_has_the_textures_of_the_timeline(page: PageHarness):
+    backgrounds = """(name) => [...document.querySelectorAll(`.mpi4dl-step-table ${name}`)].map(
+        (each) => getComputedStyle(each).backgroundImage).filter((each) => each.startsWith('url("data:image/png'))"""
+    slots, legend = (page.page.evaluate(backgrounds, name) for name in (".mpi4dl-slot", ".mpi4dl-swatch"))
+    assert len(slots) > len(set(slots)) == len(legend) == 2  # forward and backward
+    assert set(slots) == set(legend)
+
+
 def test_the_scrubber_goes_to_any_frame(stepper: Stepper, page: PageHarness):
     press(page, "l")
     wait_for_record(page, stepper)
