@@ -106,6 +106,11 @@ class Tile(tuple[Span, ...]):
         return self[-1]
 
     @property
+    def sides(self) -> tuple[int, int, int, int]:
+        """First row, first column, last row + 1 and last column + 1 of a tile of an image, as pages are sent them."""
+        return self.rows.start, self.cols.start, self.rows.stop, self.cols.stop
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """The length along each sharded axis."""
         return tuple(map(len, self))

@@ -32,10 +32,10 @@ class LayerTables:
 
     `facts[i]["at"]` is where the tables of layer i begin. They follow each other, each row by row:
 
-        tiles     (tiles, 4)      rows and columns that each tile owns: first row, last row + 1, first column, ...
-        windows   (tiles, 4)      rows and columns that each tile reads, within the image
-        pieces    (pieces, 6)     source tile, target tile, and the rows and columns that it borrows
-        seen      (tiles, 4)      rows and columns of the picture that each tile's outputs depend on
+        tiles     (tiles, 4)      rectangle that each tile owns, by its sides
+        windows   (tiles, 4)      rectangle that each tile reads, within the image
+        pieces    (pieces, 6)     source tile, target tile, and the rectangle that it borrows
+        seen      (tiles, 4)      rectangle of the picture that each tile's outputs depend on
         fields    (out_rows, 2), (out_columns, 2)    the picture's rows of each output row, and columns likewise
     """
 
@@ -57,9 +57,7 @@ def build_layer_tables(picture: Picture, layers: HaloLayers | None, points: Sequ
             {
                 "at": at,
                 "title": format_title(picture, point).replace("\n", " · "),
-                "name": point.name,
                 "operator": point.operator if point.readers else "",
-                "nodes": [node.name for node in point.readers],
                 "stage": point.stage,
                 "grid": list(point.ranks.grid),
                 "ranks": list(point.ranks.ranks),
@@ -67,13 +65,10 @@ def build_layer_tables(picture: Picture, layers: HaloLayers | None, points: Sequ
                 "columns": cols,
                 "out_rows": out_rows,
                 "out_columns": out_cols,
-                "channels": point.spec.shape[1],
-                "images": point.spec.shape[0],
                 "pixel_bytes": point.pixel_bytes,
                 "pieces": len(pieces),
                 "moves": [] if point.computed else [point.describe_move(move) for move in pieces],
                 "computed": bool(point.computed),
-                "reads_picture": point.reads_image,
             }
         )
         seen = tables[SEEN]
@@ -93,7 +88,7 @@ def _make_tables(layers: HaloLayers | None, point: HaloPoint) -> Iterator[NDArra
     yield _to_rows([point.get_window(rank) & whole for rank in point.ranks.ranks])
     yield np.array(
         [
-            (point.numbers[move.source], point.numbers[rank], *_to_row(move.tile))
+            (point.numbers[move.source], point.numbers[rank], *move.tile.sides)
             for rank in point.ranks.ranks
             for move in point.find_halo(rank)
         ],
@@ -112,7 +107,7 @@ def describe_reach(picture: Picture, point: HaloPoint, rank: int, seen: NDArray[
     if not point.readers:
         return
     own = Tile(*point.ranks.grid.cut(*picture.shape())[point.numbers[rank]])
-    reach = own.rows.start - seen[0], seen[1] - own.rows.stop, own.cols.start - seen[2], seen[3] - own.cols.stop
+    reach = own.rows.start - seen[0], seen[2] - own.rows.stop, own.cols.start - seen[1], seen[3] - own.cols.stop
     sides = dict(zip(("above", "below", "left", "right"), (max(0, int(px)) for px in reach), strict=True))
     far = max(sides.values())
     if not far:
@@ -125,11 +120,7 @@ def describe_reach(picture: Picture, point: HaloPoint, rank: int, seen: NDArray[
 
 
 def _to_rows(tiles: Any) -> NDArray[np.int32]:
-    return np.array([_to_row(tile) for tile in tiles], np.int32).reshape(-1, 4)
-
-
-def _to_row(tile: Tile) -> tuple[int, int, int, int]:
-    return tile.rows.start, tile.rows.stop, tile.cols.start, tile.cols.stop
+    return np.array([tile.sides for tile in tiles], np.int32).reshape(-1, 4)
 
 
 def describe_net(graph: ModelGraph, plan: Plan, points: Sequence[HaloPoint]) -> list[dict[str, Any]]:

@@ -73,7 +73,7 @@ def count_plan(plan: Plan, image_shape: Sequence[int]) -> PlanShape:
     tiles = [stage.grid.cut(rows, cols) for stage in layout.stages]
     blocks = np.array(
         [
-            (copy, number, tile, rank, span.rows.start, span.cols.start, span.rows.stop, span.cols.stop)
+            (copy, number, tile, rank, *span.sides)
             for copy, pipe in enumerate(layout.pipes[:copies])
             for number, (stage, cut) in enumerate(zip(pipe.stages, tiles, strict=True))
             for tile, rank in enumerate(stage.ranks)

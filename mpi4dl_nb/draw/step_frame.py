@@ -17,7 +17,6 @@ from engines.formatting import format_bytes
 from engines.program.exchange_runner import ReceivedMessage
 from engines.program.schedule import Slot
 from engines.spatial.layout import Layout
-from engines.spatial.tiles import Tile
 from mpi4dl_nb.draw.figure import format_ranks
 from mpi4dl_nb.draw.stepper import (
     DONE,
@@ -122,7 +121,6 @@ def _pack_group(view: StepView, group: PanelGroup, values: _Values) -> dict[str,
     low, high = group.span
     return {
         "title": describe_group(view, group, "\n").split("\n"),
-        "name": group.name,
         "gradient": group.gradient,
         "span": [low, high],
         "size": list(group.panels[0].extent.whole_plane.shape),
@@ -134,8 +132,8 @@ def _pack_panel(panel: RankPanel, values: _Values) -> dict[str, Any]:
     extent, held = panel.extent, panel.extent.plane.tile
     return {
         "rank": panel.rank,
-        "held": _list_sides(held),
-        "own": _list_sides(extent.own & held if extent.axes else held),
+        "held": list(held.sides),
+        "own": list((extent.own & held if extent.axes else held).sides),
         "square": bool(extent.axes) and is_square(held),
         "blockPx": list(panel.seen.block_px),
         "values": values.add(panel.seen.pixels),
@@ -146,10 +144,9 @@ def _pack_message(transfer: Transfer, landed: ReceivedMessage, values: _Values) 
     arrived = values.add(landed.arrived)
     copied = arrived is not None and landed.before is None
     return {
-        "kind": transfer.purpose,
         "source": transfer.source,
         "target": transfer.target,
-        "tile": _list_sides(transfer.plane.tile),
+        "tile": list(transfer.plane.tile.sides),
         "back": transfer.back,
         "words": describe_message(transfer).split("\n"),
         "names": name_strips(transfer),
@@ -174,17 +171,7 @@ def _list_sums(event: StepEvent) -> Iterator[dict[str, Any]]:
             ends = ends if each.starts else ": what was begun in the backward pass has arrived"
             who = format_ranks(each.group)
             words = f"sum of {format_bytes(each.bytes)} over {who}, {rank.did.phase_name}{ends}"
-            yield {
-                "name": each.name,
-                "group": list(each.group),
-                "starts": each.starts,
-                "waits": each.waits,
-                "words": words,
-            }
-
-
-def _list_sides(tile: Tile) -> list[int]:
-    return [tile.rows.start, tile.cols.start, tile.rows.stop, tile.cols.stop]
+            yield {"group": list(each.group), "starts": each.starts, "waits": each.waits, "words": words}
 
 
 # What a page needs once: the places of the ranks, the schedule, and the colours.

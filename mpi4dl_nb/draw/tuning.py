@@ -39,8 +39,8 @@ _WORDS, _NUMBER = f"text-align: left; {_CELL}", f"text-align: right; white-space
 def format_table_html(candidates: Sequence[Candidate], choose: str = "") -> str:
     """Return all candidates as an HTML table with headers for rows and columns.
 
-    With `choose`, each row begins with a radio button. Its value is the row's number from 0; its label for screen
-    readers is that word, the number from 1 and the plan.
+    With `choose`, each row begins with a radio button. Its value is the plan as text; its label for screen readers is
+    that word, the number from 1 and the plan's name.
     """
     upper = lower = ""  # two rows of headers, since some headers span two columns
     for place, (name, *parts) in enumerate(COLUMNS):
@@ -67,7 +67,7 @@ def format_table_html(candidates: Sequence[Candidate], choose: str = "") -> str:
         )
         if choose:
             label = escape(f"{choose} {number}: {name}")
-            first = f'<input type="radio" value="{number - 1}" aria-label="{label}"> {first}'
+            first = f'<input type="radio" value="{escape(repr(plan))}" aria-label="{label}"> {first}'
         rows += f'<tr title="{escape(each.failure)}">' if each.failure else "<tr>"
         rows += f'<td style="{_WORDS}; white-space: nowrap">{first}</td>'
         rows += f'<th scope="row" style="{_WORDS}; font-weight: normal">{escape(name)}</th>'

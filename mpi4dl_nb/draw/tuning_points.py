@@ -48,9 +48,11 @@ class TuningPoint:
 
     `on_front` tells whether no other candidate needs less of one without needing more of the other; where a candidate
     was measured, that counts. `number` is its place in the table, from 1; 0 for a plan that needs too much memory.
+    `plan` is the plan as text, which tells it from all others wherever it is in the table.
     """
 
     number: int
+    plan: str
     name: str
     kind: str
     image_s: float
@@ -95,6 +97,7 @@ def make_points(
     points = [
         TuningPoint(
             number,
+            repr(each.plan),
             describe_plan(each.plan),
             classify_plan(each.plan),
             1 / each.forecast.compute_throughput(neutral_batch),
@@ -110,6 +113,7 @@ def make_points(
     points += [
         TuningPoint(
             0,
+            repr(each.plan),
             describe_plan(each.plan),
             classify_plan(each.plan),
             1 / compute_throughput(each.images, each.seconds, neutral_batch),

@@ -123,11 +123,6 @@ export function findPixel(placed, x, y) {
   return null;
 }
 
-/** Whether the pixel (row, col) lies in a tile [top, left, bottom, right]. */
-export function isInside([top, left, bottom, right], row, col) {
-  return row >= top && row < bottom && col >= left && col < right;
-}
-
 /** Return what is beside `own` in `held`, as tiles: above and below over the whole width, then left and right. */
 export function cutHalo(held, own) {
   const tiles = [

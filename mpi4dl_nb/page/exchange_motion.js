@@ -3,7 +3,7 @@
 import { clamp } from "./numbers.js";
 
 /** Return a progress that starts and ends slowly. */
-export function easeBoth(progress) {
+function easeBoth(progress) {
   return progress < 0.5 ? 4 * progress ** 3 : 1 - (2 - 2 * progress) ** 3 / 2;
 }
 
@@ -13,7 +13,7 @@ export function easeBoth(progress) {
  */
 export function computeFlight(progress, index, count) {
   const delay = count > 1 ? (0.16 * index) / (count - 1) : 0;
-  const own = Math.min(1, Math.max(0, (progress - delay) / (1 - 0.16)));
+  const own = clamp((progress - delay) / (1 - 0.16), 0, 1);
   const ramp = (from, to) => clamp((own - from) / (to - from), 0, 1);
   return {
     lift: ramp(0, 0.14) * (1 - ramp(0.72, 0.84)),
@@ -54,7 +54,7 @@ export function findCentre([left, top, width, height]) {
  * A sum that is only begun stays at the sign; one that has arrived comes from there.
  */
 export function computeTerm(progress, { starts, waits }) {
-  const there = (from, to) => easeBoth(Math.min(1, Math.max(0, (progress - from) / (to - from))));
+  const there = (from, to) => easeBoth(clamp((progress - from) / (to - from), 0, 1));
   if (starts && waits && progress < 0.5) return { at: there(0, 0.45), total: false };
   if (starts && waits) return { at: 1 - there(0.55, 1), total: true };
   return starts ? { at: there(0, 0.8), total: false } : { at: 1 - there(0.1, 0.9), total: true };

@@ -1,16 +1,16 @@
 // Shapes of halos in pixels of the screen: a halo of one pixel is drawn wide enough to be seen, and says so.
 
-export const LEAST_PX = 3;
+const LEAST_PX = 3;
 
 /**
  * Return { left, top, right, bottom, enlarged } on the screen of a borrowed rectangle beside the tile `own`.
  *
- * Both are [top, bottom, left, right] on the screen. A side thinner than LEAST_PX grows away from the own tile, so that
+ * Both are [top, left, bottom, right] on the screen. A side thinner than LEAST_PX grows away from the own tile, so that
  * the edge between them stays in place; `enlarged` is by how much, 1 if not at all.
  */
 export function widenPiece(piece, own) {
-  const [top, bottom, down] = widenSpan(piece[0], piece[1], own[0], own[1]);
-  const [left, right, across] = widenSpan(piece[2], piece[3], own[2], own[3]);
+  const [top, bottom, down] = widenSpan(piece[0], piece[2], own[0], own[2]);
+  const [left, right, across] = widenSpan(piece[1], piece[3], own[1], own[3]);
   return { left, top, right, bottom, enlarged: Math.max(down, across) };
 }
 
@@ -29,10 +29,10 @@ export function chooseTileColour(tile, columns, colours) {
   return colours[2 * (row % 2) + ((tile % columns) % 2)];
 }
 
-/** Return a rectangle [top, bottom, left, right] of the picture on the screen. */
-export function toScreenRectangle([top, bottom, left, right], transform) {
+/** Return a rectangle [top, left, bottom, right] of the picture on the screen. */
+export function toScreenRectangle([top, left, bottom, right], transform) {
   const { scale, x, y } = transform;
-  return [top * scale + y, bottom * scale + y, left * scale + x, right * scale + x];
+  return [top * scale + y, left * scale + x, bottom * scale + y, right * scale + x];
 }
 
 /** Return the distances of grid lines that are visible on the screen: those of a layer's pixels from `first` on. */

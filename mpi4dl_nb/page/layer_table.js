@@ -1,5 +1,6 @@
 // The tables of one layer, as mpi4dl_nb/draw/layer_tables.py writes them: who owns, reads, borrows and sees which pixels.
-// Rectangles are [first row, last row + 1, first column, last column + 1].
+
+import { isInside } from "./rectangles.js";
 
 /** The tables of the layer with these facts in the int32 array `numbers` of all layers. */
 export class LayerTable {
@@ -64,21 +65,8 @@ export class LayerTable {
 
   /** Return the rectangle of the picture on which an output pixel depends. */
   getField(row, column) {
-    return [...this.rowFields.subarray(2 * row, 2 * row + 2), ...this.columnFields.subarray(2 * column, 2 * column + 2)];
+    const [top, bottom] = this.rowFields.subarray(2 * row, 2 * row + 2);
+    const [left, right] = this.columnFields.subarray(2 * column, 2 * column + 2);
+    return [top, left, bottom, right];
   }
-}
-
-/** Return whether a pixel is in a rectangle. */
-export function isInside([top, bottom, left, right], row, column) {
-  return top <= row && row < bottom && left <= column && column < right;
-}
-
-/** Return the number of pixels in a rectangle. */
-export function countPixels([top, bottom, left, right]) {
-  return Math.max(0, bottom - top) * Math.max(0, right - left);
-}
-
-/** Return a rectangle with rows and columns multiplied. */
-export function scaleRectangle([top, bottom, left, right], down, across) {
-  return [top * down, bottom * down, left * across, right * across];
 }

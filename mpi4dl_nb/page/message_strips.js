@@ -41,9 +41,8 @@ export class MessageStrips {
       const none = ["This instruction moved no pixels between ranks."];
       const lines = sums.length ? sums.map((sum) => `Σ ${sum.words}`) : none;
       const title = makeElement("h4", { text: sums.length ? "Sums over ranks" : "No message" });
-      const words = { class: "mpi4dl-strips-words" };
       const told = lines.map((text) => makeElement("p", { text }));
-      this.element.replaceChildren(makeElement("div", words, title, ...told));
+      this.element.replaceChildren(makeElement("div", {}, title, ...told));
       return;
     }
     const message = messages[focus], [what, way, size] = message.words;
@@ -51,7 +50,7 @@ export class MessageStrips {
       this.makeTurn("‹", "Previous message ([)", () => this.choose((focus + messages.length - 1) % messages.length)),
       makeElement("h4", { text: `message ${focus + 1} of ${messages.length}` }),
       this.makeTurn("›", "Next message (])", () => this.choose((focus + 1) % messages.length)));
-    this.element.replaceChildren(makeElement("div", { class: "mpi4dl-strips-words" }, head,
+    this.element.replaceChildren(makeElement("div", {}, head,
       makeElement("p", { text: `${what}: ${way}` }), makeElement("p", { class: "mpi4dl-faint", text: size }),
     ), ...this.makeTables(message));
   }

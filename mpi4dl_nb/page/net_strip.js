@@ -7,7 +7,7 @@ const HEIGHT = 64;
 const BASE = 50; // of the bars; below are the marks of halos
 
 /** Return { x, width, height } of each layer's bar in a strip of this width: a pure drawing of the net's sizes. */
-export function layOutNet(net, width) {
+function layOutNet(net, width) {
   const most = (values) => Math.max(1, ...values.map((value) => Math.log2(value + 1)));
   const tallest = most(net.map((layer) => Math.max(layer.rows, layer.columns)));
   const widest = most(net.map((layer) => layer.channels));
@@ -20,7 +20,7 @@ export function layOutNet(net, width) {
 }
 
 /** Return the place of the mark of each point (a layer that borrows), left to right; layers share their slot evenly. */
-export function placePoints(net, bars) {
+function placePoints(net, bars) {
   const places = [];
   net.forEach((layer, index) => layer.points.forEach((point, number) => {
     places[point] = bars[index].middle + bars[index].slot * 0.8 * ((number + 0.5) / layer.points.length - 0.5);
@@ -29,7 +29,7 @@ export function placePoints(net, bars) {
 }
 
 /** Return the point whose mark is nearest to x. */
-export function findNearestPoint(places, x) {
+function findNearestPoint(places, x) {
   let nearest = 0;
   places.forEach((place, point) => {
     if (Math.abs(place - x) < Math.abs(places[nearest] - x)) nearest = point;

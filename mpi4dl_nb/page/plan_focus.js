@@ -1,6 +1,8 @@
 // Which block of the picture of a plan is meant: by a point of the scene, or by a key from the block in focus.
 
-function isInside(polygon, x, y) {
+import { clamp } from "./numbers.js";
+
+function coversPoint(polygon, x, y) {
   let inside = false;
   for (let here = 0, before = polygon.length - 1; here < polygon.length; before = here, here += 1) {
     const [ax, ay] = polygon[here], [bx, by] = polygon[before];
@@ -13,7 +15,7 @@ function isInside(polygon, x, y) {
 export function findBlockAt(boxes, x, y) {
   for (let index = boxes.length - 1; index >= 0; index -= 1) {
     const { front, top, left } = boxes[index].faces;
-    if (isInside(front, x, y) || isInside(top, x, y) || isInside(left, x, y)) return index;
+    if (coversPoint(front, x, y) || coversPoint(top, x, y) || coversPoint(left, x, y)) return index;
   }
   return -1;
 }
@@ -41,7 +43,7 @@ export function moveBlockFocus(boxes, index, key) {
   if (!(key in steps) && !(key in jumps)) return -1;
   if (index < 0) return findNearest(boxes, 0, 0, 0);
   const { block, row, column } = boxes[index];
-  if (key in jumps) return findNearest(boxes, Math.min(last, Math.max(0, block.stage + jumps[key])), row, column);
+  if (key in jumps) return findNearest(boxes, clamp(block.stage + jumps[key], 0, last), row, column);
   const [down, across] = steps[key];
   const there = boxes.findIndex((box) =>
     box.block.stage === block.stage && box.row === row + down && box.column === column + across);

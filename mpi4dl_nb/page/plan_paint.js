@@ -10,7 +10,8 @@ const FACES = {
 };
 
 /** The front of a block above its memory, and the ink of what is written on it. */
-export const EMPTY_FRONT = "#f6f8fa", FRONT_INK = "#14181c";
+export const EMPTY_FRONT = "#f6f8fa";
+export const FRONT_INK = "#14181c";
 
 /** Return the colours of the front, top and left side of a block of this level. */
 export function getBlockFaces(level) {

@@ -8,6 +8,8 @@
 //           \
 //            \ d: the stages in order
 
+import { clamp } from "./numbers.js";
+
 const ALONG = [Math.cos(Math.PI / 6), 0.5];
 const MOST_FLOWS = 80;
 const DEPTH = 0.1, SEAM = 0.022, WHOLE = 0.62, GAP = 1.16;
@@ -49,7 +51,7 @@ export function placeBlock(block, stage, size) {
 /** Return the scene of one copy of the model in units of an image's longer side, its blocks in drawing order. */
 export function buildPlanScene(stages, blocks, size) {
   const most = Math.max(...size), wide = size[1] / most, high = size[0] / most;
-  const gap = Math.max(0.42, Math.min(GAP, 7 / (stages.length + 1)));
+  const gap = clamp(7 / (stages.length + 1), 0.42, GAP);
   const sheets = stages.map((stage, number) => {
     const d = (number + 1) * gap, edge = stage.spatial ? 0 : (1 - WHOLE) / 2;
     return { number, d, foot: projectPoint(d, wide * edge, high * (1 - edge)) };

@@ -6,7 +6,10 @@ import { PlanControls } from "./plan_controls.js";
 import { PlanGauges } from "./plan_gauges.js";
 import { PlanPicture } from "./plan_picture.js";
 
-/** Sends what controls set, one message at a time: while an answer is awaited, later values replace earlier ones. */
+/** Sends what controls set, one message at a time: while an answer is awaited, later values replace earlier ones.
+ *
+ * Every view of a model gets every answer, also those to other views: `answered` is the greatest number so far.
+ */
 export class SettingSender {
   constructor(send) {
     [this.send, this.serial, this.answered, this.waiting] = [send, 0, 0, null];
@@ -23,14 +26,14 @@ export class SettingSender {
   }
 
   answer(serial) {
-    this.answered = serial;
+    this.answered = Math.max(this.answered, serial);
     if (this.waiting && this.answered >= this.serial) this.flush();
   }
 
   flush() {
     const values = this.waiting;
     this.waiting = null;
-    this.serial += 1;
+    this.serial = Math.max(this.serial, this.answered) + 1;
     this.send({ set: values, serial: this.serial });
   }
 }
@@ -98,11 +101,7 @@ function renderPlan({ model, el }) {
     },
     values: () => { if (sender.isQuiet) controls.showValues(model.get("values")); },
     errors: () => controls.showErrors(model.get("errors")),
-    status: () => {
-      const { words = "", pending = false } = model.get("status");
-      parts.doing.textContent = words;
-      parts.doing.classList.toggle("mpi4dl-plan-pending", pending);
-    },
+    status: () => { parts.doing.textContent = model.get("status").words ?? ""; },
     start: () => showStart(parts, model.get("start")),
     serial: () => { sender.answer(model.get("serial")); show.values(); },
   };

@@ -1,11 +1,13 @@
 // The tiles of a picture's pyramid: which ones a view needs, and those that are on the page already.
 // Level k has one pixel for 2^k x 2^k pixels of the picture. All tiles have TILE_PX pixels a side, but at the edges.
 
+import { clamp } from "./numbers.js";
+
 export const TILE_PX = 256;
 
 /** Return the coarsest level that has a pixel for each pixel of the screen. `scale`: device px per picture px. */
 export function chooseLevel(levels, scale) {
-  return Math.min(levels - 1, Math.max(0, Math.floor(Math.log2(1 / scale) + 1e-6)));
+  return clamp(Math.floor(Math.log2(1 / scale) + 1e-6), 0, levels - 1);
 }
 
 /** Return [level, row, column] of the tiles of a level within [left, top, right, bottom], nearest to the middle first. */
@@ -32,7 +34,7 @@ export function getTileRectangle([level, row, column], size) {
 }
 
 /** Return the name of a tile, for a cache. */
-export function nameTile(tile) {
+function nameTile(tile) {
   return tile.join("/");
 }
 
@@ -43,6 +45,7 @@ export class TileCache {
     this.most = most;
     this.images = new Map(); // by name, in the order of use
     this.asked = new Set();
+    this.failed = new Set();
   }
 
   /** Return the image of a tile, or undefined if it is not here. */
@@ -56,9 +59,10 @@ export class TileCache {
     return image;
   }
 
-  /** Ask for those of `tiles` that are neither here nor on their way. */
+  /** Ask for those of `tiles` that are neither here nor on their way, and can be read. */
   want(tiles) {
-    const missing = tiles.filter((tile) => !this.images.has(nameTile(tile)) && !this.asked.has(nameTile(tile)));
+    const known = [this.images, this.asked, this.failed];
+    const missing = tiles.filter((tile) => !known.some((each) => each.has(nameTile(tile))));
     missing.forEach((tile) => this.asked.add(nameTile(tile)));
     if (missing.length) this.ask(missing);
   }
@@ -72,6 +76,17 @@ export class TileCache {
       old.close?.();
       this.images.delete(name);
     }
+  }
+
+  /** Ask no more for a tile that cannot be read, until `retry`. */
+  fail(tile) {
+    this.asked.delete(nameTile(tile));
+    this.failed.add(nameTile(tile));
+  }
+
+  /** Let `want` ask again for what could not be read. */
+  retry() {
+    this.failed.clear();
   }
 
   /** Return the nearest tile that is here and covers `tile`, with its image; undefined if there is none. */

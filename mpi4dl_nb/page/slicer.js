@@ -3,10 +3,11 @@
 import { makeElement } from "./elements.js";
 import { formatBytes, formatExtent, formatMicrons } from "./format.js";
 import { chooseTileColour } from "./halo_shapes.js";
-import { LayerTable, countPixels, scaleRectangle } from "./layer_table.js";
+import { LayerTable } from "./layer_table.js";
 import { NetStrip } from "./net_strip.js";
 import { clamp, readIntegers } from "./numbers.js";
 import { TILE_PX, TileCache } from "./pyramid.js";
+import { countPixels, scaleRectangle } from "./rectangles.js";
 import { Scene } from "./scene.js";
 import { findHalo, paintCursor, paintLabels, paintPicture, paintScale, paintTiles, paintValues } from "./slicing_paint.js";
 
@@ -48,7 +49,8 @@ class SlicerView {
     this.stage = makeElement("div", { class: "mpi4dl-stage" });
     this.words = makeElement("div", { class: "mpi4dl-words" });
     middle.append(this.stage, this.words);
-    this.root.append(this.makeToolbar(), middle);
+    this.trouble = makeElement("div", { class: "mpi4dl-trouble", role: "alert" });
+    this.root.append(this.makeToolbar(), this.trouble, middle);
     this.status = makeElement("div", { class: "mpi4dl-status", role: "status", "aria-live": "polite" });
     this.root.append(this.status);
     this.cache = new TileCache((tiles) => model.send({ tiles }));
@@ -117,10 +119,29 @@ class SlicerView {
 
   async receive(content, buffers) {
     if (!content.tiles) return;
-    const decoded = content.tiles.map((tile, index) =>
-      createImageBitmap(new Blob([buffers[index]])).then((image) => this.cache.put(tile, image)));
-    await Promise.all(decoded);
+    await Promise.all(content.tiles.map((tile, index) => this.takeTile(tile, buffers[index], content.trouble)));
     this.scene.requestPaint();
+  }
+
+  async takeTile(tile, bytes, trouble) {
+    try {
+      if (trouble) throw new Error(trouble);
+      this.cache.put(tile, await createImageBitmap(new Blob([bytes])));
+    } catch (error) {
+      this.cache.fail(tile);
+      this.showTrouble(error.message);
+    }
+  }
+
+  /** Tell why parts of the picture stay coarse, beside a button that reads them again. */
+  showTrouble(why) {
+    const again = makeElement("button", { type: "button", text: "read again" });
+    again.addEventListener("click", () => {
+      this.cache.retry();
+      this.trouble.replaceChildren();
+      this.scene.requestPaint();
+    });
+    this.trouble.replaceChildren(`⚠ Parts of the picture stay coarse: ${why} `, again);
   }
 
   get table() {
@@ -188,7 +209,7 @@ class SlicerView {
     const { rows, columns } = this.facts.picture;
     const { facts } = this.table;
     const [[row, column], out] = this.findPixels(x, y);
-    const pixel = scaleRectangle([row, row + 1, column, column + 1], rows / facts.rows, columns / facts.columns);
+    const pixel = scaleRectangle([row, column, row + 1, column + 1], rows / facts.rows, columns / facts.columns);
     const field = this.model.get("fields") && facts.operator && this.isInside(x, y) ? this.table.getField(...out) : null;
     return [pixel, field];
   }
@@ -217,7 +238,7 @@ class SlicerView {
       lines.push(`${verb} rank${borrowers.length > 1 ? "s" : ""} ${borrowers.map((each) => table.facts.ranks[each]).join(", ")}${bytes}`);
     } else if (table.facts.operator) lines.push("nobody borrows it");
     if (table.facts.operator) {
-      const [top, bottom, left, right] = table.getField(...out);
+      const [top, left, bottom, right] = table.getField(...out);
       lines.push(`output here sees ${formatExtent(bottom - top, right - left, microns)}`);
     }
     this.say(lines.join("; "));
@@ -265,7 +286,7 @@ class SlicerView {
     }
     const [piece] = pieces.map(({ rectangle }) => rectangle).sort((one, other) => countPixels(one) - countPixels(other));
     const nearest = (start, stop, low, high) => clamp((start + stop) / 2, low, high);
-    const [y, x] = [nearest(piece[0], piece[1], own[0], own[1]), nearest(piece[2], piece[3], own[2], own[3])];
+    const [y, x] = [nearest(piece[0], piece[2], own[0], own[2]), nearest(piece[1], piece[3], own[1], own[3])];
     const side = SEAM_PX * Math.max(...this.getPixel());
     this.scene.showRectangle([x - side / 2, y - side / 2, side, side]);
   }

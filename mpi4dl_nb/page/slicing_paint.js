@@ -4,8 +4,8 @@
 import { FONT } from "./canvas.js";
 import { chooseScaleBar } from "./format.js";
 import { chooseTileColour, listGridLines, toScreenRectangle, widenPiece } from "./halo_shapes.js";
-import { countPixels, scaleRectangle } from "./layer_table.js";
 import { chooseLevel, getTileRectangle, listTiles } from "./pyramid.js";
+import { countPixels, scaleRectangle } from "./rectangles.js";
 import { getVisible } from "./transform.js";
 
 const INK = "#14171a";
@@ -63,8 +63,8 @@ export function findHalo(table, tile, reading, size) {
   const pieces = [];
   for (let source = 0; source < table.tiles; source += 1) {
     const other = scaleRectangle(table.getOwned(source), down, across);
-    const rectangle = [Math.max(seen[0], other[0]), Math.min(seen[1], other[1]),
-      Math.max(seen[2], other[2]), Math.min(seen[3], other[3])];
+    const rectangle = [Math.max(seen[0], other[0]), Math.max(seen[1], other[1]),
+      Math.min(seen[2], other[2]), Math.min(seen[3], other[3])];
     if (source !== tile && countPixels(rectangle) > 0) pieces.push({ source, rectangle });
   }
   return [own, seen, pieces];
@@ -100,7 +100,7 @@ export function paintTiles(context, scene, table, tile, reading, colours) {
 /** Paint the names of the tiles that are in view. */
 export function paintLabels(context, scene, table, tile) {
   const tiles = listTileEdges(scene, table);
-  const own = tiles.find(({ other }) => other === tile)?.edges ?? [0, scene.view[1], 0, scene.view[0]];
+  const own = tiles.find(({ other }) => other === tile)?.edges ?? [0, 0, scene.view[1], scene.view[0]];
   for (const { other, edges } of tiles) {
     paintLabel(context, scene.view, edges, `tile ${other}, rank ${table.facts.ranks[other]}`, `${other}`, own);
   }
@@ -112,11 +112,12 @@ function listTileEdges(scene, table) {
   const [down, across] = [size[1] / table.facts.rows, size[0] / table.facts.columns];
   const all = Array.from({ length: table.tiles }, (_, other) =>
     ({ other, edges: toScreenRectangle(scaleRectangle(table.getOwned(other), down, across), transform) }));
-  return all.filter(({ edges }) => edges[1] >= 0 && edges[0] <= view[1] && edges[3] >= 0 && edges[2] <= view[0]);
+  return all.filter(({ edges: [top, left, bottom, right] }) =>
+    bottom >= 0 && top <= view[1] && right >= 0 && left <= view[0]);
 }
 
 /** A hairline along the edges of a tile: dark, with light beside it, so that it is seen on any tissue. */
-function paintSeam(context, [top, bottom, left, right]) {
+function paintSeam(context, [top, left, bottom, right]) {
   for (const [colour, shift] of [["rgb(255 255 255 / 75%)", 1], [INK, 0]]) {
     context.strokeStyle = colour;
     context.lineWidth = 1;
@@ -124,7 +125,7 @@ function paintSeam(context, [top, bottom, left, right]) {
   }
 }
 
-function paintVeil(context, scene, [top, bottom, left, right], shown) {
+function paintVeil(context, scene, [top, left, bottom, right], shown) {
   const { transform, view, size } = scene;
   const [x, y] = [Math.max(0, transform.x), Math.max(0, transform.y)];
   const right0 = Math.min(view[0], transform.x + size[0] * transform.scale);
@@ -133,14 +134,14 @@ function paintVeil(context, scene, [top, bottom, left, right], shown) {
   context.rect(x, y, right0 - x, bottom0 - y);
   // The halo that is drawn enlarged is not greyed either.
   const edges = shown.reduce(([a, b, c, d], piece) =>
-    [Math.min(a, piece.top), Math.max(b, piece.bottom), Math.min(c, piece.left), Math.max(d, piece.right)],
-  [top, bottom, left, right]);
-  context.rect(edges[2], edges[0], edges[3] - edges[2], edges[1] - edges[0]);
+    [Math.min(a, piece.top), Math.min(b, piece.left), Math.max(c, piece.bottom), Math.max(d, piece.right)],
+  [top, left, bottom, right]);
+  context.rect(edges[1], edges[0], edges[3] - edges[1], edges[2] - edges[0]);
   context.fillStyle = "rgb(118 122 128 / 66%)";
   context.fill("evenodd");
 }
 
-function outline(context, [top, bottom, left, right], colour, width) {
+function outline(context, [top, left, bottom, right], colour, width) {
   context.strokeStyle = colour;
   context.lineWidth = width;
   const inset = width / 2;
@@ -148,15 +149,15 @@ function outline(context, [top, bottom, left, right], colour, width) {
 }
 
 /** Write a tile's name into the corner of its visible part that is farthest from the chosen tile, where the halo is. */
-function paintLabel(context, view, [top, bottom, left, right], name, number, own) {
+function paintLabel(context, view, [top, left, bottom, right], name, number, own) {
   const [low, high] = [Math.max(top, 0), Math.min(bottom, view[1])];
   const [start, end] = [Math.max(left, 0), Math.min(right, view[0])];
   const text = end - start > 120 ? name : number;
-  const chosen = top === own[0] && left === own[2];
+  const chosen = top === own[0] && left === own[1];
   context.font = `${chosen ? 600 : 400} 12px ${FONT}`;
   const width = context.measureText(text).width + 8;
   if (high - low < 34 || end - start < width + 14) return;
-  const x = left > own[2] + 1 ? end - 8 - width : start + 8;
+  const x = left > own[1] + 1 ? end - 8 - width : start + 8;
   const corner = top > own[0] + 1 ? high - 26 : low + 8;
   const y = x < SCALE_ROOM[0] ? Math.min(corner, view[1] - SCALE_ROOM[1]) : corner;
   context.fillStyle = "rgb(255 255 255 / 88%)";

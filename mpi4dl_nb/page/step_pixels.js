@@ -1,6 +1,6 @@
 // The value of one pixel of a rank in words, and the way from pixel to pixel by keyboard.
-import { isInside } from "./exchange_layout.js";
 import { clamp } from "./numbers.js";
+import { isInside } from "./rectangles.js";
 import { formatNumber, readValues } from "./step_frames.js";
 
 /** Return lines of text about pixel { rank, row, col } of a frame, where `place` is what its rank shows. */

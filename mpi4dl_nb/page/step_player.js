@@ -6,8 +6,8 @@ export const SPEEDS = [0.25, 0.5, 1, 2, 4];
 
 /** Goes through the frames of a `FrameStore`.
  *
- * `show(index, moves)` shows a frame, from the beginning of its motion if it `moves`; `ask(key)` makes the ranks go on;
- * `tell()` is called when anything else has changed. Nothing is undone on the ranks by going back.
+ * `show(index, moves)` shows a frame, from the beginning of its motion if it `moves`; `ask(key, number)` makes the ranks go
+ * on; `tell()` is called when anything else has changed. Nothing is undone on the ranks by going back.
  */
 export class StepPlayer {
   constructor(store, { show, ask, tell }) {
@@ -44,8 +44,9 @@ export class StepPlayer {
   go(key) {
     if (this.waiting) return;
     this.waiting = true;
+    this.asked = Math.random(); // unlike that of any other question, also of other views of the step
     this.tell();
-    this.ask(key);
+    this.ask(key, this.asked);
   }
 
   back() {
@@ -93,6 +94,11 @@ export class StepPlayer {
   refuse() {
     this.waiting = this.playing = false;
     this.tell();
+  }
+
+  /** The kernel has done what was asked by this number. If no frame has come by then, none will. */
+  answer(asked) {
+    if (this.waiting && asked === this.asked) this.refuse();
   }
 
   play() {

@@ -1,16 +1,19 @@
 // The ranks in words: where each is in the schedule, what it did last and what it does next.
+import { DARK, WHITE } from "./canvas.js";
 import { makeElement } from "./elements.js";
-
-const HATCHES = { "": "plain", "//": "striped", "++": "crossed", "...": "dotted", "\\\\": "back", xx: "checked" };
+import { makeSwatch } from "./textures.js";
 
 /** A table with a row per rank; `update(meta)` shows a frame. */
 export class StepTable {
   constructor(setup) {
     this.setup = setup;
+    this.backgrounds = setup.looks.map((look) => makeSwatch(look, WHITE, DARK));
     this.rows = setup.ranks.map((rank, index) => this.makeRow(rank, index));
     const used = new Set(setup.schedule.lanes.flat().map((slot) => slot[3]));
-    const legend = setup.looks.filter((_, index) => used.has(index)).map(
-      (look) => makeElement("span", { class: "mpi4dl-look" }, makeSwatch(look), look.name));
+    const legend = [...used].sort((a, b) => a - b).map((look) => {
+      const swatch = this.paintLook(makeElement("span", { class: "mpi4dl-swatch" }), look);
+      return makeElement("span", { class: "mpi4dl-look" }, swatch, setup.looks[look].name);
+    });
     const heads = ["rank", "schedule", "did last", "does next", "memory: values | process"];
     const head = makeElement("tr", {}, ...heads.map((text) => makeElement("th", { scope: "col", text })));
     const body = makeElement("tbody", {}, ...this.rows.map((row) => row.row));
@@ -23,8 +26,7 @@ export class StepTable {
   makeRow(rank, index) {
     const { lanes, length } = this.setup.schedule;
     const slots = lanes[index].map(([start, stop, text, look]) => {
-      const slot = makeElement("span", { class: "mpi4dl-slot" }, makeElement("span", { text }));
-      paintLook(slot, this.setup.looks[look]);
+      const slot = this.paintLook(makeElement("span", { class: "mpi4dl-slot" }, makeElement("span", { text })), look);
       slot.style.left = `${(100 * start) / length}%`;
       slot.style.width = `${(100 * (stop - start)) / length}%`;
       return slot;
@@ -35,6 +37,11 @@ export class StepTable {
     const name = makeElement("th", { scope: "row" }, makeElement("b", { text: index }), ` ${rank.role}`);
     const row = makeElement("tr", {}, name, makeElement("td", {}, lane), did, next, memory);
     return { row, lane, marker, did, next, memory };
+  }
+
+  paintLook(element, look) {
+    element.style.background = this.backgrounds[look];
+    return element;
   }
 
   update(meta) {
@@ -51,15 +58,4 @@ export class StepTable {
       memory.textContent = rank.memory;
     });
   }
-}
-
-function makeSwatch(look) {
-  const swatch = makeElement("span", { class: "mpi4dl-swatch" });
-  paintLook(swatch, look);
-  return swatch;
-}
-
-function paintLook(element, { colour, hatch }) {
-  element.classList.add(`mpi4dl-hatch-${HATCHES[hatch]}`);
-  element.style.backgroundColor = colour;
 }

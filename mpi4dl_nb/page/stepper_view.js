@@ -1,10 +1,11 @@
 // A debugged step on the page: all ranks, what moves between them, and a record of every instruction that has run.
 import { fitCanvas } from "./canvas.js";
 import { makeFrameLoop, prefersReducedMotion, Tooltip } from "./elements.js";
-import { findPixel, isInside, locateTile, placePanels, placeRanks } from "./exchange_layout.js";
+import { findPixel, locateTile, placePanels, placeRanks } from "./exchange_layout.js";
 import { ExchangePainter } from "./exchange_paint.js";
 import { MessageStrips } from "./message_strips.js";
 import { clamp, copyBytes } from "./numbers.js";
+import { isInside } from "./rectangles.js";
 import { makeCaption, readLook } from "./step_caption.js";
 import { StepControls } from "./step_controls.js";
 import { FrameStore, getDuration } from "./step_frames.js";
@@ -25,7 +26,7 @@ class StepperView {
     this.store = new FrameStore();
     this.player = new StepPlayer(this.store, {
       show: (index, moves) => this.show(index, moves),
-      ask: (key) => model.send({ key }),
+      ask: (key, asked) => model.send({ key, asked }),
       tell: () => this.request(),
     });
     this.painter = new ExchangePainter(this.setup, new Uint8Array(copyBytes(model.get("palettes"))));
@@ -80,6 +81,7 @@ class StepperView {
       this.player.refuse();
       this.status.textContent = content.refused;
     }
+    if (content.answered) this.player.answer(content.answered);
   }
 
   /** After a second without anything new, let the kernel draw the picture that a saved page shows. */

@@ -1,7 +1,9 @@
 // Thin bars of a lane, painted pixel by pixel: thousands of rectangles would take longer than a frame.
 
+import { clamp } from "./numbers.js";
+
 /** Return the four bytes of an opaque colour, as any CSS text, as one number for a Uint32Array of pixels. */
-export function packColour(context, colour) {
+function packColour(context, colour) {
   context.clearRect(0, 0, 1, 1);
   context.fillStyle = colour;
   context.fillRect(0, 0, 1, 1);
@@ -15,7 +17,7 @@ export function fillStrip(pixels, boxes, ratio, wide, colours, faded) {
   for (let box = 0; box < boxes.length; box += 5) {
     if (boxes[box + 1] - boxes[box] >= wide && boxes[box + 3] >= 0) continue;
     const from = Math.max(Math.round(boxes[box] * ratio), 0);
-    const to = Math.min(Math.max(Math.round(boxes[box + 1] * ratio), from + 1), pixels.length);
+    const to = clamp(Math.round(boxes[box + 1] * ratio), from + 1, pixels.length);
     pixels.fill((boxes[box + 4] ? colours : faded)[boxes[box + 2]], from, to);
     used = true;
   }

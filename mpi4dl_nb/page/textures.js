@@ -27,7 +27,7 @@ export function pickInk(colour) {
 }
 
 /** Draw one tile of a hatch into a context whose unit is a px: `colour` below, the hatch in `ink`. */
-export function drawTile(context, hatch, colour, ink) {
+function drawTile(context, hatch, colour, ink) {
   context.fillStyle = colour;
   context.fillRect(0, 0, TILE, TILE);
   context.strokeStyle = context.fillStyle = ink;
@@ -51,7 +51,7 @@ export function drawTile(context, hatch, colour, ink) {
 }
 
 /** Return the tile of a look { colour, hatch }, `scale` pixels per px; `paper` and `ink` are the page's colours. */
-export function makeTile(look, paper, ink, scale) {
+function makeTile(look, paper, ink, scale) {
   const tile = document.createElement("canvas");
   tile.width = tile.height = Math.round(TILE * scale);
   const context = tile.getContext("2d");

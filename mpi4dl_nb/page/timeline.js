@@ -40,7 +40,7 @@ class TimelinePage {
     this.remark = makeFrameLoop(() => this.drawMarks());
     this.readStep();
     const follow = () => this.followModel();
-    this.observers = [["change:codes", () => this.readStep()], ["change:selected change:rank", follow]];
+    this.observers = [["change:serial", () => this.readStep()], ["change:selected change:rank", follow]];
     for (const [events, observer] of this.observers) model.on(events, observer);
     this.sizes = new ResizeObserver(() => this.resize());
     this.sizes.observe(room);

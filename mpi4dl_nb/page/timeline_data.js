@@ -2,7 +2,7 @@
 
 import { copyBytes, readIntegers } from "./numbers.js";
 
-export const LANES = ["work", "messages", "predicted"];
+const LANES = ["work", "messages", "predicted"];
 
 /** Return the columns of all events, from the kernel's bytes (DataViews); `words` has the names that codes refer to. */
 export function unpackEvents(words, times, codes) {

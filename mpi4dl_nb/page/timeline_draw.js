@@ -3,10 +3,10 @@
 import { FONT } from "./canvas.js";
 import { formatShare } from "./format.js";
 import { isPaper, pickInk } from "./textures.js";
-import { labelEvent, nameEvent } from "./timeline_data.js";
+import { labelEvent } from "./timeline_data.js";
 import { getScrollLimit } from "./timeline_layout.js";
 import { findVisible, makeTicks, mergeBars } from "./timeline_span.js";
-import { formatTick } from "./timeline_text.js";
+import { formatTick, nameEvent } from "./timeline_text.js";
 
 const FADED = 0.16;
 const WIDE_PX = 3; // narrower bars have no texture

@@ -1,5 +1,7 @@
 // Where the parts of a timeline are, in px of its canvas: the ruler, a row per rank, and the lanes of a row.
 
+import { clamp } from "./numbers.js";
+
 const TALL = { work: 22, messages: 16, predicted: 8, gap: 7 };
 const LOW = { work: 12, messages: 8, predicted: 4, gap: 4 };
 const MANY = 12; // ranks; more have lower rows, as in the figure
@@ -40,5 +42,5 @@ export function findPlace(layout, scroll, x, y) {
 export function revealRow(layout, scroll, row) {
   const room = layout.height - layout.ruler - 1;
   const least = (row + 1) * layout.rowHeight - room, most = row * layout.rowHeight;
-  return Math.min(Math.max(scroll, least, 0), most, getScrollLimit(layout));
+  return clamp(scroll, Math.max(least, 0), Math.min(most, getScrollLimit(layout)));
 }

@@ -11,7 +11,7 @@ export function getOverviewHeight(rows) {
 }
 
 /** Draw all rows of a step of `seconds` into `width` x `height` px, a strip each: work over messages and waiting. */
-export function drawOverview(context, lanes, fills, seconds, width, height) {
+function drawOverview(context, lanes, fills, seconds, width, height) {
   const high = height / lanes.length, gap = high > 4 ? 1 : 0;
   lanes.forEach(([work, messages], row) => {
     for (const lane of [messages, work]) {

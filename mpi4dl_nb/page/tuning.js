@@ -10,6 +10,7 @@ import {
 const REACH_PX = 16;
 const MB = 2 ** 20;
 const KEYS_HINT = "← → go to the next plan by memory, ↑ ↓ by time, Home and End to the first and last; m measures.";
+const CHOSEN = "the chosen plan", UNFIT = "a plan that does not fit";
 
 /** Show the plans in `el` and keep them in step with the model. Return a function that removes them. */
 function render({ model, el }) {
@@ -19,7 +20,7 @@ function render({ model, el }) {
 
 class TuningPage {
   constructor(model, el) {
-    Object.assign(this, { model, el, hovered: -1 });
+    Object.assign(this, { model, el, marked: -1 });
     el.classList.add("mpi4dl-page", "mpi4dl-tuning");
     this.chart = makeSvg("svg", {
       class: "mpi4dl-tuning-chart", tabindex: 0, role: "application", "aria-roledescription": "chart of plans",
@@ -32,15 +33,15 @@ class TuningPage {
     this.measure = makeElement("button", { type: "button", text: "Measure this plan" });
     this.measure.addEventListener("click", () => this.askToMeasure());
     this.legend = makeElement("div", { class: "mpi4dl-tuning-legend" });
-    const side = makeElement("section", { class: "mpi4dl-tuning-side", "aria-label": "the chosen plan" },
+    this.side = makeElement("section", { class: "mpi4dl-tuning-side", "aria-label": CHOSEN },
       this.name, this.facts, this.measure);
     el.replaceChildren(makeElement("div", { class: "mpi4dl-tuning-main" },
-      makeElement("div", {}, this.room, this.legend), side), this.status);
+      makeElement("div", {}, this.room, this.legend), this.side), this.status);
     this.tooltip = new Tooltip(this.room);
     this.draw = () => this.drawChart();
-    this.follow = () => this.choose(model.get("index"), false);
+    this.follow = () => this.mark(this.chosen);
     model.on("change:words", this.draw);
-    model.on("change:index", this.follow);
+    model.on("change:chosen", this.follow);
     model.on("change:busy", this.follow);
     this.sizes = new ResizeObserver(this.draw);
     this.sizes.observe(this.room);
@@ -50,13 +51,18 @@ class TuningPage {
 
   close() {
     this.model.off("change:words", this.draw);
-    this.model.off("change:index", this.follow);
+    this.model.off("change:chosen", this.follow);
     this.model.off("change:busy", this.follow);
     this.sizes.disconnect();
   }
 
   get points() {
     return this.model.get("words").points ?? [];
+  }
+
+  /** The place of the chosen plan among the points, which changes when they are sorted anew. */
+  get chosen() {
+    return this.points.findIndex((each) => each.plan === this.model.get("chosen"));
   }
 
   drawChart() {
@@ -68,10 +74,10 @@ class TuningPage {
       this.chart.setAttribute(name, value));
     this.chart.setAttribute("aria-label", `${this.points.length} plans by memory of the fullest rank and time for an ` +
       `image; ${this.points.filter((each) => each.on_front).length} of them are on the front. ${KEYS_HINT}`);
-    this.mark = makeSvg("g", { class: "mpi4dl-tuning-mark" });
-    this.chart.replaceChildren(...this.drawAxes(words), ...this.drawFront(), this.mark, ...this.drawPoints(words));
+    this.ring = makeSvg("g", { class: "mpi4dl-tuning-mark" });
+    this.chart.replaceChildren(...this.drawAxes(words), ...this.drawFront(), this.ring, ...this.drawPoints(words));
     this.drawLegend(words);
-    this.choose(this.model.get("index"), false);
+    this.mark(this.chosen);
   }
 
   drawAxes({ rank_bytes: limit }) {
@@ -145,21 +151,30 @@ class TuningPage {
     this.legend.replaceChildren(...shown);
   }
 
-  /** Mark a plan and describe it beside the chart; `tells` the kernel as well. */
-  choose(at, tells = true) {
+  /** Mark a plan and describe it beside the chart. */
+  mark(at) {
     const point = this.points[at];
     if (!point || !this.layout) return;
+    this.marked = at;
     const { predicted, measured } = this.layout.places[at], [x, y] = measured ?? predicted;
     const ring = (name) => makeSvg("circle", { class: name, cx: x, cy: y, r: 13 });
-    this.mark.replaceChildren(ring("edge"), ring("ring"));
+    this.ring.replaceChildren(ring("edge"), ring("ring"));
     this.describe(point);
-    if (!tells || !point.number) return;
-    this.model.set("index", at);
+  }
+
+  /** Mark a plan, and let the kernel know that it is chosen; one that does not fit is only described. */
+  choose(at) {
+    this.mark(at);
+    const point = this.points[at];
+    if (!point?.number) return;
+    this.model.set("chosen", point.plan);
     this.model.save_changes();
+    this.model.send({ choose: point.plan }); // at once: the model's state waits until the kernel has the one before
   }
 
   describe(point) {
     this.name.textContent = point.number ? `${point.number}. ${point.name}` : point.name;
+    this.side.setAttribute("aria-label", point.number ? CHOSEN : UNFIT);
     this.facts.replaceChildren(...point.facts.map(([name, text]) =>
       makeElement("div", {}, makeElement("dt", { text: name }), makeElement("dd", { text }))));
     this.measure.disabled = !point.number || this.model.get("busy");
@@ -168,12 +183,16 @@ class TuningPage {
   }
 
   tell(point) {
-    const name = point.number ? `Plan ${point.number}: ${point.name}` : point.name;
+    const name = point.number ? `Plan ${point.number}: ${point.name}` : `${point.name}, ${UNFIT}`;
     return [name, ...point.facts.map((fact) => fact.join(": "))];
   }
 
+  /** Let the kernel measure the plan that is marked, whatever else it has heard of by then. */
   askToMeasure() {
-    if (!this.model.get("busy")) this.model.send({ measure: this.model.get("index") });
+    const point = this.points[this.marked];
+    if (!point || this.model.get("busy")) return;
+    if (point.number) this.model.send({ measure: point.plan });
+    else this.status.textContent = `${point.name} cannot be measured: it does not fit.`;
   }
 
   listen() {
@@ -196,7 +215,7 @@ class TuningPage {
       if (!moves && event.key !== "m" && event.key !== "Enter") return;
       event.preventDefault();
       event.stopPropagation();
-      if (moves) this.choose(findNextPoint(this.points, this.model.get("index"), event.key));
+      if (moves) this.choose(findNextPoint(this.points, this.chosen, event.key));
       else this.askToMeasure();
     });
   }

@@ -16,7 +16,7 @@ function render({ model, el }) {
   const inputs = () => [...el.querySelectorAll("input[type=radio]")];
   const mark = () =>
     inputs().forEach((input) => {
-      input.checked = Number(input.value) === model.get("index");
+      input.checked = input.value === model.get("chosen");
     });
   const show = () => {
     const focused = el.contains(document.activeElement);
@@ -29,19 +29,20 @@ function render({ model, el }) {
     if (focused) inputs().find((input) => input.checked)?.focus();
   };
   const choose = (event) => {
-    model.set("index", Number(event.target.value));
+    model.set("chosen", event.target.value);
     model.save_changes();
+    model.send({ choose: event.target.value }); // at once: the model's state waits until the kernel has the one before
   };
   shape();
   show();
   model.on("change:summary", shape);
   model.on("change:html", show);
-  model.on("change:index", mark);
+  model.on("change:chosen", mark);
   el.addEventListener("change", choose);
   return () => {
     model.off("change:summary", shape);
     model.off("change:html", show);
-    model.off("change:index", mark);
+    model.off("change:chosen", mark);
   };
 }
 

@@ -93,6 +93,7 @@ class Configurator(StillFigure, ipywidgets.VBox):
         self._gauges: dict[str, Any] = {"now": [], "before": []}
         self._error: Mpi4dlError | None = None
         self._plan, self._foreseen, self._rank_trouble = plan, "", ""
+        self._starts = self._doing = self._wrong = ""  # what is said of a start under way, of other work, of an error
         self.view = PlanView(list(self.machines), self.set_texts, self.start.click)
         super().__init__([self.view])
         self._handle_change("")
@@ -314,35 +315,37 @@ class Configurator(StillFigure, ipywidgets.VBox):
 
     def _show_state(self, doing: str = "", wrong: str = "") -> None:
         """Show the ranks needed and the ranks running, and label the button with the action that it offers."""
-        self._seen = self._get_cluster_state()
+        self._doing, self._wrong, self._seen = doing, wrong, self._get_cluster_state()
         needed = self._found.plan.ranks if self._found else None
         text, label, helps = describe_cluster_fit(needed, self.cluster)
         unready = "" if self._found and doing != TRACING else "This plan is being checked ..."
-        reason = f"It cannot be started: {wrong}" if wrong else unready
+        reason = self._starts or (f"It cannot be started: {wrong}" if wrong else unready)
         self.start.description, self.start.disabled, self.start.reason = label, bool(reason) or not helps, reason
         self.view.start = {
-            "label": label,
-            "disabled": self.start.disabled,
-            "reason": reason,
-            "place": describe_place(self.cluster),
-            "note": text,
-            "trouble": self._rank_trouble,
-        }
-        self.view.status = {"words": doing, "pending": doing in (TRACING, WEIGHING), "wrong": bool(wrong)}
+            "label": label, "disabled": self.start.disabled, "reason": reason,
+            "place": describe_place(self.cluster), "note": text, "trouble": self._rank_trouble,
+        }  # fmt: skip
+        self.view.status = {"words": doing or self._starts}
+
+    def _show_start(self, starts: str, trouble: str = "") -> None:
+        """Show that ranks start, or (if `starts` is empty) that none do; all else that is shown stays."""
+        with self._turn:
+            self._starts, self._rank_trouble = starts, trouble
+            self._show_state(self._doing, self._wrong)
 
     def _start(self) -> None:
         ranks = self.plan.ranks
-        self._show_state(f"Starting {ranks} ranks ...")
-        self.start.disabled = True  # `_show_state` has enabled it, as the ranks do not run yet
-        self.view.start = self.view.start | {"disabled": True, "reason": f"Starting {ranks} ranks ..."}
+        self._show_start(f"Starting {ranks} ranks ...")
 
         def resize(_is_asked: IsAsked) -> None:
-            self._rank_trouble = ""
+            trouble = f"{ranks} ranks could not be started: the notebook's log has the error."
             try:
                 self.cluster = self.cluster or Cluster(ranks)
                 self.cluster.resize(ranks)
+                trouble = ""
             except Mpi4dlError as error:
-                self._rank_trouble = str(error)
-            self._show_state()
+                trouble = str(error)
+            finally:
+                self._show_start("", trouble)
 
         self._starting.submit(resize)

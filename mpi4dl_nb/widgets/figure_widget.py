@@ -58,7 +58,6 @@ class RangeBar(anywidget.AnyWidget):
     max = traitlets.Int().tag(sync=True)
     label = traitlets.Unicode().tag(sync=True)
     tip = traitlets.Unicode().tag(sync=True)  # not `tooltip`: pages expect a description with that
-    disabled = traitlets.Bool(False).tag(sync=True)
 
 
 BOX_STYLE = {"description_width": "initial"}
@@ -111,11 +110,6 @@ class Slider(ipywidgets.HBox):
         # Both parts are linked to the value of this object, so that its observers are called once per change.
         ipywidgets.link((self, "value"), (self._slider, "value"))
         ipywidgets.link((self, "value"), (self._box, "value"))
-
-    @property
-    def most(self) -> int:
-        """The upper limit of the value."""
-        return self._slider.max
 
     def set_range(self, low: int, high: int) -> None:
         """Set the limits of the value, both included. A value outside is moved to the nearest limit."""

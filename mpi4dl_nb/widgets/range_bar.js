@@ -13,7 +13,6 @@ function render({ model, el }) {
     bar.value = model.get("value");
     bar.ariaLabel = model.get("label");
     bar.title = model.get("tip");
-    bar.disabled = model.get("disabled");
   };
   show();
   model.on("change", show);

@@ -81,7 +81,11 @@ class SlicerView(anywidget.AnyWidget):
 
     def _send_tiles(self, _widget: Any, content: dict[str, Any], _buffers: Any) -> None:
         for place in content.get("tiles", ()):  # one message each: the page shows a tile when it has come
-            self.send({"tiles": [place]}, [encode_tile(self.picture, *place)])
+            try:
+                pixels, trouble = encode_tile(self.picture, *place), ""
+            except Exception as error:  # a slide that the caller has opened may raise anything
+                pixels, trouble = b"", str(error) or type(error).__name__
+            self.send({"tiles": [place], "trouble": trouble}, [pixels])
 
 
 class Slicer(PageWidget):

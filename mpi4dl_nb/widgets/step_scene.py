@@ -63,6 +63,10 @@ class StepScene(anywidget.AnyWidget):
         self.send({"history": [frame.meta for frame in frames]}, [frame.values for frame in frames])
 
     def _handle_event(self, _widget: Any, content: dict[str, Any], _buffers: Any) -> None:
-        for name, value in content.items():
-            if handler := self._handlers.get(name):
-                handler(value)
+        try:
+            for name, value in content.items():
+                if handler := self._handlers.get(name):
+                    handler(value)
+        finally:  # the page waits for it, also after an interrupt, and where no frame has changed
+            if asked := content.get("asked"):
+                self.send({"answered": asked})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import count
 from typing import Any
 
 import anywidget
@@ -45,6 +46,7 @@ class TimelineView(StillFigure, anywidget.AnyWidget):
     words = traitlets.Dict().tag(sync=True)
     times = traitlets.Bytes(b"").tag(sync=True)
     codes = traitlets.Bytes(b"").tag(sync=True)
+    serial = traitlets.Int(0).tag(sync=True)  # another one for each step: two steps may differ in their times only
     selected = traitlets.Int(-1).tag(sync=True)
     rank = traitlets.Int(-1).tag(sync=True)
 
@@ -56,6 +58,7 @@ class TimelineView(StillFigure, anywidget.AnyWidget):
         layers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__()
+        self._serials = count(1)
         self.show(timeline, plan, predicted, layers)
 
     def show(
@@ -72,6 +75,7 @@ class TimelineView(StillFigure, anywidget.AnyWidget):
         with self.hold_sync():  # one message, so that no numbers meet the words of another step
             self.selected, self.rank = -1, -1
             self.words, self.times, self.codes = rows.words, rows.times, rows.codes
+            self.serial = next(self._serials)  # last: the page reads the step when this changes
         self.update_snapshot()
 
     @property

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
+from typing import Any
 
 import anywidget
 import ipywidgets
@@ -31,33 +32,46 @@ __all__ = ["ChoiceTable", "Tuner", "TuningView"]
 
 
 class ChoiceTable(anywidget.AnyWidget):
-    """A widget showing `html`, a table of radio buttons with numbers as values; `index` is the selected value.
+    """A widget showing `html`, a table of radio buttons; `chosen` is the value of the selected one.
 
-    With `summary`, the table is folded below that line.
+    With `summary`, the table is folded below that line. `on_choose(value)` is called when the page selects a button.
     """
 
     _esm = read_code("choice_table.js")
     _css = read_code("choice_table.css")
     html = traitlets.Unicode("").tag(sync=True)
-    index = traitlets.Int(0).tag(sync=True)
+    chosen = traitlets.Unicode("").tag(sync=True)
     summary = traitlets.Unicode("").tag(sync=True)
+
+    def __init__(self, on_choose: Callable[[str], None], **traits: str) -> None:
+        super().__init__(**traits)
+        self.on_msg(lambda _widget, content, _buffers: on_choose(content["choose"]))
 
 
 class TuningView(anywidget.AnyWidget):
-    """A chart of plans by time and memory; `index` is the plan that is selected and described beside it.
+    """A chart of plans by time and memory; `chosen` is the plan, as text, that is selected and described beside it.
 
-    `on_measure()` is called when the page asks to measure the selected plan; not while `busy`.
+    `on_choose(plan)` is called when the page selects a plan, and `on_measure(plan)` when it asks to measure one; not
+    while `busy`. Both name the plan: `chosen` may be older, since pages hold state back while the kernel works, and a
+    row may have moved.
     """
 
     _esm = join_modules("tuning.js")
     _css = read_style("tuning.css")
     words = traitlets.Dict().tag(sync=True)
-    index = traitlets.Int(0).tag(sync=True)
+    chosen = traitlets.Unicode("").tag(sync=True)
     busy = traitlets.Bool(False).tag(sync=True)
 
-    def __init__(self, on_measure: Callable[[], None]) -> None:
+    def __init__(self, on_choose: Callable[[str], None], on_measure: Callable[[str], None]) -> None:
         super().__init__()
-        self.on_msg(lambda _widget, content, _buffers: on_measure() if "measure" in content and not self.busy else None)
+        self._on_choose, self._on_measure = on_choose, on_measure
+        self.on_msg(self._handle_event)
+
+    def _handle_event(self, _widget: Any, content: Mapping[str, str], _buffers: Any) -> None:
+        if "choose" in content:
+            self._on_choose(content["choose"])
+        if "measure" in content and not self.busy:
+            self._on_measure(content["measure"])
 
 
 class Tuner(PageWidget):
@@ -94,7 +108,7 @@ class Tuner(PageWidget):
     ) -> None:
         self.neutral_batch = neutral_batch
         self.tuning = PlanTuner(model, image_shape, cluster, loss, optimiser, labels)
-        self.rows = ChoiceTable()
+        self.rows = ChoiceTable(self._pick)
         best, timed = (
             "how many of the best plans are trained for real",
             "training steps that are timed; the median counts",
@@ -109,9 +123,9 @@ class Tuner(PageWidget):
         for each in self.buttons:
             each.layout.flex = "0 0 auto"
         line = ipywidgets.HBox([self.top, self.steps, *self.buttons], layout={"flex_flow": "row wrap"})
-        super().__init__([line, self.status], TuningView(self.measure_chosen))
+        super().__init__([line, self.status], TuningView(self._pick, self._measure_plan))
         self.children = (*self.children, self.why, self.rows)
-        ipywidgets.link((self.rows, "index"), (self.view, "index"))
+        ipywidgets.link((self.rows, "chosen"), (self.view, "chosen"))
         self.candidates: tuple[Candidate, ...] = ()
         self._chosen: Plan | None = None
         self._figure: Drawing | None = None
@@ -122,11 +136,7 @@ class Tuner(PageWidget):
         self.explanation, self.refused, self.too_large = found.explanation, found.refused, found.too_large
         self.why.value = f"<b>Why: what is predicted of each kind of parallelism</b>{self.explanation._repr_html_()}"
         self._show(found.candidates)
-
-        def pick(_change: object) -> None:
-            self._chosen = self.candidates[self.rows.index].plan
-
-        self.rows.observe(pick, "index")
+        self.rows.observe(lambda change: self._pick(change["new"]), "chosen")
 
     @property
     def figure(self) -> Drawing:
@@ -151,10 +161,25 @@ class Tuner(PageWidget):
 
     def choose(self, plan: Plan) -> None:
         """Select the plan of a candidate. Raises PlanError if no candidate has it."""
-        plans = [each.plan for each in self.candidates]
-        if plan not in plans:
-            raise PlanError(f"{plan.summary}: this is none of the {len(plans)} plans in the table.")
-        self.rows.index = plans.index(plan)
+        self._chosen = self._find(repr(plan)).plan
+        self.rows.chosen = repr(plan)
+
+    def _find(self, text: str) -> Candidate:
+        """Return the candidate of a plan that is given as text."""
+        for each in self.candidates:
+            if repr(each.plan) == text:
+                return each
+        raise PlanError(f"{text}: this is none of the {len(self.candidates)} plans in the table, which all fit.")
+
+    def _pick(self, text: str) -> None:
+        self._chosen = self._find(text).plan
+
+    def _measure_plan(self, text: str) -> None:
+        """Choose and measure the plan that the page names."""
+        with self.show_errors():
+            self.choose(self._find(text).plan)
+        if not self.trouble.text:
+            self.measure_chosen()
 
     def measure_best(self) -> None:
         """Measure the first `top` candidates on the ranks."""
@@ -192,12 +217,11 @@ class Tuner(PageWidget):
     def _show(self, candidates: Sequence[Candidate]) -> None:
         """Show the candidates in this order, as points and as a table. The selected plan remains selected."""
         self.candidates = tuple(candidates)
-        place = [each.plan for each in self.candidates].index(self.plan)
-        chosen = self._chosen  # the index changes with the order, and not the selection
+        chosen = self._chosen  # stays None: the best plan is shown as selected until one is
         self._figure = None
         points = make_points(self.candidates, self.neutral_batch, self.explanation.rank_bytes, self.too_large)
-        with self.view.hold_sync():  # one message: the index is that of these points
+        with self.view.hold_sync():  # one message: the selected plan is one of these points
             self.view.words = pack_points(points, self.explanation.rank_bytes)
-            self.rows.html, self.rows.index = format_table_html(self.candidates, "plan"), place
+            self.rows.html, self.rows.chosen = format_table_html(self.candidates, "plan"), repr(self.plan)
         self.rows.summary = f"All {len(self.candidates)} plans as a table"
         self._chosen = chosen

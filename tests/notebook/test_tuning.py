@@ -12,6 +12,7 @@ from torch import nn
 
 from engines.errors import PlanError, RankError
 from engines.formatting import format_bytes, format_number
+from engines.plan import Plan
 from engines.predict.explain import classify_plan
 from engines.predict.machine import Machine
 from engines.predict.machine_checks import Noise
@@ -122,7 +123,7 @@ def test_a_tuner_is_set_and_read_without_a_browser(cluster):
     tuner = Tuner(model(), SHAPE, cluster, progress=False)
     assert tuner.plan == tuner.candidates[0].plan
     other = tuner.candidates[3].plan
-    tuner.rows.index = 3
+    tuner.rows.chosen = repr(other)
     assert tuner.plan == other
     assert tuner.rows.html.count('type="radio"') == len(tuner.candidates)
     assert escape(tuner.explanation.sentences[0]) in tuner.why.value
@@ -135,10 +136,24 @@ def test_a_tuner_is_set_and_read_without_a_browser(cluster):
     assert f"1 of 1 plans measured, at {ratio:.2f} of" in tuner.status.value
     assert tuner.candidates[0].plan == other  # what was measured comes first
     tuner.choose(tuner.candidates[2].plan)
-    assert tuner.rows.index == 2
+    assert tuner.rows.chosen == repr(tuner.candidates[2].plan)
     with pytest.raises(PlanError, match="none of the"):
         tuner.choose(type(other)())
     assert tuner.trouble.text == ""
+
+
+def test_the_page_measures_what_it_names_and_nothing_that_does_not_fit(cluster):
+    tuner = Tuner(model(), SHAPE, cluster, progress=False)
+    tuner.steps.value = 1
+    first, last = tuner.candidates[0].plan, tuner.candidates[-1].plan
+    tuner.view._handle_custom_msg({"measure": repr(last)}, [])  # before the state that tells of the choice
+    assert tuner.plan == tuner.candidates[0].plan == last
+    assert sum(bool(each.measured) for each in tuner.candidates) == 1
+    tuner.rows._handle_custom_msg({"choose": repr(first)}, [])  # the rows have moved meanwhile
+    assert tuner.plan == first
+    tuner.view._handle_custom_msg({"measure": repr(Plan(split_size=3))}, [])
+    assert "Plan(split_size=3): this is none of the" in tuner.trouble.text
+    assert sum(bool(each.measured) for each in tuner.candidates) == 1
 
 
 def test_unless_one_is_chosen_the_plan_is_the_best_measured(cluster):

@@ -22,9 +22,9 @@ test("a scale bar has a round length and fits", () => {
 });
 
 test("a thin halo grows away from its tile, until it can be seen", () => {
-  const own = [0, 100, 0, 100];
+  const own = [0, 0, 100, 100];
   assert.deepEqual(widenPiece([0, 100, 100, 100.5], own), { left: 100, top: 0, right: 103, bottom: 100, enlarged: 6 });
-  assert.deepEqual(widenPiece([-0.5, 0, -0.5, 0], own), { left: -3, top: -3, right: 0, bottom: 0, enlarged: 6 });
+  assert.deepEqual(widenPiece([-0.5, -0.5, 0, 0], own), { left: -3, top: -3, right: 0, bottom: 0, enlarged: 6 });
   assert.equal(widenPiece([0, 100, 100, 140], own).enlarged, 1);
 });
 
@@ -68,22 +68,33 @@ test("a cache asks once, keeps what was used last, and finds coarser tiles", () 
   assert.equal(cache.get([1, 2, 1]), "coarse");
 });
 
+test("a tile that cannot be read is asked for again only on request", () => {
+  const asked = [], cache = new TileCache((tiles) => asked.push(...tiles));
+  cache.want([[0, 0, 0], [0, 0, 1]]);
+  cache.fail([0, 0, 0]);
+  cache.want([[0, 0, 0], [0, 0, 1]]);
+  assert.equal(asked.length, 2);
+  cache.retry();
+  cache.want([[0, 0, 0], [0, 0, 1]]);
+  assert.deepEqual(asked.slice(2), [[0, 0, 0]]);
+});
+
 test("a layer knows owners, borrowers, widths and fields", () => {
   // Two tiles beside each other on 2 x 4 pixels, each borrowing a column; outputs see one pixel around them.
   const facts = { at: 1, ranks: [3, 4], pieces: 2, out_rows: 2, out_columns: 4, rows: 2, columns: 4 };
   const numbers = Int32Array.from([
     99,
-    0, 2, 0, 2, 0, 2, 2, 4,
-    0, 2, 0, 3, 0, 2, 1, 4,
-    1, 0, 0, 2, 2, 3, 0, 1, 0, 2, 1, 2,
-    0, 4, 0, 6, 0, 4, 2, 8,
+    0, 0, 2, 2, 0, 2, 2, 4,
+    0, 0, 2, 3, 0, 1, 2, 4,
+    1, 0, 0, 2, 2, 3, 0, 1, 0, 1, 2, 2,
+    0, 0, 4, 6, 0, 2, 4, 8,
     0, 3, 1, 4,
     0, 2, 0, 3, 1, 4, 2, 4,
   ]);
   const table = new LayerTable(facts, numbers);
   assert.deepEqual([table.findOwner(1, 1), table.findOwner(0, 2), table.findOwner(2, 0)], [0, 1, -1]);
   assert.deepEqual([table.findBorrowers(0, 2), table.findBorrowers(0, 1), table.findBorrowers(0, 0)], [[0], [1], []]);
-  assert.deepEqual([...table.getWindow(1)], [0, 2, 1, 4]);
-  assert.deepEqual(table.getField(1, 3), [1, 4, 2, 4]);
-  assert.deepEqual([...table.getSeen(1)], [0, 4, 2, 8]);
+  assert.deepEqual([...table.getWindow(1)], [0, 1, 2, 4]);
+  assert.deepEqual(table.getField(1, 3), [1, 2, 4, 4]);
+  assert.deepEqual([...table.getSeen(1)], [0, 2, 4, 8]);
 });

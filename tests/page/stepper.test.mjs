@@ -2,13 +2,14 @@ import assert from "node:assert/strict";
 import test from "node:test";
 
 import {
-  cutHalo, findMiddle, findPixel, isInside, locateMessage, locateTile, placePanels, placeRanks,
+  cutHalo, findMiddle, findPixel, locateMessage, locateTile, placePanels, placeRanks,
 } from "../../mpi4dl_nb/page/exchange_layout.js";
 import {
   bendBetween, computeFlight, computeTerm, findCentre, liftRectangle,
 } from "../../mpi4dl_nb/page/exchange_motion.js";
 import { clampStart, cutStrip } from "../../mpi4dl_nb/page/message_strips.js";
 import { readFloats, readIntegers } from "../../mpi4dl_nb/page/numbers.js";
+import { isInside } from "../../mpi4dl_nb/page/rectangles.js";
 import { findFrame, getFrameWidth } from "../../mpi4dl_nb/page/step_controls.js";
 import { FrameStore, formatNumber, readValues, summariseFrame } from "../../mpi4dl_nb/page/step_frames.js";
 import { describePixel, movePixel } from "../../mpi4dl_nb/page/step_pixels.js";
@@ -221,6 +222,21 @@ test("what the ranks refuse stops the player", () => {
   player.play();
   player.refuse();
   assert.deepEqual([player.playing, player.waiting], [false, false]);
+});
+
+test("an answer without a frame ends the wait, and one after its frame changes nothing", () => {
+  const { player } = makePlayer();
+  player.go("f");
+  player.answer(player.asked);
+  assert.equal(player.waiting, false);
+  player.play();
+  const first = player.asked;
+  player.take(makeFrame(1), BYTES);
+  player.answer(first);
+  assert.deepEqual([player.playing, player.waiting], [true, false]);
+  player.rest();
+  player.answer(first);  // not what is waited for
+  assert.deepEqual([player.playing, player.waiting], [true, true]);
 });
 
 test("a frame from a cell does not take the reader away from an older one", () => {

@@ -15,6 +15,7 @@ from mpi4dl_nb.widgets.page_modules import FOLDER, join_modules
 NODE = compute_driver_executable()[0]  # the one that drives Chromium in the tests: installed with them
 MODULES = sorted(each.name for each in FOLDER.glob("*.js"))
 TESTS = sorted(Path(__file__).parent.glob("*.test.mjs"))
+EXPORTS = re.compile(r"^export (?:async )?(?:function\*?|class|const|let) (\w+)", re.MULTILINE)
 NAMES = re.compile(r"^(?:export )?(?:async )?(?:function\*?|class|const|let) (\w+)", re.MULTILINE)
 
 
@@ -35,6 +36,19 @@ def test_joined_modules_are_a_module(entry):
     twice = [name for name, count in Counter(NAMES.findall(joined)).items() if count > 1]
     assert twice == [], f"two modules call something {twice}: joined, they would be one name"
     run_node("--input-type=module", "--check", "-", given=joined)
+
+
+def test_what_a_module_exports_is_imported():
+    texts = {path.name: path.read_text() for path in (*FOLDER.glob("*.js"), *TESTS)}
+    imported = {
+        (found["file"], name)
+        for text in texts.values()
+        for found in re.finditer(r'^import \{(?P<names>[^}]*)\} from "[./\w]*?(?P<file>\w+\.js)";', text, re.MULTILINE)
+        for name in re.findall(r"\w+", found["names"])
+    }
+    exported = {(file, name) for file in MODULES for name in EXPORTS.findall(texts[file])}
+    assert exported - imported == set()
+    assert imported - exported == set()
 
 
 def test_modules_load_nothing_from_elsewhere():

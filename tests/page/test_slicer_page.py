@@ -7,10 +7,12 @@ import re
 import pytest
 from playwright.sync_api import expect
 
+from engines.errors import ImageError
 from engines.images.sample_data import immunohistochemistry
 from engines.models import resnet20_v1
 from engines.plan import Plan
 from mpi4dl_nb import Slicer
+from mpi4dl_nb.widgets import slicer as module
 from tests.page.harness import PageHarness
 
 TISSUE = immunohistochemistry()
@@ -135,6 +137,30 @@ def test_both_readings_and_receptive_fields(page, slicer):
     assert int(seen[1]) > 3
     (_, seen_by_tile) = re.findall(r"0 above, (\d+) below", page.locator(".mpi4dl-words").inner_text())
     assert int(seen_by_tile) == int(seen[1]) // 2
+
+
+def test_what_cannot_be_read_is_told_and_read_again_on_request(chromium, slicer, monkeypatch):
+    encode, broken = module.encode_tile, [True]
+
+    def encode_some(picture, level, row, col):
+        if broken[0] and (row, col) == (0, 0):
+            raise ImageError("the disk is gone")
+        return encode(picture, level, row, col)
+
+    monkeypatch.setattr(module, "encode_tile", encode_some)
+    slicer.view.place = []
+    harness = PageHarness(chromium, slicer.view)
+    harness.settle(4)
+    press(harness.page, "h", *["+"] * 2)
+    alert = harness.page.get_by_role("alert")
+    expect(alert).to_contain_text("Parts of the picture stay coarse: the disk is gone")
+    broken[0] = False
+    alert.get_by_role("button", name="read again").click()
+    expect(alert).to_be_empty()
+    harness.settle(4)
+    point_at(harness.page, 0.5, 0.5)
+    expect(harness.page.locator(".mpi4dl-tooltip")).to_contain_text("red, green, blue")
+    harness.close()
 
 
 def test_less_motion_and_a_narrow_page(chromium, slicer):

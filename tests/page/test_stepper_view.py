@@ -128,6 +128,14 @@ def test_a_pixel_is_read_by_pointer_and_by_keyboard(stepper: Stepper, page: Page
     assert page.page.locator(".mpi4dl-tooltip").inner_text().startswith("rank 0, row ")
 
 
+def test_the_schedule_has_the_textures_of_the_timeline(page: PageHarness):
+    backgrounds = """(name) => [...document.querySelectorAll(`.mpi4dl-step-table ${name}`)].map(
+        (each) => getComputedStyle(each).backgroundImage).filter((each) => each.startsWith('url("data:image/png'))"""
+    slots, legend = (page.page.evaluate(backgrounds, name) for name in (".mpi4dl-slot", ".mpi4dl-swatch"))
+    assert len(slots) > len(set(slots)) == len(legend) == 2  # forward and backward
+    assert set(slots) == set(legend)
+
+
 def test_the_scrubber_goes_to_any_frame(stepper: Stepper, page: PageHarness):
     press(page, "l")
     wait_for_record(page, stepper)
@@ -159,6 +167,14 @@ def test_what_the_ranks_refuse_is_told_and_stops_the_player(stepper: Stepper, pa
     press(page, "r")
     assert page.page.evaluate(SHOWN) == "newest"
     assert stepper.trouble.text == ""
+
+
+def test_a_key_that_changes_nothing_is_answered_too(stepper: Stepper, page: PageHarness):
+    for _ in range(2):
+        press(page, "f")
+        assert page.page.evaluate(SHOWN) == "newest"
+    press(page, "r")
+    assert stepper.stepping.event.places == (0,) * PLAN.ranks
 
 
 def test_a_page_that_is_opened_later_has_the_record(chromium: object, stepper: Stepper):

@@ -206,6 +206,14 @@ def test_the_kernel_selects_and_replaces_what_is_shown(shown):
     assert "stage0.halo11" not in shown.status.inner_text()
 
 
+def test_a_newer_step_that_differs_in_its_times_only_is_shown(shown):
+    codes, before = shown.view.codes, shown.shown
+    shown.view.show(make_timeline(2, 40, 3.0), PLAN, make_timeline(2, 40, 0.5))
+    shown.harness.settle(4)
+    assert shown.view.codes == codes
+    assert shown.shown != before
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["zoom", "drag", "hover"])
 def test_two_hundred_thousand_events_are_moved_smoothly(chromium, kind):

@@ -40,12 +40,18 @@ def found():
 def shown(chromium, found):
     candidates, limit, too_large = found
     asked = []
-    view = TuningView(lambda: asked.append(view.index))
+    view = TuningView(lambda plan: asked.append(("choose", plan)), lambda plan: asked.append(("measure", plan)))
     view.words = pack_points(make_points(candidates, None, limit, too_large), limit)
+    view.chosen = repr(candidates[0].plan)
     harness = PageHarness(chromium, view)
     harness.settle(3)
     yield view, harness.page, asked, harness
     harness.close()
+
+
+def place(view: TuningView) -> int:
+    """Where the chosen plan is among the points."""
+    return [each["plan"] for each in view.words["points"]].index(view.chosen)
 
 
 def test_points_are_the_costs_of_the_plans_and_the_front_is_unbeaten(found):
@@ -75,18 +81,20 @@ def test_a_plan_is_reached_described_and_measured_by_keyboard(shown):
     order = sorted((at for at, each in enumerate(points) if each["number"]), key=lambda at: (points[at]["cost"][1], at))
     page.keyboard.press("ArrowRight")
     harness.settle()
-    assert view.index == order[min(order.index(0) + 1, len(order) - 1)]
+    assert place(view) == order[min(order.index(0) + 1, len(order) - 1)]
     page.keyboard.press("Home")
     fastest = min((at for at, each in enumerate(points) if each["number"]), key=lambda at: points[at]["cost"][0])
     page.keyboard.press("ArrowDown")
     harness.settle()
     name = page.get_by_role("region", name="the chosen plan").get_by_role("heading").inner_text()
-    assert name == f"{view.index + 1}. {points[view.index]['name']}"
-    assert points[view.index]["name"] in page.get_by_role("status").inner_text()
+    assert name == f"{place(view) + 1}. {points[place(view)]['name']}"
+    assert points[place(view)]["name"] in page.get_by_role("status").inner_text()
+    assert asked[-1] == ("choose", view.chosen)
+    asked.clear()
     page.keyboard.press("m")
     page.get_by_role("button", name="Measure this plan").click()
     harness.settle()
-    assert asked == [view.index] * 2
+    assert asked == [("measure", view.chosen)] * 2
     assert fastest in order
     view.busy = True
     harness.settle()
@@ -102,19 +110,60 @@ def test_a_click_chooses_a_plan_and_the_kernel_does(shown, found):
     candidates, limit, _ = found
     marks = page.locator(".mpi4dl-tuning-chart .mpi4dl-tuning-point").last  # the measured one lies on top
     box = marks.locator(".measured").bounding_box()
-    view.index = len(candidates) - 1
+    view.chosen = repr(candidates[-1].plan)
     harness.settle()
     panel = page.get_by_role("region", name="the chosen plan")
     assert "it does not <run>" in panel.inner_text()
     page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
     harness.settle()
-    assert view.index == 0
+    assert view.chosen == repr(candidates[0].plan)
     assert "50% of what was predicted" in panel.inner_text()
     assert format_bytes(limit) in panel.inner_text()
 
 
+def test_a_choice_names_its_plan_though_the_rows_are_sorted_anew(shown, found):
+    view, page, asked, harness = shown
+    candidates, limit, too_large = found
+    page.get_by_role("application").focus()
+    harness.is_busy = True  # the kernel measures: it hears nothing of this choice yet
+    page.keyboard.press("Home")
+    page.keyboard.press("ArrowUp")
+    panel = page.get_by_role("region", name="the chosen plan").get_by_role("heading")
+    number, name = panel.inner_text().split(". ")
+    harness.is_busy = False
+    backwards = list(reversed(candidates))
+    view.words = pack_points(make_points(backwards, None, limit, too_large), limit)
+    harness.settle()
+    page.keyboard.press("m")
+    harness.settle()
+    assert panel.inner_text().endswith(f". {name}")
+    assert number != "1"
+    assert asked == [("measure", repr(candidates[int(number) - 1].plan))]
+
+
+def test_a_plan_that_does_not_fit_is_described_and_neither_chosen_nor_measured(shown):
+    view, page, asked, harness = shown
+    box = page.locator(".mpi4dl-tuning-chart .too-large .predicted").first.bounding_box()
+    page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    harness.settle()
+    panel = page.get_by_role("region", name="a plan that does not fit")
+    assert panel.get_by_role("button", name="Measure this plan").is_disabled()
+    page.get_by_role("application").focus()
+    page.keyboard.press("m")
+    page.keyboard.press("Enter")
+    harness.settle()
+    assert "cannot be measured: it does not fit" in page.get_by_role("status").inner_text()
+    assert asked == []
+    page.keyboard.press("Home")
+    harness.settle()
+    assert not panel.is_visible()
+    assert asked == [("choose", view.chosen)]
+
+
 def test_the_table_folds_and_chooses_by_keyboard(chromium, found):
-    rows = ChoiceTable(html=format_table_html(found[0], "plan"), summary="All plans as a table")
+    plans, asked = [repr(each.plan) for each in found[0]], []
+    rows = ChoiceTable(asked.append, html=format_table_html(found[0], "plan"), summary="All plans as a table")
+    rows.chosen = plans[0]
     harness = PageHarness(chromium, rows)
     page = harness.page
     assert not page.get_by_role("table").is_visible()
@@ -124,8 +173,8 @@ def test_the_table_folds_and_chooses_by_keyboard(chromium, found):
     page.get_by_role("radio", checked=True).focus()
     page.keyboard.press("ArrowDown")
     harness.settle()
-    assert rows.index == 1
-    rows.html, rows.index = format_table_html(found[0][:2], "plan"), 0
+    assert (rows.chosen, asked) == (plans[1], plans[1:2])
+    rows.html, rows.chosen = format_table_html(found[0][:2], "plan"), plans[0]
     harness.settle()
     assert page.get_by_role("table").is_visible()  # what is open stays so
     assert page.get_by_role("radio").first.is_checked()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from dataclasses import replace
 from functools import partial
 from threading import Event
 from types import SimpleNamespace
+from unittest.mock import Mock
 from weakref import ref
 
 import numpy as np
@@ -91,11 +93,11 @@ def test_what_belongs_to_the_plan_before_can_be_told_until_the_new_one_is_counte
     assert chosen.plan.split_size == 4
     view = chosen.view
     assert view.gauges["plan"] != view.shape["plan"] == view.loads["plan"]
-    assert (view.gauges["now"], view.status["pending"]) == (before, True)
+    assert (view.gauges["now"], view.status["words"]) == (before, module.WEIGHING)
     go_on.set()
     assert chosen.wait()
     assert view.gauges["plan"] == view.shape["plan"]
-    assert (view.gauges["before"], view.status["pending"]) == (before, False)
+    assert (view.gauges["before"], view.status["words"]) == (before, "")
     assert view.gauges["now"] != before
 
 
@@ -333,6 +335,37 @@ def test_without_a_cluster_it_makes_one(chosen, monkeypatch):
     assert chosen.wait()
     assert (chosen.cluster.n, chosen.cluster.state) == (5, "ready")
     chosen.cluster.stop()
+    chosen.cluster = None
+
+
+def test_a_start_under_way_stays_shown_and_its_end_hides_no_error(chosen, monkeypatch):
+    cluster, begun, go_on = Cluster(5, backend="loopback"), Event(), Event()
+    monkeypatch.setattr(cluster, "resize", lambda _ranks: begun.set() or go_on.wait(20))
+    chosen.cluster = cluster
+    chosen.start.click()
+    assert begun.wait(20)
+    for stages in (3, 2):  # compiled and counted while the ranks start
+        chosen.knobs["split_size"].value = stages
+        assert chosen.plan.split_size == stages
+        assert chosen._counting.wait(60)
+        assert chosen.start.disabled
+        assert chosen.view.start["reason"] == chosen.view.status["words"] == "Starting 5 ranks ..."
+    chosen.knobs["split_size"].value = 40
+    go_on.set()
+    assert chosen.wait()
+    assert "It cannot be started" in chosen.start.reason
+    assert chosen.view.status["words"] == module.LAST
+    chosen.cluster = None
+
+
+def test_a_start_that_fails_in_any_way_ends(chosen, monkeypatch):
+    chosen.cluster = Cluster(5, backend="loopback")
+    monkeypatch.setattr(chosen.cluster, "resize", Mock(side_effect=OSError("no room")))
+    monkeypatch.setattr(threading, "excepthook", lambda _given: None)
+    chosen.start.click()
+    assert chosen.wait()
+    assert "5 ranks could not be started" in chosen.view.start["trouble"]
+    assert not chosen.start.disabled
     chosen.cluster = None
 
 

@@ -19,6 +19,7 @@ from engines.program.receptive import ReceptiveFields
 from engines.train.training import prepare
 from mpi4dl_nb import Slicer, open_image, show_slicing
 from mpi4dl_nb.draw.halo_points import with_fused_halos
+from mpi4dl_nb.widgets import slicer as module
 from tests.images.made_slides import shared
 
 TISSUE = immunohistochemistry()[:96, :120]
@@ -93,6 +94,13 @@ def test_fused_halos_are_compared_with_others(slicer):
     for name, count in borrows.items():
         assert f"{len(count)} halos, {sum(count) / 1024:.1f} KB ({name})" in told
         assert f"{len(count)} halos, {sum(count) / 1024:.1f} KB ({name})" in slicer.view.facts["remarks"][0][0]
+
+
+def test_the_page_is_sent_the_sides_of_a_rectangle_in_one_order(slicer):
+    numbers, at = np.frombuffer(slicer.view.numbers, "<i4"), slicer.view.facts["layers"][0]["at"]
+    owned, windows = numbers[at : at + 32].reshape(2, 4, 4).tolist()
+    assert owned[1] == [0, 60, 48, 120]  # top, left, bottom, right
+    assert windows[1] == [0, 59, 49, 120]
 
 
 def test_a_tile_is_chosen_by_number_and_by_its_pixels(slicer):
@@ -190,6 +198,23 @@ def test_the_page_gets_the_pixels_of_the_picture():
     assert half.shape == (150, 250, 3)
     means = tissue.reshape(150, 2, 250, 2, 3).mean((1, 3))
     assert np.abs(half - means).mean() < 4  # JPEG
+
+
+def test_each_tile_is_answered_also_those_that_cannot_be_read(monkeypatch):
+    slicer, sent, encode = Slicer(TISSUE, PLAN), [], module.encode_tile
+
+    def encode_some(picture, *place):
+        if place == (0, 0, 0):
+            raise OSError("the disk is gone")
+        return encode(picture, *place)
+
+    monkeypatch.setattr(module, "encode_tile", encode_some)
+    slicer.view.send = lambda content, buffers: sent.append((content, *map(bool, buffers)))
+    slicer.view._handle_custom_msg({"tiles": [[0, 0, 0], [1, 0, 0]]}, [])
+    assert sent == [
+        ({"tiles": [[0, 0, 0]], "trouble": "the disk is gone"}, False),
+        ({"tiles": [[1, 0, 0]], "trouble": ""}, True),
+    ]
 
 
 class Plasma(Picture):

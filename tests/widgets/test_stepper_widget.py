@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -107,6 +108,19 @@ def test_what_cannot_be_done_is_told_and_the_figure_stays(stepper: Stepper):
     assert "restart" in stepper.trouble.text
     stepper._handle_key("r")
     assert stepper.trouble.text == ""
+
+
+def test_every_key_of_the_page_is_answered(stepper: Stepper, monkeypatch: pytest.MonkeyPatch):
+    sent: list[dict[str, float]] = []
+    monkeypatch.setattr(stepper.view, "send", sent.append)
+    for asked in (0.25, 0.5):  # the second time there is nothing left to do, and no new frame
+        stepper.view._handle_event(None, {"key": "f", "asked": asked}, [])
+    assert sent == [{"answered": 0.25}, {"answered": 0.5}]
+    for error in (KeyboardInterrupt, RuntimeError):
+        monkeypatch.setattr(stepper.stepping, "finish", Mock(side_effect=error))
+        with pytest.raises(error):
+            stepper.view._handle_event(None, {"key": "f", "asked": 0.75}, [])
+        assert sent.pop() == {"answered": 0.75}
 
 
 def test_other_work_in_a_cell_is_told(stepper: Stepper, cluster):
