@@ -60,7 +60,7 @@ class StepDebugger(FactTable):
     """
 
     def __init__(self, training: TrainingHandle, whole: Mapping[str, Tensor]) -> None:
-        self.training, graph = training, training.recipe.graph
+        self.training, self._recipe, graph = training, training.recipe, training.recipe.graph
         self.images = len(whole["images"])
         self._inputs = [cut_inputs(program, whole) for program in training.programs]
         self.order = DependencyOrder(training.programs)
@@ -86,6 +86,11 @@ class StepDebugger(FactTable):
         return StepInspector(extents, self.steps, self.schedule, self._call)
 
     def _begin(self) -> None:
+        if self.training.recipe is not self._recipe:
+            raise PlanError(
+                f"load() has given the training another plan, {self.training.plan.summary}. This step is of the old "
+                "one. Make a new one: training.stepping(images, labels)."
+            )
         self.number, self.loss = uuid.uuid4().hex, None
         parts = [(inputs,) for inputs in self._inputs]
         begin = rank_functions.begin_debug_step, self.training.name, self.images, self.number

@@ -62,7 +62,8 @@ _FOR_LOOPS = {
 class TrainingHandle:
     """What the loops, predictions and debugged steps of a `Training` use of it: its state, and the calls of its ranks.
 
-    The ranks hold the training under its `name`. `steps` counts its updates, and `reports` are those of the last step.
+    The ranks hold the training under its `name`. `steps` counts its updates, and `reports` are those of the last step
+    since it was created or loaded, so that they belong to its plan.
     """
 
     def __init__(
@@ -218,6 +219,7 @@ class TrainingHandle:
         recipe = self.recipe if plan == self.plan else self._prepare(plan)
         found = open_checkpoint(make_absolute(path), recipe)
         found.warn_of_passed_over(stacklevel=2)
+        self.reports = []
         # For another plan, or if a rank has lost the training, all ranks make it anew: no rank can do so alone.
         if recipe is not self.recipe or None in self.cluster.call(rank_functions.get_updates, self.name):
             warn_of_mean(recipe.graph, plan, stacklevel=2)

@@ -337,7 +337,7 @@ def test_close_frees_the_ranks(cluster):
 
 
 def test_a_timeline_before_the_first_step(cluster):
-    with pytest.raises(PlanError, match=r"none was run yet\. Call step"):
+    with pytest.raises(PlanError, match=r"none was run yet, or since load\(\)\. Call step"):
         Training(unet(), TILES, cluster, SHAPE).timeline()
 
 
