@@ -18,7 +18,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from threading import Timer
+from threading import Event, Thread, Timer, get_ident
 
 import psutil
 import pytest
@@ -29,9 +29,10 @@ from engines.comm.all_reduce import all_reduce
 from engines.comm.device import compute_threads_per_rank
 from engines.comm.notebook_imports import pack
 from engines.comm.status_board import get_status_board
-from engines.comm.world import run_on_all
+from engines.comm.world import Message, run_on_all
 from engines.errors import CheckpointError, ImageError, LossError, PlanError, RankError, TraceError
 from mpi4dl_nb.cluster import Cluster
+from mpi4dl_nb.owned_ranks import count_alive_ranks
 
 N = 3
 
@@ -629,6 +630,79 @@ def test_an_unknown_backend_is_refused():
 def test_a_call_needs_a_start():
     with pytest.raises(RankError, match=r"not started. Call start\(\)"):
         Cluster(2, backend="loopback").call(lambda host: None)
+
+
+@pytest.mark.parametrize("end", [Cluster.stop, Cluster.end_later, Cluster.restart])
+def test_a_stop_during_a_call_of_another_thread_is_named(end):
+    def waits(host):
+        host.world.exchange([], [Message(1 - host.world.rank, 0, torch.empty(1))]).wait()
+
+    with Cluster(2, backend="loopback") as cluster:
+        Timer(0.3, end, [cluster]).start()
+        with pytest.raises(RankError, match="The cluster was stopped by another thread during a call"):
+            cluster.call(waits)
+        assert cluster.start().call(lambda host: host.world.rank) == [0, 1]
+
+
+@pytest.mark.nightly
+def test_a_stop_during_a_call_over_mpi_is_named():
+    with Cluster(2) as cluster:
+        for _ in range(3):
+            Timer(0.5, cluster.stop).start()
+            with Watch() as watch, pytest.raises(RankError, match="was stopped by another thread"):
+                cluster.call(lambda host: time.sleep(20))
+            assert watch.s < 10
+            assert cluster.start().call(lambda host: host.world.rank) == [0, 1]
+
+
+class SlowToStart(Cluster):
+    def _launch(self):
+        self.launched = [*getattr(self, "launched", []), time.monotonic()]
+        time.sleep(0.3)
+        return super()._launch()
+
+
+def test_threads_that_start_a_cluster_at_once_start_one():
+    cluster = SlowToStart(2, backend="loopback")
+    threads = [Thread(target=cluster.start) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(cluster.launched) == 1
+    assert cluster.call(lambda host: host.world.rank) == [0, 1]
+    cluster.stop()
+
+
+def test_a_stop_during_a_start_ends_what_was_started():
+    cluster = SlowToStart(2, backend="loopback")
+    before, thread = count_alive_ranks(), Thread(target=cluster.start)
+    thread.start()
+    while not hasattr(cluster, "launched"):
+        time.sleep(0.01)
+    cluster.stop()
+    thread.join()
+    assert cluster.state == "not started"
+    assert count_alive_ranks() == before
+
+
+def test_an_interrupt_ends_a_start_that_waits_for_another_thread():
+    cluster, release = Cluster(2, backend="loopback"), Event()
+
+    def hold() -> None:
+        with cluster.turn:
+            release.wait(10)
+
+    thread = Thread(target=hold)
+    thread.start()
+    Timer(0.3, signal.pthread_kill, [get_ident(), signal.SIGINT]).start()
+    with Watch() as watch, pytest.raises(KeyboardInterrupt):
+        cluster.start()
+    release.set()
+    thread.join()
+    assert watch.s < 5
+    with cluster:
+        assert cluster.call(lambda host: host.world.rank) == [0, 1]
 
 
 def test_the_card_says_it_in_words():
