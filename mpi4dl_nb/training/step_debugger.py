@@ -300,10 +300,12 @@ class StepDebugger(FactTable):
         # The notebook sends only how far the ranks go. They execute at once, as in any step, and wait for each other's
         # messages; by the order of dependencies, none waits for an instruction beyond another one's target.
         last = target == self.order.ends
-        standings = self._call("advance", [(place,) for place in target])
+        with self.training.cluster.turn:  # the update and its count here are one, whatever thread steps next
+            standings = self._call("advance", [(place,) for place in target])
+            if last:  # the update is done: this was a step of the training
+                self.training.record_step([standing.outcome[0] for standing in standings])
         self._update_event(target, self.event.number + 1, standings, self.event.places)
-        if last:  # the update is done: this was a step of the training
-            self.training.record_step([standing.outcome[0] for standing in standings])
+        if last:
             self.loss = merge_stats([standing.outcome[1] for standing in standings]).loss
         return self.event
 

@@ -218,6 +218,40 @@ def test_an_interrupt_ends_the_call_and_not_the_cluster(cluster):
     check_usable(cluster)
 
 
+def test_an_interrupt_between_the_messages_of_a_call_leaves_no_work_behind(cluster, monkeypatch):
+    ranks, sent = cluster._ranks, []
+
+    def submit(rank, common, own):
+        future = type(ranks).submit(ranks, rank, common, own)
+        if not sent:
+            sent.append(future)
+            signal.raise_signal(signal.SIGINT)  # before the call knows that this rank has its work
+        return future
+
+    monkeypatch.setattr(ranks, "submit", submit)
+    with pytest.raises(KeyboardInterrupt):
+        cluster.call(lambda host: host.world.all_gather(None))
+    assert cluster.call(lambda host: host.world.rank) == [*range(N)]
+    assert sent[0].done()
+
+
+@pytest.mark.parametrize("backend", ["loopback", "in_turn"])
+def test_after_any_interrupt_the_ranks_are_synchronised(backend, monkeypatch):
+    with Cluster(2, backend=backend) as cluster:
+        submit = cluster._ranks.submit
+
+        def interrupted(rank, common, own):
+            submit(rank, common, own)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(cluster._ranks, "submit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            cluster.call(lambda host: host.world.all_gather(None))
+        monkeypatch.undo()
+        assert not cluster._last.clean
+        assert cluster.call(lambda host: host.world.all_gather(host.world.rank)) == [[0, 1], [0, 1]]
+
+
 def test_no_call_leaves_gradients_off(cluster):
     """An interrupt can, as `no_grad` is entered or left: the next steps would train nothing, and say nothing."""
     if cluster.backend == "mpi":
