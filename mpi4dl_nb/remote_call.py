@@ -93,7 +93,7 @@ def _describe_state(still: StalledRank) -> str:
         return f"no report of it has arrived for {format_seconds(still.for_s, 2)}{why}"
     if still.idle:
         return f"it has not received its work, or its answer does not arrive{why}"
-    return f"{still.at}, since {format_seconds(still.for_s, 2)}{why}"
+    return f"{still.at}, for {format_seconds(still.for_s, 2)}{why}"
 
 
 _LOOK_S = 0.02  # poll interval for deaths; a reply is noticed at once

@@ -47,8 +47,8 @@ def get_training(host: RankServer, name: str, steps: int | None = None) -> RankT
     """
     if name not in host.trainings:
         raise PlanError(
-            "The ranks hold this training no more: it was closed, or they were started anew. Call load() with a "
-            "checkpoint of it, or make a new one."
+            "The ranks do not hold this training any more: it was closed, or the ranks were restarted. Call load() "
+            "with a checkpoint of it, or make a new Training."
         )
     found = host.trainings[name]
     if steps not in (None, found.updates):
@@ -215,7 +215,10 @@ def call_debug_step(host: RankServer, number: str, what: str, *args: Any) -> tup
 
 
 def abort_debug_step(host: RankServer) -> None:
-    """Do nothing: any call that is not allowed during a step abandons the step."""
+    """Abort the debugged step.
+
+    The body is empty because `execute` aborts it before any function not marked `allow_during_step`.
+    """
 
 
 # ---- calibrations, of which a rank holds the state from one part to the next

@@ -109,7 +109,7 @@ class FailureRecovery:
         for mark, path in reversed(self._saved):
             try:
                 if not path.exists():
-                    raise DamagedError(f"{path}: it is there no more.")
+                    raise DamagedError(f"{path} does not exist any more.")
                 self.training.load(path, plan)
             except DamagedError as error:
                 wrong.append(error)

@@ -387,7 +387,7 @@ def test_a_rank_that_hangs_is_named_with_those_that_wait_for_it(cluster, how):
         cluster.hang_after_s = 300
     assert 2 <= watch.s < 5
     assert caught.value.rank == 1
-    assert "Rank 0 waits: stage 0, since 2" in str(caught.value)
+    assert "Rank 0 waits: stage 0, for 2" in str(caught.value)
     assert bool(cluster.dead) == (how == "stopped")
     cluster.heal()
     check_usable(cluster)
