@@ -36,7 +36,8 @@ class PlanOption:
     - `flags`: further names of its command-line flag.
     - `divides`: what it divides images among: `step` (into micro-batches) or `micro_batch`; empty: nothing.
     - `results`: how the results differ from those of the default; empty: they do not, but for rounding.
-    - `kept`: a training that goes on with another number of ranks keeps the value; it chooses the other ones anew.
+    - `kept`: when a training resumes on another number of ranks, this field keeps its value; fields that are not
+      `kept` are chosen again.
     - `phrase`: how a summary mentions a value that is not the default; empty: in words of its own.
     """
 
@@ -158,7 +159,7 @@ class Plan:
     fused_layers: int | str = _tile_option(
         1, help="layers between two exchanges of halo_d2, or auto: as many as are cheapest", low=1, proposals=("auto",)
     )
-    overlap_halos: bool = _tile_option(False, help="halos travel while what needs none is computed: for slow links")
+    overlap_halos: bool = _tile_option(False, help="halos travel while the interior is computed: for slow links")
     schedule: str = _pipeline_option("fill_drain", help="the order of micro-batches", choices=SCHEDULES)
     stages_per_rank: int = _pipeline_option(
         1, help="stages on each rank behind the spatial ones, for the schedule interleaved", low=1
@@ -173,7 +174,7 @@ class Plan:
     checkpoint_activations: bool = _number_option(
         False,
         help="keep what comes from other ranks, and compute the rest again for backward",
-        phrase="activations again",
+        phrase="recomputed activations",
     )
     offload_activations: bool = _number_option(
         False,

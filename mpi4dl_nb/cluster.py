@@ -106,6 +106,9 @@ class Cluster:
         # Held during each call: concurrent calls, from a widget's thread and a cell, would mix their messages. A caller
         # holds it where several calls, or a call and what it changes here, are one. So it is reentrant.
         self.turn = RLock()
+        # Held while ranks are started or given up, so that only one thread does so. It is taken after `turn`, or alone:
+        # `stop` does not wait for a call, but ends it.
+        self._change = RLock()
 
     @property
     def is_one_process(self) -> bool:
@@ -114,28 +117,37 @@ class Cluster:
 
     def start(self) -> Cluster:
         """Start the ranks and wait until they are ready. Raises RankError, with their output, if they do not start."""
-        if self._ranks is None:
-            if get_owned_ranks():
-                gc.collect()  # a Training is part of a reference cycle: only a collection ends its old cluster
-            self._ranks, self._last, self.dead = self._launch(), None, ""
-            self._owned = OwnedRanks(self.end_later, self._ranks)
-            watch_notebook()
+        with self.turn, self._change:
+            if self._ranks is None:
+                if get_owned_ranks():
+                    gc.collect()  # a Training is part of a reference cycle: only a collection ends its old cluster
+                self._ranks, self._last, self.dead = self._launch(), None, ""
+                self._owned = OwnedRanks(self.end_later, self._ranks)
+                watch_notebook()
         return self
 
     def _launch(self) -> Ranks:
         return MpiRanks(self.n, self.hosts) if self.hosts else _BACKENDS[self.backend](self.n)
 
     def stop(self) -> None:
-        """End the ranks. All state that they hold is lost."""
-        owned, self._owned, self._ranks = self._owned, None, None
-        if owned is not None:
+        """End the ranks, also during a call of another thread, which then raises RankError. All their state is lost."""
+        if (owned := self._give_up_ranks()) is not None:
             owned.end()
 
     def end_later(self) -> None:
         """End the ranks as `stop` does, but in a background thread."""
-        owned, self._owned, self._ranks = self._owned, None, None
-        if owned is not None:
+        if (owned := self._give_up_ranks()) is not None:
             owned.end_later()
+
+    def _give_up_ranks(self) -> OwnedRanks | None:
+        with self._change:
+            owned, self._owned, self._ranks = self._owned, None, None
+        return owned
+
+    @property
+    def is_started(self) -> bool:
+        """Whether there are ranks, alive or dead."""
+        return self._ranks is not None
 
     def restart(self) -> Cluster:
         """Stop the ranks and start new ones. All state that they held is lost."""
@@ -157,8 +169,8 @@ class Cluster:
             #     ranks are dead, `fewer`   shrink the communicator (ULFM), without a restart
             #     ranks are dead            restart all ranks
             #     all ranks are alive       synchronise them; if that fails, restart all
-            cut = self._ranks.find_lost_hosts() if self._ranks else ()
-            lost = self._ranks.find_lost_ranks() if self._ranks else {}
+            ranks = self._ranks
+            cut, lost = (ranks.find_lost_hosts(), ranks.find_lost_ranks()) if ranks else ((), {})
             if cut:
                 left = self.hosts.exclude(cut)
                 n = self.n - fewer * sum(isinstance(each, HostLost) for each in lost.values())
@@ -170,11 +182,11 @@ class Cluster:
                     raise RankError(f"None of the {self.n} ranks is left to go on. Call heal() to start them anew.")
                 if self._last is not None:
                     self._last.release(_PATIENCE_S)
-                self._ranks.exclude_ranks(lost)
+                ranks.exclude_ranks(lost)
                 self.n, self.dead, self.machine = self.n - len(lost), "", None
-                self._resync(recover_and_reset)
+                self._resync(ranks, recover_and_reset)
                 return self
-            if self._ranks is None or self.dead or lost:
+            if ranks is None or self.dead or lost:
                 return self.restart()
             try:
                 self._make_ready()
@@ -212,19 +224,20 @@ class Cluster:
         if len(parts) != self.n:
             raise PlanError(f"per_rank has {len(parts)} entries, but the cluster has {self.n} ranks.")
         with self.turn:
-            self._make_ready()
+            ranks = self._make_ready()
             try:
                 # What is common to all ranks, with the function, is pickled once, and sent to each with its own part.
-                common, *own = self._ranks.pack([(function, args), *parts])
+                common, *own = ranks.pack([(function, args), *parts])
             except (TypeError, AttributeError, pickle.PicklingError) as error:
                 name = getattr(function, "__qualname__", repr(function))
                 raise PlanError(f"{name} and its arguments cannot be sent to the ranks: {error}") from error
             self._shown.begin_call()
-            self._last = call = RemoteCall(self._ranks, self._shown.show, self.hang_after_s, self._is_late)
-            call.run(common, own)
-            if call.failures or call.hang:
-                self._check_alive(call.make_error())
-                raise call.make_error()
+            self._last = call = RemoteCall(ranks, self._shown.show, self.hang_after_s, self._is_late)
+            with self._explain_stop(ranks):
+                call.run(common, own)
+                if call.failures or call.hang:
+                    self._check_alive(ranks, call.make_error())
+                    raise call.make_error()
         return [call.answers[rank].value for rank in range(self.n)]
 
     @contextmanager
@@ -284,34 +297,51 @@ class Cluster:
         known = self.machine is not None and self.machine.ranks == self.n
         return known and not (quick is False and self.machine.quick)
 
-    def _make_ready(self) -> None:
-        """Prepare for a call; after a failure, synchronise the ranks again. Raises RankError."""
-        if self._ranks is None:
+    def _make_ready(self) -> Ranks:
+        """Return the ranks, ready for a call; after a failure, they are synchronised again. Raises RankError."""
+        if (ranks := self._ranks) is None:
             raise RankError("The cluster is not started. Call start(), or use `with Cluster(...) as cluster:`.")
-        self._check_alive()
-        if self._last is None or self._last.clean:
-            return
+        with self._explain_stop(ranks):
+            self._check_alive(ranks)
+            if self._last is not None and not self._last.clean:
+                self._wait_and_resync(ranks)
+        return ranks
+
+    @contextmanager
+    def _explain_stop(self, ranks: Ranks) -> Iterator[None]:
+        """Raise any error of this context as a RankError that says so if another thread has stopped `ranks`."""
+        try:
+            yield
+        except Exception as error:
+            if self._ranks is ranks:
+                raise
+            raise RankError(
+                "The cluster was stopped by another thread during a call. What its ranks held is lost, but for "
+                "checkpoints. Call start() for new ranks."
+            ) from error
+
+    def _wait_and_resync(self, ranks: Ranks) -> None:
         # Ranks may still run a call that has failed: the next one must not start before all of them have returned. Then
         # they drop the messages of that call that nobody has received, or the next call would receive them.
         if not self._last.release(_PATIENCE_S):
             rank = min(self._last.waiting.values())
             self._mark_dead(RankError(f"Rank {rank}: it has not come back within {_PATIENCE_S:.0f} s.", rank))
-        self._resync(recover)
+        self._resync(ranks, recover)
 
-    def _resync(self, function: Callable[..., None]) -> None:
+    def _resync(self, ranks: Ranks, function: Callable[..., None]) -> None:
         """Run a function on all ranks that synchronises them again."""
-        self._last = RemoteCall(self._ranks, self._shown.show)
+        self._last = RemoteCall(ranks, self._shown.show)
         self._last.run(pack((function, ())), [pack(())] * self.n, _PATIENCE_S)
         if not self._last.clean:
             error = self._last.make_error()
-            self._check_alive(error)
-            self._mark_dead(RankError(f"The ranks do not find together again. {error}", error.rank))
+            self._check_alive(ranks, error)
+            self._mark_dead(RankError(f"The ranks could not be synchronised again. {error}", error.rank))
 
-    def _check_alive(self, error: Mpi4dlError | None = None) -> None:
+    def _check_alive(self, ranks: Ranks, error: Mpi4dlError | None = None) -> None:
         """Raise RankError if ranks have died; `error`, if given, describes the failure in more detail."""
         if self.dead:
             raise RankError(self.dead, self._dead_rank)
-        if lost := self._ranks.find_lost_ranks():
+        if lost := ranks.find_lost_ranks():
             rank = next(iter(lost))  # the first to die
             self._mark_dead(error or RankError(f"Rank {rank}: {lost[rank]}", rank))
 
@@ -327,7 +357,7 @@ class Cluster:
     @property
     def state(self) -> str:
         """State in words: not started, ready, or why the cluster is unusable."""
-        return "not started" if self._ranks is None else self.dead or "ready"
+        return self.dead or "ready" if self.is_started else "not started"
 
     def __repr__(self) -> str:
         return f"<Cluster of {self.n} ranks, backend={self.backend!r}: {self.state}; {_describe_alive()}>"

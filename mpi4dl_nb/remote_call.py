@@ -24,6 +24,7 @@ from engines.errors import (
     UnreadableError,
 )
 from engines.formatting import format_seconds
+from engines.train.interrupts import defer_interrupt
 from mpi4dl_nb.launch.supervisor_reports import RankExit, StalledRank
 
 __all__ = ["CallInterrupted", "Hang", "Ranks", "RemoteCall", "find_hang"]
@@ -92,7 +93,7 @@ def _describe_state(still: StalledRank) -> str:
         return f"no report of it has arrived for {format_seconds(still.for_s, 2)}{why}"
     if still.idle:
         return f"it has not received its work, or its answer does not arrive{why}"
-    return f"{still.at}, since {format_seconds(still.for_s, 2)}{why}"
+    return f"{still.at}, for {format_seconds(still.for_s, 2)}{why}"
 
 
 _LOOK_S = 0.02  # poll interval for deaths; a reply is noticed at once
@@ -191,8 +192,9 @@ class RemoteCall:
         # What is left then stays in `waiting`; the next call, or `heal`, waits for it longer.
         with self._ranks.capture_output():
             try:
-                for rank, part in enumerate(parts):
-                    self.waiting[self._ranks.submit(rank, common, part)] = rank
+                with defer_interrupt():  # between a rank's message and its entry, nobody would wait for the rank
+                    for rank, part in enumerate(parts):
+                        self.waiting[self._ranks.submit(rank, common, part)] = rank
                 self._collect(within_s, until_failure=True)
                 if self.failures:
                     self.release(_GRACE_S)
@@ -219,12 +221,13 @@ class RemoteCall:
     def release(self, within_s: float, at_once: bool = False) -> bool:
         """Return whether all ranks have returned, some of them by themselves and some after an interrupt.
 
+        `at_once`: interrupt all ranks, without time to return by themselves, even if none is known to work.
         A further KeyboardInterrupt kills the ranks that have not returned.
         """
         try:
             if not at_once:
                 self._collect(_GRACE_S)
-            if self.waiting:
+            if self.waiting or at_once:  # after an interrupt, the ranks are synchronised before the next call
                 self._interrupted = True
                 self._ranks.interrupt()
                 self._collect(within_s)

@@ -42,7 +42,7 @@ VERBS = frozenset(
         place plan poll pool post predict prefetch prepare print process propagate prune publish push put query quote
         raise read receive recompute record recover redirect redraw reduce refresh refuse register release remove
         render reorder repeat replace replay report request require resample reserve reset reshape resize resolve
-        restart restore restrict resume reverse rewrite round run sample save scale scatter schedule search seek
+        restart restore restrict resume reverse revoke rewrite round run sample save scale scatter schedule search seek
         select send serialise serve set shard share shift shorten show shrink shuffle silence simulate skip slide sort
         split stack start step stop submit subtract sum summarise supervise suspend switch sync take terminate time to
         trace track train transfer translate transpose trim truncate try tune undo unpack update upsample use verify

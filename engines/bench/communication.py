@@ -78,9 +78,9 @@ def bench_allreduce(world: MpiWorld, max_bytes: int, iterations: int) -> Iterato
     torch.set_num_threads(1)
     raw_mpi, group, cpu = RawAllReduce(world), range(world.size), torch.device("cpu")
     with connect_gloo(world) as gloo:
-        for count_bytes in list_sizes(max_bytes):
+        for tensor_bytes in list_sizes(max_bytes):
             # The tensor is zero, so that repeated sums leave it unchanged.
-            tensor = torch.zeros(count_bytes // _FLOAT_BYTES)
+            tensor = torch.zeros(tensor_bytes // _FLOAT_BYTES)
             total = AllReduceRequest(world, tensor, group, again=True)
             sums = {"ours_ms": lambda total=total: total.begin().wait(), "raw_mpi_ms": partial(raw_mpi, tensor)}
             if gloo is not None:
@@ -92,7 +92,7 @@ def bench_allreduce(world: MpiWorld, max_bytes: int, iterations: int) -> Iterato
             slowest = {name: [max(each) for each in zip(*(rank[name] for rank in ranks), strict=True)] for name in sums}
             medians = {name: round(statistics.median(seconds) * 1e3, 4) for name, seconds in slowest.items()}
             yield {
-                "bytes": count_bytes,
+                "bytes": tensor_bytes,
                 "ours_ms": medians["ours_ms"],
                 "raw_mpi_ms": medians["raw_mpi_ms"],
                 "gloo_ms": medians.get("gloo_ms", "unavailable"),
@@ -132,8 +132,8 @@ class ThrottledWorld:
         both = [part for message in sends for part in (message, Message(message.peer, message.tag, now))]
         pairs = zip(receives, stamps, strict=True)
         arriving = [part for message, stamp in pairs for part in (message, Message(message.peer, message.tag, stamp))]
-        count_bytes = sum(message.tensor.nbytes for message in receives)
-        return _DelayedMessages(self.world.exchange(both, arriving), self, count_bytes, stamps)
+        arriving_bytes = sum(message.tensor.nbytes for message in receives)
+        return _DelayedMessages(self.world.exchange(both, arriving), self, arriving_bytes, stamps)
 
     def prepare(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], Pending]:
         """Return a function that starts the same messages each time."""
@@ -147,8 +147,8 @@ class ThrottledWorld:
 class _DelayedMessages:
     """Messages that are complete once their bytes have passed the link."""
 
-    def __init__(self, pending: Pending, world: ThrottledWorld, count_bytes: int, stamps: Sequence[Tensor]) -> None:
-        self.pending, self.world, self.count_bytes, self.stamps = pending, world, count_bytes, stamps
+    def __init__(self, pending: Pending, world: ThrottledWorld, arriving_bytes: int, stamps: Sequence[Tensor]) -> None:
+        self.pending, self.world, self.arriving_bytes, self.stamps = pending, world, arriving_bytes, stamps
         self.end_s: float | None = None
 
     def _compute_end(self) -> float:
@@ -161,7 +161,7 @@ class _DelayedMessages:
             #   link       [--a--][-----b-----]      [---c---]
             #   complete         a            b              c
             sent_s = max((stamp.item() for stamp in self.stamps), default=0.0)
-            self.end_s = max(sent_s, self.world.free_s) + self.count_bytes / self.world.bytes_per_s
+            self.end_s = max(sent_s, self.world.free_s) + self.arriving_bytes / self.world.bytes_per_s
             self.world.free_s = max(self.world.free_s, self.end_s) if self.stamps else self.world.free_s
         return self.end_s
 

@@ -54,7 +54,9 @@ __all__ = [
     "make_halo_parser",
     "make_halo_runner",
     "make_pattern",
+    "run_backward",
     "run_bench_halo",
+    "run_forward",
 ]
 
 
@@ -136,6 +138,18 @@ def make_halo_runner(case: HaloCase, world: World) -> tuple[ExchangeRunner, Segm
     return make_exchange_runners([exchange], world, device, SendQueue())[exchange.name], convolution
 
 
+def run_forward(runner: ExchangeRunner, source: Tensor | None) -> Tensor | None:
+    """Run a whole exchange, and return this rank's window (None if it wants none)."""
+    started, _sent = runner.start_forward(source)
+    return next(iter(runner.wait_forward(started)), None)
+
+
+def run_backward(runner: ExchangeRunner, grad: Tensor | None, source: Tensor | None) -> None:
+    """Run the whole backward pass, from the window's gradient to that of `source`, to which nothing else is added."""
+    started, _sent = runner.start_backward([grad] if runner.exchange.parts else [], source)
+    runner.wait_backward(started, source, alone=True)
+
+
 # Check a halo exchange: its window against the whole image, and its backward pass against the adjoint.
 #
 # Pixels and gradients are integers computed from their coordinates. So any rank can compute any part of the image
@@ -167,11 +181,11 @@ def is_valid_exchange(world: World, runner: ExchangeRunner) -> bool:
     #
     #     rank 0    tile  p q r    window  p q r s        gradient of r = that in window 0 + that in window 1
     #     rank 1    tile  s t u    window    r s t u      gradient of s = likewise
-    copied = runner.forward(pixels)[0]
+    copied = run_forward(runner, pixels)
     # Both paths of the forward pass: a tile that is copied into a new window, and one allocated inside its window.
-    made_in_place = runner.forward(runner.allocate_source().copy_(pixels))[0] if runner.exchange.keeps_all else copied
+    made_in_place = run_forward(runner, runner.allocate_source().copy_(pixels)) if runner.exchange.keeps_all else copied
     source = pixels.clone()
-    runner.backward(grad.clone(memory_format=torch.preserve_format), source, alone=True)
+    run_backward(runner, grad.clone(memory_format=torch.preserve_format), source)
     # The window cut out of the whole image, with the fill value around the image.
     inside = exchange.window & Tile.whole(*exchange.shape[-2:])
     expected = make_pattern(exchange, exchange.window, device).fill_(exchange.fill)
@@ -322,28 +336,28 @@ def _make_works(
 ) -> dict[str, Callable[[], Callable[[], object]]]:
     """Return the variants by name: each prepares a run and returns the function to be timed (see `time_shuffled`)."""
     pixels = make_pattern(runner.exchange, runner.exchange.own, runner.device)
-    grad = torch.ones_like(runner.forward(pixels)[0])
+    grad = torch.ones_like(run_forward(runner, pixels))
 
     def prepare_forward() -> Callable[[], object]:
         tile = runner.allocate_source().copy_(pixels)
-        return lambda: runner.forward(tile)
+        return lambda: run_forward(runner, tile)
 
     def prepare_backward() -> Callable[[], object]:
         source = pixels.detach()
-        return lambda: runner.backward(grad, source, alone=True)
+        return lambda: run_backward(runner, grad, source)
 
     works = {
         "forward.ms": prepare_forward,
         "forward.by_hand_ms": lambda: by_hand.prepare(pixels),
         "forward.messages_ms": lambda: by_hand.messages_there,
-        "forward.copied_ms": lambda: lambda: runner.forward(pixels),
+        "forward.copied_ms": lambda: lambda: run_forward(runner, pixels),
         "backward.ms": prepare_backward,
         "backward.by_hand_ms": lambda: by_hand.backward,
         "backward.messages_ms": lambda: by_hand.messages_back,
     }
     if convolution is None:
         return works
-    window = {runner.exchange.target: runner.forward(pixels)[0].requires_grad_()}
+    window = {runner.exchange.target: run_forward(runner, pixels).requires_grad_()}
     made: list[Tensor] = []
 
     def prepare_conv_forward() -> Callable[[], object]:

@@ -86,11 +86,11 @@ def main(arguments: Sequence[str]) -> int:
     except StoppedError as stopped:  # raised on every rank; the exit code is a shell's code for the signal
         _print_error(world, str(stopped))
         world.exit_process(128 + stopped.number)
-    except RankError as error:  # raised on one rank; `abort` releases the others
+    except RankError as error:  # raised on one rank; `revoke` releases the others
         # A rank that only stopped waiting has nothing to tell: the rank that failed prints the cause.
         if not isinstance(error, ReleasedError):
             print(f"rank {world.rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        world.abort()
+        world.revoke()
         os._exit(1)
 
 

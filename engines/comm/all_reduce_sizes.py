@@ -14,30 +14,30 @@ AHEAD = 2
 """Number of pieces in flight at once."""
 
 
-def count_sends(count_bytes: int, ranks: int) -> tuple[int, int]:
+def count_sends(tensor_bytes: int, ranks: int) -> tuple[int, int]:
     """Return the messages that each rank sends to sum tensors of that size, and their bytes.
 
     >>> count_sends(100, 4), count_sends(1 << 20, 4), count_sends(1 << 24, 4)
     ((3, 300), (6, 1572864), (12, 25165824))
     """
     others = ranks - 1
-    if count_bytes < LONG_BYTES:
-        return others, others * count_bytes
-    return 2 * others * count_pieces(count_bytes), 2 * others * count_bytes // ranks
+    if tensor_bytes < LONG_BYTES:
+        return others, others * tensor_bytes
+    return 2 * others * count_pieces(tensor_bytes), 2 * others * tensor_bytes // ranks
 
 
-def count_pieces(count_bytes: int) -> int:
+def count_pieces(tensor_bytes: int) -> int:
     """Return the number of pieces into which each rank's chunk of a long tensor is cut."""
-    return -(-count_bytes // PIECE_BYTES)
+    return -(-tensor_bytes // PIECE_BYTES)
 
 
-def compute_workspace_bytes(count_bytes: int, ranks: int) -> int:
+def compute_workspace_bytes(tensor_bytes: int, ranks: int) -> int:
     """Return each rank's memory in bytes for the other ranks' terms, of as many pieces as are in flight at once.
 
     >>> compute_workspace_bytes(100, 4), compute_workspace_bytes(1 << 20, 4), compute_workspace_bytes(1 << 26, 2)
     (300, 786432, 8388608)
     """
-    if count_bytes < LONG_BYTES:
-        return (ranks - 1) * count_bytes
-    count = count_pieces(count_bytes)
-    return (ranks - 1) * min(count, AHEAD) * count_bytes // (ranks * count)
+    if tensor_bytes < LONG_BYTES:
+        return (ranks - 1) * tensor_bytes
+    count = count_pieces(tensor_bytes)
+    return (ranks - 1) * min(count, AHEAD) * tensor_bytes // (ranks * count)

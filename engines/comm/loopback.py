@@ -81,7 +81,7 @@ class Mailbox:
         if self.failed:
             raise ReleasedError("released: another rank has failed")
 
-    def abort(self) -> None:
+    def revoke(self) -> None:
         with self.arrived:
             self.failed = True
             self.arrived.notify_all()
@@ -148,8 +148,8 @@ class LoopbackWorld(World):
             self._mail.post((self.rank, peer, _GATHER), value)
         return [self._mail.fetch(self._mail.reserve((peer, self.rank, _GATHER))) for peer in range(self.size)]
 
-    def abort(self) -> None:
-        self._mail.abort()
+    def revoke(self) -> None:
+        self._mail.revoke()
 
     def recover(self) -> None:
         self._mail.recover(self.rank)
@@ -170,7 +170,7 @@ def run_ranks(size: int, work: Callable[[LoopbackWorld], Any]) -> list[Any]:
         try:
             return work(world)
         except BaseException:
-            world.abort()
+            world.revoke()
             raise
 
     with ThreadPoolExecutor(size) as pool:

@@ -173,15 +173,15 @@ class MpiWorld(World):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Convert MPI errors to RankError or ReleasedError, and abort the communicator so that no other rank waits."""
+        """Convert MPI errors to RankError or ReleasedError, and revoke the communicator so that no other rank waits."""
         if not isinstance(error, MPI.Exception):
             return
         # The error's class alone does not tell who has failed: for several requests MPI reports only that one of them
-        # has. So ask the communicator too, and before `abort` revokes it.
+        # has. So ask the communicator too, and before `revoke`.
         released = _ULFM and (
             error.Get_error_class() in _BY_OTHERS or self.comm.Is_revoked() or self.comm.Get_failed().size > 0
         )
-        self.abort()
+        self.revoke()
         text = error.Get_error_string()
         if released:
             raise ReleasedError(f"released: another rank has failed ({text})") from error
@@ -235,7 +235,7 @@ class MpiWorld(World):
         return tensor.cpu() if filled else torch.empty_like(tensor, device="cpu")
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, pickled; collective."""
+        """Return the values of all ranks, each sent by `pack_value`; collective."""
         # Free abandoned requests that have completed meanwhile. Over a copy: garbage collection may add requests
         # (`_Requests.__del__`), or another thread remove them.
         for number, (requests, _) in list(_left.items()):
@@ -246,7 +246,7 @@ class MpiWorld(World):
         return super().all_gather(value)
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks on rank 0, pickled and received one after another; [] on other ranks."""
+        """Return the values of all ranks on rank 0, received one after another; [] on other ranks."""
         self.barrier()
         if self.rank == 0:
             return [value, *(receive_value(self, peer) for peer in range(1, self.size))]
@@ -257,7 +257,7 @@ class MpiWorld(World):
         """Raise ReleasedError if a rank has failed: a message received without an error may then be invalid."""
         self.check()
         if _ULFM and self.comm.Get_failed().size:
-            self.abort()
+            self.revoke()
             raise ReleasedError("released: another rank has died")
 
     def barrier(self) -> None:
@@ -286,8 +286,8 @@ class MpiWorld(World):
         MPI.Finalize()
         os._exit(code)
 
-    def abort(self) -> None:
-        """Revoke the communicator (ULFM) so that no rank waits for this one. (Without ULFM only an interrupt helps.)"""
+    def revoke(self) -> None:
+        """Revoke the communicator (see `World.revoke`). Without ULFM, ranks wait until they are interrupted."""
         if _ULFM:
             self.comm.Revoke()
 

@@ -35,7 +35,7 @@ class RateLimiter:
 
     >>> meter = RateLimiter(clock=lambda: 0.0)
     >>> sum(meter.allow("0123456789") for _ in range(1_000)), meter.report_dropped()
-    (181, '... 819 lines more were left out: a page does not take as many.')
+    (181, '... 819 lines more were left out: more than a page can show.')
     """
 
     def __init__(self, times: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
@@ -78,7 +78,7 @@ class RateLimiter:
         count, self._left_out = self._left_out, 0
         self._noted_s = self._clock() if count else self._noted_s
         lines = "line more was" if count == 1 else "lines more were"
-        return f"... {count:,} {lines} left out: a page does not take as many." if count else ""
+        return f"... {count:,} {lines} left out: more than a page can show." if count else ""
 
 
 class LineBuffer:

@@ -71,7 +71,7 @@ class RankServer:
         if self.walk is None or self.walk.done:
             self.walk = None
         else:
-            self.world.abort()
+            self.world.revoke()
             self.recover()
 
     def recover(self) -> None:
@@ -148,7 +148,7 @@ def _select_frames(error: BaseException) -> Iterator[tuple[str, int, str]]:
 def execute(host: RankServer, common: bytes, own: bytes, followed: NotebookImports | None = None) -> bytes:
     """Call `function(host, *args, *own)`, where `common` is the pickled `(function, args)`, and return a pickled Reply.
 
-    If the function fails, the world is aborted first, so that no other rank waits for this one. A debug step is
+    If the function fails, its communicator is revoked first, so that no other rank waits for this one. A debug step is
     aborted, unless the function is marked with `allow_during_step`. `followed`: imports of the notebook to repeat
     first.
     """
@@ -170,7 +170,7 @@ def execute(host: RankServer, common: bytes, own: bytes, followed: NotebookImpor
         # SystemExit and interrupts too: an exception that left here would end the rank without a word to the notebook.
         except BaseException as error:
             _drop_orphaned_modules(known)
-            return _abort_and_reply(host, error, before)
+            return _revoke_and_reply(host, error, before)
 
 
 def _drop_orphaned_modules(known: Set[str]) -> None:
@@ -194,8 +194,8 @@ def _pack_reply(host: RankServer, value: Any, before: int, failure: Failure | No
     return pack(Reply(value, failure, output.emitted - before))
 
 
-def _abort_and_reply(host: RankServer, error: BaseException, before: int) -> bytes:
-    host.world.abort()
+def _revoke_and_reply(host: RankServer, error: BaseException, before: int) -> bytes:
+    host.world.revoke()
     return _pack_reply(host, None, before, Failure.of(error, host.board.read()))
 
 
@@ -260,6 +260,6 @@ def run(common: bytes, own: bytes, followed: NotebookImports) -> bytes:
     try:
         return execute(host, common, own, followed)
     except KeyboardInterrupt as error:  # deferred by an MPI call, and raised while `execute` packed its failure
-        return _abort_and_reply(host, error, before)
+        return _revoke_and_reply(host, error, before)
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # until the next call: an interrupt could lose the reply

@@ -61,7 +61,7 @@ class Pending(Protocol):
 class World:
     """All ranks of one cluster, as seen by one of them.
 
-    A transport has at least `exchange`, `abort` and `recover`; what is made of these here may be replaced.
+    A transport has at least `exchange`, `revoke` and `recover`; what is made of these here may be replaced.
     """
 
     rank: int
@@ -112,8 +112,11 @@ class World:
     def check_received(self) -> None:
         """Raise ReleasedError if what a receive has brought may be invalid, since a rank has failed."""
 
-    def abort(self) -> None:
-        """Abort the communicator so that no other rank waits for this one."""
+    def revoke(self) -> None:
+        """Revoke the communicator (ULFM): pending and later calls on all ranks raise ReleasedError.
+
+        Ends no process, unlike MPI_Abort.
+        """
         raise NotImplementedError
 
     def recover(self) -> None:
@@ -133,7 +136,9 @@ class SubGroup(World):
     def __init__(self, world: World, ranks: Sequence[int]) -> None:
         self.world, self.ranks = world, tuple(ranks)
         if world.rank not in self.ranks:
-            raise PlanError(f"Rank {world.rank} is none of the ranks {self.ranks} of this sub-world. Make it on those.")
+            raise PlanError(
+                f"Rank {world.rank} is not one of the ranks {self.ranks} of this group. Make the group on those only."
+            )
         self.rank, self.size = self.ranks.index(world.rank), len(self.ranks)
 
     def _to_world_ranks(self, messages: Sequence[Message]) -> list[Message]:
@@ -149,8 +154,8 @@ class SubGroup(World):
     def prepare(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], Pending]:
         return self.world.prepare(self._to_world_ranks(sends), self._to_world_ranks(receives))
 
-    def abort(self) -> None:
-        self.world.abort()
+    def revoke(self) -> None:
+        self.world.revoke()
 
     def recover(self) -> None:
         """Prepare for new work after a failure; collective over the whole world."""

@@ -281,13 +281,13 @@ def _measure_messages(world: World) -> tuple[float, float]:
     return means[0], _LARGE_BYTES / max(1e-9, means[1] - means[0])
 
 
-def _measure_ring_seconds(world: World, count_bytes: int, blocks: int) -> list[float]:
+def _measure_ring_seconds(world: World, block_bytes: int, blocks: int) -> list[float]:
     """Return the seconds of each exchange with the right and the left neighbour, cycling through `blocks` buffers.
 
     Large buffers are then in no cache.
     """
     right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
-    out, into = (torch.zeros(blocks, count_bytes, dtype=torch.uint8) for _ in range(2))
+    out, into = (torch.zeros(blocks, block_bytes, dtype=torch.uint8) for _ in range(2))
     turns = cycle(
         [
             world.prepare([Message(right, 2, there)], [Message(left, 2, here)])

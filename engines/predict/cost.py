@@ -147,12 +147,12 @@ class CostModel:
             self._known[key] = estimate_segment_work(segment, self.machine, threads, phase, recompute)
         return self._known[key]
 
-    def get_all_reduce_cost(self, group: tuple[int, ...], count_bytes: int) -> AllReduceCost:
+    def get_all_reduce_cost(self, group: tuple[int, ...], tensor_bytes: int) -> AllReduceCost:
         """Return the cached result of `estimate_all_reduce` for the ranks of a group."""
         members = count_members(group, self.machine.node_ranks if self.machine.between else None)
-        if (members, count_bytes) not in self._sums:
-            self._sums[members, count_bytes] = estimate_all_reduce(self.machine, members, count_bytes)
-        return self._sums[members, count_bytes]
+        if (members, tensor_bytes) not in self._sums:
+            self._sums[members, tensor_bytes] = estimate_all_reduce(self.machine, members, tensor_bytes)
+        return self._sums[members, tensor_bytes]
 
 
 def estimate_segment_work(
@@ -274,9 +274,9 @@ class _ActionBuilder:
     def _get_direction_tally(self, step: Step) -> DirectionTally:
         return self.tally.ways[self.program.directions[step.micro_batch]]
 
-    def _estimate_copy(self, count_bytes: float) -> ComputeWork:
+    def _estimate_copy(self, tensor_bytes: float) -> ComputeWork:
         return ComputeWork(
-            count_bytes / self.machine.copy_per_s, self.machine.estimate_crowding("copy", (2 * count_bytes,))
+            tensor_bytes / self.machine.copy_per_s, self.machine.estimate_crowding("copy", (2 * tensor_bytes,))
         )
 
     def _estimate_offload(self, tally: SegmentTally, phase: Phase) -> ComputeWork:

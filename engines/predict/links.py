@@ -125,8 +125,8 @@ def count_members(group: tuple[int, ...], node_ranks: int | None) -> tuple[int, 
     return tuple(sorted(Counter(rank // node_ranks for rank in group).values())) if node_ranks else (len(group),)
 
 
-def estimate_all_reduce(machine: Machine, members: Sequence[int], count_bytes: int) -> AllReduceCost:
-    """Return the cost of an all-reduce of `count_bytes` over `members` ranks on each node.
+def estimate_all_reduce(machine: Machine, members: Sequence[int], tensor_bytes: int) -> AllReduceCost:
+    """Return the cost of an all-reduce of `tensor_bytes` over `members` ranks on each node.
 
     `direct`: each rank sends to each other rank, in two rounds where that is less (`engines/comm/all_reduce_sizes.py`),
     and the ranks of a node share its link.
@@ -136,18 +136,18 @@ def estimate_all_reduce(machine: Machine, members: Sequence[int], count_bytes: i
     sections 4.1 to 4.4). Long all-reduces pass the levels in pieces, so that only the slower level counts.
     """
     travels = _estimate_direct if machine.sums == "direct" else _estimate_two_level
-    cost = travels(machine, members, count_bytes)
+    cost = travels(machine, members, tensor_bytes)
     if machine.cores is None or cost.crosses:
         return cost
     # Within a host, messages are copies by the cores that also compute: no link is occupied, but the ranks are.
     return AllReduceCost(0.0, cost.latency_s, crosses=False, fetched_s=cost.carried_s)
 
 
-def _estimate_two_level(machine: Machine, members: Sequence[int], count_bytes: int) -> AllReduceCost:
+def _estimate_two_level(machine: Machine, members: Sequence[int], tensor_bytes: int) -> AllReduceCost:
     here, between = Link(machine.latency_s, machine.bytes_per_s), machine.between
-    inside, across = _estimate_tree(here, max(members), count_bytes, 1), AllReduceCost(0.0, 0.0, False)
+    inside, across = _estimate_tree(here, max(members), tensor_bytes, 1), AllReduceCost(0.0, 0.0, False)
     if between and len(members) > 1:
-        across = _estimate_tree(between, len(members), count_bytes, max(members))
+        across = _estimate_tree(between, len(members), tensor_bytes, max(members))
     # Up and down both trees, each message costs its sender or receiver `message_s`.
     messages = 2 * (math.ceil(math.log2(max(members))) + math.ceil(math.log2(len(members))))
     # The pieces of a long all-reduce are at different levels at the same time: latencies add up, transfers overlap.
@@ -155,9 +155,9 @@ def _estimate_two_level(machine: Machine, members: Sequence[int], count_bytes: i
     return AllReduceCost(max(inside.carried_s, across.carried_s), latency_s, len(members) > 1)
 
 
-def _estimate_direct(machine: Machine, members: Sequence[int], count_bytes: int) -> AllReduceCost:
+def _estimate_direct(machine: Machine, members: Sequence[int], tensor_bytes: int) -> AllReduceCost:
     ranks = sum(members)
-    messages, sent = count_sends(count_bytes, ranks)
+    messages, sent = count_sends(tensor_bytes, ranks)
     # One round: all numbers to all others. Two rounds: each rank sums a part of the numbers, and then hands it out.
     rounds = 2 if messages > ranks - 1 else 1
     latency_s, carried_s = machine.latency_s, sent / machine.bytes_per_s
@@ -171,13 +171,13 @@ def _estimate_direct(machine: Machine, members: Sequence[int], count_bytes: int)
     return AllReduceCost(carried_s, rounds * latency_s + messages * machine.message_s, len(members) > 1)
 
 
-def _estimate_tree(link: Link, ends: int, count_bytes: int, sharing: int) -> AllReduceCost:
+def _estimate_tree(link: Link, ends: int, tensor_bytes: int, sharing: int) -> AllReduceCost:
     """Return the cost over `ends` link ends, by recursive halving; `sharing` ranks of each end could send at once."""
     if ends < 2:
         return AllReduceCost(0.0, 0.0, False)
     # Long: a reduce-scatter by halving and an all-gather by doubling, in which the sizes of the messages add up to all
     # numbers but one part, twice. Short: all numbers in each of half as many rounds.
     rounds = math.ceil(math.log2(ends))
-    long = AllReduceCost(2 * (ends - 1) / ends * count_bytes / link.bytes_per_s, 2 * rounds * link.latency_s, False)
-    short = AllReduceCost(rounds * count_bytes / link.bytes_per_s, rounds * link.latency_s, False)
+    long = AllReduceCost(2 * (ends - 1) / ends * tensor_bytes / link.bytes_per_s, 2 * rounds * link.latency_s, False)
+    short = AllReduceCost(rounds * tensor_bytes / link.bytes_per_s, rounds * link.latency_s, False)
     return min(long, short, key=lambda cost: cost.seconds)

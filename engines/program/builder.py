@@ -173,7 +173,7 @@ class Builder(ValueLayouts):
     def exchange(self, ref: Ref, wanted: Mapping[int, Tile], fill: float) -> Ref:
         """Return a value that holds the pixels `wanted`, by an exchange within the stage if one is needed.
 
-        Raises TraceError for tiles in turn, between which no pixels travel.
+        Raises TraceError if tiles are computed one after another (`tile_by_tile`), because they cannot exchange pixels.
         """
         if self.tile_by_tile and self.extended.groups:
             raise TraceError(f"{self._node} reads all pixels of {ref.name} at once, which no tile has by itself.")

@@ -110,9 +110,9 @@ class Effects:
     """What one instruction does in one phase.
 
     It `reads` values and `makes` others, whose specs are `specs` where they do not follow from its kernels. In another
-    phase than FORWARD these are the gradients of the values, and those that are read are freed. The update of weights,
-    on all ranks or on none, has the number of running statistics that it `updates`. `inner` are the effects of a small
-    program that the instruction runs.
+    phase than FORWARD these are the gradients of the values, and those that are read are freed. `updates` is set only
+    for the weight update, which runs on all ranks or none: the number of running statistics that it updates. `inner`
+    are the effects of a small program that the instruction runs.
     """
 
     reads: tuple[str, ...] = ()

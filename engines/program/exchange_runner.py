@@ -119,8 +119,8 @@ class ExchangeRunner:
     def allocate_source(self) -> Tensor:
         """Return memory for the source's values that is the middle of a newly allocated window.
 
-        If `forward` then gets this tensor as the source, the window is already complete except for the halo, and the
-        rank's own pixels are not copied.
+        If `start_forward` then gets this tensor as the source, the window is already complete except for the halo, and
+        the rank's own pixels are not copied.
         """
         self._next_window = self._make_part(0)
         # Not a view in autograd's sense (`set_` shares the storage only): writing the halo into the window must not
@@ -129,17 +129,6 @@ class ExchangeRunner:
         middle = view.new_empty(0).set_(view.untyped_storage(), view.storage_offset(), view.size(), view.stride())
         self._next_source = middle.data_ptr(), middle.stride()
         return middle
-
-    def forward(self, source: Tensor | None) -> tuple[Tensor | None, int]:
-        """Run the whole exchange; return this rank's window (None if it wants none) and the bytes that it sent."""
-        started, sent = self.start_forward(source)
-        return next(iter(self.wait_forward(started)), None), sent
-
-    def backward(self, grad: Tensor | None, source: Tensor | None, alone: bool) -> int:
-        """Run the whole backward pass, from the window's gradient to that of `source`; return the bytes sent."""
-        started, sent = self.start_backward([grad] if self._tiles else [], source)
-        self.wait_backward(started, source, alone)
-        return sent
 
     def start_forward(self, source: Tensor | None) -> tuple[StartedExchange, int]:
         """Post the messages and copy this rank's own pixels; return also the bytes that this rank sends."""

@@ -60,11 +60,11 @@ class PendingUpdate:
     def __init__(self, step: Callable[[Tensor], None]) -> None:
         self._step: Callable[[Tensor], None] | None = step
 
-    def run(self, agreed: Tensor) -> None:
-        """Run the step, unless another rank has done so; `agreed` is that of `OptimiserStep.step`."""
+    def run(self, gradient_stats: Tensor) -> None:
+        """Run the step, unless another rank has done so; `gradient_stats` is that of `OptimiserStep.step`."""
         step, self._step = self._step, None
         if step is not None:
-            step(agreed)
+            step(gradient_stats)
 
 
 class SharedGradientBucket(RoundsRequest):

@@ -131,13 +131,13 @@ class OptimiserStep:
         square = torch.stack(norms).square().sum().cpu() if norms else torch.zeros((), dtype=torch.float64)
         return torch.stack([(~square.isfinite()).double(), square / self.scale**2])
 
-    def step(self, agreed: Tensor) -> None:
+    def step(self, gradient_stats: Tensor) -> None:
         """Update the weights, unless scaled gradients are not finite.
 
-        `agreed` is the sum of all ranks' `compute_gradient_stats`.
+        `gradient_stats` is the sum of all ranks' `compute_gradient_stats`.
         """
         # The same numbers on every rank, so that all ranks skip or scale alike.
-        bad, square = agreed.tolist()
+        bad, square = gradient_stats.tolist()
         if self.scaled and bad:
             self.scale, self.good_steps = self.scale * BACKOFF, 0
             return

@@ -130,7 +130,7 @@ class Worker:
         # A step given up half-way may have left sends; their buffers are kept alive by the transport's own requests.
         self._send_queue.discard()
         self.events = []
-        self._agreed: Tensor | None = None
+        self._gradient_stats: Tensor | None = None
         self._updates: list[PendingUpdate] = []  # of all ranks of one thread
         count = self.program.micro_batches
         self.micro_batch_states = {
@@ -254,27 +254,27 @@ class Worker:
     def _reduce_batch_stats(self, share: ReduceBatchStats, phase: Phase) -> int:
         return self._batch_stats.reduce(share, self.world)
 
-    def _agree(self, agreement: FiniteCheckAllReduce, phase: Phase) -> int:
+    def _check_finite(self, check: FiniteCheckAllReduce, phase: Phase) -> int:
         self._send_queue.wait()  # a failed send must show before any rank changes its weights
-        self._agreed = self.optimiser_step.compute_gradient_stats(agreement.counted)
+        self._gradient_stats = self.optimiser_step.compute_gradient_stats(check.counted)
         if self.shared:
             self._updates = self.world.all_gather(PendingUpdate(self._run_optimiser))
-        return all_reduce(self.world, self._agreed, agreement.group).wait()
+        return all_reduce(self.world, self._gradient_stats, check.group).wait()
 
     def _update(self, update: Update, phase: Phase) -> int:
         self.steps += 1  # first: a rank that fails from here on has an incomplete update
         sent = update_buffers(self.buffers, update, self._batch_stats, self.world)
         for state in self.micro_batch_states.values():
             state.end_step()
-        if self._agreed is None:  # there is no other rank
-            self._agreed = self.optimiser_step.compute_gradient_stats(self.weights)
+        if self._gradient_stats is None:  # there is no other rank
+            self._gradient_stats = self.optimiser_step.compute_gradient_stats(self.weights)
         updates, self._updates = self._updates or [PendingUpdate(self._run_optimiser)], []
         for pending in updates:
-            pending.run(self._agreed)
+            pending.run(self._gradient_stats)
         return sent
 
-    def _run_optimiser(self, agreed: Tensor) -> None:
-        self.optimiser_step.step(agreed)
+    def _run_optimiser(self, gradient_stats: Tensor) -> None:
+        self.optimiser_step.step(gradient_stats)
         if self.shared:
             self.shared.restore_memory(self.weights)
 
@@ -283,7 +283,7 @@ BATCH_KERNELS: dict[type[Instruction], Callable[[Worker, Any, Phase], int]] = {
     CountLabels: Worker._count,
     SumGradients: Worker._sum_gradients,
     ReduceBatchStats: Worker._reduce_batch_stats,
-    FiniteCheckAllReduce: Worker._agree,
+    FiniteCheckAllReduce: Worker._check_finite,
     Update: Worker._update,
 }
 """The kernels of the instructions of the whole batch, by their kind: what they send is returned, in bytes."""

@@ -1,8 +1,8 @@
 """The operator table: how each ATen operator gives exactly the whole image's result on tiles.
 
-A rule is called if an argument is tiled, or joins images that ranks share; one registered for `everywhere` always. It
-determines which window a tile of outputs reads, the local kernel, and the sums over ranks; all other operators run
-unchanged. To add an operator, write a function like those in
+A rule runs if one of its arguments is tiled, or if the operator combines images that are split over ranks (`local_dp`).
+A rule registered with `everywhere=True` always runs. A rule determines which window a tile of outputs reads, the local
+kernel, and the sums over ranks; all other operators run unchanged. To add an operator, write a function like those in
 `engines/spatial/entries/` under `@register_rule("aten.name.overload")`: see `register_rule`.
 """
 

@@ -6,13 +6,14 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 from engines.errors import Mpi4dlError
 
-__all__ = ["SIGNALS", "Interrupts", "StoppedError"]
+__all__ = ["SIGNALS", "Interrupts", "StoppedError", "defer_interrupt"]
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """`mpiexec` forwards only the last one to the ranks. On the other two it terminates the ranks at once."""
@@ -71,3 +72,15 @@ class Interrupts:
         # Nothing else happens in the handler: it may run between any two bytecodes of the step.
         self._number, self._since_s = number, time.monotonic()
         self._restore_handlers()  # a second signal ends the process at once
+
+
+@contextmanager
+def defer_interrupt() -> Iterator[None]:
+    """Within this context, hold back the first SIGINT; it takes effect on exit."""
+    asked = Interrupts((signal.SIGINT,))
+    try:
+        with asked:
+            yield
+    finally:
+        if asked():
+            signal.raise_signal(signal.SIGINT)

@@ -47,8 +47,8 @@ def get_training(host: RankServer, name: str, steps: int | None = None) -> RankT
     """
     if name not in host.trainings:
         raise PlanError(
-            "The ranks hold this training no more: it was closed, or they were started anew. Call load() with a "
-            "checkpoint of it, or make a new one."
+            "The ranks do not hold this training any more: it was closed, or the ranks were restarted. Call load() "
+            "with a checkpoint of it, or make a new Training."
         )
     found = host.trainings[name]
     if steps not in (None, found.updates):
@@ -116,7 +116,6 @@ class LoopReply:
     report: StepReport | None
     state: Mapping[str, Any]
     bad: tuple[str, ...]
-    updates: int
 
 
 def begin_loop(
@@ -127,20 +126,20 @@ def begin_loop(
     feeding: LoaderOptions,
     state: Mapping[str, Any] | None,
     anew: bool,
-) -> tuple[int, Mapping[str, Any]]:
-    """Start a loader on a rank; return the number of updates done, and the position in the images."""
+) -> Mapping[str, Any]:
+    """Start a loader on a rank, and return the position in the images."""
     end_loop(host, name)
     loop = host.loops[name] = RankTrainLoop(host.world, get_training(host, name), specs, images, feeding)
     if state is not None:
         loop.feed.resume(state, anew)
-    return loop.updates, loop.feed.get_state()
+    return loop.feed.get_state()
 
 
 def step_loop(host: RankServer, name: str, steps: int) -> LoopReply:
     get_training(host, name, steps)
     loop = host.loops[name]
     stats = loop.step()
-    return LoopReply(stats, loop.report, loop.feed.get_state(), tuple(loop.feed.bad), loop.updates)
+    return LoopReply(stats, loop.report, loop.feed.get_state(), tuple(loop.feed.bad))
 
 
 def end_loop(host: RankServer, name: str) -> int:
@@ -216,7 +215,10 @@ def call_debug_step(host: RankServer, number: str, what: str, *args: Any) -> tup
 
 
 def abort_debug_step(host: RankServer) -> None:
-    """Do nothing: any call that is not allowed during a step abandons the step."""
+    """Abort the debugged step.
+
+    The body is empty because `execute` aborts it before any function not marked `allow_during_step`.
+    """
 
 
 # ---- calibrations, of which a rank holds the state from one part to the next

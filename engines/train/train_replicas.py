@@ -81,7 +81,7 @@ def train_replicas(world: World, recipe: Recipe, asynchrony: Asynchrony, feed: F
     slightly exceed `asynchrony.budget`. The recipe's plan is that of one replica. Ranks that are not needed stay idle.
 
     Raises PlanError, on every rank, if there are too few ranks, and LossError if a loss is not finite. On a failure the
-    caller has to release the other ranks (`world.abort()`), as in any work of ranks.
+    caller has to release the other ranks (`world.revoke()`), as in any work of ranks.
     """
     asynchrony.check(recipe.plan, world.size)
     replica = world.rank // recipe.plan.ranks

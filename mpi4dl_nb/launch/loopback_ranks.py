@@ -56,7 +56,7 @@ class LoopbackRanks:
 
     def interrupt(self) -> None:
         """Release the ranks that wait; a thread that computes cannot be interrupted."""
-        self._hosts[0].world.abort()
+        self._hosts[0].world.revoke()
 
     def kill(self, ranks: Iterable[int]) -> None:
         """Release the ranks that wait; a thread that computes cannot be killed and is abandoned at a restart."""

@@ -256,19 +256,31 @@ class _FitRun:
 
     @contextmanager
     def notify_callbacks(self) -> Iterator[None]:
-        """Notify the callbacks of the beginning and, however the training ends, of its end."""
-        outcome: BaseException | None = None
+        """Notify the callbacks of the beginning and, however the training ends, of its end.
+
+        The error that ended the training is raised even if the `end` of a callback fails, whose error is a note of it.
+        """
         total = self.loop.count_steps(self.epochs)
         for watcher in self.watchers:
             watcher.begin(self.loop.training, total)
         try:
             yield
         except BaseException as error:
-            outcome = error
+            for failure in self._end_callbacks(error):
+                error.add_note(f"A callback of fit failed at the end, too: {type(failure).__name__}: {failure}")
             raise
-        finally:
-            for watcher in self.watchers:
-                watcher.end(outcome or self.history)
+        if failures := self._end_callbacks(self.history):
+            raise failures[0]
+
+    def _end_callbacks(self, outcome: History | BaseException) -> list[Exception]:
+        """Notify all callbacks of the end, and return the errors of those that fail."""
+        failures = []
+        for watcher in self.watchers:
+            try:
+                watcher.end(outcome)
+            except Exception as failure:
+                failures.append(failure)
+        return failures
 
     @property
     def history(self) -> History:

@@ -182,7 +182,7 @@ class ImageLoop:
         if self.left_over:
             training.make_ready(self.left_over)
         begin = rank_functions.begin_loop, training.name
-        self.updates, self.place = training.cluster.call(*begin, specs, self.images, self.feeding, place, anew)[0]
+        self.place = training.cluster.call(*begin, specs, self.images, self.feeding, place, anew)[0]
 
     def count_steps(self, epochs: int) -> int:
         """Return the number of steps left in `epochs` epochs, the first of which may have started."""
@@ -190,15 +190,19 @@ class ImageLoop:
 
     def step(self) -> StepResult | None:
         """Run one step on all ranks."""
+        # The steps that the ranks have done and their count here change together, whatever thread steps next.
+        with self.training.cluster.turn:
+            return self._step()
+
+    def _step(self) -> StepResult | None:
         with self.training.explain_loss():
             answers = self.training.cluster.call(rank_functions.step_loop, self.training.name, self.training.steps)
         # Bad images were skipped, so that fewer are left for the last step, which takes programs of another size.
         if isinstance(answers[0].stats, NotReady):
             self.training.make_ready(answers[0].stats.images)
-            return self.step()
+            return self._step()
         self.bad = (*self._known, *(text for text in answers[0].bad if text not in self._known))
-        self.place, self.updates = answers[0].state, answers[0].updates
-        self.training.feed_state = self.place
+        self.place = self.training.feed_state = answers[0].state
         stats = [answer.stats for answer in answers if answer.stats is not None]
         self.is_over = not stats
         if self.is_over:
@@ -208,12 +212,13 @@ class ImageLoop:
 
     def close(self) -> None:
         """End the loader workers on the ranks. If ranks have died, their workers have ended too."""
-        with suppress(RankError):
+        training = self.training
+        with suppress(RankError), training.cluster.turn:
             # An interrupt may have met some ranks before their update and others after it.
-            updates = self.training.cluster.call(rank_functions.end_loop, self.training.name)
-            if set(updates) != {self.updates}:
+            updates = training.cluster.call(rank_functions.end_loop, training.name)
+            if set(updates) != {training.steps}:
                 warnings.warn(
-                    f"The training was stopped while ranks changed their weights: {updates.count(self.updates)} of "
+                    f"The training was stopped while ranks changed their weights: {updates.count(training.steps)} of "
                     f"{len(updates)} have not done so. Load a checkpoint, or make a new Training.",
                     stacklevel=2,
                 )

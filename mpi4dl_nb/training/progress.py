@@ -65,8 +65,11 @@ class ProgressRecorder:
         self._start_s = self._now_s = time.perf_counter()
         self._first_s = 0.0  # end of the first step
 
-    def add(self, event: TrainingEvent, reports: Sequence[StepReport]) -> None:
-        """Record an event. The time between an epoch's end and the next step does not count for that step."""
+    def add(self, event: TrainingEvent, reports: Sequence[StepReport], plan: Plan | None = None) -> None:
+        """Record an event, with the ranks' reports on the last step and the plan of the training (None: as before).
+
+        The time between an epoch's end and the next step does not count for that step.
+        """
         before_s, now_s = self._now_s, time.perf_counter()
         with self._lock:
             self._now_s = now_s
@@ -83,6 +86,9 @@ class ProgressRecorder:
                     self.left_out += 1
                 case Recovered(steps=steps, epochs=epochs):  # what follows the checkpoint will come again
                     del self.losses[steps:], self.speeds[steps:], self.epochs[epochs:], self.ends[epochs:]
+                    # The reports may be of another plan, with more ranks than the training has now.
+                    self.plan, self.reports = plan or self.plan, ()
+                    self.last = self.last if self.losses else None
 
     def get_progress(self, state: str, running: bool) -> Progress:
         """Return a snapshot of the current state."""

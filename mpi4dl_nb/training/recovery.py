@@ -89,8 +89,8 @@ class FailureRecovery:
         return Recovered(" ".join([text, *self._passed_over]), self.mark.steps, self.mark.epochs)
 
     def _check_repeated(self, error: RankError) -> None:
-        """Raise the error if it would recur: a non-finite loss, or a repeated failure in the same place."""
-        if type(error) is not RankError:
+        """Raise the error if it would recur (a non-finite loss, a failure in the same place), or after a `stop`."""
+        if type(error) is not RankError or not self.training.cluster.is_started:
             raise error
         here = self.training.steps, error.rank
         if self._failed and here[0] > max(steps for steps, _ in self._failed):
@@ -109,7 +109,7 @@ class FailureRecovery:
         for mark, path in reversed(self._saved):
             try:
                 if not path.exists():
-                    raise DamagedError(f"{path}: it is there no more.")
+                    raise DamagedError(f"{path} does not exist any more.")
                 self.training.load(path, plan)
             except DamagedError as error:
                 wrong.append(error)

@@ -60,7 +60,7 @@ class StepDebugger(FactTable):
     """
 
     def __init__(self, training: TrainingHandle, whole: Mapping[str, Tensor]) -> None:
-        self.training, graph = training, training.recipe.graph
+        self.training, self._recipe, graph = training, training.recipe, training.recipe.graph
         self.images = len(whole["images"])
         self._inputs = [cut_inputs(program, whole) for program in training.programs]
         self.order = DependencyOrder(training.programs)
@@ -84,6 +84,11 @@ class StepDebugger(FactTable):
         return StepInspector(extents, self.steps, self.schedule, self._call)
 
     def _begin(self) -> None:
+        if self.training.recipe is not self._recipe:
+            raise PlanError(
+                f"load() has given the training another plan, {self.training.plan.summary}. This step is of the old "
+                "one. Make a new one: training.stepping(images, labels)."
+            )
         self.number, self.loss = uuid.uuid4().hex, None
         parts = [(inputs,) for inputs in self._inputs]
         begin = rank_functions.begin_debug_step, self.training.name, self.images, self.number
@@ -293,10 +298,12 @@ class StepDebugger(FactTable):
         # The notebook sends only how far the ranks go. They execute at once, as in any step, and wait for each other's
         # messages; by the order of dependencies, none waits for an instruction beyond another one's target.
         last = target == self.order.ends
-        standings = self._call("advance", [(place,) for place in target])
+        with self.training.cluster.turn:  # the update and its count here are one, whatever thread steps next
+            standings = self._call("advance", [(place,) for place in target])
+            if last:  # the update is done: this was a step of the training
+                self.training.record_step([standing.outcome[0] for standing in standings])
         self._update_event(target, self.event.number + 1, standings, self.event.places)
-        if last:  # the update is done: this was a step of the training
-            self.training.record_step([standing.outcome[0] for standing in standings])
+        if last:
             self.loss = merge_stats([standing.outcome[1] for standing in standings]).loss
         return self.event
 

@@ -314,8 +314,13 @@ class Training(TrainingHandle):
         return show_memory(self.plan, self.recipe.graph, machine=machine, rank=rank, optimiser_states=states)
 
     def timeline(self) -> StepTimeline:
-        """Return what each rank did when in the last step, shown as a chart. Raises PlanError before the first step."""
+        """Return what each rank did when in the last step, shown as a chart.
+
+        Raises PlanError before the first step, and after `load` before the next one.
+        """
         if not self.reports:
-            raise PlanError("timeline() shows the last step, but none was run yet. Call step() or fit() first.")
+            raise PlanError(
+                "timeline() shows the last step, but none was run yet, or since load(). Call step() or fit() first."
+            )
         events = Timeline.of(report.events for report in self.reports).events
         return StepTimeline(events, self.plan, self.recipe.graph)

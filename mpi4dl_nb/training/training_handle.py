@@ -62,7 +62,8 @@ _FOR_LOOPS = {
 class TrainingHandle:
     """What the loops, predictions and debugged steps of a `Training` use of it: its state, and the calls of its ranks.
 
-    The ranks hold the training under its `name`. `steps` counts its updates, and `reports` are those of the last step.
+    The ranks hold the training under its `name`. `steps` counts its updates; whatever sends or changes it holds
+    `cluster.turn`. `reports` are those of the last step since `load`, so that they belong to the plan.
     """
 
     def __init__(
@@ -127,7 +128,8 @@ class TrainingHandle:
 
         `count` is the number of images if it is smaller than usual; `make_ready` must have prepared the ranks for it.
         """
-        # The notebook has the whole batch, a rank gets what its program reads, and all of them give back the same loss:
+        # The notebook has the whole batch, and a rank gets what its program reads. Each rank returns its report with
+        # the losses it computed (possibly none); `merge_stats` averages them by micro-batch.
         #
         #     images (N, C, H, W) ── cut_inputs ──> rank 0: tile 0 of each image ──> report, statistics
         #                                      └──> rank 1: tile 1               ──> report, statistics
@@ -137,7 +139,7 @@ class TrainingHandle:
         recipe, programs = self._sizes[count or count_step_images(self.recipe)]
         whole = prepare_batch(recipe, images, labels)
         parts = [(cut_inputs(program, whole),) for program in programs]
-        with self.cluster.turn, self.explain_loss():  # `steps` is what the ranks have done, whatever thread steps next
+        with self.cluster.turn, self.explain_loss():
             answers = self.cluster.call(
                 rank_functions.step, self.name, len(whole["images"]), self.steps, per_rank=parts
             )
@@ -179,7 +181,8 @@ class TrainingHandle:
 
     def is_whole(self) -> bool:
         """Return whether all ranks hold the training, with exactly as many updates as the notebook has counted."""
-        return set(self.cluster.call(rank_functions.get_updates, self.name)) == {self.steps}
+        with self.cluster.turn:
+            return set(self.cluster.call(rank_functions.get_updates, self.name)) == {self.steps}
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the trained weights and buffers by the names of the plain model, for `model.load_state_dict`."""
@@ -192,7 +195,8 @@ class TrainingHandle:
         return collect_state_dict(self.recipe, self._get_tensors(), "loss")
 
     def _get_tensors(self) -> list[dict[str, dict[str, Tensor]]]:
-        return self.cluster.call(rank_functions.get_tensors, self.name, self.steps)
+        with self.cluster.turn:
+            return self.cluster.call(rank_functions.get_tensors, self.name, self.steps)
 
     def save(self, folder: str | PathLike[str], keep: int = KEEP) -> Path:
         """Write a checkpoint into `folder`, which keeps the last `keep` checkpoints, and return its path.
@@ -202,7 +206,8 @@ class TrainingHandle:
         then, and earlier checkpoints are unchanged.
         """
         folder = make_absolute(folder)
-        return self.cluster.call(rank_functions.save, self.name, folder, self.feed_state, keep, self.steps)[0]
+        with self.cluster.turn:
+            return self.cluster.call(rank_functions.save, self.name, folder, self.feed_state, keep, self.steps)[0]
 
     def load(self, path: str | PathLike[str], plan: Plan | None = None) -> int:
         """Resume from a checkpoint, or from the newest whole one in a folder, and return its number of steps.
@@ -218,13 +223,15 @@ class TrainingHandle:
         recipe = self.recipe if plan == self.plan else self._prepare(plan)
         found = open_checkpoint(make_absolute(path), recipe)
         found.warn_of_passed_over(stacklevel=2)
-        # For another plan, or if a rank has lost the training, all ranks make it anew: no rank can do so alone.
-        if recipe is not self.recipe or None in self.cluster.call(rank_functions.get_updates, self.name):
-            warn_of_mean(recipe.graph, plan, stacklevel=2)
-            self.plan, self.recipe, self.programs = plan, recipe, compile_plan(recipe.graph, plan)
-            self._create()
-        self.cluster.call(rank_functions.load, self.name, found.path)
-        self.feed_state, self.steps = found.feed, found.step
+        with self.cluster.turn:
+            self.reports = []
+            # For another plan, or if a rank has lost the training, all ranks make it anew: no rank can do so alone.
+            if recipe is not self.recipe or None in self.cluster.call(rank_functions.get_updates, self.name):
+                warn_of_mean(recipe.graph, plan, stacklevel=2)
+                self.plan, self.recipe, self.programs = plan, recipe, compile_plan(recipe.graph, plan)
+                self._create()
+            self.cluster.call(rank_functions.load, self.name, found.path)
+            self.feed_state, self.steps = found.feed, found.step
         return found.step
 
     def close(self) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from threading import Thread
 from typing import Any
 
@@ -78,6 +80,7 @@ class Monitor(FigureWidget):
         self.stop.on_click(lambda _: self._stop())
         self.stops = False
         self._over, self._drawer = threading.Event(), Thread()
+        self._training: Training | None = None
         self._gathered: ProgressRecorder | None = None
         self._state, self._running, self._on_page = "not begun", False, False
         super().__init__([ipywidgets.HBox([self.stop, ipywidgets.Label(HINT)]), self.numbers])
@@ -116,8 +119,7 @@ class Monitor(FigureWidget):
 
     def handle_event(self, event: TrainingEvent) -> None:
         """Record an event. The drawing thread shows it later."""
-        self._gathered.plan = self._training.plan  # another plan after a recovery with fewer ranks
-        self._gathered.add(event, self._training.reports)
+        self._gathered.add(event, self._training.reports, self._training.plan)
 
     def end(self, outcome: History | BaseException) -> None:
         """Stop the drawing thread and show the final numbers and figure."""
@@ -125,8 +127,15 @@ class Monitor(FigureWidget):
         self._drawer.join()  # first, or the thread could overwrite the final figure
         self._state, self._running = describe_outcome(outcome), False
         self.stop.description, self.stop.disabled = STOP, True
-        self._show()
-        self.update_snapshot()
+        with self._show_failure("has not drawn the end"):
+            self._show()
+            self.update_snapshot()
+
+    def close(self) -> None:
+        """Close the widget. Later fits of its training show the usual progress bar again."""
+        if self._training is not None and self._training.monitor is self:
+            self._training.monitor = None
+        super().close()
 
     # ---- the button, and the thread that draws
 
@@ -150,7 +159,7 @@ class Monitor(FigureWidget):
 
     def _draw_until_over(self) -> None:
         for_numbers, for_figure = RefreshRate(NUMBERS_SHARE), RefreshRate(FIGURE_SHARE)
-        try:
+        with self._show_failure("has stopped drawing, the training goes on"):
             while not self._over.wait(LOOK_S):
                 # Both rates measure what drawing costs and lengthen their own interval, see `RefreshRate`.
                 if self._gathered.last is None:
@@ -161,8 +170,14 @@ class Monitor(FigureWidget):
                 with for_figure.begin_refresh() as due:
                     if due:
                         self.view.show(show_progress(self.progress))
-        except Exception as error:  # a failure to draw must not end the training
-            self.trouble.show(f"The monitor has stopped drawing, the training goes on: {type(error).__name__}: {error}")
+
+    @contextmanager
+    def _show_failure(self, what: str) -> Iterator[None]:
+        """Show an error of the body as text: a failure to draw must not end the training, nor hide why it ended."""
+        try:
+            yield
+        except Exception as error:
+            self.trouble.show(f"The monitor {what}: {type(error).__name__}: {error}")
 
     def _ipython_display_(self) -> None:
         self._on_page = True

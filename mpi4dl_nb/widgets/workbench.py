@@ -9,6 +9,7 @@ from typing import Any
 import ipywidgets
 import traitlets
 
+from engines.errors import PlanError
 from engines.images.picture import Source
 from mpi4dl_nb.draw.figure import Drawing
 from mpi4dl_nb.draw.halo_points import find_layer_of, find_rank_layer
@@ -23,12 +24,27 @@ __all__ = ["Selection", "Workbench"]
 class Selection(traitlets.HasTraits):
     """What is selected in all views of a training: a rank, and of it a layer and an event of the timeline.
 
-    `rank` and `event` are -1, and `layer` is empty, if none is selected. Stage and tile follow from the rank.
+    `rank` and `event` are -1, and `layer` is empty, if none is selected. Stage and tile follow from the rank. `counts`
+    holds the numbers of ranks and events to select from. Raises PlanError if there is no such rank or event.
     """
 
     rank = traitlets.Int(-1)
     layer = traitlets.Unicode("")
     event = traitlets.Int(-1)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = {"rank": 0, "event": 0}
+
+    @traitlets.validate("rank", "event")
+    def _check_number(self, proposal: Any) -> int:
+        name, count = proposal["trait"].name, self.counts[proposal["trait"].name]
+        if not -1 <= proposal["value"] < count:
+            raise PlanError(
+                f"{name}={proposal['value']} does not exist: there are {count} {name}s, numbered from 0. Use one of "
+                "them, or -1 for none."
+            )
+        return proposal["value"]
 
 
 class Workbench(StillFigure, ipywidgets.VBox):
@@ -36,8 +52,9 @@ class Workbench(StillFigure, ipywidgets.VBox):
 
     They have one `selection`: a bar chosen in the timeline lights up its tile on the image and its rank's memory, and a
     tile chosen on the image leads to its rank in the timeline. `image` is shown in tiles, and must have the size of the
-    training's images. The timeline is that of the last step; `refresh()` takes over a newer one. `slicer`, `timeline`
-    (None before the first step) and `memory` are the panes, each of which can also be used alone.
+    training's images. The timeline is that of the last step; `refresh()` takes over a newer one, and a plan that was
+    loaded since, for which the panes are made anew. `slicer`, `timeline` (None before the first step) and `memory` are
+    the panes, each of which can also be used alone.
     Raises ImageError or PlanError.
 
     >>> import torch
@@ -56,12 +73,11 @@ class Workbench(StillFigure, ipywidgets.VBox):
     def __init__(self, training: Training, image: Source) -> None:
         self.training, self.selection = training, Selection()
         self._following = False
-        self.slicer = Slicer(image, training.plan, training.recipe)
+        self.slicer: Slicer | None = None
         self.timeline: TimelineView | None = None
         self.memory = FigureView(tip="memory of the selected rank through a step")
         super().__init__()
-        self.slicer.view.observe(self._follow_slicer, ["layer", "tile"])
-        self.slicer.view.observe(lambda _: self.update_snapshot(), SEEN)
+        self._take_over_plan(image)
         self.selection.observe(self._show_selection)
         self.refresh()
 
@@ -70,10 +86,25 @@ class Workbench(StillFigure, ipywidgets.VBox):
         """The image in tiles, with the selected layer and tile, for pages without live widgets."""
         return self.slicer.figure
 
+    def _take_over_plan(self, image: Source) -> None:
+        """Make the slicer for the training's plan, in place of the panes of another plan."""
+        slicer = Slicer(image, self.training.plan, self.training.recipe)
+        for pane in filter(None, (self.slicer, self.timeline)):
+            pane.close()
+        self.slicer, self.timeline, self._recipe = slicer, None, self.training.recipe
+        self.slicer.view.observe(self._follow_slicer, ["layer", "tile"])
+        self.slicer.view.observe(lambda _: self.update_snapshot(), SEEN)
+        with self._follow():
+            self.selection.rank, self.selection.layer, self.selection.event = -1, "", -1
+        self.selection.counts = {"rank": self.training.plan.ranks, "event": 0}
+
     def refresh(self) -> None:
-        """Show the timeline of the last step."""
+        """Show the timeline of the last step, under the training's current plan."""
+        if self.training.recipe is not self._recipe:
+            self._take_over_plan(self.slicer.rasters.picture)
         if self.training.reports:
             shown = self.training.timeline()
+            self.selection.counts["event"] = len(shown.events)
             if self.timeline is None:
                 self.timeline = TimelineView(shown)
                 self.timeline.observe(self._follow_timeline, ["selected", "rank"])

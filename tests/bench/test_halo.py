@@ -17,6 +17,7 @@ from engines.bench.halo import (
     make_halo_parser,
     make_halo_runner,
     make_pattern,
+    run_forward,
 )
 from engines.cli import command
 from engines.comm.loopback import LoopbackWorld, run_ranks
@@ -53,27 +54,24 @@ def test_uneven_tiles_are_valid(slices: tuple[object, ...]):
     assert verdicts(wanted) == [True] * wanted.plan.ranks
 
 
-def forgets_borrowed_gradients(carrier: ExchangeRunner, grad: Tensor, source: Tensor, alone: bool) -> int:
+def forgets_borrowed_gradients(carrier: ExchangeRunner, grad: Tensor, source: Tensor) -> None:
     source.grad = grad[..., *carrier.exchange.own.to_slices(carrier.exchange.window)].clone()
-    return 0
 
 
 def test_gradients_that_never_come_home_are_not_valid(monkeypatch):
     """What the predecessor does: the gradients of borrowed pixels are dropped."""
-    monkeypatch.setattr(ExchangeRunner, "backward", forgets_borrowed_gradients)
+    monkeypatch.setattr(halo, "run_backward", forgets_borrowed_gradients)
     assert verdicts(case(*UNEVEN)) == [False] * 4
 
 
 @pytest.mark.parametrize("place", [(0, 0, 0, 0), (1, 2, -1, -1), (0, 1, 5, 5)], ids=["corner", "last", "inside"])
 def test_one_wrong_pixel_is_not_valid(place: tuple[int, ...], monkeypatch):
-    forward = ExchangeRunner.forward
-
-    def off_by_one(carrier: ExchangeRunner, source: Tensor | None) -> tuple[Tensor | None, int]:
-        window, sent = forward(carrier, source)
+    def off_by_one(carrier: ExchangeRunner, source: Tensor | None) -> Tensor | None:
+        window = run_forward(carrier, source)
         window[place] += carrier.world.rank == 2
-        return window, sent
+        return window
 
-    monkeypatch.setattr(ExchangeRunner, "forward", off_by_one)
+    monkeypatch.setattr(halo, "run_forward", off_by_one)
     assert verdicts(case(*UNEVEN)) == [False] * 4
 
 

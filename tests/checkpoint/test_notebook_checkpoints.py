@@ -12,7 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from engines.errors import CheckpointError
+from engines.errors import CheckpointError, PlanError
 from engines.images.dataset import SyntheticImages
 from engines.train.checkpoint_folder import list_checkpoints
 from engines.train.interrupts import Interrupts, StoppedError
@@ -61,6 +61,27 @@ def test_a_training_moves_to_another_cluster(clusters, tmp_path: Path):
     stored = safetensors.torch.load_file(path / "model.safetensors")
     assert all(torch.equal(stored[name], tensor) for name, tensor in again.state_dict().items())
     assert [again.step(*batch) for batch in batches[2:]] == pytest.approx(losses[2:], rel=1e-12)
+
+
+def test_what_was_made_of_the_plan_before_a_load_is_refused_after_it(clusters, tmp_path: Path):
+    _, three = clusters
+    training = made(three)
+    batch, *_ = [(batch["images"], batch["labels"]) for batch in data(recipe_of(THREE), 1)]
+    path, _ = training.save(tmp_path), training.step(*batch)
+    stepping = training.stepping(*batch)
+    stepping.instruction()
+    training.load(path)
+    assert training.reports == []
+    stepping.restart()
+    training.step(*batch)
+    other = PLANS["tiles to the loss"]
+    training.load(path, other)
+    with pytest.raises(PlanError, match=r"none was run yet, or since load\(\)"):
+        training.timeline()
+    with pytest.raises(PlanError, match=r"another plan, .*\. This step is of the old one"):
+        stepping.restart()
+    training.stepping(*batch).finish()
+    assert training.timeline().plan == other
 
 
 def test_fit_saves_and_goes_on_in_mid_epoch(clusters, tmp_path: Path):

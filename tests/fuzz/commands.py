@@ -150,7 +150,7 @@ class OneOfMany:
     def barrier(self) -> None:
         """All are here."""
 
-    def abort(self) -> None:
+    def revoke(self) -> None:
         """Nobody waits."""
 
     def exit_process(self, code: int) -> NoReturn:

@@ -18,7 +18,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from threading import Timer
+from threading import Event, Thread, Timer, get_ident
 
 import psutil
 import pytest
@@ -29,9 +29,10 @@ from engines.comm.all_reduce import all_reduce
 from engines.comm.device import compute_threads_per_rank
 from engines.comm.notebook_imports import pack
 from engines.comm.status_board import get_status_board
-from engines.comm.world import run_on_all
+from engines.comm.world import Message, run_on_all
 from engines.errors import CheckpointError, ImageError, LossError, PlanError, RankError, TraceError
 from mpi4dl_nb.cluster import Cluster
+from mpi4dl_nb.owned_ranks import count_alive_ranks
 
 N = 3
 
@@ -217,6 +218,40 @@ def test_an_interrupt_ends_the_call_and_not_the_cluster(cluster):
     check_usable(cluster)
 
 
+def test_an_interrupt_between_the_messages_of_a_call_leaves_no_work_behind(cluster, monkeypatch):
+    ranks, sent = cluster._ranks, []
+
+    def submit(rank, common, own):
+        future = type(ranks).submit(ranks, rank, common, own)
+        if not sent:
+            sent.append(future)
+            signal.raise_signal(signal.SIGINT)  # before the call knows that this rank has its work
+        return future
+
+    monkeypatch.setattr(ranks, "submit", submit)
+    with pytest.raises(KeyboardInterrupt):
+        cluster.call(lambda host: host.world.all_gather(None))
+    assert cluster.call(lambda host: host.world.rank) == [*range(N)]
+    assert sent[0].done()
+
+
+@pytest.mark.parametrize("backend", ["loopback", "in_turn"])
+def test_after_any_interrupt_the_ranks_are_synchronised(backend, monkeypatch):
+    with Cluster(2, backend=backend) as cluster:
+        submit = cluster._ranks.submit
+
+        def interrupted(rank, common, own):
+            submit(rank, common, own)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(cluster._ranks, "submit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            cluster.call(lambda host: host.world.all_gather(None))
+        monkeypatch.undo()
+        assert not cluster._last.clean
+        assert cluster.call(lambda host: host.world.all_gather(host.world.rank)) == [[0, 1], [0, 1]]
+
+
 def test_no_call_leaves_gradients_off(cluster):
     """An interrupt can, as `no_grad` is entered or left: the next steps would train nothing, and say nothing."""
     if cluster.backend == "mpi":
@@ -352,7 +387,7 @@ def test_a_rank_that_hangs_is_named_with_those_that_wait_for_it(cluster, how):
         cluster.hang_after_s = 300
     assert 2 <= watch.s < 5
     assert caught.value.rank == 1
-    assert "Rank 0 waits: stage 0, since 2" in str(caught.value)
+    assert "Rank 0 waits: stage 0, for 2" in str(caught.value)
     assert bool(cluster.dead) == (how == "stopped")
     cluster.heal()
     check_usable(cluster)
@@ -629,6 +664,79 @@ def test_an_unknown_backend_is_refused():
 def test_a_call_needs_a_start():
     with pytest.raises(RankError, match=r"not started. Call start\(\)"):
         Cluster(2, backend="loopback").call(lambda host: None)
+
+
+@pytest.mark.parametrize("end", [Cluster.stop, Cluster.end_later, Cluster.restart])
+def test_a_stop_during_a_call_of_another_thread_is_named(end):
+    def waits(host):
+        host.world.exchange([], [Message(1 - host.world.rank, 0, torch.empty(1))]).wait()
+
+    with Cluster(2, backend="loopback") as cluster:
+        Timer(0.3, end, [cluster]).start()
+        with pytest.raises(RankError, match="The cluster was stopped by another thread during a call"):
+            cluster.call(waits)
+        assert cluster.start().call(lambda host: host.world.rank) == [0, 1]
+
+
+@pytest.mark.nightly
+def test_a_stop_during_a_call_over_mpi_is_named():
+    with Cluster(2) as cluster:
+        for _ in range(3):
+            Timer(0.5, cluster.stop).start()
+            with Watch() as watch, pytest.raises(RankError, match="was stopped by another thread"):
+                cluster.call(lambda host: time.sleep(20))
+            assert watch.s < 10
+            assert cluster.start().call(lambda host: host.world.rank) == [0, 1]
+
+
+class SlowToStart(Cluster):
+    def _launch(self):
+        self.launched = [*getattr(self, "launched", []), time.monotonic()]
+        time.sleep(0.3)
+        return super()._launch()
+
+
+def test_threads_that_start_a_cluster_at_once_start_one():
+    cluster = SlowToStart(2, backend="loopback")
+    threads = [Thread(target=cluster.start) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(cluster.launched) == 1
+    assert cluster.call(lambda host: host.world.rank) == [0, 1]
+    cluster.stop()
+
+
+def test_a_stop_during_a_start_ends_what_was_started():
+    cluster = SlowToStart(2, backend="loopback")
+    before, thread = count_alive_ranks(), Thread(target=cluster.start)
+    thread.start()
+    while not hasattr(cluster, "launched"):
+        time.sleep(0.01)
+    cluster.stop()
+    thread.join()
+    assert cluster.state == "not started"
+    assert count_alive_ranks() == before
+
+
+def test_an_interrupt_ends_a_start_that_waits_for_another_thread():
+    cluster, release = Cluster(2, backend="loopback"), Event()
+
+    def hold() -> None:
+        with cluster.turn:
+            release.wait(10)
+
+    thread = Thread(target=hold)
+    thread.start()
+    Timer(0.3, signal.pthread_kill, [get_ident(), signal.SIGINT]).start()
+    with Watch() as watch, pytest.raises(KeyboardInterrupt):
+        cluster.start()
+    release.set()
+    thread.join()
+    assert watch.s < 5
+    with cluster:
+        assert cluster.call(lambda host: host.world.rank) == [0, 1]
 
 
 def test_the_card_says_it_in_words():

@@ -90,6 +90,47 @@ def oracle(found: LabelledImages, numbers: list[tuple[int, int]], seed: int = 0,
     return losses
 
 
+def test_no_other_thread_comes_between_a_step_and_its_count(one, tmp_path, monkeypatch):
+    """Or it would be refused, as if the training had been stopped while ranks changed their weights."""
+    mine, asked = training(one), []
+    call, record_step, cluster = mine.cluster.call, mine.record_step, mine.cluster
+
+    def is_free() -> bool:
+        free: list[bool] = []
+
+        def take() -> None:
+            free.append(cluster.turn.acquire(blocking=False))
+            if free[0]:
+                cluster.turn.release()
+
+        thread = threading.Thread(target=take)
+        thread.start()
+        thread.join()
+        return free[0]
+
+    def look(function, *args, **more):
+        asked.append((function.__name__, is_free()))
+        return call(function, *args, **more)
+
+    def count(reports) -> None:
+        asked.append(("count", is_free()))
+        record_step(reports)
+
+    monkeypatch.setattr(cluster, "call", look)
+    monkeypatch.setattr(mine, "record_step", count)
+    batch = torch.rand(BATCH, 3, *SIZE), torch.zeros(BATCH, *SIZE, dtype=torch.long)
+    mine.step(*batch)
+    mine.stepping(*batch).finish()
+    mine.fit(images(2), progress=False)
+    mine.state_dict()
+    assert mine.is_whole()
+    mine.load(mine.save(tmp_path))
+    counted = {"step", "call_debug_step", "step_loop", "end_loop", "get_tensors", "get_updates", "save", "load"}
+    counted.add("count")
+    assert counted <= {name for name, _ in asked}
+    assert [name for name, free in asked if free and name in counted] == []
+
+
 def feeders() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("feed")]
 

@@ -314,6 +314,18 @@ def press(heard: Heard, steps: int) -> None:
 
 
 @over_loopback
+def test_a_cluster_that_was_stopped_is_not_healed(cluster, tmp_path):
+    class Stops(Heard):
+        def handle_event(self, event) -> None:
+            super().handle_event(event)
+            cluster.stop()
+
+    with pytest.raises(RankError, match="not started"):
+        training(cluster).fit(DATA, progress=False, save=tmp_path, on_failure="heal", monitor=Stops())
+    assert not cluster.is_started
+
+
+@over_loopback
 def test_fewer_ranks_compute_the_same(cluster):
     plan = choose_plan(training(cluster), 2)
     assert (plan.ranks, plan.micro_batches, plan.precision) == (2, 2, "float64")

@@ -199,7 +199,7 @@ def test_a_meter_lets_as_many_pass_as_it_says():
     now_s = 0.0
     meter = RateLimiter(clock=lambda: now_s)
     assert sum(meter.allow("x" * 100) for _ in range(500)) == 100
-    assert meter.report_dropped() == "... 400 lines more were left out: a page does not take as many."
+    assert meter.report_dropped() == "... 400 lines more were left out: more than a page can show."
     now_s = 1.0
     assert not meter.allow("x" * 100)  # a quarter of the room is there again: after a flood half of it is awaited
     now_s = 3.0
@@ -229,7 +229,7 @@ def test_the_lines_of_the_call_after_a_flood_are_emitted():
     output.write("stderr", "one warning\n")
     output.end()
     assert [line.text for line in given[-2:]] == [
-        "... 1,819 lines more were left out: a page does not take as many.",
+        "... 1,819 lines more were left out: more than a page can show.",
         "one warning",
     ]
 

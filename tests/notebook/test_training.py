@@ -331,13 +331,13 @@ def test_close_frees_the_ranks(cluster):
     assert cluster.call(lambda host: len(host.trainings)) == [count + 1 for count in held]
     training.close()
     assert cluster.call(lambda host: len(host.trainings)) == held
-    with pytest.raises(PlanError, match="hold this training no more: it was closed"):
+    with pytest.raises(PlanError, match="do not hold this training any more: it was closed"):
         training.step(*batches(1)[0])
     training.close()
 
 
 def test_a_timeline_before_the_first_step(cluster):
-    with pytest.raises(PlanError, match=r"none was run yet\. Call step"):
+    with pytest.raises(PlanError, match=r"none was run yet, or since load\(\)\. Call step"):
         Training(unet(), TILES, cluster, SHAPE).timeline()
 
 

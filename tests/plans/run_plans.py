@@ -26,7 +26,7 @@ def attempt(comm: MPI.Intracomm, model: nn.Module, recipe: Recipe, seed: int) ->
     try:
         told = verify(world, recipe, model, nn.CrossEntropyLoss(), seed)
     except Exception:
-        world.abort()
+        world.revoke()
         return traceback.format_exc()
     return "" if told["ok"] else json.dumps(told)
 

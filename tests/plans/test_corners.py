@@ -107,7 +107,7 @@ def test_a_step_that_was_given_up_leaves_no_message_behind():
             begun.set()
         else:
             assert begun.wait(timeout=30)
-            world.abort()
+            world.revoke()
         world.recover()
         return dict(training.step(training.cut(good)).losses)
 

@@ -79,7 +79,7 @@ def test_what_does_not_fit_says_how_much_it_needs_of_how_much(traces):
     verdict = explained.get_verdict("data")
     assert not verdict.fits
     assert verdict.best.plan == data.plan
-    needed = f"it needs {format_bytes(data.peak_bytes)} of {format_bytes(limit)}."  # activations again or not
+    needed = f"it needs {format_bytes(data.peak_bytes)} of {format_bytes(limit)}."  # with recomputed activations or not
     assert f"Pure data parallelism does not fit: {needed}" in explained.sentences
     assert explained.sentences.index(f"Pure data parallelism does not fit: {needed}") >= 1
     assert explained.best.fits

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from engines.bench.communication import ThrottledWorld
+from engines.bench.halo import run_forward
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.models import UNet
 from engines.plan import Plan
@@ -230,7 +231,7 @@ def test_a_step_given_up_between_halves_leaves_nothing_behind():
         training.start(given_up)
         while not is_half(training.worker.step().instruction):
             pass
-        world.abort()
+        world.revoke()
         world.recover()
         own = training.cut({"images": images, "labels": labels})
         return training.step(own).losses[0], fresh.step(own).losses[0]
@@ -254,7 +255,7 @@ def test_a_halo_passes_while_the_rank_computes():
         whole = replace(half, strips=(), ends=True)
         carrier = make_exchange_runners([whole], link, cpu, SendQueue())[whole.key]
         source = torch.randn(half.compute_shape(half.own)).double()
-        window, _ = carrier.forward(source)
+        window = run_forward(carrier, source)
         halves = make_exchange_runners([half], link, cpu, SendQueue())[half.key]
         world.barrier()
         begun, _ = halves.start_forward(source)

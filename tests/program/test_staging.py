@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from engines.bench.halo import run_backward, run_forward
 from engines.comm import mpi
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.comm.world import Message, Pending
@@ -67,9 +68,9 @@ def test_pixels_in_a_row_travel_between_the_tensors_themselves(grid: Grid, image
         source = None
         if world.rank == 0:
             source = torch.randn(images, 3, SIDE_PX, SIDE_PX).to(memory_format=torch.channels_last).requires_grad_()
-        window, _ = carrier.forward(source)
+        window = run_forward(carrier, source)
         grad = None if window is None else window.clone()
-        carrier.backward(grad, source, alone=True)
+        run_backward(carrier, grad, source)
         if world.rank:
             assert (watched.received, watched.sent) == ([window.data_ptr()], [grad.data_ptr()])  # it holds no more
             return

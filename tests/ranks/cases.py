@@ -48,7 +48,7 @@ def fail_and_recover(world: World) -> None:
     start_s = time.perf_counter()
     if world.rank == 1:
         time.sleep(0.2)  # the others wait by now
-        world.abort()
+        world.revoke()
     else:
         with pytest.raises(RankError, match="released"):
             all_reduce(world, torch.ones(1), (0, 1, 2, 3)).wait()

@@ -88,7 +88,7 @@ def after_a_failure_it_is_connected_anew(world: MpiWorld) -> None:
     before = training.worker._sums
     world.gather(None)  # rank 0 goes on when the others have ended this step
     if world.rank == 0:
-        world.abort()
+        world.revoke()
     else:
         with pytest.raises(RankError, match="released"):
             training.step(training.cut(batch))

@@ -18,7 +18,7 @@ def attempt(world: MpiWorld, case: Callable[[MpiWorld], None]) -> str:
     try:
         case(world)
     except Exception:
-        world.abort()
+        world.revoke()
         return traceback.format_exc()
     return ""
 
@@ -28,7 +28,7 @@ def gathered(world: MpiWorld, trouble: str) -> list[str]:
     try:
         return world.all_gather(trouble)
     except RankError:
-        world.abort()
+        world.revoke()
         world.recover()
         return world.all_gather(trouble)
 

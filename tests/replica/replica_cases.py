@@ -195,7 +195,7 @@ def _failing(world: World, fails: int, **chosen: object) -> None:
         train_replicas(world, recipe, Asynchrony(replicas=3, steps=50, **chosen), broken)
     except RankError as error:
         said = str(error)
-        world.abort()
+        world.revoke()
     world.recover()
     told = world.all_gather(said)
     assert told[fails] == "no such picture"

@@ -98,7 +98,7 @@ def test_a_server_does_not_scale_losses() -> None:
 
 
 def test_a_sub_world_is_made_by_its_own_ranks() -> None:
-    with pytest.raises(PlanError, match=r"Rank 0 is none of the ranks \(1, 2\)"):
+    with pytest.raises(PlanError, match=r"Rank 0 is not one of the ranks \(1, 2\)"):
         run_ranks(1, lambda world: SubGroup(world, (1, 2)))
 
 

@@ -10,6 +10,7 @@ from hypothesis import find, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from engines.bench.halo import run_backward, run_forward
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.program.exchange import Exchange
 from engines.program.exchange_runner import make_exchange_runners
@@ -123,10 +124,10 @@ def there_and_back(world: LoopbackWorld, case: Case, fill: float) -> tuple[Tenso
     step, cpu = exchange(world.rank, case, fill), torch.device("cpu")
     x = None if step.own is None else whole_numbers(2, 1, *step.own.shape, seed=world.rank)
     carrier = make_exchange_runners([step], world, cpu, SendQueue())["x"]
-    fx, _ = carrier.forward(x)
+    fx = run_forward(carrier, x)
     y = None if fx is None else whole_numbers(*fx.shape, seed=100 + world.rank)
     source = None if x is None else x.clone().requires_grad_()
-    carrier.backward(None if y is None else y.clone(), source, alone=True)
+    run_backward(carrier, None if y is None else y.clone(), source)
     return x, fx, y, None if source is None else source.grad
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 
 import pytest
 import torch
 from torch import nn
 
+from engines.errors import RankError
 from engines.images.dataset import SyntheticImages
-from engines.train.training_events import EpochResult, StepResult
+from engines.train.training_events import EpochResult, Recovered, StepResult
 from mpi4dl_nb import Cluster, Monitor, Plan, Training
+from mpi4dl_nb.draw.monitor import format_progress_html
 from mpi4dl_nb.training.progress import ProgressRecorder, RefreshRate
 from mpi4dl_nb.widgets import monitor as module
 
@@ -118,6 +122,80 @@ def test_an_error_is_told_and_raised(training):
         training.fit(IMAGES)
     assert "ended by an error: a watcher of one&#x27;s own has failed" in monitor.numbers.value
     assert not drawers()
+
+
+def test_after_a_recovery_with_fewer_ranks_it_shows_those_and_the_error_that_follows(training):
+    monitor = Monitor(training)
+
+    def shrink_and_fail() -> None:
+        training.plan = Plan(split_size=2, spatial_size=0)
+        monitor.handle_event(Recovered("a rank has died", 1, 0))
+        raise RankError("another rank has died")
+
+    Acts(monitor, 2, shrink_and_fail)
+    with pytest.raises(RankError, match="another rank") as caught:
+        training.fit(IMAGES)
+    assert not hasattr(caught.value, "__notes__")
+    assert monitor.trouble.text == ""
+    assert (monitor.progress.plan.ranks, monitor.progress.reports) == (2, ())
+    assert "another rank has died" in monitor.numbers.value
+    assert "1 of 4 steps done" in monitor.figure.alt
+
+
+def test_a_recovery_to_the_start_leaves_no_last_step():
+    gathered = ProgressRecorder(PLAN, total=10)
+    gathered.add(StepResult(0, 0, 4, 1.0, 2.0, None, 0.0), [])
+    gathered.add(Recovered("", 0, 0), [])
+    assert "step 0 of 10" in format_progress_html(gathered.get_progress("running", True))
+
+
+class FailsAtTheEnd:
+    stops = False
+
+    def begin(self, training, total) -> None: ...
+
+    def handle_event(self, event) -> None:
+        if self.error:
+            raise self.error
+
+    def end(self, outcome) -> None:
+        raise ValueError("cannot show the end")
+
+    def __init__(self, error: Exception | None) -> None:
+        self.error = error
+
+
+def test_what_fails_at_the_end_does_not_hide_why_a_fit_ended(training):
+    with pytest.raises(RankError, match="a rank has died") as caught:
+        training.fit(IMAGES, monitor=FailsAtTheEnd(RankError("a rank has died")))
+    assert "ValueError: cannot show the end" in caught.value.__notes__[0]
+    with pytest.raises(ValueError, match="cannot show the end"):
+        training.fit(IMAGES, monitor=FailsAtTheEnd(None), go_on=False)
+
+
+def test_what_cannot_be_drawn_at_the_end_leaves_the_history(training, monkeypatch):
+    monitor = Monitor(training)
+
+    def fail(progress) -> str:
+        raise ValueError("no ink")
+
+    Acts(monitor, 4, lambda: monkeypatch.setattr(module, "format_tables_html", fail))
+    assert len(training.fit(IMAGES).losses) == 4
+    assert "ValueError: no ink" in monitor.trouble.text
+
+
+def test_a_closed_monitor_leaves_the_progress_bar_and_is_collected(training, capsys):
+    first, monitor = Monitor(training), Monitor(training)
+    first.close()
+    assert training.monitor is monitor, "another one has taken its place"
+    monitor.close()
+    assert training.monitor is None
+    training.fit(IMAGES, steps=1)
+    assert "1/1" in capsys.readouterr().err
+    known = weakref.ref(monitor)
+    del first, monitor
+    gc.collect()
+    assert known() is None
 
 
 @pytest.mark.nightly

@@ -61,8 +61,33 @@ def test_a_newer_step_is_taken_over(workbench):
     assert workbench.timeline in workbench.children
 
 
-def test_a_rank_that_is_not_there_is_refused(workbench):
-    with pytest.raises(PlanError, match="rank=99"):
-        workbench.selection.rank = 99
+@pytest.mark.parametrize("name", ["rank", "event"])
+def test_what_is_not_there_is_refused_before_it_is_selected(workbench, name):
+    before = getattr(workbench.selection, name)
+    with pytest.raises(PlanError, match=f"{name}=99999 does not exist: there are [0-9]+ {name}s"):
+        setattr(workbench.selection, name, 99999)
+    assert getattr(workbench.selection, name) == before
+    workbench.refresh()
     workbench.selection.rank = 0
     assert workbench.slicer.tile.value == 0
+
+
+def test_another_plan_that_was_loaded_is_taken_over(tmp_path):
+    torch.manual_seed(0)
+    before, after = Plan(split_size=1, slice_method="1x2"), Plan(split_size=2, spatial_size=0)
+    with Cluster(2, backend="loopback") as cluster:
+        training = Training(resnet20_v1(), before, cluster, (1, 3, 32, 32))
+        training.step(torch.rand(1, 3, 32, 32), torch.tensor([3]))
+        workbench = Workbench(training, torch.rand(3, 32, 32))
+        workbench.selection.rank = 1
+        workbench.slicer.layer.value = 1
+        training.load(training.save(tmp_path), after)
+        workbench.refresh()
+        assert workbench.slicer.plan == after
+        assert (workbench.selection.rank, workbench.timeline) == (-1, None)
+        training.step(torch.rand(1, 3, 32, 32), torch.tensor([3]))
+        workbench.refresh()
+        assert workbench.timeline.plan == after
+        workbench.selection.rank = 0
+        assert workbench.timeline.rank == 0
+    assert workbench.children == (workbench.slicer, workbench.timeline, workbench.memory)
