@@ -19,11 +19,10 @@ from engines.plan import Plan
 from engines.program.receptive import FieldSpans
 from engines.spatial.tiles import Tile
 from mpi4dl_nb.draw.halo_points import HaloLayers, HaloPoint, find_spatial_stages
+from mpi4dl_nb.draw.picture_reach import PictureReach, describe_reach, make_reach
 from mpi4dl_nb.draw.slicing import describe_tile, format_title
 
 __all__ = ["LayerTables", "build_layer_tables", "describe_net"]
-
-SEEN = 3  # place of the table `seen`
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,8 @@ def build_layer_tables(picture: Picture, layers: HaloLayers | None, points: Sequ
     parts: list[NDArray[np.int32]] = []
     at = 0
     for point in points:
-        tables = list(_make_tables(layers, point))
+        reach = make_reach(layers, point, picture) if layers and point.readers else None
+        tables = list(_make_tables(layers, point, reach))
         pieces = [move for rank in point.ranks.ranks for move in point.find_halo(rank)]
         rows, cols = point.size_px
         out_rows, out_cols = layers.get_output_px(point) if layers and point.readers else point.size_px
@@ -71,18 +71,22 @@ def build_layer_tables(picture: Picture, layers: HaloLayers | None, points: Sequ
                 "computed": bool(point.computed),
             }
         )
-        seen = tables[SEEN]
-        facts[-1]["words"] = [
-            [f"{line}." for line in (*describe_tile(point, rank), *describe_reach(picture, point, rank, seen[number]))]
-            for number, rank in enumerate(point.ranks.ranks)
-        ]
+        facts[-1]["words"] = [_list_words(picture, point, reach, rank) for rank in point.ranks.ranks]
         parts.extend(tables)
         at += sum(table.size for table in tables)
     joined = np.concatenate([part.ravel() for part in parts]) if parts else np.zeros(0)
     return LayerTables(tuple(facts), joined.astype("<i4"))
 
 
-def _make_tables(layers: HaloLayers | None, point: HaloPoint) -> Iterator[NDArray[np.int32]]:
+def _list_words(picture: Picture, point: HaloPoint, reach: PictureReach | None, rank: int) -> list[str]:
+    lines = describe_tile(point, rank)
+    lines += describe_reach(reach, rank, picture.microns_per_px) if reach else ()
+    return [f"{line}." for line in lines]
+
+
+def _make_tables(
+    layers: HaloLayers | None, point: HaloPoint, reach: PictureReach | None
+) -> Iterator[NDArray[np.int32]]:
     whole = Tile.whole(*point.size_px)
     yield _to_rows(point.tiles.values())
     yield _to_rows([point.get_window(rank) & whole for rank in point.ranks.ranks])
@@ -94,29 +98,11 @@ def _make_tables(layers: HaloLayers | None, point: HaloPoint) -> Iterator[NDArra
         ],
         np.int32,
     ).reshape(-1, 6)
-    spans = layers.get_spans(point) if layers and point.readers else tuple(map(FieldSpans.whole, point.size_px))
-    own = point.ranks.grid.cut(*(len(each.starts) for each in spans))
-    yield _to_rows([Tile(*(each.find_hull(span) for each, span in zip(spans, tile, strict=True))) for tile in own])
+    yield _to_rows(reach.seen.values() if reach else point.tiles.values())
+    spans = layers.get_spans(point) if layers and reach else tuple(map(FieldSpans.whole, point.size_px))
     for each in spans:
         empty = each.stops <= each.starts
         yield np.stack([np.where(empty, 0, each.starts), np.where(empty, 0, each.stops)], axis=1).astype(np.int32)
-
-
-def describe_reach(picture: Picture, point: HaloPoint, rank: int, seen: NDArray[np.int32]) -> Iterator[str]:
-    """Yield what a tile has seen of its neighbours' pixels of the picture, through all windows up to this layer."""
-    if not point.readers:
-        return
-    own = Tile(*point.ranks.grid.cut(*picture.shape())[point.numbers[rank]])
-    reach = own.rows.start - seen[0], seen[2] - own.rows.stop, own.cols.start - seen[1], seen[3] - own.cols.stop
-    sides = dict(zip(("above", "below", "left", "right"), (max(0, int(px)) for px in reach), strict=True))
-    far = max(sides.values())
-    if not far:
-        yield "Through all windows up to here it reads its own pixels of the picture only"
-        return
-    microns = f" (up to {far * picture.microns_per_px:.3g} µm)" if picture.microns_per_px else ""
-    parts = ", ".join(f"{px} {side}" for side, px in sides.items())
-    yield f"Through all windows up to here it reads its neighbours' pixels of the picture, too: {parts}{microns}"
-    yield "Sums over the whole picture, as in norms, are no windows: they count in neither"
 
 
 def _to_rows(tiles: Any) -> NDArray[np.int32]:

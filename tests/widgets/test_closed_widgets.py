@@ -18,6 +18,7 @@ from mpi4dl_nb import (
     Cluster,
     Configurator,
     ImageError,
+    Monitor,
     Plan,
     PlanError,
     Slicer,
@@ -85,6 +86,7 @@ WIDGETS: dict[str, Callable[[SimpleNamespace], object]] = {
     "timeline": lambda of: TimelineView(of.training.timeline()),
     "workbench": lambda of: Workbench(of.training, of.image),
     "configurator": lambda of: Configurator(make_model(), SHAPE, of.cluster, PLAN),
+    "monitor": lambda of: Monitor(of.training),
     "tuner": lambda of: Tuner(make_model(), SHAPE, of.cluster, progress=False),
 }
 
