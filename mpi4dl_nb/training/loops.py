@@ -207,7 +207,7 @@ class ImageLoop:
         self.is_over = not stats
         if self.is_over:
             return None
-        self.training.record_step([answer.report for answer in answers])
+        self.training.record_step([answer.report for answer in answers], stats[0].images)
         return merge_stats(stats)
 
     def close(self) -> None:

@@ -301,7 +301,7 @@ class StepDebugger(FactTable):
         with self.training.cluster.turn:  # the update and its count here are one, whatever thread steps next
             standings = self._call("advance", [(place,) for place in target])
             if last:  # the update is done: this was a step of the training
-                self.training.record_step([standing.outcome[0] for standing in standings])
+                self.training.record_step([standing.outcome[0] for standing in standings], self.images)
         self._update_event(target, self.event.number + 1, standings, self.event.places)
         if last:
             self.loss = merge_stats([standing.outcome[1] for standing in standings]).loss

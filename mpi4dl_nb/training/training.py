@@ -323,4 +323,4 @@ class Training(TrainingHandle):
                 "timeline() shows the last step, but none was run yet, or since load(). Call step() or fit() first."
             )
         events = Timeline.of(report.events for report in self.reports).events
-        return StepTimeline(events, self.plan, self.recipe.graph)
+        return StepTimeline(events, self.reported.plan, self.reported.graph)

@@ -63,7 +63,7 @@ class TrainingHandle:
     """What the loops, predictions and debugged steps of a `Training` use of it: its state, and the calls of its ranks.
 
     The ranks hold the training under its `name`. `steps` counts its updates; whatever sends or changes it holds
-    `cluster.turn`. `reports` are those of the last step since `load`, so that they belong to the plan.
+    `cluster.turn`. `reports` are those of the last step since `load`, which ran the programs of the recipe `reported`.
     """
 
     def __init__(
@@ -99,6 +99,7 @@ class TrainingHandle:
         self.name = uuid.uuid4().hex
         self.steps = 0
         self.reports: list[StepReport] = []
+        self.reported = self.recipe
         self.feed_state: Mapping[str, Any] | None = None  # position in the images from which `fit` resumes
         self._create()
         self._traced = TracedValues(model, self.loss)
@@ -143,7 +144,7 @@ class TrainingHandle:
             answers = self.cluster.call(
                 rank_functions.step, self.name, len(whole["images"]), self.steps, per_rank=parts
             )
-            self.record_step([report for report, _ in answers])
+            self.record_step([report for report, _ in answers], len(whole["images"]))
         return [stats for _, stats in answers]
 
     @contextmanager
@@ -175,9 +176,10 @@ class TrainingHandle:
         """The numbers of images per step that the ranks are prepared for."""
         return tuple(self._sizes)
 
-    def record_step(self, reports: list[StepReport]) -> None:
-        """Record a completed step and the reports of its ranks."""
-        self.reports, self.steps = reports, self.steps + 1
+    def record_step(self, reports: list[StepReport], images: int) -> None:
+        """Record a completed step of so many images, and the reports of its ranks."""
+        # A smaller step may have other instructions: with `fused_layers="auto"`, other layers are fused.
+        self.reports, self.reported, self.steps = reports, self._sizes[images][0], self.steps + 1
 
     def is_whole(self) -> bool:
         """Return whether all ranks hold the training, with exactly as many updates as the notebook has counted."""

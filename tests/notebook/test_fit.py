@@ -112,9 +112,9 @@ def test_no_other_thread_comes_between_a_step_and_its_count(one, tmp_path, monke
         asked.append((function.__name__, is_free()))
         return call(function, *args, **more)
 
-    def count(reports) -> None:
+    def count(*given) -> None:
         asked.append(("count", is_free()))
-        record_step(reports)
+        record_step(*given)
 
     monkeypatch.setattr(cluster, "call", look)
     monkeypatch.setattr(mine, "record_step", count)

@@ -21,7 +21,7 @@ from engines.errors import ImageError, PlanError, TraceError
 from engines.images.dataset import SyntheticImages, shuffle_indices
 from engines.spatial.tiles import Tile
 from engines.train.training import prepare
-from mpi4dl_nb import Cluster, Plan, Training
+from mpi4dl_nb import Cluster, Plan, Training, resnet20_v1
 
 SIZE, N, CLASSES = (8, 10), 4, 3
 SHAPE = (N, 3, *SIZE)
@@ -390,3 +390,17 @@ def test_images_that_are_normed_by_their_neighbours_are_not_predicted_beside_cop
     with pytest.raises(ImageError, match="5 held-out images are no multiple of a step's 4"):
         found.fit(loader(N), progress=False, held_out=SyntheticImages(N + 1, SIZE, CLASSES))
     assert found.fit(loader(N), progress=False, held_out=SyntheticImages(N, SIZE, CLASSES)).epochs[0].held_out
+
+
+def test_the_timeline_of_a_smaller_step_is_that_of_its_own_programs():
+    """The cheapest fusion depends on the number of images, and the names of instructions on the fusion."""
+    plan = Plan(split_size=1, slice_method="2x2", halo_d2=True, fused_layers="auto")
+    with Cluster(plan.ranks, backend="loopback") as cluster:
+        training = Training(resnet20_v1(), plan, cluster, (4, 3, 32, 32))
+        training.fit([(torch.rand(n, 3, 32, 32), torch.zeros(n, dtype=torch.long)) for n in (4, 2)], progress=False)
+        small = training.timeline()
+        training.step(torch.rand(4, 3, 32, 32), torch.zeros(4, dtype=torch.long))
+        whole = training.timeline()
+    assert {event.name for event in small.events} != {event.name for event in whole.events}
+    for timeline in (small, whole):
+        assert {event.name for event in timeline.events} <= timeline.layers.keys()
