@@ -118,9 +118,10 @@ _RULES: dict[str, _Rule] = {}
 
 
 def aggregates(*operators: str) -> Callable[[_Rule], _Rule]:
-    """Register a function as the rule of ATen operators (without overload); "*" stands for any pointwise operator.
+    """Register a function as the rule of ATen operators; "*" stands for any pointwise operator.
 
-    The function returns the aggregation of a node's output, or None if it is unknown.
+    A name without overload stands for all overloads that are not registered themselves. The function returns the
+    aggregation of a node's output, or None if it is unknown.
     """
 
     def register(rule: _Rule) -> _Rule:
@@ -231,7 +232,8 @@ class LossAnalysis:
         drawn = find_sample_number(self.graph, node) is not None  # each micro-batch draws different random numbers
         if drawn or any(each.kind is AggregationKind.UNKNOWN for each in shares.values()):
             return self._mark_unknown(node)
-        rule = _RULES.get(node.short_operator) or (_RULES["*"] if is_pointwise(node.operator) else None)
+        names = node.operator.removeprefix("aten."), node.short_operator, "*" if is_pointwise(node.operator) else ""
+        rule = next((_RULES[name] for name in names if name in _RULES), None)
         if rule:
             return rule(self, node) or self._mark_unknown(node)
         # Without a rule, any function of batch-independent values is batch-independent itself.

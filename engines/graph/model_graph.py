@@ -65,7 +65,12 @@ class TensorSpec:
     @property
     def bytes(self) -> int:
         """Size in bytes."""
-        return self.numel * _ITEM_BYTES.get(self.dtype, 1)
+        return self.numel * self.item_bytes
+
+    @property
+    def item_bytes(self) -> int:
+        """Size of one element in bytes."""
+        return _ITEM_BYTES.get(self.dtype, 1)
 
     def get_sizes(self, axes: Sequence[int]) -> tuple[int, ...]:
         """Return the sizes along some of the axes."""
