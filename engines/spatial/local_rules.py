@@ -33,6 +33,7 @@ __all__ = [
     "get_spec",
     "is_pointwise",
     "make_gather_error",
+    "make_shared_images_error",
     "make_unsupported_error",
     "map_refs",
     "split_arguments",
@@ -58,12 +59,23 @@ class NeedsGatherError(TraceError):
 
 def make_unsupported_error(node: Node, why: str = "has no entry in the operator table") -> TraceError:
     """Return the error for an operator that cannot run on tiles, with remedies."""
-    reads = ", ".join(dict.fromkeys(find_ref_names(node.arguments)))
     return TraceError(
-        f"{node.operator} (reads {reads}) {why}. It is in {node.where}. Either end the spatial stages before it "
+        f"{_describe(node)} {why}. It is in {node.where}. Either end the spatial stages before it "
         "(a smaller spatial_size, or another balance), or write a rule: a function like those in "
         f'engines/spatial/entries, under @register_rule("{node.operator}").'
     )
+
+
+def make_shared_images_error(node: Node, why: str) -> TraceError:
+    """Return the error for an operator that cannot run on one rank's share of a micro-batch's images."""
+    return TraceError(
+        f"{_describe(node)} {why}. It is in {node.where}, where local_dp ranks share the images of each micro-batch. "
+        "Use local_dp=1, or data_parallel, which gives whole micro-batches to each replica."
+    )
+
+
+def _describe(node: Node) -> str:
+    return f"{node.operator} (reads {', '.join(dict.fromkeys(find_ref_names(node.arguments)))})"
 
 
 def make_gather_error(node: Node, why: str, axes: Axes = ()) -> NeedsGatherError:
@@ -73,11 +85,13 @@ def make_gather_error(node: Node, why: str, axes: Axes = ()) -> NeedsGatherError
 
 
 def check_deterministic(b: Builder, node: Node) -> None:
-    """Raise TraceError for a random operator: it would draw differently on each rank of a stage."""
+    """Raise TraceError for a random operator that would draw differently on each rank of a stage."""
     if node.arguments.get("dropout_p") == 0:
         return
     draws = not has_kernel(node.operator) and torch.Tag.nondeterministic_seeded in get_operator(node.operator).tags
-    if len(b.stage.ranks) > 1 and draws:
+    if draws and b.stage.shares > 1:
+        raise make_shared_images_error(node, "draws random numbers, which would differ from those of the whole batch")
+    if draws and len(b.stage.ranks) > 1:
         raise make_unsupported_error(node, "draws random numbers, which the tiles of a stage do not share")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from engines.comm.loopback import LoopbackWorld, run_ranks
-from engines.errors import PlanError
+from engines.errors import PlanError, TraceError
 from engines.graph.model_graph import TensorSpec
 from engines.plan import Plan
 from engines.program.effects import Phase
@@ -135,6 +136,40 @@ def test_what_no_gradient_asks_for_is_let_go():
 
     for names in run_ranks(2, held):
         assert not any("conv2d.moments" in name or name == "relu" or "images.window" in name for name in names)
+
+
+class Behind(nn.Module):
+    """A function behind a convolution: (N, 3, H, W) -> (N, 5)."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self.function = nn.Conv2d(3, 4, 3), nn.Linear(4, 5), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.last(self.first(x).mean((2, 3))))
+
+
+def scores_of_images(prediction: Tensor, labels: Tensor) -> Tensor:
+    return functional.cross_entropy(prediction.mean(1), labels.to(prediction.dtype))
+
+
+UNSHARED = {
+    "joined": (lambda x: x + x.median(), nn.CrossEntropyLoss()),
+    "drawn": (lambda x: x * torch.poisson(torch.ones(5)), nn.CrossEntropyLoss()),
+    "along the images": (lambda x: x.softmax(0), nn.CrossEntropyLoss()),
+    "repeated": (lambda x: x.repeat(2, 1)[: len(x)], nn.CrossEntropyLoss()),
+    "images as classes": (lambda x: x, scores_of_images),
+}
+
+
+@pytest.mark.parametrize("name", UNSHARED)
+def test_what_images_of_several_ranks_cannot_do_is_refused_with_the_mend(name: str):
+    """Behind the spatial stages, to end them earlier would not help."""
+    function, loss = UNSHARED[name]
+    for knobs in ({"local_dp": 2}, {"split_size": 2, "slice_method": "1x2", "spatial_size": 1, "local_dp": 2}):
+        with pytest.raises(TraceError, match=r"local_dp ranks share the images .* Use local_dp=1, or data_parallel"):
+            prepare(Behind(function), Plan(**{"spatial_size": 0, **knobs}), (4, 3, 12, 16), loss)
+    prepare(Behind(function), Plan(spatial_size=0, data_parallel=2), (4, 3, 12, 16), loss)
 
 
 def test_labels_without_images_are_refused_before_they_are_cut():

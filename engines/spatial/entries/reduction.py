@@ -22,6 +22,7 @@ from engines.spatial.local_rules import (
     get_sharded_dims,
     get_spec,
     make_gather_error,
+    make_shared_images_error,
 )
 from engines.spatial.operator_table import register_rule
 
@@ -148,6 +149,8 @@ def cross_entropy_loss(b: Builder, node: Node) -> None:
         if len(get_spec(b, pair["self"].name).shape) < 4:
             raise make_gather_error(node, "compares classes along a spatial axis")
         pair = {name: ref if b.is_tiled(ref) else cut_to_tile(b, node, ref, tiled) for name, ref in pair.items()}
+    elif len(get_spec(b, pair["self"].name).shape) < 2:
+        raise make_shared_images_error(node, "takes the scores of all images for those of the classes of one")
     if a["reduction"] == _NONE:
         whole = {name: ref for name, ref in pair.items() if not b.is_tiled(ref)}
         apply_locally(b, node, (-2, -1) if any(map(b.is_tiled, node.arguments.values())) else (), **whole)
