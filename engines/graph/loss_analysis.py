@@ -11,7 +11,7 @@ from typing import Any
 from engines.errors import TraceError
 from engines.graph.model_graph import ModelGraph, Node, Ref, TensorSpec
 from engines.spatial.local_rules import is_pointwise
-from engines.spatial.rng import find_sample_number
+from engines.spatial.rng import find_sample_number, uses_generator
 
 __all__ = [
     "CLASS_LOSSES",
@@ -229,7 +229,7 @@ class LossAnalysis:
 
     def _compute_aggregation(self, node: Node) -> BatchAggregation:
         shares = {ref: self.get_aggregation(ref) for ref in node.reads}
-        drawn = find_sample_number(self.graph, node) is not None  # each micro-batch draws different random numbers
+        drawn = uses_generator(node) or find_sample_number(self.graph, node) is not None  # others in each micro-batch
         if drawn or any(each.kind is AggregationKind.UNKNOWN for each in shares.values()):
             return self._mark_unknown(node)
         names = node.operator.removeprefix("aten."), node.short_operator, "*" if is_pointwise(node.operator) else ""

@@ -11,9 +11,10 @@ import torch
 from engines.errors import TraceError
 from engines.graph.model_graph import Node, Ref, TensorSpec, find_ref_names
 from engines.program.builder import Builder
-from engines.program.instructions import DEVICE
+from engines.program.instructions import DEVICE, SEED
 from engines.program.value_layout import ValueLayout
 from engines.spatial.kernels import get_operator, has_kernel
+from engines.spatial.rng import make_seeded_arguments, uses_generator
 from engines.spatial.tiles import Axes, Span, Tile
 from engines.spatial.windows import Window
 
@@ -86,13 +87,11 @@ def make_gather_error(node: Node, why: str, axes: Axes = ()) -> NeedsGatherError
 
 def check_deterministic(b: Builder, node: Node) -> None:
     """Raise TraceError for a random operator that would draw differently on each rank of a stage."""
-    if node.arguments.get("dropout_p") == 0:
+    if len(b.stage.ranks) == 1 or not uses_generator(node):
         return
-    draws = not has_kernel(node.operator) and torch.Tag.nondeterministic_seeded in get_operator(node.operator).tags
-    if draws and b.stage.shares > 1:
+    if b.stage.shares > 1:
         raise make_shared_images_error(node, "draws random numbers, which would differ from those of the whole batch")
-    if draws and len(b.stage.ranks) > 1:
-        raise make_unsupported_error(node, "draws random numbers, which the tiles of a stage do not share")
+    raise make_unsupported_error(node, "draws random numbers, which the tiles of a stage do not share")
 
 
 # Alignment of a node's arguments and results: which pixels of them a rank holds, and along which axes.
@@ -223,6 +222,8 @@ def apply_locally(b: Builder, node: Node, axes: Axes, **changes: Any) -> Ref:
     changes = {name: map_refs(pick, value) for name, value in node.arguments.items() if name not in changes} | changes
     positional, keywords = split_arguments(node, changes)
     kernel = _ANY_LAYOUT.get(node.operator, node.operator)
+    if uses_generator(node):
+        kernel, positional = "tile.seeded", [SEED, DEVICE, *make_seeded_arguments(node, kernel), *positional]
     spec = node.spec
     if spec is None:  # several outputs: only the type, and the sizes along the sharded axes, are known
         tiled = [b.values[name] for name in node.reads if b.is_tiled(Ref(name))]
