@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from engines.errors import TraceError
 from engines.graph.model_graph import Node, Ref, TensorSpec, find_ref_names
 from engines.program.builder import Builder
 from engines.program.instructions import DEVICE, SEED
 from engines.program.value_layout import ValueLayout
-from engines.spatial.kernels import get_operator, has_kernel
+from engines.spatial.kernels import get_kernel, get_operator, has_kernel, register_kernel
 from engines.spatial.rng import make_seeded_arguments, uses_generator
 from engines.spatial.tiles import Axes, Span, Tile
 from engines.spatial.windows import Window
@@ -208,8 +209,23 @@ _UNTAGGED = {
 _POINTWISE = {f"aten.{name}.{overload}" for overload, names in _UNTAGGED.items() for name in names.split()}
 
 
-# Tensors are stored with channels last here, so a view may have to be a copy.
-_ANY_LAYOUT = {"aten.view.default": "aten.reshape.default"}
+# Tensors are stored with channels last here, so a view may have to be a copy. Operators that read the order in memory
+# get copies of their arguments in the order of the trace.
+_ANY_LAYOUT = {
+    "aten.view.default": "aten.reshape.default",
+    "aten._unsafe_view.default": "aten.reshape.default",
+    "aten.view_as.default": "aten.reshape_as.default",
+}
+_BY_MEMORY_ORDER = (
+    *("aten.as_strided.default", "aten.as_strided_scatter.default"),
+    *("aten.view_as_complex.default", "aten.view.dtype"),
+)
+
+
+@register_kernel("tile.of_contiguous")
+def run_on_contiguous(kernel: str, *arguments: Any, **keywords: Any) -> Any:
+    """Run a kernel on contiguous copies of its tensor arguments, where they are not contiguous."""
+    return get_kernel(kernel)(*(a.contiguous() if isinstance(a, Tensor) else a for a in arguments), **keywords)
 
 
 def apply_locally(b: Builder, node: Node, axes: Axes, **changes: Any) -> Ref:
@@ -222,6 +238,8 @@ def apply_locally(b: Builder, node: Node, axes: Axes, **changes: Any) -> Ref:
     changes = {name: map_refs(pick, value) for name, value in node.arguments.items() if name not in changes} | changes
     positional, keywords = split_arguments(node, changes)
     kernel = _ANY_LAYOUT.get(node.operator, node.operator)
+    if node.operator in _BY_MEMORY_ORDER:
+        kernel, positional = "tile.of_contiguous", [kernel, *positional]
     if uses_generator(node):
         kernel, positional = "tile.seeded", [SEED, DEVICE, *make_seeded_arguments(node, kernel), *positional]
     spec = node.spec

@@ -89,6 +89,44 @@ def test_exact(name: str):
     assert told["ok"], told
 
 
+class OfImages(nn.Module):
+    """A function of an image (N, 4, H, W), between two layers."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self.function = nn.Conv2d(3, 4, 3, padding=1), nn.Linear(4, 5), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.function(self.first(x)))
+
+
+IN_MEMORY_ORDER = {
+    "every other column": lambda x: x.as_strided((*x.shape[:3], 8), (768, 192, 16, 2)).mean((2, 3)),
+    "complex": lambda x: torch.view_as_complex(x.view(*x.shape[:3], 8, 2)).abs().mean((2, 3)),
+    "complex, by pairs of columns": lambda x: torch.view_as_complex(x[..., :2]).abs().mean(2),
+    "as bits and back": lambda x: (x + x.detach().view(torch.int32).view(torch.float64)).mean((2, 3)),
+    "in the shape of another": lambda x: x.view_as(x.new_empty(x.shape[0], 4, 16, 12)).softmax(2).square().sum((2, 3)),
+}
+
+
+@pytest.mark.parametrize("name", IN_MEMORY_ORDER)
+def test_operators_that_read_the_order_in_memory_are_exact(name: str):
+    """Ranks have images with channels last."""
+    torch.manual_seed(0)
+    model, loss = OfImages(IN_MEMORY_ORDER[name]), nn.CrossEntropyLoss()
+    plan = Plan(split_size=1, spatial_size=0, parts=2, precision="float64")
+    recipe = prepare(model, plan, (4, 3, 12, 16), loss)
+    told = run_ranks(1, lambda world: verify(world, recipe, model, loss, 0))[0]
+    assert told["ok"], told
+
+
+def test_the_memory_of_a_view_is_refused():
+    for function in (lambda x: x.permute(0, 2, 3, 1), lambda x: x[:, :2], lambda x: x[1:]):
+        model = OfImages(lambda x, cut=function: x.mean((2, 3)) + cut(x).as_strided((4,), (1,)))
+        with pytest.raises(TraceError, match=r"as_strided.* reads the memory of a view .* Call .contiguous\(\)"):
+            prepare(model, Plan(spatial_size=0), (4, 3, 12, 16))
+
+
 def test_a_step_that_was_given_up_leaves_no_message_behind():
     """The gradients of one replica are on their way when the other one fails."""
     plan = Plan(split_size=1, spatial_size=0, data_parallel=2, precision="float64")
