@@ -257,6 +257,11 @@ class ExportReader:
             return
         if isinstance(made, Tensor) and any(not isinstance(size, int) for size in made.shape):
             raise TraceError(_BY_VALUE.format(f"{node.target} in {describe_location(node)} makes"))
+        if self.has_loss and (flag := next((each for each in ("sparse", "sparse_grad") if arguments.get(each)), "")):
+            raise TraceError(
+                f"{name} in {describe_location(node)} makes a sparse gradient, and ranks have dense ones only. "
+                f"Say {flag}=False, as in nn.Embedding(..., sparse=False): the gradient has the same numbers."
+            )
         if name.startswith("aten.as_strided"):
             _check_memory(node)
         # The only operator in place that is left counts up a buffer: its readers read the buffer.

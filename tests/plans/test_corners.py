@@ -127,6 +127,35 @@ def test_the_memory_of_a_view_is_refused():
             prepare(model, Plan(spatial_size=0), (4, 3, 12, 16))
 
 
+class Looked(nn.Module):
+    """A table of numbers for each image."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.first, self.table = nn.Conv2d(3, 4, 3), nn.Embedding(7, 4, sparse=sparse)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x).mean((2, 3)) * self.table(torch.arange(4, device=x.device))
+
+
+class ComplexFactor(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.factor = nn.Conv2d(3, 4, 3), nn.Parameter(torch.ones(4, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.first(x).mean((2, 3)) * self.factor).abs()
+
+
+def test_gradients_of_other_kinds_are_refused_with_the_mend():
+    with pytest.raises(TraceError, match=r"aten.embedding.default in table.* makes a sparse gradient.* sparse=False"):
+        prepare(Looked(sparse=True), Plan(spatial_size=0, split_size=1), (4, 3, 12, 16))
+    prepare(Looked(sparse=False), Plan(spatial_size=0, split_size=1), (4, 3, 12, 16))
+    with pytest.raises(TraceError, match=r"The parameter factor is torch.complex64.*torch.view_as_complex"):
+        prepare(ComplexFactor(), Plan(spatial_size=0, split_size=1), (4, 3, 12, 16))
+    prepare(ComplexFactor().requires_grad_(False).eval(), Plan(spatial_size=0, split_size=1), (4, 3, 12, 16))
+
+
 def test_a_step_that_was_given_up_leaves_no_message_behind():
     """The gradients of one replica are on their way when the other one fails."""
     plan = Plan(split_size=1, spatial_size=0, data_parallel=2, precision="float64")
