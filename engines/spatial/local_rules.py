@@ -237,7 +237,7 @@ def apply_locally(b: Builder, node: Node, axes: Axes, **changes: Any) -> Ref:
     pick = b.align_to_output if axes else b.crop_to_own
     changes = {name: map_refs(pick, value) for name, value in node.arguments.items() if name not in changes} | changes
     positional, keywords = split_arguments(node, changes)
-    kernel = _ANY_LAYOUT.get(node.operator, node.operator)
+    kernel = node.operator if has_kernel(node.operator) else _ANY_LAYOUT.get(node.operator, node.operator)
     if node.operator in _BY_MEMORY_ORDER:
         kernel, positional = "tile.of_contiguous", [kernel, *positional]
     if uses_generator(node):
