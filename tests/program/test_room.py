@@ -57,7 +57,9 @@ def test_only_a_value_that_the_exchange_alone_reads_gets_room():
 
 def test_a_kernel_of_the_user_makes_a_value_of_its_own(monkeypatch):
     """It is called, and not the variant of ours that writes into the window."""
-    monkeypatch.setitem(kernels._KERNELS, "aten.relu.default", lambda x: x.clamp(min=0))
+    monkeypatch.setattr(Tensor, "relu", functional.leaky_relu)
+    assert on_ranks(lambda _, used: used) == [["leaky_relu"]] * RANKS
+    monkeypatch.setitem(kernels._KERNELS, "aten.leaky_relu.default", lambda x, slope: torch.where(x > 0, x, 2 * x))
     assert on_ranks(lambda _, used: used) == [[]] * RANKS
 
 
