@@ -79,7 +79,7 @@ class TensorSpec:
     @property
     def sums(self) -> TensorSpec:
         """The same spec in the type that its sums are computed in: float32 for half precision, otherwise unchanged."""
-        return replace(self, dtype="float32") if self.is_floating and self.bytes == 2 * self.numel else self
+        return replace(self, dtype="float32") if self.is_floating and self.item_bytes == 2 else self
 
     @property
     def is_floating(self) -> bool:
