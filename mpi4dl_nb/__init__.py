@@ -27,8 +27,8 @@ from engines.predict.machine import Link, Machine
 from engines.predict.machines import MACHINES, NodeSpec, Processor, make_machine
 from engines.predict.sizes import Sizes
 from engines.program.compile import compile_plan
-from engines.program.make_schedule import compute_bubble_share
 from engines.program.program import count_traffic
+from engines.program.schedule import compute_bubble_share
 from engines.train.checkpoint_load import optimiser_state, scheduler_state
 from engines.train.interrupts import StoppedError
 from engines.train.training_events import Counts, EpochResult, Recovered, SkippedImage, StepResult

@@ -7,10 +7,11 @@ import gc
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from engines.errors import PlanError
 from engines.plan import Plan
@@ -31,6 +32,7 @@ __all__ = [
     "keep_memory_tight",
     "limit_device_memory",
     "measure_device_peak",
+    "place_inputs",
     "read_process_bytes",
     "share_process",
     "trim_memory",
@@ -196,6 +198,14 @@ def choose_thread_count(plan: Plan, rank: int) -> int:
 def choose_memory_format(dimensions: int) -> torch.memory_format:
     """Return channels-last for images (4 dimensions): convolutions are faster, on the CPU as on tensor cores."""
     return torch.channels_last if dimensions == 4 else torch.contiguous_format
+
+
+def place_inputs(inputs: Mapping[int, Mapping[str, Tensor]], device: torch.device) -> dict[int, dict[str, Tensor]]:
+    """Return the parts of a step's inputs, by micro-batch, on a rank's device, in the ranks' memory format."""
+    return {
+        number: {name: part.to(device, memory_format=choose_memory_format(part.dim())) for name, part in parts.items()}
+        for number, parts in inputs.items()
+    }
 
 
 # The cores and memory that this process may use: a container or a job has less than the machine reports.

@@ -257,6 +257,13 @@ class ExportReader:
             return
         if isinstance(made, Tensor) and any(not isinstance(size, int) for size in made.shape):
             raise TraceError(_BY_VALUE.format(f"{node.target} in {describe_location(node)} makes"))
+        if self.has_loss and (flag := next((each for each in ("sparse", "sparse_grad") if arguments.get(each)), "")):
+            raise TraceError(
+                f"{name} in {describe_location(node)} makes a sparse gradient, and ranks have dense ones only. "
+                f"Say {flag}=False, as in nn.Embedding(..., sparse=False): the gradient has the same numbers."
+            )
+        if name.startswith("aten.as_strided"):
+            _check_memory(node)
         # The only operator in place that is left counts up a buffer: its readers read the buffer.
         counts_up = schema is not None and schema.is_mutable
         self.names[node.name] = arguments["self"].name if counts_up else node.name
@@ -271,6 +278,18 @@ class ExportReader:
                 flops=count_flops(node),
                 graded=not is_no_grad(node),
             )
+        )
+
+
+def _check_memory(node: fx.Node) -> None:
+    """Raise TraceError if a node takes elements out of the memory of a view: ranks have the view's elements only."""
+    (given, *_) = node.args
+    value = given.meta["val"]  # type: ignore[union-attr]
+    if not value.is_contiguous() or value.untyped_storage().nbytes() != value.numel() * value.element_size():
+        raise TraceError(
+            f"{node.target} in {describe_location(node)} reads the memory of a view {tuple(value.shape)}, whose order "
+            "may be another one on ranks. Call .contiguous() or .clone() before it, and choose the strides for that; "
+            "or use indexing, unfold or permute."
         )
 
 

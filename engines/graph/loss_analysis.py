@@ -11,7 +11,7 @@ from typing import Any
 from engines.errors import TraceError
 from engines.graph.model_graph import ModelGraph, Node, Ref, TensorSpec
 from engines.spatial.local_rules import is_pointwise
-from engines.spatial.rng import find_sample_number
+from engines.spatial.rng import find_sample_number, uses_generator
 
 __all__ = [
     "CLASS_LOSSES",
@@ -118,9 +118,10 @@ _RULES: dict[str, _Rule] = {}
 
 
 def aggregates(*operators: str) -> Callable[[_Rule], _Rule]:
-    """Register a function as the rule of ATen operators (without overload); "*" stands for any pointwise operator.
+    """Register a function as the rule of ATen operators; "*" stands for any pointwise operator.
 
-    The function returns the aggregation of a node's output, or None if it is unknown.
+    A name without overload stands for all overloads that are not registered themselves. The function returns the
+    aggregation of a node's output, or None if it is unknown.
     """
 
     def register(rule: _Rule) -> _Rule:
@@ -228,10 +229,11 @@ class LossAnalysis:
 
     def _compute_aggregation(self, node: Node) -> BatchAggregation:
         shares = {ref: self.get_aggregation(ref) for ref in node.reads}
-        drawn = find_sample_number(self.graph, node) is not None  # each micro-batch draws different random numbers
+        drawn = uses_generator(node) or find_sample_number(self.graph, node) is not None  # others in each micro-batch
         if drawn or any(each.kind is AggregationKind.UNKNOWN for each in shares.values()):
             return self._mark_unknown(node)
-        rule = _RULES.get(node.short_operator) or (_RULES["*"] if is_pointwise(node.operator) else None)
+        names = node.operator.removeprefix("aten."), node.short_operator, "*" if is_pointwise(node.operator) else ""
+        rule = next((_RULES[name] for name in names if name in _RULES), None)
         if rule:
             return rule(self, node) or self._mark_unknown(node)
         # Without a rule, any function of batch-independent values is batch-independent itself.

@@ -72,11 +72,12 @@ def propagate_along_dims(a: LossAnalysis, node: Node) -> BatchAggregation | None
     """Return the aggregation of an operator along dimensions other than the batch's."""
     ref = node.arguments["self"]
     found = a.resolve_total(ref.name)
+    if not found.is_plain or len(node.reads) != 1:
+        return None
     if found.kind is AggregationKind.SAME:
-        return found if found.degree == 0 else None
-    given = node.arguments.get("dim")
-    dims = normalise_dims(given, len(a.get_spec(ref).shape))
-    if not found.is_plain or not dims or found.axis in dims or len(node.reads) != 1:
+        return found
+    dims = normalise_dims(node.arguments.get("dim"), len(a.get_spec(ref).shape))
+    if not dims or found.axis in dims:
         return None
     return found if node.spec is None else make_rows(found, a.find_node_axis(node))
 
@@ -162,9 +163,9 @@ def propagate_broadcast(a: LossAnalysis, node: Node) -> BatchAggregation | None:
 NONE, MEAN, SUM = 0, 1, 2  # ATen's `reduction`
 
 
-@aggregates("*")
+@aggregates("*", "max.other", "min.other", "view.dtype")
 def propagate_pointwise(a: LossAnalysis, node: Node) -> BatchAggregation | None:
-    """Return the aggregation of any pointwise function."""
+    """Return the aggregation of any pointwise function; a reduction of that name has a rule of its own."""
     shares = {name: a.resolve_total(name) for name in node.reads}
     if not all(each.is_plain for each in shares.values()) or not a.has_constant_arguments(node):
         return None
@@ -178,11 +179,19 @@ def propagate_pointwise(a: LossAnalysis, node: Node) -> BatchAggregation | None:
     *("neg", "negative", "to", "type_as", "_to_copy", "alias", "clone", "contiguous", "detach", "lift_fresh_copy")
 )
 def propagate_linear(a: LossAnalysis, node: Node) -> BatchAggregation | None:
-    """Return the aggregation of a change of sign or dtype; a conversion from floats to integers is pointwise only."""
-    # Rounding is not linear: trunc(x) + trunc(y) is not trunc(x + y).
-    found, before = a.get_aggregation(node.reads[0]), a.graph.specs.get(node.reads[0])
-    rounds = node.spec and before and before.is_floating and not node.spec.is_floating
-    return propagate_pointwise(a, node) if rounds else found
+    """Return the aggregation of a change of sign or dtype; a conversion that loses digits is pointwise only."""
+    return propagate_pointwise(a, node) if _loses_digits(a, node) else a.get_aggregation(node.reads[0])
+
+
+def _loses_digits(a: LossAnalysis, node: Node) -> bool:
+    """Return whether a node rounds its input, or converts it to a type that its sums may not fit into.
+
+    No such conversion is linear: trunc(x) + trunc(y) is not trunc(x + y), nor is bool(x + y) the sum of two bools.
+    """
+    before = a.graph.specs.get(node.reads[0])
+    if before is None or node.spec is None or node.spec.is_floating:
+        return False
+    return before.is_floating or node.spec.item_bytes < before.item_bytes or node.spec.dtype == "bool" != before.dtype
 
 
 @aggregates("mul", "multiply", "div", "divide", "true_divide")
@@ -272,6 +281,8 @@ def propagate_reduction(a: LossAnalysis, node: Node) -> BatchAggregation | None:
     """Return the aggregation of a sum or mean, over the batch or over other dimensions."""
     ref, mean = node.arguments["self"], ".mean." in node.operator
     found, spec = a.get_aggregation(ref.name), a.get_spec(ref)
+    if _loses_digits(a, node):  # dtype=
+        return None
     if found.kind is not AggregationKind.ROWS:
         return found
     count = len(spec.shape)
@@ -290,6 +301,8 @@ def propagate_class_loss(a: LossAnalysis, node: Node) -> BatchAggregation | None
     The denominator of a mean over class numbers depends on the labels: the node is added to `ratios`.
     """
     given = node.arguments
+    if len(a.get_spec(given["self"]).shape) < 2:  # the classes of a single image
+        return None
     scores, labels = a.get_aggregation(given["self"].name), a.resolve_total(given["target"].name)
     weight = a.resolve_total(given["weight"].name) if isinstance(given["weight"], Ref) else CONSTANT
     rows = all(each.kind is AggregationKind.ROWS and each.axis == 0 and each.degree == 0 for each in (scores, labels))

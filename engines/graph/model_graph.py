@@ -65,7 +65,12 @@ class TensorSpec:
     @property
     def bytes(self) -> int:
         """Size in bytes."""
-        return self.numel * _ITEM_BYTES.get(self.dtype, 1)
+        return self.numel * self.item_bytes
+
+    @property
+    def item_bytes(self) -> int:
+        """Size of one element in bytes."""
+        return _ITEM_BYTES.get(self.dtype, 1)
 
     def get_sizes(self, axes: Sequence[int]) -> tuple[int, ...]:
         """Return the sizes along some of the axes."""
@@ -74,7 +79,7 @@ class TensorSpec:
     @property
     def sums(self) -> TensorSpec:
         """The same spec in the type that its sums are computed in: float32 for half precision, otherwise unchanged."""
-        return replace(self, dtype="float32") if self.is_floating and self.bytes == 2 * self.numel else self
+        return replace(self, dtype="float32") if self.is_floating and self.item_bytes == 2 else self
 
     @property
     def is_floating(self) -> bool:

@@ -15,7 +15,7 @@ from itertools import accumulate, groupby, pairwise
 from engines.errors import PlanError
 from engines.graph.model_graph import ModelGraph, Node
 from engines.plan import Plan
-from engines.spatial.local_rules import is_pointwise, make_unsupported_error
+from engines.spatial.local_rules import is_pointwise, make_shared_images_error
 from engines.spatial.tiles import Span
 
 __all__ = ["Layer", "cut_stages", "find_layers", "find_sharded_names", "shard_graph"]
@@ -233,25 +233,19 @@ def _shard_node(node: Node, twin: Node, parted: frozenset[str], whole: ModelGrap
     reads = parted.intersection(node.reads)
     for ours, theirs in zip(twin.reads, node.reads, strict=True):  # a constant is called after its numbers
         if ours != theirs and share.specs[ours].shape != whole.specs[theirs].shape:
-            raise make_unsupported_error(node, "reads a constant with an entry for each image, which ranks share")
+            raise make_shared_images_error(node, "reads a constant with an entry for each image")
     if node.name not in parted and not reads:
         return node
     if node.name in parted:
         mine, its = (twin.spec.shape, node.spec.shape) if node.spec and twin.spec else ((), ())
         if mine[1:] != its[1:]:
-            raise make_unsupported_error(
-                node, f"lays images out along other axes than the first ({its}), which ranks cannot share"
-            )
+            raise make_shared_images_error(node, f"lays images out along other axes than the first ({its})")
         _check_image_axis(node, whole)
         if not reads and node.operator not in _MADE_ALIKE:
-            raise make_unsupported_error(
-                node, "makes values for each image, for which there is no rule where ranks share images"
-            )
+            raise make_shared_images_error(node, "makes values for each image, for which there is no rule")
     mine, its = ({name: repr(value) for name, value in each.arguments.items()} for each in (twin, node))
     if mine != its and not (is_pointwise(node.operator) or node.operator in _SHAPED):
-        raise make_unsupported_error(
-            node, "has the number of images as an argument, for which there is no rule where ranks share them"
-        )
+        raise make_shared_images_error(node, "has the number of images as an argument, for which there is no rule")
     shape = {name: twin.arguments[name] for name in ("size", "shape", "sizes") if name in twin.arguments}
     return replace(twin, arguments={**node.arguments, **(shape if node.operator in _SHAPED else {})})
 
@@ -264,7 +258,7 @@ def _check_image_axis(node: Node, whole: ModelGraph) -> None:
         dims = node.arguments.get(name)
         given = [dims] if isinstance(dims, int) else dims if isinstance(dims, list | tuple) else []
         if any(isinstance(dim, int) and count and dim % count == 0 for dim in given for count in ranks[:1]):
-            raise make_unsupported_error(node, f"works along the axis of the images ({name}={dims}), which ranks share")
+            raise make_shared_images_error(node, f"works along the axis of the images ({name}={dims})")
     repeats = node.arguments.get("repeats")
     if isinstance(repeats, list | tuple) and len(repeats) == max(ranks, default=0) and repeats[0] != 1:
-        raise make_unsupported_error(node, "repeats the images, which ranks share")
+        raise make_shared_images_error(node, "repeats the images")

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -30,7 +29,7 @@ from engines.graph.traceability import (
     make_fake_copy,
     make_fake_tensor,
 )
-from engines.graph.watch_forward import TraceAbortedError, silence_exporter, watch_forward
+from engines.graph.watch_forward import ONE_AT_A_TIME, TraceAbortedError, silence_exporter, watch_forward
 from engines.plan import HALF
 
 __all__ = [
@@ -49,8 +48,6 @@ OWNERS = {"model": MODEL, "loss": LOSS}
 
 _BY_VALUES = ("GuardOnDataDependent", "DataDependent", "UserError", "PendingUnbacked")
 """Prefixes of the names of PyTorch's errors for values that are unknown while it traces."""
-
-_ONE_AT_A_TIME = threading.Lock()  # torch.export keeps global state; ranks may be threads
 
 
 class _TracedModel(nn.Module):
@@ -218,7 +215,7 @@ def _suggest_size(model: nn.Module, images: TensorSpec) -> str:
 def _can_run(model: nn.Module, images: TensorSpec) -> bool:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        with _ONE_AT_A_TIME, silence_exporter(), mode, torch.no_grad():
+        with ONE_AT_A_TIME, silence_exporter(), mode, torch.no_grad():
             copy = make_fake_copy(model, mode, getattr(torch, images.dtype))
             copy(make_fake_tensor(mode, images.shape, images.dtype))
     except Exception:  # a model may raise anything
@@ -255,7 +252,7 @@ def _translate_errors(
     try:
         # A compiled model is traced as written: its kernels would read memory that fake tensors do not have.
         # The graph has its own casts, by the plan's precision: those of a caller's `torch.autocast` would come twice.
-        with _ONE_AT_A_TIME, silence_exporter(), torch.compiler.set_stance("force_eager"), _without_autocast():
+        with ONE_AT_A_TIME, silence_exporter(), torch.compiler.set_stance("force_eager"), _without_autocast():
             yield
     except TraceError:
         raise

@@ -20,7 +20,7 @@ from engines.errors import TraceError
 from engines.graph.constant_propagation import ConstantPropagationMode
 from engines.graph.model_graph import TensorSpec
 from engines.graph.repeatable import RepeatedRun
-from engines.graph.watch_forward import watch_forward
+from engines.graph.watch_forward import ONE_AT_A_TIME, watch_forward
 
 __all__ = [
     "CUMULATIVE",
@@ -325,7 +325,8 @@ def _run_watched(
 ) -> Any:
     """Call a model or loss as a trace does: reads of numbers that follow from shapes are answered."""
     constants = ConstantPropagationMode(dict(owners.named_buffers()))
-    with mode, torch.no_grad(), torch.compiler.set_stance("force_eager"), watch_forward(owners, constants), log:
+    eager = torch.compiler.set_stance("force_eager")
+    with ONE_AT_A_TIME, mode, torch.no_grad(), eager, watch_forward(owners, constants), log:
         return function(*given)
 
 

@@ -21,7 +21,10 @@ from engines.errors import TraceError
 from engines.graph.constant_propagation import ConstantPropagationMode, disable_tracing
 from engines.graph.exported_nodes import find_current_line
 
-__all__ = ["TraceAbortedError", "silence_exporter", "watch_forward"]
+__all__ = ["ONE_AT_A_TIME", "TraceAbortedError", "silence_exporter", "watch_forward"]
+
+ONE_AT_A_TIME = threading.RLock()
+"""Held while a model is traced or tried: that changes attributes of torch for all threads, and ranks may be threads."""
 
 
 class _NullContext:
@@ -38,6 +41,7 @@ def _check_custom_functions() -> Iterator[None]:
     Raises TraceError for a function whose backward does not compute the gradient of its forward.
     """
     # `apply` is replaced for all threads, as it is an attribute of a class; ranks may be threads that train meanwhile.
+    # Two threads that replace it at once would not restore it: the caller holds ONE_AT_A_TIME.
     own, thread = torch.autograd.Function.__dict__.get("apply"), threading.get_ident()
     tried: list[Any] = []
     plain = inspect.getattr_static(torch.autograd.Function, "apply")  # not a Python function in torch 2.14

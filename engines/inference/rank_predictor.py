@@ -9,13 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from engines.comm.device import (
-    choose_autocast_type,
-    choose_device,
-    choose_memory_format,
-    choose_thread_count,
-    use_threads,
-)
+from engines.comm.device import choose_autocast_type, choose_device, choose_thread_count, place_inputs, use_threads
 from engines.comm.world import World
 from engines.errors import ImageError, PlanError, TraceError
 from engines.graph.model_graph import TensorSpec
@@ -99,14 +93,8 @@ class RankPredictor:
         A prediction that all tiles share is returned by one rank only.
         """
         use_threads(self.threads)
-        placed = {
-            number: {
-                name: part.to(self.device, memory_format=choose_memory_format(part.dim())) for name, part in own.items()
-            }
-            for number, own in inputs.items()
-        }
         with torch.no_grad():
-            self.worker.run(placed)
+            self.worker.run(place_inputs(inputs, self.device))
         found = {
             number: self.worker.micro_batch_states[number].values[way.prediction].cpu().contiguous()
             for number in self.program.directions

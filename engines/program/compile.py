@@ -15,8 +15,9 @@ from engines.program.builder import Builder
 from engines.program.effects import Instruction, Phase
 from engines.program.instructions import FiniteCheckAllReduce, ReduceBatchStats, RunningStatistics, SumGradients, Update
 from engines.program.lowering import STAGE_TAGS, Lowering, add_inputs
-from engines.program.make_schedule import ActionKind, Batch, PipelineAction, Schedule, make_schedule
+from engines.program.make_schedule import make_schedule
 from engines.program.program import CountLabels, DirectionProgram, Program, Step
+from engines.program.schedule import ActionKind, Batch, PipelineAction, Schedule
 from engines.spatial.layout import Role
 from engines.spatial.operator_table import lower
 

@@ -210,8 +210,8 @@ class MicroBatchState(LiveValues[Tensor]):
     def _sum(self, total: AllReduce, phase: Phase) -> int:
         if phase is not Phase.FORWARD:
             return self._sum_backward(total)
-        # A copy, since the all-reduce is in place and others may still read the source.
-        summed = self.values[total.source].detach().clone()
+        # A copy, since the all-reduce is in place and others may still read the source; contiguous, as it must be.
+        summed = self.values[total.source].detach().clone(memory_format=torch.contiguous_format)
         sent = all_reduce(self.runtime.world, summed, total.group).wait()
         self.keep(total.target, summed, total.differentiable)
         return sent
@@ -220,7 +220,8 @@ class MicroBatchState(LiveValues[Tensor]):
         # y = sum over ranks of x is read on every rank, so dL/dx is the sum over ranks of dL/dy. A rank without a
         # gradient must take part with zeros: the all-reduce is collective.
         leaf, grad = self.leaves[total.source], self.take_gradient(total.target)
-        summed = torch.zeros_like(leaf) if grad is None else grad.clone()
+        layout = torch.contiguous_format
+        summed = torch.zeros_like(leaf, memory_format=layout) if grad is None else grad.clone(memory_format=layout)
         sent = all_reduce(self.runtime.world, summed, total.group).wait()
         leaf.grad = summed if leaf.grad is None else leaf.grad.add_(summed)
         return sent

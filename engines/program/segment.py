@@ -179,7 +179,7 @@ def find_out_kernel(
     copy that is saved.
     """
     read = any(op.out in other.reads for other in segment.ops)
-    if op.out not in rooms or op.kernel not in _INTO or read:
+    if op.out not in rooms or op.kernel not in _INTO or _is_replaced(op) or read:
         return None
     return partial(_INTO[op.kernel], rooms[op.out])
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from engines.comm.device import choose_memory_format
 from engines.graph.model_graph import Node, Ref
 from engines.program.builder import Builder, HaloRead
-from engines.spatial.kernels import register_kernel
+from engines.spatial.kernels import cut_spans, register_kernel
 from engines.spatial.tiles import Axes, Span, Tile
 from engines.spatial.windows import compute_interior, compute_window
 
@@ -130,12 +130,6 @@ def _compute_range(piece: Tile, out: Tile) -> PixelRange:
     return tuple((slices.start, slices.stop) for slices in piece.to_slices(out))
 
 
-def _narrow_to(whole: Tensor, axes: Axes, place: PixelRange) -> Tensor:
-    for axis, (start, stop) in zip(axes, place, strict=True):
-        whole = whole.narrow(axis, start, stop - start)
-    return whole
-
-
 class _InteriorEmbedding(torch.autograd.Function):
     """(N, C, h, w) interior -> (N, C, h', w') with the interior in its place and zeros around it."""
 
@@ -149,12 +143,12 @@ class _InteriorEmbedding(torch.autograd.Function):
         for axis, (start, stop) in zip(axes, place, strict=True):  # for inspection only: borders overwrite the zeros
             whole.narrow(axis, 0, start).zero_()
             whole.narrow(axis, stop, shape[axis] - stop).zero_()
-        _narrow_to(whole, *ctx.where).copy_(x)
+        cut_spans(whole, *ctx.where).copy_(x)
         return whole
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _narrow_to(grad, *ctx.where), None, None, None
+        return cut_spans(grad, *ctx.where), None, None, None
 
 
 class _BorderInsertion(torch.autograd.Function):
@@ -167,12 +161,12 @@ class _BorderInsertion(torch.autograd.Function):
         # read the area around the interior. Compilers track values only, hence the clone.
         whole = begun.clone() if torch.compiler.is_compiling() else begun.data
         for place, border in zip(places, borders, strict=True):
-            _narrow_to(whole, axes, place).copy_(border)
+            cut_spans(whole, axes, place).copy_(border)
         return whole
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad.view_as(grad), None, None, *(_narrow_to(grad, ctx.axes, place) for place in ctx.places)
+        return grad.view_as(grad), None, None, *(cut_spans(grad, ctx.axes, place) for place in ctx.places)
 
 
 register_kernel("tile.begun")(_InteriorEmbedding.apply)

@@ -18,6 +18,7 @@ __all__ = [
     "SLOT_ARGUMENTS",
     "Kernel",
     "compute_batch_statistics",
+    "cut_spans",
     "get_kernel",
     "get_kernels",
     "get_operator",

@@ -7,13 +7,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from engines.errors import TraceError
 from engines.graph.model_graph import Node, Ref, TensorSpec, find_ref_names
 from engines.program.builder import Builder
-from engines.program.instructions import DEVICE
+from engines.program.instructions import DEVICE, SEED
 from engines.program.value_layout import ValueLayout
-from engines.spatial.kernels import get_operator, has_kernel
+from engines.spatial.kernels import get_kernel, get_operator, has_kernel, register_kernel
+from engines.spatial.rng import make_seeded_arguments, uses_generator
 from engines.spatial.tiles import Axes, Span, Tile
 from engines.spatial.windows import Window
 
@@ -33,6 +35,7 @@ __all__ = [
     "get_spec",
     "is_pointwise",
     "make_gather_error",
+    "make_shared_images_error",
     "make_unsupported_error",
     "map_refs",
     "split_arguments",
@@ -58,12 +61,23 @@ class NeedsGatherError(TraceError):
 
 def make_unsupported_error(node: Node, why: str = "has no entry in the operator table") -> TraceError:
     """Return the error for an operator that cannot run on tiles, with remedies."""
-    reads = ", ".join(dict.fromkeys(find_ref_names(node.arguments)))
     return TraceError(
-        f"{node.operator} (reads {reads}) {why}. It is in {node.where}. Either end the spatial stages before it "
+        f"{_describe(node)} {why}. It is in {node.where}. Either end the spatial stages before it "
         "(a smaller spatial_size, or another balance), or write a rule: a function like those in "
         f'engines/spatial/entries, under @register_rule("{node.operator}").'
     )
+
+
+def make_shared_images_error(node: Node, why: str) -> TraceError:
+    """Return the error for an operator that cannot run on one rank's share of a micro-batch's images."""
+    return TraceError(
+        f"{_describe(node)} {why}. It is in {node.where}, where local_dp ranks share the images of each micro-batch. "
+        "Use local_dp=1, or data_parallel, which gives whole micro-batches to each replica."
+    )
+
+
+def _describe(node: Node) -> str:
+    return f"{node.operator} (reads {', '.join(dict.fromkeys(find_ref_names(node.arguments)))})"
 
 
 def make_gather_error(node: Node, why: str, axes: Axes = ()) -> NeedsGatherError:
@@ -73,12 +87,12 @@ def make_gather_error(node: Node, why: str, axes: Axes = ()) -> NeedsGatherError
 
 
 def check_deterministic(b: Builder, node: Node) -> None:
-    """Raise TraceError for a random operator: it would draw differently on each rank of a stage."""
-    if node.arguments.get("dropout_p") == 0:
+    """Raise TraceError for a random operator that would draw differently on each rank of a stage."""
+    if len(b.stage.ranks) == 1 or not uses_generator(node):
         return
-    draws = not has_kernel(node.operator) and torch.Tag.nondeterministic_seeded in get_operator(node.operator).tags
-    if len(b.stage.ranks) > 1 and draws:
-        raise make_unsupported_error(node, "draws random numbers, which the tiles of a stage do not share")
+    if b.stage.shares > 1:
+        raise make_shared_images_error(node, "draws random numbers, which would differ from those of the whole batch")
+    raise make_unsupported_error(node, "draws random numbers, which the tiles of a stage do not share")
 
 
 # Alignment of a node's arguments and results: which pixels of them a rank holds, and along which axes.
@@ -195,8 +209,23 @@ _UNTAGGED = {
 _POINTWISE = {f"aten.{name}.{overload}" for overload, names in _UNTAGGED.items() for name in names.split()}
 
 
-# Tensors are stored with channels last here, so a view may have to be a copy.
-_ANY_LAYOUT = {"aten.view.default": "aten.reshape.default"}
+# Tensors are stored with channels last here, so a view may have to be a copy. Operators that read the order in memory
+# get copies of their arguments in the order of the trace.
+_ANY_LAYOUT = {
+    "aten.view.default": "aten.reshape.default",
+    "aten._unsafe_view.default": "aten.reshape.default",
+    "aten.view_as.default": "aten.reshape_as.default",
+}
+_BY_MEMORY_ORDER = (
+    *("aten.as_strided.default", "aten.as_strided_scatter.default"),
+    *("aten.view_as_complex.default", "aten.view.dtype"),
+)
+
+
+@register_kernel("tile.of_contiguous")
+def run_on_contiguous(kernel: str, *arguments: Any, **keywords: Any) -> Any:
+    """Run a kernel on contiguous copies of its tensor arguments, where they are not contiguous."""
+    return get_kernel(kernel)(*(a.contiguous() if isinstance(a, Tensor) else a for a in arguments), **keywords)
 
 
 def apply_locally(b: Builder, node: Node, axes: Axes, **changes: Any) -> Ref:
@@ -208,7 +237,11 @@ def apply_locally(b: Builder, node: Node, axes: Axes, **changes: Any) -> Ref:
     pick = b.align_to_output if axes else b.crop_to_own
     changes = {name: map_refs(pick, value) for name, value in node.arguments.items() if name not in changes} | changes
     positional, keywords = split_arguments(node, changes)
-    kernel = _ANY_LAYOUT.get(node.operator, node.operator)
+    kernel = node.operator if has_kernel(node.operator) else _ANY_LAYOUT.get(node.operator, node.operator)
+    if node.operator in _BY_MEMORY_ORDER:
+        kernel, positional = "tile.of_contiguous", [kernel, *positional]
+    if uses_generator(node):
+        kernel, positional = "tile.seeded", [SEED, DEVICE, *make_seeded_arguments(node, kernel), *positional]
     spec = node.spec
     if spec is None:  # several outputs: only the type, and the sizes along the sharded axes, are known
         tiled = [b.values[name] for name in node.reads if b.is_tiled(Ref(name))]

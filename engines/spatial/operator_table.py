@@ -26,6 +26,7 @@ from engines.spatial.local_rules import (
     get_local_ranges,
     is_pointwise,
     make_gather_error,
+    make_shared_images_error,
     make_unsupported_error,
     map_refs,
 )
@@ -136,7 +137,7 @@ def _lower(b: Builder, node: Node) -> None:
     joins = any(b.is_batch_sharded(Ref(name)) for name in node.reads) and not b.is_batch_sharded(Ref(node.name))
     rule, how = _TABLE.get(node.operator, (None, {}))
     if joins and not how.get("shared"):
-        raise make_unsupported_error(node, "joins images that ranks share (local_dp), for which there is no rule")
+        raise make_shared_images_error(node, "joins the images of several ranks, for which there is no rule")
     if rule and (tiled or joins or how["everywhere"]):
         _check_images(b, node, how["images"])
         rule(b, node)

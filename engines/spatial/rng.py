@@ -8,7 +8,10 @@ steps has a closed form: position i of a tensor gets the i-th number.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engines.graph.model_graph import ModelGraph, Node
-from engines.spatial.kernels import register_kernel
+from engines.spatial.kernels import get_kernel, get_operator, has_kernel, register_kernel
 
 __all__ = [
     "SETTINGS",
@@ -25,7 +28,9 @@ __all__ = [
     "draws",
     "find_sample_number",
     "has_random_ops",
+    "make_seeded_arguments",
     "sample_uniform",
+    "uses_generator",
 ]
 
 AxisRanges = Sequence[tuple[int, int, int]]
@@ -167,6 +172,53 @@ def find_sample_number(graph: ModelGraph, node: Node) -> int | None:
 def has_random_ops(graph: ModelGraph) -> bool:
     """Return whether a model draws random numbers by position."""
     return any(_is_random(node) for node in graph.nodes)
+
+
+# Operators that draw from PyTorch's own generator, such as attention with dropout or an LSTM. They run on one rank, and
+# the generator is seeded for each of them: a recomputation, or a resumed training, draws the same numbers.
+
+
+_ONE_DRAW_AT_A_TIME = threading.Lock()  # a process has one generator; ranks may be threads
+
+
+def uses_generator(node: Node) -> bool:
+    """Return whether a node draws random numbers from PyTorch's generator, unless a rule for `draws` lowers it."""
+    if has_kernel(node.operator) or node.operator == "getitem":
+        return False
+    draws_nothing = any(node.arguments.get(name) == 0 for name in ("dropout_p", "dropout", "train", "training"))
+    return not draws_nothing and torch.Tag.nondeterministic_seeded in get_operator(node.operator).tags
+
+
+def make_seeded_arguments(node: Node, kernel: str) -> tuple[int, str]:
+    """Return the stream and the kernel of a node, as `run_seeded` takes them."""
+    # `sample_at` has the streams from 0 on.
+    return -1 - zlib.crc32(node.name.encode()), kernel
+
+
+@register_kernel("tile.seeded")
+def run_seeded(seed: int, device: torch.device, stream: int, kernel: str, /, *arguments: Any, **keywords: Any) -> Any:
+    """Run a kernel with the device's generator seeded for this step, micro-batch and node."""
+    with _seed_generator(compute_step_seed(seed, stream), device):
+        return get_kernel(kernel)(*arguments, **keywords)
+
+
+@contextmanager
+def _seed_generator(seed: int, device: torch.device) -> Iterator[None]:
+    """Within the context, the generator of a device starts from `seed`; its state is restored afterwards."""
+    if device.type == "meta":  # has none
+        yield
+        return
+    generator = torch.default_generator
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        generator = module.default_generators[module.current_device() if device.index is None else device.index]
+    with _ONE_DRAW_AT_A_TIME:
+        before = generator.get_state()
+        generator.manual_seed(seed)
+        try:
+            yield
+        finally:
+            generator.set_state(before)
 
 
 class CounterRNGMode(TorchDispatchMode):

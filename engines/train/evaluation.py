@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from engines.comm.device import choose_autocast_type
 from engines.comm.world import World
-from engines.errors import ImageError
+from engines.errors import ImageError, TraceError
 from engines.graph.labels import has_accuracy
 from engines.graph.model_graph import LOSS, ModelGraph, TensorSpec, is_batch_dependent
 from engines.graph.trace import StateNames, trace
@@ -138,16 +138,44 @@ class HeldOutSet:
         """The program of each rank for a step's predictions."""
         return compile_plan(self.forward.graph, self.forward.plan)
 
+    def check_loss(self) -> None:
+        """Raise TraceError if the loss cannot evaluate single images by what the model answers in evaluation mode."""
+        graph, labels = self.forward.graph, self.recipe.graph.inputs["labels"]
+        loss = f"The loss {getattr(self.loss, '__name__', type(self.loss).__name__)}"
+        remedy = "leave held_out away, and evaluate the model of training.state_dict() yourself."
+        if len(graph.answers) > 1:
+            raise TraceError(
+                f"The model answers with {len(graph.answers)} tensors in evaluation mode, none of them called logits, "
+                f"but held-out images are evaluated by one tensor. {loss} takes what the model answers: let that be a "
+                f"tensor, or a dict or dataclass that calls it logits, or {remedy}"
+            )
+        answer, label = graph.specs[graph.prediction], TensorSpec((1, *labels.shape[1:]), labels.dtype)
+        scores = torch.zeros((1, *answer.shape[1:]), dtype=_choose_loss_type(getattr(torch, answer.dtype)))
+        try:
+            float(self._copy_loss()(scores, torch.zeros(label.shape, dtype=getattr(torch, label.dtype))))
+        except Exception as error:  # a loss may raise anything
+            raise TraceError(
+                f"{loss} fails for the prediction {tuple(scores.shape)}, {scores.dtype}, and the label {label.shape}, "
+                f"{label.dtype}, of one image ({type(error).__name__}: {error}). Held-out images are evaluated one by "
+                f"one, by what the model answers in evaluation mode: let the loss take that, or {remedy}"
+            ) from error
+        _ = self._weights  # traces the loss of one image
+
+    def _copy_loss(self) -> Loss:
+        """Return the loss in evaluation mode, in the type of the ranks' weights."""
+        loss = copy.deepcopy(self.loss)
+        if isinstance(loss, nn.Module):
+            loss.to(getattr(torch, self.recipe.graph.inputs["images"].dtype)).eval()
+        return loss
+
     def compute_scores(self, ask: PredictImages, ranks: Callable[[], Sequence[Mapping[str, State]]]) -> Scores | None:
         """Compute the scores of the ranks' current model; None if `ask` returns no predictions.
 
         `ranks` returns the ranks' tensors, which are needed if the loss has some. Raises ImageError.
         """
-        loss = copy.deepcopy(self.loss)
-        if isinstance(loss, nn.Module):
-            if self.recipe.names.get("loss", StateNames()).names:
-                loss.load_state_dict(collect_state_dict(self.recipe, ranks(), "loss"))
-            loss.to(getattr(torch, self.recipe.graph.inputs["images"].dtype)).eval()
+        loss = self._copy_loss()
+        if isinstance(loss, nn.Module) and self.recipe.names.get("loss", StateNames()).names:
+            loss.load_state_dict(collect_state_dict(self.recipe, ranks(), "loss"))
         bad: dict[int, str] = {}
         steps = list(self._score_steps(ask, bad, loss))
         if not steps:
@@ -188,8 +216,7 @@ class HeldOutSet:
             whole = join_predictions(
                 self.programs, [answer.parts for answer in answers], graph.specs[graph.prediction]
             )[:members]
-            # A loss of half-precision predictions would lose digits that training keeps: autocast's are in float32.
-            whole = whole.to(torch.promote_types(whole.dtype, torch.float32))
+            whole = whole.to(_choose_loss_type(whole.dtype))
             pairs = zip(whole.split(1), labels.split(1), strict=True)
             found = [
                 (float(loss(scores, label)), self._weights.compute_weight(label, owned)) for scores, label in pairs
@@ -210,6 +237,11 @@ class HeldOutSet:
             waiting = [number for number in waiting if number not in found] if found else waiting[size:]
             if not found:
                 yield len(members), answers
+
+
+def _choose_loss_type(prediction: torch.dtype) -> torch.dtype:
+    """Return the type in which a loss is computed of predictions: autocast keeps the digits of a loss in training."""
+    return torch.promote_types(prediction, torch.float32)
 
 
 def collect_state_dict(recipe: Recipe, ranks: Sequence[Mapping[str, State]], owner: str = "model") -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engines.errors import PlanError
+from engines.errors import PlanError, TraceError
 from engines.formatting import format_names
 from engines.graph.model_graph import to_user_name
 from engines.graph.trace import iterate_owners
@@ -50,7 +50,8 @@ def collect_parameter_specs(
     """Collect all parameters, frozen ones too, in the order of `named_parameters()`: the model's, then the loss's.
 
     Floating-point parameters have type `held_in`. `used` holds the ranks' names of the parameters that the traced graph
-    reads. Raises PlanError if the loss reads a parameter of the model.
+    reads. Raises PlanError if the loss reads a parameter of the model, and TraceError for a complex parameter that
+    requires gradients.
     """
     found: dict[int, ParameterSpec] = {}
     for prefix, owner in iterate_owners(model, loss):
@@ -62,6 +63,12 @@ def collect_parameter_specs(
                 raise PlanError(
                     f"The loss holds the model's parameter {found[id(weight)].name} (as {name}), and ranks would train "
                     "two copies of it. Compute what the loss needs of it in the model's forward, as one of its outputs."
+                )
+            if weight.is_complex() and weight.requires_grad:
+                raise TraceError(
+                    f"The parameter {to_user_name(prefix + name)} is {weight.dtype}, and ranks train real ones only. "
+                    "Hold its real and imaginary parts in one real parameter with a last axis of 2, such as "
+                    "nn.Parameter(torch.view_as_real(w)), and call torch.view_as_complex on it in forward."
                 )
             dtype = held_in if weight.is_floating_point() else weight.dtype
             key = prefix + name

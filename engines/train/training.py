@@ -19,6 +19,7 @@ from engines.comm.device import (
     choose_memory_format,
     choose_thread_count,
     get_used_bytes,
+    place_inputs,
     use_threads,
 )
 from engines.comm.world import World
@@ -432,14 +433,7 @@ class RankTraining:
         self.worker.connect()
         for weight in self.weights.values():
             weight.grad = None
-        self.worker.restart(
-            {
-                number: {
-                    name: p.to(self.device, memory_format=choose_memory_format(p.dim())) for name, p in parts.items()
-                }
-                for number, parts in inputs.items()
-            }
-        )
+        self.worker.restart(place_inputs(inputs, self.device))
 
     def find_causes(self, micro_batch: int | None = None) -> list[NonFiniteCause]:
         """Return the causes of a non-finite loss that this rank finds, in one micro-batch or (None) in all its own."""

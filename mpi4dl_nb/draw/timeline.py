@@ -249,7 +249,8 @@ def show_schedule(schedule: Schedule) -> Drawing:
     labelled with the rank's stages, its idle share, and the most forwards that it holds (`schedule.count_in_flight`).
     Raises PlanError if there is no work.
 
-    >>> from engines.program.make_schedule import Batch, make_schedule
+    >>> from engines.program.make_schedule import make_schedule
+    >>> from engines.program.schedule import Batch
     >>> from mpi4dl_nb import show_schedule
     >>> made = make_schedule("1f1b", [[(0,), (1,)]], [Batch(0, (0, 1, 2))])
     >>> figure = show_schedule(made)

@@ -44,8 +44,8 @@ def check_order(plan: object, cluster: object) -> None:
 def prepare_batch(recipe: Recipe, images: Any, labels: Any) -> dict[str, Tensor]:
     """Return images and labels as tensors of the recipe's dtypes.
 
-    Raises ImageError for a wrong shape, for floats in place of integers or the reverse, or for a label beyond the
-    classes of the loss.
+    Raises ImageError for a wrong shape, for floats in place of integers or the reverse, for complex numbers in place of
+    real ones, or for a label beyond the classes of the loss.
     """
     whole, batches = {}, recipe.plan.batches
     for name, given in (("images", images), ("labels", labels)):
@@ -66,6 +66,11 @@ def prepare_batch(recipe: Recipe, images: Any, labels: Any) -> dict[str, Tensor]
             raise ImageError(
                 f"{name} are {tensor.dtype}, but the training was made for {spec.dtype}. Give whole numbers, or "
                 "make a Training with labels=EXAMPLE, a tensor like the labels of a batch."
+            )
+        if tensor.is_complex() and not spec.dtype.startswith("complex"):
+            raise ImageError(
+                f"{name} are {tensor.dtype}, but the training was made for {spec.dtype}: the imaginary parts would be "
+                f"lost. Give {name}.abs(), or torch.view_as_real({name}) with its last axis as channels."
             )
         # A picture's bytes could be cast without an error; that they are not scaled would only show as poor learning.
         if name == "images" and spec.is_floating and not (tensor.is_floating_point() or tensor.is_complex()):

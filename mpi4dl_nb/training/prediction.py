@@ -49,6 +49,7 @@ class Evaluator:
     def __init__(self, training: TrainingHandle, images: LabelledImages, on_bad_image: str) -> None:
         check_classes(images, training.recipe.graph)
         self.held_out = HeldOutSet(training.model, training.loss, training.recipe, images, on_bad_image)
+        self.held_out.check_loss()
         self.training, self.name = training, f"{training.name}.held_out"
         self._images = images
         self.begin()

@@ -9,7 +9,7 @@ import pytest
 from engines.bench import bubble
 from engines.comm.loopback import run_ranks
 from engines.plan import Plan
-from engines.program.make_schedule import compute_bubble_share
+from engines.program.schedule import compute_bubble_share
 from engines.program.timeline import Timeline, TimelineEvent
 
 PLANS: dict[str, dict[str, Any]] = {

@@ -9,7 +9,8 @@ from legible import read, unreadable
 
 import mpi4dl_nb
 from engines.errors import PlanError
-from engines.program.make_schedule import ActionKind, Batch, Schedule, make_schedule
+from engines.program.make_schedule import make_schedule
+from engines.program.schedule import ActionKind, Batch, Schedule
 from mpi4dl_nb.draw.timeline import SLOTS, show_schedule
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import random
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -109,6 +111,33 @@ def test_what_a_trace_would_get_wrong_is_refused(run, text: str):
     """`renormed` and `reads_statistics` once ran, and trained other weights than one process."""
     with pytest.raises(TraceError, match=f"(?s){text}"):
         TraceCache(Keeping(run), SHAPE, nn.CrossEntropyLoss()).get_graph(ONE)
+
+
+def test_two_threads_that_try_a_model_restore_what_they_replace():
+    """`torch.autograd.Function.apply` is replaced meanwhile: each would restore what the other one has set."""
+    begun, ended = threading.Event(), threading.Event()
+    plain = torch.autograd.Function.__dict__.get("apply")
+
+    def first(m: Keeping, x: Tensor) -> Tensor:
+        begun.wait(timeout=0.5)
+        return m.convolution(x)
+
+    def second(m: Keeping, x: Tensor) -> Tensor:
+        begun.set()
+        ended.wait(timeout=0.5)
+        return m.convolution(x)
+
+    def check(run) -> None:
+        check_side_effects(Keeping(run), TensorSpec(SHAPE, "float32"))
+        ended.set()
+
+    threads = [threading.Thread(target=check, args=(run,)) for run in (first, second)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.1)
+    for thread in threads:
+        thread.join()
+    assert torch.autograd.Function.__dict__.get("apply") is plain
 
 
 # ---- what may be kept

@@ -32,6 +32,17 @@ EXACT: dict[str, Loss] = {
     "count as a number": lambda p, y: p.sum() / p.numel() + p.sum() * (1 / len(y)),
     "read before and after": lambda p, y: p.square().mean() + p.contiguous().double().mean(),
     "broadcast": lambda p, y: torch.broadcast_tensors(p, p[:, :1], p.new_ones(8))[1].square().mean(),
+    "the larger of one and the count": lambda p, y: (
+        p.square().sum() / torch.max(torch.ones((), dtype=p.dtype), (y >= 0).sum()).to(p.dtype)
+    ),
+    "the smaller of a limit and the count": lambda p, y: (
+        p.square().sum() * torch.min(torch.full((), 1e6, dtype=p.dtype), (y >= 0).sum())
+    ),
+    "classes that the batch has": lambda p, y: (
+        p.square().mean((0, 2, 3)) * F.one_hot(y.clamp(min=0), 3).sum((0, 1, 2)).bool().to(p.dtype)
+    ).sum(),
+    "a count in few bits": lambda p, y: p.square().mean() * (y >= 0).sum().to(torch.int8).to(p.dtype),
+    "bits of a count": lambda p, y: p.square().mean() * (y >= 0).sum().double().view(torch.int64).log().to(p.dtype),
     "looked up": lambda p, y: (torch.ones(3, dtype=p.dtype)[y.clamp(min=0)] * p[:, 0]).sum() / (y >= 0).sum(),
 }
 UNKNOWN: dict[str, Loss] = {
@@ -62,7 +73,12 @@ UNKNOWN: dict[str, Loss] = {
     "a mean for each pair": lambda p, y: p.mean().expand(len(y), len(y)).sum(),
     "logarithm of the count": lambda p, y: p.mean() * math.log(len(y) / 2),
     "drawn at random": lambda p, y: p.mean() * torch.rand((), dtype=p.dtype),
+    "drawn by a generator": lambda p, y: p.mean() * torch.poisson(torch.full((64,), 9.0, dtype=p.dtype)).mean(),
     "images as the classes of one": lambda p, y: F.multilabel_margin_loss(p.mean((1, 2, 3)), y[:, 0, 0].clamp(min=0)),
+    "images as the classes of shares": lambda p, y: F.cross_entropy(p.mean((1, 2, 3)), y[:, 0, 0].abs().to(p.dtype)),
+    "a count taken as a bool": lambda p, y: (
+        p.square().mean((0, 2, 3)) * F.one_hot(y.clamp(min=0), 3).sum((0, 1, 2), dtype=torch.bool).to(p.dtype)
+    ).sum(),
     "distance over images": lambda p, y: F.pairwise_distance(p.mean((1, 2, 3)), p.amax((1, 2, 3))),
     "broadcast to pairs": lambda p, y: (
         torch.sub(*torch.broadcast_tensors(p.mean((2, 3))[:, :1], p.mean((1, 2, 3)))).square().mean()

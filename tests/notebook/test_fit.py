@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engines.errors import ImageError, PlanError
+from engines.errors import ImageError, PlanError, TraceError
 from engines.images.augmented import Augmented
 from engines.images.dataset import LabelledImages, SyntheticImages, shuffle_indices
 from engines.models import UNet
@@ -350,6 +350,60 @@ def test_more_classes_than_the_model_answers_for(one):
 def test_nothing_to_judge_by(one):
     with pytest.raises(ImageError, match="no held-out images"):
         training(one).fit(images(), held_out=SyntheticImages(0, SIZE, 3))
+
+
+class TwoAnswers(nn.Module):
+    """Two predictions in training, and one or two in evaluation mode."""
+
+    def __init__(self, in_evaluation: int) -> None:
+        super().__init__()
+        self.first, self.second, self.in_evaluation = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1), in_evaluation
+
+    def forward(self, x: Tensor) -> dict[str, Tensor] | Tensor:
+        if not self.training and self.in_evaluation == 1:
+            return self.first(x).mean((2, 3))
+        return {"main": self.first(x).mean((2, 3)), "other": self.second(x).mean((2, 3))}
+
+
+def of_both(answer: dict[str, Tensor], labels: Tensor) -> Tensor:
+    return sum(nn.functional.cross_entropy(each, labels) for each in answer.values())
+
+
+def of_both_or_one(answer: dict[str, Tensor] | Tensor, labels: Tensor) -> Tensor:
+    return of_both(answer if isinstance(answer, dict) else {"main": answer}, labels)
+
+
+def of_squeezed(answer: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(answer.squeeze(), labels)
+
+
+def as_a_classifier(model: nn.Module, loss, one: tuple[Plan, Cluster]) -> Training:
+    return Training(model, *one, (BATCH, 3, *SIZE), loss=loss, labels=torch.zeros(BATCH, dtype=torch.long))
+
+
+@pytest.mark.parametrize(
+    ("model", "loss", "text"),
+    [
+        (TwoAnswers(2), of_both, "answers with 2 tensors in evaluation mode.*The loss of_both takes what"),
+        (TwoAnswers(1), of_both, r"The loss of_both fails for the prediction \(1, 3\).*of one image "),
+        (
+            nn.Sequential(nn.Conv2d(3, 3, 1), nn.AdaptiveAvgPool2d(1)),
+            of_squeezed,
+            r"the loss fails with labels of shape \(1,\)",
+        ),
+    ],
+)
+def test_a_loss_that_cannot_judge_one_image_is_refused_before_the_first_step(one, model: nn.Module, loss, text: str):
+    mine = as_a_classifier(model, loss, one)
+    with pytest.raises(TraceError, match=text):
+        mine.fit(SyntheticImages(4, SIZE, 3), progress=False, held_out=SyntheticImages(3, SIZE, 3))
+    assert mine.feed_state is None
+
+
+def test_a_loss_may_take_another_answer_in_evaluation(one):
+    mine = as_a_classifier(TwoAnswers(1), of_both_or_one, one)
+    history = mine.fit(SyntheticImages(4, SIZE, 3), progress=False, held_out=SyntheticImages(3, SIZE, 3))
+    assert history.epochs[0].held_out.loss > 0
 
 
 @pytest.mark.nightly

@@ -40,6 +40,7 @@ TAUGHT = {
     "08": {
         "engines.program.compile": "the schedule that the compiler derives",
         "engines.program.make_schedule": "schedules, computed from a placement and batches",
+        "engines.program.schedule": "the batches of a schedule",
         "engines.spatial.layout": "the roles of each rank",
     },
     "09": {"engines.graph.stages": "the layers of each stage"},

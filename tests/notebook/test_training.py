@@ -420,6 +420,7 @@ BAD_BATCHES: dict[str, tuple[Change, str]] = {
     "labels": (lambda b: (b[0], b[1][..., :16]), r"labels have shape \(2, 12, 16\) .* made for \(2, 12, 20\)"),
     "kind": (lambda b: (b[0], b[1] + 0.5), r"labels are torch.float32, but .* made for int64"),
     "bytes": (lambda b: (b[0].byte(), b[1]), r"images are torch.uint8, but the training computes in float64"),
+    "complex": (lambda b: (b[0] * 1j, b[1]), r"images are torch.complex64, but .* made for float64: the imaginary"),
     "class": (lambda b: (b[0], b[1] + 7), r"A label is 9, but the loss takes numbers of 3 classes \(0 to 2\)"),
 }
 

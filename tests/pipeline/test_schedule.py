@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.errors import PlanError
-from engines.program.make_schedule import ActionKind, Batch, PipelineAction, Schedule, Slot, make_schedule
-from engines.program.schedule import SCHEDULES
+from engines.program.make_schedule import make_schedule
+from engines.program.schedule import SCHEDULES, ActionKind, Batch, PipelineAction, Schedule, Slot
 
 Stages = list[tuple[int, ...]]
 

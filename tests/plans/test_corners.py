@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from engines.comm.loopback import LoopbackWorld, run_ranks
-from engines.errors import PlanError
+from engines.errors import PlanError, TraceError
 from engines.graph.model_graph import TensorSpec
 from engines.plan import Plan
 from engines.program.effects import Phase
@@ -88,6 +89,73 @@ def test_exact(name: str):
     assert told["ok"], told
 
 
+class OfImages(nn.Module):
+    """A function of an image (N, 4, H, W), between two layers."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self.function = nn.Conv2d(3, 4, 3, padding=1), nn.Linear(4, 5), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.function(self.first(x)))
+
+
+IN_MEMORY_ORDER = {
+    "every other column": lambda x: x.as_strided((*x.shape[:3], 8), (768, 192, 16, 2)).mean((2, 3)),
+    "complex": lambda x: torch.view_as_complex(x.view(*x.shape[:3], 8, 2)).abs().mean((2, 3)),
+    "complex, by pairs of columns": lambda x: torch.view_as_complex(x[..., :2]).abs().mean(2),
+    "as bits and back": lambda x: (x + x.detach().view(torch.int32).view(torch.float64)).mean((2, 3)),
+    "in the shape of another": lambda x: x.view_as(x.new_empty(x.shape[0], 4, 16, 12)).softmax(2).square().sum((2, 3)),
+}
+
+
+@pytest.mark.parametrize("name", IN_MEMORY_ORDER)
+def test_operators_that_read_the_order_in_memory_are_exact(name: str):
+    """Ranks have images with channels last."""
+    torch.manual_seed(0)
+    model, loss = OfImages(IN_MEMORY_ORDER[name]), nn.CrossEntropyLoss()
+    plan = Plan(split_size=1, spatial_size=0, parts=2, precision="float64")
+    recipe = prepare(model, plan, (4, 3, 12, 16), loss)
+    told = run_ranks(1, lambda world: verify(world, recipe, model, loss, 0))[0]
+    assert told["ok"], told
+
+
+def test_the_memory_of_a_view_is_refused():
+    for function in (lambda x: x.permute(0, 2, 3, 1), lambda x: x[:, :2], lambda x: x[1:]):
+        model = OfImages(lambda x, cut=function: x.mean((2, 3)) + cut(x).as_strided((4,), (1,)))
+        with pytest.raises(TraceError, match=r"as_strided.* reads the memory of a view .* Call .contiguous\(\)"):
+            prepare(model, Plan(spatial_size=0), (4, 3, 12, 16))
+
+
+class Looked(nn.Module):
+    """A table of numbers for each image."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.first, self.table = nn.Conv2d(3, 4, 3), nn.Embedding(7, 4, sparse=sparse)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x).mean((2, 3)) * self.table(torch.arange(4, device=x.device))
+
+
+class ComplexFactor(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.factor = nn.Conv2d(3, 4, 3), nn.Parameter(torch.ones(4, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.first(x).mean((2, 3)) * self.factor).abs()
+
+
+def test_gradients_of_other_kinds_are_refused_with_the_mend():
+    with pytest.raises(TraceError, match=r"aten.embedding.default in table.* makes a sparse gradient.* sparse=False"):
+        prepare(Looked(sparse=True), Plan(spatial_size=0, split_size=1), (4, 3, 12, 16))
+    prepare(Looked(sparse=False), Plan(spatial_size=0, split_size=1), (4, 3, 12, 16))
+    with pytest.raises(TraceError, match=r"The parameter factor is torch.complex64.*torch.view_as_complex"):
+        prepare(ComplexFactor(), Plan(spatial_size=0, split_size=1), (4, 3, 12, 16))
+    prepare(ComplexFactor().requires_grad_(False).eval(), Plan(spatial_size=0, split_size=1), (4, 3, 12, 16))
+
+
 def test_a_step_that_was_given_up_leaves_no_message_behind():
     """The gradients of one replica are on their way when the other one fails."""
     plan = Plan(split_size=1, spatial_size=0, data_parallel=2, precision="float64")
@@ -135,6 +203,40 @@ def test_what_no_gradient_asks_for_is_let_go():
 
     for names in run_ranks(2, held):
         assert not any("conv2d.moments" in name or name == "relu" or "images.window" in name for name in names)
+
+
+class Behind(nn.Module):
+    """A function behind a convolution: (N, 3, H, W) -> (N, 5)."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self.function = nn.Conv2d(3, 4, 3), nn.Linear(4, 5), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.last(self.first(x).mean((2, 3))))
+
+
+def scores_of_images(prediction: Tensor, labels: Tensor) -> Tensor:
+    return functional.cross_entropy(prediction.mean(1), labels.to(prediction.dtype))
+
+
+UNSHARED = {
+    "joined": (lambda x: x + x.median(), nn.CrossEntropyLoss()),
+    "drawn": (lambda x: x * torch.poisson(torch.ones(5)), nn.CrossEntropyLoss()),
+    "along the images": (lambda x: x.softmax(0), nn.CrossEntropyLoss()),
+    "repeated": (lambda x: x.repeat(2, 1)[: len(x)], nn.CrossEntropyLoss()),
+    "images as classes": (lambda x: x, scores_of_images),
+}
+
+
+@pytest.mark.parametrize("name", UNSHARED)
+def test_what_images_of_several_ranks_cannot_do_is_refused_with_the_mend(name: str):
+    """Behind the spatial stages, to end them earlier would not help."""
+    function, loss = UNSHARED[name]
+    for knobs in ({"local_dp": 2}, {"split_size": 2, "slice_method": "1x2", "spatial_size": 1, "local_dp": 2}):
+        with pytest.raises(TraceError, match=r"local_dp ranks share the images .* Use local_dp=1, or data_parallel"):
+            prepare(Behind(function), Plan(**{"spatial_size": 0, **knobs}), (4, 3, 12, 16), loss)
+    prepare(Behind(function), Plan(spatial_size=0, data_parallel=2), (4, 3, 12, 16), loss)
 
 
 def test_labels_without_images_are_refused_before_they_are_cut():

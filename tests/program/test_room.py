@@ -16,6 +16,7 @@ from engines.program.exchange_runner import ExchangeRunner, make_exchange_runner
 from engines.program.instructions import Compute
 from engines.program.message_buffers import SendQueue
 from engines.program.segment import _INTO, find_out_kernel, find_output_allocators
+from engines.spatial import kernels
 from engines.train.training import prepare
 from tests.exact import assert_exact, tiled, whole_numbers, with_whole_weights
 
@@ -53,6 +54,14 @@ def on_ranks(work):
 
 def test_only_a_value_that_the_exchange_alone_reads_gets_room():
     assert on_ranks(lambda _, used: used) == [["relu"]] * RANKS
+
+
+def test_a_kernel_of_the_user_makes_a_value_of_its_own(monkeypatch):
+    """It is called, and not the variant of ours that writes into the window."""
+    monkeypatch.setattr(Tensor, "relu", functional.leaky_relu)
+    assert on_ranks(lambda _, used: used) == [["leaky_relu"]] * RANKS
+    monkeypatch.setitem(kernels._KERNELS, "aten.leaky_relu.default", lambda x, slope: torch.where(x > 0, x, 2 * x))
+    assert on_ranks(lambda _, used: used) == [[]] * RANKS
 
 
 def test_the_window_is_the_memory_around_the_value():

@@ -122,6 +122,18 @@ def test_channels_and_batch(name: str, case: tuple[Grid, Pair], seed: int):
     check({**SHAPES, **ALONG}[name], whole_numbers(2, 4, *size_px, seed=seed), grid)
 
 
+@pytest.mark.parametrize("grid", [Grid(1, 2), Grid(2, 2)])
+def test_sums_whose_axes_are_permuted_in_memory(grid: Grid):
+    """`einsum` computes the result, and its gradient arrives, in another order of axes."""
+    check(lambda x: torch.einsum("bkhw,bchw->bck", 2 * x[:, :2], x), whole_numbers(2, 4, 6, 8), grid)
+    check(
+        lambda x: torch.einsum("bkhw,bchw->bck", 2 * x[:, :2], x).mT.tanh(),
+        whole_numbers(2, 4, 6, 8) / 64,
+        grid,
+        same=close,
+    )
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CLOSE)
 @trials(5)

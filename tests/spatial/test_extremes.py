@@ -43,6 +43,21 @@ def test_extremes(name: str, case: tuple[Grid, Pair], high: int, seed: int):
     check(function, image, grid)
 
 
+@pytest.mark.parametrize("grid", [Grid(1, 2), Grid(2, 2)])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.int8, torch.int64])
+def test_extremes_of_whole_numbers(dtype: torch.dtype, grid: Grid):
+    """An unsigned number has no negative, and float64 not all of int64."""
+    image = whole_numbers(2, 2, 6, 8, low=0)
+    low, more = (2**62, 1) if dtype is torch.int64 else (-128 * (dtype is torch.int8), 0)
+
+    def function(x: Tensor) -> Tensor:
+        whole = x.detach().long().add(low + more).to(dtype)
+        least, most = whole.amin((2, 3)), whole.amax((2, 3))
+        return x.sum((2, 3)) * (least.long() - low) + 5 * (most.long() - low)
+
+    check(function, image, grid)
+
+
 def _with_places(values: Tensor, places: Tensor) -> Tensor:
     return values * places - places
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from engines.plan import Plan
 from engines.spatial import rng
 from engines.spatial.rng import compute_step_seed, sample_uniform
 from engines.spatial.tiles import Grid
+from engines.train.training import RankTraining, prepare
 from mpi4dl_nb import Cluster, Training
 from tests.exact import assert_exact, close, finish, ready, tiled, whole_numbers, with_whole_weights
 from tests.spatial.drawn import Pair, check, images_on_grids, seeds, trials
@@ -125,6 +127,58 @@ def test_another_step_draws_another_mask():
 
     (first, second), *_ = run_ranks(1, two_masks)
     assert 0.4 < (first != second).double().mean() < 0.6
+
+
+class Rows(nn.Module):
+    """A function of the pixels in rows, (N, H * W, 4), between two layers."""
+
+    def __init__(self, function: Callable[[Rows, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self.function = nn.Conv2d(3, 4, 3), nn.Linear(4, 5), function
+        self.recurrent = nn.LSTM(4, 4, num_layers=2, dropout=0.5, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.first(x).relu().flatten(2).transpose(1, 2)
+        return self.last(self.function(self, rows).sigmoid().mean(1))
+
+
+OF_THE_GENERATOR = {
+    "attention": lambda m, x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5),
+    "recurrent": lambda m, x: m.recurrent(x)[0],
+    "poisson": lambda m, x: x * torch.poisson(torch.full_like(x, 3.0)),
+    "some rows": lambda m, x: x[:, torch.multinomial(torch.ones(20, dtype=x.dtype), 9)],
+    "rows in another order": lambda m, x: x * x[:, torch.randperm(x.shape[1])],
+}
+
+
+@pytest.mark.filterwarnings("ignore:The tensor attribute:UserWarning")  # of torch.export, for weights of the LSTM
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", OF_THE_GENERATOR)
+def test_draws_of_the_generator_are_the_same_when_computed_again(name: str):
+    """And in another process: they follow from the seed of the training, and leave the generator as it was."""
+
+    def train(again: bool, state: int) -> tuple[list[float], list[Tensor]]:
+        torch.manual_seed(0)
+        model, batch = Rows(OF_THE_GENERATOR[name]), {"images": torch.randn(4, 3, 8, 8), "labels": torch.arange(4)}
+        plan = Plan(split_size=2, spatial_size=0, parts=2, precision="float64", checkpoint_activations=again)
+        recipe = prepare(model, plan, (4, 3, 8, 8))
+        torch.manual_seed(state)
+        before = torch.get_rng_state()
+
+        def work(world: LoopbackWorld) -> tuple[list[float], list[Tensor]]:
+            training = RankTraining(world, recipe)
+            whole = {name: tensor.to(getattr(torch, recipe.step_specs[name].dtype)) for name, tensor in batch.items()}
+            losses = [loss for _ in range(3) for loss in training.step(training.cut(whole)).losses.values()]
+            return losses, [weight.detach().clone() for weight in training.weights.values()]
+
+        (*_, first), (losses, second) = run_ranks(2, work)
+        assert torch.equal(torch.get_rng_state(), before)
+        return losses, [*first, *second]
+
+    (losses, plain), (others, again) = train(again=False, state=1), train(again=True, state=2)
+    assert losses == others
+    assert len(set(losses)) == 6
+    assert all(torch.equal(one, two) for one, two in zip(plain, again, strict=True))
 
 
 @settings(max_examples=50, deadline=None)

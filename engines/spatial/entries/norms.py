@@ -21,6 +21,7 @@ from engines.spatial.local_rules import (
     get_local_shape,
     get_sharded_dims,
     make_gather_error,
+    make_shared_images_error,
     make_unsupported_error,
 )
 from engines.spatial.operator_table import register_rule
@@ -115,7 +116,7 @@ def instance_norm(b: Builder, node: Node) -> None:
     moments, counts = _normalise_channels(b, node, value.spec.shape[0] * value.spec.shape[1])
     if a["running_mean"]:
         if b.is_batch_sharded(a["input"]):
-            raise make_unsupported_error(node, "keeps running statistics of images that ranks share")
+            raise make_shared_images_error(node, "keeps running statistics of all images, for which there is no rule")
         names = a["running_mean"].name, a["running_var"].name
         b.statistics.append(RunningStatistics(*names, moments.name, a["momentum"], tuple(counts)))
 

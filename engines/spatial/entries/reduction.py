@@ -22,6 +22,7 @@ from engines.spatial.local_rules import (
     get_sharded_dims,
     get_spec,
     make_gather_error,
+    make_shared_images_error,
 )
 from engines.spatial.operator_table import register_rule
 
@@ -148,6 +149,8 @@ def cross_entropy_loss(b: Builder, node: Node) -> None:
         if len(get_spec(b, pair["self"].name).shape) < 4:
             raise make_gather_error(node, "compares classes along a spatial axis")
         pair = {name: ref if b.is_tiled(ref) else cut_to_tile(b, node, ref, tiled) for name, ref in pair.items()}
+    elif len(get_spec(b, pair["self"].name).shape) < 2:
+        raise make_shared_images_error(node, "takes the scores of all images for those of the classes of one")
     if a["reduction"] == _NONE:
         whole = {name: ref for name, ref in pair.items() if not b.is_tiled(ref)}
         apply_locally(b, node, (-2, -1) if any(map(b.is_tiled, node.arguments.values())) else (), **whole)
@@ -205,7 +208,7 @@ def lower_count_labels(b: Builder, node: Node) -> None:
 
 
 class _Maxima(torch.autograd.Function):
-    """The largest value along `dims`, and how often it occurs: (2, ...) in float64.
+    """The largest value along `dims`, and how often it occurs: (2, ...) in float64, or in int64 for whole numbers.
 
     The incoming gradient is already divided by the number of maxima: every maximum of this tile receives it whole.
     """
@@ -216,7 +219,8 @@ class _Maxima(torch.autograd.Function):
         equal = x == largest
         ctx.save_for_backward(equal)
         ctx.dtype = x.dtype
-        return torch.stack([largest.double(), equal.sum(dims, keepdim=True).double()])
+        wide = torch.float64 if x.is_floating_point() else torch.int64
+        return torch.stack([largest.to(wide), equal.sum(dims, keepdim=True).to(wide)])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -246,13 +250,20 @@ class _Largest(torch.autograd.Function):
 @register_kernel("tile.largest")
 def merge_maxima(found: Tensor, dims: list[int], sign: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return the largest value of all tiles, in the shape of the whole result."""
-    return (sign * _Largest.apply(found, dims)).to(dtype).view(shape)
+    return _order(_Largest.apply(found, dims), sign).to(dtype).view(shape)
 
 
 @register_kernel("tile.maxima")
 def find_maxima(x: Tensor, dims: list[int], sign: int) -> Tensor:
-    """Return the maxima of the values, or (sign -1) of their negatives."""
-    return _Maxima.apply(x if sign > 0 else -x, dims)  # type: ignore[no-any-return]
+    """Return the maxima of the values, or (sign -1) of the values in reverse order."""
+    return _Maxima.apply(_order(x if x.is_floating_point() else x.long(), sign), dims)  # type: ignore[no-any-return]
+
+
+def _order(x: Tensor, sign: int) -> Tensor:
+    """Return the values themselves or (sign -1) in reverse order; the function is its own inverse."""
+    if sign > 0:
+        return x
+    return -x if x.is_floating_point() else ~x  # -x - 1, which cannot overflow
 
 
 @register_rule("aten.amax.default", "aten.amin.default", "aten.max.default", "aten.min.default")
@@ -267,7 +278,8 @@ def lower_minmax(b: Builder, node: Node) -> None:
 
 
 def _reduce_minmax(b: Builder, node: Node, source: Ref, dims: list[int], sign: int) -> None:
-    found = all_gather_partials(b, node, source, "tile.maxima", dims, sign, dtype="float64", lead=(2,))
+    wide = "float64" if b.get_value(source).spec.is_floating else "int64"
+    found = all_gather_partials(b, node, source, "tile.maxima", dims, sign, dtype=wide, lead=(2,))
     dtype = getattr(torch, node.spec.dtype)
     b.add_local_op(node.name, "tile.largest", found, dims, sign, node.spec.shape, dtype, like=node.spec)
 
