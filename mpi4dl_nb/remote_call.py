@@ -81,7 +81,7 @@ def find_hang(
         for rank in others
     ]
     text = (
-        f"Rank {first} does not go on: {_describe_state(stuck[first])}. No rank has for {after_s:.0f} s "
+        f"Rank {first} does not go on: {_describe_state(stuck[first])}. No rank has made progress for {after_s:.0f} s "
         "(hang_after_s). If work may take as long, start the cluster with a larger one."
     )
     return Hang(first, "\n".join([text, *lines]))

@@ -112,7 +112,7 @@ def make_halo_runner(case: HaloCase, world: World) -> tuple[ExchangeRunner, Segm
     """
     check_fits(case.plan, world.size)
     if world.size == 1:
-        raise PlanError("One tile has nobody to borrow from. Use num_spatial_parts=2 or more.")
+        raise PlanError("One tile has no neighbour to borrow from. Use num_spatial_parts=2 or more.")
     height_px, width_px = case.image_shape[2:]
     if case.halo_px > min(height_px, width_px):
         raise PlanError(

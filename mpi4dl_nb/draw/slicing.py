@@ -107,7 +107,7 @@ def describe_tile(point: HaloPoint, rank: int, microns_per_px: float | None = No
     halo = ", ".join(f"{width} {side}" for side, width in point.compute_widths(rank).items())
     lines = [f"{own} of this layer's input", more, f"Its halo in px: {halo}"]
     fill = point.get_fill(rank)
-    return lines if fill is None else [*lines, f"Beyond the picture's edge it reads {fill:g}, which nobody lends"]
+    return lines if fill is None else [*lines, f"Beyond the picture's edge it reads {fill:g}, which is padding"]
 
 
 def describe_region(point: HaloPoint, rank: int, place: Tile) -> list[str]:
@@ -134,13 +134,13 @@ def describe_field(point: HaloPoint, field: ReceptiveField, picture_px: tuple[in
     """Describe the receptive field of an output pixel, and its share on each tile."""
     image, (row, col) = field.image, field.pixel
     if not image:
-        return f"Output pixel ({row}, {col}) sees nothing of the picture"
+        return f"Output pixel ({row}, {col}) depends on no pixel of the picture"
     tiles = zip(point.ranks.ranks, point.ranks.grid.cut(*picture_px), strict=True)
     parts = {rank: (tile & image).pixels for rank, tile in tiles if tile & image}
     share = ", ".join(f"tile {point.numbers[rank]} {count / image.pixels:.0%}" for rank, count in parts.items())
     rows, cols = image.rows, image.cols
     return (
-        f"Output pixel ({row}, {col}) of this layer sees {format_size(image.shape)} px of the picture (dotted): "
+        f"Output pixel ({row}, {col}) of this layer depends on {format_size(image.shape)} px of the picture (dotted): "
         f"rows {rows.start} to {rows.stop - 1}, columns {cols.start} to {cols.stop - 1}. They lie on {share}"
     )
 

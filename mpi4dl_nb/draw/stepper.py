@@ -383,7 +383,7 @@ def describe_message(transfer: Transfer) -> str:
     """Return three lines: what a message did, its ranks and pixels, and its size."""
     plane = transfer.plane
     moved = "pixels have moved" if plane.axes else "values have moved"
-    what = "gradients go home" if transfer.back else moved
+    what = "gradients were sent back" if transfer.back else moved
     images = f"with all channels{' and images' if plane.images is None else ''}"
     size = f"{format_size(plane.tile.shape)} px, {format_bytes(transfer.bytes)} {images}"
     if not plane.axes:

@@ -1,4 +1,5 @@
-// The tables of one layer, as mpi4dl_nb/draw/layer_tables.py writes them: who owns, reads, borrows and sees which pixels.
+// The tables of one layer, as mpi4dl_nb/draw/layer_tables.py writes them: the pixels that each tile owns, reads,
+// borrows and depends on.
 
 import { isInside } from "./rectangles.js";
 

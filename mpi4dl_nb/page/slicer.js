@@ -236,10 +236,10 @@ class SlicerView {
     if (borrowers.length) {
       const bytes = table.facts.computed ? "" : `: ${formatBytes(table.facts.pixel_bytes)}${borrowers.length > 1 ? " each" : ""}`;
       lines.push(`${verb} rank${borrowers.length > 1 ? "s" : ""} ${borrowers.map((each) => table.facts.ranks[each]).join(", ")}${bytes}`);
-    } else if (table.facts.operator) lines.push("nobody borrows it");
+    } else if (table.facts.operator) lines.push("no tile borrows it");
     if (table.facts.operator) {
       const [top, left, bottom, right] = table.getField(...out);
-      lines.push(`output here sees ${formatExtent(bottom - top, right - left, microns)}`);
+      lines.push(`the output here depends on ${formatExtent(bottom - top, right - left, microns)}`);
     }
     this.say(lines.join("; "));
     return lines;

@@ -108,7 +108,7 @@ def test_what_cannot_be_exchanged(flags: tuple[object, ...], message: str):
 
 
 def test_one_tile_has_no_halo():
-    with pytest.raises(PlanError, match="One tile has nobody to borrow from"):
+    with pytest.raises(PlanError, match="One tile has no neighbour to borrow from"):
         make_halo_runner(case("--num-spatial-parts", 1), SimpleNamespace(rank=0, size=1))
 
 

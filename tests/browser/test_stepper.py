@@ -85,8 +85,8 @@ def test_a_step_is_walked_forward_and_back(notebook):
     notebook.control("Stop at phase").select_option("backward")
     press(notebook, picture, "b", 1)
     press(notebook, picture, "n", BACKWARD)
-    assert "gradients go home" in notebook.page.evaluate(WORDS)
-    assert notebook.page.locator(".mpi4dl-strips").get_by_text("gradients go home").is_visible()
+    assert "gradients were sent back" in notebook.page.evaluate(WORDS)
+    assert notebook.page.locator(".mpi4dl-strips").get_by_text("gradients were sent back").is_visible()
     assert notebook.run_cell("print(same('5', True))") == "(4, True, True)"
     assert notebook.run_cell(ADDED) == "True"
     before = notebook.run_cell("print(stepper.stepping.event.places)")

@@ -188,9 +188,9 @@ def test_all_windows_back_to_the_picture_are_a_figure_too():
 def test_what_lies_beyond_the_edge_is_told_as_it_is_filled():
     """MPI4DL pads max-pools with 0, which is wrong for negative activations; the figure shows what we do."""
     plan = tiles_of("3x3")
-    assert "reads 0, which nobody lends" in show_slicing(TISSUE, plan, RECIPE, "stem", 0).alt
-    assert "nobody lends" not in show_slicing(TISSUE, plan, RECIPE, "stem", 4).alt
-    assert "reads -inf, which nobody lends" in show_slicing(TISSUE, plan, RECIPE, "pool", 1).alt
+    assert "reads 0, which is padding" in show_slicing(TISSUE, plan, RECIPE, "stem", 0).alt
+    assert "which is padding" not in show_slicing(TISSUE, plan, RECIPE, "stem", 4).alt
+    assert "reads -inf, which is padding" in show_slicing(TISSUE, plan, RECIPE, "pool", 1).alt
 
 
 def test_wide_halos_are_tinted_in_the_picture_too():

@@ -55,8 +55,8 @@ def test_a_pixel_is_explained_without_the_kernel(page, slicer):
     assert "picture: row 128, column 255" in told
     assert "owner: tile 0, rank 0" in told
     assert "borrowed by rank 1: 12 bytes" in told
-    assert "output here sees 3 × 3 px" in told
-    assert "nobody borrows it" in point_at(page, 0.25, 0.25)
+    assert "the output here depends on 3 × 3 px" in told
+    assert "no tile borrows it" in point_at(page, 0.25, 0.25)
     assert "owner: tile 3, rank 3" in point_at(page, 0.75, 0.75)
     assert page.evaluate("() => window.asked ?? null") is None
 

@@ -90,7 +90,7 @@ def test_the_gradient_of_what_is_shown(stepper: Stepper):
     stepper.layer.value, stepper.kind.value, stepper.phase.value = "2", "halo", "backward"
     stepper._handle_key("b")
     assert "gradient of relu" in stepper.figure.alt
-    assert "gradients go home" in stepper.figure.alt
+    assert "gradients were sent back" in stepper.figure.alt
     stepper.show.value = "activation"
     assert "gradient of" not in stepper.figure.alt.partition("message")[0]
     stepper._handle_key("g")
