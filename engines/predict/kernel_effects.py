@@ -125,11 +125,13 @@ def _run_kernel(name: str, arguments: Sequence[Any], keywords: Mapping[str, Any]
             return {DEVICE: torch.device(device), SEED: 0}.get(item, item)
         return item
 
-    args, kwargs = tree_map(materialise, (list(arguments), dict(keywords)))
     saved: list[Tensor] = []
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: (saved.append(x), x)[1], lambda x: x)
-    with _MetaKernelMode(), FlopCount() as count, hooks:
-        result = get_kernel(name)(*args, **kwargs)
+    # Ranks train, also if the caller has switched gradients off.
+    with torch.inference_mode(False), torch.enable_grad():
+        args, kwargs = tree_map(materialise, (list(arguments), dict(keywords)))
+        with _MetaKernelMode(), FlopCount() as count, hooks:
+            result = get_kernel(name)(*args, **kwargs)
     several = isinstance(result, list | tuple)
     results = [item for item in (result if several else [result]) if isinstance(item, Tensor)]
     # A kernel's results and saved tensors are identified by their storage: a view has that of an argument, and what
@@ -167,7 +169,7 @@ def _infer_backward(results: Sequence[Tensor], tensors: Sequence[Tensor]) -> tup
     # gradient with the storage of a given one is that gradient, passed on unchanged, as to both terms of a sum.
     given = [torch.empty_like(root) for root in roots]
     try:
-        with LiveBytes() as live, _MetaKernelMode():
+        with torch.inference_mode(False), LiveBytes() as live, _MetaKernelMode():
             found = torch.autograd.grad(roots, [tensors[index] for index in leaves], given, allow_unused=True)
     except (NotImplementedError, RuntimeError):
         return frozenset(), 0  # each gradient then counts as memory of its own

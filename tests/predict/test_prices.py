@@ -7,11 +7,12 @@ from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from engines.models import resnet20_v1
 from engines.plan import Plan
-from engines.predict import kernel_timer
+from engines.predict import kernel_effects, kernel_timer
 from engines.predict.cost import ComputeWork, build_step_actions, estimate_segment_work
 from engines.predict.kernel_timer import (
     KernelTimer,
@@ -52,6 +53,19 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x).relu()
         return (self.second(x) + x if self.skips else self.second(x)).mean((2, 3))
+
+
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+def test_a_forecast_is_the_same_where_gradients_are_off(off, monkeypatch):
+    """And what was found there is found again later."""
+    monkeypatch.setattr(kernel_effects, "_KNOWN", {})
+    recipe = prepare(Block(True), Plan(split_size=1, spatial_size=0), (1, 3, 8, 8), device="cpu")
+    (program,) = compile_plan(recipe.graph, recipe.plan)
+    with off():
+        inside = build_tally(program, recipe.graph)
+    assert inside == build_tally(program, recipe.graph)
+    kernel_effects._KNOWN.clear()
+    assert inside == build_tally(program, recipe.graph)
 
 
 def moves_of(skips: bool) -> list[int]:
