@@ -238,11 +238,12 @@ def _find_exchange_points(compiler: Compiler) -> Iterator[HaloPoint]:
         met: dict[int, dict[int, Exchange]] = {}
         readers: dict[int, dict[str, Node]] = {}
         for program in map(compiler.compile_rank, ranks.ranks):
-            reads = {name: found for way in program.direction_programs.values() for name, found in way.reads.items()}
-            ops_of = {item.name: item.local_ops for item in program.forward}
-            for item in (item for item in program.forward if item.kind == "halo"):
+            # Of the direction and the stage whose ranks these are: a rank may have other tiles in others.
+            way = program.direction_programs[0]
+            ops_of = {item.name: item.local_ops for item in way.stages[stage]}
+            for item in (item for item in way.stages[stage] if item.kind == "halo"):
                 met.setdefault(item.tag, {})[program.rank] = item
-                ops = [op for reader in reads.get(item.target, ()) for op in ops_of[reader]]
+                ops = [op for reader in way.reads.get(item.target, ()) for op in ops_of.get(reader, ())]
                 found = _find_readers(ops, item.target, nodes)
                 readers.setdefault(item.tag, {}).update({node.name: node for node in found})
         for tag in sorted(met):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import re
+from dataclasses import replace
 from html import unescape
 
 import pytest
@@ -171,6 +172,20 @@ def test_deep_layers_are_in_their_own_pixels():
     assert (main.get_xlim(), main.get_ylim()) == ((0, 60), (48, 0))
     assert main.get_xlabel() == "column, px of this layer"
     assert "2 px" in [text.get_text() for text in zoom.texts]
+
+
+@pytest.mark.parametrize("split", [1, 2])
+def test_a_mirrored_copy_of_the_model_changes_no_halo(split):
+    """Its tiles are on other ranks, and its exchanges are the same ones the other way round."""
+    plan = Plan(split_size=split, spatial_size=1, slice_method="2x2")
+    both = replace(plan, bidirectional=True)
+    recipe = prepare(Net(), both, (1, 3, *TISSUE.shape[:2]), device="cpu")
+    points, mirrored = find_halo_points(RECIPE.graph, plan), find_halo_points(recipe.graph, both)
+    assert [each.name for each in mirrored] == [each.name for each in points]
+    for one, other in zip(points, mirrored, strict=True):
+        assert all(one.get_window(rank) == other.get_window(rank) for rank in range(4))
+        assert all(one.get_receives(rank) == other.get_receives(rank) for rank in range(4))
+    assert show_slicing(TISSUE, both, recipe, 1).alt
 
 
 def test_all_windows_back_to_the_picture_are_a_figure_too():
