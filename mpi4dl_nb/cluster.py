@@ -285,10 +285,15 @@ class Cluster:
         kept = (
             CalibrationCache(Path(store)) if store else CalibrationCache.of(self.n, self.backend, str(self.hosts or ""))
         )
-        if not again and (store or not self._is_calibrated(quick)):
-            self.machine = kept.read() or self.machine
+        found = self.machine
+        if again:
+            found = None
+        elif store or not self._is_calibrated(quick):
+            found = kept.read()
+        self.machine = found or self.machine
         if again or not self._is_calibrated(quick):
-            self.machine = calibrate_cluster(self.call, self.n, bool(quick), accept_noise, progress)
+            self.machine, found = calibrate_cluster(self.call, self.n, bool(quick), accept_noise, progress), None
+        if found is None:
             kept.write(self.machine)
         return self.machine
 

@@ -110,7 +110,7 @@ class Candidate(FactTable):
     @property
     def peak_bytes(self) -> int | None:
         """Measured peak memory of the fullest rank, in bytes; None if not measured."""
-        return max(self.measured.peak_bytes) if self.measured else None
+        return max(self.measured.peak_bytes, default=None) if self.measured else None
 
     def compute_pace(self, neutral_batch: int | None) -> float:
         """Return the measured throughput in images per second, as limited by `neutral_batch`; 0 if not measured."""
@@ -135,7 +135,7 @@ class PlanTrial:
         return None if self.failure else Measurement(tuple(self._seconds), self.peak_bytes)
 
     def run_turn(self, last: bool = False) -> None:
-        """Run two training steps on all ranks and time the second one.
+        """Run two training steps on all ranks and time the second one. Raises RankError if a rank has died.
 
         The first step refills the caches that other plans have evicted. The first turn creates the training; the `last`
         one counts bytes instead.
@@ -157,6 +157,8 @@ class PlanTrial:
                 # A step is over when the slowest rank is.
                 self._seconds.append(max(self.cluster.call(rank_functions.time_step, self.name, per_rank=self._inputs)))
         except Mpi4dlError as error:
+            if self.cluster.dead:  # no other plan can be measured either
+                raise
             self.failure = str(error)
 
 

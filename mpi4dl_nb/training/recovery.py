@@ -142,5 +142,5 @@ def choose_plan(training: TrainingHandle, ranks: int) -> Plan:
         )
     states = count_states(training.recipe.optimiser, training.recipe.parameters)
     machine = training.cluster.calibrate(accept_noise=True)
-    found = search(ranks, batch, training.traces.get_graph, machine, optimiser_states=states, asked=asked)
+    found = search(ranks, batch, training.traces.get_graph, machine, machine.get_rank_bytes(ranks), states, asked=asked)
     return found.fitting[0].plan

@@ -335,6 +335,14 @@ def test_fewer_ranks_compute_the_same(cluster):
         choose_plan(both_ways, 1)
 
 
+@over_loopback
+def test_fewer_ranks_need_memory_for_the_plan(cluster, monkeypatch):
+    running, small = training(cluster), replace(MACHINES["Summit"], memory_bytes=1 << 12)
+    monkeypatch.setattr(cluster, "calibrate", lambda **_: small)
+    with pytest.raises(PlanError, match=r"No plan for 2 ranks fits: .* but 4\.0 KB are given"):
+        choose_plan(running, 2)
+
+
 def test_what_is_done_again_is_shown_once():
     gathered = ProgressRecorder(PLAN)
     for loss in (3.0, 2.0, 1.0):

@@ -18,11 +18,11 @@ from engines.predict.machine import Machine
 from engines.predict.machine_checks import Noise
 from engines.program.compile import compile_plan
 from engines.program.program import Program, count_traffic
-from mpi4dl_nb import Cluster, Training, tune
+from mpi4dl_nb import Cluster, Training, forecast, tune
 from mpi4dl_nb.calibrate_cluster import CalibrationCache
 from mpi4dl_nb.draw.timeline import show_timeline
 from mpi4dl_nb.draw.tuning import show_tuning
-from mpi4dl_nb.plan_benchmark import Candidate, sort_candidates
+from mpi4dl_nb.plan_benchmark import Candidate, Measurement, PlanTrial, run_interleaved, sort_candidates
 from mpi4dl_nb.plan_tuner import PlanTuner
 from mpi4dl_nb.widgets.tuner import Tuner
 from tests.draw.legible import read, unreadable
@@ -57,6 +57,19 @@ def test_a_machine_is_measured_once_and_kept(cluster, tmp_path):
     assert isinstance(cluster.machine, Machine)
     assert cluster.machine.ranks == 2
     assert min(speed.per_s for kind in cluster.machine.speeds.values() for speed in kind) > 1e6
+
+
+def test_a_machine_that_is_known_is_stored_where_it_is_asked(cluster, tmp_path, monkeypatch):
+    monkeypatch.setattr(cluster, "machine", replace(cluster.machine, quick=False, noise=Noise()))
+    assert cluster.calibrate(tmp_path / "machine.json") is cluster.machine
+    assert Machine.from_json((tmp_path / "machine.json").read_text()) == cluster.machine
+
+
+def test_a_rank_that_dies_ends_a_tuning():
+    with Cluster(2, backend="loopback") as cluster:
+        trial = PlanTrial(cluster, lambda: cluster._mark_dead(RankError("Rank 1: killed", 1)))
+        with pytest.raises(RankError, match="Rank 1: killed"):
+            run_interleaved([trial, trial], 1)
 
 
 @pytest.mark.nightly
@@ -211,3 +224,11 @@ def check_bytes(found: Candidate, programs: Sequence[Program]) -> None:
     for memory, seen, program in zip(found.forecast.memory, found.measured.peak_bytes, programs, strict=True):
         sent = sum(each.bytes for each in count_traffic(program).values())
         assert 0.98 * memory.peak_bytes <= seen <= 1.02 * memory.peak_bytes + sent
+
+
+def test_a_plan_whose_bytes_were_not_counted_has_a_figure():
+    found = forecast(model(), Plan(split_size=1, spatial_size=0), SHAPE, "Summit")
+    candidate = Candidate(found, Measurement((0.1, 0.2), ()))
+    assert candidate.peak_bytes is None
+    assert candidate._repr_html_()
+    assert show_tuning([candidate]).alt
