@@ -13,6 +13,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from engines.errors import ImageError, PlanError, RankError, TraceError
 from engines.formatting import describe_unknown
 from engines.graph.model_graph import ModelGraph
@@ -217,6 +219,8 @@ class Training(TrainingHandle):
                 return fit(BatchLoop(self, data, evaluate, steps, drop_last), epochs, log, saving, watchers, healing)
             return fit(ImageLoop(self, data, feeding, state, evaluate), epochs, log, saving, watchers, healing)
 
+    @torch.inference_mode(False)  # the one process computes here, wherever a cell has switched gradients off
+    @torch.enable_grad()
     def verify(self, data: Iterable[Batch] | None = None, seed: int = 0, precision: str = "float64") -> VerifyResult:
         """Compare three optimiser steps on the ranks, from the model's initial weights, with one process in float64.
 

@@ -248,6 +248,16 @@ def test_verify_compares_in_float64(cluster, plan: Plan):
     assert 0 < proof["grad_rel"] < 1e-10
 
 
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+def test_ranks_and_the_one_process_train_where_gradients_are_off(cluster, off):
+    (batch,) = batches(1)
+    training = Training(unet(), TILES, cluster, SHAPE)
+    with off():
+        loss = training.step(*batch)
+        assert training.verify()["ok"]
+    assert loss == Training(unet(), TILES, cluster, SHAPE).step(*batch)
+
+
 @pytest.mark.nightly
 def test_verify_leaves_the_training_untouched(cluster):
     """Weights, buffers and the optimiser's momentum."""
