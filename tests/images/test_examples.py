@@ -79,6 +79,17 @@ def test_a_crop_is_the_middle_with_white_around_what_is_small(files):
     assert np.array_equal(images.mask(0, whole), tile_of(CLASSES, frame, IGNORED))
 
 
+def test_what_lies_around_an_image_without_a_mask_has_no_class(files):
+    examples = [Example(files[0], 1), Example(files[0], 0, files[1])]
+    images = ExampleImages(examples, ["a", "b"], (64, 90), "crop", mask_classes=3)
+    whole, frame = Tile.whole(64, 90), Tile(Span(-2, 62), Span(-5, 85))
+    expected = tile_of(np.ones_like(CLASSES), frame, IGNORED)
+    assert np.array_equal(images.mask(0, whole), expected)
+    assert np.array_equal(images.mask(0, Tile(Span(60, 64), Span(80, 90))), expected[60:, 80:])
+    scaled = ExampleImages(examples, ["a", "b"], (64, 90), mask_classes=3)
+    assert scaled.mask(0, whole).unique().tolist() == [1]
+
+
 def test_what_lies_around_a_region_is_not_of_its_image(files):
     region = Tile(Span(20, 30), Span(30, 40))
     images = ExampleImages([Example(files[0], 1, files[1], region)], ["a", "b"], (14, 10), "crop", mask_classes=3)
