@@ -27,7 +27,7 @@ from engines.inference.rank_predictor import (
     prepare_prediction,
     prepare_region,
 )
-from engines.inference.tile_stitcher import ArraySink, MakeSink, check_kind, get_output_channels, get_output_dtype
+from engines.inference.tile_stitcher import ArraySink, check_kind, get_output_channels, get_output_dtype
 from engines.inference.tiled_predictor import PredictionRequest, TiledPrediction
 from engines.program.compile import compile_plan
 from engines.train import rank_functions
@@ -137,9 +137,10 @@ def predict_picture(
     where = make_absolute(source) if isinstance(source, str | PathLike) else source
     asked = make_padded_region(open_image(where), region, level)
     recipe, asked = prepare_region(training.model, asked, training.plan.precision, training.recipe.device)
-    request = PredictionRequest(asked, kind, memory_mb * 10**6)
-    sink: MakeSink = partial(make_pyramid, make_absolute(to), asked, kind) if to is not None else ArraySink
-    spec = recipe.graph.specs[recipe.graph.prediction]
+    request = PredictionRequest(asked, kind, memory_mb * 10**6, needs_pixels=to is not None)
+    spec, sink = recipe.graph.specs[recipe.graph.prediction], ArraySink
+    if to is not None:
+        sink = partial(make_pyramid, make_absolute(to), asked, kind, spec.shape[-2:])
     if to is None and len(spec.shape) >= 4:  # a prediction per pixel, which will be sent to the notebook as an array
         channels, dtype = spec.shape[1], get_output_dtype(kind, spec.shape[1], spec.dtype)
         size = math.prod(spec.shape[2:]) * get_output_channels(kind, channels) * dtype.itemsize

@@ -145,9 +145,8 @@ def test_an_answer_coarser_than_the_image(tmp_path: Path):
     found = swept(model, 2, (0, 0, 120, 160), "scores")
     assert found.answer.shape == (30, 40, 2)
     assert np.allclose(found.answer, oracle(model, (0, 0, 120, 160)).numpy(), rtol=1e-12, atol=1e-12)
-    swept(
-        model, 2, (0, 0, 120, 160), "classes", sink=partial(make_pyramid, path, make_padded_region(PICTURE), "classes")
-    )
+    sink = partial(make_pyramid, path, make_padded_region(PICTURE), "classes", (30, 40))
+    swept(model, 2, (0, 0, 120, 160), "classes", sink=sink)
     assert open_image(path).shape() == (30, 40)
 
 
@@ -210,7 +209,7 @@ def test_a_picture_that_cannot_be_read_everywhere(tmp_path: Path):
     picture = Torn("torn.svs", RANDOM.integers(0, 256, (150, 190, 3), np.uint8))
     region = make_padded_region(picture, (0, 0, 148, 188))
     recipe, region = prepare_region(unet(), region)
-    sink = partial(make_pyramid, tmp_path / "out.tif", region, "classes")
+    sink = partial(make_pyramid, tmp_path / "out.tif", region, "classes", region.size_px)
     ask = PredictionRequest(region, side_px=50)
     every_rank_says("torn.svs is damaged", 3, lambda world: TiledPredictor(world, recipe, ask, sink).run())
     assert list(tmp_path.iterdir()) == []
@@ -244,7 +243,7 @@ def test_no_room_is_noticed_before_anything_is_computed(tmp_path: Path, monkeypa
 
     monkeypatch.setattr("os.posix_fallocate", none_left)
     recipe, region = prepare_region(unet(), make_padded_region(PICTURE, (0, 0, 148, 188)))
-    sink = partial(make_pyramid, tmp_path / "out.tif", region, "classes")
+    sink = partial(make_pyramid, tmp_path / "out.tif", region, "classes", region.size_px)
     every_rank_says(
         r"has no room for the 27.2 KB .*No space left",
         2,
@@ -258,7 +257,7 @@ def test_no_room_is_noticed_before_anything_is_computed(tmp_path: Path, monkeypa
 def test_an_output_that_cannot_be_written(path: str, tmp_path: Path):
     (tmp_path / "file").touch()
     recipe, region = prepare_region(unet(), make_padded_region(PICTURE, (0, 0, 148, 188)))
-    sink = partial(make_pyramid, tmp_path / path, region, "classes")
+    sink = partial(make_pyramid, tmp_path / path, region, "classes", region.size_px)
     every_rank_says(
         str(tmp_path), 2, lambda world: TiledPredictor(world, recipe, PredictionRequest(region, side_px=50), sink)
     )
