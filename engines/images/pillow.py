@@ -152,8 +152,8 @@ def check_decoding(path: Path, image: Image.Image, data: bytes, result_bytes: in
     bands, per_byte = len(image.getbands()), PIXELS_PER_BYTE
     if image.format == "JPEG":
         per_byte = 8 * 64
-    elif image.format == "PNG" and bands > 1:
-        per_byte = 1032 // bands
+    elif image.format == "PNG":
+        per_byte = 1032 // bands if bands > 1 else 8 * 1032  # one band may have 1 bit per pixel
     check_size(path, rows, cols, per_byte)
     if image.format == "JPEG" and (scans := count_jpeg_scans(data)) > MOST_SCANS:
         raise ImageError(f"{path} has more than {scans - 1} scans, where a JPEG picture has about 10. Save it again.")
