@@ -196,6 +196,10 @@ class Torn(ArrayPicture):
         super()._fill(out, y0, x0, level)
 
 
+def test_a_region_may_be_of_numpys_integers():
+    assert make_padded_region(PICTURE, np.array([3, 5, 97, 122])).picture_px == (97, 122)
+
+
 def every_rank_says(message: str, ranks: int, work: Callable[[Any], object]) -> None:
     def one(world: Any) -> None:
         with pytest.raises(ImageError, match=message):
