@@ -244,6 +244,23 @@ def test_the_header_says_what_the_reader_finds(orientation: int, tmp_path: Path)
     assert read_shape(tmp_path / "turned.jpg") == ((80, 60) if orientation in (6, 8) else (60, 80))
 
 
+@pytest.mark.parametrize("kind", ["none", "before the pixels", "behind the pixels"])
+def test_the_header_of_a_png_is_read_without_its_pixels(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path, exif = tmp_path / "turned.png", Image.Exif()
+    exif[0x0112] = 6
+    Image.fromarray(PIXELS).save(path, **({} if kind == "none" else {"exif": exif}))
+    if kind == "behind the pixels":
+        data = path.read_bytes()
+        start = data.index(b"eXIf") - 4
+        stop = start + 12 + int.from_bytes(data[start : start + 4], "big")
+        path.write_bytes(data[:start] + data[stop:-12] + data[start:stop] + data[-12:])
+    shape = open_image(path).shape()
+    assert shape == ((60, 80) if kind == "none" else (80, 60))
+    if kind != "behind the pixels":  # where the budget of a decoder is checked before
+        monkeypatch.setattr("PIL.PngImagePlugin.PngImageFile.load", lambda self: pytest.fail("it was decoded"))
+    assert read_shape(path) == shape
+
+
 def test_a_level_that_is_not_there_is_named(files):
     with pytest.raises(ImageError, match=r"picture\.png has no level 1"):
         read_shape(files[0], 1)
