@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from engines.comm.loopback import run_ranks
@@ -148,6 +149,43 @@ def test_an_answer_coarser_than_the_image(tmp_path: Path):
     sink = partial(make_pyramid, path, make_padded_region(PICTURE), "classes", (30, 40))
     swept(model, 2, (0, 0, 120, 160), "classes", sink=sink)
     assert open_image(path).shape() == (30, 40)
+
+
+class TwoOutputs(nn.Module):
+    """The second output reads the first through windows; whoever predicts gets the first."""
+
+    def __init__(self, both: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.coarse, self.fine = nn.Conv2d(3, 2, 3, padding=1), nn.Conv2d(2, 2, 5, padding=2)
+        self.both = both
+
+    def forward(self, x):
+        coarse = self.coarse(x)
+        answers = coarse, self.fine(coarse.relu())
+        return answers if self.both else answers[0]
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_another_output_does_not_shift_the_tiles_of_the_first(both: bool):
+    model, box = TwoOutputs(both), (0, 0, 60, 80)
+    found = swept(model, 2, box, side_px=40)
+    assert found.tiles == 4
+    assert np.allclose(found.answer, oracle(TwoOutputs(both=False), box).numpy(), rtol=1e-12, atol=1e-12)
+
+
+def test_a_first_output_that_overlaps_is_refused():
+    class Counted(TwoOutputs):
+        def __init__(self) -> None:
+            super().__init__(both=False)
+
+        def forward(self, x):
+            coarse = self.coarse(x)
+            F.dropout(self.fine(coarse), training=True)
+            return coarse
+
+    with pytest.raises(TraceError, match="is read by a later layer that draws random numbers"):
+        swept(Counted(), 2, (0, 0, 60, 80), side_px=40)
 
 
 # ---- bounds
