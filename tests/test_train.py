@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from engines.cli import options, train_command
+from engines.cli import options, train_command, train_images
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.comm.rank_server import Failure
 from engines.comm.world import run_on_all, run_on_first
@@ -360,7 +360,7 @@ def test_applications_have_names_and_numbers(name: str, number: str, tmp_path: P
         (tmp_path / kind).mkdir()
         Image.fromarray(np.zeros((5, 5, 3), np.uint8)).save(tmp_path / kind / "1.png")
     made = [
-        train_command.make_dataset(chosen("--app", app, "--datapath", str(tmp_path), "--image-size", "8x9"), 4)
+        train_images.make_dataset(chosen("--app", app, "--datapath", str(tmp_path), "--image-size", "8x9"), 4)
         for app in (name, number)
     ]
     assert type(made[0]) is type(made[1])
@@ -370,13 +370,13 @@ def test_applications_have_names_and_numbers(name: str, number: str, tmp_path: P
 
 def test_applications_that_do_not_fit(tmp_path: Path):
     with pytest.raises(PlanError, match=r"--app '4' is unknown. Choose one of 1, medical, 2"):
-        train_command.make_dataset(chosen("--app", "4"), 4)
+        train_images.make_dataset(chosen("--app", "4"), 4)
     for kind in ("a", "b"):
         (tmp_path / kind).mkdir()
         Image.fromarray(np.zeros((5, 5, 3), np.uint8)).save(tmp_path / kind / "1.png")
     flags = ("--app", "1", "--datapath", str(tmp_path), "--num-classes", "1")
     with pytest.raises(PlanError, match=r"2 classes, but --num-classes is 1\. Use --num-classes 2"):
-        train_command.make_dataset(chosen(*flags), 4)
+        train_images.make_dataset(chosen(*flags), 4)
 
 
 # ---- as a shell starts it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from engines.cli import train_command
+from engines.cli import train_command, train_images
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.errors import ImageError, PlanError
 from engines.images.augmented import KINDS, Augmented
@@ -90,7 +91,7 @@ def chosen(*flags: object):
 
 def medical(table: Path, *flags: object):
     app = ("--app", "medical", "--datapath", table, "--image-size", "24", "--num-classes", 2)
-    return train_command.make_datasets(chosen(*app, *flags), 4)
+    return train_images.make_datasets(chosen(*app, *flags), 4)
 
 
 def test_a_table_is_taken_where_a_folder_is(table: Path):
@@ -152,6 +153,14 @@ def test_validation_images_have_the_classes_of_the_training(tmp_path: Path):
         medical(tmp_path / "train", "--validate-path", tmp_path / "table.csv")
 
 
+def test_folders_beside_cifar_keep_the_classes_of_the_training(tmp_path: Path):
+    for name in ("train/ill/1.png", "train/well/1.png", "other/well/1.png"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        Image.fromarray(np.zeros((24, 24, 3), np.uint8)).save(tmp_path / name)
+    flags = ("--app", "cifar", "--datapath", tmp_path / "train", "--validate-path", tmp_path / "other")
+    assert train_images.make_datasets(chosen(*flags), 4)[1].label(0) == 1
+
+
 def test_the_test_batch_of_cifar_judges(tmp_path: Path):
     random = np.random.default_rng(0)
     for name, label in (("data_batch_1", 3), ("data_batch_2", 4), ("test_batch", 7)):
@@ -159,19 +168,41 @@ def test_the_test_batch_of_cifar_judges(tmp_path: Path):
         records[:, 0] = label
         records.tofile(tmp_path / f"{name}.bin")
     flags = chosen("--app", "cifar", "--datapath", tmp_path, "--validate-path", tmp_path, "--augment", "flip")
-    images, others = train_command.make_datasets(flags, 4)
+    images, others = train_images.make_datasets(flags, 4)
     assert {images.label(index) for index in range(len(images))} == {3, 4}
     assert {others.label(index) for index in range(len(others))} == {7}
     (tmp_path / "test_batch.bin").unlink()
     with pytest.raises(ImageError, match=r"no CIFAR-10 in .*: neither test_batch\.bin nor test_batch, nor a folder"):
-        train_command.make_datasets(flags, 4)
+        train_images.make_datasets(flags, 4)
 
 
 def test_flags_that_cannot_be(table: Path):
     with pytest.raises(PlanError, match=r"'spin' is none of flip, rotate, stain, brightness, contrast, crop"):
         chosen("--augment", "flip,spin")
     with pytest.raises(PlanError, match=r"--augment crop takes parts of images .* only --app medical"):
-        train_command.make_datasets(chosen("--app", "synthetic", "--augment", "crop"), 4)
+        train_images.make_datasets(chosen("--app", "synthetic", "--augment", "crop"), 4)
+    with pytest.raises(PlanError, match=r"--validate-path pictures names images, but --app 3 makes random ones\. Give"):
+        train_images.make_datasets(chosen("--validate-path", "pictures"), 4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--datapath pictures", "--datapath has no effect without --app medical or --app cifar"),
+        ("--fit scale", "--fit has no effect without --app medical"),
+        ("--app cifar --fit crop", "--fit has no effect without --app medical"),
+        ("--app medical --mask-threshold 0", "--mask-threshold has no effect .* --datapath TABLE.csv"),
+        ("--app medical --datapath a --mask-ignore 255", "--mask-ignore has no effect .* --datapath TABLE.csv"),
+        ("--app cifar --datapath a.csv --within .", "--within has no effect .* --app medical and a --datapath"),
+        ("--app synthetic --datapath pictures", ""),
+        ("--app medical --datapath a --validate-path b.csv --within . --fit scale", ""),
+    ],
+)
+def test_flags_that_no_images_read(flags: str, said: str):
+    parser = train_command.make_train_parser()
+    given = parser.parse_args(flags.split()), parser.find_given(flags.split())
+    with pytest.raises(PlanError, match=said) if said else nullcontext():
+        train_images.check_image_flags(*given)
 
 
 @pytest.mark.nightly

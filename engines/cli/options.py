@@ -10,7 +10,7 @@ import math
 import re
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from functools import partial
@@ -72,6 +72,18 @@ class FlagParser(argparse.ArgumentParser):
             if action.nargs is None and getattr(found, action.dest, None) == []:
                 self.error(f"argument {'/'.join(action.option_strings)}: expected one argument")
         return found
+
+    def find_given(self, args: Sequence[str]) -> set[str]:
+        """Return the names of the values that the arguments set, whether or not they equal the defaults.
+
+        >>> flags = make_parser("Test.")
+        >>> flags.find_given(["--seed", "0", "--clip", "1"]) == {"seed", "clip_norm"}
+        True
+        """
+        # argparse sets no default where the namespace has a value already.
+        unset = object()
+        found = super().parse_args(args, argparse.Namespace(**{action.dest: unset for action in self._actions}))
+        return {name for name, value in vars(found).items() if value is not unset}
 
 
 def make_bare_parser(description: str) -> argparse.ArgumentParser:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -12,17 +12,13 @@ from pathlib import Path
 from torch import nn
 
 from engines.cli import options
+from engines.cli.train_images import CROP, check_image_flags, make_datasets
 from engines.comm.world import World, run_on_all, run_on_first
-from engines.errors import PlanError
-from engines.formatting import describe_unknown
+from engines.errors import ImageError, PlanError
 from engines.graph.trace_cache import TraceCache
-from engines.images.augmented import KINDS, Augmented
-from engines.images.dataset import LabelledImages, SyntheticImages, split_by_slide
+from engines.images.augmented import KINDS
 from engines.images.examples import FITS
-from engines.images.folder import folder_images
 from engines.images.loader import LoaderOptions
-from engines.images.sample_data import load_cifar_images
-from engines.images.tables import table_images
 from engines.train.checkpoint_folder import list_checkpoints
 from engines.train.checkpoint_load import load
 from engines.train.checkpoint_save import KEEP, CheckpointManager, make_rank_manager
@@ -32,11 +28,7 @@ from engines.train.train_loop import CollectiveTrainLoop, RankTrainLoop, count_l
 from engines.train.training import RankTraining, Recipe, count_step_images
 from engines.train.training_events import EpochLog, EpochResult, Scores, SkippedImage, StepResult, summarise
 
-__all__ = ["find_resume_path", "make_dataset", "make_datasets", "make_train_parser", "run_train"]
-
-_CROP = "crop"
-
-Size = tuple[int, int]
+__all__ = ["find_resume_path", "make_train_parser", "run_train"]
 
 
 def make_train_parser() -> argparse.ArgumentParser:
@@ -94,8 +86,8 @@ def make_train_parser() -> argparse.ArgumentParser:
 
 def _parse_augmentations(text: str) -> tuple[str, ...]:
     kinds = tuple(filter(None, (kind.strip() for kind in text.split(","))))
-    if unknown := [kind for kind in kinds if kind not in (*KINDS, _CROP)]:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join((*KINDS, _CROP))}")
+    if unknown := [kind for kind in kinds if kind not in (*KINDS, CROP)]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join((*KINDS, CROP))}")
     return kinds
 
 
@@ -104,6 +96,13 @@ def _parse_numbers(text: str) -> tuple[int, ...]:
         return tuple(int(word) for word in text.split(","))
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not whole numbers between commas, such as 255") from None
+
+
+def _check_saving_flags(chosen: argparse.Namespace, given: Collection[str]) -> None:
+    """Raise PlanError for flags of checkpoints where none are saved."""
+    for flag, name in (("--save-every", "save_every"), ("--keep", "keep")):
+        if name in given and chosen.save is None:
+            raise PlanError(f"{flag} {getattr(chosen, name)} has no effect without --save FOLDER. Give that as well.")
 
 
 def find_resume_path(chosen: argparse.Namespace) -> Path | None:
@@ -118,77 +117,12 @@ def find_resume_path(chosen: argparse.Namespace) -> Path | None:
     return chosen.save if chosen.save.is_dir() and list_checkpoints(chosen.save) else None
 
 
-def make_datasets(chosen: argparse.Namespace, images_per_step: int) -> tuple[LabelledImages, LabelledImages | None]:
-    """Make the training images, augmented, and the held-out images, if any. Raises PlanError or ImageError."""
-    if chosen.validate_path and chosen.held_out is not None:
-        raise PlanError("--validate-path and --held-out both say which images are judged by. Give one of them.")
-    images, others = make_dataset(chosen, images_per_step), None
-    crops = _CROP in chosen.augment
-    # Held-out images are not augmented; where training takes random crops, they are cropped as well.
-    judged = {**vars(chosen), "augment": (), "fit": "crop" if crops else chosen.fit}
-    if chosen.validate_path:
-        judged |= {"datapath": chosen.validate_path, "names": getattr(images, "names", None), "test": True}
-        others = make_dataset(argparse.Namespace(**judged), images_per_step)
-    elif chosen.held_out is not None:
-        _, others = split_by_slide(
-            make_dataset(argparse.Namespace(**judged), images_per_step), chosen.held_out, chosen.seed
-        )
-        images, _ = split_by_slide(images, chosen.held_out, chosen.seed)
-    kinds = [kind for kind in chosen.augment if kind != _CROP]
-    if not chosen.augment:
-        return images, others
-    augmented = Augmented(images, kinds, options.parse_image_size(chosen.image_size) if crops else None)
-    if chosen.on_bad_image == "raise":
-        augmented.check()
-    return augmented, others
-
-
-def make_dataset(chosen: argparse.Namespace, images_per_step: int) -> LabelledImages:
-    """Make the images that the flags choose. Raises PlanError if the application is unknown, or ImageError."""
-    make = _APPLICATIONS.get(chosen.app)
-    if make is None:
-        raise PlanError(describe_unknown(f"--app {chosen.app!r} is unknown", chosen.app, _APPLICATIONS))
-    if _CROP in chosen.augment and make is not _make_medical:
-        raise PlanError("--augment crop takes parts of images larger than --image-size: only --app medical has them.")
-    images = make(chosen, options.parse_image_size(chosen.image_size), images_per_step)
-    if images.classes > chosen.num_classes:
-        raise PlanError(
-            f"The images have {images.classes} classes, but --num-classes is {chosen.num_classes}. "
-            f"Use --num-classes {images.classes}."
-        )
-    return images
-
-
-def _make_medical(chosen: argparse.Namespace, size: Size, images_per_step: int) -> LabelledImages:
-    wanted = None if _CROP in chosen.augment else size
-    check = chosen.on_bad_image == "raise"
-    if chosen.datapath.suffix.lower() == ".csv":
-        classes = None if chosen.mask_threshold is not None else chosen.num_classes
-        threshold, within = chosen.mask_threshold, chosen.within
-        return table_images(
-            chosen.datapath, wanted, chosen.fit, chosen.names, classes, threshold, check, within, chosen.mask_ignore
-        )
-    images = folder_images(chosen.datapath, wanted, chosen.fit, chosen.names)
-    if check:
-        images.check()
-    return images
-
-
-_APPLICATIONS: dict[str, Callable[[argparse.Namespace, Size, int], LabelledImages]] = {
-    **dict.fromkeys(("1", "medical"), _make_medical),
-    **dict.fromkeys(("2", "cifar"), lambda chosen, size, _: load_cifar_images(chosen.datapath, size, chosen.test)),
-    **dict.fromkeys(
-        ("3", "synthetic"),
-        lambda chosen, size, images_per_step: SyntheticImages(
-            10 * images_per_step, size, chosen.num_classes, chosen.seed
-        ),
-    ),
-}
-
-
 def run_train(world: World, arguments: Sequence[str]) -> None:
     """Train as the flags say, and print the progress. Every rank does the same; only the output of rank 0 is shown."""
-    chosen = make_train_parser().parse_args(arguments)
+    parser = make_train_parser()
+    chosen, given = parser.parse_args(arguments), parser.find_given(arguments)
+    _check_saving_flags(chosen, given)
+    check_image_flags(chosen, given)
     feeding = LoaderOptions(chosen.seed, chosen.max_steps, chosen.num_workers, chosen.on_bad_image, chosen.drop_last)
     model, recipe = options.make_recipe(chosen, world.size, world)
     if chosen.enable_master_comm_opt:
@@ -220,7 +154,7 @@ def run_train(world: World, arguments: Sequence[str]) -> None:
     with RankTrainLoop(world, training, recipe.step_specs, images, feeding) as rank_loop, ExitStack() as stack:
         if log is not None:
             stack.enter_context(log)
-        done, kept = _resume(rank_loop, chosen), None
+        done, kept = _resume(rank_loop, chosen, given), None
         if chosen.save is not None:
             # Signals are caught only now: before the first step there is nothing to save.
             asked, state = stack.enter_context(Interrupts()), rank_loop.feed.get_state
@@ -229,8 +163,11 @@ def run_train(world: World, arguments: Sequence[str]) -> None:
         _run_and_print(loop, max(0, chosen.num_epochs - done), chosen.verbose, log, kept)
 
 
-def _resume(rank_loop: RankTrainLoop, chosen: argparse.Namespace) -> int:
-    """Resume as the flags say, and return the number of epochs already done. Raises CheckpointError or ImageError."""
+def _resume(rank_loop: RankTrainLoop, chosen: argparse.Namespace, given: Collection[str]) -> int:
+    """Resume as the flags say, and return the number of epochs already done.
+
+    Raises CheckpointError, or ImageError if the checkpoint's images had another order.
+    """
     path = rank_loop.world.all_gather(run_on_all(rank_loop.world, partial(find_resume_path, chosen), PlanError))[0]
     if path is None:
         return 0
@@ -238,9 +175,17 @@ def _resume(rank_loop: RankTrainLoop, chosen: argparse.Namespace) -> int:
     for text in checkpoint.passed_over:
         print(text, flush=True)
     print(f"Resumed after {checkpoint.step} steps: {checkpoint.path}", flush=True)
+    if "learning_rate" in given:
+        print("--learning-rate has no effect: the optimiser goes on with the checkpoint's options.", flush=True)
     if checkpoint.feed is not None:
         with checkpoint.translate_errors():
             rank_loop.feed.resume(checkpoint.feed, anew=True)
+        # The seed also determines which images are held out: with another one, they would be trained on.
+        if (saved := rank_loop.feed.place.seed) != chosen.seed:
+            raise ImageError(
+                f"{checkpoint.path} was trained on images chosen and ordered by seed {saved}, but --seed is "
+                f"{chosen.seed}. Give --seed {saved}."
+            )
     return rank_loop.feed.place.epoch
 
 

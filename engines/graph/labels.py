@@ -28,6 +28,7 @@ __all__ = [
     "find_unchanged_labels",
     "format_causes",
     "has_accuracy",
+    "has_binary_labels",
 ]
 
 # Which values the labels may have according to the traced loss: class numbers, or anything else.
@@ -35,6 +36,7 @@ __all__ = [
 
 _PASSING = {"view", "reshape", "_unsafe_view", "flatten", "squeeze", "unsqueeze", "select", "slice", "permute"}
 _PASSING |= {"transpose", "to", "_to_copy", "alias", "clone", "contiguous", "detach", "long", "lift_fresh_copy"}
+_BINARY_LOSSES = ("binary_cross_entropy", "binary_cross_entropy_with_logits")
 _REGRESSIONS = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "poisson_nll_loss")
 
 
@@ -90,6 +92,14 @@ def has_accuracy(graph: ModelGraph) -> bool:
     """Return whether accuracy is defined: it is not for a regression loss without class labels."""
     amounts = any(node.short_operator in _REGRESSIONS for node in graph.nodes)
     return bool(find_label_specs(graph)) or not amounts
+
+
+def has_binary_labels(graph: ModelGraph) -> bool:
+    """Return whether the loss takes the unchanged labels as probabilities, from 0 to 1."""
+    direct = find_unchanged_labels(graph)
+    return any(
+        node.short_operator in _BINARY_LOSSES and _get_ref_name(node, "target") in direct for node in graph.nodes
+    )
 
 
 def find_class_count(graph: ModelGraph) -> int:

@@ -26,6 +26,7 @@ __all__ = [
     "SyntheticImages",
     "check_channels",
     "check_ignored",
+    "check_label_shape",
     "find_ignored_label",
     "parse_image_size",
     "shuffle_indices",
@@ -165,6 +166,22 @@ def check_ignored(images: LabelledImages, label: int | None) -> None:
     """Raise ImageError if masks have ignored numbers (`ignore=`) but the loss has no ignored label."""
     if getattr(images, "ignore", ()) and label is None:
         raise ImageError(f"The masks have pixels without a class, ignore={images.ignore}. {NOT_LEFT_OUT}")
+
+
+def check_label_shape(shape: Sequence[int]) -> None:
+    """Raise ImageError if the labels of a training have axes besides batch, rows and columns, as one-hot labels do.
+
+    >>> check_label_shape((2,)), check_label_shape((2, 1)), check_label_shape((2, 1, 32, 48))
+    (None, None, None)
+    """
+    # A class number would be broadcast along such an axis: class 2 would become (2, 2, 2) instead of (0, 0, 1).
+    if any(size > 1 for size in (shape[1:-2] if len(shape) > 2 else shape[1:])):
+        numbers = "(N,) or (N, 1)" if len(shape) < 3 else "(N, H, W) or (N, 1, H, W)"
+        raise ImageError(
+            f"The training was made for labels of shape {tuple(shape)}, but images of files have one class number per "
+            f"image or pixel. Make the Training with labels= of shape {numbers} and a loss of class numbers, such as "
+            "torch.nn.CrossEntropyLoss, or encode them in the loss (torch.nn.functional.one_hot)."
+        )
 
 
 NOT_LEFT_OUT = (

@@ -189,16 +189,16 @@ class ExampleImages(LabelledImages):
         if the mask cannot be read, has a wrong size, or holds numbers that are no classes.
         """
         example = self.examples[index]
-        if example.mask is None:
-            return super().mask(index, tile, draw)
         source = example.shape
-        mask = MaskFile(example.mask, self.classes, self.threshold, self.ignore)
-        margins, origin = self._compute_margins(source), example.find_mask_origin(mask.shape, source)
+        mask = example.mask and MaskFile(example.mask, self.classes, self.threshold, self.ignore)
+        covered = mask.shape if mask else source
+        margins, origin = self._compute_margins(source), example.find_mask_origin(covered, source)
         # Per axis: which row (or column) of the mask each row of the tile shows, and -1 outside of the image.
         #
         #     tile  ->  image of `size`  --scale, or + margin-->  source  --+ origin-->  mask
         #
-        # A mask is not interpolated: the mean of classes 1 and 3 is not class 2.
+        # A mask is not interpolated: the mean of classes 1 and 3 is not class 2. Without a mask, all of the image
+        # has its class.
         places = []
         for axis, span in enumerate((tile.rows, tile.cols)):
             if self.size and self.fit == "scale":
@@ -210,9 +210,11 @@ class ExampleImages(LabelledImages):
         # are then picked, which repeats them where the image is larger than the mask's region, and skips them where it
         # is smaller.
         classes = np.full(tile.shape, IGNORED)
-        inside = [(at >= 0) & (at < side) for at, side in zip(places, mask.shape, strict=True)]
+        inside = [(at >= 0) & (at < side) for at, side in zip(places, covered, strict=True)]
         rows, cols = (at[within] for at, within in zip(places, inside, strict=True))
-        if len(rows) and len(cols):
+        if not mask:
+            classes[np.ix_(*inside)] = self.label(index)
+        elif len(rows) and len(cols):
             read = mask.read(Tile(*(Span(int(at[0]), int(at[-1]) + 1) for at in (rows, cols))))
             classes[np.ix_(*inside)] = read[rows - rows[0]][:, cols - cols[0]]
         return torch.from_numpy(classes)

@@ -30,7 +30,7 @@ from engines.images.picture_reader import (
     make_thumbnail,
     split_row_bands,
 )
-from engines.images.pillow import ORIENTATION, PillowPicture, allow_any_size, is_animated
+from engines.images.pillow import PillowPicture, allow_any_size, find_orientation, is_animated
 from engines.images.regular_file import open_regular
 from engines.images.tiff import TiffPicture, detect_vendor, find_whole_page
 from engines.images.zarr import ZarrPicture, is_zarr
@@ -331,6 +331,6 @@ def read_shape(path: Path, level: int = 0) -> tuple[int, int]:
         ):
             if is_animated(image):
                 raise ImageError  # raised again, in words, when the picture is opened
-            turned = image.getexif().get(ORIENTATION, 1) in (5, 6, 7, 8)
-            return image.size if turned else image.size[::-1]
+            if (orientation := find_orientation(image, file)) is not None:
+                return image.size if orientation in (5, 6, 7, 8) else image.size[::-1]
     return open_cached(path).shape(level)

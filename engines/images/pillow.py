@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from io import BytesIO
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,7 @@ __all__ = [
     "allow_any_size",
     "check_decoding",
     "count_jpeg_scans",
+    "find_orientation",
     "is_animated",
     "map_row_bands",
     "read_whole_file",
@@ -127,6 +128,32 @@ def is_animated(image: Image.Image) -> bool:
     return image.format == "PNG" and bool(getattr(image, "is_animated", False))
 
 
+def find_orientation(image: Image.Image, file: BinaryIO) -> int | None:
+    """Return the EXIF orientation of the PNG or JPEG image in `file` from its header, without decoding it.
+
+    Returns None for a PNG whose orientation may be written behind its pixels.
+    """
+    # For a PNG, Pillow's `getexif` decodes all pixels to reach the chunks behind them.
+    if image.format == "PNG" and "exif" not in image.info and _has_late_text(file):
+        return None
+    return int(Image.Image.getexif(image).get(ORIENTATION, 1))
+
+
+def _has_late_text(file: BinaryIO) -> bool:
+    """Return whether chunks behind the pixels of a PNG file may hold its orientation."""
+    file.seek(8)  # behind the signature
+    after = False
+    while len(head := file.read(8)) == 8:
+        length, kind = struct.unpack(">I4s", head)
+        if kind == b"IEND":
+            break
+        after |= kind == b"IDAT"
+        if after and kind in (b"eXIf", b"iTXt", b"tEXt", b"zTXt"):
+            return True
+        file.seek(length + 4, os.SEEK_CUR)  # a checksum follows
+    return False
+
+
 def read_whole_file(path: Path) -> bytes:
     """Return a file's bytes. From these, unlike from a file, a decoder never allocates more than there are.
 
@@ -152,8 +179,8 @@ def check_decoding(path: Path, image: Image.Image, data: bytes, result_bytes: in
     bands, per_byte = len(image.getbands()), PIXELS_PER_BYTE
     if image.format == "JPEG":
         per_byte = 8 * 64
-    elif image.format == "PNG" and bands > 1:
-        per_byte = 1032 // bands
+    elif image.format == "PNG":
+        per_byte = 1032 // bands if bands > 1 else 8 * 1032  # one band may have 1 bit per pixel
     check_size(path, rows, cols, per_byte)
     if image.format == "JPEG" and (scans := count_jpeg_scans(data)) > MOST_SCANS:
         raise ImageError(f"{path} has more than {scans - 1} scans, where a JPEG picture has about 10. Save it again.")

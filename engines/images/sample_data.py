@@ -148,11 +148,14 @@ _FORMS = {
 Bytes = NDArray[np.uint8]
 
 
-def load_cifar_images(folder: Path, size: tuple[int, int], test: bool = False) -> LabelledImages:
+def load_cifar_images(
+    folder: Path, size: tuple[int, int], test: bool = False, names: tuple[str, ...] | None = None
+) -> LabelledImages:
     """Return the training images of CIFAR-10, or with `test` its test images, scaled to `size` = (height, width).
 
     `folder` contains the files, or the folder that the archives unpack to. A folder with one folder of pictures per
-    class is also accepted. Raises ImageError if it is neither, or a file is damaged.
+    class is also accepted, with the classes `names` of a related set. Raises ImageError if it is neither, or a file is
+    damaged.
     """
     for inside, pattern in _FORMS[test]:
         files = sorted(folder.glob(pattern)) or sorted((folder / inside).glob(pattern))
@@ -160,7 +163,7 @@ def load_cifar_images(folder: Path, size: tuple[int, int], test: bool = False) -
             return CifarImages([_read_batch(path) for path in files], size)
     others = {path.name for path in folder.iterdir() if path.is_dir()} if folder.is_dir() else set()
     if others - {inside for inside, _ in _FORMS[test]}:
-        return folder_images(folder, size)
+        return folder_images(folder, size, names=names)
     binary, pickled = (pattern.replace("*", "1").replace("[0-9]", "1") for _, pattern in _FORMS[test])
     raise ImageError(
         f"There is no CIFAR-10 in {folder} (looked for in {describe_working_folder()}): neither {binary} nor "

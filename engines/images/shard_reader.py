@@ -12,7 +12,14 @@ from torch import Tensor
 
 from engines.errors import ImageError
 from engines.graph.model_graph import TensorSpec
-from engines.images.dataset import IGNORED, NOT_LEFT_OUT, LabelledImages, check_ignored, shuffle_indices
+from engines.images.dataset import (
+    IGNORED,
+    NOT_LEFT_OUT,
+    LabelledImages,
+    check_ignored,
+    check_label_shape,
+    shuffle_indices,
+)
 from engines.program.worker import Inputs
 from engines.spatial.rng import compute_step_seed
 from engines.spatial.tiles import Span, Tile
@@ -186,7 +193,8 @@ class ShardReader:
     predicts per pixel, the labels are the images' masks, of which a rank also reads only its shard. If it predicts at a
     lower resolution, each prediction belongs to the pixel in its middle. Pixels without a class get the label
     `ignored`, which the loss ignores (None: the loss has no such label).
-    Raises ImageError if masks have ignored numbers and the loss has no such label.
+    Raises ImageError if masks have ignored numbers and the loss has no such label, or if the labels are no class
+    numbers of images or pixels (`check_label_shape`).
     """
 
     def __init__(
@@ -197,6 +205,7 @@ class ShardReader:
         ignored: int | None = IGNORED,
     ) -> None:
         check_ignored(images, ignored)
+        check_label_shape(specs["labels"].shape)
         self.cut, self.images, self.specs = cut, images, specs
         self.size = specs["images"].shape[2:]
         self.dtypes = {name: getattr(torch, spec.dtype) for name, spec in specs.items()}

@@ -268,7 +268,12 @@ def _make_class_names(table: Path, labels: set[str]) -> list[str]:
 
 
 def _number_labels(labels: set[str], names: Sequence[str]) -> dict[str, int]:
-    """Return the class of each label that is one of `names`, or the same number in another spelling."""
-    known = {name: number for number, name in enumerate(names)}
-    other = {label: str(_parse_class(label)) for label in labels - known.keys()}
+    """Return the class of each label that is one of `names`, or the same number in another spelling; "" has none.
+
+    >>> _number_labels({"07", "ill", ""}, ("None", "", "7"))
+    {'None': 0, '7': 2, '07': 2}
+    """
+    known = {name: number for number, name in enumerate(names) if name}
+    parsed = {label: _parse_class(label) for label in labels - known.keys()}
+    other = {label: str(number) for label, number in parsed.items() if number is not None}
     return known | {label: known[name] for label, name in other.items() if name in known}

@@ -53,7 +53,7 @@ from engines.spatial.tiles import Span, Tile
 __all__ = ["TiffPageReader", "TiffPicture", "check_segment_size", "detect_vendor", "find_whole_page", "open_descriptor"]
 
 MOST_BYTES = 1 << 26  # of one decoded segment; with larger ones, decoding the whole picture once is no worse
-LARGE_TILE_PX = 1 << 20
+LARGE_TILE_PX = 1 << 24  # 4096 x 4096: programs write small pages in the tiles of large ones
 TILE_PX = 1 << 14  # pixels that take as long to decode as a tile takes to find
 _GREY, _RGB, _YCBCR = 1, 2, 6
 
@@ -77,7 +77,7 @@ def is_plain(page: TiffPage) -> bool:
 
 
 def check_segment_size(path: Path, page: TiffPage) -> None:
-    """Raise ImageError if a tile is far larger than the picture: no program writes that, but a decoder would obey."""
+    """Raise ImageError if a tile is far larger than the picture and than any program writes: a decoder would obey."""
     (rows, cols), (height, width) = _get_segment_shape(page), (int(page.imagelength), int(page.imagewidth))
     if rows * cols > max(LARGE_TILE_PX, 4 * height * width):
         raise make_damaged_error(path, f"its tiles have {rows} x {cols} px, and all of it has {height} x {width}")

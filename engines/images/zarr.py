@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -111,17 +112,19 @@ def _read_multiscale(path: Path, group: Any) -> tuple[list[Any], str, float | No
             check_metadata(path, "/".join(parts[:depth]))
     arrays = [group[each["path"]] for each in scales[0]["datasets"]]
     axes = scales[0].get("axes") or _IMPLIED[-len(arrays[0].shape) :]
-    return arrays, _parse_axes(axes), _read_microns(scales[0]["datasets"][0], axes)
+    return arrays, _parse_axes(axes), _read_microns(scales[0], axes)
 
 
-def _read_microns(dataset: Mapping[str, Any], axes: Sequence[Any]) -> float | None:
+def _read_microns(multiscale: Mapping[str, Any], axes: Sequence[Any]) -> float | None:
     """Return the mean of a pixel's two sides in micrometres, or None if it is not given."""
-    scale = next((each["scale"] for each in dataset.get("coordinateTransformations", ()) if "scale" in each), None)
-    if scale is None or not all(isinstance(axis, dict) for axis in axes):
+    # The transformations of the finest level are followed by those that all levels share.
+    transforms = (each.get("coordinateTransformations", ()) for each in (multiscale["datasets"][0], multiscale))
+    scales = [each["scale"] for listed in transforms for each in listed if "scale" in each]
+    if not scales or not all(isinstance(axis, dict) for axis in axes):
         return None
     sides = [
-        float(step) * _MICRONS.get(axis.get("unit", ""), 0)
-        for step, axis in zip(scale, axes, strict=True)
+        math.prod(map(float, steps)) * _MICRONS.get(axis.get("unit", ""), 0)
+        for *steps, axis in zip(*scales, axes, strict=True)
         if axis["name"] in "yx"
     ]
     return sum(sides) / 2 if len(sides) == 2 and min(sides) > 0 else None

@@ -100,7 +100,10 @@ def predict(world: World, arguments: Sequence[str]) -> dict[str, object]:
         box = tuple(map(int, parts))
     region = run_on_all(world, lambda: make_padded_region(open_image(chosen.image), box, chosen.level))
     recipe, region = prepare_region(model, region, chosen.precision, chosen.device)
-    ask = PredictionRequest(region, chosen.kind, chosen.memory_mb * 10**6, chosen.tile_px)
+    ask = PredictionRequest(
+        region, chosen.kind, chosen.memory_mb * 10**6, chosen.tile_px, needs_pixels=chosen.to is not None
+    )
+    output_px = recipe.graph.specs[recipe.graph.prediction].shape[-2:]
 
     def make_sink(shape: Shape, dtype: np.dtype[Any]) -> TileSink:
         if chosen.to is None:
@@ -108,7 +111,7 @@ def predict(world: World, arguments: Sequence[str]) -> dict[str, object]:
                 f"The model answers for each of {shape[0]} x {shape[1]} px. Say which file that is to go to, "
                 "such as --to prediction.tif."
             )
-        return make_pyramid(Path(chosen.to), region, chosen.kind, shape, dtype)
+        return make_pyramid(Path(chosen.to), region, chosen.kind, output_px, shape, dtype)
 
     sweep = TiledPredictor(world, recipe, ask, make_sink)
     with tqdm(total=sweep.rounds, unit="round", disable=world.rank > 0 or not os.isatty(2)) as bar:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -145,10 +145,16 @@ class PyramidSink:
             os.fsync(writer.filehandle.fileno())
 
 
-def make_pyramid(path: Path, region: PaddedRegion, kind: str, shape: Shape, dtype: np.dtype[Any]) -> PyramidSink:
-    """Return the sink that writes the prediction of a region to `path`."""
+def make_pyramid(
+    path: Path, region: PaddedRegion, kind: str, output_px: Sequence[int], shape: Shape, dtype: np.dtype[Any]
+) -> PyramidSink:
+    """Return the sink that writes the prediction of a region to `path`.
+
+    `output_px` are height and width of the model's output for the padded region; `shape` is what is written of it.
+    """
     known = region.picture.microns_per_px
-    scaled = None if known is None else known * region.picture_px[0] / shape[0]
+    # Not by the sides that are written, which are rounded up: 1000 px at stride 32 have 32 rows of 32 px each.
+    scaled = None if known is None else known * region.size_px[0] / output_px[0]
     return PyramidSink(path, shape, dtype, scaled, mixes=kind != "classes")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import index
 
 import torch
 from torch import Tensor, nn
@@ -184,12 +185,15 @@ def make_padded_region(picture: Picture, box: Sequence[int] | None = None, level
     Raises ImageError if the rectangle is empty, does not overlap the picture, or is larger than any slide.
     """
     rows, cols = picture.shape(level)
-    if box is not None and (len(box) != 4 or not all(isinstance(px, int) for px in box)):
-        raise ImageError(f"region={box!r} must be four whole numbers of pixels: y0, x0, height, width.")
-    if box is not None and (max(box[2:]) > _MOST_SIDE_PX or box[2] * box[3] > _MOST_PX):
-        raise ImageError(
-            f"region={box!r}: {box[2]:,} x {box[3]:,} px are more than any slide has. Ask for a smaller one."
-        )
+    if box is not None:
+        try:
+            _, _, height, width = box = tuple(map(index, box))
+        except (TypeError, ValueError) as error:
+            raise ImageError(f"region={box!r} must be four whole numbers of pixels: y0, x0, height, width.") from error
+        if max(height, width) > _MOST_SIDE_PX or height * width > _MOST_PX:
+            raise ImageError(
+                f"region={box!r}: {height:,} x {width:,} px are more than any slide has. Ask for a smaller one."
+            )
     cut = crop_picture(picture, *((0, 0, rows, cols) if box is None else box), level)
     return PaddedRegion(cut, cut.shape())
 

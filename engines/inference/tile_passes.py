@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from engines.comm.device import choose_memory_format, read_process_bytes
 from engines.comm.loopback import make_loopback_worlds
 from engines.comm.world import World, run_on_first
 from engines.errors import PlanError, TraceError
-from engines.graph.model_graph import ModelGraph, TensorSpec
+from engines.graph.model_graph import ModelGraph, TensorSpec, find_updated_buffers
 from engines.plan import Plan
 from engines.predict.kernel_effects import LiveBytes
 from engines.program.effects import Phase
@@ -30,6 +30,7 @@ from engines.program.lowering import Lowering
 from engines.program.program import DirectionProgram, Program, ShardSpec, Step
 from engines.program.worker import Worker
 from engines.spatial.layout import Role
+from engines.spatial.rng import find_sample_number
 from engines.spatial.tiles import Grid
 
 __all__ = [
@@ -79,7 +80,7 @@ class TilePasses:
         cut = {"split_size": 1, "spatial_size": 1, "num_spatial_parts": grid.tiles, "slice_method": str(grid)}
         plan = Plan(**cut, halo_d2=True, fused_layers="auto")
         try:
-            self.lowering = Lowering(graph, plan, tile_by_tile=True)
+            self.lowering = Lowering(_drop_unneeded(graph), plan, tile_by_tile=True)
         except (TraceError, PlanError) as error:
             raise type(error)(f"The image cannot be computed in {grid} tiles one after another. {error}") from error
 
@@ -91,6 +92,12 @@ class TilePasses:
         predicts = self.lowering.get_prediction_shard(role)
         self.lowering.drop_builder(role)
         able, sums, blocked = _find_computable(forward, known)
+        sides = self.graph.specs[self.graph.prediction].shape[-2:]
+        if predicts.axes == (-2, -1) and predicts.tile != self.grid.get_tile(tile, *sides):
+            raise TraceError(
+                f"The model's first output ({self.graph.prediction}) is read by a later layer that draws random "
+                "numbers or changes a buffer, so that its tiles overlap. Return it from a model of its own."
+            )
         ends = self.graph.prediction not in blocked
         wanted = frozenset({self.graph.prediction} if ends else {each.source for each in sums})
         # Of the computable segments, those on which something wanted depends, from the last one backward. A later pass
@@ -119,6 +126,18 @@ class TilePasses:
             buffers=tuple(self.graph.buffers),
         )
         return TilePass(program, () if ends else tuple(sums), predicts if ends and predicts.axes else None)
+
+
+def _drop_unneeded(graph: ModelGraph) -> ModelGraph:
+    """Return the graph without the operators that the prediction does not depend on, such as those of other outputs."""
+    # A layer that reads the prediction through a window would make each tile of it wider. Draws are counted, and stay.
+    needed, kept = {graph.prediction}, []
+    for node in reversed(graph.nodes):
+        draws = find_sample_number(graph, node) is not None
+        if node.name in needed or draws or any(find_updated_buffers(graph, node)):
+            kept.append(node)
+            needed.update(node.reads)
+    return replace(graph, nodes=tuple(reversed(kept)))
 
 
 def _find_computable(

@@ -31,6 +31,7 @@ from engines.comm.device import (
     use_threads,
 )
 from engines.comm.world import World, run_on_all
+from engines.errors import PlanError
 from engines.formatting import FactTable, format_bytes, format_number, format_seconds
 from engines.inference.rank_predictor import PaddedRegion, find_state
 from engines.inference.tile_passes import TilePass, TilePasses, choose_grid, iterate_passes
@@ -52,13 +53,15 @@ __all__ = ["PredictionRequest", "TiledPrediction", "TiledPredictor"]
 class PredictionRequest:
     """What to predict for each pixel (`kind`: classes, probabilities or scores), within `memory_bytes` on any rank.
 
-    `side_px` fixes the tiles' side, whatever memory they take.
+    `side_px` fixes the tiles' side, whatever memory they take. With `needs_pixels`, as for a file, a model that answers
+    once for the whole image is refused.
     """
 
     region: PaddedRegion
     kind: str = "classes"
     memory_bytes: int = 10**9
     side_px: int | None = None
+    needs_pixels: bool = False
 
 
 @dataclass(frozen=True, repr=False)
@@ -128,6 +131,11 @@ class TiledPredictor:
             spec, feed = graph.specs[graph.prediction], self.walks[-1].prediction
             if feed is not None:  # else the model answers once for the image, after the last pass
                 self.mosaic = TileStitcher(world, self.turns.grid, spec, feed, ask.region, ask.kind, sink)
+            elif ask.needs_pixels:
+                raise PlanError(
+                    f"The model answers once for the whole image, with {spec.shape}, which is returned and not written "
+                    "to a file. Leave the file out (to=, or --to)."
+                )
         except BaseException:
             self.close()
             raise

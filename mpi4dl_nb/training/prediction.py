@@ -27,13 +27,14 @@ from engines.inference.rank_predictor import (
     prepare_prediction,
     prepare_region,
 )
-from engines.inference.tile_stitcher import ArraySink, MakeSink, check_kind, get_output_channels, get_output_dtype
+from engines.inference.tile_stitcher import ArraySink, check_kind, get_output_channels, get_output_dtype
 from engines.inference.tiled_predictor import PredictionRequest, TiledPrediction
 from engines.program.compile import compile_plan
 from engines.train import rank_functions
 from engines.train.evaluation import HeldOutSet, PredictedBatch
 from engines.train.training import cut_inputs
 from engines.train.training_events import Scores
+from mpi4dl_nb.training.batches import cast_numbers
 from mpi4dl_nb.training.loops import check_classes
 from mpi4dl_nb.training.training_handle import TrainingHandle
 
@@ -91,7 +92,7 @@ def is_batch(source: Any) -> bool:
 
 def predict_batch(training: TrainingHandle, images: Any) -> Tensor:
     """Return `model.eval()(images)` with the current weights."""
-    images = torch.as_tensor(images).detach()
+    images = torch.as_tensor(images)
     batch = training.recipe.graph.inputs["images"].shape
     if images.shape[1] != batch[1] or not images.numel():
         raise ImageError(
@@ -100,6 +101,7 @@ def predict_batch(training: TrainingHandle, images: Any) -> Tensor:
         )
     shape = (batch[0] * training.plan.parts, *images.shape[1:])
     recipe = replace(prepare_prediction(training.model, training.plan, shape, training.recipe.device), state={})
+    images = cast_numbers("images", images, recipe.step_specs["images"])
     programs = compile_plan(recipe.graph, training.plan)
     count = shape[0] * training.plan.batches
     if is_batch_dependent(recipe.graph) and (len(images) != count or training.plan.micro_batches > 1):
@@ -111,7 +113,7 @@ def predict_batch(training: TrainingHandle, images: Any) -> Tensor:
     training.cluster.call(rank_functions.begin_prediction, training.name, recipe)
     # 7 images at 3 a step:  [0 1 2] [3 4 5] [6 6 6]; the repeated ones are dropped from the predictions.
     found = []
-    for part in images.to(getattr(torch, training.plan.held_in)).split(count):
+    for part in images.split(count):
         # Programs have a fixed batch size: fill the last part up with repeated images, and drop their predictions.
         filled = part[torch.arange(count) % len(part)]
         parts = [(cut_inputs(program, {"images": filled}),) for program in programs]
@@ -135,9 +137,10 @@ def predict_picture(
     where = make_absolute(source) if isinstance(source, str | PathLike) else source
     asked = make_padded_region(open_image(where), region, level)
     recipe, asked = prepare_region(training.model, asked, training.plan.precision, training.recipe.device)
-    request = PredictionRequest(asked, kind, memory_mb * 10**6)
-    sink: MakeSink = partial(make_pyramid, make_absolute(to), asked, kind) if to is not None else ArraySink
-    spec = recipe.graph.specs[recipe.graph.prediction]
+    request = PredictionRequest(asked, kind, memory_mb * 10**6, needs_pixels=to is not None)
+    spec, sink = recipe.graph.specs[recipe.graph.prediction], ArraySink
+    if to is not None:
+        sink = partial(make_pyramid, make_absolute(to), asked, kind, spec.shape[-2:])
     if to is None and len(spec.shape) >= 4:  # a prediction per pixel, which will be sent to the notebook as an array
         channels, dtype = spec.shape[1], get_output_dtype(kind, spec.shape[1], spec.dtype)
         size = math.prod(spec.shape[2:]) * get_output_channels(kind, channels) * dtype.itemsize

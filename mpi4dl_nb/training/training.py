@@ -195,6 +195,8 @@ class Training(TrainingHandle):
             raise PlanError(describe_unknown(f"on_failure={on_failure!r} is unknown", on_failure, FAILURE_POLICIES))
         if on_failure != "raise" and save is None:
             raise PlanError(f"on_failure={on_failure!r} goes on from checkpoints. Say where they go: save=FOLDER.")
+        if save is None and (save_every is not None or keep != KEEP):
+            raise PlanError("save_every= and keep= have no effect without checkpoints. Say where they go: save=FOLDER.")
         if held_out is not None and not is_images(held_out):
             raise PlanError(
                 f"held_out is a {type(held_out).__name__}, but must be images that ranks read by themselves, such as a "
@@ -295,6 +297,12 @@ class Training(TrainingHandle):
         Raises ImageError, PlanError or TraceError, before any rank is called if that is possible.
         """
         if is_batch(source):
+            asked = {"to": to is not None, "region": region is not None, "level": level != 0, "kind": kind != "classes"}
+            if unread := [f"{name}=" for name, given in asked.items() if given]:
+                raise PlanError(
+                    f"{', '.join(unread)} has no effect for a batch, of which all scores are returned. Leave it out, "
+                    "or give a picture: a path, or an (H, W, 3) array of bytes."
+                )
             return predict_batch(self, source)
         self.predicted = predict_picture(self, source, to, region, level, kind, memory_mb, progress)
         return self.predicted.answer

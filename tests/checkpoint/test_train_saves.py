@@ -110,6 +110,26 @@ def test_other_images_cannot_go_on_in_the_middle(tmp_path: Path):
         alone("--resume", tmp_path, "--batch-size", 4, "--num-epochs", 2)
 
 
+def test_another_seed_would_train_on_held_out_images(tmp_path: Path):
+    alone("--save", tmp_path, "--seed", 3, "--held-out", 0.5)
+    with pytest.raises(ImageError, match=r"ordered by seed 3, but --seed is 0\. Give --seed 3"):
+        alone("--resume", tmp_path, "--num-epochs", 2, "--held-out", 0.5)
+
+
+def test_the_learning_rate_of_a_checkpoint_wins_and_this_is_said(tmp_path: Path, capsys):
+    alone("--save", tmp_path, "--learning-rate", 0.01)
+    alone("--resume", tmp_path, "--num-epochs", 1)
+    assert "--learning-rate has no effect" not in capsys.readouterr().out
+    alone("--resume", tmp_path, "--num-epochs", 1, "--learning-rate", 0.001)
+    assert "--learning-rate has no effect: the optimiser goes on with the" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flag", ["--save-every", "--keep"])
+def test_flags_of_checkpoints_need_a_folder(flag: str):
+    with pytest.raises(PlanError, match=f"{flag} 3 has no effect without --save FOLDER"):
+        alone(flag, 3)
+
+
 @pytest.mark.nightly
 def test_a_training_that_is_killed_resumes_every_time(tmp_path: Path):
     """Three times here; `python -m tests.survival` does it twenty times."""

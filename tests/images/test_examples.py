@@ -79,6 +79,17 @@ def test_a_crop_is_the_middle_with_white_around_what_is_small(files):
     assert np.array_equal(images.mask(0, whole), tile_of(CLASSES, frame, IGNORED))
 
 
+def test_what_lies_around_an_image_without_a_mask_has_no_class(files):
+    examples = [Example(files[0], 1), Example(files[0], 0, files[1])]
+    images = ExampleImages(examples, ["a", "b"], (64, 90), "crop", mask_classes=3)
+    whole, frame = Tile.whole(64, 90), Tile(Span(-2, 62), Span(-5, 85))
+    expected = tile_of(np.ones_like(CLASSES), frame, IGNORED)
+    assert np.array_equal(images.mask(0, whole), expected)
+    assert np.array_equal(images.mask(0, Tile(Span(60, 64), Span(80, 90))), expected[60:, 80:])
+    scaled = ExampleImages(examples, ["a", "b"], (64, 90), mask_classes=3)
+    assert scaled.mask(0, whole).unique().tolist() == [1]
+
+
 def test_what_lies_around_a_region_is_not_of_its_image(files):
     region = Tile(Span(20, 30), Span(30, 40))
     images = ExampleImages([Example(files[0], 1, files[1], region)], ["a", "b"], (14, 10), "crop", mask_classes=3)
@@ -231,6 +242,23 @@ def test_the_header_says_what_the_reader_finds(orientation: int, tmp_path: Path)
     Image.fromarray(PIXELS).save(tmp_path / "turned.jpg", exif=exif)
     assert read_shape(tmp_path / "turned.jpg") == open_image(tmp_path / "turned.jpg").shape()
     assert read_shape(tmp_path / "turned.jpg") == ((80, 60) if orientation in (6, 8) else (60, 80))
+
+
+@pytest.mark.parametrize("kind", ["none", "before the pixels", "behind the pixels"])
+def test_the_header_of_a_png_is_read_without_its_pixels(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path, exif = tmp_path / "turned.png", Image.Exif()
+    exif[0x0112] = 6
+    Image.fromarray(PIXELS).save(path, **({} if kind == "none" else {"exif": exif}))
+    if kind == "behind the pixels":
+        data = path.read_bytes()
+        start = data.index(b"eXIf") - 4
+        stop = start + 12 + int.from_bytes(data[start : start + 4], "big")
+        path.write_bytes(data[:start] + data[stop:-12] + data[start:stop] + data[-12:])
+    shape = open_image(path).shape()
+    assert shape == ((60, 80) if kind == "none" else (80, 60))
+    if kind != "behind the pixels":  # where the budget of a decoder is checked before
+        monkeypatch.setattr("PIL.PngImagePlugin.PngImageFile.load", lambda self: pytest.fail("it was decoded"))
+    assert read_shape(path) == shape
 
 
 def test_a_level_that_is_not_there_is_named(files):

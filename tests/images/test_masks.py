@@ -35,6 +35,15 @@ def test_masks_of_many_kinds_say_the_same(ending: str, tmp_path: Path):
     assert np.array_equal(mask.read(tile), CLASSES[7:31, 11:50])
 
 
+@pytest.mark.parametrize(("ending", "compression"), [("png", None), ("tif", "tiff_adobe_deflate"), ("tif", "zstd")])
+def test_an_empty_mask_of_one_bit_is_as_small_as_it_packs(ending: str, compression: str | None, tmp_path: Path):
+    path = tmp_path / f"empty.{ending}"
+    Image.new("1", (4000, 4000)).save(path, compression=compression)
+    mask = MaskFile(path, 2)
+    assert mask.shape == (4000, 4000)
+    assert not mask.read(Tile(Span(3900, 4000), Span(3900, 4000))).any()
+
+
 @pytest.mark.parametrize("mode", ["L", "RGB"])
 def test_a_jpeg_needs_a_threshold(mode: str, tmp_path: Path):
     discs = np.zeros((64, 64), np.uint8)

@@ -224,6 +224,12 @@ def test_a_label_that_is_no_class_is_named(folder: Path):
         table_images(path, SIZE, names=["ill", "well"])
 
 
+def test_a_class_with_the_name_none_is_no_other_label(folder: Path):
+    path = table(folder, "path,label\nimages/a.png,None\nimages/b.png,dead\n")
+    with pytest.raises(ImageError, match="line 3: the label 'dead' is none of None, ill"):
+        table_images(path, SIZE, names=["None", "ill"])
+
+
 def test_a_class_beside_masks_must_be_one_of_theirs(folder: Path):
     path = table(folder, "path,label,mask\nimages/a.png,0,masks/a.png\nimages/b.png,5,\n")
     with pytest.raises(ImageError, match="line 3: it has no mask, and its class 5 is none of the 2 of the masks"):

@@ -169,6 +169,13 @@ def test_tiles_that_were_left_out_are_white(tmp_path):
     assert (pixels[:, 64:] == 255).all()
 
 
+def test_a_small_page_in_large_tiles_is_read(tmp_path):
+    pixels = np.tile(PIXELS, (4, 8, 1))[:400, :1100]
+    path = tmp_path / "a.tif"
+    tifffile.imwrite(path, pixels, photometric="rgb", tile=(2048, 2048), compression="deflate")
+    assert np.array_equal(open_image(path).read(0, 0, 400, 1100), pixels)
+
+
 def test_a_copy_opens_the_file_itself(tmp_path):
     write_pages(tmp_path / "a.tif", PIXELS)
     sent = pickle.dumps(open_image(tmp_path / "a.tif"))

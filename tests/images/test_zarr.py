@@ -67,6 +67,16 @@ def test_an_ome_zarr_group_has_levels(tmp_path, version):
     assert np.array_equal(opened.read(10, 20, 30, 40, 1), PIXELS[::2, ::2][10:40, 20:60])
 
 
+def test_a_scale_that_all_levels_share_is_multiplied(tmp_path):
+    path = pyramid(tmp_path / "a.zarr", "0.4")
+    group = zarr.open_group(path)
+    (told,) = group.attrs["multiscales"]
+    group.attrs["multiscales"] = [
+        told | {"coordinateTransformations": [{"type": "scale", "scale": [1, 1, 0.25, 0.75]}]}
+    ]
+    assert open_image(path).microns_per_px == 0.25
+
+
 @pytest.mark.parametrize(
     ("array", "reason"),
     [

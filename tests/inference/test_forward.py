@@ -63,6 +63,24 @@ class Classifier(nn.Module):
         return self.head(self.drop(x).mean((2, 3)))
 
 
+class ReadAgain(nn.Module):
+    """A second output reads the first through windows, which fused halos make wider."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 2, 5, padding=2)
+
+    def forward(self, x):
+        return (first := self.first(x)), self.second(first.relu())
+
+
+def test_another_output_does_not_widen_the_first_of_fused_layers():
+    torch.manual_seed(0)
+    model, images = ReadAgain(), torch.randn(2, 3, 20, 36, dtype=torch.float64)
+    expected = copy.deepcopy(model).double().eval()(images)[0]
+    assert torch.allclose(predicted(model, PLANS["fused halos"], images), expected, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("make", [Classifier, Segmenter])

@@ -110,6 +110,17 @@ def test_what_is_refused(others: dict[str, object], error: type[Exception], mess
     assert not (files / "out.tif").exists()
 
 
+def test_a_file_needs_an_answer_per_pixel(files: Path):
+    asked = {"model": "engines.models:resnet20_v1", "model-args": None, "weights": None}
+
+    def one(world: object) -> None:
+        with pytest.raises(PlanError, match=r"answers once for the whole image, with \(1, 3\)"):
+            predict(world, flags(files, **asked))
+
+    run_ranks(2, one)
+    assert not (files / "out.tif").exists()
+
+
 def test_a_file_that_holds_no_weights(files: Path):
     (files / "weights.safetensors").write_bytes(b"not at all")
     with pytest.raises(CheckpointError, match="no weights can be read"):

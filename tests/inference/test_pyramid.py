@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +11,9 @@ import pytest
 import tifffile
 
 from engines.images.picture import open_image
-from engines.inference.pyramid_sink import PyramidSink
-from engines.spatial.tiles import Grid
+from engines.inference.pyramid_sink import PyramidSink, make_pyramid
+from engines.inference.rank_predictor import make_padded_region
+from engines.spatial.tiles import Grid, Tile
 
 RANDOM = np.random.default_rng(1)
 
@@ -53,6 +55,17 @@ def test_our_own_reader_knows_its_levels_and_scale(tmp_path: Path):
     assert [level.shape for level in picture.levels] == [(700, 900), (350, 450)]
     assert picture.microns_per_px == pytest.approx(0.25)
     assert np.array_equal(picture.read(0, 0, 700, 900)[..., 0], pixels[..., 0])
+
+
+def test_the_scale_of_a_coarse_prediction_is_the_models_stride(tmp_path: Path):
+    fine = open_image(written(tmp_path / "fine.tif", np.zeros((1000, 1000, 1), np.uint8), microns_per_px=0.25))
+    region = make_padded_region(fine).pad_to_multiple(32)
+    with closing(
+        make_pyramid(tmp_path / "out.tif", region, "classes", (32, 32), (32, 32, 1), np.dtype(np.uint8))
+    ) as to:
+        to.put(Tile.whole(32, 32), np.zeros((32, 32, 1), np.uint8))
+        to.finish()
+    assert open_image(tmp_path / "out.tif").microns_per_px == pytest.approx(32 * 0.25)
 
 
 def test_no_half_file(tmp_path: Path, monkeypatch):

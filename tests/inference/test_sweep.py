@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from engines.comm.loopback import run_ranks
@@ -145,10 +146,46 @@ def test_an_answer_coarser_than_the_image(tmp_path: Path):
     found = swept(model, 2, (0, 0, 120, 160), "scores")
     assert found.answer.shape == (30, 40, 2)
     assert np.allclose(found.answer, oracle(model, (0, 0, 120, 160)).numpy(), rtol=1e-12, atol=1e-12)
-    swept(
-        model, 2, (0, 0, 120, 160), "classes", sink=partial(make_pyramid, path, make_padded_region(PICTURE), "classes")
-    )
+    sink = partial(make_pyramid, path, make_padded_region(PICTURE), "classes", (30, 40))
+    swept(model, 2, (0, 0, 120, 160), "classes", sink=sink)
     assert open_image(path).shape() == (30, 40)
+
+
+class TwoOutputs(nn.Module):
+    """The second output reads the first through windows; whoever predicts gets the first."""
+
+    def __init__(self, both: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.coarse, self.fine = nn.Conv2d(3, 2, 3, padding=1), nn.Conv2d(2, 2, 5, padding=2)
+        self.both = both
+
+    def forward(self, x):
+        coarse = self.coarse(x)
+        answers = coarse, self.fine(coarse.relu())
+        return answers if self.both else answers[0]
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_another_output_does_not_shift_the_tiles_of_the_first(both: bool):
+    model, box = TwoOutputs(both), (0, 0, 60, 80)
+    found = swept(model, 2, box, side_px=40)
+    assert found.tiles == 4
+    assert np.allclose(found.answer, oracle(TwoOutputs(both=False), box).numpy(), rtol=1e-12, atol=1e-12)
+
+
+def test_a_first_output_that_overlaps_is_refused():
+    class Counted(TwoOutputs):
+        def __init__(self) -> None:
+            super().__init__(both=False)
+
+        def forward(self, x):
+            coarse = self.coarse(x)
+            F.dropout(self.fine(coarse), training=True)
+            return coarse
+
+    with pytest.raises(TraceError, match="is read by a later layer that draws random numbers"):
+        swept(Counted(), 2, (0, 0, 60, 80), side_px=40)
 
 
 # ---- bounds
@@ -197,6 +234,10 @@ class Torn(ArrayPicture):
         super()._fill(out, y0, x0, level)
 
 
+def test_a_region_may_be_of_numpys_integers():
+    assert make_padded_region(PICTURE, np.array([3, 5, 97, 122])).picture_px == (97, 122)
+
+
 def every_rank_says(message: str, ranks: int, work: Callable[[Any], object]) -> None:
     def one(world: Any) -> None:
         with pytest.raises(ImageError, match=message):
@@ -210,7 +251,7 @@ def test_a_picture_that_cannot_be_read_everywhere(tmp_path: Path):
     picture = Torn("torn.svs", RANDOM.integers(0, 256, (150, 190, 3), np.uint8))
     region = make_padded_region(picture, (0, 0, 148, 188))
     recipe, region = prepare_region(unet(), region)
-    sink = partial(make_pyramid, tmp_path / "out.tif", region, "classes")
+    sink = partial(make_pyramid, tmp_path / "out.tif", region, "classes", region.size_px)
     ask = PredictionRequest(region, side_px=50)
     every_rank_says("torn.svs is damaged", 3, lambda world: TiledPredictor(world, recipe, ask, sink).run())
     assert list(tmp_path.iterdir()) == []
@@ -244,7 +285,7 @@ def test_no_room_is_noticed_before_anything_is_computed(tmp_path: Path, monkeypa
 
     monkeypatch.setattr("os.posix_fallocate", none_left)
     recipe, region = prepare_region(unet(), make_padded_region(PICTURE, (0, 0, 148, 188)))
-    sink = partial(make_pyramid, tmp_path / "out.tif", region, "classes")
+    sink = partial(make_pyramid, tmp_path / "out.tif", region, "classes", region.size_px)
     every_rank_says(
         r"has no room for the 27.2 KB .*No space left",
         2,
@@ -258,7 +299,7 @@ def test_no_room_is_noticed_before_anything_is_computed(tmp_path: Path, monkeypa
 def test_an_output_that_cannot_be_written(path: str, tmp_path: Path):
     (tmp_path / "file").touch()
     recipe, region = prepare_region(unet(), make_padded_region(PICTURE, (0, 0, 148, 188)))
-    sink = partial(make_pyramid, tmp_path / path, region, "classes")
+    sink = partial(make_pyramid, tmp_path / path, region, "classes", region.size_px)
     every_rank_says(
         str(tmp_path), 2, lambda world: TiledPredictor(world, recipe, PredictionRequest(region, side_px=50), sink)
     )

@@ -7,8 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from engines.errors import ImageError
 from engines.graph.labels import LabelSpec, find_label_specs, has_accuracy
 from engines.graph.model_graph import TensorSpec
+from engines.images.dataset import SyntheticImages
+from engines.images.shard_reader import ShardReader
 from engines.plan import Plan
 from engines.train.training import prepare
 from engines.train.verify import make_batches
@@ -117,11 +120,24 @@ def test_images_with_more_classes_are_refused_only_by_a_loss_of_classes(name: st
     known = {"ignored in a function": LabelSpec(3, 255), "ignored in a module": LabelSpec(3, 255)}
     known["more channels than classes"] = LabelSpec(3, -100)
     assert find_label_specs(graph) == ((known[name],) if name in known else ())
-    if name in known:
+    if "one logit" in name:
+        with pytest.raises(ValueError, match="have 5 classes, but the binary cross-entropy takes labels from 0 to 1"):
+            check_classes(FiveClasses(), graph)
+    elif name in known:
         with pytest.raises(ValueError, match="have 5 classes, but the loss takes numbers of 3"):
             check_classes(FiveClasses(), graph)
     else:
         check_classes(FiveClasses(), graph)
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (2, 3, *SIZE)], ids=["of images", "of pixels"])
+def test_one_hot_labels_are_not_filled_with_class_numbers(shape: tuple[int, ...]):
+    model = segmenter(3) if len(shape) > 2 else nn.Sequential(segmenter(3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    made = prepare(model, PLAN, (2, 3, *SIZE), nn.BCEWithLogitsLoss(), labels=torch.zeros(shape))
+    with pytest.raises(ImageError, match=r"labels of shape .* one class number per image or pixel"):
+        check_classes(SyntheticImages(4, SIZE, 2), made.graph)
+    with pytest.raises(ImageError, match=r"labels of shape .* one class number per image or pixel"):
+        ShardReader(lambda inputs: {0: inputs}, SyntheticImages(4, SIZE, 3), made.step_specs)
 
 
 def test_predictions_of_amounts_are_neither_right_nor_wrong():

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -215,3 +217,31 @@ def test_a_monitor_that_lacks_what_is_called_is_refused(training: Training):
     with pytest.raises(PlanError, match="monitor is a SimpleNamespace without handle_event, stops"):
         training.fit([(X, Y)], progress=False, monitor=monitor)
     assert training.steps == 0
+
+
+@pytest.mark.parametrize(
+    ("source", "asked", "said"),
+    [
+        (X.byte(), {}, r"images are torch\.uint8, but the training computes in float64"),
+        (X.numpy() * 1j, {}, r"images are torch\.complex128, but .* the imaginary parts would be lost"),
+        (X, {"to": "out.tif", "kind": "scores"}, "to=, kind= has no effect for a batch"),
+    ],
+    ids=["bytes", "complex", "arguments of pictures"],
+)
+def test_a_prediction_of_a_batch_that_would_not_be_as_asked(training: Training, source: Any, asked: Any, said: str):
+    with pytest.raises(Mpi4dlError, match=said):
+        training.predict(source, **asked)
+
+
+def test_a_file_needs_a_prediction_per_pixel(two: Cluster, tmp_path: Path):
+    training = Training(nn.Sequential(nn.Conv2d(3, 2, 1), *net()), PLAN, two, (4, 3, 16, 16))
+    with pytest.raises(PlanError, match=r"answers once for the whole image, with \(1, 3\)"):
+        training.predict(np.zeros((16, 16, 3), np.uint8), to=tmp_path / "out.tif", progress=False)
+    assert list(tmp_path.iterdir()) == []
+    training.close()
+
+
+@pytest.mark.parametrize("saving", [{"save_every": 2}, {"keep": 1}])
+def test_options_of_checkpoints_need_a_folder(training: Training, saving: dict[str, int]):
+    with pytest.raises(PlanError, match=r"no effect without checkpoints\. Say where they go: save=FOLDER"):
+        training.fit([(X, Y)], progress=False, **saving)
