@@ -25,6 +25,12 @@ CASES = {
         2,
     ),
     "zero bubble": (resnet20_v1, Plan(split_size=3, spatial_size=0, parts=4, schedule="zero_bubble"), sgd, 1),
+    "zero bubble, computed again": (
+        resnet20_v1,
+        Plan(split_size=3, spatial_size=0, parts=4, schedule="zero_bubble", checkpoint_activations=True),
+        sgd,
+        1,
+    ),
     "both directions": (resnet20_v1, Plan(split_size=3, spatial_size=0, bidirectional=True, schedule="gems"), sgd, 1),
     "half precision": (resnet20_v1, Plan(split_size=2, spatial_size=1, precision="bfloat16"), sgd, 1),
     "halos behind the interior": (resnet20_v1, Plan(split_size=1, num_spatial_parts=4, overlap_halos=True), sgd, 1),
