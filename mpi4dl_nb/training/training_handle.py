@@ -28,12 +28,12 @@ from engines.train import rank_functions
 from engines.train.checkpoint_load import open_checkpoint
 from engines.train.checkpoint_save import KEEP
 from engines.train.evaluation import collect_state_dict
+from engines.train.step_report import StepReport
 from engines.train.train_loop import RankStepStats, make_smaller_recipe, merge_stats
 from engines.train.training import (
     Loss,
     Optimiser,
     Recipe,
-    StepReport,
     count_step_images,
     cut_inputs,
     describe_precision_change,
