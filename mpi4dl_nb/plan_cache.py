@@ -12,6 +12,7 @@ from threading import Lock, RLock
 from torch import nn
 
 from engines.graph.model_graph import ModelGraph
+from engines.graph.model_state import ModelState
 from engines.graph.trace_cache import Loss, TraceCache
 from engines.plan import Plan
 from engines.predict import forecast as predicted
@@ -81,7 +82,7 @@ class PlanCache:
 
     def __init__(self, traces: TraceCache) -> None:
         self.traces = traces
-        self._found: dict[Plan, CompiledPlan] = {}
+        self._found: dict[tuple[Plan, ModelState], CompiledPlan] = {}
         self._by_shape = {tuple(traces.image_shape): self}
         self._working, self._storing = RLock(), Lock()
 
@@ -98,7 +99,7 @@ class PlanCache:
 
     def has_compiled(self, plan: Plan) -> bool:
         """Return whether `get_compiled` returns at once. Raises PlanError if the batch cannot be cut as planned."""
-        return self.traces.has_graph(plan) and plan in self._found
+        return self.traces.has_graph(plan) and self._make_key(plan) in self._found
 
     def get_compiled(self, plan: Plan, is_asked: Callable[[], bool] = _is_always_asked) -> CompiledPlan | None:
         """Return the compiled plan. Raises PlanError or TraceError if the plan does not fit the model."""
@@ -112,10 +113,14 @@ class PlanCache:
 
     def _find(self, plan: Plan) -> CompiledPlan | None:
         with self._storing:
-            found = self._found.pop(plan, None)
+            key = self._make_key(plan)
+            found = self._found.pop(key, None)
             if found is not None:
-                self._found[plan] = found  # at the end, as the one that was used last
+                self._found[key] = found  # at the end, as the one that was used last
             return found
+
+    def _make_key(self, plan: Plan) -> tuple[Plan, ModelState]:
+        return plan, self.traces.get_state()
 
     def _compile(self, plan: Plan, is_asked: Callable[[], bool]) -> CompiledPlan | None:
         if not is_asked():
@@ -171,7 +176,7 @@ class PlanCache:
         # A dict keeps the order of insertion, and a plan that is found is put at the end again: the first ones are
         # those that were not used for the longest time.
         with self._storing:
-            self._found[found.plan] = found
+            self._found[self._make_key(found.plan)] = found
             for old in list(self._found)[:-KEPT]:
                 del self._found[old]
 
