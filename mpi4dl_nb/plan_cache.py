@@ -25,9 +25,9 @@ from engines.predict.sizes import Sizes
 from engines.predict.tallies import RankTally
 from engines.program.compile import Compiler
 from engines.program.program import Program
+from engines.train.optimiser_trial import count_optimiser_states
 from engines.train.training import Optimiser, sgd
 from mpi4dl_nb.cluster import Cluster
-from mpi4dl_nb.plan_tuner import count_optimiser_states
 from mpi4dl_nb.status_line import LATER_S, show_status
 
 __all__ = ["CompiledPlan", "PlanCache", "describe_cluster_fit", "describe_place", "forecast", "pause_gc"]
@@ -77,11 +77,11 @@ class PlanCache:
     """Compiles plans for one model and caches the most recent ones.
 
     Threads may share it: one of them works at a time, and the others wait. `is_asked` is called between two ranks;
-    once it is false, the work ends and None is returned.
+    once it is false, the work ends and None is returned. `optimiser` is that whose state counts as memory.
     """
 
-    def __init__(self, traces: TraceCache) -> None:
-        self.traces = traces
+    def __init__(self, traces: TraceCache, optimiser: Optimiser = sgd) -> None:
+        self.traces, self.optimiser = traces, optimiser
         self._found: dict[tuple[Plan, ModelState], CompiledPlan] = {}
         self._by_shape = {tuple(traces.image_shape): self}
         self._working, self._storing = RLock(), Lock()
@@ -90,7 +90,7 @@ class PlanCache:
         """Return the cache for batches of another shape of the same model. Raises ImageError for an invalid shape."""
         shape = tuple(image_shape)
         if shape not in self._by_shape:
-            made = PlanCache(self.traces.with_shape(shape))
+            made = PlanCache(self.traces.with_shape(shape), self.optimiser)
             made._by_shape, made._working = self._by_shape, self._working
             self._by_shape[shape] = made
             for old in list(self._by_shape)[1:-KEPT_SHAPES]:  # the first one is that of the user
@@ -163,11 +163,12 @@ class PlanCache:
         """Return the plan with each rank's memory. All replicas are alike: the first one is counted."""
         tallies, memory = [], []
         programs = found.programs[: found.plan.replica_ranks]
+        states = count_optimiser_states(self.optimiser, self.traces.model, self.traces.loss)
         for program, tally in zip(programs, build_tallies(programs, found.graph), strict=True):
             if not is_asked():
                 return None
             tallies.append(tally)
-            memory.append(predict_rank_memory(program, found.graph, found.plan, tally=tally))
+            memory.append(predict_rank_memory(program, found.graph, found.plan, states, tally))
         pairs = zip(found.loads, cycle(memory), strict=False)
         loads = tuple(with_memory(load, each) for load, each in pairs)
         return replace(found, loads=loads, tallies=tuple(tallies), memory=tuple(memory))
