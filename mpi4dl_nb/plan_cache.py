@@ -12,6 +12,7 @@ from threading import Lock, RLock
 from torch import nn
 
 from engines.graph.model_graph import ModelGraph
+from engines.graph.model_state import ModelState
 from engines.graph.trace_cache import Loss, TraceCache
 from engines.plan import Plan
 from engines.predict import forecast as predicted
@@ -24,9 +25,9 @@ from engines.predict.sizes import Sizes
 from engines.predict.tallies import RankTally
 from engines.program.compile import Compiler
 from engines.program.program import Program
+from engines.train.optimiser_trial import count_optimiser_states
 from engines.train.training import Optimiser, sgd
 from mpi4dl_nb.cluster import Cluster
-from mpi4dl_nb.plan_tuner import count_optimiser_states
 from mpi4dl_nb.status_line import LATER_S, show_status
 
 __all__ = ["CompiledPlan", "PlanCache", "describe_cluster_fit", "describe_place", "forecast", "pause_gc"]
@@ -76,12 +77,12 @@ class PlanCache:
     """Compiles plans for one model and caches the most recent ones.
 
     Threads may share it: one of them works at a time, and the others wait. `is_asked` is called between two ranks;
-    once it is false, the work ends and None is returned.
+    once it is false, the work ends and None is returned. `optimiser` is that whose state counts as memory.
     """
 
-    def __init__(self, traces: TraceCache) -> None:
-        self.traces = traces
-        self._found: dict[Plan, CompiledPlan] = {}
+    def __init__(self, traces: TraceCache, optimiser: Optimiser = sgd) -> None:
+        self.traces, self.optimiser = traces, optimiser
+        self._found: dict[tuple[Plan, ModelState], CompiledPlan] = {}
         self._by_shape = {tuple(traces.image_shape): self}
         self._working, self._storing = RLock(), Lock()
 
@@ -89,7 +90,7 @@ class PlanCache:
         """Return the cache for batches of another shape of the same model. Raises ImageError for an invalid shape."""
         shape = tuple(image_shape)
         if shape not in self._by_shape:
-            made = PlanCache(self.traces.with_shape(shape))
+            made = PlanCache(self.traces.with_shape(shape), self.optimiser)
             made._by_shape, made._working = self._by_shape, self._working
             self._by_shape[shape] = made
             for old in list(self._by_shape)[1:-KEPT_SHAPES]:  # the first one is that of the user
@@ -98,7 +99,7 @@ class PlanCache:
 
     def has_compiled(self, plan: Plan) -> bool:
         """Return whether `get_compiled` returns at once. Raises PlanError if the batch cannot be cut as planned."""
-        return self.traces.has_graph(plan) and plan in self._found
+        return self.traces.has_graph(plan) and self._make_key(plan) in self._found
 
     def get_compiled(self, plan: Plan, is_asked: Callable[[], bool] = _is_always_asked) -> CompiledPlan | None:
         """Return the compiled plan. Raises PlanError or TraceError if the plan does not fit the model."""
@@ -112,10 +113,14 @@ class PlanCache:
 
     def _find(self, plan: Plan) -> CompiledPlan | None:
         with self._storing:
-            found = self._found.pop(plan, None)
+            key = self._make_key(plan)
+            found = self._found.pop(key, None)
             if found is not None:
-                self._found[plan] = found  # at the end, as the one that was used last
+                self._found[key] = found  # at the end, as the one that was used last
             return found
+
+    def _make_key(self, plan: Plan) -> tuple[Plan, ModelState]:
+        return plan, self.traces.get_state()
 
     def _compile(self, plan: Plan, is_asked: Callable[[], bool]) -> CompiledPlan | None:
         if not is_asked():
@@ -158,11 +163,12 @@ class PlanCache:
         """Return the plan with each rank's memory. All replicas are alike: the first one is counted."""
         tallies, memory = [], []
         programs = found.programs[: found.plan.replica_ranks]
+        states = count_optimiser_states(self.optimiser, self.traces.model, self.traces.loss)
         for program, tally in zip(programs, build_tallies(programs, found.graph), strict=True):
             if not is_asked():
                 return None
             tallies.append(tally)
-            memory.append(predict_rank_memory(program, found.graph, found.plan, tally=tally))
+            memory.append(predict_rank_memory(program, found.graph, found.plan, states, tally))
         pairs = zip(found.loads, cycle(memory), strict=False)
         loads = tuple(with_memory(load, each) for load, each in pairs)
         return replace(found, loads=loads, tallies=tuple(tallies), memory=tuple(memory))
@@ -171,7 +177,7 @@ class PlanCache:
         # A dict keeps the order of insertion, and a plan that is found is put at the end again: the first ones are
         # those that were not used for the longest time.
         with self._storing:
-            self._found[found.plan] = found
+            self._found[self._make_key(found.plan)] = found
             for old in list(self._found)[:-KEPT]:
                 del self._found[old]
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
-import torch
 from torch import Tensor, nn
 
 from engines.errors import PlanError
@@ -17,8 +16,7 @@ from engines.predict.explain import Explanation, explain
 from engines.predict.forecast import Forecast
 from engines.predict.machine import Machine
 from engines.predict.search import search
-from engines.train.optimiser_trial import count_states
-from engines.train.optimisers import collect_parameter_specs
+from engines.train.optimiser_trial import count_optimiser_states
 from engines.train.training import Loss, Optimiser, Recipe, prepare, sgd
 from mpi4dl_nb.cluster import Cluster
 from mpi4dl_nb.draw.tuning import format_table_html
@@ -34,7 +32,6 @@ from mpi4dl_nb.status_line import ProgressCallback, show_counts
 __all__ = [
     "PlanTuner",
     "TuningResult",
-    "count_optimiser_states",
     "tune",
 ]
 
@@ -189,12 +186,3 @@ def tune(
         with show_counts("Measuring steps", progress) as report:
             measured = tuning.measure(found.candidates[:top], steps, report)
     return replace(found, candidates=sort_candidates([*measured, *found.candidates[top:]], neutral_batch))
-
-
-def count_optimiser_states(optimiser: Optimiser, model: nn.Module, loss: object = None) -> int:
-    """Return the count of numbers that an optimiser keeps per weight of a model and its loss. Raises PlanError.
-
-    >>> count_optimiser_states(sgd, nn.Conv2d(3, 8, 3))
-    1
-    """
-    return count_states(optimiser, collect_parameter_specs(model, loss, torch.float32))

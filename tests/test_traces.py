@@ -7,9 +7,13 @@ from torch import nn
 
 from engines.errors import ImageError, PlanError
 from engines.graph import trace_cache
+from engines.graph.model_graph import ModelGraph
 from engines.graph.trace_cache import TraceCache
 from engines.models import resnet20_v1
 from engines.plan import Plan
+from engines.predict.sizes import Sizes
+from mpi4dl_nb import Cluster, Training
+from mpi4dl_nb.plan_cache import PlanCache
 
 
 @pytest.fixture
@@ -50,3 +54,45 @@ def test_what_does_not_fit_is_said_before_anything_is_traced(counted):
     with pytest.raises(ImageError, match="four positive whole numbers"):
         TraceCache(resnet20_v1(), (4, 3, 32), nn.CrossEntropyLoss())
     assert counted == []
+
+
+def make_head() -> nn.Module:
+    layers = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Dropout(0.25), nn.AdaptiveAvgPool2d(1)
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(4, 3))
+
+
+def get_batch_norm_modes(graph: ModelGraph) -> list[bool]:
+    return [node.arguments["training"] for node in graph.nodes if node.operator == "aten.batch_norm.default"]
+
+
+def test_a_changed_model_is_traced_anew():
+    model = make_head()
+    sizes, plan, shape = Sizes(model), Plan(split_size=1, spatial_size=0), (2, 3, 8, 8)
+    plans = PlanCache(TraceCache(model, shape, nn.CrossEntropyLoss()))
+    first, compiled = sizes.graph(plan, shape), plans.get_compiled(plan)
+    assert sizes.graph(plan, shape) is first
+    model[0].requires_grad_(False)
+    frozen = sizes.graph(plan, shape)
+    assert first.trainable - frozen.trainable == {"model.0.weight", "model.0.bias"}
+    assert not plans.has_compiled(plan)
+    assert plans.get_compiled(plan).graph.trainable == frozen.trainable
+    model[1].eval()
+    assert get_batch_norm_modes(frozen) == [True]
+    assert get_batch_norm_modes(sizes.graph(plan, shape)) == [False]
+    model[2].p = 0.5
+    changed = sizes.graph(plan, shape)
+    model[2].p = 0.25
+    assert sizes.graph(plan, shape) is not changed
+    model.train().requires_grad_()
+    assert sizes.graph(plan, shape) is first
+    assert plans.get_compiled(plan) is compiled
+
+
+def test_traces_of_a_training_keep_the_modes_in_which_it_was_made():
+    model, plan = make_head(), Plan(split_size=1, spatial_size=0)
+    with Cluster(1, backend="loopback") as cluster:
+        training = Training(model, plan, cluster, (4, 3, 8, 8))
+        model.eval()
+        smaller = training.traces.with_batch(2).get_graph(plan)
+    assert get_batch_norm_modes(smaller) == [True]
+    assert not any(module.training for module in model.modules())

@@ -20,7 +20,7 @@ from engines.graph.model_graph import TensorSpec
 from engines.plan import Plan
 from engines.program.compile import Compiler
 from engines.program.make_schedule import compute_plan_bubble
-from engines.program.timeline import Timeline
+from engines.program.timeline import Timeline, identify_clock
 from engines.program.worker import Worker
 from engines.spatial.layout import check_fits
 from engines.train.training import cut_inputs, prepare
@@ -95,7 +95,8 @@ def bench_bubble(world: World, plan: Plan, stage_s: float) -> dict[str, object]:
         worker.run(
             {m: {name: t.clone().requires_grad_(name == "images") for name, t in p.items()} for m, p in inputs.items()}
         )
-        shares.append(Timeline.of(world.all_gather(worker.events)).idle)
+        per_rank, clocks = zip(*world.all_gather((worker.events, identify_clock())), strict=True)
+        shares.append(Timeline.of(per_rank, clocks).idle)
     del shares[0]  # the warm-up
     measured = statistics.median(shares)
     formula = compute_plan_bubble(plan)

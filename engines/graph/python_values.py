@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from engines.errors import PlanError
 
-__all__ = ["TracedValues"]
+__all__ = ["TracedValues", "iterate_attributes"]
 
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, np.generic)
 _OWN_NAMES = {*vars(nn.Module()), "training"}
@@ -49,13 +49,11 @@ class TracedValues:
         self._reads: list[_Read] = []
         for what, owner in (("model", model), ("loss", loss)):
             seen: set[int] = set()
-            for path, module in owner.named_modules() if isinstance(owner, nn.Module) else ():
-                stored = _find_stored(type(module))
-                for name, value in vars(module).items():
-                    if name not in _OWN_NAMES and name not in stored and _is_plain(value):
-                        self._attributes.append((vars(module), name, value, f"{path}.{name} of the {what}".lstrip(".")))
+            for module in owner.modules() if isinstance(owner, nn.Module) else ():
                 self._reads += _read_function(type(module).forward, what, seen)
             if isinstance(owner, nn.Module):
+                for place, name, value, path in iterate_attributes(owner):
+                    self._attributes.append((place, name, value, f"{path} of the {what}"))
                 self._weights += [(f"{name} of the {what}", w, w.requires_grad) for name, w in owner.named_parameters()]
             else:
                 self._reads += _read_function(owner, what, seen)
@@ -91,6 +89,15 @@ class TracedValues:
                 "they have: make a new Training to start from others.",
                 stacklevel=5,
             )
+
+
+def iterate_attributes(owner: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any, str]]:
+    """Yield the plain attributes of all modules, except those that forward sets: place, name, value, path."""
+    for path, module in owner.named_modules():
+        stored = _find_stored(type(module))
+        for name, value in list(vars(module).items()):  # another thread may be tracing the model
+            if name not in _OWN_NAMES and name not in stored and _is_plain(value):
+                yield vars(module), name, value, f"{path}.{name}".lstrip(".")
 
 
 class _Read:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from operator import index
 
 import torch
@@ -14,6 +13,7 @@ from engines.comm.device import choose_autocast_type
 from engines.errors import ImageError, PlanError
 from engines.graph.export_reader import make_tensor_spec
 from engines.graph.model_graph import ModelGraph, TensorSpec, check_buffer_reads
+from engines.graph.model_state import ModelState
 from engines.graph.trace import infer_output_spec, trace
 from engines.graph.traceability import check_loss_repeats, check_modules, check_side_effects, make_traceable
 from engines.graph.whole_loss import with_whole_loss
@@ -31,6 +31,7 @@ class TraceCache:
     `image_shape` is (N, C, H, W) of a batch, `labels` are as for `prepare`.
     Plans whose micro-batches have the same shape and precision share a trace; a trace takes seconds. If a step has
     several micro-batches, the graph's loss is changed so that the mean over them is the loss of the whole batch.
+    The model is traced as it is at the moment, anew after a change of its state; with `state`, in the modes of then.
     Raises ImageError for an invalid `image_shape` or `labels`, and TraceError for modules that cannot be traced.
     """
 
@@ -39,15 +40,17 @@ class TraceCache:
     loss: Loss
     labels: TensorSpec | Tensor | None = None
     device: str = "auto"
+    state: ModelState | None = None
     # Three levels, from what costs seconds to what costs nothing:
     #
     #     _traces   by image and label specs and precision           one run of the model
+    #     (each also by the state of the model)
     #     _graphs   by micro-batch, precision and share              a trace, with that of a rank's share
     #     _wholes   the same, by the number of micro-batches too     the graph with the whole batch's loss
     _graphs: dict[Hashable, ModelGraph] = field(default_factory=dict, repr=False, compare=False)
     _wholes: dict[Hashable, ModelGraph] = field(default_factory=dict, repr=False, compare=False)
     _traces: dict[Hashable, ModelGraph] = field(default_factory=dict, repr=False, compare=False)
-    _checked: set[str] = field(default_factory=set, repr=False, compare=False)  # types whose side effects were checked
+    _checked: set[Hashable] = field(default_factory=set, repr=False, compare=False)  # types, for side effects
 
     def __post_init__(self) -> None:
         check_modules(self.model, self.loss)
@@ -108,6 +111,10 @@ class TraceCache:
 
         Raises PlanError, or TraceError if the model cannot be traced.
         """
+        with self.get_state().apply_modes(self.model, self.loss):
+            return self._get_graph(plan)
+
+    def _get_graph(self, plan: Plan) -> ModelGraph:
         key = self._make_key(plan)
         if key not in self._graphs:
             images, answers = self._get_specs(plan)
@@ -136,9 +143,14 @@ class TraceCache:
 
     def _make_key(self, plan: Plan) -> Hashable:
         images = self._get_image_spec(plan)
-        return images, plan.precision, get_shard_spec(images, plan) if plan.local_dp > 1 else None
+        share = get_shard_spec(images, plan) if plan.local_dp > 1 else None
+        return self.get_state(), images, plan.precision, share
 
-    @cached_property
+    def get_state(self) -> ModelState:
+        """Return the state in which the model is traced."""
+        return self.state or ModelState.of(self.model, self.loss)
+
+    @property
     def _traceable(self) -> nn.Module:
         """The model in the form that is traced."""
         return make_traceable(self.model)
@@ -149,10 +161,11 @@ class TraceCache:
     def _get_specs(self, plan: Plan) -> tuple[TensorSpec, TensorSpec]:
         """Return the specs of a micro-batch's images and labels."""
         images = self._get_image_spec(plan)
-        if images.dtype not in self._checked:
+        checked = self.get_state(), images.dtype
+        if checked not in self._checked:
             # A trace would lose side effects of forward.
             check_side_effects(self._traceable, images)
-            self._checked.add(images.dtype)
+            self._checked.add(checked)
         if self.labels:
             return images, get_micro_batch_spec("labels", self.labels, plan)
         # Class numbers: one for each row of the model's output, or for each pixel.
@@ -164,7 +177,7 @@ class TraceCache:
 
         A share of a micro-batch uses the same trace as a micro-batch of its size.
         """
-        key = images, answers, plan.precision
+        key = self.get_state(), images, answers, plan.precision
         if key not in self._traces:
             made = trace(self._traceable, self.loss, images, answers, plan.precision, choose_autocast_type(self.device))
             # After the trace: a cache that the loss keeps outside would hold tensors of the check otherwise.

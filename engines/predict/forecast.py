@@ -197,17 +197,17 @@ class RankLoad:
     halo_bytes: int | None = None
 
 
-def count_load(program: Program, graph: ModelGraph, plan: Plan | None = None) -> RankLoad:
+def count_load(program: Program, graph: ModelGraph, plan: Plan | None = None, optimiser_states: int = 1) -> RankLoad:
     """Return the weights and messages of a rank's program and, with its `plan`, its memory, which takes a moment.
 
-    Raises TraceError as `predict_rank_memory` does.
+    `optimiser_states` is as for `predict_rank_memory`. Raises TraceError as `predict_rank_memory` does.
     """
     owned = {**graph.weights, **graph.buffers}
     weights = sum(owned[name].bytes for name in (*program.weights, *program.buffers))
     load = RankLoad(weights, sum(count_traffic(program).values(), start=Traffic(0, 0)))
     if plan is None:
         return load
-    return with_memory(load, predict_rank_memory(program, graph, plan))
+    return with_memory(load, predict_rank_memory(program, graph, plan, optimiser_states))
 
 
 def with_memory(load: RankLoad, memory: RankMemory) -> RankLoad:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from engines.comm.all_reduce_sizes import compute_workspace_bytes
 from engines.plan import Plan
-from engines.predict.tallies import DirectionTally, RankTally
+from engines.predict.tallies import DirectionTally, RankTally, SegmentTally
 from engines.program.effects import Effects, Instruction, Messages, Phase
 from engines.program.program import LEAST_BYTES, DirectionProgram, LiveValues, Program, Step
 
@@ -194,7 +194,7 @@ class _MicroBatchMemory(LiveValues[str]):
     values: dict[str, str] = field(default_factory=dict)
     leaves: dict[str, str] = field(default_factory=dict)
     grads: dict[str, str] = field(default_factory=dict)
-    graphs: set[str] = field(default_factory=set)
+    graphs: dict[str, list[Hashable]] = field(default_factory=dict)
     leaving: list[Hashable] = field(default_factory=list)
     offloaded: dict[Hashable, int] = field(default_factory=dict)
 
@@ -264,36 +264,51 @@ class _MicroBatchMemory(LiveValues[str]):
         self.ledger.add_transient(passing=segment.inside + self._count_offloaded_inputs(effects.reads))
         # With checkpointing, nothing of the segment stays but its outputs: backward computes it again from its inputs.
         if item.differentiable and not self.recomputes:
-            self.graphs.add(item.name)
+            self.graphs[item.name] = [(self.number, key) for key in segment.keeps]
             for key in segment.keeps:
                 if key in self.tally.bytes:
                     self._hold_key(key)
                 else:
                     self._hold_block((self.number, key), activations=segment.fresh.get(key, 0))
 
+    def _hold_recomputed(self, item: Instruction, segment: SegmentTally) -> None:
+        """Hold the recomputed graph of a segment, from INPUTS to WEIGHTS.
+
+        The outputs are new memory, and nothing is offloaded. The leaves of the first outputs are no longer needed.
+        """
+        read = [key for key in segment.keeps if key not in segment.fresh]
+        recomputed = {(self.number, f"recomputed {key}"): size for key, size in segment.fresh.items()}
+        self.graphs[item.name] = [*((self.number, key) for key in read), *recomputed]
+        for key in read:
+            self._hold_key(key)
+        for block, size in recomputed.items():
+            self.ledger.hold(block, {"activations": size})
+        for name in item.get_effects(Phase.FORWARD).makes:
+            self.release_leaf(name)
+
     def _compute_back(self, item: Instruction, phase: Phase) -> None:
         segment = self.tally.segments[item.name]
         if phase is Phase.WEIGHTS and not (segment.late and item.name in self.graphs):
             return
         way = item.get_effects(Phase.FORWARD)
-        recomputed = sum(segment.fresh.values()) + self._count_offloaded_inputs(way.reads) if self.recomputes else 0
+        recomputes = self.recomputes and item.name not in self.graphs
+        recomputed = sum(segment.fresh.values()) + self._count_offloaded_inputs(way.reads) if recomputes else 0
         # With checkpointing, recomputed activations count here; without it, offloaded ones that are loaded again.
         back = sum(map(self._get_offloaded_bytes, segment.keeps)) if item.name in self.graphs else 0
         self.ledger.add_transient(passing=recomputed + back + segment.back_inside)
-        self.ledger.add_transient(passing=segment.inside if self.recomputes else 0)
+        self.ledger.add_transient(passing=segment.inside if recomputes else 0)
         if phase is not Phase.WEIGHTS:
             for name, size in segment.grads.items():
                 self._hold_gradient(name, size)
         # The gradients of weights follow in the WEIGHTS phase: the graph and the output leaves must live until then.
         if phase is Phase.INPUTS and segment.late:
-            self.graphs.add(item.name)
+            if recomputes:
+                self._hold_recomputed(item, segment)
             return
         for name in way.makes:
             self._release_leaf(name)
-        if not self.recomputes and item.name in self.graphs:
-            self.graphs.remove(item.name)
-            for key in segment.keeps:
-                self.ledger.release((self.number, key))
+        for block in self.graphs.pop(item.name, ()):
+            self.ledger.release(block)
         # Until here, gradients of weights are part of the peak of backward (`back_inside`). Now they are held, from the
         # first micro-batch on; further ones are added to them.
         for name, size in segment.trains.items():

@@ -229,7 +229,7 @@ class _LayerAssignment:
                 yield self.weights.get(name), kinds
             case (int(), str(name)):
                 # A gradient, or what autograd saves, belongs to the layer of its value; "x[1]" is a result of "x".
-                name = name.removeprefix("gradient of ").removesuffix(":saved")
+                name = name.removeprefix("gradient of ").removeprefix("recomputed ").removesuffix(":saved")
                 yield self.values.get(name) or self.values.get(name.partition("[")[0]), kinds
             case _:
                 yield None, kinds

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -143,7 +143,8 @@ class _SegmentCounter:
                 self._enter(item.name, self.way.find_owned(item.name), f"weight:{item.name}")  # type: ignore[arg-type]
             (part,) = self.names[item.name]
             read.append(part)
-            return self.scope[item.name]
+            local: LocalTensor = self.scope[item.name]  # type: ignore[assignment]
+            return local if op.graded else replace(local, needs_gradient=False)
 
         arguments, keywords = tree_map(resolve, (list(_get_sizing_arguments(op)), dict(op.keywords)))
         effect = infer_effect(op.kernel, arguments, keywords)

@@ -84,8 +84,8 @@ PATIENCE = 8
 class Limit(FactTable):
     """The largest square image that fits: `size_px` a side (0: none), at which the fullest rank holds `bytes`.
 
-    With sides larger by `step_px` that rank would hold `next_bytes`, more than the `rank_bytes` that it may use.
-    `next_bytes` is None if no larger image was tried.
+    With `next_px` a side, the next larger size that can be cut, a rank would hold `next_bytes`, more than the
+    `rank_bytes` that it may use. Both are None if no larger image was tried.
     """
 
     plan: Plan
@@ -94,6 +94,7 @@ class Limit(FactTable):
     step_px: int
     size_px: int
     bytes: int
+    next_px: int | None
     next_bytes: int | None
 
     @property
@@ -102,12 +103,16 @@ class Limit(FactTable):
 
     @property
     def facts(self) -> dict[str, object]:
-        larger = "not tried" if self.next_bytes is None else format_bytes(self.next_bytes)
+        larger = (
+            {"larger images": "not tried"}
+            if self.next_bytes is None
+            else {f"memory with {self.next_px:,} px a side": format_bytes(self.next_bytes)}
+        )
         return {
             "largest image": f"{self.size_px:,} × {self.size_px:,} px" if self.size_px else "none fits",
             "images in a batch": self.batch,
             "memory of the fullest rank": f"{format_bytes(self.bytes)} of {format_bytes(self.rank_bytes)}",
-            f"memory with {self.step_px} px more": larger,
+            **larger,
             "plan": self.plan.summary,
         }
 
@@ -150,8 +155,9 @@ def largest_image(
         held = weighing.compute_full_peak(low) if low else 0
         if held <= limit:
             break
-    beyond = weighing.compute_full_peak(high) if high * step_px <= most_px else None
-    return Limit(plan, batch, limit, step_px, low * step_px, held, beyond)
+    next_px = high * step_px if high * step_px <= most_px else None
+    beyond = None if next_px is None else weighing.compute_full_peak(high)
+    return Limit(plan, batch, limit, step_px, low * step_px, held, next_px, beyond)
 
 
 def _search_size(weighing: _SizeProbe, limit: int, most: int) -> tuple[int, int]:

@@ -13,7 +13,14 @@ from engines.graph.stages import find_sharded_names, shard_graph
 from engines.plan import Plan
 from engines.program.builder import Builder
 from engines.program.effects import Instruction, Phase
-from engines.program.instructions import FiniteCheckAllReduce, ReduceBatchStats, RunningStatistics, SumGradients, Update
+from engines.program.instructions import (
+    FINITE_CHECK,
+    FiniteCheckAllReduce,
+    ReduceBatchStats,
+    RunningStatistics,
+    SumGradients,
+    Update,
+)
 from engines.program.lowering import STAGE_TAGS, Lowering, add_inputs
 from engines.program.make_schedule import make_schedule
 from engines.program.program import CountLabels, DirectionProgram, Program, Step
@@ -268,7 +275,7 @@ class Compiler:
                 # each weight enters the norm once: on the first rank that holds it
                 if self._ranks_by_weight[name][0] == rank
             )
-            yield FiniteCheckAllReduce("agree", tuple(range(self.layout.size)), counted)
+            yield FiniteCheckAllReduce(FINITE_CHECK, tuple(range(self.layout.size)), counted)
         statistics = tuple(
             replace(entry, mean_over=self.layout.find_ranks([stage]), mean_bytes=self._count_buffer_bytes(entry))
             if entry.mean_over

@@ -16,6 +16,7 @@ from engines.program.exchange import Exchange
 
 __all__ = [
     "DEVICE",
+    "FINITE_CHECK",
     "SEED",
     "AllReduce",
     "Compute",
@@ -112,6 +113,10 @@ class SumGradients(Instruction):
         ends = phase is Phase.UPDATE
         reductions = (Reduction(self.name, self.group, self.bytes, starts=not ends, waits=ends),)
         return Effects(self.weights if ends else (), reductions=reductions)  # the sums replace the gradients
+
+
+FINITE_CHECK = "agree"
+"""The name of a program's `FiniteCheckAllReduce`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,14 +112,18 @@ class ReceptiveFields:
         nothing = tuple(FieldSpans(np.full(size, _NOWHERE), np.full(size, -1)) for size in (rows, cols))
         return self._trace(source).get(node, nothing)  # type: ignore[return-value]
 
+    def has_pixels(self, node: str) -> bool:
+        """Return whether a node's value has rows and columns; a flattened one has not."""
+        value = self._builder.values.get(node)
+        return value is not None and bool(value.axes)
+
     def get_size_px(self, node: str) -> tuple[int, int]:
         """Return the rows and columns of a node's value. Raises PlanError if it has none."""
-        value = self._builder.values.get(node)
-        if value is None or not value.axes:
+        if not self.has_pixels(node):
             known = [name for name, each in self._builder.values.items() if each.axes]
             problem = f"{node!r} is no value of rows and columns: it has no receptive field"
             raise PlanError(describe_unknown(problem, node, known))
-        return value.size_px
+        return self._builder.values[node].size_px
 
     def _trace_from(self, source: str) -> Mapping[str, tuple[FieldSpans, ...]]:
         """Return the spans of all values that depend on a source, by one pass through the model."""

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import socket
+import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import cached_property
+from dataclasses import asdict, dataclass, replace
+from functools import cache, cached_property
 from pathlib import Path
 
+from engines.errors import PlanError
 from engines.formatting import FactTable, format_seconds, format_shares
 from engines.program.effects import Phase
+from engines.program.instructions import FINITE_CHECK
 from engines.program.program import Step
 
-__all__ = ["SHARES", "WORK", "TimeShares", "Timeline", "TimelineEvent", "compute_time_shares"]
+__all__ = ["SHARES", "WORK", "TimeShares", "Timeline", "TimelineEvent", "compute_time_shares", "identify_clock"]
 
 WORK = ("compute", "update")
 """The kinds of instructions in which a rank depends on no other."""
@@ -89,9 +93,15 @@ class Timeline(FactTable):
         }
 
     @classmethod
-    def of(cls, per_rank: Iterable[Sequence[TimelineEvent]]) -> Timeline:
-        """Return the timeline of the events that each rank recorded."""
-        return cls(tuple(event for events in per_rank for event in events))
+    def of(cls, per_rank: Iterable[Sequence[TimelineEvent]], clocks: Iterable[str] = ()) -> Timeline:
+        """Return the timeline of the events that each rank recorded, by `clocks[rank]` (none given: by one clock).
+
+        Several clocks are aligned. Raises PlanError if they cannot be, because the step is not complete.
+        """
+        ranks, names = list(per_rank), list(clocks)
+        if len(set(names)) > 1:
+            ranks = _align_clocks(ranks, names)
+        return cls(tuple(event for events in ranks for event in events))
 
     @property
     def layers(self) -> Mapping[str, str]:
@@ -175,6 +185,41 @@ class Timeline(FactTable):
                 rows.append(row)
         Path(path).write_text(json.dumps({"traceEvents": rows}))
         return Path(path)
+
+
+# Each host has a clock of its own, which counts from its start.
+
+
+@cache
+def identify_clock() -> str:
+    """Return what identifies the clock of `time.perf_counter`, which the processes of a host share."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()  # names of hosts need not be unique
+    except OSError:  # not Linux
+        return f"{socket.gethostname()} {uuid.getnode()}"
+
+
+def _align_clocks(per_rank: Sequence[Sequence[TimelineEvent]], clocks: Sequence[str]) -> list[list[TimelineEvent]]:
+    """Return the events by the clock of the first rank, exact to the time that a message travels."""
+    # No rank leaves the all-reduce before the update until the last one has entered it: its first end is about the same
+    # moment on all hosts.
+    #
+    #   host a   rank 0  |  work  |  all-reduce  | update          the clocks of b are shifted as a whole, so that
+    #   host b   rank 1  |    work     | all-red.| update          what its ranks did at once stays so
+    moments: dict[str, float] = {}
+    for events, clock in zip(per_rank, clocks, strict=True):
+        end_s = next((event.end_s for event in events if event.name == FINITE_CHECK), None)
+        if end_s is None:
+            raise PlanError(
+                f"The ranks are on {len(set(clocks))} hosts, whose clocks are aligned by the all-reduce before the "
+                "update, but not every rank has reached it. Complete the step first."
+            )
+        moments[clock] = min(end_s, moments.get(clock, end_s))
+    shifts = {clock: moments[clocks[0]] - end_s for clock, end_s in moments.items()}
+    return [
+        [replace(each, start_s=each.start_s + shifts[clock], end_s=each.end_s + shifts[clock]) for each in events]
+        for events, clock in zip(per_rank, clocks, strict=True)
+    ]
 
 
 # The breakdown of a step's time: computing, handling messages and all-reduces, and waiting for either.

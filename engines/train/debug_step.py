@@ -16,8 +16,9 @@ from engines.errors import PlanError
 from engines.program.exchange_runner import ReceivedMessage
 from engines.program.worker import Inputs
 from engines.spatial.tiles import Plane, Tile
+from engines.train.step_report import StepReport
 from engines.train.train_loop import RankStepStats, collect_stats
-from engines.train.training import RankTraining, StepReport
+from engines.train.training import RankTraining
 
 __all__ = ["RankStepper", "StepState", "ViewRequest", "ViewResult"]
 

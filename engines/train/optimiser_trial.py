@@ -17,11 +17,12 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from engines.errors import PlanError
 from engines.formatting import format_names
+from engines.graph.model_graph import ModelGraph, to_user_name
 from engines.graph.traceability import has_hooks
 from engines.program.update import Scheduler
-from engines.train.optimisers import Optimiser, ParameterSpec, make_on_rank, make_optimiser
+from engines.train.optimisers import Optimiser, ParameterSpec, collect_parameter_specs, make_on_rank, make_optimiser
 
-__all__ = ["check_groups", "check_on_ranks", "check_scheduler", "count_states", "find_frozen"]
+__all__ = ["check_groups", "check_on_ranks", "check_scheduler", "count_optimiser_states", "count_states", "find_frozen"]
 
 _STEPS = 3
 _OF_EACH_GROUP = 2  # weights per rank and group with which steps are tried: a norm over two differs from that of one
@@ -237,6 +238,21 @@ def count_states(function: Optimiser, specs: Sequence[ParameterSpec]) -> int:
     kept = (value for weight in weights.values() for value in made.state.get(weight, {}).values())
     numbers = sum(value.numel() for value in kept if isinstance(value, Tensor) and value.dim())
     return round(numbers / sum(weight.numel() for weight in weights.values()))
+
+
+def count_optimiser_states(optimiser: Optimiser, model: nn.Module | ModelGraph, loss: object = None) -> int:
+    """Return `count_states` of the weights of a model and its loss, or of their graph. Raises PlanError.
+
+    >>> count_optimiser_states(torch.optim.Adam, nn.Conv2d(3, 8, 3))
+    2
+    """
+    if isinstance(model, nn.Module):
+        return count_states(optimiser, collect_parameter_specs(model, loss, torch.float32))
+    specs = [
+        ParameterSpec(to_user_name(key), key, spec.shape, getattr(torch, spec.dtype), key in model.trainable)
+        for key, spec in model.weights.items()
+    ]
+    return count_states(optimiser, specs)
 
 
 def _is_same(one: Any, other: Any) -> bool:

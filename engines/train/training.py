@@ -24,7 +24,7 @@ from engines.comm.device import (
 )
 from engines.comm.world import World
 from engines.errors import LossError, PlanError, TraceError
-from engines.formatting import FactTable, format_bytes, format_names
+from engines.formatting import FactTable, format_names
 from engines.graph.labels import LabelCounter, NonFiniteCause, find_causes
 from engines.graph.labels import format_causes as describe_causes
 from engines.graph.model_graph import ModelGraph, TensorSpec, to_user_name
@@ -41,20 +41,20 @@ from engines.program.segment import Segment
 from engines.program.segment_compiler import SegmentCompiler, check_compiler
 from engines.program.shared_state import SharedState
 from engines.program.steps import describe_steps
-from engines.program.timeline import TimelineEvent
+from engines.program.timeline import identify_clock
 from engines.program.update import SCALE, Scheduler, UpdateRules
 from engines.program.worker import Inputs, Worker
 from engines.spatial.operator_table import UserOps
 from engines.spatial.rng import has_random_ops
 from engines.train.optimiser_trial import check_groups, check_on_ranks, check_scheduler, find_frozen
 from engines.train.optimisers import Optimiser, ParameterSpec, collect_parameter_specs, make_on_rank, make_optimiser
+from engines.train.step_report import StepReport
 
 __all__ = [
     "Loss",
     "Optimiser",
     "RankTraining",
     "Recipe",
-    "StepReport",
     "collect_state",
     "copy_state_tensor",
     "count_step_images",
@@ -242,26 +242,6 @@ def collect_state(model: nn.Module, loss: Loss | None, graph: ModelGraph) -> dic
     return {name: found[name] for name in (*graph.weights, *graph.buffers)}
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class StepReport(FactTable):
-    """The report of one rank on one training step: the `losses` of its micro-batches, and the events of its timeline.
-
-    `memory_bytes` is the memory in use at the end of the step: the tensors on a GPU, otherwise the whole process.
-    """
-
-    losses: Mapping[int, float]
-    events: tuple[TimelineEvent, ...]
-    memory_bytes: int = 0
-
-    @property
-    def facts(self) -> dict[str, object]:
-        return {
-            "losses by micro-batch": ", ".join(f"{loss:.4g}" for loss in self.losses.values()) or "none on this rank",
-            "events": len(self.events),
-            "memory": format_bytes(self.memory_bytes),
-        }
-
-
 @dataclass(frozen=True)
 class _StepSetup:
     """The graph, worker and label counter for steps of one batch size."""
@@ -407,7 +387,8 @@ class RankTraining:
     @property
     def report(self) -> StepReport:
         """The report on the current step, up to the last instruction that has run."""
-        return StepReport(self.worker.losses, tuple(self.worker.events), get_used_bytes(self.device))
+        events = tuple(self.worker.events)
+        return StepReport(self.worker.losses, events, get_used_bytes(self.device), identify_clock())
 
     def abort_step(self) -> None:
         """Discard a step that has failed, if there is one.

@@ -370,13 +370,13 @@ class HaloLayers:
         fused = {node.name: point for point in reversed(self.find_points(None, together)) for node in point.readers}
         return tuple(next((fused[node.name] for node in point.readers if node.name in fused), point) for point in alone)
 
-    def get_spans(self, point: HaloPoint) -> tuple[FieldSpans, FieldSpans]:
-        """Return the picture's rows on which each row of a layer's output depends, and the columns likewise."""
-        return self.fields.get_spans(point.readers[0].name)
+    def get_spans(self, point: HaloPoint) -> tuple[FieldSpans, ...]:
+        """Return the picture's rows on which each row of a layer's output depends, and the columns likewise.
 
-    def get_output_px(self, point: HaloPoint) -> tuple[int, int]:
-        """Return the rows and columns of a layer's output."""
-        return self.fields.get_size_px(point.readers[0].name)
+        Empty if the output has no rows and columns, as that of a layer that flattens.
+        """
+        node = point.readers[0].name
+        return self.fields.get_spans(node) if self.fields.has_pixels(node) else ()
 
     def compute_field(self, point: HaloPoint, row: int, col: int) -> ReceptiveField:
         """Return the receptive field of one pixel of a layer's output."""

@@ -19,7 +19,7 @@ from engines.plan import Plan
 from engines.program.receptive import FieldSpans
 from engines.spatial.tiles import Tile
 from mpi4dl_nb.draw.halo_points import HaloLayers, HaloPoint, find_spatial_stages
-from mpi4dl_nb.draw.picture_reach import PictureReach, describe_reach, make_reach
+from mpi4dl_nb.draw.picture_reach import PictureReach, describe_reach, explain_no_reach, make_reach
 from mpi4dl_nb.draw.slicing import describe_tile, format_title
 
 __all__ = ["LayerTables", "build_layer_tables", "describe_net"]
@@ -36,6 +36,9 @@ class LayerTables:
         pieces    (pieces, 6)     source tile, target tile, and the rectangle that it borrows
         seen      (tiles, 4)      rectangle of the picture that each tile's outputs depend on
         fields    (out_rows, 2), (out_columns, 2)    the picture's rows of each output row, and columns likewise
+
+    An output without rows and columns has no fields: `out_rows` and `out_columns` are 0. Without "reach" the outputs
+    are not cut into tiles, and `seen` are the tiles of the input.
     """
 
     facts: tuple[dict[str, Any], ...]
@@ -48,11 +51,13 @@ def build_layer_tables(picture: Picture, layers: HaloLayers | None, points: Sequ
     parts: list[NDArray[np.int32]] = []
     at = 0
     for point in points:
-        reach = make_reach(layers, point, picture) if layers and point.readers else None
-        tables = list(_make_tables(layers, point, reach))
+        of_model = layers is not None and bool(point.readers)
+        reach = make_reach(layers, point, picture) if of_model else None
+        spans = layers.get_spans(point) if of_model else tuple(map(FieldSpans.whole, point.size_px))
+        tables = list(_make_tables(point, reach, spans))
         pieces = [move for rank in point.ranks.ranks for move in point.find_halo(rank)]
         rows, cols = point.size_px
-        out_rows, out_cols = layers.get_output_px(point) if layers and point.readers else point.size_px
+        out_rows, out_cols = (len(each.starts) for each in spans) if spans else (0, 0)
         facts.append(
             {
                 "at": at,
@@ -69,23 +74,25 @@ def build_layer_tables(picture: Picture, layers: HaloLayers | None, points: Sequ
                 "pieces": len(pieces),
                 "moves": [] if point.computed else [point.describe_move(move) for move in pieces],
                 "computed": bool(point.computed),
+                "reach": reach is not None or not of_model,
             }
         )
-        facts[-1]["words"] = [_list_words(picture, point, reach, rank) for rank in point.ranks.ranks]
+        why = explain_no_reach(layers, point) if of_model else ""
+        facts[-1]["words"] = [_list_words(picture, point, reach, rank, why) for rank in point.ranks.ranks]
         parts.extend(tables)
         at += sum(table.size for table in tables)
     joined = np.concatenate([part.ravel() for part in parts]) if parts else np.zeros(0)
     return LayerTables(tuple(facts), joined.astype("<i4"))
 
 
-def _list_words(picture: Picture, point: HaloPoint, reach: PictureReach | None, rank: int) -> list[str]:
+def _list_words(picture: Picture, point: HaloPoint, reach: PictureReach | None, rank: int, no_reach: str) -> list[str]:
     lines = describe_tile(point, rank)
-    lines += describe_reach(reach, rank, picture.microns_per_px) if reach else ()
+    lines += describe_reach(reach, rank, picture.microns_per_px) if reach else filter(None, [no_reach])
     return [f"{line}." for line in lines]
 
 
 def _make_tables(
-    layers: HaloLayers | None, point: HaloPoint, reach: PictureReach | None
+    point: HaloPoint, reach: PictureReach | None, spans: Sequence[FieldSpans]
 ) -> Iterator[NDArray[np.int32]]:
     whole = Tile.whole(*point.size_px)
     yield _to_rows(point.tiles.values())
@@ -99,7 +106,6 @@ def _make_tables(
         np.int32,
     ).reshape(-1, 6)
     yield _to_rows(reach.seen.values() if reach else point.tiles.values())
-    spans = layers.get_spans(point) if layers and reach else tuple(map(FieldSpans.whole, point.size_px))
     for each in spans:
         empty = each.stops <= each.starts
         yield np.stack([np.where(empty, 0, each.starts), np.where(empty, 0, each.stops)], axis=1).astype(np.int32)

@@ -11,9 +11,10 @@ from matplotlib.ticker import MaxNLocator
 
 from engines.formatting import format_bytes, format_number
 from engines.plan import Plan
-from engines.program.timeline import Timeline, TimeShares
+from engines.program.timeline import TimeShares
 from engines.spatial.layout import Layout
 from engines.train.interrupts import StoppedError
+from engines.train.step_report import build_timeline
 from mpi4dl_nb.draw.figure import BLUE, INK, ORANGE, BarStyle, Drawing, draw_legend, draw_stacks
 from mpi4dl_nb.training.fit_run import History
 from mpi4dl_nb.training.progress import Progress
@@ -115,7 +116,7 @@ def get_memory_bytes(progress: Progress) -> dict[str, int]:
 
 def compute_uses(progress: Progress) -> dict[int, TimeShares]:
     """Return the time shares of each rank in the last step; empty before the first one."""
-    timeline = Timeline.of(report.events for report in progress.reports)
+    timeline = build_timeline(progress.reports)
     return timeline.time_shares if timeline.events else {}
 
 

@@ -10,7 +10,7 @@ from engines.spatial.tiles import Move, Tile, compute_moves
 from mpi4dl_nb.draw.figure import format_size
 from mpi4dl_nb.draw.halo_points import HaloLayers, HaloPoint
 
-__all__ = ["PictureReach", "describe_reach", "make_reach"]
+__all__ = ["PictureReach", "describe_reach", "explain_no_reach", "make_reach"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -63,8 +63,10 @@ class PictureReach(HaloPoint):
         return end.join((f"of rank {move.source}:", f"{format_size(move.tile.shape)} px"))
 
 
-def make_reach(layers: HaloLayers, point: HaloPoint, picture: Picture) -> PictureReach:
-    """Return what the outputs of a layer read of the picture."""
+def make_reach(layers: HaloLayers, point: HaloPoint, picture: Picture) -> PictureReach | None:
+    """Return what the outputs of a layer read of the picture; None if they are not cut into tiles."""
+    if explain_no_reach(layers, point):
+        return None
     spans = layers.get_spans(point)
     outputs = point.ranks.grid.cut(*(len(each.starts) for each in spans))
     seen = {
@@ -73,6 +75,15 @@ def make_reach(layers: HaloLayers, point: HaloPoint, picture: Picture) -> Pictur
     }
     spec = replace(point.spec, shape=(point.spec.shape[0], 3, *picture.shape()))
     return PictureReach(point.readers, point.stage, point.ranks, spec, seen=seen)
+
+
+def explain_no_reach(layers: HaloLayers, point: HaloPoint) -> str:
+    """Return why the outputs of a layer have no tiles whose reach could be shown, or "" if they have."""
+    out_px, grid = tuple(len(each.starts) for each in layers.get_spans(point)), point.ranks.grid
+    if out_px and all(size >= tiles for size, tiles in zip(out_px, grid, strict=True)):
+        return ""
+    made = f"only {format_size(out_px)} px for {grid} tiles" if out_px else "no rows and columns"
+    return f"The output of {point.name} ({point.operator}) has {made}, and hence no tiles that read the picture"
 
 
 def describe_reach(reach: PictureReach, rank: int, microns_per_px: float | None) -> Iterator[str]:

@@ -19,6 +19,8 @@ from engines.predict.machine import Machine
 from engines.predict.machines import resolve_machine
 from engines.program.compile import compile_plan
 from engines.spatial.layout import Layout, Pipeline, StageRanks
+from engines.train.optimiser_trial import count_optimiser_states
+from engines.train.training import Optimiser, sgd
 from mpi4dl_nb.draw.figure import INK, BarStyle, Box, Drawing, draw_boxes, format_ranks, write_first_fit
 from mpi4dl_nb.draw.memory import trace_model
 
@@ -132,25 +134,27 @@ def show_ranks(
     image_shape: Sequence[int] | None = None,
     loss: Loss | None = None,
     machine: Machine | str | None = None,
+    optimiser: Optimiser = sgd,
 ) -> Drawing:
     """Draw the replica, direction, stage and tile of every rank; with a model, also the load of each rank.
 
     `image_shape` is (N, C, H, W) of a batch. A model is traced at that size, which takes seconds; its graph
     (`training.recipe.graph`) is not. With a `machine` (such as `cluster.calibrate()`, or a name), the time of each
-    rank is predicted too. The other numbers are counted from the ranks' programs.
-    Raises PlanError, TraceError or ImageError.
+    rank is predicted too. The other numbers are counted from the ranks' programs, and memory with the state of the
+    `optimiser`, which is as for `Training`. Raises PlanError, TraceError or ImageError.
 
     >>> from mpi4dl_nb import Plan, resnet20_v1, show_ranks
     >>> figure = show_ranks(Plan(split_size=2, num_spatial_parts=4), resnet20_v1(), (2, 3, 64, 64))
     """
     if model is None:
         return draw_ranks(plan)
+    states = count_optimiser_states(optimiser, model, loss)
     model = trace_model("show_ranks", model, plan, image_shape, loss)
-    loads = [count_load(program, model, plan) for program in compile_plan(model, plan)]
+    loads = [count_load(program, model, plan, states) for program in compile_plan(model, plan)]
     if machine is None:
         return draw_ranks(plan, loads)
     machine = resolve_machine(machine)
-    found = forecast(model, plan, machine)
+    found = forecast(model, plan, machine, states)
     return draw_ranks(plan, with_time(loads, found), foreseen=describe_forecast(found, machine))
 
 

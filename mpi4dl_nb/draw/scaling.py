@@ -131,7 +131,7 @@ def show_limits(limits: Sequence[Limit], machine: str = "") -> Drawing:
             more = "" if each.next_bytes else ", and no larger one was tried"
             texts.append(f"{each.size_px:,} px: {format_bytes(each.bytes)} of {limit}{more}")
         else:
-            texts.append(f"none fits: {each.step_px} px need {format_bytes(each.next_bytes or 0)} of {limit}")
+            texts.append(f"none fits: {each.next_px:,} px need {format_bytes(each.next_bytes)} of {limit}")
     draw_stacks(axes, {"px": PIXELS}, [{"px": each.size_px} for each in limits])
     write_row_ends(axes, texts)
     names = [

@@ -34,7 +34,7 @@ from mpi4dl_nb.draw.halo_points import (
     resolve_graph,
 )
 from mpi4dl_nb.draw.navigation import RasterCache, choose_seam, get_pixel_at, make_square, to_fractions, to_pixel
-from mpi4dl_nb.draw.picture_reach import PictureReach, describe_reach, make_reach
+from mpi4dl_nb.draw.picture_reach import PictureReach, describe_reach, explain_no_reach, make_reach
 from mpi4dl_nb.draw.tilemap import (
     COMPUTED,
     FIELD,
@@ -292,7 +292,11 @@ def show_slicing(
     point = find_point(layers.find_points(stage, plan.fused_layers if plan.halo_d2 else None), layer)
     field = layers.compute_field(point, *receptive) if receptive else None
     if reading == "picture":
-        point = make_reach(layers, point, rasters.picture)
+        reach = make_reach(layers, point, rasters.picture)
+        if reach is None:
+            problem = explain_no_reach(layers, point)
+            raise PlanError(f"{problem}. Use reading='layer', or choose an earlier layer.")
+        point = reach
     return draw_slicing(rasters, point, tile, LayerView(zoom, at, field))
 
 

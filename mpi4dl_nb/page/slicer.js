@@ -148,14 +148,18 @@ class SlicerView {
     return this.tables[Math.min(this.model.get("layer"), this.tables.length - 1)];
   }
 
+  /** The model's reading, or "layer" where outputs are not cut into tiles whose reach could be shown. */
+  get reading() {
+    return this.table.facts.reach ? this.model.get("reading") : "layer";
+  }
+
   get tile() {
     return Math.min(this.model.get("tile"), this.table.tiles - 1);
   }
 
   /** Show the model's layer, tile and reading in all parts. */
   refresh() {
-    const { table, tile, facts } = this;
-    const reading = this.model.get("reading");
+    const { table, tile, facts, reading } = this;
     this.title.textContent = table.facts.title;
     this.strip.box.hidden = !facts.net.length;
     this.strip.show(facts.net, this.tables.length, this.tables.indexOf(table), (point) => this.tables[point].facts.title);
@@ -190,7 +194,7 @@ class SlicerView {
   paint(context, scene) {
     const { picture, colours } = this.facts;
     this.cache.want(paintPicture(context, scene, picture, this.cache, this.preview));
-    const enlarged = paintTiles(context, scene, this.table, this.tile, this.model.get("reading"), colours);
+    const enlarged = paintTiles(context, scene, this.table, this.tile, this.reading, colours);
     paintValues(context, scene, (row, column) => this.pixels.read(row, column));
     paintLabels(context, scene, this.table, this.tile);
     if (scene.cursor) paintCursor(context, scene, ...this.frameCursor(...scene.cursor));
@@ -210,7 +214,7 @@ class SlicerView {
     const { facts } = this.table;
     const [[row, column], out] = this.findPixels(x, y);
     const pixel = scaleRectangle([row, column, row + 1, column + 1], rows / facts.rows, columns / facts.columns);
-    const field = this.model.get("fields") && facts.operator && this.isInside(x, y) ? this.table.getField(...out) : null;
+    const field = this.model.get("fields") && facts.operator && facts.out_rows && this.isInside(x, y) ? this.table.getField(...out) : null;
     return [pixel, field];
   }
 
@@ -237,7 +241,7 @@ class SlicerView {
       const bytes = table.facts.computed ? "" : `: ${formatBytes(table.facts.pixel_bytes)}${borrowers.length > 1 ? " each" : ""}`;
       lines.push(`${verb} rank${borrowers.length > 1 ? "s" : ""} ${borrowers.map((each) => table.facts.ranks[each]).join(", ")}${bytes}`);
     } else if (table.facts.operator) lines.push("no tile borrows it");
-    if (table.facts.operator) {
+    if (table.facts.operator && table.facts.out_rows) {
       const [top, left, bottom, right] = table.getField(...out);
       lines.push(`the output here depends on ${formatExtent(bottom - top, right - left, microns)}`);
     }

@@ -29,6 +29,7 @@ from engines.program.timeline import Timeline
 from engines.train import rank_functions
 from engines.train.checkpoint_save import KEEP
 from engines.train.optimiser_trial import count_states
+from engines.train.step_report import build_timeline
 from engines.train.training import (
     cut_inputs,
 )
@@ -334,5 +335,5 @@ class Training(TrainingHandle):
             raise PlanError(
                 "timeline() shows the last step, but none was run yet, or since load(). Call step() or fit() first."
             )
-        events = Timeline.of(report.events for report in self.reports).events
+        events = build_timeline(self.reports).events
         return StepTimeline(events, self.reported.plan, self.reported.graph)

@@ -17,6 +17,7 @@ from engines.errors import LossError, RankError, make_absolute
 from engines.formatting import format_bytes, format_html_table
 from engines.graph.labels import format_causes
 from engines.graph.model_graph import TensorSpec
+from engines.graph.model_state import ModelState
 from engines.graph.python_values import TracedValues
 from engines.graph.trace_cache import TraceCache
 from engines.graph.whole_loss import WHOLE_BATCH, describe_step_loss, warn_of_mean
@@ -28,12 +29,12 @@ from engines.train import rank_functions
 from engines.train.checkpoint_load import open_checkpoint
 from engines.train.checkpoint_save import KEEP
 from engines.train.evaluation import collect_state_dict
+from engines.train.step_report import StepReport
 from engines.train.train_loop import RankStepStats, make_smaller_recipe, merge_stats
 from engines.train.training import (
     Loss,
     Optimiser,
     Recipe,
-    StepReport,
     count_step_images,
     cut_inputs,
     describe_precision_change,
@@ -83,7 +84,8 @@ class TrainingHandle:
         check_fits(plan, cluster.n)
         self.model, self.plan, self.cluster = model, plan, cluster
         self.loss = loss or nn.CrossEntropyLoss()
-        self.traces = TraceCache(model, image_shape, self.loss, labels, device)
+        state = ModelState.of(model, self.loss)  # a user may call model.eval() for a prediction of one's own
+        self.traces = TraceCache(model, image_shape, self.loss, labels, device, state)
         # `load` and `verify` prepare the same training for another plan or precision.
         own = self.loss, optimiser, labels, device, clip_norm, scheduler
         self._prepare: Callable[[Plan], Recipe] = lambda plan: prepare(

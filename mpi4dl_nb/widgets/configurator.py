@@ -21,6 +21,7 @@ from engines.predict.forecast import Forecast
 from engines.predict.machine import Machine
 from engines.predict.machines import MACHINES, resolve_machine
 from engines.program.program import Program
+from engines.train.training import Optimiser, sgd
 from mpi4dl_nb.background import IsAsked, LatestOnly, call_after_cells
 from mpi4dl_nb.cluster import Cluster
 from mpi4dl_nb.draw.figure import Drawing
@@ -45,8 +46,9 @@ WEIGHING = "Counting the memory and predicting the time ..."
 class Configurator(StillFigure, ipywidgets.VBox):
     """All options of a `Plan` for one model, validated at each change.
 
-    `image_shape` is (N, C, H, W) of a batch; `loss`, `labels` and `device` are as for `Training`. `plan` is the last
-    valid plan, `programs` are its ranks' programs, `forecast` is its forecast, and `figure` shows it without a page.
+    `image_shape` is (N, C, H, W) of a batch; `loss`, `labels`, `device` and `optimiser`, whose state is part of the
+    memory, are as for `Training`. `plan` is the last valid plan, `programs` are its ranks' programs, `forecast` is its
+    forecast, and `figure` shows it without a page.
     `knobs` holds the knob of each option by name; `image_px` and `batch` are those of the images: rows of pixels, and
     images in a batch. The button starts `cluster` (one over MPI if none is given) with the number of ranks that the
     plan needs, or resizes it. Times are predicted for the calibrated cluster or the chosen machine. `machine` is a
@@ -70,11 +72,13 @@ class Configurator(StillFigure, ipywidgets.VBox):
         labels: TensorSpec | Tensor | None = None,
         device: str = "auto",
         machine: Machine | str | None = None,
+        optimiser: Optimiser = sgd,
     ) -> None:
         self.cluster = cluster
         known = MACHINES | ({} if machine is None else {resolve_machine(machine).name: resolve_machine(machine)})
         self.machines: Mapping[str, Machine | None] = {OWN: None} | known
-        self._first = PlanCache(TraceCache(model, tuple(image_shape), loss or nn.CrossEntropyLoss(), labels, device))
+        traces = TraceCache(model, tuple(image_shape), loss or nn.CrossEntropyLoss(), labels, device)
+        self._first = PlanCache(traces, optimiser)
         self.planning, plan = self._first, plan or Plan()
         shape = self._first.traces.image_shape
         self.knobs = {

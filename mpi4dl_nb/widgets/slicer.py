@@ -152,10 +152,10 @@ class Slicer(PageWidget):
         if self._drawn is None or self._drawn[0] != state:
             point, field = self.point, None
             if self._layers and point.readers:
-                if self.view.fields and self.view.picked:
+                if self.view.fields and self.view.picked and self._layers.get_spans(point):
                     field = self._layers.compute_field(point, *self.view.picked[2:])
                 if self.view.reading == "picture":
-                    point = make_reach(self._layers, point, self.rasters.picture)
+                    point = make_reach(self._layers, point, self.rasters.picture) or point
             shown = make_layer_view(self.view.place, point, self.rasters.picture, field, self._describe_fusion(point))
             self._drawn = state, draw_slicing(self.rasters, point, self.view.tile, shown)
         return self._drawn[1]

@@ -9,7 +9,7 @@ from legible import read, unreadable
 
 from engines.plan import Plan
 from engines.program.timeline import TimelineEvent
-from engines.train.training import StepReport
+from engines.train.step_report import StepReport
 from engines.train.training_events import Counts, EpochResult, Scores, StepResult
 from mpi4dl_nb.draw.monitor import (
     COMMUNICATES,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,10 +17,12 @@ from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.errors import PlanError
 from engines.plan import Plan
 from engines.program.timeline import Timeline, TimelineEvent
+from engines.train.step_report import StepReport, build_timeline
 from engines.train.training import RankTraining, prepare
 from mpi4dl_nb.draw.timeline import BACKWARD, FORWARD, LOOKS, OTHER, WAIT, WEIGHTS, get_style, show_timeline
 
 PLAN = Plan(split_size=2, spatial_size=1, slice_method="1x2")
+TILES = Plan(split_size=1, slice_method="1x2")
 
 
 def event(
@@ -247,3 +250,33 @@ def test_a_trace_has_both_as_processes(tmp_path):
     assert len(spans) == len(PIPELINE.events) + len(TWO_RANKS.events)
     alone = json.loads(PIPELINE.to_chrome(tmp_path / "one.json").read_text())["traceEvents"]
     assert {row["pid"] for row in alone} == {0}
+
+
+def test_the_clocks_of_hosts_are_aligned_by_the_sum_before_the_update():
+    # Ranks 0 and 1 on one host, rank 2 on another one, whose clock runs `ahead_s`.
+    def record(rank: int, work_s: float, ahead_s: float = 0.0) -> list[TimelineEvent]:
+        agree = TimelineEvent(rank, "agree", "all-reduce", "update", 0, ahead_s + work_s, ahead_s + 2.0, 16)
+        return [event(rank, "compute", ahead_s, ahead_s + work_s), agree]
+
+    one_clock = Timeline.of([record(0, 1.0), record(1, 1.5), record(2, 1.9)], "aaa")
+    aligned = Timeline.of([record(0, 1.0), record(1, 1.5), record(2, 1.9, ahead_s=-70_000.0)], "aab")
+    assert aligned.seconds == pytest.approx(one_clock.seconds) == 2.0
+    assert [each.start_s for each in aligned.events] == pytest.approx([each.start_s for each in one_clock.events])
+    assert aligned.time_shares[2].work == pytest.approx(0.95)
+    with pytest.raises(PlanError, match=r"2 hosts.*Complete the step first"):
+        Timeline.of([record(0, 1.0), record(2, 1.9)[:1]], "ab")
+
+
+def test_every_rank_reports_the_clock_of_its_events_and_the_sum_by_which_they_are_aligned():
+    model = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.Flatten(), nn.Linear(768, 2))
+    recipe = prepare(model, TILES, (2, 3, 16, 16))
+    inputs = {"images": torch.rand(2, 3, 16, 16), "labels": torch.tensor([0, 1])}
+
+    def step(world: LoopbackWorld) -> StepReport:
+        training = RankTraining(world, recipe)
+        report = training.step(training.cut(inputs))
+        return replace(report, clock=f"{report.clock} of rank {world.rank}")
+
+    reports = run_ranks(2, step)
+    agreed = [each.end_s for each in build_timeline(reports).events if each.name == "agree"]
+    assert agreed == pytest.approx([agreed[0]] * 2, abs=1e-9, rel=0)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from engines.errors import ImageError
+from engines.formatting import format_bytes
 from engines.graph.model_graph import TensorSpec
 from engines.graph.trace_cache import TraceCache
 from engines.models import resnet20_v1
@@ -16,6 +17,7 @@ from engines.plan import Plan
 from engines.predict.forecast import count_load, forecast, with_time
 from engines.predict.machines import MACHINES
 from engines.program.compile import compile_plan
+from mpi4dl_nb import show_ranks
 from mpi4dl_nb.plan_cache import PlanCache
 
 SHAPE = (2, 3, 32, 32)
@@ -34,6 +36,21 @@ def test_programs_loads_and_forecast_are_those_without_a_cache(plans):
     expected = forecast(graph, PLAN, MACHINES["Summit"])
     assert found.forecast == expected
     assert list(found.loads) == with_time([count_load(each, graph, PLAN) for each in programs], expected)
+
+
+def test_the_state_of_the_optimiser_is_part_of_the_memory(plans):
+    adam, graph = PlanCache(plans.traces, torch.optim.Adam), plans.traces.get_graph(PLAN)
+    programs = compile_plan(graph, PLAN)
+    expected = [count_load(each, graph, PLAN, optimiser_states=2) for each in programs]
+    for cache in (adam, adam.with_shape((2, 3, 64, 32)).with_shape(SHAPE)):
+        assert list(cache.predict_costs(PLAN).loads) == expected
+    assert adam.with_shape((2, 3, 64, 32)).optimiser is torch.optim.Adam
+    assert all(
+        more.peak_bytes > less.peak_bytes for more, less in zip(expected, plans.predict_costs(PLAN).loads, strict=True)
+    )
+    for model in (graph, plans.traces.model):
+        shown = show_ranks(PLAN, model, SHAPE, optimiser=torch.optim.Adam)
+        assert format_bytes(expected[0].peak_bytes) in shown.alt
 
 
 def test_work_that_is_no_longer_asked_for_ends(plans):

@@ -133,7 +133,7 @@ def test_both_readings_and_receptive_fields(page, slicer):
     assert (slicer.view.reading, slicer.view.fields, slicer.view.layer) == ("picture", True, 4)
     assert page.get_by_role("button", name="receptive fields").get_attribute("aria-pressed") == "true"
     expect(page.locator(".mpi4dl-words")).to_contain_text("all pixels of the picture that its outputs read")
-    seen = re.search(r"sees (\d+) × (\d+) px", point_at(page, 0.25, 0.25))
+    seen = re.search(r"depends on (\d+) × (\d+) px", point_at(page, 0.25, 0.25))
     assert int(seen[1]) > 3
     (_, seen_by_tile) = re.findall(r"0 above, (\d+) below", page.locator(".mpi4dl-words").inner_text())
     assert int(seen_by_tile) == int(seen[1]) // 2

@@ -7,10 +7,12 @@ from functools import partial
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from engines.models import UNet, resnet20_v1
 from engines.plan import Plan
 from engines.predict.rank_memory import predict_rank_memory
+from engines.predict.rank_tally import build_tally
 from engines.program.compile import compile_plan
 from engines.program.instructions import SumGradients
 from engines.train.training import prepare, sgd
@@ -25,6 +27,12 @@ CASES = {
         2,
     ),
     "zero bubble": (resnet20_v1, Plan(split_size=3, spatial_size=0, parts=4, schedule="zero_bubble"), sgd, 1),
+    "zero bubble, computed again": (
+        resnet20_v1,
+        Plan(split_size=3, spatial_size=0, parts=4, schedule="zero_bubble", checkpoint_activations=True),
+        sgd,
+        1,
+    ),
     "both directions": (resnet20_v1, Plan(split_size=3, spatial_size=0, bidirectional=True, schedule="gems"), sgd, 1),
     "half precision": (resnet20_v1, Plan(split_size=2, spatial_size=1, precision="bfloat16"), sgd, 1),
     "halos behind the interior": (resnet20_v1, Plan(split_size=1, num_spatial_parts=4, overlap_halos=True), sgd, 1),
@@ -41,6 +49,31 @@ def test_the_peak_of_each_rank_is_as_measured(name):
         memory = predict_rank_memory(measured.program, recipe.graph, plan, states)
         assert memory.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.1)
         assert sum(memory.at_peak.values()) == memory.peak_bytes
+
+
+class Watched(nn.Module):
+    """Reads its trained weights a second time, without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            mean = torch.sigmoid(self.wide(x.flip(3))).tanh().mean()
+        return self.head(self.wide(x) - mean).mean((2, 3))
+
+
+def test_operators_without_gradients_are_not_counted_as_trained():
+    plan = Plan(split_size=1, spatial_size=0)
+    recipe = prepare(Watched(), plan, (2, 3, 64, 64))
+    (measured,) = live_bytes(recipe)
+    tally = build_tally(measured.program, recipe.graph)
+    ops = [op for segment in tally.ways[0].segments.values() for op in segment.ops]
+    assert [op.gradients for op in ops if op.kind == "convolution"] == [0, 1, 2]
+    assert [op.gradients for op in ops if op.kind == "transcendental"] == [0, 0]
+    memory = predict_rank_memory(measured.program, recipe.graph, plan, tally=tally)
+    assert memory.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.02)
 
 
 @pytest.mark.nightly

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from engines.errors import PlanError
+from engines.formatting import format_bytes
 from engines.plan import Plan
 from engines.predict.explain import KINDS, classify_plan
 from engines.predict.forecast import forecast
@@ -15,6 +16,7 @@ from engines.predict.search import generate_plans
 from engines.predict.sizes import Sizes, largest_image
 from engines.predict.studies import capabilities, scaling, select_plans
 from engines.program.timeline import compute_time_shares
+from mpi4dl_nb.draw.scaling import show_limits
 from tests.predict.test_simulate import FLAT
 from tests.zoo import Chain
 
@@ -91,6 +93,18 @@ def test_limits_at_the_ends(monkeypatch):
         largest_image(MODEL, ONE, SMALL, step_px=0)
     with pytest.raises(PlanError, match="only"):
         largest_image(MODEL, Plan(split_size=40, spatial_size=0), SMALL, most_px=512)
+
+
+def test_the_next_size_is_the_one_whose_memory_is_told():
+    plan = Plan(split_size=1, slice_method="9x1")  # 4 and 8 rows of pixels cannot be cut so
+    found = largest_image(MODEL, plan, SMALL, step_px=4, most_px=64, rank_bytes=100)
+    graph = MODEL.graph(plan, (1, 3, found.next_px, found.next_px))
+    assert found.size_px == 0
+    assert found.next_px > found.step_px
+    assert found.next_bytes == predict_plan_memory(graph, plan).peak_bytes
+    told = f"{found.next_px} px", format_bytes(found.next_bytes)
+    assert found.facts[f"memory with {told[0]} a side"] == told[1]
+    assert "none fits: {} need {}".format(*told) in show_limits([found]).alt
 
 
 def test_strong_scaling_shares_the_images_of_a_step():

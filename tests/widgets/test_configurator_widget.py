@@ -14,6 +14,7 @@ from weakref import ref
 
 import numpy as np
 import pytest
+import torch
 from IPython.core.events import EventManager
 from torch import nn
 
@@ -141,6 +142,14 @@ def test_what_does_not_fit_is_called_so():
     assert (memory["verdict"], memory["limit"]) == ("does not fit", 1 << 20)
     assert "times what a rank has" in memory["reason"]
     assert {group["word"] for group in made.view.loads["groups"]} == {"does not fit"}
+
+
+def test_the_memory_is_that_of_the_chosen_optimiser():
+    made = Configurator(resnet20_v1(), SHAPE, machine="Summit", optimiser=torch.optim.Adam)
+    assert made.wait()
+    shown = show_ranks(Plan(), resnet20_v1(), SHAPE, machine="Summit", optimiser=torch.optim.Adam)
+    assert made.figure.alt == shown.alt
+    assert made.figure.alt != show_ranks(Plan(), resnet20_v1(), SHAPE, machine="Summit").alt
 
 
 @pytest.mark.nightly

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from engines.errors import ImageError
+from engines.errors import ImageError, PlanError
 from engines.images.picture_reader import Level, Picture
 from engines.images.sample_data import immunohistochemistry
 from engines.plan import Plan
@@ -257,3 +257,29 @@ def test_a_real_slide_is_sliced():
     assert "µm)" in slicer.view.facts["layers"][0]["words"][0][-2]
     (tile,) = ask(slicer, (0, 5, 4))
     assert np.array_equal(tile, open_image(path).read(5 * 256, 4 * 256, 256, 256))
+
+
+class Flattening(nn.Sequential):
+    """A head as VGG's: a pool to fewer rows than tiles or not, and weights for each pixel that remains."""
+
+    def __init__(self, rows: int) -> None:
+        head = nn.AdaptiveMaxPool2d((rows, 6)), nn.Flatten(), nn.Linear(24 * rows, 2)
+        super().__init__(nn.Conv2d(3, 4, 3, padding=1), *head)
+
+
+@pytest.mark.parametrize(
+    ("rows", "layer", "why"), [(6, "2", "no rows and columns"), (1, "1", "only 1 × 6 px for 2x2 tiles")]
+)
+def test_layers_without_tiles_of_their_outputs_are_shown_without_what_these_read(rows, layer, why):
+    recipe = prepare(Flattening(rows), PLAN, SHAPE)
+    slicer = Slicer(TISSUE, PLAN, recipe)
+    (number,) = (n for n, point in enumerate(slicer.points) if point.name == layer)
+    assert not any(facts["reach"] for facts in slicer.view.facts["layers"][number:])
+    assert slicer.view.facts["layers"][0]["reach"]
+    assert all(why in words[-1] for words in slicer.view.facts["layers"][number]["words"])
+    slicer.layer.value, slicer.view.fields, slicer.view.picked = number, True, [0, 0, 0, 0]
+    shown = slicer.figure.alt
+    slicer.view.reading = "picture"
+    assert slicer.figure.alt == shown
+    with pytest.raises(PlanError, match=f"{why}.*reading='layer'"):
+        show_slicing(TISSUE, PLAN, recipe, layer, reading="picture")
