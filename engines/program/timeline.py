@@ -98,10 +98,9 @@ class Timeline(FactTable):
 
         Several clocks are aligned. Raises PlanError if they cannot be, because the step is not complete.
         """
-        ranks, names = list(per_rank), list(clocks)
-        if len(set(names)) > 1:
-            ranks = _align_clocks(ranks, names)
-        return cls(tuple(event for events in ranks for event in events))
+        recorded, names = list(per_rank), list(clocks)
+        aligned = _align_clocks(recorded, names) if len(set(names)) > 1 else recorded
+        return cls(tuple(event for events in aligned for event in events))
 
     @property
     def layers(self) -> Mapping[str, str]:
