@@ -262,6 +262,9 @@ class OffloadingMicroBatch(MicroBatchState):
         if phase is Phase.FORWARD:
             self.offload()
             return sent
+        if phase is Phase.INPUTS and instruction.name in self._late and not self.runtime.keeps_graphs:
+            # What the recomputed graph reads in WEIGHTS: other instructions may offload and release these inputs first.
+            self._saved[instruction.name] = self._get_inputs(instruction)
         # Going backward, only what was fetched for this instruction and will be read by another one is worth a copy:
         # the rest is freed soon.
         names = instruction.get_effects(phase).makes

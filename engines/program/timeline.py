@@ -198,7 +198,7 @@ def identify_clock() -> str:
         return f"{socket.gethostname()} {uuid.getnode()}"
 
 
-def _align_clocks(per_rank: Sequence[Sequence[TimelineEvent]], clocks: Sequence[str]) -> list[list[TimelineEvent]]:
+def _align_clocks(per_rank: Sequence[Sequence[TimelineEvent]], clocks: Sequence[str]) -> list[Sequence[TimelineEvent]]:
     """Return the events by the clock of the first rank, exact to the time that a message travels."""
     # No rank leaves the all-reduce before the update until the last one has entered it: its first end is about the same
     # moment on all hosts.

@@ -30,6 +30,9 @@ PLANS = {
     "overlapped halos": Plan(split_size=1, slice_method="1x2", overlap_halos=True),
     "micro-batches, zero bubble": Plan(split_size=3, spatial_size=0, parts=4, schedule="zero_bubble"),
     "both ways, computed again": Plan(split_size=2, spatial_size=0, bidirectional=True, checkpoint_activations=True),
+    "zero bubble, computed again": Plan(
+        split_size=2, spatial_size=1, parts=4, schedule="zero_bubble", checkpoint_activations=True
+    ),
     "half precision": Plan(split_size=2, spatial_size=0, parts=4, schedule="zero_bubble", precision="bfloat16"),
     "shares and replicas": Plan(split_size=2, slice_method="1x2", local_dp=2, data_parallel=2),
 }
@@ -83,8 +86,16 @@ def trained(recipe: Recipe) -> list[tuple[dict, list]]:
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("name", PLANS)
 def test_the_same_bits(model: str, name: str, reads_files: bool, monkeypatch):
+    check_bits(recipe_of(model, PLANS[name]), monkeypatch)
+
+
+def test_what_is_computed_again_is_there_for_the_gradients_of_the_weights(reads_files: bool, monkeypatch):
+    check_bits(recipe_of("ResNet", PLANS["zero bubble, computed again"]), monkeypatch)
+
+
+def check_bits(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A training with activations in a file, against the same one in memory."""
     monkeypatch.setattr(offloader, "LEAST_BYTES", 1)
-    recipe = recipe_of(model, PLANS[name])
     expected = trained(recipe)
     away = replace(recipe, plan=replace(recipe.plan, offload_activations=True))
     for (ours, losses), (theirs, wanted) in zip(trained(away), expected, strict=True):
