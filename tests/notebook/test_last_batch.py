@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from engines.cli import train_images
 from engines.cli.train_command import run_train
 from engines.comm.loopback import run_ranks
 from engines.errors import ImageError, PlanError, TraceError
@@ -284,14 +285,14 @@ def test_it_goes_on_from_any_checkpoint_bit_by_bit(name: str, tmp_path: Path):
 @pytest.mark.nightly
 @pytest.mark.parametrize("drop_last", [False, True], ids=["trained", "left out"])
 def test_the_command(monkeypatch, capsys, drop_last: bool):
-    monkeypatch.setitem(run_train.__globals__["_APPLICATIONS"], "3", lambda *_: SyntheticImages(10, SIZE, 10))
+    monkeypatch.setitem(train_images._APPLICATIONS, "3", lambda *_: SyntheticImages(10, SIZE, 10))
     run_ranks(2, lambda world: run_train(world, [*FLAGS, *STAGES, *["--drop-last"] * drop_last]))
     line = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (line["steps"], line["images_per_step"]) == (2 if drop_last else 3, 4)
 
 
 def test_the_command_refuses_what_the_plan_cannot_divide(monkeypatch):
-    monkeypatch.setitem(run_train.__globals__["_APPLICATIONS"], "3", lambda *_: SyntheticImages(9, SIZE, 10))
+    monkeypatch.setitem(train_images._APPLICATIONS, "3", lambda *_: SyntheticImages(9, SIZE, 10))
     with pytest.raises(PlanError, match=r"The last step of an epoch has 1 images.*--drop-last"):
         run_ranks(2, lambda world: run_train(world, [*FLAGS, *STAGES]))
 
