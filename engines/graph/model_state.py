@@ -42,7 +42,7 @@ class ModelState:
 
     @contextmanager
     def apply_modes(self, *owners: object) -> Iterator[None]:
-        """Within the context, put the same modules into their modes of then."""
+        """Within the context, put the same modules into the modes that this state recorded."""
         changed = [
             module
             for name, module in _iterate_modules(owners)

@@ -31,7 +31,7 @@ class TraceCache:
     `image_shape` is (N, C, H, W) of a batch, `labels` are as for `prepare`.
     Plans whose micro-batches have the same shape and precision share a trace; a trace takes seconds. If a step has
     several micro-batches, the graph's loss is changed so that the mean over them is the loss of the whole batch.
-    The model is traced as it is at the moment, anew after a change of its state; with `state`, in the modes of then.
+    The model is traced in its current state, and again after a change; with `state`, in the modes that it recorded.
     Raises ImageError for an invalid `image_shape` or `labels`, and TraceError for modules that cannot be traced.
     """
 

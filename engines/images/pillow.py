@@ -131,17 +131,17 @@ def is_animated(image: Image.Image) -> bool:
 def find_orientation(image: Image.Image, file: BinaryIO) -> int | None:
     """Return the EXIF orientation of the PNG or JPEG image in `file` from its header, without decoding it.
 
-    Returns None for a PNG whose orientation may be written behind its pixels.
+    Returns None for a PNG whose orientation may be stored after its pixels.
     """
-    # For a PNG, Pillow's `getexif` decodes all pixels to reach the chunks behind them.
+    # For a PNG, Pillow's `getexif` decodes all pixels to reach the chunks after them.
     if image.format == "PNG" and "exif" not in image.info and _has_late_text(file):
         return None
     return int(Image.Image.getexif(image).get(ORIENTATION, 1))
 
 
 def _has_late_text(file: BinaryIO) -> bool:
-    """Return whether chunks behind the pixels of a PNG file may hold its orientation."""
-    file.seek(8)  # behind the signature
+    """Return whether chunks after the pixels of a PNG file may hold its orientation."""
+    file.seek(8)  # after the signature
     after = False
     while len(head := file.read(8)) == 8:
         length, kind = struct.unpack(">I4s", head)

@@ -201,8 +201,8 @@ class Lowering:
             else:
                 numbers = [index // fused for index in range(len(names))]
             groups = {name: number for number, layer in zip(numbers, names, strict=True) for name in layer}
-            # The prediction has a group of its own: the loss reads each rank's own tile of it, and so does whoever asks
-            # for the prediction, also if later layers read more of it.
+            # The prediction has a group of its own: the loss, and a caller that collects the prediction, read the own
+            # tile of each rank, even if later layers read more.
             groups |= {self.graph.prediction: -1}
         self._wides[key] = extend_tiles(scout.reads, groups, scout.get_image_tiles)
         return self._wides[key]

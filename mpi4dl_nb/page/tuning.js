@@ -187,7 +187,7 @@ class TuningPage {
     return [name, ...point.facts.map((fact) => fact.join(": "))];
   }
 
-  /** Let the kernel measure the plan that is marked, whatever else it has heard of by then. */
+  /** Let the kernel measure the plan that is marked. The message names it, since the traits may lag behind. */
   askToMeasure() {
     const point = this.points[this.marked];
     if (!point || this.model.get("busy")) return;

@@ -97,7 +97,7 @@ class Configurator(StillFigure, ipywidgets.VBox):
         self._gauges: dict[str, Any] = {"now": [], "before": []}
         self._error: Mpi4dlError | None = None
         self._plan, self._foreseen, self._rank_trouble = plan, "", ""
-        self._starts = self._doing = self._wrong = ""  # what is said of a start under way, of other work, of an error
+        self._starts = self._doing = self._wrong = ""  # status texts of a start, of other work, and of an error
         self.view = PlanView(list(self.machines), self.set_texts, self.start.click)
         super().__init__([self.view])
         self._handle_change("")
