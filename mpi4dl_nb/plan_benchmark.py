@@ -14,7 +14,8 @@ from engines.predict.forecast import Forecast, compute_throughput
 from engines.program.compile import compile_plan
 from engines.program.worker import Inputs
 from engines.train import rank_functions
-from engines.train.training import Recipe, cut_inputs
+from engines.train.recipe import Recipe
+from engines.train.training import cut_inputs
 from engines.train.verify import make_batches
 from mpi4dl_nb.cluster import Cluster
 from mpi4dl_nb.status_line import ProgressCallback

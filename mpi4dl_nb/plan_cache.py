@@ -26,7 +26,8 @@ from engines.predict.tallies import RankTally
 from engines.program.compile import Compiler
 from engines.program.program import Program
 from engines.train.optimiser_trial import count_optimiser_states
-from engines.train.training import Optimiser, sgd
+from engines.train.optimisers import Optimiser
+from engines.train.recipe import sgd
 from mpi4dl_nb.cluster import Cluster
 from mpi4dl_nb.status_line import LATER_S, show_status
 

@@ -10,14 +10,15 @@ from torch import Tensor, nn
 
 from engines.errors import PlanError
 from engines.graph.model_graph import ModelGraph, TensorSpec
-from engines.graph.trace_cache import TraceCache
+from engines.graph.trace_cache import Loss, TraceCache
 from engines.plan import Plan
 from engines.predict.explain import Explanation, explain
 from engines.predict.forecast import Forecast
 from engines.predict.machine import Machine
 from engines.predict.search import search
 from engines.train.optimiser_trial import count_optimiser_states
-from engines.train.training import Loss, Optimiser, Recipe, prepare, sgd
+from engines.train.optimisers import Optimiser
+from engines.train.recipe import Recipe, prepare, sgd
 from mpi4dl_nb.cluster import Cluster
 from mpi4dl_nb.draw.tuning import format_table_html
 from mpi4dl_nb.plan_benchmark import (

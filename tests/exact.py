@@ -11,13 +11,15 @@ from torch import Tensor, nn
 
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.graph.model_graph import MODEL, TensorSpec
+from engines.graph.trace_cache import Loss
 from engines.graph.traceability import collect_tensors, get_prediction
 from engines.plan import Plan
 from engines.program.compile import Compiler
 from engines.program.worker import Worker
 from engines.spatial.rng import CounterRNGMode
 from engines.spatial.tiles import Tile
-from engines.train.training import Loss, cut_inputs, prepare
+from engines.train.recipe import prepare
+from engines.train.training import cut_inputs
 
 Same = Callable[[Tensor, Tensor], bool]
 close: Same = partial(torch.allclose, rtol=1e-12, atol=1e-12)

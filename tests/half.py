@@ -19,7 +19,8 @@ from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.images.sample_data import StainCrops, immunohistochemistry
 from engines.models import resnet20_v1
 from engines.plan import Plan
-from engines.train.training import RankTraining, Recipe, prepare
+from engines.train.recipe import Recipe, prepare
+from engines.train.training import RankTraining
 
 PRECISIONS = ("float32", "bfloat16")
 Batch = tuple[Tensor, Tensor]

@@ -24,7 +24,7 @@ from torch import Tensor
 from engines.errors import RankError
 from engines.models import resnet20_v1
 from engines.train.oracle import train_reference
-from engines.train.training import sgd
+from engines.train.recipe import sgd
 from mpi4dl_nb import Cluster, Plan, Training
 from tests.namespaces import Namespaces, namespaces, why_not
 

@@ -12,7 +12,7 @@ from torch import nn
 from engines.cli import options
 from engines.comm.mpi import MpiWorld
 from engines.graph.model_graph import TensorSpec
-from engines.train.training import Recipe, prepare
+from engines.train.recipe import Recipe, prepare
 from engines.train.verify import verify
 from tests.stock import LOSSES
 

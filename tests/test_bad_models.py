@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from engines.errors import PlanError, TraceError
 from engines.graph.model_graph import TensorSpec
 from engines.plan import Plan
-from engines.train.training import prepare
+from engines.train.recipe import prepare
 from tests.exact import assert_exact, close, tiled, weighted_sum, whole_numbers, with_whole_weights
 
 Function = Callable[[Tensor], Tensor]

@@ -14,7 +14,7 @@ from engines.cli.plan_options import find_plan_option, find_plan_options, format
 from engines.errors import Mpi4dlError
 from engines.models import resnet20_v1
 from engines.plan import OPTIONS, Plan
-from engines.train.training import prepare
+from engines.train.recipe import prepare
 
 WRONG = {kind: case[0] for kind, case in {**REFUSED, **CONTRADICTIONS}.items()}
 

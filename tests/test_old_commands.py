@@ -13,8 +13,9 @@ from engines.comm.loopback import run_ranks
 from engines.comm.world import World
 from engines.images.dataset import SyntheticImages
 from engines.images.loader import LoaderOptions
+from engines.train.recipe import Recipe, count_step_images
 from engines.train.train_loop import CollectiveTrainLoop, RankTrainLoop, run
-from engines.train.training import RankTraining, Recipe, count_step_images
+from engines.train.training import RankTraining
 from engines.train.training_events import StepResult
 
 README = Path(__file__).parents[1] / "README.md"

@@ -23,7 +23,7 @@ from engines.plan import Plan
 from engines.program.compile import compile_plan
 from engines.program.program import count_traffic
 from engines.program.timeline import Timeline
-from engines.train.training import prepare
+from engines.train.recipe import prepare
 from engines.train.verify import VerifyResult
 from mpi4dl_nb import (
     MACHINES,

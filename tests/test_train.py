@@ -26,8 +26,9 @@ from engines.plan import Plan
 from engines.program.worker import Inputs
 from engines.spatial.tiles import Tile
 from engines.train.oracle import ReferenceTraining
+from engines.train.recipe import Recipe, count_step_images, prepare, sgd
 from engines.train.train_loop import CollectiveTrainLoop, RankTrainLoop, run
-from engines.train.training import RankTraining, Recipe, count_step_images, prepare, sgd
+from engines.train.training import RankTraining
 from engines.train.training_events import Counts, EpochResult, StepResult, summarise
 
 SIZE, BATCH, COUNT = (20, 26), 4, 40

@@ -21,7 +21,8 @@ from engines.images.tables import table_images
 from engines.models import UNet
 from engines.plan import Plan
 from engines.spatial.tiles import Tile
-from engines.train.training import RankTraining, prepare
+from engines.train.recipe import prepare
+from engines.train.training import RankTraining
 
 SIZE = (24, 24)
 PLANS = {

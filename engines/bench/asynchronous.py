@@ -16,9 +16,9 @@ from engines.images.sample_data import StainCrops, immunohistochemistry
 from engines.models import resnet20_v1
 from engines.plan import Plan
 from engines.train.asynchrony import MODES, Asynchrony, ReplicaStudy
+from engines.train.recipe import Recipe, prepare
 from engines.train.replica import Feed
 from engines.train.train_replicas import train_replicas
-from engines.train.training import Recipe, prepare
 
 __all__ = ["bench_asynchronous", "expand_modes", "make_crops_feed", "make_crops_recipe", "run_bench_asynchronous"]
 

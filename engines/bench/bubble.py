@@ -23,7 +23,8 @@ from engines.program.make_schedule import compute_plan_bubble
 from engines.program.timeline import Timeline, identify_clock
 from engines.program.worker import Worker
 from engines.spatial.layout import check_fits
-from engines.train.training import cut_inputs, prepare
+from engines.train.recipe import prepare
+from engines.train.training import cut_inputs
 
 __all__ = ["bench_bubble", "run_bench_bubble"]
 

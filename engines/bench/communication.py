@@ -22,7 +22,8 @@ from engines.comm.world import Message, Pending, World
 from engines.program.effects import Phase
 from engines.program.instructions import SumGradients
 from engines.program.program import Traffic, count_traffic
-from engines.train.training import RankTraining, Recipe
+from engines.train.recipe import Recipe
+from engines.train.training import RankTraining
 from engines.train.verify import make_batches
 
 if TYPE_CHECKING:  # mpi4py starts MPI when it is imported

@@ -40,7 +40,7 @@ from engines.program.message_buffers import SendQueue
 from engines.program.segment import Segment
 from engines.spatial.layout import check_fits
 from engines.spatial.tiles import Move, Tile
-from engines.train.training import prepare
+from engines.train.recipe import prepare
 
 if TYPE_CHECKING:
     from engines.comm.mpi import MpiWorld

@@ -35,7 +35,8 @@ from engines.comm.world import World
 from engines.errors import RankError
 from engines.program.worker import Inputs
 from engines.train.oracle import ReferenceTraining
-from engines.train.training import RankTraining, Recipe
+from engines.train.recipe import Recipe
+from engines.train.training import RankTraining
 from engines.train.verify import make_batches
 
 if TYPE_CHECKING:  # mpi4py starts MPI when it is imported

@@ -40,7 +40,8 @@ from engines.comm.world import World
 from engines.errors import PlanError, RankError, TraceError
 from engines.program.offloader import OffloadStore, find_disk_folder
 from engines.train.oracle import ReferenceTraining, to_plain_names
-from engines.train.training import RankTraining, Recipe
+from engines.train.recipe import Recipe
+from engines.train.training import RankTraining
 from engines.train.verify import make_batches
 
 __all__ = [

@@ -22,7 +22,8 @@ from engines.predict.calibrate import measure_overheads
 from engines.program.effects import Phase
 from engines.program.timeline import TimelineEvent
 from engines.train.oracle import ReferenceTraining
-from engines.train.training import RankTraining, Recipe
+from engines.train.recipe import Recipe
+from engines.train.training import RankTraining
 from engines.train.verify import make_batches
 
 __all__ = [

@@ -29,7 +29,8 @@ from engines.graph.model_graph import ModelGraph
 from engines.graph.trace_cache import TraceCache
 from engines.plan import OPTIONS, Plan
 from engines.spatial.layout import check_fits
-from engines.train.training import Optimiser, Recipe, describe_precision_change, prepare
+from engines.train.optimisers import Optimiser
+from engines.train.recipe import Recipe, describe_precision_change, prepare
 
 __all__ = [
     "FlagParser",

@@ -24,8 +24,9 @@ from engines.train.checkpoint_load import load
 from engines.train.checkpoint_save import KEEP, CheckpointManager, make_rank_manager
 from engines.train.evaluation import HeldOutSet, RankEvaluation, evaluate_on_ranks
 from engines.train.interrupts import Interrupts
+from engines.train.recipe import Recipe, count_step_images
 from engines.train.train_loop import CollectiveTrainLoop, RankTrainLoop, count_left_over, make_smaller_recipe, run
-from engines.train.training import RankTraining, Recipe, count_step_images
+from engines.train.training import RankTraining
 from engines.train.training_events import EpochLog, EpochResult, Scores, SkippedImage, StepResult, summarise
 
 __all__ = ["find_resume_path", "make_train_parser", "run_train"]

@@ -25,7 +25,8 @@ from engines.program.steps import describe_steps
 from engines.program.worker import Inputs, Worker
 from engines.spatial.operator_table import UserOps
 from engines.spatial.tiles import Tile
-from engines.train.training import Recipe, collect_state, copy_state_tensor, cut_inputs, sgd
+from engines.train.recipe import Recipe, collect_state, sgd
+from engines.train.training import copy_state_tensor, cut_inputs
 
 __all__ = [
     "PaddedRegion",

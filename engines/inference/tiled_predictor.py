@@ -44,7 +44,8 @@ from engines.inference.tile_stitcher import (
 )
 from engines.program.worker import Worker
 from engines.spatial.tiles import Tile
-from engines.train.training import Recipe, copy_state_tensor
+from engines.train.recipe import Recipe
+from engines.train.training import copy_state_tensor
 
 __all__ = ["PredictionRequest", "TiledPrediction", "TiledPredictor"]
 

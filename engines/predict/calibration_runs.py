@@ -23,7 +23,8 @@ from engines.predict.rank_tally import build_tally
 from engines.predict.simulate import simulate
 from engines.program.compile import compile_plan
 from engines.spatial.layout import compute_threads
-from engines.train.training import RankTraining, Recipe, prepare
+from engines.train.recipe import Recipe, prepare
+from engines.train.training import RankTraining
 from engines.train.verify import make_batches
 
 __all__ = [

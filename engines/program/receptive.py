@@ -77,7 +77,7 @@ class ReceptiveFields:
     """Receptive fields of all values of a model, by the window rules of the operator table, axis by axis.
 
     >>> from torch import nn
-    >>> from engines.train.training import prepare
+    >>> from engines.train.recipe import prepare
     >>> model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.AvgPool2d(2), nn.Conv2d(4, 4, 3, padding=1))
     >>> fields = ReceptiveFields(prepare(model, Plan(split_size=1), (1, 3, 32, 32)).graph)
     >>> fields.compute_field("conv2d_1", 5, 5).image.shape

@@ -29,7 +29,8 @@ from engines.train.checkpoint_state import (
     make_optimiser_state,
 )
 from engines.train.optimisers import make_optimiser
-from engines.train.training import RankTraining, Recipe
+from engines.train.recipe import Recipe
+from engines.train.training import RankTraining
 
 __all__ = ["check_fits_recipe", "load", "open_checkpoint", "optimiser_state", "scheduler_state"]
 

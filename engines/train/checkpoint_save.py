@@ -24,7 +24,8 @@ from engines.train.checkpoint_files import FORMAT, CheckpointWriter, check_writa
 from engines.train.checkpoint_reader import STATE, get_tensor_file
 from engines.train.checkpoint_state import WeightState, collect_weight_states, encode_value
 from engines.train.interrupts import StoppedError
-from engines.train.training import RankTraining, Recipe
+from engines.train.recipe import Recipe
+from engines.train.training import RankTraining
 
 __all__ = ["KEEP", "CheckpointManager", "make_rank_manager", "save"]
 

@@ -20,6 +20,7 @@ from engines.errors import ImageError, TraceError
 from engines.graph.labels import has_accuracy
 from engines.graph.model_graph import LOSS, ModelGraph, TensorSpec, is_batch_dependent
 from engines.graph.trace import StateNames, trace
+from engines.graph.trace_cache import Loss
 from engines.graph.whole_loss import ImageWeights, compute_mean_loss
 from engines.images.dataset import LabelledImages, find_ignored_label
 from engines.images.loader import describe_read_error
@@ -27,7 +28,8 @@ from engines.images.shard_reader import ReadRequest, ShardReader
 from engines.inference.rank_predictor import Prediction, RankPredictor, join_predictions, prepare_prediction
 from engines.program.compile import compile_plan
 from engines.program.program import Program
-from engines.train.training import Loss, RankTraining, Recipe
+from engines.train.recipe import Recipe
+from engines.train.training import RankTraining
 from engines.train.training_events import Counts, Scores, count_predictions
 
 __all__ = ["HeldOutSet", "PredictedBatch", "RankEvaluation", "collect_state_dict", "evaluate_on_ranks"]

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from engines.comm.device import choose_device
 from engines.graph.model_graph import to_user_name
 from engines.graph.trace import iterate_owners
+from engines.graph.trace_cache import Loss
 from engines.graph.traceability import get_prediction, merge_outputs
 from engines.program.update import SCALE, UpdateRules
 from engines.spatial.rng import CounterRNGMode
-from engines.train.optimisers import make_optimiser
-from engines.train.training import Loss, Optimiser, Recipe
+from engines.train.optimisers import Optimiser, make_optimiser
+from engines.train.recipe import Recipe
 
 __all__ = ["Comparison", "ReferenceTraining", "TrainingRecord", "compare", "train_reference"]
 

@@ -29,9 +29,10 @@ from engines.train import checkpoint_load, checkpoint_save
 from engines.train.debug_step import RankStepper, StepState
 from engines.train.evaluation import PredictedBatch, RankEvaluation
 from engines.train.oracle import TrainingRecord
+from engines.train.recipe import Recipe
 from engines.train.step_report import StepReport
 from engines.train.train_loop import RankStepStats, RankTrainLoop, run_step
-from engines.train.training import RankTraining, Recipe
+from engines.train.training import RankTraining
 from engines.train.verify import record_rank_run
 
 # Each function takes the rank's own RankServer first, which holds trainings, train loops and predictions by the names

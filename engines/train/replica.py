@@ -15,7 +15,8 @@ from engines.comm.device import choose_device, compute_threads_per_rank, count_l
 from engines.comm.world import Message, SubGroup, World
 from engines.program.message_buffers import SendQueue
 from engines.train.asynchrony import Asynchrony, RankLog, ReplicaEvent
-from engines.train.training import RankTraining, Recipe
+from engines.train.recipe import Recipe
+from engines.train.training import RankTraining
 
 __all__ = [
     "BODY",

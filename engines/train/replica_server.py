@@ -24,8 +24,8 @@ from engines.program.message_buffers import SendQueue
 from engines.program.update import OptimiserStep
 from engines.train.asynchrony import Asynchrony, RankLog, ReplicaEvent, VersionTracker
 from engines.train.optimisers import make_on_rank
+from engines.train.recipe import Recipe
 from engines.train.replica import BODY, HEADER, Feed, Replica, flatten_tensors, unflatten_like, with_gradients_only
-from engines.train.training import Recipe
 
 __all__ = ["ParameterClient", "ParameterServer", "ParameterStore"]
 

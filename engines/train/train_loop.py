@@ -21,8 +21,9 @@ from engines.images.shard_reader import ShardReader
 from engines.plan import OPTIONS, Plan
 from engines.program.compile import compile_plan
 from engines.program.worker import Inputs
+from engines.train.recipe import Recipe, count_step_images, freeze_weights
 from engines.train.step_report import StepReport
-from engines.train.training import RankTraining, Recipe, count_step_images, freeze_weights
+from engines.train.training import RankTraining
 from engines.train.training_events import Counts, EpochResult, Scores, SkippedImage, StepResult, count_predictions
 
 __all__ = [

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from engines.comm.world import World
 from engines.errors import PlanError, TraceError
 from engines.graph.model_graph import ModelGraph, to_user_name
+from engines.graph.trace_cache import Loss
 from engines.graph.whole_loss import with_whole_loss
 from engines.plan import Plan
 from engines.train.asynchrony import Asynchrony, RankLog, ReplicaEvent, ReplicaStudy
 from engines.train.oracle import ReferenceTraining
+from engines.train.recipe import Recipe
 from engines.train.replica import Feed, PeerReplica, Replica, add_half_difference, flatten_tensors, with_gradients_only
 from engines.train.replica_server import ParameterClient, ParameterServer, ParameterStore
-from engines.train.training import Loss, Recipe
 
 __all__ = ["SynchronousReplica", "replay", "train_replicas"]
 

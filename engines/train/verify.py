@@ -22,10 +22,12 @@ from engines.formatting import FactTable, format_names
 from engines.graph.exported_nodes import find_user_line
 from engines.graph.labels import find_class_count
 from engines.graph.model_graph import TensorSpec
+from engines.graph.trace_cache import Loss
 from engines.program.worker import Inputs
 from engines.train.oracle import ReferenceTraining, TrainingRecord, compare, to_plain_names, train_reference
+from engines.train.recipe import Recipe
 from engines.train.rounding import DOUBLE, EXACT, Begin, Key, RoundingCheck, TensorDifference, find_lowest_precision
-from engines.train.training import Loss, RankTraining, Recipe
+from engines.train.training import RankTraining
 
 __all__ = [
     "TIMES",

@@ -20,7 +20,7 @@ from engines.plan import Plan
 from engines.program.compile import compile_plan
 from engines.program.program import Traffic, count_traffic
 from engines.train.asynchrony import ReplicaStudy
-from engines.train.training import prepare
+from engines.train.recipe import prepare
 from mpi4dl_nb.draw.figure import BLUE, INK, ORANGE, BarStyle, Drawing, draw_legend, draw_stacks
 from mpi4dl_nb.draw.timeline import LOOKS
 

@@ -20,7 +20,7 @@ from engines.program.receptive import FieldSpans, ReceptiveField, ReceptiveField
 from engines.spatial.layout import Layout, Role, StageRanks
 from engines.spatial.tiles import Move, Tile, compute_moves
 from engines.spatial.windows import Shift, compute_halo_widths, compute_window
-from engines.train.training import Recipe, prepare
+from engines.train.recipe import Recipe, prepare
 from mpi4dl_nb.draw.figure import format_size
 
 __all__ = [

@@ -20,7 +20,8 @@ from engines.predict.machines import resolve_machine
 from engines.program.compile import compile_plan
 from engines.spatial.layout import Layout, Pipeline, StageRanks
 from engines.train.optimiser_trial import count_optimiser_states
-from engines.train.training import Optimiser, sgd
+from engines.train.optimisers import Optimiser
+from engines.train.recipe import sgd
 from mpi4dl_nb.draw.figure import INK, BarStyle, Box, Drawing, draw_boxes, format_ranks, write_first_fit
 from mpi4dl_nb.draw.memory import trace_model
 

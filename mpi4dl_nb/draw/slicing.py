@@ -21,7 +21,7 @@ from engines.plan import Plan
 from engines.program.receptive import ReceptiveField
 from engines.spatial.layout import StageRanks
 from engines.spatial.tiles import Tile
-from engines.train.training import Recipe
+from engines.train.recipe import Recipe
 from mpi4dl_nb.draw.figure import INK, Drawing, format_rank_count, format_size
 from mpi4dl_nb.draw.halo_points import (
     HaloLayers,

@@ -14,7 +14,7 @@ from engines.errors import ImageError, PlanError
 from engines.graph.labels import find_label_specs
 from engines.graph.model_graph import TensorSpec
 from engines.plan import Plan
-from engines.train.training import Recipe
+from engines.train.recipe import Recipe
 
 __all__ = [
     "Batch",

@@ -22,8 +22,8 @@ from engines.images.dataset import (
 )
 from engines.images.loader import LoaderOptions, NotReady
 from engines.train import rank_functions
+from engines.train.recipe import count_step_images
 from engines.train.train_loop import count_left_over, merge_stats
-from engines.train.training import count_step_images
 from engines.train.training_events import Scores, StepResult
 from mpi4dl_nb.training.batches import Batch, count_images, find_batch_sizes
 from mpi4dl_nb.training.training_handle import TrainingHandle

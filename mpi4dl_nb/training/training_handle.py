@@ -19,7 +19,7 @@ from engines.graph.labels import format_causes
 from engines.graph.model_graph import TensorSpec
 from engines.graph.model_state import ModelState
 from engines.graph.python_values import TracedValues
-from engines.graph.trace_cache import TraceCache
+from engines.graph.trace_cache import Loss, TraceCache
 from engines.graph.whole_loss import WHOLE_BATCH, describe_step_loss, warn_of_mean
 from engines.plan import Plan
 from engines.program.compile import compile_plan
@@ -29,18 +29,11 @@ from engines.train import rank_functions
 from engines.train.checkpoint_load import open_checkpoint
 from engines.train.checkpoint_save import KEEP
 from engines.train.evaluation import collect_state_dict
+from engines.train.optimisers import Optimiser
+from engines.train.recipe import Recipe, count_step_images, describe_precision_change, prepare, sgd
 from engines.train.step_report import StepReport
 from engines.train.train_loop import RankStepStats, make_smaller_recipe, merge_stats
-from engines.train.training import (
-    Loss,
-    Optimiser,
-    Recipe,
-    count_step_images,
-    cut_inputs,
-    describe_precision_change,
-    prepare,
-    sgd,
-)
+from engines.train.training import cut_inputs
 from mpi4dl_nb.cluster import Cluster, get_public_names
 from mpi4dl_nb.status_line import LATER_S, show_status
 from mpi4dl_nb.training.batches import check_order, prepare_batch

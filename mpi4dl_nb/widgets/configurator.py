@@ -21,7 +21,8 @@ from engines.predict.forecast import Forecast
 from engines.predict.machine import Machine
 from engines.predict.machines import MACHINES, resolve_machine
 from engines.program.program import Program
-from engines.train.training import Optimiser, sgd
+from engines.train.optimisers import Optimiser
+from engines.train.recipe import sgd
 from mpi4dl_nb.background import IsAsked, LatestOnly, call_after_cells
 from mpi4dl_nb.cluster import Cluster
 from mpi4dl_nb.draw.figure import Drawing

@@ -14,7 +14,7 @@ from torch import nn
 from engines.graph.model_graph import ModelGraph
 from engines.images.picture import Picture, Source, open_image
 from engines.plan import Plan
-from engines.train.training import Recipe
+from engines.train.recipe import Recipe
 from mpi4dl_nb.draw.figure import TILE_COLOURS, Drawing
 from mpi4dl_nb.draw.halo_points import (
     HaloLayers,

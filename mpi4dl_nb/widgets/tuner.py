@@ -13,9 +13,11 @@ from torch import Tensor, nn
 
 from engines.errors import PlanError
 from engines.graph.model_graph import TensorSpec
+from engines.graph.trace_cache import Loss
 from engines.plan import Plan
 from engines.predict.forecast import Forecast
-from engines.train.training import Loss, Optimiser, sgd
+from engines.train.optimisers import Optimiser
+from engines.train.recipe import sgd
 from mpi4dl_nb.cluster import Cluster
 from mpi4dl_nb.draw.figure import Drawing
 from mpi4dl_nb.draw.tuning import describe_measurements, format_table_html, show_tuning

@@ -12,7 +12,7 @@ from engines.comm.loopback import run_ranks
 from engines.errors import PlanError
 from engines.plan import Plan
 from engines.train.asynchrony import MODES, Asynchrony
-from engines.train.training import prepare
+from engines.train.recipe import prepare
 from tests.zoo import Skips
 
 TINY = ("--replicas", "2", "--steps", "2", "--image-size", "12", "--batch-size", "2", "--model", "tests.zoo:Skips")

@@ -13,7 +13,7 @@ from engines.comm.all_reduce import all_reduce
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.comm.world import Message
 from engines.plan import Plan
-from engines.train.training import prepare
+from engines.train.recipe import prepare
 
 BYTES_PER_S = 1e6
 

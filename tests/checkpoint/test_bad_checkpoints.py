@@ -18,7 +18,8 @@ from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.errors import CheckpointError
 from engines.train.checkpoint_files import serialise_manifest
 from engines.train.checkpoint_load import load, open_checkpoint, optimiser_state
-from engines.train.training import RankTraining, Recipe
+from engines.train.recipe import Recipe
+from engines.train.training import RankTraining
 from tests.checkpoint.trainings import PLANS, Net, Weighted, held_by, is_same, net, on_ranks, recipe_of
 
 PLAN = PLANS["stages"]

@@ -23,7 +23,8 @@ from engines.train.checkpoint_folder import list_checkpoints, lock_folder
 from engines.train.checkpoint_load import open_checkpoint
 from engines.train.checkpoint_save import make_rank_manager, save
 from engines.train.checkpoint_state import decode_value, encode_value
-from engines.train.training import RankTraining, Recipe
+from engines.train.recipe import Recipe
+from engines.train.training import RankTraining
 from tests.checkpoint.trainings import data, on_ranks
 
 

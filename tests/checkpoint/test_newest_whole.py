@@ -21,7 +21,8 @@ from engines.train import checkpoint_reader as stored_files
 from engines.train.checkpoint_folder import list_checkpoints
 from engines.train.checkpoint_load import load, open_checkpoint, optimiser_state, scheduler_state
 from engines.train.checkpoint_reader import Checkpoint
-from engines.train.training import RankTraining, Recipe
+from engines.train.recipe import Recipe
+from engines.train.training import RankTraining
 from tests.checkpoint.test_bad_checkpoints import changed, cut, flip, refused
 from tests.checkpoint.trainings import OPTIMISERS, PLANS, data, net, on_ranks, recipe_of
 

@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from engines.comm.loopback import LoopbackWorld, run_ranks
+from engines.graph.trace_cache import Loss
 from engines.plan import Plan
 from engines.train.checkpoint_load import load
 from engines.train.checkpoint_save import save
-from engines.train.training import Loss, RankTraining, Recipe, prepare
+from engines.train.recipe import Recipe, prepare
+from engines.train.training import RankTraining
 from engines.train.verify import make_batches
 
 SHAPE, HALF = (4, 3, 12, 14), 3  # steps before the break, and as many behind it

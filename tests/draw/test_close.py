@@ -20,7 +20,8 @@ from engines.plan import Plan
 from engines.program.exchange import Exchange
 from engines.program.receptive import ReceptiveFields
 from engines.spatial.tiles import Tile
-from engines.train.training import RankTraining, prepare
+from engines.train.recipe import prepare
+from engines.train.training import RankTraining
 from mpi4dl_nb.draw import figure, halo_points, navigation
 from mpi4dl_nb.draw.halo_points import HaloLayers, with_fused_halos
 from mpi4dl_nb.draw.navigation import RasterCache

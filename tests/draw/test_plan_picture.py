@@ -14,7 +14,7 @@ from engines.predict.forecast import RankLoad, forecast
 from engines.predict.machines import MACHINES
 from engines.program.program import Traffic
 from engines.spatial.layout import Layout
-from engines.train.training import prepare
+from engines.train.recipe import prepare
 from mpi4dl_nb.draw.plan_picture import (
     BLOCK_COLUMNS,
     MOST_BLOCKS,

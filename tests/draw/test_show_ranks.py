@@ -18,7 +18,8 @@ from engines.predict.rank_memory import predict_rank_memory
 from engines.program.compile import compile_plan
 from engines.program.program import count_traffic
 from engines.spatial.layout import Layout
-from engines.train.training import RankTraining, prepare
+from engines.train.recipe import prepare
+from engines.train.training import RankTraining
 from mpi4dl_nb import show_ranks
 from mpi4dl_nb.draw.rank_map import draw_ranks
 

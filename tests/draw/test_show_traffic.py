@@ -10,7 +10,7 @@ from engines.models import resnet_v2
 from engines.plan import Plan
 from engines.program.compile import compile_plan
 from engines.program.program import count_traffic
-from engines.train.training import prepare
+from engines.train.recipe import prepare
 from mpi4dl_nb import show_traffic
 
 SHAPE = (1, 3, 64, 80)

@@ -24,7 +24,8 @@ from engines.program.compile import Compiler
 from engines.program.exchange import Exchange
 from engines.program.timeline import TimelineEvent
 from engines.spatial.tiles import Move, Tile
-from engines.train.training import RankTraining, prepare
+from engines.train.recipe import prepare
+from engines.train.training import RankTraining
 from mpi4dl_nb.draw import figure as drawings
 from mpi4dl_nb.draw import slicing
 from mpi4dl_nb.draw.halo_points import find_halo_points, find_point

@@ -17,8 +17,9 @@ from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.errors import PlanError
 from engines.plan import Plan
 from engines.program.timeline import Timeline, TimelineEvent
+from engines.train.recipe import prepare
 from engines.train.step_report import StepReport, build_timeline
-from engines.train.training import RankTraining, prepare
+from engines.train.training import RankTraining
 from mpi4dl_nb.draw.timeline import BACKWARD, FORWARD, LOOKS, OTHER, WAIT, WEIGHTS, get_style, show_timeline
 
 PLAN = Plan(split_size=2, spatial_size=1, slice_method="1x2")

@@ -24,7 +24,8 @@ from engines.train.checkpoint_folder import MANIFEST, list_checkpoints
 from engines.train.checkpoint_load import load
 from engines.train.checkpoint_reader import STATE
 from engines.train.checkpoint_save import save
-from engines.train.training import RankTraining, Recipe
+from engines.train.recipe import Recipe
+from engines.train.training import RankTraining
 from tests.checkpoint.trainings import PLANS, data, held_by, is_same, recipe_of
 from tests.fuzz.damage import damaged_bytes, damaged_json
 from tests.fuzz.judge import Case, Outside, Random

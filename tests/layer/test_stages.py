@@ -20,7 +20,7 @@ from engines.graph.stages import Layer, cut_stages, find_layers
 from engines.graph.trace import trace
 from engines.models import amoebanetd, resnet20_v1, resnet110_v2
 from engines.plan import Plan
-from engines.train.training import prepare
+from engines.train.recipe import prepare
 
 
 class UNet(nn.Module):

@@ -11,7 +11,8 @@ from torch import nn
 
 from engines.comm.loopback import run_ranks
 from engines.plan import Plan
-from engines.train.training import RankTraining, prepare
+from engines.train.recipe import prepare
+from engines.train.training import RankTraining
 from tests.loss.losses import SIZE, WHOLE, Loss, dice, dice_of_images, focal, segmenter, unbalanced
 
 EXACT: dict[str, Loss] = {

@@ -13,7 +13,7 @@ from engines.graph.model_graph import TensorSpec
 from engines.images.dataset import SyntheticImages
 from engines.images.shard_reader import ShardReader
 from engines.plan import Plan
-from engines.train.training import prepare
+from engines.train.recipe import prepare
 from engines.train.verify import make_batches
 from mpi4dl_nb import Cluster, Training
 from mpi4dl_nb.training.loops import check_classes

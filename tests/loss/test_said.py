@@ -18,8 +18,9 @@ from engines.images.dataset import SyntheticImages
 from engines.plan import Plan
 from engines.spatial.tiles import Tile
 from engines.train.evaluation import HeldOutSet, RankEvaluation, evaluate_on_ranks
+from engines.train.recipe import prepare
 from engines.train.train_replicas import with_global_loss
-from engines.train.training import RankTraining, prepare
+from engines.train.training import RankTraining
 from mpi4dl_nb import Cluster, Training
 from mpi4dl_nb.training.training_handle import describe_training
 from tests.loss.losses import SIZE, WHOLE, dice, segmenter, unbalanced

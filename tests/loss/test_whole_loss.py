@@ -15,7 +15,8 @@ from engines.comm.loopback import run_ranks
 from engines.graph.model_graph import TensorSpec
 from engines.plan import Plan
 from engines.train.oracle import to_plain_names
-from engines.train.training import RankTraining, Recipe, prepare
+from engines.train.recipe import Recipe, prepare
+from engines.train.training import RankTraining
 from engines.train.verify import make_batches, record_rank_run, verify
 from tests.loss.losses import RATE, SIZE, WHOLE, Loss, dice, dice_of_images, focal, plain, segmenter, unbalanced
 

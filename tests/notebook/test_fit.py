@@ -19,7 +19,7 @@ from engines.models import UNet
 from engines.spatial.rng import compute_step_seed
 from engines.spatial.tiles import Tile
 from engines.train.oracle import ReferenceTraining
-from engines.train.training import sgd
+from engines.train.recipe import sgd
 from engines.train.training_events import count_predictions
 from mpi4dl_nb import Cluster, Plan, Training
 from mpi4dl_nb.training import fit_run

@@ -27,6 +27,7 @@ TAUGHT = {
         "engines.bench.bubble": "bubbles of stages that sleep",
         "engines.graph.stages": "the layers of each stage",
         "engines.program.compile": "the schedule that the compiler derives",
+        "engines.train.recipe": "what the ranks of such a function receive",
         "engines.train.training": "memory of a step on each rank, measured in a function that the ranks run",
     },
     "06": {

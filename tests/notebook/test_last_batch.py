@@ -21,7 +21,7 @@ from engines.comm.loopback import run_ranks
 from engines.errors import ImageError, PlanError, TraceError
 from engines.images.dataset import SyntheticImages, shuffle_indices
 from engines.spatial.tiles import Tile
-from engines.train.training import prepare
+from engines.train.recipe import prepare
 from mpi4dl_nb import Cluster, Plan, Training, resnet20_v1
 
 SIZE, N, CLASSES = (8, 10), 4, 3

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from engines.errors import ImageError, LossError, PlanError, RankError, TraceError
 from engines.models import UNet, resnet20_v1
 from engines.program.update import UpdateRules
+from engines.train.optimisers import Optimiser
 from engines.train.oracle import TrainingRecord, compare, train_reference
-from engines.train.training import Optimiser, sgd
+from engines.train.recipe import sgd
 from mpi4dl_nb import Cluster, Plan, Training
 
 N = 4

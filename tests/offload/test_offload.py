@@ -18,7 +18,8 @@ from engines.predict.kernel_effects import LiveBytes
 from engines.predict.rank_memory import predict_rank_memory
 from engines.program import offloader
 from engines.program.offloader import OffloadStore
-from engines.train.training import RankTraining, Recipe, prepare
+from engines.train.recipe import Recipe, prepare
+from engines.train.training import RankTraining
 from engines.train.verify import make_batches
 from tests.predict.measured import live_bytes
 

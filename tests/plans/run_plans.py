@@ -16,7 +16,7 @@ from torch import nn
 
 from engines.cli import options
 from engines.comm.mpi import MpiWorld
-from engines.train.training import Recipe
+from engines.train.recipe import Recipe
 from engines.train.verify import verify
 
 

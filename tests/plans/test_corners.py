@@ -14,9 +14,11 @@ from torch.nn import functional
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.errors import PlanError, TraceError
 from engines.graph.model_graph import TensorSpec
+from engines.graph.trace_cache import Loss
 from engines.plan import Plan
 from engines.program.effects import Phase
-from engines.train.training import Loss, RankTraining, prepare
+from engines.train.recipe import prepare
+from engines.train.training import RankTraining
 from engines.train.verify import verify
 from tests.zoo import Segmenter, Skips
 

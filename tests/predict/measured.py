@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from engines.comm.loopback import run_ranks
 from engines.predict.kernel_effects import LiveBytes
 from engines.program.program import Program
-from engines.train.training import RankTraining, Recipe
+from engines.train.recipe import Recipe
+from engines.train.training import RankTraining
 from engines.train.verify import make_batches
 
 

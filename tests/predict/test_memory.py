@@ -15,7 +15,7 @@ from engines.predict.rank_memory import predict_rank_memory
 from engines.predict.rank_tally import build_tally
 from engines.program.compile import compile_plan
 from engines.program.instructions import SumGradients
-from engines.train.training import prepare, sgd
+from engines.train.recipe import prepare, sgd
 from tests.predict.measured import live_bytes
 
 ADAM = partial(torch.optim.Adam, lr=1e-3)

@@ -36,7 +36,7 @@ from engines.program.compile import compile_plan
 from engines.program.effects import Phase
 from engines.program.program import LEAST_BYTES
 from engines.spatial.tiles import Move, Span, Tile
-from engines.train.training import prepare
+from engines.train.recipe import prepare
 from tests.predict.test_simulate import BYTE_PER_S, FORWARD, compute, ends, run, toy, transfer
 
 SHARED = replace(BYTE_PER_S, cores=2)

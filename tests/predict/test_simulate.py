@@ -24,7 +24,7 @@ from engines.program.exchange import Exchange
 from engines.program.instructions import AllReduce, Compute
 from engines.program.program import DirectionProgram, Program, Step
 from engines.spatial.tiles import Move, Tile
-from engines.train.training import prepare
+from engines.train.recipe import prepare
 
 PX = Tile.whole(1, 2)  # two pixels of float32: 8 bytes
 BYTE_PER_S = Machine("toy", "by hand", {"pointwise": (Speed((1.0,), 1.0, 0.5),)}, latency_s=0.5, bytes_per_s=16.0)

@@ -18,7 +18,8 @@ from engines.comm.world import World
 from engines.errors import PlanError, RankError
 from engines.plan import Plan
 from engines.program.rank_scheduler import RankScheduler
-from engines.train.training import RankTraining, Recipe, prepare
+from engines.train.recipe import Recipe, prepare
+from engines.train.training import RankTraining
 from engines.train.verify import make_batches, verify
 from tests.zoo import Chain, Segmenter, Skips
 

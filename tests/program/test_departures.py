@@ -23,7 +23,8 @@ from engines.program.program import Step
 from engines.program.update import GradientBucket
 from engines.program.worker import Worker
 from engines.train.debug_step import RankStepper
-from engines.train.training import RankTraining, prepare
+from engines.train.recipe import prepare
+from engines.train.training import RankTraining
 from engines.train.verify import make_batches, verify
 
 plan64 = partial(Plan, precision="float64")

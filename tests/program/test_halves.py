@@ -26,7 +26,8 @@ from engines.program.instructions import Compute
 from engines.program.message_buffers import SendQueue
 from engines.program.program import Program, count_traffic
 from engines.spatial.tiles import Grid
-from engines.train.training import RankTraining, prepare
+from engines.train.recipe import prepare
+from engines.train.training import RankTraining
 from engines.train.verify import verify
 from tests.exact import assert_exact, tiled, whole_numbers, with_whole_weights
 from tests.spatial.drawn import Calls, Geometry, geometries, seeds, trials

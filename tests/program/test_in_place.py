@@ -16,7 +16,8 @@ from engines.program.effects import LocalOp
 from engines.program.instructions import Compute
 from engines.program.segment import FORGETFUL, find_in_place
 from engines.spatial import kernels
-from engines.train.training import RankTraining, Recipe, prepare
+from engines.train.recipe import Recipe, prepare
+from engines.train.training import RankTraining
 from engines.train.verify import make_batches
 
 

@@ -16,7 +16,8 @@ from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.comm.world import Message, Pending
 from engines.models import UNet, resnet20_v1
 from engines.plan import Plan
-from engines.train.training import RankTraining, Recipe, prepare
+from engines.train.recipe import Recipe, prepare
+from engines.train.training import RankTraining
 from engines.train.verify import make_batches
 
 LATE_S = 0.003

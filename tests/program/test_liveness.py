@@ -8,7 +8,7 @@ from engines.models import resnet20_v1
 from engines.plan import Plan
 from engines.predict.rank_memory import predict_rank_memory
 from engines.program.program import DirectionProgram, LiveValues
-from engines.train.training import prepare
+from engines.train.recipe import prepare
 from tests.predict.measured import live_bytes
 
 PLAN = Plan(split_size=1, num_spatial_parts=2, slice_method="vertical")

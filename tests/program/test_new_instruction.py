@@ -26,7 +26,8 @@ from engines.program.micro_batch import KERNELS, MicroBatchState
 from engines.program.program import Program, Step, count_traffic
 from engines.program.steps import DependencyOrder, label_steps
 from engines.program.worker import Worker
-from engines.train.training import Recipe, cut_inputs, prepare
+from engines.train.recipe import Recipe, prepare
+from engines.train.training import cut_inputs
 
 PLAN = Plan(split_size=1, num_spatial_parts=4, parts=2, precision="float64")
 BATCH = {"images": torch.randn(4, 3, 16, 12, dtype=torch.float64), "labels": torch.randn(4, 3, dtype=torch.float64)}

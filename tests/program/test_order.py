@@ -17,7 +17,7 @@ from engines.program.exchange import Exchange
 from engines.program.instructions import Update
 from engines.program.program import Program
 from engines.program.steps import UNITS, DependencyOrder, StepCounts, StepLabel, find_block_end, label_steps
-from engines.train.training import prepare
+from engines.train.recipe import prepare
 
 PLANS = {
     "tiles and a joint": Plan(split_size=2, spatial_size=1, slice_method="2x2", balance=(2, 2)),

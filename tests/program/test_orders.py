@@ -15,7 +15,8 @@ from engines.program import compile as compiling
 from engines.program.compile import compile_plan, make_buckets
 from engines.program.effects import Phase
 from engines.program.instructions import Compute, SumGradients
-from engines.train.training import RankTraining, Recipe, prepare
+from engines.train.recipe import Recipe, prepare
+from engines.train.training import RankTraining
 from tests.zoo import Chain
 
 

@@ -17,7 +17,7 @@ from engines.program.instructions import Compute
 from engines.program.message_buffers import SendQueue
 from engines.program.segment import _INTO, find_out_kernel, find_output_allocators
 from engines.spatial import kernels
-from engines.train.training import prepare
+from engines.train.recipe import prepare
 from tests.exact import assert_exact, tiled, whole_numbers, with_whole_weights
 
 RANKS = 4

@@ -14,7 +14,8 @@ from engines.models import UNet, resnet20_v1
 from engines.plan import Plan
 from engines.program import exchange_runner, update
 from engines.train.oracle import TrainingRecord
-from engines.train.training import RankTraining, prepare
+from engines.train.recipe import prepare
+from engines.train.training import RankTraining
 from engines.train.verify import compare_records, make_batches, record_rank_run
 from tests.program.streams import RaceError, rank, use_streams, watched
 

@@ -15,7 +15,8 @@ from engines.models import UNet
 from engines.plan import Plan
 from engines.program.compile import compile_plan
 from engines.program.program import count_traffic
-from engines.train.training import RankTraining, prepare
+from engines.train.recipe import prepare
+from engines.train.training import RankTraining
 
 PLANS = [
     Plan(split_size=1, num_spatial_parts=4),

@@ -21,7 +21,8 @@ from engines.program.exchange import Exchange
 from engines.program.instructions import AllReduce, Compute, SumGradients, Update
 from engines.program.program import Program
 from engines.program.worker import Worker
-from engines.train.training import Recipe, cut_inputs, prepare
+from engines.train.recipe import Recipe, prepare
+from engines.train.training import cut_inputs
 from tests.exact import whole_numbers
 
 

@@ -18,7 +18,8 @@ from engines.comm.world import Message, World
 from engines.errors import RankError
 from engines.models import UNet, amoebanetd, resnet20_v1, resnet_v2
 from engines.plan import Plan
-from engines.train.training import RankTraining, prepare
+from engines.train.recipe import prepare
+from engines.train.training import RankTraining
 from engines.train.verify import verify
 
 RANKS = 4

@@ -24,7 +24,8 @@ from engines.comm.nccl import PATIENCE, Collectives, NcclAllReduce, OrderedStart
 from engines.errors import RankError, ReleasedError
 from engines.models import resnet20_v1
 from engines.plan import Plan
-from engines.train.training import RankTraining, prepare
+from engines.train.recipe import prepare
+from engines.train.training import RankTraining
 from engines.train.verify import make_batches, verify
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -15,8 +15,8 @@ from engines.errors import RankError
 from engines.plan import Plan
 from engines.train.asynchrony import Asynchrony, ReplicaStudy
 from engines.train.oracle import to_plain_names, train_reference
+from engines.train.recipe import Recipe, prepare
 from engines.train.train_replicas import replay, train_replicas
-from engines.train.training import Recipe, prepare
 from engines.train.verify import verify
 from tests.zoo import Chain, Skips
 

@@ -16,7 +16,7 @@ from engines.program.exchange import Exchange
 from engines.program.program import Program
 from engines.spatial.tiles import Grid, Span, Tile
 from engines.spatial.windows import HaloCost, Shift, SlidingWindow, ValueCost, WindowRead, extend_tiles, group_cheapest
-from engines.train.training import prepare
+from engines.train.recipe import prepare
 from tests.exact import assert_exact, tiled, whole_numbers
 
 SAME = SlidingWindow(kernel=3, padding=1)

@@ -17,7 +17,8 @@ from engines.plan import Plan
 from engines.spatial import rng
 from engines.spatial.rng import compute_step_seed, sample_uniform
 from engines.spatial.tiles import Grid
-from engines.train.training import RankTraining, prepare
+from engines.train.recipe import prepare
+from engines.train.training import RankTraining
 from mpi4dl_nb import Cluster, Training
 from tests.exact import assert_exact, close, finish, ready, tiled, whole_numbers, with_whole_weights
 from tests.spatial.drawn import Pair, check, images_on_grids, seeds, trials

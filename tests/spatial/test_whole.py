@@ -14,7 +14,7 @@ from engines.program.compile import Compiler
 from engines.program.exchange import Exchange
 from engines.spatial.local_rules import WHOLE_PX
 from engines.spatial.tiles import Grid
-from engines.train.training import prepare
+from engines.train.recipe import prepare
 from tests.exact import close, tiled, whole_numbers, with_whole_weights
 from tests.spatial.drawn import Geometry, Pair, check, geometries, images_on_grids, seeds, trials
 

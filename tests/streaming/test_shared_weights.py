@@ -20,7 +20,8 @@ from engines.program.instructions import FiniteCheckAllReduce
 from engines.program.rank_scheduler import RankScheduler
 from engines.program.shared_state import PendingUpdate, SharedGradientBucket, SharedState
 from engines.train.oracle import TrainingRecord
-from engines.train.training import RankTraining, Recipe, cut_inputs, prepare
+from engines.train.recipe import Recipe, prepare
+from engines.train.training import RankTraining, cut_inputs
 from engines.train.verify import compare_records, make_batches, record_rank_run
 from mpi4dl_nb import Cluster, Training
 

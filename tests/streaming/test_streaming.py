@@ -19,7 +19,8 @@ from engines.plan import Plan
 from engines.program import offloader
 from engines.program.worker import Worker
 from engines.train.oracle import ReferenceTraining, to_plain_names
-from engines.train.training import RankTraining, prepare
+from engines.train.recipe import prepare
+from engines.train.training import RankTraining
 from engines.train.verify import make_batches
 
 SHAPE = (2, 3, 48, 40)

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.plan import Plan
-from engines.train.training import RankTraining, prepare
+from engines.train.recipe import prepare
+from engines.train.training import RankTraining
 
 SHAPE, STEPS = (4, 3, 8, 12), 3
 FLOAT64 = partial(Plan, precision="float64")

@@ -11,7 +11,8 @@ from engines.images.dataset import SyntheticImages
 from engines.plan import Plan
 from engines.spatial.tiles import Tile
 from engines.train.evaluation import HeldOutSet, RankEvaluation, evaluate_on_ranks
-from engines.train.training import RankTraining, prepare
+from engines.train.recipe import prepare
+from engines.train.training import RankTraining
 from engines.train.training_events import Scores, count_predictions
 
 SIZE, CLASSES = (16, 24), 3

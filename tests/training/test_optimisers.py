@@ -24,7 +24,7 @@ from engines.errors import PlanError
 from engines.plan import Plan
 from engines.train.optimiser_trial import count_states
 from engines.train.optimisers import collect_parameter_specs
-from engines.train.training import prepare
+from engines.train.recipe import prepare
 from mpi4dl_nb import Cluster, Training
 
 SHAPE = (4, 3, 12, 10)

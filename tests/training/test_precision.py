@@ -20,7 +20,8 @@ from engines.program.exchange import Exchange
 from engines.program.instructions import AllReduce
 from engines.program.update import SCALE
 from engines.train.oracle import ReferenceTraining
-from engines.train.training import RankTraining, Recipe, prepare
+from engines.train.recipe import Recipe, prepare
+from engines.train.training import RankTraining
 from engines.train.verify import make_batches, record_rank_run, verify
 
 HALVES = ["bfloat16", "float16"]

@@ -16,7 +16,8 @@ from engines.program.compile import compile_plan
 from engines.program.instructions import AllReduce
 from engines.spatial.tiles import Grid
 from engines.train.oracle import Comparison, TrainingRecord, compare, train_reference
-from engines.train.training import RankTraining, Recipe, prepare
+from engines.train.recipe import Recipe, prepare
+from engines.train.training import RankTraining
 from engines.train.verify import make_batches, record_rank_run
 
 APART = {"sync_batchnorm": False, "precision": "float64"}

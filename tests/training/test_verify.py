@@ -18,8 +18,9 @@ from engines.errors import VerifyError
 from engines.plan import Plan
 from engines.program.update import GradientBucket
 from engines.train.oracle import TrainingRecord
+from engines.train.recipe import Recipe, prepare
 from engines.train.rounding import DOUBLE, RoundingCheck
-from engines.train.training import RankTraining, Recipe, prepare
+from engines.train.training import RankTraining
 from engines.train.verify import compare_records, make_batches, record_rank_run, verify, with_small_loss_scale
 from mpi4dl_nb import Cluster, Training
 

@@ -16,7 +16,7 @@ from engines.images.picture_reader import Level, Picture
 from engines.images.sample_data import immunohistochemistry
 from engines.plan import Plan
 from engines.program.receptive import ReceptiveFields
-from engines.train.training import prepare
+from engines.train.recipe import prepare
 from mpi4dl_nb import Slicer, open_image, show_slicing
 from mpi4dl_nb.draw.halo_points import with_fused_halos
 from mpi4dl_nb.widgets import slicer as module

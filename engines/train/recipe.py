@@ -1,0 +1,211 @@
+"""What ranks need in order to train, as plain data that is checked before any rank starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from numbers import Real
+
+import torch
+from torch import Tensor, nn
+
+from engines.comm.device import (
+    choose_autocast_type,
+)
+from engines.errors import PlanError, TraceError
+from engines.formatting import FactTable, format_names
+from engines.graph.model_graph import ModelGraph, TensorSpec, to_user_name
+from engines.graph.trace import StateNames, collect_state_names, iterate_owners
+from engines.graph.trace_cache import Loss, TraceCache
+from engines.plan import Plan
+from engines.program.compile import compile_plan
+from engines.program.program import Program
+from engines.program.segment_compiler import check_compiler
+from engines.program.update import SCALE, Scheduler, UpdateRules
+from engines.spatial.operator_table import UserOps
+from engines.spatial.rng import has_random_ops
+from engines.train.optimiser_trial import check_groups, check_on_ranks, check_scheduler, find_frozen
+from engines.train.optimisers import Optimiser, ParameterSpec, collect_parameter_specs, make_on_rank, make_optimiser
+
+sgd: Optimiser = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
+
+
+@dataclass(frozen=True, repr=False)
+class Recipe(FactTable):
+    """Everything that a rank needs in order to train, as plain data: a model defined in a notebook cell needs no file.
+
+    `state` maps the graph's names to the weights and buffers that the rank needs. `additions` holds the operators and
+    kernels that the user has registered. `loss_scale` is the initial loss scale of float16. `names` holds the names in
+    the plain model's `state_dict()`, and in the loss's. `parameters` describes all parameters of the model and of the
+    loss, from which `optimiser` makes the optimiser.
+    """
+
+    graph: ModelGraph
+    plan: Plan
+    optimiser: Optimiser
+    state: Mapping[str, Tensor]
+    device: str = "auto"
+    seed: int = 0
+    additions: UserOps = field(default_factory=UserOps)
+    clip_norm: float | None = None
+    scheduler: Scheduler | None = None
+    loss_scale: float = SCALE
+    names: Mapping[str, StateNames] = field(default_factory=dict)
+    parameters: Sequence[ParameterSpec] = ()
+
+    @property
+    def facts(self) -> dict[str, object]:
+        return {
+            "plan": self.plan.summary,
+            "images of a step": " × ".join(map(str, self.step_specs["images"].shape)),
+            "operators": len(self.graph.nodes),
+            "weights": len(self.graph.weights),
+            "device": self.device,
+        }
+
+    def make_optimiser(self, weights: Mapping[str, Tensor]) -> torch.optim.Optimizer | None:
+        """Return the optimiser of a rank's `weights` (by the graph's names).
+
+        Returns None if none of these weights receives a gradient from the loss.
+        """
+        trained = {name: weight for name, weight in weights.items() if name in self.graph.trainable}
+        return make_on_rank(self.optimiser, self.parameters, trained) if trained else None
+
+    @property
+    def step_specs(self) -> dict[str, TensorSpec]:
+        """The inputs of a training step: the images and labels of all its micro-batches."""
+        count = self.plan.micro_batches
+        return {
+            name: replace(spec, shape=(count * spec.shape[0], *spec.shape[1:])) if spec.shape else spec
+            for name, spec in self.graph.inputs.items()
+        }
+
+    @property
+    def has_whole_loss(self) -> bool:
+        """Whether micro-batches add up to the whole batch's loss, where that is not the mean of their own losses."""
+        return self.graph.whole is not None and self.graph.whole.differs
+
+    @property
+    def draws(self) -> int | None:
+        """The random seed if the model draws random numbers, else None."""
+        return self.seed if has_random_ops(self.graph) else None
+
+    @property
+    def rules(self) -> UpdateRules:
+        """The rules of an update besides the optimiser step: gradient clipping, scheduler and loss scaling."""
+        scaled = self.plan.precision == "float16"
+        return UpdateRules(self.clip_norm, self.scheduler, self.loss_scale if scaled else None)
+
+    def restrict_to_rank(self, program: Program) -> Recipe:
+        """Return the part of the recipe that one rank needs. Tensors that no rank changes go to rank 0 only.
+
+        Raises TraceError if a weight has no values.
+        """
+        # A meta tensor has a shape and no values, and would fail on the rank, far from its cause.
+        if absent := [name for name in (*program.weights, *program.buffers) if self.state[name].is_meta]:
+            raise TraceError(
+                f"{to_user_name(absent[0])} of the model is on the meta device and has no values. Make the model on "
+                "the CPU, or give it values first: model.to_empty(device='cpu'), then those of a state_dict."
+            )
+        names = {
+            owner: names if program.rank == 0 else names.drop_unused_tensors() for owner, names in self.names.items()
+        }
+        return replace(self, state={n: self.state[n] for n in (*program.weights, *program.buffers)}, names=names)
+
+
+def prepare(
+    model: nn.Module,
+    plan: Plan,
+    image_shape: Sequence[int],
+    loss: Loss | None = None,
+    optimiser: Optimiser = sgd,
+    labels: TensorSpec | Tensor | None = None,
+    device: str = "auto",
+    clip_norm: float | None = None,
+    scheduler: Scheduler | None = None,
+    graph: ModelGraph | None = None,
+) -> Recipe:
+    """Trace the model, and check everything that can be checked before a rank is used.
+
+    `image_shape` is (N, C, H, W). `loss` defaults to cross-entropy. `labels` defaults to class numbers: (N,) for a
+    classifier, (N, H, W) if the model predicts each pixel. `labels` is an example tensor of the labels of a batch,
+    whose values do not matter, or its TensorSpec.
+    The model's random numbers follow from `torch.manual_seed`.
+    `optimiser` makes an optimiser of all parameters of the model and of its loss, in the order of `named_parameters()`.
+    It receives a list of them, or a list of (name, parameter) pairs if its first argument is called `named_parameters`.
+    It must freeze each parameter that it leaves out, with `requires_grad_(False)`.
+    `clip_norm` bounds the norm of all gradients of the model together, as `torch.nn.utils.clip_grad_norm_` does.
+    `scheduler` is a function of the optimiser, such as `partial(torch.optim.lr_scheduler.StepLR, step_size=10)`; the
+    scheduler steps once after each update. `graph` is that of an earlier `TraceCache` for this plan.
+    Raises TraceError, PlanError or ImageError.
+    """
+    loss = loss or nn.CrossEntropyLoss()
+    graph = graph or TraceCache(model, image_shape, loss, labels, device).get_graph(plan)
+    if clip_norm is not None and not (isinstance(clip_norm, Real) and clip_norm > 0):
+        raise PlanError(f"clip_norm={clip_norm!r} must be a positive number, or None for gradients of any norm.")
+    used = {name for node in graph.nodes for name in node.reads}
+    parameters = collect_parameter_specs(model, loss, getattr(torch, plan.held_in), used)
+    graph = freeze_weights(graph, find_frozen(optimiser, parameters))
+    if parameters:
+        owned = {
+            prefix + name: weight
+            for prefix, owner in iterate_owners(model, loss)
+            for name, weight in owner.named_parameters(remove_duplicate=False)
+        }
+        check_groups(optimiser, parameters, owned)
+    programs, state = compile_plan(graph, plan), collect_state(model, loss, graph)
+    if plan.compile_segments:
+        check_compiler(choose_autocast_type(device))
+    if scheduler:
+        check_scheduler(
+            scheduler, make_optimiser(optimiser, {spec.name: spec.make_placeholder() for spec in parameters})
+        )
+    # An optimiser for GPUs only (fused kernels) cannot step here: its trial is skipped unless ranks use the CPU.
+    on_cpu = device in ("auto", "cpu") and choose_autocast_type(device) == "cpu"
+    check_on_ranks(optimiser, parameters, state, [graph.trainable & set(p.weights) for p in programs], on_cpu)
+    names = collect_state_names(model, loss, used)
+    seed, additions = torch.initial_seed(), UserOps.snapshot()
+    return Recipe(
+        graph, plan, optimiser, state, device, seed, additions, clip_norm, scheduler, names=names, parameters=parameters
+    )
+
+
+def freeze_weights(graph: ModelGraph, frozen: frozenset[str]) -> ModelGraph:
+    """Return the graph, and the graph of a share of its images, with the weights in `frozen` not trainable."""
+    if not frozen & graph.trainable:
+        return graph
+    share = graph.share and freeze_weights(graph.share, frozen)
+    return replace(graph, trainable=graph.trainable - frozen, share=share)
+
+
+def describe_precision_change(model: nn.Module, loss: object, plan: Plan) -> str:
+    """Describe how the plan's precision changes weights and buffers that are not in PyTorch's default float32.
+
+    Returns an empty string if it changes none of them.
+    """
+    owners = iterate_owners(model, loss)
+    named = [pair for _, owner in owners for pair in (*owner.named_parameters(), *owner.named_buffers())]
+    kept = (torch.float32, getattr(torch, plan.held_in))
+    other = {name: t.dtype for name, t in named if t.is_floating_point() and t.dtype not in kept}
+    if not other:
+        return ""
+    types = " and ".join(sorted({str(dtype).removeprefix("torch.") for dtype in other.values()}))
+    return (
+        f"{len(other)} of the model's {len(named)} tensors are {types} ({format_names(list(other))}), but ranks hold "
+        f"them in {plan.held_in}: Plan(precision={plan.precision!r}). The precision is the plan's choice: for float64 "
+        "say Plan(precision='float64'); a half one computes as torch.autocast does, with weights in float32."
+    )
+
+
+def collect_state(model: nn.Module, loss: Loss | None, graph: ModelGraph) -> dict[str, Tensor]:
+    found = dict(graph.constants)
+    for prefix, owner in iterate_owners(model, loss):
+        found |= {prefix + name: tensor.detach() for name, tensor in owner.named_parameters()}
+        found |= {prefix + name: tensor for name, tensor in owner.named_buffers()}
+    return {name: found[name] for name in (*graph.weights, *graph.buffers)}
+
+
+def count_step_images(recipe: Recipe) -> int:
+    """Return the number of images in one step, over all ranks."""
+    return recipe.step_specs["images"].shape[0]
