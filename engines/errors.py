@@ -7,23 +7,6 @@ import traceback
 from os import PathLike
 from pathlib import Path
 
-__all__ = [
-    "CheckpointError",
-    "DamagedError",
-    "ImageError",
-    "LossError",
-    "Mpi4dlError",
-    "PlanError",
-    "RankError",
-    "ReleasedError",
-    "TraceError",
-    "UnreadableError",
-    "VerifyError",
-    "describe_working_folder",
-    "is_deleted",
-    "make_absolute",
-]
-
 
 class Mpi4dlError(Exception):
     """The base class of all errors that this package raises on purpose.

@@ -6,18 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from html import escape
 
-__all__ = [
-    "FactTable",
-    "describe_unknown",
-    "format_bytes",
-    "format_html_table",
-    "format_names",
-    "format_number",
-    "format_percent",
-    "format_seconds",
-    "format_shares",
-]
-
 
 def format_bytes(count: int) -> str:
     """Format a number of bytes with a binary unit.

@@ -14,8 +14,6 @@ from engines.formatting import describe_unknown, format_html_table
 from engines.program.schedule import SCHEDULES, ScheduleRule, get_schedule_rule
 from engines.spatial.tiles import Grid
 
-__all__ = ["HALF", "OPTIONS", "PRECISIONS", "Plan", "PlanOption"]
-
 PRECISIONS = ("float32", "float64", "bfloat16", "float16")
 HALF = ("bfloat16", "float16")
 MOST, MOST_TILES = 1 << 20, 1 << 32

@@ -20,8 +20,6 @@ from mpi4dl_nb.launch.reaper_process import PROGRAM
 from mpi4dl_nb.launch.run_directory import PidFile, RunDirectory, remove_stale_clusters
 from mpi4dl_nb.launch.startup_monitor import check_command
 
-__all__ = ["exec_launcher", "main"]
-
 
 def main(arguments: Sequence[str]) -> NoReturn:
     """Replace this process by the launcher. Exits with code 2 if there is none, or if ranks cannot start here."""

@@ -9,8 +9,6 @@ from weakref import WeakMethod
 
 from IPython import get_ipython
 
-__all__ = ["IsAsked", "LatestOnly", "call_after_cells"]
-
 IsAsked = Callable[[], bool]
 
 

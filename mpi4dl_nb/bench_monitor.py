@@ -24,8 +24,6 @@ from engines.train.training_events import EpochResult, SkippedImage, StepResult
 from mpi4dl_nb import Cluster, Monitor, Plan, Training
 from mpi4dl_nb.training.fit_run import History
 
-__all__ = ["main"]
-
 
 class StepTimer:
     """Callback that measures the time from the first step's end to the last one's, with or without a monitor."""

@@ -24,9 +24,6 @@ from engines.predict.tallies import CLASSES
 from engines.train import rank_functions
 from mpi4dl_nb.status_line import show_counts
 
-__all__ = ["CalibrationCache", "calibrate_cluster"]
-
-
 CallRanks = Callable[..., list[Any]]
 """`Cluster.call`: run a function on all ranks."""
 

@@ -27,8 +27,6 @@ from mpi4dl_nb.launch.process_output import OutputPrinter
 from mpi4dl_nb.owned_ranks import OwnedRanks, count_alive_ranks, get_owned_ranks, watch_notebook
 from mpi4dl_nb.remote_call import Ranks, RemoteCall
 
-__all__ = ["HELP", "Cluster", "get_public_names"]
-
 # Names that completion offers for the public objects.
 
 

@@ -24,8 +24,6 @@ from engines.models import resnet110_v2
 from engines.train.oracle import ReferenceTraining
 from mpi4dl_nb import Cluster, Plan, Training, show_slicing, show_timeline
 
-__all__ = ["main"]
-
 PLAN = Plan(split_size=2, spatial_size=1, num_spatial_parts=4, slice_method="square")
 Batch = tuple[Tensor, Tensor]
 

@@ -6,8 +6,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["grade_answer"]
-
 
 def grade_answer(answer: Any, truth: Callable[[], Any], hint: str) -> str:
     """Return the reply to an answer. `truth` is computed only once there is one; a float is right within 5 %.

@@ -5,8 +5,6 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
-__all__ = ["check_engines"]
-
 
 def check_engines() -> None:
     """Raise ImportError if a folder or file of the user's is found, or was imported, as `engines`."""

@@ -18,8 +18,6 @@ from typing import Any
 from mpi4dl_nb.remote_call import Ranks
 from mpi4dl_nb.user_modules import is_user_module
 
-__all__ = ["OwnedRanks", "count_alive_ranks", "find_holder_name", "get_owned_ranks", "watch_notebook"]
-
 # How a cluster ends without a call of `stop`, and who ends its ranks then:
 #
 #     its last reference goes       the finalizer of OwnedRanks, in a thread

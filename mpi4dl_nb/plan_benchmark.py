@@ -20,16 +20,6 @@ from engines.train.verify import make_batches
 from mpi4dl_nb.cluster import Cluster
 from mpi4dl_nb.status_line import ProgressCallback
 
-__all__ = [
-    "Candidate",
-    "Measurement",
-    "PlanTrial",
-    "ignore_progress",
-    "replace_measured",
-    "run_interleaved",
-    "sort_candidates",
-]
-
 
 def ignore_progress(done: int, of: int) -> None:
     """Do nothing."""

@@ -31,8 +31,6 @@ from engines.train.recipe import sgd
 from mpi4dl_nb.cluster import Cluster
 from mpi4dl_nb.status_line import LATER_S, show_status
 
-__all__ = ["CompiledPlan", "PlanCache", "describe_cluster_fit", "describe_place", "forecast", "pause_gc"]
-
 KEPT = 24  # plans; the programs of a large model take some megabytes
 KEPT_SHAPES = 8  # of batches
 

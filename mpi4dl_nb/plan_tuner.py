@@ -30,12 +30,6 @@ from mpi4dl_nb.plan_benchmark import (
 )
 from mpi4dl_nb.status_line import ProgressCallback, show_counts
 
-__all__ = [
-    "PlanTuner",
-    "TuningResult",
-    "tune",
-]
-
 
 @dataclass(frozen=True)
 class TuningResult:

@@ -27,8 +27,6 @@ from engines.formatting import format_seconds
 from engines.train.interrupts import defer_interrupt
 from mpi4dl_nb.launch.supervisor_reports import RankExit, StalledRank
 
-__all__ = ["CallInterrupted", "Hang", "Ranks", "RemoteCall", "find_hang"]
-
 # Detection of hangs: ranks that wait for each other without progress, where, and since when.
 
 

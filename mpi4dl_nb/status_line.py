@@ -14,8 +14,6 @@ from IPython import get_ipython
 from IPython.display import display
 from tqdm import tqdm
 
-__all__ = ["LATER_S", "ProgressCallback", "StatusLine", "show_counts", "show_status", "with_status"]
-
 P, R = ParamSpec("P"), TypeVar("R")
 
 ProgressCallback = Callable[[int, int], None]

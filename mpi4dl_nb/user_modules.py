@@ -30,8 +30,6 @@ import psutil
 from engines.comm.notebook_imports import NotebookImports, SourceVersion, pack
 from engines.errors import PlanError
 
-__all__ = ["UserModules", "is_user_module"]
-
 _OURS = ("engines", "mpi4dl_nb")
 _HASHED, _MOST = 1, 0xFFFFFFFF  # of .pyc files: the flag of those without a time; fields have 32 bits
 _ANOTHER: SourceVersion = (0, 0)  # differs from the version of every file

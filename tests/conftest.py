@@ -9,13 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.browser.pages import chromium, lab, notebook
-from tests.checkpoint.stored import recipe, stored
-from tests.images.saved_files import files
 from tests.mpi import mpi_command, mpi_environment, run_launcher
-from tests.sampling import pytest_collection_modifyitems
-
-__all__ = ["chromium", "files", "lab", "mpiexec", "notebook", "pytest_collection_modifyitems", "recipe", "stored"]
 
 
 @pytest.fixture(scope="session")

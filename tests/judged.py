@@ -16,8 +16,6 @@ from engines.train.recipe import Recipe, prepare
 from engines.train.verify import verify
 from tests.stock import LOSSES
 
-__all__ = ["judged"]
-
 
 def judged(name: str, flags: Sequence[str]) -> tuple[nn.Module, nn.Module, Recipe]:
     """The model, the loss, and what every rank has to know."""

@@ -22,7 +22,8 @@ from skimage.data import immunohistochemistry
 from torch import nn
 
 from engines.images.dataset import to_network_input
-from engines.images.picture import Picture, open_image
+from engines.images.picture import open_image
+from engines.images.picture_reader import Picture
 from engines.models import UNet
 from tests.mpi import mpi_command, mpi_environment
 

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["TRIES", "has_begun", "mpi_command", "mpi_environment", "run_launcher"]
-
 _LOOK_S, _CHILDLESS, _LOOKS = 10.0, 3, 60
 TRIES = 3
 

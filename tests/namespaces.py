@@ -21,8 +21,6 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["Namespaces", "namespaces", "why_not"]
-
 ROOT = Path(__file__).parents[1]
 _PREFIX = "m4d"  # names of interfaces have at most 15 characters
 _HOMES = Path("/var/tmp")  # not /tmp: of that each host has its own

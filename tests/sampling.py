@@ -10,8 +10,6 @@ from itertools import combinations
 
 import pytest
 
-__all__ = ["EVERYTHING", "SEED", "choose_cases"]
-
 SEED = int(os.environ.get("SEED", "0"))
 """What random tests begin from: another one every night."""
 

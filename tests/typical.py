@@ -9,8 +9,6 @@ from typing import TypeVar
 
 from engines.predict.machine import Machine, Speed
 
-__all__ = ["typical"]
-
 _Measured = TypeVar("_Measured", Machine, Speed)
 
 

@@ -20,8 +20,6 @@ from engines.train.recipe import Recipe, prepare
 from engines.train.replica import Feed
 from engines.train.train_replicas import train_replicas
 
-__all__ = ["bench_asynchronous", "expand_modes", "make_crops_feed", "make_crops_recipe", "run_bench_asynchronous"]
-
 
 def expand_modes(mode: str, **chosen: object) -> list[Asynchrony]:
     """Return the studies for one mode, or for `all`, each with the options that apply to its mode. Raises PlanError."""

@@ -26,8 +26,6 @@ from engines.spatial.layout import check_fits
 from engines.train.recipe import prepare
 from engines.train.training import cut_inputs
 
-__all__ = ["bench_bubble", "run_bench_bubble"]
-
 _PIXELS, _CHANNELS, _STEPS = 12, 3, 3
 
 

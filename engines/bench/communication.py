@@ -29,16 +29,6 @@ from engines.train.verify import make_batches
 if TYPE_CHECKING:  # mpi4py starts MPI when it is imported
     from engines.comm.mpi import MpiWorld
 
-__all__ = [
-    "ThrottledWorld",
-    "bench_allreduce",
-    "bench_overlap",
-    "list_sizes",
-    "make_allreduce_parser",
-    "run_bench_allreduce",
-    "run_bench_overlap",
-]
-
 # Milliseconds of an all-reduce over all ranks: ours, as for gradients, against raw `MPI_Allreduce` and gloo.
 
 _WARMUP = 3

@@ -27,8 +27,6 @@ from engines.comm.device import has_own_memory
 from engines.comm.streams import wait_for_device
 from engines.errors import PlanError
 
-__all__ = ["CHECKS", "find_cause", "launch", "measure_link_speeds", "print_link_speeds", "run_gpu_checks"]
-
 LINK_BYTES, LINK_TIMES = 1 << 26, 15
 
 _RESNET = "--model engines.models:resnet20_v1"

@@ -45,20 +45,6 @@ from engines.train.recipe import prepare
 if TYPE_CHECKING:
     from engines.comm.mpi import MpiWorld
 
-__all__ = [
-    "HaloCase",
-    "ManualExchange",
-    "bench_halo",
-    "is_valid_exchange",
-    "make_halo_case",
-    "make_halo_parser",
-    "make_halo_runner",
-    "make_pattern",
-    "run_backward",
-    "run_bench_halo",
-    "run_forward",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class HaloCase:

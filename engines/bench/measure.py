@@ -42,22 +42,6 @@ from engines.train.verify import make_batches
 if TYPE_CHECKING:  # mpi4py starts MPI when it is imported
     from engines.comm.mpi import MpiWorld
 
-__all__ = [
-    "STEPS",
-    "SubprocessExitError",
-    "bench_memory",
-    "compute_quartile_spread",
-    "compute_spread",
-    "measure_host_peak_bytes",
-    "measure_one_process",
-    "measure_steps",
-    "run_bench_memory",
-    "run_in_subprocess",
-    "time_interleaved",
-    "time_rank_step",
-    "time_shuffled",
-]
-
 
 def time_rank_step(world: World, training: RankTraining, own: Inputs) -> float:
     """Return the seconds from a barrier until all ranks have completed a step."""

@@ -44,17 +44,6 @@ from engines.train.recipe import Recipe
 from engines.train.training import RankTraining
 from engines.train.verify import make_batches
 
-__all__ = [
-    "bench_largest",
-    "bench_streaming",
-    "make_largest_parser",
-    "make_ranks_in_turn",
-    "make_streaming_parser",
-    "search_largest",
-    "train_one_way",
-    "train_within_limit",
-]
-
 _MIB = 1 << 20
 _KEPT_BYTES = 4 * _MIB
 """Freed blocks below this size are better kept: most tensors of a tile are smaller, and fresh pages are slow."""

@@ -10,11 +10,9 @@ from engines.bench.measure import measure_host_peak_bytes
 from engines.cli import options
 from engines.comm.world import World, run_on_all
 from engines.errors import PlanError
-from engines.images.picture import Pixels, open_image
-from engines.images.picture_reader import ArrayPicture
+from engines.images.picture import open_image
+from engines.images.picture_reader import ArrayPicture, Pixels
 from engines.plan import Plan
-
-__all__ = ["bench_read", "run_bench_read"]
 
 ALLOWED_BYTES = 64 << 20  # allowed beyond a rank's part of the picture: a reader's working memory
 Box = tuple[int, int, int, int]

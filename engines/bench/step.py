@@ -26,23 +26,6 @@ from engines.train.recipe import Recipe
 from engines.train.training import RankTraining
 from engines.train.verify import make_batches
 
-__all__ = [
-    "PHASES",
-    "bench_compiled",
-    "bench_overhead",
-    "bench_step",
-    "bench_throughput",
-    "make_throughput_parser",
-    "make_throughput_recipe",
-    "measure_arithmetic_share",
-    "run_bench_compiled",
-    "run_bench_overhead",
-    "run_bench_step",
-    "run_bench_throughput",
-    "sum_by_phase",
-]
-
-
 # The plan on its ranks against the plain model in one process with all cores.
 
 PHASES = ("forward", "backward", "messages", "sums", "update", "waiting")

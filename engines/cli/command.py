@@ -26,8 +26,6 @@ from engines.train.verify import verify
 if TYPE_CHECKING:
     from engines.predict.published_replay import ReplayOutcome
 
-__all__ = ["format_outcomes", "main", "run_published", "run_table", "run_verify"]
-
 _COMMANDS = {
     "train": "engines.cli.train_command:run_train",
     "predict": "engines.inference.command:predict",

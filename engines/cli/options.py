@@ -32,22 +32,6 @@ from engines.spatial.layout import check_fits
 from engines.train.optimisers import Optimiser
 from engines.train.recipe import Recipe, describe_precision_change, prepare
 
-__all__ = [
-    "FlagParser",
-    "add_model_flags",
-    "build_model",
-    "choose_optimiser",
-    "get_image_shape",
-    "make_bare_parser",
-    "make_parser",
-    "make_plan",
-    "make_recipe",
-    "parse_image_size",
-    "parse_positive",
-    "parse_seconds",
-    "parse_seed",
-]
-
 Number = TypeVar("Number", int, float)
 
 _SIDE = re.compile(r"\d{1,9}", re.ASCII)

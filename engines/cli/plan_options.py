@@ -7,8 +7,6 @@ from typing import Any
 
 from engines.plan import OPTIONS
 
-__all__ = ["find_plan_option", "find_plan_options", "format_value", "parse_value"]
-
 _WHOLE = re.compile(r"-?\d{1,4000}")  # `int` raises ValueError if there are many more digits
 _NAMES = "|".join(OPTIONS)
 _SET = re.compile(rf"\b({_NAMES})=")

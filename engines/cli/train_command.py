@@ -29,8 +29,6 @@ from engines.train.train_loop import CollectiveTrainLoop, RankTrainLoop, count_l
 from engines.train.training import RankTraining
 from engines.train.training_events import EpochLog, EpochResult, Scores, SkippedImage, StepResult, summarise
 
-__all__ = ["find_resume_path", "make_train_parser", "run_train"]
-
 
 def make_train_parser() -> argparse.ArgumentParser:
     """Make the parser of the flags of `train`."""

@@ -15,8 +15,6 @@ from engines.images.folder import folder_images
 from engines.images.sample_data import load_cifar_images
 from engines.images.tables import table_images
 
-__all__ = ["CROP", "check_image_flags", "make_dataset", "make_datasets"]
-
 CROP = "crop"
 """The augmentation that takes random parts of images."""
 

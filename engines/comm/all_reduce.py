@@ -24,8 +24,6 @@ from torch import Tensor
 from engines.comm.all_reduce_sizes import AHEAD, LONG_BYTES, count_pieces, count_sends
 from engines.comm.world import Message, Pending, World
 
-__all__ = ["AllReduceRequest", "RoundsRequest", "all_reduce"]
-
 _PARTS, _SUMS = 0, 1  # tags; programs use tags from 2 on
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["AHEAD", "LONG_BYTES", "compute_workspace_bytes", "count_pieces", "count_sends"]
-
 LONG_BYTES = 1 << 15
 """From this size on, a second round of messages costs less than sending the whole tensor to every rank."""
 

@@ -17,28 +17,6 @@ from engines.errors import PlanError
 from engines.plan import Plan
 from engines.spatial import layout
 
-__all__ = [
-    "choose_autocast_type",
-    "choose_device",
-    "choose_memory_format",
-    "choose_thread_count",
-    "compute_threads_per_rank",
-    "count_cores",
-    "count_local_ranks",
-    "get_gpu_id",
-    "get_memory_bytes",
-    "get_used_bytes",
-    "has_own_memory",
-    "keep_memory_tight",
-    "limit_device_memory",
-    "measure_device_peak",
-    "place_inputs",
-    "read_process_bytes",
-    "share_process",
-    "trim_memory",
-    "use_threads",
-]
-
 # Makes the first call into the library of vector functions from one thread, before several threads can.
 #
 # PyTorch takes square roots, exponentials and the like of contiguous tensors from MKL, which looks up its functions on

@@ -15,8 +15,6 @@ from engines.comm.status_board import measure_wait
 from engines.comm.world import Message, Pending, World
 from engines.errors import RankError, ReleasedError
 
-__all__ = ["LoopbackWorld", "Mailbox", "make_loopback_worlds", "run_ranks"]
-
 _GATHER = -1
 _RECOVERY_S = 10.0
 

@@ -31,8 +31,6 @@ from engines.comm.world import (
 )
 from engines.errors import RankError, ReleasedError
 
-__all__ = ["MpiWorld", "is_cuda_aware"]
-
 
 @cache
 def is_cuda_aware() -> bool:

@@ -27,15 +27,6 @@ from engines.comm.status_board import measure_wait
 from engines.comm.world import SubGroup, World
 from engines.errors import RankError
 
-__all__ = [
-    "PATIENCE",
-    "Collectives",
-    "NcclAllReduce",
-    "OrderedStarter",
-    "connect_gloo",
-    "make_collectives",
-]
-
 _SWITCH = "MPI4DL_NB_NCCL"
 
 PATIENCE = timedelta(seconds=60)

@@ -22,9 +22,6 @@ from torch import Tensor
 from engines.comm.start import SAFE, order_search_path
 from engines.errors import PlanError
 
-__all__ = ["NotebookImports", "SourceVersion", "make_import_error", "pack", "sync_imports"]
-
-
 # Pickling for ranks: functions and classes by name if ranks can import them, otherwise by value.
 
 _registry = RLock()  # cloudpickle's list of modules is shared by all threads

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from threading import RLock
 from typing import Any, TextIO
 
-__all__ = ["LineBuffer", "OutputLine", "RankStream", "RateLimiter", "redirect_streams"]
-
 _AT_ONCE, _PER_S = 20_000, 5_000  # characters that may come in a burst, and per second after it
 _EACH, _LONGEST = 100, 4_000  # characters that each line costs besides its own, and the most that are shown of it
 _RESERVE, _RENEWALS = 2_000, 4  # characters for a call after a flood, and how often at once; once a second after that

@@ -30,19 +30,6 @@ if TYPE_CHECKING:
     from engines.train.train_loop import RankTrainLoop
     from engines.train.training import RankTraining
 
-__all__ = [
-    "SPOKEN",
-    "Failure",
-    "RankServer",
-    "Reply",
-    "allow_during_step",
-    "execute",
-    "join",
-    "recover",
-    "recover_and_reset",
-    "run",
-]
-
 SPOKEN = "\x1espoken "
 """The prefix of a line that carries a line of a rank's output; the rest is JSON."""
 

@@ -10,8 +10,6 @@ from torch import Tensor
 from engines.comm.mpi import MpiWorld
 from engines.comm.world import Message
 
-__all__ = ["RawAllReduce", "RawMessages"]
-
 
 class RawMessages:
     """Persistent sends and receives of host buffers, `Startall`, `Waitall`: no polling, no detection of failures."""

@@ -17,8 +17,6 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 
-__all__ = ["SAFE", "main", "make_command", "order_search_path"]
-
 SAFE = "PYTHONSAFEPATH"
 """If this variable is set, Python does not search the working folder. The processes that a rank starts inherit it."""
 

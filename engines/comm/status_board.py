@@ -15,19 +15,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from engines.comm.output import LineBuffer
 
-__all__ = [
-    "BOARD",
-    "RankStatus",
-    "StatusBoard",
-    "get_status_board",
-    "get_wait_cpu_s",
-    "get_wait_s",
-    "measure_suspension",
-    "measure_wait",
-    "report_working",
-    "set_status_board",
-]
-
 BOARD = "MPI4DL_NB_BOARD"
 """The environment variable with the descriptor of the open file on which a rank's process writes its status."""
 

@@ -22,8 +22,6 @@ from torch import Tensor
 
 from engines.comm.device import has_own_memory
 
-__all__ = ["DeviceEvent", "copy_to_device", "record_event", "use_send_stream", "wait_for_device", "wait_for_stream"]
-
 
 class DeviceEvent:
     """A point in the sequence of operations enqueued on a device, as a CUDA event; of one without a queue, passed."""

@@ -23,8 +23,6 @@ from pathlib import Path
 
 from engines.comm.status_board import BOARD, RankStatus, StatusBoard
 
-__all__ = ["MARK", "RANK_NAMES", "main", "set_parent_death_signal"]
-
 MARK = "\x1empi4dl_nb "
 """The prefix of a line with a rank's event; the rest is JSON."""
 

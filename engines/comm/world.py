@@ -17,24 +17,6 @@ from torch import Tensor
 
 from engines.errors import ImageError, Mpi4dlError, PlanError, ReleasedError
 
-__all__ = [
-    "BARRIER_TAG",
-    "TENSOR_TAG",
-    "VALUE_TAG",
-    "Message",
-    "Pending",
-    "SubGroup",
-    "World",
-    "all_gather_or_raise",
-    "make_released_error",
-    "pack_value",
-    "receive_value",
-    "run_on_all",
-    "run_on_first",
-    "send_value",
-    "unpack_value",
-]
-
 VALUE_TAG, BARRIER_TAG, TENSOR_TAG = (1 << 23) - 1, (1 << 23) - 2, (1 << 23) - 3
 """Tags that no program uses: of Python values, of barriers, and of tensors between steps (checkpoints)."""
 

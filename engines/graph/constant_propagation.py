@@ -22,8 +22,6 @@ from engines.errors import TraceError
 from engines.graph.exported_nodes import find_current_line
 from engines.graph.outside_tensors import OwnedMemory, is_real
 
-__all__ = ["ConstantPropagationMode", "disable_tracing"]
-
 LIMIT = 1 << 16
 """Maximum number of elements of a tensor that is computed with real numbers."""
 

@@ -20,8 +20,6 @@ from engines.errors import TraceError
 from engines.graph.exported_nodes import describe_location, find_source_line, get_module_path, is_check, is_no_grad
 from engines.graph.model_graph import ModelGraph, Node, Ref, TensorSpec, find_gradient_targets, find_ref_names
 
-__all__ = ["ExportReader", "FlopCount", "count_flops", "make_tensor_spec", "resolve_flops"]
-
 # Floating-point operations of one operator; a multiply-add counts as two.
 #
 # PyTorch itself is the table: the operator runs once without memory, and the ATen operators that it calls are counted

@@ -20,24 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from engines.errors import TraceError
 from engines.graph.model_graph import MODEL
 
-__all__ = [
-    "AUTOCAST",
-    "MARKS",
-    "UNGRADED",
-    "WRITTEN",
-    "describe_location",
-    "drop_broadcasts",
-    "find_current_line",
-    "find_source_line",
-    "find_user_line",
-    "get_module_path",
-    "inline_subgraphs",
-    "insert_casts",
-    "insert_detaches",
-    "is_check",
-    "is_no_grad",
-]
-
 _OURS = ("/torch/", str(Path(__file__).parent))
 _CHECKS = ("_guards_fn", "_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range_for_size")
 

@@ -23,8 +23,6 @@ from engines.errors import TraceError
 from engines.graph.exported_nodes import WRITTEN, describe_location, find_source_line, is_no_grad
 from engines.graph.model_graph import WITHOUT_GRADIENT, to_user_name
 
-__all__ = ["functionalise", "remove_dead_nodes"]
-
 _MADE, _VIEW = "made_here", "view"
 _ATEN = torch.ops.aten
 

@@ -18,19 +18,6 @@ from engines.program.program import CountLabels, Program
 from engines.program.worker import Worker
 from engines.spatial.layout import Layout
 
-__all__ = [
-    "LabelCounter",
-    "LabelSpec",
-    "NonFiniteCause",
-    "find_causes",
-    "find_class_count",
-    "find_label_specs",
-    "find_unchanged_labels",
-    "format_causes",
-    "has_accuracy",
-    "has_binary_labels",
-]
-
 # Which values the labels may have according to the traced loss: class numbers, or anything else.
 
 

@@ -13,19 +13,6 @@ from engines.graph.model_graph import ModelGraph, Node, Ref, TensorSpec
 from engines.spatial.local_rules import is_pointwise
 from engines.spatial.rng import find_sample_number, uses_generator
 
-__all__ = [
-    "CLASS_LOSSES",
-    "CONSTANT",
-    "AggregationKind",
-    "BatchAggregation",
-    "LossAnalysis",
-    "aggregates",
-    "find_batch_axis",
-    "make_denominator_key",
-    "make_rows",
-    "normalise_dims",
-]
-
 
 class AggregationKind(Enum):
     """How the values of all micro-batches combine to that of the whole batch."""

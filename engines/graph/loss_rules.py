@@ -18,8 +18,6 @@ from engines.graph.loss_analysis import (
 )
 from engines.graph.model_graph import Node, Ref, find_ref_names
 
-__all__ = ["SUM"]
-
 
 @aggregates("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze")
 def propagate_view(a: LossAnalysis, node: Node) -> BatchAggregation | None:

@@ -11,24 +11,6 @@ from typing import Any
 from engines.errors import PlanError, TraceError
 from engines.formatting import FactTable, format_bytes, format_number
 
-__all__ = [
-    "LOSS",
-    "MODEL",
-    "WITHOUT_GRADIENT",
-    "BatchLoss",
-    "BatchTotal",
-    "ModelGraph",
-    "Node",
-    "Ref",
-    "TensorSpec",
-    "check_buffer_reads",
-    "find_gradient_targets",
-    "find_ref_names",
-    "find_updated_buffers",
-    "is_batch_dependent",
-    "to_user_name",
-]
-
 MODEL, LOSS = "model.", "loss."
 """Prefixes of the names of weights and buffers: of the model's own, and of a loss that is a module."""
 

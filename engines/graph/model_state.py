@@ -10,8 +10,6 @@ from torch import nn
 
 from engines.graph.python_values import iterate_attributes
 
-__all__ = ["ModelState"]
-
 
 @dataclass(frozen=True)
 class ModelState:

@@ -20,8 +20,6 @@ from engines.formatting import format_names
 from engines.graph.exported_nodes import find_current_line, find_source_line
 from engines.graph.model_graph import MODEL
 
-__all__ = ["OwnedMemory", "check_lifted_tensors", "is_real"]
-
 _REMEDY = (
     "Compute this in the model's forward and return it beside the prediction, for a loss of both; for an L2 penalty, "
     "use the optimiser's weight_decay."

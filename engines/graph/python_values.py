@@ -19,8 +19,6 @@ from torch import Tensor, nn
 
 from engines.errors import PlanError
 
-__all__ = ["TracedValues", "iterate_attributes"]
-
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, np.generic)
 _OWN_NAMES = {*vars(nn.Module()), "training"}
 """Attributes of each module that are not the user's. `training` may change for a prediction in between."""

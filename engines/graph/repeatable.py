@@ -24,8 +24,6 @@ from engines.graph.exported_nodes import find_current_line
 from engines.graph.outside_tensors import is_real
 from engines.graph.watch_forward import silence_exporter
 
-__all__ = ["RepeatedRun"]
-
 _COMPARED = bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format
 
 _MOST_HASHED = 1 << 20

@@ -18,8 +18,6 @@ from engines.plan import Plan
 from engines.spatial.local_rules import is_pointwise, make_shared_images_error
 from engines.spatial.tiles import Span
 
-__all__ = ["Layer", "cut_stages", "find_layers", "find_sharded_names", "shard_graph"]
-
 FLOPS_PER_ELEMENT = 40
 """FLOPs that take as long as writing and reading one element, roughly so on CPUs and GPUs alike. The value is the same
 in every precision, so that a plan has the same stages in all of them.

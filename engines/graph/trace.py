@@ -32,17 +32,6 @@ from engines.graph.traceability import (
 from engines.graph.watch_forward import ONE_AT_A_TIME, TraceAbortedError, silence_exporter, watch_forward
 from engines.plan import HALF
 
-__all__ = [
-    "OWNERS",
-    "StateNames",
-    "collect_state_names",
-    "find_first_names",
-    "infer_output_spec",
-    "iterate_owners",
-    "trace",
-    "trace_inference",
-]
-
 OWNERS = {"model": MODEL, "loss": LOSS}
 """The owners of tensors, and the prefixes of their names on the ranks."""
 

@@ -19,8 +19,6 @@ from engines.graph.traceability import check_loss_repeats, check_modules, check_
 from engines.graph.whole_loss import with_whole_loss
 from engines.plan import Plan
 
-__all__ = ["Loss", "TraceCache", "get_micro_batch_spec", "get_shard_spec"]
-
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 

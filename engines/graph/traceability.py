@@ -22,22 +22,6 @@ from engines.graph.model_graph import TensorSpec
 from engines.graph.repeatable import RepeatedRun
 from engines.graph.watch_forward import ONE_AT_A_TIME, watch_forward
 
-__all__ = [
-    "CUMULATIVE",
-    "check_loss_repeats",
-    "check_modules",
-    "check_side_effects",
-    "collect_attributes",
-    "collect_tensors",
-    "get_prediction",
-    "has_hooks",
-    "make_fake_copy",
-    "make_fake_tensor",
-    "make_traceable",
-    "merge_outputs",
-]
-
-
 # Copies of a module without memory: the same names, shapes and classes, with fake tensors on the CPU.
 
 

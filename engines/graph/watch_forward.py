@@ -21,8 +21,6 @@ from engines.errors import TraceError
 from engines.graph.constant_propagation import ConstantPropagationMode, disable_tracing
 from engines.graph.exported_nodes import find_current_line
 
-__all__ = ["ONE_AT_A_TIME", "TraceAbortedError", "silence_exporter", "watch_forward"]
-
 ONE_AT_A_TIME = threading.RLock()
 """Held while a model is traced or tried: that changes attributes of torch for all threads, and ranks may be threads."""
 

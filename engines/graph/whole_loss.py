@@ -18,8 +18,6 @@ from engines.plan import OPTIONS, Plan
 from engines.spatial.kernels import get_kernel
 from engines.spatial.local_rules import map_refs, split_arguments
 
-__all__ = ["WHOLE_BATCH", "ImageWeights", "compute_mean_loss", "describe_step_loss", "warn_of_mean", "with_whole_loss"]
-
 WHOLE_BATCH = "of the whole batch"
 
 

@@ -16,8 +16,6 @@ from engines.images.dataset import LabelledImages, Subset, parse_image_size, to_
 from engines.spatial.rng import sample_uniform
 from engines.spatial.tiles import Span, Tile
 
-__all__ = ["KINDS", "Augmented", "restain"]
-
 KINDS = ("flip", "rotate", "stain", "brightness", "contrast")
 
 _DRAWS = 13  # random numbers per image: 2 for the crop, 3 for the symmetry, 6 for the stains, 2 for the light

@@ -15,25 +15,9 @@ from torch import Tensor
 from engines.errors import ImageError
 from engines.graph.labels import find_label_specs, find_unchanged_labels
 from engines.graph.model_graph import ModelGraph, Ref
-from engines.images.picture import Pixels
+from engines.images.picture_reader import Pixels
 from engines.spatial.rng import compute_step_seed, sample_uniform
 from engines.spatial.tiles import Tile
-
-__all__ = [
-    "IGNORED",
-    "LabelledImages",
-    "Subset",
-    "SyntheticImages",
-    "check_channels",
-    "check_ignored",
-    "check_label_shape",
-    "find_ignored_label",
-    "parse_image_size",
-    "shuffle_indices",
-    "split_by_slide",
-    "split_indices",
-    "to_network_input",
-]
 
 
 class LabelledImages(ABC):

@@ -22,10 +22,9 @@ from engines.images.dataset import (
     to_network_input,
 )
 from engines.images.mask_file import Ignore, MaskFile, parse_ignored_numbers, read_mask_shape
-from engines.images.picture import Picture, Pixels, crop_picture, open_cached, read_shape
+from engines.images.picture import crop_picture, open_cached, read_shape
+from engines.images.picture_reader import Picture, Pixels
 from engines.spatial.tiles import Span, Tile
-
-__all__ = ["FITS", "Example", "ExampleImages", "find_nearest_pixels", "resize_tile"]
 
 # One image in a file, with its annotations.
 

@@ -21,21 +21,6 @@ from engines.formatting import format_bytes
 from engines.images.picture_reader import Level, Picture
 from engines.images.regular_file import NotRegularError, open_regular
 
-__all__ = [
-    "JPEG_HEAD",
-    "PIXELS_PER_BYTE",
-    "PNG_HEAD",
-    "TIFF_HEADS",
-    "FileCache",
-    "FileReader",
-    "check_budget",
-    "check_size",
-    "make_changed_error",
-    "make_damaged_error",
-    "read_head",
-    "translate_errors",
-]
-
 # The first bytes of a file tell its kind, whatever its name. The last two of TIFF are BigTIFF, for files beyond 4 GB.
 PNG_HEAD, JPEG_HEAD = b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"
 TIFF_HEADS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")

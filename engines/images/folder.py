@@ -14,8 +14,6 @@ from engines.images.files import translate_errors
 from engines.images.regular_file import TEXT_BYTES, XML_BYTES, is_within, parse_xml, read_bounded
 from engines.images.tables import write_table
 
-__all__ = ["folder_images", "list_pictures", "write_boxes_table", "write_masks_table"]
-
 _ZARR = ".zarr"  # a folder that is itself a picture
 
 _OF_SLIDES = (".svs", ".ndpi", ".scn", ".mrxs", ".bif", ".svslide", ".dcm", ".czi")

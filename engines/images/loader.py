@@ -18,8 +18,6 @@ from engines.formatting import describe_unknown
 from engines.images.shard_reader import ReadRequest, Sample, Sampler, SamplerState, ShardReader
 from engines.program.worker import Inputs
 
-__all__ = ["LoadedBatch", "LoaderOptions", "NotReady", "RankLoader", "SamplerState", "describe_read_error"]
-
 _AHEAD = 2  # steps that are prefetched while one is computed
 _ON_BAD = ("raise", "skip")
 _NAMED = 5  # bad images that an error names

@@ -45,8 +45,6 @@ from engines.images.tiff_layout import DECODED, JPEG, find_alpha_channel, find_p
 from engines.images.zarr import is_zarr
 from engines.spatial.tiles import Tile
 
-__all__ = ["Ignore", "MaskFile", "open_raw_image", "parse_ignored_numbers", "read_mask_shape"]
-
 Numbers = NDArray[Any]
 
 Ignore = int | Iterable[int] | None

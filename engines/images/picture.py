@@ -36,20 +36,6 @@ from engines.images.tiff import TiffPicture, detect_vendor, find_whole_page
 from engines.images.zarr import ZarrPicture, is_zarr
 from engines.spatial.tiles import Span, Tile
 
-__all__ = [
-    "Level",
-    "OpenSlidePicture",
-    "Picture",
-    "Pixels",
-    "SlideLike",
-    "SlideLikePicture",
-    "Source",
-    "crop_picture",
-    "open_cached",
-    "open_image",
-    "read_shape",
-]
-
 # Whole slides of many vendors through OpenSlide, and any object with OpenSlide's interface.
 
 

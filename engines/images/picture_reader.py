@@ -21,21 +21,6 @@ from PIL import Image
 from engines.errors import ImageError
 from engines.formatting import format_html_table
 
-__all__ = [
-    "WHITE",
-    "ArrayPicture",
-    "DecodeBlock",
-    "Level",
-    "Picture",
-    "Pixels",
-    "composite_on_white",
-    "convert_array",
-    "convert_tensor",
-    "make_levels",
-    "make_thumbnail",
-    "split_row_bands",
-]
-
 Pixels = NDArray[np.uint8]
 """(H, W, 3), red, green, blue."""
 

@@ -31,19 +31,6 @@ from engines.images.files import (
 from engines.images.picture_reader import Level, Pixels, composite_on_white, split_row_bands
 from engines.images.regular_file import open_regular
 
-__all__ = [
-    "KEPT_BYTES",
-    "ORIENTATION",
-    "PillowPicture",
-    "allow_any_size",
-    "check_decoding",
-    "count_jpeg_scans",
-    "find_orientation",
-    "is_animated",
-    "map_row_bands",
-    "read_whole_file",
-]
-
 _GREY, _COLOUR = ("1", "L"), ("P", "RGB", "YCbCr")
 _WITH_ALPHA = ("LA", "La", "PA", "RGBA", "RGBa")
 _EXTRA_SAMPLES = 338

@@ -9,17 +9,6 @@ from pathlib import Path
 from typing import BinaryIO, NoReturn
 from xml.etree import ElementTree as ET
 
-__all__ = [
-    "TEXT_BYTES",
-    "XML_BYTES",
-    "NotRegularError",
-    "is_within",
-    "open_regular",
-    "parse_xml",
-    "read_bounded",
-    "refuse_doctype",
-]
-
 TEXT_BYTES = 1 << 28  # most bytes of a table, list or JSON file: ten times a table of a million lines
 XML_BYTES = 1 << 25  # of a text that is parsed to a tree, which takes about ten times as much memory
 

@@ -23,11 +23,10 @@ from engines.images.dataset import LabelledImages, to_network_input
 from engines.images.examples import resize_tile
 from engines.images.files import translate_errors
 from engines.images.folder import folder_images
-from engines.images.picture import Pixels, Source, open_image
+from engines.images.picture import Source, open_image
+from engines.images.picture_reader import Pixels
 from engines.images.regular_file import read_bounded
 from engines.spatial.tiles import Tile
-
-__all__ = ["StainCrops", "compute_dab", "immunohistochemistry", "load_cifar_images"]
 
 
 def immunohistochemistry() -> Pixels:

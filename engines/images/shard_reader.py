@@ -24,8 +24,6 @@ from engines.program.worker import Inputs
 from engines.spatial.rng import compute_step_seed
 from engines.spatial.tiles import Span, Tile
 
-__all__ = ["ReadRequest", "Sample", "Sampler", "SamplerState", "ShardReader"]
-
 # Sampler of the images of each training step; it depends only on the seed, not on plan, ranks or workers.
 
 

@@ -17,8 +17,6 @@ from engines.images.mask_file import Ignore
 from engines.images.regular_file import is_within, read_bounded
 from engines.spatial.tiles import Span, Tile
 
-__all__ = ["COLUMNS", "table_images", "write_table"]
-
 COLUMNS = ("path", "label", "mask", "region", "level", "slide")
 """The columns of a table; see `table_images`."""
 

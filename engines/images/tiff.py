@@ -50,8 +50,6 @@ from engines.images.tiff_layout import (
 )
 from engines.spatial.tiles import Span, Tile
 
-__all__ = ["TiffPageReader", "TiffPicture", "check_segment_size", "detect_vendor", "find_whole_page", "open_descriptor"]
-
 MOST_BYTES = 1 << 26  # of one decoded segment; with larger ones, decoding the whole picture once is no worse
 LARGE_TILE_PX = 1 << 24  # 4096 x 4096: programs write small pages in the tiles of large ones
 TILE_PX = 1 << 14  # pixels that take as long to decode as a tile takes to find

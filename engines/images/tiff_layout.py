@@ -21,16 +21,6 @@ from engines.errors import ImageError
 from engines.images.files import make_damaged_error
 from engines.images.regular_file import refuse_doctype
 
-__all__ = [
-    "TiffLayout",
-    "check_picture",
-    "find_alpha_channel",
-    "find_picture",
-    "list_pages",
-    "list_sub_pages",
-    "parse_ome",
-]
-
 PLAIN, JPEG = 1, 7
 JPEG_2000 = (33005, 34712)
 DECODED = (PLAIN, 5, JPEG, 8, 32773, 32946, 50000, *JPEG_2000)  # none, LZW, JPEG, deflate, PackBits, Zstandard

@@ -15,8 +15,6 @@ from engines.images.files import FileReader, make_damaged_error, translate_error
 from engines.images.picture_reader import DecodeBlock, Level, Pixels, convert_array, make_levels, split_row_bands
 from engines.images.zarr_chunks import check_array, check_metadata, check_stored
 
-__all__ = ["ZarrPicture", "is_zarr"]
-
 _FILES = ("zarr.json", ".zarray", ".zgroup")
 _IMPLIED = "tczyx"  # the axes of OME-NGFF 0.1 and 0.2, which do not name them
 _MOST_LEVELS = 32  # of a picture, each half as large; also the most nested folders

@@ -19,8 +19,6 @@ from engines.formatting import format_bytes
 from engines.images.files import make_damaged_error
 from engines.images.regular_file import is_within, open_regular
 
-__all__ = ["check_array", "check_metadata", "check_stored"]
-
 # Codecs of Zarr chunks: which ones are supported, and the size of a chunk unpacked, found before unpacking it.
 
 

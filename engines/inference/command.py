@@ -26,8 +26,6 @@ from engines.inference.tiled_predictor import PredictionRequest, TiledPrediction
 from engines.plan import PRECISIONS
 from engines.train.checkpoint_reader import Checkpoint, get_tensor_file
 
-__all__ = ["load_weights", "predict"]
-
 # Load trained weights into a plain model from a safetensors file with its own names, or from a checkpoint.
 
 

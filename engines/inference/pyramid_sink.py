@@ -25,8 +25,6 @@ from engines.inference.rank_predictor import PaddedRegion
 from engines.inference.tile_stitcher import Shape
 from engines.spatial.tiles import Span, Tile
 
-__all__ = ["PyramidSink", "make_pyramid"]
-
 TILE_PX, GROUP_PX = 256, 4096  # side of a tile of the file; width of a row of tiles that is read at once
 SMALLEST_PX = 512  # longest side of the coarsest level
 

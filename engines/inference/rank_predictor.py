@@ -17,7 +17,8 @@ from engines.graph.model_graph import TensorSpec
 from engines.graph.trace import trace_inference
 from engines.graph.trace_cache import get_micro_batch_spec, get_shard_spec
 from engines.images.dataset import to_network_input
-from engines.images.picture import Picture, crop_picture
+from engines.images.picture import crop_picture
+from engines.images.picture_reader import Picture
 from engines.plan import Plan
 from engines.program.compile import Compiler, compile_plan
 from engines.program.program import Program
@@ -27,18 +28,6 @@ from engines.spatial.operator_table import UserOps
 from engines.spatial.tiles import Tile
 from engines.train.recipe import Recipe, collect_state, sgd
 from engines.train.training import copy_state_tensor, cut_inputs
-
-__all__ = [
-    "PaddedRegion",
-    "Prediction",
-    "RankPredictor",
-    "fetch_tensors",
-    "find_state",
-    "join_predictions",
-    "make_padded_region",
-    "prepare_prediction",
-    "prepare_region",
-]
 
 Prediction = Mapping[int, Tensor]
 """A rank's parts of the predictions, by micro-batch, in host memory."""

@@ -33,18 +33,6 @@ from engines.spatial.layout import Role
 from engines.spatial.rng import find_sample_number
 from engines.spatial.tiles import Grid
 
-__all__ = [
-    "AT_WORK_BYTES",
-    "LOOSE",
-    "TilePass",
-    "TilePasses",
-    "choose_grid",
-    "estimate_pass_bytes",
-    "fit_tiles",
-    "iterate_passes",
-    "make_tile_grid",
-]
-
 
 @dataclass(frozen=True)
 class TilePass:

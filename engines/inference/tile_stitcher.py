@@ -19,20 +19,6 @@ from engines.inference.rank_predictor import PaddedRegion
 from engines.program.program import ShardSpec
 from engines.spatial.tiles import Grid, Tile
 
-__all__ = [
-    "KINDS",
-    "ArraySink",
-    "MakeSink",
-    "Shape",
-    "TileSink",
-    "TileStitcher",
-    "check_kind",
-    "convert_image_scores",
-    "convert_pixel_scores",
-    "get_output_channels",
-    "get_output_dtype",
-]
-
 # Sinks for the tiles of a prediction, in any order: memory, for small ones, or a file (see `pyramid_sink.py`).
 
 

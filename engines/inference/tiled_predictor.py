@@ -47,8 +47,6 @@ from engines.spatial.tiles import Tile
 from engines.train.recipe import Recipe
 from engines.train.training import copy_state_tensor
 
-__all__ = ["PredictionRequest", "TiledPrediction", "TiledPredictor"]
-
 
 @dataclass(frozen=True)
 class PredictionRequest:

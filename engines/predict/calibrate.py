@@ -40,8 +40,6 @@ from engines.program.update import update_buffers
 from engines.program.worker import Worker
 from engines.spatial.tiles import Tile
 
-__all__ = ["Calibration", "measure_overheads"]
-
 SIZES = (
     LayerSize(16, 16),
     LayerSize(16, 32),

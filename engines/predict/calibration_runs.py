@@ -27,15 +27,6 @@ from engines.train.recipe import Recipe, prepare
 from engines.train.training import RankTraining
 from engines.train.verify import make_batches
 
-__all__ = [
-    "CalibrationRecipes",
-    "CalibrationRun",
-    "CalibrationTimes",
-    "RunComparison",
-    "fit_machine",
-    "prepare_recipes",
-]
-
 _WIDTHS, _DEPTH = (16, 32, 64), 4
 _STRIP_PX, _WIDTH_PX = 128, 128
 _LARGEST_PX, _SMALL_PX = 320, 32

@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 from engines.predict.cost import ComputeWork
 from engines.predict.machine import Machine
 
-__all__ = ["DedicatedCores", "RunQueue", "SharedCores"]
-
 _NOTHING_S = 1e-12
 _ROUNDING = 4 * sys.float_info.epsilon  # relative to the current time: a smaller step would not advance the clock
 _TURNS = 2000  # most slices of one piece of work; slices of long work are longer than the machine's

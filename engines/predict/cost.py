@@ -12,20 +12,6 @@ from engines.predict.tallies import BY_ARITHMETIC, DirectionTally, OpTally, Rank
 from engines.program.effects import Effects, Messages, Phase, Reduction
 from engines.program.program import LEAST_BYTES, Program, Step
 
-__all__ = [
-    "Action",
-    "ComputeWork",
-    "CopyMessage",
-    "CostModel",
-    "JoinAllReduce",
-    "PostSend",
-    "WaitAllReduce",
-    "WaitMessage",
-    "build_step_actions",
-    "count_work",
-    "estimate_segment_work",
-]
-
 _CACHE_BYTES = 1 << 24  # no cache of one core is larger
 
 # The actions of a rank in a simulated step: compute, send, wait for a message, or join an all-reduce.

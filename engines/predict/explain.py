@@ -12,8 +12,6 @@ from engines.plan import Plan
 from engines.predict.forecast import Forecast
 from engines.program.timeline import compute_time_shares
 
-__all__ = ["KINDS", "WORDS", "Explanation", "Verdict", "classify_plan", "describe_plan", "explain", "format_grids"]
-
 WORDS = {
     "data": "data parallelism",
     "layer": "layer parallelism",

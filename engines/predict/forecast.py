@@ -20,18 +20,6 @@ from engines.program.program import Program, Traffic, count_traffic
 from engines.program.timeline import Timeline, compute_time_shares
 from engines.spatial.layout import compute_threads
 
-__all__ = [
-    "Forecast",
-    "RankLoad",
-    "compute_throughput",
-    "count_copies",
-    "count_load",
-    "forecast",
-    "forecast_programs",
-    "with_memory",
-    "with_time",
-]
-
 
 @dataclass(frozen=True, repr=False)
 class Forecast(FactTable):

@@ -26,8 +26,6 @@ from engines.graph.model_graph import Ref, TensorSpec
 from engines.program.instructions import DEVICE, SEED
 from engines.spatial.kernels import get_kernel
 
-__all__ = ["KernelEffect", "KernelOutput", "LiveBytes", "LocalTensor", "find_local_tensors", "infer_effect"]
-
 _TOO_LARGE = 1 << 28  # bytes of arguments, up to which a kernel without a meta implementation is run on the CPU
 
 

@@ -32,18 +32,6 @@ from engines.predict.rank_tally import build_op_tally
 from engines.predict.tallies import BY_ARITHMETIC, OpTally, classify_kernel
 from engines.spatial.kernels import get_kernel
 
-__all__ = [
-    "KernelCall",
-    "KernelTimer",
-    "KernelTimes",
-    "LayerSize",
-    "build_op_tallies",
-    "compute_speeds",
-    "make_calls",
-    "measure_median_seconds",
-    "measure_seconds",
-]
-
 # The kernels that a calibration times: those of the layers of common networks, in tiles and whole.
 
 

@@ -11,8 +11,6 @@ from functools import lru_cache
 from engines.comm.all_reduce_sizes import count_sends
 from engines.predict.machine import Link, Machine
 
-__all__ = ["AllReduceCost", "BackgroundAllReduce", "LinkQueues", "count_members", "estimate_all_reduce"]
-
 
 @dataclass
 class BackgroundAllReduce:

@@ -15,8 +15,6 @@ from engines.errors import PlanError
 from engines.formatting import FactTable, format_bytes, format_seconds
 from engines.predict.machine_checks import Noise, check_machine
 
-__all__ = ["SUMS", "Link", "Machine", "Speed", "interpolate"]
-
 # Interpolation of a number between the sizes at which it was sampled.
 
 

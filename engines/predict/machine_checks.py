@@ -11,8 +11,6 @@ from typing import Any
 
 from engines.predict.tallies import CLASSES
 
-__all__ = ["Noise", "Spin", "check_machine", "compute_foreign_share", "compute_spread"]
-
 # Valid ranges, beyond which forecasts would overflow or take for ever. They are wide: from one byte in a thousand
 # seconds to more than all computers of the world together.
 

@@ -13,18 +13,6 @@ from engines.formatting import describe_unknown
 from engines.predict.machine import Link, Machine, Speed
 from engines.predict.tallies import BY_ARITHMETIC, CLASSES
 
-__all__ = [
-    "BUSY",
-    "LAUNCH_S",
-    "MACHINES",
-    "MEMORY_SHARE",
-    "PASSES",
-    "NodeSpec",
-    "Processor",
-    "make_machine",
-    "resolve_machine",
-]
-
 # Processors and nodes as described by their makers, and the rule that makes a `Machine` of them.
 #
 # The rule is a roofline. Kernels that only move data run at the memory's bandwidth, divided by the passes over the

@@ -12,8 +12,6 @@ from engines.predict.tallies import DirectionTally, RankTally, SegmentTally
 from engines.program.effects import Effects, Instruction, Messages, Phase
 from engines.program.program import LEAST_BYTES, DirectionProgram, LiveValues, Program, Step
 
-__all__ = ["GradientTracker", "MemoryTracker", "simulate_memory"]
-
 # Tracks memory: the blocks that are held, how often, and their bytes.
 
 

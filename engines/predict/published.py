@@ -18,8 +18,6 @@ from engines.predict.machine import Link
 from engines.predict.machines import SMALL_S
 from engines.predict.published_replay import ModelReference, PublishedResult, RunVariant, StudyRun
 
-__all__ = ["PUBLISHED"]
-
 AMOEBANET = ModelReference("engines.models:amoebanetd", {"num_layers": 18, "num_filters": 214})
 RESNET_110 = ModelReference("engines.models:resnet_v2", {"depth": 110})
 RESNET_1K = ModelReference("engines.models:resnet_v2", {"depth": 1001})

@@ -16,17 +16,6 @@ from engines.plan import Plan
 from engines.predict.forecast import Forecast, forecast
 from engines.predict.machines import resolve_machine
 
-__all__ = [
-    "MEASURES",
-    "ModelReference",
-    "PublishedReplay",
-    "PublishedResult",
-    "ReplayOutcome",
-    "RunResult",
-    "RunVariant",
-    "StudyRun",
-]
-
 NEAR = 0.2
 """The largest relative difference at which a simulated and a published number agree."""
 

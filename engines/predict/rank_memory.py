@@ -19,15 +19,6 @@ from engines.program.instructions import SumGradients
 from engines.program.program import Program
 from engines.program.steps import StepLabel, label_steps
 
-__all__ = [
-    "KINDS",
-    "PeakMemory",
-    "PlanMemory",
-    "RankMemory",
-    "predict_plan_memory",
-    "predict_rank_memory",
-]
-
 KINDS = ("weights", "gradients", "optimiser", "inputs", "activations", "halos", "passing", "messages")
 """`activations` are saved for backward, `halos` are their received parts. `passing` is the temporary memory of a
 program step, and gradients in backward. `messages` is the memory of message and all-reduce buffers."""

@@ -28,8 +28,6 @@ from engines.program.program import DirectionProgram, Program, ShardSpec
 from engines.program.segment import find_in_place, find_last_reads, find_out_kernel
 from engines.spatial.kernels import SLOT_ARGUMENTS
 
-__all__ = ["build_op_tally", "build_tallies", "build_tally"]
-
 # Counts the memory and arithmetic of one segment of a rank, call by call, forward and backward.
 
 

@@ -13,9 +13,6 @@ from engines.predict.cost import CostModel
 from engines.predict.forecast import Forecast, forecast
 from engines.predict.machine import Machine
 
-__all__ = ["SearchResult", "generate_plans", "search"]
-
-
 _MANY = 12
 """From this number of ranks in a replica on, tiles may span two stages."""
 

@@ -31,8 +31,6 @@ from engines.program.effects import Phase
 from engines.program.program import Program, count_sent
 from engines.program.timeline import Timeline, TimelineEvent
 
-__all__ = ["simulate"]
-
 
 def simulate(
     programs: Sequence[Program],

@@ -18,8 +18,6 @@ from engines.predict.machines import resolve_machine
 from engines.predict.rank_memory import predict_rank_memory
 from engines.program.compile import Compiler
 
-__all__ = ["Limit", "Sizes", "largest_image"]
-
 
 @dataclass(frozen=True, repr=False)
 class Sizes(FactTable):

@@ -20,8 +20,6 @@ from engines.predict.search import generate_plans
 from engines.predict.sizes import Sizes
 from engines.program.timeline import compute_time_shares
 
-__all__ = ["HOW", "SIZES_PX", "Capabilities", "Scaling", "ScalingPoint", "capabilities", "scaling"]
-
 SIZES_PX = (256, 512, 1024, 2048, 4096, 8192, 16384)
 EACH = 6
 """The number of plans of each kind that are considered."""

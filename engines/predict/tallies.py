@@ -6,17 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-__all__ = [
-    "BY_ARITHMETIC",
-    "CLASSES",
-    "DirectionTally",
-    "OpTally",
-    "RankTally",
-    "SegmentTally",
-    "classify_kernel",
-    "get_convolution_shape",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class OpTally:

@@ -17,8 +17,6 @@ from engines.program.value_layout import ValueLayout, ValueLayouts
 from engines.spatial.tiles import Axes, Move, Tile, compute_moves
 from engines.spatial.windows import Shift, SpanRule, Window, WindowRead, compute_window
 
-__all__ = ["Builder", "HaloRead", "ValueLayout"]
-
 MovesByRank = Mapping[int, tuple[Move, ...]]
 
 

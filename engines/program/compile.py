@@ -28,8 +28,6 @@ from engines.program.schedule import ActionKind, Batch, PipelineAction, Schedule
 from engines.spatial.layout import Role
 from engines.spatial.operator_table import lower
 
-__all__ = ["Compiler", "compile_plan", "make_buckets"]
-
 # Buckets of gradients: which weights are reduced together, and where in a program their all-reduce starts.
 
 

@@ -15,8 +15,6 @@ from typing import Any, ClassVar
 from engines.graph.model_graph import TensorSpec, find_ref_names
 from engines.spatial.tiles import Move
 
-__all__ = ["Effects", "Instruction", "LocalOp", "MessageSpec", "Messages", "Phase", "Reduction"]
-
 
 class Phase(Enum):
     """The pass in which an instruction runs.

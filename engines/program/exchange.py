@@ -12,8 +12,6 @@ from engines.graph.model_graph import TensorSpec
 from engines.program.effects import Effects, Instruction, Messages, MessageSpec, Phase
 from engines.spatial.tiles import Axes, Move, Plane, Tile
 
-__all__ = ["ALIGNED_BYTES", "Exchange"]
-
 _KEPT_BYTES = 1 << 24  # larger messages are not kept between steps: copying dominates, not set-up
 ALIGNED_BYTES = 64
 

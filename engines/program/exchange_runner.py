@@ -28,8 +28,6 @@ from engines.program.message_buffers import (
 )
 from engines.spatial.tiles import Move
 
-__all__ = ["ExchangeRunner", "ReceivedMessage", "StartedExchange", "make_exchange_runners"]
-
 
 @dataclass(frozen=True, slots=True)
 class ReceivedMessage:

@@ -14,20 +14,6 @@ from engines.graph.model_graph import Ref, TensorSpec
 from engines.program.effects import Effects, Instruction, LocalOp, Phase, Reduction
 from engines.program.exchange import Exchange
 
-__all__ = [
-    "DEVICE",
-    "FINITE_CHECK",
-    "SEED",
-    "AllReduce",
-    "Compute",
-    "FiniteCheckAllReduce",
-    "ModelInstruction",
-    "ReduceBatchStats",
-    "RunningStatistics",
-    "SumGradients",
-    "Update",
-]
-
 DEVICE = Ref("@device")
 """Placeholder for the device of a rank's tensors in a kernel's arguments; each rank substitutes its own device."""
 

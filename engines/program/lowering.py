@@ -21,8 +21,6 @@ from engines.spatial.operator_table import lower
 from engines.spatial.tiles import Axes, Grid, Span, Tile
 from engines.spatial.windows import ExtendedTiles, HaloCost, extend_tiles, group_cheapest
 
-__all__ = ["STAGE_TAGS", "Lowering", "add_inputs"]
-
 # Tags in blocks of STAGE_TAGS, for S stages:
 #
 #   block 0           transfers between stages  |  sums of gradients (second half of the block)

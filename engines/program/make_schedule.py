@@ -23,8 +23,6 @@ from engines.program.schedule import (
     get_schedule_rule,
 )
 
-__all__ = ["compute_plan_bubble", "make_schedule"]
-
 Stages = Sequence[Sequence[int]]
 """The stages of one direction, each with the ranks that work on it together."""
 

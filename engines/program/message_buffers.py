@@ -17,19 +17,6 @@ from engines.errors import RankError
 from engines.program.exchange import ALIGNED_BYTES, Exchange
 from engines.spatial.tiles import Move, Span, Tile
 
-__all__ = [
-    "Index",
-    "MessageBuffer",
-    "MessageSet",
-    "SendQueue",
-    "choose_message_device",
-    "find_outside",
-    "make_index",
-    "make_message_allocator",
-    "make_persistent_messages",
-    "make_temporary_messages",
-]
-
 Index = tuple[EllipsisType | slice, ...]
 
 

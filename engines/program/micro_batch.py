@@ -18,8 +18,6 @@ from engines.program.instructions import AllReduce, Compute, ModelInstruction
 from engines.program.program import DirectionProgram, LiveValues
 from engines.program.segment import Segment
 
-__all__ = ["KERNELS", "Kernel", "MicroBatchState", "Runtime"]
-
 
 @dataclass(frozen=True)
 class Runtime:

@@ -26,9 +26,6 @@ from engines.program.instructions import Compute, ModelInstruction
 from engines.program.micro_batch import MicroBatchState
 from engines.program.program import LEAST_BYTES
 
-__all__ = ["OffloadStore", "Offloader", "OffloadingMicroBatch", "find_disk_folder"]
-
-
 # A file that holds the contents of offloaded tensors.
 
 _CHUNK_BYTES = 256 << 20

@@ -15,19 +15,6 @@ from engines.program.effects import Effects, Instruction, Phase, Reduction
 from engines.program.instructions import ModelInstruction
 from engines.spatial.tiles import Axes, Tile
 
-__all__ = [
-    "LEAST_BYTES",
-    "CountLabels",
-    "DirectionProgram",
-    "LiveValues",
-    "Program",
-    "ShardSpec",
-    "Step",
-    "Traffic",
-    "count_sent",
-    "count_traffic",
-]
-
 Kind = TypeVar("Kind", bound=Instruction)
 V = TypeVar("V")
 

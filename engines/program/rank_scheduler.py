@@ -19,8 +19,6 @@ from engines.comm.loopback import LoopbackWorld, Mailbox
 from engines.comm.status_board import measure_suspension
 from engines.errors import RankError
 
-__all__ = ["RankScheduler"]
-
 
 class _SuspendingMailbox(Mailbox):
     """A mailbox that suspends a rank whose message has not arrived, until the scheduler resumes it."""

@@ -20,8 +20,6 @@ from engines.spatial.layout import Role
 from engines.spatial.tiles import Span, Tile
 from engines.spatial.windows import SpanRule, WindowRead
 
-__all__ = ["FieldSpans", "ReceptiveField", "ReceptiveFields"]
-
 _NOWHERE = np.iinfo(np.int64).max // 2  # the start of an empty span: later than any pixel
 
 

@@ -11,18 +11,6 @@ from itertools import accumulate
 from engines.errors import PlanError
 from engines.formatting import describe_unknown
 
-__all__ = [
-    "SCHEDULES",
-    "ActionKind",
-    "Batch",
-    "PipelineAction",
-    "Schedule",
-    "ScheduleRule",
-    "Slot",
-    "compute_bubble_share",
-    "get_schedule_rule",
-]
-
 
 class ActionKind(Enum):
     """The pass. In schedules with WEIGHTS, BACKWARD computes the gradient of the stage's inputs only."""

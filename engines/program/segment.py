@@ -18,18 +18,6 @@ from engines.program.instructions import SEED, Compute
 from engines.program.program import DirectionProgram
 from engines.spatial.kernels import get_kernel, has_kernel
 
-__all__ = [
-    "IN_PLACE",
-    "OutputAllocator",
-    "Segment",
-    "bind_kernel",
-    "find_in_place",
-    "find_last_reads",
-    "find_out_kernel",
-    "find_output_allocators",
-    "make_lookup",
-]
-
 # ReLUs that overwrite their input where neither later operators nor the backward pass read it again.
 #
 # A ReLU's gradient follows from its result, bit for bit. That is not so for other activations.

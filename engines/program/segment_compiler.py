@@ -23,8 +23,6 @@ from engines.program.instructions import DEVICE, SEED, Compute
 from engines.program.segment import OutputAllocator, Segment, bind_kernel, make_lookup
 from engines.spatial.kernels import get_kernel
 
-__all__ = ["SegmentCompiler", "check_compiler"]
-
 # Compile in this process: worker processes might outlive it. Read when TorchInductor is imported.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 

@@ -16,8 +16,6 @@ from engines.program.program import Program
 from engines.program.steps import StepLabel
 from engines.spatial.tiles import Axes, Grid, Plane, Span, Tile
 
-__all__ = ["Shard", "ShardIndex", "assemble_shards"]
-
 
 @dataclass(frozen=True, slots=True)
 class Shard:

@@ -14,8 +14,6 @@ from engines.comm.streams import DeviceEvent, record_event
 from engines.comm.world import Message, Pending, World
 from engines.program.instructions import SumGradients
 
-__all__ = ["PendingUpdate", "SharedGradientBucket", "SharedState"]
-
 # Ranks of one thread never compute at the same time, so they may use the same memory:
 #
 #   rank 0   F ~ B | adds to the sum ~ | agree ~ | updates all weights | F ...      `~`: another rank continues

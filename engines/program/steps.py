@@ -22,17 +22,6 @@ from engines.program.program import Program, Step
 from engines.program.schedule import ActionKind, PipelineAction
 from engines.spatial.layout import Layout
 
-__all__ = [
-    "UNITS",
-    "DependencyOrder",
-    "StepCounts",
-    "StepLabel",
-    "describe_steps",
-    "find_block_end",
-    "label_steps",
-    "map_layers",
-]
-
 UNITS = ("instruction", "layer", "micro-batch", "phase")
 """Units by which a run can advance, from the smallest to the largest."""
 

@@ -16,8 +16,6 @@ from engines.program.effects import Phase
 from engines.program.instructions import FINITE_CHECK
 from engines.program.program import Step
 
-__all__ = ["SHARES", "WORK", "TimeShares", "Timeline", "TimelineEvent", "compute_time_shares", "identify_clock"]
-
 WORK = ("compute", "update")
 """The kinds of instructions in which a rank depends on no other."""
 

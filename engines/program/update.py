@@ -21,17 +21,6 @@ from engines.program.message_buffers import choose_message_device, make_message_
 from engines.program.micro_batch import MicroBatchState
 from engines.spatial.kernels import compute_batch_statistics
 
-__all__ = [
-    "GOOD_STEPS",
-    "SCALE",
-    "BatchStats",
-    "GradientBucket",
-    "OptimiserStep",
-    "Scheduler",
-    "UpdateRules",
-    "update_buffers",
-]
-
 Scheduler = Callable[[torch.optim.Optimizer], LRScheduler]
 
 SCALE, GROWTH, BACKOFF, GOOD_STEPS = 2.0**16, 2.0, 0.5, 2000

@@ -12,8 +12,6 @@ from engines.spatial.layout import StageRanks
 from engines.spatial.tiles import Axes, Tile
 from engines.spatial.windows import ExtendedTiles, ValueCost
 
-__all__ = ["Memo", "ValueLayout", "ValueLayouts"]
-
 # A memo for what all ranks of a stage compute alike: the first rank computes it, the others reuse it.
 
 

@@ -35,8 +35,6 @@ from engines.program.timeline import TimelineEvent
 from engines.program.update import BatchStats, GradientBucket, OptimiserStep, UpdateRules, update_buffers
 from engines.spatial.rng import compute_step_seed
 
-__all__ = ["Inputs", "Worker"]
-
 Inputs = Mapping[int, Mapping[str, Tensor]]
 """A rank's parts of the inputs: micro-batch, then input name, then tensor."""
 

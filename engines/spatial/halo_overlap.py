@@ -16,8 +16,6 @@ from engines.spatial.kernels import cut_spans, register_kernel
 from engines.spatial.tiles import Axes, Span, Tile
 from engines.spatial.windows import compute_interior, compute_window
 
-__all__ = ["split_interior"]
-
 Lower = Callable[[Builder, Node], None]
 PixelRange = tuple[tuple[int, int], ...]
 """(start, stop) along each sharded axis."""

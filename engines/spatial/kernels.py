@@ -13,20 +13,6 @@ from torch.nn import functional
 from engines.spatial.tiles import Axes
 from engines.spatial.windows import Margins
 
-__all__ = [
-    "MENDED",
-    "SLOT_ARGUMENTS",
-    "Kernel",
-    "compute_batch_statistics",
-    "cut_spans",
-    "get_kernel",
-    "get_kernels",
-    "get_operator",
-    "get_sum_type",
-    "has_kernel",
-    "register_kernel",
-]
-
 # Equivalent calls of ATen operators that end the process or take too long on some arguments.
 
 

@@ -11,8 +11,6 @@ from engines.errors import PlanError
 from engines.plan import Plan
 from engines.spatial.tiles import Grid
 
-__all__ = ["Layout", "Pipeline", "Role", "StageRanks", "check_fits", "compute_threads"]
-
 
 @dataclass(frozen=True, slots=True)
 class Role:

@@ -19,28 +19,6 @@ from engines.spatial.rng import make_seeded_arguments, uses_generator
 from engines.spatial.tiles import Axes, Span, Tile
 from engines.spatial.windows import Window
 
-__all__ = [
-    "WHOLE_PX",
-    "NeedsGatherError",
-    "align_arguments",
-    "all_gather_lines",
-    "all_gather_pixels",
-    "apply_locally",
-    "check_deterministic",
-    "cut_to_tile",
-    "get_axes_without",
-    "get_local_ranges",
-    "get_local_shape",
-    "get_sharded_dims",
-    "get_spec",
-    "is_pointwise",
-    "make_gather_error",
-    "make_shared_images_error",
-    "make_unsupported_error",
-    "map_refs",
-    "split_arguments",
-]
-
 # Errors for operators that cannot run on tiles, and their remedies.
 
 

@@ -31,8 +31,6 @@ from engines.spatial.local_rules import (
     map_refs,
 )
 
-__all__ = ["Rule", "UserOps", "get_rules", "is_user_defined", "lower", "register_rule"]
-
 Rule = Callable[[Builder, Node], None]
 
 _TABLE: dict[str, tuple[Rule, dict[str, Any]]] = {}

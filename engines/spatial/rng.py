@@ -21,18 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from engines.graph.model_graph import ModelGraph, Node
 from engines.spatial.kernels import get_kernel, get_operator, has_kernel, register_kernel
 
-__all__ = [
-    "SETTINGS",
-    "CounterRNGMode",
-    "compute_step_seed",
-    "draws",
-    "find_sample_number",
-    "has_random_ops",
-    "make_seeded_arguments",
-    "sample_uniform",
-    "uses_generator",
-]
-
 AxisRanges = Sequence[tuple[int, int, int]]
 """For each axis of a tensor: its whole size, and the start and stop of the local part."""
 

@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 from engines.errors import PlanError
 
-__all__ = ["Axes", "Grid", "Move", "Plane", "Span", "Tile", "compute_moves", "split_axis"]
-
 Axes = tuple[int, ...]
 """Axes of a tensor, counted from the end."""
 

@@ -15,26 +15,6 @@ from typing import ClassVar
 
 from engines.spatial.tiles import Span, Tile, compute_moves
 
-__all__ = [
-    "ExtendedTiles",
-    "HaloCost",
-    "Margins",
-    "Shift",
-    "SlidingWindow",
-    "SpanRule",
-    "TableWindow",
-    "TileLookup",
-    "TransposedWindow",
-    "ValueCost",
-    "Window",
-    "WindowRead",
-    "compute_halo_widths",
-    "compute_interior",
-    "compute_window",
-    "extend_tiles",
-    "group_cheapest",
-]
-
 SpanRule = Callable[[Span], Span]
 """Maps outputs along one axis to the inputs that they read, including those outside the image.
 

@@ -12,8 +12,6 @@ from engines.errors import PlanError
 from engines.formatting import FactTable, describe_unknown, format_seconds
 from engines.plan import Plan
 
-__all__ = ["MODES", "Asynchrony", "RankLog", "ReplicaEvent", "ReplicaStep", "ReplicaStudy", "VersionTracker"]
-
 MODES = ("synchronous", "server", "peers")
 
 

@@ -32,21 +32,6 @@ from engines.train.checkpoint_folder import (
     publish_draft,
 )
 
-__all__ = [
-    "FORMAT",
-    "HEADER_BYTES",
-    "MOST_STEPS",
-    "CheckpointWriter",
-    "TensorFile",
-    "check_writable",
-    "count_file_bytes",
-    "get_tensor_spec",
-    "parse_dtype",
-    "read_manifest",
-    "serialise_manifest",
-]
-
-
 # `checkpoint.json`, the manifest of a checkpoint: protected by a checksum, and validated as untrusted input.
 
 FORMAT = 1

@@ -16,24 +16,6 @@ from engines.errors import CheckpointError, DamagedError, UnreadableError, make_
 from engines.formatting import format_bytes
 from engines.images.regular_file import NotRegularError
 
-__all__ = [
-    "MANIFEST",
-    "create_draft",
-    "describe_remedy",
-    "find_checkpoints",
-    "find_errno",
-    "get_free_bytes",
-    "is_outside_link",
-    "list_checkpoints",
-    "lock_folder",
-    "make_damaged_error",
-    "make_read_error",
-    "make_space_error",
-    "prune",
-    "publish_draft",
-]
-
-
 # Errors of reading or writing a checkpoint: the checkpoint is damaged, or the machine cannot access it now.
 #
 # A lack of memory, file handles or permissions says nothing about the files: they may be intact.

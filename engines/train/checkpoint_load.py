@@ -32,8 +32,6 @@ from engines.train.optimisers import make_optimiser
 from engines.train.recipe import Recipe
 from engines.train.training import RankTraining
 
-__all__ = ["check_fits_recipe", "load", "open_checkpoint", "optimiser_state", "scheduler_state"]
-
 
 def open_checkpoint(path: Path, recipe: Recipe) -> Checkpoint:
     """Open and verify the checkpoint at `path`, or the newest intact one of that folder. Raises CheckpointError."""

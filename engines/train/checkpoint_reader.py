@@ -24,8 +24,6 @@ from engines.train.checkpoint_files import HEADER_BYTES, read_manifest
 from engines.train.checkpoint_folder import find_checkpoints, is_outside_link, make_damaged_error, make_read_error
 from engines.train.checkpoint_state import WeightState
 
-__all__ = ["STATE", "Checkpoint", "get_tensor_file"]
-
 STATE = "training.safetensors"
 """Name of the file with the optimiser's tensors."""
 

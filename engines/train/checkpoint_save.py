@@ -27,9 +27,6 @@ from engines.train.interrupts import StoppedError
 from engines.train.recipe import Recipe
 from engines.train.training import RankTraining
 
-__all__ = ["KEEP", "CheckpointManager", "make_rank_manager", "save"]
-
-
 # The contents of a checkpoint, and which rank contributes which tensor.
 
 _JSON_BYTES = 1 << 16  # of a manifest, besides a few hundred for each weight

@@ -17,18 +17,6 @@ from engines.errors import CheckpointError
 from engines.program.update import Scheduler
 from engines.train.checkpoint_files import MOST_STEPS
 
-__all__ = [
-    "WeightState",
-    "check_optimiser_step",
-    "check_scheduler_state",
-    "check_scheduler_step",
-    "collect_weight_states",
-    "decode_value",
-    "encode_value",
-    "make_optimiser_state",
-]
-
-
 # Convert the state of optimisers and schedulers, except large tensors, to JSON and back.
 
 _KIND = "python"  # key that marks a value of a type that JSON lacks

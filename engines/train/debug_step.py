@@ -20,8 +20,6 @@ from engines.train.step_report import StepReport
 from engines.train.train_loop import RankStepStats, collect_stats
 from engines.train.training import RankTraining
 
-__all__ = ["RankStepper", "StepState", "ViewRequest", "ViewResult"]
-
 
 @dataclass(frozen=True, slots=True)
 class StepState:

@@ -32,8 +32,6 @@ from engines.train.recipe import Recipe
 from engines.train.training import RankTraining
 from engines.train.training_events import Counts, Scores, count_predictions
 
-__all__ = ["HeldOutSet", "PredictedBatch", "RankEvaluation", "collect_state_dict", "evaluate_on_ranks"]
-
 State = Mapping[str, Tensor]
 
 

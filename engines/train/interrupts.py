@@ -13,8 +13,6 @@ from typing import Any
 
 from engines.errors import Mpi4dlError
 
-__all__ = ["SIGNALS", "Interrupts", "StoppedError", "defer_interrupt"]
-
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """`mpiexec` forwards only the last one to the ranks. On the other two it terminates the ranks at once."""
 

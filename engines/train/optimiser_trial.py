@@ -22,8 +22,6 @@ from engines.graph.traceability import has_hooks
 from engines.program.update import Scheduler
 from engines.train.optimisers import Optimiser, ParameterSpec, collect_parameter_specs, make_on_rank, make_optimiser
 
-__all__ = ["check_groups", "check_on_ranks", "check_scheduler", "count_optimiser_states", "count_states", "find_frozen"]
-
 _STEPS = 3
 _OF_EACH_GROUP = 2  # weights per rank and group with which steps are tried: a norm over two differs from that of one
 _LARGEST = 1 << 20  # most elements of a weight with which steps are tried

@@ -20,8 +20,6 @@ from engines.formatting import format_names
 from engines.graph.model_graph import to_user_name
 from engines.graph.trace import iterate_owners
 
-__all__ = ["NAMED", "Optimiser", "ParameterSpec", "collect_parameter_specs", "make_on_rank", "make_optimiser"]
-
 Optimiser = Callable[[Any], torch.optim.Optimizer]
 """Makes the optimiser of parameters, or of (name, parameter) pairs if its first argument is called NAMED."""
 

@@ -22,8 +22,6 @@ from engines.spatial.rng import CounterRNGMode
 from engines.train.optimisers import Optimiser, make_optimiser
 from engines.train.recipe import Recipe
 
-__all__ = ["Comparison", "ReferenceTraining", "TrainingRecord", "compare", "train_reference"]
-
 
 @dataclass(frozen=True)
 class TrainingRecord:

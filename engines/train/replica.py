@@ -18,18 +18,6 @@ from engines.train.asynchrony import Asynchrony, RankLog, ReplicaEvent
 from engines.train.recipe import Recipe
 from engines.train.training import RankTraining
 
-__all__ = [
-    "BODY",
-    "HEADER",
-    "Feed",
-    "PeerReplica",
-    "Replica",
-    "add_half_difference",
-    "flatten_tensors",
-    "unflatten_like",
-    "with_gradients_only",
-]
-
 Feed = Callable[[int], Mapping[str, Tensor]]
 """Returns the whole inputs of one replica's step for a batch number (0, 1, ...), the same on every rank."""
 

@@ -27,8 +27,6 @@ from engines.train.optimisers import make_on_rank
 from engines.train.recipe import Recipe
 from engines.train.replica import BODY, HEADER, Feed, Replica, flatten_tensors, unflatten_like, with_gradients_only
 
-__all__ = ["ParameterClient", "ParameterServer", "ParameterStore"]
-
 _NAP_S = 2e-4
 _NO_MORE = -1
 

@@ -29,8 +29,6 @@ from torch.utils._pytree import tree_map_only
 from engines.graph.model_graph import ModelGraph
 from engines.train.oracle import ReferenceTraining, TrainingRecord
 
-__all__ = ["DOUBLE", "EXACT", "Begin", "Key", "RoundingCheck", "TensorDifference", "find_lowest_precision"]
-
 DOUBLE = torch.finfo(torch.float64).eps
 """Machine epsilon of float64."""
 

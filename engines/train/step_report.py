@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from engines.formatting import FactTable, format_bytes
 from engines.program.timeline import Timeline, TimelineEvent
 
-__all__ = ["StepReport", "build_timeline"]
-
 
 @dataclass(frozen=True, slots=True, repr=False)
 class StepReport(FactTable):

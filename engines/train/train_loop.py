@@ -26,21 +26,6 @@ from engines.train.step_report import StepReport
 from engines.train.training import RankTraining
 from engines.train.training_events import Counts, EpochResult, Scores, SkippedImage, StepResult, count_predictions
 
-__all__ = [
-    "CollectiveTrainLoop",
-    "RankStepStats",
-    "RankTrainLoop",
-    "TrainLoop",
-    "collect_stats",
-    "compute_smallest_step",
-    "count_left_over",
-    "make_smaller_recipe",
-    "merge_stats",
-    "run",
-    "run_step",
-]
-
-
 # The last step of an epoch, if fewer images are left than a step takes.
 #
 # It has as many micro-batches as every other step, each with fewer images, and each of its images has equal weight. So

@@ -21,9 +21,6 @@ from engines.train.recipe import Recipe
 from engines.train.replica import Feed, PeerReplica, Replica, add_half_difference, flatten_tensors, with_gradients_only
 from engines.train.replica_server import ParameterClient, ParameterServer, ParameterStore
 
-__all__ = ["SynchronousReplica", "replay", "train_replicas"]
-
-
 # Synchronous replicas, which wait for each other at every update: the baseline of the asynchronous modes.
 
 

@@ -20,20 +20,6 @@ from engines.errors import PlanError
 from engines.formatting import FactTable, format_number, format_percent, format_seconds
 from engines.images.regular_file import read_bounded
 
-__all__ = [
-    "Counts",
-    "EpochLog",
-    "EpochResult",
-    "Recovered",
-    "Scores",
-    "SkippedImage",
-    "StepResult",
-    "TrainingEvent",
-    "count_predictions",
-    "summarise",
-]
-
-
 # The quality of predictions, counted class by class, so that the counts of ranks, steps and images add up.
 
 

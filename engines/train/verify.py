@@ -29,18 +29,6 @@ from engines.train.recipe import Recipe
 from engines.train.rounding import DOUBLE, EXACT, Begin, Key, RoundingCheck, TensorDifference, find_lowest_precision
 from engines.train.training import RankTraining
 
-__all__ = [
-    "TIMES",
-    "VerifyResult",
-    "check_reference",
-    "compare_records",
-    "make_batches",
-    "record_rank_run",
-    "verify",
-    "with_small_loss_scale",
-]
-
-
 # Texts of `verify`: which tensors differ, by how much, and whether that is rounding or a fault.
 
 

@@ -15,8 +15,6 @@ from mpi4dl_nb.benchmarks.cases import STUDIES
 from mpi4dl_nb.benchmarks.results import BenchmarkResults, build_page, find_changes, measure_studies
 from mpi4dl_nb.draw.comparison import show_growth
 
-__all__ = ["main"]
-
 PAGE, DATA, PICTURES = "BENCHMARKS.md", "benchmarks.json", "figures"
 
 

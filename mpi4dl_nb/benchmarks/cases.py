@@ -6,8 +6,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["STUDIES", "BenchmarkCase", "BenchmarkStudy"]
-
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkCase:

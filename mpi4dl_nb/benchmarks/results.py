@@ -22,15 +22,6 @@ from engines.formatting import format_bytes, format_number
 from mpi4dl_nb.benchmarks.cases import BenchmarkCase, BenchmarkStudy
 from mpi4dl_nb.launch.mpi_library import make_engine_command, make_mpi_environment
 
-__all__ = [
-    "BenchmarkResults",
-    "BenchmarkRow",
-    "build_page",
-    "find_changes",
-    "measure_studies",
-    "run_case",
-]
-
 # From the line that a command prints to a cell of the page:
 #
 #     {"forward": {"ms": [1.0, 3.0], "spread": 0.04}}      one line of JSON on standard output

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from mpi4dl_nb.benchmarks.cases import BenchmarkStudy
     from mpi4dl_nb.benchmarks.results import BenchmarkRow
 
-__all__ = ["show_asynchrony", "show_growth", "show_traffic"]
-
 # Messages and bytes sent in a training step under several plans, counted from the ranks' programs.
 
 

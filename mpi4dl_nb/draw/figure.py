@@ -19,28 +19,6 @@ from matplotlib.path import Path
 from matplotlib.patheffects import withStroke
 from matplotlib.text import Text
 
-__all__ = [
-    "BLUE",
-    "CASING",
-    "INK",
-    "MANY",
-    "ORANGE",
-    "TILE_COLOURS",
-    "BarStyle",
-    "Box",
-    "Drawing",
-    "draw_boxes",
-    "draw_legend",
-    "draw_row_frame",
-    "draw_stacks",
-    "format_rank_count",
-    "format_ranks",
-    "format_size",
-    "get_row_layout",
-    "write_first_fit",
-    "write_row_ends",
-]
-
 ORANGE, BLUE, INK = "#d95f02", "#0057b8", "#1a1a1a"  # legible on pink and brown tissue, and for the colour-blind
 TILE_COLOURS = (BLUE, ORANGE, "#007d5a", "#a3338a")
 """Of tiles: those of an even row alternate between the first two, of an odd row between the others, so that all

@@ -11,7 +11,7 @@ from torch import nn
 from engines.errors import ImageError, PlanError
 from engines.formatting import FactTable, describe_unknown, format_bytes
 from engines.graph.model_graph import ModelGraph, Node, TensorSpec
-from engines.images.picture import Picture
+from engines.images.picture_reader import Picture
 from engines.plan import Plan
 from engines.program.compile import Compiler
 from engines.program.effects import LocalOp
@@ -22,21 +22,6 @@ from engines.spatial.tiles import Move, Tile, compute_moves
 from engines.spatial.windows import Shift, compute_halo_widths, compute_window
 from engines.train.recipe import Recipe, prepare
 from mpi4dl_nb.draw.figure import format_size
-
-__all__ = [
-    "HaloLayers",
-    "HaloPoint",
-    "choose_borrower",
-    "find_halo_points",
-    "find_layer_of",
-    "find_point",
-    "find_rank_layer",
-    "find_spatial_stages",
-    "get_stage_ranks",
-    "make_picture_point",
-    "resolve_graph",
-    "with_fused_halos",
-]
 
 
 @dataclass(frozen=True, repr=False)

@@ -14,15 +14,13 @@ from numpy.typing import NDArray
 
 from engines.graph.model_graph import ModelGraph
 from engines.graph.stages import cut_stages, find_layers
-from engines.images.picture import Picture
+from engines.images.picture_reader import Picture
 from engines.plan import Plan
 from engines.program.receptive import FieldSpans
 from engines.spatial.tiles import Tile
 from mpi4dl_nb.draw.halo_points import HaloLayers, HaloPoint, find_spatial_stages
 from mpi4dl_nb.draw.picture_reach import PictureReach, describe_reach, explain_no_reach, make_reach
 from mpi4dl_nb.draw.slicing import describe_tile, format_title
-
-__all__ = ["LayerTables", "build_layer_tables", "describe_net"]
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,6 @@ from mpi4dl_nb.draw.figure import (
     format_ranks,
 )
 
-__all__ = ["show_memory", "trace_model"]
-
 LOOKS = {
     "weights": BarStyle("weights and buffers", "#56b4e9", ""),
     "gradients": BarStyle("gradients of weights", "#e69f00", "//"),

@@ -19,18 +19,6 @@ from mpi4dl_nb.draw.figure import BLUE, INK, ORANGE, BarStyle, Drawing, draw_leg
 from mpi4dl_nb.training.fit_run import History
 from mpi4dl_nb.training.progress import Progress
 
-__all__ = [
-    "COMMUNICATES",
-    "OTHER",
-    "WAITS",
-    "WORKS",
-    "describe_outcome",
-    "format_progress_html",
-    "format_tables_html",
-    "get_memory_bytes",
-    "show_progress",
-]
-
 WORKS = BarStyle("works", "#56b4e9", "")
 COMMUNICATES = BarStyle("communicates", "#f0e442", "xxx")
 WAITS = BarStyle("waits for others", "#ffffff", "...")

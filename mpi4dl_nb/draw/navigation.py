@@ -8,22 +8,9 @@ from functools import cached_property, lru_cache
 import numpy as np
 from PIL import Image
 
-from engines.images.picture import Picture, Pixels
-from engines.images.picture_reader import make_thumbnail
+from engines.images.picture_reader import Picture, Pixels, make_thumbnail
 from engines.spatial.tiles import Grid, Span, Tile
 from mpi4dl_nb.draw.halo_points import HaloPoint
-
-__all__ = [
-    "RasterCache",
-    "choose_seam",
-    "clamp_to_tile",
-    "find_nearest_seam",
-    "find_owner",
-    "get_pixel_at",
-    "make_square",
-    "to_fractions",
-    "to_pixel",
-]
 
 WHOLE_PX, REGION_PX = 1200, 800  # longer side as read; more than a screen shows
 EXACT_PX = 1 << 20  # pixels; a larger region is read from a coarser level

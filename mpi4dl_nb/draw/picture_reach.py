@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from engines.images.picture import Picture
+from engines.images.picture_reader import Picture
 from engines.spatial.tiles import Move, Tile, compute_moves
 from mpi4dl_nb.draw.figure import format_size
 from mpi4dl_nb.draw.halo_points import HaloLayers, HaloPoint
-
-__all__ = ["PictureReach", "describe_reach", "explain_no_reach", "make_reach"]
 
 
 @dataclass(frozen=True, repr=False)

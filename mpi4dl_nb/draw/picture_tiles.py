@@ -6,11 +6,8 @@ import io
 
 from PIL import Image
 
-from engines.images.picture import Picture, Pixels
-from engines.images.picture_reader import make_thumbnail
+from engines.images.picture_reader import Picture, Pixels, make_thumbnail
 from engines.spatial.tiles import Span, Tile
-
-__all__ = ["TILE_PX", "count_levels", "encode_pixels", "encode_tile"]
 
 TILE_PX = 256  # as in page/pyramid.js
 QUALITY = 88  # of JPEG, for levels whose pixels are means anyway

@@ -16,17 +16,6 @@ from engines.spatial.layout import Layout, StageRanks
 from mpi4dl_nb.draw.figure import format_ranks
 from mpi4dl_nb.draw.rank_map import group_loads
 
-__all__ = [
-    "BLOCK_COLUMNS",
-    "Gauge",
-    "PlanShape",
-    "count_plan",
-    "describe_load_groups",
-    "judge_memory",
-    "measure_gauges",
-    "resize_shape",
-]
-
 # The parts of the picture that need no compiling: which block of which image is whose.
 
 

@@ -25,8 +25,6 @@ from engines.train.recipe import sgd
 from mpi4dl_nb.draw.figure import INK, BarStyle, Box, Drawing, draw_boxes, format_ranks, write_first_fit
 from mpi4dl_nb.draw.memory import trace_model
 
-__all__ = ["COUNTING", "describe_forecast", "draw_ranks", "show_ranks"]
-
 # The forecast of a training step as one line of text.
 
 

@@ -28,8 +28,6 @@ from mpi4dl_nb.draw.figure import (
     write_row_ends,
 )
 
-__all__ = ["show_capabilities", "show_limits", "show_scaling"]
-
 LOOKS = {
     "compute": BarStyle("compute", "#56b4e9", ""),
     "messages": BarStyle("messages: packed, unpacked", "#009e73", "xxx"),

@@ -16,7 +16,8 @@ from torch import nn
 from engines.errors import PlanError
 from engines.formatting import describe_unknown, format_bytes
 from engines.graph.model_graph import ModelGraph
-from engines.images.picture import Picture, Source, open_image
+from engines.images.picture import Source, open_image
+from engines.images.picture_reader import Picture
 from engines.plan import Plan
 from engines.program.receptive import ReceptiveField
 from engines.spatial.layout import StageRanks
@@ -53,15 +54,6 @@ from mpi4dl_nb.draw.tilemap import (
     mark_zoom,
     tint_halo,
 )
-
-__all__ = [
-    "LayerView",
-    "describe_tile",
-    "draw_slicing",
-    "format_title",
-    "make_layer_view",
-    "show_slicing",
-]
 
 READINGS = ("layer", "picture")
 UP_TO_PX = 12  # across a view whose values are written; three numbers would be illegible in smaller cells

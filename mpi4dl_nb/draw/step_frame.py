@@ -37,8 +37,6 @@ from mpi4dl_nb.training.step_events import PanelGroup, RankEvent, RankPanel, Ste
 if TYPE_CHECKING:
     from mpi4dl_nb.training.step_debugger import StepDebugger
 
-__all__ = ["FRAME_PX", "StepFrame", "StepRecord", "describe_scene", "make_palettes", "pack_frame"]
-
 FRAME_PX = 96
 """Largest height or width of the values in a frame, for each rank; larger ones are means."""
 

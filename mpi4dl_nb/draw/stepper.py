@@ -27,23 +27,6 @@ from mpi4dl_nb.training.step_events import PanelGroup, RankEvent, RankPanel, Ste
 if TYPE_CHECKING:
     from mpi4dl_nb.training.step_debugger import StepDebugger
 
-__all__ = [
-    "DONE",
-    "MAPS",
-    "NOTHING",
-    "describe_event",
-    "describe_group",
-    "describe_message",
-    "describe_next",
-    "describe_step",
-    "draw_step",
-    "format_short_label",
-    "format_step_label",
-    "is_square",
-    "name_strips",
-    "show_step",
-]
-
 FigureBox = tuple[float, float, float, float]
 """(left, bottom, width, height) in the figure's own coordinates."""
 

@@ -17,34 +17,13 @@ from matplotlib.text import Text
 from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import Bbox
 
-from engines.images.picture import Pixels
+from engines.images.picture_reader import Pixels
 from engines.program.receptive import ReceptiveField
 from engines.spatial.layout import StageRanks
 from engines.spatial.tiles import Move, Span, Tile
 from mpi4dl_nb.draw.figure import CASING, INK, TILE_COLOURS, format_size
 from mpi4dl_nb.draw.halo_points import HaloPoint
 from mpi4dl_nb.draw.navigation import RasterCache
-
-__all__ = [
-    "COMPUTED",
-    "FIELD",
-    "HALO",
-    "LOOKS",
-    "NOT_OWN",
-    "OTHER_HALO",
-    "TINT",
-    "draw_field",
-    "draw_halo_arrows",
-    "draw_halos",
-    "draw_picture",
-    "draw_tiles",
-    "draw_zoom",
-    "get_screen_box",
-    "label_owners",
-    "label_tiles",
-    "mark_zoom",
-    "tint_halo",
-]
 
 # Texts on a picture: legible on any colour, inside the tile that they describe, and without overlap.
 

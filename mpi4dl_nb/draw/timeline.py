@@ -28,20 +28,6 @@ from mpi4dl_nb.draw.figure import (
     write_first_fit,
 )
 
-__all__ = [
-    "LETTERS",
-    "LOOKS",
-    "ORDER",
-    "WAIT",
-    "draw_slots",
-    "format_timeline_title",
-    "get_style",
-    "label_slots",
-    "make_row_labels",
-    "show_schedule",
-    "show_timeline",
-]
-
 # Labels in the bars of a timeline, where there is room for them.
 
 

@@ -24,8 +24,6 @@ from mpi4dl_nb.draw.timeline import (
     make_row_labels,
 )
 
-__all__ = ["TimelineRows", "make_timeline_rows"]
-
 Names = dict[str, int]
 """Each name's place in a list of names."""
 

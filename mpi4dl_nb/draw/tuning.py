@@ -15,8 +15,6 @@ from mpi4dl_nb.draw.figure import INK, BarStyle, Drawing, draw_legend
 from mpi4dl_nb.draw.tuning_points import KIND_LOOKS, TuningPoint, make_points
 from mpi4dl_nb.plan_benchmark import Candidate
 
-__all__ = ["describe_measurements", "format_table_html", "show_tuning"]
-
 PREDICTED = BarStyle("predicted", "#56b4e9", "")
 MEASURED = BarStyle("measured", "#e69f00", "//")
 SHOWN = 10

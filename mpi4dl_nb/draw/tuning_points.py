@@ -12,8 +12,6 @@ from engines.predict.forecast import Forecast, compute_throughput
 from engines.program.timeline import compute_time_shares
 from mpi4dl_nb.plan_benchmark import Candidate
 
-__all__ = ["KIND_LOOKS", "KindLook", "TuningPoint", "find_pareto_front", "make_points", "pack_points"]
-
 
 @dataclass(frozen=True)
 class KindLook:

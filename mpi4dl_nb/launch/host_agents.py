@@ -16,8 +16,6 @@ from typing import Any
 from engines.errors import RankError
 from mpi4dl_nb.launch import host_agent
 
-__all__ = ["BOOT", "SILENT_S", "HostAgent", "HostAgents", "check_alike"]
-
 SILENT_S = 4.0  # a host that is silent for longer is lost
 _BEAT_S, _LOOK_S, _REPLY_S, _LEAVE_S = 0.5, 0.02, 25.0, 5.0
 _REMOTE_SILENCE_S = 20.0  # an agent without messages for this long ends the ranks on its host

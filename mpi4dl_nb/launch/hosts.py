@@ -15,18 +15,6 @@ from typing import Any
 from engines.errors import PlanError, RankError
 from engines.images.regular_file import read_bounded
 
-__all__ = [
-    "Allocation",
-    "Host",
-    "HostRanks",
-    "Hosts",
-    "choose_hosts",
-    "expand_nodes",
-    "format_ranks",
-    "read_allocation",
-    "read_hosts",
-]
-
 _NAME = re.compile(r"(?:[\w.-]+@)?\w[\w.-]*")
 _LINE = re.compile(r"(?P<name>\S+?)(?::(?P<short>\S*)|\s+slots\s*=\s*(?P<slots>\S+))?(?:\s+max[_-]slots\s*=\s*\d+)?")
 

@@ -21,8 +21,6 @@ from engines.errors import ReleasedError
 from engines.program.rank_scheduler import RankScheduler
 from mpi4dl_nb.launch.supervisor_reports import RankExit, StalledRank
 
-__all__ = ["LoopbackRanks", "SingleThreadRanks"]
-
 
 class LoopbackRanks:
     """Ranks as threads of this process, without MPI or any other process."""

@@ -20,16 +20,6 @@ from engines.comm.start import make_command
 from engines.errors import RankError
 from engines.formatting import format_bytes
 
-__all__ = [
-    "MpiLibrary",
-    "choose_backend",
-    "find_mpi_library",
-    "find_mpiexec",
-    "get_home_variable",
-    "make_engine_command",
-    "make_mpi_environment",
-]
-
 # What MPI processes need to start: a launcher program and an environment.
 
 

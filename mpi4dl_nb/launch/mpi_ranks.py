@@ -38,8 +38,6 @@ from mpi4dl_nb.launch.startup_monitor import (
 from mpi4dl_nb.launch.supervisor_reports import LocalProcesses, RankExit, StalledRank, SupervisorReports
 from mpi4dl_nb.user_modules import UserModules
 
-__all__ = ["CONTROLLER_PROGRAM", "MpiRanks"]
-
 CONTROLLER_PROGRAM = str(Path(__file__).with_name("controller.py"))
 """The controller program. It is not imported: the notebook does not need the modules that it loads."""
 

@@ -20,8 +20,6 @@ from mpi4dl_nb.launch.hosts import HostRanks, Hosts
 from mpi4dl_nb.launch.mpi_library import find_mpiexec, make_mpi_environment
 from mpi4dl_nb.launch.supervisor_reports import RankExit
 
-__all__ = ["HostLost", "MultiHost", "RemoteShell", "is_local_address", "select_environment"]
-
 # How to run a command on a host: by ssh, by Slurm's srun, or directly if the host is this machine.
 
 

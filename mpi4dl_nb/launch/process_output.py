@@ -19,8 +19,6 @@ from tqdm.auto import tqdm
 from engines.comm.output import OutputLine, RateLimiter
 from engines.comm.rank_server import SPOKEN
 
-__all__ = ["CaptureMixin", "OutputPrinter", "ProcessOutput", "RankOutput", "run_in_loop"]
-
 _KEPT_BYTES = 1 << 16
 _PART_BYTES = 1 << 16
 _LAST_S = 0.5  # an ended process's last output is in the pipe, and read in this time

@@ -22,8 +22,6 @@ from typing import NoReturn
 
 import psutil
 
-__all__ = ["MARK", "PROGRAM", "Reaper", "end_cluster", "get_start_time", "is_running", "remove_paths"]
-
 PROGRAM = (sys.executable, "-P", __file__)
 """Command that runs this file: with `hold`, the process that watches a cluster, with `keep`, a launcher's parent."""
 

@@ -19,8 +19,6 @@ from engines.formatting import format_bytes
 from mpi4dl_nb.launch import host_agent
 from mpi4dl_nb.launch.reaper_process import MARK, end_cluster, get_start_time, remove_paths
 
-__all__ = ["PREFIX", "PidFile", "RunDirectory", "remove_stale_clusters"]
-
 PREFIX = "mpi4dl_nb-"
 _FILES_BYTES = 4 << 20  # keys, logs and files of MPI's runtime
 

@@ -19,16 +19,6 @@ import psutil
 from engines.comm.device import count_cores
 from engines.errors import RankError, is_deleted
 
-__all__ = [
-    "StartupMonitor",
-    "check_cluster",
-    "check_command",
-    "compute_load_factor",
-    "find_startup_cause",
-    "format_excerpt",
-    "measure_work_s",
-]
-
 _IDLE_S = 45.0  # limit without a new rank and without work for it; scaled by the load per core
 _SAY_S, _LOOK_S = 15.0, 1.0  # first message after this time; then each time the total has doubled
 _WORK_S = 3.0  # default processor time of a rank's start, most of it for imports

@@ -17,8 +17,6 @@ from engines.comm.status_board import RankStatus
 from engines.comm.supervisor import MARK
 from mpi4dl_nb.launch.reaper_process import is_running
 
-__all__ = ["LocalProcesses", "RankExit", "StalledRank", "SupervisorReports"]
-
 _STOPPED = "it was stopped by a signal"
 _SILENT_S = 3.0  # supervisors report every second
 _PAUSE_S = 1.0  # normally this is polled many times a second

@@ -16,18 +16,6 @@ from engines.graph.model_graph import TensorSpec
 from engines.plan import Plan
 from engines.train.recipe import Recipe
 
-__all__ = [
-    "Batch",
-    "CachedBatches",
-    "cast_numbers",
-    "check_batches",
-    "check_order",
-    "count_images",
-    "find_batch_sizes",
-    "make_repeatable",
-    "prepare_batch",
-]
-
 
 def check_order(plan: object, cluster: object) -> None:
     """Raise PlanError if the plan or the cluster of a Training are something else, as by another order of arguments."""

@@ -26,8 +26,6 @@ from mpi4dl_nb.training.loops import BatchLoop, ImageLoop
 from mpi4dl_nb.training.recovery import FailureRecovery, FitPosition
 from mpi4dl_nb.training.training_handle import TrainingHandle
 
-__all__ = ["CheckpointOptions", "FitCallback", "History", "check_callback", "fit"]
-
 _LAST_S = 0.4  # time that the current step may still take after an interrupt
 
 

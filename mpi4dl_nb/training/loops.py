@@ -28,16 +28,6 @@ from engines.train.training_events import Scores, StepResult
 from mpi4dl_nb.training.batches import Batch, count_images, find_batch_sizes
 from mpi4dl_nb.training.training_handle import TrainingHandle
 
-__all__ = [
-    "Batch",
-    "BatchLoop",
-    "ImageLoop",
-    "check_classes",
-    "choose_resume_state",
-    "is_images",
-]
-
-
 Evaluate = Callable[[], Scores | None]
 
 

@@ -38,8 +38,6 @@ from mpi4dl_nb.training.batches import cast_numbers
 from mpi4dl_nb.training.loops import check_classes
 from mpi4dl_nb.training.training_handle import TrainingHandle
 
-__all__ = ["Evaluator", "is_batch", "predict_batch", "predict_picture"]
-
 # One evaluation: the ranks predict the images in steps of the plan, each of them reading its own pixels, and give their
 # parts of the predictions back. Only the notebook has all of them, and computes the scores as one process would.
 

@@ -18,8 +18,6 @@ from engines.train.training_events import EpochResult, Recovered, SkippedImage, 
 from mpi4dl_nb.training.fit_run import History
 from mpi4dl_nb.training.training_handle import TrainingHandle
 
-__all__ = ["Progress", "ProgressBar", "ProgressRecorder", "RefreshRate"]
-
 
 @dataclass(frozen=True)
 class Progress:

@@ -19,8 +19,6 @@ from mpi4dl_nb.cluster import HELP
 from mpi4dl_nb.training.loops import BatchLoop, ImageLoop
 from mpi4dl_nb.training.training_handle import TrainingHandle
 
-__all__ = ["FAILURE_POLICIES", "FailureRecovery", "FitPosition", "choose_plan"]
-
 FAILURE_POLICIES = ("raise", "heal", "shrink")
 """Policies for failed ranks: raise the error, restart dead ranks, or continue without them."""
 

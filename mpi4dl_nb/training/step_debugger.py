@@ -34,8 +34,6 @@ from mpi4dl_nb.training.step_events import (
 )
 from mpi4dl_nb.training.training_handle import TrainingHandle
 
-__all__ = ["StepDebugger"]
-
 
 def _check_name(option: str, asked: str | None, names: Iterable[str]) -> None:
     """Raise PlanError if `asked` is none of the names, nor a module that contains one."""

@@ -20,21 +20,6 @@ from engines.program.steps import StepCounts, StepLabel
 from engines.spatial.tiles import Move, Plane
 from engines.train.debug_step import ViewRequest, ViewResult
 
-__all__ = [
-    "BOUND_PX",
-    "SHOWN",
-    "PanelGroup",
-    "RankEvent",
-    "RankPanel",
-    "StepEvent",
-    "StepInspector",
-    "StepView",
-    "Transfer",
-    "compute_schedule_time",
-    "find_transfers",
-    "make_schedule",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Transfer:

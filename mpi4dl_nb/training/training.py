@@ -46,22 +46,14 @@ from mpi4dl_nb.draw.figure import Drawing
 from mpi4dl_nb.draw.memory import show_memory
 from mpi4dl_nb.draw.timeline import show_timeline
 from mpi4dl_nb.status_line import LATER_S, StatusLine, show_status
-from mpi4dl_nb.training.batches import check_batches, make_repeatable, prepare_batch
+from mpi4dl_nb.training.batches import Batch, check_batches, make_repeatable, prepare_batch
 from mpi4dl_nb.training.fit_run import CheckpointOptions, FitCallback, History, check_callback, fit
-from mpi4dl_nb.training.loops import (
-    Batch,
-    BatchLoop,
-    ImageLoop,
-    choose_resume_state,
-    is_images,
-)
+from mpi4dl_nb.training.loops import BatchLoop, ImageLoop, choose_resume_state, is_images
 from mpi4dl_nb.training.prediction import Evaluator, is_batch, predict_batch, predict_picture
 from mpi4dl_nb.training.progress import ProgressBar
 from mpi4dl_nb.training.recovery import FAILURE_POLICIES, FailureRecovery
 from mpi4dl_nb.training.step_debugger import StepDebugger
 from mpi4dl_nb.training.training_handle import TrainingHandle
-
-__all__ = ["History", "Training"]
 
 
 @dataclass(frozen=True, repr=False)

@@ -38,8 +38,6 @@ from mpi4dl_nb.cluster import Cluster, get_public_names
 from mpi4dl_nb.status_line import LATER_S, show_status
 from mpi4dl_nb.training.batches import check_order, prepare_batch
 
-__all__ = ["TrainingHandle", "describe_training"]
-
 _FOR_LOOPS = {
     "check_unchanged",
     "explain_loss",

@@ -32,8 +32,6 @@ from mpi4dl_nb.plan_cache import CompiledPlan, PlanCache, describe_cluster_fit, 
 from mpi4dl_nb.widgets.figure_widget import StillFigure
 from mpi4dl_nb.widgets.plan_view import BATCH, GRID, IMAGE_PX, MACHINE, Knob, PlanView, StartButton
 
-__all__ = ["Configurator"]
-
 PATIENCE_S = 600.0  # enough to trace a very large model
 COMPILE_AFTER_S, TRACE_AFTER_S, COUNT_AFTER_S = 0.1, 0.4, 0.2  # without a change, so that a drag is not slowed down
 MOST_PX, MOST_IMAGES = 1 << 17, 1 << 20

@@ -18,24 +18,6 @@ from IPython.display import HTML, DisplayHandle, display
 
 from engines.errors import Mpi4dlError
 from mpi4dl_nb.draw.figure import Drawing
-from mpi4dl_nb.status_line import show_status
-
-__all__ = [
-    "BOX_STYLE",
-    "ErrorAlert",
-    "FigureView",
-    "FigureWidget",
-    "PageWidget",
-    "RangeBar",
-    "Slider",
-    "StillFigure",
-    "make_bounded_int",
-    "make_button",
-    "make_checkbox",
-    "make_dropdown",
-    "read_code",
-    "show_status",
-]
 
 
 def read_code(file: str) -> str:

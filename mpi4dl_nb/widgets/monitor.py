@@ -19,8 +19,6 @@ from mpi4dl_nb.training.progress import Progress, ProgressRecorder, RefreshRate
 from mpi4dl_nb.training.training import Training
 from mpi4dl_nb.widgets.figure_widget import FigureWidget
 
-__all__ = ["LiveButton", "Monitor"]
-
 # A button whose clicks are handled while a cell runs, if the page and the kernel support it.
 
 

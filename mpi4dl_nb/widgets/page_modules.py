@@ -6,8 +6,6 @@ import re
 from functools import lru_cache
 from pathlib import Path
 
-__all__ = ["join_modules", "read_style"]
-
 FOLDER = Path(__file__).parents[1].joinpath("page")
 _IMPORT = re.compile(r'^import \{[^}]*\} from "\./(?P<file>[\w.]+)";\n', re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=(?:async )?function|const|class)", re.MULTILINE)

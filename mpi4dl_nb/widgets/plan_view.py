@@ -15,8 +15,6 @@ from engines.plan import OPTIONS, Plan
 from mpi4dl_nb.draw.plan_picture import PlanShape
 from mpi4dl_nb.widgets.page_modules import join_modules, read_style
 
-__all__ = ["BATCH", "IMAGE_PX", "MACHINE", "Knob", "PlanView", "StartButton", "describe_options"]
-
 IMAGE_PX, BATCH, MACHINE, GRID = "image_px", "batch", "machine", "grid"
 SIDES_PX = [64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384]
 BATCHES = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128]

@@ -12,7 +12,8 @@ import traitlets
 from torch import nn
 
 from engines.graph.model_graph import ModelGraph
-from engines.images.picture import Picture, Source, open_image
+from engines.images.picture import Source, open_image
+from engines.images.picture_reader import Picture
 from engines.plan import Plan
 from engines.train.recipe import Recipe
 from mpi4dl_nb.draw.figure import TILE_COLOURS, Drawing
@@ -30,16 +31,9 @@ from mpi4dl_nb.draw.navigation import RasterCache, find_owner
 from mpi4dl_nb.draw.picture_reach import make_reach
 from mpi4dl_nb.draw.picture_tiles import count_levels, encode_pixels, encode_tile
 from mpi4dl_nb.draw.slicing import draw_slicing, make_layer_view
-from mpi4dl_nb.widgets.figure_widget import (
-    PageWidget,
-    make_bounded_int,
-    make_checkbox,
-    make_dropdown,
-    show_status,
-)
+from mpi4dl_nb.status_line import show_status
+from mpi4dl_nb.widgets.figure_widget import PageWidget, make_bounded_int, make_checkbox, make_dropdown
 from mpi4dl_nb.widgets.page_modules import join_modules, read_style
-
-__all__ = ["SEEN", "Slicer", "SlicerView"]
 
 TOGETHER = ("auto", 1, 2, 3, 4, 6, 8)  # layers fused
 HELP = (

@@ -11,8 +11,6 @@ import traitlets
 from mpi4dl_nb.draw.step_frame import StepFrame, make_palettes
 from mpi4dl_nb.widgets.page_modules import join_modules, read_style
 
-__all__ = ["StepScene"]
-
 
 class StepScene(anywidget.AnyWidget):
     """The ranks of a debugged step, animated, with a record of its frames.

@@ -17,8 +17,6 @@ from mpi4dl_nb.training.training import Training
 from mpi4dl_nb.widgets.figure_widget import PageWidget, Slider, make_bounded_int, make_button, make_dropdown
 from mpi4dl_nb.widgets.step_scene import StepScene
 
-__all__ = ["Stepper"]
-
 ANY, ALL = "any", "all ranks"  # instead of None, for which a menu looks empty
 KINDS = (ANY, "compute", "halo", "stage", "all-reduce", "update")
 SHOWN_AS = (("what was made", "made"), ("activation", "activation"), ("gradient", "gradient"))

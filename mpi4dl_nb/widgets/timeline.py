@@ -18,8 +18,6 @@ from mpi4dl_nb.draw.timeline_rows import make_timeline_rows
 from mpi4dl_nb.widgets.figure_widget import StillFigure
 from mpi4dl_nb.widgets.page_modules import join_modules, read_style
 
-__all__ = ["TimelineView"]
-
 
 class TimelineView(StillFigure, anywidget.AnyWidget):
     """A training step on all ranks, to zoom into: a row per rank, with its work above its messages and waiting.

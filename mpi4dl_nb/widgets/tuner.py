@@ -24,11 +24,9 @@ from mpi4dl_nb.draw.tuning import describe_measurements, format_table_html, show
 from mpi4dl_nb.draw.tuning_points import make_points, pack_points
 from mpi4dl_nb.plan_benchmark import Candidate, replace_measured, sort_candidates
 from mpi4dl_nb.plan_tuner import PlanTuner
-from mpi4dl_nb.status_line import show_counts
-from mpi4dl_nb.widgets.figure_widget import PageWidget, make_bounded_int, make_button, read_code, show_status
+from mpi4dl_nb.status_line import show_counts, show_status
+from mpi4dl_nb.widgets.figure_widget import PageWidget, make_bounded_int, make_button, read_code
 from mpi4dl_nb.widgets.page_modules import join_modules, read_style
-
-__all__ = ["ChoiceTable", "Tuner", "TuningView"]
 
 # The plans, as a chart of points and as a table in which one row is selected, by mouse or by the arrow keys.
 

@@ -18,8 +18,6 @@ from mpi4dl_nb.widgets.figure_widget import FigureView, StillFigure
 from mpi4dl_nb.widgets.slicer import SEEN, Slicer
 from mpi4dl_nb.widgets.timeline import TimelineView
 
-__all__ = ["Selection", "Workbench"]
-
 
 class Selection(traitlets.HasTraits):
     """What is selected in all views of a training: a rank, and of it a layer and an event of the timeline.

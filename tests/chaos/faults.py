@@ -30,22 +30,6 @@ from mpi4dl_nb.launch.mpi_ranks import CONTROLLER_PROGRAM
 from mpi4dl_nb.launch.reaper_process import MARK
 from tests.chaos.training import PLAN, SHAPE
 
-__all__ = [
-    "FAULTS",
-    "RESOURCES",
-    "SIGNALS",
-    "Fault",
-    "Images",
-    "aimed",
-    "arm",
-    "disarm",
-    "draw",
-    "family",
-    "give_back",
-    "roles",
-    "strike",
-]
-
 SIGNALS = {
     "kill": signal.SIGKILL, "stop": signal.SIGSTOP, "terminate": signal.SIGTERM, "crash": signal.SIGSEGV,
     "interrupt": signal.SIGINT,

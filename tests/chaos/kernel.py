@@ -25,8 +25,6 @@ from tests.chaos.training import PLAN, SHAPE, model
 from tests.chaos.trial import GONE_S, HANG_AFTER_S, Verdict
 from tests.mpi import mpi_environment
 
-__all__ = ["Kernels"]
-
 STEPS = 30
 _ENDS_S = 120
 

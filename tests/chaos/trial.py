@@ -28,8 +28,6 @@ from mpi4dl_nb.training.training import Training
 from tests.chaos.faults import HELPERS, Fault, Images, aimed, arm, disarm, family, give_back, roles, strike
 from tests.chaos.training import PLAN, SHAPE, Heard, model
 
-__all__ = ["HANG_AFTER_S", "STEPS", "Trial", "Verdict"]
-
 HANG_AFTER_S = 3.0
 STEPS = 3  # of a round
 EVERY = 2  # steps between two checkpoints

@@ -9,8 +9,6 @@ import time
 
 from torch import nn
 
-__all__ = ["stopping", "survivor"]
-
 
 def survivor() -> nn.Module:
     return nn.Sequential(

@@ -31,8 +31,6 @@ from tests.fuzz.damage import damaged_bytes, damaged_json
 from tests.fuzz.judge import Case, Outside, Random
 from tests.fuzz.tables import make_other
 
-__all__ = ["damaged", "wholes"]
-
 KINDS = [("adam", "step"), ("sgd", "cosine"), ("rmsprop", "cycle"), ("adagrad", "none")]
 _FILES = ("model.safetensors", STATE)
 _SIZES = (0, 1, 3, -1, 1 << 31, 1 << 62)

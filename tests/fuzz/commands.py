@@ -29,8 +29,6 @@ from mpi4dl_nb import __main__ as launcher
 from tests.fuzz.judge import Case, Outside, Random
 from tests.fuzz.words import KINDS, LINES, ODD, PARTS, SEVERAL, SIZES, WHOLE
 
-__all__ = ["damaged", "wholes"]
-
 _TYPED = re.compile(r"(rank 0: )?(Plan|Trace|Image|Checkpoint|Rank)Error: \S.*")
 
 

@@ -11,8 +11,6 @@ from typing import Any
 
 from tests.fuzz.judge import Random
 
-__all__ = ["DAMAGES", "damaged_bytes", "damaged_json", "repair_png", "tags"]
-
 Damage = Callable[[bytearray, Random], None]
 
 

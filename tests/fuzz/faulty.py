@@ -15,8 +15,6 @@ from engines.errors import ImageError
 from tests.fuzz import judge
 from tests.fuzz.judge import Case, Outside, Random
 
-__all__ = ["damaged", "wholes"]
-
 judge.SECONDS = 1
 
 

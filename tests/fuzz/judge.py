@@ -32,8 +32,6 @@ import numpy as np
 
 from engines.errors import Mpi4dlError
 
-__all__ = ["MOST_BYTES", "SECONDS", "Case", "Fuzzer", "Outside", "Random", "judge", "judge_all"]
-
 SECONDS = 10  # for one case; the signal is not caught, since a decoder that hangs does not come back to Python
 MOST_BYTES = 1 << 30  # of address space, more than was there before the first case
 _STOP_BYTES = 4 << 30  # the same, at which the kernel says no: the machine is not ours alone

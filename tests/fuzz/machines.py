@@ -24,8 +24,6 @@ from mpi4dl_nb.calibrate_cluster import CalibrationCache
 from tests.fuzz.damage import damaged_bytes, damaged_json
 from tests.fuzz.judge import Case, Outside, Random
 
-__all__ = ["damaged", "wholes"]
-
 PLANS = (
     Plan(split_size=1, num_spatial_parts=2, slice_method="1x2", data_parallel=2),
     Plan(split_size=2, spatial_size=0, parts=2),

@@ -12,12 +12,11 @@ import numpy as np
 import tifffile
 from PIL import Image
 
-from engines.images.picture import Picture, open_image
+from engines.images.picture import open_image
+from engines.images.picture_reader import Picture
 from tests.fuzz.damage import DAMAGES, damaged_bytes, repair_png, tags
 from tests.fuzz.judge import Case, Outside, Random
 from tests.images.made_slides import tissue, write_ome, write_pages, write_svs
-
-__all__ = ["damaged", "look", "odd_picture", "wholes"]
 
 MOST_PX = 1 << 20  # that are read of a picture at once
 

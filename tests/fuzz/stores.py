@@ -20,8 +20,6 @@ from tests.fuzz.pictures import look
 from tests.fuzz.tables import make_other
 from tests.images.made_slides import tissue
 
-__all__ = ["damaged", "wholes"]
-
 _METADATA = ("zarr.json", ".zarray", ".zgroup", ".zattrs", ".zmetadata")
 _HUGE = 1 << 20  # of a file that has been made so
 _CODECS = ("default", "gzip", "plain", "shards")

@@ -30,8 +30,6 @@ from tests.fuzz.judge import Case, Outside, Random
 from tests.fuzz.pictures import odd_picture
 from tests.images.made_slides import tissue
 
-__all__ = ["damaged", "make_other", "wholes"]
-
 SIZE = (24, 20)
 _BOX = "<object><name>{}</name><bndbox><xmin>{}</xmin><ymin>2</ymin><xmax>20</xmax><ymax>20</ymax></bndbox></object>"
 _NUMBERS = ("", "0", "-1", "1", "1e9", "nan", "inf", "9" * 5000, "2147483647", "-2147483648", "0.5", "0x10", "77")

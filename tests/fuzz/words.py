@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["KINDS", "LINES", "ODD", "PARTS", "SEVERAL", "SIZES", "WHOLE"]
-
 
 def _words(text: str) -> tuple[str, ...]:
     return tuple(text.split())

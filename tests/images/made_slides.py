@@ -12,10 +12,8 @@ import pytest
 from numpy.typing import NDArray
 from tifffile import TiffWriter
 
-from engines.images.picture import Picture
+from engines.images.picture_reader import Picture
 from engines.images.sample_data import immunohistochemistry
-
-__all__ = ["misread", "shared", "tissue", "write_ome", "write_pages", "write_svs"]
 
 Pixels = NDArray[np.uint8]
 

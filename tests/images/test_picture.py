@@ -18,8 +18,8 @@ from PIL import Image
 from engines.errors import ImageError
 from engines.images import picture, picture_reader, pillow
 from engines.images.files import FileCache
-from engines.images.picture import Picture, Pixels, open_image
-from engines.images.picture_reader import ArrayPicture
+from engines.images.picture import open_image
+from engines.images.picture_reader import ArrayPicture, Picture, Pixels
 from engines.images.sample_data import immunohistochemistry
 
 COLOURS = np.random.default_rng(0).integers(0, 256, (6, 9, 3), dtype=np.uint8)

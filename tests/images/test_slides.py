@@ -14,8 +14,8 @@ from PIL import Image
 
 from engines.errors import ImageError
 from engines.images import picture as reader
-from engines.images.picture import OpenSlidePicture, Picture, SlideLikePicture, open_image
-from engines.images.picture_reader import Level
+from engines.images.picture import OpenSlidePicture, SlideLikePicture, open_image
+from engines.images.picture_reader import Level, Picture
 from engines.images.tiff import TiffPicture
 
 PIXELS = tissue(600, 800)

@@ -17,8 +17,8 @@ from torch import nn
 
 from engines.comm.loopback import run_ranks
 from engines.errors import ImageError, PlanError, TraceError
-from engines.images.picture import Picture, open_image
-from engines.images.picture_reader import ArrayPicture
+from engines.images.picture import open_image
+from engines.images.picture_reader import ArrayPicture, Picture
 from engines.inference.pyramid_sink import make_pyramid
 from engines.inference.rank_predictor import make_padded_region, prepare_region
 from engines.inference.tile_passes import fit_tiles

@@ -16,7 +16,8 @@ from engines.errors import PlanError
 from engines.plan import Plan
 from engines.train.asynchrony import Asynchrony, ReplicaStudy
 from engines.train.train_replicas import replay, train_replicas
-from tests.replica.replica_cases import ALONE, CASES, LOSS, RANKS, STAGES, Chain, feed, made, recipe_of
+from tests.replica.replica_cases import ALONE, CASES, LOSS, RANKS, STAGES, feed, made, recipe_of
+from tests.zoo import Chain
 
 
 @pytest.mark.sampled(2)

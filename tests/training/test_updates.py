@@ -16,10 +16,11 @@ from engines.models import resnet20_v1
 from engines.plan import Plan
 from engines.program.compile import compile_plan
 from engines.program.instructions import FiniteCheckAllReduce
+from engines.program.update import Scheduler
 from engines.train.optimisers import Optimiser
 from engines.train.oracle import compare, train_reference
 from engines.train.recipe import Recipe, prepare, sgd
-from engines.train.training import RankTraining, Scheduler
+from engines.train.training import RankTraining
 from engines.train.verify import make_batches, record_rank_run, verify
 
 PLAN = Plan(split_size=2, spatial_size=1, slice_method="2x2", precision="float64")

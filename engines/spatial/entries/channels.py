@@ -24,8 +24,6 @@ from engines.spatial.local_rules import (
 from engines.spatial.operator_table import register_rule
 from engines.spatial.tiles import Span
 
-__all__ = ["lower_other_axes", "read_line_numbers"]
-
 
 def check_along_other_axes(b: Builder, node: Node, ref: Ref, dims: Sequence[int] | int | None) -> list[int]:
     """Return the dimensions counted from the front; None means all.

@@ -26,8 +26,6 @@ from engines.spatial.local_rules import (
 )
 from engines.spatial.operator_table import register_rule
 
-__all__ = ["all_gather_partials", "count_labels", "reduce_mean"]
-
 # Partial results of all tiles, gathered on every rank: reductions whose results are reduced again.
 
 

@@ -30,8 +30,6 @@ from engines.spatial.operator_table import register_rule
 from engines.spatial.tiles import Axes, Span
 from engines.spatial.windows import Shift, SlidingWindow, TableWindow, Window, compute_window
 
-__all__ = ["lower_resample", "make_copy_taps"]
-
 Resample = Callable[[Tensor], Tensor]
 """Maps each row (n values) of a matrix (k, n) to a row of m values, each a weighted sum of some of the n."""
 
