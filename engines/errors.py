@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import traceback
+from collections.abc import Iterator
 from os import PathLike
 from pathlib import Path
 
@@ -190,3 +191,19 @@ def make_absolute(path: str | PathLike[str]) -> Path:
     ('/a/b', True)
     """
     return Path(path) if is_deleted() else Path(path).absolute()
+
+
+def iterate_causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an exception and those that led to it, the latest first, each once: `raise error from error` is a circle.
+
+    >>> error = OSError("disk")
+    >>> error.__cause__ = error
+    >>> list(iterate_causes(error))
+    [OSError('disk')]
+    """
+    seen: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and all(link is not each for each in seen):
+        yield link
+        seen.append(link)
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)

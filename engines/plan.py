@@ -95,7 +95,8 @@ class Plan:
     (`ignore_index`, class weights, masks). For any other loss, such as Dice over the batch, it is the mean of the
     micro-batches' own losses, and a training reports this.
     `local_dp` ranks share the images of each micro-batch in every stage after the spatial stages.
-    `checkpoint_activations` keeps only what arrives from other ranks, and recomputes the rest for backward.
+    `checkpoint_activations` keeps only the outputs of layers and what arrives from other ranks, and recomputes the rest
+    for backward.
     `offload_activations` stores what is kept for backward in an anonymous temporary file (in TMPDIR): as far as memory
     is short, a GPU's activations are moved to the host, and a host's to its disk.
     `compile_segments` uses `torch.compile` to make fewer, larger kernels of the operators between two communications.
@@ -171,7 +172,7 @@ class Plan:
     )
     checkpoint_activations: bool = _number_option(
         False,
-        help="keep what comes from other ranks, and compute the rest again for backward",
+        help="keep the outputs of layers and what other ranks send, and compute the rest again for backward",
         phrase="recomputed activations",
     )
     offload_activations: bool = _number_option(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from torch import nn
 
 from engines.cli import options, train_command, train_images
 from engines.comm.loopback import LoopbackWorld, run_ranks
-from engines.comm.rank_server import Failure
+from engines.comm.rank_server import Failure, RankServer, recover_and_reset
 from engines.comm.world import run_on_all, run_on_first
 from engines.errors import ImageError, PlanError, ReleasedError
 from engines.images.dataset import LabelledImages, SyntheticImages, shuffle_indices
@@ -294,6 +295,28 @@ def test_what_a_rank_knows_itself_is_told_also_if_the_others_have_left_already(m
                 work(world, lambda: 1)
 
     run_ranks(1, told)
+
+
+def test_an_error_that_is_its_own_cause_is_told_once():
+    error = ValueError("no such pixel")
+    with pytest.raises(ValueError, match="no such pixel") as caught:
+        raise error from error
+    told = Failure.of(caught.value)
+    assert (told.kind, told.message, len(told.links)) == ("ValueError", "no such pixel", 1)
+
+
+def test_what_is_discarded_after_a_failure_is_closed_first():
+    closed: list[str] = []
+
+    def held(name: str) -> SimpleNamespace:
+        return SimpleNamespace(close=lambda: closed.append(name))
+
+    host = RankServer(SimpleNamespace(recover=lambda: closed.append("recovered")))
+    host.loops, host.predictions = {"a": held("loop")}, {"b": held("prediction"), "c": object()}
+    recover_and_reset(host)
+    assert closed == ["recovered", "loop", "prediction"]
+    assert not host.loops
+    assert not host.predictions
 
 
 def test_an_error_of_the_first_rank_is_told_of_it():

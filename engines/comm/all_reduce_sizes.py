@@ -13,7 +13,7 @@ AHEAD = 2
 
 
 def count_sends(tensor_bytes: int, ranks: int) -> tuple[int, int]:
-    """Return the messages that each rank sends to sum tensors of that size, and their bytes.
+    """Return the messages that each rank sends to sum tensors of that size, and their bytes, to within an element.
 
     >>> count_sends(100, 4), count_sends(1 << 20, 4), count_sends(1 << 24, 4)
     ((3, 300), (6, 1572864), (12, 25165824))

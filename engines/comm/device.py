@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import resource
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -133,9 +134,23 @@ def keep_memory_tight(tight: bool, above_bytes: int = 1 << 20) -> None:
 
 
 def read_process_bytes(field: str) -> int:
-    """Return a memory figure of this process from the kernel (Linux): `VmRSS` is the current size, `VmHWM` the peak."""
+    """Return a memory figure of this process from the kernel: `VmRSS` is the current size, `VmHWM` the peak.
+
+    Raises PlanError on systems other than Linux.
+    """
+    if not _STATUS.exists():
+        raise PlanError(
+            f"Only Linux tells how much memory a process takes ({_STATUS}). Give the side of tiles instead."
+        )
     lines = _STATUS.read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+
+
+def read_peak_bytes() -> int:
+    """Return the largest size of this process so far, in bytes."""
+    if _STATUS.exists():
+        return read_process_bytes("VmHWM")
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in bytes on macOS
 
 
 def share_process(threads: int = 1) -> None:

@@ -6,7 +6,7 @@ import ctypes
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from itertools import count
 from typing import Any, NoReturn
@@ -30,6 +30,7 @@ from engines.comm.world import (
     send_value,
 )
 from engines.errors import RankError, ReleasedError
+from engines.formatting import format_bytes
 
 
 @cache
@@ -62,7 +63,9 @@ _ULFM = MPI.get_vendor()[0] == "Open MPI" and os.environ.get(_FT) in ("1", "true
 # Requests in flight that nothing waits for any more, and the buffers that MPI still reads and writes for them.
 _left: dict[int, tuple[Sequence[MPI.Request], Sequence[Tensor]]] = {}
 _numbers = count()
-# Messages are sent as words of an element's size: MPI moves data but never does arithmetic on it.
+# Messages are sent as the longest words that divide them, whatever their elements: MPI moves data but never does
+# arithmetic on it, and counts words in 32 bits.
+_MOST_WORDS = 2**31 - 1
 _WORDS = {1: MPI.BYTE, 2: MPI.INT16_T, 4: MPI.INT32_T, 8: MPI.INT64_T, 16: MPI.C_DOUBLE_COMPLEX}
 
 
@@ -72,6 +75,14 @@ def _is_complete(request: MPI.Request) -> bool:
         return MPI.Is_finalized() or request.Test()
     except MPI.Exception:
         return True
+
+
+def _free_requests(requests: Iterable[MPI.Request]) -> None:
+    """Free those of completed requests that are persistent: MPI frees the others as they complete."""
+    # Only completed ones: MPI ends the program if a request that was freed after a failure fails later.
+    for request in requests:
+        if isinstance(request, MPI.Prequest) and request and not MPI.Is_finalized():
+            request.Free()
 
 
 class _Requests:
@@ -91,7 +102,9 @@ class _Requests:
 
     def __del__(self) -> None:
         """After a failure nothing waits for these requests: keep their buffers for as long as MPI may use them."""
-        if not all(map(_is_complete, self.requests)):
+        if all(map(_is_complete, self.requests)):
+            _free_requests(self.requests)
+        else:
             _left[next(_numbers)] = self.requests, self.buffers
 
     def wait(self, nap_s: float = _NAP_S) -> None:
@@ -147,12 +160,6 @@ class _PersistentRequests:
             _wait_for_streams(self.pending.buffers)
             MPI.Prequest.Startall(self.pending.requests)
         return self.pending
-
-    def __del__(self) -> None:
-        """Free completed requests only: MPI ends the program if a request freed after a failure fails later."""
-        for request in self.pending.requests:
-            if request and not MPI.Is_finalized() and _is_complete(request):
-                request.Free()
 
 
 class MpiWorld(World):
@@ -236,8 +243,9 @@ class MpiWorld(World):
         """Return the values of all ranks, each sent by `pack_value`; collective."""
         # Free abandoned requests that have completed meanwhile. Over a copy: garbage collection may add requests
         # (`_Requests.__del__`), or another thread remove them.
-        for number, (requests, _) in list(_left.items()):
+        for number, (requests, _) in _left.copy().items():
             if all(map(_is_complete, requests)):
+                _free_requests(requests)
                 _left.pop(number, None)
         # A rank that is early sleeps in the barrier, so that the polls for the messages after it are few.
         self.barrier()
@@ -289,6 +297,14 @@ class MpiWorld(World):
         if _ULFM:
             self.comm.Revoke()
 
+    def renew(self) -> None:
+        """Drop all messages in flight while every rank is alive, with or without ULFM; collective."""
+        if _ULFM:
+            super().renew()
+        else:
+            self._abort_collectives()
+            self._set_comm(self.comm.Dup())  # messages never match those of another communicator
+
     def recover(self) -> None:
         """Make a new communicator of the surviving ranks. (The revoked one cannot be freed: that is collective.)
 
@@ -299,12 +315,14 @@ class MpiWorld(World):
                 f"{' '.join(map(str, MPI.get_vendor()))} was started without fault tolerance (ULFM): after a failure "
                 "all ranks must be started again. Call heal() on the cluster."
             )
-        # Before Shrink: NCCL kernels that wait for the failed rank would block the GPU for ever.
-        for ended in filter(None, self._collectives.values()):
-            ended.abort()
+        self._abort_collectives()  # before Shrink: NCCL kernels that wait for the failed rank would block the GPU
         with measure_wait():
             common = self.comm.Shrink()
         self._set_comm(common)
+
+    def _abort_collectives(self) -> None:
+        for ended in filter(None, self._collectives.values()):
+            ended.abort()
 
 
 def _wait_for_streams(buffers: Sequence[Tensor]) -> None:
@@ -317,5 +335,11 @@ def _make_buffer(tensor: Tensor) -> list[Any]:
     """Return a tensor's memory as MPI takes it; passing the tensor itself (by DLPack) costs ten times as much."""
     if not tensor.is_contiguous():
         raise RankError(f"a message of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous")
-    memory = MPI.memory.fromaddress(tensor.data_ptr(), tensor.nbytes)
-    return [memory, tensor.numel(), _WORDS[tensor.itemsize]]
+    size = tensor.nbytes
+    word = min(size & -size, 16) or 16  # the lowest bit that is set is the largest power of 2 that divides the size
+    if size // word > _MOST_WORDS:
+        raise RankError(
+            f"a message of shape {tuple(tensor.shape)} has {format_bytes(size)}, and MPI sends "
+            f"{format_bytes(_MOST_WORDS * word)} at most. Use more tiles or stages, or smaller micro-batches."
+        )
+    return [MPI.memory.fromaddress(tensor.data_ptr(), size), size // word, _WORDS[word]]

@@ -66,6 +66,8 @@ class Collectives:
                 found = self._made(_make_tcp_store(part), part.rank, part.size)
                 # The first sum connects the GPUs, which takes seconds: here, not within a step.
                 found.allreduce([torch.zeros(1, device=device)]).wait()
+            except RankError:  # another rank has failed meanwhile
+                raise
             except RuntimeError as error:
                 raise RankError(
                     f"NCCL cannot connect the GPUs of ranks {', '.join(map(str, key))}: {error}. NCCL_DEBUG=INFO "

@@ -23,7 +23,7 @@ from engines.comm.notebook_imports import NotebookImports, make_import_error, pa
 from engines.comm.output import LineBuffer, OutputLine, RankStream
 from engines.comm.status_board import StatusBoard, report_working
 from engines.comm.world import World
-from engines.errors import ReleasedError
+from engines.errors import ReleasedError, iterate_causes
 
 if TYPE_CHECKING:
     from engines.train.debug_step import RankStepper
@@ -58,15 +58,17 @@ class RankServer:
         if self.walk is None or self.walk.done:
             self.walk = None
         else:
-            self.world.revoke()
-            self.recover()
+            self._reconnect(self.world.renew)
 
     def recover(self) -> None:
         """Reconnect the ranks, without old messages; a debug step is aborted. Collective."""
+        self._reconnect(self.world.recover)
+
+    def _reconnect(self, connect: Callable[[], None]) -> None:
         walk, self.walk = self.walk, None
-        self.world.recover()
+        connect()
         if walk is not None:
-            walk.drop()  # only after `recover`: until then pending messages still use the step's buffers
+            walk.drop()  # only now: until then pending messages still use the step's buffers
 
 
 def allow_during_step(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -92,10 +94,7 @@ class Failure:
     @classmethod
     def of(cls, error: BaseException, where: object = "") -> Failure:
         """Make the failure from an exception, without the exception itself: the notebook may not know its type."""
-        chain, link = [], error
-        while link is not None:
-            chain.append(link)
-            link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+        chain = list(iterate_causes(error))
         # Frames are strings and numbers, so that the notebook needs none of the rank's modules to read them.
         links = tuple((f"{type(each).__name__}: {each}", tuple(_select_frames(each))) for each in reversed(chain))
         # It only follows from another rank's failure, or from an interrupt, if any exception of its chain does.
@@ -196,6 +195,9 @@ def recover(host: RankServer) -> None:
 def recover_and_reset(host: RankServer) -> None:
     """Recover with fewer ranks than before: everything that was made for all of them is discarded. Collective."""
     host.recover()
+    for ended in (*host.loops.values(), *host.predictions.values()):
+        if hasattr(ended, "close"):  # files, loaders and settings of the allocator outlive the object otherwise
+            ended.close()
     for held in (host.trainings, host.loops, host.predictions):
         held.clear()
 

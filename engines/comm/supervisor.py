@@ -26,7 +26,7 @@ from engines.comm.status_board import BOARD, RankStatus, StatusBoard
 MARK = "\x1empi4dl_nb "
 """The prefix of a line with a rank's event; the rest is JSON."""
 
-RANK_NAMES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
+_RANK_NAMES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 """The environment variables in which MPI libraries pass a process its rank."""
 
 _LOOK_S, _REST_S = 0.5, 1.0  # seconds between two checks, and without progress until the rank counts as stalled
@@ -42,7 +42,7 @@ class _Supervisor:
     def __init__(self, command: Sequence[str]) -> None:
         # mpiexec -- supervisor (what MPI takes for the rank)
         #                `-- rank: writes its status to a file that both have mapped, dies with the supervisor
-        self.rank = next((int(os.environ[name]) for name in RANK_NAMES if name in os.environ), 0)
+        self.rank = next((int(os.environ[name]) for name in _RANK_NAMES if name in os.environ), 0)
         self.parent = os.getppid()
         self.reported: tuple[RankStatus | None, bool] | None = None
         self.reported_s = 0.0

@@ -84,7 +84,7 @@ class World:
         return found
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, in rank order, on rank 0, and [] elsewhere: large values are kept once."""
+        """Return the values of all ranks, in rank order, on rank 0, and [] elsewhere; collective."""
         return self.all_gather(value)[: None if self.rank == 0 else 0]
 
     def barrier(self) -> None:
@@ -104,6 +104,11 @@ class World:
     def recover(self) -> None:
         """Prepare for new work after a failure; collective."""
         raise NotImplementedError
+
+    def renew(self) -> None:
+        """Drop all messages in flight while every rank is alive; collective."""
+        self.revoke()
+        self.recover()
 
 
 class SubGroup(World):
@@ -136,6 +141,9 @@ class SubGroup(World):
     def prepare(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], Pending]:
         return self.world.prepare(self._to_world_ranks(sends), self._to_world_ranks(receives))
 
+    def check_received(self) -> None:
+        self.world.check_received()
+
     def revoke(self) -> None:
         self.world.revoke()
 
@@ -150,6 +158,7 @@ class SubGroup(World):
 # undefined bytes could run arbitrary code.
 
 _HEAD = Struct("<QI?")  # length and checksum of the body, and whether it is JSON
+_ALIGNMENT = 16  # a message of a multiple of as many bytes may be as long as any
 _SEED = 1  # of checksums, so that all zeros are not a valid value
 _PLAIN = (type(None), bool, int, float, str)
 
@@ -158,7 +167,8 @@ def pack_value(value: Any) -> bytearray:
     """Return the value after its length and checksum: as JSON if it is a plain value, else pickled."""
     is_plain = type(value) in _PLAIN
     body = json.dumps(value).encode() if is_plain else pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
-    return bytearray(_HEAD.pack(len(body), zlib.crc32(body, _SEED), is_plain)) + body
+    padding = bytes(-(_HEAD.size + len(body)) % _ALIGNMENT)
+    return bytearray(_HEAD.pack(len(body), zlib.crc32(body, _SEED), is_plain)) + body + padding
 
 
 def unpack_value(sealed: bytes | bytearray | memoryview) -> Any:
@@ -170,7 +180,7 @@ def unpack_value(sealed: bytes | bytearray | memoryview) -> Any:
     view = memoryview(sealed)
     if len(view) >= _HEAD.size:
         length, checksum, is_plain = _HEAD.unpack_from(view)
-        body = view[_HEAD.size :]
+        body = view[_HEAD.size :][:length]
         # Nothing is unpickled before both are right: MPI may complete a receive of a failed rank with any bytes.
         if len(body) == length and zlib.crc32(body, _SEED) == checksum:
             return json.loads(bytes(body)) if is_plain else pickle.loads(body)

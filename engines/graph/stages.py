@@ -206,7 +206,13 @@ def find_sharded_names(whole: ModelGraph, share: ModelGraph) -> frozenset[str]:
             "of a micro-batch. Leave local_dp at 1, or use data_parallel."
         )
     ours, theirs = share.specs, whole.specs
-    return frozenset(name for name in ours if ours[name].shape != theirs[name].shape)
+    sharded = {name for name in ours if ours[name].shape != theirs[name].shape}
+    # An operator of several outputs has no shape of its own; it is sharded if all outputs that are picked are.
+    picks: dict[str, list[str]] = {node.name: [] for node in whole.nodes if node.spec is None}
+    for node in whole.nodes:
+        for name in picks.keys() & set(node.reads):
+            picks[name].append(node.name)
+    return frozenset(sharded.union(name for name, picked in picks.items() if picked and sharded.issuperset(picked)))
 
 
 def shard_graph(whole: ModelGraph, share: ModelGraph, nodes: Iterable[Node]) -> ModelGraph:
@@ -235,7 +241,7 @@ def _shard_node(node: Node, twin: Node, parted: frozenset[str], whole: ModelGrap
     if node.name not in parted and not reads:
         return node
     if node.name in parted:
-        mine, its = (twin.spec.shape, node.spec.shape) if node.spec and twin.spec else ((), ())
+        mine, its = (twin.spec.shape, node.spec.shape) if node.spec and twin.spec else ((), ())  # else its outputs have
         if mine[1:] != its[1:]:
             raise make_shared_images_error(node, f"lays images out along other axes than the first ({its})")
         _check_image_axis(node, whole)

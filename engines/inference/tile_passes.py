@@ -276,7 +276,7 @@ def choose_grid(world: World, graph: ModelGraph, bound_bytes: int, side_px: int 
 
     Raises PlanError or TraceError as `fit_tiles` does, on every rank.
     """
-    taken = max(world.all_gather(read_process_bytes("VmRSS")))
+    taken = max(world.all_gather(read_process_bytes("VmRSS"))) if side_px is None else 0
 
     # Every rank needs the same grid, and how much memory a process takes differs from rank to rank.
     def choose() -> Grid:

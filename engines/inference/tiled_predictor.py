@@ -27,7 +27,7 @@ from engines.comm.device import (
     compute_threads_per_rank,
     count_local_ranks,
     keep_memory_tight,
-    read_process_bytes,
+    read_peak_bytes,
     use_threads,
 )
 from engines.comm.world import World, run_on_all
@@ -212,7 +212,7 @@ class TiledPredictor:
         asked_px = math.prod(region_px) * sum(walk.window is not None for walk in self.walks)
         grid = self.turns.grid
         overhead = round(sum(self.world.all_gather(self.read_px)) / asked_px, 4)
-        peaks = tuple(self.world.all_gather(read_process_bytes("VmHWM")))
+        peaks = tuple(self.world.all_gather(read_peak_bytes()))
         tile_px = grid.get_tile(0, *region_px).shape
         return TiledPrediction(
             answer, bool(self.mosaic), grid.tiles, tile_px, len(self.walks), overhead, seconds, peaks

@@ -67,6 +67,10 @@ class Builder(ValueLayouts):
         self._flops[node.name] = node.flops
         self._before = self.tag, list(self._open), [len(made) for made in self._growing_state]
 
+    def end_nodes(self) -> None:
+        """End the last node: what is emitted from here on carries gradients, even if that node is under `no_grad`."""
+        self._graded = True
+
     def undo_node(self) -> None:
         """Roll back everything emitted since `begin_node`."""
         self.tag, self._open, counts = self._before[0], list(self._before[1]), self._before[2]

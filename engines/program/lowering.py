@@ -110,6 +110,7 @@ class Lowering:
         """Return the builder of a stage for tile `role.tile`: values received, the stage's nodes, values sent."""
         if role not in self._builders:
             builder = self._lower_stage(role, self._get_extended_tiles(role), self.plan.overlap_halos)
+            builder.end_nodes()
             for crossing in self.crossings:
                 if crossing.source == role.stage:
                     value = builder.get_value(builder.crop_to_own(Ref(crossing.value)))
@@ -137,8 +138,18 @@ class Lowering:
                 yield name, self._make_shard_spec(builder, name)
 
     def get_prediction_shard(self, role: Role) -> ShardSpec:
-        """Return the part of the prediction that a rank of the last stage computes."""
-        return self._make_shard_spec(self.get_builder(role), self.graph.prediction)
+        """Return the part of the prediction that a rank of the last stage computes.
+
+        Raises PlanError if the last stage does not have it.
+        """
+        builder = self.get_builder(role)
+        if self.graph.prediction not in builder.values:
+            raise PlanError(
+                f"Predictions come from the last stage, but stage {role.stage} neither makes nor reads the model's "
+                f"first output ({self.graph.prediction}). Use fewer stages, choose a balance that puts the layer that "
+                "makes it into the last stage, or let the model return it after an output that the last stage makes."
+            )
+        return self._make_shard_spec(builder, self.graph.prediction)
 
     def _make_shard_spec(self, builder: Builder, name: str) -> ShardSpec:
         value = replace(builder.values[name], spec=self.graph.specs.get(name, builder.values[name].spec))
@@ -214,9 +225,11 @@ class Lowering:
         """
         if not self.plan.rule.splits:
             return {self.graph.nodes[layer.nodes.start].name for layer in self.layers}
-        weighted = [not self.graph.matrices.isdisjoint(node.reads) for node in self.graph.nodes]
+        # A `getitem` stays with the operator whose outputs it picks: no value holds all of them.
+        nodes = [node for node in self.graph.nodes if node.operator != "getitem"]
+        weighted = [not self.graph.matrices.isdisjoint(node.reads) for node in nodes]
         after = [False, *weighted[:-1]]
-        return {n.name for n, here, before in zip(self.graph.nodes, weighted, after, strict=True) if here or before}
+        return {n.name for n, here, before in zip(nodes, weighted, after, strict=True) if here or before}
 
     def _get_nodes(self, span: Span) -> Sequence[Node]:
         return self.graph.nodes[span.start : span.stop]

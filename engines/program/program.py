@@ -109,6 +109,17 @@ class DirectionProgram:
         }
 
     @cached_property
+    def recomputation_reads(self) -> frozenset[str]:
+        """The values read by the segments that the backward pass computes again if their graphs are not kept."""
+        pairs = zip(self.forward, self.effects, strict=True)
+        return frozenset(
+            name
+            for item, effects in pairs
+            if item.is_local and (item.differentiable or item.interior)
+            for name in effects.reads
+        )
+
+    @cached_property
     def collects(self) -> frozenset[str]:
         """The values to whose gradients a communication adds in the backward pass."""
         pairs = zip(self.forward, self.effects, strict=True)
@@ -126,7 +137,8 @@ class LiveValues(ABC, Generic[V]):
 
     #            from                               until
     #   values   the instruction that makes them    the last one that reads them in the forward pass
-    #   leaves   the same                           backward of that instruction; without a gradient, the last read, too
+    #   leaves   the same                           backward of that instruction; without a gradient, the last read,
+    #                                               unless the backward pass computes again a segment that reads it
 
     direction_program: DirectionProgram
     values: dict[str, V]
@@ -151,7 +163,9 @@ class LiveValues(ABC, Generic[V]):
             if name in self.values:
                 # Autograd itself keeps what a graph saved. The leaf is needed only to collect a gradient, or to
                 # recompute the segments that read it.
-                kept = self.recomputes or name in self.direction_program.collects or self.needs_gradient(name)
+                way = self.direction_program
+                recomputes = self.recomputes and name in way.recomputation_reads
+                kept = recomputes or name in way.collects or self.needs_gradient(name)
                 self.drop(self.values, name)
                 if not kept:
                     self.drop(self.leaves, name)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from engines.errors import PlanError, RankError
+from engines.errors import PlanError, RankError, iterate_causes
 from engines.program.effects import LocalOp
 from engines.program.instructions import DEVICE, SEED, Compute
 from engines.program.segment import OutputAllocator, Segment, bind_kernel, make_lookup
@@ -103,9 +103,7 @@ def _translate_compile_errors(segment: str) -> Iterator[None]:
     try:
         yield
     except torch._dynamo.exc.TorchDynamoException as error:
-        cause: BaseException = getattr(error, "inner_exception", error)
-        while inner := cause.__cause__ or cause.__context__:  # Dynamo wraps a kernel's own exception
-            cause = inner
+        *_, cause = iterate_causes(getattr(error, "inner_exception", error))  # Dynamo wraps a kernel's own exception
         first_line = (str(cause).strip().splitlines() or [""])[0]
         raise RankError(
             f"The segment {segment} cannot be compiled: {type(cause).__name__}: {first_line} "

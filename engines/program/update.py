@@ -160,14 +160,19 @@ def update_buffers(
     """
     by_group: dict[tuple[int, ...], list[Tensor]] = {}
     with torch.no_grad():
-        counted = [moments(entry.moments) for entry in update.statistics]
+        # Of norms that each rank counts for itself, a rank has the moments of fewer micro-batches than of the others.
+        counted = [(entry, moments(entry.moments)) for entry in update.statistics]
         # The batches seen by batch norms whose running statistics are the mean over all batches, by counter.
         moves = Counter(entry.counter for entry in update.statistics if entry.counter)
         seen = {name: int(buffers[name]) for name in moves}
-        new = {name: update.counters[name] // (count * len(counted[0])) for name, count in moves.items()}
+        new = {
+            entry.counter: update.counters[entry.counter] // (moves[entry.counter] * len(rows))
+            for entry, rows in counted
+            if entry.counter
+        }
         # Micro-batch by micro-batch over all entries, as a sequential model would update them.
-        for micro_batch in zip(*counted, strict=True):  # one norm may be used twice in a forward pass
-            for entry, own in zip(update.statistics, micro_batch, strict=True):
+        for number in range(max((len(rows) for _, rows in counted), default=0)):
+            for entry, own in ((entry, rows[number]) for entry, rows in counted if number < len(rows)):
                 momentum = entry.momentum
                 if entry.counter is not None:
                     # A mean over n + e batches, e of them new: mean += (new - mean) * e / (n + e).

@@ -15,6 +15,7 @@ from engines.comm.nccl import Collectives, NcclAllReduce, OrderedStarter
 from engines.comm.status_board import get_status_board, get_wait_s
 from engines.comm.world import World
 from engines.errors import PlanError
+from engines.formatting import format_names
 from engines.program.effects import Instruction, Phase
 from engines.program.exchange import Exchange
 from engines.program.exchange_runner import make_exchange_runners
@@ -212,8 +213,8 @@ class Worker:
         for tensors in (state.values, state.leaves, self.weights, self.buffers):
             if name in tensors:
                 return state.fetch(tensors[name])
-        alive = ", ".join(sorted(state.leaves)[:8])
-        raise PlanError(f"rank {self.program.rank} holds no value {name!r} now. It holds {alive}, ...")
+        alive = format_names(sorted(state.leaves)) or "none"
+        raise PlanError(f"rank {self.program.rank} holds no value {name!r} now. The values that it holds: {alive}.")
 
     @property
     def live_values(self) -> dict[str, Tensor]:

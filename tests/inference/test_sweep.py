@@ -15,13 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from engines.comm import device
 from engines.comm.loopback import run_ranks
 from engines.errors import ImageError, PlanError, TraceError
 from engines.images.picture import open_image
 from engines.images.picture_reader import ArrayPicture, Picture
 from engines.inference.pyramid_sink import make_pyramid
 from engines.inference.rank_predictor import make_padded_region, prepare_region
-from engines.inference.tile_passes import fit_tiles
+from engines.inference.tile_passes import choose_grid, fit_tiles
 from engines.inference.tile_stitcher import ArraySink
 from engines.inference.tiled_predictor import PredictionRequest, TiledPrediction, TiledPredictor
 from engines.models import UNet, resnet20_v1
@@ -205,6 +206,17 @@ def test_a_bound_that_no_tile_keeps():
         fit_tiles(graph, 2, 10**6)
     with pytest.raises(PlanError, match=r"takes \d+ MB before it computes anything, and the bound is 5 MB"):
         swept(unet(), 2, side_px=None, memory_bytes=5 * 10**6)
+
+
+def test_without_a_bound_no_memory_is_asked_for(monkeypatch, tmp_path: Path):
+    """Linux alone tells it."""
+    monkeypatch.setattr(device, "_STATUS", tmp_path / "absent")
+    picture = open_image(np.zeros((64, 64, 3), np.uint8))
+    graph = prepare_region(unet(), make_padded_region(picture))[0].graph
+    assert run_ranks(2, lambda world: choose_grid(world, graph, 10**9, 32).tiles) == [4, 4]
+    assert device.read_peak_bytes() > 0
+    with pytest.raises(PlanError, match="Give the side of tiles"):
+        run_ranks(2, lambda world: choose_grid(world, graph, 10**9, None))
 
 
 @pytest.mark.nightly

@@ -5,18 +5,23 @@
 
 from __future__ import annotations
 
+import os
 import re
 import tempfile
 
 import psutil
 import pytest
+import torch
+from torch import nn
 
 from engines.errors import RankError
+from engines.plan import Plan
 from mpi4dl_nb.cluster import Cluster
 from mpi4dl_nb.launch import mpi_library, mpi_ranks
 from mpi4dl_nb.launch.mpi_library import find_mpiexec
 from mpi4dl_nb.launch.reaper_process import is_running
 from mpi4dl_nb.launch.startup_monitor import find_startup_cause, format_excerpt
+from mpi4dl_nb.training.training import Training
 from tests.start_failures import CASES, failure
 
 
@@ -84,6 +89,21 @@ def test_without_ulfm_that_is_said_once_and_a_failure_ends_the_set(without_ulfm)
         )  # and no second warning, which would be an error here
     finally:
         cluster.stop()
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore:.*no fault tolerance:RuntimeWarning")
+def test_without_ulfm_a_debugged_step_that_is_left_costs_nothing(without_ulfm):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    images, labels = torch.randn(2, 3, 8, 8), torch.tensor([0, 1])
+    with Cluster(2) as cluster:
+        made = Training(cluster, model, Plan(split_size=1, slice_method="1x2"), (2, 3, 8, 8))
+        pids = cluster.call(lambda host: os.getpid())
+        step = made.stepping(images, labels)
+        step.instruction()
+        step.close()
+        assert made.step(images, labels) > 0
+        assert cluster.call(lambda host: os.getpid()) == pids
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,48 @@ class OneNormTwice(nn.Module):
         return self.norm(self.second(torch.relu(self.norm(self.first(x))))).mean((2, 3))
 
 
+class Distilled(nn.Module):
+    """A student is compared with a teacher that is not trained; both read the same image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone, self.teacher, self.student = (nn.Conv2d(3 if not n else 4, 4, 3, padding=1) for n in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shared = self.backbone(x)
+        with torch.no_grad():
+            aim = self.teacher(shared)
+        return (self.student(shared) - aim).square().mean((2, 3))
+
+
+class SeveralOutputs(nn.Module):
+    """Operators of several outputs behind the first layer; one of them splits a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 80).view(10, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, two = self.first(x).chunk(2, 1)
+        pooled, places = nn.functional.max_pool2d(self.second(torch.cat([one, two.relu()], 1)), 2, return_indices=True)
+        found, _ = (pooled + places.sin() / 8).max(2)
+        keys, values = self.weight.chunk(2)
+        rows = found.mean(2)
+        return functional.linear(rows, keys).sigmoid() * functional.linear(rows, values)
+
+
+class Sequence(nn.Module):
+    """Rows of an image, read one after another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.recurrent, self.last = nn.Conv2d(3, 4, 3), nn.GRU(4, 4, batch_first=True), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.recurrent(self.first(x).relu().flatten(2).transpose(1, 2))[0].mean(1))
+
+
 def by_hand(prediction: Tensor, labels: Tensor) -> Tensor:
     """A mean whose divisor is a constant of the whole micro-batch."""
     each = functional.cross_entropy(prediction, labels, reduction="none")
@@ -73,6 +115,24 @@ CORNERS: dict[str, tuple[nn.Module, dict[str, Any], Loss]] = {
     "class weights that differ between shares": (
         Skips(), {"split_size": 2, "local_dp": 2},
         nn.CrossEntropyLoss(weight=torch.tensor([0.1, 1.0, 2.0, 3.0, 4.0]), ignore_index=1),
+    ),
+    "a layer without gradients that ends a stage": (
+        Distilled(),
+        {
+            "split_size": 2, "spatial_size": 1, "slice_method": "1x2", "balance": (2, 1),
+            "halo_d2": True, "fused_layers": 2,
+        },
+        nn.CrossEntropyLoss(),
+    ),
+    "several outputs, shared": (
+        SeveralOutputs(), {"split_size": 2, "spatial_size": 1, "slice_method": "1x2", "local_dp": 2},
+        nn.CrossEntropyLoss(),
+    ),
+    "several outputs of a weight that waits": (
+        SeveralOutputs(), {"split_size": 2, "schedule": "zero_bubble", "parts": 2}, nn.CrossEntropyLoss(),
+    ),
+    "a recurrent layer whose weights wait": (
+        Sequence(), {"split_size": 2, "schedule": "zero_bubble", "parts": 2}, nn.CrossEntropyLoss(),
     ),
     "a group norm whose weights wait": (
         Segmenter(), {"split_size": 4, "schedule": "zero_bubble", "parts": 2, "local_dp": 2}, nn.CrossEntropyLoss(),
@@ -248,3 +308,25 @@ def test_labels_without_images_are_refused_before_they_are_cut():
                 Skips(), Plan(spatial_size=0, **knobs), (4, 3, 12, 16), lambda p, y: (p * y).sum(),
                 labels=TensorSpec((), "float32"),
             )  # fmt: skip
+
+
+class Features(nn.Module):
+    """Returns what the first of three layers makes before the logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(3 if not n else 4, 4, 3, padding=1) for n in range(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        features = self.layers[0](x)
+        return features, self.layers[2](self.layers[1](features)).mean((2, 3))
+
+
+def test_a_prediction_that_the_last_stage_does_not_have_is_refused():
+    def loss(made: tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
+        return functional.cross_entropy(made[1], labels)
+
+    labels = TensorSpec((4,), "int64")
+    with pytest.raises(PlanError, match="stage 2 neither makes nor reads the model's first output"):
+        prepare(Features(), Plan(split_size=3, spatial_size=0), (4, 3, 12, 16), loss, labels=labels)
+    prepare(Features(), Plan(split_size=1, spatial_size=0), (4, 3, 12, 16), loss, labels=labels)

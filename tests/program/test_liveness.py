@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from engines.models import resnet20_v1
@@ -14,16 +16,16 @@ from tests.predict.measured import live_bytes
 PLAN = Plan(split_size=1, num_spatial_parts=2, slice_method="vertical")
 
 
-def peaks() -> list[tuple[int, int]]:
+def peaks(plan: Plan = PLAN) -> list[tuple[int, int]]:
     """Of each rank, the bytes that live at the peak of a step, measured and forecast.
 
     Only the head is trained, so that nothing but the readers in the forward pass keeps an activation.
     """
     model = resnet20_v1().requires_grad_(False)
     model.head.requires_grad_(True)
-    recipe = prepare(model, PLAN, (2, 3, 64, 64))
+    recipe = prepare(model, plan, (2, 3, 64, 64))
     return [
-        (each.peak_bytes, predict_rank_memory(each.program, recipe.graph, PLAN).peak_bytes)
+        (each.peak_bytes, predict_rank_memory(each.program, recipe.graph, plan).peak_bytes)
         for each in live_bytes(recipe)
     ]
 
@@ -48,3 +50,10 @@ def test_a_value_that_is_freed_too_early_is_missed(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(DirectionProgram, "last_reads", first)
     with pytest.raises(KeyError):
         peaks()
+
+
+def test_recomputation_keeps_nothing_of_what_is_not_computed_again():
+    kept, recomputed = peaks(), peaks(replace(PLAN, checkpoint_activations=True))
+    for (measured, forecast), (measured_again, forecast_again) in zip(kept, recomputed, strict=True):
+        assert measured_again <= 1.01 * measured
+        assert forecast_again <= 1.01 * forecast

@@ -85,6 +85,17 @@ def a_message_of_megabytes_arrives_whole(world: World) -> None:
 
 
 @case
+def messages_of_any_type_and_size_arrive_whole(world: World) -> None:
+    """They are sent as words of other sizes than their elements."""
+    peer = world.rank ^ 1
+    for dtype in (torch.bool, torch.uint8, torch.bfloat16, torch.float32, torch.int64, torch.complex128):
+        for count in (0, 1, 2, 3, 5, 16):
+            sent, got = (torch.arange(count).add(rank).to(dtype) for rank in (world.rank, world.rank))
+            world.exchange([Message(peer, 9, sent)], [Message(peer, 9, got)]).wait()
+            assert torch.equal(got, torch.arange(count).add(peer).to(dtype))
+
+
+@case
 def sums_are_over_the_group_only(world: World) -> None:
     group = (0, 2) if world.rank % 2 == 0 else (1, 3)
     total = torch.tensor([1.0 + world.rank, 10.0])

@@ -12,6 +12,8 @@ import torch
 from engines.comm import nccl
 from engines.comm.device import get_gpu_id
 from engines.comm.nccl import OrderedStarter, make_collectives
+from engines.comm.world import World
+from engines.errors import ReleasedError
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
@@ -88,3 +90,12 @@ def test_sums_start_in_one_order_again_and_again(begun: tuple[int, ...]):
         for number in begun:
             order.begin(number, lambda number=number: started.append(number))
     assert started == [0, 1, 2] * 2
+
+
+def test_a_rank_that_dies_while_gpus_are_connected_is_no_fault_of_nccl(monkeypatch):
+    def make_store(part: World) -> None:
+        raise ReleasedError("released: another rank has failed")
+
+    monkeypatch.setattr(nccl, "_make_tcp_store", make_store)
+    with pytest.raises(ReleasedError, match="^released: another rank has failed$"):
+        nccl.Collectives(Told("b 0"), lambda: None, lambda *_: None).connect_group((0, 1), torch.device("cpu"))

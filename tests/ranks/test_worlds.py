@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from engines.comm.loopback import run_ranks
+from engines.comm.world import SubGroup, pack_value, unpack_value
+from engines.errors import ReleasedError
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
@@ -60,3 +62,44 @@ def test_no_call_of_mpi_waits_for_another_rank() -> None:
     source = (HERE.parents[1] / "engines" / "comm" / "mpi.py").read_text()
     asked = {node.attr for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)}
     assert {name for name in asked if name[0].isupper() and not name.isupper()} <= AT_ONCE
+
+
+class Broken:
+    """A world in which another rank has died."""
+
+    rank, size = 0, 2
+
+    def check_received(self) -> None:
+        raise ReleasedError("released")
+
+
+def test_what_a_group_receives_is_checked_by_its_world():
+    with pytest.raises(ReleasedError):
+        SubGroup(Broken(), (0, 1)).check_received()
+
+
+@pytest.mark.parametrize("value", [None, "a", list(range(100)), bytes(1001)])
+def test_a_packed_value_may_be_as_long_as_any_message(value):
+    """MPI counts words of 16 bytes in 32 bits, but only in messages that they divide."""
+    sealed = pack_value(value)
+    assert len(sealed) % 16 == 0
+    assert unpack_value(sealed) == value
+
+
+SIZES = """
+import torch
+from engines.comm.mpi import _make_buffer
+for size in (2**34, 2**34 + 4, 2**36):
+    try:
+        print(_make_buffer(torch.empty(size, dtype=torch.uint8, device="meta"))[1])
+    except Exception as error:
+        print(type(error).__name__, str(error).partition("and")[0])
+"""
+
+
+def test_a_long_message_is_counted_in_long_words(mpiexec, tmp_path: Path):
+    (tmp_path / "sizes.py").write_text(SIZES)
+    done = mpiexec(1, tmp_path / "sizes.py")
+    words, *refused = done.stdout.splitlines()
+    assert words == str(2**30), done.stderr
+    assert [text.partition(",) ")[2] for text in refused] == ["has 16.0 GB, ", "has 64.0 GB, "]

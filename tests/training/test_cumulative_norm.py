@@ -106,6 +106,26 @@ def test_where_each_tile_counts_for_itself_it_is_the_mean_of_all(replicas: int):
         torch.testing.assert_close(rank["0.running_var"], variance, rtol=1e-10, atol=1e-13)
 
 
+def test_a_norm_of_each_tile_beside_one_of_each_image():
+    """A rank has the moments of its own micro-batches of the one, and of all micro-batches of the other."""
+    plan = FLOAT64(split_size=1, slice_method="1x2", parts=2, data_parallel=2, sync_batchnorm=False)
+    single = nn.InstanceNorm2d(3, track_running_stats=True).double()
+    head = nn.Sequential(nn.Conv2d(3, 2, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    model = nn.Sequential(copy.deepcopy(single), nn.BatchNorm2d(3, momentum=None), *head)
+    data = batches(plan)
+    parts = [single(part) for images, _ in data for part in images.chunk(plan.micro_batches)]
+    tiles = [tile for part in parts for tile in part.chunk(2, dim=3)]
+    expected = {
+        "0.running_mean": single.running_mean,
+        "0.running_var": single.running_var,
+        "1.running_mean": torch.stack([tile.mean((0, 2, 3)) for tile in tiles]).mean(0),
+        "1.running_var": torch.stack([tile.var((0, 2, 3)) for tile in tiles]).mean(0),
+    }
+    for rank in on_ranks(model.double(), plan, [(images, labels % 2) for images, labels in data]):
+        for name, tensor in expected.items():
+            torch.testing.assert_close(rank[name], tensor, rtol=1e-10, atol=1e-13, msg=name)
+
+
 def test_the_users_model_is_left_as_it_is():
     model = made()
     prepare(model, PLANS["tiles"], SHAPE)
