@@ -63,10 +63,10 @@ class Evaluator:
 
     def compute_scores(self, tensors: Callable[[], Sequence[Mapping[str, object]]]) -> Scores | None:
         """Return the scores over all images; `tensors` returns the ranks' tensors, for a loss that has some."""
-        self.training.cluster.call(rank_functions.update_evaluation, self.name)
+        self.training.cluster.call(rank_functions.call_prediction, self.name, "begin")
 
         def predict(numbers: Sequence[int]) -> tuple[Mapping[int, str], Sequence[PredictedBatch]]:
-            answers = self.training.cluster.call(rank_functions.predict_held_out, self.name, list(numbers))
+            answers = self.training.cluster.call(rank_functions.call_prediction, self.name, "predict", list(numbers))
             return answers[0].bad, answers
 
         return self.held_out.compute_scores(predict, tensors)
@@ -115,7 +115,7 @@ def predict_batch(training: TrainingHandle, images: Any) -> Tensor:
         # Programs have a fixed batch size: fill the last part up with repeated images, and drop their predictions.
         filled = part[torch.arange(count) % len(part)]
         parts = [(cut_inputs(program, {"images": filled}),) for program in programs]
-        replies = training.cluster.call(rank_functions.predict, training.name, per_rank=parts)
+        replies = training.cluster.call(rank_functions.call_prediction, training.name, "predict", per_rank=parts)
         found.append(join_predictions(programs, replies, recipe.graph.specs[recipe.graph.prediction])[: len(part)])
     return torch.cat(found)
 
@@ -153,8 +153,8 @@ def predict_picture(
         begin = rank_functions.begin_tiled_prediction, training.name
         (rounds, *_) = training.cluster.call(*begin, replace(recipe, state={}), request, sink)
         for _ in tqdm(range(rounds), unit="round", disable=not progress):
-            training.cluster.call(rank_functions.predict_round, training.name)
-        return training.cluster.call(rank_functions.finish_tiled_prediction, training.name)[0]
+            training.cluster.call(rank_functions.call_prediction, training.name, "step")
+        return training.cluster.call(rank_functions.call_prediction, training.name, "finish")[0]
     finally:
         with suppress(Mpi4dlError):
             training.cluster.call(rank_functions.drop_prediction, training.name)

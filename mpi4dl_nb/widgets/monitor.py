@@ -160,7 +160,7 @@ class Monitor(FigureWidget):
         with self._show_failure("has stopped drawing, the training goes on"):
             while not self._over.wait(LOOK_S):
                 # Both rates measure what drawing costs and lengthen their own interval, see `RefreshRate`.
-                if self._gathered.last is None:
+                if self._gathered.current.last is None:
                     continue  # an empty figure would use up the interval and delay the first step's
                 with for_numbers.begin_refresh() as due:
                     if due:
