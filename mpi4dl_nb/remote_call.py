@@ -108,7 +108,10 @@ _TYPED = {kind.__name__: kind for kind in _KINDS}
 
 
 class Ranks(Protocol):
-    """A group of `n` running ranks, over MPI or not."""
+    """A group of `n` running ranks, over MPI or not.
+
+    A method with a body is that of ranks that cannot be lost, and whose output needs no transfer.
+    """
 
     def count(self) -> int:
         """Return the number of ranks, including lost ones."""
@@ -124,9 +127,11 @@ class Ranks(Protocol):
 
     def find_lost_ranks(self) -> Mapping[int, RankExit]:
         """Return the dead ranks and how they ended, in the order in which they died."""
+        return {}
 
     def find_lost_hosts(self) -> frozenset[str]:
         """Return the hosts that do not answer: their ranks are lost, and the others cannot continue by themselves."""
+        return frozenset()
 
     def find_stalled_ranks(self) -> Mapping[int, StalledRank]:
         """Return the ranks that have made no progress for a while."""
@@ -142,6 +147,7 @@ class Ranks(Protocol):
 
     def has_pending_output(self, rank: int, lines: int) -> bool:
         """Return whether some of the `lines` lines that a rank printed in its last call have not arrived yet."""
+        return False
 
     def exclude_ranks(self, ranks: Iterable[int]) -> None:
         """Continue without dead ranks: the others are renumbered, in order."""

@@ -169,9 +169,7 @@ class ModelGraph(FactTable):
     whole: BatchLoss | None = None
     constants: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
-    @property
-    def caption(self) -> str:
-        return "Traced model"
+    caption = "Traced model"
 
     @property
     def facts(self) -> dict[str, object]:

@@ -34,9 +34,7 @@ class Forecast(FactTable):
     memory: tuple[RankMemory, ...]
     images: int
 
-    @property
-    def caption(self) -> str:
-        return "Forecast of a step"
+    caption = "Forecast of a step"
 
     @property
     def facts(self) -> dict[str, object]:
