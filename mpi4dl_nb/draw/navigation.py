@@ -75,18 +75,14 @@ def get_pixel_at(x: float, y: float, size_px: Pixel) -> Pixel:
     return tuple(min(max(int(place), 0), limit - 1) for place, limit in zip((y, x), size_px, strict=True))  # type: ignore[return-value]
 
 
-def to_fractions(at: Pixel, size_px: Pixel) -> tuple[float, float]:
-    """Return the middle of a pixel as fractions of the image's sides, which hold for layers of any size."""
-    return (at[0] + 0.5) / size_px[0], (at[1] + 0.5) / size_px[1]
+def scale_pixel(at: Pixel, size_px: Pixel, other_px: Pixel) -> Pixel:
+    """Return the pixel of a layer of another size that has the middle of pixel `at`.
 
-
-def to_pixel(place: tuple[float, float], size_px: Pixel) -> Pixel:
-    """Return the pixel at fractions (down, across) of the image's sides.
-
-    >>> to_pixel(to_fractions((10, 20), (100, 100)), (50, 50))
+    >>> scale_pixel((10, 20), (100, 100), (50, 50))
     (5, 10)
     """
-    return get_pixel_at(place[1] * size_px[1], place[0] * size_px[0], size_px)
+    down, across = (at[0] + 0.5) / size_px[0], (at[1] + 0.5) / size_px[1]
+    return get_pixel_at(across * other_px[1], down * other_px[0], other_px)
 
 
 def clamp_to_tile(grid: Grid, tile: int, at: Pixel, size_px: Pixel) -> Pixel:
