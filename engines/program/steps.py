@@ -105,12 +105,6 @@ def label_steps(graph: ModelGraph, program: Program) -> tuple[StepLabel, ...]:
     )
 
 
-def map_layers(graph: ModelGraph, programs: Iterable[Program]) -> dict[str, str]:
-    """Return the module or layer of each instruction of the programs, by the instruction's name."""
-    labels = (label for program in programs for label in label_steps(graph, program))
-    return {label.step.instruction.name: label.where for label in labels}
-
-
 def describe_steps(graph: ModelGraph, plan: Plan, program: Program) -> list[bytes]:
     """Return a description of each step of a program: the rank's role, the instruction, and its peers."""
     role, count = Layout.of(plan).describe_rank(program.rank), len(program.steps)

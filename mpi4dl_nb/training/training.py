@@ -24,7 +24,7 @@ from engines.inference.tiled_predictor import TiledPrediction
 from engines.plan import Plan
 from engines.predict.forecast import Forecast, forecast
 from engines.program.compile import compile_plan
-from engines.program.steps import map_layers
+from engines.program.steps import label_steps
 from engines.program.timeline import Timeline
 from engines.train import rank_functions
 from engines.train.checkpoint_save import KEEP
@@ -66,7 +66,11 @@ class StepTimeline(Timeline):
     @cached_property
     def layers(self) -> Mapping[str, str]:
         """The module or layer of each instruction, by its name."""
-        return map_layers(self.graph, compile_plan(self.graph, self.plan)) if self.graph else {}
+        if self.graph is None:
+            return {}
+        programs = compile_plan(self.graph, self.plan)
+        labels = (label for program in programs for label in label_steps(self.graph, program))
+        return {label.step.instruction.name: label.where for label in labels}
 
     def _repr_html_(self) -> str:
         return show_timeline(self, self.plan)._repr_html_()
