@@ -53,7 +53,6 @@ class ArraySink:
         self.whole[tile.rows.start : tile.rows.stop, tile.cols.start : tile.cols.stop] = pixels
 
     def finish(self) -> NDArray[Any]:
-        """Return the array."""
         return self.whole[..., 0] if self.whole.shape[2] == 1 else self.whole
 
     def close(self) -> None:

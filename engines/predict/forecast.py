@@ -188,7 +188,6 @@ def count_load(program: Program, graph: ModelGraph, plan: Plan | None = None, op
 
 
 def with_memory(load: RankLoad, memory: RankMemory) -> RankLoad:
-    """Return the load of a rank with its memory."""
     halo_bytes = memory.at_peak["halos"]
     kept_bytes = memory.at_peak["activations"] + halo_bytes
     return replace(load, kept_bytes=kept_bytes, peak_bytes=memory.peak_bytes, halo_bytes=halo_bytes)

@@ -125,7 +125,6 @@ class PlanMemory:
         return self.ranks[self.fullest].peak_bytes
 
     def find_peak(self, rank: int) -> PeakMemory:
-        """Return the memory peak of a rank."""
         program, memory = self.programs[rank], self.ranks[rank]
         counted, where = build_tally(program, self.graph), label_steps(self.graph, program)
         # The peak is known already. The same simulation again, with a tracker that looks at the blocks at that moment.

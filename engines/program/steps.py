@@ -79,7 +79,6 @@ class StepLabel:
 
 
 def label_steps(graph: ModelGraph, program: Program) -> tuple[StepLabel, ...]:
-    """Return the label of each step of a program."""
     known = {
         name: where
         for way in program.direction_programs.values()

@@ -194,7 +194,6 @@ class Grid(tuple[int, ...]):
 
     @property
     def tiles(self) -> int:
-        """Number of tiles."""
         return math.prod(self)
 
     def __str__(self) -> str:
