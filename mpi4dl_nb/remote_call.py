@@ -173,7 +173,7 @@ class RemoteCall:
     def __init__(
         self, ranks: Ranks, show: Show, hang_after_s: float | None = None, is_late: Callable[[], bool] | None = None
     ) -> None:
-        self._ranks, self._hang_after_s, self._is_late = ranks, hang_after_s or float("inf"), is_late or _is_never_late
+        self._ranks, self._hang_after_s, self._is_late = ranks, hang_after_s or float("inf"), is_late or (lambda: False)
         self._show = show
         self._interrupted = False
         self._began_s = time.monotonic()
@@ -210,7 +210,7 @@ class RemoteCall:
                 self.release(_STOP_S, at_once=True)
                 raise
             finally:
-                self._is_late = _is_never_late  # drop the caller's closure: this object is kept until the next call
+                self._is_late = lambda: False  # drop the caller's closure: this object is kept until the next call
 
     def _show_output(self) -> None:
         """Show the remaining output: wait for lines that the replies announce, but no longer than `_OUTPUT_S`."""
@@ -294,10 +294,6 @@ class RemoteCall:
         for each in sorted({*failures} - {rank, *also}):
             error.add_note(f"Rank {each} {_describe_failure(failures[each])}")
         return error
-
-
-def _is_never_late() -> bool:
-    return False
 
 
 def _read(future: Future[bytes], lost: bool) -> Reply:

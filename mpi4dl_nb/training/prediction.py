@@ -10,13 +10,12 @@ from functools import partial
 from os import PathLike
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from engines.errors import ImageError, Mpi4dlError, PlanError, RankError, make_absolute
-from engines.formatting import format_bytes
+from engines.formatting import describe_unknown, format_bytes
 from engines.graph.model_graph import is_batch_dependent
 from engines.images.dataset import LabelledImages
 from engines.images.picture import Source, open_image
@@ -27,7 +26,7 @@ from engines.inference.rank_predictor import (
     prepare_prediction,
     prepare_region,
 )
-from engines.inference.tile_stitcher import ArraySink, check_kind, get_output_channels, get_output_dtype
+from engines.inference.tile_stitcher import KINDS, ArraySink, get_output_channels, get_output_dtype
 from engines.inference.tiled_predictor import PredictionRequest, TiledPrediction
 from engines.program.compile import compile_plan
 from engines.train import rank_functions
@@ -83,11 +82,6 @@ class Evaluator:
 ARRAY_BYTES = 1 << 29  # a larger prediction must be written to a file
 
 
-def is_batch(source: Any) -> bool:
-    """Return whether `source` is images as a training step takes them: (N, C, H, W)."""
-    return isinstance(source, Tensor | np.ndarray) and source.ndim == 4
-
-
 def predict_batch(training: TrainingHandle, images: Any) -> Tensor:
     """Return `model.eval()(images)` with the current weights."""
     images = torch.as_tensor(images)
@@ -131,7 +125,8 @@ def predict_picture(
     progress: bool,
 ) -> TiledPrediction:
     """Predict a region of a picture tile by tile on all ranks of the training."""
-    check_kind(kind)
+    if kind not in KINDS:
+        raise PlanError(describe_unknown(f"kind={kind!r} is unknown", kind, KINDS))
     where = make_absolute(source) if isinstance(source, str | PathLike) else source
     asked = make_padded_region(open_image(where), region, level)
     recipe, asked = prepare_region(training.model, asked, training.plan.precision, training.recipe.device)
