@@ -46,9 +46,8 @@ from mpi4dl_nb.draw.timeline import show_schedule, show_timeline
 from mpi4dl_nb.draw.tuning import show_tuning
 from mpi4dl_nb.exercise import grade_answer
 from mpi4dl_nb.plan_benchmark import Candidate
-from mpi4dl_nb.plan_cache import forecast
+from mpi4dl_nb.plan_cache import capabilities, forecast, largest_image, scaling
 from mpi4dl_nb.plan_tuner import PlanTuner, tune
-from mpi4dl_nb.studies import capabilities, largest_image, scaling
 from mpi4dl_nb.training.training import Training
 from mpi4dl_nb.widgets.configurator import Configurator
 from mpi4dl_nb.widgets.monitor import Monitor

@@ -21,10 +21,6 @@ from mpi4dl_nb.cluster import Cluster
 from mpi4dl_nb.status_line import ProgressCallback
 
 
-def ignore_progress(done: int, of: int) -> None:
-    """Do nothing."""
-
-
 @dataclass(frozen=True, repr=False)
 class Measurement(FactTable):
     """Seconds of each timed step, and peak bytes of tensors by rank."""
@@ -154,7 +150,7 @@ class PlanTrial:
 
 
 def run_interleaved(
-    trials: Sequence[PlanTrial], steps: int, report: ProgressCallback = ignore_progress, count_bytes: bool = True
+    trials: Sequence[PlanTrial], steps: int, report: ProgressCallback = lambda done, of: None, count_bytes: bool = True
 ) -> None:
     """Run the trials in turns, so that all meet the same disturbances, and free them on the ranks in the end.
 

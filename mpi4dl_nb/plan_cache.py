@@ -1,4 +1,4 @@
-"""The cost of plans before a cluster is started: a forecast, and a cache of compiled plans for one model."""
+"""The cost of plans before a cluster is started: a forecast, studies, and a cache of compiled plans for one model."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from engines.graph.model_state import ModelState
 from engines.graph.trace_cache import Loss, TraceCache
 from engines.plan import Plan
 from engines.predict import forecast as predicted
+from engines.predict import sizes, studies
 from engines.predict.forecast import Forecast, RankLoad, count_load, forecast_programs, with_memory, with_time
 from engines.predict.machine import Machine
 from engines.predict.machines import resolve_machine
@@ -29,7 +30,7 @@ from engines.train.optimiser_trial import count_optimiser_states
 from engines.train.optimisers import Optimiser
 from engines.train.recipe import sgd
 from mpi4dl_nb.cluster import Cluster
-from mpi4dl_nb.status_line import LATER_S, show_status
+from mpi4dl_nb.status_line import LATER_S, show_status, with_status
 
 KEPT = 24  # plans; the programs of a large model take some megabytes
 KEPT_SHAPES = 8  # of batches
@@ -68,10 +69,6 @@ class CompiledPlan:
         return self.is_weighed and self.machine is machine
 
 
-def _is_always_asked() -> bool:
-    return True
-
-
 class PlanCache:
     """Compiles plans for one model and caches the most recent ones.
 
@@ -100,7 +97,7 @@ class PlanCache:
         """Return whether `get_compiled` returns at once. Raises PlanError if the batch cannot be cut as planned."""
         return self.traces.has_graph(plan) and self._make_key(plan) in self._found
 
-    def get_compiled(self, plan: Plan, is_asked: Callable[[], bool] = _is_always_asked) -> CompiledPlan | None:
+    def get_compiled(self, plan: Plan, is_asked: Callable[[], bool] = lambda: True) -> CompiledPlan | None:
         """Return the compiled plan. Raises PlanError or TraceError if the plan does not fit the model."""
         if known := self._find(plan):  # without waiting for a thread that is at work
             return known
@@ -134,7 +131,7 @@ class PlanCache:
         return CompiledPlan(plan, graph, tuple(programs), tuple(loads))
 
     def predict_costs(
-        self, plan: Plan, machine: Machine | None = None, is_asked: Callable[[], bool] = _is_always_asked
+        self, plan: Plan, machine: Machine | None = None, is_asked: Callable[[], bool] = lambda: True
     ) -> CompiledPlan | None:
         """Return the plan with each rank's memory, and its time on a machine.
 
@@ -230,7 +227,7 @@ def describe_place(cluster: Cluster | None) -> str:
     return "on this computer, one MPI process per rank"
 
 
-# The forecast of one plan.
+# The forecast of one plan, and studies of many, with a line below the cell while they run.
 
 
 def forecast(
@@ -251,9 +248,14 @@ def forecast(
     >>> foreseen.ranks, len(foreseen.memory), 0 < foreseen.seconds < 1
     (5, 5, True)
     """
-    sizes = Sizes.of(model, loss)
-    states = count_optimiser_states(optimiser, sizes.model, sizes.loss)
-    with show_status(f"Tracing {sizes.name} for {plan.summary} ...", LATER_S) as line:
-        graph = sizes.graph(plan, image_shape)
+    found = Sizes.of(model, loss)
+    states = count_optimiser_states(optimiser, found.model, found.loss)
+    with show_status(f"Tracing {found.name} for {plan.summary} ...", LATER_S) as line:
+        graph = found.graph(plan, image_shape)
         line.update(f"Compiling and simulating {plan.summary} ...")
         return predicted.forecast(graph, plan, resolve_machine(machine), states)
+
+
+capabilities = with_status("Forecasting plans", counts="seen")(studies.capabilities)
+scaling = with_status("Forecasting the plan for each number of ranks")(studies.scaling)
+largest_image = with_status("Looking for the largest image that fits")(sizes.largest_image)

@@ -24,7 +24,6 @@ from mpi4dl_nb.draw.tuning import format_table_html
 from mpi4dl_nb.plan_benchmark import (
     Candidate,
     PlanTrial,
-    ignore_progress,
     run_interleaved,
     sort_candidates,
 )
@@ -92,7 +91,7 @@ class PlanTuner:
     def find(
         self,
         rank_bytes: int | None = None,
-        report: ProgressCallback = ignore_progress,
+        report: ProgressCallback = lambda done, of: None,
         neutral_batch: int | None = None,
     ) -> TuningResult:
         """Predict all plans for the ranks of the cluster; nothing is measured.
@@ -121,7 +120,7 @@ class PlanTuner:
         self,
         candidates: Sequence[Candidate],
         steps: int = 3,
-        report: ProgressCallback = ignore_progress,
+        report: ProgressCallback = lambda done, of: None,
         count_bytes: bool = True,
     ) -> list[Candidate]:
         """Measure candidates by training some steps on the ranks. A plan that fails is returned with its failure."""

@@ -108,7 +108,10 @@ _TYPED = {kind.__name__: kind for kind in _KINDS}
 
 
 class Ranks(Protocol):
-    """A group of `n` running ranks, over MPI or not."""
+    """A group of `n` running ranks, over MPI or not.
+
+    A method with a body is that of ranks that cannot be lost, and whose output needs no transfer.
+    """
 
     def count(self) -> int:
         """Return the number of ranks, including lost ones."""
@@ -124,9 +127,11 @@ class Ranks(Protocol):
 
     def find_lost_ranks(self) -> Mapping[int, RankExit]:
         """Return the dead ranks and how they ended, in the order in which they died."""
+        return {}
 
     def find_lost_hosts(self) -> frozenset[str]:
         """Return the hosts that do not answer: their ranks are lost, and the others cannot continue by themselves."""
+        return frozenset()
 
     def find_stalled_ranks(self) -> Mapping[int, StalledRank]:
         """Return the ranks that have made no progress for a while."""
@@ -142,6 +147,7 @@ class Ranks(Protocol):
 
     def has_pending_output(self, rank: int, lines: int) -> bool:
         """Return whether some of the `lines` lines that a rank printed in its last call have not arrived yet."""
+        return False
 
     def exclude_ranks(self, ranks: Iterable[int]) -> None:
         """Continue without dead ranks: the others are renumbered, in order."""
@@ -167,7 +173,7 @@ class RemoteCall:
     def __init__(
         self, ranks: Ranks, show: Show, hang_after_s: float | None = None, is_late: Callable[[], bool] | None = None
     ) -> None:
-        self._ranks, self._hang_after_s, self._is_late = ranks, hang_after_s or float("inf"), is_late or _is_never_late
+        self._ranks, self._hang_after_s, self._is_late = ranks, hang_after_s or float("inf"), is_late or (lambda: False)
         self._show = show
         self._interrupted = False
         self._began_s = time.monotonic()
@@ -204,7 +210,7 @@ class RemoteCall:
                 self.release(_STOP_S, at_once=True)
                 raise
             finally:
-                self._is_late = _is_never_late  # drop the caller's closure: this object is kept until the next call
+                self._is_late = lambda: False  # drop the caller's closure: this object is kept until the next call
 
     def _show_output(self) -> None:
         """Show the remaining output: wait for lines that the replies announce, but no longer than `_OUTPUT_S`."""
@@ -288,10 +294,6 @@ class RemoteCall:
         for each in sorted({*failures} - {rank, *also}):
             error.add_note(f"Rank {each} {_describe_failure(failures[each])}")
         return error
-
-
-def _is_never_late() -> bool:
-    return False
 
 
 def _read(future: Future[bytes], lost: bool) -> Reply:

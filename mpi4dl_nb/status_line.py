@@ -56,7 +56,8 @@ class StatusLine:
         """Change the text."""
         with self._lock:
             self.text = text
-            self._redraw()
+            if self._handle is not None:
+                self._handle.update(self._make_bundle(), raw=True)
 
     def make_counter(self, text: str) -> ProgressCallback:
         """Return a callback after each call of which the line says how many are done."""
@@ -66,10 +67,6 @@ class StatusLine:
         """Remove the text, and the line with it."""
         self._over.set()
         self.update("")
-
-    def _redraw(self) -> None:
-        if self._handle is not None:
-            self._handle.update(self._make_bundle(), raw=True)
 
     def _make_bundle(self) -> dict[str, str]:
         page = f'<div role="status">{escape(self.text)}</div>' if self.text else ""

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from engines.errors import RankError
 from engines.models import resnet20_v1
-from engines.train.oracle import train_reference
+from engines.train.oracle import ReferenceTraining, train_reference
 from engines.train.recipe import sgd
 from mpi4dl_nb import Cluster, Plan, Training
 from tests.namespaces import Namespaces, namespaces, why_not
@@ -53,7 +53,8 @@ def straight() -> tuple[float, ...]:
     """The losses of one process."""
     torch.manual_seed(0)
     whole = [{"images": images, "labels": labels} for images, labels in batches()]
-    return train_reference(resnet20_v1(), torch.nn.CrossEntropyLoss(), sgd, whole, torch.float64).mean_losses
+    alone = ReferenceTraining(resnet20_v1(), torch.nn.CrossEntropyLoss(), sgd, torch.float64)
+    return train_reference(alone, whole).mean_losses
 
 
 def agree(found: Sequence[float], expected: Sequence[float]) -> bool:

@@ -169,20 +169,16 @@ class ModelGraph(FactTable):
     whole: BatchLoss | None = None
     constants: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
-    @property
-    def caption(self) -> str:
-        return "Traced model"
+    caption = "Traced model"
 
     @property
     def facts(self) -> dict[str, object]:
-        flops = sum(node.flops for node in self.nodes)
-        weights = sum(spec.bytes for spec in self.weights.values())
         return {
             "inputs": ", ".join(f"{name} {' × '.join(map(str, spec.shape))}" for name, spec in self.inputs.items()),
             "operators": f"{len(self.nodes):,}",
             "modules": f"{len({node.module for node in self.nodes}):,}",
-            "weights": f"{len(self.weights):,} tensors, {format_bytes(weights)}",
-            "arithmetic": f"{format_number(flops / 1e9)} GFLOP forward",
+            "weights": f"{len(self.weights):,} tensors, {format_bytes(self.weight_bytes)}",
+            "arithmetic": f"{format_number(self.flops / 1e9)} GFLOP forward",
         }
 
     @property
@@ -216,11 +212,6 @@ class ModelGraph(FactTable):
     def weight_bytes(self) -> int:
         """Bytes of all parameters."""
         return sum(spec.bytes for spec in self.weights.values())
-
-    @property
-    def activation_bytes(self) -> int:
-        """Bytes of all operator outputs of one forward pass."""
-        return sum(node.spec.bytes for node in self.nodes if node.spec is not None)
 
 
 def to_user_name(name: str) -> str:

@@ -326,10 +326,6 @@ class StateNames:
         """The name on the ranks of every tensor, those of `kept` too."""
         return {name: self.held.get(name, self.prefix + name) for name in self.names}
 
-    def drop_unused_tensors(self) -> StateNames:
-        """Return a copy without `kept`, to be sent to ranks, which do not need those tensors."""
-        return replace(self, kept={})
-
 
 def collect_state_names(model: nn.Module, loss: object, used: Collection[str]) -> dict[str, StateNames]:
     """Return the names of the model and, if it is a module, of the loss; `used` are the names that graph nodes read."""

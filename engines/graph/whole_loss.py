@@ -180,11 +180,10 @@ def _replace_reads(node: Node, renamed: Mapping[str, Ref]) -> Node:
     """Return the node with some of the values that it reads replaced by others."""
     if renamed.keys().isdisjoint(node.reads):
         return node
-
-    def replace_ref(ref: Ref) -> Ref:
-        return renamed.get(ref.name, ref)
-
-    return replace(node, arguments={name: map_refs(replace_ref, value) for name, value in node.arguments.items()})
+    arguments = {
+        name: map_refs(lambda ref: renamed.get(ref.name, ref), value) for name, value in node.arguments.items()
+    }
+    return replace(node, arguments=arguments)
 
 
 # Weights of images in a mean loss, so that the mean equals the loss of all images in one batch.

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engines.comm.world import Message, World, run_on_all
-from engines.errors import PlanError, TraceError
-from engines.formatting import describe_unknown
+from engines.errors import TraceError
 from engines.graph.model_graph import TensorSpec
 from engines.inference.rank_predictor import PaddedRegion
 from engines.program.program import ShardSpec
@@ -53,7 +52,6 @@ class ArraySink:
         self.whole[tile.rows.start : tile.rows.stop, tile.cols.start : tile.cols.stop] = pixels
 
     def finish(self) -> NDArray[Any]:
-        """Return the array."""
         return self.whole[..., 0] if self.whole.shape[2] == 1 else self.whole
 
     def close(self) -> None:
@@ -64,12 +62,6 @@ class ArraySink:
 
 
 KINDS = ("classes", "probabilities", "scores")
-
-
-def check_kind(kind: str) -> None:
-    """Raise PlanError if `kind` is unknown."""
-    if kind not in KINDS:
-        raise PlanError(describe_unknown(f"kind={kind!r} is unknown", kind, KINDS))
 
 
 def get_output_dtype(kind: str, channels: int, computed: str = "float32") -> np.dtype[Any]:

@@ -80,9 +80,7 @@ class TiledPrediction(FactTable):
     seconds: float
     peak_bytes: tuple[int, ...]
 
-    @property
-    def caption(self) -> str:
-        return "Prediction"
+    caption = "Prediction"
 
     @property
     def facts(self) -> dict[str, object]:

@@ -11,11 +11,9 @@ from engines.graph.model_graph import ModelGraph
 from engines.plan import Plan
 from engines.predict.cost import CostModel
 from engines.predict.machine import Machine
-from engines.predict.rank_memory import RankMemory, predict_rank_memory
-from engines.predict.rank_tally import build_tallies
+from engines.predict.rank_memory import RankMemory, compile_replica, predict_rank_memory
 from engines.predict.simulate import simulate
 from engines.predict.tallies import RankTally
-from engines.program.compile import Compiler
 from engines.program.program import Program, Traffic, count_traffic
 from engines.program.timeline import Timeline, compute_time_shares
 from engines.spatial.layout import compute_threads
@@ -34,9 +32,7 @@ class Forecast(FactTable):
     memory: tuple[RankMemory, ...]
     images: int
 
-    @property
-    def caption(self) -> str:
-        return "Forecast of a step"
+    caption = "Forecast of a step"
 
     @property
     def facts(self) -> dict[str, object]:
@@ -105,14 +101,7 @@ def forecast(graph: ModelGraph, plan: Plan, machine: Machine | CostModel, optimi
     `optimiser_states` as in `predict_rank_memory`.
     Raises PlanError or TraceError if the plan does not fit the model.
     """
-    compiler = Compiler(graph, plan)
-    programs = [compiler.compile_rank(rank) for rank in range(plan.replica_ranks)]
-    tallies = list(build_tallies(programs, graph))
-    memory = [
-        predict_rank_memory(program, graph, plan, optimiser_states, tally)
-        for program, tally in zip(programs, tallies, strict=True)
-    ]
-    return forecast_programs(graph, plan, machine, programs, tallies, memory)
+    return forecast_programs(graph, plan, machine, *compile_replica(graph, plan, optimiser_states))
 
 
 def forecast_programs(
@@ -199,7 +188,6 @@ def count_load(program: Program, graph: ModelGraph, plan: Plan | None = None, op
 
 
 def with_memory(load: RankLoad, memory: RankMemory) -> RankLoad:
-    """Return the load of a rank with its memory."""
     halo_bytes = memory.at_peak["halos"]
     kept_bytes = memory.at_peak["activations"] + halo_bytes
     return replace(load, kept_bytes=kept_bytes, peak_bytes=memory.peak_bytes, halo_bytes=halo_bytes)

@@ -236,7 +236,6 @@ def _report_working() -> None:
 
 
 def build_op_tallies(calls: Sequence[KernelCall]) -> list[OpTally]:
-    """Return the tally of each call."""
     return [build_op_tally(name, tree_map_only(Tensor, LocalTensor.describe, arguments)) for name, arguments in calls]
 
 

@@ -211,7 +211,6 @@ class Machine(FactTable):
         }
 
     def get_node(self, rank: int) -> int:
-        """Return the node of a rank."""
         return rank // self.node_ranks if self.node_ranks else 0
 
     def needs_core_copy(self, source: int, target: int) -> bool:

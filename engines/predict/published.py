@@ -81,7 +81,6 @@ _SLOW_LINKS = {"between": Link(SMALL_S, 2.5e9)}
 
 
 def _with_one_replica(run: StudyRun) -> StudyRun:
-    """Return the run with one replica."""
     return replace(run, plan=replace(run.plan, data_parallel=1))
 
 

@@ -125,7 +125,6 @@ class PlanMemory:
         return self.ranks[self.fullest].peak_bytes
 
     def find_peak(self, rank: int) -> PeakMemory:
-        """Return the memory peak of a rank."""
         program, memory = self.programs[rank], self.ranks[rank]
         counted, where = build_tally(program, self.graph), label_steps(self.graph, program)
         # The peak is known already. The same simulation again, with a tracker that looks at the blocks at that moment.
@@ -147,13 +146,20 @@ def predict_plan_memory(graph: ModelGraph, plan: Plan, optimiser_states: int = 1
 
     Raises PlanError or TraceError if the plan does not fit the model.
     """
+    programs, _, ranks = compile_replica(graph, plan, optimiser_states)
+    return PlanMemory(plan, graph, programs, ranks, optimiser_states)
+
+
+def compile_replica(
+    graph: ModelGraph, plan: Plan, optimiser_states: int
+) -> tuple[tuple[Program, ...], tuple[RankTally, ...], tuple[RankMemory, ...]]:
+    """Return the programs, tallies and memory of the ranks of one replica; `optimiser_states` as above."""
     compiler = Compiler(graph, plan)
     programs = tuple(compiler.compile_rank(rank) for rank in range(plan.replica_ranks))
-    ranks = tuple(
-        predict_rank_memory(program, graph, plan, optimiser_states, tally)
-        for program, tally in zip(programs, build_tallies(programs, graph), strict=True)
-    )
-    return PlanMemory(plan, graph, programs, ranks, optimiser_states)
+    tallies = tuple(build_tallies(programs, graph))
+    pairs = zip(programs, tallies, strict=True)
+    memory = (predict_rank_memory(program, graph, plan, optimiser_states, tally) for program, tally in pairs)
+    return programs, tallies, tuple(memory)
 
 
 class _PeakTracker(MemoryTracker):

@@ -95,9 +95,7 @@ class Limit(FactTable):
     next_px: int | None
     next_bytes: int | None
 
-    @property
-    def caption(self) -> str:
-        return "Largest image"
+    caption = "Largest image"
 
     @property
     def facts(self) -> dict[str, object]:

@@ -56,7 +56,6 @@ class Capabilities(FactTable):
         return tuple(kind for kind in KINDS if any(each.get_verdict(kind) for each in self.by_size.values()))
 
     def get_verdict(self, kind: str, size_px: int) -> Verdict | None:
-        """Return the verdict of a kind at a size."""
         return self.by_size[size_px].get_verdict(kind)
 
 
@@ -146,7 +145,6 @@ class ScalingPoint(FactTable):
 
     @property
     def ranks(self) -> int:
-        """The number of ranks."""
         return self.forecast.plan.ranks
 
     @property

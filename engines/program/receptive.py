@@ -61,12 +61,11 @@ class FieldSpans:
 
 @dataclass(frozen=True)
 class ReceptiveField:
-    """The receptive field of pixel `pixel` of the value `node`: the smallest rectangle `image` of the image.
+    """The receptive field of pixel `pixel` of a value: the smallest rectangle `image` of the image.
 
     It is empty if the pixel depends on no pixel of the image. Statistics of norms over all pixels do not count.
     """
 
-    node: str
     pixel: tuple[int, int]
     image: Tile
 
@@ -97,7 +96,7 @@ class ReceptiveFields:
                 f"Pixel ({row}, {col}) is not one of the {rows} x {cols} of {node}: "
                 f"use rows 0 to {rows - 1} and columns 0 to {cols - 1}."
             )
-        return ReceptiveField(node, (row, col), self.compute_region(node, Tile(Span(row, row + 1), Span(col, col + 1))))
+        return ReceptiveField((row, col), self.compute_region(node, Tile(Span(row, row + 1), Span(col, col + 1))))
 
     def compute_region(self, node: str, tile: Tile, source: str = "images") -> Tile:
         """Return the pixels of the image, or of an earlier value, on which the pixels `tile` of a value depend."""

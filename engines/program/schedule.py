@@ -59,7 +59,6 @@ class Schedule:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks."""
         return len(self.lanes)
 
     @property

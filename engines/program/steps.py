@@ -79,7 +79,6 @@ class StepLabel:
 
 
 def label_steps(graph: ModelGraph, program: Program) -> tuple[StepLabel, ...]:
-    """Return the label of each step of a program."""
     known = {
         name: where
         for way in program.direction_programs.values()
@@ -103,12 +102,6 @@ def label_steps(graph: ModelGraph, program: Program) -> tuple[StepLabel, ...]:
     return tuple(
         label if label.work or label.step.phase is Phase.UPDATE else replace(label, work=first) for label in found
     )
-
-
-def map_layers(graph: ModelGraph, programs: Iterable[Program]) -> dict[str, str]:
-    """Return the module or layer of each instruction of the programs, by the instruction's name."""
-    labels = (label for program in programs for label in label_steps(graph, program))
-    return {label.step.instruction.name: label.where for label in labels}
 
 
 def describe_steps(graph: ModelGraph, plan: Plan, program: Program) -> list[bytes]:

@@ -120,14 +120,6 @@ class Timeline(FactTable):
         """The time from the first start to the last end."""
         return max(event.end_s for event in self.events) - self.start_s
 
-    def compute_share(self, rank: int, kind: str) -> float:
-        """Return the fraction of the step's time that a rank spent in instructions of one kind.
-
-        Time in `compute` and `update` is work; time in other kinds is communication and waiting.
-        """
-        mine = (event for event in self.events if event.rank == rank and event.kind == kind)
-        return sum(event.end_s - event.start_s for event in mine) / self.seconds
-
     @cached_property
     def time_shares(self) -> dict[int, TimeShares]:
         """The fractions of the step's time by rank."""
@@ -153,7 +145,12 @@ class Timeline(FactTable):
     def idle(self) -> float:
         """The fraction of all ranks' time not spent computing, from the first forward to the last backward."""
         passes = Timeline(tuple(event for event in self.events if event.phase != Phase.UPDATE.value))
-        return 1 - sum(passes.compute_share(rank, "compute") for rank in self.ranks) / len(self.ranks)
+        work = [event for event in passes.events if event.kind == "compute"]
+        shares = (
+            sum(event.end_s - event.start_s for event in work if event.rank == rank) / passes.seconds
+            for rank in self.ranks
+        )
+        return 1 - sum(shares) / len(self.ranks)
 
     def to_chrome(self, path: str | Path, predicted: Timeline | None = None) -> Path:
         """Write Chrome trace JSON for Perfetto or chrome://tracing and return its path.

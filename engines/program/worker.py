@@ -216,12 +216,6 @@ class Worker:
         alive = format_names(sorted(state.leaves)) or "none"
         raise PlanError(f"rank {self.program.rank} holds no value {name!r} now. The values that it holds: {alive}.")
 
-    @property
-    def live_values(self) -> dict[str, Tensor]:
-        """The values of the current micro-batch that the rank holds now, by name."""
-        state = self._get_micro_batch(None)
-        return {name: state.fetch(tensor) for name, tensor in {**state.leaves, **state.values}.items()}
-
     def _get_micro_batch(self, micro_batch: int | None) -> MicroBatchState:
         if micro_batch is None:
             done = [step for step in self.program.steps[: self.position] if step.phase is not Phase.UPDATE]

@@ -63,7 +63,6 @@ class Layout:
     @classmethod
     @lru_cache(maxsize=16)
     def of(cls, plan: Plan) -> Layout:
-        """Return the layout of a plan."""
         size, stages, pipes = plan.replica_ranks, _make_stages(plan), []
         for replica, direction in product(range(plan.data_parallel), range(1 + plan.bidirectional)):
             placed = []

@@ -45,14 +45,6 @@ class Span:
             return self if self else other
         return Span(min(self.start, other.start), max(self.stop, other.stop))
 
-    def to_slice(self, other: Span) -> slice:
-        """Return this span as a slice of an array that holds exactly the positions of `other`.
-
-        >>> Span(4, 6).to_slice(Span(3, 9))
-        slice(1, 3, None)
-        """
-        return slice(self.start - other.start, self.stop - other.start)
-
 
 class Tile(tuple[Span, ...]):
     """A box of a value: one span for each axis along which the value is sharded. It is whole along all other axes.
@@ -123,8 +115,12 @@ class Tile(tuple[Span, ...]):
         return not self or self & other == self
 
     def to_slices(self, other: Tile) -> tuple[slice, ...]:
-        """Return this tile as slices, along the sharded axes, of an array that holds exactly what is in `other`."""
-        return tuple(a.to_slice(b) for a, b in zip(self, other, strict=True))
+        """Return this tile as slices, along the sharded axes, of an array that holds exactly what is in `other`.
+
+        >>> Tile(Span(4, 6)).to_slices(Tile(Span(3, 9)))
+        (slice(1, 3, None),)
+        """
+        return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(self, other, strict=True))
 
     def replace_span(self, number: int, span: Span) -> Tile:
         """Return the tile with another span along its sharded axis `number`."""
@@ -198,7 +194,6 @@ class Grid(tuple[int, ...]):
 
     @property
     def tiles(self) -> int:
-        """Number of tiles."""
         return math.prod(self)
 
     def __str__(self) -> str:

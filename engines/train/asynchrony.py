@@ -218,9 +218,7 @@ class ReplicaStudy(FactTable):
     deeds: tuple[ReplicaEvent, ...]
     weights: tuple[Mapping[str, Any], ...]
 
-    @property
-    def caption(self) -> str:
-        return "Training with replicas"
+    caption = "Training with replicas"
 
     @property
     def facts(self) -> dict[str, object]:

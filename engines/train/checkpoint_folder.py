@@ -132,11 +132,6 @@ def find_checkpoints(path: Path) -> list[Path]:
     return found[::-1]
 
 
-def is_outside_link(path: Path) -> bool:
-    """Return whether a checkpoint is a symbolic link that leads out of its folder."""
-    return path.is_symlink() and not path.resolve().is_relative_to(path.parent.resolve())
-
-
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
     """Create the folder if necessary and hold an exclusive lock on it.

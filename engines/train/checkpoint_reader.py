@@ -21,7 +21,7 @@ from engines.errors import DamagedError, Mpi4dlError
 from engines.graph.trace import OWNERS
 from engines.images.regular_file import open_regular
 from engines.train.checkpoint_files import HEADER_BYTES, read_manifest
-from engines.train.checkpoint_folder import find_checkpoints, is_outside_link, make_damaged_error, make_read_error
+from engines.train.checkpoint_folder import find_checkpoints, make_damaged_error, make_read_error
 from engines.train.checkpoint_state import WeightState
 
 STATE = "training.safetensors"
@@ -72,7 +72,7 @@ class Checkpoint:
         wrong: list[DamagedError] = []
         for each in found:
             try:
-                if each != path and is_outside_link(each):
+                if each != path and each.is_symlink() and not each.resolve().is_relative_to(each.parent.resolve()):
                     raise make_damaged_error(each, "it is a link that leads out of its folder")
                 passed_over = tuple(
                     f"{damaged} is damaged, and an older checkpoint is taken: {error.why}."

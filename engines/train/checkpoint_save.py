@@ -118,7 +118,6 @@ class _CheckpointContents:
         return cls(parts, states, files)
 
     def get_specs(self, file: str) -> dict[str, TensorSpec]:
-        """Return the specs of the tensors of a file."""
         return {name: tensor.spec for name, tensor in self.files[file].items()}
 
     @property

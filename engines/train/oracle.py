@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -185,25 +185,8 @@ class ReferenceTraining:
         return {name: p.grad.clone() for name, p in self.weights.items() if p.grad is not None}
 
 
-def train_reference(
-    model: nn.Module,
-    loss: Loss,
-    optimiser: Optimiser,
-    batches: Iterable[Mapping[str, Tensor]],
-    dtype: torch.dtype,
-    seed: int | None = None,
-    micro_batches: int = 1,
-    rules: UpdateRules | None = None,
-    whole_loss: bool = False,
-    begin: Callable[[ReferenceTraining], None] = lambda process: None,
-) -> TrainingRecord:
-    """Train on these batches in one process, and record the results.
-
-    Each batch has `micro_batches` micro-batches; `whole_loss` is that of `ReferenceTraining`. `begin` may change the
-    training before its first step.
-    """
-    alone = ReferenceTraining(model, loss, optimiser, dtype, seed, micro_batches, rules, whole_loss=whole_loss)
-    begin(alone)
+def train_reference(alone: ReferenceTraining, batches: Iterable[Mapping[str, Tensor]]) -> TrainingRecord:
+    """Train on these batches, and record the results."""
     losses, gradients = [], []
     for batch in batches:
         alone.step(batch)

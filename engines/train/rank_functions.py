@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,9 @@ from engines.graph.labels import NonFiniteCause
 from engines.graph.model_graph import TensorSpec
 from engines.images.dataset import LabelledImages
 from engines.images.loader import LoaderOptions, NotReady
-from engines.inference.rank_predictor import Prediction, RankPredictor
+from engines.inference.rank_predictor import RankPredictor
 from engines.inference.tile_stitcher import MakeSink
-from engines.inference.tiled_predictor import PredictionRequest, TiledPrediction, TiledPredictor
+from engines.inference.tiled_predictor import PredictionRequest, TiledPredictor
 from engines.predict.calibrate import Calibration
 from engines.predict.calibration_runs import CalibrationRecipes
 from engines.predict.kernel_effects import LiveBytes
@@ -27,7 +27,7 @@ from engines.predict.machine import Machine
 from engines.program.worker import Inputs
 from engines.train import checkpoint_load, checkpoint_save
 from engines.train.debug_step import RankStepper, StepState
-from engines.train.evaluation import PredictedBatch, RankEvaluation
+from engines.train.evaluation import RankEvaluation
 from engines.train.oracle import TrainingRecord
 from engines.train.recipe import Recipe
 from engines.train.step_report import StepReport
@@ -160,21 +160,8 @@ def begin_evaluation(
     host.predictions[name] = RankEvaluation(host.world, get_training(host, training), recipe, labels, images)
 
 
-def update_evaluation(host: RankServer, name: str) -> None:
-    """Let an evaluation use the current weights."""
-    host.predictions[name].begin()
-
-
-def predict_held_out(host: RankServer, name: str, numbers: Sequence[int]) -> PredictedBatch:
-    return host.predictions[name].predict(numbers)
-
-
 def begin_prediction(host: RankServer, name: str, recipe: Recipe) -> None:
     host.predictions[name] = RankPredictor(host.world, recipe, get_training(host, name).held)
-
-
-def predict(host: RankServer, name: str, inputs: Inputs) -> Prediction:
-    return host.predictions[name].predict(inputs)
 
 
 def begin_tiled_prediction(
@@ -186,12 +173,9 @@ def begin_tiled_prediction(
     return made.rounds
 
 
-def predict_round(host: RankServer, name: str) -> None:
-    host.predictions[name].step()
-
-
-def finish_tiled_prediction(host: RankServer, name: str) -> TiledPrediction:
-    return host.predictions[name].finish()
+def call_prediction(host: RankServer, name: str, what: str, *args: Any) -> Any:
+    """Call a method of a prediction or an evaluation."""
+    return getattr(host.predictions[name], what)(*args)
 
 
 def drop_prediction(host: RankServer, name: str) -> None:

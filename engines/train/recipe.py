@@ -108,9 +108,7 @@ class Recipe(FactTable):
                 f"{to_user_name(absent[0])} of the model is on the meta device and has no values. Make the model on "
                 "the CPU, or give it values first: model.to_empty(device='cpu'), then those of a state_dict."
             )
-        names = {
-            owner: names if program.rank == 0 else names.drop_unused_tensors() for owner, names in self.names.items()
-        }
+        names = {owner: names if program.rank == 0 else replace(names, kept={}) for owner, names in self.names.items()}
         return replace(self, state={n: self.state[n] for n in (*program.weights, *program.buffers)}, names=names)
 
 

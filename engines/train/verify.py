@@ -267,9 +267,11 @@ def _train_plain_model(
     count, whole_loss = recipe.plan.micro_batches, recipe.has_whole_loss
 
     def run() -> TrainingRecord:
-        return train_reference(
-            model, loss, recipe.optimiser, batches, dtype, recipe.draws, count, recipe.rules, whole_loss, begin
+        alone = ReferenceTraining(
+            model, loss, recipe.optimiser, dtype, recipe.draws, count, recipe.rules, whole_loss=whole_loss
         )
+        begin(alone)
+        return train_reference(alone, batches)
 
     return _run_reference(run, dtype)
 

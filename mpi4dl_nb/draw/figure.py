@@ -82,12 +82,12 @@ def format_size(shape: tuple[int, int]) -> str:
     return f"{shape[0]} × {shape[1]}"
 
 
-def format_rank_count(count: int) -> str:
+def format_count(count: int, name: str) -> str:
     """
-    >>> format_rank_count(1), format_rank_count(2048)
+    >>> format_count(1, "rank"), format_count(2048, "rank")
     ('1 rank', '2,048 ranks')
     """
-    return f"{count:,} rank{'s' * (count != 1)}"
+    return f"{count:,} {name}{'s' * (count != 1)}"
 
 
 def format_ranks(ranks: Sequence[int]) -> str:

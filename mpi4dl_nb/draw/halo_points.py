@@ -41,9 +41,7 @@ class HaloPoint(FactTable):
     exchanges: Mapping[int, Exchange] = field(default_factory=dict)
     computed: Mapping[int, Tile] = field(default_factory=dict)
 
-    @property
-    def caption(self) -> str:
-        return "Halo exchange"
+    caption = "Halo exchange"
 
     @property
     def facts(self) -> dict[str, object]:

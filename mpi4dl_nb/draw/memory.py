@@ -26,7 +26,7 @@ from mpi4dl_nb.draw.figure import (
     Drawing,
     draw_legend,
     draw_stacks,
-    format_rank_count,
+    format_count,
     format_ranks,
 )
 
@@ -89,7 +89,7 @@ def draw_memory(memory: PlanMemory, rank_bytes: int | None = None, rank: int | N
     """Draw the figure of `show_memory` from a finished prediction. Raises PlanError if the plan has no such rank."""
     count = memory.plan.ranks
     if rank is not None and rank not in range(count):
-        raise PlanError(f"rank={rank} is none of the plan's {format_rank_count(count)}. Use 0 to {count - 1}.")
+        raise PlanError(f"rank={rank} is none of the plan's {format_count(count, 'rank')}. Use 0 to {count - 1}.")
     # All replicas hold the same, so that the prediction is of one of them.
     chosen = memory.fullest if rank is None else rank % memory.plan.replica_ranks
     moment = memory.find_peak(chosen)
@@ -113,7 +113,7 @@ def draw_memory(memory: PlanMemory, rank_bytes: int | None = None, rank: int | N
     upper.set(xlabel=f"{unit} of tensors, each rank at its own fullest moment")
     curve.set(ylabel=f"{unit} held")
     lower.set(xlabel=f"{inner} at that moment")
-    title = f"Memory of a training step: {describe_plan(memory.plan)}, {format_rank_count(count)}"
+    title = f"Memory of a training step: {describe_plan(memory.plan)}, {format_count(count, 'rank')}"
     verdict = f"The fullest rank holds {format_bytes(memory.peak_bytes)}"
     if rank_bytes is not None:
         fits = "it fits" if memory.peak_bytes <= rank_bytes else "it does not fit"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from functools import cached_property, lru_cache
 
@@ -15,6 +16,8 @@ from mpi4dl_nb.draw.halo_points import HaloPoint
 WHOLE_PX, REGION_PX = 1200, 800  # longer side as read; more than a screen shows
 EXACT_PX = 1 << 20  # pixels; a larger region is read from a coarser level
 KEPT = 16  # cached regions
+TILE_PX = 256  # as in page/pyramid.js
+QUALITY = 88  # of JPEG, for levels whose pixels are means anyway
 
 
 class RasterCache:
@@ -49,6 +52,49 @@ class RasterCache:
         return np.array(there.resize(view.shape[::-1], Image.Resampling.BOX, box=box))
 
 
+# Tiles of the picture's pyramid, encoded for a page that shows as much of it as is in view.
+
+
+def count_levels(picture: Picture) -> int:
+    """Return the number of levels, each half as large as the one before, until all of the picture is one tile.
+
+    >>> import numpy as np
+    >>> from engines.images.picture import open_image
+    >>> count_levels(open_image(np.zeros((600, 1000, 3), np.uint8)))
+    3
+    """
+    levels = 1
+    while TILE_PX << (levels - 1) < max(picture.shape()):
+        levels += 1
+    return levels
+
+
+def encode_tile(picture: Picture, level: int, row: int, col: int) -> bytes:
+    """Return one tile as an image file: PNG with the exact pixels of the finest level, JPEG of the others.
+
+    A tile at an edge of the picture has the pixels inside only. It is empty if it lies outside.
+    """
+    side = TILE_PX << level
+    whole = Tile.whole(*picture.shape())
+    tile = Tile(Span(row * side, (row + 1) * side), Span(col * side, (col + 1) * side)) & whole
+    if not tile:
+        return b""
+    box = (tile.rows.start, tile.cols.start, *tile.shape)
+    if level == 0:
+        return encode_pixels(picture.read(*box), exact=True)
+    # At an edge the tile is smaller by the same factor, so that it lies where it belongs.
+    longest = max(1, round(max(tile.shape) / 2**level))
+    return encode_pixels(make_thumbnail(picture, longest, box))
+
+
+def encode_pixels(pixels: Pixels, exact: bool = False) -> bytes:
+    """Return pixels (h, w, 3) as a PNG file if they must be exact, else as JPEG."""
+    buffer = io.BytesIO()
+    image = Image.fromarray(pixels)
+    image.save(buffer, "PNG", compress_level=1) if exact else image.save(buffer, "JPEG", quality=QUALITY)
+    return buffer.getvalue()
+
+
 # Places: pixels of layers of different sizes, tiles that own them, seams where tiles borrow.
 
 
@@ -75,18 +121,14 @@ def get_pixel_at(x: float, y: float, size_px: Pixel) -> Pixel:
     return tuple(min(max(int(place), 0), limit - 1) for place, limit in zip((y, x), size_px, strict=True))  # type: ignore[return-value]
 
 
-def to_fractions(at: Pixel, size_px: Pixel) -> tuple[float, float]:
-    """Return the middle of a pixel as fractions of the image's sides, which hold for layers of any size."""
-    return (at[0] + 0.5) / size_px[0], (at[1] + 0.5) / size_px[1]
+def scale_pixel(at: Pixel, size_px: Pixel, other_px: Pixel) -> Pixel:
+    """Return the pixel of a layer of another size that has the middle of pixel `at`.
 
-
-def to_pixel(place: tuple[float, float], size_px: Pixel) -> Pixel:
-    """Return the pixel at fractions (down, across) of the image's sides.
-
-    >>> to_pixel(to_fractions((10, 20), (100, 100)), (50, 50))
+    >>> scale_pixel((10, 20), (100, 100), (50, 50))
     (5, 10)
     """
-    return get_pixel_at(place[1] * size_px[1], place[0] * size_px[0], size_px)
+    down, across = (at[0] + 0.5) / size_px[0], (at[1] + 0.5) / size_px[1]
+    return get_pixel_at(across * other_px[1], down * other_px[0], other_px)
 
 
 def clamp_to_tile(grid: Grid, tile: int, at: Pixel, size_px: Pixel) -> Pixel:

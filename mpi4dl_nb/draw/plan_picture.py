@@ -13,7 +13,7 @@ from engines.plan import Plan
 from engines.predict.forecast import Forecast, RankLoad
 from engines.predict.machine import Machine
 from engines.spatial.layout import Layout, StageRanks
-from mpi4dl_nb.draw.figure import format_ranks
+from mpi4dl_nb.draw.figure import format_count, format_ranks
 from mpi4dl_nb.draw.rank_map import group_loads
 
 # The parts of the picture that need no compiling: which block of which image is whose.
@@ -101,14 +101,6 @@ def _count_facts(plan: Plan, count: int, rows: int, cols: int) -> tuple[tuple[st
         _pair(plan.micro_batches, "micro-batch", f"micro-batch{'es' * (plan.micro_batches > 1)} of {micro}"),
     ]
     return (*facts, *[_pair(plan.data_parallel, "replica")] * (plan.data_parallel > 1))
-
-
-def format_count(count: int, name: str) -> str:
-    """
-    >>> format_count(1, "rank"), format_count(4096, "rank")
-    ('1 rank', '4,096 ranks')
-    """
-    return f"{count:,} {name}{'s' * (count != 1)}"
 
 
 def _pair(count: int, name: str, words: str = "") -> tuple[str, str]:

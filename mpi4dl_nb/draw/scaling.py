@@ -23,7 +23,7 @@ from mpi4dl_nb.draw.figure import (
     Drawing,
     draw_legend,
     draw_stacks,
-    format_rank_count,
+    format_count,
     write_first_fit,
     write_row_ends,
 )
@@ -60,7 +60,7 @@ def show_scaling(studies: Scaling | Mapping[str, Scaling]) -> Drawing:
     _draw_speeds(left, named, grows)
     # Where the time goes: a stacked bar for each number of ranks, with the efficiency at its end.
     draw_stacks(right, LOOKS, [{kind: 100 * share for kind, share in point.shares.items()} for *_, point in points])
-    labels = [f"{f'{name}, ' * (len(named) > 1)}{format_rank_count(point.ranks)}" for name, _, point in points]
+    labels = [f"{f'{name}, ' * (len(named) > 1)}{format_count(point.ranks, 'rank')}" for name, _, point in points]
     right.set(xlim=(0, 100), xlabel="% of a rank's time")
     right.set_yticks(range(len(points)), labels, fontsize=9)
     right.set_title("Where the time goes", loc="left", fontsize=10)
@@ -78,7 +78,7 @@ def show_scaling(studies: Scaling | Mapping[str, Scaling]) -> Drawing:
             parts = ", ".join(f"{format_percent(share)} {kind}" for kind, share in point.shares.items() if share)
             size = " × ".join(map(str, point.image_shape[2:]))
             descriptions.append(
-                f"{format_rank_count(point.ranks)}, {describe_plan(point.forecast.plan)}, images of {size} px: "
+                f"{format_count(point.ranks, 'rank')}, {describe_plan(point.forecast.plan)}, images of {size} px: "
                 f"{format_number(point.images_per_s)} images/s, "
                 f"efficiency {format_percent(study.compute_efficiency(point))} ({parts})"
             )
@@ -133,7 +133,7 @@ def show_limits(limits: Sequence[Limit], machine: str = "") -> Drawing:
     draw_stacks(axes, {"px": PIXELS}, [{"px": each.size_px} for each in limits])
     write_row_ends(axes, texts)
     names = [
-        f"{describe_plan(each.plan)}, {format_rank_count(each.plan.ranks)}" if each.plan.ranks > 1 else "1 rank"
+        f"{describe_plan(each.plan)}, {format_count(each.plan.ranks, 'rank')}" if each.plan.ranks > 1 else "1 rank"
         for each in limits
     ]
     axes.set_yticks(range(len(limits)), names, fontsize=9)
@@ -180,7 +180,7 @@ def show_capabilities(found: Capabilities) -> Drawing:
         bests.append(textwrap.fill(name, max(8, 140 // len(sizes))))
     lines = max(best.count("\n") for best in bests) + 1
     figure = Drawing(figsize=(11, 1.45 + CELL_IN * len(kinds) + LINE_IN * lines), layout="constrained")
-    ranks = format_rank_count(found.ranks)
+    ranks = format_count(found.ranks, "rank")
     title = f"What parallelism can do: {found.model} on {ranks} of {found.machine}, batches of {found.batch}, predicted"
     limit = f"; hatched: does not fit into the {format_bytes(found.rank_bytes)} of a rank" if found.rank_bytes else ""
     legend = f"Images per second of the fastest plan of each kind that fits, and its part of the best{limit}."

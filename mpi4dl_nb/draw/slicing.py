@@ -23,7 +23,7 @@ from engines.program.receptive import ReceptiveField
 from engines.spatial.layout import StageRanks
 from engines.spatial.tiles import Tile
 from engines.train.recipe import Recipe
-from mpi4dl_nb.draw.figure import INK, Drawing, format_rank_count, format_size
+from mpi4dl_nb.draw.figure import INK, Drawing, format_count, format_size
 from mpi4dl_nb.draw.halo_points import (
     HaloLayers,
     HaloPoint,
@@ -34,7 +34,7 @@ from mpi4dl_nb.draw.halo_points import (
     make_picture_point,
     resolve_graph,
 )
-from mpi4dl_nb.draw.navigation import RasterCache, choose_seam, get_pixel_at, make_square, to_fractions, to_pixel
+from mpi4dl_nb.draw.navigation import RasterCache, choose_seam, get_pixel_at, make_square, scale_pixel
 from mpi4dl_nb.draw.picture_reach import PictureReach, describe_reach, explain_no_reach, make_reach
 from mpi4dl_nb.draw.tilemap import (
     COMPUTED,
@@ -88,7 +88,7 @@ def describe_tile(point: HaloPoint, rank: int, microns_per_px: float | None = No
     if isinstance(point, PictureReach):
         return [f"{own} of the picture", *describe_reach(point, rank, microns_per_px)]
     pieces = point.find_redundant_moves(rank) if point.computed else point.get_receives(rank)
-    count, owners = sum(move.tile.pixels for move in pieces), format_rank_count(len(pieces))
+    count, owners = sum(move.tile.pixels for move in pieces), format_count(len(pieces), "rank")
     if point.computed:
         owned = f"{owners} own{'s' * (len(pieces) == 1)}"
         more = f"It computes {count} px more, which {owned}: nothing travels here, halos are fused"
@@ -234,7 +234,7 @@ def make_layer_view(
     """Return the view of a layer at a place of the picture: its row, column and side in pixels; whole without one."""
     if not place:
         return LayerView(None, None, field, tuple(remarks))
-    at = to_pixel(to_fractions((place[0], place[1]), picture.shape()), point.size_px)
+    at = scale_pixel((place[0], place[1]), picture.shape(), point.size_px)
     side = max(1, round(place[2] * point.size_px[0] / picture.shape()[0]))
     return LayerView(side, at, field, tuple(remarks))
 

@@ -6,7 +6,7 @@ A page keeps the frames of all instructions that have run, so that it can go bac
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
@@ -202,7 +202,7 @@ def describe_scene(stepping: StepDebugger) -> dict[str, Any]:
         "boxes": boxes,
         "ranks": [homes[rank] | {"role": role.role} for rank, role in enumerate(stepping.event.ranks)],
         "schedule": {"name": schedule.name, "length": schedule.length, "lanes": lanes},
-        "looks": [{"name": look.name, "colour": look.colour, "hatch": look.hatch} for look in SLOTS.values()],
+        "looks": [asdict(look) for look in SLOTS.values()],
         "ends": list(stepping.order.ends),
         "size": list(stepping.training.recipe.graph.inputs["images"].shape[-2:]),
     }

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
 from engines.errors import PlanError
 from engines.plan import Plan
-from engines.program.timeline import WORK, Timeline, TimelineEvent, TimeShares, compute_time_shares
-from mpi4dl_nb.draw.figure import BarStyle
+from engines.program.timeline import WORK, Timeline, TimeShares, compute_time_shares
 from mpi4dl_nb.draw.scaling import LOOKS as SHARE_LOOKS
 from mpi4dl_nb.draw.timeline import (
     FORWARD,
@@ -76,16 +75,14 @@ def make_timeline_rows(
     phases: Names = {}
     times, codes = [], []
     for chart in charts.values():
-        order = sorted(range(len(chart.events)), key=_make_sort_key(chart.events))
-        for place in order:
-            event = chart.events[place]
+        for place, event in sorted(enumerate(chart.events), key=lambda item: (item[1].rank, item[1].start_s)):
             span = event.start_s - chart.start_s, event.end_s - chart.start_s
             times.append((*span, event.wait_s, event.bytes))
             words = (names, event.name), (kinds, event.kind), (phases, event.phase)
             found = [known.setdefault(word, len(known)) for known, word in words]
             codes.append((places[event.rank], looks[get_style(event)], *found, event.micro_batch, place))
     words = {
-        "looks": [_describe_look(style) for style in ORDER],
+        "looks": [asdict(style) for style in ORDER],
         "wait": looks[WAIT],
         "row_looks": [looks[FORWARD], looks[LOOKS["halo"]], looks[WAIT]],  # of a rank's shares
         "names": list(names),
@@ -103,17 +100,9 @@ def make_timeline_rows(
     return TimelineRows(words, _pack_columns(times, "<f8"), _pack_columns(codes, "<i4"))
 
 
-def _make_sort_key(events: Sequence[TimelineEvent]) -> Any:
-    return lambda place: (events[place].rank, events[place].start_s)
-
-
 def _pack_columns(rows: Iterable[tuple[float, ...]], kind: str) -> bytes:
     """Return the numbers of equally long rows, column after column."""
     return np.array(list(rows), kind).T.tobytes()
-
-
-def _describe_look(style: BarStyle) -> dict[str, str]:
-    return {"name": style.name, "colour": style.colour, "hatch": style.hatch}
 
 
 def _describe_rows(labels: Mapping[int, tuple[str, ...]], shares: Mapping[int, TimeShares]) -> list[dict[str, Any]]:
@@ -131,6 +120,6 @@ def _describe_rows(labels: Mapping[int, tuple[str, ...]], shares: Mapping[int, T
 def _describe_shares(timeline: Timeline) -> list[dict[str, Any]]:
     """Return the fractions of all ranks' time, each with the look that it has in other figures."""
     return [
-        _describe_look(SHARE_LOOKS[kind]) | {"kind": kind, "share": share}
+        asdict(SHARE_LOOKS[kind]) | {"kind": kind, "share": share}
         for kind, share in compute_time_shares(timeline).items()
     ]

@@ -12,6 +12,7 @@ from engines.formatting import format_bytes, format_number
 from engines.predict.explain import describe_plan, format_grids
 from engines.predict.forecast import Forecast
 from mpi4dl_nb.draw.figure import INK, BarStyle, Drawing, draw_legend
+from mpi4dl_nb.draw.memory import LIMIT
 from mpi4dl_nb.draw.tuning_points import KIND_LOOKS, TuningPoint, make_points
 from mpi4dl_nb.plan_benchmark import Candidate
 
@@ -158,8 +159,7 @@ def _draw_points(axes: Axes, points: Sequence[TuningPoint], rank_bytes: int | No
         axes.step(*zip(*front, strict=True), where="post", color=INK, linestyle=":", linewidth=1.4, label="front")
     fitting = max((point.cost[1] for point in points if point.number), default=0) / MB
     if rank_bytes:
-        limit = {"color": "#b71c1c", "linewidth": 1.8, "linestyle": "--"}
-        axes.axvline(rank_bytes / MB, label=f"a rank may hold {format_bytes(rank_bytes)}", **limit)
+        axes.axvline(rank_bytes / MB, label=f"a rank may hold {format_bytes(rank_bytes)}", **LIMIT)
         low = axes.get_xlim()[0]
         axes.set_xlim(low, min(axes.get_xlim()[1], max(1.1 * fitting, 1.6 * rank_bytes / MB)))
     if rank_bytes and rank_bytes / MB > 4 * fitting:  # else all plans would share a corner

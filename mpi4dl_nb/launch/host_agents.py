@@ -104,11 +104,6 @@ class HostAgent:
                 return meaning.format(host=self.host, python=sys.executable) + _quote(output)
         return f"what was started there has ended with code {code}" + _quote(output)
 
-    def close_input(self) -> None:
-        """Close the agent's input, on which it cleans up and exits."""
-        with suppress(OSError):  # the agent is gone already
-            self.process.stdin.close()
-
     def end(self, until_s: float) -> None:
         """Wait until the agent has exited; kill its connection if that takes too long."""
         try:
@@ -185,7 +180,8 @@ class HostAgents:
         for host, agent in self.agents.items():
             if host in self.find_silent_hosts():
                 agent.process.kill()
-            agent.close_input()
+            with suppress(OSError):  # the agent is gone already
+                agent.process.stdin.close()  # on this it cleans up and exits
         until_s = time.monotonic() + _LEAVE_S
         for agent in self.agents.values():
             agent.end(until_s)

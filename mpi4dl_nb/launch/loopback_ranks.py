@@ -19,10 +19,11 @@ from engines.comm.status_board import get_status_board
 from engines.comm.world import World
 from engines.errors import ReleasedError
 from engines.program.rank_scheduler import RankScheduler
-from mpi4dl_nb.launch.supervisor_reports import RankExit, StalledRank
+from mpi4dl_nb.launch.supervisor_reports import StalledRank
+from mpi4dl_nb.remote_call import Ranks
 
 
-class LoopbackRanks:
+class LoopbackRanks(Ranks):
     """Ranks as threads of this process, without MPI or any other process."""
 
     def __init__(self, n: int) -> None:
@@ -60,14 +61,6 @@ class LoopbackRanks:
         """Release the ranks that wait; a thread that computes cannot be killed and is abandoned at a restart."""
         self.interrupt()
 
-    def find_lost_ranks(self) -> Mapping[int, RankExit]:
-        """Return nothing: threads do not die alone."""
-        return {}
-
-    def find_lost_hosts(self) -> frozenset[str]:
-        """Return nothing: there is no other host."""
-        return frozenset()
-
     def find_stalled_ranks(self) -> Mapping[int, StalledRank]:
         """Return the ranks that have made no progress for a while."""
         now = {rank: host.board.read() for rank, host in enumerate(self._hosts)}
@@ -84,13 +77,6 @@ class LoopbackRanks:
     def read_output(self) -> list[tuple[int, OutputLine]]:
         """Return the captured lines."""
         return [self._lines.get() for _ in range(self._lines.qsize())]
-
-    def has_pending_output(self, rank: int, lines: int) -> bool:
-        """Return False: output needs no transfer."""
-        return False
-
-    def exclude_ranks(self, ranks: Iterable[int]) -> None:
-        """Do nothing: no rank can be lost."""
 
     def stop(self) -> None:
         """Release the ranks that wait."""

@@ -170,7 +170,7 @@ class MpiRanks:
             cluster.start_engines(mpi=self._mpi, across=far, environment=environment, on_line=self._reports.parse_line)
         )
         self._register(cluster.engine_set)
-        self._starting = StartupMonitor(self._n, lambda: measure_work_s([cluster.engine_set.process]))
+        self._starting = StartupMonitor(self._n, lambda: measure_work_s(cluster.engine_set.process))
         self._wait_for_ranks(lambda: len(self._client.ids), "have reported")
         self._order_by_rank()
         self._starting.finish()

@@ -11,7 +11,7 @@ import re
 import resource
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 
 import psutil
@@ -99,15 +99,14 @@ class StartupMonitor:
         type(self).usual_s = max(1.0, self._work() / self.n)
 
 
-def measure_work_s(roots: Sequence[psutil.Process]) -> float:
-    """Return the processor time of local processes and all their descendants, in seconds."""
+def measure_work_s(root: psutil.Process) -> float:
+    """Return the processor time of a local process and all its descendants, in seconds."""
     total = 0.0
-    for root in roots:
-        with suppress(psutil.Error):
-            for process in (root, *root.children(recursive=True)):
-                with suppress(psutil.Error):
-                    used = process.cpu_times()
-                    total += used.user + used.system
+    with suppress(psutil.Error):
+        for process in (root, *root.children(recursive=True)):
+            with suppress(psutil.Error):
+                used = process.cpu_times()
+                total += used.user + used.system
     return total
 
 

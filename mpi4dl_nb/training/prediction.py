@@ -10,13 +10,12 @@ from functools import partial
 from os import PathLike
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from engines.errors import ImageError, Mpi4dlError, PlanError, RankError, make_absolute
-from engines.formatting import format_bytes
+from engines.formatting import describe_unknown, format_bytes
 from engines.graph.model_graph import is_batch_dependent
 from engines.images.dataset import LabelledImages
 from engines.images.picture import Source, open_image
@@ -27,7 +26,7 @@ from engines.inference.rank_predictor import (
     prepare_prediction,
     prepare_region,
 )
-from engines.inference.tile_stitcher import ArraySink, check_kind, get_output_channels, get_output_dtype
+from engines.inference.tile_stitcher import KINDS, ArraySink, get_output_channels, get_output_dtype
 from engines.inference.tiled_predictor import PredictionRequest, TiledPrediction
 from engines.program.compile import compile_plan
 from engines.train import rank_functions
@@ -63,10 +62,10 @@ class Evaluator:
 
     def compute_scores(self, tensors: Callable[[], Sequence[Mapping[str, object]]]) -> Scores | None:
         """Return the scores over all images; `tensors` returns the ranks' tensors, for a loss that has some."""
-        self.training.cluster.call(rank_functions.update_evaluation, self.name)
+        self.training.cluster.call(rank_functions.call_prediction, self.name, "begin")
 
         def predict(numbers: Sequence[int]) -> tuple[Mapping[int, str], Sequence[PredictedBatch]]:
-            answers = self.training.cluster.call(rank_functions.predict_held_out, self.name, list(numbers))
+            answers = self.training.cluster.call(rank_functions.call_prediction, self.name, "predict", list(numbers))
             return answers[0].bad, answers
 
         return self.held_out.compute_scores(predict, tensors)
@@ -81,11 +80,6 @@ class Evaluator:
 
 
 ARRAY_BYTES = 1 << 29  # a larger prediction must be written to a file
-
-
-def is_batch(source: Any) -> bool:
-    """Return whether `source` is images as a training step takes them: (N, C, H, W)."""
-    return isinstance(source, Tensor | np.ndarray) and source.ndim == 4
 
 
 def predict_batch(training: TrainingHandle, images: Any) -> Tensor:
@@ -115,7 +109,7 @@ def predict_batch(training: TrainingHandle, images: Any) -> Tensor:
         # Programs have a fixed batch size: fill the last part up with repeated images, and drop their predictions.
         filled = part[torch.arange(count) % len(part)]
         parts = [(cut_inputs(program, {"images": filled}),) for program in programs]
-        replies = training.cluster.call(rank_functions.predict, training.name, per_rank=parts)
+        replies = training.cluster.call(rank_functions.call_prediction, training.name, "predict", per_rank=parts)
         found.append(join_predictions(programs, replies, recipe.graph.specs[recipe.graph.prediction])[: len(part)])
     return torch.cat(found)
 
@@ -131,7 +125,8 @@ def predict_picture(
     progress: bool,
 ) -> TiledPrediction:
     """Predict a region of a picture tile by tile on all ranks of the training."""
-    check_kind(kind)
+    if kind not in KINDS:
+        raise PlanError(describe_unknown(f"kind={kind!r} is unknown", kind, KINDS))
     where = make_absolute(source) if isinstance(source, str | PathLike) else source
     asked = make_padded_region(open_image(where), region, level)
     recipe, asked = prepare_region(training.model, asked, training.plan.precision, training.recipe.device)
@@ -153,8 +148,8 @@ def predict_picture(
         begin = rank_functions.begin_tiled_prediction, training.name
         (rounds, *_) = training.cluster.call(*begin, replace(recipe, state={}), request, sink)
         for _ in tqdm(range(rounds), unit="round", disable=not progress):
-            training.cluster.call(rank_functions.predict_round, training.name)
-        return training.cluster.call(rank_functions.finish_tiled_prediction, training.name)[0]
+            training.cluster.call(rank_functions.call_prediction, training.name, "step")
+        return training.cluster.call(rank_functions.call_prediction, training.name, "finish")[0]
     finally:
         with suppress(Mpi4dlError):
             training.cluster.call(rank_functions.drop_prediction, training.name)

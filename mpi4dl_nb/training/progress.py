@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from threading import Lock
 
 from tqdm.auto import tqdm
@@ -43,23 +43,13 @@ class Progress:
     one_process: bool = False
 
 
-@dataclass
 class ProgressRecorder:
     """Records events and returns Progress snapshots. Thread-safe: one thread records while another one reads."""
 
-    plan: Plan
-    one_process: bool = False
-    total: int | None = None
-    losses: list[float] = field(default_factory=list)
-    speeds: list[float] = field(default_factory=list)
-    epochs: list[EpochResult] = field(default_factory=list)
-    ends: list[int] = field(default_factory=list)
-    last: StepResult | None = None
-    reports: Sequence[StepReport] = ()
-    left_out: int = 0
-    _lock: Lock = field(default_factory=Lock)
-
-    def __post_init__(self) -> None:
+    def __init__(self, plan: Plan, one_process: bool = False, total: int | None = None) -> None:
+        # The lists grow in place; snapshots have tuples instead.
+        self.current = Progress(plan, total=total, losses=[], speeds=[], epochs=[], ends=[], one_process=one_process)
+        self._lock = Lock()
         self._start_s = self._now_s = time.perf_counter()
         self._first_s = 0.0  # end of the first step
 
@@ -71,45 +61,42 @@ class ProgressRecorder:
         before_s, now_s = self._now_s, time.perf_counter()
         with self._lock:
             self._now_s = now_s
+            now = self.current
             match event:
                 case StepResult():
                     self._first_s = self._first_s or now_s
-                    self.losses.append(event.loss)
-                    self.speeds.append(event.images / (now_s - before_s))
-                    self.last, self.reports = event, reports
+                    now.losses.append(event.loss)
+                    now.speeds.append(event.images / (now_s - before_s))
+                    self.current = replace(now, last=event, reports=reports)
                 case EpochResult():
-                    self.epochs.append(event)
-                    self.ends.append(len(self.losses))
+                    now.epochs.append(event)
+                    now.ends.append(len(now.losses))
                 case SkippedImage():
-                    self.left_out += 1
+                    self.current = replace(now, left_out=now.left_out + 1)
                 case Recovered(steps=steps, epochs=epochs):  # what follows the checkpoint will come again
-                    del self.losses[steps:], self.speeds[steps:], self.epochs[epochs:], self.ends[epochs:]
+                    del now.losses[steps:], now.speeds[steps:], now.epochs[epochs:], now.ends[epochs:]
                     # The reports may be of another plan, with more ranks than the training has now.
-                    self.plan, self.reports = plan or self.plan, ()
-                    self.last = self.last if self.losses else None
+                    last = now.last if now.losses else None
+                    self.current = replace(now, plan=plan or now.plan, reports=(), last=last)
 
     def get_progress(self, state: str, running: bool) -> Progress:
         """Return a snapshot of the current state."""
         with self._lock:
             # The rest is estimated from all steps but the first, which includes the setup; evaluations count.
-            done, left_s = len(self.losses), None
-            if running and self.total is not None and done >= 2:
-                left_s = (self.total - done) * (self._now_s - self._first_s) / (done - 1)
-            return Progress(
-                self.plan,
-                state,
-                running,
-                self.total,
-                tuple(self.losses),
-                tuple(self.speeds),
-                self.last,
-                tuple(self.epochs),
-                tuple(self.ends),
-                self.reports,
-                self._now_s - self._start_s,
-                left_s,
-                self.left_out,
-                self.one_process,
+            now, left_s = self.current, None
+            done = len(now.losses)
+            if running and now.total is not None and done >= 2:
+                left_s = (now.total - done) * (self._now_s - self._first_s) / (done - 1)
+            return replace(
+                now,
+                state=state,
+                running=running,
+                losses=tuple(now.losses),
+                speeds=tuple(now.speeds),
+                epochs=tuple(now.epochs),
+                ends=tuple(now.ends),
+                seconds=self._now_s - self._start_s,
+                left_s=left_s,
             )
 
 

@@ -54,7 +54,6 @@ class FailureRecovery:
         self._failed: list[tuple[int, int | None]] = []  # (steps done, rank) of failures since the last step
 
     def record_checkpoint(self, mark: FitPosition, path: Path) -> None:
-        """Record the checkpoint of a position."""
         there = [each for each in self._saved if each[1].exists() and each[1] != path]
         self._saved = [*there, (mark, path)]
 

@@ -150,9 +150,7 @@ class StepView(FactTable):
     image: int
     schedule: Schedule
 
-    @property
-    def caption(self) -> str:
-        return "View of a debugged step"
+    caption = "View of a debugged step"
 
     @property
     def facts(self) -> dict[str, object]:

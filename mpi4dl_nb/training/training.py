@@ -13,6 +13,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from engines.errors import ImageError, PlanError, RankError, TraceError
@@ -24,7 +25,7 @@ from engines.inference.tiled_predictor import TiledPrediction
 from engines.plan import Plan
 from engines.predict.forecast import Forecast, forecast
 from engines.program.compile import compile_plan
-from engines.program.steps import map_layers
+from engines.program.steps import label_steps
 from engines.program.timeline import Timeline
 from engines.train import rank_functions
 from engines.train.checkpoint_save import KEEP
@@ -49,7 +50,7 @@ from mpi4dl_nb.status_line import LATER_S, StatusLine, show_status
 from mpi4dl_nb.training.batches import Batch, check_batches, make_repeatable, prepare_batch
 from mpi4dl_nb.training.fit_run import CheckpointOptions, FitCallback, History, check_callback, fit
 from mpi4dl_nb.training.loops import BatchLoop, ImageLoop, choose_resume_state, is_images
-from mpi4dl_nb.training.prediction import Evaluator, is_batch, predict_batch, predict_picture
+from mpi4dl_nb.training.prediction import Evaluator, predict_batch, predict_picture
 from mpi4dl_nb.training.progress import ProgressBar
 from mpi4dl_nb.training.recovery import FAILURE_POLICIES, FailureRecovery
 from mpi4dl_nb.training.step_debugger import StepDebugger
@@ -66,7 +67,11 @@ class StepTimeline(Timeline):
     @cached_property
     def layers(self) -> Mapping[str, str]:
         """The module or layer of each instruction, by its name."""
-        return map_layers(self.graph, compile_plan(self.graph, self.plan)) if self.graph else {}
+        if self.graph is None:
+            return {}
+        programs = compile_plan(self.graph, self.plan)
+        labels = (label for program in programs for label in label_steps(self.graph, program))
+        return {label.step.instruction.name: label.where for label in labels}
 
     def _repr_html_(self) -> str:
         return show_timeline(self, self.plan)._repr_html_()
@@ -289,7 +294,7 @@ class Training(TrainingHandle):
 
         Raises ImageError, PlanError or TraceError, before any rank is called if that is possible.
         """
-        if is_batch(source):
+        if isinstance(source, torch.Tensor | np.ndarray) and source.ndim == 4:  # (N, C, H, W)
             asked = {"to": to is not None, "region": region is not None, "level": level != 0, "kind": kind != "classes"}
             if unread := [f"{name}=" for name, given in asked.items() if given]:
                 raise PlanError(

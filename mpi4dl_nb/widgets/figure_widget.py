@@ -215,17 +215,3 @@ class PageWidget(StillFigure, ipywidgets.VBox):
             self.trouble.show(str(error))
         else:
             self.trouble.show("")
-
-
-class FigureWidget(PageWidget):
-    """Controls above one figure, which the kernel draws."""
-
-    view: FigureView
-
-    def __init__(self, controls: Sequence[ipywidgets.Widget], tip: str = "") -> None:
-        super().__init__(controls, FigureView(tip))
-
-    @property
-    def figure(self) -> Drawing | None:
-        """The figure that is shown now."""
-        return self.view.figure

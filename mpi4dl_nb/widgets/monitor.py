@@ -13,11 +13,12 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.display import display
 
 from engines.train.training_events import TrainingEvent
+from mpi4dl_nb.draw.figure import Drawing
 from mpi4dl_nb.draw.monitor import describe_outcome, format_progress_html, format_tables_html, show_progress
 from mpi4dl_nb.training.fit_run import History
 from mpi4dl_nb.training.progress import Progress, ProgressRecorder, RefreshRate
 from mpi4dl_nb.training.training import Training
-from mpi4dl_nb.widgets.figure_widget import FigureWidget
+from mpi4dl_nb.widgets.figure_widget import FigureView, PageWidget
 
 # A button whose clicks are handled while a cell runs, if the page and the kernel support it.
 
@@ -50,7 +51,7 @@ STOP, STOPS = "Stop after this step", "Stops after this step …"
 HINT = "The notebook's own ■ does so too. What it has learned is kept."
 
 
-class Monitor(FigureWidget):
+class Monitor(PageWidget):
     """Loss, speed, time and memory of all ranks while `fit` runs, and a button that stops `fit`.
 
     `training.fit(images, monitor=Monitor())` shows the monitor below that cell. `Monitor(training)` in a cell of its
@@ -81,13 +82,18 @@ class Monitor(FigureWidget):
         self._training: Training | None = None
         self._gathered: ProgressRecorder | None = None
         self._state, self._running, self._on_page = "not begun", False, False
-        super().__init__([ipywidgets.HBox([self.stop, ipywidgets.Label(HINT)]), self.numbers])
+        super().__init__([ipywidgets.HBox([self.stop, ipywidgets.Label(HINT)]), self.numbers], FigureView())
         self.children = [*self.children, folded]
         self.stop.disabled = True
         if training is not None:
             training.monitor = self
             self._reset_history(training, None)
             self._show()
+
+    @property
+    def figure(self) -> Drawing | None:
+        """The figure that is shown now."""
+        return self.view.figure
 
     @property
     def progress(self) -> Progress | None:
@@ -160,7 +166,7 @@ class Monitor(FigureWidget):
         with self._show_failure("has stopped drawing, the training goes on"):
             while not self._over.wait(LOOK_S):
                 # Both rates measure what drawing costs and lengthen their own interval, see `RefreshRate`.
-                if self._gathered.last is None:
+                if self._gathered.current.last is None:
                     continue  # an empty figure would use up the interval and delay the first step's
                 with for_numbers.begin_refresh() as due:
                     if due:

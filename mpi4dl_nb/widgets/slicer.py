@@ -27,9 +27,8 @@ from mpi4dl_nb.draw.halo_points import (
     with_fused_halos,
 )
 from mpi4dl_nb.draw.layer_tables import build_layer_tables, describe_net
-from mpi4dl_nb.draw.navigation import RasterCache, find_owner
+from mpi4dl_nb.draw.navigation import RasterCache, count_levels, encode_pixels, encode_tile, find_owner
 from mpi4dl_nb.draw.picture_reach import make_reach
-from mpi4dl_nb.draw.picture_tiles import count_levels, encode_pixels, encode_tile
 from mpi4dl_nb.draw.slicing import draw_slicing, make_layer_view
 from mpi4dl_nb.status_line import show_status
 from mpi4dl_nb.widgets.figure_widget import PageWidget, make_bounded_int, make_checkbox, make_dropdown

@@ -15,7 +15,6 @@ from engines.errors import PlanError
 from engines.graph.model_graph import TensorSpec
 from engines.graph.trace_cache import Loss
 from engines.plan import Plan
-from engines.predict.forecast import Forecast
 from engines.train.optimisers import Optimiser
 from engines.train.recipe import sgd
 from mpi4dl_nb.cluster import Cluster
@@ -142,12 +141,8 @@ class Tuner(PageWidget):
     def figure(self) -> Drawing:
         """The plans as a figure, for pages without live widgets."""
         if self._figure is None:
-            self._figure = show_tuning(self.candidates, *self._limits)
+            self._figure = show_tuning(self.candidates, self.explanation.rank_bytes, self.neutral_batch, self.too_large)
         return self._figure
-
-    @property
-    def _limits(self) -> tuple[int | None, int | None, tuple[Forecast, ...]]:
-        return self.explanation.rank_bytes, self.neutral_batch, self.too_large
 
     @property
     def plan(self) -> Plan:

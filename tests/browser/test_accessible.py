@@ -11,14 +11,16 @@ import ipywidgets
 from IPython.display import HTML
 from mpi4dl_nb.draw.figure import Drawing
 from mpi4dl_nb.widgets.figure_widget import Slider, make_bounded_int, make_button, make_checkbox, make_dropdown
-from mpi4dl_nb.widgets.figure_widget import FigureView
-from mpi4dl_nb.widgets.figure_widget import FigureWidget
+from mpi4dl_nb.widgets.figure_widget import FigureView, PageWidget
 
-tried = FigureWidget([
+class Tried(PageWidget):
+    figure = property(lambda self: self.view.figure)
+
+tried = Tried([
     make_bounded_int("stages", 2, 1, 9), make_dropdown("schedule", ["1f1b", "gems"], "gems"),
     make_checkbox("both ways"),
     make_button("begin", print), Slider("layer", 3, 0, 9),
-])
+], FigureView())
 tried.trouble.show("split_size=99 is too many")
 figure = Drawing(figsize=(2, 1))
 figure.alt = "a figure"

@@ -21,7 +21,7 @@ from engines.errors import ImageError, LossError, PlanError, RankError, TraceErr
 from engines.models import UNet, resnet20_v1
 from engines.program.update import UpdateRules
 from engines.train.optimisers import Optimiser
-from engines.train.oracle import TrainingRecord, compare, train_reference
+from engines.train.oracle import ReferenceTraining, TrainingRecord, compare, train_reference
 from engines.train.recipe import sgd
 from mpi4dl_nb import Cluster, Plan, Training
 
@@ -65,7 +65,7 @@ def batches(steps: int, shape: tuple[int, ...] = SHAPE, classes: int = 3, per_pi
 
 def alone(model: nn.Module, data: list[Batch], optimiser: Optimiser = sgd, loss=None) -> TrainingRecord:
     whole = [{"images": images, "labels": labels} for images, labels in data]
-    return train_reference(model, loss or nn.CrossEntropyLoss(), optimiser, whole, torch.float64)
+    return train_reference(ReferenceTraining(model, loss or nn.CrossEntropyLoss(), optimiser, torch.float64), whole)
 
 
 def same(value: float | tuple[float, ...]) -> object:
@@ -118,7 +118,8 @@ def test_rules_of_the_update_are_those_of_one_process(cluster):
     )  # fmt: skip
     losses = tuple(training.step(*batch) for batch in data)
     whole = [{"images": images, "labels": labels} for images, labels in data]
-    oracle = train_reference(unet(), nn.CrossEntropyLoss(), sgd, whole, torch.float64, rules=rules)
+    process = ReferenceTraining(unet(), nn.CrossEntropyLoss(), sgd, torch.float64, rules=rules)
+    oracle = train_reference(process, whole)
     assert losses == same(oracle.mean_losses)
     assert training.verify(data)["ok"]
 

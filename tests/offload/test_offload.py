@@ -21,7 +21,7 @@ from engines.program.offloader import OffloadStore
 from engines.train.recipe import Recipe, prepare
 from engines.train.training import RankTraining
 from engines.train.verify import make_batches
-from tests.predict.measured import live_bytes
+from tests.predict.measured import live_bytes, live_values
 
 SHAPE = (4, 3, 64, 64)
 PLANS = {
@@ -156,7 +156,7 @@ def test_what_the_caller_gave_stays_and_what_is_looked_at_is_there(reads_files: 
         training.start(own)
         for _ in range(12):
             training.advance()
-        seen = {name: tensor.detach().clone() for name, tensor in training.worker.live_values.items()}
+        seen = {name: tensor.detach().clone() for name, tensor in live_values(training.worker).items()}
         one = next(name for name in seen if name != "images")
         assert torch.equal(training.worker.peek(one), seen[one])
         while not training.worker.done:

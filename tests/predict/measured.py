@@ -1,15 +1,24 @@
-"""Ranks that count the bytes of their live tensors while they train."""
+"""The live tensors of ranks while they train, and their bytes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from engines.comm.loopback import run_ranks
 from engines.predict.kernel_effects import LiveBytes
 from engines.program.program import Program
+from engines.program.worker import Worker
 from engines.train.recipe import Recipe
 from engines.train.training import RankTraining
 from engines.train.verify import make_batches
+
+
+def live_values(worker: Worker) -> dict[str, Tensor]:
+    """The values of the current micro-batch that the rank holds now, by name."""
+    state = worker._get_micro_batch(None)
+    return {name: state.fetch(tensor) for name, tensor in {**state.leaves, **state.values}.items()}
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from engines.comm.world import SubGroup, World
 from engines.errors import RankError
 from engines.plan import Plan
 from engines.train.asynchrony import Asynchrony, ReplicaStudy
-from engines.train.oracle import to_plain_names, train_reference
+from engines.train.oracle import ReferenceTraining, to_plain_names, train_reference
 from engines.train.recipe import Recipe, prepare
 from engines.train.train_replicas import replay, train_replicas
 from engines.train.verify import verify
@@ -75,7 +75,7 @@ def assert_like_one_process(world: World, kind: type[nn.Module], study: ReplicaS
     """The plain model, trained on the same batches in the order of the study."""
     if world.rank == 0:
         order = [deed.subject for deed in study.deeds]
-        oracle = train_reference(made(kind), LOSS, SGD, map(feed, order), torch.float64, seed=5)
+        oracle = train_reference(ReferenceTraining(made(kind), LOSS, SGD, torch.float64, seed=5), map(feed, order))
         for mine in study.weights:
             assert distance(to_plain_names(mine), oracle.weights) <= 1e-10
         wanted = [losses[0] for losses in oracle.losses]
@@ -168,7 +168,8 @@ def synchronous_replicas(world: World) -> None:
     if world.rank == 0:
         steps = [[feed(3 * step + replica) for replica in range(3)] for step in range(3)]
         whole = [{name: torch.cat([part[name] for part in parts]) for name in parts[0]} for parts in steps]
-        oracle = train_reference(made(Skips), LOSS, SGD, whole, torch.float64, seed=5, micro_batches=6)
+        alone = ReferenceTraining(made(Skips), LOSS, SGD, torch.float64, seed=5, micro_batches=6)
+        oracle = train_reference(alone, whole)
         assert distance(to_plain_names(study.weights[0]), oracle.weights) <= 1e-10
 
 

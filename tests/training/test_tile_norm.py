@@ -15,7 +15,7 @@ from engines.plan import Plan
 from engines.program.compile import compile_plan
 from engines.program.instructions import AllReduce
 from engines.spatial.tiles import Grid
-from engines.train.oracle import Comparison, TrainingRecord, compare, train_reference
+from engines.train.oracle import Comparison, ReferenceTraining, TrainingRecord, compare, train_reference
 from engines.train.recipe import Recipe, prepare
 from engines.train.training import RankTraining
 from engines.train.verify import make_batches, record_rank_run
@@ -76,10 +76,10 @@ def compared(plan: Plan, make=resnet20_v1, shape=(2, 3, 22, 18)) -> tuple[Compar
     records = on_ranks(recipe, whole)
     oracles = (by_tiles(model, plan.grids[0]), model)
     count = plan.micro_batches
-    tiled, plain = (
-        compare(train_reference(oracle, loss, recipe.optimiser, whole, torch.float64, micro_batches=count), records)
-        for oracle in oracles
+    alone = (
+        ReferenceTraining(oracle, loss, recipe.optimiser, torch.float64, micro_batches=count) for oracle in oracles
     )
+    tiled, plain = (compare(train_reference(each, whole), records) for each in alone)
     return tiled, plain
 
 
@@ -118,7 +118,7 @@ def test_behind_the_joint_there_is_one_tile():
     whole = make_batches(recipe, seed=0)
     oracle = copy.deepcopy(model)
     oracle.one = TileNorm(oracle.one, plan.grids[0])
-    record = train_reference(oracle, loss, recipe.optimiser, whole, torch.float64)
+    record = train_reference(ReferenceTraining(oracle, loss, recipe.optimiser, torch.float64), whole)
     assert compare(record, on_ranks(recipe, whole)).worst <= 1e-10
 
 

@@ -18,7 +18,7 @@ from engines.program.compile import compile_plan
 from engines.program.instructions import FiniteCheckAllReduce
 from engines.program.update import Scheduler
 from engines.train.optimisers import Optimiser
-from engines.train.oracle import compare, train_reference
+from engines.train.oracle import ReferenceTraining, compare, train_reference
 from engines.train.recipe import Recipe, prepare, sgd
 from engines.train.training import RankTraining
 from engines.train.verify import make_batches, record_rank_run, verify
@@ -43,10 +43,10 @@ def held(recipe: Recipe, steps: int = 3) -> float:
 
     records = run_ranks(recipe.plan.ranks, train)
     count = recipe.plan.micro_batches
-    oracle = train_reference(
-        model, loss, recipe.optimiser, whole, torch.float64, micro_batches=count, rules=recipe.rules
+    alone = ReferenceTraining(
+        model, loss, recipe.optimiser, torch.float64, micro_batches=count, rules=recipe.rules
     )  # fmt: skip
-    return compare(oracle, records).worst
+    return compare(train_reference(alone, whole), records).worst
 
 
 OPTIMISERS: dict[str, Optimiser] = {
@@ -122,7 +122,8 @@ def test_clipping_changes_what_is_learnt():
     recipe = recipe_of(clip_norm=0.5)
     whole = make_batches(recipe, seed=0, steps=2)
     free, bound = (
-        train_reference(model, loss, sgd, whole, torch.float64, rules=rules) for rules in (None, recipe.rules)
+        train_reference(ReferenceTraining(model, loss, sgd, torch.float64, rules=rules), whole)
+        for rules in (None, recipe.rules)
     )
     assert compare(free, [bound]).grad_rel > 0.1
     norms = [sum(g.square().sum() for g in step.values()) ** 0.5 for step in bound.gradients]

@@ -10,7 +10,8 @@ import pytest
 import mpi4dl_nb.widgets
 from engines.errors import PlanError
 from mpi4dl_nb.draw.figure import Drawing
-from mpi4dl_nb.widgets.figure_widget import FigureWidget, Slider
+from mpi4dl_nb.widgets.figure_widget import Slider
+from mpi4dl_nb.widgets.monitor import Monitor
 
 SCRIPTS = sorted(Path(mpi4dl_nb.widgets.__file__).parent.glob("*.js"))
 
@@ -38,7 +39,7 @@ def test_a_slider_moves_its_value_into_a_new_span():
 
 
 def test_an_error_is_told_in_words_and_goes_with_the_next_success():
-    instrument = FigureWidget([])
+    instrument = Monitor()
     instrument.view.show(drawing("a first figure"))
     with instrument.show_errors():
         raise PlanError("parts=<3> cannot be")
@@ -52,7 +53,7 @@ def test_an_error_is_told_in_words_and_goes_with_the_next_success():
 
 
 def test_a_page_that_cannot_run_widgets_gets_the_figure_with_its_words():
-    instrument = FigureWidget([])
+    instrument = Monitor()
     instrument.view.show(drawing("a picture of nothing"))
     bundle = instrument._repr_mimebundle_()
     assert "application/vnd.jupyter.widget-view+json" in bundle
