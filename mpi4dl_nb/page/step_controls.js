@@ -2,6 +2,7 @@
 import { DARK, FONT, fitCanvas } from "./canvas.js";
 import { makeElement } from "./elements.js";
 import { clamp } from "./numbers.js";
+import { listenToDrag } from "./pointer_drag.js";
 import { SPEEDS } from "./step_player.js";
 import { summariseFrame } from "./step_frames.js";
 
@@ -49,8 +50,8 @@ export class StepControls {
       ([kind, [sign, colour]]) => makeElement("span", { class: "mpi4dl-look" }, makeMark(sign, colour), ` ${kind}`)),
       makeElement("span", { text: "above: forward, below: backward" }), this.note);
     this.element = makeElement("div", {}, bar, this.slider, legend);
-    this.slider.addEventListener("pointerdown", (event) => this.drag(event));
-    this.slider.addEventListener("pointermove", (event) => event.buttons ? this.drag(event) : this.name(event));
+    const drag = (event) => this.drag(event);
+    listenToDrag(this.slider, { begin: drag, move: drag, hover: (event) => this.name(event) });
   }
 
   makeButton(text, title, act) {
@@ -60,7 +61,6 @@ export class StepControls {
   }
 
   drag(event) {
-    if (event.type === "pointerdown") this.slider.setPointerCapture(event.pointerId);
     const { left, width } = this.slider.getBoundingClientRect(), frames = this.player.store.frames.length;
     if (!frames) return;
     this.player.playing = false;

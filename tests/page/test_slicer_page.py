@@ -91,6 +91,11 @@ def test_a_click_chooses_a_tile_and_keys_do(page, slicer):
     press(page, "t", "t", "T", "t")
     page.wait_for_timeout(150)
     assert slicer.tile.value == 3
+    point_at(page, 0.25, 0.75)
+    page.mouse.down(button="right")
+    page.mouse.up(button="right")
+    page.wait_for_timeout(150)
+    assert slicer.tile.value == 3, "the right button opens a menu, and chooses nothing"
     assert "from rank 2: 256 × 1 px, 3.0 KB" in page.locator(".mpi4dl-legend").inner_text()
 
 
