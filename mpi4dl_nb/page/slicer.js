@@ -135,13 +135,15 @@ class SlicerView {
 
   /** Tell why parts of the picture stay coarse, beside a button that reads them again. */
   showTrouble(why) {
+    const text = `⚠ Parts of the picture stay coarse: ${why} `;
+    if (this.trouble.firstChild?.textContent === text) return; // an alert that is filled again is announced again
     const again = makeElement("button", { type: "button", text: "read again" });
     again.addEventListener("click", () => {
       this.cache.retry();
       this.trouble.replaceChildren();
       this.scene.requestPaint();
     });
-    this.trouble.replaceChildren(`⚠ Parts of the picture stay coarse: ${why} `, again);
+    this.trouble.replaceChildren(text, again);
   }
 
   get table() {
@@ -177,7 +179,7 @@ class SlicerView {
       lines.push(reading === "picture" ? "Shown: all pixels of the picture that its outputs read through windows. Grey: all others."
         : "Tinted in the owner's colour: what it borrows. Grey: what it does not need.");
     }
-    return [...lines, ...(this.facts.remarks[tile] ?? [])];
+    return [...lines, ...(this.facts.remarks[table.facts.stage]?.[tile] ?? [])];
   }
 
   /** Return a list of the pieces that a tile borrows, each beside the colour of its owner. */
@@ -197,7 +199,7 @@ class SlicerView {
     const enlarged = paintTiles(context, scene, this.table, this.tile, this.reading, colours);
     paintValues(context, scene, (row, column) => this.pixels.read(row, column));
     paintLabels(context, scene, this.table, this.tile);
-    if (scene.cursor) paintCursor(context, scene, ...this.frameCursor(...scene.cursor));
+    if (scene.cursor && this.isInside(...scene.cursor)) paintCursor(context, scene, ...this.frameCursor(...scene.cursor));
     paintScale(context, scene, picture.microns, enlarged);
   }
 
@@ -214,7 +216,7 @@ class SlicerView {
     const { facts } = this.table;
     const [[row, column], out] = this.findPixels(x, y);
     const pixel = scaleRectangle([row, column, row + 1, column + 1], rows / facts.rows, columns / facts.columns);
-    const field = this.model.get("fields") && facts.operator && facts.out_rows && this.isInside(x, y) ? this.table.getField(...out) : null;
+    const field = this.model.get("fields") && facts.operator && facts.out_rows ? this.table.getField(...out) : null;
     return [pixel, field];
   }
 

@@ -6,6 +6,7 @@ import re
 
 import pytest
 from playwright.sync_api import expect
+from torch import nn
 
 from engines.errors import ImageError
 from engines.images.sample_data import immunohistochemistry
@@ -59,6 +60,17 @@ def test_a_pixel_is_explained_without_the_kernel(page, slicer):
     assert "no tile borrows it" in point_at(page, 0.25, 0.25)
     assert "owner: tile 3, rank 3" in point_at(page, 0.75, 0.75)
     assert page.evaluate("() => window.asked ?? null") is None
+
+
+def test_beside_the_picture_no_pixel_is_framed(page):
+    canvas = page.locator("canvas")
+    box = canvas.bounding_box()
+    page.mouse.move(box["x"] + 40, box["y"] + box["height"] / 2)
+    page.wait_for_timeout(500)  # until all tissue has come
+    beside = canvas.screenshot()
+    page.mouse.move(0, 0)
+    page.wait_for_timeout(100)
+    assert canvas.screenshot() == beside
 
 
 def test_the_strip_scrubs_through_the_net(page, slicer):
@@ -144,6 +156,21 @@ def test_both_readings_and_receptive_fields(page, slicer):
     assert int(seen_by_tile) == int(seen[1]) // 2
 
 
+def test_remarks_are_those_of_the_stage_that_the_layer_is_in(chromium):
+    plan = Plan(split_size=2, spatial_size=2, num_spatial_parts=(4, 2), slice_method=("square", "vertical"))
+    layers = [nn.Conv2d(3, 3, 3, padding=1) for _ in range(4)]
+    net = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 2))
+    slicer = Slicer(TISSUE[:96, :120], plan, net)
+    slicer.fused_halos.value = True
+    harness = PageHarness(chromium, slicer.view)
+    shown = slicer.view.facts["layers"]
+    for slicer.layer.value, layer in enumerate(shown):
+        harness.settle()
+        (remark,) = slicer.view.facts["remarks"][str(layer["stage"])][slicer.tile.value]
+        expect(harness.page.locator(".mpi4dl-words")).to_contain_text(remark)
+    harness.close()
+
+
 def test_what_cannot_be_read_is_told_and_read_again_on_request(chromium, slicer, monkeypatch):
     encode, broken = module.encode_tile, [True]
 
@@ -159,6 +186,17 @@ def test_what_cannot_be_read_is_told_and_read_again_on_request(chromium, slicer,
     press(harness.page, "h", *["+"] * 2)
     alert = harness.page.get_by_role("alert")
     expect(alert).to_contain_text("Parts of the picture stay coarse: the disk is gone")
+    refilled = harness.page.evaluate(
+        """async () => {
+            const alert = document.querySelector("[role=alert]"), seen = [];
+            new MutationObserver((records) => seen.push(...records)).observe(alert, { childList: true });
+            for (const trouble of ["the disk is gone", "it is back", "it is back"])
+                window.kernelSent({ tiles: [[0, 0, 0]], trouble }, [""]);
+            await new Promise((done) => requestAnimationFrame(done));
+            return seen.length;
+        }"""
+    )
+    assert refilled == 1, "a screen reader is told each reason once"
     broken[0] = False
     alert.get_by_role("button", name="read again").click()
     expect(alert).to_be_empty()
