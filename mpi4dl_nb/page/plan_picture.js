@@ -97,7 +97,7 @@ export class PlanPicture {
   paint() {
     if (!this.scene) return;
     const [width, height] = this.view, context = fitCanvas(this.still, width, height);
-    this.colours = { ...readColours(this.host), edge: "#20262c" };
+    this.colours = readColours(this.host);
     this.still.dataset.font = getComputedStyle(this.host).fontFamily;
     context.clearRect(0, 0, width, height);
     this.paintScene(context);
