@@ -45,7 +45,7 @@ function buildColumns(el) {
     left: part("controls", { role: "group", "aria-label": "options of the plan" }),
     facts: part("facts"), copies: makeElement("select", { "aria-label": "copy of the model that is drawn" }),
     doing: part("doing", { role: "status" }), picture: part("picture"), legend: part("legend"),
-    status: part("status", { role: "status", "aria-live": "polite" }), gauges: part("gauges"),
+    status: part("status mpi4dl-hidden", { role: "status", "aria-live": "polite" }), gauges: part("gauges"),
     button: makeElement("button", { type: "button", class: "mpi4dl-plan-start" }), place: part("place"),
     reason: part("reason", { role: "status" }),
   };

@@ -14,6 +14,7 @@ from engines.models import resnet20_v1
 from engines.plan import Plan
 from mpi4dl_nb import Slicer
 from mpi4dl_nb.widgets import slicer as module
+from mpi4dl_nb.widgets.page_modules import read_style
 from tests.page.harness import PageHarness
 
 TISSUE = immunohistochemistry()
@@ -60,6 +61,15 @@ def test_a_pixel_is_explained_without_the_kernel(page, slicer):
     assert "no tile borrows it" in point_at(page, 0.25, 0.25)
     assert "owner: tile 3, rank 3" in point_at(page, 0.75, 0.75)
     assert page.evaluate("() => window.asked ?? null") is None
+
+
+def test_the_sheets_of_other_widgets_change_nothing(page):
+    press(page, "t")
+    stage, offset = page.locator(".mpi4dl-stage"), "getComputedStyle(document.activeElement).outlineOffset"
+    before = stage.bounding_box()
+    page.add_style_tag(content=read_style("stepper.css", "timeline.css"))
+    assert stage.bounding_box() == before
+    assert page.evaluate(offset) == "-3px"
 
 
 def test_beside_the_picture_no_pixel_is_framed(page):
