@@ -59,6 +59,7 @@ class TimelinePage {
     this.remark.cancel();
   }
 
+    this.glide = null; // its spans are of the step before
   /** Read the step anew from the model: other events, words and shares. */
   readStep() {
     const { model, parts } = this, words = model.get("words");
@@ -75,6 +76,7 @@ class TimelinePage {
     this.followModel();
     this.resize();
   }
+    if (this.isTelling) return;
 
   /** Select what the kernel has selected. */
   followModel() {
@@ -193,8 +195,10 @@ class TimelinePage {
     this.tell(-1);
     this.redraw();
   }
+    this.isTelling = true; // `set` calls observers at once, while only one of the two values is new
 
   tellKernel() {
+    this.isTelling = false;
     const { selected, rank, events } = this.scene;
     this.model.set("selected", selected < 0 ? -1 : events.place[selected]);
     this.model.set("rank", rank);
