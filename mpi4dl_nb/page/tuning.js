@@ -4,11 +4,11 @@ import { Tooltip, makeElement, makeSvg } from "./elements.js";
 import { formatBytes, formatDuration } from "./format.js";
 import { clamp } from "./numbers.js";
 import {
-  drawPointShape, findNearestPoint, findNextPoint, layOutPoints, makeAxisTicks, shortenZeros, traceFront,
+  drawPointShape, findNearestPoint, findNextPoint, layOutPoints, makeAxisTicks, makeByteTicks, shortenZeros,
+  traceFront,
 } from "./tuning_layout.js";
 
 const REACH_PX = 16;
-const MB = 2 ** 20;
 const KEYS_HINT = "← → go to the next plan by memory, ↑ ↓ by time, Home and End to the first and last; m measures.";
 const CHOSEN = "the chosen plan", UNFIT = "a plan that does not fit";
 
@@ -83,10 +83,10 @@ class TuningPage {
   drawAxes({ rank_bytes: limit }) {
     const { inner, across, down, place } = this.layout, bottom = inner.top + inner.height, parts = [];
     const text = (words, x, y, anchor, more = {}) => makeSvg("text", { x, y, "text-anchor": anchor, ...more }, words);
-    for (const bytes of makeAxisTicks(across, MB, inner.width / 90)) {
+    for (const [bytes, label] of makeByteTicks(across, inner.width / 90)) {
       const [x] = place(down.low, bytes);
       parts.push(makeSvg("path", { class: "mpi4dl-tuning-grid", d: `M${x} ${inner.top}V${bottom}` }),
-        text(shortenZeros(formatBytes(bytes)), x, bottom + 17, "middle"));
+        text(label, x, bottom + 17, "middle"));
     }
     for (const seconds of makeAxisTicks(down, 1e-3, inner.height / 44)) {
       const [, y] = place(seconds, across.low);
