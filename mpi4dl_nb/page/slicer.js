@@ -1,6 +1,6 @@
 // The slicer: a picture in tiles, the halo of one tile at one layer, and what is under the pointer.
 
-import { makeElement } from "./elements.js";
+import { makeButton, makeElement, watchTheme } from "./elements.js";
 import { formatBytes, formatExtent, formatMicrons } from "./format.js";
 import { chooseTileColour } from "./halo_shapes.js";
 import { LayerTable } from "./layer_table.js";
@@ -65,12 +65,14 @@ class SlicerView {
       ["msg:custom", (content, buffers) => this.receive(content, buffers)],
     ];
     this.observers.forEach(([events, observer]) => model.on(events, observer));
+    this.stopWatching = watchTheme(this.scene.requestPaint);
     this.readPreview();
     this.refresh();
   }
 
   close() {
     this.observers.forEach(([events, observer]) => this.model.off(events, observer));
+    this.stopWatching();
     this.scene.close();
     this.strip.close();
     clearTimeout(this.saving);
@@ -79,8 +81,7 @@ class SlicerView {
   makeToolbar() {
     const bar = makeElement("div", { class: "mpi4dl-toolbar", role: "toolbar", "aria-label": "view" });
     const add = (text, action, tip) => {
-      const button = makeElement("button", { type: "button", text, title: tip });
-      button.addEventListener("click", action);
+      const button = makeButton(text, tip, action);
       bar.append(button);
       return button;
     };
@@ -137,8 +138,7 @@ class SlicerView {
   showTrouble(why) {
     const text = `⚠ Parts of the picture stay coarse: ${why} `;
     if (this.trouble.firstChild?.textContent === text) return; // an alert that is filled again is announced again
-    const again = makeElement("button", { type: "button", text: "read again" });
-    again.addEventListener("click", () => {
+    const again = makeButton("read again", undefined, () => {
       this.cache.retry();
       this.trouble.replaceChildren();
       this.scene.requestPaint();

@@ -1,6 +1,6 @@
 // A debugged step on the page: all ranks, what moves between them, and a record of every instruction that has run.
 import { fitCanvas } from "./canvas.js";
-import { makeFrameLoop, prefersReducedMotion, Tooltip } from "./elements.js";
+import { makeFrameLoop, prefersReducedMotion, Tooltip, watchTheme } from "./elements.js";
 import { findPixel, locateTile, placePanels, placeRanks } from "./exchange_layout.js";
 import { ExchangePainter } from "./exchange_paint.js";
 import { MessageStrips } from "./message_strips.js";
@@ -44,6 +44,7 @@ class StepperView {
     this.stage.addEventListener("pointerleave", () => this.point(null));
     this.stage.addEventListener("click", (event) => this.chooseAt(event));
     this.observer = new ResizeObserver(() => this.resize());
+    this.stopWatching = watchTheme(() => this.resize());
     this.observer.observe(this.stage);
     this.connect();
     this.take();
@@ -63,6 +64,7 @@ class StepperView {
 
   close() {
     this.listeners.forEach(([name, act]) => this.model.off(name, act));
+    this.stopWatching();
     this.observer.disconnect();
     this.request.cancel();
     clearTimeout(this.timer);

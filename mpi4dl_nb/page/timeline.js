@@ -1,7 +1,7 @@
 // A training step on all ranks, to zoom into: the view of the widget TimelineView.
 
 import { fitCanvas } from "./canvas.js";
-import { Tooltip, makeElement, makeFrameLoop, prefersReducedMotion, readColours } from "./elements.js";
+import { Tooltip, makeElement, makeFrameLoop, prefersReducedMotion, readColours, watchTheme } from "./elements.js";
 import { Textures } from "./textures.js";
 import { unpackEvents } from "./timeline_data.js";
 import { formatDuration } from "./format.js";
@@ -44,9 +44,7 @@ class TimelinePage {
     for (const [events, observer] of this.observers) model.on(events, observer);
     this.sizes = new ResizeObserver(() => this.resize());
     this.sizes.observe(room);
-    this.themes = new MutationObserver(() => this.recolour());
-    this.themes.observe(document.body, { attributeFilter: ["data-jp-theme-light", "style", "class"] });
-    this.stops = [listenToPointer(canvas, this), this.overview.listen(this)];
+    this.stops = [listenToPointer(canvas, this), this.overview.listen(this), watchTheme(() => this.recolour())];
     this.listenToKeys();
   }
 
@@ -54,7 +52,6 @@ class TimelinePage {
     for (const [events, observer] of this.observers) this.model.off(events, observer);
     for (const stop of this.stops) stop();
     this.sizes.disconnect();
-    this.themes.disconnect();
     this.redraw.cancel();
     this.remark.cancel();
   }

@@ -177,6 +177,13 @@ def test_the_grid_of_tiles_is_two_sliders(bench):
 @pytest.mark.parametrize("width", [760, 900, 1280, 1920])
 def test_nothing_is_wider_than_the_page(chromium, configurator, width):
     made = Bench(chromium, configurator, size=(width, 900))
+def test_the_picture_follows_the_theme(bench):
+    pixels = f"() => document.querySelector('{CANVAS}').toDataURL()"
+    light = bench.page.evaluate(pixels)
+    bench.harness.turn_dark()
+    assert bench.page.evaluate(pixels) != light
+
+
     assert made.page.evaluate("() => document.documentElement.scrollWidth <= innerWidth")
     for part, box in measure_places(made.page).items():
         assert box["x"] >= 0, part

@@ -216,6 +216,16 @@ def test_what_cannot_be_read_is_told_and_read_again_on_request(chromium, slicer,
     harness.close()
 
 
+def test_the_picture_follows_the_theme(chromium, slicer):
+    harness = PageHarness(chromium, slicer.view)
+    harness.settle(4)
+    corner = "() => [...document.querySelector('canvas').getContext('2d').getImageData(1, 1, 1, 1).data]"
+    harness.page.wait_for_timeout(500)  # until all tissue has come, and nothing else paints
+    harness.turn_dark()
+    assert harness.page.evaluate(corner) == [0x2B, 0x2D, 0x31, 255]
+    harness.close()
+
+
 def test_less_motion_and_a_narrow_page(chromium, slicer):
     harness = PageHarness(chromium, slicer.view, (480, 800), reduced_motion="reduce", color_scheme="dark")
     harness.settle()
