@@ -4,7 +4,7 @@ export const DRAG_PX = 4; // a pointer that moves less has clicked
 
 /**
  * Call `begin(event)` when a pointer is pressed on an element, `move(event)` when it moves, and `end(event)` when it is
- * released. Other buttons are ignored, and other pointers until then. `hover(event)` is called for moves without a drag.
+ * released. Other buttons are ignored, and other pointers until then. `hover(event)` is for moves without a drag.
  */
 export function listenToDrag(element, { begin, move, end = () => {}, hover = () => {} }, options = {}) {
   let pointer = null;

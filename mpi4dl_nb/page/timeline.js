@@ -56,10 +56,10 @@ class TimelinePage {
     this.remark.cancel();
   }
 
-    this.glide = null; // its spans are of the step before
   /** Read the step anew from the model: other events, words and shares. */
   readStep() {
     const { model, parts } = this, words = model.get("words");
+    this.glide = null; // its spans are of the step before
     this.scene = new TimelineScene(unpackEvents(words, model.get("times"), model.get("codes")), words);
     Object.assign(this.scene, { textures: new Textures(words.looks), strips: new Strips() });
     this.places = new Int32Array(this.scene.events.measured); // from an event's place in the kernel to its index here
@@ -73,10 +73,10 @@ class TimelinePage {
     this.followModel();
     this.resize();
   }
-    if (this.isTelling) return;
 
   /** Select what the kernel has selected. */
   followModel() {
+    if (this.isTelling) return;
     const { scene, model } = this, place = model.get("selected"), event = place < 0 ? -1 : this.places[place];
     if (event === scene.selected && model.get("rank") === scene.rank) return;
     scene.select(event);
@@ -192,13 +192,13 @@ class TimelinePage {
     this.tell(-1);
     this.redraw();
   }
-    this.isTelling = true; // `set` calls observers at once, while only one of the two values is new
 
   tellKernel() {
-    this.isTelling = false;
     const { selected, rank, events } = this.scene;
+    this.isTelling = true; // `set` calls observers at once, while only one of the two values is new
     this.model.set("selected", selected < 0 ? -1 : events.place[selected]);
     this.model.set("rank", rank);
+    this.isTelling = false;
     this.model.save_changes();
   }
 
@@ -214,7 +214,7 @@ class TimelinePage {
     scene.search(text);
     const [found, of] = [scene.matchCount, scene.events.measured].map((each) => each.toLocaleString("en"));
     parts.count.textContent = scene.found ? `${found} of ${of} events` : "";
-    for (const stepper of parts.steppers) stepper.disabled = !scene.matchCount;
+    for (const stepper of parts.steppers) stepper.setAttribute("aria-disabled", !scene.matchCount);
     if (this.theme) this.fillLegend();
     this.redraw();
   }

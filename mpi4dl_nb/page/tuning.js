@@ -1,6 +1,6 @@
 // Plans in a chart of time against memory, to choose one of and to measure it: the view of the widget TuningView.
 
-import { Tooltip, makeElement, makeSvg } from "./elements.js";
+import { Tooltip, makeButton, makeElement, makeSvg } from "./elements.js";
 import { formatBytes, formatDuration } from "./format.js";
 import { clamp } from "./numbers.js";
 import {
@@ -30,8 +30,7 @@ class TuningPage {
     this.name = makeElement("h3", {});
     this.facts = makeElement("dl", {});
     this.status = makeElement("div", { class: "mpi4dl-hidden", role: "status", "aria-live": "polite" });
-    this.measure = makeElement("button", { type: "button", text: "Measure this plan" });
-    this.measure.addEventListener("click", () => this.askToMeasure());
+    this.measure = makeButton("Measure this plan", undefined, () => this.askToMeasure());
     this.legend = makeElement("div", { class: "mpi4dl-tuning-legend" });
     this.side = makeElement("section", { class: "mpi4dl-tuning-side", "aria-label": CHOSEN },
       this.name, this.facts, this.measure);
@@ -177,7 +176,7 @@ class TuningPage {
     this.side.setAttribute("aria-label", point.number ? CHOSEN : UNFIT);
     this.facts.replaceChildren(...point.facts.map(([name, text]) =>
       makeElement("div", {}, makeElement("dt", { text: name }), makeElement("dd", { text }))));
-    this.measure.disabled = !point.number || this.model.get("busy");
+    this.measure.setAttribute("aria-disabled", !point.number || this.model.get("busy"));
     const text = this.tell(point).join(". ");
     if (this.status.textContent !== text) this.status.textContent = text;
   }

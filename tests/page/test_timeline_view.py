@@ -199,6 +199,7 @@ def test_a_search_finds_layers_and_kinds(shown):
     legend.click()
     assert search.input_value() == "halo"
     assert shown.page.get_by_text("40 of 80 events").is_visible()
+    assert shown.page.evaluate("() => document.activeElement.textContent") == "halo", "the legend was made anew"
     assert shown.page.get_by_role("button", name="halo", exact=True).get_attribute("aria-pressed") == "true"
     search.focus()
     search.press("Escape")
