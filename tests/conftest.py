@@ -9,7 +9,12 @@ from collections.abc import Callable
 
 import pytest
 
+# pytest finds fixtures and hooks here by their names.
+from tests.browser.pages import chromium, lab, notebook  # noqa: F401
+from tests.checkpoint.stored import recipe, stored  # noqa: F401
+from tests.images.saved_files import files  # noqa: F401
 from tests.mpi import mpi_command, mpi_environment, run_launcher
+from tests.sampling import pytest_collection_modifyitems  # noqa: F401
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from engines.plan import Plan
 from engines.predict.forecast import Forecast, RankLoad
 from engines.predict.machine import Machine
 from engines.spatial.layout import Layout, StageRanks
-from mpi4dl_nb.draw.figure import format_count, format_ranks
+from mpi4dl_nb.draw.figure import format_count
 from mpi4dl_nb.draw.rank_map import group_loads
 
 # The parts of the picture that need no compiling: which block of which image is whose.
@@ -114,13 +114,10 @@ def _describe_stage(number: int, stage: StageRanks, tile_px: Sequence[int]) -> d
         words = f"{stage.grid.rows} x {stage.grid.cols} tiles of {tile_px[0]} x {tile_px[1]} px"
     elif stage.shares > 1:
         words = f"{stage.shares} ranks share the images"
-    rows, cols = (1, stage.shares) if stage.shares > 1 else stage.grid
     return {
         "name": f"stage {number}",
         "words": words,
-        "ranks": format_ranks(stage.ranks) if len(stage.ranks) <= 64 else format_count(len(stage.ranks), "rank"),
-        "rows": rows,
-        "cols": cols,
+        "cols": stage.shares if stage.shares > 1 else stage.grid.cols,
         "spatial": stage.grid.tiles > 1,
         "shared": stage.shares > 1,
     }

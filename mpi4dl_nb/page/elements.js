@@ -1,4 +1,5 @@
-// Elements of a page: HTML and SVG elements with attributes, a tooltip, a drawing loop, and the reader's preferences.
+// Elements of a page: HTML and SVG elements with attributes, buttons, a tooltip, a drawing loop, and the reader's
+// preferences.
 
 /** Return a new HTML element with attributes and children; `text` is its text. */
 export function makeElement(name, attributes = {}, ...children) {
@@ -18,6 +19,26 @@ function fillElement(element, attributes, children) {
   }
   element.append(...children);
   return element;
+}
+
+/**
+ * Return a button that calls `act`, but not while its `aria-disabled` is "true". Unlike one with `disabled`, it keeps
+ * the focus then, so that the keyboard goes on from there.
+ */
+export function makeButton(text, title, act, attributes = {}) {
+  const button = makeElement("button", { type: "button", text, title, ...attributes });
+  button.addEventListener("click", () => { if (button.getAttribute("aria-disabled") !== "true") act(); });
+  return button;
+}
+
+/** Call `rebuild`. If it removes the focused button of `host`, focus the new one of the same name, or else `host`. */
+export function keepFocus(host, rebuild) {
+  const name = (element) => element.getAttribute("aria-label") ?? element.textContent;
+  const held = host.contains(document.activeElement) ? name(document.activeElement) : null;
+  rebuild();
+  if (held === null || host.contains(document.activeElement)) return;
+  const successor = [...host.querySelectorAll("button")].find((button) => name(button) === held);
+  (successor ?? host).focus({ preventScroll: true });
 }
 
 /** Whether the reader has asked for less motion. */
@@ -70,4 +91,11 @@ export function readColours(element) {
   const style = getComputedStyle(element);
   const read = ([name, light]) => [name, style.getPropertyValue(`--${name}`).trim() || light];
   return Object.fromEntries(Object.entries(LIGHT).map(read));
+}
+
+/** Call `redraw` when the theme of the page may have changed. Return a function that stops. */
+export function watchTheme(redraw) {
+  const themes = new MutationObserver(() => redraw());
+  themes.observe(document.body, { attributeFilter: ["data-jp-theme-light", "style", "class"] });
+  return () => themes.disconnect();
 }

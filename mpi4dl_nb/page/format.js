@@ -1,17 +1,17 @@
 // Numbers for people, as engines/formatting.py writes them.
 
-const BYTE_UNITS = ["KB", "MB", "GB", "TB"];
+const BYTE_UNITS = ["KB", "MB", "GB", "TB"].map((name, at) => [name, 1024 ** (at + 1)]);
+
+/** Return [name, bytes] of the binary unit in which a number of bytes is written. */
+export function chooseByteUnit(count) {
+  if (count < 1024) return ["bytes", 1];
+  return BYTE_UNITS.find(([, bytes]) => count < 1000 * bytes) ?? BYTE_UNITS.at(-1);
+}
 
 /** Return a number of bytes with a binary unit: "12 bytes", "3.0 KB". */
 export function formatBytes(count) {
-  if (count < 1024) return `${count} bytes`;
-  let size = count / 1024;
-  let unit = 0;
-  while (size >= 1000 && unit < BYTE_UNITS.length - 1) {
-    size /= 1024;
-    unit += 1;
-  }
-  return `${size.toFixed(1)} ${BYTE_UNITS[unit]}`;
+  const [name, bytes] = chooseByteUnit(count);
+  return `${bytes === 1 ? count : (count / bytes).toFixed(1)} ${name}`;
 }
 
 /** Return a length in micrometres with its unit: "3.49 µm", "1.11 mm". */

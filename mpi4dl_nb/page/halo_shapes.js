@@ -35,7 +35,7 @@ export function toScreenRectangle([top, left, bottom, right], transform) {
   return [top * scale + y, left * scale + x, bottom * scale + y, right * scale + x];
 }
 
-/** Return the distances of grid lines that are visible on the screen: those of a layer's pixels from `first` on. */
+/** Return the lines between pixels `pixel` px wide, the first of which begins at `offset`, from 0 to `room` px. */
 export function listGridLines(pixel, offset, room) {
   const found = [];
   for (let at = offset + Math.ceil(-offset / pixel) * pixel; at < room; at += pixel) found.push(at);

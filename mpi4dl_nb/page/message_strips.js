@@ -1,5 +1,5 @@
 // The values of one message in numbers: what was there before, what arrived, and what is there after.
-import { makeElement } from "./elements.js";
+import { keepFocus, makeButton, makeElement } from "./elements.js";
 import { clamp } from "./numbers.js";
 import { formatNumber, readValues } from "./step_frames.js";
 
@@ -29,36 +29,40 @@ export class MessageStrips {
   constructor(palettes, choose) {
     this.palettes = palettes;
     this.choose = choose;
-    this.element = makeElement("section", { class: "mpi4dl-strips", "aria-label": "Message in numbers" });
+    this.element = makeElement("section", {
+      class: "mpi4dl-strips", "aria-label": "Message in numbers", tabindex: "-1", "data-lm-suppress-shortcuts": "true",
+    });
   }
 
   /** Show message `focus` of a frame; without messages, its sums, or that nothing moved. */
   show(frame, focus) {
-    const { messages, sums } = frame.meta, key = `${frame.meta.step} ${frame.meta.number} ${focus}`;
+    const key = `${frame.meta.step} ${frame.meta.number} ${focus}`;
     if (key !== this.key) this.start = undefined;
     Object.assign(this, { frame, focus, key });
+    keepFocus(this.element, () => this.element.replaceChildren(...this.makeParts()));
+  }
+
+  makeParts() {
+    const { frame: { meta: { messages, sums } }, focus } = this;
     if (!messages.length) {
       const none = ["This instruction moved no pixels between ranks."];
       const lines = sums.length ? sums.map((sum) => `Σ ${sum.words}`) : none;
       const title = makeElement("h4", { text: sums.length ? "Sums over ranks" : "No message" });
       const told = lines.map((text) => makeElement("p", { text }));
-      this.element.replaceChildren(makeElement("div", {}, title, ...told));
-      return;
+      return [makeElement("div", {}, title, ...told)];
     }
     const message = messages[focus], [what, way, size] = message.words;
     const head = makeElement("div", { class: "mpi4dl-strips-head" },
       this.makeTurn("‹", "Previous message ([)", () => this.choose((focus + messages.length - 1) % messages.length)),
       makeElement("h4", { text: `message ${focus + 1} of ${messages.length}` }),
       this.makeTurn("›", "Next message (])", () => this.choose((focus + 1) % messages.length)));
-    this.element.replaceChildren(makeElement("div", {}, head,
-      makeElement("p", { text: `${what}: ${way}` }), makeElement("p", { class: "mpi4dl-faint", text: size }),
-    ), ...this.makeTables(message));
+    const told = makeElement("div", {}, head,
+      makeElement("p", { text: `${what}: ${way}` }), makeElement("p", { class: "mpi4dl-faint", text: size }));
+    return [told, ...this.makeTables(message)];
   }
 
   makeTurn(text, name, act) {
-    const button = makeElement("button", { type: "button", text, title: name, "aria-label": name });
-    button.addEventListener("click", act);
-    return button;
+    return makeButton(text, name, act, { "aria-label": name });
   }
 
   makeTables(message) {
@@ -77,7 +81,6 @@ export class MessageStrips {
     const move = (by) => {
       this.start = cut.from + by;
       this.show(this.frame, this.focus);
-      this.element.querySelector(`.mpi4dl-strips-move button:${by < 0 ? "first" : "last"}-of-type`).focus();
     };
     const shown = `${cut.along}s ${cut.first} to ${cut.first + LONG - 1}`;
     const bar = makeElement("div", { class: "mpi4dl-strips-move" },

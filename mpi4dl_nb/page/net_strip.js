@@ -2,6 +2,7 @@
 
 import { makeElement, makeSvg } from "./elements.js";
 import { clamp } from "./numbers.js";
+import { listenToDrag } from "./pointer_drag.js";
 
 const HEIGHT = 64;
 const BASE = 50; // of the bars; below are the marks of halos
@@ -54,13 +55,7 @@ export class NetStrip {
     this.observer.observe(this.box);
     const scrub = (event) => this.places.length && this.select(findNearestPoint(this.places, event.offsetX));
     this.svg.style.touchAction = "none";
-    this.box.addEventListener("pointerdown", (event) => {
-      this.box.setPointerCapture(event.pointerId);
-      this.isDragged = true;
-      scrub(event);
-    });
-    this.box.addEventListener("pointermove", (event) => this.isDragged && scrub(event));
-    for (const end of ["pointerup", "pointercancel"]) this.box.addEventListener(end, () => { this.isDragged = false; });
+    listenToDrag(this.box, { begin: scrub, move: scrub });
     this.box.addEventListener("keydown", (event) => this.handleKey(event));
   }
 

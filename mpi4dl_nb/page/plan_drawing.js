@@ -1,7 +1,7 @@
 // Draws the scene of a plan on a canvas: the image with its cuts, the flows, and the blocks of the ranks.
 
-import { FONT } from "./canvas.js";
-import { drawTissue, EMPTY_FRONT, fillTexture, FRONT_INK, getBlockFaces } from "./plan_paint.js";
+import { DARK, FONT } from "./canvas.js";
+import { drawTissue, EMPTY_FRONT, fillTexture, getBlockFaces } from "./plan_paint.js";
 
 const AXIS_U = [Math.cos(Math.PI / 6), -0.5];
 
@@ -75,7 +75,7 @@ export function drawBlock(context, box, transform, load, colours) {
   const [front, top, left] = getBlockFaces(level);
   context.lineWidth = 1;
   context.lineJoin = "round";
-  context.strokeStyle = colours.edge;
+  context.strokeStyle = DARK;
   for (const [name, colour] of [["left", left], ["top", top], ["front", level < 0 ? front : EMPTY_FRONT]]) {
     tracePolygon(context, box.faces[name], transform);
     context.fillStyle = colour;
@@ -107,19 +107,19 @@ function writeOnFront(context, box, transform, level) {
     const size = Math.min(17, high * 0.6, (wide * 1.5) / text.length);
     if (size < 9 && text !== words[1]) continue;
     if (size < 7) break;
-    context.font = `600 ${size}px ${colourFont(context)}`;
+    context.font = `600 ${size}px ${readFont(context)}`;
     if (context.measureText(text).width > wide * 0.92) continue;
     context.lineWidth = 3.5;
     context.strokeStyle = level < 0 ? getBlockFaces(level)[0] : "rgb(246 248 250 / 80%)";
     context.strokeText(text, 0, 0);
-    context.fillStyle = FRONT_INK;
+    context.fillStyle = DARK;
     context.fillText(text, 0, 0);
     break;
   }
   context.restore();
 }
 
-function colourFont(context) {
+function readFont(context) {
   return context.canvas.dataset?.font || FONT;
 }
 
@@ -138,7 +138,7 @@ export function drawOutline(context, box, transform, colours, width) {
 /** Write the name of a sheet, and below it as many of the words as there is room for, at its lower left corner. */
 export function writeSheetName(context, foot, transform, name, words, room, colours) {
   const [x, y] = [foot[0] * transform.scale + transform.x, foot[1] * transform.scale + transform.y];
-  const font = colourFont(context);
+  const font = readFont(context);
   context.textAlign = "left";
   context.textBaseline = "top";
   const write = (text, dy, style, colour) => {

@@ -9,9 +9,8 @@ const FACES = {
   4: ["#cfe4f7", "#b4d2ee", "#93bbe0"],
 };
 
-/** The front of a block above its memory, and the ink of what is written on it. */
+/** The front of a block above its memory. */
 export const EMPTY_FRONT = "#f6f8fa";
-export const FRONT_INK = "#14181c";
 
 /** Return the colours of the front, top and left side of a block of this level. */
 export function getBlockFaces(level) {
@@ -26,21 +25,27 @@ export function getTexture(level) {
   return [];
 }
 
+const CELLS = new Map(); // the cell of each level's texture, drawn once
+
 /** Fill the current path of `context` with the texture of a level. */
 export function fillTexture(context, level) {
-  const strokes = getTexture(level);
-  if (!strokes.length) return;
+  if (!getTexture(level).length) return;
+  if (!CELLS.has(level)) CELLS.set(level, drawCell(level));
+  context.fillStyle = context.createPattern(CELLS.get(level), "repeat");
+  context.fill();
+}
+
+function drawCell(level) {
   const cell = new OffscreenCanvas(10, 10), pen = cell.getContext("2d");
   pen.strokeStyle = pen.fillStyle = level === 3 ? "rgb(122 20 12 / 70%)" : "rgb(0 0 0 / 32%)";
   pen.lineWidth = 1.2;
-  for (const stroke of strokes) {
+  for (const stroke of getTexture(level)) {
     pen.beginPath();
     if (stroke.length === 2) pen.arc(...stroke, 1.1, 0, 7);
     else { pen.moveTo(stroke[0], stroke[1]); pen.lineTo(stroke[2], stroke[3]); }
     if (stroke.length === 2) pen.fill(); else pen.stroke();
   }
-  context.fillStyle = context.createPattern(cell, "repeat");
-  context.fill();
+  return cell;
 }
 
 /** Draw an invented tissue with nuclei as the image of a plan, `wide` by `high` px, always the same one. */

@@ -1,7 +1,7 @@
 // The picture of a plan on the page: its canvas, what the pointer or a key means, and the legend.
 
 import { fitCanvas } from "./canvas.js";
-import { makeElement, makeFrameLoop, readColours } from "./elements.js";
+import { makeElement, makeFrameLoop, readColours, watchTheme } from "./elements.js";
 import { drawBlock, drawFlows, drawImageSheet, drawOutline, writeSheetName } from "./plan_drawing.js";
 import { describeBlock, findBlockAt, moveBlockFocus } from "./plan_focus.js";
 import { fillTexture, getBlockFaces } from "./plan_paint.js";
@@ -29,6 +29,7 @@ export class PlanPicture {
     this.request = makeFrameLoop(() => this.draw());
     this.observer = new ResizeObserver(() => this.layOut());
     this.observer.observe(host);
+    this.stopWatching = watchTheme(() => this.paint());
     this.listen();
   }
 
@@ -97,7 +98,7 @@ export class PlanPicture {
   paint() {
     if (!this.scene) return;
     const [width, height] = this.view, context = fitCanvas(this.still, width, height);
-    this.colours = { ...readColours(this.host), edge: "#20262c" };
+    this.colours = readColours(this.host);
     this.still.dataset.font = getComputedStyle(this.host).fontFamily;
     context.clearRect(0, 0, width, height);
     this.paintScene(context);
@@ -181,6 +182,7 @@ export class PlanPicture {
   /** End all that the picture has begun. */
   close() {
     this.observer.disconnect();
+    this.stopWatching();
     this.request.cancel();
   }
 }

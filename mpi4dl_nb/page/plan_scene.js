@@ -91,11 +91,10 @@ function findFlows(boxes, cuts, stages) {
   for (let stage = 0; stage < stages; stage += 1) {
     const here = boxes.filter((box) => box.block.stage === stage);
     const into = here.map((box) => box.into);
-    const alike = from.length === into.length;
-    const pairs = alike ? from.map((point, at) => [point, into[at]])
-      : from.flatMap((point) => into.map((to) => [point, to]));
-    const one = pairs.length > MOST_FLOWS ? [[middle(from), middle(into)]] : pairs;
-    flows.push(one);
+    const alike = from.length === into.length, count = alike ? from.length : from.length * into.length;
+    if (count > MOST_FLOWS) flows.push([[middle(from), middle(into)]]);
+    else if (alike) flows.push(from.map((point, at) => [point, into[at]]));
+    else flows.push(from.flatMap((point) => into.map((to) => [point, to])));
     from = here.map((box) => box.out);
   }
   return flows;
@@ -106,9 +105,15 @@ function findFlows(boxes, cuts, stages) {
  * Room that is left over is mostly on the right, where the card about a rank is.
  */
 export function fitPlanScene(scene, view, margins) {
-  const points = [...scene.image, ...scene.boxes.flatMap(({ faces }) => [faces.left, faces.top, faces.front].flat())];
-  const [xs, ys] = [0, 1].map((axis) => points.map((point) => point[axis]));
-  const [left, right, top, bottom] = [Math.min(...xs), Math.max(...xs), Math.min(...ys), Math.max(...ys)];
+  // One by one: a call takes fewer arguments than the blocks of a plan have corners.
+  let [left, right, top, bottom] = [Infinity, -Infinity, Infinity, -Infinity];
+  const cover = (points) => {
+    for (const [x, y] of points) {
+      [left, right, top, bottom] = [Math.min(left, x), Math.max(right, x), Math.min(top, y), Math.max(bottom, y)];
+    }
+  };
+  cover(scene.image);
+  for (const { faces } of scene.boxes) Object.values(faces).forEach(cover);
   const [width, height] = [view[0] - margins[1] - margins[3], view[1] - margins[0] - margins[2]];
   const scale = Math.max(1, Math.min(width / (right - left), height / (bottom - top)));
   return {

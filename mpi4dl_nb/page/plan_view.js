@@ -1,6 +1,6 @@
 // The configurator on the page: controls on the left, the picture of the plan in the middle, its gauges on the right.
 
-import { makeElement } from "./elements.js";
+import { makeButton, makeElement } from "./elements.js";
 import { readIntegers } from "./numbers.js";
 import { PlanControls } from "./plan_controls.js";
 import { PlanGauges } from "./plan_gauges.js";
@@ -38,15 +38,15 @@ export class SettingSender {
   }
 }
 
-function buildColumns(el) {
+function buildColumns(el, start) {
   const part = (name, attributes = {}, ...children) =>
     makeElement("div", { class: `mpi4dl-plan-${name}`, ...attributes }, ...children);
   const parts = {
     left: part("controls", { role: "group", "aria-label": "options of the plan" }),
     facts: part("facts"), copies: makeElement("select", { "aria-label": "copy of the model that is drawn" }),
     doing: part("doing", { role: "status" }), picture: part("picture"), legend: part("legend"),
-    status: part("status", { role: "status", "aria-live": "polite" }), gauges: part("gauges"),
-    button: makeElement("button", { type: "button", class: "mpi4dl-plan-start" }), place: part("place"),
+    status: part("status mpi4dl-hidden", { role: "status", "aria-live": "polite" }), gauges: part("gauges"),
+    button: makeButton("", undefined, start, { class: "mpi4dl-plan-start" }), place: part("place"),
     reason: part("reason", { role: "status" }),
   };
   const head = part("head", {}, parts.facts, parts.copies);
@@ -70,7 +70,7 @@ function showFacts(parts, shape, picture) {
 
 function showStart(parts, start) {
   parts.button.textContent = start.label ?? "";
-  parts.button.disabled = start.disabled ?? true;
+  parts.button.setAttribute("aria-disabled", start.disabled ?? true);
   parts.place.textContent = start.place ?? "";
   parts.reason.textContent = start.trouble ? `⚠ ${start.trouble}` : start.reason || start.note || "";
   parts.reason.title = parts.reason.textContent;
@@ -79,7 +79,7 @@ function showStart(parts, start) {
 
 /** Show the configurator of `model` in `el`. Returns the function that ends it. */
 function renderPlan({ model, el }) {
-  const parts = buildColumns(el);
+  const parts = buildColumns(el, () => model.send({ start: true }));
   const sender = new SettingSender((content) => model.send(content));
   const controls = new PlanControls(parts.left, model.get("options"), (values) => sender.set(values));
   const picture = new PlanPicture(parts.picture, parts.status, parts.legend);
@@ -110,7 +110,6 @@ function renderPlan({ model, el }) {
     [name, () => follow[name].forEach((each) => show[each]())])) });
   for (const [name, observer] of observers) model.on(`change:${name}`, observer);
   sender.serial = sender.answered = model.get("serial");
-  parts.button.addEventListener("click", () => model.send({ start: true }));
   parts.copies.addEventListener("change", () => picture.showCopy(Number(parts.copies.value)));
   for (const each of Object.values(show)) each();
   return () => {

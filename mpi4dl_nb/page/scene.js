@@ -3,11 +3,11 @@
 import { fitCanvas } from "./canvas.js";
 import { Tooltip, makeElement, makeFrameLoop } from "./elements.js";
 import { clamp } from "./numbers.js";
+import { DRAG_PX } from "./pointer_drag.js";
 import { fitRectangle, fitTransform, keepInView, panBy, toScene, toScreen, zoomAt } from "./transform.js";
 
 const ZOOM_STEP = 1.5;
 const CLOSEST = 80; // px of the screen for one of the scene
-const DRAG_PX = 4; // a pointer that moves less has clicked
 const ARROW_STEPS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
 
 /**
@@ -133,6 +133,7 @@ export class Scene {
   }
 
   handleDown(event) {
+    if (event.button) return;
     this.canvas.setPointerCapture(event.pointerId);
     this.pointers.set(event.pointerId, [event.offsetX, event.offsetY]);
     this.moved = 0;

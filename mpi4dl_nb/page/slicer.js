@@ -1,40 +1,20 @@
 // The slicer: a picture in tiles, the halo of one tile at one layer, and what is under the pointer.
 
-import { makeElement } from "./elements.js";
-import { formatBytes, formatExtent, formatMicrons } from "./format.js";
-import { chooseTileColour } from "./halo_shapes.js";
+import { makeButton, makeElement, watchTheme } from "./elements.js";
 import { LayerTable } from "./layer_table.js";
 import { NetStrip } from "./net_strip.js";
 import { clamp, readIntegers } from "./numbers.js";
-import { TILE_PX, TileCache } from "./pyramid.js";
+import { PixelReader } from "./pixel_reader.js";
+import { TileCache } from "./pyramid.js";
 import { countPixels, scaleRectangle } from "./rectangles.js";
 import { Scene } from "./scene.js";
-import { findHalo, paintCursor, paintLabels, paintPicture, paintScale, paintTiles, paintValues } from "./slicing_paint.js";
+import { describePlace, listTileLines, makePieceList } from "./slicer_words.js";
+import {
+  findHalo, paintCursor, paintLabels, paintPicture, paintScale, paintTiles, paintValues,
+} from "./slicing_paint.js";
 
 const SEAM_PX = 26; // pixels of the layer across a close view of a seam
 const READINGS = { layer: "this layer's halo", picture: "all windows back to the picture" };
-
-/** Reads red, green and blue of single pixels of the picture from the finest tiles that are on the page. */
-class PixelReader {
-  constructor(cache) {
-    this.cache = cache;
-    this.canvas = new OffscreenCanvas(TILE_PX, TILE_PX);
-    this.context = this.canvas.getContext("2d", { willReadFrequently: true });
-  }
-
-  read(row, column) {
-    const tile = [0, Math.floor(row / TILE_PX), Math.floor(column / TILE_PX)];
-    const image = this.cache.get(tile);
-    if (!image) return null;
-    if (this.image !== image) {
-      this.context.drawImage(image, 0, 0);
-      this.data = this.context.getImageData(0, 0, TILE_PX, TILE_PX).data;
-      this.image = image;
-    }
-    const at = 4 * ((row % TILE_PX) * TILE_PX + (column % TILE_PX));
-    return [this.data[at], this.data[at + 1], this.data[at + 2]];
-  }
-}
 
 /** The view of one slicer. It owns a scene and a strip, and keeps the model's layer, tile and reading. */
 class SlicerView {
@@ -45,14 +25,12 @@ class SlicerView {
     this.title = makeElement("div", { class: "mpi4dl-title" });
     this.root.append(this.title);
     this.strip = new NetStrip(this.root, (point) => this.set("layer", point));
-    const middle = makeElement("div", { class: "mpi4dl-middle" });
     this.stage = makeElement("div", { class: "mpi4dl-stage" });
     this.words = makeElement("div", { class: "mpi4dl-words" });
-    middle.append(this.stage, this.words);
+    const middle = makeElement("div", { class: "mpi4dl-middle" }, this.stage, this.words);
     this.trouble = makeElement("div", { class: "mpi4dl-trouble", role: "alert" });
-    this.root.append(this.makeToolbar(), this.trouble, middle);
     this.status = makeElement("div", { class: "mpi4dl-status", role: "status", "aria-live": "polite" });
-    this.root.append(this.status);
+    this.root.append(this.makeToolbar(), this.trouble, middle, this.status);
     this.cache = new TileCache((tiles) => model.send({ tiles }));
     this.pixels = new PixelReader(this.cache);
     this.readFacts();
@@ -65,12 +43,14 @@ class SlicerView {
       ["msg:custom", (content, buffers) => this.receive(content, buffers)],
     ];
     this.observers.forEach(([events, observer]) => model.on(events, observer));
+    this.stopWatching = watchTheme(this.scene.requestPaint);
     this.readPreview();
     this.refresh();
   }
 
   close() {
     this.observers.forEach(([events, observer]) => this.model.off(events, observer));
+    this.stopWatching();
     this.scene.close();
     this.strip.close();
     clearTimeout(this.saving);
@@ -79,8 +59,7 @@ class SlicerView {
   makeToolbar() {
     const bar = makeElement("div", { class: "mpi4dl-toolbar", role: "toolbar", "aria-label": "view" });
     const add = (text, action, tip) => {
-      const button = makeElement("button", { type: "button", text, title: tip });
-      button.addEventListener("click", action);
+      const button = makeButton(text, tip, action);
       bar.append(button);
       return button;
     };
@@ -112,8 +91,7 @@ class SlicerView {
   }
 
   async readPreview() {
-    const bytes = this.model.get("preview");
-    this.preview = await createImageBitmap(new Blob([bytes]));
+    this.preview = await createImageBitmap(new Blob([this.model.get("preview")]));
     this.scene.requestPaint();
   }
 
@@ -135,13 +113,14 @@ class SlicerView {
 
   /** Tell why parts of the picture stay coarse, beside a button that reads them again. */
   showTrouble(why) {
-    const again = makeElement("button", { type: "button", text: "read again" });
-    again.addEventListener("click", () => {
+    const text = `⚠ Parts of the picture stay coarse: ${why} `;
+    if (this.trouble.firstChild?.textContent === text) return; // an alert that is filled again is announced again
+    const again = makeButton("read again", undefined, () => {
       this.cache.retry();
       this.trouble.replaceChildren();
       this.scene.requestPaint();
     });
-    this.trouble.replaceChildren(`⚠ Parts of the picture stay coarse: ${why} `, again);
+    this.trouble.replaceChildren(text, again);
   }
 
   get table() {
@@ -165,28 +144,10 @@ class SlicerView {
     this.strip.show(facts.net, this.tables.length, this.tables.indexOf(table), (point) => this.tables[point].facts.title);
     for (const name of Object.keys(READINGS)) this.switches[name].setAttribute("aria-pressed", reading === name);
     this.switches.fields.setAttribute("aria-pressed", this.model.get("fields"));
-    const lines = this.describeTile(table, tile, reading).map((text) => makeElement("p", { text }));
-    this.words.replaceChildren(...lines, ...(reading === "layer" ? [this.makeLegend(table, tile)] : []));
+    const lines = listTileLines(table, tile, reading, facts.remarks).map((text) => makeElement("p", { text }));
+    this.words.replaceChildren(...lines, ...(reading === "layer" ? [makePieceList(table, tile, facts.colours)] : []));
     if (this.scene.cursor) this.scene.lookAt(...this.scene.cursor); // what is there may be another pixel now
     this.scene.requestPaint();
-  }
-
-  describeTile(table, tile, reading) {
-    const lines = [...table.facts.words[tile]];
-    if (table.facts.operator) {
-      lines.push(reading === "picture" ? "Shown: all pixels of the picture that its outputs read through windows. Grey: all others."
-        : "Tinted in the owner's colour: what it borrows. Grey: what it does not need.");
-    }
-    return [...lines, ...(this.facts.remarks[tile] ?? [])];
-  }
-
-  /** Return a list of the pieces that a tile borrows, each beside the colour of its owner. */
-  makeLegend(table, tile) {
-    const pieces = table.getBorrowed(tile).filter(({ text }) => text);
-    return makeElement("ul", { class: "mpi4dl-legend" }, ...pieces.map(({ source, text }) => {
-      const colour = chooseTileColour(source, table.facts.grid[1], this.facts.colours);
-      return makeElement("li", {}, makeElement("span", { class: "chip", style: `background: ${colour}` }), text);
-    }));
   }
 
   // What the scene asks of its owner.
@@ -197,24 +158,22 @@ class SlicerView {
     const enlarged = paintTiles(context, scene, this.table, this.tile, this.reading, colours);
     paintValues(context, scene, (row, column) => this.pixels.read(row, column));
     paintLabels(context, scene, this.table, this.tile);
-    if (scene.cursor) paintCursor(context, scene, ...this.frameCursor(...scene.cursor));
+    if (scene.cursor && this.isInside(...scene.cursor)) paintCursor(context, scene, ...this.frameCursor(...scene.cursor));
     paintScale(context, scene, picture.microns, enlarged);
   }
 
   /** Return the layer's pixel at a point, and the pixel of its output at the same place: rows and columns. */
   findPixels(x, y) {
-    const { facts } = this.table;
-    const { rows, columns } = this.facts.picture;
+    const { facts } = this.table, { rows, columns } = this.facts.picture;
     const find = (down, across) => [Math.floor((y / rows) * down), Math.floor((x / columns) * across)];
     return [find(facts.rows, facts.columns), find(facts.out_rows, facts.out_columns)];
   }
 
   frameCursor(x, y) {
-    const { rows, columns } = this.facts.picture;
-    const { facts } = this.table;
+    const { facts } = this.table, { rows, columns } = this.facts.picture;
     const [[row, column], out] = this.findPixels(x, y);
     const pixel = scaleRectangle([row, column, row + 1, column + 1], rows / facts.rows, columns / facts.columns);
-    const field = this.model.get("fields") && facts.operator && facts.out_rows && this.isInside(x, y) ? this.table.getField(...out) : null;
+    const field = this.model.get("fields") && facts.operator && facts.out_rows ? this.table.getField(...out) : null;
     return [pixel, field];
   }
 
@@ -224,27 +183,8 @@ class SlicerView {
 
   describe(x, y) {
     if (!this.isInside(x, y)) return [];
-    const { table } = this;
-    const { microns } = this.facts.picture;
-    const [[row, column], out] = this.findPixels(x, y);
-    const at = [Math.floor(y), Math.floor(x)];
-    const lines = [`picture: row ${at[0].toLocaleString("en")}, column ${at[1].toLocaleString("en")}`
-      + (microns ? ` (${formatMicrons(at[0] * microns)}, ${formatMicrons(at[1] * microns)})` : "")];
-    const values = this.pixels.read(...at);
-    if (values) lines.push(`red, green, blue: ${values.join(", ")}`);
-    if (table.facts.operator) lines.push(`layer: row ${row}, column ${column}`);
-    const owner = table.findOwner(row, column);
-    lines.push(`owner: tile ${owner}, rank ${table.facts.ranks[owner]}`);
-    const borrowers = table.findBorrowers(row, column);
-    const verb = table.facts.computed ? "computed again by" : "borrowed by";
-    if (borrowers.length) {
-      const bytes = table.facts.computed ? "" : `: ${formatBytes(table.facts.pixel_bytes)}${borrowers.length > 1 ? " each" : ""}`;
-      lines.push(`${verb} rank${borrowers.length > 1 ? "s" : ""} ${borrowers.map((each) => table.facts.ranks[each]).join(", ")}${bytes}`);
-    } else if (table.facts.operator) lines.push("no tile borrows it");
-    if (table.facts.operator && table.facts.out_rows) {
-      const [top, left, bottom, right] = table.getField(...out);
-      lines.push(`the output here depends on ${formatExtent(bottom - top, right - left, microns)}`);
-    }
+    const [pixel, out] = this.findPixels(x, y), at = [Math.floor(y), Math.floor(x)];
+    const lines = describePlace(this.facts.picture, this.table, { at, values: this.pixels.read(...at), pixel, out });
     this.say(lines.join("; "));
     return lines;
   }
@@ -282,8 +222,7 @@ class SlicerView {
 
   /** Move to a close view of the smallest piece that the tile borrows, where it touches the tile. */
   showSeam() {
-    const { size } = this.scene;
-    const [own, , pieces] = findHalo(this.table, this.tile, "layer", size);
+    const [own, , pieces] = findHalo(this.table, this.tile, "layer", this.scene.size);
     if (!pieces.length) {
       this.say(`Tile ${this.tile} borrows nothing at this layer.`);
       return;

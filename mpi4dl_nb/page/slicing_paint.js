@@ -1,19 +1,18 @@
 // Paints a picture in tiles: pixels of its pyramid, what a tile borrows in the lender's colour, and what it does not need
 // in grey. Coordinates of the scene are pixels of the picture; a layer's pixels are scaled to them.
 
-import { FONT } from "./canvas.js";
+import { DARK, FONT, WHITE } from "./canvas.js";
 import { chooseScaleBar } from "./format.js";
 import { chooseTileColour, listGridLines, toScreenRectangle, widenPiece } from "./halo_shapes.js";
 import { chooseLevel, getTileRectangle, listTiles } from "./pyramid.js";
 import { countPixels, scaleRectangle } from "./rectangles.js";
 import { getVisible } from "./transform.js";
 
-const INK = "#14171a";
 const GRID_PX = 8; // a layer's pixel on the screen, from which on its edges are drawn
 const VALUE_PX = 46; // likewise for the values of the picture's pixels
 const SCALE_ROOM = [230, 68]; // px of the lower left corner, which the scale bar takes
 
-/** Paint the pixels of the picture that are here, the finest first wanted; return the tiles that the view wants. */
+/** Paint the tiles that the view wants, coarser ones in place of those that have not come yet, and return them. */
 export function paintPicture(context, scene, picture, cache, preview) {
   const { transform, view, ratio, size } = scene;
   context.fillStyle = getComputedStyle(scene.canvas.parentElement).backgroundColor;
@@ -92,7 +91,7 @@ export function paintTiles(context, scene, table, tile, reading, colours) {
     if (width > 6 && height > 6) context.strokeRect(x + 0.75, y + 0.75, width - 1.5, height - 1.5);
     else context.fillRect(x, y, width, height); // too thin to see pixels under a tint: the colour itself
   }
-  outline(context, ownScreen, "#ffffff", 4.5);
+  outline(context, ownScreen, WHITE, 4.5);
   outline(context, ownScreen, chooseTileColour(tile, columns, colours), 3);
   return Math.max(1, ...shown.map((piece) => piece.enlarged));
 }
@@ -118,7 +117,7 @@ function listTileEdges(scene, table) {
 
 /** A hairline along the edges of a tile: dark, with light beside it, so that it is seen on any tissue. */
 function paintSeam(context, [top, left, bottom, right]) {
-  for (const [colour, shift] of [["rgb(255 255 255 / 75%)", 1], [INK, 0]]) {
+  for (const [colour, shift] of [["rgb(255 255 255 / 75%)", 1], [DARK, 0]]) {
     context.strokeStyle = colour;
     context.lineWidth = 1;
     context.strokeRect(Math.round(left) + 0.5 - shift, Math.round(top) + 0.5 - shift, right - left, bottom - top);
@@ -162,7 +161,7 @@ function paintLabel(context, view, [top, left, bottom, right], name, number, own
   const y = x < SCALE_ROOM[0] ? Math.min(corner, view[1] - SCALE_ROOM[1]) : corner;
   context.fillStyle = "rgb(255 255 255 / 88%)";
   context.fillRect(x, y, width, 18);
-  context.fillStyle = INK;
+  context.fillStyle = DARK;
   context.fillText(text, x + 4, y + 13);
 }
 
@@ -189,7 +188,7 @@ export function paintValues(context, scene, readPixel) {
     for (let column = Math.max(0, Math.floor(left)); column < Math.min(size[0], right); column += 1) {
       const values = readPixel(row, column);
       if (!values) continue;
-      context.fillStyle = values[0] + values[1] + values[2] > 380 ? INK : "#ffffff";
+      context.fillStyle = values[0] + values[1] + values[2] > 380 ? DARK : WHITE;
       const x = (column + 0.5) * transform.scale + transform.x;
       const y = (row + 0.5) * transform.scale + transform.y;
       values.forEach((value, index) => context.fillText(value, x, y + 4 + 13 * (index - 1)));
@@ -201,13 +200,13 @@ export function paintValues(context, scene, readPixel) {
 /** Frame a pixel of the layer, and dotted the rectangle of the picture that it depends on. */
 export function paintCursor(context, scene, pixel, field) {
   const frame = toScreenRectangle(pixel, scene.transform);
-  outline(context, frame, "#ffffff", 4);
-  outline(context, frame, INK, 2);
+  outline(context, frame, WHITE, 4);
+  outline(context, frame, DARK, 2);
   if (!field) return;
   const edges = toScreenRectangle(field, scene.transform);
-  outline(context, edges, "#ffffff", 4);
+  outline(context, edges, WHITE, 4);
   context.setLineDash([5, 4]);
-  outline(context, edges, INK, 2);
+  outline(context, edges, DARK, 2);
   context.setLineDash([]);
 }
 
@@ -220,7 +219,7 @@ export function paintScale(context, scene, microns, enlarged) {
   const top = scene.view[1] - 42;
   context.fillStyle = "rgb(255 255 255 / 88%)";
   context.fillRect(10, top, width, 34);
-  context.fillStyle = INK;
+  context.fillStyle = DARK;
   context.fillText(label + note, 20, top + 14);
   context.fillRect(20, top + 22, length, 3);
   context.fillRect(20, top + 19, 1, 9);

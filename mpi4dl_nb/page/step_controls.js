@@ -1,7 +1,8 @@
 // The bar above a debugged step: back, play, step, speed, and a scrubber over all recorded frames.
 import { DARK, FONT, fitCanvas } from "./canvas.js";
-import { makeElement } from "./elements.js";
+import { makeButton, makeElement } from "./elements.js";
 import { clamp } from "./numbers.js";
+import { listenToDrag } from "./pointer_drag.js";
 import { SPEEDS } from "./step_player.js";
 import { summariseFrame } from "./step_frames.js";
 
@@ -25,22 +26,22 @@ export function getFrameWidth(wide, count) {
 export class StepControls {
   constructor(player) {
     this.player = player;
-    this.backButton = this.makeButton("◀ Back", "Back to what was recorded (left arrow)", () => player.back());
-    this.playButton = this.makeButton("▶ Play", "Play or pause (space)",
+    this.backButton = makeButton("◀ Back", "Back to what was recorded (left arrow)", () => player.back());
+    this.playButton = makeButton("▶ Play", "Play or pause (space)",
       () => player.playing ? player.pause() : player.play());
     const step = "The next recorded instruction; at the newest one, the ranks run the next (right arrow)";
-    this.stepButton = this.makeButton("Step ▶▏", step, () => player.stepOnce());
+    this.stepButton = makeButton("Step ▶▏", step, () => player.stepOnce());
     const speeds = SPEEDS.map(
       (speed) => makeElement("option", { value: speed, text: `${speed} ×`, selected: speed === player.speed }));
     this.speed = makeElement("select", { "aria-label": "Speed", title: "Speed" }, ...speeds);
     this.speed.addEventListener("change", () => { player.speed = Number(this.speed.value); });
-    this.badge = this.makeButton("", "To the newest instruction", () => player.seek(player.store.last));
+    this.badge = makeButton("", "To the newest instruction", () => player.seek(player.store.last));
     this.badge.className = "mpi4dl-badge";
     this.title = makeElement("span", { class: "mpi4dl-step-title" });
     this.canvas = makeElement("canvas", { "aria-hidden": "true" });
     this.slider = makeElement("div", {
       class: "mpi4dl-scrubber", tabindex: "0", role: "slider", "aria-label": "Recorded instructions",
-      "aria-valuemin": "0", "data-lm-suppress-shortcuts": "true",
+      "aria-valuemin": "0",
     }, this.canvas);
     this.note = makeElement("span", { class: "mpi4dl-faint" });
     const bar = makeElement("div", { class: "mpi4dl-step-bar" },
@@ -48,19 +49,12 @@ export class StepControls {
     const legend = makeElement("div", { class: "mpi4dl-scrubber-legend" }, ...Object.entries(SIGNS).slice(0, 5).map(
       ([kind, [sign, colour]]) => makeElement("span", { class: "mpi4dl-look" }, makeMark(sign, colour), ` ${kind}`)),
       makeElement("span", { text: "above: forward, below: backward" }), this.note);
-    this.element = makeElement("div", {}, bar, this.slider, legend);
-    this.slider.addEventListener("pointerdown", (event) => this.drag(event));
-    this.slider.addEventListener("pointermove", (event) => event.buttons ? this.drag(event) : this.name(event));
-  }
-
-  makeButton(text, title, act) {
-    const button = makeElement("button", { type: "button", text, title });
-    button.addEventListener("click", act);
-    return button;
+    this.element = makeElement("div", { "data-lm-suppress-shortcuts": "true" }, bar, this.slider, legend);
+    const drag = (event) => this.drag(event);
+    listenToDrag(this.slider, { begin: drag, move: drag, hover: (event) => this.name(event) });
   }
 
   drag(event) {
-    if (event.type === "pointerdown") this.slider.setPointerCapture(event.pointerId);
     const { left, width } = this.slider.getBoundingClientRect(), frames = this.player.store.frames.length;
     if (!frames) return;
     this.player.playing = false;
@@ -82,8 +76,8 @@ export class StepControls {
     const state = [step, title, index, last, playing, waiting, note].join();
     if (state === this.state) return;
     this.state = state;
-    this.backButton.disabled = player.index <= 0;
-    this.stepButton.disabled = this.playButton.disabled = player.ended;
+    this.backButton.setAttribute("aria-disabled", player.index <= 0);
+    for (const button of [this.stepButton, this.playButton]) button.setAttribute("aria-disabled", player.ended);
     this.playButton.textContent = player.playing ? "❚❚ Pause" : "▶ Play";
     this.playButton.setAttribute("aria-pressed", String(player.playing));
     this.badge.textContent = player.waiting ? "the ranks are running" : player.recorded

@@ -1,5 +1,7 @@
 // The keys of a debugged step: those that go through the record, and those with which the ranks go on.
 
+const MOVES = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] };
+
 /** Return the action of each key. `turn(by)` chooses another message; the keys that `model` accepts go to the ranks. */
 export function makeKeyActions(player, model, turn) {
   const jump = (index) => {
@@ -25,4 +27,16 @@ export function makeKeyActions(player, model, turn) {
     };
   }
   return actions;
+}
+
+/** Do what a key stands for: one of the actions or, with Shift, `moveCursor(down, across)`. */
+export function handleStepKey(event, actions, moveCursor) {
+  const { key, shiftKey, target } = event;
+  if (event.ctrlKey || event.metaKey || event.altKey || target.tagName === "SELECT") return;
+  if (key === " " && ["BUTTON", "SUMMARY"].includes(target.tagName)) return;
+  const action = shiftKey && MOVES[key] ? () => moveCursor(...MOVES[key]) : actions[key];
+  if (!action) return;
+  action();
+  event.preventDefault();
+  event.stopPropagation();
 }

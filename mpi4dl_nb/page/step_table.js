@@ -17,7 +17,10 @@ export class StepTable {
     const heads = ["rank", "schedule", "did last", "does next", "memory: values | process"];
     const head = makeElement("tr", {}, ...heads.map((text) => makeElement("th", { scope: "col", text })));
     const body = makeElement("tbody", {}, ...this.rows.map((row) => row.row));
-    const told = { class: "mpi4dl-step-table", tabindex: "0", role: "region", "aria-label": "All ranks" };
+    const told = {
+      class: "mpi4dl-step-table", tabindex: "0", role: "region", "aria-label": "All ranks",
+      "data-lm-suppress-shortcuts": "true",
+    };
     const words = `schedule ${setup.schedule.name}, the upright bar is where a rank is:`;
     const line = makeElement("div", { class: "mpi4dl-lane-legend" }, words, ...legend);
     this.element = makeElement("div", told, line, makeElement("table", {}, makeElement("thead", {}, head), body));

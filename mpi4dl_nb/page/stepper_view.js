@@ -1,6 +1,6 @@
 // A debugged step on the page: all ranks, what moves between them, and a record of every instruction that has run.
 import { fitCanvas } from "./canvas.js";
-import { makeFrameLoop, prefersReducedMotion, Tooltip } from "./elements.js";
+import { makeFrameLoop, prefersReducedMotion, Tooltip, watchTheme } from "./elements.js";
 import { findPixel, locateTile, placePanels, placeRanks } from "./exchange_layout.js";
 import { ExchangePainter } from "./exchange_paint.js";
 import { MessageStrips } from "./message_strips.js";
@@ -9,14 +9,13 @@ import { isInside } from "./rectangles.js";
 import { makeCaption, readLook } from "./step_caption.js";
 import { StepControls } from "./step_controls.js";
 import { FrameStore, getDuration } from "./step_frames.js";
-import { makeKeyActions } from "./step_keys.js";
+import { handleStepKey, makeKeyActions } from "./step_keys.js";
 import { makeStepParts } from "./step_parts.js";
 import { describePixel, movePixel } from "./step_pixels.js";
 import { StepPlayer } from "./step_player.js";
 import { StepTable } from "./step_table.js";
 
 const PAUSE_MS = 260, REST_MS = 1000, STRIPS_PX = 362, FLAT_PX = 320;
-const MOVES = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] };
 
 /** The parts of the view, joined: the frames of `model` go to the player, and what it shows to all parts. */
 class StepperView {
@@ -45,6 +44,7 @@ class StepperView {
     this.stage.addEventListener("click", (event) => this.chooseAt(event));
     this.observer = new ResizeObserver(() => this.resize());
     this.observer.observe(this.stage);
+    this.stopWatching = watchTheme(() => this.resize());
     this.connect();
     this.take();
     if (model.get("meta").number) model.send({ history: true });
@@ -64,6 +64,7 @@ class StepperView {
   close() {
     this.listeners.forEach(([name, act]) => this.model.off(name, act));
     this.observer.disconnect();
+    this.stopWatching();
     this.request.cancel();
     clearTimeout(this.timer);
     clearTimeout(this.resting);
@@ -182,18 +183,8 @@ class StepperView {
   }
 
   handleKey(event) {
-    if (event.ctrlKey || event.metaKey || event.altKey || event.target.tagName === "SELECT") return;
-    if (this.pressKey(event)) {
-      event.preventDefault();
-      event.stopPropagation();
-    }
-  }
-
-  pressKey({ key, shiftKey, target }) {
-    if (key === " " && ["BUTTON", "SUMMARY"].includes(target.tagName)) return false;
-    const action = shiftKey && MOVES[key] ? () => this.moveCursor(...MOVES[key]) : this.actions[key];
-    action?.();
-    return Boolean(action);
+    if (this.table.element.contains(event.target)) return; // its keys scroll it
+    handleStepKey(event, this.actions, (down, across) => this.moveCursor(down, across));
   }
 
   /** Choose the message `by` after the chosen one. */

@@ -1,7 +1,7 @@
 // A training step on all ranks, to zoom into: the view of the widget TimelineView.
 
 import { fitCanvas } from "./canvas.js";
-import { Tooltip, makeElement, makeFrameLoop, prefersReducedMotion, readColours } from "./elements.js";
+import { Tooltip, makeElement, makeFrameLoop, prefersReducedMotion, readColours, watchTheme } from "./elements.js";
 import { Textures } from "./textures.js";
 import { unpackEvents } from "./timeline_data.js";
 import { formatDuration } from "./format.js";
@@ -44,9 +44,7 @@ class TimelinePage {
     for (const [events, observer] of this.observers) model.on(events, observer);
     this.sizes = new ResizeObserver(() => this.resize());
     this.sizes.observe(room);
-    this.themes = new MutationObserver(() => this.recolour());
-    this.themes.observe(document.body, { attributeFilter: ["data-jp-theme-light", "style", "class"] });
-    this.stops = [listenToPointer(canvas, this), this.overview.listen(this)];
+    this.stops = [listenToPointer(canvas, this), this.overview.listen(this), watchTheme(() => this.recolour())];
     this.listenToKeys();
   }
 
@@ -54,7 +52,6 @@ class TimelinePage {
     for (const [events, observer] of this.observers) this.model.off(events, observer);
     for (const stop of this.stops) stop();
     this.sizes.disconnect();
-    this.themes.disconnect();
     this.redraw.cancel();
     this.remark.cancel();
   }
@@ -62,6 +59,7 @@ class TimelinePage {
   /** Read the step anew from the model: other events, words and shares. */
   readStep() {
     const { model, parts } = this, words = model.get("words");
+    this.glide = null; // its spans are of the step before
     this.scene = new TimelineScene(unpackEvents(words, model.get("times"), model.get("codes")), words);
     Object.assign(this.scene, { textures: new Textures(words.looks), strips: new Strips() });
     this.places = new Int32Array(this.scene.events.measured); // from an event's place in the kernel to its index here
@@ -78,6 +76,7 @@ class TimelinePage {
 
   /** Select what the kernel has selected. */
   followModel() {
+    if (this.isTelling) return;
     const { scene, model } = this, place = model.get("selected"), event = place < 0 ? -1 : this.places[place];
     if (event === scene.selected && model.get("rank") === scene.rank) return;
     scene.select(event);
@@ -196,8 +195,10 @@ class TimelinePage {
 
   tellKernel() {
     const { selected, rank, events } = this.scene;
+    this.isTelling = true; // `set` calls observers at once, while only one of the two values is new
     this.model.set("selected", selected < 0 ? -1 : events.place[selected]);
     this.model.set("rank", rank);
+    this.isTelling = false;
     this.model.save_changes();
   }
 
@@ -213,7 +214,7 @@ class TimelinePage {
     scene.search(text);
     const [found, of] = [scene.matchCount, scene.events.measured].map((each) => each.toLocaleString("en"));
     parts.count.textContent = scene.found ? `${found} of ${of} events` : "";
-    for (const stepper of parts.steppers) stepper.disabled = !scene.matchCount;
+    for (const stepper of parts.steppers) stepper.setAttribute("aria-disabled", !scene.matchCount);
     if (this.theme) this.fillLegend();
     this.redraw();
   }

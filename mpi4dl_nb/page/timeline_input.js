@@ -1,6 +1,7 @@
 // Pointer, wheel and keys of a timeline. What they do is done by `page`: move, select, hover and redraw.
 
-const DRAG_PX = 4; // shorter moves are clicks
+import { DRAG_PX, listenToDrag } from "./pointer_drag.js";
+
 const STEP_PX = 80;
 
 /** What each key does, for the list of keys below a timeline. */
@@ -66,15 +67,12 @@ export function listenToPointer(canvas, page) {
     event.preventDefault();
     page.leave(); // what is under the pointer changes with each frame; the next move describes it
   }, { passive: false, ...options });
-  canvas.addEventListener("pointerdown", (event) => {
-    if (event.button) return;
+  const begin = (event) => {
     const [x, y] = locate(event);
     drag = { x, y, startX: x, startY: y, moved: false };
-    canvas.setPointerCapture(event.pointerId);
-  }, options);
-  canvas.addEventListener("pointermove", (event) => {
+  };
+  const move = (event) => {
     const [x, y] = locate(event);
-    if (!drag) return page.hover(x, y);
     drag.moved ||= Math.hypot(x - drag.startX, y - drag.startY) >= DRAG_PX;
     if (drag.moved) {
       canvas.style.cursor = "grabbing";
@@ -83,14 +81,14 @@ export function listenToPointer(canvas, page) {
       page.leave();
       Object.assign(drag, { x, y });
     }
-  }, options);
-  canvas.addEventListener("pointerup", (event) => {
-    const [x, y] = locate(event), clicked = drag && !drag.moved;
+  };
+  const end = (event) => {
+    const clicked = event.type === "pointerup" && !drag.moved;
     drag = null;
     canvas.style.cursor = "";
-    if (clicked) page.press(x, y);
-  }, options);
-  canvas.addEventListener("pointercancel", () => { drag = null; }, options);
+    if (clicked) page.press(...locate(event));
+  };
+  listenToDrag(canvas, { begin, move, end, hover: (event) => page.hover(...locate(event)) }, options);
   canvas.addEventListener("pointerleave", () => drag || page.leave(), options);
   canvas.addEventListener("dblclick", () => page.show(page.scene.focusSelected(), true), options);
   return () => stop.abort();

@@ -1,6 +1,7 @@
 // The whole step in a low strip above a timeline, with a window over the part that is shown.
 
 import { clamp } from "./numbers.js";
+import { listenToDrag } from "./pointer_drag.js";
 import { limitSpan, mergeBars, panSpan, zoomSpan } from "./timeline_span.js";
 
 const EDGE_PX = 6;
@@ -86,29 +87,26 @@ export class TimelineOverview {
 
   /** Let the pointer drag the window: page.show(span) shows another part. Return a function that stops. */
   listen(page) {
-    const { canvas } = this, stop = new AbortController(), options = { signal: stop.signal };
+    const { canvas } = this, stop = new AbortController();
     const cursors = { start: "ew-resize", end: "ew-resize", both: "grab", jump: "pointer" };
     let drag = null;
     const locate = (event) => event.clientX - canvas.getBoundingClientRect().left;
     const find = (x) => findHandle(x, page.scene.span, page.scene.seconds, page.scene.layout.plot);
-    canvas.addEventListener("pointerdown", (event) => {
+    const begin = (event) => {
       const { scene } = page, x = locate(event), handle = find(x);
       if (handle === "jump") {
         const time = (x / scene.layout.plot) * scene.seconds, half = (scene.span.end - scene.span.start) / 2;
         page.show(limitSpan({ start: time - half, end: time + half }, scene.seconds));
       }
       drag = { x, handle: handle === "jump" ? "both" : handle, span: null };
-      canvas.setPointerCapture(event.pointerId);
-    }, options);
-    canvas.addEventListener("pointermove", (event) => {
-      const { scene } = page, x = locate(event);
-      if (!drag) canvas.style.cursor = cursors[find(x)];
-      else {
-        drag.span ??= scene.span;
-        page.show(dragWindow(drag.span, drag.handle, drag.x, x, scene.seconds, scene.layout.plot));
-      }
-    }, options);
-    for (const end of ["pointerup", "pointercancel"]) canvas.addEventListener(end, () => { drag = null; }, options);
+    };
+    const move = (event) => {
+      const { scene } = page;
+      drag.span ??= scene.span;
+      page.show(dragWindow(drag.span, drag.handle, drag.x, locate(event), scene.seconds, scene.layout.plot));
+    };
+    const hover = (event) => { canvas.style.cursor = cursors[find(locate(event))]; };
+    listenToDrag(canvas, { begin, move, hover }, { signal: stop.signal });
     return () => stop.abort();
   }
 }

@@ -1,17 +1,13 @@
 // The elements of a timeline beside its canvas: title, shares of the time, search, buttons, legend and list of keys.
 
-import { makeElement } from "./elements.js";
+import { keepFocus, makeButton, makeElement } from "./elements.js";
 import { formatShare } from "./format.js";
 import { makeSwatch } from "./textures.js";
 import { TIMELINE_KEYS } from "./timeline_input.js";
 
 /** Return the elements of a timeline; `actions` are its buttons' functions: zoomOut, zoomIn, showAll, goBack, goOn. */
 export function makeTimelineParts(actions) {
-  const button = (text, label, act) => {
-    const made = makeElement("button", { type: "button", text, "aria-label": label, title: label });
-    made.addEventListener("click", act);
-    return made;
-  };
+  const button = (text, label, act) => makeButton(text, label, act, { "aria-label": label });
   const parts = {
     title: makeElement("div", { class: "mpi4dl-timeline-title" }),
     shares: makeElement("div", { class: "mpi4dl-shares" }),
@@ -79,10 +75,10 @@ export function fillLegend(legend, scene, { paper, ink }, press) {
   const entries = [...used].sort((a, b) => a - b).map((look) => {
     const { name } = words.looks[look], swatch = makeElement("span", { class: "mpi4dl-swatch" });
     swatch.style.background = makeSwatch(words.looks[look], paper, ink);
-    const entry = makeElement("button", { type: "button", "aria-pressed": String(scene.query === name) }, swatch, name);
-    entry.addEventListener("click", () => press(name));
+    const entry = makeButton(name, undefined, () => press(name), { "aria-pressed": String(scene.query === name) });
+    entry.prepend(swatch);
     return entry;
   });
   const thin = words.counts.length > 1 ? [makeElement("span", { text: "thin bars: predicted" })] : [];
-  legend.replaceChildren(...entries, ...thin);
+  keepFocus(legend, () => legend.replaceChildren(...entries, ...thin));
 }

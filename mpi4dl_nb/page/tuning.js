@@ -1,14 +1,14 @@
 // Plans in a chart of time against memory, to choose one of and to measure it: the view of the widget TuningView.
 
-import { Tooltip, makeElement, makeSvg } from "./elements.js";
+import { Tooltip, makeButton, makeElement, makeSvg } from "./elements.js";
 import { formatBytes, formatDuration } from "./format.js";
 import { clamp } from "./numbers.js";
 import {
-  drawPointShape, findNearestPoint, findNextPoint, layOutPoints, makeAxisTicks, shortenZeros, traceFront,
+  drawPointShape, findNearestPoint, findNextPoint, layOutPoints, makeAxisTicks, makeByteTicks, shortenZeros,
+  traceFront,
 } from "./tuning_layout.js";
 
 const REACH_PX = 16;
-const MB = 2 ** 20;
 const KEYS_HINT = "← → go to the next plan by memory, ↑ ↓ by time, Home and End to the first and last; m measures.";
 const CHOSEN = "the chosen plan", UNFIT = "a plan that does not fit";
 
@@ -30,8 +30,7 @@ class TuningPage {
     this.name = makeElement("h3", {});
     this.facts = makeElement("dl", {});
     this.status = makeElement("div", { class: "mpi4dl-hidden", role: "status", "aria-live": "polite" });
-    this.measure = makeElement("button", { type: "button", text: "Measure this plan" });
-    this.measure.addEventListener("click", () => this.askToMeasure());
+    this.measure = makeButton("Measure this plan", undefined, () => this.askToMeasure());
     this.legend = makeElement("div", { class: "mpi4dl-tuning-legend" });
     this.side = makeElement("section", { class: "mpi4dl-tuning-side", "aria-label": CHOSEN },
       this.name, this.facts, this.measure);
@@ -83,10 +82,10 @@ class TuningPage {
   drawAxes({ rank_bytes: limit }) {
     const { inner, across, down, place } = this.layout, bottom = inner.top + inner.height, parts = [];
     const text = (words, x, y, anchor, more = {}) => makeSvg("text", { x, y, "text-anchor": anchor, ...more }, words);
-    for (const bytes of makeAxisTicks(across, MB, inner.width / 90)) {
+    for (const [bytes, label] of makeByteTicks(across, inner.width / 90)) {
       const [x] = place(down.low, bytes);
       parts.push(makeSvg("path", { class: "mpi4dl-tuning-grid", d: `M${x} ${inner.top}V${bottom}` }),
-        text(shortenZeros(formatBytes(bytes)), x, bottom + 17, "middle"));
+        text(label, x, bottom + 17, "middle"));
     }
     for (const seconds of makeAxisTicks(down, 1e-3, inner.height / 44)) {
       const [, y] = place(seconds, across.low);
@@ -177,7 +176,7 @@ class TuningPage {
     this.side.setAttribute("aria-label", point.number ? CHOSEN : UNFIT);
     this.facts.replaceChildren(...point.facts.map(([name, text]) =>
       makeElement("div", {}, makeElement("dt", { text: name }), makeElement("dd", { text }))));
-    this.measure.disabled = !point.number || this.model.get("busy");
+    this.measure.setAttribute("aria-disabled", !point.number || this.model.get("busy"));
     const text = this.tell(point).join(". ");
     if (this.status.textContent !== text) this.status.textContent = text;
   }

@@ -1,5 +1,6 @@
 // Where plans lie in a chart of time against memory, and which is next to which; pure numbers.
 
+import { chooseByteUnit } from "./format.js";
 import { clamp } from "./numbers.js";
 
 /** Return the part of an axis that shows all `values`: [least, most], by factors if they differ much. */
@@ -30,6 +31,12 @@ export function makeAxisTicks({ low, high, byFactors }, unit, most) {
       ticks.push(number * step * unit);
   }
   return ticks.filter((tick) => tick >= low && tick <= high);
+}
+
+/** Return [bytes, text] of about `most` round values of an axis of bytes, all in one unit: a GB is no 1000 MB. */
+export function makeByteTicks(axis, most) {
+  const [name, unit] = chooseByteUnit(axis.high);
+  return makeAxisTicks(axis, unit, most).map((bytes) => [bytes, `${Number((bytes / unit).toPrecision(3))} ${name}`]);
 }
 
 /** Return the layout of a chart of points on `width` x `height` px: both axes, and each point's places in px. */

@@ -18,6 +18,7 @@ from IPython.display import HTML, DisplayHandle, display
 
 from engines.errors import Mpi4dlError
 from mpi4dl_nb.draw.figure import Drawing
+from mpi4dl_nb.widgets.page_modules import read_style
 
 
 def read_code(file: str) -> str:
@@ -123,7 +124,7 @@ class FigureView(anywidget.AnyWidget):
     """A widget that shows one figure at a time, drawn by the kernel, with its alt text. `tip` says what it is."""
 
     _esm = read_code("figure_view.js")
-    _css = read_code("figure_view.css")
+    _css = read_style("figure_view.css")
     png = traitlets.Bytes(b"").tag(sync=True)
     alt = traitlets.Unicode("").tag(sync=True)
     tip = traitlets.Unicode("").tag(sync=True)
@@ -139,7 +140,7 @@ class FigureView(anywidget.AnyWidget):
             self.png, self.alt = figure.to_png(), figure.alt
 
 
-STILL = "mpi4dl-still"  # class name, also in the style sheets of the views
+STILL = "mpi4dl-still"  # class name, also in page.css
 
 
 class StillFigure:
@@ -170,7 +171,7 @@ class StillFigure:
         return f'<div class="{STILL}">{figure}</div>'
 
     def _ipython_display_(self) -> None:
-        """Display two outputs: a widget, and a static figure that figure_view.css hides where the widget is live.
+        """Display two outputs: a widget, and a static figure that page.css hides where the widget is live.
 
         A file contains both. From a single output nbconvert would keep the widget only, which is not live there.
         A closed widget displays its figure only.

@@ -35,5 +35,5 @@ def join_modules(entry: str) -> str:
 
 
 def read_style(*files: str) -> str:
-    """Return the style sheet of all widgets that the page draws, followed by `files`."""
+    """Return the style sheet of all widgets, followed by `files`."""
     return "\n".join(FOLDER.joinpath(file).read_text() for file in ("page.css", *files))

@@ -154,4 +154,5 @@ class PlanView(anywidget.AnyWidget):
                 self._on_set(texts)
             except Mpi4dlError as error:
                 self.errors = {"": str(error)}
-            self.serial = content.get("serial", 0)  # the page waits for it before it takes over values again
+            finally:  # also after an interrupt: until the page has this number, all its controls wait
+                self.serial = content.get("serial", 0)

@@ -167,6 +167,10 @@ class Slicer(PageWidget):
             return ()
         return (self._layers.describe_fusion(point.stage, self.view.tile if tile is None else tile, self._together),)
 
+    def _list_remarks(self, point: HaloPoint) -> list[tuple[str, ...]]:
+        """Return the remarks on each tile of a layer: they are the same for all layers of its stage."""
+        return [self._describe_fusion(point, tile) for tile in range(point.ranks.grid.tiles)]
+
     def _handle_fusion(self, _change: Any) -> None:
         with self.show_errors():
             self._compile()
@@ -184,13 +188,14 @@ class Slicer(PageWidget):
         picture = self.rasters.picture
         tables = build_layer_tables(picture, self._layers, self.points)
         rows, cols = picture.shape()
+        of_stage = {point.stage: point for point in self.points}
         facts: dict[str, Any] = {
             "layers": tables.facts,
             "net": describe_net(self._layers.graph, self._plan, self.points) if self._layers else [],
             "words": tables.numbers.size,
             "colours": TILE_COLOURS,
             "help": HELP,
-            "remarks": [self._describe_fusion(self.point, tile) for tile in range(self.point.ranks.grid.tiles)],
+            "remarks": {str(stage): self._list_remarks(point) for stage, point in of_stage.items()},
             "picture": {
                 "name": picture.name,
                 "rows": rows,

@@ -28,13 +28,14 @@ PICTURES = """outputs => [...document.querySelectorAll(outputs)].flatMap(
 
 # Every text with its colour, and the colours behind it, from the nearest.
 TEXTS = """outputs => {
+    const left_out = 'script, style, :disabled, [aria-disabled="true"]';
     const shown = node => node.textContent.trim() && node.parentElement.checkVisibility({visibilityProperty: true});
     const found = [];
     for (const output of document.querySelectorAll(outputs)) {
         const walker = document.createTreeWalker(output, NodeFilter.SHOW_TEXT);
         while (walker.nextNode()) {
             const node = walker.currentNode, owner = node.parentElement;
-            if (!shown(node) || owner.closest('script, style, :disabled')) continue;
+            if (!shown(node) || owner.closest(left_out)) continue;
             const style = getComputedStyle(owner), behind = [];
             for (let each = owner; each; each = each.parentElement) behind.push(getComputedStyle(each).backgroundColor);
             found.push([node.textContent.trim().slice(0, 60), style.color, behind, parseFloat(style.fontSize),

@@ -90,6 +90,13 @@ class PageHarness:
         for _ in range(frames):
             self.page.evaluate("() => new Promise((done) => requestAnimationFrame(() => done()))")
 
+    def turn_dark(self) -> None:
+        """Change the colours of the page as a dark theme of JupyterLab does."""
+        colours = {"ui-font-color1": "#e8e8e8", "layout-color0": "#111318", "layout-color2": "#2b2d31"}
+        style = "; ".join(f"--jp-{name}: {colour}" for name, colour in colours.items())
+        self.page.evaluate("(style) => { document.body.style.cssText = style; }", style)
+        self.settle(4)
+
     def close(self) -> None:
         """Close the page. Its console must have told no error."""
         self.widget.unobserve(self._tell, self._names)

@@ -3,12 +3,12 @@ import test from "node:test";
 
 import { fillFront } from "../../mpi4dl_nb/page/plan_drawing.js";
 import { describeBlock, findBlockAt, moveBlockFocus } from "../../mpi4dl_nb/page/plan_focus.js";
-import { getTexture } from "../../mpi4dl_nb/page/plan_paint.js";
+import { fillTexture, getTexture } from "../../mpi4dl_nb/page/plan_paint.js";
 import { buildPlanScene, fitPlanScene, placeBlock, readBlocks } from "../../mpi4dl_nb/page/plan_scene.js";
 
 const STAGES = [
-  { name: "stage 0", words: "2 x 3 tiles of 32 x 32 px", rows: 2, cols: 3, spatial: true, shared: false },
-  { name: "stage 1", words: "2 ranks share the images", rows: 1, cols: 2, spatial: false, shared: true },
+  { name: "stage 0", words: "2 x 3 tiles of 32 x 32 px", cols: 3, spatial: true, shared: false },
+  { name: "stage 1", words: "2 ranks share the images", cols: 2, spatial: false, shared: true },
 ];
 const SIZE = [64, 96];
 const tiles = [0, 1, 2, 3, 4, 5].map((tile) => {
@@ -59,10 +59,33 @@ test("very many flows are one line", () => {
   const place = { top: 0, left: 0, bottom: 9, right: 9 };
   const many = Array.from({ length: 100 }, (_, tile) => ({ stage: 0, tile, rank: tile, ...place }));
   const last = { stage: 1, tile: 0, rank: 100, ...place };
-  const stages = [{ rows: 10, cols: 10, spatial: true }, { rows: 1, cols: 1 }];
+  const stages = [{ cols: 10, spatial: true }, { cols: 1 }];
   const { flows } = buildPlanScene(stages, [...many, last], [100, 100]);
   assert.deepEqual(flows.map((pairs) => pairs.length), [1, 1]);
   assert.deepEqual(SCENE.flows.map((pairs) => pairs.length), [6, 12]);
+});
+
+test("the most blocks that are drawn are laid out and fitted", () => {
+  const stages = [{ cols: 128, spatial: true }, { cols: 64, spatial: true }], counts = [96 * 128, 64 * 64];
+  const blocks = counts.flatMap((count, stage) => Array.from({ length: count }, (_, tile) => {
+    const [top, left] = [Math.floor(tile / stages[stage].cols), tile % stages[stage].cols];
+    return { stage, tile, rank: tile, top, left, bottom: top + 1, right: left + 1 };
+  }));
+  assert.equal(blocks.length, 16384);
+  const scene = buildPlanScene(stages, blocks, [128, 128]);
+  assert.deepEqual(scene.flows.map((pairs) => pairs.length), [1, 1]);
+  assert.ok(fitPlanScene(scene, [700, 500], [10, 20, 30, 40]).scale > 1);
+});
+
+test("the texture of a level is drawn once for all blocks", () => {
+  let drawn = 0;
+  const pen = new Proxy({}, { get: () => () => {}, set: () => true });
+  globalThis.OffscreenCanvas = class { getContext() { drawn += 1; return pen; } };
+  const context = { createPattern: (cell) => cell, fill: () => {} };
+  const fills = [1, 1, 2, 1].map((level) => { fillTexture(context, level); return context.fillStyle; });
+  delete globalThis.OffscreenCanvas;
+  assert.equal(drawn, 2);
+  assert.ok(fills[0] === fills[3] && fills[0] !== fills[2]);
 });
 
 test("arrow keys go to the next tile, then to the next stage", () => {

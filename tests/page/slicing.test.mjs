@@ -4,6 +4,7 @@ import test from "node:test";
 import { chooseScaleBar, formatBytes, formatExtent } from "../../mpi4dl_nb/page/format.js";
 import { chooseTileColour, widenPiece } from "../../mpi4dl_nb/page/halo_shapes.js";
 import { LayerTable } from "../../mpi4dl_nb/page/layer_table.js";
+import { describePlace, listTileLines } from "../../mpi4dl_nb/page/slicer_words.js";
 import { TILE_PX, TileCache, chooseLevel, getTileRectangle, listTiles } from "../../mpi4dl_nb/page/pyramid.js";
 
 test("bytes are written as the kernel writes them", () => {
@@ -79,9 +80,9 @@ test("a tile that cannot be read is asked for again only on request", () => {
   assert.deepEqual(asked.slice(2), [[0, 0, 0]]);
 });
 
-test("a layer knows owners, borrowers, widths and fields", () => {
-  // Two tiles beside each other on 2 x 4 pixels, each borrowing a column; outputs see one pixel around them.
-  const facts = { at: 1, ranks: [3, 4], pieces: 2, out_rows: 2, out_columns: 4, rows: 2, columns: 4 };
+/** Two tiles beside each other on 2 x 4 pixels, each borrowing a column; outputs see one pixel around them. */
+function makeTable(more = {}) {
+  const facts = { at: 1, ranks: [3, 4], pieces: 2, out_rows: 2, out_columns: 4, rows: 2, columns: 4, ...more };
   const numbers = Int32Array.from([
     99,
     0, 0, 2, 2, 0, 2, 2, 4,
@@ -91,10 +92,34 @@ test("a layer knows owners, borrowers, widths and fields", () => {
     0, 3, 1, 4,
     0, 2, 0, 3, 1, 4, 2, 4,
   ]);
-  const table = new LayerTable(facts, numbers);
+  return new LayerTable(facts, numbers);
+}
+
+test("a layer knows owners, borrowers, widths and fields", () => {
+  const table = makeTable();
   assert.deepEqual([table.findOwner(1, 1), table.findOwner(0, 2), table.findOwner(2, 0)], [0, 1, -1]);
   assert.deepEqual([table.findBorrowers(0, 2), table.findBorrowers(0, 1), table.findBorrowers(0, 0)], [[0], [1], []]);
   assert.deepEqual([...table.getWindow(1)], [0, 1, 2, 4]);
   assert.deepEqual(table.getField(1, 3), [1, 2, 4, 4]);
   assert.deepEqual([...table.getSeen(1)], [0, 2, 4, 8]);
+});
+
+test("a place is told with its owner, its borrowers and what its output depends on", () => {
+  const place = { at: [1, 2], values: [7, 8, 9], pixel: [0, 2], out: [1, 3] };
+  const table = makeTable({ operator: "conv2d", pixel_bytes: 12 });
+  assert.deepEqual(describePlace({ microns: 0.5 }, table, place), [
+    "picture: row 1, column 2 (0.5 µm, 1 µm)", "red, green, blue: 7, 8, 9", "layer: row 0, column 2",
+    "owner: tile 1, rank 4", "borrowed by rank 3: 12 bytes", "the output here depends on 3 × 2 px (1.5 µm × 1 µm)",
+  ]);
+  const alone = describePlace({ microns: null }, table, { ...place, values: null, pixel: [0, 0] });
+  assert.deepEqual(alone.slice(0, 4), [
+    "picture: row 1, column 2", "layer: row 0, column 0", "owner: tile 0, rank 3", "no tile borrows it"]);
+  const computed = makeTable({ operator: "conv2d", computed: true });
+  assert.equal(describePlace({}, computed, place)[4], "computed again by rank 3");
+});
+
+test("remarks on a tile are those of the stage of its layer", () => {
+  const remarks = { 0: [["first stage"], []], 1: [["second stage"], []] };
+  const lines = [0, 1].map((stage) => listTileLines(makeTable({ stage, words: [["owns"], []] }), 0, "layer", remarks));
+  assert.deepEqual(lines, [["owns", "first stage"], ["owns", "second stage"]]);
 });

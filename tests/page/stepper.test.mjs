@@ -12,6 +12,7 @@ import { readFloats, readIntegers } from "../../mpi4dl_nb/page/numbers.js";
 import { isInside } from "../../mpi4dl_nb/page/rectangles.js";
 import { findFrame, getFrameWidth } from "../../mpi4dl_nb/page/step_controls.js";
 import { FrameStore, formatNumber, readValues, summariseFrame } from "../../mpi4dl_nb/page/step_frames.js";
+import { handleStepKey } from "../../mpi4dl_nb/page/step_keys.js";
 import { describePixel, movePixel } from "../../mpi4dl_nb/page/step_pixels.js";
 import { StepPlayer } from "../../mpi4dl_nb/page/step_player.js";
 
@@ -251,6 +252,20 @@ test("a frame from a cell does not take the reader away from an older one", () =
   assert.equal(player.index, 3);
   player.takeHistory([makeFrame(2), makeFrame(1)], [BYTES, BYTES]);
   assert.equal(player.store.frames[player.index].meta.number, 3);
+});
+
+test("a key is an action, with Shift a move of the pixel, or left to the browser", () => {
+  const done = [], actions = { n: () => done.push("n"), " ": () => done.push("space"), ArrowUp: () => done.push("up") };
+  const press = (key, more = {}, tagName = "DIV") => {
+    let taken = false;
+    const event = { key, target: { tagName }, preventDefault: () => { taken = true; }, stopPropagation: () => {}, ...more };
+    handleStepKey(event, actions, (...way) => done.push(way));
+    return taken;
+  };
+  assert.ok(press("n") && press(" ") && press("ArrowUp", { shiftKey: true }));
+  assert.deepEqual(done.splice(0), ["n", "space", [-1, 0]]);
+  const left = [press("x"), press("n", { ctrlKey: true }), press(" ", {}, "BUTTON"), press("n", {}, "SELECT")];
+  assert.deepEqual([left, done], [[false, false, false, false], []]);
 });
 
 test("of a strip the asked cells are shown, an upright one is turned", () => {

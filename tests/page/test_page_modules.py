@@ -10,13 +10,22 @@ from pathlib import Path
 import pytest
 from playwright._impl._driver import compute_driver_executable
 
-from mpi4dl_nb.widgets.page_modules import FOLDER, join_modules
+from mpi4dl_nb.widgets.page_modules import FOLDER, join_modules, read_style
 
 NODE = compute_driver_executable()[0]  # the one that drives Chromium in the tests: installed with them
 MODULES = sorted(each.name for each in FOLDER.glob("*.js"))
 TESTS = sorted(Path(__file__).parent.glob("*.test.mjs"))
 EXPORTS = re.compile(r"^export (?:async )?(?:function\*?|class|const|let) (\w+)", re.MULTILINE)
 NAMES = re.compile(r"^(?:export )?(?:async )?(?:function\*?|class|const|let) (\w+)", re.MULTILINE)
+
+
+PAGES = {
+    "plan.css": "plan_view.js",
+    "slicer.css": "slicer.js",
+    "stepper.css": "stepper_view.js",
+    "timeline.css": "timeline.js",
+    "tuning.css": "tuning.js",
+}
 
 
 def run_node(*arguments: str, given: str = "") -> None:
@@ -55,3 +64,38 @@ def test_modules_load_nothing_from_elsewhere():
     for module in MODULES:
         text = (FOLDER / module).read_text()
         assert not re.search(r"https?://(?!www\.w3\.org)|\bimport\(|\bfetch\(", text), module
+
+
+def list_first_classes(sheet: str) -> set[str]:
+    """Return the first class of each selector of a style sheet."""
+    text = re.sub(r"/\*.*?\*/", "", FOLDER.joinpath(sheet).read_text(), flags=re.DOTALL)
+    selectors = ",".join(re.findall(r"([^{}]+)\{", text)).split(",")
+    return {found[1] for each in selectors if (found := re.search(r"\.(mpi4dl-[\w-]+)", each))}
+
+
+@pytest.mark.parametrize("sheet", PAGES)
+def test_a_sheet_changes_no_other_page(sheet):
+    """The sheets of all widgets are on one page, so that a selector begins with a class that no other widget has."""
+    own = list_first_classes(sheet)
+    assert len(own) > 1
+    for other, entry in PAGES.items():
+        if other != sheet:
+            assert own & list_first_classes(other) == set(), other
+            assert own & set(re.findall(r"mpi4dl-[\w-]+", join_modules(entry))) == set(), entry
+
+
+def test_the_common_sheet_yields_to_those_of_widgets():
+    """It is at the head of each sheet, so that it is repeated after those of other widgets."""
+    assert not re.search(r"^\.mpi4dl-page [^{]", read_style(), re.MULTILINE)
+
+
+def test_a_still_figure_is_hidden_only_where_a_widget_is_live(chromium):
+    shown = ['<div class="mpi4dl-page"></div>', '<img class="mpi4dl-figure">', "Error displaying widget"]
+    still = '<div class="mpi4dl-still">a figure</div>'
+    areas = ("jp-OutputArea", "cell_container")
+    cells = [f'<div class="{area}">{each}{still}</div>' for area in areas for each in shown]
+    page = chromium.new_page()
+    page.set_content(f"<style>{read_style()}</style>{''.join(cells)}{still}")
+    seen = [each.is_visible() for each in page.locator(".mpi4dl-still").all()]
+    page.close()
+    assert seen == [False, False, True] * 2 + [False]

@@ -100,11 +100,14 @@ def test_all_six_controls_are_in_view_without_scrolling(bench):
 
 def test_an_error_is_said_in_its_place_and_nothing_moves(bench):
     before = measure_places(bench.page)
+    start = bench.page.get_by_role("button", name="Start 5 ranks")
+    start.focus()
     bench.configurator.knobs["split_size"].value = 40
     bench.until(lambda: "the model has only" in bench.read("alert"))
     assert measure_places(bench.page) == before
     assert bench.page.get_by_label("Stages", exact=True).get_attribute("aria-invalid") == "true"
-    assert bench.page.get_by_role("button", name="Start 5 ranks").is_disabled()
+    assert start.is_disabled()
+    assert start.evaluate("(button) => button === document.activeElement")
     assert "cannot be started" in bench.read("reason")
     bench.page.get_by_label("Stages, exact", exact=True).fill("2")
     bench.page.keyboard.press("Enter")
@@ -172,6 +175,13 @@ def test_the_grid_of_tiles_is_two_sliders(bench):
     bench.wait()
     assert bench.configurator.plan.slice_method == "2x3"
     assert bench.page.locator(".mpi4dl-plan-of-grid output").inner_text() == "2 x 3"
+
+
+def test_the_picture_follows_the_theme(bench):
+    pixels = f"() => document.querySelector('{CANVAS}').toDataURL()"
+    light = bench.page.evaluate(pixels)
+    bench.harness.turn_dark()
+    assert bench.page.evaluate(pixels) != light
 
 
 @pytest.mark.parametrize("width", [760, 900, 1280, 1920])

@@ -6,6 +6,7 @@ import re
 
 import pytest
 from playwright.sync_api import expect
+from torch import nn
 
 from engines.errors import ImageError
 from engines.images.sample_data import immunohistochemistry
@@ -13,6 +14,7 @@ from engines.models import resnet20_v1
 from engines.plan import Plan
 from mpi4dl_nb import Slicer
 from mpi4dl_nb.widgets import slicer as module
+from mpi4dl_nb.widgets.page_modules import read_style
 from tests.page.harness import PageHarness
 
 TISSUE = immunohistochemistry()
@@ -61,6 +63,26 @@ def test_a_pixel_is_explained_without_the_kernel(page, slicer):
     assert page.evaluate("() => window.asked ?? null") is None
 
 
+def test_the_sheets_of_other_widgets_change_nothing(page):
+    press(page, "t")
+    stage, offset = page.locator(".mpi4dl-stage"), "getComputedStyle(document.activeElement).outlineOffset"
+    before = stage.bounding_box()
+    page.add_style_tag(content=read_style("stepper.css", "timeline.css"))
+    assert stage.bounding_box() == before
+    assert page.evaluate(offset) == "-3px"
+
+
+def test_beside_the_picture_no_pixel_is_framed(page):
+    canvas = page.locator("canvas")
+    box = canvas.bounding_box()
+    page.mouse.move(box["x"] + 40, box["y"] + box["height"] / 2)
+    page.wait_for_timeout(500)  # until all tissue has come
+    beside = canvas.screenshot()
+    page.mouse.move(0, 0)
+    page.wait_for_timeout(100)
+    assert canvas.screenshot() == beside
+
+
 def test_the_strip_scrubs_through_the_net(page, slicer):
     strip = page.get_by_role("slider", name="layer")
     strip.focus()
@@ -91,6 +113,11 @@ def test_a_click_chooses_a_tile_and_keys_do(page, slicer):
     press(page, "t", "t", "T", "t")
     page.wait_for_timeout(150)
     assert slicer.tile.value == 3
+    point_at(page, 0.25, 0.75)
+    page.mouse.down(button="right")
+    page.mouse.up(button="right")
+    page.wait_for_timeout(150)
+    assert slicer.tile.value == 3, "the right button opens a menu, and chooses nothing"
     assert "from rank 2: 256 × 1 px, 3.0 KB" in page.locator(".mpi4dl-legend").inner_text()
 
 
@@ -139,6 +166,21 @@ def test_both_readings_and_receptive_fields(page, slicer):
     assert int(seen_by_tile) == int(seen[1]) // 2
 
 
+def test_remarks_are_those_of_the_stage_that_the_layer_is_in(chromium):
+    plan = Plan(split_size=2, spatial_size=2, num_spatial_parts=(4, 2), slice_method=("square", "vertical"))
+    layers = [nn.Conv2d(3, 3, 3, padding=1) for _ in range(4)]
+    net = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 2))
+    slicer = Slicer(TISSUE[:96, :120], plan, net)
+    slicer.fused_halos.value = True
+    harness = PageHarness(chromium, slicer.view)
+    shown = slicer.view.facts["layers"]
+    for slicer.layer.value, layer in enumerate(shown):
+        harness.settle()
+        (remark,) = slicer.view.facts["remarks"][str(layer["stage"])][slicer.tile.value]
+        expect(harness.page.locator(".mpi4dl-words")).to_contain_text(remark)
+    harness.close()
+
+
 def test_what_cannot_be_read_is_told_and_read_again_on_request(chromium, slicer, monkeypatch):
     encode, broken = module.encode_tile, [True]
 
@@ -154,12 +196,33 @@ def test_what_cannot_be_read_is_told_and_read_again_on_request(chromium, slicer,
     press(harness.page, "h", *["+"] * 2)
     alert = harness.page.get_by_role("alert")
     expect(alert).to_contain_text("Parts of the picture stay coarse: the disk is gone")
+    refilled = harness.page.evaluate(
+        """async () => {
+            const alert = document.querySelector("[role=alert]"), seen = [];
+            new MutationObserver((records) => seen.push(...records)).observe(alert, { childList: true });
+            for (const trouble of ["the disk is gone", "it is back", "it is back"])
+                window.kernelSent({ tiles: [[0, 0, 0]], trouble }, [""]);
+            await new Promise((done) => requestAnimationFrame(done));
+            return seen.length;
+        }"""
+    )
+    assert refilled == 1, "a screen reader is told each reason once"
     broken[0] = False
     alert.get_by_role("button", name="read again").click()
     expect(alert).to_be_empty()
     harness.settle(4)
     point_at(harness.page, 0.5, 0.5)
     expect(harness.page.locator(".mpi4dl-tooltip")).to_contain_text("red, green, blue")
+    harness.close()
+
+
+def test_the_picture_follows_the_theme(chromium, slicer):
+    harness = PageHarness(chromium, slicer.view)
+    harness.settle(4)
+    corner = "() => [...document.querySelector('canvas').getContext('2d').getImageData(1, 1, 1, 1).data]"
+    harness.page.wait_for_timeout(500)  # until all tissue has come, and nothing else paints
+    harness.turn_dark()
+    assert harness.page.evaluate(corner) == [0x2B, 0x2D, 0x31, 255]
     harness.close()
 
 

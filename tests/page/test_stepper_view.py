@@ -71,8 +71,11 @@ def test_keys_go_to_the_ranks_and_back_shows_what_was_recorded(stepper: Stepper,
         places.append(stepper.stepping.event.places)
     assert places[0] < places[1] < places[2] < places[3]
     assert page.page.evaluate(SHOWN) == "newest"
+    badge = page.page.locator(".mpi4dl-badge")
+    wide = badge.bounding_box()["width"]
     press(page, "ArrowLeft")
     assert page.page.evaluate(SHOWN) == "recorded: 3 of 4"
+    assert badge.bounding_box()["width"] == wide, "the title beside it stays in place"
     press(page, "Home")
     assert page.page.evaluate(SHOWN) == "recorded: 1 of 4"
     assert "nothing is done" in page.page.locator(".mpi4dl-step-title").inner_text()
@@ -83,6 +86,49 @@ def test_keys_go_to_the_ranks_and_back_shows_what_was_recorded(stepper: Stepper,
     press(page, "ArrowRight")
     assert stepper.stepping.event.places > places[3]
     assert page.page.evaluate(SHOWN) == "newest"
+
+
+def test_keys_in_the_table_of_ranks_scroll_it(page: PageHarness):
+    for key in ("n", "n", "ArrowLeft"):
+        press(page, key)
+    table = page.page.get_by_role("region", name="All ranks")
+    assert table.get_attribute("data-lm-suppress-shortcuts") == "true"
+    table.focus()
+    for key in ("Home", "End", "PageUp", "ArrowDown"):
+        page.page.keyboard.press(key)
+        assert page.page.evaluate(SHOWN) == "recorded: 2 of 3"
+
+
+def test_the_focus_stays_where_it_is_used(stepper: Stepper, page: PageHarness):
+    go_to(stepper, "halo", "forward")
+    page.settle(3)
+    page.page.get_by_role("button", name="Next message").focus()
+    page.page.keyboard.press("Enter")
+    page.settle()
+    assert "message 2 of 12" in page.page.locator(".mpi4dl-strips").inner_text()
+    assert page.page.evaluate("() => document.activeElement.title") == "Next message (])"
+    page.page.keyboard.press("n")  # the next frame may have no message
+    page.page.wait_for_function(f"!{SHOWN}.includes('running')")
+    page.settle(3)
+    assert page.page.evaluate("() => Boolean(document.activeElement.closest('.mpi4dl-strips'))")
+    wait_for_record(page, stepper)
+    back = page.page.get_by_role("button", name="Back")
+    back.focus()
+    page.page.keyboard.press("Home")
+    page.settle(3)
+    first = page.page.evaluate(SHOWN)
+    assert first.startswith("recorded: 1 of")
+    assert back.is_disabled()
+    page.page.keyboard.press("Enter")
+    assert page.page.evaluate("() => document.activeElement.textContent") == "◀ Back"
+    assert page.page.evaluate(SHOWN) == first
+
+
+def test_the_picture_follows_the_theme(page: PageHarness):
+    pixels = "() => document.querySelector('.mpi4dl-stage canvas').toDataURL()"
+    light = page.page.evaluate(pixels)
+    page.turn_dark()
+    assert page.page.evaluate(pixels) != light
 
 
 def test_a_walk_is_recorded_by_instruction(stepper: Stepper, page: PageHarness):

@@ -162,6 +162,20 @@ def test_the_pointer_describes_selects_drags_and_zooms(shown):
     assert shown.view.event.name == "stage0.compute0"  # a drag is no click
 
 
+def test_a_click_on_a_bar_of_another_rank_moves_nothing(shown):
+    box = shown.rows.bounding_box()
+    shown.page.mouse.click(box["x"] + 152, box["y"] + 40)
+    shown.point(152, 105)
+    for _ in range(6):  # until the bar is longer than the view
+        shown.page.mouse.wheel(0, -400)
+        shown.harness.settle()
+    before = shown.shown
+    shown.page.mouse.click(box["x"] + 152, box["y"] + 105)
+    shown.page.wait_for_timeout(250)
+    assert (shown.view.event.rank, shown.view.rank) == (1, 1)
+    assert shown.shown == before
+
+
 def test_a_rank_is_chosen_by_its_name(shown):
     box = shown.rows.bounding_box()
     shown.page.mouse.click(box["x"] + 30, box["y"] + 110)
@@ -185,6 +199,7 @@ def test_a_search_finds_layers_and_kinds(shown):
     legend.click()
     assert search.input_value() == "halo"
     assert shown.page.get_by_text("40 of 80 events").is_visible()
+    assert shown.page.evaluate("() => document.activeElement.textContent") == "halo", "the legend was made anew"
     assert shown.page.get_by_role("button", name="halo", exact=True).get_attribute("aria-pressed") == "true"
     search.focus()
     search.press("Escape")
@@ -199,8 +214,11 @@ def test_the_kernel_selects_and_replaces_what_is_shown(shown):
     shown.harness.settle(4)
     assert "stage0.halo11" in shown.status.inner_text()
     assert view.rank == 1
-    view.show(make_timeline(3, 10))
-    shown.harness.settle(4)
+    shown.rows.focus()
+    shown.page.keyboard.press("w")
+    view.show(make_timeline(3, 10))  # while it glides
+    shown.page.wait_for_timeout(200)
+    assert shown.shown.startswith("all ")
     assert "on 3 ranks" in shown.rows.get_attribute("aria-label")
     assert "on 3 ranks" in view.figure.alt
     assert "stage0.halo11" not in shown.status.inner_text()

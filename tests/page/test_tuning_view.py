@@ -99,6 +99,8 @@ def test_a_plan_is_reached_described_and_measured_by_keyboard(shown):
     view.busy = True
     harness.settle()
     assert page.get_by_role("button", name="Measure this plan").is_disabled()
+    assert page.evaluate("() => document.activeElement.textContent") == "Measure this plan"
+    page.keyboard.press("Enter")
     page.get_by_role("application").focus()
     page.keyboard.press("m")
     harness.settle()

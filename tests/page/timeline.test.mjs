@@ -2,10 +2,11 @@ import assert from "node:assert/strict";
 import test from "node:test";
 
 import { formatBytes, formatDuration, formatShare } from "../../mpi4dl_nb/page/format.js";
+import { DRAG_PX, listenToDrag } from "../../mpi4dl_nb/page/pointer_drag.js";
 import { fillStrip } from "../../mpi4dl_nb/page/strips.js";
 import { pickInk } from "../../mpi4dl_nb/page/textures.js";
 import { labelEvent, makeLanes, makeRuns, matchPredicted, unpackEvents } from "../../mpi4dl_nb/page/timeline_data.js";
-import { handleTimelineKey } from "../../mpi4dl_nb/page/timeline_input.js";
+import { handleTimelineKey, listenToPointer } from "../../mpi4dl_nb/page/timeline_input.js";
 import { findPlace, getScrollLimit, makeTimelineLayout, revealRow } from "../../mpi4dl_nb/page/timeline_layout.js";
 import { dragWindow, findHandle, getWindow } from "../../mpi4dl_nb/page/timeline_overview.js";
 import { TimelineScene } from "../../mpi4dl_nb/page/timeline_scene.js";
@@ -210,6 +211,41 @@ test("the overview's window is moved and resized", () => {
   close(wider.start, 2);
   close(wider.end, 5);
   close(dragWindow(span, "start", 20, 30, 10, 100).start, 3);
+});
+
+test("a drag is of one pointer and of the main button", () => {
+  const seen = [], element = Object.assign(new EventTarget(), { setPointerCapture: () => {} });
+  const tell = (name) => (event) => seen.push(`${name} ${event.pointerId}`);
+  listenToDrag(element, { begin: tell("begin"), move: tell("move"), end: tell("end"), hover: tell("hover") });
+  const send = (type, pointerId, button = 0) =>
+    element.dispatchEvent(Object.assign(new Event(`pointer${type}`), { pointerId, button }));
+  send("down", 1, 2);
+  send("move", 1);
+  send("up", 1, 2);
+  assert.deepEqual(seen.splice(0), ["hover 1"]);
+  send("down", 1);
+  for (const type of ["down", "move", "up"]) send(type, 2);
+  for (const type of ["move", "up", "move"]) send(type, 1);
+  assert.deepEqual(seen, ["begin 1", "move 1", "end 1", "hover 1"]);
+});
+
+test("a move under the limit is a click, also if another finger moves meanwhile", () => {
+  const canvas = Object.assign(new EventTarget(), {
+    setPointerCapture: () => {}, style: {}, getBoundingClientRect: () => ({ left: 0, top: 0 }),
+  });
+  const pressed = [], page = {
+    scene: { scrollBy: () => {}, pan: () => {} }, show: () => {}, leave: () => {}, hover: () => {},
+    press: (...place) => pressed.push(place),
+  };
+  listenToPointer(canvas, page);
+  const send = (type, pointerId, clientX) =>
+    canvas.dispatchEvent(Object.assign(new Event(`pointer${type}`), { pointerId, clientX, clientY: 5, button: 0 }));
+  send("down", 1, 10);
+  send("down", 2, 300);
+  send("move", 2, 400);
+  send("up", 2, 400);
+  send("up", 1, 10 + DRAG_PX / 2);
+  assert.deepEqual(pressed, [[10 + DRAG_PX / 2, 5]]);
 });
 
 test("keys zoom, move and go from event to event and from rank to rank", () => {

@@ -2,8 +2,8 @@ import assert from "node:assert/strict";
 import test from "node:test";
 
 import {
-  drawPointShape, findNearestPoint, findNextPoint, fitAxis, layOutPoints, makeAxisTicks, placeOnAxis, shortenZeros,
-  traceFront,
+  drawPointShape, findNearestPoint, findNextPoint, fitAxis, layOutPoints, makeAxisTicks, makeByteTicks, placeOnAxis,
+  shortenZeros, traceFront,
 } from "../../mpi4dl_nb/page/tuning_layout.js";
 
 const MB = 2 ** 20;
@@ -33,6 +33,17 @@ test("ticks are round and on the axis", () => {
   assert.deepEqual(makeAxisTicks({ low: 78, high: 128, byFactors: false }, 1, 5), [80, 90, 100, 110, 120]);
   assert.deepEqual(makeAxisTicks({ low: 1.5, high: 30, byFactors: true }, 1, 9), [2, 5, 10, 20]);
   assert.deepEqual(["5.00 ms", "20.0 MB", "1.50 s", "100 ms"].map(shortenZeros), ["5 ms", "20 MB", "1.5 s", "100 ms"]);
+});
+
+test("ticks of bytes are round in the unit of their texts, also above 1 GB", () => {
+  const axis = { low: 950 * MB, high: 1250 * MB, byFactors: false };
+  const ticks = makeByteTicks(axis, 6);
+  assert.deepEqual(ticks.map(([, text]) => text), ["0.95 GB", "1 GB", "1.05 GB", "1.1 GB", "1.15 GB", "1.2 GB"]);
+  for (const [bytes, text] of ticks) assert.ok(Math.abs(bytes / (1024 * MB) - parseFloat(text)) < 1e-9);
+  const factors = makeByteTicks({ low: 80 * MB, high: 4200 * MB, byFactors: true }, 9);
+  assert.deepEqual(factors.map(([, text]) => text), ["0.1 GB", "0.2 GB", "0.5 GB", "1 GB", "2 GB"]);
+  const small = makeByteTicks({ low: 75 * MB, high: 130 * MB, byFactors: false }, 3);
+  assert.deepEqual(small.map(([, text]) => text), ["80 MB", "100 MB", "120 MB"]);
 });
 
 test("faster plans are lower, larger ones farther right, and those beyond the limit stay at the edge", () => {

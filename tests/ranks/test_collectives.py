@@ -97,5 +97,5 @@ def test_a_rank_that_dies_while_gpus_are_connected_is_no_fault_of_nccl(monkeypat
         raise ReleasedError("released: another rank has failed")
 
     monkeypatch.setattr(nccl, "_make_tcp_store", make_store)
-    with pytest.raises(ReleasedError, match="^released: another rank has failed$"):
+    with pytest.raises(ReleasedError, match=r"^released: another rank has failed$"):
         nccl.Collectives(Told("b 0"), lambda: None, lambda *_: None).connect_group((0, 1), torch.device("cpu"))

@@ -31,6 +31,7 @@ from mpi4dl_nb.draw.plan_picture import BLOCK_COLUMNS
 from mpi4dl_nb.plan_cache import describe_cluster_fit
 from mpi4dl_nb.widgets import configurator as module
 from mpi4dl_nb.widgets.configurator import Configurator
+from mpi4dl_nb.widgets.plan_view import PlanView
 
 SHAPE = (4, 3, 32, 32)
 
@@ -132,6 +133,13 @@ def test_the_page_sets_several_knobs_as_one_change(chosen):
     chosen.set_texts({"parts": "two"})
     assert list(chosen.wrong) == ["parts"]
     assert chosen.view.values["parts"] == "two"
+
+
+def test_the_page_is_answered_also_after_an_interrupt():
+    view = PlanView([], Mock(side_effect=KeyboardInterrupt), Mock())
+    with pytest.raises(KeyboardInterrupt):
+        view._handle_event(None, {"set": {"parts": "2"}, "serial": 7}, [])
+    assert view.serial == 7  # else no control of it would send anything any more
 
 
 def test_what_does_not_fit_is_called_so():

@@ -93,7 +93,7 @@ def test_fused_halos_are_compared_with_others(slicer):
     }
     for name, count in borrows.items():
         assert f"{len(count)} halos, {sum(count) / 1024:.1f} KB ({name})" in told
-        assert f"{len(count)} halos, {sum(count) / 1024:.1f} KB ({name})" in slicer.view.facts["remarks"][0][0]
+        assert f"{len(count)} halos, {sum(count) / 1024:.1f} KB ({name})" in slicer.view.facts["remarks"]["0"][0][0]
 
 
 def test_the_page_is_sent_the_sides_of_a_rectangle_in_one_order(slicer):
@@ -152,6 +152,18 @@ def test_layers_of_several_spatial_stages_follow_each_other():
     bare.layer.value = 1
     assert "in 1x2 tiles on ranks 4 to 5" in bare.figure.alt
     assert bare.figure.alt == show_slicing(TISSUE, plan, tile=0, stage=1).alt
+
+
+def test_each_spatial_stage_has_its_own_remarks():
+    plan = Plan(split_size=2, spatial_size=2, num_spatial_parts=(4, 2), slice_method=("square", "vertical"))
+    slicer = Slicer(TISSUE, plan, prepare(Net(), plan, SHAPE))
+    slicer.fused_halos.value = True
+    said = slicer.view.facts["remarks"]
+    assert {stage: len(tiles) for stage, tiles in said.items()} == {"0": 4, "1": 2}
+    assert said["0"][0] != said["1"][0]
+    layers = slicer.view.facts["layers"]
+    for slicer.layer.value, layer in enumerate(layers):
+        assert said[str(layer["stage"])][slicer.tile.value][0] in slicer.figure.alt
 
 
 def test_without_a_model_there_are_tiles():

@@ -1,0 +1,28 @@
+// A drag: what one pointer does on an element between a press of its main button and its release.
+
+export const DRAG_PX = 4; // a pointer that moves less has clicked
+
+/**
+ * Call `begin(event)` when a pointer is pressed on an element, `move(event)` when it moves, and `end(event)` when it is
+ * released. Other buttons are ignored, and other pointers until then. `hover(event)` is for moves without a drag.
+ */
+export function listenToDrag(element, { begin, move, end = () => {}, hover = () => {} }, options = {}) {
+  let pointer = null;
+  element.addEventListener("pointerdown", (event) => {
+    if (event.button || pointer !== null) return;
+    pointer = event.pointerId;
+    element.setPointerCapture(pointer);
+    begin(event);
+  }, options);
+  element.addEventListener("pointermove", (event) => {
+    if (pointer === null) hover(event);
+    else if (event.pointerId === pointer) move(event);
+  }, options);
+  for (const name of ["pointerup", "pointercancel"]) {
+    element.addEventListener(name, (event) => {
+      if (event.pointerId !== pointer) return;
+      pointer = null;
+      end(event);
+    }, options);
+  }
+}
