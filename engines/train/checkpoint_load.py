@@ -54,7 +54,9 @@ def load(training: RankTraining, path: Path) -> Checkpoint:
     first = run_on_all(world, lambda: None if world.rank else open_checkpoint(path, training.recipe), CheckpointError)
     found, passed_over = world.all_gather(first and (first.path, first.passed_over))[0]
     checkpoint, tensors, descent = run_on_all(world, partial(_stage_state, training, found), CheckpointError)
-    # From here on nothing can fail, so that no rank is left with half of the state.
+    # From here on nothing can fail. But an interrupt may stop a rank half-way: until all is done, its count of updates is
+    # that of no training, so that the weights are refused.
+    training.worker.steps = 0
     with torch.no_grad():
         for held in (training.weights, training.buffers, training.kept):
             for name in held.keys() & tensors.keys():
@@ -86,6 +88,8 @@ def _stage_state(training: RankTraining, path: Path) -> tuple[Checkpoint, dict[s
                 optimiser, by_id, checkpoint.weight_states, partial(checkpoint.read_tensor, STATE)
             )
             optimiser.load_state_dict(made)
+            if checkpoint.manifest["precision"] == training.recipe.plan.precision:
+                _restore_dtypes(optimiser, made["state"])
     if descent.scheduler:
         state = _read_scheduler_state(checkpoint, len(descent.optimiser.param_groups))
         with checkpoint.translate_errors():
@@ -95,6 +99,17 @@ def _stage_state(training: RankTraining, path: Path) -> tuple[Checkpoint, dict[s
     if descent.scaled and scale is not None:
         descent.scale, descent.good_steps = scale, checkpoint.manifest["good_steps"]
     return checkpoint, found, descent
+
+
+def _restore_dtypes(optimiser: torch.optim.Optimizer, saved: Mapping[int, Mapping[str, Any]]) -> None:
+    """Give the optimiser's numbers the dtypes in which they were saved: PyTorch loads them in those of the weights."""
+    weights = [weight for group in optimiser.param_groups for weight in group["params"]]
+    for number, values in saved.items():
+        held = optimiser.state[weights[number]]
+        for name, value in values.items():
+            now = held.get(name)
+            if isinstance(value, Tensor) and isinstance(now, Tensor) and value.is_floating_point():
+                held[name] = value.to(now.device) if now.dtype != value.dtype and now.shape == value.shape else now
 
 
 # Check that a checkpoint fits the model, loss, optimiser and scheduler, before anything is changed.

@@ -56,7 +56,8 @@ def get_training(host: RankServer, name: str, steps: int | None = None) -> RankT
     if steps not in (None, found.updates):
         raise PlanError(
             f"The training was stopped while ranks changed their weights: after {steps} steps, rank {host.world.rank} "
-            f"has done so {found.updates} times. Load a checkpoint, or make a new Training."
+            + ("has loaded a part of them" if found.updates < 0 else f"has done so {found.updates} times")
+            + ". Load a checkpoint, or make a new Training."
         )
     return found
 
@@ -155,20 +156,27 @@ def end_loop(host: RankServer, name: str) -> int:
 
 
 def begin_evaluation(
-    host: RankServer, training: str, name: str, recipe: Recipe, labels: TensorSpec, images: LabelledImages
+    host: RankServer,
+    training: str,
+    steps: int,
+    name: str,
+    recipe: Recipe,
+    labels: TensorSpec,
+    images: LabelledImages,
 ) -> None:
-    host.predictions[name] = RankEvaluation(host.world, get_training(host, training), recipe, labels, images)
+    trained = get_training(host, training, steps)
+    host.predictions[name] = RankEvaluation(host.world, trained, recipe, labels, images)
 
 
-def begin_prediction(host: RankServer, name: str, recipe: Recipe) -> None:
-    host.predictions[name] = RankPredictor(host.world, recipe, get_training(host, name).held)
+def begin_prediction(host: RankServer, name: str, steps: int, recipe: Recipe) -> None:
+    host.predictions[name] = RankPredictor(host.world, recipe, get_training(host, name, steps).held)
 
 
 def begin_tiled_prediction(
-    host: RankServer, name: str, recipe: Recipe, request: PredictionRequest, sink: MakeSink
+    host: RankServer, name: str, steps: int, recipe: Recipe, request: PredictionRequest, sink: MakeSink
 ) -> int:
     """Prepare the prediction of a picture, and return its number of rounds."""
-    weights = get_training(host, name).held
+    weights = get_training(host, name, steps).held
     host.predictions[name] = made = TiledPredictor(host.world, recipe, request, sink, weights)
     return made.rounds
 
@@ -188,8 +196,8 @@ def drop_prediction(host: RankServer, name: str) -> None:
 # ---- debugged steps
 
 
-def begin_debug_step(host: RankServer, name: str, images: int, number: str, inputs: Inputs) -> StepState:
-    host.walk = RankStepper(get_training(host, name), inputs, images, number)
+def begin_debug_step(host: RankServer, name: str, steps: int, images: int, number: str, inputs: Inputs) -> StepState:
+    host.walk = RankStepper(get_training(host, name, steps), inputs, images, number)
     return host.walk.standing
 
 

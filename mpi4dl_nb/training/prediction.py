@@ -57,7 +57,7 @@ class Evaluator:
         if self.held_out.recipe is not self.training.recipe:
             self.held_out = replace(self.held_out, recipe=self.training.recipe)
         training, labels = self.training, self.training.recipe.step_specs["labels"]
-        begin = rank_functions.begin_evaluation, training.name, self.name
+        begin = rank_functions.begin_evaluation, training.name, training.steps, self.name
         training.cluster.call(*begin, self.held_out.forward, labels, self._images)
 
     def compute_scores(self, tensors: Callable[[], Sequence[Mapping[str, object]]]) -> Scores | None:
@@ -102,7 +102,7 @@ def predict_batch(training: TrainingHandle, images: Any) -> Tensor:
             f"prediction of {len(images)} images is exact only in one micro-batch, of {count} images here "
             f"({training.plan.micro_batches} micro-batches). Give {count} images, or use model.eval() itself."
         )
-    training.cluster.call(rank_functions.begin_prediction, training.name, recipe)
+    training.cluster.call(rank_functions.begin_prediction, training.name, training.steps, recipe)
     # 7 images at 3 a step:  [0 1 2] [3 4 5] [6 6 6]; the repeated ones are dropped from the predictions.
     found = []
     for part in images.split(count):
@@ -145,7 +145,7 @@ def predict_picture(
     # One call per round rather than one for the whole picture: the bar advances, and the stop button takes effect
     # between two rounds. If anything fails, `drop_prediction` closes what the ranks have opened.
     try:
-        begin = rank_functions.begin_tiled_prediction, training.name
+        begin = rank_functions.begin_tiled_prediction, training.name, training.steps
         (rounds, *_) = training.cluster.call(*begin, replace(recipe, state={}), request, sink)
         for _ in tqdm(range(rounds), unit="round", disable=not progress):
             training.cluster.call(rank_functions.call_prediction, training.name, "step")

@@ -63,10 +63,11 @@ class FailureRecovery:
         self._check_repeated(error)
         self._passed_over.clear()
         training = self.training
+        # Once for all tries: a checkpoint that the first one has loaded stays the position if its later part fails.
+        self.mark = now
         for tried in range(_TRIES):
             try:
                 cluster = training.cluster.heal(self.fewer)
-                self.mark = now
                 # The ranks keep their state if none died and none was caught within an update. Otherwise weights are
                 # lost or inconsistent between ranks, and only a checkpoint has them whole.
                 if not training.is_whole():

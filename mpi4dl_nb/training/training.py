@@ -236,7 +236,9 @@ class Training(TrainingHandle):
         self.check_unchanged()
         if data is not None:
             check_batches(data)
-        with show_status("Comparing with one process: preparing ...", LATER_S) as line:
+        # One process computes in the modes in which the model was when the ranks got it.
+        modes = self.traces.get_state().apply_modes(self.model, self.loss)
+        with modes, show_status("Comparing with one process: preparing ...", LATER_S) as line:
             found = self._compare_with_reference(data, seed, precision, line)
         return VerifyResult(found, seconds=round(time.perf_counter() - start_s, 2))
 
@@ -254,7 +256,10 @@ class Training(TrainingHandle):
         if data is None:
             whole = make_batches(recipe, seed)
         else:
-            whole = [prepare_batch(recipe, *batch) for batch in islice(data, STEPS)]
+            whole = []
+            for batch in islice(data, STEPS):
+                count_images(batch)  # raises ImageError unless it is a pair
+                whole.append(prepare_batch(recipe, *batch))
         if not whole:
             raise ImageError("verify was given no batch. Give it at least one, or leave data out.")
         work = [

@@ -236,7 +236,7 @@ def test_a_prediction_of_a_batch_that_would_not_be_as_asked(training: Training, 
 def test_a_file_needs_a_prediction_per_pixel(two: Cluster, tmp_path: Path):
     training = Training(nn.Sequential(nn.Conv2d(3, 2, 1), *net()), PLAN, two, (4, 3, 16, 16))
     with pytest.raises(PlanError, match=r"answers once for the whole image, with \(1, 3\)"):
-        training.predict(np.zeros((16, 16, 3), np.uint8), to=tmp_path / "out.tif", tile_px=16, progress=False)
+        training.predict(np.zeros((16, 16, 3), np.uint8), to=tmp_path / "out.tif", memory_mb=10**6, progress=False)
     assert list(tmp_path.iterdir()) == []
     training.close()
 
