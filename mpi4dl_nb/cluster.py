@@ -158,7 +158,7 @@ class Cluster:
         If some ranks have died, or cannot be synchronised again, all are restarted; with `fewer`, the living ranks
         continue without the dead ones, which takes no time, and `n` becomes smaller. Either way the state of the ranks
         is lost, and `training.load(...)` restores it from a checkpoint. Hosts that do not answer are left out; their
-        ranks move to the other hosts, or are dropped (`fewer`). Raises RankError.
+        ranks move to the other hosts, or are dropped (`fewer`). Raises RankError, and PlanError if hosts lack slots.
         """
         with self.turn:
             # From the largest loss to the smallest:
@@ -199,6 +199,8 @@ class Cluster:
         """
         _check_count(n)
         with self.turn:
+            if self.hosts:
+                self.hosts.assign_ranks(n)  # raises PlanError before anything has ended, if the ranks do not fit
             if n != self.n or self.dead or (self._ranks and self._ranks.find_lost_ranks()):
                 self.stop()
             self.n = n
@@ -218,10 +220,10 @@ class Cluster:
         `host` is the `RankServer` of the rank. Functions may be defined in a cell. If a rank fails,
         the other ranks stop waiting, and its error is raised within a second, with `rank` and `remote_traceback`.
         """
-        parts = [()] * self.n if per_rank is None else list(per_rank)
-        if len(parts) != self.n:
-            raise PlanError(f"per_rank has {len(parts)} entries, but the cluster has {self.n} ranks.")
         with self.turn:
+            parts = [()] * self.n if per_rank is None else list(per_rank)
+            if len(parts) != self.n:
+                raise PlanError(f"per_rank has {len(parts)} entries, but the cluster has {self.n} ranks.")
             ranks = self._make_ready()
             try:
                 # What is common to all ranks, with the function, is pickled once, and sent to each with its own part.
@@ -236,7 +238,7 @@ class Cluster:
                 if call.failures or call.hang:
                     self._check_alive(ranks, call.make_error())
                     raise call.make_error()
-        return [call.answers[rank].value for rank in range(self.n)]
+            return [call.answers[rank].value for rank in range(self.n)]
 
     @contextmanager
     def limit_calls(self, is_late: Callable[[], bool]) -> Iterator[None]:

@@ -179,6 +179,7 @@ class RemoteCall:
         self._began_s = time.monotonic()
         self.hang: Hang | None = None
         self.answers: dict[int, Reply] = {}
+        self._exits: dict[int, RankExit] = {}
         self.waiting: dict[Future[bytes], int] = {}
 
     def run(self, common: bytes, parts: Sequence[bytes], within_s: float = float("inf")) -> None:
@@ -257,6 +258,8 @@ class RemoteCall:
             for future in sorted(over, key=lambda each: deaths.get(self.waiting[each], len(deaths))):
                 rank = self.waiting.pop(future)
                 self.answers[rank] = _read(future, rank in lost)
+                if rank in lost:
+                    self._exits[rank] = lost[rank]
             if until_failure:
                 self.hang = find_hang(
                     self.waiting.values(), self._ranks.find_stalled_ranks(), self._hang_after_s, self._began_s
@@ -288,7 +291,8 @@ class RemoteCall:
         rank, *others = own or failures
         first = failures[rank]
         if first is _DEATH:
-            first = replace(_DEATH, message=str(self._ranks.find_lost_ranks()[rank]))
+            # By now, more may be known of how it ended, or its host may answer again.
+            first = replace(_DEATH, message=str(self._ranks.find_lost_ranks().get(rank, self._exits[rank])))
         also = sorted(each for each in others if failures[each].message == first.message)
         error = _make_error(rank, first, f" (And so on ranks {', '.join(map(str, also))}.)" if also else "")
         for each in sorted({*failures} - {rank, *also}):

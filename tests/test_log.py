@@ -105,3 +105,21 @@ def test_scalars_go_to_tensorboard_where_it_is_installed(tmp_path: Path, monkeyp
         log.add(TWO)
     folder = str(tmp_path / "log.tensorboard")
     assert written == [folder, ("images_per_s", 3.0, 1), ("dice", 0.25, 1), ("loss", 0.5, 1), "flushed", "flushed"]
+
+
+def test_a_disk_that_is_full_for_tensorboard_ends_nothing_else(tmp_path: Path, monkeypatch):
+    class Writer:
+        def __init__(self, folder: str) -> None:
+            pass
+
+        def add_scalar(self, name: str, value: float, epoch: int) -> None:
+            raise OSError(28, "No space left on device")
+
+    module = ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = Writer
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    with EpochLog(tmp_path / "log.json") as log:
+        with pytest.warns(UserWarning, match="No more is written for TensorBoard: .*No space left"):
+            log.add(TWO)
+        log.add(TWO)
+    assert len(json.loads((tmp_path / "log.json").read_text())) == 2

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ class LoaderOptions:
             )
         if not isinstance(self.workers, int) or self.workers < 0:
             raise PlanError(f"workers={self.workers!r} must be a whole number of threads, or 0 for none.")
-        if self.steps is not None and self.steps < 1:
+        if self.steps is not None and not (isinstance(self.steps, Integral) and self.steps >= 1):
             raise PlanError(f"steps={self.steps!r} must be at least 1, or None for whole epochs.")
         if not isinstance(self.drop_last, bool):
             raise PlanError(f"drop_last={self.drop_last!r} must be True or False.")
@@ -124,8 +125,8 @@ class RankLoader:
     def resume(self, state: Mapping[str, Any], anew: bool = False) -> None:
         """Continue from `state` with the same images, draws and order as without the interruption.
 
-        With `anew`, an epoch with no step left is skipped: a caller that starts here would get an empty epoch.
-        Raises ImageError if the number of images differs.
+        With `anew`, an epoch with no step left is skipped: a caller that starts here would get an empty epoch. Images
+        that were left out then stay so, and are named again. Raises ImageError if the number of images differs.
         """
         if state["images"] != len(self.own.images):
             raise ImageError(
@@ -134,6 +135,8 @@ class RankLoader:
             )
         place = SamplerState.of(state)
         self.place = self.order.skip_finished_epoch(place) if anew else place
+        if anew:
+            self.bad = [f"{self.own.images.name(index)}: left out before, as unreadable" for index in place.skipped]
 
     def advance(self) -> None:
         """Mark the loaded step as done. Until then, `get_state` still refers to it, so that a restart repeats it."""

@@ -54,8 +54,8 @@ def load(training: RankTraining, path: Path) -> Checkpoint:
     first = run_on_all(world, lambda: None if world.rank else open_checkpoint(path, training.recipe), CheckpointError)
     found, passed_over = world.all_gather(first and (first.path, first.passed_over))[0]
     checkpoint, tensors, descent = run_on_all(world, partial(_stage_state, training, found), CheckpointError)
-    # From here on nothing can fail. But an interrupt may stop a rank half-way: until all is done, its count of updates is
-    # that of no training, so that the weights are refused.
+    # From here on nothing can fail. But an interrupt may stop a rank half-way: until all is done, its count of updates
+    # is that of no training, so that the weights are refused.
     training.worker.steps = 0
     with torch.no_grad():
         for held in (training.weights, training.buffers, training.kept):

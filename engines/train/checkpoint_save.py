@@ -169,8 +169,9 @@ KEEP = 3
 def save(training: RankTraining, folder: Path, feed: Any = None, keep: int = KEEP) -> Path:
     """Write a checkpoint into `folder` and return its path; the last `keep` are kept. Collective, between steps.
 
-    `feed` is the result of `Feed.state`, or None; `load` returns it. Rank 0 writes, and holds one tensor of another
-    rank at a time. Raises CheckpointError on every rank. The training and the existing checkpoints are then unchanged.
+    `feed` is the result of `RankLoader.get_state`, or None; `load` returns it. Rank 0 writes, and holds one tensor of
+    another rank at a time. Raises CheckpointError on every rank. The training and the existing checkpoints are then
+    unchanged.
     """
     # A rank that fails on its own would leave the others in a collective call. So each phase that may fail ends with an
     # exchange, after which either all ranks go on or all raise:

@@ -8,7 +8,8 @@ import json
 import os
 import statistics
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -360,7 +361,8 @@ class EpochLog:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:  # TensorBoard is optional
             return
-        self._board = SummaryWriter(str(self.path.with_suffix(".tensorboard")))
+        with self._giving_up_board():
+            self._board = SummaryWriter(str(self.path.with_suffix(".tensorboard")))
 
     def add(self, record: Record) -> None:
         """Add a record. If it cannot be written (a full disk), a warning is issued and the training continues."""
@@ -370,10 +372,20 @@ class EpochLog:
         except OSError as error:
             warnings.warn(f"The log {self.path} cannot be written now: {error.strerror}.", stacklevel=2)
         if self._board is not None:
-            for name, value in record.items():
-                if name != "epoch" and value is not None:
-                    self._board.add_scalar(name, value, record["epoch"])
-            self._board.flush()
+            with self._giving_up_board():
+                for name, value in record.items():
+                    if name != "epoch" and value is not None:
+                        self._board.add_scalar(name, value, record["epoch"])
+                self._board.flush()
+
+    @contextmanager
+    def _giving_up_board(self) -> Iterator[None]:
+        """Within this context, let an error of the disk end the TensorBoard log, with a warning, and nothing else."""
+        try:
+            yield
+        except OSError as error:
+            self._board = None
+            warnings.warn(f"No more is written for TensorBoard: {error}.", stacklevel=4)
 
     def _save(self) -> None:
         # A reader, or a crash, sees the old file or the new one, and never half of one: write beside it, sync, rename.
@@ -390,7 +402,8 @@ class EpochLog:
     def close(self) -> None:
         """Close the TensorBoard writer."""
         if self._board is not None:
-            self._board.close()
+            with self._giving_up_board():
+                self._board.close()
 
     def __enter__(self) -> EpochLog:
         return self

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from numbers import Integral
 from os import PathLike
 from pathlib import Path
 from typing import Protocol
@@ -92,6 +93,11 @@ class CheckpointOptions:
     every: int | None
     keep: int
 
+    def __post_init__(self) -> None:
+        for name, count, of in (("save_every", self.every, "steps, or None"), ("keep", self.keep, "checkpoints")):
+            if not (count is None and name == "save_every") and not (isinstance(count, Integral) and count >= 1):
+                raise PlanError(f"{name}={count!r} must be a whole number of {of}, 1 or more.")
+
 
 def fit(
     loop: BatchLoop | ImageLoop,
@@ -174,8 +180,7 @@ class _FitRun:
             return True
         except RankError as error:
             # A batch system that ends the job often kills the ranks, too: their death is no failure to recover from.
-            if self.asked() and self.keeper and self.keeper.path:
-                raise StoppedError(f"{error} {self._last}", self.asked()) from error
+            self._check_stopped(error)
             if self.healing is None or self.asked():
                 raise
             self._handle_event(self.healing.heal(error, self.loop, self._mark))
@@ -183,8 +188,17 @@ class _FitRun:
         except KeyboardInterrupt:
             if not self.asked():
                 raise
-        self._stop()  # outside of the `except`: the exception must not chain to the one that abandoned the step
+        try:
+            self._stop()  # outside of the `except`: the exception must not chain to the one that abandoned the step
+        except RankError as error:
+            self._check_stopped(error)
+            raise
         return True
+
+    def _check_stopped(self, error: RankError) -> None:
+        """Raise StoppedError, with the last checkpoint, if the end of the training was requested before this error."""
+        if self.asked() and self.keeper and self.keeper.path:
+            raise StoppedError(f"{error} {self._last}", self.asked()) from error
 
     def _stop(self) -> None:
         """End the training on request. Raises StoppedError if it was saved, else KeyboardInterrupt."""

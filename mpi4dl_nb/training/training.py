@@ -47,7 +47,7 @@ from mpi4dl_nb.draw.figure import Drawing
 from mpi4dl_nb.draw.memory import show_memory
 from mpi4dl_nb.draw.timeline import show_timeline
 from mpi4dl_nb.status_line import LATER_S, StatusLine, show_status
-from mpi4dl_nb.training.batches import Batch, check_batches, make_repeatable, prepare_batch
+from mpi4dl_nb.training.batches import Batch, check_batches, count_images, make_repeatable, prepare_batch
 from mpi4dl_nb.training.fit_run import CheckpointOptions, FitCallback, History, check_callback, fit
 from mpi4dl_nb.training.loops import BatchLoop, ImageLoop, choose_resume_state, is_images
 from mpi4dl_nb.training.prediction import Evaluator, predict_batch, predict_picture

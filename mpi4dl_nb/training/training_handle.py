@@ -211,7 +211,8 @@ class TrainingHandle:
         Raises UnreadableError if memory, file handles or permissions are lacking; no older checkpoint is used then.
         `fit` resumes at the stored position in its images. If the ranks have lost the training because one died, it is
         created again: after `cluster.heal()`, or after `cluster.heal(fewer=True)` under another `plan` with as many
-        ranks as are left. Raises CheckpointError before any rank has changed, and PlanError.
+        ranks as are left. Raises PlanError, and CheckpointError before any rank has changed; only a training that was
+        created again is then one without a step.
         """
         plan = plan or self.plan
         check_fits(plan, self.cluster.n)
@@ -225,6 +226,7 @@ class TrainingHandle:
                 warn_of_mean(recipe.graph, plan, stacklevel=2)
                 self.plan, self.recipe, self.programs = plan, recipe, compile_plan(recipe.graph, plan)
                 self._create()
+                self.feed_state, self.steps = None, 0
             self.cluster.call(rank_functions.load, self.name, found.path)
             self.feed_state, self.steps = found.feed, found.step
         return found.step

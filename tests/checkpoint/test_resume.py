@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import safetensors.torch
 import torch
 from torch import nn
 
+from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.plan import Plan
 from engines.train.checkpoint_folder import list_checkpoints
-from engines.train.checkpoint_load import optimiser_state, scheduler_state
+from engines.train.checkpoint_load import load, optimiser_state, scheduler_state
 from engines.train.oracle import ReferenceTraining
 from engines.train.training import RankTraining
 from tests.checkpoint.trainings import (
@@ -245,3 +247,26 @@ def test_a_rank_gives_only_what_no_rank_before_it_has(tmp_path: Path):
     assert given[4] > 0
     size = sum(path.stat().st_size for path in tmp_path.glob("*/*.safetensors"))
     assert given[4] < size
+
+
+class Interrupted(dict[str, torch.Tensor]):
+    """Tensors of a rank that is interrupted as it copies into them."""
+
+    def keys(self) -> NoReturn:
+        raise KeyboardInterrupt
+
+
+def test_a_rank_that_is_interrupted_as_it_loads_is_known_by_its_updates(tmp_path: Path):
+    recipe = recipe_of(PLANS["one rank"])
+    path = on_ranks(recipe, data(recipe)[:1], into=tmp_path).saved
+
+    def interrupted(world: LoopbackWorld) -> tuple[int, int]:
+        training = RankTraining(world, recipe)
+        buffers, training.buffers = training.buffers, Interrupted(training.buffers)
+        with pytest.raises(KeyboardInterrupt):
+            load(training, path)
+        half, training.buffers = training.updates, buffers
+        load(training, path)
+        return half, training.updates
+
+    assert run_ranks(1, interrupted) == [(-1, 1)]

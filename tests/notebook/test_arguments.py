@@ -245,3 +245,27 @@ def test_a_file_needs_a_prediction_per_pixel(two: Cluster, tmp_path: Path):
 def test_options_of_checkpoints_need_a_folder(training: Training, saving: dict[str, int]):
     with pytest.raises(PlanError, match=r"no effect without checkpoints\. Say where they go: save=FOLDER"):
         training.fit([(X, Y)], progress=False, **saving)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("keep", 0), ("save_every", 0), ("save_every", "10"), ("steps", "3"), ("steps", 2.5)]
+)
+def test_counts_of_a_training_are_whole_numbers(training: Training, name: str, value: Any, tmp_path: Path):
+    with pytest.raises(PlanError, match=f"{name}={value!r} must be"):
+        training.fit([(X, Y)], progress=False, save=tmp_path, **{name: value})
+    assert training.steps == 0
+
+
+@pytest.mark.parametrize("batch", [X, (X,), {"images": X, "labels": Y}], ids=["images", "one", "dict"])
+def test_verify_takes_pairs(training: Training, batch: Any):
+    with pytest.raises(ImageError, match="A batch must be a pair"):
+        training.verify([batch])
+
+
+def test_verify_compares_in_the_modes_of_the_training(two: Cluster):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), *net()[1:])
+    training = Training(model, PLAN, two, SHAPE)
+    model.eval()
+    assert training.verify()["ok"]
+    assert not model[1].training
+    training.close()

@@ -16,9 +16,11 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from concurrent.futures import Future
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from threading import Event, Thread, Timer, get_ident
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -32,7 +34,9 @@ from engines.comm.status_board import get_status_board
 from engines.comm.world import Message, run_on_all
 from engines.errors import CheckpointError, ImageError, LossError, PlanError, RankError, TraceError
 from mpi4dl_nb.cluster import Cluster
+from mpi4dl_nb.launch.supervisor_reports import RankExit
 from mpi4dl_nb.owned_ranks import count_alive_ranks
+from mpi4dl_nb.remote_call import RemoteCall
 
 N = 3
 
@@ -427,6 +431,43 @@ def test_a_process_that_a_rank_forks_ends_by_its_own_code(cluster):
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
     assert cluster.call(forks) == [7] * N
+
+
+def test_a_call_that_waits_for_a_turn_has_as_many_ranks_as_there_are_then():
+    cluster, found = Cluster(2, backend="loopback").start(), []
+    with cluster.turn:
+        waiting = Thread(target=lambda: found.append(cluster.call(lambda host: host.world.size)))
+        waiting.start()
+        time.sleep(0.1)
+        cluster.resize(3)
+    waiting.join()
+    cluster.stop()
+    assert found == [[3, 3, 3]]
+
+
+def test_hosts_that_lack_slots_end_no_ranks():
+    def refuse(n: int) -> None:
+        raise PlanError(f"{n} ranks do not fit")
+
+    with Cluster(2, backend="loopback") as cluster:
+        cluster.hosts = SimpleNamespace(assign_ranks=refuse)
+        with pytest.raises(PlanError, match="9 ranks do not fit"):
+            cluster.resize(9)
+        cluster.hosts = None
+        assert cluster.n == 2
+        assert cluster.call(lambda host: host.world.rank) == [0, 1]
+
+
+def test_a_host_that_answers_again_leaves_an_error_in_words():
+    """Its ranks were lost as the call looked, and are there as its error is made."""
+    lost = [{1: RankExit(9)}, {}]
+    ranks = SimpleNamespace(
+        submit=lambda *_: Future(), find_lost_ranks=lambda: lost.pop(0) if lost else {}, interrupt=lambda: None,
+        capture_output=nullcontext, read_output=list, find_stalled_ranks=dict, has_pending_output=lambda *_: False,
+    )  # fmt: skip
+    call = RemoteCall(ranks, lambda lines: None)
+    call.run(b"", [b"", b""], within_s=0.1)
+    assert str(call.make_error()).startswith("Rank 1: ")
 
 
 @over_mpi

@@ -211,6 +211,16 @@ def test_bad_images_are_left_out_and_told_once(ranks, capsys):
     assert all(said.count(f"Left out from now on: {text}") == 1 for text in texts)
 
 
+def test_images_that_are_left_out_are_named_by_each_training(one):
+    mine = training(one)
+    mine.fit(Bad((1,)), progress=False, drop_last=True, on_bad_image="skip")
+    again = mine.fit(images(), progress=False, drop_last=True)
+    assert [text.partition(": ")[2] for text in again.left_out] == ["left out before, as unreadable"]
+    assert [epoch.left_out for epoch in again.epochs] == [1]
+    anew = mine.fit(images(), progress=False, drop_last=True, go_on=False)
+    assert not anew.left_out
+
+
 @pytest.mark.sampled(1)
 def test_held_out_images_are_judged_and_change_nothing(ranks):
     judge = SyntheticImages(3, SIZE, 3, seed=9)

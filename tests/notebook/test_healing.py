@@ -24,6 +24,7 @@ from engines.train.interrupts import StoppedError
 from engines.train.training_events import Recovered, StepResult
 from mpi4dl_nb.calibrate_cluster import CalibrationCache
 from mpi4dl_nb.cluster import Cluster
+from mpi4dl_nb.training.loops import BatchLoop
 from mpi4dl_nb.training.progress import ProgressRecorder
 from mpi4dl_nb.training.recovery import choose_plan
 from mpi4dl_nb.training.training import Training
@@ -160,6 +161,25 @@ def test_images_that_ranks_read_go_on_where_they_were(cluster, tmp_path):
 
 
 @over_loopback
+def test_a_second_try_goes_on_from_what_the_first_has_loaded(cluster, undisturbed, tmp_path, monkeypatch):
+    """The first one loads the weights of step 3, and fails then; the ranks keep them."""
+    found, tries, resume = training(cluster), [], BatchLoop.resume
+
+    def resume_later(loop: BatchLoop, place: Any) -> None:
+        tries.append(place)
+        if len(tries) == 1:
+            raise RankError("no memory for it")
+        resume(loop, place)
+
+    monkeypatch.setattr(BatchLoop, "resume", resume_later)
+    hurt(found, "raise", tmp_path, steps=4, rank=1, at=len(found.programs[1].steps) - 1, pause_s=1.0)
+    saving = {"save": tmp_path / "saved", "save_every": 3}
+    history = found.fit(DATA, epochs=2, progress=False, on_failure="heal", **saving)
+    assert len(tries) == 2
+    check(found, history.losses, undisturbed)
+
+
+@over_loopback
 def test_what_comes_twice_in_the_same_place_is_raised(cluster, tmp_path):
     def break_down(host: RankServer, name: str) -> None:
         worker = host.trainings[name].worker
@@ -206,7 +226,8 @@ def test_ranks_that_failed_while_they_changed_their_weights_do_not_go_on(cluster
     hurt(found, "raise", tmp_path, steps=0, rank=1, at=len(found.programs[1].steps) - 1, pause_s=1.0)
     with pytest.raises(RankError, match="a fault"):
         found.step(*DATA[0])
-    for use in (lambda: found.step(*DATA[0]), found.state_dict, lambda: found.save(tmp_path)):
+    uses = [lambda: found.step(*DATA[0]), found.state_dict, lambda: found.save(tmp_path)]
+    for use in (*uses, lambda: found.predict(DATA[0][0]), lambda: found.stepping(*DATA[0])):
         with pytest.raises(PlanError, match=r"has done so 1 times. Load a checkpoint"):
             use()
     found.load(saved)
