@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from engines.comm.device import count_cores
+from engines.comm.device import count_cores, get_memory_bytes
 from engines.errors import PlanError, RankError
 from engines.images.regular_file import read_bounded
 from engines.predict.calibrate import Calibration
@@ -74,7 +74,7 @@ def _measure(call: CallRanks, n: int, recipes: CalibrationRecipes, quick: bool, 
 # Cache of calibrations, so that no notebook has to repeat one.
 #
 # Without a file name, calibrations are stored in the cache folder (XDG_CACHE_HOME or `~/.cache`; MPI4DL_NB_MACHINES
-# overrides it), by backend, number of ranks, number of cores, torch version and host.
+# overrides it), by backend, number of ranks, number of cores, memory, torch version and host.
 
 
 _MOST_BYTES = 1 << 22  # a calibration takes a hundredth of it
@@ -94,7 +94,7 @@ class CalibrationCache:
         caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111 (there may be no home)
         folder = Path(os.environ.get("MPI4DL_NB_MACHINES") or Path(caches, "mpi4dl_nb_machines"))
         where = sha256((hosts or socket.gethostname()).encode()).hexdigest()[:12]
-        kind = f"{backend}-{n}-on-{count_cores()}-torch-{torch.__version__}"
+        kind = f"{backend}-{n}-on-{count_cores()}-{get_memory_bytes() >> 30}gb-torch-{torch.__version__}"
         return cls(folder / f"{kind}-{where}-{_READ_AS}.json", usual=True)
 
     def read(self) -> Machine | None:

@@ -143,7 +143,8 @@ GB = 10**9
 GIB = 1 << 30
 SMALL_S = 5e-6
 """The latency of a small message between GPUs or processes, assumed to be some microseconds. With 40 times as much, the
-steps of `amoebanet/8192` (engines/predict/published.py) take a third longer, and its ratio moves from 1.21 to 1.25."""
+steps of `amoebanet/8192` (engines/predict/published.py) take a third longer, and its simulated number moves from 1.21
+to 1.25."""
 
 V100 = Processor(
     "V100 SXM2 16 GB",

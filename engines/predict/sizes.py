@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from engines.errors import PlanError
+from engines.errors import PlanError, TraceError
 from engines.formatting import FactTable, format_bytes, format_names
 from engines.graph.model_graph import ModelGraph
 from engines.graph.trace_cache import Loss, TraceCache
@@ -59,7 +59,12 @@ class Sizes(FactTable):
 
     @classmethod
     def of(cls, model: nn.Module | Sizes, loss: Loss | None = None) -> Sizes:
-        """Return the model as `Sizes`; an object that is one already is returned with its traces."""
+        """Return the model as `Sizes`; an object that is one already is returned with its traces.
+
+        Raises PlanError if that one has another loss.
+        """
+        if isinstance(model, Sizes) and loss is not None and loss is not model.loss:
+            raise PlanError("The traces of a Sizes are of its own loss. Give the loss to it: Sizes(model, loss).")
         return model if isinstance(model, Sizes) else cls(model, loss)
 
     @property
@@ -83,7 +88,7 @@ class Limit(FactTable):
     """The largest square image that fits: `size_px` a side (0: none), at which the fullest rank holds `bytes`.
 
     With `next_px` a side, the next larger size that can be cut, a rank would hold `next_bytes`, more than the
-    `rank_bytes` that it may use. Both are None if no larger image was tried.
+    `rank_bytes` that it may use. Both are None if no larger image was tried, or if none can be computed.
     """
 
     plan: Plan
@@ -152,25 +157,29 @@ def largest_image(
         if held <= limit:
             break
     next_px = high * step_px if high * step_px <= most_px else None
-    beyond = None if next_px is None else weighing.compute_full_peak(high)
+    try:
+        beyond = None if next_px is None else weighing.compute_full_peak(high)
+    except TraceError:  # a layer cannot be computed at this size
+        next_px = beyond = None
     return Limit(plan, batch, limit, step_px, low * step_px, held, next_px, beyond)
 
 
 def _search_size(weighing: _SizeProbe, limit: int, most: int) -> tuple[int, int]:
     """Return the largest size that fits and the next larger one, in steps.
 
-    Sizes that are too small to be cut count as fitting. Raises the last PlanError if all sizes are refused.
+    Sizes that are too small to be cut count as fitting, and those at which a layer cannot be computed (one that needs
+    the whole image) as too large. Raises the last PlanError or TraceError if all sizes are refused.
     """
     low, high, guess = 0, most + 1, max(1, START_PX // weighing.step_px)
-    refused: PlanError | None = None
+    refused: PlanError | TraceError | None = None
     for turn in range(most):
         if high - low <= 1:
             break
         size = min(max(guess, low + 1), high - 1)
         try:
             fits = weighing.compute_peak(size) <= limit
-        except PlanError as error:
-            refused, fits = error, True
+        except (PlanError, TraceError) as error:
+            refused, fits = error, isinstance(error, PlanError)
         low, high = (size, high) if fits else (low, size)
         # Extrapolation needs few guesses, which matters, since each costs a trace and a compilation.
         # Bisection, slower but certain, is for memory that does not grow with the pixels.

@@ -92,6 +92,7 @@ def draw_memory(memory: PlanMemory, rank_bytes: int | None = None, rank: int | N
         raise PlanError(f"rank={rank} is none of the plan's {format_count(count, 'rank')}. Use 0 to {count - 1}.")
     # All replicas hold the same, so that the prediction is of one of them.
     chosen = memory.fullest if rank is None else rank % memory.plan.replica_ranks
+    asked = chosen if rank is None else rank
     moment = memory.find_peak(chosen)
     ranks = _make_rank_rows(memory)
     # The largest layers in the model's order, then all others as one row, then what belongs to no layer.
@@ -120,13 +121,13 @@ def draw_memory(memory: PlanMemory, rank_bytes: int | None = None, rank: int | N
         verdict += f" of the {format_bytes(rank_bytes)} that it may use: {fits}"
     figure.suptitle(f"{title}\n{verdict}.", x=0.01, ha="left", fontsize=10)
     upper.set_title("All ranks", loc="left", fontsize=10)
-    curve.set_title(f"Rank {chosen} through its step: fullest in {moment.words}", loc="left", fontsize=10)
-    lower.set_title(f"What rank {chosen} holds then, by the model's layers", loc="left", fontsize=10)
+    curve.set_title(f"Rank {asked} through its step: fullest in {moment.words}", loc="left", fontsize=10)
+    lower.set_title(f"What rank {asked} holds then, by the model's layers", loc="left", fontsize=10)
     met = {kind for _, kinds in (*ranks, *layers) for kind, count in kinds.items() if count}
     draw_legend(figure, [look for kind, look in LOOKS.items() if kind in met])
     figure.alt = (
         f"{title}. {verdict}. {'; '.join(_describe_rows(ranks))}. "
-        f"Rank {chosen} is fullest in {moment.words}: {'; '.join(_describe_rows(layers))}."
+        f"Rank {asked} is fullest in {moment.words}: {'; '.join(_describe_rows(layers))}."
     )
     return figure
 

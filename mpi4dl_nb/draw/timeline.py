@@ -113,7 +113,7 @@ def show_timeline(
     >>> figure = show_timeline(forecast(resnet20_v1(), plan, (2, 3, 64, 64), "Summit").timeline, plan)
     """
     charts = {"measured": timeline} | ({"predicted": predicted} if predicted is not None else {})
-    rows = {name: make_row_labels(chart, plan) for name, chart in charts.items()}
+    rows = make_row_labels(charts, plan)
     end_ms = max(chart.seconds for chart in charts.values()) * 1e3
     first, last = span_ms or (0.0, end_ms)
     if not 0 <= first < last:
@@ -161,10 +161,23 @@ def format_timeline_title(name: str, charts: Mapping[str, Timeline], plan: Plan 
     return f"{title}; idle or communicating {chart.idle:.0%}{beside}"
 
 
-def make_row_labels(timeline: Timeline, plan: Plan | None) -> RowLabels:
-    """Return each rank's name and roles, in ascending order of ranks."""
-    if not timeline.events:
+def make_row_labels(charts: Mapping[str, Timeline], plan: Plan | None) -> dict[str, RowLabels]:
+    """Return each rank's name and roles in each chart, in ascending order of ranks.
+
+    A prediction may have fewer ranks than were measured: it simulates only replicas that differ from one another.
+    """
+    if not all(chart.events for chart in charts.values()):
         raise PlanError("The timeline holds no event: run a training step first.")
+    measured = _label_ranks(charts["measured"], plan)
+    if unknown := [rank for chart in charts.values() for rank in chart.ranks if rank not in measured]:
+        raise PlanError(
+            f"The prediction is of ranks {', '.join(map(str, unknown))} too, but {len(measured)} ranks were measured. "
+            "Predict the plan that was run."
+        )
+    return {name: {rank: measured[rank] for rank in chart.ranks} for name, chart in charts.items()}
+
+
+def _label_ranks(timeline: Timeline, plan: Plan | None) -> RowLabels:
     if plan is None:
         return {rank: (f"rank {rank}",) for rank in timeline.ranks}
     layout = Layout.of(plan)

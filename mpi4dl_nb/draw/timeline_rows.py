@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from engines.errors import PlanError
 from engines.plan import Plan
 from engines.program.timeline import WORK, Timeline, TimeShares, compute_time_shares
 from mpi4dl_nb.draw.scaling import LOOKS as SHARE_LOOKS
@@ -62,13 +61,8 @@ def make_timeline_rows(
     [[0.0, 0.5], [0.5, 1.0], [0.0, 0.25], [0.0, 8.0]]
     """
     charts = {"measured": timeline} | ({"predicted": predicted} if predicted is not None else {})
-    labels = {name: make_row_labels(chart, plan) for name, chart in charts.items()}
+    labels = make_row_labels(charts, plan)
     places = {rank: row for row, rank in enumerate(timeline.ranks)}
-    if unknown := [rank for rank in charts.get("predicted", timeline).ranks if rank not in places]:
-        raise PlanError(
-            f"The prediction is of ranks {', '.join(map(str, unknown))} too, but {len(places)} ranks were measured. "
-            "Predict the plan that was run."
-        )
     looks = {style: place for place, style in enumerate(ORDER)}
     names: Names = {}
     kinds: Names = {}

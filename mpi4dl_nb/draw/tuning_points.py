@@ -136,8 +136,10 @@ def _add_facts(point: TuningPoint, forecast: Forecast, on_front: bool, rank_byte
     ]
     if point.measured_image_s is not None and point.measured_bytes is not None:
         speed = point.image_s / point.measured_image_s
+        # Per step, as the predicted number: the time of an image may count those of a neutral batch only.
+        images_per_s = format_number(forecast.images_per_s * speed)
         facts += [
-            ("measured", f"{format_number(1 / point.measured_image_s)} images/s, {format_bytes(point.measured_bytes)}"),
+            ("measured", f"{images_per_s} images/s, {format_bytes(point.measured_bytes)}"),
             ("speed", f"{format_percent(speed)} of what was predicted"),
         ]
     shares = compute_time_shares(forecast.timeline)

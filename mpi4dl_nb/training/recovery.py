@@ -121,16 +121,22 @@ class FailureRecovery:
 def choose_plan(training: TrainingHandle, ranks: int) -> Plan:
     """Return the plan for `ranks` ranks that is predicted to be fastest among those that compute the same as now.
 
-    Such plans have the same numbers of batches and micro-batches. Raises PlanError if there is none.
+    Such plans have the same numbers of batches and micro-batches, and the same tiles if each tile is normalised by
+    itself. Raises PlanError if there is none.
     """
     # The same numbers of batches and micro-batches make the same batch of each optimiser step, summed up in as many
     # parts: losses and weights go on as they would have with all ranks.
     now, batch = training.plan, training.recipe.graph.inputs["images"].shape[0] * training.plan.parts
     same = {name: getattr(now, name) for name, option in OPTIONS.items() if option.kept}
-    asked = [
-        replace(plan, **same)
+    able = (
+        replace(plan, **same, accumulate=now.batches // plan.batches)
         for plan in generate_plans(ranks, batch)
-        if (plan.batches, plan.micro_batches) == (now.batches, now.micro_batches)
+        if now.batches % plan.batches == 0 and _normalises_alike(plan, now)
+    )
+    asked = [
+        plan
+        for plan in able
+        if plan.micro_batches == now.micro_batches
         and all(images % compute_smallest_step(plan) == 0 for images in training.sizes)
     ]
     if not asked:
@@ -142,3 +148,11 @@ def choose_plan(training: TrainingHandle, ranks: int) -> Plan:
     machine = training.cluster.calibrate(accept_noise=True)
     found = search(ranks, batch, training.traces.get_graph, machine, machine.get_rank_bytes(ranks), states, asked=asked)
     return found.fitting[0].plan
+
+
+def _normalises_alike(plan: Plan, now: Plan) -> bool:
+    """Return whether batch norms see the same pixels under both plans, whose `sync_batchnorm` will be that of `now`."""
+    if now.sync_batchnorm:
+        return True
+    tiles = [[grid for grid in each.grids if grid.tiles > 1] for each in (plan, now)]
+    return tiles[0] == tiles[1] and plan.local_dp == now.local_dp and not plan.bidirectional

@@ -128,6 +128,16 @@ def test_bubbles_are_marked_with_their_share_and_work_with_its_micro_batch():
     assert unreadable(figure) == []
 
 
+def test_a_prediction_of_some_replicas_is_shown_beside_all_ranks():
+    """It simulates only those that differ from one another."""
+    plan = Plan(split_size=1, spatial_size=0, data_parallel=2)
+    first = Timeline(tuple(event for event in TWO_RANKS.events if event.rank == 0))
+    figure = show_timeline(TWO_RANKS, plan, predicted=first)
+    assert [len(axes.get_yticklabels()) for axes in figure.axes[:2]] == [2, 1]
+    with pytest.raises(PlanError, match="The prediction is of ranks 1 too, but 1 ranks were measured"):
+        show_timeline(first, predicted=TWO_RANKS)
+
+
 def test_measured_and_predicted_have_one_axis_of_time():
     figure = show_timeline(PIPELINE, predicted=TWO_RANKS)
     above, below = figure.axes

@@ -352,8 +352,23 @@ def test_fewer_ranks_compute_the_same(cluster):
     assert (plan.ranks, plan.micro_batches, plan.precision) == (2, 2, "float64")
     random.seed(0)
     both_ways = Training(model(), Plan(split_size=3, spatial_size=0, bidirectional=True), cluster, SHAPE)
-    with pytest.raises(PlanError, match="No plan for 1 ranks has 2 batches and 2 micro-batches"):
-        choose_plan(both_ways, 1)
+    alone = choose_plan(both_ways, 1)
+    assert (alone.ranks, alone.accumulate, alone.micro_batches) == (1, 2, 2)
+    three = Training(model(), Plan(split_size=1, spatial_size=0, data_parallel=3), cluster, SHAPE)
+    assert choose_plan(three, 1).accumulate == 3
+
+
+@over_loopback
+def test_where_each_tile_is_normalised_by_itself_the_tiles_stay(cluster):
+    """Without them it would compute something else, and two directions cannot be normalised so."""
+    alone = Training(model(), Plan(split_size=3, spatial_size=0, sync_batchnorm=False), cluster, SHAPE)
+    plan = choose_plan(alone, 2)
+    assert not plan.sync_batchnorm
+    assert not plan.bidirectional
+    assert all(grid.tiles == 1 for grid in plan.grids)
+    tiles = Plan(split_size=1, num_spatial_parts=3, slice_method="1x3", sync_batchnorm=False)
+    with pytest.raises(PlanError, match="No plan for 2 ranks"):
+        choose_plan(Training(model(), tiles, cluster, SHAPE), 2)
 
 
 @over_loopback

@@ -22,6 +22,7 @@ from mpi4dl_nb import Cluster, Training, forecast, tune
 from mpi4dl_nb.calibrate_cluster import CalibrationCache
 from mpi4dl_nb.draw.timeline import show_timeline
 from mpi4dl_nb.draw.tuning import show_tuning
+from mpi4dl_nb.draw.tuning_points import make_points
 from mpi4dl_nb.plan_benchmark import Candidate, Measurement, PlanTrial, run_interleaved, sort_candidates
 from mpi4dl_nb.plan_tuner import PlanTuner
 from mpi4dl_nb.widgets.tuner import Tuner
@@ -185,6 +186,9 @@ def test_images_beyond_a_neutral_batch_do_not_count_in_the_table(cluster):
     tuner.steps.value = 1
     tuner.measure_chosen()
     assert tuner.candidates == sort_candidates(tuner.candidates, neutral)
+    for candidate, point in zip(tuner.candidates, make_points(tuner.candidates, neutral), strict=True):
+        if candidate.measured is not None:
+            assert dict(point.facts)["measured"].startswith(f"{format_number(candidate.images_per_s)} images/s")
     with pytest.raises(PlanError, match="neutral_batch=0 must be 1 image or more"):
         Tuner(model(), SHAPE, cluster, progress=False, neutral_batch=0)
 

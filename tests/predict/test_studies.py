@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from torch import Tensor, nn
 
 from engines.errors import PlanError
 from engines.formatting import format_bytes
@@ -155,3 +156,23 @@ def test_thousands_of_ranks_are_foreseen_from_one_replica():
     study = scaling(MODEL, "Summit", ONE, (2, 3, 64, 64), "weak", ranks=(6, 2048 * 3))
     assert study.points[-1].forecast.images == 2 * 2048 * 3
     assert study.points[-1].images_per_s > 100 * study.points[0].images_per_s
+
+
+def test_a_loss_is_that_of_the_traces():
+    with pytest.raises(PlanError, match=r"Give the loss to it: Sizes\(model, loss\)"):
+        largest_image(MODEL, ONE, SMALL, loss=nn.L1Loss())
+
+
+class Rows(nn.Module):
+    """Attends to all pixels of a map: ranks refuse to gather a large one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(2).transpose(1, 2)
+        return nn.functional.scaled_dot_product_attention(rows, rows, rows).mean(1)
+
+
+def test_where_a_layer_needs_the_whole_image_the_largest_is_one_that_it_can_compute():
+    model, plan = nn.Sequential(nn.Conv2d(3, 4, 3, stride=8, padding=1), Rows()), Plan(split_size=1, slice_method="1x2")
+    found = largest_image(model, plan, SMALL, rank_bytes=1 << 40, step_px=512, most_px=4096)
+    assert found.size_px >= 512
+    assert found.next_px is None
