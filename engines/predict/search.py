@@ -88,7 +88,8 @@ def generate_plans(ranks: int, batch: int) -> Iterator[Plan]:
 
     Left out: grids with thinner tiles than necessary, except strips; several spatial stages, except two of different
     grids from 12 ranks of a replica on; more than two stages on a rank; numbers of micro-batches that are not powers of
-    two; precision, which changes the result of the computation; and checkpointing, which `search` adds.
+    two; behind tiles, fused halos, both directions, and schedules other than 1f1b; several batches in a replica;
+    precision, which changes the result of the computation; and checkpointing, which `search` adds.
 
     >>> for plan in generate_plans(2, batch=1):
     ...     print(plan.summary)
