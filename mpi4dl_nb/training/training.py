@@ -291,12 +291,12 @@ class Training(TrainingHandle):
         For a batch (N, C, H, W), of any N: return the tensor `model.eval()(batch)`, computed under the plan.
 
         For a picture of any size (a path, an (H, W, C) array, ...) or a `region` (y0, x0, height, width) of one `level`
-        of it: predict tile by tile on all ranks, none of which uses more than `memory_mb` megabytes, except for the array
-        that is returned if `to` names no file. A pixel's byte x
-        is passed to the model as (x / 255 - 0.5) / 0.5, as for images that ranks read in training. `kind` is `classes`,
-        `probabilities` or `scores`. If the model predicts per pixel, the result is an array (H, W) or (H, W, K), or the
-        path of the pyramidal TIFF `to`, in the size of the model's output (some models make sides even); otherwise it
-        is a class, or a tensor (K,). `predicted` holds its costs.
+        of it: predict tile by tile on all ranks, none of which uses more than `memory_mb` megabytes, but for the array
+        that is returned if `to` names no file. A pixel's byte x is passed to the model as (x / 255 - 0.5) / 0.5, as for
+        images that ranks read in training. `kind` is `classes`, `probabilities` or `scores`. If the model predicts per
+        pixel, the result is an array (H, W) or (H, W, K), or the path of the pyramidal TIFF `to`, in the size of the
+        model's output (some models make sides even); otherwise it is a class, or a tensor (K,). `predicted` holds its
+        costs.
 
         Raises ImageError, PlanError or TraceError, before any rank is called if that is possible.
         """
