@@ -167,8 +167,8 @@ def pack_value(value: Any) -> bytearray:
     """Return the value after its length and checksum: as JSON if it is a plain value, else pickled."""
     is_plain = type(value) in _PLAIN
     body = json.dumps(value).encode() if is_plain else pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
-    padding = bytes(-(_HEAD.size + len(body)) % _ALIGNMENT)
-    return bytearray(_HEAD.pack(len(body), zlib.crc32(body, _SEED), is_plain)) + body + padding
+    body += b" " * (-(_HEAD.size + len(body)) % _ALIGNMENT)  # which both forms end before, or ignore
+    return bytearray(_HEAD.pack(len(body), zlib.crc32(body, _SEED), is_plain)) + body
 
 
 def unpack_value(sealed: bytes | bytearray | memoryview) -> Any:
@@ -180,7 +180,7 @@ def unpack_value(sealed: bytes | bytearray | memoryview) -> Any:
     view = memoryview(sealed)
     if len(view) >= _HEAD.size:
         length, checksum, is_plain = _HEAD.unpack_from(view)
-        body = view[_HEAD.size :][:length]
+        body = view[_HEAD.size :]
         # Nothing is unpickled before both are right: MPI may complete a receive of a failed rank with any bytes.
         if len(body) == length and zlib.crc32(body, _SEED) == checksum:
             return json.loads(bytes(body)) if is_plain else pickle.loads(body)

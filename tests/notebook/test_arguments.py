@@ -263,7 +263,7 @@ def test_verify_takes_pairs(training: Training, batch: Any):
 
 
 def test_verify_compares_in_the_modes_of_the_training(two: Cluster):
-    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), *net()[1:])
+    model = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), *net()[1:])
     training = Training(model, PLAN, two, SHAPE)
     model.eval()
     assert training.verify()["ok"]

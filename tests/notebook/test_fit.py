@@ -213,7 +213,7 @@ def test_bad_images_are_left_out_and_told_once(ranks, capsys):
 
 def test_images_that_are_left_out_are_named_by_each_training(one):
     mine = training(one)
-    mine.fit(Bad((1,)), progress=False, drop_last=True, on_bad_image="skip")
+    mine.fit(Bad((shuffle_indices(7, 0, 0)[0],)), progress=False, drop_last=True, on_bad_image="skip")
     again = mine.fit(images(), progress=False, drop_last=True)
     assert [text.partition(": ")[2] for text in again.left_out] == ["left out before, as unreadable"]
     assert [epoch.left_out for epoch in again.epochs] == [1]
