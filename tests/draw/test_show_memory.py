@@ -60,7 +60,7 @@ def test_the_limit_is_a_line_and_a_word(traces):
 def test_another_rank_can_be_looked_at(traces):
     plan = Plan(split_size=4, spatial_size=0, parts=4, schedule="1f1b", data_parallel=2)
     graph = traces.get_graph(plan)
-    assert "Rank 3 through its step" in read(show_memory(plan, graph, rank=7))  # as in the other replica
+    assert "Rank 7 through its step" in read(show_memory(plan, graph, rank=7))  # as rank 3 of the other replica
     with pytest.raises(PlanError, match=r"rank=8 is none of the plan's 8 ranks\. Use 0 to 7"):
         show_memory(plan, graph, rank=8)
     with pytest.raises(PlanError, match="needs the image_shape"):
