@@ -107,6 +107,14 @@ def test_variances(name: str, case: tuple[Grid, Pair], seed: int):
     check(SPREADS[name], image, grid, same=close)
 
 
+@pytest.mark.parametrize("name", ["deviation", "deviation and mean"])
+def test_the_deviation_of_a_constant_channel_passes_no_gradient(name: str):
+    """Also of those that a dropout sets to 0; autograd's slope of the root is infinite there."""
+    image = whole_numbers(2, 4, 6, 8)
+    image[0, 1] = 3
+    check(lambda x: SPREADS[name](F.dropout2d(x, 0.5)), image, Grid(1, 2), same=close)
+
+
 def test_what_lies_far_from_zero_loses_nothing_to_cancellation():
     """A mean of a million with a deviation of one: sums of squares in float64 would keep four digits."""
     image = whole_numbers(2, 4, 8, 8) + 1e6

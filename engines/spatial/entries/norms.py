@@ -68,7 +68,11 @@ def compute_variance(
     """Return variance (or its root) and mean of each group, in the whole-image shape of the result."""
     mean, biased = compute_batch_statistics(moments, counts)
     spread = biased * biased.new_tensor(sum(counts)) / max(0.0, sum(counts) - correction)
-    return (spread.sqrt() if root else spread).to(dtype).view(shape), mean.to(dtype).view(shape)
+    if root:
+        # The slope of a root is infinite at 0, where ATen passes no gradient on.
+        zero = spread == 0
+        spread = spread.masked_fill(zero, 1).sqrt().masked_fill(zero, 0)
+    return spread.to(dtype).view(shape), mean.to(dtype).view(shape)
 
 
 def _group(b: Builder, node: Node, x: Ref, kernel: str, setting: Sequence[int]) -> Ref:
