@@ -171,7 +171,7 @@ def get_axes_without(b: Builder, ref: Ref, dims: Sequence[int]) -> Axes:
 _COMPARED = "divide multiply subtract greater greater_equal less less_equal not_equal"
 _UNTAGGED = {
     "default": (
-        "alias broadcast_tensors clone contiguous detach _to_copy type_as lift_fresh_copy "
+        "alias broadcast_tensors clone contiguous detach _to_copy lift_fresh_copy "
         "zeros_like ones_like full_like empty_like "
         "leaky_relu log_sigmoid hardswish special_expit special_erf "  # leaky_relu: not tagged in torch 2.11
         "isclose negative absolute arctan2"
@@ -180,7 +180,7 @@ _UNTAGGED = {
     "Scalar": f"where {_COMPARED}",
     "ScalarSelf": "where",
     "ScalarOther": "where",
-    **dict.fromkeys(("device", "dtype", "dtype_layout", "other"), "to"),
+    **dict.fromkeys(("device", "dtype", "dtype_layout"), "to"),
 }
 """Pointwise operators that ATen does not tag as such, by overload."""
 

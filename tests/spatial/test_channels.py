@@ -180,3 +180,20 @@ class Places(nn.Module):
 def test_each_tile_takes_its_own_part_of_what_depends_on_the_place(case: tuple[Grid, Pair], seed: int):
     grid, size_px = case
     check(with_whole_weights(Places(*size_px), seed), whole_numbers(3, 2, *size_px, seed=seed), grid)
+
+
+class Scaled(nn.Module):
+    """A parameter without pixels, cast to the type of a tiled value, and that to the type of a parameter."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.empty(shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        low = x[..., ::2].float()
+        return self.gamma.type_as(low) * x.type_as(low).type_as(self.gamma) + torch.ops.aten.to.other(self.gamma, low)
+
+
+@pytest.mark.parametrize("shape", [(), (4, 1, 1), (1, 4, 1, 1)])
+def test_casts_to_the_type_of_another_value(shape: tuple[int, ...]):
+    check(with_whole_weights(Scaled(*shape)), whole_numbers(2, 4, 6, 8), Grid(2, 2))

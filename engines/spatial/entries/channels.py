@@ -115,6 +115,14 @@ def one_hot(b: Builder, node: Node) -> None:
     apply_locally(b, node, tuple(axis - 1 for axis in b.get_value(node.arguments["self"]).axes))
 
 
+@register_rule("aten.type_as.default", "aten.to.other", shared=True)
+def cast_like(b: Builder, node: Node) -> None:
+    """Cast to the type of another value, of which no pixel is read: the result is tiled, or not, as `self` is."""
+    source, kind = node.arguments["self"], getattr(torch, node.spec.dtype)
+    axes = b.get_value(source).axes if b.is_tiled(source) else ()
+    b.add_local_op(node.name, "aten.to.dtype", b.align_to_output(source), kind, like=node.spec, axes=axes)
+
+
 @register_rule("aten.stack.default")
 def stack(b: Builder, node: Node) -> None:
     """Stack along a new axis, before or after the spatial ones."""
