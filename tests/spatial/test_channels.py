@@ -63,6 +63,12 @@ SHAPES = {
     "new zeros": lambda x: torch.cat([x, x], 0) + x.new_ones((4, 1, 1, 1)) + x.new_zeros(()),
 }
 
+BROADCAST = {
+    "a mask and an image": lambda x: torch.mul(*torch.broadcast_tensors(x[:, :1] > 0, x[:1] * 2)),
+    "a row and an image": lambda x: torch.mul(*torch.broadcast_tensors(x[:1, :, :1], x[:, :1])),
+    "an image and a mask without pixels": lambda x: torch.mul(*torch.broadcast_tensors(x.sum((2, 3), True)[:1], x > 0)),
+}
+
 ALONG = {
     "flip of channels": lambda x: x.flip(1) * 2,
     "roll of channels": lambda x: x.roll(1, 1) + x,
@@ -132,6 +138,16 @@ def test_sums_whose_axes_are_permuted_in_memory(grid: Grid):
         grid,
         same=close,
     )
+
+
+@pytest.mark.parametrize("grid", [Grid(1, 2), Grid(2, 2)])
+@pytest.mark.parametrize("name", BROADCAST)
+def test_several_values_that_are_broadcast(name: str, grid: Grid):
+    """Of other types and numbers of pixels; those that have the common shape already are not among them.
+
+    An exchange follows, which carries a gradient only if one is known to come.
+    """
+    check(lambda x: (y := BROADCAST[name](x)) + y.flip(3), whole_numbers(2, 4, 6, 8), grid)
 
 
 @pytest.mark.sampled(2)
