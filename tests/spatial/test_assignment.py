@@ -112,6 +112,17 @@ def test_assignment_on_uneven_tiles_and_strips(name: str):
         check(written(WRITES[name]), whole_numbers(2, 4, 7, 11), Grid(*map(int, grid.split("x"))))
 
 
+@pytest.mark.parametrize("grid", [Grid(2, 1), Grid(1, 2)])
+def test_a_list_of_lines_by_one_pixel_of_each(grid: Grid):
+    """The part is tiled along its two lines, and broadcast across them."""
+
+    def write(y: Tensor, x: Tensor) -> None:
+        y[:, :, [2, 0]] = x[:, :, [1, 2], :1] * 3
+        y[..., [3, 1]] = x[..., :1, [0, 2]]
+
+    check(written(write), whole_numbers(2, 4, 6, 8), grid)
+
+
 PICKS: dict[str, Callable[[Tensor], Tensor]] = {
     "channels by a list": lambda x: x[:, [2, 1, 0]] * 2,
     "rows by a list": lambda x: x[:, :, [3, 0, 2, 2]] * 2,
