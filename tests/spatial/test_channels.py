@@ -8,6 +8,7 @@ from hypothesis import given
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from engines.errors import TraceError
 from engines.spatial.tiles import Grid
 from tests.exact import close, whole_numbers, with_whole_weights
 from tests.spatial.drawn import Pair, check, images_on_grids, seeds, trials
@@ -148,6 +149,33 @@ def test_several_values_that_are_broadcast(name: str, grid: Grid):
     An exchange follows, which carries a gradient only if one is known to come.
     """
     check(lambda x: (y := BROADCAST[name](x)) + y.flip(3), whole_numbers(2, 4, 6, 8), grid)
+
+
+def largest(x: Tensor) -> Tensor:
+    """(N, 1, 1, 1): the channel with the largest sum."""
+    return x.sum((2, 3), keepdim=True).argmax(1, keepdim=True)
+
+
+FIRST_PIXELS = {
+    "scatter of a number": lambda x: x.scatter(1, largest(x), 9.0),
+    "scatter of values": lambda x: x.scatter(1, largest(x), x.detach() * 2),
+    "scatter_add": lambda x: x.scatter_add(1, largest(x), x.detach() * 2),
+    "scatter by one row": lambda x: x.scatter(1, x[:, :, :1].argmax(1, keepdim=True), 9.0),
+    "gather": lambda x: x.gather(1, largest(x)).flatten(1),
+    "gather of one row": lambda x: x.gather(1, x[:, :, :1].argmax(1, keepdim=True)).flatten(1),
+}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", FIRST_PIXELS)
+@pytest.mark.parametrize("grid", [Grid(1, 2), Grid(2, 2)])
+def test_an_index_of_the_first_pixels_is_not_broadcast(name: str, grid: Grid):
+    check(FIRST_PIXELS[name], whole_numbers(2, 4, 6, 8), grid)
+
+
+def test_an_index_of_the_first_pixels_of_a_large_image_is_refused():
+    with pytest.raises(TraceError, match=r"aten\.scatter\.value .* does not broadcast .* \(1, 1, 1, 1\): expand it"):
+        check(FIRST_PIXELS["scatter of a number"], whole_numbers(1, 2, 150, 140), Grid(2, 1))
 
 
 @pytest.mark.sampled(2)

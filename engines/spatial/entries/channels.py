@@ -94,13 +94,26 @@ def reorder_pixels(b: Builder, node: Node) -> None:
     lower_resample(b, node, source, *(make_copy_taps(pixels[axis].tolist()) for axis in sharded))
 
 
-@register_rule(
-    *("aten.gather.default", "aten.cosine_similarity.default", "aten.cat.default", "aten.concat.default"),
-    *("aten.scatter.value", "aten.scatter.src", "aten.scatter_add.default"),
-)
+@register_rule("aten.cosine_similarity.default", "aten.cat.default", "aten.concat.default")
 def combine_channels(b: Builder, node: Node) -> None:
-    """Combine the channels of each pixel of several images: concatenate, compare, or pick and write by indices."""
+    """Concatenate or compare the channels of each pixel of several images."""
     lower_other_axes(b, node, next(Ref(name) for name in node.reads if b.is_tiled(Ref(name))), several=True)
+
+
+@register_rule("aten.gather.default", "aten.scatter.value", "aten.scatter.src", "aten.scatter_add.default")
+def index_channels(b: Builder, node: Node) -> None:
+    """Pick or write the channels of each pixel by an index.
+
+    Raises NeedsGatherError if an argument has fewer pixels: it is not broadcast, but belongs to the first of them.
+    """
+    image = b.get_value(next(Ref(name) for name in node.reads if b.is_tiled(Ref(name))))
+    for name in node.reads:
+        shape = get_spec(b, name).shape
+        if len(shape) < -min(image.axes) or tuple(shape[axis] for axis in image.axes) != image.size_px:
+            raise make_gather_error(
+                node, f"does not broadcast {name} of shape {shape}: expand it, if it is meant for all pixels"
+            )
+    combine_channels(b, node)
 
 
 @register_rule("aten.channel_shuffle.default", images=("self",))
