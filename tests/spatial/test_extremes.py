@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -56,6 +57,15 @@ def test_extremes_of_whole_numbers(dtype: torch.dtype, grid: Grid):
         return x.sum((2, 3)) * (least.long() - low) + 5 * (most.long() - low)
 
     check(function, image, grid)
+
+
+@pytest.mark.parametrize("grid", [Grid(1, 2), Grid(2, 2)])
+def test_nan_is_the_largest(grid: Grid):
+    """Of several the last one counts, in whatever tile it lies."""
+    image = whole_numbers(2, 2, 6, 8)
+    image[0, 0, 4, 7] = image[0, 1, 1, 6] = image[0, 1, 5, 2] = image[0, 1, 4, 7] = image[1, 1, 0, 0] = math.nan
+    alike = partial(torch.allclose, rtol=0, atol=0, equal_nan=True)
+    check(lambda x: torch.cat(F.adaptive_max_pool2d(x, 1, return_indices=True)).flatten(1), image, grid, same=alike)
 
 
 def _with_places(values: Tensor, places: Tensor) -> Tensor:

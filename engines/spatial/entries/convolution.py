@@ -248,11 +248,12 @@ def find_first_maximum(x: Tensor, dims: list[int], corner: tuple[int, int], widt
 
 @register_kernel("tile.first_of_all")
 def merge_first_maxima(found: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the largest value and its index; of several, those of the first pixel in row-major order, as in ATen."""
+    """Return the largest value and its index; of several, the first in row-major order or the last NaN, as in ATen."""
     values, places = found.flatten(-2)
     # Float64 holds whole numbers up to 2 ** 53 exactly, so that indices may travel in one tensor with the values.
-    late = places.detach().masked_fill(values != values.amax(-1, keepdim=True), math.inf)
-    first = late.argmin(-1, keepdim=True)
+    top, unknown = values.amax(-1, keepdim=True), values.isnan()
+    order = torch.where(unknown, -places, places).detach().masked_fill((values != top) & ~unknown, math.inf)
+    first = order.argmin(-1, keepdim=True)
     return values.gather(-1, first)[..., None].to(dtype), places.gather(-1, first)[..., None].long()
 
 
