@@ -100,6 +100,14 @@ def test_pixels_in_another_order(name: str, case: tuple[Grid, Pair], seed: int):
     check(MOVED[name], whole_numbers(2, 2, *size_px, seed=seed), grid)
 
 
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", MOVED)
+def test_whole_numbers_in_another_order_are_not_rounded(name: str):
+    """Such as the places of a max pool, of which a large image has more than float32 can tell apart."""
+    move = MOVED[name]
+    check(lambda x: move(x.detach().long() + 2**24) * move(x), whole_numbers(2, 2, 6, 8), Grid(2, 2))
+
+
 ROUNDED = {
     "share of the row": lambda x: x.softmax(-1),
     "attention by softmax": lambda x: F.scaled_dot_product_attention(*[x.flatten(2).transpose(1, 2)] * 3).flatten(1),

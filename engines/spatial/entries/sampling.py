@@ -93,14 +93,21 @@ def lower_resample(b: Builder, node: Node, ref: Ref, *taps: Taps) -> None:
 @register_kernel("tile.resample")
 def resample_tile(x: Tensor, taps: Sequence[TapLists], axes: Axes) -> Tensor:
     """Resample along the last of `axes` first, that of columns, as ATen does."""
-    wide = x.to(get_sum_type(x))
+    # Copies of whole numbers stay whole: float32 rounds those above 2 ** 24. Floating copies are summed in backward.
+    whole = not x.is_floating_point() and all(_is_copy(*each) for each in taps)
+    wide = x if whole else x.to(get_sum_type(x))
     for axis, (inputs, weights) in reversed(list(zip(axes, taps, strict=True))):
         wide = _sum_taps(wide, axis, inputs, weights)
     return wide.to(x.dtype)
 
 
+def _is_copy(inputs: Sequence[Sequence[int]], weights: Sequence[Sequence[float]]) -> bool:
+    """Return whether each output is an input."""
+    return len(inputs) == 1 and set(weights[0]) == {1.0}
+
+
 def _sum_taps(x: Tensor, axis: int, inputs: Sequence[Sequence[int]], weights: Sequence[Sequence[float]]) -> Tensor:
-    if len(inputs) == 1 and set(weights[0]) == {1.0}:
+    if _is_copy(inputs, weights):
         return x.index_select(axis, torch.tensor(inputs[0], device=x.device))
     parts = [
         x.index_select(axis, torch.tensor(index, device=x.device)) * x.new_tensor(weight).view(-1, *(1,) * (-1 - axis))
