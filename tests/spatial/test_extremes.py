@@ -155,3 +155,19 @@ NORMS = {
 def test_norms_of_images(name: str, case: tuple[Grid, Pair], seed: int):
     grid, size_px = case
     check(NORMS[name], whole_numbers(2, 4, *size_px, seed=seed), grid, same=close)
+
+
+def test_the_logarithm_of_a_sum_over_a_tile_of_minus_infinity():
+    """As a mask of attention makes it: one process has a gradient of 0 there."""
+    check(
+        lambda x: (x + torch.where(torch.arange(8) < 4, -math.inf, 0.0)).logsumexp((2, 3)),
+        whole_numbers(2, 2, 6, 8),
+        Grid(1, 2),
+        same=close,
+    )
+
+
+def test_a_norm_casts_before_it_reduces():
+    """In float32 the norms of the tiles would be rounded."""
+    function = lambda x: torch.linalg.vector_norm(x.float(), dim=(2, 3), dtype=torch.float64)  # noqa: E731
+    check(function, whole_numbers(2, 2, 6, 8), Grid(2, 2), same=close)

@@ -292,6 +292,25 @@ def reduce_dims(
     return made if shape is None else made.view(shape)
 
 
+class _LogSumExp(torch.autograd.Function):
+    """The log-sum-exp of a tile's pixels along `dims`, each kept with size 1."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dims: list[int]) -> Tensor:
+        result = x.logsumexp(dims, keepdim=True)
+        ctx.save_for_backward(x, result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        x, result = ctx.saved_tensors
+        # A tile may have nothing but minus infinity, and -inf - -inf is NaN, where the image as a whole is finite.
+        return grad * (x - result).exp().masked_fill(x == -math.inf, 0).conj(), None
+
+
+register_kernel("tile.logsumexp")(_LogSumExp.apply)
+
+
 @register_rule("aten.linalg_vector_norm.default", "aten.logsumexp.default")
 def reduce_twice(b: Builder, node: Node) -> None:
     """Reduce again the tiles' results: a norm is the norm of norms, and likewise a log-sum-exp."""
@@ -299,14 +318,20 @@ def reduce_twice(b: Builder, node: Node) -> None:
     dims, order = find_spatial_dims(b, node, source), float(a.get("ord", 2))
     if dims is None:
         lower_other_axes(b, node, source)
-    elif math.isinf(order):
-        value, x = b.get_value(source), b.crop_to_own(source)
-        own = b.add_local_op(f"{node.name}.absolute", "aten.abs.default", x, like=value.spec, axes=value.axes)
+        return
+    value, x = b.get_value(source), b.crop_to_own(source)
+    spec = value.spec
+    if (kind := a.get("dtype")) is not None:  # ATen casts before it reduces
+        spec = replace(spec, dtype=str(kind).removeprefix("torch."))
+        x = b.add_local_op(f"{node.name}.cast", "aten.to.dtype", x, kind, like=spec, axes=value.axes)
+    if math.isinf(order):
+        own = b.add_local_op(f"{node.name}.absolute", "aten.abs.default", x, like=spec, axes=value.axes)
         _reduce_minmax(b, node, own, dims, 1 if order > 0 else -1)
     elif order <= 0:
         raise make_gather_error(node, f"is of order {order}")
     else:
-        settings = () if "logsumexp" in node.operator else (order,)
-        how = dims, node.operator, settings
-        found = all_gather_partials(b, node, source, "tile.reduced", *how, dtype=node.spec.dtype)
+        exponential = "logsumexp" in node.operator
+        how = dims, node.operator, () if exponential else (order,)
+        first = ("tile.logsumexp", dims) if exponential else ("tile.reduced", *how)
+        found = all_gather_partials(b, node, x, *first, dtype=node.spec.dtype)
         b.add_local_op(node.name, "tile.reduced", found, *how, node.spec.shape, like=node.spec)
