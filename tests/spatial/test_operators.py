@@ -88,6 +88,21 @@ def test_transposed_convolution(g: Geometry, groups: int, bias: bool, wish: Pair
     check(with_whole_weights(conv, seed), whole_numbers(2, 2 * groups, *g.out_px, seed=seed), g.grid)
 
 
+def test_transposed_convolution_of_one_image_without_a_batch():
+    """With as many rows as channels, so that a bias along the wrong axis would be seen by its values alone."""
+    conv = with_whole_weights(nn.ConvTranspose2d(2, 4, 2))
+
+    class OfOne(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = conv
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.conv(x[0])
+
+    check(OfOne(), whole_numbers(1, 2, 3, 6), Grid(1, 2))
+
+
 class Standardised(nn.Module):
     """A convolution whose weight is computed from the parameter."""
 
