@@ -119,6 +119,7 @@ def index_channels(b: Builder, node: Node) -> None:
 @register_rule("aten.channel_shuffle.default", images=("self",))
 def shuffle_channels(b: Builder, node: Node) -> None:
     """Shuffle channels, which are along axis 1."""
+    check_along_other_axes(b, node, node.arguments["self"], 1)
     apply_locally(b, node, (-2, -1))
 
 
