@@ -13,7 +13,7 @@ from torch import Tensor
 from engines.errors import TraceError
 from engines.plan import Plan
 from engines.spatial.tiles import Grid
-from tests.exact import assert_exact, whole_numbers
+from tests.exact import assert_exact, ready, tiled, whole_numbers
 from tests.spatial.drawn import Calls, Pair, check, images_on_grids, seeds, trials
 
 Write = Callable[[Tensor, Tensor], None]
@@ -264,3 +264,12 @@ def test_rows_that_are_written_twice_are_refused():
 
     with pytest.raises(TraceError, match="writes to a row or column twice"):
         assert_exact(Calls(forward), whole_numbers(1, 2, 150, 140), plan)
+
+
+@pytest.mark.parametrize("number", [6, -7])
+def test_rows_that_an_image_does_not_have_are_refused(number: int):
+    """One process fails when it runs; counted in a circle, they would be other rows."""
+    image, place = whole_numbers(1, 2, 6, 8), (ALL, ALL, [0, number])
+    for forward in (written(set_to(place)(4)), lambda x: 2 * x[place]):
+        with pytest.raises(TraceError, match=rf"aten.index.* picks number {number} of 6 .*numbers from -6 to 5"):
+            ready(Calls(forward), image, image[:, :, :1], tiled("2x1"))

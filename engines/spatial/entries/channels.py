@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from engines.errors import TraceError
 from engines.graph.model_graph import Node, Ref
 from engines.program.builder import Builder
 from engines.spatial.entries.sampling import lower_resample, make_copy_taps
@@ -230,12 +231,21 @@ def pick_lines(b: Builder, node: Node, source: Ref, dim: int, index: Ref) -> Non
 
 
 def read_line_numbers(b: Builder, node: Node, index: Ref, size_px: int) -> list[int]:
-    """Return the numbers of rows or columns in a list. Raises NeedsGatherError if the list is no constant."""
+    """Return the numbers of rows or columns in a list, counted from the first one.
+
+    Raises NeedsGatherError if the list is no constant, and TraceError if it has numbers of which there is no line.
+    """
     # Windows are computed before any pixel is known: only a list that the trace knows can tell which lines to fetch.
     constant = b.graph.constants.get(index.name)
     if constant is None or constant.dtype == torch.bool:
         raise make_gather_error(node, "picks rows or columns that are not known before")
-    return [number % size_px for number in constant.flatten().tolist()]
+    numbers = constant.flatten().tolist()
+    if beyond := [number for number in numbers if not -size_px <= number < size_px]:
+        raise TraceError(
+            f"{node.operator} in {node.where} picks number {beyond[0]} of {size_px} rows or columns. "
+            f"Use numbers from {-size_px} to {size_px - 1}."
+        )
+    return [number % size_px for number in numbers]
 
 
 # Matrix products in which pixels are a batch, or which sum over all of space.
