@@ -149,6 +149,14 @@ def test_average_pool(g: Geometry, ceil: bool, counted: bool, divisor: int | Non
     check(pool, image, g.grid, labels=whole_numbers(*pool(image).shape, seed=seed, step=144))
 
 
+def test_average_pool_of_half_precision_rounds_once():
+    """Sums of 4, 6 or 9 pixels, before the division, are larger than the whole numbers that bfloat16 holds."""
+    pool = nn.AvgPool2d(3, 1, 1, count_include_pad=False)
+    image = whole_numbers(1, 2, 6, 8, low=100, high=255)
+    labels = whole_numbers(1, 2, 6, 8, seed=1, low=-1, high=1, step=36)
+    check(lambda x: pool(x.bfloat16()).double(), image, Grid(2, 2), labels=labels)
+
+
 @trials(30)
 @given(case=images_on_grids(), fraction=st.tuples(*[st.floats(0.25, 1.5)] * 2), seed=seeds)
 def test_adaptive_average_pool(case: tuple[Grid, Pair], fraction: tuple[float, float], seed: int):

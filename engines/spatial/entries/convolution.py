@@ -162,7 +162,10 @@ def avg_pool2d(b: Builder, node: Node) -> None:
     if a["divisor_override"] or (set(rows), set(cols)) == ({kernel[0]}, {kernel[1]}):
         apply_locally(b, node, (-2, -1), self=x, padding=native, ceil_mode=False)
         return
-    part = replace(node, name=f"{node.name}.sums")
+    part, wide = replace(node, name=f"{node.name}.sums", spec=node.spec.sums), value.spec.sums
+    if wide != value.spec:  # half precision is rounded once, after the division
+        cast = f"{node.name}.wide", "aten.to.dtype", x, getattr(torch, wide.dtype)
+        x = b.add_local_op(*cast, like=wide, axes=(-2, -1))
     sums = apply_locally(b, part, (-2, -1), self=x, padding=native, ceil_mode=False, divisor_override=1)
     divisors = rows, cols, None, getattr(torch, node.spec.dtype)
     b.add_local_op(node.name, "tile.averages", sums, *divisors, like=node.spec, axes=(-2, -1))
