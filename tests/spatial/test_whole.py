@@ -65,6 +65,7 @@ BIT_EQUAL = {
     "below the diagonal": lambda x: x.tril(1) - x.triu(-1),
     "attention": attention,
     "windows": windows,
+    "again and again, with another axis": lambda x: x.repeat(1, 1, 1, 2, 3)[0].flatten(1),
     "sums of rows": lambda x: x.sum(2).flatten(1),
     "sums of columns and channels": lambda x: x * x.sum((1, 3), keepdim=True),
     "sums of rows behind permute": lambda x: x.permute(0, 2, 3, 1).sum(1).flatten(1),

@@ -195,8 +195,8 @@ def repeat(b: Builder, node: Node) -> None:
     times, source = node.arguments.get("repeats", node.arguments.get("dims")), node.arguments["self"]
     if not set(times[-2:]) - {1}:
         apply_locally(b, node, (-2, -1))
-    elif set(times[:-2]) - {1}:
-        raise make_gather_error(node, f"repeats pixels and other axes at once ({tuple(times)})")
+    elif set(times[:-2]) - {1} or len(times) > len(b.get_value(source).spec.shape):
+        raise make_gather_error(node, f"repeats pixels, and repeats or adds other axes ({tuple(times)})")
     else:
         sizes = zip(b.get_value(source).size_px, (1, *times)[-2:], strict=True)
         lower_resample(b, node, source, *(make_copy_taps([*range(size)] * again) for size, again in sizes))
