@@ -56,7 +56,6 @@ def fold_padding(
 def conv2d(b: Builder, node: Node) -> None:
     """Convolve with any kernel, stride, dilation and groups; `same` pads the odd pixel below and right."""
     a = node.arguments
-    value = b.get_value(a["input"])
     kernel = get_spec(b, a["weight"].name).shape[2:]
     stride, dilation = to_pair(a["stride"]), to_pair(a["dilation"])
     if a["padding"] == "valid":
@@ -66,7 +65,7 @@ def conv2d(b: Builder, node: Node) -> None:
     else:
         padding = to_pair(a["padding"])
     rules = [SlidingWindow(*axis) for axis in zip(kernel, stride, padding, dilation, strict=True)]
-    out_px = node.spec.shape[-2:] if node.spec else value.size_px
+    out_px = node.spec.shape[-2:]
     window = b.read_window(a["input"], out_px, *rules)
     x, native = fold_padding(b, window, rules, out_px)
     settings = a["weight"], a["bias"], stride, native, dilation, a["groups"]
