@@ -281,7 +281,7 @@ def convolve_transposed(
     full = functional.conv_transpose2d(x, weight, None, stride, 0, 0, groups, dilation)
     cut = pad_pixels(full, margins, 0.0)
     # The bias comes last: outputs that no input writes to have it, too.
-    return cut if bias is None else cut + bias.view(1, -1, *(1,) * (cut.dim() - 2))
+    return cut if bias is None else cut + bias.view(-1, 1, 1)
 
 
 @register_kernel("tile.cut")

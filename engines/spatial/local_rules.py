@@ -88,6 +88,12 @@ def map_refs(pick: Callable[[Ref], Ref], argument: Any) -> Any:
     return pick(argument) if isinstance(argument, Ref) else argument
 
 
+def find_largest_image(b: Builder, node: Node) -> ValueLayout:
+    """Return the largest tiled value that a node reads; over it, other values are broadcast."""
+    images = (b.values[name] for name in node.reads if b.is_tiled(Ref(name)))
+    return max(images, key=lambda image: math.prod(image.size_px))
+
+
 def align_arguments(b: Builder, node: Node) -> dict[str, Any]:
     """Return the node's arguments, aligned pixel by pixel: each rank takes its own tile of values that all ranks hold.
 
@@ -99,8 +105,7 @@ def align_arguments(b: Builder, node: Node) -> dict[str, Any]:
     #
     #     x  (N, C, H, W)   cut into tiles         y  (N, C, 1, W)   tiled, too, along W: gathered, then cut as x is
     #     z  (C, 1, 1)      whole on each rank     m  (H, W)         whole on each rank, and cut as x is
-    images = (b.get_value(Ref(name)) for name in node.reads if b.is_tiled(Ref(name)))
-    tiled = max(images, key=lambda image: math.prod(image.size_px))
+    tiled = find_largest_image(b, node)
     for name in node.reads:
         if b.is_tiled(Ref(name)):
             value = b.values[name]
@@ -171,7 +176,7 @@ def get_axes_without(b: Builder, ref: Ref, dims: Sequence[int]) -> Axes:
 _COMPARED = "divide multiply subtract greater greater_equal less less_equal not_equal"
 _UNTAGGED = {
     "default": (
-        "alias broadcast_tensors clone contiguous detach _to_copy type_as lift_fresh_copy "
+        "alias broadcast_tensors clone contiguous detach _to_copy lift_fresh_copy "
         "zeros_like ones_like full_like empty_like "
         "leaky_relu log_sigmoid hardswish special_expit special_erf "  # leaky_relu: not tagged in torch 2.11
         "isclose negative absolute arctan2"
@@ -180,7 +185,7 @@ _UNTAGGED = {
     "Scalar": f"where {_COMPARED}",
     "ScalarSelf": "where",
     "ScalarOther": "where",
-    **dict.fromkeys(("device", "dtype", "dtype_layout", "other"), "to"),
+    **dict.fromkeys(("device", "dtype", "dtype_layout"), "to"),
 }
 """Pointwise operators that ATen does not tag as such, by overload."""
 
@@ -220,16 +225,19 @@ def apply_locally(b: Builder, node: Node, axes: Axes, **changes: Any) -> Ref:
         kernel, positional = "tile.of_contiguous", [kernel, *positional]
     if uses_generator(node):
         kernel, positional = "tile.seeded", [SEED, DEVICE, *make_seeded_arguments(node, kernel), *positional]
-    spec = node.spec
-    if spec is None:  # several outputs: only the type, and the sizes along the sharded axes, are known
-        tiled = [b.values[name] for name in node.reads if b.is_tiled(Ref(name))]
-        spec = TensorSpec((), "float32")
-        if tiled and axes:
-            shape = [1] * -min(axes)
-            for axis, size in zip(axes, tiled[0].size_px, strict=True):
-                shape[axis] = size
-            spec = TensorSpec(tuple(shape), tiled[0].spec.dtype)
+    spec = _make_joint_spec(b, node, axes) if node.spec is None else node.spec
     return b.add_local_op(node.name, kernel, *positional, like=spec, axes=axes, **keywords)
+
+
+def _make_joint_spec(b: Builder, node: Node, axes: Axes) -> TensorSpec:
+    """Return a spec for several outputs: sizes along the sharded axes, and a floating type if an argument has one."""
+    if not axes:
+        return TensorSpec((), "float32")
+    image, shape = find_largest_image(b, node), [1] * -min(axes)
+    for axis, size in zip(axes, image.size_px, strict=True):
+        shape[axis] = size
+    types = [get_spec(b, name) for name in node.reads]
+    return TensorSpec(tuple(shape), next((each.dtype for each in types if each.is_floating), image.spec.dtype))
 
 
 def split_arguments(node: Node, changes: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:

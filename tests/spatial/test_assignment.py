@@ -13,7 +13,7 @@ from torch import Tensor
 from engines.errors import TraceError
 from engines.plan import Plan
 from engines.spatial.tiles import Grid
-from tests.exact import assert_exact, whole_numbers
+from tests.exact import assert_exact, ready, tiled, whole_numbers
 from tests.spatial.drawn import Calls, Pair, check, images_on_grids, seeds, trials
 
 Write = Callable[[Tensor, Tensor], None]
@@ -110,6 +110,17 @@ def test_assignment(name: str, case: tuple[Grid, Pair], seed: int):
 def test_assignment_on_uneven_tiles_and_strips(name: str):
     for grid in ("2x3", "4x1", "1x5"):
         check(written(WRITES[name]), whole_numbers(2, 4, 7, 11), Grid(*map(int, grid.split("x"))))
+
+
+@pytest.mark.parametrize("grid", [Grid(2, 1), Grid(1, 2)])
+def test_a_list_of_lines_by_one_pixel_of_each(grid: Grid):
+    """The part is tiled along its two lines, and broadcast across them."""
+
+    def write(y: Tensor, x: Tensor) -> None:
+        y[:, :, [2, 0]] = x[:, :, [1, 2], :1] * 3
+        y[..., [3, 1]] = x[..., :1, [0, 2]]
+
+    check(written(write), whole_numbers(2, 4, 6, 8), grid)
 
 
 PICKS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -253,3 +264,12 @@ def test_rows_that_are_written_twice_are_refused():
 
     with pytest.raises(TraceError, match="writes to a row or column twice"):
         assert_exact(Calls(forward), whole_numbers(1, 2, 150, 140), plan)
+
+
+@pytest.mark.parametrize("number", [6, -7])
+def test_rows_that_an_image_does_not_have_are_refused(number: int):
+    """One process fails when it runs; counted in a circle, they would be other rows."""
+    image, place = whole_numbers(1, 2, 6, 8), (ALL, ALL, [0, number])
+    for forward in (written(set_to(place)(4)), lambda x: 2 * x[place]):
+        with pytest.raises(TraceError, match=rf"aten.index.* picks number {number} of 6 .*numbers from -6 to 5"):
+            ready(Calls(forward), image, image[:, :, :1], tiled("2x1"))

@@ -8,6 +8,7 @@ from hypothesis import given
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from engines.errors import TraceError
 from engines.spatial.tiles import Grid
 from tests.exact import close, whole_numbers, with_whole_weights
 from tests.spatial.drawn import Pair, check, images_on_grids, seeds, trials
@@ -61,6 +62,12 @@ SHAPES = {
     "repeat interleave": lambda x: x.repeat_interleave(2, 1) * 2,
     "concat": lambda x: torch.concat([x, 2 * x], 1),
     "new zeros": lambda x: torch.cat([x, x], 0) + x.new_ones((4, 1, 1, 1)) + x.new_zeros(()),
+}
+
+BROADCAST = {
+    "a mask and an image": lambda x: torch.mul(*torch.broadcast_tensors(x[:, :1] > 0, x[:1] * 2)),
+    "a row and an image": lambda x: torch.mul(*torch.broadcast_tensors(x[:1, :, :1], x[:, :1])),
+    "an image and a mask without pixels": lambda x: torch.mul(*torch.broadcast_tensors(x.sum((2, 3), True)[:1], x > 0)),
 }
 
 ALONG = {
@@ -134,6 +141,43 @@ def test_sums_whose_axes_are_permuted_in_memory(grid: Grid):
     )
 
 
+@pytest.mark.parametrize("grid", [Grid(1, 2), Grid(2, 2)])
+@pytest.mark.parametrize("name", BROADCAST)
+def test_several_values_that_are_broadcast(name: str, grid: Grid):
+    """Of other types and numbers of pixels; those that have the common shape already are not among them.
+
+    An exchange follows, which carries a gradient only if one is known to come.
+    """
+    check(lambda x: (y := BROADCAST[name](x)) + y.flip(3), whole_numbers(2, 4, 6, 8), grid)
+
+
+def largest(x: Tensor) -> Tensor:
+    """(N, 1, 1, 1): the channel with the largest sum."""
+    return x.sum((2, 3), keepdim=True).argmax(1, keepdim=True)
+
+
+FIRST_PIXELS = {
+    "scatter of a number": lambda x: x.scatter(1, largest(x), 9.0),
+    "scatter of values": lambda x: x.scatter(1, largest(x), x.detach() * 2),
+    "scatter_add": lambda x: x.scatter_add(1, largest(x), x.detach() * 2),
+    "scatter by one row": lambda x: x.scatter(1, x[:, :, :1].argmax(1, keepdim=True), 9.0),
+    "gather": lambda x: x.gather(1, largest(x)).flatten(1),
+    "gather of one row": lambda x: x.gather(1, x[:, :, :1].argmax(1, keepdim=True)).flatten(1),
+}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", FIRST_PIXELS)
+@pytest.mark.parametrize("grid", [Grid(1, 2), Grid(2, 2)])
+def test_an_index_of_the_first_pixels_is_not_broadcast(name: str, grid: Grid):
+    check(FIRST_PIXELS[name], whole_numbers(2, 4, 6, 8), grid)
+
+
+def test_an_index_of_the_first_pixels_of_a_large_image_is_refused():
+    with pytest.raises(TraceError, match=r"aten\.scatter\.value .* does not broadcast .* \(1, 1, 1, 1\): expand it"):
+        check(FIRST_PIXELS["scatter of a number"], whole_numbers(1, 2, 150, 140), Grid(2, 1))
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CLOSE)
 @trials(5)
@@ -180,3 +224,20 @@ class Places(nn.Module):
 def test_each_tile_takes_its_own_part_of_what_depends_on_the_place(case: tuple[Grid, Pair], seed: int):
     grid, size_px = case
     check(with_whole_weights(Places(*size_px), seed), whole_numbers(3, 2, *size_px, seed=seed), grid)
+
+
+class Scaled(nn.Module):
+    """A parameter without pixels, cast to the type of a tiled value, and that to the type of a parameter."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.empty(shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        low = x[..., ::2].float()
+        return self.gamma.type_as(low) * x.type_as(low).type_as(self.gamma) + torch.ops.aten.to.other(self.gamma, low)
+
+
+@pytest.mark.parametrize("shape", [(), (4, 1, 1), (1, 4, 1, 1)])
+def test_casts_to_the_type_of_another_value(shape: tuple[int, ...]):
+    check(with_whole_weights(Scaled(*shape)), whole_numbers(2, 4, 6, 8), Grid(2, 2))

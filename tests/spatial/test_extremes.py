@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -56,6 +57,15 @@ def test_extremes_of_whole_numbers(dtype: torch.dtype, grid: Grid):
         return x.sum((2, 3)) * (least.long() - low) + 5 * (most.long() - low)
 
     check(function, image, grid)
+
+
+@pytest.mark.parametrize("grid", [Grid(1, 2), Grid(2, 2)])
+def test_nan_is_the_largest(grid: Grid):
+    """Of several the last one counts, in whatever tile it lies."""
+    image = whole_numbers(2, 2, 6, 8)
+    image[0, 0, 4, 7] = image[0, 1, 1, 6] = image[0, 1, 5, 2] = image[0, 1, 4, 7] = image[1, 1, 0, 0] = math.nan
+    alike = partial(torch.allclose, rtol=0, atol=0, equal_nan=True)
+    check(lambda x: torch.cat(F.adaptive_max_pool2d(x, 1, return_indices=True)).flatten(1), image, grid, same=alike)
 
 
 def _with_places(values: Tensor, places: Tensor) -> Tensor:
@@ -145,3 +155,19 @@ NORMS = {
 def test_norms_of_images(name: str, case: tuple[Grid, Pair], seed: int):
     grid, size_px = case
     check(NORMS[name], whole_numbers(2, 4, *size_px, seed=seed), grid, same=close)
+
+
+def test_the_logarithm_of_a_sum_over_a_tile_of_minus_infinity():
+    """As a mask of attention makes it: one process has a gradient of 0 there."""
+    check(
+        lambda x: (x + torch.where(torch.arange(8) < 4, -math.inf, 0.0)).logsumexp((2, 3)),
+        whole_numbers(2, 2, 6, 8),
+        Grid(1, 2),
+        same=close,
+    )
+
+
+def test_a_norm_casts_before_it_reduces():
+    """In float32 the norms of the tiles would be rounded."""
+    function = lambda x: torch.linalg.vector_norm(x.float(), dim=(2, 3), dtype=torch.float64)  # noqa: E731
+    check(function, whole_numbers(2, 2, 6, 8), Grid(2, 2), same=close)

@@ -87,6 +87,24 @@ def test_losses_of_two_images(name: str, case: tuple[Grid, Pair], seed: int):
     check(segmenter(seed), image, grid, labels=labels, loss=LOSSES[name], same=close)
 
 
+BROADCAST: dict[str, Loss] = {
+    "poisson of one channel": lambda p, y: F.poisson_nll_loss(p[:, :1] / 16, y),
+    "kl of one channel": lambda p, y: torch.kl_div(p[:, :1], y, reduction=1),
+    "kl of one target channel": lambda p, y: torch.kl_div(p, y[:, :1], reduction=1),
+    "kl of one row": lambda p, y: torch.kl_div(p[:, :, :1], y, reduction=1),
+    "kl of what all tiles hold": lambda p, y: torch.kl_div(p.mean((2, 3), keepdim=True), y, reduction=1),
+}
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("name", BROADCAST)
+@pytest.mark.parametrize("grid", [Grid(1, 2), Grid(2, 2)])
+def test_means_of_losses_that_are_broadcast(name: str, grid: Grid):
+    """They divide by the number of losses, whichever argument is the larger one."""
+    labels, image = whole_numbers(2, 4, 6, 8, seed=1, low=0, high=1), whole_numbers(2, 2, 6, 8)
+    check(segmenter(0), image, grid, labels=labels, loss=BROADCAST[name], same=close)
+
+
 @trials(5)
 @given(case=images_on_grids(), seed=seeds)
 def test_total_variation(case: tuple[Grid, Pair], seed: int):

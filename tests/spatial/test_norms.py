@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import assume, given
@@ -107,6 +109,14 @@ def test_variances(name: str, case: tuple[Grid, Pair], seed: int):
     check(SPREADS[name], image, grid, same=close)
 
 
+@pytest.mark.parametrize("name", ["deviation", "deviation and mean"])
+def test_the_deviation_of_a_constant_channel_passes_no_gradient(name: str):
+    """Also of those that a dropout sets to 0; autograd's slope of the root is infinite there."""
+    image = whole_numbers(2, 4, 6, 8)
+    image[0, 1] = 3
+    check(lambda x: SPREADS[name](F.dropout2d(x, 0.5)), image, Grid(1, 2), same=close)
+
+
 def test_what_lies_far_from_zero_loses_nothing_to_cancellation():
     """A mean of a million with a deviation of one: sums of squares in float64 would keep four digits."""
     image = whole_numbers(2, 4, 8, 8) + 1e6
@@ -125,6 +135,33 @@ def test_norms_before_and_behind_the_joint():
 def test_a_norm_over_one_spatial_axis():
     """For few pixels every rank normalises all of them."""
     check(lambda x: F.layer_norm(x, (7,)) + x.var(2, keepdim=True), whole_numbers(2, 2, 8, 7), Grid(2, 2), same=close)
+
+
+ROWS_AS_CHANNELS: dict[str, Callable[[], nn.Module]] = {
+    "batch norm": lambda: nn.BatchNorm1d(6),
+    "batch norm at rest": lambda: nn.BatchNorm1d(6).eval(),
+    "instance norm": lambda: nn.InstanceNorm1d(6, affine=True, track_running_stats=True),
+    "instance norm at rest": lambda: nn.InstanceNorm1d(6, affine=True, track_running_stats=True).eval(),
+    "group norm": lambda: nn.GroupNorm(2, 6),
+    "channel shuffle": lambda: nn.ChannelShuffle(2),
+}
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("name", ROWS_AS_CHANNELS)
+@pytest.mark.parametrize("grid", [Grid(2, 1), Grid(2, 2)])
+def test_rows_that_stand_where_channels_do(name: str, grid: Grid):
+    """Of a value (N, H, W), every rank normalises all rows."""
+
+    class OfSums(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = with_whole_weights(ROWS_AS_CHANNELS[name]())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(x.sum(1))
+
+    check(OfSums(), whole_numbers(2, 2, 6, 8), grid, same=close)
 
 
 class BackwardArguments(TorchDispatchMode):

@@ -88,6 +88,21 @@ def test_transposed_convolution(g: Geometry, groups: int, bias: bool, wish: Pair
     check(with_whole_weights(conv, seed), whole_numbers(2, 2 * groups, *g.out_px, seed=seed), g.grid)
 
 
+def test_transposed_convolution_of_one_image_without_a_batch():
+    """With as many rows as channels, so that a bias along the wrong axis would be seen by its values alone."""
+    conv = with_whole_weights(nn.ConvTranspose2d(2, 4, 2))
+
+    class OfOne(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = conv
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.conv(x[0])
+
+    check(OfOne(), whole_numbers(1, 2, 3, 6), Grid(1, 2))
+
+
 class Standardised(nn.Module):
     """A convolution whose weight is computed from the parameter."""
 
@@ -132,6 +147,14 @@ def test_average_pool(g: Geometry, ceil: bool, counted: bool, divisor: int | Non
     pool = nn.AvgPool2d(g.kernel, g.stride, g.padding, ceil, counted, divisor)
     image = whole_numbers(2, 2, *g.image_px, seed=seed, step=144)
     check(pool, image, g.grid, labels=whole_numbers(*pool(image).shape, seed=seed, step=144))
+
+
+def test_average_pool_of_half_precision_rounds_once():
+    """Sums of 4, 6 or 9 pixels, before the division, are larger than the whole numbers that bfloat16 holds."""
+    pool = nn.AvgPool2d(3, 1, 1, count_include_pad=False)
+    image = whole_numbers(1, 2, 6, 8, low=100, high=255)
+    labels = whole_numbers(1, 2, 6, 8, seed=1, low=-1, high=1, step=36)
+    check(lambda x: pool(x.bfloat16()).double(), image, Grid(2, 2), labels=labels)
 
 
 @trials(30)

@@ -225,7 +225,7 @@ def test_numbers_are_uniform_and_do_not_follow_from_their_neighbours():
 
 
 def test_an_oracle_draws_as_pytorch_does_when_it_is_not_asked():
-    """Outside of `SameDraws` nothing changes."""
+    """Outside of `CounterRNGMode` nothing changes."""
     model = nn.Dropout(0.5)
     torch.manual_seed(0)
     first = model(torch.ones(8, 8))

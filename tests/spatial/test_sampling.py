@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from engines.errors import TraceError
-from engines.spatial.entries.sampling import find_taps
+from engines.spatial.entries.interpolation import find_taps
 from engines.spatial.tiles import Grid
 from tests.exact import close, whole_numbers, with_whole_weights
 from tests.spatial.drawn import Pair, check, images_on_grids, seeds, trials
@@ -41,6 +41,22 @@ def test_nearest_by_fractions(mode: str, case: tuple[Grid, Pair], scale: tuple[f
     assume(out_px[0] >= grid.rows and out_px[1] >= grid.cols)
     how = {"size": out_px} if sized else {"scale_factor": scale}
     check(nn.Upsample(**how, mode=mode), whole_numbers(1, 2, *size_px, seed=seed), grid)
+
+
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact"])
+@pytest.mark.parametrize(
+    ("kind", "rows"), [(torch.float16, 164), (torch.float32, 164), (torch.float32, 82), (torch.float64, 82)]
+)
+def test_nearest_rounds_as_pytorch_does(kind: torch.dtype, rows: int, mode: str):
+    """The middle row reads row 31 of 64, not 32, by arithmetic in float32, which PyTorch uses for few pixels always."""
+    enlarge = lambda x: F.interpolate(x.to(kind), size=(rows, 4), mode=mode).double()  # noqa: E731
+    check(enlarge, whole_numbers(1, 1, 64, 4), Grid(2, 1))
+
+
+def test_nearest_is_refused_where_the_gradient_is_that_of_other_pixels():
+    """For many pixels in float64, PyTorch computes forward in float64, and backward in float32."""
+    with pytest.raises(TraceError, match=r"upsample_nearest2d\.vec .* makes 164 pixels of 64: in float64, "):
+        check(lambda x: F.interpolate(x, size=(164, 4)), whole_numbers(1, 1, 64, 4), Grid(2, 1))
 
 
 @trials(20)

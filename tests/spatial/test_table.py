@@ -54,7 +54,7 @@ HELD = {
         flip.default roll.default glu.default sort.default topk.default index_select.default index.Tensor
         repeat_interleave.self_int narrow.default max.dim min.dim argmax.default argmin.default median.dim
         prod.dim_int any.dim all.dim select.int gather.default cosine_similarity.default avg_pool3d.default
-        linear.default matmul.default einsum.default""",
+        linear.default matmul.default einsum.default type_as.default to.other""",
 }
 
 

@@ -65,6 +65,7 @@ BIT_EQUAL = {
     "below the diagonal": lambda x: x.tril(1) - x.triu(-1),
     "attention": attention,
     "windows": windows,
+    "again and again, with another axis": lambda x: x.repeat(1, 1, 1, 2, 3)[0].flatten(1),
     "sums of rows": lambda x: x.sum(2).flatten(1),
     "sums of columns and channels": lambda x: x * x.sum((1, 3), keepdim=True),
     "sums of rows behind permute": lambda x: x.permute(0, 2, 3, 1).sum(1).flatten(1),
@@ -98,6 +99,14 @@ def test_pixels_in_another_order(name: str, case: tuple[Grid, Pair], seed: int):
     """Of these each tile borrows what it needs, whatever the size of the image."""
     grid, size_px = case
     check(MOVED[name], whole_numbers(2, 2, *size_px, seed=seed), grid)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", MOVED)
+def test_whole_numbers_in_another_order_are_not_rounded(name: str):
+    """Such as the places of a max pool, of which a large image has more than float32 can tell apart."""
+    move = MOVED[name]
+    check(lambda x: move(x.detach().long() + 2**24) * move(x), whole_numbers(2, 2, 6, 8), Grid(2, 2))
 
 
 ROUNDED = {

@@ -25,7 +25,7 @@ from engines.spatial.local_rules import (
 from engines.spatial.operator_table import register_rule
 from engines.spatial.rng import SETTINGS, draws, find_sample_number
 from engines.spatial.tiles import Axes
-from engines.spatial.windows import Shift, TableWindow
+from engines.spatial.windows import Shift, SpanRule, TableWindow
 
 
 @register_rule("aten.slice_scatter.default", "aten.select_scatter.default")
@@ -109,8 +109,11 @@ def _write_lines(b: Builder, node: Node, axes: Axes, dim: int, numbers: Sequence
     if b.is_tiled(part):
         if b.get_value(part).axes != axes:
             raise make_gather_error(node, "writes rows and columns that are other axes than those of the whole", axes)
-        rule = TableWindow(tuple((line,) for line in table))
-        window = b.read_window(part, size_px, *(rule if axis == dim else Shift(0) for axis in axes))
+        # Across the lines, the part has the pixels of the whole, or a single one, which is broadcast.
+        pairs = zip(spec.get_sizes(axes), size_px, strict=True)
+        rules: list[SpanRule] = [Shift(0) if own == size else TableWindow(((0,),) * size) for own, size in pairs]
+        rules[place] = TableWindow(tuple((line,) for line in table))
+        window = b.read_window(part, size_px, *rules)
         part, begins = b.pad_window(window), window.wanted[place].start
     else:
         across = {axis: each for axis, each in zip(axes, out, strict=True) if axis != dim and len(spec.shape) >= -axis}

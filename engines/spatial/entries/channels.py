@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from engines.errors import TraceError
 from engines.graph.model_graph import Node, Ref
 from engines.program.builder import Builder
 from engines.spatial.entries.sampling import lower_resample, make_copy_taps
@@ -94,18 +95,32 @@ def reorder_pixels(b: Builder, node: Node) -> None:
     lower_resample(b, node, source, *(make_copy_taps(pixels[axis].tolist()) for axis in sharded))
 
 
-@register_rule(
-    *("aten.gather.default", "aten.cosine_similarity.default", "aten.cat.default", "aten.concat.default"),
-    *("aten.scatter.value", "aten.scatter.src", "aten.scatter_add.default"),
-)
+@register_rule("aten.cosine_similarity.default", "aten.cat.default", "aten.concat.default")
 def combine_channels(b: Builder, node: Node) -> None:
-    """Combine the channels of each pixel of several images: concatenate, compare, or pick and write by indices."""
+    """Concatenate or compare the channels of each pixel of several images."""
     lower_other_axes(b, node, next(Ref(name) for name in node.reads if b.is_tiled(Ref(name))), several=True)
+
+
+@register_rule("aten.gather.default", "aten.scatter.value", "aten.scatter.src", "aten.scatter_add.default")
+def index_channels(b: Builder, node: Node) -> None:
+    """Pick or write the channels of each pixel by an index.
+
+    Raises NeedsGatherError if an argument has fewer pixels: it is not broadcast, but belongs to the first of them.
+    """
+    image = b.get_value(next(Ref(name) for name in node.reads if b.is_tiled(Ref(name))))
+    for name in node.reads:
+        shape = get_spec(b, name).shape
+        if len(shape) < -min(image.axes) or tuple(shape[axis] for axis in image.axes) != image.size_px:
+            raise make_gather_error(
+                node, f"does not broadcast {name} of shape {shape}: expand it, if it is meant for all pixels"
+            )
+    combine_channels(b, node)
 
 
 @register_rule("aten.channel_shuffle.default", images=("self",))
 def shuffle_channels(b: Builder, node: Node) -> None:
     """Shuffle channels, which are along axis 1."""
+    check_along_other_axes(b, node, node.arguments["self"], 1)
     apply_locally(b, node, (-2, -1))
 
 
@@ -113,6 +128,14 @@ def shuffle_channels(b: Builder, node: Node) -> None:
 def one_hot(b: Builder, node: Node) -> None:
     """Encode class numbers along a new last axis."""
     apply_locally(b, node, tuple(axis - 1 for axis in b.get_value(node.arguments["self"]).axes))
+
+
+@register_rule("aten.type_as.default", "aten.to.other", shared=True)
+def cast_like(b: Builder, node: Node) -> None:
+    """Cast to the type of another value, of which no pixel is read: the result is tiled, or not, as `self` is."""
+    source, kind = node.arguments["self"], getattr(torch, node.spec.dtype)
+    axes = b.get_value(source).axes if b.is_tiled(source) else ()
+    b.add_local_op(node.name, "aten.to.dtype", b.align_to_output(source), kind, like=node.spec, axes=axes)
 
 
 @register_rule("aten.stack.default")
@@ -208,12 +231,21 @@ def pick_lines(b: Builder, node: Node, source: Ref, dim: int, index: Ref) -> Non
 
 
 def read_line_numbers(b: Builder, node: Node, index: Ref, size_px: int) -> list[int]:
-    """Return the numbers of rows or columns in a list. Raises NeedsGatherError if the list is no constant."""
+    """Return the numbers of rows or columns in a list, counted from the first one.
+
+    Raises NeedsGatherError if the list is no constant, and TraceError if it has numbers of which there is no line.
+    """
     # Windows are computed before any pixel is known: only a list that the trace knows can tell which lines to fetch.
     constant = b.graph.constants.get(index.name)
     if constant is None or constant.dtype == torch.bool:
         raise make_gather_error(node, "picks rows or columns that are not known before")
-    return [number % size_px for number in constant.flatten().tolist()]
+    numbers = constant.flatten().tolist()
+    if beyond := [number for number in numbers if not -size_px <= number < size_px]:
+        raise TraceError(
+            f"{node.operator} in {node.where} picks number {beyond[0]} of {size_px} rows or columns. "
+            f"Use numbers from {-size_px} to {size_px - 1}."
+        )
+    return [number % size_px for number in numbers]
 
 
 # Matrix products in which pixels are a batch, or which sum over all of space.

@@ -56,7 +56,6 @@ def fold_padding(
 def conv2d(b: Builder, node: Node) -> None:
     """Convolve with any kernel, stride, dilation and groups; `same` pads the odd pixel below and right."""
     a = node.arguments
-    value = b.get_value(a["input"])
     kernel = get_spec(b, a["weight"].name).shape[2:]
     stride, dilation = to_pair(a["stride"]), to_pair(a["dilation"])
     if a["padding"] == "valid":
@@ -66,7 +65,7 @@ def conv2d(b: Builder, node: Node) -> None:
     else:
         padding = to_pair(a["padding"])
     rules = [SlidingWindow(*axis) for axis in zip(kernel, stride, padding, dilation, strict=True)]
-    out_px = node.spec.shape[-2:] if node.spec else value.size_px
+    out_px = node.spec.shape[-2:]
     window = b.read_window(a["input"], out_px, *rules)
     x, native = fold_padding(b, window, rules, out_px)
     settings = a["weight"], a["bias"], stride, native, dilation, a["groups"]
@@ -162,7 +161,10 @@ def avg_pool2d(b: Builder, node: Node) -> None:
     if a["divisor_override"] or (set(rows), set(cols)) == ({kernel[0]}, {kernel[1]}):
         apply_locally(b, node, (-2, -1), self=x, padding=native, ceil_mode=False)
         return
-    part = replace(node, name=f"{node.name}.sums")
+    part, wide = replace(node, name=f"{node.name}.sums", spec=node.spec.sums), value.spec.sums
+    if wide != value.spec:  # half precision is rounded once, after the division
+        cast = f"{node.name}.wide", "aten.to.dtype", x, getattr(torch, wide.dtype)
+        x = b.add_local_op(*cast, like=wide, axes=(-2, -1))
     sums = apply_locally(b, part, (-2, -1), self=x, padding=native, ceil_mode=False, divisor_override=1)
     divisors = rows, cols, None, getattr(torch, node.spec.dtype)
     b.add_local_op(node.name, "tile.averages", sums, *divisors, like=node.spec, axes=(-2, -1))
@@ -248,11 +250,12 @@ def find_first_maximum(x: Tensor, dims: list[int], corner: tuple[int, int], widt
 
 @register_kernel("tile.first_of_all")
 def merge_first_maxima(found: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the largest value and its index; of several, those of the first pixel in row-major order, as in ATen."""
+    """Return the largest value and its index; of several, the first in row-major order or the last NaN, as in ATen."""
     values, places = found.flatten(-2)
     # Float64 holds whole numbers up to 2 ** 53 exactly, so that indices may travel in one tensor with the values.
-    late = places.detach().masked_fill(values != values.amax(-1, keepdim=True), math.inf)
-    first = late.argmin(-1, keepdim=True)
+    top, unknown = values.amax(-1, keepdim=True), values.isnan()
+    order = torch.where(unknown, -places, places).detach().masked_fill((values != top) & ~unknown, math.inf)
+    first = order.argmin(-1, keepdim=True)
     return values.gather(-1, first)[..., None].to(dtype), places.gather(-1, first)[..., None].long()
 
 

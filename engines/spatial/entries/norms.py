@@ -13,7 +13,7 @@ from engines.graph.model_graph import Node, Ref, TensorSpec, to_user_name
 from engines.graph.traceability import CUMULATIVE
 from engines.program.builder import Builder
 from engines.program.instructions import RunningStatistics
-from engines.spatial.entries.channels import lower_other_axes
+from engines.spatial.entries.channels import check_along_other_axes, lower_other_axes
 from engines.spatial.kernels import compute_batch_statistics, get_kernel, get_sum_type, register_kernel
 from engines.spatial.local_rules import (
     apply_locally,
@@ -68,7 +68,11 @@ def compute_variance(
     """Return variance (or its root) and mean of each group, in the whole-image shape of the result."""
     mean, biased = compute_batch_statistics(moments, counts)
     spread = biased * biased.new_tensor(sum(counts)) / max(0.0, sum(counts) - correction)
-    return (spread.sqrt() if root else spread).to(dtype).view(shape), mean.to(dtype).view(shape)
+    if root:
+        # The slope of a root is infinite at 0, where ATen passes no gradient on.
+        zero = spread == 0
+        spread = spread.masked_fill(zero, 1).sqrt().masked_fill(zero, 0)
+    return spread.to(dtype).view(shape), mean.to(dtype).view(shape)
 
 
 def _group(b: Builder, node: Node, x: Ref, kernel: str, setting: Sequence[int]) -> Ref:
@@ -110,6 +114,7 @@ def _normalise_channels(b: Builder, node: Node, groups: int) -> tuple[Ref, list[
 def instance_norm(b: Builder, node: Node) -> None:
     """Normalise every channel of every image (Ulyanov et al., 2016, arXiv:1607.08022)."""
     a, value = node.arguments, b.get_value(node.arguments["input"])
+    check_along_other_axes(b, node, a["input"], 1)
     if not a["use_input_stats"]:
         apply_locally(b, node, value.axes)
         return
@@ -124,6 +129,7 @@ def instance_norm(b: Builder, node: Node) -> None:
 @register_rule("aten.group_norm.default", images=("input",))
 def group_norm(b: Builder, node: Node) -> None:
     """Normalise groups of neighbouring channels of each image."""
+    check_along_other_axes(b, node, node.arguments["input"], 1)
     _normalise_channels(b, node, b.get_value(node.arguments["input"]).spec.shape[0] * node.arguments["num_groups"])
 
 
@@ -238,6 +244,7 @@ def batch_norm(b: Builder, node: Node) -> None:
     """Normalise by the moments of all tiles or, if so planned, of each; the update sets the running statistics."""
     a = node.arguments
     value = b.get_value(a["input"])
+    check_along_other_axes(b, node, a["input"], 1)
     if not a["training"]:
         apply_locally(b, node, value.axes)
         return

@@ -69,7 +69,7 @@ _NONE, _MEAN = 0, 1
 
 def reduce_mean(b: Builder, node: Node, ref: Ref, dims: Sequence[int], keepdim: bool) -> None:
     """Compute the mean over `dims`, which include both spatial axes."""
-    _finish_sum(b, node, ref, _sum(b, node, ref, dims, keepdim), mean=True)
+    _finish_sum(b, node, ref, _sum(b, node, ref, dims, keepdim), b.get_value(ref).spec.numel)
 
 
 def _sum(b: Builder, node: Node, ref: Ref, dims: Sequence[int], keepdim: bool) -> Ref:
@@ -78,12 +78,11 @@ def _sum(b: Builder, node: Node, ref: Ref, dims: Sequence[int], keepdim: bool) -
     return b.all_reduce(b.add_local_op(f"{node.name}.sum", "tile.sum_pixels", own, *settings, like=like))
 
 
-def _finish_sum(b: Builder, node: Node, ref: Ref, total: Ref, mean: bool) -> None:
-    """Divide a sum of `ref` for a mean, and cast it to the type of the node's result."""
-    if mean:
+def _finish_sum(b: Builder, node: Node, ref: Ref, total: Ref, numel: int | None) -> None:
+    """Divide a sum for a mean, over `numel` elements of each share of `ref`, and cast it to the result's type."""
+    if numel is not None:
         # The count is known from the shapes: only sums travel.
-        shares = b.stage.shares if b.is_batch_sharded(ref) else 1
-        count = shares * b.get_value(ref).spec.numel // node.spec.numel
+        count = numel * (b.stage.shares if b.is_batch_sharded(ref) else 1) // node.spec.numel
         total = b.add_local_op(f"{node.name}.mean", "aten.div.Scalar", total, count, like=node.spec.sums)
     b.add_local_op(node.name, "aten._to_copy.default", total, dtype=getattr(torch, node.spec.dtype), like=node.spec)
 
@@ -103,7 +102,7 @@ def reduce_sum(b: Builder, node: Node) -> None:
         total = b.add_local_op(f"{node.name}.sum", "tile.sum_pixels", parts, dims, keepdim, dtype, like=like)
     else:
         total = _sum(b, node, source, dims, keepdim)
-    _finish_sum(b, node, source, total, mean=node.operator.startswith("aten.mean."))
+    _finish_sum(b, node, source, total, b.get_value(source).spec.numel if "mean" in node.operator else None)
 
 
 @register_kernel("tile.cross_entropy_sums")
@@ -170,15 +169,17 @@ def lower_pixel_loss(b: Builder, node: Node) -> None:
     """Compute the loss of each pixel by itself, and sum it over the tile and the ranks."""
     source = next(ref for ref in node.arguments.values() if b.is_sharded(ref))
     parts = align_arguments(b, node) if b.is_tiled(source) else node.arguments
-    reduction = node.arguments["reduction"]
-    spec = b.get_value(source).spec
+    first, second, *_ = node.arguments.values()
+    # One of the two may be broadcast over the other: losses are as many as pixels of both.
+    shape = torch.broadcast_shapes(get_spec(b, first.name).shape, get_spec(b, second.name).shape)
+    spec, reduction = replace(node.spec, shape=tuple(shape)), node.arguments["reduction"]
     pixels = replace(node, name=f"{node.name}.pixels", spec=spec)
     each = apply_locally(b, pixels, b.get_value(source).axes, **{**parts, "reduction": _NONE})
     if reduction == _NONE:
         b.add_local_op(node.name, "aten.alias.default", each, like=spec, axes=b.get_value(source).axes)
         return
-    total = _sum(b, node, each, range(len(spec.shape)), keepdim=False)
-    _finish_sum(b, node, source, total, mean=reduction == _MEAN)
+    total = _sum(b, node, each, range(len(shape)), keepdim=False)
+    _finish_sum(b, node, source, total, spec.numel if reduction == _MEAN else None)
 
 
 # The divisor of a mean over class numbers, for labels in tiles or shares.
@@ -291,6 +292,25 @@ def reduce_dims(
     return made if shape is None else made.view(shape)
 
 
+class _LogSumExp(torch.autograd.Function):
+    """The log-sum-exp of a tile's pixels along `dims`, each kept with size 1."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dims: list[int]) -> Tensor:
+        result = x.logsumexp(dims, keepdim=True)
+        ctx.save_for_backward(x, result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        x, result = ctx.saved_tensors
+        # A tile may have nothing but minus infinity, and -inf - -inf is NaN, where the image as a whole is finite.
+        return grad * (x - result).exp().masked_fill(x == -math.inf, 0).conj(), None
+
+
+register_kernel("tile.logsumexp")(_LogSumExp.apply)
+
+
 @register_rule("aten.linalg_vector_norm.default", "aten.logsumexp.default")
 def reduce_twice(b: Builder, node: Node) -> None:
     """Reduce again the tiles' results: a norm is the norm of norms, and likewise a log-sum-exp."""
@@ -298,14 +318,20 @@ def reduce_twice(b: Builder, node: Node) -> None:
     dims, order = find_spatial_dims(b, node, source), float(a.get("ord", 2))
     if dims is None:
         lower_other_axes(b, node, source)
-    elif math.isinf(order):
-        value, x = b.get_value(source), b.crop_to_own(source)
-        own = b.add_local_op(f"{node.name}.absolute", "aten.abs.default", x, like=value.spec, axes=value.axes)
+        return
+    value, x = b.get_value(source), b.crop_to_own(source)
+    spec = value.spec
+    if (kind := a.get("dtype")) is not None:  # ATen casts before it reduces
+        spec = replace(spec, dtype=str(kind).removeprefix("torch."))
+        x = b.add_local_op(f"{node.name}.cast", "aten.to.dtype", x, kind, like=spec, axes=value.axes)
+    if math.isinf(order):
+        own = b.add_local_op(f"{node.name}.absolute", "aten.abs.default", x, like=spec, axes=value.axes)
         _reduce_minmax(b, node, own, dims, 1 if order > 0 else -1)
     elif order <= 0:
         raise make_gather_error(node, f"is of order {order}")
     else:
-        settings = () if "logsumexp" in node.operator else (order,)
-        how = dims, node.operator, settings
-        found = all_gather_partials(b, node, source, "tile.reduced", *how, dtype=node.spec.dtype)
+        exponential = "logsumexp" in node.operator
+        how = dims, node.operator, () if exponential else (order,)
+        first = ("tile.logsumexp", dims) if exponential else ("tile.reduced", *how)
+        found = all_gather_partials(b, node, x, *first, dtype=node.spec.dtype)
         b.add_local_op(node.name, "tile.reduced", found, *how, node.spec.shape, like=node.spec)

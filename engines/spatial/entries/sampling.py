@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from engines.graph.model_graph import Node, Ref
 from engines.program.builder import Builder
-from engines.spatial.kernels import get_operator, get_sum_type, register_kernel
+from engines.spatial.kernels import get_sum_type, register_kernel
 from engines.spatial.local_rules import (
     align_arguments,
     all_gather_lines,
@@ -24,15 +24,10 @@ from engines.spatial.local_rules import (
     get_sharded_dims,
     get_spec,
     make_gather_error,
-    make_unsupported_error,
 )
 from engines.spatial.operator_table import register_rule
 from engines.spatial.tiles import Axes, Span
 from engines.spatial.windows import Shift, SlidingWindow, TableWindow, Window, compute_window
-
-Resample = Callable[[Tensor], Tensor]
-"""Maps each row (n values) of a matrix (k, n) to a row of m values, each a weighted sum of some of the n."""
-
 
 TapLists = tuple[tuple[tuple[int, ...], ...], tuple[tuple[float, ...], ...]]
 """Inputs and weights along one axis, tap by tap: an entry for each output."""
@@ -54,32 +49,6 @@ class Taps:
         return tuple(zip(*inputs, strict=True)), tuple(zip(*self.weights[out.start : out.stop], strict=True))
 
 
-def find_taps(size_px: int, resample: Resample, reach_px: int) -> Taps:
-    """Return which inputs each output reads with which weights, by probing `resample` itself.
-
-    A row that is 1 at every `spacing`-th input yields the weights of those inputs. The output for the ramp 0, 1, 2 ...
-    identifies the one that is read: no tap is more than `reach_px` from it.
-    """
-    # reach_px 1, spacing 4: of the inputs r, r + 4, ... no output reads more than one.
-    #
-    #     row r      1 at r, r + 4, ...    output i is the weight of the one that it reads
-    #     ramp       0  1  2  3  4 ...     output i is about the place where it reads: the nearest one is meant
-    spacing = 2 * reach_px + 2
-    places = torch.arange(size_px)
-    answers = resample((places % spacing == torch.arange(min(spacing, size_px))[:, None]).double()).T.tolist()
-    middles = resample(places[None].double())[0].tolist()
-    found = []
-    for row, middle in zip(answers, middles, strict=True):
-        near = [
-            (start + spacing * round((middle - start) / spacing), weight) for start, weight in enumerate(row) if weight
-        ]
-        # An output without weights still reads an input, since a window must not be empty.
-        found.append(near or [(min(max(round(middle), 0), size_px - 1), 0.0)])
-    most = max(len(near) for near in found)
-    filled = [near + [(near[0][0], 0.0)] * (most - len(near)) for near in found]
-    return Taps(*(tuple(tuple(pair[part] for pair in near) for near in filled) for part in (0, 1)))
-
-
 def lower_resample(b: Builder, node: Node, ref: Ref, *taps: Taps) -> None:
     """Fetch the window that each tile of outputs reads, and compute the weighted sums: taps for each sharded axis."""
     axes = b.get_value(ref).axes
@@ -93,62 +62,27 @@ def lower_resample(b: Builder, node: Node, ref: Ref, *taps: Taps) -> None:
 @register_kernel("tile.resample")
 def resample_tile(x: Tensor, taps: Sequence[TapLists], axes: Axes) -> Tensor:
     """Resample along the last of `axes` first, that of columns, as ATen does."""
-    wide = x.to(get_sum_type(x))
+    # Copies of whole numbers stay whole: float32 rounds those above 2 ** 24. Floating copies are summed in backward.
+    whole = not x.is_floating_point() and all(_is_copy(*each) for each in taps)
+    wide = x if whole else x.to(get_sum_type(x))
     for axis, (inputs, weights) in reversed(list(zip(axes, taps, strict=True))):
         wide = _sum_taps(wide, axis, inputs, weights)
     return wide.to(x.dtype)
 
 
+def _is_copy(inputs: Sequence[Sequence[int]], weights: Sequence[Sequence[float]]) -> bool:
+    """Return whether each output is an input."""
+    return len(inputs) == 1 and set(weights[0]) == {1.0}
+
+
 def _sum_taps(x: Tensor, axis: int, inputs: Sequence[Sequence[int]], weights: Sequence[Sequence[float]]) -> Tensor:
-    if len(inputs) == 1 and set(weights[0]) == {1.0}:
+    if _is_copy(inputs, weights):
         return x.index_select(axis, torch.tensor(inputs[0], device=x.device))
     parts = [
         x.index_select(axis, torch.tensor(index, device=x.device)) * x.new_tensor(weight).view(-1, *(1,) * (-1 - axis))
         for index, weight in zip(inputs, weights, strict=True)
     ]
     return sum(parts[1:], parts[0])
-
-
-# Reach of ATen's upsampling operators, in input pixels if the image does not shrink.
-_REACH_PX = {
-    "aten.upsample_nearest2d": 1,
-    "aten._upsample_nearest_exact2d": 1,
-    "aten.upsample_bilinear2d": 2,
-    "aten.upsample_bicubic2d": 4,
-    "aten._upsample_bilinear2d_aa": 3,
-    "aten._upsample_bicubic2d_aa": 5,
-}
-
-
-@register_rule(*(f"{name}.vec" for name in _REACH_PX), images=("input",))
-def upsample(b: Builder, node: Node) -> None:
-    """Upsample by nearest, bilinear or bicubic interpolation, with the weights of ATen."""
-    if "_aa." in node.operator and node.spec.shape[-1] == 1:
-        raise make_unsupported_error(
-            node, "makes one column, which ATen's antialiasing gets wrong: rows and gradients are mixed up"
-        )
-    size_px = b.get_value(node.arguments["input"]).size_px
-    rows, cols = (_find_upsample_taps(node, size_px, axis) for axis in (0, 1))
-    lower_resample(b, node, node.arguments["input"], rows, cols)
-
-
-def _find_upsample_taps(node: Node, size_px: tuple[int, int], axis: int) -> Taps:
-    """Return the taps of one axis. The other axis changes size only if the image does: ATen copies if none changes.
-
-    The probe is two pixels wide: antialiasing to one column is wrong in PyTorch 2.13 on a CPU (gradcheck says so).
-    """
-    name, a = node.operator.removesuffix(".vec"), node.arguments
-    out_px = node.spec.shape[-2:]
-    other = 2 if size_px[1 - axis] == out_px[1 - axis] else 4
-    scales = (a["scale_factors"][axis] if a["scale_factors"] else None, None)
-    aligned = [a["align_corners"]] if "align_corners" in a else []
-
-    def resample(rows: Tensor) -> Tensor:
-        run = get_operator(f"{name}.default")
-        two = rows[None, :, :, None].expand(-1, -1, -1, 2).contiguous()
-        return run(two, [out_px[axis], other], *aligned, *scales)[0, :, :, 0]  # type: ignore[no-any-return]
-
-    return find_taps(size_px[axis], resample, _REACH_PX[name] * math.ceil(max(1.0, size_px[axis] / out_px[axis])))
 
 
 def pad_with_copies(b: Builder, node: Node) -> None:
@@ -261,8 +195,8 @@ def repeat(b: Builder, node: Node) -> None:
     times, source = node.arguments.get("repeats", node.arguments.get("dims")), node.arguments["self"]
     if not set(times[-2:]) - {1}:
         apply_locally(b, node, (-2, -1))
-    elif set(times[:-2]) - {1}:
-        raise make_gather_error(node, f"repeats pixels and other axes at once ({tuple(times)})")
+    elif set(times[:-2]) - {1} or len(times) > len(b.get_value(source).spec.shape):
+        raise make_gather_error(node, f"repeats pixels, and repeats or adds other axes ({tuple(times)})")
     else:
         sizes = zip(b.get_value(source).size_px, (1, *times)[-2:], strict=True)
         lower_resample(b, node, source, *(make_copy_taps([*range(size)] * again) for size, again in sizes))
