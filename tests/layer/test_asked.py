@@ -55,7 +55,12 @@ def by_sum(x: Tensor) -> Tensor:
     return x if bool(x.sum() > 0) else -x
 
 
-@pytest.mark.parametrize("forward", [by_written, by_drawn, by_sum])
+def by_made(x: Tensor) -> Tensor:
+    return x if x.new_tensor(x[0, 0, 0, 0]).item() > 0 else -x
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct")
+@pytest.mark.parametrize("forward", [by_written, by_drawn, by_sum, by_made])
 def test_what_is_not_known_names_file_line_and_tensor(forward: Forward, capfd: pytest.CaptureFixture[str]):
     lines = forward.__code__
     with pytest.raises(TraceError, match=r"asks for the numbers \((tolist|item|bool)\) of a \w+ tensor \(") as caught:
@@ -93,6 +98,18 @@ class Scaled(nn.Module):
 
 def test_a_buffer_that_stays_may_decide():
     assert_exact(Scaled(moves=False), whole_numbers(1, 2, 4, 6), tiled("1x2"))
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct")
+def test_nor_may_a_tensor_that_is_made_of_it():
+    class Made(Scaled):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * 5 if x.new_tensor(self.scale) > 2 else x
+            self.scale += 1
+            return y
+
+    with pytest.raises(TraceError, match=r"numbers of the buffer scale, which are others in each step"):
+        traced(Made(moves=True))
 
 
 def test_a_buffer_that_counts_may_not():
@@ -181,6 +198,43 @@ def under_inference_mode(x: Tensor) -> Tensor:
     with torch.inference_mode():
         y = x * 2
     return x + y
+
+
+class Frozen(nn.Module):
+    """A judge that gradients only pass through, as in a GAN."""
+
+    def __init__(self, freeze: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.judge, self.freeze = nn.Conv2d(2, 2, 1), nn.Conv2d(2, 2, 1), freeze
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.freeze(self.judge, self.first(x))
+
+
+def by_method(judge: nn.Module, x: Tensor) -> Tensor:
+    return judge.requires_grad_(False)(x)
+
+
+def by_attribute(judge: nn.Module, x: Tensor) -> Tensor:
+    judge.weight.requires_grad = False
+    return judge(x)
+
+
+def by_call(judge: nn.Module, x: Tensor) -> Tensor:
+    return torch.func.functional_call(judge, {name: p.detach() for name, p in judge.named_parameters()}, (x,))
+
+
+@pytest.mark.parametrize("freeze", [by_method, by_attribute])
+def test_a_parameter_that_forward_freezes_is_refused(freeze: Callable[[nn.Module, Tensor], Tensor]):
+    with pytest.raises(TraceError, match=r"test_asked.py.*sets requires_grad of a parameter to False"):
+        traced(Frozen(freeze))
+
+
+def test_the_remedies_freeze_it():
+    assert traced(Frozen(by_call)).trainable == {"model.first.weight", "model.first.bias"}
+    model = Frozen(by_method)
+    model.judge.requires_grad_(False)
+    assert traced(model).trainable == {"model.first.weight", "model.first.bias"}
 
 
 def test_inference_mode_is_refused():
