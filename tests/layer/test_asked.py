@@ -8,9 +8,10 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from engines.errors import TraceError
-from engines.graph.model_graph import TensorSpec
+from engines.graph.model_graph import ModelGraph, TensorSpec
 from engines.graph.trace import trace
 from tests.exact import assert_exact, tiled, whole_numbers
 from tests.layer.test_trace import Calls, traced
@@ -200,6 +201,23 @@ def under_inference_mode(x: Tensor) -> Tensor:
     return x + y
 
 
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            two = torch.full((), 2.0)
+        return x * two.to(x)
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        return 2 * grad
+
+
+def test_a_region_without_gradients_in_a_function_ends_there():
+    graph = traced(Frozen(lambda judge, x: judge(Doubled.apply(x))))
+    assert len(graph.trainable) == 4
+
+
 class Frozen(nn.Module):
     """A judge that gradients only pass through, as in a GAN."""
 
@@ -235,6 +253,26 @@ def test_the_remedies_freeze_it():
     model = Frozen(by_method)
     model.judge.requires_grad_(False)
     assert traced(model).trainable == {"model.first.weight", "model.first.bias"}
+
+
+def in_a_checkpoint(judge: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint(judge, x, use_reentrant=True)
+
+
+def test_a_reentrant_checkpoint_trains_what_one_process_trains():
+    assert_exact(Frozen(in_a_checkpoint).double(), whole_numbers(1, 2, 4, 6), tiled("1x2"), same=torch.allclose)
+    names = {"weight", "bias"}
+    expected = {f"model.{layer}.{name}" for layer in ("first", "judge") for name in names}
+    assert traced(Frozen(in_a_checkpoint)).trainable == expected
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_a_reentrant_checkpoint_of_images_trains_nothing_as_in_one_process():
+    class First(Frozen):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.first(self.freeze(self.judge, x))
+
+    assert traced(First(in_a_checkpoint)).trainable == {"model.first.weight", "model.first.bias"}
 
 
 def test_inference_mode_is_refused():
@@ -314,3 +352,36 @@ def test_local_autocast_is_as_in_one_process():
     graph = trace(Regions(), lambda o, y: o.float().sum() + 0 * y.sum(), images, labels, "bfloat16")
     made = [node.spec.dtype for node in graph.nodes if node.operator == "aten.conv2d.default"]
     assert made == ["float32", "bfloat16"]
+
+
+class Nested(nn.Module):
+    """An autocast region in that of another device, and one of the device that the tensors say."""
+
+    def __init__(self, asks: bool) -> None:
+        super().__init__()
+        self.conv, self.asks = nn.Conv2d(2, 2, 1), asks
+
+    def forward(self, x: Tensor) -> Tensor:
+        with (
+            torch.autocast(x.device.type if self.asks else "cpu", torch.bfloat16),
+            torch.autocast("cuda", enabled=False),
+        ):
+            return self.conv(x)
+
+
+def trace_nested(asks: bool, precision: str = "", device: str = "cpu") -> ModelGraph:
+    images, labels = TensorSpec((1, 2, 6, 6), "float32"), TensorSpec((1,), "float32")
+    return trace(Nested(asks), lambda o, y: o.float().sum() + 0 * y.sum(), images, labels, precision, device)
+
+
+@pytest.mark.filterwarnings("ignore:.*CUDA is not available")
+def test_an_autocast_of_another_device_takes_nothing_from_that_of_the_ranks():
+    graph = trace_nested(asks=False)
+    assert [n.spec.dtype for n in graph.nodes if n.operator == "aten.conv2d.default"] == ["bfloat16"]
+
+
+@pytest.mark.filterwarnings("ignore:.*CUDA is not available")
+@pytest.mark.parametrize("precision", ["", "bfloat16"])
+def test_an_autocast_of_the_device_of_a_tensor_is_refused_on_gpus(precision: str):
+    with pytest.raises(TraceError, match=r"test_asked.py.*stands under torch.autocast for the CPU, and ranks .* a GPU"):
+        trace_nested(asks=True, precision=precision, device="cuda")
