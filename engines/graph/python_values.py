@@ -37,10 +37,10 @@ class TracedValues:
 
     def __init__(self, model: nn.Module, loss: object, updated: Collection[str] = ()) -> None:
         self.warns_of_weights = True  # until the trained ones have been given, which a user may load into the model
-        self._versions = [(name, weight, weight._version) for name, weight in model.named_parameters()]
+        self._versions = [(name, weight, _mark(weight)) for name, weight in model.named_parameters()]
         changing = {id(buffer) for name, buffer in model.named_buffers() if name in updated}
         self._model_buffers = [
-            (module._buffers, name, f"{path}.{name}".lstrip("."), buffer, buffer._version, buffer.detach().clone())
+            (module._buffers, name, f"{path}.{name}".lstrip("."), buffer, _mark(buffer), buffer.detach().clone())
             for path, module in model.named_modules()
             for name, buffer in module._buffers.items()
             if buffer is not None and not buffer.is_meta and id(buffer) not in changing
@@ -82,9 +82,9 @@ class TracedValues:
         self._warn_of_weights()
 
     def _check_model_buffers(self) -> None:
-        for place, key, name, buffer, version, values in self._model_buffers:
+        for place, key, name, buffer, mark, values in self._model_buffers:
             now = place.get(key)
-            if now is buffer and buffer._version == version:
+            if now is buffer and _is_unwritten(buffer, mark):
                 continue
             # Values that stay are no change: a state_dict that is loaded writes to all tensors. The trained one, which
             # has been given then, is that of the ranks, in their precision.
@@ -99,14 +99,14 @@ class TracedValues:
     def _check_loss_buffers(self) -> None:
         for place, name, buffer, values in self._buffers if self.checks_buffers else ():
             now = place.get(name)
-            same = now is buffer and (now is None or now._version == 0)
+            same = now is buffer and (now is None or (not now.is_inference() and now._version == 0))
             if not same and (now is None or values is None or not torch.equal(now, values)):
                 raise _make_error(f"{name} of the loss", "")
 
     def _warn_of_weights(self) -> None:
         if not self.warns_of_weights:
             return
-        if changed := next((name for name, weight, version in self._versions if weight._version != version), ""):
+        if changed := next((name for name, weight, mark in self._versions if not _is_unwritten(weight, mark)), ""):
             self.warns_of_weights = False
             warnings.warn(
                 f"{changed} of the model has changed since this Training was made. Ranks go on with the weights that "
@@ -137,25 +137,52 @@ def _read_containers(owner: nn.Module, what: str, seen: set[int]) -> Iterator[_R
 
 
 class _Read:
-    """A value by its place: `place[key]`; a closure's cell has no key."""
+    """A value by its place: `place[key]`; a closure's cell has no key, and the place of an item is itself a `_Read`."""
 
-    __slots__ = ("key", "name", "place", "value", "version")
+    __slots__ = ("key", "mark", "name", "place", "value")
 
     def __init__(self, place: Any, key: Any, value: Any, name: str) -> None:
         self.place, self.key, self.value, self.name = place, key, value, name
-        self.version = value._version if isinstance(value, Tensor) else 0
+        self.mark = _mark(value) if isinstance(value, Tensor) else 0
+
+    def get(self) -> Any:
+        """Return what stands at the place now: for an item, also where another list or dict stands there."""
+        place = self.place.get() if isinstance(self.place, _Read) else self.place
+        return place.cell_contents if isinstance(place, CellType) else place[self.key]
 
     def describe_change(self) -> str | None:
         """Return how the value has changed, None if it has not."""
         try:
-            now = self.place.cell_contents if isinstance(self.place, CellType) else self.place[self.key]
-        except (ValueError, LookupError):
+            now = self.get()
+        except (ValueError, LookupError, TypeError):
             return ""
+        if isinstance(self.value, Tensor):
+            return None if _is_unwritten(self.value, self.mark) and _is_same(now, self.value) else ""
         if now is self.value:
-            return "" if isinstance(now, Tensor) and now._version != self.version else None
-        if isinstance(now, Tensor) or isinstance(self.value, Tensor):
+            return None
+        if isinstance(now, Tensor):
             return ""
         return None if now == self.value else f" from {self.value!r} to {now!r}"
+
+
+def _mark(tensor: Tensor) -> int | Tensor:
+    """Return what tells whether a tensor is written to later: its number of writes, or a copy where none is counted."""
+    return tensor.detach().clone() if tensor.is_inference() else tensor._version
+
+
+def _is_unwritten(tensor: Tensor, mark: int | Tensor) -> bool:
+    return torch.equal(tensor, mark) if isinstance(mark, Tensor) else tensor._version == mark
+
+
+def _is_same(now: object, then: Tensor) -> bool:
+    """Return whether a value is a tensor, or an equal one in its place, such as one that a hook of forward sets."""
+
+    def get_kind(tensor: Tensor) -> tuple[Any, ...]:
+        return tensor.dtype, tensor.device, tensor.layout, tensor.requires_grad
+
+    if now is then or not isinstance(now, Tensor):
+        return now is then
+    return get_kind(now) == get_kind(then) and not then.is_meta and torch.equal(now, then)
 
 
 def _make_error(name: str, change: str) -> PlanError:
@@ -176,7 +203,8 @@ def _read_value(place: Any, key: Any, value: Any, name: str, what: str, seen: se
     elif isinstance(value, list | dict):
         items = list(value.items() if isinstance(value, dict) else enumerate(value))
         if len(items) <= _MOST_ITEMS and all(_is_plain(item) for _, item in items):
-            yield from (_Read(value, at, item, f"{name}[{at!r}] in the code of the {what}") for at, item in items)
+            held = _Read(place, key, value, name)
+            yield from (_Read(held, at, item, f"{name}[{at!r}] in the code of the {what}") for at, item in items)
     elif isinstance(value, FunctionType | MethodType | partial):
         yield from _read_function(value, what, seen)
 

@@ -104,6 +104,8 @@ MODEL_CHANGES: dict[str, Callable[[Scaled], object]] = {
     "alpha of the model has changed from 1.0 to 5.0": lambda m: setattr(m, "alpha", 5.0),
     "pool.kernel_size of the model has changed from 2 to 3": lambda m: setattr(m.pool, "kernel_size", 3),
     r"powers\[0\] in the code of the model has changed from 1 to 3": lambda m: m.powers.__setitem__(0, 3),
+    r"powers\[1\] in the code of the model has changed from 2 to 3": lambda m: setattr(m, "powers", [1, 3]),
+    r"powers\[0\] in the code of the model has changed since": lambda m: setattr(m, "powers", None),
     "shift in the code of the model has changed since": lambda m: m.shift.add_(1),
     "shift in the code of the model": lambda m: setattr(m, "shift", torch.ones(3, dtype=torch.float64)),
     "temperature of the model has changed since": lambda m: m.temperature.fill_(2.0),
@@ -168,6 +170,27 @@ def test_running_the_plain_model_is_no_change(cluster: Cluster):
     model.log.append(3.0)
     model.train()
     training.step(IMAGES, LABELS)
+
+
+def test_equal_values_in_their_place_are_no_change(cluster: Cluster):
+    model = Scaled()
+    training = train(cluster, model)
+    model.powers, model.shift, model.temperature = [1, 2, 3], model.shift.clone(), model.temperature.clone()
+    training.step(IMAGES, LABELS)
+    model.powers[1] = 5  # the new list is read, not the first one
+    assert_refused(training, r"powers\[1\] in the code of the model has changed from 2 to 5")
+
+
+@pytest.mark.parametrize("name", ["shift", "temperature"])
+def test_tensors_of_inference_mode_that_count_no_writes(name: str, cluster: Cluster):
+    model = Scaled()
+    with torch.inference_mode():
+        setattr(model, name, getattr(model, name).clone())
+    training = train(cluster, model)
+    training.step(IMAGES, LABELS)
+    with torch.inference_mode():
+        getattr(model, name).add_(1)
+    assert_refused(training, f"{name} (in the code )?of the model has changed")
 
 
 def test_statistics_of_the_plain_model_are_no_change(cluster: Cluster):
