@@ -132,6 +132,9 @@ def _read_containers(owner: nn.Module, what: str, seen: set[int]) -> Iterator[_R
     for path, module in owner.named_modules():
         written = _find_stored(type(module)) | _find_filled(type(module))
         for name, value in list(vars(module).items()):
+            # A hook before forward may set it in each run, as that of torch.nn.utils.spectral_norm sets the weight.
+            if isinstance(value, Tensor) and module._forward_pre_hooks:
+                continue
             if name not in _OWN_NAMES and name not in written and not _is_plain(value):
                 yield from _read_value(vars(module), name, value, f"{path}.{name}".lstrip("."), what, seen)
 

@@ -193,6 +193,15 @@ def test_tensors_of_inference_mode_that_count_no_writes(name: str, cluster: Clus
     assert_refused(training, f"{name} (in the code )?of the model has changed")
 
 
+@pytest.mark.filterwarnings("ignore:The tensor attribute")  # of the exporter
+def test_a_weight_that_a_hook_before_forward_sets_is_no_change(cluster: Cluster):
+    model = nn.Sequential(nn.utils.spectral_norm(nn.Conv2d(2, 2, 1)), Scaled()).double().eval()
+    training = train(cluster, model)
+    with torch.no_grad():
+        model(IMAGES)
+    training.step(IMAGES, LABELS)
+
+
 def test_statistics_of_the_plain_model_are_no_change(cluster: Cluster):
     norms = nn.BatchNorm2d(2), nn.BatchNorm2d(2, momentum=None), nn.InstanceNorm2d(2, track_running_stats=True)
     model = nn.Sequential(*norms, Scaled()).double()
