@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -35,6 +35,9 @@ _ASKS |= {torch.equal: "equal", torch.allclose: "allclose", torch.is_nonzero: "i
 
 _HOOKS = {getattr(Tensor, name) for name in ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")}
 
+_FLAGS = {Tensor.requires_grad_, Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
+"""Functions that freeze a tensor or let it be trained."""
+
 _MAKING = (
     "tensor as_tensor asarray from_numpy scalar_tensor arange range linspace logspace zeros ones full eye "
     "tril_indices triu_indices"
@@ -46,7 +49,7 @@ _BY_SHAPE = {
     *(getattr(torch, name) for name in ("zeros_like", "ones_like", "full_like")),
     *(getattr(Tensor, name) for name in ("new_zeros", "new_ones", "new_full", "new_tensor", "numel")),
 }
-"""Functions that read only a tensor's shape and type."""
+"""Functions that read only the shape and type of their first tensor."""
 
 _DRAWS = {"rand", "dropout", "bernoulli", "normal", "multinomial", "poisson", "uniform", "exponential", "cauchy"}
 _DRAWS |= {"geometric", "rrelu", "empty"}
@@ -102,6 +105,8 @@ class ConstantPropagationMode(TorchFunctionMode):
                 f"{find_current_line()} calls Tensor.{func.__name__}: what it does to gradients would be lost on the "
                 "ranks. Compute the same in forward, or take it out."
             )
+        if func in _FLAGS:
+            _check_flag(args[0], *args[1:], **kwargs)
         if torch.is_inference_mode_enabled() and not self._inference:
             raise TraceError(
                 f"{find_current_line()} stands under torch.inference_mode(), whose tensors no gradient may be computed "
@@ -164,9 +169,9 @@ class ConstantPropagationMode(TorchFunctionMode):
     def _propagate(self, func: Any, args: Any, kwargs: Any, made: Any) -> None:
         """Compute the result's numbers if all inputs are known; forget tensors written with unknown numbers."""
         given = _list_tensors((args, kwargs))
-        by_shape = func in _BY_SHAPE
-        # `zeros_like(image)` is known although the image is not.
-        inputs_known = by_shape or all(self._find_constant(each) for each in given)
+        # `zeros_like(image)` is known although the image is not; `image.new_tensor(y)` is known if `y` is.
+        read = [self._find_constant(each) for each in given[func in _BY_SHAPE :]]
+        inputs_known = all(read)
         small = all(each.numel() <= LIMIT for each in _list_tensors(made))
         draws = any(word in _get_name(func) for word in _DRAWS)
         if inputs_known and small and (given or func in _MAKES) and not draws:
@@ -175,7 +180,6 @@ class ConstantPropagationMode(TorchFunctionMode):
             except Exception:  # numbers that cannot be computed are not known
                 self._forget(given)
                 return
-            read = [] if by_shape else [self._find_constant(each) for each in given]
             buffers = frozenset().union(*(known.buffers for known in read if known))
             for tensor, real in zip(_list_tensors(made), _list_tensors(numbers), strict=False):
                 if tensor.shape == real.shape and tensor.dtype == real.dtype:
@@ -209,6 +213,17 @@ class ConstantPropagationMode(TorchFunctionMode):
             if "device" in named:
                 named["device"] = "cpu"
             return func(*given, **named)
+
+
+def _check_flag(tensor: Tensor, requires_grad: bool = True) -> None:
+    """Raise TraceError if forward freezes a parameter or wakes it: a trace has one flag for all of its reads."""
+    if isinstance(tensor, nn.Parameter) and tensor.requires_grad != requires_grad:
+        raise TraceError(
+            f"{find_current_line()} sets requires_grad of a parameter to {requires_grad} while the model runs, which "
+            "ranks would not do: they train what the model has not frozen before. Freeze it before; for a part of "
+            "forward, use torch.no_grad(), detach(), or torch.func.functional_call(module, {name: p.detach() for name, "
+            "p in module.named_parameters()}, (x,)), through which gradients flow to x only."
+        )
 
 
 @contextmanager

@@ -79,7 +79,8 @@ def is_check(node: fx.Node) -> bool:
 
 
 UNGRADED, AUTOCAST = "without_gradient", "autocast"
-"""Marks: the operator records no gradient; the (device type, precision, whether it casts) of an autocast region."""
+"""Marks: the operator records no gradient; of the autocast regions around it, by device type: (precision, whether it
+casts)."""
 
 MARKS = (UNGRADED, AUTOCAST)
 
@@ -111,7 +112,7 @@ def _inline_subgraph(top: fx.GraphModule, owner: torch.nn.Module, node: fx.Node,
         marks: dict[str, Any] = {**around, UNGRADED: not graded}
     elif node.target is torch.ops.higher_order.wrap_with_autocast:
         kind, precision, casts, _, nested, *arguments = node.args
-        marks = {**around, AUTOCAST: (kind, precision, casts)}
+        marks = {**around, AUTOCAST: {**around.get(AUTOCAST, {}), kind: (precision, casts)}}
     else:
         raise TraceError(
             f"{node.target} in {describe_location(node)} takes functions as arguments, for which there is no rule. "
@@ -237,14 +238,31 @@ def insert_casts(module: fx.GraphModule, precision: torch.dtype | None, device: 
     `device` type, and its casts are recorded. `val` of every node is updated. A model that reads the type of a tensor
     while it is traced sees float32.
     """
-    own = (node.meta[AUTOCAST] for node in module.graph.nodes if AUTOCAST in node.meta)
-    if precision is None and not any(casts and kind == device for kind, _, casts in own):
+    if device != "cpu":
+        _check_regions(module, precision)
+    own = [regions[device] for node in module.graph.nodes if device in (regions := node.meta.get(AUTOCAST, {}))]
+    if precision is None and not any(casts for _, casts in own):
         return module
     with FakeTensorMode() as mode, torch.no_grad():
         caster = _Caster(module, precision, device, mode)
         for node in list(module.graph.nodes):
             caster.visit(node)
     return module
+
+
+def _check_regions(module: fx.GraphModule, precision: torch.dtype | None) -> None:
+    """Raise TraceError if a region of autocast on CPUs would matter, on ranks that compute on another device.
+
+    A model is traced with tensors on the CPU: `torch.autocast(x.device.type)` cannot be told from `"cpu"`.
+    """
+    for node in module.graph.nodes:
+        _, casts = node.meta.get(AUTOCAST, {}).get("cpu", (None, False))
+        if casts or (precision is not None and "cpu" in node.meta.get(AUTOCAST, {})):
+            raise TraceError(
+                f"{describe_location(node)} stands under torch.autocast for the CPU, and ranks compute on a GPU. If "
+                'forward asks a tensor for its device (x.device.type): this is "cpu" while it is traced. Name the '
+                'device, torch.autocast("cuda", ...); or train with device="cpu".'
+            )
 
 
 @dataclass
@@ -285,8 +303,8 @@ class _Caster:
             kind = values[written].dtype
             return {item: kind for item in floating if values[item].dtype != kind}
         precision = self.precision
-        if AUTOCAST in node.meta and node.meta[AUTOCAST][0] == self.device:
-            _, inner, casts = node.meta[AUTOCAST]
+        if self.device in (regions := node.meta.get(AUTOCAST, {})):
+            inner, casts = regions[self.device]
             precision = inner if casts else None
         if precision is None:
             return {}

@@ -1,13 +1,14 @@
 """The Python values that a model and a loss read, which a trace has taken once: a later change is found, and refused.
 
-These are numbers, texts and flags in the attributes of modules, and in the closures and globals that their code names.
+These are numbers, texts, flags and tensors in the attributes of modules, and in the closures and globals that their
+code names, also in lists and dicts; and the model's buffers, except those that training changes.
 """
 
 from __future__ import annotations
 
 import dis
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from functools import partial
 from types import CellType, CodeType, FunctionType, MethodType
@@ -30,12 +31,20 @@ _LIBRARIES = ("torch", "torchvision", "numpy", "engines", "mpi4dl_nb")
 class TracedValues:
     """The values that a model and its loss had when they were traced.
 
-    Attributes that forward itself sets are left out: a run of the plain model changes them.
+    Attributes that forward itself sets are left out: a run of the plain model changes them. `updated` are the model's
+    buffers that training changes, by name.
     """
 
-    def __init__(self, model: nn.Module, loss: object) -> None:
+    def __init__(self, model: nn.Module, loss: object, updated: Collection[str] = ()) -> None:
         self.warns_of_weights = True  # until the trained ones have been given, which a user may load into the model
-        self._versions = [(name, weight, weight._version) for name, weight in model.named_parameters()]
+        self._versions = [(name, weight, _mark(weight)) for name, weight in model.named_parameters()]
+        changing = {id(buffer) for name, buffer in model.named_buffers() if name in updated}
+        self._model_buffers = [
+            (module._buffers, name, f"{path}.{name}".lstrip("."), buffer, _mark(buffer), buffer.detach().clone())
+            for path, module in model.named_modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and not buffer.is_meta and id(buffer) not in changing
+        ]
         self.checks_buffers = True  # of the loss, until the trained ones have been given
         self._buffers = [
             (module._buffers, name, buffer, None if buffer is None else buffer.detach().clone())
@@ -52,6 +61,7 @@ class TracedValues:
             if isinstance(owner, nn.Module):
                 for place, name, value, path in iterate_attributes(owner):
                     self._attributes.append((place, name, value, f"{path} of the {what}"))
+                self._reads += _read_containers(owner, what, seen)
                 self._weights += [(f"{name} of the {what}", w, w.requires_grad) for name, w in owner.named_parameters()]
             else:
                 self._reads += _read_function(owner, what, seen)
@@ -67,20 +77,36 @@ class TracedValues:
         for name, weight, trained in self._weights:
             if weight.requires_grad != trained:
                 raise _make_error(f"requires_grad of {name}", f" from {trained} to {weight.requires_grad}")
+        self._check_model_buffers()
         self._check_loss_buffers()
         self._warn_of_weights()
+
+    def _check_model_buffers(self) -> None:
+        for place, key, name, buffer, mark, values in self._model_buffers:
+            now = place.get(key)
+            if now is buffer and _is_unwritten(buffer, mark):
+                continue
+            # Values that stay are no change: a state_dict that is loaded writes to all tensors. The trained one, which
+            # has been given then, is that of the ranks, in their precision.
+            own = None if now is None else now.detach().to(values)
+            kept = own is not None and (
+                torch.equal(own, values)
+                or (not self.warns_of_weights and torch.equal(own.to(torch.float32), values.to(torch.float32)))
+            )
+            if not kept:
+                raise _make_error(f"{name} of the model", "")
 
     def _check_loss_buffers(self) -> None:
         for place, name, buffer, values in self._buffers if self.checks_buffers else ():
             now = place.get(name)
-            same = now is buffer and (now is None or now._version == 0)
+            same = now is buffer and (now is None or (not now.is_inference() and now._version == 0))
             if not same and (now is None or values is None or not torch.equal(now, values)):
                 raise _make_error(f"{name} of the loss", "")
 
     def _warn_of_weights(self) -> None:
         if not self.warns_of_weights:
             return
-        if changed := next((name for name, weight, version in self._versions if weight._version != version), ""):
+        if changed := next((name for name, weight, mark in self._versions if not _is_unwritten(weight, mark)), ""):
             self.warns_of_weights = False
             warnings.warn(
                 f"{changed} of the model has changed since this Training was made. Ranks go on with the weights that "
@@ -98,26 +124,68 @@ def iterate_attributes(owner: nn.Module) -> Iterator[tuple[dict[str, Any], str, 
                 yield vars(module), name, value, f"{path}.{name}".lstrip(".")
 
 
-class _Read:
-    """A value by its place: `place[key]`; a closure's cell has no key."""
+def _read_containers(owner: nn.Module, what: str, seen: set[int]) -> Iterator[_Read]:
+    """Yield the tensors of a module's attributes, and the present items of its lists and dicts.
 
-    __slots__ = ("key", "name", "place", "value", "version")
+    Those that forward sets or writes to are left out, as in `iterate_attributes`.
+    """
+    for path, module in owner.named_modules():
+        written = _find_stored(type(module)) | _find_filled(type(module))
+        for name, value in list(vars(module).items()):
+            # A hook before forward may set it in each run, as that of torch.nn.utils.spectral_norm sets the weight.
+            if isinstance(value, Tensor) and module._forward_pre_hooks:
+                continue
+            if name not in _OWN_NAMES and name not in written and not _is_plain(value):
+                yield from _read_value(vars(module), name, value, f"{path}.{name}".lstrip("."), what, seen)
+
+
+class _Read:
+    """A value by its place: `place[key]`; a closure's cell has no key, and the place of an item is itself a `_Read`."""
+
+    __slots__ = ("key", "mark", "name", "place", "value")
 
     def __init__(self, place: Any, key: Any, value: Any, name: str) -> None:
         self.place, self.key, self.value, self.name = place, key, value, name
-        self.version = value._version if isinstance(value, Tensor) else 0
+        self.mark = _mark(value) if isinstance(value, Tensor) else 0
+
+    def get(self) -> Any:
+        """Return what stands at the place now: for an item, also where another list or dict stands there."""
+        place = self.place.get() if isinstance(self.place, _Read) else self.place
+        return place.cell_contents if isinstance(place, CellType) else place[self.key]
 
     def describe_change(self) -> str | None:
         """Return how the value has changed, None if it has not."""
         try:
-            now = self.place.cell_contents if isinstance(self.place, CellType) else self.place[self.key]
-        except (ValueError, LookupError):
+            now = self.get()
+        except (ValueError, LookupError, TypeError):
             return ""
+        if isinstance(self.value, Tensor):
+            return None if _is_unwritten(self.value, self.mark) and _is_same(now, self.value) else ""
         if now is self.value:
-            return "" if isinstance(now, Tensor) and now._version != self.version else None
-        if isinstance(now, Tensor) or isinstance(self.value, Tensor):
+            return None
+        if isinstance(now, Tensor):
             return ""
         return None if now == self.value else f" from {self.value!r} to {now!r}"
+
+
+def _mark(tensor: Tensor) -> int | Tensor:
+    """Return what tells whether a tensor is written to later: its number of writes, or a copy where none is counted."""
+    return tensor.detach().clone() if tensor.is_inference() else tensor._version
+
+
+def _is_unwritten(tensor: Tensor, mark: int | Tensor) -> bool:
+    return torch.equal(tensor, mark) if isinstance(mark, Tensor) else tensor._version == mark
+
+
+def _is_same(now: object, then: Tensor) -> bool:
+    """Return whether a value is a tensor, or an equal one in its place, such as one that a hook of forward sets."""
+
+    def get_kind(tensor: Tensor) -> tuple[Any, ...]:
+        return tensor.dtype, tensor.device, tensor.layout, tensor.requires_grad
+
+    if now is then or not isinstance(now, Tensor):
+        return now is then
+    return get_kind(now) == get_kind(then) and not then.is_meta and torch.equal(now, then)
 
 
 def _make_error(name: str, change: str) -> PlanError:
@@ -138,7 +206,8 @@ def _read_value(place: Any, key: Any, value: Any, name: str, what: str, seen: se
     elif isinstance(value, list | dict):
         items = list(value.items() if isinstance(value, dict) else enumerate(value))
         if len(items) <= _MOST_ITEMS and all(_is_plain(item) for _, item in items):
-            yield from (_Read(value, at, item, f"{name}[{at!r}] in the code of the {what}") for at, item in items)
+            held = _Read(place, key, value, name)
+            yield from (_Read(held, at, item, f"{name}[{at!r}] in the code of the {what}") for at, item in items)
     elif isinstance(value, FunctionType | MethodType | partial):
         yield from _read_function(value, what, seen)
 
@@ -179,6 +248,8 @@ def _read_code(function: FunctionType, what: str, seen: set[int]) -> Iterator[_R
 
 _GLOBALS: dict[CodeType, tuple[str, ...]] = {}
 _STORED: dict[type, frozenset[str]] = {}
+_FILLED: dict[type, frozenset[str]] = {}
+_CHANGING = ("insert", "pop", "popitem", "clear", "update", "setdefault", "sort", "reverse", "remove")
 
 
 def _find_globals(code: CodeType) -> tuple[str, ...]:
@@ -192,16 +263,40 @@ def _find_globals(code: CodeType) -> tuple[str, ...]:
     return _GLOBALS[code]
 
 
+def _iterate_instructions(cls: type) -> Iterator[list[dis.Instruction]]:
+    """Yield the instructions of forward, and of each method whose name it, or such a method, reads."""
+    methods = ["forward"]
+    for method in methods:  # grows meanwhile
+        code = getattr(getattr(cls, method, None), "__code__", None)
+        found = list(dis.get_instructions(code)) if code else []
+        for each in found:
+            if each.opname in ("LOAD_ATTR", "LOAD_METHOD") and each.argval not in methods:
+                methods.append(each.argval)
+        yield found
+
+
 def _find_stored(cls: type) -> frozenset[str]:
     """Return the attributes that forward, or a method that it calls, sets."""
     if cls not in _STORED:
-        stored, methods = set(), ["forward"]
-        for method in methods:  # grows meanwhile
-            code = getattr(getattr(cls, method, None), "__code__", None)
-            for each in dis.get_instructions(code) if code else ():
-                if each.opname == "STORE_ATTR":
-                    stored.add(each.argval)
-                elif each.opname in ("LOAD_ATTR", "LOAD_METHOD") and each.argval not in methods:
-                    methods.append(each.argval)
-        _STORED[cls] = frozenset(stored)
+        codes = _iterate_instructions(cls)
+        _STORED[cls] = frozenset(each.argval for code in codes for each in code if each.opname == "STORE_ATTR")
     return _STORED[cls]
+
+
+def _find_filled(cls: type) -> frozenset[str]:
+    """Return the attributes in lines of forward, or of a method that it calls, that write an item or in place."""
+    if cls not in _FILLED:
+        found: set[str] = set()
+        for code in _iterate_instructions(cls):
+            writing = {each.positions.lineno for each in code if each.positions and _is_write(each)}
+            loads = (each for each in code if each.opname in ("LOAD_ATTR", "LOAD_METHOD"))
+            found |= {each.argval for each in loads if each.positions and each.positions.lineno in writing}
+        _FILLED[cls] = frozenset(found)
+    return _FILLED[cls]
+
+
+def _is_write(each: dis.Instruction) -> bool:
+    called = each.opname in ("LOAD_ATTR", "LOAD_METHOD") and str(each.argval)
+    return each.opname in ("STORE_SUBSCR", "DELETE_SUBSCR") or bool(
+        called and (called in _CHANGING or (called.endswith("_") and not called.endswith("__")))
+    )

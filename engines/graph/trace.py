@@ -20,33 +20,45 @@ from engines.graph.constant_propagation import ConstantPropagationMode
 from engines.graph.export_reader import ExportReader, make_tensor_spec
 from engines.graph.exported_nodes import drop_broadcasts, inline_subgraphs, insert_casts, insert_detaches
 from engines.graph.functionalise import functionalise, remove_dead_nodes
-from engines.graph.model_graph import LOSS, MODEL, ModelGraph, TensorSpec, find_updated_buffers, to_user_name
+from engines.graph.model_graph import ModelGraph, TensorSpec, find_updated_buffers, to_user_name
 from engines.graph.outside_tensors import OwnedMemory, check_lifted_tensors
+from engines.graph.owners import collect_buffers, find_first_names, iterate_owners
+from engines.graph.stored_tensors import find_readable_modules, format_stored_error, refuse_stored_tensors
 from engines.graph.traceability import (
     collect_attributes,
     collect_tensors,
     get_prediction,
     make_fake_copy,
     make_fake_tensor,
+    make_traceable,
 )
 from engines.graph.watch_forward import ONE_AT_A_TIME, TraceAbortedError, silence_exporter, watch_forward
 from engines.plan import HALF
 
-OWNERS = {"model": MODEL, "loss": LOSS}
-"""The owners of tensors, and the prefixes of their names on the ranks."""
-
 _BY_VALUES = ("GuardOnDataDependent", "DataDependent", "UserError", "PendingUnbacked")
 """Prefixes of the names of PyTorch's errors for values that are unknown while it traces."""
+
+
+@dataclass(frozen=True)
+class _Hidden:
+    """Modules that are the user's own: no parts of the module that refers to them, into which the exporter looks."""
+
+    modules: Mapping[str, Sequence[nn.Module]]
 
 
 class _TracedModel(nn.Module):
     """A model with its loss, or alone and in evaluation mode: no dropout, batch norm with its running statistics."""
 
     def __init__(
-        self, constants: ConstantPropagationMode, model: nn.Module, loss: Callable[..., Tensor] | None = None
+        self,
+        constants: ConstantPropagationMode,
+        readable: Mapping[str, Sequence[nn.Module]],
+        model: nn.Module,
+        loss: Callable[..., Tensor] | None = None,
     ) -> None:
         super().__init__()
         self.model, self.loss, self.constants = model, loss, constants
+        self.readable = _Hidden(readable)
         if loss is None:
             self.eval()
 
@@ -63,7 +75,8 @@ class _TracedModel(nn.Module):
             if self.loss is None:
                 return tuple(found.values())
             try:
-                loss = self.loss(prediction, labels)
+                with refuse_stored_tensors(self.constants.stored, self.readable.modules):
+                    loss = self.loss(prediction, labels)
             except TraceError:
                 raise
             except Exception as error:
@@ -71,7 +84,7 @@ class _TracedModel(nn.Module):
                     raise
                 if self.constants.stored:
                     reason = f"the loss fails ({type(error).__name__}: {_get_first_line(error)})"
-                    raise TraceError(_format_stored_error(self.constants.stored[0], reason)) from error
+                    raise TraceError(format_stored_error(self.constants.stored[0], reason)) from error
                 if isinstance(error, TypeError | AttributeError) and not isinstance(prediction, Tensor):
                     raise TraceError(
                         f"The model answers with a {type(prediction).__name__} of {len(found)} tensors "
@@ -122,10 +135,13 @@ def _export(owners: Sequence[Any], specs: Sequence[TensorSpec], precision: str, 
     with _translate_errors(model, specs[0]):
         memory = OwnedMemory.of(*owners)
         copies = [
-            make_fake_copy(owner, mode, dtype, memory.make_memo()) if isinstance(owner, nn.Module) else owner
+            make_fake_copy(make_traceable(owner), mode, dtype, memory.make_memo())
+            if isinstance(owner, nn.Module)
+            else owner
             for owner in owners
         ]
-        whole = _TracedModel(ConstantPropagationMode(_collect_buffers(*owners), memory), *copies)
+        readable = find_readable_modules(model, *owners[1:], *copies[1:]) if len(owners) > 1 else {}
+        whole = _TracedModel(ConstantPropagationMode(collect_buffers(*owners), memory), readable, *copies)
     inputs = tuple(make_fake_tensor(mode, spec.shape, spec.dtype) for spec in specs)
     with _translate_errors(model, specs[0], whole.constants):
         exported = torch.export.export(whole, inputs, strict=False).module()
@@ -154,33 +170,6 @@ def _export(owners: Sequence[Any], specs: Sequence[TensorSpec], precision: str, 
         or (isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward)
     ]
     return replace(graph, chains=frozenset(chains))
-
-
-def _collect_buffers(*owners: object) -> dict[str, Tensor]:
-    """Return the buffers of a model and its loss, by their names in the trace."""
-    return {
-        prefix + name: buffer
-        for prefix, owner in iterate_owners(*owners)
-        for name, buffer in owner.named_buffers(remove_duplicate=False)
-    }
-
-
-def iterate_owners(*owners: object) -> Iterator[tuple[str, nn.Module]]:
-    """Yield a model and its loss, as far as they are modules, each with the prefix of its tensors' names on ranks."""
-    for prefix, owner in zip(OWNERS.values(), owners, strict=False):
-        if isinstance(owner, nn.Module):
-            yield prefix, owner
-
-
-def find_first_names(*owners: object) -> dict[str, str]:
-    """Map every name of a weight or buffer of a model, and of its loss if given, to the first name of that tensor."""
-    names: dict[str, str] = {}
-    for prefix, owner in iterate_owners(*owners):
-        first: dict[int, str] = {}
-        for named in (owner.named_parameters, owner.named_buffers):
-            for name, tensor in named(remove_duplicate=False):
-                names[prefix + name] = first.setdefault(id(tensor), prefix + name)
-    return names
 
 
 _MULTIPLES = (2, 4, 8, 16, 32, 64)  # of which models with halving layers need the sides of their images
@@ -218,7 +207,7 @@ def infer_output_spec(model: nn.Module, images: TensorSpec) -> TensorSpec:
     Raises TraceError if the model cannot run, returns no tensor or replaces a buffer.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-    constants = ConstantPropagationMode(_collect_buffers(model))
+    constants = ConstantPropagationMode(collect_buffers(model))
     with _translate_errors(model, images, constants):
         twin = make_fake_copy(model, mode, getattr(torch, images.dtype))
         held = dict(twin.named_buffers())
@@ -284,20 +273,12 @@ def _format_loss_error(
     )
 
 
-def _format_stored_error(name: str, reason: str) -> str:
-    return (
-        f"forward stores a tensor in the model's attribute {name}, and {reason}: a loss gets only the labels and what "
-        f"the model returns, and ranks have no such attribute. Return the tensor too (return logits, self.{name}), "
-        "with a loss of both: loss=lambda answer, y: ..."
-    )
-
-
 def _check_no_stale_tensors(model: nn.Module, constants: ConstantPropagationMode, graph: ModelGraph) -> None:
     """Raise TraceError if the graph holds as a constant what an earlier run of forward has stored on the model."""
     held = {value.untyped_storage()._cdata for value in graph.constants.values()}
     for name, tensors in collect_attributes(model).items():
         if name in constants.stored and any(tensor.untyped_storage()._cdata in held for tensor in tensors):
-            raise TraceError(_format_stored_error(name, "the loss (or forward) reads that of an earlier run"))
+            raise TraceError(format_stored_error(name, "the loss (or forward) reads that of an earlier run"))
 
 
 def _get_first_line(error: Exception) -> str:

@@ -177,7 +177,7 @@ class TraceCache:
         """
         key = self.get_state(), images, answers, plan.precision
         if key not in self._traces:
-            made = trace(self._traceable, self.loss, images, answers, plan.precision, choose_autocast_type(self.device))
+            made = trace(self.model, self.loss, images, answers, plan.precision, choose_autocast_type(self.device))
             # After the trace: a cache that the loss keeps outside would hold tensors of the check otherwise.
             if not self._traces:
                 only = made.specs[made.prediction] if len(made.answers) == 1 else None

@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from engines.errors import TraceError
 from engines.graph.constant_propagation import ConstantPropagationMode
 from engines.graph.model_graph import TensorSpec
+from engines.graph.owners import collect_buffers
 from engines.graph.repeatable import RepeatedRun
 from engines.graph.watch_forward import ONE_AT_A_TIME, watch_forward
 
@@ -239,7 +240,8 @@ def check_side_effects(model: nn.Module, images: TensorSpec) -> None:
     try:
         twin = make_fake_copy(model, mode, getattr(torch, images.dtype))
         whole = make_fake_tensor(mode, images.shape, images.dtype)
-        run = partial(_run_watched, nn.ModuleDict({"model": twin}), mode, twin, whole)
+        owners = nn.ModuleDict({"model": twin})
+        run = partial(_run_watched, owners, collect_buffers(model), mode, twin, whole)
         repeated = RepeatedRun(lambda log: run(log=log), "model")
         # numbers: new --first run--> before --second run--> (read below)
         new, memory = dict(_iterate_numbers(twin)), _get_storages(twin)
@@ -263,9 +265,10 @@ def check_side_effects(model: nn.Module, images: TensorSpec) -> None:
                 "thing in that than later, which a trace of it does not. Run it once before: model(images)."
             )
     for name, number in after.items():
-        if before.get(name, number) != number:
+        was = before.get(name, number)
+        if was is not number and was != number:  # a nan that stays is not equal to itself
             raise TraceError(
-                f"The model changes its attribute {name} while it runs, from {before[name]} to {number}. Ranks run "
+                f"The model changes its attribute {name} while it runs, from {was} to {number}. Ranks run "
                 "what was traced once, with the number of then. Keep it in a buffer that counts, or change it outside."
             )
     repeated.check_operators()
@@ -292,8 +295,9 @@ def check_loss_repeats(
             found: Any = make_fake_tensor(mode, prediction.shape, prediction.dtype)
         else:
             twin, whole = make_fake_copy(model, mode, dtype), make_fake_tensor(mode, images.shape, images.dtype)
-            found = get_prediction(_run_watched(nn.ModuleDict({"model": twin}), mode, twin, whole, log=nullcontext()))
-        run = partial(_run_watched, owners, mode, called, found, truth)
+            both = nn.ModuleDict({"model": twin}), collect_buffers(model)
+            found = get_prediction(_run_watched(*both, mode, twin, whole, log=nullcontext()))
+        run = partial(_run_watched, owners, collect_buffers(None, loss), mode, called, found, truth)
         repeated = RepeatedRun(lambda log: run(log=log), "loss")
         repeated.rerun()
         repeated.rerun()
@@ -305,10 +309,18 @@ def check_loss_repeats(
 
 
 def _run_watched(
-    owners: nn.Module, mode: FakeTensorMode, function: Callable[..., Any], *given: Any, log: AbstractContextManager[Any]
+    owners: nn.Module,
+    held: Mapping[str, Tensor],
+    mode: FakeTensorMode,
+    function: Callable[..., Any],
+    *given: Any,
+    log: AbstractContextManager[Any],
 ) -> Any:
-    """Call a model or loss as a trace does: reads of numbers that follow from shapes are answered."""
-    constants = ConstantPropagationMode(dict(owners.named_buffers()))
+    """Call a model or loss as a trace does: reads of numbers that follow from shapes or buffers are answered.
+
+    `owners` are the copies without memory, and `held` the user's own buffers.
+    """
+    constants = ConstantPropagationMode(held)
     eager = torch.compiler.set_stance("force_eager")
     with ONE_AT_A_TIME, mode, torch.no_grad(), eager, watch_forward(owners, constants), log:
         return function(*given)

@@ -10,12 +10,13 @@ import inspect
 import logging
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointFunction
 
 from engines.errors import TraceError
 from engines.graph.constant_propagation import ConstantPropagationMode, disable_tracing
@@ -45,11 +46,20 @@ def _check_custom_functions() -> Iterator[None]:
     plain = inspect.getattr_static(torch.autograd.Function, "apply")  # not a Python function in torch 2.14
 
     def apply(cls: Any, *arguments: Any, **keywords: Any) -> Any:
+        if cls is CheckpointFunction and threading.get_ident() == thread:
+            # Its forward runs without gradients, its backward once more with them: the same as to call the function.
+            # Where no argument requires a gradient, PyTorch computes none.
+            run, _, *given = arguments
+            with torch.set_grad_enabled(_any_requires_grad(given)):
+                return run(*given)
         ours = cls.__module__.startswith(("torch.", "engines."))
         if threading.get_ident() == thread and not ours and cls not in tried:
             tried.append(cls)  # `_check` calls `apply` again
             _check(cls, arguments)
             tried.remove(cls)
+            # `apply` runs forward without gradients, which a trace does not see: it would take the mode that
+            # `torch.no_grad()` within forward returns to for that of all that follows.
+            return _call_forward(cls, arguments)
         return plain.__get__(None, cls)(*arguments, **keywords)
 
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
@@ -60,6 +70,10 @@ def _check_custom_functions() -> Iterator[None]:
             del torch.autograd.Function.apply
         else:
             torch.autograd.Function.apply = own  # type: ignore[method-assign]
+
+
+def _any_requires_grad(arguments: Iterable[Any]) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(each, Tensor) and each.requires_grad for each in arguments)
 
 
 def _check(cls: Any, arguments: tuple[Any, ...]) -> None:
@@ -93,14 +107,18 @@ def _has_same_gradients(cls: Any, arguments: tuple[Any, ...]) -> bool:
     with disable_tracing(), torch.enable_grad():
         given = [make_trial(each) for each in arguments]
         theirs = _compute_gradients(cls.apply, given)
-        # Called without `apply`, forward is ordinary code: autograd differentiates its operators, as the ranks will. It
-        # takes a context as its first argument unless the class has a `setup_context` of its own.
-        has_context = cls.setup_context is torch.autograd.Function.setup_context
-        ours = _compute_gradients(lambda *these: cls.forward(*([_NullContext()] if has_context else []), *these), given)
+        ours = _compute_gradients(lambda *these: _call_forward(cls, these), given)
     return len(theirs) == len(ours) and all(
         (one is None) == (other is None) and (one is None or torch.allclose(one, other, rtol=1e-8, atol=1e-10))
         for one, other in zip(theirs, ours, strict=True)
     )
+
+
+def _call_forward(cls: Any, arguments: Sequence[Any]) -> Any:
+    """Call a function's forward as ordinary code: autograd differentiates its operators, as on ranks."""
+    # It takes a context as its first argument unless the class has a `setup_context` of its own.
+    has_context = cls.setup_context is torch.autograd.Function.setup_context
+    return cls.forward(*([_NullContext()] if has_context else []), *arguments)
 
 
 def _compute_gradients(run: Callable[..., Any], given: list[Any]) -> list[Tensor | None]:

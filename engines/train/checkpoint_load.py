@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from engines.comm.world import run_on_all
 from engines.errors import CheckpointError
 from engines.formatting import format_names
-from engines.graph.trace import find_first_names, iterate_owners
+from engines.graph.owners import find_first_names, iterate_owners
 from engines.images.shard_reader import SamplerState
 from engines.program.update import OptimiserStep
 from engines.train.checkpoint_files import parse_dtype, read_manifest

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engines.errors import DamagedError, Mpi4dlError
-from engines.graph.trace import OWNERS
+from engines.graph.owners import OWNERS
 from engines.images.regular_file import open_regular
 from engines.train.checkpoint_files import HEADER_BYTES, read_manifest
 from engines.train.checkpoint_folder import find_checkpoints, make_damaged_error, make_read_error

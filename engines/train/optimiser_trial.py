@@ -53,6 +53,24 @@ def find_frozen(function: Optimiser, specs: Sequence[ParameterSpec]) -> frozense
     return frozenset(spec.key for spec in specs if spec.requires_grad and not named[spec.name].requires_grad)
 
 
+def check_flags(specs: Sequence[ParameterSpec], own: Mapping[str, nn.Parameter]) -> None:
+    """Raise PlanError if the user's own parameters are no longer frozen or trained as in `specs`, and restore that.
+
+    `own` maps the ranks' names to the parameters of the user's model and loss, which `find_frozen` does not pass to the
+    optimiser's function: one that reaches them nevertheless, as in a closure, changes nothing on ranks.
+    """
+    changed = [spec for spec in specs if own[spec.key].requires_grad != spec.requires_grad]
+    for spec in changed:
+        own[spec.key].requires_grad_(spec.requires_grad)
+    if changed:
+        names = format_names([spec.name for spec in changed])
+        raise PlanError(
+            f"The optimiser's function sets requires_grad of the model's own {names}, "
+            "and not of the parameters that it is given, which ranks train. Freeze the model before it is given, or "
+            "the function's argument: an argument called named_parameters is given (name, parameter) pairs."
+        )
+
+
 def check_groups(function: Optimiser, specs: Sequence[ParameterSpec], own: Mapping[str, nn.Parameter]) -> None:
     """Raise PlanError if the function groups the user's own parameters differently from equal ones on a rank.
 

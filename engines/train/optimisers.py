@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from engines.errors import PlanError, TraceError
 from engines.formatting import format_names
 from engines.graph.model_graph import to_user_name
-from engines.graph.trace import iterate_owners
+from engines.graph.owners import iterate_owners
 
 Optimiser = Callable[[Any], torch.optim.Optimizer]
 """Makes the optimiser of parameters, or of (name, parameter) pairs if its first argument is called NAMED."""
@@ -88,6 +88,9 @@ def make_optimiser(function: Optimiser, named: Mapping[str, Tensor]) -> torch.op
             f"optimiser makes a {type(made).__name__}, not a torch.optim.Optimizer. Give a function of parameters that "
             "returns one, such as partial(torch.optim.SGD, lr=0.1)."
         )
+    # A scheduler writes to a tensor learning rate, which would otherwise be that of the user's function itself.
+    for options in (made.defaults, *made.param_groups):
+        options.update({key: value.clone() for key, value in options.items() if isinstance(value, Tensor)})
     known = {id(weight) for weight in named.values()}
     moved = [weight for group in made.param_groups for weight in group["params"]]
     if foreign := [weight for weight in moved if id(weight) not in known]:

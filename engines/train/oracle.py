@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from engines.comm.device import choose_device
 from engines.graph.model_graph import to_user_name
-from engines.graph.trace import iterate_owners
+from engines.graph.owners import iterate_owners
 from engines.graph.trace_cache import Loss
 from engines.graph.traceability import get_prediction, merge_outputs
 from engines.program.update import SCALE, UpdateRules
@@ -117,7 +117,8 @@ class ReferenceTraining:
         outputs = []
         parts = (batch[name].chunk(self.micro_batches) for name in ("images", "labels"))
         for part in zip(*parts, strict=True):
-            images, labels = (tensor.to(self.device) for tensor in part)
+            # Copies: a forward may write to its images, and the batch is used again.
+            images, labels = (tensor.to(self.device, copy=True) for tensor in part)
             random = nullcontext() if self.seed is None else CounterRNGMode(self.seed, self.begun)
             self.begun += 1
             with random, self._make_autocast():
@@ -133,7 +134,7 @@ class ReferenceTraining:
         # A loss of the whole batch is computed once, from all micro-batches' outputs; their graphs stay until then.
         if self.whole_loss:
             with self._make_autocast():
-                value = self.loss(merge_outputs(outputs), batch["labels"].to(self.device))
+                value = self.loss(merge_outputs(outputs), batch["labels"].to(self.device, copy=True))
             self.losses = [float(value.item())] * self.micro_batches
             if self.optimiser:
                 self.scaler.scale(value).backward()

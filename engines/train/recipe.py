@@ -16,7 +16,8 @@ from engines.comm.device import (
 from engines.errors import PlanError, TraceError
 from engines.formatting import FactTable, format_names
 from engines.graph.model_graph import ModelGraph, TensorSpec, to_user_name
-from engines.graph.trace import StateNames, collect_state_names, iterate_owners
+from engines.graph.owners import iterate_owners
+from engines.graph.trace import StateNames, collect_state_names
 from engines.graph.trace_cache import Loss, TraceCache
 from engines.plan import Plan
 from engines.program.compile import compile_plan
@@ -25,7 +26,7 @@ from engines.program.segment_compiler import check_compiler
 from engines.program.update import SCALE, Scheduler, UpdateRules
 from engines.spatial.operator_table import UserOps
 from engines.spatial.rng import has_random_ops
-from engines.train.optimiser_trial import check_groups, check_on_ranks, check_scheduler, find_frozen
+from engines.train.optimiser_trial import check_flags, check_groups, check_on_ranks, check_scheduler, find_frozen
 from engines.train.optimisers import Optimiser, ParameterSpec, collect_parameter_specs, make_on_rank, make_optimiser
 
 sgd: Optimiser = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
@@ -144,13 +145,14 @@ def prepare(
         raise PlanError(f"clip_norm={clip_norm!r} must be a positive number, or None for gradients of any norm.")
     used = {name for node in graph.nodes for name in node.reads}
     parameters = collect_parameter_specs(model, loss, getattr(torch, plan.held_in), used)
+    owned = {
+        prefix + name: weight
+        for prefix, owner in iterate_owners(model, loss)
+        for name, weight in owner.named_parameters(remove_duplicate=False)
+    }
     graph = freeze_weights(graph, find_frozen(optimiser, parameters))
+    check_flags(parameters, owned)
     if parameters:
-        owned = {
-            prefix + name: weight
-            for prefix, owner in iterate_owners(model, loss)
-            for name, weight in owner.named_parameters(remove_duplicate=False)
-        }
         check_groups(optimiser, parameters, owned)
     programs, state = compile_plan(graph, plan), collect_state(model, loss, graph)
     if plan.compile_segments:

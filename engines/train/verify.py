@@ -220,7 +220,8 @@ def make_batches(recipe: Recipe, seed: int, steps: int = STEPS) -> list[dict[str
         dtype = getattr(torch, spec.dtype)
         if spec.is_floating:  # drawn in float64, so that every precision gets the same images, rounded
             return torch.randn(spec.shape, generator=random, dtype=torch.float64).to(dtype)
-        return torch.randint(classes, spec.shape, generator=random, dtype=dtype)
+        highest = 2 if dtype is torch.bool else classes
+        return torch.randint(highest, spec.shape, generator=random, dtype=dtype)
 
     return [{name: sample(spec) for name, spec in recipe.step_specs.items()} for _ in range(steps)]
 

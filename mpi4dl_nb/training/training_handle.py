@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from engines.errors import LossError, RankError, make_absolute
 from engines.formatting import format_bytes, format_html_table
 from engines.graph.labels import format_causes
-from engines.graph.model_graph import TensorSpec
+from engines.graph.model_graph import TensorSpec, find_updated_buffers, to_user_name
 from engines.graph.model_state import ModelState
 from engines.graph.python_values import TracedValues
 from engines.graph.trace_cache import Loss, TraceCache
@@ -95,7 +95,9 @@ class TrainingHandle:
         self.reported = self.recipe
         self.feed_state: Mapping[str, Any] | None = None  # position in the images from which `fit` resumes
         self._create()
-        self._traced = TracedValues(model, self.loss)
+        graph = self.recipe.graph
+        updated = {to_user_name(name) for node in graph.nodes for name in find_updated_buffers(graph, node)}
+        self._traced = TracedValues(model, self.loss, updated)
 
     def check_unchanged(self) -> None:
         """Raise PlanError if a value of the model or the loss that the trace has taken was changed since then."""

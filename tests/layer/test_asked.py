@@ -8,9 +8,10 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from engines.errors import TraceError
-from engines.graph.model_graph import TensorSpec
+from engines.graph.model_graph import ModelGraph, TensorSpec
 from engines.graph.trace import trace
 from tests.exact import assert_exact, tiled, whole_numbers
 from tests.layer.test_trace import Calls, traced
@@ -55,7 +56,12 @@ def by_sum(x: Tensor) -> Tensor:
     return x if bool(x.sum() > 0) else -x
 
 
-@pytest.mark.parametrize("forward", [by_written, by_drawn, by_sum])
+def by_made(x: Tensor) -> Tensor:
+    return x if x.new_tensor(x[0, 0, 0, 0]).item() > 0 else -x
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct")
+@pytest.mark.parametrize("forward", [by_written, by_drawn, by_sum, by_made])
 def test_what_is_not_known_names_file_line_and_tensor(forward: Forward, capfd: pytest.CaptureFixture[str]):
     lines = forward.__code__
     with pytest.raises(TraceError, match=r"asks for the numbers \((tolist|item|bool)\) of a \w+ tensor \(") as caught:
@@ -93,6 +99,18 @@ class Scaled(nn.Module):
 
 def test_a_buffer_that_stays_may_decide():
     assert_exact(Scaled(moves=False), whole_numbers(1, 2, 4, 6), tiled("1x2"))
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct")
+def test_nor_may_a_tensor_that_is_made_of_it():
+    class Made(Scaled):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * 5 if x.new_tensor(self.scale) > 2 else x
+            self.scale += 1
+            return y
+
+    with pytest.raises(TraceError, match=r"numbers of the buffer scale, which are others in each step"):
+        traced(Made(moves=True))
 
 
 def test_a_buffer_that_counts_may_not():
@@ -183,6 +201,80 @@ def under_inference_mode(x: Tensor) -> Tensor:
     return x + y
 
 
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            two = torch.full((), 2.0)
+        return x * two.to(x)
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        return 2 * grad
+
+
+def test_a_region_without_gradients_in_a_function_ends_there():
+    graph = traced(Frozen(lambda judge, x: judge(Doubled.apply(x))))
+    assert len(graph.trainable) == 4
+
+
+class Frozen(nn.Module):
+    """A judge that gradients only pass through, as in a GAN."""
+
+    def __init__(self, freeze: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.judge, self.freeze = nn.Conv2d(2, 2, 1), nn.Conv2d(2, 2, 1), freeze
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.freeze(self.judge, self.first(x))
+
+
+def by_method(judge: nn.Module, x: Tensor) -> Tensor:
+    return judge.requires_grad_(False)(x)
+
+
+def by_attribute(judge: nn.Module, x: Tensor) -> Tensor:
+    judge.weight.requires_grad = False
+    return judge(x)
+
+
+def by_call(judge: nn.Module, x: Tensor) -> Tensor:
+    return torch.func.functional_call(judge, {name: p.detach() for name, p in judge.named_parameters()}, (x,))
+
+
+@pytest.mark.parametrize("freeze", [by_method, by_attribute])
+def test_a_parameter_that_forward_freezes_is_refused(freeze: Callable[[nn.Module, Tensor], Tensor]):
+    with pytest.raises(TraceError, match=r"test_asked.py.*sets requires_grad of a parameter to False"):
+        traced(Frozen(freeze))
+
+
+def test_the_remedies_freeze_it():
+    assert traced(Frozen(by_call)).trainable == {"model.first.weight", "model.first.bias"}
+    model = Frozen(by_method)
+    model.judge.requires_grad_(False)
+    assert traced(model).trainable == {"model.first.weight", "model.first.bias"}
+
+
+def in_a_checkpoint(judge: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint(judge, x, use_reentrant=True)
+
+
+def test_a_reentrant_checkpoint_trains_what_one_process_trains():
+    assert_exact(Frozen(in_a_checkpoint).double(), whole_numbers(1, 2, 4, 6), tiled("1x2"), same=torch.allclose)
+    names = {"weight", "bias"}
+    expected = {f"model.{layer}.{name}" for layer in ("first", "judge") for name in names}
+    assert traced(Frozen(in_a_checkpoint)).trainable == expected
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_a_reentrant_checkpoint_of_images_trains_nothing_as_in_one_process():
+    class First(Frozen):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.first(self.freeze(self.judge, x))
+
+    assert traced(First(in_a_checkpoint)).trainable == {"model.first.weight", "model.first.bias"}
+
+
 def test_inference_mode_is_refused():
     with pytest.raises(TraceError, match=r"stands under torch.inference_mode\(\).* Use torch.no_grad"):
         traced(under_inference_mode)
@@ -260,3 +352,36 @@ def test_local_autocast_is_as_in_one_process():
     graph = trace(Regions(), lambda o, y: o.float().sum() + 0 * y.sum(), images, labels, "bfloat16")
     made = [node.spec.dtype for node in graph.nodes if node.operator == "aten.conv2d.default"]
     assert made == ["float32", "bfloat16"]
+
+
+class Nested(nn.Module):
+    """An autocast region in that of another device, and one of the device that the tensors say."""
+
+    def __init__(self, asks: bool) -> None:
+        super().__init__()
+        self.conv, self.asks = nn.Conv2d(2, 2, 1), asks
+
+    def forward(self, x: Tensor) -> Tensor:
+        with (
+            torch.autocast(x.device.type if self.asks else "cpu", torch.bfloat16),
+            torch.autocast("cuda", enabled=False),
+        ):
+            return self.conv(x)
+
+
+def trace_nested(asks: bool, precision: str = "", device: str = "cpu") -> ModelGraph:
+    images, labels = TensorSpec((1, 2, 6, 6), "float32"), TensorSpec((1,), "float32")
+    return trace(Nested(asks), lambda o, y: o.float().sum() + 0 * y.sum(), images, labels, precision, device)
+
+
+@pytest.mark.filterwarnings("ignore:.*CUDA is not available")
+def test_an_autocast_of_another_device_takes_nothing_from_that_of_the_ranks():
+    graph = trace_nested(asks=False)
+    assert [n.spec.dtype for n in graph.nodes if n.operator == "aten.conv2d.default"] == ["bfloat16"]
+
+
+@pytest.mark.filterwarnings("ignore:.*CUDA is not available")
+@pytest.mark.parametrize("precision", ["", "bfloat16"])
+def test_an_autocast_of_the_device_of_a_tensor_is_refused_on_gpus(precision: str):
+    with pytest.raises(TraceError, match=r"test_asked.py.*stands under torch.autocast for the CPU, and ranks .* a GPU"):
+        trace_nested(asks=True, precision=precision, device="cuda")

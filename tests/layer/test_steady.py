@@ -72,6 +72,10 @@ def numbered(m: Keeping, x: Tensor) -> Tensor:
     return m.convolution(x) / m.runs
 
 
+def numbered_by_a_buffer(m: Keeping, x: Tensor) -> Tensor:
+    return numbered(m, x) if m.kept[0] == 0 else m.convolution(x)
+
+
 def initialised(m: Keeping, x: Tensor) -> Tensor:
     if not m.started:
         m.started, x = True, 2 * x
@@ -102,6 +106,7 @@ def reads_counter(m: Keeping, x: Tensor) -> Tensor:
         (renormed, r"puts another tensor in the place of convolution.weight while it runs \(by = or .data =\)"),
         (numbered, "changes its attribute runs while it runs, from 1 to 2"),
         (initialised, "sets its attribute started from False to True in its first run.*Run it once before"),
+        (numbered_by_a_buffer, "changes its attribute runs while it runs, from 1 to 2"),
         (reads_statistics, "reads the buffer norm.running_mean, which aten.batch_norm.default in norm.*changed before"),
         (normed_again, "reads the buffer norm.running_mean, which aten.batch_norm.default in norm.*changed before"),
         (reads_counter, "add_"),
@@ -299,6 +304,12 @@ class Chance(nn.Module):
     def forward(self, x):
         x = self.first(x)
         return (self.second(x) if self.draw() < 0.5 else x).mean((2, 3))
+
+
+def test_an_attribute_that_stays_nan_does_not_change():
+    model = Keeping(lambda m, x: m.convolution(x))
+    model.size = float("nan")
+    check_side_effects(model, TensorSpec(SHAPE, "float32"))
 
 
 @pytest.mark.parametrize(("draw", "name"), [(random.random, "Python's random"), (by_numpy, "numpy.random")])

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from engines.errors import ImageError, Mpi4dlError, PlanError, TraceError
 from engines.graph.trace_cache import TraceCache
+from engines.train.recipe import prepare
 from mpi4dl_nb import Cluster, Plan, Training
 
 PLAN = Plan(split_size=1, slice_method="1x2", precision="float64")
@@ -195,12 +196,56 @@ def test_a_loss_that_reads_what_forward_stores_is_refused(two: Cluster):
     with torch.no_grad():
         model(X)
     for loss in losses:  # it would take that of this run for a constant, without an error
-        with pytest.raises(TraceError, match=r"the loss .or forward. reads that of an earlier run"):
+        with pytest.raises(TraceError, match=r"the loss .*earlier run"):
             Training(model, PLAN, two, SHAPE, loss)
     Training(model, PLAN, two, SHAPE).close()  # stored, but not read
     model(X)
     with pytest.raises(TraceError, match=r"attribute features a result of an earlier run, .*model\.features = None"):
         Training(model, PLAN, two, SHAPE)
+
+
+class Penalised(nn.Module):
+    """Stores a penalty, in attributes with first values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.norm = net(), nn.BatchNorm2d(2, momentum=None)  # the trace takes a copy of the model for this
+        self.kl, self.losses, self.aux = 0.0, [], None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kl = self.aux = self.net[0].weight.square().sum()
+        self.losses = [self.kl]
+        return self.net(self.norm(x))
+
+
+class Reading(nn.Module):
+    def __init__(self, model: Penalised) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, p: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(p, y) + self.model.kl
+
+
+READS: dict[str, Callable[[Penalised], Callable[[Tensor, Tensor], Tensor]]] = {
+    "a number": lambda m: lambda p, y: F.cross_entropy(p, y) + 0.1 * m.kl,
+    "on the left": lambda m: lambda p, y: m.kl + F.cross_entropy(p, y),
+    "a list": lambda m: lambda p, y: F.cross_entropy(p, y) + sum(m.losses),
+    "stacked": lambda m: lambda p, y: torch.stack([F.cross_entropy(p, y), m.kl]).sum(),
+    "none": lambda m: lambda p, y: F.cross_entropy(p, y) + (0 if m.aux is None else m.aux),
+    "an instance": lambda m: lambda p, y: F.cross_entropy(p, y) + (m.kl if isinstance(m.kl, Tensor) else 0),
+    "a module": Reading,
+}
+
+
+@pytest.mark.filterwarnings("ignore:The tensor attribute")
+@pytest.mark.parametrize("name", READS)
+def test_a_loss_that_reads_first_values_of_what_forward_stores_is_refused(name: str):
+    model = Penalised()
+    with pytest.raises(TraceError, match=r"stores a tensor in the model's attribute (kl|losses|aux), and the loss"):
+        prepare(model, PLAN, SHAPE, READS[name](model))
+    assert (model.kl, model.losses, model.aux) == (0.0, [], None)
+    prepare(model, PLAN, SHAPE)
 
 
 def test_the_remedy_trains_with_features_and_weights(two: Cluster):

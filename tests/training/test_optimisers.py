@@ -453,6 +453,27 @@ def test_groups_by_identity_are_refused_and_the_model_is_as_it_was():
     assert model.head.weight.requires_grad
 
 
+def test_a_function_that_freezes_the_users_own_model_is_refused_and_the_model_is_as_it_was():
+    model = net()
+
+    def function(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+        model.body.requires_grad_(False)
+        return SGD(parameters)
+
+    with pytest.raises(PlanError, match=r"requires_grad of the model's own body\.weight, body\.bias, and not"):
+        prepare(model, STAGES, SHAPE, optimiser=function)
+    assert model.body.weight.requires_grad
+    model.body.requires_grad_(False)  # the remedy: what is frozen before is no change
+    assert "model.body.weight" not in prepare(model, STAGES, SHAPE, optimiser=function).graph.trainable
+
+
+def test_a_tensor_learning_rate_is_that_of_the_ranks_too():
+    rate = torch.tensor(0.1)
+    function = partial(torch.optim.SGD, lr=rate)
+    prepare(net(), STAGES, SHAPE, optimiser=function, scheduler=partial(lr_scheduler.LinearLR, start_factor=0.1))
+    assert rate == torch.tensor(0.1)
+
+
 def test_a_group_that_no_parameter_of_the_model_is_in_is_right():
     def function(named_parameters: Iterable[tuple[str, Tensor]]) -> torch.optim.Optimizer:
         pairs = list(named_parameters)

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from engines.comm.loopback import run_ranks
 from engines.errors import VerifyError
+from engines.graph.model_graph import TensorSpec
 from engines.plan import Plan
 from engines.program.update import GradientBucket
 from engines.train.oracle import TrainingRecord
@@ -396,6 +398,41 @@ def test_ranks_that_add_up_wrongly_by_1e_9_before_such_an_update(monkeypatch: py
     assert not proof["ok"]
     assert "gradient" in proof["why"]
     assert "off by 1.0e-09 of its size" in proof["why"]
+
+
+# ---- what verify gives the model
+
+
+class Centred(nn.Module):
+    """Writes to its images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 3)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.stem(images.sub_(0.25)).mean((2, 3))
+
+
+def test_a_forward_that_writes_to_its_images_leaves_those_of_the_batch():
+    images, labels = torch.rand(SHAPE, dtype=torch.float64), torch.tensor([0, 1, 2, 0])
+    before = images.clone()
+    with Cluster(1, backend="loopback") as cluster:
+        training = Training(Centred().double(), Plan(split_size=1, spatial_size=0, precision="float64"), cluster, SHAPE)
+        assert training.verify([(images, labels)])["ok"]
+    assert torch.equal(images, before)
+
+
+def test_labels_that_are_flags_are_drawn():
+    def loss(prediction: Tensor, labels: Tensor) -> Tensor:
+        return functional.binary_cross_entropy_with_logits(prediction, labels.double())
+
+    plan, labels = Plan(split_size=1, spatial_size=0, precision="float64"), TensorSpec((4, 4), "bool")
+    recipe = prepare(Centred().double(), plan, SHAPE, loss, labels=labels)
+    (batch,) = make_batches(recipe, seed=0, steps=1)
+    assert batch["labels"].dtype is torch.bool
+    assert batch["labels"].any()
+    assert not batch["labels"].all()
 
 
 # ---- a model that one process cannot train

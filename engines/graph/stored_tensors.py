@@ -1,0 +1,90 @@
+"""Tensors that forward stores on the model: a loss that reads them there reads those of another run, or none.
+
+A trace runs a copy of the model, and ranks run its operators only. The user's own model, to which a loss may have a
+reference, keeps what it held before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from engines.errors import TraceError
+
+_READS = (
+    "abs add and bool call complex contains delitem divmod enter eq float floordiv ge getitem gt index int invert iter "
+    "le len lt matmul mod mul ne neg next or pos pow radd rand rdivmod reversed rfloordiv rlshift rmatmul rmod rmul "
+    "ror round rpow rrshift rshift rsub rtruediv rxor setitem sub truediv xor lshift array"
+)
+
+
+class _StoredTensor:
+    """Takes the place of a stored tensor: whatever is done with it raises TraceError."""
+
+    def __init__(self, name: str) -> None:
+        vars(self)["name"] = name
+
+    def refuse(self, *_: Any, **__: Any) -> Any:
+        reason = "the loss reads it there, where it is that of an earlier run or a first value"
+        raise TraceError(format_stored_error(vars(self)["name"], reason))
+
+    __getattr__ = __setattr__ = refuse
+    __hash__ = None  # type: ignore[assignment]
+    __class__ = property(refuse)  # type: ignore[assignment]  # read by isinstance(model.kl, Tensor)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse a torch function of it. Called by torch."""
+        given = [*args, *(kwargs or {}).values()]
+        found = [each for item in given for each in (item if isinstance(item, list | tuple) else [item])]
+        next(each for each in found if type(each) is cls).refuse()
+
+
+for _name in _READS.split():
+    setattr(_StoredTensor, f"__{_name}__", _StoredTensor.refuse)
+
+
+@contextmanager
+def refuse_stored_tensors(stored: Collection[str], modules: Mapping[str, Collection[nn.Module]]) -> Iterator[None]:
+    """Within the context, a use of an attribute in `stored` raises TraceError.
+
+    `modules` holds, by path in the model, the user's own modules and copies of them that the loss may read.
+    """
+    places = [
+        (vars(module), name.rpartition(".")[2], name)
+        for name in stored
+        for module in modules.get(name.rpartition(".")[0], ())
+    ]
+    before = [(place, key, key in place, place.get(key)) for place, key, _ in places]
+    for place, key, name in places:
+        place[key] = _StoredTensor(name)
+    try:
+        yield
+    finally:
+        for place, key, held, value in before:
+            if held:
+                place[key] = value
+            else:
+                place.pop(key, None)
+
+
+def find_readable_modules(model: nn.Module, loss: object, loss_copy: object) -> dict[str, list[nn.Module]]:
+    """Return the modules of a model, and those of their copies that are parts of a loss, by their path in the model."""
+    found = {path: [module] for path, module in model.named_modules()}
+    if isinstance(loss, nn.Module) and isinstance(loss_copy, nn.Module):
+        paths = {id(module): path for path, module in model.named_modules()}
+        for (_, part), (_, twin) in zip(loss.named_modules(), loss_copy.named_modules(), strict=True):
+            if id(part) in paths:
+                found[paths[id(part)]].append(twin)
+    return found
+
+
+def format_stored_error(name: str, reason: str) -> str:
+    return (
+        f"forward stores a tensor in the model's attribute {name}, and {reason}: a loss gets only the labels and what "
+        f"the model returns, and ranks have no such attribute. Return the tensor too (return logits, self.{name}), "
+        "with a loss of both: loss=lambda answer, y: ..."
+    )
