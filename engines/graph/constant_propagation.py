@@ -216,7 +216,7 @@ class ConstantPropagationMode(TorchFunctionMode):
 
 
 def _check_flag(tensor: Tensor, requires_grad: bool = True) -> None:
-    """Raise TraceError if forward freezes a parameter or wakes it: a trace has one flag for all of its reads."""
+    """Raise TraceError if forward freezes or unfreezes a parameter: a trace has one flag for all of its reads."""
     if isinstance(tensor, nn.Parameter) and tensor.requires_grad != requires_grad:
         raise TraceError(
             f"{find_current_line()} sets requires_grad of a parameter to {requires_grad} while the model runs, which "
