@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import accumulate, groupby, pairwise
 
 from engines.errors import PlanError
-from engines.graph.model_graph import ModelGraph, Node
+from engines.graph.model_graph import ModelGraph, Node, Ref
 from engines.plan import Plan
 from engines.spatial.local_rules import is_pointwise, make_shared_images_error
 from engines.spatial.tiles import Span
@@ -263,6 +263,11 @@ def _check_image_axis(node: Node, whole: ModelGraph) -> None:
         given = [dims] if isinstance(dims, int) else dims if isinstance(dims, list | tuple) else []
         if any(isinstance(dim, int) and count and dim % count == 0 for dim in given for count in ranks[:1]):
             raise make_shared_images_error(node, f"works along the axis of the images ({name}={dims})")
+    # A mask has an entry for each of the images that a rank has; numbers count those of all ranks.
+    indices = node.arguments.get("indices")
+    chosen = indices[0] if isinstance(indices, list | tuple) and indices else None
+    if chosen is not None and not (isinstance(chosen, Ref) and sizes[chosen.name].dtype == "bool"):
+        raise make_shared_images_error(node, "picks or writes images by their numbers")
     repeats = node.arguments.get("repeats")
     if isinstance(repeats, list | tuple) and len(repeats) == max(ranks, default=0) and repeats[0] != 1:
         raise make_shared_images_error(node, "repeats the images")

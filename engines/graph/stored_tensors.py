@@ -21,7 +21,7 @@ _READS = (
 )
 
 
-class _StoredTensor:
+class _RefusedTensor:
     """Takes the place of a stored tensor: whatever is done with it raises TraceError."""
 
     def __init__(self, name: str) -> None:
@@ -44,7 +44,7 @@ class _StoredTensor:
 
 
 for _name in _READS.split():
-    setattr(_StoredTensor, f"__{_name}__", _StoredTensor.refuse)
+    setattr(_RefusedTensor, f"__{_name}__", _RefusedTensor.refuse)
 
 
 @contextmanager
@@ -60,7 +60,7 @@ def refuse_stored_tensors(stored: Collection[str], modules: Mapping[str, Collect
     ]
     before = [(place, key, key in place, place.get(key)) for place, key, _ in places]
     for place, key, name in places:
-        place[key] = _StoredTensor(name)
+        place[key] = _RefusedTensor(name)
     try:
         yield
     finally:

@@ -140,6 +140,7 @@ CORNERS: dict[str, tuple[nn.Module, dict[str, Any], Loss]] = {
 }  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:The tensor attribute:UserWarning")  # of torch.export, for weights of the GRU
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CORNERS)
 def test_exact(name: str):
@@ -187,6 +188,29 @@ def test_the_memory_of_a_view_is_refused():
         model = OfImages(lambda x, cut=function: x.mean((2, 3)) + cut(x).as_strided((4,), (1,)))
         with pytest.raises(TraceError, match=r"as_strided.* reads the memory of a view .* Call .contiguous\(\)"):
             prepare(model, Plan(spatial_size=0), (4, 3, 12, 16))
+
+
+def write_some(x: Tensor) -> Tensor:
+    x = 2 * x
+    x[[0, 1]] = 0.5
+    return x.mean((2, 3))
+
+
+def write_masked(x: Tensor) -> Tensor:
+    x = 2 * x
+    x[x > 1] = 0.5
+    return x.mean((2, 3))
+
+
+def test_images_that_ranks_share_are_not_written_by_their_numbers():
+    """Each rank would write to its own first two; a mask has an entry for each image."""
+    plan = Plan(split_size=2, spatial_size=0, local_dp=2, precision="float64")
+    with pytest.raises(TraceError, match="picks or writes images by their numbers"):
+        prepare(OfImages(write_some), plan, (4, 3, 12, 16))
+    model, loss = OfImages(write_masked), nn.CrossEntropyLoss()
+    recipe = prepare(model, plan, (4, 3, 12, 16), loss)
+    told = run_ranks(plan.ranks, lambda world: verify(world, recipe, model, loss, 0))[0]
+    assert told["ok"], told
 
 
 class Looked(nn.Module):

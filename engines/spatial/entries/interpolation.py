@@ -97,8 +97,8 @@ def _find_nearest_taps(node: Node, size_px: tuple[int, int], axis: int) -> Taps:
     if picked != pick(torch.float64 if dtype == "float64" else torch.float32, 1, torch.contiguous_format):
         raise make_unsupported_error(
             node,
-            f"makes {out_px[axis]} pixels of {size_px[axis]}: in {dtype}, PyTorch's gradient is that of other pixels "
-            "than those of its result, by rounding (most other sizes have none)",
+            f"makes {out_px[axis]} pixels of {size_px[axis]}: in {dtype}, PyTorch rounds the places of its result and "
+            "of its gradient differently, so that they belong to other pixels. Use another size: few are affected",
         )
     return make_copy_taps(picked)
 
