@@ -97,7 +97,7 @@ def test_without_ulfm_a_debugged_step_that_is_left_costs_nothing(without_ulfm):
     model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     images, labels = torch.randn(2, 3, 8, 8), torch.tensor([0, 1])
     with Cluster(2) as cluster:
-        made = Training(cluster, model, Plan(split_size=1, slice_method="1x2"), (2, 3, 8, 8))
+        made = Training(model, Plan(split_size=1, slice_method="1x2"), cluster, (2, 3, 8, 8))
         pids = cluster.call(lambda host: os.getpid())
         step = made.stepping(images, labels)
         step.instruction()
