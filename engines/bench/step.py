@@ -146,7 +146,7 @@ def bench_compiled(world: World, recipe: Recipe, iterations: int, seed: int) -> 
     return {
         "step_s": round(plain_s, 5),
         "compiled_step_s": round(compiled_s, 5),
-        "first_s": round(compiled[0], 2),
+        "first_s": round(compiled[0], 5),
         "ratio": round(plain_s / compiled_s, 3),
         "spread": compute_spread(compiled[1:]),
     }

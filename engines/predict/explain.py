@@ -52,6 +52,7 @@ def classify_plan(plan: Plan) -> str:
 def describe_plan(plan: Plan) -> str:
     """Return a short description of a plan, unique among the plans that are searched for the same ranks.
 
+    >>> from mpi4dl_nb import Plan
     >>> (
     ...     describe_plan(Plan(split_size=2, spatial_size=1)),
     ...     describe_plan(Plan(split_size=1, spatial_size=0, data_parallel=4)),

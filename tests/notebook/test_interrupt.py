@@ -42,7 +42,8 @@ class Kernel:
 
         It is pressed so long after the cell has begun, or after the note is there.
         """
-        message = self.client.execute(code)
+        # A kernel that stops on errors also refuses the cell after an interrupted one, if it comes at once.
+        message = self.client.execute(code, stop_on_error=False)
         while note and not note.exists():
             time.sleep(0.05)
         if stop_s:
