@@ -185,10 +185,12 @@ class Segment:
     def __init__(
         self, segment: Compute, owned: Mapping[str, Tensor], rooms: Mapping[str, OutputAllocator] | None = None
     ) -> None:
-        self.inputs, self.outputs, self.owned = segment.inputs, segment.outputs, owned
-        read = {name for op in segment.ops if op.graded for name in op.reads}
+        self.inputs, self.outputs = segment.inputs, segment.outputs
+        # Only what it reads, since each call copies it.
+        self.owned = {name: owned[name] for op in segment.ops for name in op.reads if name in owned}
+        read = sorted({name for op in segment.ops if op.graded for name in op.reads} & self.owned.keys())
         # `owned` also has entries that are no tensors, such as the device.
-        mine = [owned[name] for name in sorted(read & owned.keys())]
+        mine = [owned[name] for name in read]
         self.trained = [weight for weight in mine if isinstance(weight, Tensor) and weight.requires_grad]
         self.late = self.trained if any(weight.dim() > 1 for weight in self.trained) else []
         over = find_in_place(segment)

@@ -6,9 +6,10 @@ import json
 import socket
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 from engines.errors import PlanError
 from engines.formatting import FactTable, format_seconds, format_shares
@@ -20,8 +21,7 @@ WORK = ("compute", "update")
 """The kinds of instructions in which a rank depends on no other."""
 
 
-@dataclass(frozen=True, slots=True)
-class TimelineEvent:
+class TimelineEvent(NamedTuple):
     """One instruction on one rank. Times are in seconds of one clock per host; `bytes` is what this rank sent.
 
     `wait_s` is the time in which the rank was idle until messages of others arrived, their transfer included.
@@ -174,7 +174,7 @@ class Timeline(FactTable):
                     "dur": (event.end_s - event.start_s) * 1e6,
                     "pid": process,
                     "tid": event.rank,
-                    "args": asdict(event),
+                    "args": event._asdict(),
                 }
                 rows.append(row)
         Path(path).write_text(json.dumps({"traceEvents": rows}))
@@ -211,7 +211,7 @@ def _align_clocks(per_rank: Sequence[Sequence[TimelineEvent]], clocks: Sequence[
         moments[clock] = min(end_s, moments.get(clock, end_s))
     shifts = {clock: moments[clocks[0]] - end_s for clock, end_s in moments.items()}
     return [
-        [replace(each, start_s=each.start_s + shifts[clock], end_s=each.end_s + shifts[clock]) for each in events]
+        [each._replace(start_s=each.start_s + shifts[clock], end_s=each.end_s + shifts[clock]) for each in events]
         for events, clock in zip(per_rank, clocks, strict=True)
     ]
 
