@@ -180,23 +180,22 @@ def train_within_limit(arguments: Sequence[str]) -> None:
     try:
         model, recipe = _make_recipe(chosen)
         batch = make_batches(recipe, chosen.seed, steps=1)[0]
+
+        def begin() -> Callable[[], object]:
+            if chosen.way == "plain":
+                return partial(ReferenceTraining.of(model, nn.CrossEntropyLoss(), recipe).step, batch)
+            if chosen.way == "in-turn":
+                share_process(count_cores())  # all cores for the rank that computes
+                return partial(make_ranks_in_turn(recipe)[1], batch)
+            training = RankTraining(make_loopback_worlds(1)[0], recipe)
+            return partial(training.step, training.cut(batch))
+
         with limit_memory(device, chosen.memory_mb * _MIB):
-            peak, seconds = measure_steps(device, lambda: _begin_training(chosen.way, model, recipe, batch), STEPS)
+            peak, seconds = measure_steps(device, begin, STEPS)
         line = {"peak_bytes": peak, "step_s": round(seconds[-1], 6)}
     except (RuntimeError, MemoryError, PlanError, TraceError) as error:
         line = {"failure": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
     print(json.dumps(line), flush=True)
-
-
-def _begin_training(way: str, model: nn.Module, recipe: Recipe, batch: Mapping[str, Tensor]) -> Callable[[], object]:
-    """Return a function that trains one step."""
-    if way == "plain":
-        return partial(ReferenceTraining.of(model, nn.CrossEntropyLoss(), recipe).step, batch)
-    if way == "in-turn":
-        share_process(count_cores())  # all cores for the rank that computes
-        return partial(make_ranks_in_turn(recipe)[1], batch)
-    training = RankTraining(make_loopback_worlds(1)[0], recipe)
-    return partial(training.step, training.cut(batch))
 
 
 # Streamed tiles within a limit, against one process with the whole image and no limit.

@@ -210,7 +210,21 @@ def build_model(options: argparse.Namespace) -> nn.Module:
     Raises TraceError if that fails, and PlanError if the flags do not name a model.
     """
     torch.manual_seed(options.seed)
-    path, known = _SHORT[options.model](options) if options.model in _SHORT else _resolve_callable(options)
+    if options.model in _SHORT:
+        path, known = _SHORT[options.model](options)
+    else:  # any callable gets the flags' values for which it has parameters
+        ours = ":" not in options.model and options.model in models.__all__
+        path = f"{models.__name__}:{options.model}" if ours else options.model
+        sizes = {
+            "num_classes": options.num_classes,
+            "num_layers": options.num_layers,
+            "depth": options.num_layers,
+            "num_filters": options.num_filters,
+        }
+        make, takes = _import_callable(path), ()
+        with suppress(TypeError, ValueError):  # some callables written in C have no signature
+            takes = tuple(inspect.signature(make).parameters)
+        known = {name: value for name, value in sizes.items() if value is not None and name in takes}
     try:
         arguments = json.loads(options.model_args)
     except (ValueError, RecursionError) as error:
@@ -219,22 +233,6 @@ def build_model(options: argparse.Namespace) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise TraceError(f"{path} returned {type(model).__name__}, not a torch.nn.Module.")
     return model
-
-
-def _resolve_callable(options: argparse.Namespace) -> Named:
-    """Return the path of a callable, and the flags' values for which it has parameters."""
-    ours = ":" not in options.model and options.model in models.__all__
-    path = f"{models.__name__}:{options.model}" if ours else options.model
-    sizes = {
-        "num_classes": options.num_classes,
-        "num_layers": options.num_layers,
-        "depth": options.num_layers,
-        "num_filters": options.num_filters,
-    }
-    make, takes = _import_callable(path), ()
-    with suppress(TypeError, ValueError):  # some callables written in C have no signature
-        takes = tuple(inspect.signature(make).parameters)
-    return path, {name: value for name, value in sizes.items() if value is not None and name in takes}
 
 
 def _resolve_resnet(options: argparse.Namespace) -> Named:

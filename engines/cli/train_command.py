@@ -97,13 +97,6 @@ def _parse_numbers(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"{text!r} is not whole numbers between commas, such as 255") from None
 
 
-def _check_saving_flags(chosen: argparse.Namespace, given: Collection[str]) -> None:
-    """Raise PlanError for flags of checkpoints where none are saved."""
-    for flag, name in (("--save-every", "save_every"), ("--keep", "keep")):
-        if name in given and chosen.save is None:
-            raise PlanError(f"{flag} {getattr(chosen, name)} has no effect without --save FOLDER. Give that as well.")
-
-
 def find_resume_path(chosen: argparse.Namespace) -> Path | None:
     """Return the checkpoint, or folder of checkpoints, to resume from; None to start afresh.
 
@@ -120,7 +113,9 @@ def run_train(world: World, arguments: Sequence[str]) -> None:
     """Train as the flags say, and print the progress. Every rank does the same; only the output of rank 0 is shown."""
     parser = make_train_parser()
     chosen, given = parser.parse_args(arguments), parser.find_given(arguments)
-    _check_saving_flags(chosen, given)
+    for flag, name in (("--save-every", "save_every"), ("--keep", "keep")):
+        if name in given and chosen.save is None:
+            raise PlanError(f"{flag} {getattr(chosen, name)} has no effect without --save FOLDER. Give that as well.")
     check_image_flags(chosen, given)
     feeding = LoaderOptions(chosen.seed, chosen.max_steps, chosen.num_workers, chosen.on_bad_image, chosen.drop_last)
     model, recipe = options.make_recipe(chosen, world.size, world)

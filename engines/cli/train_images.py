@@ -104,16 +104,14 @@ def _is_table(path: Path | None) -> bool:
     return path is not None and path.suffix.lower() == ".csv"
 
 
-def _make_cifar(chosen: argparse.Namespace, size: Size, images_per_step: int) -> LabelledImages:
-    return load_cifar_images(chosen.datapath, size, chosen.test, chosen.names)
-
-
 def _make_synthetic(chosen: argparse.Namespace, size: Size, images_per_step: int) -> LabelledImages:
     return SyntheticImages(10 * images_per_step, size, chosen.num_classes, chosen.seed)
 
 
 _APPLICATIONS: dict[str, Callable[[argparse.Namespace, Size, int], LabelledImages]] = {
     **dict.fromkeys(("1", "medical"), _make_medical),
-    **dict.fromkeys(("2", "cifar"), _make_cifar),
+    **dict.fromkeys(
+        ("2", "cifar"), lambda chosen, size, _: load_cifar_images(chosen.datapath, size, chosen.test, chosen.names)
+    ),
     **dict.fromkeys(("3", "synthetic"), _make_synthetic),
 }

@@ -112,21 +112,18 @@ class _Requests:
             # Test once before measuring: where messages were faster than computation, no wait is counted.
             if not MPI.Request.Testall(self.requests):
                 with measure_wait():
-                    self._poll_until_complete(nap_s)
+                    looks, began_s = 1, time.perf_counter()
+                    while not MPI.Request.Testall(self.requests):
+                        looks += 1
+                        if looks > _YIELDING:
+                            # Polling alone would never end if a peer has died: persistent requests do not report it.
+                            self.world.check()
+                            # In proportion to the time waited: it delays a long wait by 1/16 at most, and a rank that
+                            # waits for minutes leaves its core to the others.
+                            time.sleep(min(max(nap_s, (time.perf_counter() - began_s) * _PART), _REST_S))
+                        elif looks > _EAGER:
+                            os.sched_yield()
         self._copy_to_device()
-
-    def _poll_until_complete(self, nap_s: float) -> None:
-        looks, began_s = 1, time.perf_counter()
-        while not MPI.Request.Testall(self.requests):
-            looks += 1
-            if looks > _YIELDING:
-                # Polling alone would never end if a peer has died: persistent requests do not report it.
-                self.world.check()
-                # In proportion to the time waited: it delays a long wait by 1/16 at most, and a rank that waits for
-                # minutes leaves its core to the others.
-                time.sleep(min(max(nap_s, (time.perf_counter() - began_s) * _PART), _REST_S))
-            elif looks > _EAGER:
-                os.sched_yield()
 
     def is_completed(self) -> bool:
         with self.world:

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -149,7 +149,15 @@ class ExportReader:
 
     def read_graph(self) -> ModelGraph:
         outputs: tuple[str, ...] = ()
-        for node in self._order_nodes():
+        # Each `getitem` comes right after the operator whose outputs it picks. Otherwise a stage could be cut between
+        # them, and the outputs would have to travel as a list.
+        nodes = (
+            each
+            for node in self.module.graph.nodes
+            if node.target is not operator.getitem
+            for each in (node, *(user for user in node.users if user.target is operator.getitem))
+        )
+        for node in nodes:
             if node.op == "placeholder":
                 self.inputs[node.name] = make_tensor_spec(node.meta["val"])
                 self.names[node.name] = node.name
@@ -216,14 +224,6 @@ class ExportReader:
                 break
             answer = before.name
         return answer
-
-    def _order_nodes(self) -> Iterator[fx.Node]:
-        """Yield the nodes, each `getitem` right after the operator whose outputs it picks."""
-        # Otherwise a stage could be cut between an operator and its outputs, which would have to travel as a list.
-        for node in self.module.graph.nodes:
-            if node.target is not operator.getitem:
-                yield node
-                yield from (user for user in node.users if user.target is operator.getitem)
 
     def _to_refs(self, value: Any) -> Any:
         if isinstance(value, fx.Node):

@@ -237,9 +237,18 @@ def insert_casts(module: fx.GraphModule, precision: torch.dtype | None, device: 
     PyTorch's own table decides which operators run in which type: each node runs without memory under autocast of that
     `device` type, and its casts are recorded. `val` of every node is updated. A model that reads the type of a tensor
     while it is traced sees float32.
+
+    Raises TraceError if a region of autocast on CPUs would matter, on ranks that compute on another device.
     """
-    if device != "cpu":
-        _check_regions(module, precision)
+    # A model is traced with tensors on the CPU: `torch.autocast(x.device.type)` cannot be told from `"cpu"`.
+    for node in module.graph.nodes if device != "cpu" else ():
+        _, casts = node.meta.get(AUTOCAST, {}).get("cpu", (None, False))
+        if casts or (precision is not None and "cpu" in node.meta.get(AUTOCAST, {})):
+            raise TraceError(
+                f"{describe_location(node)} stands under torch.autocast for the CPU, and ranks compute on a GPU. If "
+                'forward asks a tensor for its device (x.device.type): this is "cpu" while it is traced. Name the '
+                'device, torch.autocast("cuda", ...); or train with device="cpu".'
+            )
     own = [regions[device] for node in module.graph.nodes if device in (regions := node.meta.get(AUTOCAST, {}))]
     if precision is None and not any(casts for _, casts in own):
         return module
@@ -248,21 +257,6 @@ def insert_casts(module: fx.GraphModule, precision: torch.dtype | None, device: 
         for node in list(module.graph.nodes):
             caster.visit(node)
     return module
-
-
-def _check_regions(module: fx.GraphModule, precision: torch.dtype | None) -> None:
-    """Raise TraceError if a region of autocast on CPUs would matter, on ranks that compute on another device.
-
-    A model is traced with tensors on the CPU: `torch.autocast(x.device.type)` cannot be told from `"cpu"`.
-    """
-    for node in module.graph.nodes:
-        _, casts = node.meta.get(AUTOCAST, {}).get("cpu", (None, False))
-        if casts or (precision is not None and "cpu" in node.meta.get(AUTOCAST, {})):
-            raise TraceError(
-                f"{describe_location(node)} stands under torch.autocast for the CPU, and ranks compute on a GPU. If "
-                'forward asks a tensor for its device (x.device.type): this is "cpu" while it is traced. Name the '
-                'device, torch.autocast("cuda", ...); or train with device="cpu".'
-            )
 
 
 @dataclass

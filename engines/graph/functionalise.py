@@ -190,7 +190,18 @@ class _Functionaliser:
 
     def _write(self, node: fx.Node, alias: _Alias) -> None:
         if alias.memory.outlives:
-            self._count_up_buffer(node, alias)
+            # Only an increment of a buffer stays in place. The result of any other write would not be that of one
+            # process in its order.
+            base, target = alias.base, str(alias.base.view.target)
+            counts = node.target is _ATEN.add_.Tensor and isinstance(node.args[1], int)
+            if not counts or alias.parent is not None or target not in self.owned:
+                what = f"the buffer {to_user_name(target)}" if target in self.owned else "a tensor that it has not made"
+                raise TraceError(
+                    f"{node.target} in {describe_location(node)} changes {what} while the model runs. Only counting up "
+                    "a buffer by a whole number has a rule: keep such values outside."
+                )
+            base.memory.version, base.memory.writer = base.memory.version + 1, node
+            self.aliases[node] = alias
             return
         if str(node.target) in _INPLACE_VIEWS:  # `unsqueeze_`, say: from now on, the old name refers to the new shape
             node.target = _find_functional_target(node)
@@ -211,22 +222,6 @@ class _Functionaliser:
         self._propagate_write(node, alias, made)
         node.replace_all_uses_with(made)
         self.graph.erase_node(node)
-
-    def _count_up_buffer(self, node: fx.Node, alias: _Alias) -> None:
-        """Keep an increment of a buffer in place.
-
-        Raises TraceError for any other write: its result would not be that of one process in its order.
-        """
-        base, target = alias.base, str(alias.base.view.target)
-        counts = node.target is _ATEN.add_.Tensor and isinstance(node.args[1], int)
-        if not counts or alias.parent is not None or target not in self.owned:
-            what = f"the buffer {to_user_name(target)}" if target in self.owned else "a tensor that it has not made"
-            raise TraceError(
-                f"{node.target} in {describe_location(node)} changes {what} while the model runs. Only counting up a "
-                "buffer by a whole number has a rule: keep such values outside."
-            )
-        base.memory.version, base.memory.writer = base.memory.version + 1, node
-        self.aliases[node] = alias
 
     def _propagate_write(self, node: fx.Node, alias: _Alias, made: fx.Node) -> None:
         """Set `made` as the written alias's value, and propagate it to the storage as far as possible."""

@@ -7,7 +7,7 @@ reads, and for any other tensor that is trained: no gradient would reach it, and
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -117,7 +117,9 @@ def check_lifted_tensors(module: fx.GraphModule, names: Mapping[str, str], memor
 
     `names` are those of the weights and buffers that the module owns.
     """
-    lifted = list(_iterate_lifted(module, names))
+    reads = (node for node in module.graph.nodes if node.op == "get_attr" and str(node.target) not in names)
+    values = ((node, operator.attrgetter(str(node.target))(module)) for node in reads if node.users)
+    lifted = [(node, value) for node, value in values if isinstance(value, Tensor)]
     if owned := [(name, node) for node, tensor in lifted if (name := memory.find_name(tensor))]:
         first, node = owned[0]
         owner = "model" if first in memory.owned["model"] else "loss"
@@ -151,11 +153,3 @@ def _describe_line(lifted: fx.Node, line: str) -> str:
 def _is_in_loss(lifted: fx.Node) -> bool:
     stack = list((next(iter(lifted.users)).meta.get("nn_module_stack") or {}).values())
     return not (stack and f"{stack[-1][0]}.".startswith(MODEL))
-
-
-def _iterate_lifted(module: fx.GraphModule, names: Mapping[str, str]) -> Iterator[tuple[fx.Node, Tensor]]:
-    for node in module.graph.nodes:
-        if node.op == "get_attr" and str(node.target) not in names and node.users:
-            tensor = operator.attrgetter(str(node.target))(module)
-            if isinstance(tensor, Tensor):
-                yield node, tensor

@@ -78,8 +78,19 @@ class TracedValues:
             if weight.requires_grad != trained:
                 raise _make_error(f"requires_grad of {name}", f" from {trained} to {weight.requires_grad}")
         self._check_model_buffers()
-        self._check_loss_buffers()
-        self._warn_of_weights()
+        for place, name, buffer, values in self._buffers if self.checks_buffers else ():
+            now = place.get(name)
+            same = now is buffer and (now is None or (not now.is_inference() and now._version == 0))
+            if not same and (now is None or values is None or not torch.equal(now, values)):
+                raise _make_error(f"{name} of the loss", "")
+        changes = (name for name, weight, mark in self._versions if not _is_unwritten(weight, mark))
+        if self.warns_of_weights and (changed := next(changes, "")):
+            self.warns_of_weights = False
+            warnings.warn(
+                f"{changed} of the model has changed since this Training was made. Ranks go on with the weights that "
+                "they have: make a new Training to start from others.",
+                stacklevel=4,
+            )
 
     def _check_model_buffers(self) -> None:
         for place, key, name, buffer, mark, values in self._model_buffers:
@@ -95,24 +106,6 @@ class TracedValues:
             )
             if not kept:
                 raise _make_error(f"{name} of the model", "")
-
-    def _check_loss_buffers(self) -> None:
-        for place, name, buffer, values in self._buffers if self.checks_buffers else ():
-            now = place.get(name)
-            same = now is buffer and (now is None or (not now.is_inference() and now._version == 0))
-            if not same and (now is None or values is None or not torch.equal(now, values)):
-                raise _make_error(f"{name} of the loss", "")
-
-    def _warn_of_weights(self) -> None:
-        if not self.warns_of_weights:
-            return
-        if changed := next((name for name, weight, mark in self._versions if not _is_unwritten(weight, mark)), ""):
-            self.warns_of_weights = False
-            warnings.warn(
-                f"{changed} of the model has changed since this Training was made. Ranks go on with the weights that "
-                "they have: make a new Training to start from others.",
-                stacklevel=5,
-            )
 
 
 def iterate_attributes(owner: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any, str]]:

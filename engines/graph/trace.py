@@ -154,7 +154,11 @@ def _export(owners: Sequence[Any], specs: Sequence[TensorSpec], precision: str, 
         plain = insert_detaches(remove_dead_nodes(plain))
         check_lifted_tensors(plain, names, memory)
         graph = ExportReader(plain, names, has_loss=whole.loss is not None).read_graph()
-        _check_no_stale_tensors(model, whole.constants, graph)
+        # The graph must not hold as a constant what an earlier run of forward has stored on the model.
+        held = {value.untyped_storage()._cdata for value in graph.constants.values()}
+        for name, tensors in collect_attributes(model).items():
+            if name in whole.constants.stored and any(each.untyped_storage()._cdata in held for each in tensors):
+                raise TraceError(format_stored_error(name, "the loss (or forward) reads that of an earlier run"))
         # Forward may have taken decisions by the numbers of a buffer: not if these change from step to step.
         changing = {name for node in graph.nodes for name in find_updated_buffers(graph, node)}
         for name, place in whole.constants.decided.items():
@@ -271,14 +275,6 @@ def _format_loss_error(
         "a whole batch, such as labels=torch.zeros(4, 1, 32, 32); if they are these, let the loss reshape and convert "
         "them: loss=lambda p, y: loss(p, y[:, None].to(p.dtype))."
     )
-
-
-def _check_no_stale_tensors(model: nn.Module, constants: ConstantPropagationMode, graph: ModelGraph) -> None:
-    """Raise TraceError if the graph holds as a constant what an earlier run of forward has stored on the model."""
-    held = {value.untyped_storage()._cdata for value in graph.constants.values()}
-    for name, tensors in collect_attributes(model).items():
-        if name in constants.stored and any(tensor.untyped_storage()._cdata in held for tensor in tensors):
-            raise TraceError(format_stored_error(name, "the loss (or forward) reads that of an earlier run"))
 
 
 def _get_first_line(error: Exception) -> str:

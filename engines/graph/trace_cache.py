@@ -110,34 +110,31 @@ class TraceCache:
         Raises PlanError, or TraceError if the model cannot be traced.
         """
         with self.get_state().apply_modes(self.model, self.loss):
-            return self._get_graph(plan)
+            key = self._make_key(plan)
+            if key not in self._graphs:
+                images, answers = self._get_specs(plan)
+                graph = self._trace(plan, images, answers)
+                if plan.local_dp > 1:
+                    share = self._trace(plan, get_shard_spec(images, plan), get_shard_spec(answers, plan))
+                    graph = replace(graph, share=share)
+                self._graphs[key] = graph
+            check_buffer_reads(self._graphs[key], plan.micro_batches)
+            if plan.micro_batches == 1:
+                return self._graphs[key]
+            # The number of micro-batches matters only to losses that are sums, which are multiplied by it. Any other
+            # loss serves every number (None).
+            for known in ((key, None), (key, plan.micro_batches)):
+                if known in self._wholes:
+                    return self._wholes[known]
 
-    def _get_graph(self, plan: Plan) -> ModelGraph:
-        key = self._make_key(plan)
-        if key not in self._graphs:
-            images, answers = self._get_specs(plan)
-            graph = self._trace(plan, images, answers)
-            if plan.local_dp > 1:
-                share = self._trace(plan, get_shard_spec(images, plan), get_shard_spec(answers, plan))
-                graph = replace(graph, share=share)
-            self._graphs[key] = graph
-        check_buffer_reads(self._graphs[key], plan.micro_batches)
-        if plan.micro_batches == 1:
-            return self._graphs[key]
-        # The number of micro-batches matters only to losses that are sums, which are multiplied by it. Any other loss
-        # serves every number (None).
-        for known in ((key, None), (key, plan.micro_batches)):
-            if known in self._wholes:
-                return self._wholes[known]
+            def trace_doubled() -> ModelGraph:  # a micro-batch of twice as many images
+                twice = (replace(spec, shape=(2 * spec.shape[0], *spec.shape[1:])) for spec in self._get_specs(plan))
+                return self._trace(plan, *twice)
 
-        def trace_doubled() -> ModelGraph:  # a micro-batch of twice as many images
-            twice = (replace(spec, shape=(2 * spec.shape[0], *spec.shape[1:])) for spec in self._get_specs(plan))
-            return self._trace(plan, *twice)
-
-        found = with_whole_loss(self._graphs[key], trace_doubled, plan.micro_batches)
-        scaled = found.whole is not None and found.whole.scaled
-        self._wholes[key, plan.micro_batches if scaled else None] = found
-        return found
+            found = with_whole_loss(self._graphs[key], trace_doubled, plan.micro_batches)
+            scaled = found.whole is not None and found.whole.scaled
+            self._wholes[key, plan.micro_batches if scaled else None] = found
+            return found
 
     def _make_key(self, plan: Plan) -> Hashable:
         images = self._get_image_spec(plan)

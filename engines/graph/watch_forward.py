@@ -10,7 +10,7 @@ import inspect
 import logging
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -50,7 +50,8 @@ def _check_custom_functions() -> Iterator[None]:
             # Its forward runs without gradients, its backward once more with them: the same as to call the function.
             # Where no argument requires a gradient, PyTorch computes none.
             run, _, *given = arguments
-            with torch.set_grad_enabled(_any_requires_grad(given)):
+            graded = torch.is_grad_enabled() and any(isinstance(each, Tensor) and each.requires_grad for each in given)
+            with torch.set_grad_enabled(graded):
                 return run(*given)
         ours = cls.__module__.startswith(("torch.", "engines."))
         if threading.get_ident() == thread and not ours and cls not in tried:
@@ -70,10 +71,6 @@ def _check_custom_functions() -> Iterator[None]:
             del torch.autograd.Function.apply
         else:
             torch.autograd.Function.apply = own  # type: ignore[method-assign]
-
-
-def _any_requires_grad(arguments: Iterable[Any]) -> bool:
-    return torch.is_grad_enabled() and any(isinstance(each, Tensor) and each.requires_grad for each in arguments)
 
 
 def _check(cls: Any, arguments: tuple[Any, ...]) -> None:

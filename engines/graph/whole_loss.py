@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -134,7 +134,18 @@ class _LossRewrite:
         nodes: list[Node] = []
         for node in graph.nodes:  # only the loss reads totals: the model's own nodes keep their operands
             own = _replace_reads(node, renamed) if node.name in cone else node
-            nodes += self._rewrite_node(own)
+            sums = {Ref(name): name for reader, name in self.found.scaled if reader == node.name}
+            nodes += [
+                self._make_scaled_sum(self.found.graph, name, f"{node.name}.{name}") for name in sorted(sums.values())
+            ]
+            if sums:
+                own = _replace_reads(own, {name: Ref(f"{node.name}.{name}") for name in sums.values()})
+            if node.name in self.found.ratios:  # a mean over labels becomes (sum of the losses) / (total)
+                numerator = replace(own, name=f"{node.name}.sum", arguments={**own.arguments, "reduction": SUM})
+                nodes.append(numerator)
+                quotient = {"self": Ref(numerator.name), "other": Ref(_name_total(self.sources[node.name]))}
+                own = replace(own, operator="aten.div.Tensor", arguments=quotient, flops=0)
+            nodes.append(own)
         loss = graph.loss
         if _is_sum(self.loss):
             nodes.append(self._make_scaled_sum(graph, loss))
@@ -145,21 +156,6 @@ class _LossRewrite:
                 kept.append(node)
                 read.update(node.reads)
         return replace(graph, nodes=tuple(kept[::-1]), loss=loss, whole=self.make_whole_loss(graph))
-
-    def _rewrite_node(self, node: Node) -> Iterable[Node]:
-        """Yield the node, or the nodes that replace it: a mean over labels becomes (sum of the losses) / (total)."""
-        sums = {Ref(name): name for reader, name in self.found.scaled if reader == node.name}
-        for name in sorted(sums.values()):
-            yield self._make_scaled_sum(self.found.graph, name, f"{node.name}.{name}")
-        if sums:
-            node = _replace_reads(node, {name: Ref(f"{node.name}.{name}") for name in sums.values()})
-        if node.name not in self.found.ratios:
-            yield node
-            return
-        numerator = replace(node, name=f"{node.name}.sum", arguments={**node.arguments, "reduction": SUM})
-        yield numerator
-        quotient = {"self": Ref(numerator.name), "other": Ref(_name_total(self.sources[node.name]))}
-        yield replace(node, operator="aten.div.Tensor", arguments=quotient, flops=0)
 
     def _make_scaled_sum(self, graph: ModelGraph, name: str, out: str = "") -> Node:
         """Return a node that multiplies a sum over the batch by M, so that the mean of M such sums is the whole sum."""

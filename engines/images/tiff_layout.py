@@ -152,13 +152,31 @@ def list_sub_pages(path: Path, page: TiffPage) -> list[TiffPage]:
 def _collect_pages(path: Path, pages: Iterable[object], most: int) -> list[TiffPage]:
     """Return up to `most` pages, checking each before the next is parsed.
 
-    A crafted file may list the same page thousands of times, with as many tags as a page can have.
+    A crafted file may list the same page thousands of times, with as many tags as a page can have. Raises ImageError if
+    a page has too many tags, or a tag more values than the file has bytes: tifffile skips such a tag, but libtiff
+    allocates memory for all its values.
     """
+    #     a page:    count | tag tag tag ... | offset of the next page
+    #     each tag:  code, type, number of values, value or its offset    (12 bytes; in BigTIFF 20)
     found = []
     for page in islice(pages, most):
-        if isinstance(page, TiffPage):
-            _check_tags(path, page)
-            found.append(page)
+        if not isinstance(page, TiffPage):
+            continue
+        handle, form = page.parent.filehandle, page.parent.tiff
+        handle.seek(page.offset)
+        (count,) = struct.unpack(form.tagnoformat, handle.read(form.tagnosize))
+        if count > MOST_TAGS:
+            raise make_damaged_error(
+                path, f"page {page.index} says that it has {count} tags, where {MOST_TAGS} are many"
+            )
+        entries = handle.read(count * form.tagsize)
+        entry = struct.Struct(form.byteorder + ("HHQ8x" if form.is_bigtiff else "HHI4x"))
+        for code, _, values in entry.iter_unpack(entries) if form.tagsize == entry.size else ():
+            if values > handle.size:
+                raise make_damaged_error(path, f"tag {code} of page {page.index} says that it has {values} values")
+            if code in _TEXTS and values > TEXT_BYTES:
+                raise make_damaged_error(path, f"the text in tag {code} of page {page.index} has {values} bytes")
+        found.append(page)
     return found
 
 
@@ -188,27 +206,6 @@ def _get_sides(page: TiffPage) -> tuple[int, int]:
 
 def _count_pixels(page: TiffPage) -> int:
     return math.prod(_get_sides(page))
-
-
-def _check_tags(path: Path, page: TiffPage) -> None:
-    """Raise ImageError if a page has too many tags, or a tag more values than the file has bytes.
-
-    tifffile skips such a tag, but libtiff allocates memory for all its values.
-    """
-    #     a page:    count | tag tag tag ... | offset of the next page
-    #     each tag:  code, type, number of values, value or its offset    (12 bytes; in BigTIFF 20)
-    handle, form = page.parent.filehandle, page.parent.tiff
-    handle.seek(page.offset)
-    (count,) = struct.unpack(form.tagnoformat, handle.read(form.tagnosize))
-    if count > MOST_TAGS:
-        raise make_damaged_error(path, f"page {page.index} says that it has {count} tags, where {MOST_TAGS} are many")
-    entries = handle.read(count * form.tagsize)
-    entry = struct.Struct(form.byteorder + ("HHQ8x" if form.is_bigtiff else "HHI4x"))
-    for code, _, values in entry.iter_unpack(entries) if form.tagsize == entry.size else ():
-        if values > handle.size:
-            raise make_damaged_error(path, f"tag {code} of page {page.index} says that it has {values} values")
-        if code in _TEXTS and values > TEXT_BYTES:
-            raise make_damaged_error(path, f"the text in tag {code} of page {page.index} has {values} bytes")
 
 
 def _get_name(names: type, number: int) -> str:

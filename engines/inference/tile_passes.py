@@ -67,8 +67,16 @@ class TilePasses:
         self.graph, self.grid = graph, grid
         cut = {"split_size": 1, "spatial_size": 1, "num_spatial_parts": grid.tiles, "slice_method": str(grid)}
         plan = Plan(**cut, halo_d2=True, fused_layers="auto")
+        # Operators that the prediction does not depend on, such as those of other outputs, are left out: a layer that
+        # reads the prediction through a window would make each tile of it wider. Draws are counted, and stay.
+        needed, kept = {graph.prediction}, []
+        for node in reversed(graph.nodes):
+            draws = find_sample_number(graph, node) is not None
+            if node.name in needed or draws or any(find_updated_buffers(graph, node)):
+                kept.append(node)
+                needed.update(node.reads)
         try:
-            self.lowering = Lowering(_drop_unneeded(graph), plan, tile_by_tile=True)
+            self.lowering = Lowering(replace(graph, nodes=tuple(reversed(kept))), plan, tile_by_tile=True)
         except (TraceError, PlanError) as error:
             raise type(error)(f"The image cannot be computed in {grid} tiles one after another. {error}") from error
 
@@ -114,18 +122,6 @@ class TilePasses:
             buffers=tuple(self.graph.buffers),
         )
         return TilePass(program, () if ends else tuple(sums), predicts if ends and predicts.axes else None)
-
-
-def _drop_unneeded(graph: ModelGraph) -> ModelGraph:
-    """Return the graph without the operators that the prediction does not depend on, such as those of other outputs."""
-    # A layer that reads the prediction through a window would make each tile of it wider. Draws are counted, and stay.
-    needed, kept = {graph.prediction}, []
-    for node in reversed(graph.nodes):
-        draws = find_sample_number(graph, node) is not None
-        if node.name in needed or draws or any(find_updated_buffers(graph, node)):
-            kept.append(node)
-            needed.update(node.reads)
-    return replace(graph, nodes=tuple(reversed(kept)))
 
 
 def _find_computable(

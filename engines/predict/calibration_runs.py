@@ -99,7 +99,20 @@ class CalibrationRun:
 
     def run_steps(self, steps: int) -> None:
         """Run and record `steps` steps, after warm-up steps that refill the caches which other recipes have evicted."""
-        found = [self._run_step() for _ in range(_WARM_UP + steps)][_WARM_UP:]
+        found = []
+        for _ in range(_WARM_UP + steps):
+            self.world.barrier()  # a rank that is late would make the others wait, and their waiting part of the step
+            start_s = time.perf_counter()
+            self.training.start(self.inputs)
+            spent_s = []  # the CPU time of each instruction without polling
+            before_s = time.thread_time() - get_wait_cpu_s()
+            while not self.training.worker.done:
+                self.training.advance()
+                now_s = time.thread_time() - get_wait_cpu_s()
+                spent_s.append(now_s - before_s)
+                before_s = now_s
+            found.append((time.perf_counter() - start_s, spent_s))
+        found = found[_WARM_UP:]
         self.steps += [step_s for step_s, _ in found]
         self.spent += [spent_s for _, spent_s in found]
         # The relative difference of two steps. Two draws from an exponential distribution differ, on average, by the
@@ -107,20 +120,6 @@ class CalibrationRun:
         for (_, one_s), (_, other_s) in pairwise(found):
             difference_s = sum(abs(one - other) for one, other in zip(one_s, other_s, strict=True))
             self.differences.append(min(1.0, difference_s / sum(other_s)))
-
-    def _run_step(self) -> tuple[float, list[float]]:
-        """Return the seconds of a step, and the CPU time of each instruction without polling."""
-        self.world.barrier()  # a rank that is late would make the others wait, and their waiting part of the step
-        start_s = time.perf_counter()
-        self.training.start(self.inputs)
-        spent_s = []
-        before_s = time.thread_time() - get_wait_cpu_s()
-        while not self.training.worker.done:
-            self.training.advance()
-            now_s = time.thread_time() - get_wait_cpu_s()
-            spent_s.append(now_s - before_s)
-            before_s = now_s
-        return time.perf_counter() - start_s, spent_s
 
     def gather_times(self) -> CalibrationTimes:
         """Return the times gathered from all ranks; collective."""

@@ -247,13 +247,23 @@ class _ActionBuilder:
                 )
             yield work
             if self.offload:
-                yield self._estimate_offload(tally, step.phase)
+                # Saved activations are offloaded, and loaded again for backward.
+                offloaded_bytes = sum(size for size in tally.fresh.values() if size >= LEAST_BYTES)
+                if self.machine.host_per_s is not None:
+                    yield ComputeWork(offloaded_bytes / min(self.machine.host_per_s, self.machine.copy_per_s))
+                else:  # without a device, backward reads them in place: only forward copies
+                    yield self._estimate_copy(offloaded_bytes if step.phase is Phase.FORWARD else 0)
         for each in effects.inner:  # whose own computation is negligible beside a convolution
             yield from self._build_actions(step, each, waited=False)
         if effects.messages:
             yield from self._build_messages(effects, effects.messages, step)
         if effects.updates is not None:
-            yield self._estimate_update(effects.updates)
+            machine, trained = self.machine, self.tally.trained
+            # Weight, gradient and momentum, read and written.
+            moved = 5 * sum(self.tally.weights[name] for name in trained)
+            counted = effects.updates * len(self.program.directions)
+            overhead_s = machine.update_s + machine.weight_s * len(trained) + machine.statistic_s * counted
+            yield ComputeWork(overhead_s + machine.estimate_seconds("pointwise", moved, (moved,)))
         for total in effects.reductions:
             yield from self._build_all_reduce(total)
 
@@ -264,14 +274,6 @@ class _ActionBuilder:
         return ComputeWork(
             tensor_bytes / self.machine.copy_per_s, self.machine.estimate_crowding("copy", (2 * tensor_bytes,))
         )
-
-    def _estimate_offload(self, tally: SegmentTally, phase: Phase) -> ComputeWork:
-        """Return the work of offloading a segment's saved activations, or of loading them again for backward."""
-        offloaded_bytes = sum(size for size in tally.fresh.values() if size >= LEAST_BYTES)
-        if self.machine.host_per_s is None:
-            # Without a device, backward reads the offloaded activations in place: only forward copies.
-            return self._estimate_copy(offloaded_bytes if phase is Phase.FORWARD else 0)
-        return ComputeWork(offloaded_bytes / min(self.machine.host_per_s, self.machine.copy_per_s))
 
     def _build_messages(self, effects: Effects, messages: Messages, step: Step) -> Iterator[Action]:
         """Yield the actions of an exchange: pack, send, wait for each message, and unpack.
@@ -297,16 +299,14 @@ class _ActionBuilder:
                 route = make_route(self.awaited, each.peer, rank)
                 yield WaitMessage(route)
                 yield CopyMessage(route, each.bytes)
-            own = 0 if self._shares_memory(effects, messages, step) else messages.own
-            yield self._estimate_copy(messages.unpacked + own)
-
-    def _shares_memory(self, effects: Effects, messages: Messages, step: Step) -> bool:
-        """Return whether the rank's own pixels are where they belong, so that they are not copied."""
-        if step.phase is Phase.FORWARD:  # they were computed inside the window
-            return not self._get_direction_tally(step).roomy.isdisjoint(effects.makes)
-        # Their gradients may stay in that of the window if no other reader adds to them.
-        reads = self.program.get_direction_program(step.micro_batch).reads
-        return messages.in_place and all(len(reads[name]) == 1 for name in effects.makes)
+            # The rank's own pixels are not copied where they are in place: they were computed inside the window, or are
+            # gradients that may stay in that of the window, since no other reader adds to them.
+            if step.phase is Phase.FORWARD:
+                in_place = not self._get_direction_tally(step).roomy.isdisjoint(effects.makes)
+            else:
+                reads = self.program.get_direction_program(step.micro_batch).reads
+                in_place = messages.in_place and all(len(reads[name]) == 1 for name in effects.makes)
+            yield self._estimate_copy(messages.unpacked + (0 if in_place else messages.own))
 
     def _build_all_reduce(self, total: Reduction) -> Iterator[Action]:
         """Yield the actions of an all-reduce. No rank continues behind the wait before all have joined."""
@@ -325,11 +325,3 @@ class _ActionBuilder:
             yield ComputeWork(self.prices.get_all_reduce_cost(total.group, total.bytes).fetched_s)
             if in_background:
                 yield self._estimate_copy(total.bytes)
-
-    def _estimate_update(self, statistics: int) -> ComputeWork:
-        machine, trained = self.machine, self.tally.trained
-        # Weight, gradient and momentum, read and written.
-        moved = 5 * sum(self.tally.weights[name] for name in trained)
-        counted = statistics * len(self.program.directions)
-        overhead_s = machine.update_s + machine.weight_s * len(trained) + machine.statistic_s * counted
-        return ComputeWork(overhead_s + machine.estimate_seconds("pointwise", moved, (moved,)))

@@ -206,7 +206,10 @@ class _MicroBatchMemory(LiveValues[str]):
             self._compute(item, effects) if forward else self._compute_back(item, step.phase)
         if forward:
             for name in effects.makes:
-                self._keep(name)
+                key = self.tally.lies_in[name]
+                for held in (self.values, self.leaves):
+                    held[name] = key
+                    self._hold_key(key)
             self._hold_strips(effects)
             self.release_read(item)
         elif not item.is_local:
@@ -238,12 +241,6 @@ class _MicroBatchMemory(LiveValues[str]):
     def _count_offloaded_inputs(self, names: Iterable[str]) -> int:
         """Return the bytes of the offloaded inputs that are loaded again for a segment."""
         return sum(self._get_offloaded_bytes(key) for key in {self.tally.lies_in.get(name, name) for name in names})
-
-    def _keep(self, name: str) -> None:
-        key = self.tally.lies_in[name]
-        for held in (self.values, self.leaves):
-            held[name] = key
-            self._hold_key(key)
 
     def drop(self, held: dict[str, str], name: str) -> None:
         if name in held:

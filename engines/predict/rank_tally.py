@@ -24,7 +24,7 @@ from engines.predict.tallies import (
 )
 from engines.program.effects import LocalOp, Phase
 from engines.program.instructions import DEVICE, SEED, Compute
-from engines.program.program import DirectionProgram, Program, ShardSpec
+from engines.program.program import DirectionProgram, Program
 from engines.program.segment import find_in_place, find_last_reads, find_out_kernel
 from engines.spatial.kernels import SLOT_ARGUMENTS
 
@@ -328,7 +328,17 @@ class _DirectionCounter:
 
     def build_tally(self) -> DirectionTally:
         segments = {}
-        inputs = {name: self._add_input(name, feed) for name, feed in self.way.input_shards.items()}
+        inputs = {}
+        for name, feed in self.way.input_shards.items():
+            # The model was traced with whole images. A rank receives its tile of them, or, in a stage whose ranks share
+            # the batch, some of the images.
+            spec, shape = self.graph.inputs[name], list(self.graph.inputs[name].shape)
+            for axis, size in zip(feed.axes, feed.tile.shape, strict=True):
+                shape[axis] = size
+            part = TensorSpec(tuple(shape), spec.dtype)
+            self.add_value(name, LocalTensor.of(part, False), False, f"input:{name}")
+            self.bytes[f"input:{name}"] = 0  # counted in `inputs` instead
+            inputs[name] = part.bytes
         for item, effects in zip(self.way.forward, self.way.effects, strict=True):
             if item.is_local:
                 segments[item.name] = _SegmentCounter(item, self).build_tally()
@@ -349,14 +359,3 @@ class _DirectionCounter:
             if self.lies_in.get(name) == _get_window_key(made)
         )
         return DirectionTally(self.lies_in, self.bytes, self.halo_bytes, gradients, segments, inputs, roomy)
-
-    def _add_input(self, name: str, feed: ShardSpec) -> int:
-        # The model was traced with whole images. A rank receives its tile of them, or, in a stage whose ranks share the
-        # batch, some of the images.
-        spec, shape = self.graph.inputs[name], list(self.graph.inputs[name].shape)
-        for axis, size in zip(feed.axes, feed.tile.shape, strict=True):
-            shape[axis] = size
-        part = TensorSpec(tuple(shape), spec.dtype)
-        self.add_value(name, LocalTensor.of(part, False), False, f"input:{name}")
-        self.bytes[f"input:{name}"] = 0  # counted in `inputs` instead
-        return part.bytes

@@ -13,14 +13,7 @@ from engines.graph.stages import find_sharded_names, shard_graph
 from engines.plan import Plan
 from engines.program.builder import Builder
 from engines.program.effects import Instruction, Phase
-from engines.program.instructions import (
-    FINITE_CHECK,
-    FiniteCheckAllReduce,
-    ReduceBatchStats,
-    RunningStatistics,
-    SumGradients,
-    Update,
-)
+from engines.program.instructions import FINITE_CHECK, FiniteCheckAllReduce, ReduceBatchStats, SumGradients, Update
 from engines.program.lowering import STAGE_TAGS, Lowering, add_inputs
 from engines.program.make_schedule import make_schedule
 from engines.program.program import CountLabels, DirectionProgram, Program, Step
@@ -223,9 +216,6 @@ class Compiler:
             yield step
             yield from (Step(each, Phase.BACKWARD, step.micro_batch) for each in begun[index])
 
-    def _count_buffer_bytes(self, entry: RunningStatistics) -> int:
-        return sum(self.graph.buffers[name].bytes for name in (entry.mean_buffer, entry.variance_buffer))
-
     def _get_trained_weights(self, item: Instruction) -> set[str]:
         """Return the trained weights that a segment reads."""
         return self.graph.trainable & {name for op in item.local_ops if op.graded for name in op.reads}
@@ -275,7 +265,11 @@ class Compiler:
             )
             yield FiniteCheckAllReduce(FINITE_CHECK, tuple(range(self.layout.size)), counted)
         statistics = tuple(
-            replace(entry, mean_over=self.layout.find_ranks([stage]), mean_bytes=self._count_buffer_bytes(entry))
+            replace(
+                entry,
+                mean_over=self.layout.find_ranks([stage]),
+                mean_bytes=sum(self.graph.buffers[name].bytes for name in (entry.mean_buffer, entry.variance_buffer)),
+            )
             if entry.mean_over
             else entry
             for stage in stages

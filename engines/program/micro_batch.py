@@ -206,39 +206,32 @@ class MicroBatchState(LiveValues[Tensor]):
         return grad
 
     def _sum(self, total: AllReduce, phase: Phase) -> int:
-        if phase is not Phase.FORWARD:
-            return self._sum_backward(total)
-        # A copy, since the all-reduce is in place and others may still read the source; contiguous, as it must be.
-        summed = self.values[total.source].detach().clone(memory_format=torch.contiguous_format)
-        sent = all_reduce(self.runtime.world, summed, total.group).wait()
-        self.keep(total.target, summed, total.differentiable)
-        return sent
-
-    def _sum_backward(self, total: AllReduce) -> int:
+        layout = torch.contiguous_format  # as the all-reduce needs it
+        if phase is Phase.FORWARD:
+            # A copy, since the all-reduce is in place and others may still read the source.
+            summed = self.values[total.source].detach().clone(memory_format=layout)
+            sent = all_reduce(self.runtime.world, summed, total.group).wait()
+            self.keep(total.target, summed, total.differentiable)
+            return sent
         # y = sum over ranks of x is read on every rank, so dL/dx is the sum over ranks of dL/dy. A rank without a
         # gradient must take part with zeros: the all-reduce is collective.
         leaf, grad = self.leaves[total.source], self.take_gradient(total.target)
-        layout = torch.contiguous_format
         summed = torch.zeros_like(leaf, memory_format=layout) if grad is None else grad.clone(memory_format=layout)
         sent = all_reduce(self.runtime.world, summed, total.group).wait()
         leaf.grad = summed if leaf.grad is None else leaf.grad.add_(summed)
         return sent
 
     def _exchange(self, exchange: Exchange, phase: Phase) -> int:
-        if phase is not Phase.FORWARD:
-            return self._exchange_backward(exchange)
         runner, sent = self.runtime.exchange_runners[exchange.key], 0
-        if exchange.begins:
-            source = self.values.get(exchange.source) if exchange.own else None
-            self._under_way[exchange.key], sent = runner.start_forward(source)
-        if exchange.ends:
-            made = runner.wait_forward(self._under_way.pop(exchange.key))
-            for (name, _), pixels in zip(exchange.parts, made, strict=True):
-                self.keep(name, pixels, exchange.differentiable)
-        return sent
-
-    def _exchange_backward(self, exchange: Exchange) -> int:
-        runner, sent = self.runtime.exchange_runners[exchange.key], 0
+        if phase is Phase.FORWARD:
+            if exchange.begins:
+                source = self.values.get(exchange.source) if exchange.own else None
+                self._under_way[exchange.key], sent = runner.start_forward(source)
+            if exchange.ends:
+                made = runner.wait_forward(self._under_way.pop(exchange.key))
+                for (name, _), pixels in zip(exchange.parts, made, strict=True):
+                    self.keep(name, pixels, exchange.differentiable)
+            return sent
         source = self.leaves[exchange.source] if exchange.own else None
         if exchange.begins:
             grads = [self.take_gradient(name) for name, _ in exchange.parts]

@@ -63,7 +63,23 @@ class Layout:
     @classmethod
     @lru_cache(maxsize=16)
     def of(cls, plan: Plan) -> Layout:
-        size, stages, pipes = plan.replica_ranks, _make_stages(plan), []
+        # The stages of one replica in forward order. Those after the spatial ones are dealt out to the ranks in turn,
+        # so that stages per rank are interleaved. With spatial_size=1, 4 tiles, split_size=5 and two further ranks (two
+        # stages for each of them):
+        #
+        #     rank     0 1 2 3   4   5
+        #     stage    0 0 0 0   1   2
+        #                        3   4
+        stages, first = [], 0
+        for grid in plan.grids[: plan.spatial_size]:
+            stages.append(StageRanks(grid, tuple(range(first, first + grid.tiles))))
+            first += grid.tiles
+        rest = plan.split_size - plan.spatial_size
+        turns = range(first, plan.replica_ranks, plan.local_dp)
+        for index in range(rest):
+            start = turns[index % len(turns)]
+            stages.append(StageRanks(Grid(1, 1), tuple(range(start, start + plan.local_dp)), plan.local_dp))
+        size, pipes = plan.replica_ranks, []
         for replica, direction in product(range(plan.data_parallel), range(1 + plan.bidirectional)):
             placed = []
             for stage in stages:
@@ -137,28 +153,6 @@ class Layout:
     def get_pipeline(self, role: Role) -> Pipeline:
         """Return the copy of the model to which a role belongs."""
         return self.pipes[role.replica * self.directions + role.direction]
-
-
-def _make_stages(plan: Plan) -> list[StageRanks]:
-    """Make the stages of one replica in forward order.
-
-    The stages after the spatial ones are dealt out to the ranks in turn, so that stages per rank are interleaved.
-    """
-    # With spatial_size=1, 4 tiles, split_size=5 and two further ranks (two stages for each of them):
-    #
-    #     rank     0 1 2 3   4   5
-    #     stage    0 0 0 0   1   2
-    #                        3   4
-    found, first = [], 0
-    for grid in plan.grids[: plan.spatial_size]:
-        found.append(StageRanks(grid, tuple(range(first, first + grid.tiles))))
-        first += grid.tiles
-    rest = plan.split_size - plan.spatial_size
-    turns = range(first, plan.replica_ranks, plan.local_dp)
-    for index in range(rest):
-        start = turns[index % len(turns)]
-        found.append(StageRanks(Grid(1, 1), tuple(range(start, start + plan.local_dp)), plan.local_dp))
-    return found
 
 
 def compute_threads(plan: Plan, rank: int, cores: int, here: int | None = None) -> int:

@@ -225,19 +225,14 @@ def apply_locally(b: Builder, node: Node, axes: Axes, **changes: Any) -> Ref:
         kernel, positional = "tile.of_contiguous", [kernel, *positional]
     if uses_generator(node):
         kernel, positional = "tile.seeded", [SEED, DEVICE, *make_seeded_arguments(node, kernel), *positional]
-    spec = _make_joint_spec(b, node, axes) if node.spec is None else node.spec
+    spec = node.spec or TensorSpec((), "float32")
+    if node.spec is None and axes:  # several outputs: sizes along the sharded axes, and a floating type if one is read
+        image, shape = find_largest_image(b, node), [1] * -min(axes)
+        for axis, size in zip(axes, image.size_px, strict=True):
+            shape[axis] = size
+        types = [get_spec(b, name) for name in node.reads]
+        spec = TensorSpec(tuple(shape), next((each.dtype for each in types if each.is_floating), image.spec.dtype))
     return b.add_local_op(node.name, kernel, *positional, like=spec, axes=axes, **keywords)
-
-
-def _make_joint_spec(b: Builder, node: Node, axes: Axes) -> TensorSpec:
-    """Return a spec for several outputs: sizes along the sharded axes, and a floating type if an argument has one."""
-    if not axes:
-        return TensorSpec((), "float32")
-    image, shape = find_largest_image(b, node), [1] * -min(axes)
-    for axis, size in zip(axes, image.size_px, strict=True):
-        shape[axis] = size
-    types = [get_spec(b, name) for name in node.reads]
-    return TensorSpec(tuple(shape), next((each.dtype for each in types if each.is_floating), image.spec.dtype))
 
 
 def split_arguments(node: Node, changes: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:

@@ -216,8 +216,18 @@ class PeerReplica(Replica):
                 self.log.staleness.append(self.steps - offer.step)
             self.offer = None
         for peer in arrived:
-            if not self.offer and peer < self.number:
-                self._accept_offer(peer)
+            if self.offer or peer >= self.number:
+                continue
+            letter, own = self.letters.pop(peer), flatten_tensors(self.trained)
+            self.known = torch.maximum(self.known, letter.header[1:])
+            if int(letter.header[0]) == _FAREWELL:
+                continue
+            # `own` is a copy from before the move: the offering replica must move by the same difference, reversed. And
+            # the answer is sent before the move, because the send reads `own` while this replica goes on.
+            self._send(peer, _WEIGHTS, own)
+            add_half_difference(self.trained, letter.row, own)
+            self._record_event("answer", peer)
+            self.letters[peer] = self._post_receive(peer)
         self._outbox.poll()
 
     def _finish(self) -> None:
@@ -238,18 +248,6 @@ class PeerReplica(Replica):
             self.process_arrivals()
             time.sleep(_NAP_S)
         self._outbox.wait()
-
-    def _accept_offer(self, peer: int) -> None:
-        letter, own = self.letters.pop(peer), flatten_tensors(self.trained)
-        self.known = torch.maximum(self.known, letter.header[1:])
-        if int(letter.header[0]) == _FAREWELL:
-            return
-        # `own` is a copy from before the move: the offering replica must move by the same difference, reversed. And the
-        # answer is sent before the move, because the send reads `own` while this replica goes on.
-        self._send(peer, _WEIGHTS, own)
-        add_half_difference(self.trained, letter.row, own)
-        self._record_event("answer", peer)
-        self.letters[peer] = self._post_receive(peer)
 
     def _get_peer_rank(self, peer: int) -> int:
         """Return the rank that holds the same part of another replica."""

@@ -168,7 +168,18 @@ def _run_reference(run: Callable[[], TrainingRecord], dtype: torch.dtype) -> Tra
         line = find_user_line("".join(traceback.format_tb(error.__traceback__)), _OURS)
         first, remedy = str(error).strip().partition("\n")[0], ""
         if "modified by an inplace operation" in first:
-            line, first = line or _find_overwritten_line(run), first.partition(": [")[0]
+            first = first.partition(": [")[0]
+            if not line:
+                # The error arises in backward, which has no frame of the user's. In its anomaly mode autograd warns of
+                # the forward call.
+                with (
+                    torch.autograd.set_detect_anomaly(True, check_nan=False),
+                    warnings.catch_warnings(record=True) as caught,
+                ):
+                    warnings.simplefilter("always")
+                    with suppress(Exception):
+                        run()
+                line = next(filter(None, (find_user_line(str(each.message), _OURS) for each in caught)), "")
             remedy = (
                 " An operation in place, such as y.relu_() or y += 1, overwrites a value that a gradient needs. Ranks "
                 "run it out of place and train the model, but plain PyTorch cannot. Write y = y.relu()."
@@ -184,17 +195,6 @@ def _run_reference(run: Callable[[], TrainingRecord], dtype: torch.dtype) -> Tra
             "The ranks cannot be compared with one process, because the plain model itself fails there: "
             f"{type(error).__name__}: {first.rstrip('.')}{where}.{remedy}"
         ) from error
-
-
-def _find_overwritten_line(run: Callable[[], object]) -> str:
-    """Return the user's line that made the value which an operation in place overwrote; empty if unknown."""
-    # The error arises in backward, which has no frame of the user's. In its anomaly mode autograd warns of the forward
-    # call.
-    with torch.autograd.set_detect_anomaly(True, check_nan=False), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with suppress(Exception):
-            run()
-    return next(filter(None, (find_user_line(str(each.message), _OURS) for each in caught)), "")
 
 
 # Train a plan on the ranks and the plain model in one process, and measure how much they differ.

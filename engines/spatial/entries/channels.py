@@ -272,7 +272,13 @@ def einsum(b: Builder, node: Node) -> None:
     #     nchw,kc->nkhw      h and w stay: each pixel by itself
     #     nchw,ndhw->ncd     both are summed over: on each tile, then over the ranks
     #     nchw,nchv->nwv     joins pixels of different columns: refused
-    letters = _find_spatial_letters(b, operands)
+    letters: set[tuple[str, ...]] = set()
+    for term, ref in operands:
+        if b.is_tiled(ref):
+            spatial = tuple(term[axis] for axis in b.get_value(ref).axes)
+            letters.add(spatial)
+            if any(term.count(letter) > 1 for letter in spatial):
+                letters.add(())  # a repeated letter: refused below, as names that differ are
     if not arrow or "." in equation or len(letters) != 1:
         raise make_gather_error(node, "has no explicit result, or its operands name rows and columns differently")
     sharded = letters.pop()
@@ -285,15 +291,3 @@ def einsum(b: Builder, node: Node) -> None:
     else:
         part = apply_locally(b, replace(node, name=f"{node.name}.part"), ())
         b.add_local_op(node.name, "aten.alias.default", b.all_reduce(part), like=node.spec)
-
-
-def _find_spatial_letters(b: Builder, operands: list[tuple[str, Ref]]) -> set[tuple[str, ...]]:
-    """Return the letters of each tiled operand's sharded axes; a repeated letter adds an entry of its own."""
-    found: set[tuple[str, ...]] = set()
-    for term, ref in operands:
-        if b.is_tiled(ref):
-            letters = tuple(term[axis] for axis in b.get_value(ref).axes)
-            found.add(letters)
-            if any(term.count(letter) > 1 for letter in letters):
-                found.add(())
-    return found
