@@ -35,6 +35,7 @@ _RENAMED = {  # in-place operators whose out-of-place form has a different name
     "normal_.default": "normal_functional.default",
     "fill_.Scalar": "full_like.default",
     "zero_.default": "zeros_like.default",
+    **{f"__i{name}__.{of}": f"__{name}__.{of}" for name in ("and", "or", "xor") for of in ("Tensor", "Scalar")},
 }
 
 _INPLACE_VIEWS = {  # they change the shape of their argument in place

@@ -192,7 +192,15 @@ _RESHAPED = {f"aten.{name}" for name in ("view.default", "reshape.default", "_un
 _FILLS = ("zeros", "ones", "full", "empty", "rand", "randn", "new_zeros", "new_ones", "new_full", "new_empty", "expand")
 _MADE_ALIKE = {f"aten.{name}.default" for name in _FILLS}
 _SHAPED = _RESHAPED | _MADE_ALIKE
-_AXES = ("dim", "dims", "dim0", "dim1", "axis0", "axis1", "source", "destination")
+_AXES = ("dim", "dims", "dimension", "dim0", "dim1", "dim2", "axis0", "axis1", "source", "destination")
+# Operators that only move axes: the shapes of their results say where the images went.
+_MOVED = ("permute", "transpose", "t", "movedim", "moveaxis", "swapaxes", "swapdims")
+# Operators that add an axis, which they count among those of the result.
+_ADDING = ("unsqueeze", "stack")
+# Operators along the first axis, which no argument names; some only if there are no more than so many axes.
+_ALONG_FIRST = ("vstack", "vsplit", "flipud", "msort", "masked_scatter", "renorm", "hstack", "tril", "triu")
+_IF_FEW_AXES = {"hstack": 1, "tril": 2, "triu": 2}
+_RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
 def find_sharded_names(whole: ModelGraph, share: ModelGraph) -> frozenset[str]:
@@ -244,7 +252,10 @@ def _shard_node(node: Node, twin: Node, parted: frozenset[str], whole: ModelGrap
         mine, its = (twin.spec.shape, node.spec.shape) if node.spec and twin.spec else ((), ())  # else its outputs have
         if mine[1:] != its[1:]:
             raise make_shared_images_error(node, f"lays images out along other axes than the first ({its})")
-        _check_image_axis(node, whole)
+        own, images = (graph.specs["images"].shape[0] for graph in (share, whole))
+        if mine and mine[0] * images != its[0] * own:
+            raise make_shared_images_error(node, f"makes {its[0]} entries of {images} images, but {mine[0]} of {own}")
+        _check_image_axis(node, whole, parted)
         if not reads and node.operator not in _MADE_ALIKE:
             raise make_shared_images_error(node, "makes values for each image, for which there is no rule")
     mine, its = ({name: repr(value) for name, value in each.arguments.items()} for each in (twin, node))
@@ -254,20 +265,27 @@ def _shard_node(node: Node, twin: Node, parted: frozenset[str], whole: ModelGrap
     return replace(twin, arguments={**node.arguments, **(shape if node.operator in _SHAPED else {})})
 
 
-def _check_image_axis(node: Node, whole: ModelGraph) -> None:
+def _check_image_axis(node: Node, whole: ModelGraph, parted: frozenset[str]) -> None:
     """Raise TraceError if an operator works along the axis of the images."""
-    sizes = whole.specs
-    ranks = [len(sizes[name].shape) for name in node.reads if name in sizes]
-    for name in _AXES:
-        dims = node.arguments.get(name)
-        given = [dims] if isinstance(dims, int) else dims if isinstance(dims, list | tuple) else []
-        if any(isinstance(dim, int) and count and dim % count == 0 for dim in given for count in ranks[:1]):
-            raise make_shared_images_error(node, f"works along the axis of the images ({name}={dims})")
-    # A mask has an entry for each of the images that a rank has; numbers count those of all ranks.
-    indices = node.arguments.get("indices")
-    chosen = indices[0] if isinstance(indices, list | tuple) and indices else None
-    if chosen is not None and not (isinstance(chosen, Ref) and sizes[chosen.name].dtype == "bool"):
-        raise make_shared_images_error(node, "picks or writes images by their numbers")
-    repeats = node.arguments.get("repeats")
+    sizes, first = whole.specs, next(iter(node.reads), None)
+    name = node.operator.removeprefix("aten.").split(".")[0]
+    ranks = [len(sizes[read].shape) for read in node.reads if read in sizes]
+    count = len(node.spec.shape) if node.spec and name in _ADDING else next(iter(ranks), 0)
+    # Axes, and numbers of entries, are those of what is read first: a table, perhaps, of which no rank has its own.
+    if first in parted and name not in _MOVED:
+        for axis in _AXES if name != "tile" else ():
+            dims = node.arguments.get(axis, 0.0)  # 0.0: it has no such argument; none at all is all axes
+            given = [0] if dims is None or dims in ([], ()) else dims if isinstance(dims, list | tuple) else [dims]
+            if any(type(dim) is int and count and dim % count == 0 for dim in given):
+                raise make_shared_images_error(node, f"works along the axis of the images ({axis}={dims})")
+        # A mask has an entry for each of the images that a rank has; numbers count those of all ranks.
+        indices = node.arguments.get("indices")
+        chosen = indices[0] if isinstance(indices, list | tuple) and indices else None
+        if chosen is not None and not (isinstance(chosen, Ref) and sizes[chosen.name].dtype == "bool"):
+            raise make_shared_images_error(node, "picks or writes images by their numbers")
+    along = name in _ALONG_FIRST and count <= _IF_FEW_AXES.get(name, count)
+    if along or (name in _RECURRENT and node.arguments.get("batch_first") is not True):
+        raise make_shared_images_error(node, "works along the first axis, that of the images")
+    repeats = node.arguments.get("dims" if name == "tile" else "repeats")
     if isinstance(repeats, list | tuple) and len(repeats) == max(ranks, default=0) and repeats[0] != 1:
         raise make_shared_images_error(node, "repeats the images")

@@ -109,8 +109,10 @@ class ValueLayouts:
         return [per_px * tile.pixels for tile in self.stage.grid.cut(*value.size_px)]
 
     def get_value(self, ref: Ref) -> ValueLayout:
-        """Return the value that an argument refers to."""
-        return self.values[ref.name]
+        """Return the value that an argument refers to; weights, buffers and constants are whole on every rank."""
+        if ref.name in self.values:
+            return self.values[ref.name]
+        return ValueLayout(ref.name, self.graph.specs[ref.name], (), ref.name in self.graph.trainable)
 
     def get_tiles(self, size_px: tuple[int, ...]) -> dict[int, Tile]:
         """Return the tile that each rank owns of an image of that size."""

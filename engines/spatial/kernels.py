@@ -148,8 +148,7 @@ class _TileMoments(torch.autograd.Function):
         # The factors of a mean over `count` values, and of a sum of squares.
         scales = _make_column((1 / ctx.count, 2.0), grad.device)
         offset, slope = (grad[ctx.slot] * scales).to(mean.dtype).unbind()
-        # grad[0] / count + 2 * grad[1] * (x - mean), as one fused call: (x - mean) * slope + offset. It calls the
-        # operator itself, since `functional.batch_norm` of torch 2.11 refuses eps = 0.
+        # grad[0] / count + 2 * grad[1] * (x - mean), as one fused call: (x - mean) * slope + offset.
         scaled = torch.batch_norm(x, slope, offset, mean, torch.ones_like(mean), False, 0.0, 0.0, False)
         return scaled, None, None
 
@@ -205,7 +204,8 @@ class _Normalise(torch.autograd.Function):
         affine = [None if vector is None else vector.to(kind) for vector in (weight, bias)]
         ctx.save_for_backward(x, *low, variance, deviations, affine[0])
         ctx.eps, ctx.types = eps, [None if v is None else v.dtype for v in (weight, bias)]
-        return functional.batch_norm(x, *low, *affine, eps=eps)
+        # The operator itself: `functional.batch_norm` of torch 2.11 refuses eps = 0.
+        return torch.batch_norm(x, *affine, *low, False, 0.0, eps, torch.backends.cudnn.enabled)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -78,7 +78,7 @@ def check_deterministic(b: Builder, node: Node) -> None:
 
 def get_spec(b: Builder, name: str) -> TensorSpec:
     """Return the whole-image shape and type of any value, weight or buffer."""
-    return b.values[name].spec if name in b.values else b.graph.specs[name]
+    return b.get_value(Ref(name)).spec
 
 
 def map_refs(pick: Callable[[Ref], Ref], argument: Any) -> Any:
@@ -179,10 +179,10 @@ _UNTAGGED = {
         "alias broadcast_tensors clone contiguous detach _to_copy lift_fresh_copy "
         "zeros_like ones_like full_like empty_like "
         "leaky_relu log_sigmoid hardswish special_expit special_erf "  # leaky_relu: not tagged in torch 2.11
-        "isclose negative absolute arctan2"
+        "isclose negative absolute arctan2 floor_divide"
     ),
-    "Tensor": f"masked_fill __and__ __or__ __xor__ {_COMPARED}",
-    "Scalar": f"where {_COMPARED}",
+    "Tensor": f"masked_fill __and__ __or__ __xor__ rsub {_COMPARED}",
+    "Scalar": f"where __and__ __or__ __xor__ floor_divide {_COMPARED}",
     "ScalarSelf": "where",
     "ScalarOther": "where",
     **dict.fromkeys(("device", "dtype", "dtype_layout"), "to"),

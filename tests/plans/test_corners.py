@@ -306,8 +306,27 @@ def scores_of_images(prediction: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(prediction.mean(1), labels.to(prediction.dtype))
 
 
+class OverTime(nn.Module):
+    """Takes the images for the times of one series."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.GRU(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.cells(x)[0]
+
+
 UNSHARED = {
     "joined": (lambda x: x + x.median(), nn.CrossEntropyLoss()),
+    "in pairs": (lambda x: x + torch.pdist(x).square().mul(-2).exp().mean().log(), nn.CrossEntropyLoss()),
+    "a series": (OverTime(), nn.CrossEntropyLoss()),
+    "rolled": (lambda x: x.roll(1), nn.CrossEntropyLoss()),
+    "one more": (lambda x: x + functional.pad(x, (0, 0, 1, 0)).mean(), nn.CrossEntropyLoss()),
+    "tiled": (lambda x: x + x.tile(2, 1).mean(), nn.CrossEntropyLoss()),
+    "sorted": (lambda x: x.msort(), nn.CrossEntropyLoss()),
+    "all axes": (lambda x: torch.fft.fftn(x).abs(), nn.CrossEntropyLoss()),
+    "overlapping": (lambda x: x + x.unfold(0, 2, 1).square().mean(), nn.CrossEntropyLoss()),
     "drawn": (lambda x: x * torch.poisson(torch.ones(5)), nn.CrossEntropyLoss()),
     "along the images": (lambda x: x.softmax(0), nn.CrossEntropyLoss()),
     "repeated": (lambda x: x.repeat(2, 1)[: len(x)], nn.CrossEntropyLoss()),
@@ -315,6 +334,7 @@ UNSHARED = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:The tensor attribute:UserWarning")  # of torch.export, for weights of the GRU
 @pytest.mark.parametrize("name", UNSHARED)
 def test_what_images_of_several_ranks_cannot_do_is_refused_with_the_mend(name: str):
     """Behind the spatial stages, to end them earlier would not help."""
@@ -323,6 +343,42 @@ def test_what_images_of_several_ranks_cannot_do_is_refused_with_the_mend(name: s
         with pytest.raises(TraceError, match=r"local_dp ranks share the images .* Use local_dp=1, or data_parallel"):
             prepare(Behind(function), Plan(**{"spatial_size": 0, **knobs}), (4, 3, 12, 16), loss)
     prepare(Behind(function), Plan(spatial_size=0, data_parallel=2), (4, 3, 12, 16), loss)
+
+
+class ByClass(nn.Module):
+    """A loss that looks up a factor for each label."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("factors", torch.linspace(0.5, 1.5, 5))
+
+    def forward(self, prediction: Tensor, labels: Tensor) -> Tensor:
+        return (self.factors[labels] * functional.cross_entropy(prediction, labels, reduction="none")).mean()
+
+
+def with_an_axis(prediction: Tensor, labels: Tensor) -> Tensor:
+    return functional.mse_loss(prediction[:, :1], labels[:, None].to(prediction.dtype))
+
+
+SHARED = {
+    "channels last": (
+        lambda x: functional.layer_norm(x.permute(0, 2, 3, 1), (4,)).permute(0, 3, 1, 2).mean((2, 3)),
+        nn.CrossEntropyLoss(),
+    ),
+    "an axis more": (lambda x: torch.stack([x.mean((2, 3)), x.amax((2, 3))], 1).mean(1), with_an_axis),
+    "a table": (lambda x: x.mean((2, 3)), ByClass()),
+    "more channels": (lambda x: x.tile((1, 4, 1, 1))[:, 3:7].mean((2, 3)), nn.CrossEntropyLoss()),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_ranks_share_images_that_each_operator_treats_alone(name: str):
+    torch.manual_seed(0)
+    function, loss = SHARED[name]
+    model, plan = OfImages(function), Plan(split_size=2, spatial_size=0, local_dp=2, precision="float64")
+    recipe = prepare(model, plan, (4, 3, 12, 16), loss)
+    told = run_ranks(plan.ranks, lambda world: verify(world, recipe, model, loss, 0))[0]
+    assert told["ok"], told
 
 
 def test_labels_without_images_are_refused_before_they_are_cut():

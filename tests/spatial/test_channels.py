@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import operator
+
 import pytest
 import torch
 from hypothesis import given
@@ -94,6 +97,8 @@ ALONG = {
     "a list of channels": lambda x: x[:, torch.arange(0, 4, 2, device=x.device)],
     "channels by number": lambda x: x.index_select(1, torch.arange(0, 4, 3, device=x.device)),
     "narrow": lambda x: x.narrow(1, 1, 2),
+    "whole halves": lambda x: x + x.detach().floor_divide(2) + x.detach().long() // 3,
+    "masks in place": lambda x: x * functools.reduce(operator.ior, [x > 1, x < -2]) * operator.iand(x > -9, x < 9),
     "gather": lambda x: x.gather(1, x[:, :1].relu().long()),
     "one hot": lambda x: x * F.one_hot(x.argmax(1), 4).permute(FIRST),
     "pad of channels": lambda x: F.pad(x, (0, 0, 0, 0, 1, 2)),

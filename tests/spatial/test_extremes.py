@@ -171,3 +171,15 @@ def test_a_norm_casts_before_it_reduces():
     """In float32 the norms of the tiles would be rounded."""
     function = lambda x: torch.linalg.vector_norm(x.float(), dim=(2, 3), dtype=torch.float64)  # noqa: E731
     check(function, whole_numbers(2, 2, 6, 8), Grid(2, 2), same=close)
+
+
+@pytest.mark.parametrize("grid", [Grid(1, 2), Grid(2, 2)])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64])
+def test_max_pools_of_whole_numbers(dtype: torch.dtype, grid: Grid):
+    """Whole numbers have no infinity; a mask is dilated by a max pool."""
+
+    def function(x: Tensor) -> Tensor:
+        mask = x.detach().clamp(0, 200).to(dtype)
+        return x * F.max_pool2d(mask, 3, 1, 1) + F.max_pool2d(mask, 2, 2, ceil_mode=True).repeat_interleave(2, 2).amax()
+
+    check(function, whole_numbers(2, 2, 7, 9), grid)

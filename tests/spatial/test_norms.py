@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from engines.errors import TraceError
 from engines.plan import Plan
 from engines.spatial.kernels import get_kernel
 from engines.spatial.tiles import Grid
@@ -95,6 +96,10 @@ SPREADS = {
     "variance and mean of all": lambda x: torch.stack(torch.var_mean(x)),
     "standardised by hand": lambda x: (x - x.mean((1, 2, 3), True)) / (x.var((1, 2, 3), keepdim=True) + 1e-5).sqrt(),
     "variance over channels": lambda x: x.var(1),
+    "biased variance of all": lambda x: x.var(False),
+    "biased deviation of all": lambda x: x.std(False) * x,
+    "biased variance and mean of all": lambda x: torch.stack(torch.var_mean(x, False)),
+    "biased deviation and mean of all": lambda x: torch.stack(torch.std_mean(x, False)),
 }
 
 
@@ -186,3 +191,49 @@ def test_batch_norm_backward_passes_what_cuda_kernels_require():
     assert len(seen.calls) == 1
     save_mean, save_invstd = seen.calls[0][5:7]
     assert save_mean.numel() == save_invstd.numel() == 0  # empty, as the forward pass in evaluation mode leaves them
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rms_norm_of_small_numbers_adds_the_eps_of_the_type_in_which_it_computes(dtype: torch.dtype):
+    def function(x: Tensor) -> Tensor:
+        return F.rms_norm((x * 2**-6).to(dtype), tuple(x.shape[1:])).float()
+
+    image = whole_numbers(2, 2, 6, 8).float()
+    check(function, image, Grid(2, 2), same=lambda a, b: torch.allclose(a, b, rtol=0.02, atol=0.01))
+
+
+class PassingStatistics(nn.Module):
+    """Statistics that nobody keeps, as where a model is trained anew for each task."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.batch_norm(x, x.new_zeros(x.shape[1]), x.new_ones(x.shape[1]), training=True)
+
+
+class ViewedStatistics(nn.Module):
+    """The buffers are updated by way of their views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(2, 2).double())
+        self.register_buffer("variance", torch.ones(2, 2).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.batch_norm(x, self.mean.view(-1), self.variance.view(-1), training=True)
+
+
+class OfWeights(nn.Module):
+    """Normalises a parameter, of which no rank has a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prototypes, self.norm = nn.Parameter(torch.empty(6, 4)), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.norm(self.prototypes).sum(0)[:, None, None]
+
+
+def test_norms_of_weights_and_by_statistics_that_nobody_keeps():
+    check(PassingStatistics(), whole_numbers(2, 4, 6, 8), Grid(2, 2), same=close)
+    with pytest.raises(TraceError, match="updates running statistics that are no buffers of the model"):
+        check(ViewedStatistics(), whole_numbers(2, 4, 6, 8), Grid(2, 2))
+    check(with_whole_weights(OfWeights()), whole_numbers(2, 4, 6, 8), Grid(2, 2), same=close)

@@ -162,3 +162,14 @@ def test_taps_are_found_for_any_size():
         sums = (values[0][torch.tensor(found.inputs)] * torch.tensor(found.weights, dtype=torch.float64)).sum(1)
         assert torch.allclose(sums, resample(values)[0], rtol=0, atol=1e-14)
         assert len(found.weights[0]) <= 2
+
+
+def test_means_of_pixels_in_whole_numbers_are_refused():
+    with pytest.raises(TraceError, match=r"upsample_bilinear2d.* rounds means of pixels to uint8"):
+        check(
+            lambda x: (
+                x.repeat(1, 1, 2, 2) * F.interpolate(x.detach().clamp(0, 9).byte(), scale_factor=2.0, mode="bilinear")
+            ),
+            whole_numbers(2, 2, 6, 8),
+            Grid(1, 2),
+        )

@@ -30,13 +30,15 @@ HELD = {
         upsample_nearest2d.vec _upsample_nearest_exact2d.vec upsample_bilinear2d.vec upsample_bicubic2d.vec
         _upsample_bilinear2d_aa.vec _upsample_bicubic2d_aa.vec pixel_shuffle.default pixel_unshuffle.default""",
     "test_norms": """
-        instance_norm.default group_norm.default layer_norm.default rms_norm.default var.dim var.correction std.dim
-        std.correction var_mean.dim var_mean.correction std_mean.dim std_mean.correction""",
+        instance_norm.default group_norm.default layer_norm.default rms_norm.default var.default var.dim
+        var.correction std.default var_mean.default std_mean.default std.dim std.correction var_mean.dim
+        var_mean.correction std_mean.dim std_mean.correction""",
     "test_extremes": """
         amax.default amin.default max.default min.default adaptive_max_pool2d.default linalg_vector_norm.default
         logsumexp.default max_pool2d_with_indices.default max_unpool2d.default""",
     "test_whole": """
-        grid_sampler.default rot90.default median.default prod.default argsort.default argsort.stable kthvalue.default
+        grid_sampler.default rot90.default median.default prod.default argsort.default argsort.stable
+        kthvalue.default any.default all.default count_nonzero.default cummax.default cummin.default sort.stable
         msort.default im2col.default unfold.default bmm.default tril.default triu.default""",
     "test_losses": """
         nll_loss_nd.default smooth_l1_loss.default huber_loss.default soft_margin_loss.default kl_div.default

@@ -59,6 +59,12 @@ BIT_EQUAL = {
     "order of columns": lambda x: x * x.argsort(dim=2, stable=True),
     "order of rows": lambda x: x * x.detach().argsort(3),
     "sorted batch": lambda x: torch.msort(x).flatten(1),
+    "sorted rows, stably": lambda x: x.sort(stable=True, dim=3)[0],
+    "whether any": lambda x: x * (x > 3).any(),
+    "whether all": lambda x: x * (x > -9).all(),
+    "how many": lambda x: x * (x > 0).count_nonzero(),
+    "largest so far": lambda x: x.cummax(2)[0],
+    "smallest so far": lambda x: x.cummin(3)[0],
     "smallest but one": lambda x: x * x.kthvalue(1, 3, keepdim=True)[0].detach(),
     "product of all": lambda x: x.sign() * x.abs().clamp(1, 1).prod() + x,
     "products of matrices": lambda x: torch.bmm(x.flatten(0, 1), x.flatten(0, 1).transpose(1, 2)).flatten(1),
@@ -286,3 +292,25 @@ def test_average_pools_and_sums_of_large_images_are_not():
             return F.adaptive_avg_pool2d(x, (1, 2)).sum() + x.amax(2).sum() + x.mean(3).sum() + x.flip(2).sum()
 
     assert compiled(nn.Sequential(Averages()), (1, 2, 2 * WHOLE_PX // 128, 128)).compile_rank(0).steps
+
+
+class Looks(nn.Module):
+    """Samples at places that the model itself holds, and writes a part whose rows are the channels of the whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("grid", whole_numbers(1, 5, 4, 2, low=-1, high=1).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.grid_sample(x, self.grid, align_corners=True)
+
+
+def write_row(x: Tensor) -> Tensor:
+    made = 2 * x
+    made[:, :, 0] = x.mean(1)
+    return made
+
+
+def test_places_that_the_model_holds_and_rows_that_are_channels_of_the_whole():
+    check(Looks(), whole_numbers(1, 2, 6, 8), Grid(2, 2), same=close)
+    check(write_row, whole_numbers(1, 6, 6, 8), Grid(2, 2), same=close)

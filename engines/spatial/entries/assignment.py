@@ -38,9 +38,11 @@ def assign(b: Builder, node: Node) -> None:
         axes = tuple(axis - (axis <= dim) for axis in axes)
     part_axes = tuple(axis + (selects and axis < dim) for axis in axes)
     if dim in axes:
+        if selects and b.is_tiled(part):
+            raise make_gather_error(node, "writes one line from a part that is divided itself", axes)
         size = node.spec.shape[dim]
         numbers = [a["index"] % size] if selects else range(size)[a["start"] : a["end"] : a["step"]]
-        if selects and not b.is_tiled(part):
+        if selects:
             # The selected axis comes back with size 1: one line, written as the lines of a slice are.
             spec, place = get_spec(b, part.name), dim + count
             spec = replace(spec, shape=(*spec.shape[:place], 1, *spec.shape[place:]))

@@ -223,6 +223,8 @@ def pick_lines(b: Builder, node: Node, source: Ref, dim: int, index: Ref) -> Non
     value, sharded = b.get_value(source), get_sharded_dims(b, source)
     dim %= len(value.spec.shape)
     if dim not in sharded:
+        if (constant := b.graph.constants.get(index.name)) is not None and constant.dtype != torch.bool:
+            read_line_numbers(b, node, index, value.spec.shape[dim])  # the trace has not looked at the numbers
         apply_locally(b, node, value.axes)
         return
     sizes = zip(sharded, value.size_px, strict=True)
@@ -242,7 +244,7 @@ def read_line_numbers(b: Builder, node: Node, index: Ref, size_px: int) -> list[
     numbers = constant.flatten().tolist()
     if beyond := [number for number in numbers if not -size_px <= number < size_px]:
         raise TraceError(
-            f"{node.operator} in {node.where} picks number {beyond[0]} of {size_px} rows or columns. "
+            f"{node.operator} in {node.where} picks number {beyond[0]} of {size_px} along that axis. "
             f"Use numbers from {-size_px} to {size_px - 1}."
         )
     return [number % size_px for number in numbers]

@@ -100,11 +100,19 @@ def _make_pool_windows(node: Node) -> list[SlidingWindow]:
     return [SlidingWindow(*axis) for axis in zip(*map(to_pair, settings), strict=True)]
 
 
+def _read_pool_window(b: Builder, node: Node, rules: Sequence[SlidingWindow], out_px: tuple[int, ...]) -> Window:
+    """Read the windows of a max pool. Outside the image is the least number of the type, so that it never wins."""
+    source = node.arguments["self"]
+    spec = b.get_value(source).spec
+    fill = -torch.inf if spec.is_floating else torch.iinfo(getattr(torch, spec.dtype)).min
+    return b.read_window(source, out_px, *rules, fill=fill)
+
+
 @register_rule("aten.max_pool2d.default", images=("self",))
 def max_pool2d(b: Builder, node: Node) -> None:
-    """Pool by maximum. Outside the image is minus infinity, so that padding never wins."""
+    """Pool by maximum."""
     rules = _make_pool_windows(node)
-    window = b.read_window(node.arguments["self"], node.spec.shape[-2:], *rules, fill=-torch.inf)
+    window = _read_pool_window(b, node, rules, node.spec.shape[-2:])
     x, padding = fold_padding(b, window, rules, node.spec.shape[-2:])
     apply_locally(b, node, (-2, -1), self=x, padding=padding, ceil_mode=False)
 
@@ -119,7 +127,7 @@ def max_pool2d_with_indices(b: Builder, node: Node) -> None:
     positional, keywords = split_arguments(node, {"self": image})
     like = TensorSpec(tuple(get_operator(node.operator)(*positional, **keywords)[0].shape), value.spec.dtype)
     out_px = like.shape[-2:]
-    window = b.read_window(source, out_px, *rules, fill=-torch.inf)
+    window = _read_pool_window(b, node, rules, out_px)
     x, padding = fold_padding(b, window, rules, out_px)
     # The kernel numbers the pixels of what it is given: with its fill, or, if it pads by itself, without.
     seen = window.wanted if padding == (0, 0) else window.held
@@ -297,9 +305,10 @@ def adaptive_max_pool2d(b: Builder, node: Node) -> None:
 
 
 _ANYWHERE = ("rot90", "median", "prod", "argsort", "kthvalue", "msort", "im2col", "unfold", "bmm", "tril", "triu")
+_ANYWHERE += ("any", "all", "count_nonzero", "cummax", "cummin")
 
 
-@register_rule(*(f"aten.{name}.default" for name in _ANYWHERE), "aten.argsort.stable")
+@register_rule(*(f"aten.{name}.default" for name in _ANYWHERE), "aten.argsort.stable", "aten.sort.stable")
 def require_gather(b: Builder, node: Node) -> None:
     """Refuse tiles: any output may read any pixel."""
     raise make_gather_error(node, "reads pixels that lie anywhere")

@@ -63,8 +63,10 @@ def upsample(b: Builder, node: Node) -> None:
         raise make_unsupported_error(
             node, "makes one column, which ATen's antialiasing gets wrong: rows and gradients are mixed up"
         )
-    size_px = b.get_value(node.arguments["input"]).size_px
-    find = _find_nearest_taps if node.operator.startswith(_NEAREST) else _find_smooth_taps
+    size_px, copies = b.get_value(node.arguments["input"]).size_px, node.operator.startswith(_NEAREST)
+    if not (copies or node.spec.is_floating):
+        raise make_unsupported_error(node, f"rounds means of pixels to {node.spec.dtype}, for which there is no rule")
+    find = _find_nearest_taps if copies else _find_smooth_taps
     rows, cols = (find(node, size_px, axis) for axis in (0, 1))
     lower_resample(b, node, node.arguments["input"], rows, cols)
 

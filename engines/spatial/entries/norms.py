@@ -110,6 +110,23 @@ def _normalise_channels(b: Builder, node: Node, groups: int) -> tuple[Ref, list[
     return moments, counts
 
 
+# Operators whose result has memory of its own.
+_OWN_MEMORY = {f"aten.{name}.default" for name in ("zeros", "ones", "new_zeros", "new_ones", "repeat", "clone")}
+_OWN_MEMORY |= {f"aten.{name}.default" for name in ("zeros_like", "ones_like", "full", "new_full", "full_like")}
+
+
+def _add_statistics(b: Builder, node: Node, entry: RunningStatistics) -> None:
+    """Have the update set running statistics, unless forward has made them for this node alone and forgets them."""
+    names = {entry.mean_buffer, entry.variance_buffer}
+    if names <= b.graph.buffers.keys():
+        b.statistics.append(entry)
+        return
+    readers = {other.name for other in b.graph.nodes if not names.isdisjoint(other.reads)}
+    makers = {other.operator for other in b.graph.nodes if other.name in names - b.graph.buffers.keys()}
+    if readers != {node.name} or not makers <= _OWN_MEMORY or names & b.graph.buffers.keys():
+        raise make_unsupported_error(node, "updates running statistics that are no buffers of the model")
+
+
 @register_rule("aten.instance_norm.default", everywhere=True, images=("input",))
 def instance_norm(b: Builder, node: Node) -> None:
     """Normalise every channel of every image (Ulyanov et al., 2016, arXiv:1607.08022)."""
@@ -123,7 +140,7 @@ def instance_norm(b: Builder, node: Node) -> None:
         if b.is_batch_sharded(a["input"]):
             raise make_shared_images_error(node, "keeps running statistics of all images, for which there is no rule")
         names = a["running_mean"].name, a["running_var"].name
-        b.statistics.append(RunningStatistics(*names, moments.name, a["momentum"], tuple(counts)))
+        _add_statistics(b, node, RunningStatistics(*names, moments.name, a["momentum"], tuple(counts)))
 
 
 @register_rule("aten.group_norm.default", images=("input",))
@@ -189,7 +206,8 @@ def sum_squares(x: Tensor, axes: int) -> Tensor:
 @register_kernel("tile.by_root_mean_square")
 def normalise_rms(x: Tensor, squares: Tensor, count: int, eps: float | None) -> Tensor:
     """Divide by the root mean square: Zhang and Sennrich, 2019 (arXiv:1910.07467), equation 4."""
-    return (x * (squares / count + (torch.finfo(x.dtype).eps if eps is None else eps)).rsqrt()).to(x.dtype)
+    # As PyTorch does, whose default is the eps of the type it computes in, float32 for a half one.
+    return (x * (squares / count + (torch.finfo(squares.dtype).eps if eps is None else eps)).rsqrt()).to(x.dtype)
 
 
 @register_rule("aten.rms_norm.default")
@@ -209,8 +227,11 @@ def rms_norm(b: Builder, node: Node) -> None:
 
 
 @register_rule(
-    *(f"aten.{name}.dim" for name in ("var", "std", "var_mean", "std_mean")),
-    *(f"aten.{name}.correction" for name in ("var", "std", "var_mean", "std_mean")),
+    *(
+        f"aten.{name}.{of}"
+        for name in ("var", "std", "var_mean", "std_mean")
+        for of in ("default", "dim", "correction")
+    ),
 )
 def lower_variance(b: Builder, node: Node) -> None:
     """Lower variances and standard deviations; over space, from the moments of all tiles."""
@@ -269,9 +290,8 @@ def batch_norm(b: Builder, node: Node) -> None:
             raise make_unsupported_error(
                 node, f"has momentum=None, but there is no {to_user_name(counter)} to count its batches"
             )
-        b.statistics.append(
-            RunningStatistics(*names, moments.name, a["momentum"], tuple(counts), b.local_stats_ranks, counter)
-        )
+        entry = RunningStatistics(*names, moments.name, a["momentum"], tuple(counts), b.local_stats_ranks, counter)
+        _add_statistics(b, node, entry)
 
 
 @register_rule("aten.add_.Tensor", everywhere=True)

@@ -120,7 +120,8 @@ def _compute_divisor(loss: Tensor, target: Tensor, weight: Tensor | None, ignore
     """Return the divisor of a mean over the labels."""
     if weight is None:
         return (target != ignore_index).sum().to(loss.dtype)
-    return weight[target[target != ignore_index]].sum()
+    # As int64, since bytes would be taken for a mask.
+    return weight[target[target != ignore_index].long()].sum()
 
 
 @register_kernel("tile.nll_sums")
@@ -171,7 +172,10 @@ def lower_pixel_loss(b: Builder, node: Node) -> None:
     parts = align_arguments(b, node) if b.is_tiled(source) else node.arguments
     first, second, *_ = node.arguments.values()
     # One of the two may be broadcast over the other: losses are as many as pixels of both.
-    shape = torch.broadcast_shapes(get_spec(b, first.name).shape, get_spec(b, second.name).shape)
+    shapes = [get_spec(b, ref.name).shape for ref in (first, second)]
+    if b.is_batch_sharded(source) and len(set(map(len, shapes))) > 1:
+        raise make_shared_images_error(node, f"compares each image with all images ({shapes[0]} and {shapes[1]})")
+    shape = torch.broadcast_shapes(*shapes)
     spec, reduction = replace(node.spec, shape=tuple(shape)), node.arguments["reduction"]
     pixels = replace(node, name=f"{node.name}.pixels", spec=spec)
     each = apply_locally(b, pixels, b.get_value(source).axes, **{**parts, "reduction": _NONE})
@@ -192,7 +196,7 @@ def count_labels(target: Tensor, weight: Tensor | None, ignore_index: int) -> Te
     if weight is None:
         return valid.sum().double()
     # `weight[target[valid]]` would have a shape that depends on the labels; this one suits a compiled segment.
-    return weight.double()[torch.where(valid, target, 0)].mul(valid).sum()
+    return weight.double()[torch.where(valid, target, 0).long()].mul(valid).sum()
 
 
 @register_rule("loss.counted.default", images=("target",), shared=True)
