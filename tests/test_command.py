@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import fields
 from operator import attrgetter
@@ -10,7 +11,7 @@ from subprocess import CompletedProcess
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from engines import models
 from engines.cli import options
@@ -184,6 +185,7 @@ NAMES = {
     "amoebanetd --num-layers 3 --num-filters 16": ("amoebanetd", {"num_layers": 3, "num_filters": 16}),
     "engines.models:resnet_v2 --num-layers 11": ("resnet_v2", {"depth": 11}),
     "unet": ("UNet", {}),
+    "unet --num-layers 3": ("UNet", {"depth": 3}),
 }
 
 
@@ -228,6 +230,14 @@ def test_there_is_no_resnet_of_that_depth(depth: str):
 def test_there_is_no_such_amoebanet(flags: str):
     with pytest.raises(PlanError, match="an amoebanet has three equal groups"):
         options.build_model(chosen(MODEL, "amoebanet", *flags.split()))
+
+
+@pytest.mark.parametrize(
+    "flags", ["unet --num-filters 8", "torch.nn:ReLU --num-layers 3", "resnet20_v1 --num-layers 8"]
+)
+def test_sizes_that_a_model_does_not_take_are_refused(flags: str):
+    with pytest.raises(PlanError, match=r"--num-\w+ \d has no effect: \S+ takes no "):
+        options.build_model(chosen(MODEL, *flags.split()))
 
 
 def test_a_model_that_takes_no_classes_is_given_none():
@@ -394,3 +404,35 @@ def test_what_cannot_be_run_is_said_in_one_line(engines: Shell, ranks: int, flag
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()
     assert line.startswith(message)
+
+
+def build_on_some_ranks(num_classes: int) -> nn.Module:
+    """A model that one host cannot make, as where a file of weights is missing."""
+    if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+        raise FileNotFoundError("weights.pt")
+    return models.resnet20_v1(num_classes)
+
+
+class OfFourImages(nn.Module):
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(3, num_classes, 3)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.layer(images).mean((2, 3)).view(4, -1)
+
+
+FAILING = {
+    "verify --model tests.test_command:build_on_some_ranks": "weights.pt",
+    "train --model tests.test_command:OfFourImages --held-out 0.2 --max-steps 2": "Held-out images are evaluated one",
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("command", "said"), FAILING.items(), ids=["verify", "train"])
+def test_an_error_of_one_rank_ends_all(mpiexec, command: str, said: str):
+    sizes = ("--split-size", 2, "--spatial-size", 0, "--batch-size", 4, "--image-size", 32)
+    done = mpiexec(2, "-m", "engines", *command.split(), *map(str, sizes))
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert said in line

@@ -17,7 +17,7 @@ from engines.cli import options, train_command, train_images
 from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.comm.rank_server import Failure, RankServer, recover_and_reset
 from engines.comm.world import run_on_all, run_on_first
-from engines.errors import ImageError, PlanError, ReleasedError
+from engines.errors import ImageError, PlanError, ReleasedError, TraceError
 from engines.images.dataset import LabelledImages, SyntheticImages, shuffle_indices
 from engines.images.loader import LoaderOptions
 from engines.images.picture import open_image
@@ -269,6 +269,19 @@ def test_what_the_system_says_of_a_file_reaches_every_rank():
         return str(caught.value)
 
     assert run_ranks(2, told) == ["[Errno 2] No such file or directory: 'not/there'"] * 2
+
+
+def test_an_error_of_one_rank_keeps_its_type_on_every_rank():
+    def told(world: LoopbackWorld) -> str:
+        with pytest.raises(TraceError, match="no model on this host") as caught:
+            run_on_all(world, lambda: fail_on_rank_1(world), PlanError)
+        return type(caught.value.__cause__).__name__
+
+    def fail_on_rank_1(world: LoopbackWorld) -> None:
+        if world.rank == 1:
+            raise TraceError("no model on this host")
+
+    assert run_ranks(3, told) == ["ReleasedError", "NoneType", "ReleasedError"]
 
 
 def test_together_gives_back_what_each_rank_made():

@@ -18,7 +18,7 @@ from torch import nn
 
 from engines.cli import options
 from engines.comm.world import World
-from engines.errors import CheckpointError, ImageError, PlanError, RankError, ReleasedError, TraceError
+from engines.errors import Mpi4dlError, PlanError, RankError, ReleasedError
 from engines.formatting import describe_unknown, format_bytes
 from engines.train.interrupts import StoppedError
 from engines.train.verify import verify
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
     if name in _WITHOUT_RANKS:
         try:
             return int(_import_command(_WITHOUT_RANKS[name])(rest))
-        except (PlanError, TraceError, ImageError) as error:
+        except Mpi4dlError as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
             return 2
     from engines.comm.mpi import MpiWorld
@@ -78,9 +78,6 @@ def main(arguments: Sequence[str]) -> int:
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 (only rank 0 prints, whatever the user's model prints)
     try:
         world.exit_process(0 if _run_command(name, world, rest) else 1)
-    except (PlanError, TraceError, ImageError, CheckpointError) as error:  # raised on every rank alike
-        _print_error(world, f"{type(error).__name__}: {error}")
-        world.exit_process(2)
     except StoppedError as stopped:  # raised on every rank; the exit code is a shell's code for the signal
         _print_error(world, str(stopped))
         world.exit_process(128 + stopped.number)
@@ -90,6 +87,9 @@ def main(arguments: Sequence[str]) -> int:
             print(f"rank {world.rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         world.revoke()
         os._exit(1)
+    except Mpi4dlError as error:  # raised on every rank alike
+        _print_error(world, f"{type(error).__name__}: {error}")
+        world.exit_process(2)
 
 
 def _run_command(name: str, world: World, arguments: Sequence[str]) -> bool:

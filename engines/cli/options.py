@@ -23,7 +23,7 @@ from torch import nn
 
 from engines import models
 from engines.cli.plan_options import parse_value
-from engines.comm.world import World, run_on_first
+from engines.comm.world import World, run_on_all, run_on_first
 from engines.errors import PlanError, TraceError
 from engines.graph.model_graph import ModelGraph
 from engines.graph.trace_cache import TraceCache
@@ -157,7 +157,9 @@ def make_recipe(options: argparse.Namespace, ranks: int, world: World | None = N
     """
     wanted = make_plan(options)
     check_fits(wanted, ranks)
-    model, loss = build_model(options), nn.CrossEntropyLoss()
+    # A model may fail on one rank only, by a file that its host does not have: then all ranks raise the error.
+    model = run_on_all(world, lambda: build_model(options), PlanError) if world else build_model(options)
+    loss = nn.CrossEntropyLoss()
     shape = get_image_shape(options)
     device, clip_norm, moves = options.device, options.clip_norm, choose_optimiser(options)
 
@@ -225,6 +227,15 @@ def build_model(options: argparse.Namespace) -> nn.Module:
         with suppress(TypeError, ValueError):  # some callables written in C have no signature
             takes = tuple(inspect.signature(make).parameters)
         known = {name: value for name, value in sizes.items() if value is not None and name in takes}
+    for flag, given, names in (
+        ("--num-layers", options.num_layers, ("num_layers", "depth")),
+        ("--num-filters", options.num_filters, ("num_filters",)),
+    ):
+        # A resnet of the predecessor's commands is given the width of the amoebanet as well.
+        if given is not None and not any(name in known for name in names) and options.model != "resnet":
+            raise PlanError(
+                f"{flag} {given} has no effect: {path} takes no {' or '.join(names)}. Leave it out or use --model-args."
+            )
     try:
         arguments = json.loads(options.model_args)
     except (ValueError, RecursionError) as error:
@@ -262,6 +273,11 @@ def _resolve_amoebanet(options: argparse.Namespace) -> Named:
     return "engines.models:amoebanetd", {**sizes, "num_classes": options.num_classes}
 
 
+def _resolve_unet(options: argparse.Namespace) -> Named:
+    sizes = {} if options.num_layers is None else {"depth": options.num_layers}
+    return "engines.models:UNet", {**sizes, "num_classes": options.num_classes}
+
+
 def _resolve_resnet50(options: argparse.Namespace) -> Named:
     """Choose the ResNet-50 of MONAI or transformers, whichever is installed. Raises PlanError if neither is."""
     if find_spec("monai"):
@@ -279,7 +295,7 @@ def _resolve_resnet50(options: argparse.Namespace) -> Named:
 _SHORT: dict[str, Callable[[argparse.Namespace], Named]] = {
     "resnet": _resolve_resnet,
     "amoebanet": _resolve_amoebanet,
-    "unet": lambda options: ("engines.models:UNet", {"num_classes": options.num_classes}),
+    "unet": _resolve_unet,
     "resnet50": _resolve_resnet50,
 }
 

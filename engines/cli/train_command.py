@@ -14,7 +14,7 @@ from torch import nn
 from engines.cli import options
 from engines.cli.train_images import CROP, check_image_flags, make_datasets
 from engines.comm.world import World, run_on_all, run_on_first
-from engines.errors import ImageError, PlanError
+from engines.errors import ImageError, PlanError, TraceError
 from engines.graph.trace_cache import TraceCache
 from engines.images.augmented import KINDS
 from engines.images.examples import FITS
@@ -126,7 +126,7 @@ def run_train(world: World, arguments: Sequence[str]) -> None:
             flush=True,
         )
     images, others = run_on_all(world, lambda: make_datasets(chosen, count_step_images(recipe)))
-    training = RankTraining(world, recipe)
+    training = run_on_all(world, lambda: RankTraining(world, recipe), PlanError)
     loss = nn.CrossEntropyLoss()
     traces = TraceCache(model, options.get_image_shape(chosen), loss, device=chosen.device)
 
@@ -141,6 +141,7 @@ def run_train(world: World, arguments: Sequence[str]) -> None:
     evaluate: Callable[[], Scores | None] | None = None
     if others is not None:
         held_out = HeldOutSet(model, loss, recipe, others, chosen.on_bad_image)
+        run_on_all(world, held_out.check_loss, TraceError)
         evaluation = RankEvaluation(world, training, held_out.forward, recipe.step_specs["labels"], held_out.images)
         evaluate = partial(evaluate_on_ranks, world, training, held_out, evaluation)
     # Rank 0 writes the log; if it cannot, all ranks must stop with the same error, and none wait for the others.

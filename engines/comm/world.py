@@ -212,20 +212,25 @@ Made = TypeVar("Made")
 def run_on_all(world: World, work: Callable[[], Made], kind: type[Mpi4dlError] = ImageError) -> Made:
     """Return what `work` makes on this rank; collective. If it fails on one rank, every rank raises its error.
 
-    The error has type `kind`; OSError is converted. On the ranks that did not fail, the error's cause is a
-    ReleasedError, so that the error reported is attributed to the rank where it happened.
+    An OSError is converted to `kind`. On the ranks that did not fail, the error's cause is a ReleasedError, so that the
+    error reported is attributed to the rank where it happened.
     """
     #   rank 0: work fails       "no such file" --.
-    #   rank 1: work succeeds    "" --------------+--> all_gather: both raise kind("no such file")
+    #   rank 1: work succeeds    None ------------+--> all_gather: both raise kind("no such file")
     #
     # Without this exchange, rank 1 would go on to its next collective call, and wait there for rank 0.
-    made, failure = None, ""
+    made: Made | None = None
+    failure: Mpi4dlError | None = None
     try:
         made = work()
-    except (kind, OSError) as error:
-        failure = str(error) or type(error).__name__
-    for text in filter(None, all_gather_or_raise(world, failure, kind(failure) if failure else None)):
-        raise kind(text) from (None if failure else make_released_error())
+    except Mpi4dlError as error:
+        failure = error
+    except OSError as error:
+        failure = kind(str(error) or type(error).__name__)
+    for found in filter(None, all_gather_or_raise(world, failure, failure)):
+        if failure:
+            raise copy(found) from None
+        raise copy(found) from make_released_error()  # ranks in threads share the exception object
     return made  # type: ignore[return-value]
 
 

@@ -162,7 +162,11 @@ class TraceCache:
             check_side_effects(self._traceable, images)
             self._checked.add(checked)
         if self.labels:
-            return images, get_micro_batch_spec("labels", self.labels, plan)
+            # Some losses refuse labels of a lower precision than the model's.
+            kinds = (getattr(torch, name) for name in (self.labels.dtype, plan.held_in))
+            dtype = str(torch.promote_types(*kinds)).removeprefix("torch.")
+            labels = replace(self.labels, dtype=dtype) if self.labels.is_floating else self.labels
+            return images, get_micro_batch_spec("labels", labels, plan)
         # Class numbers: one for each row of the model's output, or for each pixel.
         shape = infer_output_spec(self._traceable, images).shape
         return images, TensorSpec((*shape[:1], *shape[2:]), "int64")

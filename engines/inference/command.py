@@ -85,7 +85,7 @@ def predict(world: World, arguments: Sequence[str]) -> dict[str, object]:
     Raises ImageError, PlanError, TraceError or CheckpointError.
     """
     chosen = make_predict_parser().parse_args(arguments)
-    model = options.build_model(chosen)
+    model = run_on_all(world, lambda: options.build_model(chosen), PlanError)
     if chosen.weights is not None:
         run_on_all(world, lambda: load_weights(model, Path(chosen.weights)), CheckpointError)
     box = None

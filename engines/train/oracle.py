@@ -119,6 +119,8 @@ class ReferenceTraining:
         for part in zip(*parts, strict=True):
             # Copies: a forward may write to its images, and the batch is used again.
             images, labels = (tensor.to(self.device, copy=True) for tensor in part)
+            if labels.is_floating_point():  # as those of a trace: some losses refuse two types
+                labels = labels.to(torch.promote_types(labels.dtype, self.dtype))
             random = nullcontext() if self.seed is None else CounterRNGMode(self.seed, self.begun)
             self.begun += 1
             with random, self._make_autocast():

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engines.comm.world import World
-from engines.errors import Mpi4dlError, VerifyError
+from engines.comm.world import World, run_on_all, run_on_first
+from engines.errors import Mpi4dlError, PlanError, VerifyError
 from engines.formatting import FactTable, format_names
 from engines.graph.exported_nodes import find_user_line
 from engines.graph.labels import find_class_count
@@ -216,14 +216,15 @@ def make_batches(recipe: Recipe, seed: int, steps: int = STEPS) -> list[dict[str
     """Return whole random batches, identical on every rank for the same seed."""
     random, classes = torch.Generator().manual_seed(seed), find_class_count(recipe.graph)
 
-    def sample(spec: TensorSpec) -> Tensor:
+    def sample(name: str, spec: TensorSpec) -> Tensor:
         dtype = getattr(torch, spec.dtype)
         if spec.is_floating:  # drawn in float64, so that every precision gets the same images, rounded
-            return torch.randn(spec.shape, generator=random, dtype=torch.float64).to(dtype)
+            draw = torch.randn if name == "images" else torch.rand  # labels that are shares or counts are not negative
+            return draw(spec.shape, generator=random, dtype=torch.float64).to(dtype)
         highest = 2 if dtype is torch.bool else classes
         return torch.randint(highest, spec.shape, generator=random, dtype=dtype)
 
-    return [{name: sample(spec) for name, spec in recipe.step_specs.items()} for _ in range(steps)]
+    return [{name: sample(name, spec) for name, spec in recipe.step_specs.items()} for _ in range(steps)]
 
 
 def record_rank_run(training: RankTraining, parts: Iterable[Inputs]) -> TrainingRecord:
@@ -248,13 +249,11 @@ def verify(world: World, recipe: Recipe, model: nn.Module, loss: Loss, seed: int
     """Compare three optimiser steps on random images between ranks and one process; the same result on every rank."""
     start_s, recipe = time.perf_counter(), with_small_loss_scale(recipe)
     whole = make_batches(recipe, seed)
-    training = RankTraining(world, recipe)
+    training = run_on_all(world, lambda: RankTraining(world, recipe), PlanError)
     records = world.gather(record_rank_run(training, map(training.cut, whole)))
-    answer = None
-    if world.rank == 0:
-        answer = compare_records(recipe, model, loss, whole, records)
-        answer["seconds"] = round(time.perf_counter() - start_s, 2)
-    return world.all_gather(answer)[0]  # type: ignore[no-any-return]
+    answer = run_on_first(world, lambda: compare_records(recipe, model, loss, whole, records or ()))
+    answer["seconds"] = round(time.perf_counter() - start_s, 2)
+    return answer
 
 
 def check_reference(recipe: Recipe, model: nn.Module, loss: Loss, batches: Sequence[Mapping[str, Tensor]]) -> None:
@@ -333,10 +332,11 @@ def compare_records(
         usual = compare(oracle, [same.restrict_to(record) for record in records])
         line |= {"ok": line["ok"] or found.is_within(TIMES, usual), "one_process": asdict(usual)}
     if still := rounding.find_unmoved():
-        line["ok"] = False
-        why.append(
+        why.insert(
+            0 if line["ok"] else len(why),
             f"{_UNMOVED} {format_names(still)}, on ranks and in one process, although the gradient is "
             "not zero and the learning rate not 0: nothing is learned there. Look at the function that makes the "
-            "optimiser."
+            "optimiser.",
         )
+        line["ok"] = False
     return VerifyResult(line, why=" ".join(why)) if why else VerifyResult(line)

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engines.comm.loopback import run_ranks
+from engines.comm.loopback import LoopbackWorld, run_ranks
 from engines.errors import VerifyError
 from engines.graph.model_graph import TensorSpec
+from engines.graph.trace_cache import Loss
 from engines.plan import Plan
 from engines.program.update import GradientBucket
 from engines.train.oracle import TrainingRecord
@@ -488,3 +489,36 @@ def test_a_model_that_one_process_cannot_train_is_refused(
     assert str(caught.value).startswith("The ranks cannot be compared with one process, because the plain model itself")
     assert "\n" not in str(caught.value)
     assert "test_verify.py" in str(caught.value)
+
+
+def test_a_rank_is_told_as_well_that_the_plain_model_cannot_be_trained():
+    """The comparison is made on rank 0; the others wait for its result."""
+    model, loss = Overwritten(), nn.CrossEntropyLoss()
+    recipe = prepare(model, Plan(split_size=1, spatial_size=0, data_parallel=2), SHAPE, loss)
+
+    def work(world: LoopbackWorld) -> str:
+        with pytest.raises(VerifyError, match="modified by an inplace operation"):
+            verify(world, recipe, model, loss, 0)
+        return "refused"
+
+    assert run_ranks(2, work) == ["refused"] * 2
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        nn.HuberLoss(),
+        lambda scores, labels: functional.binary_cross_entropy(scores.sigmoid(), labels),
+        lambda scores, labels: functional.kl_div(scores.log_softmax(1), labels, reduction="batchmean"),
+        lambda scores, labels: functional.mse_loss(scores, labels.sqrt()),
+    ],
+)
+@pytest.mark.parametrize("precision", ["float32", "float64"])
+def test_losses_of_real_numbers(loss: Loss, precision: str):
+    """Some refuse labels of another type than the model's; others take no negative ones."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))
+    with Cluster(2, backend="loopback") as cluster:
+        plan = Plan(split_size=2, spatial_size=0, precision=precision)
+        training = Training(model, plan, cluster, SHAPE, loss=loss, labels=torch.rand(SHAPE[0], 2))
+        assert training.verify()["ok"]
+        assert training.step(torch.randn(SHAPE), torch.rand(SHAPE[0], 2)) is not None
