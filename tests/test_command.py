@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from engines import models
-from engines.cli import options
+from engines.cli import command, options
 from engines.errors import PlanError, TraceError
 from engines.graph.traceability import get_prediction
 from engines.models import UNet, resnet20_v1
@@ -436,3 +436,10 @@ def test_an_error_of_one_rank_ends_all(mpiexec, command: str, said: str):
     assert done.returncode == 2, done.stderr
     (line,) = done.stderr.splitlines()
     assert said in line
+
+
+def test_a_command_that_needs_no_ranks_runs_once(monkeypatch, tmp_path):
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    assert command.main(["table", "images", str(tmp_path / "none"), str(tmp_path / "t.csv")]) == 0
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    assert command.main(["table", "images", str(tmp_path / "none"), str(tmp_path / "t.csv")]) == 2
