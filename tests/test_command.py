@@ -440,6 +440,6 @@ def test_an_error_of_one_rank_ends_all(mpiexec, command: str, said: str):
 
 def test_a_command_that_needs_no_ranks_runs_once(monkeypatch, tmp_path):
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
-    assert command.main(["table", "images", str(tmp_path / "none"), str(tmp_path / "t.csv")]) == 0
+    assert command.main(["table", "masks", *map(str, [tmp_path / "none", tmp_path / "none", tmp_path / "t.csv"])]) == 0
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
-    assert command.main(["table", "images", str(tmp_path / "none"), str(tmp_path / "t.csv")]) == 2
+    assert command.main(["table", "masks", *map(str, [tmp_path / "none", tmp_path / "none", tmp_path / "t.csv"])]) == 2
