@@ -110,7 +110,7 @@ SPREADS = {
 def test_variances(name: str, case: tuple[Grid, Pair], seed: int):
     grid, size_px = case
     image = whole_numbers(2, 4, *size_px, seed=seed)
-    assume(varied(image))
+    assume(varied(image) and image[0, 0].numel() > 2)  # a correction of 2 leaves nothing of two pixels
     check(SPREADS[name], image, grid, same=close)
 
 
