@@ -309,7 +309,13 @@ class Cluster:
         with self._explain_stop(ranks):
             self._check_alive(ranks)
             if self._last is not None and not self._last.clean:
-                self._wait_and_resync(ranks)
+                # Ranks may still run a call that has failed: the next one must not start before all of them have
+                # returned. Then they drop the messages of that call that nobody has received, or the next call would
+                # receive them.
+                if not self._last.release(_PATIENCE_S):
+                    rank = min(self._last.waiting.values())
+                    self._mark_dead(RankError(f"Rank {rank}: it has not come back within {_PATIENCE_S:.0f} s.", rank))
+                self._resync(ranks, recover)
         return ranks
 
     @contextmanager
@@ -324,14 +330,6 @@ class Cluster:
                 "The cluster was stopped by another thread during a call. What its ranks held is lost, but for "
                 "checkpoints. Call start() for new ranks."
             ) from error
-
-    def _wait_and_resync(self, ranks: Ranks) -> None:
-        # Ranks may still run a call that has failed: the next one must not start before all of them have returned. Then
-        # they drop the messages of that call that nobody has received, or the next call would receive them.
-        if not self._last.release(_PATIENCE_S):
-            rank = min(self._last.waiting.values())
-            self._mark_dead(RankError(f"Rank {rank}: it has not come back within {_PATIENCE_S:.0f} s.", rank))
-        self._resync(ranks, recover)
 
     def _resync(self, ranks: Ranks, function: Callable[..., None]) -> None:
         """Run a function on all ranks that synchronises them again."""

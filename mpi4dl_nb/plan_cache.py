@@ -142,9 +142,17 @@ class PlanCache:
             if found is None or found.is_counted(machine):
                 return found
             if not found.is_weighed:
-                found = self._weigh(found, is_asked)
-                if found is None:
-                    return None
+                tallies, memory = [], []
+                programs = found.programs[: found.plan.replica_ranks]  # all replicas are alike: one is counted
+                states = count_optimiser_states(self.optimiser, self.traces.model, self.traces.loss)
+                for program, tally in zip(programs, build_tallies(programs, found.graph), strict=True):
+                    if not is_asked():
+                        return None
+                    tallies.append(tally)
+                    memory.append(predict_rank_memory(program, found.graph, found.plan, states, tally))
+                pairs = zip(found.loads, cycle(memory), strict=False)
+                loads = tuple(with_memory(load, each) for load, each in pairs)
+                found = replace(found, loads=loads, tallies=tuple(tallies), memory=tuple(memory))
                 self._keep(found)  # the memory stays known, even if no time can be computed
             if machine is None:
                 found = found.untimed
@@ -154,20 +162,6 @@ class PlanCache:
                 found = replace(found, loads=tuple(with_time(found.loads, made)), machine=machine, forecast=made)
             self._keep(found)
             return found
-
-    def _weigh(self, found: CompiledPlan, is_asked: Callable[[], bool]) -> CompiledPlan | None:
-        """Return the plan with each rank's memory. All replicas are alike: the first one is counted."""
-        tallies, memory = [], []
-        programs = found.programs[: found.plan.replica_ranks]
-        states = count_optimiser_states(self.optimiser, self.traces.model, self.traces.loss)
-        for program, tally in zip(programs, build_tallies(programs, found.graph), strict=True):
-            if not is_asked():
-                return None
-            tallies.append(tally)
-            memory.append(predict_rank_memory(program, found.graph, found.plan, states, tally))
-        pairs = zip(found.loads, cycle(memory), strict=False)
-        loads = tuple(with_memory(load, each) for load, each in pairs)
-        return replace(found, loads=loads, tallies=tuple(tallies), memory=tuple(memory))
 
     def _keep(self, found: CompiledPlan) -> None:
         # A dict keeps the order of insertion, and a plan that is found is put at the end again: the first ones are

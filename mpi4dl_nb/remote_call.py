@@ -206,22 +206,19 @@ class RemoteCall:
                 # A hang is released like a failure; ranks that do not even react to the interrupt are killed.
                 if self.hang and not self.release(_GRACE_S):
                     self._end_waiting()
-                self._show_output()
+                # Show the remaining output: wait for lines that the replies announce, but no longer than `_OUTPUT_S`.
+                deadline = time.monotonic() + _OUTPUT_S
+                self._show(self._ranks.read_output())
+                while any(self._ranks.has_pending_output(rank, answer.lines) for rank, answer in self.answers.items()):
+                    if time.monotonic() > deadline:
+                        break
+                    time.sleep(_LOOK_S / 4)
+                    self._show(self._ranks.read_output())
             except KeyboardInterrupt:
                 self.release(_STOP_S, at_once=True)
                 raise
             finally:
                 self._is_late = lambda: False  # drop the caller's closure: this object is kept until the next call
-
-    def _show_output(self) -> None:
-        """Show the remaining output: wait for lines that the replies announce, but no longer than `_OUTPUT_S`."""
-        deadline = time.monotonic() + _OUTPUT_S
-        self._show(self._ranks.read_output())
-        while any(self._ranks.has_pending_output(rank, answer.lines) for rank, answer in self.answers.items()):
-            if time.monotonic() > deadline:
-                return
-            time.sleep(_LOOK_S / 4)
-            self._show(self._ranks.read_output())
 
     def release(self, within_s: float, at_once: bool = False) -> bool:
         """Return whether all ranks have returned, some of them by themselves and some after an interrupt.

@@ -129,10 +129,14 @@ class UserModules:
                 file=sys.stderr,
                 flush=True,
             )
-        # Ranks keep what they import now. If the notebook reloads it later, it differs from theirs.
-        for name in used & self._known.keys() - by_value:
-            for each in (name, *self._find_dependencies(name)):
-                self._sent.setdefault(each, self._known[each].version)
+        # Ranks keep what they import now, these modules and all that those use. If the notebook reloads one of them
+        # later, it differs from theirs.
+        imported = new = used & self._known.keys() - by_value
+        while new:
+            new = {each for name in new for each in self._find_used(name)} - imported
+            imported |= new
+        for name in imported:
+            self._sent.setdefault(name, self._known[name].version)
         return packed
 
     def _refresh(self) -> None:
@@ -182,14 +186,6 @@ class UserModules:
             else:
                 found.add(value.__module__ if isinstance(value, FunctionType | type) else type(value).__module__)
         return self._known.keys() & found
-
-    def _find_dependencies(self, name: str) -> set[str]:
-        """Return all modules that a rank imports together with this one."""
-        found, new = {name}, {name}
-        while new:
-            new = {each for some in new for each in self._find_used(some)} - found
-            found |= new
-        return found - {name}
 
 
 def is_user_module(name: str, module: object) -> bool:

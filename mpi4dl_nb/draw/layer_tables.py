@@ -76,17 +76,15 @@ def build_layer_tables(picture: Picture, layers: HaloLayers | None, points: Sequ
             }
         )
         why = explain_no_reach(layers, point) if of_model else ""
-        facts[-1]["words"] = [_list_words(picture, point, reach, rank, why) for rank in point.ranks.ranks]
+        facts[-1]["words"] = []
+        for rank in point.ranks.ranks:
+            lines = describe_tile(point, rank)
+            lines += describe_reach(reach, rank, picture.microns_per_px) if reach else filter(None, [why])
+            facts[-1]["words"].append([f"{line}." for line in lines])
         parts.extend(tables)
         at += sum(table.size for table in tables)
     joined = np.concatenate([part.ravel() for part in parts]) if parts else np.zeros(0)
     return LayerTables(tuple(facts), joined.astype("<i4"))
-
-
-def _list_words(picture: Picture, point: HaloPoint, reach: PictureReach | None, rank: int, no_reach: str) -> list[str]:
-    lines = describe_tile(point, rank)
-    lines += describe_reach(reach, rank, picture.microns_per_px) if reach else filter(None, [no_reach])
-    return [f"{line}." for line in lines]
 
 
 def _make_tables(

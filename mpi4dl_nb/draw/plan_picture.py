@@ -171,22 +171,18 @@ def describe_load_groups(
         level = judge_memory(load.peak_bytes, limit)
         share = (load.peak_bytes or 0) / most
         word = UNCOUNTED if level < 0 else LEVELS[level]
-        made.append({"level": level, "word": word, "share": share, "lines": _list_lines(load, limit, level)})
+        lines = [f"weights {format_bytes(load.weight_bytes)}"]
+        if load.kept_bytes is not None and load.halo_bytes is not None and load.peak_bytes is not None:
+            lines.append(f"activations {format_bytes(load.kept_bytes - load.halo_bytes)}")
+            lines.append(f"halos {format_bytes(load.halo_bytes)}")
+            room = f" of {format_bytes(limit)}, {LEVELS[level]}" if limit else ""
+            lines.append(f"memory {format_bytes(load.peak_bytes)}{room}")
+        sent = f"{format_count(load.sent.messages, 'message')}, {format_bytes(load.sent.bytes)}"
+        lines.append(f"sends {sent if load.sent.messages else 'nothing'}")
+        if load.busy_s is not None and load.wait_s is not None:
+            lines.append(f"works {format_seconds(load.busy_s, 2)}, waits {format_seconds(load.wait_s, 2)}")
+        made.append({"level": level, "word": word, "share": share, "lines": lines})
     return tuple(made), of_rank.tobytes()
-
-
-def _list_lines(load: RankLoad, limit: int | None, level: int) -> list[str]:
-    lines = [f"weights {format_bytes(load.weight_bytes)}"]
-    if load.kept_bytes is not None and load.halo_bytes is not None and load.peak_bytes is not None:
-        lines.append(f"activations {format_bytes(load.kept_bytes - load.halo_bytes)}")
-        lines.append(f"halos {format_bytes(load.halo_bytes)}")
-        room = f" of {format_bytes(limit)}, {LEVELS[level]}" if limit else ""
-        lines.append(f"memory {format_bytes(load.peak_bytes)}{room}")
-    sent = f"{format_count(load.sent.messages, 'message')}, {format_bytes(load.sent.bytes)}"
-    lines.append(f"sends {sent if load.sent.messages else 'nothing'}")
-    if load.busy_s is not None and load.wait_s is not None:
-        lines.append(f"works {format_seconds(load.busy_s, 2)}, waits {format_seconds(load.wait_s, 2)}")
-    return lines
 
 
 # The gauges of a plan as a whole.

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from engines.formatting import format_bytes
 from engines.program.exchange_runner import ReceivedMessage
-from engines.program.schedule import Slot
 from engines.spatial.layout import Layout
 from mpi4dl_nb.draw.figure import format_ranks
 from mpi4dl_nb.draw.stepper import (
@@ -32,7 +31,7 @@ from mpi4dl_nb.draw.stepper import (
     name_strips,
 )
 from mpi4dl_nb.draw.timeline import SLOTS
-from mpi4dl_nb.training.step_events import PanelGroup, RankEvent, RankPanel, StepEvent, StepView, Transfer
+from mpi4dl_nb.training.step_events import RankEvent, RankPanel, StepEvent, StepView, Transfer
 
 if TYPE_CHECKING:
     from mpi4dl_nb.training.step_debugger import StepDebugger
@@ -81,7 +80,16 @@ class _Values:
 def pack_frame(view: StepView, step: str) -> StepFrame:
     """Pack a view for a page. `step` distinguishes the frames of this step from those of earlier ones."""
     values, event = _Values(), view.event
-    groups = [_pack_group(view, group, values) for group in view.groups]
+    groups = [
+        {
+            "title": describe_group(view, group, "\n").split("\n"),
+            "gradient": group.gradient,
+            "span": list(group.span),
+            "size": list(group.panels[0].extent.whole_plane.shape),
+            "panels": [_pack_panel(panel, values) for panel in group.panels],
+        }
+        for group in view.groups
+    ]
     meta = {
         "step": step,
         "number": event.number,
@@ -112,17 +120,6 @@ def _pack_rank(view: StepView, rank: RankEvent) -> dict[str, Any]:
         "time": rank.time,
         "done": view.event.places[rank.rank],
         "memory": f"{format_bytes(rank.activation_bytes)} | {format_bytes(rank.process_bytes)}",
-    }
-
-
-def _pack_group(view: StepView, group: PanelGroup, values: _Values) -> dict[str, Any]:
-    low, high = group.span
-    return {
-        "title": describe_group(view, group, "\n").split("\n"),
-        "gradient": group.gradient,
-        "span": [low, high],
-        "size": list(group.panels[0].extent.whole_plane.shape),
-        "panels": [_pack_panel(panel, values) for panel in group.panels],
     }
 
 
@@ -194,8 +191,12 @@ def describe_scene(stepping: StepDebugger) -> dict[str, Any]:
                 row, col = divmod(tile, cols)
                 homes[rank] = {"box": len(boxes), "row": row, "col": col}
             boxes.append({"title": ", ".join(names), "rows": rows, "cols": cols, "replica": pipe.replica})
+    looks = {key: place for place, key in enumerate(SLOTS)}
     lanes = [
-        [(slot.start, slot.stop, schedule.format_action(slot.work), _find_look(slot)) for slot in lane]
+        [
+            (slot.start, slot.stop, schedule.format_action(slot.work), looks[slot.work.kind, slot.work.direction > 0])
+            for slot in lane
+        ]
         for lane in schedule.lanes
     ]
     return {
@@ -206,10 +207,6 @@ def describe_scene(stepping: StepDebugger) -> dict[str, Any]:
         "ends": list(stepping.order.ends),
         "size": list(stepping.training.recipe.graph.inputs["images"].shape[-2:]),
     }
-
-
-def _find_look(slot: Slot) -> int:
-    return list(SLOTS).index((slot.work.kind, slot.work.direction > 0))
 
 
 def make_palettes() -> bytes:

@@ -383,30 +383,24 @@ def name_strips(transfer: Transfer) -> list[str]:
 
 
 def _draw_message(figure: Drawing, view: StepView, box: FigureBox, focus: int) -> None:
-    """Draw the values before, those that arrived, and those after, cell by cell."""
+    """Draw the values before, those that arrived, and those after: strips of cells with their indices."""
     strips, (left, bottom, width, height) = _cut_strips(view, focus), box
     figure.text(left, bottom + height, strips.head, fontsize=9, color=INK, va="bottom")
-    if strips.known:
-        axes, first = figure.add_axes((left, bottom, width, height * 0.94)), strips.span.start + strips.skipped
-        _draw_strips(axes, strips.cells, f"{strips.along} ", first, MAPS[view.landed[focus][0].back])
-    else:
+    known, back = list(strips.known.values()), view.landed[focus][0].back
+    if not known:
         figure.text(left, bottom + height / 2, "its values are not kept here", fontsize=9, color=INK)
-
-
-def _draw_strips(
-    axes: Axes, strips: Mapping[str, NDArray[np.float64] | None], along: str, first: int, colours: str
-) -> None:
-    """Draw the strips below each other, with the indices of their cells from `first` on, on one scale."""
+        return
     # One scale: a gradient that is added to another changes its colour visibly.
-    known = [numbers for numbers in strips.values() if numbers is not None]
     low, high = min(float(n.min()) for n in known), max(float(n.max()) for n in known)
-    if colours == MAPS[True]:  # a gradient's sign is its colour
+    if back:  # a gradient's sign is its colour
         low, high = min(low, -high), max(high, -low)
-    look = {"cmap": colours, "norm": Normalize(low, high if high > low else low + 1)}
+    look = {"cmap": MAPS[back], "norm": Normalize(low, high if high > low else low + 1)}
     deep, long = known[0].shape
+    along, first = f"{strips.along} ", strips.span.start + strips.skipped
+    axes = figure.add_axes((left, bottom, width, height * 0.94))
     axes.axis("off")
     # Each strip has three units of height: its name, its rows of cells, and their indices with a gap.
-    for top, (name, numbers) in zip(range(0, 3 * len(strips), 3), strips.items(), strict=True):
+    for top, (name, numbers) in zip(range(0, 3 * len(strips.cells), 3), strips.cells.items(), strict=True):
         axes.text(-0.5, top + 0.9, name, fontsize=8.5, va="bottom", color=INK)
         if numbers is None:
             axes.add_patch(Rectangle((-0.5, top + 1), long, 1, facecolor="white", hatch="xx", edgecolor="#999999"))
@@ -420,4 +414,4 @@ def _draw_strips(
         for at in range(long):
             text = f"{'' if at else along}{first + at}"
             axes.text(at, top + 2.1, text, ha="center", va="top", fontsize=7.5, color=INK)
-    axes.set(xlim=(-0.55, long - 0.45), ylim=(3 * len(strips) - 0.6, 0))
+    axes.set(xlim=(-0.55, long - 0.45), ylim=(3 * len(strips.cells) - 0.6, 0))

@@ -168,28 +168,25 @@ def make_row_labels(charts: Mapping[str, Timeline], plan: Plan | None) -> dict[s
     """
     if not all(chart.events for chart in charts.values()):
         raise PlanError("The timeline holds no event: run a training step first.")
-    measured = _label_ranks(charts["measured"], plan)
+    timeline = charts["measured"]
+    if plan is None:
+        measured: RowLabels = {rank: (f"rank {rank}",) for rank in timeline.ranks}
+    else:
+        layout = Layout.of(plan)
+        roles = layout.roles
+        if timeline.ranks != tuple(range(len(roles))):
+            ranks = ", ".join(map(str, timeline.ranks))
+            raise PlanError(
+                f"The timeline is of ranks {ranks}, but the plan needs {len(roles)} ranks. "
+                "Give the plan that was run, or none."
+            )
+        measured = {rank: (f"rank {rank}", *map(layout.describe_role, who)) for rank, who in enumerate(roles)}
     if unknown := [rank for chart in charts.values() for rank in chart.ranks if rank not in measured]:
         raise PlanError(
             f"The prediction is of ranks {', '.join(map(str, unknown))} too, but {len(measured)} ranks were measured. "
             "Predict the plan that was run."
         )
     return {name: {rank: measured[rank] for rank in chart.ranks} for name, chart in charts.items()}
-
-
-def _label_ranks(timeline: Timeline, plan: Plan | None) -> RowLabels:
-    if plan is None:
-        return {rank: (f"rank {rank}",) for rank in timeline.ranks}
-    layout = Layout.of(plan)
-    roles = layout.roles
-    if timeline.ranks != tuple(range(len(roles))):
-        ranks = ", ".join(map(str, timeline.ranks))
-        raise PlanError(
-            f"The timeline is of ranks {ranks}, but the plan needs {len(roles)} ranks. "
-            "Give the plan that was run, or none."
-        )
-    texts = [map(layout.describe_role, who) for who in roles]
-    return {rank: (f"rank {rank}", *descriptions) for rank, descriptions in enumerate(texts)}
 
 
 def _draw_chart(axes: Axes, timeline: Timeline, rows: RowLabels, title: str) -> set[BarStyle]:

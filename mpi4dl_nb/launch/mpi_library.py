@@ -113,7 +113,12 @@ def _warn(name: str) -> None:
 @cache
 def _query_library(mpiexec: str, python: str) -> MpiLibrary:
     """Query mpiexec and mpi4py. Errors are not cached, since they may be fixed meanwhile."""
-    starter, starter_version = _query_mpiexec(mpiexec)
+    done = _run([mpiexec, "--version"])
+    output = done.stdout + done.stderr
+    if done.returncode:
+        raise RankError(f"{mpiexec} does not run (exit code {done.returncode}): {_get_last_line(output)}. {_MEND}.")
+    reported = ((name, match[1]) for name, pattern in _STARTERS if (match := pattern.search(output)))
+    starter, starter_version = next(reported, ("", ""))  # a wrapper may report none
     release, name, version, file, revokes = _query_mpi4py(python)
     if tuple(map(int, re.findall(r"\d+", release)[:2])) < _OLDEST:
         raise RankError(f"mpi4py {release} is too old: 4.1 or later is needed. pip install --upgrade mpi4py.")
@@ -133,18 +138,6 @@ def _query_library(mpiexec: str, python: str) -> MpiLibrary:
 
 def _get_family(name: str) -> str:
     return "Open MPI" if name == "Open MPI" else "MPICH"
-
-
-def _query_mpiexec(mpiexec: str) -> tuple[str, str]:
-    """Return the name and version of mpiexec's MPI; empty if not reported, as by a wrapper."""
-    done = _run([mpiexec, "--version"])
-    output = done.stdout + done.stderr
-    if done.returncode:
-        raise RankError(f"{mpiexec} does not run (exit code {done.returncode}): {_get_last_line(output)}. {_MEND}.")
-    for name, pattern in _STARTERS:
-        if match := pattern.search(output):
-            return name, match[1]
-    return "", ""
 
 
 def _query_mpi4py(python: str) -> tuple[str, str, Sequence[int], str, bool]:

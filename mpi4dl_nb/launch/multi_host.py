@@ -168,7 +168,16 @@ class MultiHost:
 
     def make_engine_flags(self, program: Sequence[str], cluster_id: str) -> list[str]:
         """Return the flags with which mpiexec runs `program`, the engine, on the hosts in each one's cluster folder."""
-        found = [*self.reach.make_mpiexec_flags(), *self._make_network_flags()]
+        found = self.reach.make_mpiexec_flags()
+        # Restrict MPI to the networks that lead to the hosts: others may have the same addresses on every host.
+        known = {facts["network"] for facts in self._facts.values()} | {find_network(self.address)}
+        known -= {"127.0.0.0/8"}
+        if known and None not in known:
+            networks = ",".join(sorted(known))
+            if not any(name.startswith("OMPI_MCA_btl_tcp_if_") for name in os.environ):
+                found += ["--mca", "btl_tcp_if_include", networks]
+            if not any(name.startswith(("PRTE_MCA_prte_if_", "PRTE_MCA_oob_tcp_if_")) for name in os.environ):
+                found += ["--prtemca", "prte_if_include", networks]
         for name, value in {"prte_local_tmpdir_base": self._home, **_ALIVE}.items():
             found += ["--prtemca", name, str(value)]
         # One program after another, each with its own environment, but all in the same MPI_COMM_WORLD:
@@ -193,20 +202,6 @@ class MultiHost:
                 found += ["-x", f"{name}={value}"]
             found += program
         return found
-
-    def _make_network_flags(self) -> list[str]:
-        """Restrict MPI to the networks that lead to the hosts: others may have the same addresses on every host."""
-        found = {facts["network"] for facts in self._facts.values()} | {find_network(self.address)}
-        found -= {"127.0.0.0/8"}
-        if None in found or not found:
-            return []
-        networks = ",".join(sorted(found))
-        flags = []
-        if not any(name.startswith("OMPI_MCA_btl_tcp_if_") for name in os.environ):
-            flags += ["--mca", "btl_tcp_if_include", networks]
-        if not any(name.startswith(("PRTE_MCA_prte_if_", "PRTE_MCA_oob_tcp_if_")) for name in os.environ):
-            flags += ["--prtemca", "prte_if_include", networks]
-        return flags
 
     def find_lost_hosts(self) -> frozenset[str]:
         """Return the hosts that do not answer."""

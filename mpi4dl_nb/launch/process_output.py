@@ -144,22 +144,19 @@ class _CallOutput:
         for stream, begin in self._read.items():
             text = self._texts[stream]
             end = text.rfind("\n") + 1
-            if end > begin:
-                self._read[stream] = end
-                for line in text[begin : end - 1].split("\n"):  # not `splitlines`, which would split at the mark
-                    yield from self._parse_line(stream, line)
-
-    def _parse_line(self, stream: str, line: str) -> Iterator[OutputLine]:
-        """Yield a line of the rank's Python code, or of a library, which writes to the process's own output."""
-        before, mark, text = line.partition(SPOKEN)
-        if before.strip():
-            yield OutputLine(stream, before)
-        if mark:
-            self.lines += 1
-            try:
-                yield OutputLine(*json.loads(text))
-            except (ValueError, TypeError):  # garbled by output of a library
-                yield OutputLine(stream, text)
+            if end <= begin:
+                continue
+            self._read[stream] = end
+            for line in text[begin : end - 1].split("\n"):  # not `splitlines`, which would split at the mark
+                before, mark, facts = line.partition(SPOKEN)
+                if before.strip():  # of a library, which writes to the process's own output
+                    yield OutputLine(stream, before)
+                if mark:
+                    self.lines += 1
+                    try:
+                        yield OutputLine(*json.loads(facts))
+                    except (ValueError, TypeError):  # garbled by output of a library
+                        yield OutputLine(stream, facts)
 
 
 class RankOutput:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from itertools import count
 from threading import RLock
@@ -202,7 +202,12 @@ class Configurator(StillFigure, ipywidgets.VBox):
             self._compiling.mark_done()  # discards what is under way for an earlier plan
             self._counting.mark_done()
             number = next(self._numbers)
-            planning, plan = self._resize(), Plan(**{name: knob.value for name, knob in self.knobs.items()})
+            for knob, most in ((self.image_px, MOST_PX), (self.batch, MOST_IMAGES)):
+                if type(knob.value) is not int or not 0 < knob.value <= most:
+                    raise PlanError(f"{knob.name}={knob.value!r} must be a whole number from 1 to {most:,}.")
+            shape = resize_shape(self._first.traces.image_shape, self.image_px.value, self.batch.value)
+            planning = self._first.with_shape(shape)
+            plan = Plan(**{name: knob.value for name, knob in self.knobs.items()})
             shown = number, plan.summary, count_plan(plan, planning.traces.image_shape)
             self._resolve_machine()
             if planning.has_compiled(plan):
@@ -211,14 +216,6 @@ class Configurator(StillFigure, ipywidgets.VBox):
                 self.view.show_shape(*shown)
                 self._show_state(TRACING)
                 self._compiling.submit(lambda is_asked: self._compile(planning, plan, shown, touched, is_asked))
-
-    def _resize(self) -> PlanCache:
-        """Return the plans for the chosen size of the images and the batch."""
-        for knob, most in ((self.image_px, MOST_PX), (self.batch, MOST_IMAGES)):
-            if type(knob.value) is not int or not 0 < knob.value <= most:
-                raise PlanError(f"{knob.name}={knob.value!r} must be a whole number from 1 to {most:,}.")
-        shape = resize_shape(self._first.traces.image_shape, self.image_px.value, self.batch.value)
-        return self._first.with_shape(shape)
 
     def _resolve_machine(self) -> Machine | None:
         """Return the machine whose time is predicted; None if the cluster is not calibrated. Raises PlanError."""
@@ -305,16 +302,11 @@ class Configurator(StillFigure, ipywidgets.VBox):
             knob.trouble = text if name == place else ""
         self.view.errors = {place: text} if text else {}
         values = {name: knob.text for name, knob in self._all.items()}
-        grid = self._find_grid()
-        self.view.values = values | ({GRID: list(grid)} if grid else {})
-
-    def _find_grid(self) -> tuple[int, ...] | None:
-        """Return the rows and columns of the tiles that the knobs say; None if they say none."""
-        try:
+        with suppress(Mpi4dlError):  # the rows and columns of the tiles, unless the knobs say none
             names, stages = ("slice_method", "num_spatial_parts"), self.knobs["spatial_size"].value or 1
-            return Plan(split_size=stages, spatial_size=stages, **{n: self.knobs[n].value for n in names}).grids[0]
-        except Mpi4dlError:
-            return None
+            tiled = Plan(split_size=stages, spatial_size=stages, **{n: self.knobs[n].value for n in names})
+            values[GRID] = list(tiled.grids[0])
+        self.view.values = values
 
     def _show_state(self, doing: str = "", wrong: str = "") -> None:
         """Show the ranks needed and the ranks running, and label the button with the action that it offers."""

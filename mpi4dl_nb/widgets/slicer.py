@@ -167,10 +167,6 @@ class Slicer(PageWidget):
             return ()
         return (self._layers.describe_fusion(point.stage, self.view.tile if tile is None else tile, self._together),)
 
-    def _list_remarks(self, point: HaloPoint) -> list[tuple[str, ...]]:
-        """Return the remarks on each tile of a layer: they are the same for all layers of its stage."""
-        return [self._describe_fusion(point, tile) for tile in range(point.ranks.grid.tiles)]
-
     def _handle_fusion(self, _change: Any) -> None:
         with self.show_errors():
             self._compile()
@@ -178,7 +174,14 @@ class Slicer(PageWidget):
     def _compile(self) -> None:
         """Find the layers under the selected fusion and give the page all their numbers."""
         self.together.disabled = not self.fused_halos.value
-        self.points = self._find_points() or tuple(
+        points: tuple[HaloPoint, ...] = ()
+        if self._layers is not None:
+            self.note.value = f'<span role="status">{escape(COMPILING)}</span>'  # it may take seconds
+            try:
+                points = self._layers.select_points(self._together)
+            finally:
+                self.note.value = ""
+        self.points = points or tuple(
             make_picture_point(self.rasters.picture, self._plan, stage) for stage in find_spatial_stages(self._plan)
         )
         last = _get_last(self.points)
@@ -195,7 +198,10 @@ class Slicer(PageWidget):
             "words": tables.numbers.size,
             "colours": TILE_COLOURS,
             "help": HELP,
-            "remarks": {str(stage): self._list_remarks(point) for stage, point in of_stage.items()},
+            "remarks": {  # on each tile of a layer, the same for all layers of its stage
+                str(stage): [self._describe_fusion(point, tile) for tile in range(point.ranks.grid.tiles)]
+                for stage, point in of_stage.items()
+            },
             "picture": {
                 "name": picture.name,
                 "rows": rows,
@@ -206,16 +212,6 @@ class Slicer(PageWidget):
         }
         with self.view.hold_sync():
             self.view.facts, self.view.numbers = facts, tables.numbers.tobytes()
-
-    def _find_points(self) -> tuple[HaloPoint, ...]:
-        """Return the layers that read beyond their tiles. Show a note while they are compiled: it may take seconds."""
-        if self._layers is None:
-            return ()
-        self.note.value = f'<span role="status">{escape(COMPILING)}</span>'
-        try:
-            return self._layers.select_points(self._together)
-        finally:
-            self.note.value = ""
 
     def _handle_layer(self, _change: Any = None) -> None:
         """Limit the tile to those of the layer's stage."""
