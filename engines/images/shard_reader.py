@@ -119,8 +119,8 @@ class Sampler:
         key = place.seed, place.epoch
         if self._made is None or self._made[0] != key:
             self._made = key, shuffle_indices(self.total, *key)
-        order = self._made[1]
-        readable = (at for at in range(place.position, self.total) if order[at] not in place.skipped)
+        order, skipped = self._made[1], set(place.skipped)
+        readable = (at for at in range(place.position, self.total) if order[at] not in skipped)
         positions = list(islice(readable, self.count))
         if (left := len(positions)) < self.count:
             positions = [] if self.drop_last or not place.step else positions[: left - left % self.unit]

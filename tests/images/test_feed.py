@@ -19,7 +19,7 @@ from engines.errors import ImageError, PlanError, ReleasedError
 from engines.graph.model_graph import TensorSpec
 from engines.images.dataset import SyntheticImages, shuffle_indices
 from engines.images.loader import LoadedBatch, LoaderOptions, RankLoader
-from engines.images.shard_reader import ShardReader
+from engines.images.shard_reader import Sampler, SamplerState, ShardReader
 from engines.spatial.tiles import Grid, Tile
 
 SIZE, COUNT = (8, 12), 4
@@ -271,6 +271,19 @@ def test_a_skipped_image_is_as_if_it_were_not_in_the_order(workers: int):
     expected = [first[:4], first[4:8], second[:4], second[4:8]]
     said = [f"folder/{index}.png is damaged" for index in bad]
     assert run_ranks(4, work) == [(said, [] if rank == 2 else expected) for rank in range(4)]
+
+
+class Scanned(tuple):
+    """A tuple that is not searched from its beginning for each image."""
+
+    def __contains__(self, item: object) -> bool:
+        raise AssertionError("a search for every image takes as long as there are bad ones")
+
+
+def test_many_skipped_images_are_not_searched_one_by_one():
+    (step, place) = Sampler(9, 2).get_step(SamplerState(0, skipped=Scanned((3, 5))))
+    assert [index for index, _ in step] == [index for index in shuffle_indices(9, 0, 0) if index not in {3, 5}][:2]
+    assert place.step == 1
 
 
 def test_where_no_full_step_is_left_it_is_said():
