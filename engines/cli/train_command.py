@@ -17,6 +17,7 @@ from engines.comm.world import World, run_on_all, run_on_first
 from engines.errors import ImageError, PlanError
 from engines.graph.trace_cache import TraceCache
 from engines.images.augmented import KINDS
+from engines.images.dataset import LabelledImages, check_classes
 from engines.images.examples import FITS
 from engines.images.loader import LoaderOptions
 from engines.train.checkpoint_folder import list_checkpoints
@@ -125,7 +126,14 @@ def run_train(world: World, arguments: Sequence[str]) -> None:
             "hide their messages. Here both are updated together, at the end of a step, from the whole sum.",
             flush=True,
         )
-    images, others = run_on_all(world, lambda: make_datasets(chosen, count_step_images(recipe)))
+
+    def make_images() -> tuple[LabelledImages, LabelledImages | None]:
+        images, others = make_datasets(chosen, count_step_images(recipe))
+        for each in (images, others or images):
+            check_classes(each, recipe.graph)
+        return images, others
+
+    images, others = run_on_all(world, make_images)
     training = RankTraining(world, recipe)
     loss = nn.CrossEntropyLoss()
     traces = TraceCache(model, options.get_image_shape(chosen), loss, device=chosen.device)

@@ -60,8 +60,8 @@ class MaskFile:
     change them. Numbers in `ignore` become `IGNORED`. With a `threshold`, numbers above it are class 1 and all others
     class 0, so that a mask can be a JPEG, which does not preserve numbers exactly. Numbers of 1, 2 or 4 bits are spread
     over 0 ... 255 before the comparison with the threshold.
-    Raises ImageError, naming the file, if it cannot be read, if it has a palette of colours and a threshold, or if it is
-    a JPEG without a threshold or with ignored numbers.
+    Raises ImageError, naming the file, if it cannot be read, has a palette of colours and a threshold, or is a JPEG
+    without a threshold or with ignored numbers.
     """
 
     def __init__(self, path: Path, classes: int, threshold: int | None = None, ignore: Ignore = None) -> None:
@@ -77,9 +77,9 @@ class MaskFile:
         # Around an edge between classes 0 and 2, a JPEG has ones: a valid class, so that no number would be refused.
         if self._source.is_lossy and (threshold is None or self.ignore):
             raise ImageError(
-                f"The mask {path} is compressed as JPEG or JPEG 2000, which changes numbers a little: they are neither exact "
-                "classes nor exact numbers to ignore (ignore=). Export it anew as a PNG or TIFF file; or, if its shades are two "
-                "classes, give threshold=127 and no ignore."
+                f"The mask {path} is compressed as JPEG or JPEG 2000, which changes numbers a little: they are neither "
+                "exact classes nor exact numbers to ignore (ignore=). Export it anew as a PNG or TIFF file; or, if its "
+                "shades are two classes, give threshold=127 and no ignore."
             )
 
     @property

@@ -372,6 +372,79 @@ def test_an_image_of_another_size_is_refused():
         seen(alone(Large(4)))
 
 
+# ---- what a user's own images give, which would train on other numbers without an error
+
+
+class Own(Numbered):
+    """Images of a user; `given` are what its methods return for image 3."""
+
+    def __init__(self, **given: object) -> None:
+        super().__init__(4)
+        self.classes, self.given = 4, given
+
+    def shape(self, index: int) -> Any:
+        return self.given.get("shape", SIZE) if index == 3 else SIZE
+
+    def part(self, index: int, tile: Tile, draw: int | None = None) -> Any:
+        pixels = super().part(index, tile, draw)
+        return self.given.get("part", pixels) if index == 3 else pixels
+
+    def label(self, index: int) -> Any:
+        return self.given.get("label", index) if index == 3 else index
+
+    def mask(self, index: int, tile: Tile, draw: int | None = None) -> Any:
+        return self.given.get("mask", torch.zeros(tile.shape).long())
+
+
+def read_own(labels: str = "int64", pixels: bool = False, **given: object) -> list[Tensor]:
+    shape = (4, *SIZE) if pixels else (4,)
+    specs = {"images": TensorSpec((4, 3, *SIZE), "float32"), "labels": TensorSpec(shape, labels)}
+    reader = ShardReader(lambda inputs: {0: inputs}, Own(**given), specs)
+    return [reader.fetch(piece) for piece in reader.make_read_requests([(index, 0) for index in range(4)])]
+
+
+WHOLE = torch.zeros(3, *SIZE)
+UNFIT: dict[str, tuple[dict[str, Any], str]] = {
+    "bytes": ({"part": WHOLE.byte()}, "images are torch.uint8, .* a cast would not scale them"),
+    "other pixels than the tile's": (
+        {"part": torch.zeros(3, 9, 12)},
+        r"shape \(3, 9, 12\), but \(3, 8, 12\) is wanted",
+    ),
+    "no channels": ({"part": torch.zeros(SIZE)}, r"shape \(8, 12\), but \(3, 8, 12\) is wanted"),
+    "a class beyond": ({"label": 4}, "folder/3.png has the label 4, but its data set has 4 classes, 0 to 3"),
+    "a class below": ({"label": -1}, "folder/3.png has the label -1"),
+    "a share of a class": ({"label": 1.5}, "labels are torch.float32, but the training was made for int64"),
+    "two labels": ({"label": [0, 1]}, r"shape \(2,\), but \(\) is wanted: one number"),
+    "a pixel's class beyond": (
+        {"pixels": True, "mask": torch.full(SIZE, 4)},
+        "has the label 4, but its data set has 4",
+    ),
+    "another mask": ({"pixels": True, "mask": torch.zeros(9, 12).long()}, r"shape \(9, 12\), but \(8, 12\) is wanted"),
+}
+
+
+@pytest.mark.parametrize(("given", "said"), UNFIT.values(), ids=UNFIT)
+def test_what_is_no_image_or_label_is_refused_by_name(given: dict[str, Any], said: str):
+    with pytest.raises(ImageError, match=said):
+        read_own(**given)
+
+
+def test_what_means_the_same_is_taken():
+    for given in ({"shape": list(SIZE)}, {"part": WHOLE.numpy()}, {"label": torch.tensor(3, dtype=torch.uint8)}):
+        *_, label = read_own(**given)
+        assert (label.item(), label.dtype) == (3, torch.int64)
+    *_, amount = read_own("float32", label=17.5)
+    assert amount.item() == 17.5
+
+
+def test_a_class_that_the_type_of_the_labels_cannot_hold_is_refused():
+    images, specs = Numbered(301), {"images": TensorSpec((1, 3, *SIZE), "float32"), "labels": TensorSpec((1,), "uint8")}
+    reader = ShardReader(lambda inputs: {0: inputs}, images, specs)
+    (_, wanted) = reader.make_read_requests([(300, 0)])
+    with pytest.raises(ImageError, match=r"folder/300.png has the label 300, which .*uint8, cannot hold"):
+        reader.fetch(wanted)
+
+
 # ---- said before anything starts
 
 
