@@ -126,14 +126,7 @@ def run_train(world: World, arguments: Sequence[str]) -> None:
             "hide their messages. Here both are updated together, at the end of a step, from the whole sum.",
             flush=True,
         )
-
-    def make_images() -> tuple[LabelledImages, LabelledImages | None]:
-        images, others = make_datasets(chosen, count_step_images(recipe))
-        for each in (images, others or images):
-            check_classes(each, recipe.graph)
-        return images, others
-
-    images, others = run_on_all(world, make_images)
+    images, others = run_on_all(world, lambda: _make_fitting_datasets(chosen, recipe))
     training = RankTraining(world, recipe)
     loss = nn.CrossEntropyLoss()
     traces = TraceCache(model, options.get_image_shape(chosen), loss, device=chosen.device)
@@ -165,6 +158,14 @@ def run_train(world: World, arguments: Sequence[str]) -> None:
         _run_and_print(loop, max(0, chosen.num_epochs - done), chosen.verbose, log, kept)
 
 
+def _make_fitting_datasets(chosen: argparse.Namespace, recipe: Recipe) -> tuple[LabelledImages, LabelledImages | None]:
+    """Make the training and the held-out images. Raises ImageError if their classes are not those of the loss."""
+    images, others = make_datasets(chosen, count_step_images(recipe))
+    for each in (images, others or images):
+        check_classes(each, recipe.graph)
+    return images, others
+
+
 def _resume(rank_loop: RankTrainLoop, chosen: argparse.Namespace, given: Collection[str]) -> int:
     """Resume as the flags say, and return the number of epochs already done.
 
@@ -188,6 +189,8 @@ def _resume(rank_loop: RankTrainLoop, chosen: argparse.Namespace, given: Collect
                 f"{checkpoint.path} was trained on images chosen and ordered by seed {saved}, but --seed is "
                 f"{chosen.seed}. Give --seed {saved}."
             )
+        for text in rank_loop.feed.bad:
+            print(text, flush=True)
     return rank_loop.feed.place.epoch
 
 
