@@ -74,6 +74,11 @@ class MaskFile:
                 "shades means nothing. Leave the threshold away and say how many classes there are (classes=), or "
                 "save the mask as grey."
             )
+        if threshold is not None and self._source.bits <= 8 and threshold >= 255:
+            raise ImageError(
+                f"The mask {path} holds numbers up to 255, none of which is above threshold={threshold}: all pixels "
+                "would be of class 0. Give a lower threshold, such as 127."
+            )
         # Around an edge between classes 0 and 2, a JPEG has ones: a valid class, so that no number would be refused.
         if self._source.is_lossy and (threshold is None or self.ignore):
             raise ImageError(
