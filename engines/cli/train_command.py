@@ -17,6 +17,7 @@ from engines.comm.world import World, run_on_all, run_on_first
 from engines.errors import ImageError, PlanError, TraceError
 from engines.graph.trace_cache import TraceCache
 from engines.images.augmented import KINDS
+from engines.images.dataset import LabelledImages, check_classes
 from engines.images.examples import FITS
 from engines.images.loader import LoaderOptions
 from engines.train.checkpoint_folder import list_checkpoints
@@ -125,7 +126,7 @@ def run_train(world: World, arguments: Sequence[str]) -> None:
             "hide their messages. Here both are updated together, at the end of a step, from the whole sum.",
             flush=True,
         )
-    images, others = run_on_all(world, lambda: make_datasets(chosen, count_step_images(recipe)))
+    images, others = run_on_all(world, lambda: _make_fitting_datasets(chosen, recipe))
     training = run_on_all(world, lambda: RankTraining(world, recipe), PlanError)
     loss = nn.CrossEntropyLoss()
     traces = TraceCache(model, options.get_image_shape(chosen), loss, device=chosen.device)
@@ -158,6 +159,14 @@ def run_train(world: World, arguments: Sequence[str]) -> None:
         _run_and_print(loop, max(0, chosen.num_epochs - done), chosen.verbose, log, kept)
 
 
+def _make_fitting_datasets(chosen: argparse.Namespace, recipe: Recipe) -> tuple[LabelledImages, LabelledImages | None]:
+    """Make the training and the held-out images. Raises ImageError if their classes are not those of the loss."""
+    images, others = make_datasets(chosen, count_step_images(recipe))
+    for each in (images, others or images):
+        check_classes(each, recipe.graph)
+    return images, others
+
+
 def _resume(rank_loop: RankTrainLoop, chosen: argparse.Namespace, given: Collection[str]) -> int:
     """Resume as the flags say, and return the number of epochs already done.
 
@@ -181,6 +190,8 @@ def _resume(rank_loop: RankTrainLoop, chosen: argparse.Namespace, given: Collect
                 f"{checkpoint.path} was trained on images chosen and ordered by seed {saved}, but --seed is "
                 f"{chosen.seed}. Give --seed {saved}."
             )
+        for text in rank_loop.feed.bad:
+            print(text, flush=True)
     return rank_loop.feed.place.epoch
 
 

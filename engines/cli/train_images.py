@@ -13,7 +13,7 @@ from engines.images.augmented import Augmented
 from engines.images.dataset import LabelledImages, SyntheticImages, split_by_slide
 from engines.images.folder import folder_images
 from engines.images.sample_data import load_cifar_images
-from engines.images.tables import table_images
+from engines.images.tables import has_masks, table_images
 
 CROP = "crop"
 """The augmentation that takes random parts of images."""
@@ -90,7 +90,8 @@ def _make_medical(chosen: argparse.Namespace, size: Size, images_per_step: int) 
     wanted = None if CROP in chosen.augment else size
     check = chosen.on_bad_image == "raise"
     if _is_table(chosen.datapath):
-        classes = None if chosen.mask_threshold is not None else chosen.num_classes
+        numbered = chosen.mask_threshold is None and has_masks(chosen.datapath)
+        classes = chosen.num_classes if numbered else None
         threshold, within = chosen.mask_threshold, chosen.within
         return table_images(
             chosen.datapath, wanted, chosen.fit, chosen.names, classes, threshold, check, within, chosen.mask_ignore

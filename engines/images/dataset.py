@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from engines.errors import ImageError
-from engines.graph.labels import find_label_specs, find_unchanged_labels
-from engines.graph.model_graph import ModelGraph, Ref
+from engines.graph.labels import find_label_specs, find_unchanged_labels, has_binary_labels
+from engines.graph.model_graph import ModelGraph, Ref, TensorSpec
 from engines.images.picture_reader import Pixels
 from engines.spatial.rng import compute_step_seed, sample_uniform
 from engines.spatial.tiles import Tile
@@ -30,6 +30,7 @@ class LabelledImages(ABC):
     """
 
     classes: int  # the number of classes
+    label_classes: int | None = None  # of labels of whole images, if the masks have other classes
     channels: int | None = None  # of what `part` returns; None: unknown before an image is read
     ignore: Sequence[int] = ()  # the numbers in masks that stand for no class
 
@@ -168,6 +169,56 @@ def check_label_shape(shape: Sequence[int]) -> None:
         )
 
 
+def count_classes(images: LabelledImages, shape: Sequence[int]) -> int:
+    """Return the number of classes of labels of `shape`, which are those of pixels or of whole images."""
+    of_images = getattr(images, "label_classes", None)
+    return images.classes if len(shape) > 2 or of_images is None else of_images
+
+
+def check_classes(images: LabelledImages, graph: ModelGraph) -> None:
+    """Raise ImageError if images have other channels than the model takes, or other classes than the loss takes."""
+    labels = graph.inputs["labels"].shape
+    check_channels(images, graph.inputs["images"].shape[1])
+    check_ignored(images, find_ignored_label(graph))
+    check_label_shape(labels)
+    classes = count_classes(images, labels)
+    if classes > 2 and has_binary_labels(graph):
+        raise ImageError(
+            f"The images have {classes} classes, but the binary cross-entropy takes labels from 0 to 1. Use "
+            "torch.nn.CrossEntropyLoss, or change the labels in the loss, such as (labels == 2)."
+        )
+    few = min((numbers.classes for numbers in find_label_specs(graph)), default=classes)
+    if few < classes:
+        raise ImageError(
+            f"The images have {classes} classes, but the loss takes numbers of {few}. Change the model's num_classes."
+        )
+
+
+def cast_numbers(name: str, tensor: Tensor, spec: TensorSpec) -> Tensor:
+    """Return the "images" or "labels" in the dtype of `spec`. Raises ImageError if a cast would change their meaning:
+
+    for floats in place of integers or the reverse, or for complex numbers in place of real ones.
+    """
+    if tensor.is_floating_point() and not spec.is_floating:
+        raise ImageError(
+            f"{name} are {tensor.dtype}, but the training was made for {spec.dtype}. Give whole numbers, or "
+            "make a Training with labels=EXAMPLE, a tensor like the labels of a batch."
+        )
+    if tensor.is_complex() and not spec.dtype.startswith("complex"):
+        raise ImageError(
+            f"{name} are {tensor.dtype}, but the training was made for {spec.dtype}: the imaginary parts would be "
+            f"lost. Give {name}.abs(), or torch.view_as_real({name}) with its last axis as channels."
+        )
+    # A picture's bytes could be cast without an error; that they are not scaled would only show as poor learning.
+    if name == "images" and spec.is_floating and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise ImageError(
+            f"images are {tensor.dtype}, but the training computes in {spec.dtype}, and a cast would not scale "
+            "them. Give images.float() / 127.5 - 1, as images of files are given, or images.float() for the numbers "
+            "as they are."
+        )
+    return tensor.detach().to(getattr(torch, spec.dtype))
+
+
 NOT_LEFT_OUT = (
     "The loss does not leave these out: it would take their label for a class or a number. Use one with an "
     f"ignore_index, such as torch.nn.CrossEntropyLoss, or leave out where labels == {IGNORED} in the loss."
@@ -276,7 +327,7 @@ class Subset(LabelledImages):
             raise ImageError(f"There is no image {wrong[0]} among {len(images)}: they go from 0 to {len(images) - 1}.")
         self.images, self.numbers = images, tuple(numbers)
         self.classes, self.ignore = images.classes, getattr(images, "ignore", ())
-        self.channels = getattr(images, "channels", None)
+        self.channels, self.label_classes = (getattr(images, name, None) for name in ("channels", "label_classes"))
 
     def __len__(self) -> int:
         return len(self.numbers)

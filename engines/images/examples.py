@@ -136,7 +136,8 @@ class ExampleImages(LabelledImages):
         self.examples, self.names, self.size = tuple(examples), tuple(names), size
         self.fit, self.mask_classes, self.threshold = fit, mask_classes, threshold
         # Those of the masks if there are any, else of the labels, whether or not an image has them.
-        self.classes, self.ignore = mask_classes or len(names), parse_ignored_numbers(ignore)
+        self.classes, self.label_classes = mask_classes or len(names), len(names) or None
+        self.ignore = parse_ignored_numbers(ignore)
 
     def __repr__(self) -> str:
         size = "of their own sizes" if self.size is None else f"of {self.size[0]} x {self.size[1]} px ({self.fit})"

@@ -12,7 +12,7 @@ from engines.errors import ImageError, describe_working_folder
 from engines.images.examples import Example, ExampleImages
 from engines.images.files import translate_errors
 from engines.images.regular_file import TEXT_BYTES, XML_BYTES, is_within, parse_xml, read_bounded
-from engines.images.tables import write_table
+from engines.images.tables import check_names, write_table
 
 _ZARR = ".zarr"  # a folder that is itself a picture
 
@@ -66,6 +66,7 @@ def folder_images(
     >>> len(images), images.names
     (2, ('benign', 'tumour'))
     """
+    check_names(names)
     folder = Path(folder)
     if not folder.is_dir():
         raise ImageError(

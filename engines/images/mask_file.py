@@ -41,7 +41,7 @@ from engines.images.pillow import (
     read_whole_file,
 )
 from engines.images.tiff import TiffPageReader, check_segment_size, open_descriptor
-from engines.images.tiff_layout import DECODED, JPEG, find_alpha_channel, find_picture
+from engines.images.tiff_layout import DECODED, JPEG, JPEG_2000, find_alpha_channel, find_picture
 from engines.images.zarr import is_zarr
 from engines.spatial.tiles import Tile
 
@@ -60,7 +60,8 @@ class MaskFile:
     change them. Numbers in `ignore` become `IGNORED`. With a `threshold`, numbers above it are class 1 and all others
     class 0, so that a mask can be a JPEG, which does not preserve numbers exactly. Numbers of 1, 2 or 4 bits are spread
     over 0 ... 255 before the comparison with the threshold.
-    Raises ImageError, naming the file, if it cannot be read, or has a palette of colours and a threshold.
+    Raises ImageError, naming the file, if it cannot be read, has a palette of colours and a threshold, or is a JPEG
+    without a threshold or with ignored numbers.
     """
 
     def __init__(self, path: Path, classes: int, threshold: int | None = None, ignore: Ignore = None) -> None:
@@ -72,6 +73,18 @@ class MaskFile:
                 f"The mask {path} has a palette: its numbers are places in a list of colours, for which a threshold of "
                 "shades means nothing. Leave the threshold away and say how many classes there are (classes=), or "
                 "save the mask as grey."
+            )
+        if threshold is not None and self._source.bits <= 8 and threshold >= 255:
+            raise ImageError(
+                f"The mask {path} holds numbers up to 255, none of which is above threshold={threshold}: all pixels "
+                "would be of class 0. Give a lower threshold, such as 127."
+            )
+        # Around an edge between classes 0 and 2, a JPEG has ones: a valid class, so that no number would be refused.
+        if self._source.is_lossy and (threshold is None or self.ignore):
+            raise ImageError(
+                f"The mask {path} is compressed as JPEG or JPEG 2000, which changes numbers a little: they are neither "
+                "exact classes nor exact numbers to ignore (ignore=). Export it anew as a PNG or TIFF file; or, if its "
+                "shades are two classes, give threshold=127 and no ignore."
             )
 
     @property
@@ -173,7 +186,7 @@ class RawImage:
 
     `shape` is in pixels. `bits` is the number of bits of a number; as shades, fewer than 8 would be spread over
     0 ... 255. `alpha` is the index of the alpha channel, if any. `is_indexed` is true if the numbers are indices into a
-    palette of colours.
+    palette of colours, and `is_lossy` if the compression may have changed them.
     """
 
     shape: tuple[int, int]
@@ -181,6 +194,7 @@ class RawImage:
     read: Callable[[Tile], Numbers]
     alpha: int | None = None
     is_indexed: bool = False
+    is_lossy: bool = False
 
 
 def open_raw_image(path: Path) -> RawImage:
@@ -223,6 +237,7 @@ def _open_whole(path: Path) -> RawImage:
         if not whole_numbers and image.mode not in ("1", "L", "LA", "P", "RGB", "RGBA"):
             raise ImageError(f"The mask {path} is of mode {image.mode}, whose numbers are no classes. {_SAVE}")
         palette = np.array(image.getpalette("RGB") if image.mode == "P" else [], np.int64).reshape(-1, 3).T
+        alpha, is_lossy = {"LA": 1, "RGBA": 3}.get(image.mode), image.format != "PNG"
 
     def read(tile: Tile) -> Numbers:
         values = _WHOLE(path)
@@ -230,7 +245,7 @@ def _open_whole(path: Path) -> RawImage:
             raise make_changed_error(path)
         return _cut(values, tile)
 
-    return RawImage(shape, bits, read, {"LA": 1, "RGBA": 3}.get(image.mode), not _is_grey_ramp(palette))
+    return RawImage(shape, bits, read, alpha, not _is_grey_ramp(palette), is_lossy)
 
 
 def _open_checked(path: Path) -> tuple[Image.Image, int, int]:
@@ -270,6 +285,7 @@ def _open_tiff(path: Path) -> RawImage:
         pages = [TiffPageReader(path, page) for page in base]
         orientation, alpha = int(first.tags.valueof(ORIENTATION, 1)), find_alpha_channel(first)
         is_indexed = first.photometric == _PALETTE and not _is_grey_ramp(np.asarray(first.colormap) >> 8)
+        is_lossy = first.compression in (JPEG, *JPEG_2000)
     channels, stored = sum(page.channels for page in pages), pages[0].shape
     fd = open_descriptor(path, pages[0])
 
@@ -288,7 +304,7 @@ def _open_tiff(path: Path) -> RawImage:
 
     shape = stored[::-1] if orientation in (5, 6, 7, 8) else stored
     turned = orientation in range(2, 9)
-    return RawImage(shape, int(first.bitspersample), read_turned if turned else read, alpha, is_indexed)
+    return RawImage(shape, int(first.bitspersample), read_turned if turned else read, alpha, is_indexed, is_lossy)
 
 
 def _check_page(path: Path, page: TiffPage) -> None:

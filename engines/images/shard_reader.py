@@ -11,13 +11,16 @@ import torch
 from torch import Tensor
 
 from engines.errors import ImageError
+from engines.graph.labels import LabelSpec
 from engines.graph.model_graph import TensorSpec
 from engines.images.dataset import (
     IGNORED,
     NOT_LEFT_OUT,
     LabelledImages,
+    cast_numbers,
     check_ignored,
     check_label_shape,
+    count_classes,
     shuffle_indices,
 )
 from engines.program.worker import Inputs
@@ -119,8 +122,8 @@ class Sampler:
         key = place.seed, place.epoch
         if self._made is None or self._made[0] != key:
             self._made = key, shuffle_indices(self.total, *key)
-        order = self._made[1]
-        readable = (at for at in range(place.position, self.total) if order[at] not in place.skipped)
+        order, skipped = self._made[1], set(place.skipped)
+        readable = (at for at in range(place.position, self.total) if order[at] not in skipped)
         positions = list(islice(readable, self.count))
         if (left := len(positions)) < self.count:
             positions = [] if self.drop_last or not place.step else positions[: left - left % self.unit]
@@ -206,8 +209,7 @@ class ShardReader:
         check_label_shape(specs["labels"].shape)
         self.cut, self.images, self.specs = cut, images, specs
         self.size = specs["images"].shape[2:]
-        self.dtypes = {name: getattr(torch, spec.dtype) for name, spec in specs.items()}
-        dtype = self.dtypes["labels"]
+        dtype = getattr(torch, specs["labels"].dtype)
         if ignored is not None and not dtype.is_floating_point:
             limits = torch.iinfo(dtype)
             if not limits.min <= ignored <= limits.max:  # in uint8, -100 would become class 156
@@ -257,33 +259,68 @@ class ShardReader:
                 yield from part.make_read_requests(name, step)
 
     def fetch(self, piece: ReadRequest) -> Tensor:
-        """Read one piece: (3, h, w), (h, w) or (). Thread-safe.
+        """Read one piece, (3, h, w), (h, w) or (), in the type of its input. Thread-safe.
 
-        Raises ImageError if it cannot be read, or the image has another size or number of channels than the training.
+        Raises ImageError if it cannot be read, or is not what the training takes: an image of another size or number of
+        channels, numbers of another kind, or a label that is none of the classes.
         """
-        if piece.tile is None:
-            return torch.tensor(self.images.label(piece.index))
-        if (shape := self.images.shape(piece.index)) != self.size:
+        images, index, tile = self.images, piece.index, piece.tile
+        if tile is None:
+            return self._convert_labels(index, images.label(index), ())
+        if (shape := tuple(images.shape(index))) != self.size:
             raise ImageError(
-                f"{self.images.name(piece.index)} has {shape[0]} x {shape[1]} pixels, but the training was made for "
+                f"{images.name(index)} has {' x '.join(map(str, shape))} pixels, but the training was made for "
                 f"{self.size[0]} x {self.size[1]}. Have the images scaled or cut to that size (size=)."
             )
-        if piece.name == "images":
-            pixels = self.images.part(piece.index, piece.tile, piece.draw)
-            wanted = self.specs["images"].shape[1]
-            if len(pixels) != wanted:  # one channel would be copied into each of three without an error
-                raise ImageError(
-                    f"{self.images.name(piece.index)} has {len(pixels)} channels, but the training was made for "
-                    f"{wanted}: its images must have {wanted}, or the model and image_shape {len(pixels)}."
-                )
-            return pixels
-        labels = self.images.mask(piece.index, piece.tile, piece.draw)
+        if piece.name == "labels":
+            return self._convert_labels(index, images.mask(index, tile, piece.draw), tile.shape)
+        pixels, spec = torch.as_tensor(images.part(index, tile, piece.draw)), self.specs["images"]
+        wanted = spec.shape[1]
+        if pixels.dim() == 3 and len(pixels) != wanted:  # one channel would be copied into each without an error
+            raise ImageError(
+                f"{images.name(index)} has {len(pixels)} channels, but the training was made for {wanted}: its images "
+                f"must have {wanted}, or the model and image_shape {len(pixels)}."
+            )
+        self._check_shape(index, pixels, (wanted, *tile.shape))
+        return cast_numbers("images", pixels, spec)
+
+    def _convert_labels(self, index: int, labels: Any, shape: tuple[int, ...]) -> Tensor:
+        """Return labels in the type of their input; those without a class become the label that the loss ignores.
+
+        Raises ImageError for another shape, for class numbers beyond the classes, or if the loss or the type has no
+        such label.
+        """
+        labels, spec, name = torch.as_tensor(labels), self.specs["labels"], self.images.name(index)
+        self._check_shape(index, labels, shape)
+        if labels.is_floating_point() or labels.is_complex():
+            return cast_numbers("labels", labels, spec)  # amounts, and no class numbers
+        labels = labels.long()  # before -100 is compared with: in uint8, that would be 156
         without = labels == IGNORED
-        if self.ignored == IGNORED or not without.any():
-            return labels
-        if self.ignored is None:
-            raise ImageError(f"{self.images.name(piece.index)} has pixels without a class. {NOT_LEFT_OUT}")
-        return labels.masked_fill(without, self.ignored)
+        if self.ignored is None and without.any():
+            raise ImageError(f"{name} has {'pixels without a' if shape else 'no'} class. {NOT_LEFT_OUT}")
+        if self.ignored not in (None, IGNORED):
+            labels = labels.masked_fill(without, self.ignored)
+        classes = count_classes(self.images, spec.shape)
+        if (wrong := LabelSpec(classes, self.ignored).find_invalid(labels)).numel():
+            raise ImageError(
+                f"{name} has the label {int(wrong.max())}, but its data set has {classes} classes, 0 to {classes - 1}. "
+                "Change the label, or the data set's number of classes; if it is an amount, give it as a float."
+            )
+        found = cast_numbers("labels", labels, spec)
+        if (lost := labels[found.long() != labels]).numel():
+            raise ImageError(
+                f"{name} has the label {int(lost.max())}, which the labels of the training, {spec.dtype}, cannot hold. "
+                "Make the Training with labels=EXAMPLE, a tensor like the labels of a batch, of int64."
+            )
+        return found
+
+    def _check_shape(self, index: int, found: Tensor, wanted: tuple[int, ...]) -> None:
+        if tuple(found.shape) != wanted:  # of a whole image in place of a tile, the corner would be trained on
+            what = "the pixels of the tile that was asked for" if wanted else "one number"
+            raise ImageError(
+                f"{self.images.name(index)}: {type(self.images).__name__} has returned numbers of the shape "
+                f"{tuple(found.shape)}, but {wanted} is wanted: {what}."
+            )
 
     def assemble(self, step: Sequence[Sample], read: Callable[[ReadRequest], Tensor]) -> Inputs:
         """Return this rank's shard of a step from the pieces that `read` returns."""
@@ -299,7 +336,7 @@ class ShardReader:
                     # (N,) or (N, h, w) is broadcast to the loss's shape, such as (N, 1, h, w).
                     ones = [1] * (len(part.shape) - found.dim())
                     found = found.view(len(found), *ones, *found.shape[1:]).expand(part.shape)
-                shards[number][name] = found.to(self.dtypes[name])
+                shards[number][name] = found
         return shards
 
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import csv
+import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from io import StringIO
+from numbers import Integral, Real
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 from engines.errors import ImageError, describe_working_folder
 from engines.images.examples import Example, ExampleImages
-from engines.images.mask_file import Ignore
+from engines.images.mask_file import Ignore, parse_ignored_numbers
 from engines.images.regular_file import is_within, read_bounded
 from engines.spatial.tiles import Span, Tile
 
@@ -53,7 +56,7 @@ def table_images(
     on, or else the sorted labels. Any others (words beside numbers, -1, 0.5) need `names`: their order is not clear.
     Masks have `classes` classes, or two with a `threshold`. Pixels whose number is in `ignore`, such as 255 for void,
     have no class: their label is the `ignore_index` of the loss (PyTorch's default is -100). A loss that ignores no
-    label is refused.
+    label is refused, and so are these three for a table without masks.
     A table may come from an untrusted source: after following links, its files must be inside the folder `within`,
     by default the table's own.
     Raises ImageError, naming the table, its lines and the reasons, if a file is missing or a line is invalid. Unless
@@ -74,6 +77,7 @@ def table_images(
     """
     # Errors are collected and reported together, so that the user can fix them all at once, in two rounds: the lines by
     # themselves, then the labels and files, which make sense only once every line has been understood.
+    check_names(names)
     table, troubles = Path(table), list[tuple[int, object]]()
     inside = Path(os.path.realpath(table.parent if within is None else within))
     drafts: list[tuple[int, Example, str]] = []  # line, the example without its class, its label
@@ -84,14 +88,8 @@ def table_images(
             troubles.append((line, trouble))
     _raise_troubles(table, troubles)
     names = names or _make_class_names(table, {label for _, _, label in drafts} - {""})
-    masks = None
-    if any(example.mask for _, example, _ in drafts):
-        if classes is None and threshold is None:
-            raise ImageError(
-                f"{table} has masks. Say how many classes their numbers stand for (classes=), or above which number "
-                "a pixel is of class 1 and not 0 (threshold=)."
-            )
-        masks = classes or 2
+    options = {"classes": classes, "threshold": threshold, "ignore": parse_ignored_numbers(ignore) or None}
+    masks = _count_mask_classes(table, any(example.mask for _, example, _ in drafts), options)
     labels = _number_labels({label for _, _, label in drafts}, names)
     for line, example, label in drafts:
         try:
@@ -106,7 +104,45 @@ def table_images(
             troubles.append((line, error))
     _raise_troubles(table, troubles)
     examples = [replace(example, label=labels.get(label)) for _, example, label in drafts]
-    return ExampleImages(examples, names, size, fit, masks, threshold, ignore if masks else None)
+    return ExampleImages(examples, names, size, fit, masks, threshold, ignore)
+
+
+def check_names(names: object) -> None:
+    """Raise ImageError if the `names` of classes are given, but are no texts in an order."""
+    right = isinstance(names, Sequence) and not isinstance(names, str) and all(isinstance(name, str) for name in names)
+    if names is not None and not right:
+        raise ImageError(
+            f"names={names!r} must be the names of the classes, texts in their order, such as ('benign', 'tumour')."
+        )
+
+
+def has_masks(table: Path) -> bool:
+    """Return whether any line of a table has a mask. Raises ImageError if it is no table."""
+    return any(cells.get("mask") for _, cells in _read_rows(table))
+
+
+def _count_mask_classes(table: Path, masked: bool, options: Mapping[str, Any]) -> int | None:
+    """Return the number of classes of a table's masks; None if it is not `masked`.
+
+    Raises ImageError if the `options` of masks are missing, invalid or without effect.
+    """
+    chosen = {name: value for name, value in options.items() if value is not None}
+    for name, kind, least in (("classes", Integral, 1), ("threshold", Real, 0)):
+        value = chosen.get(name, least)
+        if isinstance(value, bool) or not isinstance(value, kind) or not least <= value < math.inf:
+            whole = "whole " * (kind is Integral)
+            raise ImageError(f"{name}={value!r} must be a {whole}number from {least} on, for what masks hold.")
+    if chosen and not masked:
+        raise ImageError(
+            f"{table} has no masks, without which {', '.join(chosen)} would have no effect. Leave it away, or give the "
+            "table a column `mask`."
+        )
+    if masked and not chosen.keys() & {"classes", "threshold"}:
+        raise ImageError(
+            f"{table} has masks. Say how many classes their numbers stand for (classes=), or above which number "
+            "a pixel is of class 1 and not 0 (threshold=)."
+        )
+    return int(chosen.get("classes", 2)) if masked else None
 
 
 def _raise_troubles(table: Path, troubles: Sequence[tuple[int, object]]) -> None:
@@ -137,11 +173,15 @@ def write_table(
     lines = [
         [os.path.relpath(value, table.parent) if isinstance(value, Path) else value for value in row] for row in rows
     ]
+    text = StringIO(newline="")
+    csv.writer(text).writerows([columns, *lines])
     try:
-        with table.open("w", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows([columns, *lines])
+        table.write_bytes(text.getvalue().encode())  # encoded first: what cannot be leaves no half of a table
     except OSError as error:
         raise ImageError(f"{table} cannot be written: {error.strerror}. Choose another place for the table.") from None
+    except UnicodeEncodeError as error:
+        near = error.object[max(0, error.start - 40) : error.end + 40]
+        raise ImageError(f"{table} cannot be written as UTF-8 text: {near!a} is none. Rename that file.") from None
     return len(lines)
 
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from engines.errors import ImageError, PlanError
 from engines.graph.labels import find_label_specs
-from engines.graph.model_graph import TensorSpec
+from engines.images.dataset import cast_numbers
 from engines.plan import Plan
 from engines.train.recipe import Recipe
 
@@ -64,31 +64,6 @@ def prepare_batch(recipe: Recipe, images: Any, labels: Any) -> dict[str, Tensor]
                 "num_classes."
             )
     return whole
-
-
-def cast_numbers(name: str, tensor: Tensor, spec: TensorSpec) -> Tensor:
-    """Return the "images" or "labels" in the dtype of `spec`. Raises ImageError if a cast would change their meaning:
-
-    for floats in place of integers or the reverse, or for complex numbers in place of real ones.
-    """
-    if tensor.is_floating_point() and not spec.is_floating:
-        raise ImageError(
-            f"{name} are {tensor.dtype}, but the training was made for {spec.dtype}. Give whole numbers, or "
-            "make a Training with labels=EXAMPLE, a tensor like the labels of a batch."
-        )
-    if tensor.is_complex() and not spec.dtype.startswith("complex"):
-        raise ImageError(
-            f"{name} are {tensor.dtype}, but the training was made for {spec.dtype}: the imaginary parts would be "
-            f"lost. Give {name}.abs(), or torch.view_as_real({name}) with its last axis as channels."
-        )
-    # A picture's bytes could be cast without an error; that they are not scaled would only show as poor learning.
-    if name == "images" and spec.is_floating and not (tensor.is_floating_point() or tensor.is_complex()):
-        raise ImageError(
-            f"images are {tensor.dtype}, but the training computes in {spec.dtype}, and a cast would not scale "
-            "them. Give images.float() / 255, as images of files are given, or images.float() for the numbers as "
-            "they are."
-        )
-    return tensor.detach().to(getattr(torch, spec.dtype))
 
 
 def _to_tensor(name: str, given: Any) -> Tensor:

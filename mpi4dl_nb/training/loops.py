@@ -11,15 +11,7 @@ from itertools import islice
 from typing import Any
 
 from engines.errors import ImageError, RankError
-from engines.graph.labels import find_label_specs, has_binary_labels
-from engines.graph.model_graph import ModelGraph
-from engines.images.dataset import (
-    LabelledImages,
-    check_channels,
-    check_ignored,
-    check_label_shape,
-    find_ignored_label,
-)
+from engines.images.dataset import LabelledImages, check_classes
 from engines.images.loader import LoaderOptions, NotReady
 from engines.train import rank_functions
 from engines.train.recipe import count_step_images
@@ -218,24 +210,6 @@ class ImageLoop:
                     f"{len(updates)} have not done so. Load a checkpoint, or make a new Training.",
                     stacklevel=2,
                 )
-
-
-def check_classes(images: LabelledImages, graph: ModelGraph) -> None:
-    """Raise ImageError if images have other channels than the model takes, or other classes than the loss takes."""
-    check_channels(images, graph.inputs["images"].shape[1])
-    check_ignored(images, find_ignored_label(graph))
-    check_label_shape(graph.inputs["labels"].shape)
-    if images.classes > 2 and has_binary_labels(graph):
-        raise ImageError(
-            f"The images have {images.classes} classes, but the binary cross-entropy takes labels from 0 to 1. Use "
-            "torch.nn.CrossEntropyLoss, or change the labels in the loss, such as (labels == 2)."
-        )
-    few = min((numbers.classes for numbers in find_label_specs(graph)), default=images.classes)
-    if few < images.classes:
-        raise ImageError(
-            f"The images have {images.classes} classes, but the loss takes numbers of {few}. "
-            "Change the model's num_classes."
-        )
 
 
 def choose_resume_state(

@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 from engines.errors import ImageError, Mpi4dlError, PlanError, RankError, make_absolute
 from engines.formatting import describe_unknown, format_bytes
 from engines.graph.model_graph import is_batch_dependent
-from engines.images.dataset import LabelledImages
+from engines.images.dataset import LabelledImages, cast_numbers, check_classes
 from engines.images.picture import Source, open_image
 from engines.inference.pyramid_sink import make_pyramid
 from engines.inference.rank_predictor import (
@@ -33,8 +33,6 @@ from engines.train import rank_functions
 from engines.train.evaluation import HeldOutSet, PredictedBatch
 from engines.train.training import cut_inputs
 from engines.train.training_events import Scores
-from mpi4dl_nb.training.batches import cast_numbers
-from mpi4dl_nb.training.loops import check_classes
 from mpi4dl_nb.training.training_handle import TrainingHandle
 
 # One evaluation: the ranks predict the images in steps of the plan, each of them reading its own pixels, and give their

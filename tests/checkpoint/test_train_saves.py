@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from torch import Tensor
 
 from engines.cli.train_command import run_train
 from engines.comm.loopback import run_ranks
 from engines.errors import CheckpointError, ImageError, PlanError
+from engines.images.dataset import SyntheticImages, shuffle_indices
+from engines.spatial.tiles import Tile
 from engines.train.checkpoint_folder import list_checkpoints
 from engines.train.checkpoint_load import optimiser_state
 from tests.checkpoint.survivor import survivor
@@ -102,6 +105,21 @@ def test_resume_alone_begins_where_there_is_nothing_and_ends_where_all_is_done(t
     alone("--save", tmp_path, "--resume", "--num-epochs", 2)
     assert "No steps are left to do: all epochs are done." in capsys.readouterr().out
     assert [path.name for path in list_checkpoints(tmp_path)] == ["00001-step-2", "00002-step-4"]
+
+
+def test_images_that_were_left_out_are_named_again(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch):
+    bad, read = shuffle_indices(20, 0, 0)[0], SyntheticImages.part
+
+    def part(self: SyntheticImages, index: int, tile: Tile, draw: int | None = None) -> Tensor:
+        if index == bad:
+            raise ImageError("it is damaged")
+        return read(self, index, tile, draw)
+
+    monkeypatch.setattr(SyntheticImages, "part", part)
+    alone("--save", tmp_path, "--on-bad-image", "skip")
+    assert f"Left out from now on: random image {bad}: it is damaged" in capsys.readouterr().out
+    alone("--save", tmp_path, "--on-bad-image", "skip", "--resume", "--num-epochs", 2)
+    assert f"random image {bad}: left out before, as unreadable" in capsys.readouterr().out
 
 
 def test_other_images_cannot_go_on_in_the_middle(tmp_path: Path):

@@ -19,7 +19,7 @@ from engines.errors import ImageError, PlanError, ReleasedError
 from engines.graph.model_graph import TensorSpec
 from engines.images.dataset import SyntheticImages, shuffle_indices
 from engines.images.loader import LoadedBatch, LoaderOptions, RankLoader
-from engines.images.shard_reader import ShardReader
+from engines.images.shard_reader import Sampler, SamplerState, ShardReader
 from engines.spatial.tiles import Grid, Tile
 
 SIZE, COUNT = (8, 12), 4
@@ -273,6 +273,19 @@ def test_a_skipped_image_is_as_if_it_were_not_in_the_order(workers: int):
     assert run_ranks(4, work) == [(said, [] if rank == 2 else expected) for rank in range(4)]
 
 
+class Scanned(tuple):
+    """A tuple that is not searched from its beginning for each image."""
+
+    def __contains__(self, item: object) -> bool:
+        raise AssertionError("a search for every image takes as long as there are bad ones")
+
+
+def test_many_skipped_images_are_not_searched_one_by_one():
+    (step, place) = Sampler(9, 2).get_step(SamplerState(0, skipped=Scanned((3, 5))))
+    assert [index for index, _ in step] == [index for index in shuffle_indices(9, 0, 0) if index not in {3, 5}][:2]
+    assert place.step == 1
+
+
 def test_where_no_full_step_is_left_it_is_said():
     images = Numbered(8, bad=(0, 1, 2, 3, 4))
     with pytest.raises(ImageError, match=r"(?s)5 of 8 images cannot be read.*step of 4.*\nfolder/\d.png is damaged"):
@@ -357,6 +370,79 @@ def test_an_image_of_another_size_is_refused():
 
     with pytest.raises(ImageError, match=r"folder/3.png has 9 x 12 pixels, but the training was made for 8 x 12"):
         seen(alone(Large(4)))
+
+
+# ---- what a user's own images give, which would train on other numbers without an error
+
+
+class Own(Numbered):
+    """Images of a user; `given` are what its methods return for image 3."""
+
+    def __init__(self, **given: object) -> None:
+        super().__init__(4)
+        self.classes, self.given = 4, given
+
+    def shape(self, index: int) -> Any:
+        return self.given.get("shape", SIZE) if index == 3 else SIZE
+
+    def part(self, index: int, tile: Tile, draw: int | None = None) -> Any:
+        pixels = super().part(index, tile, draw)
+        return self.given.get("part", pixels) if index == 3 else pixels
+
+    def label(self, index: int) -> Any:
+        return self.given.get("label", index) if index == 3 else index
+
+    def mask(self, index: int, tile: Tile, draw: int | None = None) -> Any:
+        return self.given.get("mask", torch.zeros(tile.shape).long())
+
+
+def read_own(labels: str = "int64", pixels: bool = False, **given: object) -> list[Tensor]:
+    shape = (4, *SIZE) if pixels else (4,)
+    specs = {"images": TensorSpec((4, 3, *SIZE), "float32"), "labels": TensorSpec(shape, labels)}
+    reader = ShardReader(lambda inputs: {0: inputs}, Own(**given), specs)
+    return [reader.fetch(piece) for piece in reader.make_read_requests([(index, 0) for index in range(4)])]
+
+
+WHOLE = torch.zeros(3, *SIZE)
+UNFIT: dict[str, tuple[dict[str, Any], str]] = {
+    "bytes": ({"part": WHOLE.byte()}, "images are torch.uint8, .* a cast would not scale them"),
+    "other pixels than the tile's": (
+        {"part": torch.zeros(3, 9, 12)},
+        r"shape \(3, 9, 12\), but \(3, 8, 12\) is wanted",
+    ),
+    "no channels": ({"part": torch.zeros(SIZE)}, r"shape \(8, 12\), but \(3, 8, 12\) is wanted"),
+    "a class beyond": ({"label": 4}, "folder/3.png has the label 4, but its data set has 4 classes, 0 to 3"),
+    "a class below": ({"label": -1}, "folder/3.png has the label -1"),
+    "a share of a class": ({"label": 1.5}, "labels are torch.float32, but the training was made for int64"),
+    "two labels": ({"label": [0, 1]}, r"shape \(2,\), but \(\) is wanted: one number"),
+    "a pixel's class beyond": (
+        {"pixels": True, "mask": torch.full(SIZE, 4)},
+        "has the label 4, but its data set has 4",
+    ),
+    "another mask": ({"pixels": True, "mask": torch.zeros(9, 12).long()}, r"shape \(9, 12\), but \(8, 12\) is wanted"),
+}
+
+
+@pytest.mark.parametrize(("given", "said"), UNFIT.values(), ids=UNFIT)
+def test_what_is_no_image_or_label_is_refused_by_name(given: dict[str, Any], said: str):
+    with pytest.raises(ImageError, match=said):
+        read_own(**given)
+
+
+def test_what_means_the_same_is_taken():
+    for given in ({"shape": list(SIZE)}, {"part": WHOLE.numpy()}, {"label": torch.tensor(3, dtype=torch.uint8)}):
+        *_, label = read_own(**given)
+        assert (label.item(), label.dtype) == (3, torch.int64)
+    *_, amount = read_own("float32", label=17.5)
+    assert amount.item() == 17.5
+
+
+def test_a_class_that_the_type_of_the_labels_cannot_hold_is_refused():
+    images, specs = Numbered(301), {"images": TensorSpec((1, 3, *SIZE), "float32"), "labels": TensorSpec((1,), "uint8")}
+    reader = ShardReader(lambda inputs: {0: inputs}, images, specs)
+    (_, wanted) = reader.make_read_requests([(300, 0)])
+    with pytest.raises(ImageError, match=r"folder/300.png has the label 300, which .*uint8, cannot hold"):
+        reader.fetch(wanted)
 
 
 # ---- said before anything starts

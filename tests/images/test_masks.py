@@ -51,8 +51,11 @@ def test_a_jpeg_needs_a_threshold(mode: str, tmp_path: Path):
     path = saved(tmp_path / "mask.jpg", discs, mode)
     read = MaskFile(path, 2, threshold=127).read(Tile.whole(64, 64))
     assert np.array_equal(read, discs == 255)
-    with pytest.raises(ImageError, match=r"mask\.jpg holds \d+ at row \d+, column \d+, which is no class: there are 2"):
-        MaskFile(path, 2).read(Tile.whole(64, 64))
+    tifffile.imwrite(tmp_path / "mask.tif", discs, compression="jpeg", tile=(64, 64))
+    for mask in (path, tmp_path / "mask.tif"):
+        for threshold, ignore in ((None, None), (127, 255)):
+            with pytest.raises(ImageError, match=r"mask\.(jpg|tif) is compressed as JPEG .*give threshold=127 and no"):
+                MaskFile(mask, 256, threshold, ignore)
 
 
 def with_one(value: float, kind: type[np.generic]) -> NDArray[np.generic]:

@@ -199,7 +199,7 @@ def test_what_does_not_fit_is_said_before_any_image_is_read(text: str, said: str
     (folder / "bad.npy").write_text("no array")
     Image.fromarray(PIXELS[:23, :, 0]).save(folder / "small.png")
     with pytest.raises(ImageError, match=said) as caught:
-        table_images(table(folder, text), SIZE, classes=2)
+        table_images(table(folder, text), SIZE, classes=2 if "mask" in text else None)
     assert "table.csv, line 2" in str(caught.value)
 
 
@@ -234,6 +234,51 @@ def test_a_class_beside_masks_must_be_one_of_theirs(folder: Path):
     path = table(folder, "path,label,mask\nimages/a.png,0,masks/a.png\nimages/b.png,5,\n")
     with pytest.raises(ImageError, match="line 3: it has no mask, and its class 5 is none of the 2 of the masks"):
         table_images(path, SIZE, classes=2)
+
+
+IDLE: dict[str, tuple[dict[str, object], str]] = {
+    "no classes": ({"classes": 0}, "classes=0 must be a whole number from 1 on"),
+    "classes below zero": ({"classes": -1}, "classes=-1 must be"),
+    "half a class": ({"classes": 2.5}, r"classes=2\.5 must be"),
+    "a threshold of text": ({"threshold": "127"}, "threshold='127' must be a number from 0 on"),
+    "a threshold that is switched on": ({"threshold": True}, "threshold=True must be"),
+    "no threshold": ({"threshold": float("nan")}, "threshold=nan must be"),
+    "numbers as names": ({"classes": 2, "names": range(3)}, r"names=range\(0, 3\) must be the names of the classes"),
+    "a text as names": ({"classes": 2, "names": "ill"}, "names='ill' must be the names of the classes"),
+}
+
+
+@pytest.mark.parametrize(("options", "said"), IDLE.values(), ids=IDLE)
+def test_options_of_masks_are_checked_before_a_mask_is_read(options: dict[str, object], said: str, folder: Path):
+    path = table(folder, "path,mask\nimages/a.png,masks/a.png\n")
+    with pytest.raises(ImageError, match=said):
+        table_images(path, SIZE, **options)
+
+
+@pytest.mark.parametrize("options", [{"classes": 2}, {"threshold": 127}, {"ignore": 0}], ids=str)
+def test_options_of_masks_need_masks(options: dict[str, int], folder: Path):
+    path = table(folder, "path,label\nimages/a.png,0\n")
+    with pytest.raises(
+        ImageError, match=rf"table\.csv has no masks, without which {next(iter(options))} would have no"
+    ):
+        table_images(path, SIZE, **options)
+    assert len(table_images(path, SIZE, ignore=())) == 1
+
+
+def test_a_threshold_above_every_number_is_refused(folder: Path):
+    path = table(folder, "path,mask\nimages/a.png,masks/a.png\nimages/b.png,wide.npy\n")
+    np.save(folder / "wide.npy", PIXELS[..., 0].astype(np.uint16) * 4)
+    images = table_images(path, None, threshold=300)
+    assert images.mask(1, Tile.whole(24, 20)).unique().tolist() == [0, 1]
+    with pytest.raises(ImageError, match=r"masks/a\.png holds numbers up to 255, none of which is above threshold=300"):
+        images.mask(0, Tile.whole(24, 20))
+
+
+def test_a_name_that_is_no_text_leaves_no_half_of_a_table(tmp_path: Path):
+    rows = [(tmp_path / "a.png", "x"), (tmp_path / "\udce9.png", "y")]
+    with pytest.raises(ImageError, match=r"t\.csv cannot be written as UTF-8 text: .*udce9\.png.* is none\. Rename"):
+        write_table(tmp_path / "t.csv", rows)
+    assert not (tmp_path / "t.csv").exists()
 
 
 @pytest.mark.parametrize(

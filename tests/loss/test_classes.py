@@ -10,13 +10,13 @@ from torch import nn
 from engines.errors import ImageError
 from engines.graph.labels import LabelSpec, find_label_specs, has_accuracy
 from engines.graph.model_graph import TensorSpec
-from engines.images.dataset import SyntheticImages
+from engines.images.dataset import Subset, SyntheticImages, check_classes
+from engines.images.examples import ExampleImages
 from engines.images.shard_reader import ShardReader
 from engines.plan import Plan
 from engines.train.recipe import prepare
 from engines.train.verify import make_batches
 from mpi4dl_nb import Cluster, Training
-from mpi4dl_nb.training.loops import check_classes
 from tests.loss.losses import SIZE, Loss
 
 PLAN = Plan(split_size=1, num_spatial_parts=4)
@@ -128,6 +128,17 @@ def test_images_with_more_classes_are_refused_only_by_a_loss_of_classes(name: st
             check_classes(FiveClasses(), graph)
     else:
         check_classes(FiveClasses(), graph)
+
+
+def test_classes_of_images_and_of_masks_are_compared_each_with_its_loss():
+    """Of three classes of images beside masks of two, a classifier of two would train on an index out of range."""
+    images = ExampleImages([], ["a", "b", "c"], SIZE, mask_classes=2)
+    of_pixels = prepare(segmenter(2), PLAN, (2, 3, *SIZE), nn.CrossEntropyLoss()).graph
+    of_images = nn.Sequential(segmenter(2), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    for found in (images, Subset(images, ())):
+        check_classes(found, of_pixels)
+        with pytest.raises(ImageError, match="have 3 classes, but the loss takes numbers of 2"):
+            check_classes(found, prepare(of_images, PLAN, (2, 3, *SIZE), nn.CrossEntropyLoss()).graph)
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (2, 3, *SIZE)], ids=["of images", "of pixels"])
