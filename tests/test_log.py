@@ -73,7 +73,18 @@ def test_an_ending_that_says_nothing(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("name", "text"), [("a.json", "{"), ("a.jsonl", "[1]\n"), ("a.json", "3"), ("a.csv", "a\nb\n")]
+    ("name", "text"),
+    [
+        ("a.json", "{"),
+        ("a.json", "{}"),
+        ("a.json", "3"),
+        ("a.json", '[{"image": "a.png", "label": "cat"}]'),
+        ("a.json", '[{"epoch": 1, "label": "cat"}]'),
+        ("a.jsonl", "[1]\n"),
+        ("a.csv", "a\nb\n"),
+        ("a.csv", "epoch,loss\n"),
+        ("a.csv", "width,height\n3,4\n"),
+    ],
 )
 def test_another_file_is_not_written_over(name: str, text: str, tmp_path: Path):
     path = tmp_path / name
@@ -81,6 +92,14 @@ def test_another_file_is_not_written_over(name: str, text: str, tmp_path: Path):
     with pytest.raises(PlanError, match=f"{name} is there already, and is no log of a training"):
         EpochLog(path)
     assert path.read_text() == text
+
+
+@pytest.mark.parametrize("ending", [".json", ".jsonl"])
+def test_a_loss_that_is_no_number_is_null_in_json(ending: str, tmp_path: Path):
+    path = tmp_path / f"log{ending}"
+    with EpochLog(path) as log:
+        log.add({"epoch": 0, "held_out_loss": float("nan"), "loss": float("inf")})
+    assert read(path) == [{"epoch": 0, "held_out_loss": None, "loss": None}]
 
 
 def test_scalars_go_to_tensorboard_where_it_is_installed(tmp_path: Path, monkeypatch):

@@ -1,14 +1,16 @@
 """Write a prediction as a tiled, pyramidal TIFF in bounded memory; the file appears completely or not at all.
 
 A TIFF needs its tiles in order. So tiles are kept uncompressed in a scratch file in the same folder until all have
-arrived. The scratch file has no name, so that it vanishes whatever happens, and its space is reserved before the first
-tile is computed.
+arrived. The scratch file has no name, so that it vanishes whatever happens. Its space is reserved, and that of the TIFF
+is looked for, before the first tile is computed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from itertools import product
@@ -68,7 +70,8 @@ class PyramidSink:
     """Sink that collects tiles of an image of `shape` and writes them as the TIFF file at `path`.
 
     `microns_per_px` is written if known. With `mixes`, pixels of coarser levels are means of 2 x 2 pixels; otherwise,
-    for class numbers, one of the four. Raises OSError if space is lacking or the folder is not writable.
+    for class numbers, one of the four. Raises OSError if space is lacking, the folder is not there or not writable, or
+    the name is not that of a TIFF.
     """
 
     def __init__(
@@ -78,7 +81,19 @@ class PyramidSink:
         self.mixes = mixes
         if path.is_dir():
             raise IsADirectoryError(f"{path} is a folder. Give the path of a file.")
+        if path.suffix.lower() not in (".tif", ".tiff"):
+            raise OSError(f"{path} ends in {path.suffix!r}, but a prediction is written as TIFF: end it in .tif.")
+        if not path.parent.is_dir():
+            raise NotADirectoryError(f"{path}: {path.parent} is no folder. Make it, or write to another.")
         self.raw = _ScratchArray(path.parent, shape, dtype)
+        # The fullest moment of `_write_file`: the finest level as a page, and the next one's scratch file beside it.
+        needed, free = 5 * math.prod(shape) * dtype.itemsize // 4, shutil.disk_usage(path.parent).free
+        if free < needed:
+            self.close()
+            raise OSError(
+                f"{path.parent} has {format_bytes(free)} left beside the pixels of {shape[0]} x {shape[1]} px, but "
+                f"their levels may take {format_bytes(needed)} more. Free some, or write to another folder."
+            )
 
     def put(self, tile: Tile, pixels: NDArray[Any]) -> None:
         """Write a tile into the scratch file."""

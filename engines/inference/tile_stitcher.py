@@ -107,7 +107,8 @@ def convert_pixel_scores(scores: Tensor, kind: str) -> NDArray[Any]:
 
 
 def convert_image_scores(scores: Tensor, kind: str) -> Any:
-    """Convert the (K,) scores of one image to its class, or to the probabilities or scores of all classes."""
+    """Convert the (K,) scores of one image, or its one score (), to its class, or the probabilities or scores."""
+    scores = scores if scores.dim() else scores[None]
     if kind == "classes":
         return int(scores > 0) if scores.shape[0] == 1 else int(scores.argmax(0))
     return compute_probabilities(scores[None])[0] if kind == "probabilities" else scores

@@ -31,7 +31,7 @@ from engines.comm.device import (
     use_threads,
 )
 from engines.comm.world import World, run_on_all
-from engines.errors import PlanError
+from engines.errors import PlanError, TraceError
 from engines.formatting import FactTable, format_bytes, format_number, format_seconds
 from engines.inference.rank_predictor import PaddedRegion, find_state
 from engines.inference.tile_passes import TilePass, TilePasses, choose_grid, iterate_passes
@@ -132,6 +132,11 @@ class TiledPredictor:
                 raise PlanError(
                     f"The model answers once for the whole image, with {spec.shape}, which is returned and not written "
                     "to a file. Leave the file out (to=, or --to)."
+                )
+            elif spec.shape[:1] != (1,) or (ask.kind == "classes" and math.prod(spec.shape[2:]) != 1):
+                raise TraceError(
+                    f"The model answers once for the whole image, with {spec.shape}, but {ask.kind} are those of one "
+                    "image: (1, K) or (1, K, 1, 1), a score for each class. Let the model answer so."
                 )
         except BaseException:
             self.close()

@@ -16,6 +16,7 @@ from engines.comm.all_reduce import AllReduceRequest, all_reduce
 from engines.comm.nccl import NcclAllReduce
 from engines.comm.streams import DeviceEvent, copy_to_device, record_event, use_send_stream
 from engines.comm.world import World
+from engines.errors import PlanError
 from engines.program.instructions import ReduceBatchStats, SumGradients, Update
 from engines.program.message_buffers import choose_message_device, make_message_allocator
 from engines.program.micro_batch import MicroBatchState
@@ -105,6 +106,15 @@ class OptimiserStep:
         self.scheduler = rules.scheduler(optimiser) if rules.scheduler and optimiser else None
         self.scaled = rules.loss_scale is not None
         self.scale, self.good_steps = rules.loss_scale or 1.0, 0
+        self._end = ""  # why the scheduler has no learning rate for another update
+
+    def check_schedule(self) -> None:
+        """Raise PlanError if the scheduler has come to its end."""
+        if self._end:
+            raise PlanError(
+                f"The scheduler {type(self.scheduler).__name__} has no learning rate for another update: {self._end}. "
+                "Train fewer steps, or make the Training with a scheduler of more steps."
+            )
 
     def compute_gradient_stats(self, counted: Iterable[str]) -> Tensor:
         """Return (2,) float64, to be summed over ranks that each count different weights.
@@ -140,9 +150,14 @@ class OptimiserStep:
         for weight in (weight for group in groups for weight in group["params"]):
             if weight.grad is not None:
                 weight.grad.mul_(factor)
-        for moved in (self.optimiser, self.scheduler):
-            if moved is not None:
-                moved.step()
+        if self.optimiser is not None:
+            self.optimiser.step()
+        if self.scheduler is not None:
+            try:
+                self.scheduler.step()
+            # The weights have changed, so that this step counts: the next one is refused before it changes anything.
+            except ValueError as error:
+                self._end = str(error)
         self.good_steps += 1
         if self.scaled and self.good_steps == GOOD_STEPS:
             self.scale, self.good_steps = self.scale * GROWTH, 0

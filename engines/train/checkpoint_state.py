@@ -52,6 +52,13 @@ def encode_value(value: Any, where: str) -> Any:
                 return {key: encode_value(item, where) for key, item in value.items()}
             pairs = [[encode_value(key, where), encode_value(item, where)] for key, item in value.items()]
             return {_KIND: "Counter" if isinstance(value, Counter) else "dict", "value": pairs}
+        case Tensor():
+            kind = "complex numbers" if value.is_complex() else "elements"
+            raise CheckpointError(
+                f"{where} keeps a tensor of {value.numel():,} {kind} in a list, a dict or an option. A checkpoint has "
+                f"tensors there of at most {_MOST:,} real elements, and others only where a key of a weight's state is "
+                "theirs alone. Use one of torch.optim's own, or give each tensor such a key."
+            )
     raise CheckpointError(
         f"{where} keeps a {type(value).__name__}, which a checkpoint does not hold: it has numbers, texts, lists and "
         "tensors only. Use one of torch.optim's own, or leave that out of its state_dict()."
@@ -262,15 +269,7 @@ def check_optimiser_step(optimiser: torch.optim.Optimizer, made: Mapping[str, An
     `load_state_dict` would accept the state but every step would fail.
     """
     weights = [weight for group in optimiser.param_groups for weight in group["params"]]
-    kept = {index: (weights[index], names[id(weights[index])], held) for index, held in made["state"].items()}
-    for weight, name, held in kept.values():
-        # Optimisers' largest states have the weight's size, or are square matrices over one of its sides (Shampoo).
-        most = max(weight.numel(), *(side**2 for side in weight.shape), 1)
-        for key, value in held.items():
-            if isinstance(value, Tensor) and value.numel() > most:
-                raise ValueError(
-                    f"{name}/{key} has the shape {tuple(value.shape)}, and its weight {tuple(weight.shape)}"
-                )
+    kept = {index: (names[id(weights[index])], held) for index, held in made["state"].items()}
     # Each trial uses its own copy, because a step changes the optimiser's state and its options. Many third-party
     # optimisers read values, which fails without memory.
     if _find_failure(_copy_to_meta(optimiser).step):
@@ -279,14 +278,16 @@ def check_optimiser_step(optimiser: torch.optim.Optimizer, made: Mapping[str, An
     if error := _find_failure(after.step):
         raise ValueError(f"{kind} with these options cannot step: {type(error).__name__}: {error}") from error
     usual = dict(enumerate(after.state.get(weight, {}) for group in after.param_groups for weight in group["params"]))
-    is_own = type(optimiser).__module__.startswith("torch.optim")
-    for index, (_, name, held) in kept.items():
+    # Hooks of a step may keep state of their own, and the copies have none.
+    hooked = optimiser._optimizer_step_pre_hooks or optimiser._optimizer_step_post_hooks
+    is_own = type(optimiser).__module__.startswith("torch.optim") and not hooked
+    for index, (name, held) in kept.items():
         _check_weight_values(held, usual[index], name, is_own)
     # The state is put in place by hand: `load_state_dict` would move it to the device of the weights, which is "meta",
     # and a step could not read its own count then.
     again = _copy_to_meta(optimiser, made)
     moved = [weight for group in again.param_groups for weight in group["params"]]
-    for index, (_, _, held) in kept.items():
+    for index, (_, held) in kept.items():
         again.state[moved[index]] = {key: _convert_like(value, usual[index].get(key)) for key, value in held.items()}
     if error := _find_failure(again.step):
         raise ValueError(f"{kind} from this state cannot step: {type(error).__name__}: {error}") from error
@@ -369,7 +370,7 @@ def _convert_like(value: Any, usual: Any) -> Any:
 
 
 def _check_weight_values(held: Mapping[str, Any], usual: Mapping[str, Any], name: str, is_own: bool) -> None:
-    """Check the state of one weight. A third-party optimiser may create some of it in a later step only."""
+    """Check the state of one weight. A third-party optimiser, or a hook, may create some of it in a later step only."""
     for key, value in held.items():
         where = f"{name}/{key}"
         if key in usual:

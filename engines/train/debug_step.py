@@ -171,8 +171,7 @@ class RankStepper:
         # Pixels are means of squares. Without pixels, each row is an image of its own.
         blocks = block_px if look.plane.axes else max(1, math.ceil(plane.shape[0] / look.bound_px)), block_px
         if block_px > 1 and plane.numel():
-            size = [math.ceil(side / block) for side, block in zip(plane.shape, blocks, strict=True)]
-            plane = functional.adaptive_avg_pool2d(plane[None], size)[0]
+            plane = functional.avg_pool2d(plane[None], blocks, ceil_mode=True)[0]
         return ViewResult(plane.clone(), blocks, tuple(found.shape), planes.shape[1]), effects
 
     def drop(self) -> None:

@@ -118,19 +118,13 @@ class HeldOutSet:
     def forward(self) -> Recipe:
         """The recipe to predict under the plan, without weights: the ranks have them.
 
-        Raises TraceError or PlanError, and ImageError if copies of an image that fill the last step would change its
-        results.
+        Raises TraceError or PlanError, and ImageError if the results would depend on how images fall into steps.
         """
         plan, images = self.recipe.plan, self.recipe.graph.inputs["images"]
         shape = (images.shape[0] * plan.parts, *images.shape[1:])
         # The state stays empty: ranks predict with the weights that they train, without copies.
         made = replace(prepare_prediction(self.model, plan, shape, self.recipe.device), state={})
-        step = made.step_specs["images"].shape[0]
-        if is_batch_dependent(made.graph) and len(self.images) % step:
-            raise ImageError(
-                f"The model has a batch norm without running statistics, which normalises an image by those beside it. "
-                f"{len(self.images)} held-out images are no multiple of a step's {step}. Give a multiple of {step}."
-            )
+        _check_exact(made, len(self.images))
         return made
 
     @cached_property
@@ -229,6 +223,8 @@ class HeldOutSet:
         waiting = list(range(len(self.images)))
         while waiting:
             members = waiting[:size]
+            if len(members) < size:  # bad images may have left fewer than were counted before the first step
+                _check_exact(self.forward, len(self.images) - len(bad))
             found, answers = ask([*members, *members[-1:] * (size - len(members))])
             if found and self.on_bad_image == "raise":
                 raise ImageError(next(iter(found.values())))
@@ -237,6 +233,31 @@ class HeldOutSet:
             waiting = [number for number in waiting if number not in found] if found else waiting[size:]
             if not found:
                 yield len(members), answers
+
+
+def is_exact(recipe: Recipe, images: int, at_once: bool = False) -> bool:
+    """Return whether ranks predict `images` images as one process does, step by step or (`at_once`) in one batch.
+
+    A batch norm without running statistics normalises an image by those beside it. So copies that fill a step would
+    change its results, and so would the cut into micro-batches.
+    """
+    step = recipe.step_specs["images"].shape[0]
+    fits = images == step if at_once else images % step == 0
+    return not is_batch_dependent(recipe.graph) or (fits and recipe.plan.micro_batches == 1)
+
+
+def _check_exact(recipe: Recipe, images: int) -> None:
+    """Raise ImageError if the scores of `images` held-out images would not be those of one process."""
+    if is_exact(recipe, images):
+        return
+    step, parts = recipe.step_specs["images"].shape[0], recipe.plan.micro_batches
+    wrong = f"{images} held-out images are no multiple of a step's {step}. Give a multiple of {step}"
+    if parts > 1:
+        wrong = f"A step is computed in {parts} micro-batches. Use a plan with one (parts=1)"
+    raise ImageError(
+        "The model has a batch norm without running statistics, which normalises an image by those beside it. "
+        f"{wrong}, or leave held_out away."
+    )
 
 
 def _choose_loss_type(prediction: torch.dtype) -> torch.dtype:

@@ -238,12 +238,13 @@ def check_on_ranks(
 def count_states(function: Optimiser, specs: Sequence[ParameterSpec]) -> int:
     """Return how many numbers the optimiser keeps per weight element after a step, rounded: momentum 1, Adam 2.
 
-    They are counted on weights of the model's shapes, of about four million elements together. Raises PlanError if the
-    optimiser cannot be made or cannot step.
+    They are counted on weights of the model's shapes, of about four million elements together, or on the smallest if
+    all are larger. Raises PlanError if the optimiser cannot be made or cannot step.
     """
     frozen, weights, left = find_frozen(function, specs), {}, _COUNTED
-    for spec in sorted(specs, key=_count_elements, reverse=True):
-        if spec.requires_grad and spec.key not in frozen and _count_elements(spec) <= left:
+    trained = [spec for spec in specs if spec.requires_grad and spec.key not in frozen]
+    for number, spec in enumerate(sorted(trained, key=_count_elements, reverse=True), 1):
+        if _count_elements(spec) <= left or (not weights and number == len(trained)):
             weights[spec.key] = nn.Parameter(_make_random(spec, 0, 1.0))
             weights[spec.key].grad, left = torch.ones(spec.shape, dtype=spec.dtype), left - _count_elements(spec)
     if not weights:

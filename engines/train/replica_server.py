@@ -61,7 +61,8 @@ class ParameterStore:
             optimiser.register_step_post_hook(restore_rates)
 
     def apply(self, gradients: Mapping[str, Tensor], staleness: int) -> None:
-        """Run one update with `gradients`, by the graph's names."""
+        """Run one update with `gradients`, by the graph's names. Raises PlanError if the scheduler is at its end."""
+        self.descent.check_schedule()
         for name, gradient in gradients.items():
             self.weights[name].grad = gradient
         self.divisor = max(1, staleness)

@@ -204,7 +204,11 @@ class RankTraining:
         return self.worker.steps - 1
 
     def start(self, inputs: Inputs, images: int | None = None) -> None:
-        """Go to the start of a step of `images` images (None: a full step), and discard the gradients. Collective."""
+        """Go to the start of a step of `images` images (None: a full step), and discard the gradients. Collective.
+
+        Raises PlanError, before anything changes, if the scheduler has come to its end.
+        """
+        self.worker.optimiser_step.check_schedule()
         # Before `use_size`, which may replace the worker that still holds the last step's loss.
         if self.worker.done and (loss := self.worker.loss) is not None:
             self.recent.append(loss)

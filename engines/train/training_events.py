@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import os
 import statistics
 import warnings
@@ -317,14 +318,31 @@ def _parse_csv(text: str) -> list[Record]:
     return [{name: parse_number(word) for name, word in row.items()} for row in csv.DictReader(io.StringIO(text))]
 
 
+def _to_json(record: Record) -> Record:
+    """Replace numbers that are not finite by None: JSON has none of them."""
+    return {name: value if value is None or math.isfinite(value) else None for name, value in record.items()}
+
+
+def _check_records(records: Sequence[Record]) -> None:
+    """Raise ValueError if these are not the records of a log: any other file would be written over."""
+    if not records:
+        raise ValueError("it has no record")
+    for record in records:
+        if record.get("epoch") is None:
+            raise ValueError("a record has no epoch")
+        for name, value in record.items():
+            if value is not None and type(value) not in (int, float):
+                raise ValueError(f"{name} is no number, but {str(value)[:20]!r}")
+
+
 _FORMS: dict[str, tuple[Callable[[Iterable[Record]], str], Callable[[str], list[Record]]]] = {
     ".csv": (_format_csv, _parse_csv),
     ".json": (
-        lambda records: json.dumps(list(records), indent=1) + "\n",
+        lambda records: json.dumps(list(map(_to_json, records)), indent=1) + "\n",
         lambda text: [dict(record) for record in json.loads(text)],
     ),
     ".jsonl": (
-        lambda records: "".join(json.dumps(record) + "\n" for record in records),
+        lambda records: "".join(json.dumps(_to_json(record)) + "\n" for record in records),
         lambda text: [dict(json.loads(line)) for line in text.splitlines()],
     ),
 }
@@ -346,6 +364,8 @@ class EpochLog:
         try:
             text = read_bounded(self.path).decode() if self.path.exists() else ""
             self.records = read(text) if text.strip() else []
+            if text.strip():
+                _check_records(self.records)
             self._save()
         except OSError as error:
             raise PlanError(

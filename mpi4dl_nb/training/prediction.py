@@ -16,7 +16,6 @@ from tqdm.auto import tqdm
 
 from engines.errors import ImageError, Mpi4dlError, PlanError, RankError, make_absolute
 from engines.formatting import describe_unknown, format_bytes
-from engines.graph.model_graph import is_batch_dependent
 from engines.images.dataset import LabelledImages, cast_numbers, check_classes
 from engines.images.picture import Source, open_image
 from engines.inference.pyramid_sink import make_pyramid
@@ -30,7 +29,7 @@ from engines.inference.tile_stitcher import KINDS, ArraySink, get_output_channel
 from engines.inference.tiled_predictor import PredictionRequest, TiledPrediction
 from engines.program.compile import compile_plan
 from engines.train import rank_functions
-from engines.train.evaluation import HeldOutSet, PredictedBatch
+from engines.train.evaluation import HeldOutSet, PredictedBatch, is_exact
 from engines.train.training import cut_inputs
 from engines.train.training_events import Scores
 from mpi4dl_nb.training.training_handle import TrainingHandle
@@ -94,7 +93,7 @@ def predict_batch(training: TrainingHandle, images: Any) -> Tensor:
     images = cast_numbers("images", images, recipe.step_specs["images"])
     programs = compile_plan(recipe.graph, training.plan)
     count = shape[0] * training.plan.batches
-    if is_batch_dependent(recipe.graph) and (len(images) != count or training.plan.micro_batches > 1):
+    if not is_exact(recipe, len(images), at_once=True):
         raise ImageError(
             "The model has a batch norm without running statistics, which normalises an image by those beside it: a "
             f"prediction of {len(images)} images is exact only in one micro-batch, of {count} images here "

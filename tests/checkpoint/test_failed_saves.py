@@ -142,6 +142,8 @@ def test_ranks_that_were_stopped_in_an_update(recipe: Recipe, tmp_path: Path):
 def test_what_no_checkpoint_holds():
     with pytest.raises(CheckpointError, match="SGD keeps a object, which a checkpoint does not hold"):
         encode_value({"x": object()}, "SGD")
+    with pytest.raises(CheckpointError, match="SOAP keeps a tensor of 1,025 elements in a list"):
+        encode_value({"Q": [torch.zeros(1025)]}, "SOAP")
     assert decode_value(encode_value({1: (float("inf"), torch.tensor([1.5, float("nan")]))}, ""))[1][0] == float("inf")
 
 

@@ -140,6 +140,14 @@ def test_large_pictures_are_sent_as_means(stepping):
         assert max(small.seen.pixels.shape) <= 8
         assert max(small.seen.block_px) > 1
         assert float(small.seen.pixels.mean()) == pytest.approx(float(full.seen.pixels.mean()), rel=0.2)
+    for small, full in (
+        (small.seen, full.seen)
+        for bound_px in (3, 5)
+        for small, full in zip(stepping.view(bound_px=bound_px).groups[0].panels, whole.groups[0].panels, strict=True)
+    ):
+        (rows, cols), (height, width) = small.block_px, full.pixels.shape
+        last = full.pixels[(height - 1) // rows * rows :, (width - 1) // cols * cols :]
+        assert float(small.pixels[-1, -1]) == pytest.approx(float(last.mean()), rel=1e-9)
     assert "means of" in show_step(stepping).alt or whole.groups[0].panels[0].seen.block_px == (1, 1)
 
 

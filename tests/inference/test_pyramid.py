@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -82,6 +83,21 @@ def test_no_half_file(tmp_path: Path, monkeypatch):
         written(path, pixels * 2)
     assert list(tmp_path.iterdir()) == [path]
     assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("nowhere/out.tif", "nowhere is no folder. Make it"), ("out.png", "out.png ends in '.png'")]
+)
+def test_a_path_that_cannot_be_written_is_named(name: str, message: str, tmp_path: Path):
+    with pytest.raises(OSError, match=message):
+        PyramidSink(tmp_path / name, (100, 100, 1), np.dtype(np.uint8))
+
+
+def test_room_for_the_levels_is_looked_for_at_the_start(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=12_000))
+    with pytest.raises(OSError, match=r"has 11\.7 KB left beside the pixels of 100 x 100 px.* may take 12\.2 KB more"):
+        PyramidSink(tmp_path / "out.tif", (100, 100, 1), np.dtype(np.uint8))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_nothing_is_left_of_what_is_given_up(tmp_path: Path):

@@ -269,6 +269,29 @@ def test_a_picture_that_cannot_be_read_everywhere(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
+class Reshaped(nn.Module):
+    """Answers once for the image, in some shape."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.conv, self.shape = nn.Conv2d(3, 6, 1), shape
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = self.conv(x).mean((2, 3))
+        return scores.reshape(self.shape) if self.shape else scores.mean(1)
+
+
+@pytest.mark.parametrize("shape", [(6,), (1, 2, 3)])
+def test_an_answer_of_no_classes_is_refused_before_anything_is_computed(shape: tuple[int, ...]):
+    with pytest.raises(TraceError, match=r"answers once for the whole image, with \((6,|1, 2, 3)\)"):
+        swept(Reshaped(*shape), 1, PART, "classes")
+
+
+def test_one_score_of_one_image():
+    assert swept(Reshaped(), 2, PART, "classes").answer in (0, 1)
+    assert swept(Reshaped(1, 2, 3), 1, PART, "scores").answer.shape == (2, 3)
+
+
 class Full(ArraySink):
     """A disk that fills up."""
 

@@ -391,6 +391,11 @@ def test_images_that_are_normed_by_their_neighbours_are_not_predicted_beside_cop
     with pytest.raises(ImageError, match="5 held-out images are no multiple of a step's 4"):
         found.fit(loader(N), progress=False, held_out=SyntheticImages(N + 1, SIZE, CLASSES))
     assert found.fit(loader(N), progress=False, held_out=SyntheticImages(N, SIZE, CLASSES)).epochs[0].held_out
+    with pytest.raises(ImageError, match="3 held-out images are no multiple of a step's 4"):
+        found.fit(loader(N), progress=False, held_out=Bad(N, [1]), on_bad_image="skip")
+    cut = training(FLOAT64(split_size=1, spatial_size=0, parts=2), cluster, model)
+    with pytest.raises(ImageError, match="A step is computed in 2 micro-batches"):
+        cut.fit(loader(N), progress=False, held_out=SyntheticImages(N, SIZE, CLASSES))
 
 
 def test_the_timeline_of_a_smaller_step_is_that_of_its_own_programs():

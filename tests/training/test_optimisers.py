@@ -277,6 +277,12 @@ def test_states_are_counted_on_the_models_shapes(optimiser: Callable[..., Any], 
     assert count_states(optimiser, collect_parameter_specs(net(), None, torch.float32)) == states
 
 
+def test_states_are_counted_on_a_large_weight_if_all_are_large(monkeypatch):
+    monkeypatch.setattr("engines.train.optimiser_trial._COUNTED", 3)
+    specs = collect_parameter_specs(nn.Linear(2, 2, bias=False), None, torch.float32)
+    assert count_states(torch.optim.Adam, specs) == 2
+
+
 # ---- refused before a rank starts
 
 

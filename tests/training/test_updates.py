@@ -96,6 +96,22 @@ def compare_rates(recipe: Recipe) -> bool:
     return before != after
 
 
+def test_a_scheduler_at_its_end_refuses_the_next_step():
+    """The step after which it fails has changed the weights, and counts."""
+    recipe = recipe_of(scheduler=partial(lr_scheduler.OneCycleLR, max_lr=0.05, total_steps=2))
+    (batch,) = make_batches(recipe, seed=0, steps=1)
+
+    def train(world: LoopbackWorld) -> None:
+        training = RankTraining(world, recipe)
+        for _ in range(3):
+            training.step(training.cut(batch))
+        with pytest.raises(PlanError, match="OneCycleLR has no learning rate for another update: Tried to step 3"):
+            training.step(training.cut(batch))
+        assert (training.updates, training.worker.done) == (3, True)
+
+    run_ranks(recipe.plan.ranks, train)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("clip_norm", [1e-3, 0.5, 1e6], ids=["far below", "below", "never reached"])
 @pytest.mark.parametrize(
