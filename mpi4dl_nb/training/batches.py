@@ -85,8 +85,8 @@ def cast_numbers(name: str, tensor: Tensor, spec: TensorSpec) -> Tensor:
     if name == "images" and spec.is_floating and not (tensor.is_floating_point() or tensor.is_complex()):
         raise ImageError(
             f"images are {tensor.dtype}, but the training computes in {spec.dtype}, and a cast would not scale "
-            "them. Give images.float() / 255, as images of files are given, or images.float() for the numbers as "
-            "they are."
+            "them. Give (images.float() / 255 - 0.5) / 0.5, as ranks scale images of files, or images.float() for the "
+            "numbers as they are."
         )
     return tensor.detach().to(getattr(torch, spec.dtype))
 
