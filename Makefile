@@ -1,20 +1,20 @@
 # make setup       install everything into .venv (every other target but gpu-check does it first)
-# make demo        a training on several ranks, in a terminal
-# make lab         the tutorials in JupyterLab
-# make test        lint, formatting, types, tests without their longest cases, two of the tutorials
-# make test-all    all cases of all tests, all tutorials, also in a page, and ten faults drawn at random
-# make chaos       faults befall trainings on five ranks: SEED=0 COUNT=100; after each the same five questions
-# make notebooks   runs all tutorials from top to bottom, those with widgets in a page of Chromium, too
-# make wheel       builds wheel and sdist, installs the wheel into an empty environment and tries it
-# make bench       measures everything and writes BENCHMARKS.md: fifteen minutes in which nothing else may run
-# make gpu-check   what a machine with a GPU has to show, with that machine's own Python
+# make demo        train on several ranks, in a terminal
+# make lab         open the tutorials in JupyterLab
+# make test        check lint, formatting and types; run the tests without their longest cases, and two tutorials
+# make test-all    run all cases of all tests, all tutorials, also in a page, and ten random faults
+# make chaos       inject random faults into trainings on five ranks (SEED=0 COUNT=100); check five properties after each
+# make notebooks   run all tutorials from top to bottom, those with widgets also in a page of Chromium
+# make wheel       build wheel and sdist, install the wheel into an empty environment and run `verify` there
+# make bench       run all benchmarks and write BENCHMARKS.md: fifteen minutes in which nothing else may run
+# make gpu-check   check correctness, speed and memory on a GPU, with that machine's own Python
 # make clean       remove what was installed and built
 
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-# The rooms whose files import the standard library and numpy only: checked strictly, their examples run.
+# Files that import only the standard library and numpy: mypy --strict and doctests run on them.
 PURE := engines/train/checkpoint_folder.py engines/errors.py engines/formatting.py engines/comm/supervisor.py engines/cli/plan_options.py engines/plan.py \
 	engines/spatial/layout.py engines/graph/model_graph.py engines/comm/output.py engines/images/regular_file.py engines/comm/start.py \
 	engines/spatial/tiles.py engines/spatial/windows.py engines/program/schedule.py \
@@ -28,7 +28,7 @@ PURE := engines/train/checkpoint_folder.py engines/errors.py engines/formatting.
 # thread of PyTorch each: threads that wait for a core spin, which took half of the time.
 ALONE := $(addprefix tests/,browser chaos bench notebook/test_keys.py notebook/test_notebooks.py notebook/test_tuning.py test_public_names.py)
 
-# JupyterLab refuses root unless told.
+# JupyterLab needs --allow-root to run as root.
 ifeq ($(shell id -u),0)
 LAB_FLAGS := --allow-root
 endif
@@ -43,11 +43,11 @@ $(BIN)/python:
 		exit 1; }
 	$(PYTHON) -m venv .venv
 
-# The pins come first and without a search: should one page of the index not load, pip would take the package for
-# missing and try other versions of everything else, for an hour. So it fails at once, and is tried once more.
+# The pins come first, with --no-deps. If an index page fails to load, pip treats the package as missing and backtracks
+# for an hour; without dependencies to resolve, it fails at once, and the command is repeated once.
 PIP := $(BIN)/python -m pip install
 PINS := $(PIP) --no-deps -r constraints.txt
-# As a path, and not as a list of packages: a script beside a clone called mpi4dl_nb would find that folder first.
+# Editable install by path (compat); otherwise a script next to a clone named mpi4dl_nb imports that folder.
 OURS := $(PIP) -c constraints.txt --config-settings editable_mode=compat -e '.[lab,wsi,zarr,test]'
 
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python

@@ -97,8 +97,8 @@ class Plan:
     `local_dp` ranks share the images of each micro-batch in every stage after the spatial stages.
     `checkpoint_activations` keeps only the outputs of layers and what arrives from other ranks, and recomputes the rest
     for backward.
-    `offload_activations` stores what is kept for backward in an anonymous temporary file (in TMPDIR): as far as memory
-    is short, a GPU's activations are moved to the host, and a host's to its disk.
+    `offload_activations` moves the activations that are saved for backward: those of a GPU to host memory, and, as far
+    as memory is short, those of the host to an anonymous temporary file (in TMPDIR).
     `compile_segments` uses `torch.compile` to make fewer, larger kernels of the operators between two communications.
     The first steps compile, for up to minutes; the last bits of the results differ, and `zero_bubble` computes a
     compiled segment's weight gradients together with its input gradients. It is meant for GPUs: on the CPU cores that
@@ -112,8 +112,8 @@ class Plan:
     ['2x3', '1x4', '1x1']
     """
 
-    split_size: int = _stage_option(2, help="stages that the model is cut into", low=1)
-    spatial_size: int = _tile_option(1, help="how many leading stages are cut into tiles", low=0)
+    split_size: int = _stage_option(2, help="number of stages that the model is cut into", low=1)
+    spatial_size: int = _tile_option(1, help="number of leading stages that are cut into tiles", low=0)
     num_spatial_parts: int | tuple[int, ...] | None = _tile_option(
         None, help="tiles of each spatial stage: one number, or one for each such as 4,2", low=1, proposals=()
     )
@@ -136,32 +136,34 @@ class Plan:
         False, help="a second copy of the model runs through the ranks in mirrored order (GEMS)", divides="step"
     )
     times: int = _replica_option(
-        1, help="pairs of batches, one in each direction, for an update", low=1, divides="step"
+        1, help="pairs of batches per update, one batch in each direction", low=1, divides="step"
     )
     local_dp: int = _replica_option(
         1,
-        help="ranks that share the images of a micro-batch in every stage behind the spatial ones",
+        help="ranks that share the images of a micro-batch in every stage after the spatial ones",
         low=1,
         flags=("--local-DP",),
         divides="micro_batch",
     )
-    data_parallel: int = _replica_option(1, help="replicas of all, with batches of their own", low=1, divides="step")
+    data_parallel: int = _replica_option(
+        1, help="replicas of the whole plan, each with its own batch", low=1, divides="step"
+    )
     accumulate: int = _replica_option(
-        1, help="batches one after another that are added up before an update", low=1, divides="step"
+        1, help="batches whose gradients are accumulated per update", low=1, divides="step"
     )
     halo_d2: bool = _tile_option(
         False,
-        help="halos travel once for several layers; where tiles overlap then, both ranks compute",
+        help="exchange halos once per several layers; both ranks compute the overlap",
         flags=("--halo-D2",),
         phrase="fused halos",
     )
     fused_layers: int | str = _tile_option(
-        1, help="layers between two exchanges of halo_d2, or auto: as many as are cheapest", low=1, proposals=("auto",)
+        1, help="layers between two exchanges of halo_d2, or auto: the cheapest number", low=1, proposals=("auto",)
     )
-    overlap_halos: bool = _tile_option(False, help="halos travel while the interior is computed: for slow links")
+    overlap_halos: bool = _tile_option(False, help="compute the interior while halos are exchanged: for slow links")
     schedule: str = _pipeline_option("fill_drain", help="the order of micro-batches", choices=SCHEDULES)
     stages_per_rank: int = _pipeline_option(
-        1, help="stages on each rank behind the spatial ones, for the schedule interleaved", low=1
+        1, help="stages on each rank after the spatial stages, for the schedule interleaved", low=1
     )
     precision: str = _number_option(
         "float32",
@@ -172,16 +174,16 @@ class Plan:
     )
     checkpoint_activations: bool = _number_option(
         False,
-        help="keep the outputs of layers and what other ranks send, and compute the rest again for backward",
+        help="keep layer outputs and what other ranks send; recompute the rest for backward",
         phrase="recomputed activations",
     )
     offload_activations: bool = _number_option(
         False,
-        help="what is kept for backward lies in a file: a GPU's on the host, a host's on its disk",
+        help="move saved activations from GPU to host memory, or from host memory to a file",
         phrase="activations in a file",
     )
     compile_segments: bool = _number_option(
-        False, help="fewer, larger kernels by torch.compile: for GPUs; the first steps compile", phrase="compiled"
+        False, help="fewer, larger kernels by torch.compile: for GPUs; the first steps are slow", phrase="compiled"
     )
     sync_batchnorm: bool = _number_option(
         True,

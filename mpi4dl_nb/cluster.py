@@ -67,8 +67,9 @@ class Cluster:
     the same place and the current working folder; files that ranks read, and checkpoints, must be on storage that all
     hosts share. A host that does not answer for some seconds is reported with its ranks; `heal()` continues without it.
 
-    Output, warnings and logs of the ranks are shown while they work, with `[rank 1]` before each line, up to about a
-    hundred lines a second; `output=False` shows none. Ranks import the notebook's modules from its `sys.path`; if the
+    Output, warnings and logs of the ranks are shown while they work, with `[rank 1]` before each line, up to
+    20,000 characters of a rank at once and 5,000 a second after that; each line counts 100 more than it has.
+    `output=False` shows none. Ranks import the notebook's modules from its `sys.path`; if the
     file of a module has changed since they imported it, they are sent its functions as the notebook has them. A cluster
     ends when no reference to it is left; so does an older cluster of a notebook that no name refers to, although `Out`
     may still hold it.

@@ -12,7 +12,7 @@
 #SBATCH --output=mpi4dl_nb-%j.log
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-${PBS_O_WORKDIR:-$PWD}}"
-# module load ...   what your cluster has as modules
+# module load ...   load your cluster's modules here
 if [ -f .venv/bin/activate ]; then . .venv/bin/activate; fi # the same folder on every host: shared, or installed on each
 
 if [ $# -gt 0 ]; then

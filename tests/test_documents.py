@@ -10,12 +10,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import numpy as np
 import pytest
 import tifffile
+import torch
 from PIL import Image
+
+from mpi4dl_nb import Cluster, Plan, Training, resnet20_v1
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
@@ -76,6 +80,18 @@ def test_code_runs(code: str, tmp_path, capsys):
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert "False" not in done.stdout
+
+
+def test_the_answers_to_questions_run():
+    """The page's code, and a training on several labels per image as it says."""
+    rescaled, ask = blocks("python", "docs/questions.md")
+    names: dict[str, Any] = {"__name__": "questions"}
+    exec(compile(rescaled, "docs/questions.md", "exec"), names)
+    model, plan = names["Rescaled"](resnet20_v1()), Plan(split_size=1, num_spatial_parts=4)
+    with Cluster(plan.ranks, backend="loopback") as names["cluster"]:
+        exec(compile(ask, "docs/questions.md", "exec"), names)
+        loss, labels = torch.nn.BCEWithLogitsLoss(), torch.zeros(2, 10)
+        assert Training(model, plan, names["cluster"], (2, 3, 32, 32), loss=loss, labels=labels).verify()["ok"]
 
 
 def commands() -> Iterator[str]:

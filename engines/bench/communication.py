@@ -51,7 +51,10 @@ def make_allreduce_parser() -> argparse.ArgumentParser:
     """Return the parser of `bench allreduce`."""
     flags = options.make_bare_parser("Time sums over all ranks against raw MPI_Allreduce and gloo.")
     flags.add_argument(
-        "--max-bytes", type=options.parse_positive, default=1 << 28, help="the largest sum; each 4 x the last"
+        "--max-bytes",
+        type=options.parse_positive,
+        default=1 << 28,
+        help="the largest message; each size is 4 times the previous one",
     )
     flags.add_argument("--iterations", type=options.parse_positive, default=30)
     return flags
@@ -229,10 +232,12 @@ def bench_overlap(
 def run_bench_overlap(world: World, arguments: Sequence[str]) -> dict[str, object]:
     """Run `bench overlap`."""
     flags = options.make_parser(
-        "Measure how much of the gradients' sums over ranks, or of halos, hides behind computing.", 5
+        "Measure how much of the gradient all-reduces, or of the halo exchanges, is hidden behind computation.", 5
     )
-    flags.add_argument("--link-mbit-per-s", type=options.parse_positive, help="as if each rank were behind such a link")
-    flags.add_argument("--halos", action="store_true", help="halos behind tiles' interiors, and not sums")
+    flags.add_argument(
+        "--link-mbit-per-s", type=options.parse_positive, help="simulate a link of this speed between ranks"
+    )
+    flags.add_argument("--halos", action="store_true", help="measure overlapped halo exchanges instead of all-reduces")
     chosen = flags.parse_args(arguments)
     _, recipe = options.make_recipe(chosen, world.size, world)
     return bench_overlap(world, recipe, chosen.iterations, chosen.seed, chosen.link_mbit_per_s, chosen.halos)

@@ -91,8 +91,10 @@ def run_gpu_checks(arguments: Sequence[str] = ()) -> int:
     Print the result of each check when it is done, then all results as JSON. Raises PlanError if no check is named so.
     """
     flags = options.FlagParser("gpu-check", description=__doc__.splitlines()[0])
-    flags.add_argument("--only", default="", help="those whose names begin so")
-    flags.add_argument("--timeout", type=options.parse_positive, default=900, help="seconds for each")
+    flags.add_argument("--only", default="", help="run the checks whose names begin with this text")
+    flags.add_argument(
+        "--timeout", type=options.parse_positive, default=900, help="time limit of each check in seconds"
+    )
     chosen = flags.parse_args(arguments)
     names = [name for name in ("link", *CHECKS) if name.startswith(chosen.only)]
     if not names:

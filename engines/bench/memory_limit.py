@@ -76,22 +76,25 @@ def limit_memory(device: torch.device, size_bytes: int) -> Iterator[None]:
 _UNCUT = {"split_size": 1, "spatial_size": 0, "num_spatial_parts": None, "slice_method": "square", "balance": "auto"}
 _WAYS: Mapping[str, tuple[str, Mapping[str, object]]] = {  # what it is, and the plan's options that it replaces
     "plain": ("PyTorch's own loop", _UNCUT),
-    "again": ("activations are computed again for backward", {**_UNCUT, "checkpoint_activations": True}),
-    "away": ("they lie in a file meanwhile", {**_UNCUT, "offload_activations": True}),
+    "again": ("recomputed activations", {**_UNCUT, "checkpoint_activations": True}),
+    "away": ("activations offloaded to a file", {**_UNCUT, "offload_activations": True}),
     "in-turn": ("the plan's tiles one after another", {}),
 }
 
 
 def make_largest_parser() -> ArgumentParser:
     """Return the parser: the flags of a step, the method, and the limit."""
-    flags = options.make_parser("Find the largest square image that one process trains within a bound of memory.")
+    flags = options.make_parser("Find the largest square image that one process trains within a memory limit.")
     says = "; ".join(f"{way}: {what}" for way, (what, _) in _WAYS.items())
     flags.add_argument("--way", choices=list(_WAYS), default="plain", help=says)
     flags.add_argument(
-        "--memory-mb", type=options.parse_positive, default=512, help="beyond what the process has before"
+        "--memory-mb",
+        type=options.parse_positive,
+        default=512,
+        help="memory limit beyond the initial size of the process",
     )
-    flags.add_argument("--step-px", type=options.parse_positive, default=64, help="sizes are multiples of it")
-    flags.add_argument("--most-px", type=options.parse_positive, default=16384, help="larger ones are not tried")
+    flags.add_argument("--step-px", type=options.parse_positive, default=64, help="image sizes are multiples of this")
+    flags.add_argument("--most-px", type=options.parse_positive, default=16384, help="the largest image size to try")
     return flags
 
 
@@ -233,13 +236,16 @@ def make_ranks_in_turn(
 def make_streaming_parser() -> ArgumentParser:
     """Return the parser: the flags of a step, and the limit."""
     flags = options.make_parser(
-        "Train an image tile after tile within a bound of memory, beside one process with it all."
+        "Train an image tile after tile within a memory limit, and compare with one process without a limit."
     )
     flags.add_argument("--iterations", type=options.parse_positive, default=3)
     flags.add_argument(
-        "--memory-mb", type=options.parse_positive, default=512, help="beyond what the process has before"
+        "--memory-mb",
+        type=options.parse_positive,
+        default=512,
+        help="memory limit beyond the initial size of the process",
     )
-    flags.add_argument("--folder", default=find_disk_folder(), help="where values lie while other tiles compute")
+    flags.add_argument("--folder", default=find_disk_folder(), help="folder of the file of offloaded activations")
     return flags
 
 

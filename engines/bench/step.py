@@ -122,7 +122,7 @@ def run_bench_step(world: World, arguments: Sequence[str]) -> dict[str, object]:
     flags.add_argument(
         "--in-turns",
         action="store_true",
-        help="give memory back after each step: ranks and process need not fit together",
+        help="release memory after each step, so that ranks and the one process need not fit together",
     )
     chosen = flags.parse_args(arguments)
     model, recipe = options.make_recipe(chosen, world.size, world)

@@ -84,7 +84,7 @@ def main(arguments: Sequence[str]) -> int:
         _print_error(world, str(stopped))
         world.exit_process(128 + stopped.number)
     except RankError as error:  # raised on one rank; `revoke` releases the others
-        # A rank that only stopped waiting has nothing to tell: the rank that failed prints the cause.
+        # Released ranks print nothing; the failed rank prints the cause.
         if not isinstance(error, ReleasedError):
             print(f"rank {world.rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         world.revoke()
@@ -149,7 +149,7 @@ def run_table(arguments: Sequence[str]) -> int:
 
     flags = options.FlagParser("table", description="Write a table of images that `train --app medical` takes.")
     kinds = flags.add_subparsers(required=True, metavar="KIND", parser_class=options.FlagParser)
-    masks = kinds.add_parser("masks", help="pictures, and masks of the same names in another folder")
+    masks = kinds.add_parser("masks", help="images, and masks with the same names in another folder")
     masks.add_argument("images", type=Path)
     masks.add_argument("masks", type=Path)
     masks.add_argument("table", type=Path, help="the .csv file to write")
@@ -159,7 +159,7 @@ def run_table(arguments: Sequence[str]) -> int:
     boxes.add_argument("list", help="which images, such as train")
     boxes.add_argument("table", type=Path, help="the .csv file to write")
     boxes.add_argument("--crop-px", type=options.parse_positive, default=96, help="height and width of a crop")
-    boxes.add_argument("--most", type=options.parse_positive, help="boxes of one class that are taken of one image")
+    boxes.add_argument("--most", type=options.parse_positive, help="the most boxes of one class from one image")
     boxes.set_defaults(
         make=lambda chosen: write_boxes_table(chosen.folder, chosen.list, chosen.table, chosen.crop_px, chosen.most)
     )
@@ -179,7 +179,7 @@ def run_published(arguments: Sequence[str]) -> int:
     flags = options.FlagParser(
         "published", description="Simulate published results; machines and assumptions are data."
     )
-    flags.add_argument("--only", nargs="*", default=[""], metavar="NAME", help="rows whose names begin so")
+    flags.add_argument("--only", nargs="*", default=[""], metavar="NAME", help="rows whose names begin with NAME")
     chosen = tuple(flags.parse_args(arguments).only)
     rows = [row for row in PUBLISHED if row.name.startswith(chosen)]
     if not rows:

@@ -85,7 +85,9 @@ def make_parser(description: str, iterations: int | None = None) -> argparse.Arg
     flags.add_argument("--seed", type=parse_seed, default=0)
     flags.add_argument("--optimiser", choices=sorted(_OPTIMISERS), default="sgd")
     flags.add_argument("--learning-rate", type=float, default=0.001)
-    flags.add_argument("--clip-norm", type=float, default=None, help="bound of the norm of all gradients together")
+    flags.add_argument(
+        "--clip-norm", type=float, default=None, help="upper bound of the norm of all gradients together"
+    )
     flags.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:1")
     for field in fields(Plan):
         option = OPTIONS[field.name]
@@ -186,7 +188,7 @@ def add_model_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument(
         "--model",
         default="engines.models:resnet110_v2",
-        help=f"{', '.join(_SHORT)}, a name in engines.models, or PACKAGE.MODULE:CALLABLE that returns a plain module",
+        help=f"{', '.join((*_SHORT, *models.__all__))}, or PACKAGE.MODULE:CALLABLE that returns a plain module",
     )
     flags.add_argument(
         "--model-args",
@@ -198,8 +200,8 @@ def add_model_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument(
         "--num-layers",
         type=int,
-        help=f"of a resnet 9n+2 (v2) or 6n+2 (v1), default {_DEPTH}; normal cells of an amoebanet, default {_CELLS}; "
-        "given to any other model if it takes num_layers or depth",
+        help=f"of a resnet 9n+2 (v2) or 6n+2 (v1; v2 if both), default {_DEPTH}; normal cells of an amoebanet, "
+        f"default {_CELLS}; given to any other model if it takes num_layers or depth",
     )
     flags.add_argument(
         "--num-filters", type=int, help=f"width of an amoebanet, default {_FILTERS}; likewise if it takes num_filters"

@@ -33,10 +33,12 @@ from engines.train.training_events import EpochLog, EpochResult, Scores, Skipped
 
 def make_train_parser() -> argparse.ArgumentParser:
     """Make the parser of the flags of `train`."""
-    flags = options.make_parser("Train a model on the ranks, and say how fast, with which loss and accuracy.")
+    flags = options.make_parser(
+        "Train a classifier or segmentation model with cross-entropy on the ranks; print speed, loss and accuracy."
+    )
     flags.set_defaults(model="resnet", batch_size=32, image_size="32", names=None, test=False)
     flags.add_argument("--num-epochs", type=options.parse_positive, default=1)
-    flags.add_argument("--max-steps", type=options.parse_positive, help="end an epoch after so many steps")
+    flags.add_argument("--max-steps", type=options.parse_positive, help="end an epoch after this number of steps")
     flags.add_argument("--app", default="3", help="1 or medical, 2 or cifar, 3 or synthetic: which images to train on")
     flags.add_argument(
         "--datapath",
@@ -44,43 +46,52 @@ def make_train_parser() -> argparse.ArgumentParser:
         default=Path("train"),
         help="a .csv table of medical images, a folder with CLASS/IMAGE or CLASS/SLIDE/IMAGE in it, or CIFAR-10",
     )
-    flags.add_argument("--within", type=Path, metavar="FOLDER", help="where a table's files must be; else beside it")
-    flags.add_argument("--fit", choices=FITS, default="scale", help="bring medical images to the size, or crop or pad")
-    flags.add_argument("--mask-threshold", type=int, help="the number of a mask above which a pixel is of class 1")
+    flags.add_argument(
+        "--within", type=Path, metavar="FOLDER", help="folder that contains a table's files; by default the table's own"
+    )
+    flags.add_argument(
+        "--fit", choices=FITS, default="scale", help="scale medical images to --image-size, or crop and pad them"
+    )
+    flags.add_argument("--mask-threshold", type=int, help="mask values above this number are class 1, others class 0")
     flags.add_argument(
         "--mask-ignore",
         type=_parse_numbers,
         default=(),
         metavar="N[,N]",
-        help="numbers of a mask that are no class, such as 255 for void: the loss leaves their pixels out",
+        help="mask values that are no class, such as 255 for void: the loss ignores their pixels",
     )
     flags.add_argument(
         "--augment",
         type=_parse_augmentations,
         default=(),
-        help=f"some of {','.join(KINDS)} between commas; and crop: take random parts of medical images, unscaled",
+        help=f"comma-separated: {','.join(KINDS)}, or crop: random parts of medical images, unscaled",
     )
-    flags.add_argument("--validate-path", type=Path, help="images of the same kind that are not trained on")
+    flags.add_argument("--validate-path", type=Path, help="images of the same kind for evaluation")
+    flags.add_argument("--held-out", type=float, help="fraction of the images held out for evaluation, such as 0.2")
+    flags.add_argument("--num-workers", type=int, default=0, help="threads of each rank that prefetch images")
     flags.add_argument(
-        "--held-out", type=float, help="a share of the images, such as 0.2, that is not trained on but judged by"
-    )
-    flags.add_argument("--num-workers", type=int, default=0, help="threads of each rank that read images ahead")
-    flags.add_argument(
-        "--on-bad-image", choices=["raise", "skip"], default="raise", help="end the training, or leave the image out"
+        "--on-bad-image", choices=["raise", "skip"], default="raise", help="end the training, or skip the image"
     )
     flags.add_argument(
-        "--drop-last", action="store_true", help="leave out what does not fill an epoch's last step; else it is smaller"
+        "--drop-last",
+        action="store_true",
+        help="drop images that do not fill the last step; otherwise that step is smaller",
     )
-    flags.add_argument("--log", type=Path, help="a .csv, .json or .jsonl file that gets a record for each epoch")
-    flags.add_argument("--save", type=Path, metavar="FOLDER", help="where checkpoints go; SIGUSR1 saves and ends")
+    flags.add_argument("--log", type=Path, help="a .csv, .json or .jsonl file with one record per epoch")
     flags.add_argument(
-        "--save-every", type=options.parse_positive, metavar="STEPS", help="save so often; else once an epoch"
+        "--save", type=Path, metavar="FOLDER", help="folder for checkpoints; SIGUSR1 saves one and ends the training"
     )
-    flags.add_argument("--keep", type=options.parse_positive, default=KEEP, help="how many checkpoints stay")
-    resumes = "go on from this checkpoint, or the newest of this folder; alone: from that of --save, if there is one"
+    flags.add_argument(
+        "--save-every",
+        type=options.parse_positive,
+        metavar="STEPS",
+        help="steps between two checkpoints; by default one checkpoint per epoch",
+    )
+    flags.add_argument("--keep", type=options.parse_positive, default=KEEP, help="number of checkpoints to keep")
+    resumes = "resume from a checkpoint or a folder's newest; without a value, from --save if it has one"
     flags.add_argument("--resume", nargs="?", const="", metavar="FOLDER", help=resumes)
     flags.add_argument("--enable-master-comm-opt", action="store_true", help="accepted, without effect")
-    flags.add_argument("-v", "--verbose", action="store_true", help="tell loss and accuracy of every step")
+    flags.add_argument("-v", "--verbose", action="store_true", help="print loss and accuracy of every step")
     return flags
 
 

@@ -42,7 +42,7 @@ def check_image_flags(chosen: argparse.Namespace, given: Collection[str]) -> Non
 def make_datasets(chosen: argparse.Namespace, images_per_step: int) -> tuple[LabelledImages, LabelledImages | None]:
     """Make the training images, augmented, and the held-out images, if any. Raises PlanError or ImageError."""
     if chosen.validate_path and chosen.held_out is not None:
-        raise PlanError("--validate-path and --held-out both say which images are judged by. Give one of them.")
+        raise PlanError("--validate-path and --held-out both select the held-out images. Give one of them.")
     if chosen.validate_path and _APPLICATIONS.get(chosen.app) is _make_synthetic:
         raise PlanError(
             f"--validate-path {chosen.validate_path} names images, but --app {chosen.app} makes random ones. Give "

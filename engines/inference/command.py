@@ -67,15 +67,19 @@ def make_predict_parser() -> argparse.ArgumentParser:
     flags.add_argument("--image", required=True, help="a picture or slide; every rank opens it")
     flags.add_argument("--region", default=None, help="y0,x0,height,width in pixels of the level; default: all of it")
     flags.add_argument("--level", type=int, default=0, help="0 is the finest")
-    flags.add_argument("--to", default=None, help="the pyramidal TIFF to write; needed where each pixel has an answer")
-    flags.add_argument("--kind", choices=KINDS, default="classes", help="what is kept of the model's scores")
-    flags.add_argument("--memory-mb", type=options.parse_positive, default=1000, help="the most that any rank may take")
     flags.add_argument(
-        "--tile-px", type=options.parse_positive, default=None, help="side of the tiles, whatever they take"
+        "--to", default=None, help="the pyramidal TIFF to write; required if the model predicts per pixel"
+    )
+    flags.add_argument("--kind", choices=KINDS, default="classes", help="what is stored of the model's scores")
+    flags.add_argument("--memory-mb", type=options.parse_positive, default=1000, help="memory limit of each rank")
+    flags.add_argument(
+        "--tile-px", type=options.parse_positive, default=None, help="side of the tiles, regardless of --memory-mb"
     )
     flags.add_argument("--precision", "--dtype", choices=PRECISIONS, default="float32")
     flags.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:1")
-    flags.add_argument("--seed", type=options.parse_seed, default=0, help="of weights that are not given")
+    flags.add_argument(
+        "--seed", type=options.parse_seed, default=0, help="seed of the random weights used without --weights"
+    )
     return flags
 
 
