@@ -25,7 +25,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     """Replace this process by the launcher. Exits with code 2 if there is none, or if ranks cannot start here."""
     flags = FlagParser(prog="python -m mpi4dl_nb", description=__doc__.splitlines()[0])
     flags.add_argument(
-        "-n", type=parse_positive, default=1, dest="ranks", metavar="RANKS", help="how many (default: 1)"
+        "-n", type=parse_positive, default=1, dest="ranks", metavar="RANKS", help="number of ranks (default: 1)"
     )
     flags.add_argument("command", nargs=argparse.REMAINDER, help="verify, train, predict, bench ..., with its flags")
     try:

@@ -69,7 +69,7 @@ class StepTimer:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the measurement and print one line of JSON as the last one."""
-    flags = argparse.ArgumentParser(description="How fast a training is with a monitor, compared to without.")
+    flags = argparse.ArgumentParser(description="Compare the speed of a training with and without a monitor.")
     flags.add_argument("--pairs", type=int, default=7)
     flags.add_argument("--steps", type=int, default=100)
     flags.add_argument("--tiles", type=int, default=2)

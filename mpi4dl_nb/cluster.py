@@ -57,7 +57,7 @@ class Cluster:
     with a plan of `offload_activations`, the running rank has its activations in memory, and the others have theirs in
     a file. (Code that polls for a message, rather than waits for it, never receives one this way.) `"auto"` uses MPI if
     this machine has one and enough memory for the processes, else threads; `cluster.backend` names the choice. After a
-    failure, the ranks are ready for the next call, unless one has died: then `dead` says so, and `heal()` helps.
+    failure, the ranks are ready for the next call, unless one has died: then `dead` says so, and `heal()` restarts it.
 
     If ranks wait for a rank that makes no progress for `hang_after_s` seconds, they are released, and that rank is
     ended (None: they wait for ever). While no rank waits for another, work may take any time: the stop button ends it.

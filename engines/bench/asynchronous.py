@@ -71,7 +71,7 @@ def bench_asynchronous(world: World, studies: Sequence[Asynchrony], recipe: Reci
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command's flags."""
-    flags = options.make_parser("Train replicas that do not wait for each other, and replicas that do. For study.")
+    flags = options.make_parser("Train synchronous and asynchronous replicas, for study only.")
     flags.set_defaults(model="engines.models:resnet20_v1", num_classes=2, image_size="32", batch_size=8)
     flags.set_defaults(learning_rate=0.005, split_size=1, spatial_size=0)
     flags.add_argument("--mode", choices=[*MODES, "all"], default="all")

@@ -114,7 +114,9 @@ def bench_bubble(world: World, plan: Plan, stage_s: float) -> dict[str, object]:
 
 def run_bench_bubble(world: World, arguments: Sequence[str]) -> dict[str, object]:
     """Run `bench bubble`."""
-    flags = options.make_parser("Measure how long ranks stand idle in a schedule of equal stages, beside the formula.")
+    flags = options.make_parser(
+        "Measure the idle share of ranks in a schedule of equal stages, and compare with the formula."
+    )
     flags.add_argument("--stage-seconds", type=options.parse_seconds, default=0.02, help="forward time of a stage")
     flags.set_defaults(spatial_size=0)
     chosen = flags.parse_args(arguments)

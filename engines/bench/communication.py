@@ -49,7 +49,7 @@ def list_sizes(max_bytes: int) -> list[int]:
 
 def make_allreduce_parser() -> argparse.ArgumentParser:
     """Return the parser of `bench allreduce`."""
-    flags = options.make_bare_parser("Time sums over all ranks against raw MPI_Allreduce and gloo.")
+    flags = options.make_bare_parser("Time all-reduces over all ranks, and the same with raw MPI_Allreduce and gloo.")
     flags.add_argument(
         "--max-bytes",
         type=options.parse_positive,

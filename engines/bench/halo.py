@@ -59,7 +59,9 @@ class HaloCase:
 
 def make_halo_parser() -> argparse.ArgumentParser:
     """Make a parser of the halo benchmark's flags, with the predecessor's names."""
-    flags = options.make_bare_parser("Time a halo exchange, there and back, against the same by hand in mpi4py.")
+    flags = options.make_bare_parser(
+        "Time a halo exchange, forward and backward, and the same exchange written by hand with mpi4py."
+    )
     flags.add_argument("--image-size", default="1024", help="pixels: one number, or HEIGHTxWIDTH")
     flags.add_argument(
         "--num-spatial-parts", type=parse_value, default=None, help=f"{OPTIONS['num_spatial_parts'].help} (4)"

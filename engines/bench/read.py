@@ -22,7 +22,7 @@ Box = tuple[int, int, int, int]
 def run_bench_read(world: World, arguments: Sequence[str]) -> dict[str, object]:
     """Run `bench read`."""
     flags = options.make_bare_parser(
-        "Read a picture on the ranks, each its own tile, and in one process; compare pixels and memory."
+        "Read an image on the ranks, tile by tile, and in one process; compare pixels and memory."
     )
     flags.add_argument("image", help="a file: PNG, JPEG, TIFF, Zarr or a slide")
     flags.add_argument("--slice-method", default="square", help="square, vertical, horizontal, or a grid such as 2x3")

@@ -154,7 +154,7 @@ def bench_compiled(world: World, recipe: Recipe, iterations: int, seed: int) -> 
 
 def run_bench_compiled(world: World, arguments: Sequence[str]) -> dict[str, object]:
     """Run `bench compiled`."""
-    flags = options.make_parser("Time training steps with segments as PyTorch runs them, and compiled.", 5)
+    flags = options.make_parser("Time training steps with eager segments, and with compiled segments.", 5)
     chosen = flags.parse_args(arguments)
     _, recipe = options.make_recipe(chosen, world.size, world)
     return bench_compiled(world, recipe, chosen.iterations, chosen.seed)
@@ -175,7 +175,9 @@ def bench_overhead(times: int) -> dict[str, object]:
 
 def run_bench_overhead(world: World, arguments: Sequence[str]) -> Iterator[dict[str, object]]:
     """Run `bench overhead`."""
-    flags = options.FlagParser(description="Measure what an instruction of a program costs beside its kernels.")
+    flags = options.FlagParser(
+        description="Measure the cost of an instruction of a program in addition to its kernels."
+    )
     flags.add_argument("--iterations", type=options.parse_positive, default=7)
     chosen = flags.parse_args(arguments)
     # It needs one rank; the others wait, so that they do not take its cores.

@@ -130,7 +130,7 @@ def _print_error(world: World, text: str) -> None:
 
 def run_verify(world: World, arguments: Sequence[str]) -> Mapping[str, object]:
     """Compare a plan on the ranks with one process, in float64 unless the flags name a precision."""
-    flags = options.make_parser("Compare a plan on the ranks with the plain model in one process.")
+    flags = options.make_parser("Compare a plan on the ranks with the plain model in one process, with cross-entropy.")
     given = any(argument.split("=")[0] in ("--dtype", "--precision") for argument in arguments)
     chosen = flags.parse_args([*([] if given else ["--dtype", "float64"]), *arguments])
     model, recipe = options.make_recipe(chosen, world.size, world)
@@ -177,7 +177,7 @@ def run_published(arguments: Sequence[str]) -> int:
     from engines.predict.published_replay import PublishedReplay
 
     flags = options.FlagParser(
-        "published", description="Simulate published results; machines and assumptions are data."
+        "published", description="Simulate published results and compare with their numbers; print all assumptions."
     )
     flags.add_argument("--only", nargs="*", default=[""], metavar="NAME", help="rows whose names begin with NAME")
     chosen = tuple(flags.parse_args(arguments).only)

@@ -21,8 +21,10 @@ PAGE, DATA, PICTURES = "BENCHMARKS.md", "benchmarks.json", "figures"
 def main(arguments: Sequence[str]) -> int:
     """Run the studies. Return 0, 1 if something could not be measured, or 2 if the request was invalid."""
     flags = argparse.ArgumentParser(prog="python -m mpi4dl_nb.benchmarks", description=__doc__.splitlines()[0])
-    flags.add_argument("--folder", default=".", help="where the page is written")
-    flags.add_argument("--only", nargs="+", default=[""], metavar="TITLE", help="studies whose titles begin so")
+    flags.add_argument("--folder", default=".", help="folder that the page is written to")
+    flags.add_argument(
+        "--only", nargs="+", default=[""], metavar="TITLE", help="run the studies whose titles begin with TITLE"
+    )
     chosen = flags.parse_args(arguments)
     folder = Path(chosen.folder)
     try:

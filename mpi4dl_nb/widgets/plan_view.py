@@ -87,8 +87,8 @@ def describe_options(machines: Sequence[str]) -> list[dict[str, Any]]:
     ]
     main[-1]["choices"] = list(machines)
     own = {
-        IMAGE_PX: "rows of pixels of an image; the columns keep the image's ratio, and the model is traced anew",
-        BATCH: "images in one batch; the model is traced anew",
+        IMAGE_PX: "rows of pixels of an image; columns keep the ratio, and the model is traced again",
+        BATCH: "images in one batch; the model is traced again",
         GRID: f"{helps['slice_method']}; {helps['num_spatial_parts']}",
         MACHINE: "the machine whose time is predicted, and whose memory is the limit",
     }
