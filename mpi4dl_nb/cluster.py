@@ -6,6 +6,7 @@ import gc
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from numbers import Real
 from os import PathLike
 from pathlib import Path
 from threading import RLock, get_ident
@@ -87,7 +88,7 @@ class Cluster:
         output: bool = True,
     ) -> None:
         _check_count(n)
-        if hang_after_s is not None and not hang_after_s >= 1:
+        if hang_after_s is not None and not (isinstance(hang_after_s, Real) and hang_after_s >= 1):
             raise PlanError(f"hang_after_s={hang_after_s!r} must be 1 second or more, or None for no limit.")
         if backend not in ("auto", *_BACKENDS):
             raise PlanError(describe_unknown(f"backend={backend!r} is unknown", backend, ("auto", *_BACKENDS)))
@@ -101,6 +102,7 @@ class Cluster:
         self._shown = OutputPrinter(output)
         self._last: RemoteCall | None = None
         self.machine: Machine | None = None
+        self.freed: list[str] = []  # names of trainings that are no more here: the ranks free them with the next one
         # Held during each call: concurrent calls, from a widget's thread and a cell, would mix their messages. A caller
         # holds it where several calls, or a call and what it changes here, are one. So it is reentrant.
         self.turn = RLock()
