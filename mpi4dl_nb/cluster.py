@@ -275,9 +275,10 @@ class Cluster:
         that exists. If other programs use the cores meanwhile, or repetitions differ by much (`Machine.noise`), the
         measurement is repeated once. If the second one is no better, a warning says so, and the machine serves this
         cluster but is not remembered, or it is refused if forecasts would mislead. `accept_noise` takes the first
-        measurement as it is, without a warning. A calibration can be interrupted. Raises RankError, and PlanError if
-        the measurement is refused, if the file holds something else, or if the ranks take turns, because their speed
-        when working at once is unknown.
+        measurement as it is, without a warning. A quick or noisy calibration is not written, to no `store` either. A
+        calibration can be interrupted. Raises RankError, and PlanError if the measurement is refused, if the file holds
+        something else or cannot be read or written, or if the ranks take turns, because their speed when working at
+        once is unknown.
         """
         if self.backend == "in_turn":
             raise PlanError(
@@ -294,6 +295,7 @@ class Cluster:
             found = kept.read()
         self.machine = found or self.machine
         if again or not self._is_calibrated(quick):
+            kept.check_writable()
             self.machine, found = calibrate_cluster(self.call, self.n, bool(quick), accept_noise, progress), None
         if found is None:
             kept.write(self.machine)

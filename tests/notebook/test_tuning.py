@@ -66,6 +66,17 @@ def test_a_machine_that_is_known_is_stored_where_it_is_asked(cluster, tmp_path, 
     assert Machine.from_json((tmp_path / "machine.json").read_text()) == cluster.machine
 
 
+def test_a_machine_file_that_cannot_be_used_is_named_before_anything_is_measured(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PlanError, match=r"machine\.json cannot be read: Not a directory\."):
+        Cluster(2).calibrate(tmp_path / "file" / "machine.json")
+    with pytest.raises(PlanError, match=r"machine\.json cannot be written: Not a directory\."):
+        Cluster(2).calibrate(tmp_path / "file" / "machine.json", again=True)
+    with pytest.raises(RankError, match="not started"):  # so it would be measured
+        Cluster(2).calibrate(tmp_path / "machine.json")
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]
+
+
 def test_a_rank_that_dies_ends_a_tuning():
     with Cluster(2, backend="loopback") as cluster:
         trial = PlanTrial(cluster, lambda: cluster._mark_dead(RankError("Rank 1: killed", 1)))
