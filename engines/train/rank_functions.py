@@ -221,11 +221,11 @@ def call_debug_step(host: RankServer, number: str, what: str, *args: Any) -> tup
     return (getattr(stepper, what)(*args),) if stepper is not None and stepper.number == number else None
 
 
-def abort_debug_step(host: RankServer) -> None:
-    """Abort the debugged step.
-
-    The body is empty because `execute` aborts it before any function not marked `allow_during_step`.
-    """
+@allow_during_step
+def abort_debug_step(host: RankServer, number: str) -> None:
+    """Abort the debugged step with that number, if the ranks have not left it for other work yet. Collective."""
+    if host.walk is not None and host.walk.number == number:
+        host.abort_debug_step()
 
 
 # ---- calibrations, of which a rank holds the state from one part to the next
