@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from numbers import Real
 from itertools import groupby
+from numbers import Real
 from typing import Any
 
 from matplotlib.axes import Axes

@@ -160,7 +160,7 @@ def test_a_part_of_the_step_can_be_shown():
     with pytest.raises(PlanError, match=r"span_ms=\(5, 2\) must be"):
         show_timeline(PIPELINE, span_ms=(5, 2))
     for span in ((1,), 3, ("1", "2")):
-        with pytest.raises(PlanError, match="span_ms=.* must be"):
+        with pytest.raises(PlanError, match=r"span_ms=.* must be \(start, end\)"):
             show_timeline(PIPELINE, span_ms=span)
 
 
