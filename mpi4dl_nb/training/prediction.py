@@ -49,7 +49,7 @@ class Evaluator:
         check_classes(images, training.recipe.graph)
         self.held_out = HeldOutSet(training.model, training.loss, training.recipe, images, on_bad_image)
         self.held_out.check_loss()
-        self.training, self.name = training, f"{training.name}.held_out"
+        self.training, self.name = training, uuid.uuid4().hex
         self._images = images
         self.begin()
 
@@ -63,13 +63,14 @@ class Evaluator:
 
     def compute_scores(self, tensors: Callable[[], Sequence[Mapping[str, object]]]) -> Scores | None:
         """Return the scores over all images; `tensors` returns the ranks' tensors, for a loss that has some."""
-        self.training.cluster.call(rank_functions.call_prediction, self.name, "begin")
 
         def predict(numbers: Sequence[int]) -> tuple[Mapping[int, str], Sequence[PredictedBatch]]:
             answers = self.training.cluster.call(rank_functions.call_prediction, self.name, "predict", list(numbers))
             return answers[0].bad, answers
 
-        return self.held_out.compute_scores(predict, tensors)
+        with self.training.cluster.turn:  # a step of another thread would change the weights in between
+            self.training.cluster.call(rank_functions.call_prediction, self.name, "begin")
+            return self.held_out.compute_scores(predict, tensors)
 
     def close(self) -> None:
         """Free what the ranks hold for the evaluation. If ranks have died, it is gone already."""

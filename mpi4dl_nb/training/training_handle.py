@@ -95,9 +95,9 @@ class TrainingHandle:
         self.reports: list[StepReport] = []
         self.reported = self.recipe
         self.feed_state: Mapping[str, Any] | None = None  # position in the images from which `fit` resumes
-        self._create()
         # A cell that runs again makes another training, with which the ranks free the old one if nothing refers to it.
         weakref.finalize(self, cluster.freed.append, self.name).atexit = False
+        self._create()
         graph = self.recipe.graph
         updated = {to_user_name(name) for node in graph.nodes for name in find_updated_buffers(graph, node)}
         self._traced = TracedValues(model, self.loss, updated)

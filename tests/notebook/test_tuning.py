@@ -70,7 +70,7 @@ def test_a_machine_file_that_cannot_be_used_is_named_before_anything_is_measured
     (tmp_path / "file").write_text("")
     with pytest.raises(PlanError, match=r"machine\.json cannot be read: Not a directory\."):
         Cluster(2).calibrate(tmp_path / "file" / "machine.json")
-    with pytest.raises(PlanError, match=r"machine\.json cannot be written: Not a directory\."):
+    with pytest.raises(PlanError, match=r"machine\.json cannot be written: File exists\."):
         Cluster(2).calibrate(tmp_path / "file" / "machine.json", again=True)
     with pytest.raises(RankError, match="not started"):  # so it would be measured
         Cluster(2).calibrate(tmp_path / "machine.json")
